@@ -1,0 +1,58 @@
+"""What one step computes: made by the scheduler, executed by the model runner, which know only this.
+
+    sequence i:   positions [start, start + num_new_tokens) get KV, through block_ids
+                  |<- start: KV already there ->|<- token_ids: computed now ->|
+    draft None    token_ids are the sequence's next tokens (a prefill chunk or one decode token)
+    draft given   token_ids[0] is the last accepted token, the rest are the draft's nodes
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tandem_engine.drafts.tree import DraftTree
+from tandem_engine.errors import InvariantError
+from tandem_engine.request import Request
+
+
+@dataclass(frozen=True)
+class ScheduledSequence:
+    request: Request
+    #: Physical blocks in logical order; covers start + len(token_ids) tokens.
+    block_ids: tuple[int, ...]
+    #: Tokens whose KV is in the cache before this step.
+    start: int
+    token_ids: tuple[int, ...]
+    draft: DraftTree | None
+    #: Whether a token is sampled after this step: the last prompt chunk or any decode. Rows of logits
+    #: are then wanted for the last token, or for every node of the draft.
+    samples: bool
+
+    def __post_init__(self) -> None:
+        if self.draft is not None and len(self.token_ids) != len(self.draft) + 1:
+            raise InvariantError("a drafted sequence computes the root and every node")
+        if not self.token_ids:
+            raise InvariantError("a scheduled sequence computes at least one token")
+
+    @property
+    def num_new_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_logits_rows(self) -> int:
+        if not self.samples:
+            return 0
+        return 1 if self.draft is None else self.num_new_tokens
+
+
+@dataclass(frozen=True)
+class Batch:
+    sequences: tuple[ScheduledSequence, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(s.num_new_tokens for s in self.sequences)
+
+    @property
+    def num_logits_rows(self) -> int:
+        return sum(s.num_logits_rows for s in self.sequences)

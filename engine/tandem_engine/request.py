@@ -1,0 +1,165 @@
+"""A request as the engine sees it: token ids in, token ids out; it knows nothing of text.
+
+    prompt_token_ids            output_token_ids
+    |<------ num_prompt ------>|<--- grows --->|
+    |<-- num_computed_tokens -->|  KV of these tokens is in the cache
+                                |<- num_tokens - num_computed_tokens: to be scheduled
+
+One counter, `num_computed_tokens`, serves prefill and decode alike (after vLLM v1): a request with one
+token left to compute is decoding, one with more is (still) prefilling, also after a preemption.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from tandem_engine.drafts.tree import DraftTree
+from tandem_engine.errors import InvalidRequestError, InvariantError
+
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the next token is chosen; immutable and validated at construction.
+
+    Raises InvalidRequestError naming the field and its limit.
+    """
+
+    max_tokens: int = 256
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+    #: None: none wanted; n: the chosen token's log probability and the n most likely.
+    logprobs: int | None = None
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        checks = [
+            ("max_tokens", self.max_tokens >= 1, "must be at least 1"),
+            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "must be between 0 and max_tokens"),
+            ("temperature", 0.0 <= self.temperature <= 2.0, "must be in [0, 2]"),
+            ("top_k", self.top_k >= 0, "must be 0 (all) or positive"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "must be in (0, 1]"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, "must be in [0, 1]"),
+            ("repetition_penalty", 0.0 < self.repetition_penalty <= 10.0, "must be in (0, 10]"),
+            ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "must be in [-2, 2]"),
+            ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "must be in [-2, 2]"),
+            ("logit_bias", all(-100 <= b <= 100 for b in self.logit_bias.values()), "values: [-100, 100]"),
+            ("stop", len(self.stop) <= MAX_STOP_STRINGS, f"at most {MAX_STOP_STRINGS} strings"),
+            ("stop", all(self.stop), "an empty string would end every text; remove it"),
+            ("seed", 0 <= self.seed < 2**64, "must be in [0, 2^64)"),
+            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
+             f"must be in [0, {MAX_LOGPROBS}]"),
+        ]  # fmt: skip
+        for name, good, limit in checks:
+            if not good:
+                raise InvalidRequestError(name, f"{getattr(self, name)!r} is out of range: {limit}")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def needs_processing(self) -> bool:
+        """Whether logits change before the choice in a way that depends on the tokens so far."""
+        return bool(
+            self.logit_bias
+            or self.repetition_penalty != 1.0
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.min_tokens
+        )
+
+
+class RequestStatus(enum.Enum):
+    WAITING = "waiting"
+    #: Blocks are reserved and a prefill pod is filling them; not schedulable until adopted.
+    WAITING_FOR_KV = "waiting_for_kv"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class FinishReason(enum.Enum):
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log probabilities at one output position: the chosen token's, then the most likely ones."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(eq=False)
+class Request:
+    """State of one sequence. Only the scheduler and the engine's loop change it."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    #: Mixed into the hash of the first block; requests with different salts share nothing.
+    cache_salt: bytes = b""
+    eos_token_ids: frozenset[int] = frozenset()
+    tenant: str = ""
+
+    output_token_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    #: Prompt tokens found in the prefix cache when first scheduled.
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    status: RequestStatus = RequestStatus.WAITING
+    finish_reason: FinishReason | None = None
+    #: The token or stop string that ended the text.
+    stop_reason: str = ""
+    #: Proposal for the next step, set by the engine's loop before scheduling; None: plain decode.
+    draft: DraftTree | None = None
+
+    def __post_init__(self) -> None:
+        if not self.prompt_token_ids:
+            raise InvalidRequestError("prompt", "is empty; send at least one token")
+        if self.num_computed_tokens != 0 or self.status is not RequestStatus.WAITING:
+            raise InvariantError(f"request {self.request_id} must start with nothing computed")
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        """Only the last sampled token is missing from the KV cache."""
+        return bool(self.output_token_ids) and self.num_uncomputed_tokens == 1
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """Token ids at positions [start, stop) of prompt + output, without joining the two lists."""
+        n = len(self.prompt_token_ids)
+        if stop <= n:
+            return self.prompt_token_ids[start:stop]
+        if start >= n:
+            return self.output_token_ids[start - n : stop - n]
+        return self.prompt_token_ids[start:] + self.output_token_ids[: stop - n]
