@@ -1,8 +1,8 @@
 """The engine's exceptions, one tree.
 
 TandemError
-├── InvalidRequestError      the caller's input; names field, limit and remedy (gRPC INVALID_ARGUMENT, HTTP 400)
-├── CapacityError            the request can never fit this pod (gRPC RESOURCE_EXHAUSTED, HTTP 429)
+├── InvalidRequestError      the caller's input; names field, limit and remedy (INVALID_ARGUMENT, 400)
+├── CapacityError            the request can never fit this pod (RESOURCE_EXHAUSTED, 429)
 ├── ModelLoadError           a model file is missing, damaged or of a kind we cannot run
 ├── TransferError            a KV transfer failed; the request is retried elsewhere
 │   └── LayoutMismatchError  the two pods' KV layouts differ

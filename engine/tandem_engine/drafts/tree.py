@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from tandem_engine.errors import InvariantError
 
-#: Root included; ancestor masks are int64 and bit 63 is the sign, which stays unused.
-MAX_TREE_NODES = 63
+#: Root included: one bit of an int64 each.
+MAX_TREE_NODES = 64
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ class DraftTree:
         return len(self.token_ids)
 
     def ancestor_bits(self) -> list[int]:
-        """One mask per node, root first; length len(self) + 1."""
+        """One mask per node, root first; length len(self) + 1, as signed int64 (node 63 is the sign bit)."""
         bits = [1]
         for i, parent in enumerate(self.parents, start=1):
             bits.append(bits[parent] | (1 << i))
-        return bits
+        return [b - (1 << 64) if b >> 63 else b for b in bits]
 
     def depths(self) -> list[int]:
         """Distance from the root per node, root first; added to the root's position for RoPE."""
