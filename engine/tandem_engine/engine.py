@@ -1,0 +1,189 @@
+"""The engine: one step after another over whatever requests there are.
+
+A step, top to bottom:
+
+    draft      every decoding sequence gets a tree of guesses, or none
+    schedule   the scheduler picks sequences and blocks -> Batch
+    execute    one forward pass over all of it -> logits
+    verify     ancestral sampling through each tree -> emitted tokens and accepted paths
+    compact    accepted nodes' KV moves to where plain decoding would have put it
+    update     the scheduler advances its counters, finishes and frees
+    learn      the drafter hears what was accepted
+
+The engine knows nothing of text, processes or the network. It is not thread-safe: one thread calls it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from tandem_engine.batch import Batch
+from tandem_engine.drafts.tree import MAX_TREE_NODES, DraftTree
+from tandem_engine.errors import InvalidRequestError
+from tandem_engine.request import FinishReason, Request, TokenLogprobs
+from tandem_engine.runner import ModelRunner
+from tandem_engine.sampling.verify import Verified, Verifier
+from tandem_engine.scheduler import Progress, Scheduler
+from tandem_engine.step_cost import StepCost
+
+
+class DraftSource(Protocol):
+    """What the engine asks of a drafter (tandem_engine.drafts.drafter)."""
+
+    row_cost: float
+
+    def propose(self, requests: Sequence[Request], max_nodes: int) -> list[DraftTree | None]: ...
+    def extend(self, request: Request, token_ids: Sequence[int]) -> None: ...
+    def feedback(self, tree: DraftTree, accepted: Sequence[int]) -> None: ...
+    def forget(self, request_id: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What one request got from one step."""
+
+    request: Request
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    #: Guesses verified and guesses accepted in this step, and where the accepted ones came from.
+    num_drafted: int
+    accepted_sources: tuple[str, ...]
+    finished: bool
+
+
+class Engine:
+    """Continuous batching with tree speculation over one model.
+
+    layer_listener(batch, layer) is called inside a step when the KV of a layer is complete; the prefill
+    pod ships it from there.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        verifier: Verifier,
+        *,
+        vocab_size: int,
+        drafter: DraftSource | None = None,
+        max_draft_nodes: int = 8,
+        layer_listener: Callable[[Batch, int], None] | None = None,
+    ) -> None:
+        self.scheduler = scheduler
+        self.step_cost = StepCost()
+        self.num_steps = 0
+        #: Recent prefill speed in tokens per second; 0 before any prefill.
+        self.prefill_tokens_per_second = 0.0
+        self._runner = runner
+        self._verifier = verifier
+        self._vocab_size = vocab_size
+        self._drafter = drafter
+        self._max_draft_nodes = min(max_draft_nodes, MAX_TREE_NODES - 1)
+        self._layer_listener = layer_listener
+
+    def check_tokens(self, request: Request) -> None:
+        """Raises InvalidRequestError when a token id lies outside the vocabulary."""
+        named = [
+            ("prompt_token_ids", request.prompt_token_ids),
+            ("logit_bias", request.sampling.logit_bias),
+            ("stop_token_ids", request.sampling.stop_token_ids),
+        ]
+        for field, ids in named:
+            worst = max(ids, default=0)
+            if worst >= self._vocab_size or min(ids, default=0) < 0:
+                raise InvalidRequestError(
+                    field, f"token id {worst} is outside the vocabulary of {self._vocab_size}; use the model's ids"
+                )
+
+    def add(self, request: Request) -> None:
+        """Queues a request. Raises InvalidRequestError or CapacityError, before anything is held."""
+        self.check_tokens(request)
+        self.scheduler.add(request)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request and frees what it holds; unknown ids are ignored (it may just have finished)."""
+        request = self.scheduler.abort(request_id)
+        if request is not None:
+            request.finish_reason = FinishReason.CANCELLED
+        self._forget(request_id)
+
+    def has_work(self) -> bool:
+        return self.scheduler.has_work()
+
+    def step(self) -> list[StepOutput]:
+        """Runs one step; empty when nothing could be scheduled or only prompt chunks were computed."""
+        self._draft()
+        batch = self.scheduler.schedule()
+        if batch is None:
+            return []
+        started = time.perf_counter()
+        listener = self._layer_listener
+        logits = self._runner.execute(
+            batch, (lambda layer: listener(batch, layer)) if listener is not None else None
+        )
+        verified = self._verifier.verify(batch, logits)
+        self._runner.compact(batch, [v.path for v in verified])
+        self._account(batch, time.perf_counter() - started)
+        progress = self.scheduler.update(batch, verified)
+        return self._outputs(batch, verified, progress)
+
+    def adopted(self, progress: Progress) -> StepOutput:
+        """Accounts for a first token that came from a prefill pod, as if a step here had made it."""
+        self._learn(progress.request, progress.token_ids, progress.finished)
+        return StepOutput(progress.request, tuple(progress.token_ids), (), 0, (), progress.finished)
+
+    def _draft(self) -> None:
+        if self._drafter is None:
+            return
+        decoding = [r for r in self.scheduler.running if r.is_decoding]
+        self._drafter.row_cost = self.step_cost.relative_row_cost(len(decoding))
+        for request, tree in zip(
+            decoding, self._drafter.propose(decoding, self._max_draft_nodes), strict=True
+        ):
+            request.draft = tree
+
+    def _outputs(
+        self, batch: Batch, verified: Sequence[Verified], progress: Sequence[Progress]
+    ) -> list[StepOutput]:
+        outputs = []
+        sampling = [s for s in batch.sequences if s.samples]
+        for sequence, seen, done in zip(sampling, verified, progress, strict=True):
+            if sequence.draft is not None and self._drafter is not None:
+                self._drafter.feedback(sequence.draft, seen.path[1:])
+            sequence.request.draft = None
+            n = len(done.token_ids)
+            outputs.append(
+                StepOutput(
+                    done.request,
+                    tuple(done.token_ids),
+                    seen.logprobs[:n],
+                    0 if sequence.draft is None else len(sequence.draft),
+                    seen.accepted_sources[:n],
+                    done.finished,
+                )
+            )
+            self._learn(done.request, done.token_ids, done.finished)
+        return outputs
+
+    def _learn(self, request: Request, token_ids: Sequence[int], finished: bool) -> None:
+        if self._drafter is None:
+            return
+        self._drafter.extend(request, token_ids)
+        if finished:
+            self._drafter.forget(request.request_id)
+
+    def _forget(self, request_id: str) -> None:
+        if self._drafter is not None:
+            self._drafter.forget(request_id)
+
+    def _account(self, batch: Batch, seconds: float) -> None:
+        self.num_steps += 1
+        if all(s.samples and (s.draft is not None or s.num_new_tokens == 1) for s in batch.sequences):
+            self.step_cost.observe(batch.num_tokens, seconds)
+        elif not any(s.draft is not None for s in batch.sequences):
+            speed = batch.num_tokens / seconds
+            old = self.prefill_tokens_per_second
+            self.prefill_tokens_per_second = speed if old == 0.0 else 0.8 * old + 0.2 * speed

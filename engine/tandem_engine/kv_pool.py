@@ -1,0 +1,115 @@
+"""The KV cache in memory: one tensor per layer, addressed by physical block id.
+
+    caches[layer]   [num_blocks, 2, num_kv_heads, block_size, head_size]
+                     block       K|V
+
+One (layer, block) is one contiguous piece, so that a KV transfer copies it as it is. The pool knows
+neither requests nor hashes: who owns which block is the block manager's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import psutil
+import torch
+from numpy.typing import NDArray
+from tandem_kernels import gather_blocks, move_slots, scatter_blocks
+
+from tandem_engine.errors import CapacityError
+
+#: Without a given size the pool takes this much, or a quarter of the free memory if that is less.
+DEFAULT_POOL_BYTES = 3 << 30
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """Shape and element type of the cache of one model."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_size: int
+    block_size: int
+    dtype: torch.dtype
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block in one layer, K and V."""
+        return 2 * self.num_kv_heads * self.block_size * self.head_size * self.dtype.itemsize
+
+    def blocks_in(self, num_bytes: int) -> int:
+        return num_bytes // (self.block_bytes * self.num_layers)
+
+
+def default_num_blocks(shape: KVShape) -> int:
+    """How many blocks a pool of the default size holds on this machine.
+
+    Raises CapacityError when not even two fit.
+    """
+    budget = min(DEFAULT_POOL_BYTES, psutil.virtual_memory().available // 4)
+    num_blocks = shape.blocks_in(budget)
+    if num_blocks < 2:
+        raise CapacityError(
+            f"the KV pool needs {2 * shape.block_bytes * shape.num_layers} bytes for two blocks but only "
+            f"{budget} are to spare; free memory, or choose a smaller model or block size"
+        )
+    return num_blocks
+
+
+class KVPool:
+    """Owns the cache tensors; implements the transport's BlockStore."""
+
+    def __init__(self, shape: KVShape, num_blocks: int, device: torch.device) -> None:
+        self.shape = shape
+        self.num_blocks = num_blocks
+        # zeros, not empty: on the CPU the kernel hands such pages out when first written, and a slot
+        # that was never written can never hold a NaN that a mask would let through as 0 * NaN.
+        self.caches = [
+            torch.zeros(
+                num_blocks,
+                2,
+                shape.num_kv_heads,
+                shape.block_size,
+                shape.head_size,
+                dtype=shape.dtype,
+                device=device,
+            )
+            for _ in range(shape.num_layers)
+        ]
+
+    def gather(self, layer: int, block_ids: Sequence[int]) -> NDArray[np.uint8]:
+        """Copies blocks of one layer out: [len(block_ids) * block_bytes] uint8, contiguous."""
+        cache = self.caches[layer]
+        if cache.device.type == "cpu":
+            return _block_bytes(cache)[np.asarray(block_ids)].reshape(-1)
+        blocks = gather_blocks(cache, torch.tensor(block_ids, dtype=torch.int64, device=cache.device))
+        payload: NDArray[np.uint8] = blocks.cpu().view(torch.uint8).reshape(-1).numpy()
+        return payload
+
+    def scatter(self, layer: int, block_ids: Sequence[int], payload: memoryview) -> None:
+        """Writes what `gather` of the same shape gave into blocks of one layer."""
+        cache = self.caches[layer]
+        received = np.frombuffer(payload, dtype=np.uint8)
+        if cache.device.type == "cpu":
+            _block_bytes(cache)[np.asarray(block_ids)] = received.reshape(len(block_ids), -1)
+            return
+        # torch has no read-only tensors, and a received buffer may be read-only.
+        blocks = torch.from_numpy(received.copy()).view(cache.dtype).view(len(block_ids), *cache.shape[1:])
+        ids = torch.tensor(block_ids, dtype=torch.int64, device=cache.device)
+        scatter_blocks(cache, ids, blocks.to(cache.device))
+
+    def move(self, src_slots: Sequence[int], dst_slots: Sequence[int]) -> None:
+        """Copies KV between slots (block id * block_size + offset) in every layer."""
+        device = self.caches[0].device
+        src = torch.tensor(src_slots, dtype=torch.int64, device=device)
+        dst = torch.tensor(dst_slots, dtype=torch.int64, device=device)
+        for cache in self.caches:
+            move_slots(cache, src, dst)
+
+
+def _block_bytes(cache: torch.Tensor) -> NDArray[np.uint8]:
+    """A CPU cache's memory as [num_blocks, block_bytes]; numpy moves it without torch's dispatch."""
+    flat: NDArray[np.uint8] = cache.view(cache.shape[0], -1).view(torch.uint8).numpy()
+    return flat

@@ -1,0 +1,114 @@
+"""The thread that owns an engine, and the way others talk to it.
+
+All engine state is touched by this one thread. Others hand it functions with `call`, which run between
+steps and resolve a future; each request's outputs go to the listener given when it was added. The thread
+sleeps while there is nothing to do.
+
+If a step raises, that is our own bug and the state may be broken: every listener hears of it, `failed` is
+set, and the process is expected to exit and be restarted.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from tandem_engine.engine import Engine, StepOutput
+from tandem_engine.errors import InvariantError
+
+T = TypeVar("T")
+#: Called on the engine's thread with an output, or with the exception that ended the engine.
+Listener = Callable[[StepOutput | Exception], None]
+
+#: How long the thread naps when work exists but none can be scheduled (all blocks are in transfers).
+_STARVED_NAP_S = 0.005
+
+
+class EngineLoop:
+    """Runs `Engine.step` on its own thread until closed."""
+
+    def __init__(self, engine: Engine, on_failure: Callable[[Exception], None] | None = None) -> None:
+        self.engine = engine
+        self.failed: Exception | None = None
+        self._on_failure = on_failure
+        self._listeners: dict[str, Listener] = {}
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stops after the current step; requests still running are dropped."""
+        self._closing = True
+        self._calls.put(None)
+        self._thread.join()
+
+    def call(self, function: Callable[[], T]) -> Future[T]:
+        """Runs function on the engine's thread, between steps."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+        if self.failed is not None:
+            future.set_exception(self.failed)
+        else:
+            self._calls.put(run)
+        return future
+
+    # The rest is called on the engine's thread only (through `call`).
+
+    def listen(self, request_id: str, listener: Listener) -> None:
+        if request_id in self._listeners:
+            raise InvariantError(f"request {request_id} is already running here")
+        self._listeners[request_id] = listener
+
+    def forget(self, request_id: str) -> None:
+        """Stops listening and aborts the request if it still runs."""
+        self._listeners.pop(request_id, None)
+        self.engine.abort(request_id)
+
+    def publish(self, output: StepOutput) -> None:
+        listener = self._listeners.get(output.request.request_id)
+        if output.finished:
+            self._listeners.pop(output.request.request_id, None)
+        if listener is not None:
+            listener(output)
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._drain(block=not self.engine.has_work())
+                steps_before = self.engine.num_steps
+                for output in self.engine.step():
+                    self.publish(output)
+                if self.engine.num_steps == steps_before and self.engine.has_work():
+                    self._drain(block=True, timeout=_STARVED_NAP_S)
+        except Exception as error:
+            self.failed = error
+            for listener in list(self._listeners.values()):
+                listener(error)
+            if self._on_failure is not None:
+                self._on_failure(error)
+
+    def _drain(self, *, block: bool, timeout: float | None = None) -> None:
+        """Runs the waiting calls; with block, waits for the first one."""
+        while True:
+            try:
+                call = self._calls.get(block=block, timeout=timeout)
+            except queue.Empty:
+                return
+            if call is None:
+                return
+            call()
+            block = False
