@@ -1,0 +1,45 @@
+"""gRPC options that every channel and server of the fleet shares, and the one way to open a channel."""
+
+from __future__ import annotations
+
+import grpc.aio
+
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+
+#: A dead host (no RST arrives) is noticed in about two seconds: a ping each second, one second to answer.
+_KEEPALIVE_MS = 1000
+
+_COMMON_OPTIONS = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
+    ("grpc.keepalive_timeout_ms", _KEEPALIVE_MS),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+
+SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    *_COMMON_OPTIONS,
+    # Two servers on one port would share the calls between them without anyone noticing.
+    ("grpc.so_reuseport", 0),
+    # Accept the pings above; the default punishes them with GOAWAY "too_many_pings".
+    ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
+    ("grpc.http2.max_ping_strikes", 0),
+)
+
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    *_COMMON_OPTIONS,
+    # A restarted pod is used again within a second; gRPC's default backs off for two minutes.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    # Pods are named by address; an HTTP proxy from the environment must not come between them.
+    ("grpc.enable_http_proxy", 0),
+    # A channel of its own per caller: closing one must not depend on another's subchannel.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+def open_channel(target: str) -> grpc.aio.Channel:
+    """A channel to `host:port`; connects on first use. Close it with `await channel.close()`."""
+    return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)

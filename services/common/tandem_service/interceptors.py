@@ -1,0 +1,171 @@
+"""What happens around every call of a pod: request id, access log, counters, exception -> status.
+
+call in -> request id from metadata, or a new one; bound to the log context; sent back at once
+        -> handler
+        -> exception?  mapped type         -> its status, with the exception's own sentence
+                       context.abort()     -> passes
+                       cancellation        -> passes (the client left, or its deadline is over)
+                       anything else       -> INTERNAL with the request id; the traceback is logged only
+        -> one access line, one count
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, cast
+
+import grpc
+import grpc.aio
+import structlog
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from tandem_service.metrics import LATENCY_BUCKETS_S
+
+REQUEST_ID_KEY = "tandem-request-id"
+
+#: What may come in as a request id; anything else (log injection, megabytes) is replaced.
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
+
+#: Asked every second by somebody; logged at debug only.
+_QUIET = re.compile(r"^/grpc\.|/Get\w*Status$")
+
+if TYPE_CHECKING:
+    _Handler = grpc.RpcMethodHandler[Any, Any]
+    _Context = grpc.aio.ServicerContext[Any, Any]
+
+
+def new_request_id() -> str:
+    return uuid.uuid4().hex
+
+
+def request_id_or_new(given: str) -> str:
+    """`given` when it is fit to be a request id, else a fresh one."""
+    return given if _REQUEST_ID.fullmatch(given) else new_request_id()
+
+
+def current_request_id() -> str:
+    """The id of the call being handled; "" outside of one."""
+    return str(structlog.contextvars.get_contextvars().get("request_id", ""))
+
+
+class CallMetrics:
+    """Counts and durations of calls by method."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.calls = Counter("tandem_grpc_calls", "gRPC calls ended", ["method", "code"], registry=registry)
+        self.seconds = Histogram(
+            "tandem_grpc_call_seconds",
+            "Duration of gRPC calls",
+            ["method"],
+            buckets=LATENCY_BUCKETS_S,
+            registry=registry,
+        )
+
+
+class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
+    """See the module's picture. `status_codes` is looked up by the exception's nearest base class."""
+
+    def __init__(
+        self, status_codes: Mapping[type[Exception], grpc.StatusCode], registry: CollectorRegistry
+    ) -> None:
+        self._status_codes = dict(status_codes)
+        self._metrics = CallMetrics(registry)
+        self._log = structlog.get_logger("tandem.access")
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> _Handler:
+        handler = await continuation(handler_call_details)
+        if handler is None:  # no such method: gRPC answers UNIMPLEMENTED
+            return handler
+        method = handler_call_details.method
+        if handler.unary_unary or handler.stream_unary:
+            call = cast(
+                "Callable[[Any, _Context], Awaitable[Any]]", handler.unary_unary or handler.stream_unary
+            )
+
+            async def unary(request: Any, context: _Context) -> Any:
+                async with self._around(method, context):
+                    return await call(request, context)
+
+            make = (
+                grpc.unary_unary_rpc_method_handler
+                if handler.unary_unary
+                else grpc.stream_unary_rpc_method_handler
+            )
+            return make(unary, handler.request_deserializer, handler.response_serializer)
+
+        calls = cast(
+            "Callable[[Any, _Context], AsyncIterator[Any]]", handler.unary_stream or handler.stream_stream
+        )
+
+        async def stream(request: Any, context: _Context) -> AsyncIterator[Any]:
+            async with self._around(method, context):
+                async for response in calls(request, context):
+                    yield response
+
+        make = (
+            grpc.unary_stream_rpc_method_handler
+            if handler.unary_stream
+            else grpc.stream_stream_rpc_method_handler
+        )
+        return make(stream, handler.request_deserializer, handler.response_serializer)
+
+    @asynccontextmanager
+    async def _around(self, method: str, context: _Context) -> AsyncIterator[None]:
+        request_id = request_id_or_new(_metadata_value(context, REQUEST_ID_KEY))
+        started = time.monotonic()
+        code = "OK"
+        with structlog.contextvars.bound_contextvars(request_id=request_id):
+            try:
+                await context.send_initial_metadata(((REQUEST_ID_KEY, request_id),))
+                yield
+                code = _code_name(context)
+            except asyncio.CancelledError:
+                code = "CANCELLED"
+                raise
+            except grpc.aio.AbortError:
+                code = _code_name(context)
+                raise
+            except Exception as error:
+                status, message = self._translate(error, request_id)
+                code = status.name
+                await context.abort(status, message)
+            finally:
+                seconds = time.monotonic() - started
+                self._metrics.calls.labels(method, code).inc()
+                self._metrics.seconds.labels(method).observe(seconds)
+                log = self._log.debug if _QUIET.search(method) else self._log.info
+                log("call", method=method, code=code, seconds=round(seconds, 6), peer=context.peer())
+
+    def _translate(self, error: Exception, request_id: str) -> tuple[grpc.StatusCode, str]:
+        for base in type(error).__mro__:
+            if base in self._status_codes:
+                return self._status_codes[base], str(error)
+        self._log.exception("unexpected exception", exc_info=error)
+        return (
+            grpc.StatusCode.INTERNAL,
+            f"internal error; the server's log has it under request id {request_id}",
+        )
+
+
+def _metadata_value(context: _Context, key: str) -> str:
+    for name, value in context.invocation_metadata() or ():
+        if name == key and isinstance(value, str):
+            return value
+    return ""
+
+
+def _code_name(context: _Context) -> str:
+    """The status set on the context; gRPC keeps it as the enum or as its number."""
+    code = context.code()
+    if isinstance(code, grpc.StatusCode):
+        return code.name
+    return next((known.name for known in grpc.StatusCode if known.value[0] == code), "OK")

@@ -1,0 +1,73 @@
+"""Structured logs: one line per event, with the role, the pod and the request id.
+
+`configure` is called once, first thing in `main`. Code then logs with
+`structlog.get_logger("tandem.<module>").info("what happened", key=value)`; the request id is bound to the
+context by the server's interceptor, so nobody passes it along. Libraries that use `logging` come
+out the same way.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import structlog
+from structlog.typing import EventDict, Processor, WrappedLogger
+
+from tandem_service.settings import CommonSettings
+
+
+class _AddOrigin:
+    """Adds role and pod to each line. An object, since `configure` makes one per process."""
+
+    def __init__(self, role: str, pod_id: str) -> None:
+        self._role = role
+        self._pod_id = pod_id
+
+    def __call__(self, logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+        event.setdefault("role", self._role)
+        event.setdefault("pod", self._pod_id)
+        return event
+
+
+def configure(settings: CommonSettings, role: str) -> None:
+    """Send structlog and `logging` to stderr as `settings.log_format`, from `settings.log_level` up."""
+    level = logging.getLevelNamesMapping()[settings.log_level.upper()]
+    shared: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.add_logger_name,
+        _AddOrigin(role, settings.pod_id),
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    as_json = settings.log_format == "json"
+    render: Processor = (
+        structlog.processors.JSONRenderer()
+        if as_json
+        else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+    )
+    if as_json:
+        shared.append(structlog.processors.format_exc_info)
+    structlog.configure(
+        processors=[
+            structlog.stdlib.filter_by_level,
+            *shared,
+            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+        ],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.stdlib.BoundLogger,
+        cache_logger_on_first_use=True,
+    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared,
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, render],
+        )
+    )
+    root = logging.getLogger()
+    root.handlers = [handler]
+    root.setLevel(level)
+    # At debug gRPC's own loop writes a line per call, and asyncio one per selector.
+    for noisy in ("grpc._cython.cygrpc", "asyncio"):
+        logging.getLogger(noisy).setLevel(max(level, logging.INFO))

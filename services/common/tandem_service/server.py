@@ -1,0 +1,133 @@
+"""The life of a pod's gRPC server.
+
+PodServer(...)            NOT_SERVING; add servicers to `.grpc_server`
+await start()             bound: `.port`, `.metrics_port` are known; health and reflection answer
+set_serving(True)         when the model is loaded
+await serve_until_signal()
+    SIGTERM / SIGINT      NOT_SERVING, `.draining` is set, no new calls;
+                          running streams finish, for at most `drain_s`, then are cancelled
+    a second signal       cancels them at once
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Mapping, Sequence
+
+import grpc
+import grpc.aio
+import structlog
+from grpc_health.v1 import health, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from prometheus_client import CollectorRegistry
+
+from tandem_service.channels import SERVER_OPTIONS
+from tandem_service.discovery import Target
+from tandem_service.health import HealthServicer
+from tandem_service.interceptors import CallInterceptor
+from tandem_service.metrics import MetricsServer, new_registry
+from tandem_service.settings import CommonSettings
+
+
+class PodServer:
+    """A grpc.aio server with health, reflection, metrics, request ids and a graceful end.
+
+    `service_names` are full names such as "tandem.v1.DecodeService". `status_codes` maps the service's
+    exceptions to gRPC statuses, by nearest base class; see `interceptors`. Make it inside a running event
+    loop and use it from there only.
+    """
+
+    def __init__(
+        self,
+        settings: CommonSettings,
+        *,
+        role: str,
+        service_names: Sequence[str],
+        status_codes: Mapping[type[Exception], grpc.StatusCode],
+    ) -> None:
+        self._settings = settings
+        self._log = structlog.get_logger("tandem.server").bind(role=role)
+        #: Register the role's metrics here.
+        self.registry: CollectorRegistry = new_registry()
+        self.grpc_server: grpc.aio.Server = grpc.aio.server(
+            interceptors=(CallInterceptor(status_codes, self.registry),), options=SERVER_OPTIONS
+        )
+        #: Set when the drain begins; a servicer with endless streams ends them then.
+        self.draining = asyncio.Event()
+        #: Bound ports, known after `start`.
+        self.port = 0
+        self.metrics_port: int | None = None
+        self._metrics_server: MetricsServer | None = None
+        self._stop_requested = asyncio.Event()
+        self._stop_at_once = asyncio.Event()
+        self._health = HealthServicer(service_names)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc_server)
+        reflection.enable_server_reflection(
+            (*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME), self.grpc_server
+        )
+
+    async def start(self) -> None:
+        """Bind and answer. Raises OSError, with the remedy, when a port is taken."""
+        settings = self._settings
+        address = str(Target(settings.host, settings.listen_port()))
+        try:
+            self.port = self.grpc_server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise OSError(
+                f"cannot listen on {address}: the port is taken or the address is not this machine's; "
+                "choose another with --port or --host"
+            ) from error
+        if settings.metrics_port is not None:
+            try:
+                self._metrics_server = MetricsServer(self.registry, settings.host, settings.metrics_port)
+            except OSError as error:
+                raise OSError(
+                    f"cannot serve metrics on {settings.host}:{settings.metrics_port} ({error.strerror}); "
+                    "choose another port with --metrics-port"
+                ) from error
+            self.metrics_port = self._metrics_server.port
+        await self.grpc_server.start()
+        self._log.info("listening", host=settings.host, port=self.port, metrics_port=self.metrics_port)
+
+    def set_serving(self, serving: bool) -> None:
+        """What grpc.health.v1 answers from now on, for the server and for each of its services."""
+        self._health.set_serving(serving)
+
+    def request_stop(self) -> None:
+        """What a signal does: the first call begins the drain, the second cuts it short."""
+        if self._stop_requested.is_set():
+            self._stop_at_once.set()
+        self._stop_requested.set()
+
+    async def serve_until_signal(self) -> None:
+        """Wait for SIGTERM, SIGINT or `request_stop`, then drain and stop."""
+        loop = asyncio.get_running_loop()
+        signals = (signal.SIGTERM, signal.SIGINT)
+        for signum in signals:
+            loop.add_signal_handler(signum, self.request_stop)
+        try:
+            await self._stop_requested.wait()
+            await self.stop()
+        finally:
+            for signum in signals:
+                loop.remove_signal_handler(signum)
+
+    async def stop(self) -> None:
+        """NOT_SERVING, let running calls finish for at most `drain_s` seconds, cancel the rest, close."""
+        self._stop_requested.set()
+        self._health.close()
+        self.draining.set()
+        self._log.info("draining", drain_s=self._settings.drain_s)
+        drained = asyncio.ensure_future(self.grpc_server.stop(self._settings.drain_s))
+        hurry = asyncio.ensure_future(self._stop_at_once.wait())
+        try:
+            await asyncio.wait((drained, hurry), return_when=asyncio.FIRST_COMPLETED)
+            if not drained.done():
+                await self.grpc_server.stop(None)
+            await drained
+        finally:
+            hurry.cancel()
+            if self._metrics_server is not None:
+                await asyncio.to_thread(self._metrics_server.close)
+        self._log.info("stopped")

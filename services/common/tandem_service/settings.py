@@ -1,0 +1,108 @@
+"""Typed settings of a process, from flags and environment; read once at start and passed on.
+
+    flag `--kv-port 5600`  >  environment `TANDEM_KV_PORT=5600`  >  the default in the class
+
+A role derives its own class from `PodSettings`, adds fields with docstrings (they become the help text),
+and calls `load`. A bad value ends the process with one sentence and exit code 2.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Literal, TypeVar
+
+from pydantic import BeforeValidator, Field, ValidationError
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict, SettingsError
+
+from tandem_service.discovery import parse_target
+
+ENV_PREFIX = "TANDEM_"
+
+SettingsT = TypeVar("SettingsT", bound=BaseSettings)
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+
+
+def _split_targets(value: object) -> tuple[str, ...]:
+    """ "a:1,b:2" (or several such strings) -> ("a:1", "b:2"); ValueError for what is no host:port."""
+    if isinstance(value, str):
+        parts = value.split(",")
+    elif isinstance(value, list | tuple):
+        parts = [part for item in value for part in str(item).split(",")]
+    else:
+        raise ValueError("expected host:port[,host:port...]")
+    return tuple(str(parse_target(part)) for part in parts if part.strip())
+
+
+#: A field of several gRPC targets, given as `host:port,host:port`.
+Targets = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_targets)]
+
+
+class CommonSettings(BaseSettings):
+    """What every process has, whichever ports it listens on."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX,
+        frozen=True,
+        extra="forbid",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_exit_on_error=False,
+        cli_avoid_json=True,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+    )
+
+    host: str = "127.0.0.1"
+    """address to listen on; off loopback, put the pods behind a network policy"""
+    metrics_port: Port | None = None
+    """HTTP port of /metrics; 0 takes a free one; unset: metrics are not served"""
+    pod_id: str = Field(default_factory=socket.gethostname)
+    """name of this pod in logs, metrics and receipts"""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """least severe level that is logged"""
+    log_format: Literal["console", "json"] = "console"
+    """how log lines look"""
+    drain_s: Annotated[float, Field(ge=0.0)] = 10.0
+    """seconds that running streams get to finish after SIGTERM"""
+
+    def listen_port(self) -> int:
+        """The port of the gRPC server; 0 takes a free one."""
+        raise NotImplementedError(f"{type(self).__name__} names no gRPC port")
+
+
+class PodSettings(CommonSettings):
+    """A pod with one gRPC port."""
+
+    port: Port = 0
+    """gRPC port; 0 takes a free one"""
+
+    def listen_port(self) -> int:
+        return self.port
+
+
+def load(cls: type[SettingsT], argv: Sequence[str] | None = None) -> SettingsT:
+    """Settings from flags (`argv`; None: the process's own) and `TANDEM_*` variables.
+
+    On a bad value prints one sentence to stderr and raises SystemExit(2); `--help` exits with 0.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return cls(_cli_parse_args=arguments)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = str(first["loc"][0]) if first["loc"] else ""
+        flag = "--" + field.replace("_", "-")
+        reason = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "missing":
+            message = f"{flag} is required; give it or set {ENV_PREFIX}{field.upper()}"
+        elif field and field not in cls.model_fields:
+            message = f"{flag} is unknown; --help lists what there is"
+        else:
+            message = f"{flag} (or {ENV_PREFIX}{field.upper()}) is {first['input']!r}: {reason}"
+    except SettingsError as error:
+        message = str(error.__cause__ or error).removeprefix("error parsing CLI: ")
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)
