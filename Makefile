@@ -1,0 +1,84 @@
+# Everything a contributor runs. Targets that need packages create .venv on first use; a stamp file per set of
+# packages makes the second run do nothing.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(shell command -v $(name))))
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.txt
+MODEL ?= smollm2-135m-instruct
+# Extra flags of `tandem up`, e.g. `make serve UP="--decode 2 --dtype float32"`.
+UP ?=
+# Extra flags of pytest, e.g. `make test TEST="tests/cli -x"`.
+TEST ?=
+
+.PHONY: help venv serve test test-all lint format types imports proto proto-check buf check clean
+
+help: ## List the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+$(VENV)/.runtime: pyproject.toml constraints.txt
+	@"$(PYTHON)" -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Tandem needs Python 3.11 or newer, this is %s; choose one with make PYTHON=..." % sys.version.split()[0])'
+	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
+	@echo "Installing the runtime packages (once; minutes, mostly torch)"
+	$(PIP) -e .
+	@touch $@
+
+# torch's CUDA build comes with the triton it needs; beside a CPU build the kernels' tests need one too.
+$(VENV)/.dev: $(VENV)/.runtime
+	@echo "Installing the development packages (once)"
+	@$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) triton==3.6.0
+	$(PIP) -e '.[dev]'
+	@touch $@
+
+venv: $(VENV)/.dev ## Create .venv with everything to run and develop
+
+serve: $(VENV)/.runtime ## Download the default model and serve it (UP= adds flags)
+	@$(BIN)/tandem model pull $(MODEL)
+	@exec $(BIN)/tandem up --model $(MODEL) $(UP)
+
+test: $(VENV)/.dev ## Run the tests that need neither a GPU nor patience
+	$(BIN)/python -P -m pytest -m "not wide and not gpu" $(TEST)
+
+test-all: $(VENV)/.dev ## Run all tests, the slow sweeps too
+	$(BIN)/python -P -m pytest $(TEST)
+
+lint: $(VENV)/.dev ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.dev ## Apply ruff's fixes and format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(VENV)/.dev ## mypy, strict
+	$(BIN)/mypy
+
+imports: $(VENV)/.dev ## Who may import whom
+	$(BIN)/lint-imports
+
+proto: $(VENV)/.dev ## Regenerate the stubs from the .proto files
+	PYTHON=$(BIN)/python proto/generate.sh
+
+proto-check: $(VENV)/.dev ## Are the committed stubs those of the .proto files?
+	$(BIN)/python -P -m pytest -q tests/repo -k stubs
+
+# Breaking changes are judged against the last release, or the last commit before there is one.
+buf: $(VENV)/.dev ## Lint the .proto files, and look for breaking changes
+	$(BIN)/buf lint proto
+	@base=$$(git describe --tags --abbrev=0 2>/dev/null || git rev-parse --quiet --verify HEAD~1 || true); \
+	if [ -z "$$base" ] || ! git cat-file -e "$$base:proto/buf.yaml" 2>/dev/null; then \
+	  echo "buf breaking: SKIPPED, no earlier commit with proto/ to compare with"; \
+	else \
+	  old=$$(mktemp -d); trap 'rm -rf "$$old"' EXIT; \
+	  git archive "$$base" proto | tar -x -C "$$old"; \
+	  $(BIN)/buf breaking proto --against "$$old/proto"; \
+	  echo "buf breaking: none since $$base"; \
+	fi
+
+check: lint types imports proto-check buf ## Everything but the tests
+
+clean: ## Remove caches and the virtual environment
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
