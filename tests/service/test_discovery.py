@@ -1,0 +1,68 @@
+"""Discovery: fixed lists, names with several addresses, and DNS that fails for a while."""
+
+import asyncio
+import socket
+
+import pytest
+from tandem_service.discovery import DnsDiscovery, StaticDiscovery, parse_target
+
+
+@pytest.mark.parametrize("text", ["pod", "pod:", ":51200", "pod:0", "pod:x", "::1:51200", "pod:99999", ""])
+def test_what_is_no_target_is_refused(text: str):
+    with pytest.raises(ValueError, match="no host:port"):
+        parse_target(text)
+
+
+@pytest.mark.parametrize("text", ["pod:51200", "10.0.0.7:1", "[::1]:51200"])
+def test_a_target_reads_back_as_it_was_written(text: str):
+    assert str(parse_target(f" {text} ")) == text
+
+
+async def test_a_fixed_list_is_sorted_and_without_repeats():
+    assert await StaticDiscovery(["b:2", "a:1", "b:2"]).targets() == ("a:1", "b:2")
+
+
+class _FakeDns:
+    """Answers getaddrinfo from a table; a missing name fails as the resolver does."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.table: dict[str, list[tuple[socket.AddressFamily, str]]] = {}
+        self.asked = 0
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", self._getaddrinfo)
+
+    async def _getaddrinfo(self, host: str, port: int, **_: object):
+        self.asked += 1
+        if host not in self.table:
+            raise socket.gaierror(-2, "Name or service not known")
+        return [(family, socket.SOCK_STREAM, 6, "", (ip, port)) for family, ip in self.table[host]]
+
+
+async def test_a_name_is_one_target_per_address_and_follows_the_pods(monkeypatch: pytest.MonkeyPatch):
+    dns = _FakeDns(monkeypatch)
+    dns.table["decode"] = [
+        (socket.AF_INET, "10.0.0.1"),
+        (socket.AF_INET, "10.0.0.2"),
+        (socket.AF_INET6, "fd::1"),
+    ]
+    discovery = DnsDiscovery(["decode:51200", "10.9.9.9:1"], refresh_s=0.0)
+    assert await discovery.targets() == ("10.0.0.1:51200", "10.0.0.2:51200", "10.9.9.9:1")
+    dns.table["decode"] = [(socket.AF_INET, "10.0.0.3")]
+    assert await discovery.targets() == ("10.0.0.3:51200", "10.9.9.9:1")
+
+
+async def test_the_last_answer_holds_while_dns_fails(monkeypatch: pytest.MonkeyPatch):
+    dns = _FakeDns(monkeypatch)
+    dns.table["decode"] = [(socket.AF_INET6, "fd::1")]
+    discovery = DnsDiscovery(["decode:51200"], refresh_s=0.0)
+    assert await discovery.targets() == ("[fd::1]:51200",)
+    dns.table.clear()
+    assert await discovery.targets() == ("[fd::1]:51200",)
+
+
+async def test_dns_is_asked_once_per_refresh(monkeypatch: pytest.MonkeyPatch):
+    dns = _FakeDns(monkeypatch)
+    dns.table["decode"] = [(socket.AF_INET, "10.0.0.1")]
+    discovery = DnsDiscovery(["decode:51200"], refresh_s=60.0)
+    for _ in range(3):
+        await discovery.targets()
+    assert dns.asked == 1

@@ -1,0 +1,52 @@
+"""Logs: JSON lines carry role, pod and request id, whichever library wrote them."""
+
+import json
+import logging
+
+import pytest
+import structlog
+from tandem_service import logs
+from tandem_service.settings import PodSettings
+
+
+@pytest.fixture(autouse=True)
+def _restore_logging():
+    root = logging.getLogger()
+    handlers, level = root.handlers, root.level
+    yield
+    root.handlers, root.level = handlers, level
+    structlog.reset_defaults()
+    structlog.contextvars.clear_contextvars()
+
+
+def _lines(capsys) -> list[dict]:
+    return [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+
+
+def test_json_lines_say_who_and_for_which_request(capsys):
+    logs.configure(PodSettings(log_format="json", pod_id="d-1"), "decode")
+    structlog.contextvars.bind_contextvars(request_id="r-9")
+    structlog.get_logger("tandem.test").info("joined", tokens=3)
+    logging.getLogger("some.library").warning("careful")
+    ours, theirs = _lines(capsys)
+    assert (ours["event"], ours["tokens"]) == ("joined", 3)
+    assert theirs["event"] == "careful"
+    for line in (ours, theirs):
+        assert (line["role"], line["pod"], line["request_id"]) == ("decode", "d-1", "r-9")
+
+
+def test_a_traceback_is_part_of_its_line(capsys):
+    logs.configure(PodSettings(log_format="json"), "decode")
+    try:
+        raise RuntimeError("broken")
+    except RuntimeError as error:
+        structlog.get_logger("tandem.test").exception("failed", exc_info=error)
+    (line,) = _lines(capsys)
+    assert "RuntimeError: broken" in line["exception"]
+
+
+def test_levels_below_the_setting_are_silent(capsys):
+    logs.configure(PodSettings(log_level="warning", log_format="json"), "decode")
+    structlog.get_logger("tandem.test").info("quiet")
+    structlog.get_logger("tandem.test").warning("loud")
+    assert [line["event"] for line in _lines(capsys)] == ["loud"]

@@ -1,0 +1,249 @@
+# ruff: noqa: N802  (the methods are named by the .proto)
+"""The pod's server: health, reflection, drain, metrics, request ids, exceptions as statuses.
+
+A real server on loopback; its one servicer is GatewayService, of which a unary and a streaming method do.
+"""
+
+import asyncio
+import os
+import signal
+import time
+import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+import structlog
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from tandem_proto.v1 import gateway_pb2, gateway_pb2_grpc
+from tandem_service.channels import open_channel
+from tandem_service.interceptors import REQUEST_ID_KEY, current_request_id
+from tandem_service.server import PodServer
+from tandem_service.settings import PodSettings
+
+SERVICE = "tandem.v1.GatewayService"
+
+
+class BaseError(Exception):
+    pass
+
+
+class NarrowError(BaseError):
+    pass
+
+
+class ScriptedGateway(gateway_pb2_grpc.GatewayServiceServicer):
+    """Chat streams `chunks` texts, one per `interval_s`; ListModels raises `error` or names the request."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.chunks = 3
+        self.interval_s = 0.0
+        self.started = asyncio.Event()
+        self.cancelled = asyncio.Event()
+
+    async def ListModels(self, request, context):
+        if self.error is not None:
+            raise self.error
+        model = gateway_pb2.ModelInfo(name=current_request_id())
+        return gateway_pb2.ListModelsResponse(models=[model])
+
+    async def GetFleetStatus(self, request, context):
+        await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "said by the handler")
+
+    async def Chat(self, request, context):
+        self.started.set()
+        try:
+            for index in range(self.chunks):
+                await asyncio.sleep(self.interval_s)
+                yield gateway_pb2.ChatResponse(chunk=gateway_pb2.GeneratedChunk(text=str(index)))
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+
+
+class Running:
+    def __init__(self, server: PodServer, servicer: ScriptedGateway, channel: grpc.aio.Channel) -> None:
+        self.server = server
+        self.servicer = servicer
+        self.channel = channel
+        self.stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+        self.health = health_pb2_grpc.HealthStub(channel)
+
+    async def status(self, service: str = SERVICE) -> str:
+        answer = await self.health.Check(health_pb2.HealthCheckRequest(service=service))
+        return health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+
+
+@asynccontextmanager
+async def running(**settings: object) -> AsyncIterator[Running]:
+    server = PodServer(
+        PodSettings(**{"drain_s": 0.0, **settings}),
+        role="gateway",
+        service_names=[SERVICE],
+        status_codes={BaseError: grpc.StatusCode.INVALID_ARGUMENT},
+    )
+    servicer = ScriptedGateway()
+    gateway_pb2_grpc.add_GatewayServiceServicer_to_server(servicer, server.grpc_server)
+    await server.start()
+    channel = open_channel(f"127.0.0.1:{server.port}")
+    try:
+        yield Running(server, servicer, channel)
+    finally:
+        await channel.close()
+        await server.stop()
+
+
+async def test_health_starts_not_serving_and_follows_set_serving():
+    async with running() as pod:
+        assert await pod.status() == "NOT_SERVING"
+        assert await pod.status("") == "NOT_SERVING"
+        pod.server.set_serving(True)
+        assert await pod.status() == "SERVING"
+        assert await pod.status("") == "SERVING"
+        with pytest.raises(grpc.aio.AioRpcError) as info:
+            await pod.status("no.such.Service")
+        assert info.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_health_watcher_hears_each_change_and_the_end():
+    async with running(drain_s=5.0) as pod:
+        watch = pod.health.Watch(health_pb2.HealthCheckRequest(service=SERVICE))
+        seen = [(await watch.read()).status]
+        pod.server.set_serving(True)
+        seen.append((await watch.read()).status)
+        started = time.monotonic()
+        stopping = asyncio.create_task(pod.server.stop())
+        seen.append((await watch.read()).status)
+        assert await watch.read() is grpc.aio.EOF
+        await stopping
+        status = health_pb2.HealthCheckResponse
+        assert seen == [status.NOT_SERVING, status.SERVING, status.NOT_SERVING]
+        assert time.monotonic() - started < 3.0, "a watcher must not hold up the drain"
+
+
+async def test_reflection_lists_the_services():
+    async with running() as pod:
+        stub = reflection_pb2_grpc.ServerReflectionStub(pod.channel)
+        call = stub.ServerReflectionInfo()
+        await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+        answer = await call.read()
+        await call.done_writing()
+        names = {service.name for service in answer.list_services_response.service}
+        assert {SERVICE, "grpc.health.v1.Health"} <= names
+
+
+async def test_sigterm_lets_a_running_stream_finish():
+    async with running(drain_s=5.0) as pod:
+        pod.servicer.interval_s = 0.1
+        serving = asyncio.create_task(pod.server.serve_until_signal())
+        call = pod.stub.Chat(gateway_pb2.ChatRequest())
+        await pod.servicer.started.wait()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert [message.chunk.text async for message in call] == ["0", "1", "2"]
+        await asyncio.wait_for(serving, 3.0)
+        assert not pod.servicer.cancelled.is_set()
+
+
+async def test_a_stream_longer_than_the_drain_is_cancelled():
+    async with running(drain_s=0.2) as pod:
+        pod.servicer.interval_s = 30.0
+        call = pod.stub.Chat(gateway_pb2.ChatRequest())
+        await pod.servicer.started.wait()
+        started = time.monotonic()
+        await pod.server.stop()
+        assert 0.15 < time.monotonic() - started < 3.0
+        await asyncio.wait_for(pod.servicer.cancelled.wait(), 1.0)
+        with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)):
+            await call.read()
+
+
+async def test_a_second_signal_cuts_the_drain_short():
+    async with running(drain_s=30.0) as pod:
+        pod.servicer.interval_s = 30.0
+        serving = asyncio.create_task(pod.server.serve_until_signal())
+        call = pod.stub.Chat(gateway_pb2.ChatRequest())
+        await pod.servicer.started.wait()
+        pod.server.request_stop()
+        await pod.server.draining.wait()
+        pod.server.request_stop()
+        await asyncio.wait_for(serving, 3.0)
+        assert pod.servicer.cancelled.is_set()
+        call.cancel()
+
+
+@pytest.mark.parametrize("error", [BaseError("top_p: 3 is out of range"), NarrowError("top_p: narrow")])
+async def test_a_mapped_exception_is_its_status_with_its_own_sentence(error: Exception):
+    async with running() as pod:
+        pod.servicer.error = error
+        with pytest.raises(grpc.aio.AioRpcError) as info:
+            await pod.stub.ListModels(gateway_pb2.ListModelsRequest())
+        assert info.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert info.value.details() == str(error)
+
+
+async def test_an_unknown_exception_leaks_nothing_but_is_logged_with_its_traceback():
+    async with running() as pod:
+        pod.servicer.error = RuntimeError("the secret path")
+        with structlog.testing.capture_logs() as logs, pytest.raises(grpc.aio.AioRpcError) as info:
+            await pod.stub.ListModels(gateway_pb2.ListModelsRequest(), metadata=((REQUEST_ID_KEY, "req-7"),))
+        assert info.value.code() is grpc.StatusCode.INTERNAL
+        assert "secret" not in info.value.details()
+        assert "req-7" in info.value.details()
+        logged = [entry for entry in logs if isinstance(entry.get("exc_info"), RuntimeError)]
+        assert [str(entry["exc_info"]) for entry in logged] == ["the secret path"]
+
+
+async def test_a_status_set_by_the_handler_passes():
+    async with running() as pod:
+        with pytest.raises(grpc.aio.AioRpcError) as info:
+            await pod.stub.GetFleetStatus(gateway_pb2.GetFleetStatusRequest())
+        assert info.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert info.value.details() == "said by the handler"
+
+
+async def test_cancellation_reaches_the_handler():
+    async with running() as pod:
+        pod.servicer.interval_s = 30.0
+        call = pod.stub.Chat(gateway_pb2.ChatRequest())
+        await pod.servicer.started.wait()
+        call.cancel()
+        await asyncio.wait_for(pod.servicer.cancelled.wait(), 1.0)
+
+
+async def test_a_request_id_is_kept_or_made_and_sent_back():
+    async with running() as pod:
+        call = pod.stub.ListModels(gateway_pb2.ListModelsRequest(), metadata=((REQUEST_ID_KEY, "abc-1"),))
+        assert (await call).models[0].name == "abc-1"
+        assert dict(await call.initial_metadata())[REQUEST_ID_KEY] == "abc-1"
+        for given in ((), ((REQUEST_ID_KEY, 'forged" level=error'),)):
+            call = pod.stub.ListModels(gateway_pb2.ListModelsRequest(), metadata=given)
+            made = (await call).models[0].name
+            assert len(made) == 32
+            assert dict(await call.initial_metadata())[REQUEST_ID_KEY] == made
+
+
+async def test_metrics_are_served_and_count_calls_by_status():
+    async with running(metrics_port=0) as pod:
+        await pod.stub.ListModels(gateway_pb2.ListModelsRequest())
+        pod.servicer.error = BaseError("no")
+        with pytest.raises(grpc.aio.AioRpcError):
+            await pod.stub.ListModels(gateway_pb2.ListModelsRequest())
+        url = f"http://127.0.0.1:{pod.server.metrics_port}/metrics"
+        text = await asyncio.to_thread(lambda: urllib.request.urlopen(url).read().decode())
+        method = 'method="/tandem.v1.GatewayService/ListModels"'
+        assert f'tandem_grpc_calls_total{{code="OK",{method}}} 1.0' in text
+        assert f'tandem_grpc_calls_total{{code="INVALID_ARGUMENT",{method}}} 1.0' in text
+        assert f'le="2.5",{method}}}' in text
+        assert "process_cpu_seconds_total" in text
+
+
+async def test_a_taken_port_is_an_error_with_a_remedy():
+    async with running() as pod:
+        second = PodServer(
+            PodSettings(port=pod.server.port), role="gateway", service_names=[], status_codes={}
+        )
+        with pytest.raises(OSError, match="--port"):
+            await second.start()
