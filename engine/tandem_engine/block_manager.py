@@ -1,0 +1,273 @@
+"""Which request's KV lies in which blocks: block tables, the prefix cache, and blocks in flight.
+
+    match_prefix(r)   adopt the longest cached prefix, full blocks only
+    allocate(r, n)    extend the table so that it covers n tokens; None when the pool is short
+    (the step runs: KV is written, drafts are verified)
+    trim(r, n)        give back what only rejected drafts needed
+    commit(r)         make full blocks of verified tokens findable
+    free(r)           let go of everything; findable blocks stay findable until they are reused
+
+Layout of one request's table (block_size 4, num_computed_tokens 14, a draft of 3 nodes):
+
+    position  0       4       8       12      16      20
+              |-------|-------|-------|-----··|··-----|
+    block     b0      b1      b2      b3      b4
+              |<- adopted ->|
+              |<---- committed ------>|                   full, computed, findable by others
+              |<----- num_computed ------>|               KV is valid
+              |<-- num_tokens --------------->|           one token is being decoded: the draft's root
+              |<-- allocate(r, num_computed + 1 + 3) -->| root and nodes; nodes are never committed
+
+While a KV transfer is under way a block has two owners, its request and the transfer's writer or
+reader, which keeps it through a BlockHold. A block is free when both have let go.
+
+All calls come from one engine thread; a transport that finishes on another thread hands its `release`
+over to that thread. Hence no locks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tandem_engine.block_pool import (
+    BlockContent,
+    BlockHasher,
+    BlockPool,
+    ChainHash,
+    hash_block,
+    hash_salt,
+)
+from tandem_engine.errors import InvariantError
+from tandem_engine.request import Request
+
+__all__ = ["BlockBooks", "BlockHold", "BlockManager"]
+
+
+@dataclass(frozen=True)
+class BlockBooks:
+    """How the pool's blocks are used; `total == free + used`."""
+
+    total: int
+    #: Can be allocated now.
+    free: int
+    #: Of the free ones, those whose KV can still be found by a prompt.
+    cached: int
+    #: Referenced by a request or by a transfer.
+    used: int
+
+
+@dataclass(frozen=True, eq=False)
+class BlockHold:
+    """A transfer's share in blocks, from `hold` to `release`; identity, not contents, is what counts."""
+
+    block_ids: tuple[int, ...]
+
+
+@dataclass
+class _BlockTable:
+    """One request's blocks in logical order, and the hashes of its leading full blocks.
+
+    0 <= num_committed <= len(block_ids) and num_committed <= len(contents)
+    """
+
+    block_ids: list[int] = field(default_factory=list)
+    #: Kept from the prefix lookup for `commit`, so that a block is hashed once.
+    contents: list[BlockContent] = field(default_factory=list)
+    num_committed: int = 0
+
+
+class BlockManager:
+    """Owns the pool's books. A shortage is an ordinary answer (None); a broken promise raises.
+
+    `hasher` is exchangeable so that tests can force collisions.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int = 64,
+        *,
+        enable_prefix_caching: bool = True,
+        hasher: BlockHasher = hash_block,
+    ) -> None:
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(f"need at least one block of one token, not {num_blocks} of {block_size}")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self._hasher = hasher
+        self._pool = BlockPool(num_blocks)
+        self._tables: dict[str, _BlockTable] = {}
+        self._holds: set[BlockHold] = set()
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self._pool.num_free
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that num_tokens tokens occupy."""
+        return -(-num_tokens // self.block_size)
+
+    def has_table(self, request_id: str) -> bool:
+        return request_id in self._tables
+
+    def owners(self) -> frozenset[str]:
+        """Ids of the requests that own a block table."""
+        return frozenset(self._tables)
+
+    def block_ids(self, request_id: str) -> tuple[int, ...]:
+        """Physical blocks in logical order."""
+        return tuple(self._table(request_id).block_ids)
+
+    # -- prefix cache ---------------------------------------------------------------------------------
+
+    def count_cached(self, token_ids: Sequence[int], cache_salt: bytes) -> int:
+        """Leading tokens of this prompt that are in the cache now; looks, but takes nothing."""
+        hits = 0
+        parent = hash_salt(cache_salt)
+        for start in range(0, self._num_matchable(len(token_ids)), self.block_size):
+            content = self._content(parent, token_ids[start : start + self.block_size])
+            if self._pool.find(content) is None:
+                break
+            parent = content.chain_hash
+            hits += 1
+        return hits * self.block_size
+
+    def match_prefix(self, request: Request) -> int:
+        """Start the request's table with the blocks that hold its longest cached prefix.
+
+        Returns the number of tokens they cover: a multiple of block_size, at most num_tokens - 1, since
+        logits come only from computing a token. Their references are the request's until `free`.
+        """
+        if request.request_id in self._tables:
+            raise InvariantError(f"request {request.request_id} already owns a block table")
+        table = self._tables[request.request_id] = _BlockTable()
+        for i in range(self._num_matchable(request.num_tokens) // self.block_size):
+            block_id = self._pool.find(self._chain(request, table, i))
+            if block_id is None:
+                break
+            self._pool.share(block_id)
+            table.block_ids.append(block_id)
+        table.num_committed = len(table.block_ids)
+        return table.num_committed * self.block_size
+
+    def commit(self, request: Request) -> None:
+        """Make every full block of [0, num_computed_tokens) findable.
+
+        Draft slots lie beyond num_computed_tokens until they are verified and moved into place, so
+        that no guess is ever findable.
+        """
+        table = self._table(request.request_id)
+        num_full = request.num_computed_tokens // self.block_size
+        if request.num_computed_tokens > request.num_tokens or num_full > len(table.block_ids):
+            raise InvariantError(
+                f"request {request.request_id}: {request.num_computed_tokens} tokens computed, but it has "
+                f"{request.num_tokens} tokens and {len(table.block_ids)} blocks"
+            )
+        if not self.enable_prefix_caching:
+            return
+        for i in range(table.num_committed, num_full):
+            self._pool.register(table.block_ids[i], self._chain(request, table, i))
+        table.num_committed = max(table.num_committed, num_full)
+
+    # -- a request's table ----------------------------------------------------------------------------
+
+    def allocate(self, request: Request, num_tokens: int) -> bool:
+        """Extend the table to cover num_tokens; False, and nothing changed, when blocks are short."""
+        table = self._tables.get(request.request_id)
+        missing = self.blocks_for(num_tokens) - (len(table.block_ids) if table else 0)
+        if missing > 0:
+            taken = self._pool.take(missing)
+            if taken is None:
+                return False
+            if table is None:
+                table = self._tables[request.request_id] = _BlockTable()
+            table.block_ids += taken
+        return True
+
+    def num_allocatable_tokens(self, request_id: str) -> int:
+        """Tokens this table could cover if it were given every free block."""
+        return (len(self._table(request_id).block_ids) + self._pool.num_free) * self.block_size
+
+    def trim(self, request: Request, num_tokens: int) -> None:
+        """Give back the blocks that num_tokens tokens do not need."""
+        table = self._table(request.request_id)
+        needed = self.blocks_for(num_tokens)
+        if needed < table.num_committed:
+            raise InvariantError(f"request {request.request_id} would give back verified blocks")
+        while len(table.block_ids) > needed:
+            self._pool.drop(table.block_ids.pop())
+
+    def free(self, request: Request) -> None:
+        """Let go of all blocks, tail first: so a chain is evicted from its end, and its head, which
+        other prompts are likelier to share, stays longest."""
+        table = self._table(request.request_id)
+        del self._tables[request.request_id]
+        for block_id in reversed(table.block_ids):
+            self._pool.drop(block_id)
+
+    # -- transfers ------------------------------------------------------------------------------------
+
+    def hold(self, block_ids: Sequence[int]) -> BlockHold:
+        """Become the second owner of blocks that a request owns, until `release`."""
+        for block_id in block_ids:
+            if not 0 <= block_id < self.num_blocks or self._pool.is_free(block_id):
+                raise InvariantError(f"block {block_id} belongs to no request: it cannot be held")
+        for block_id in block_ids:
+            self._pool.share(block_id)
+        hold = BlockHold(tuple(block_ids))
+        self._holds.add(hold)
+        return hold
+
+    def release(self, hold: BlockHold) -> None:
+        """End a hold; blocks whose request is gone become free now."""
+        if hold not in self._holds:
+            raise InvariantError(f"the hold on blocks {hold.block_ids} was released before")
+        self._holds.remove(hold)
+        for block_id in reversed(hold.block_ids):
+            self._pool.drop(block_id)
+
+    # -- books ----------------------------------------------------------------------------------------
+
+    def books(self) -> BlockBooks:
+        free = self._pool.num_free
+        return BlockBooks(self.num_blocks, free, self._pool.num_free_findable, self.num_blocks - free)
+
+    def check(self) -> list[str]:
+        """Audit everything; one sentence per fault, empty when the books balance. O(num_blocks)."""
+        owners: Counter[int] = Counter()
+        faults = []
+        for request_id, table in self._tables.items():
+            owners.update(table.block_ids)
+            if len(set(table.block_ids)) != len(table.block_ids):
+                faults.append(f"request {request_id} has a block twice in its table")
+            if table.num_committed > min(len(table.block_ids), len(table.contents)):
+                faults.append(f"request {request_id} has committed blocks it does not own")
+        for hold in self._holds:
+            owners.update(hold.block_ids)
+        return faults + self._pool.check(owners)
+
+    def _num_matchable(self, num_tokens: int) -> int:
+        """Tokens in full blocks, short of the last token."""
+        if not self.enable_prefix_caching:
+            return 0
+        return max(num_tokens - 1, 0) // self.block_size * self.block_size
+
+    def _content(self, parent: ChainHash, token_ids: Sequence[int]) -> BlockContent:
+        return BlockContent(self._hasher(parent, token_ids), tuple(token_ids))
+
+    def _chain(self, request: Request, table: _BlockTable, index: int) -> BlockContent:
+        """Content of logical block `index`, from the table's memory or by extending it by one."""
+        if index == len(table.contents):
+            parent = table.contents[-1].chain_hash if table.contents else hash_salt(request.cache_salt)
+            start = index * self.block_size
+            table.contents.append(self._content(parent, request.tokens(start, start + self.block_size)))
+        return table.contents[index]
+
+    def _table(self, request_id: str) -> _BlockTable:
+        table = self._tables.get(request_id)
+        if table is None:
+            raise InvariantError(f"request {request_id} owns no blocks")
+        return table
