@@ -1,0 +1,132 @@
+"""Verification: from the logits at every node of every draft to the tokens that are emitted.
+
+    batch.sequences  those that sample, in order, own consecutive rows of logits [R, V]:
+                     |<- seq 0: 1 row (no draft) ->|<- seq 1: root, node 1, ... ->|<- ... ->|
+
+For each sequence, ancestral sampling over its tree: at node u choose y from the target's distribution
+after u's path; y is emitted in any case; if y is a child of u, go there, else stop. Every token is chosen
+exactly as it would be without a draft, with the same random number, so drafts change the speed and
+nothing else: the tree only says for how many positions the logits are already there.
+
+The walk also stops at a token that ends the text, for what follows would be thrown away. Cutting the
+emitted tokens at stop strings and limits stays the scheduler's task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+from torch import Tensor
+
+from tandem_engine.batch import Batch, ScheduledSequence
+from tandem_engine.errors import InvariantError
+from tandem_engine.request import Request, TokenLogprobs
+from tandem_engine.sampling.logprobs import token_logprobs
+from tandem_engine.sampling.sampler import TokenChooser, end_token_ids
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What one sequence gets out of one step.
+
+    token_ids[i] was chosen at node path[i]; token_ids[i] is the token of node path[i + 1], and the last
+    one, the bonus, is no node: its KV is not computed yet.
+    """
+
+    #: At least one.
+    token_ids: tuple[int, ...]
+    #: Nodes whose KV stays, in order; the root (0) first.
+    path: tuple[int, ...]
+    #: Where each accepted guess came from; one fewer than token_ids.
+    accepted_sources: tuple[str, ...]
+    #: One per token if the request asked for them, else empty.
+    logprobs: tuple[TokenLogprobs, ...]
+
+    def __post_init__(self) -> None:
+        if not len(self.token_ids) == len(self.path) == len(self.accepted_sources) + 1:
+            raise InvariantError("every emitted token is chosen at one node of the path")
+
+
+class Verifier:
+    """Turns a step's logits into tokens; holds no state between steps."""
+
+    def verify(self, batch: Batch, logits: Tensor) -> list[Verified]:
+        """One result per sampling sequence, in batch order; logits [R, V] float32, R = batch.num_logits_rows.
+
+        Must be called before the step's tokens are added to the requests.
+        """
+        if logits.ndim != 2 or logits.shape[0] != batch.num_logits_rows:
+            raise InvariantError(
+                f"logits are {tuple(logits.shape)}, the batch samples from {batch.num_logits_rows} rows"
+            )
+        sampling = [s for s in batch.sequences if s.samples]
+        # One pass over the memory and one transfer from the device serve every plain greedy request.
+        best = _argmax(logits) if any(_is_plain_greedy(s.request) for s in sampling) else []
+        results: list[Verified] = []
+        first_row = 0
+        for sequence in sampling:
+            end_row = first_row + sequence.num_logits_rows
+            choices = best[first_row:end_row] if _is_plain_greedy(sequence.request) else None
+            results.append(_verify_sequence(sequence, logits[first_row:end_row], choices))
+            first_row = end_row
+        return results
+
+
+def _is_plain_greedy(request: Request) -> bool:
+    return request.sampling.is_greedy and not request.sampling.needs_processing
+
+
+def _argmax(logits: Tensor) -> list[int]:
+    """The most likely token of each row, the lowest of equals."""
+    if logits.device.type == "cpu":  # numpy is ten times as fast as torch here
+        return cast(list[int], logits.numpy().argmax(axis=-1).tolist())
+    return cast(list[int], logits.argmax(dim=-1).tolist())
+
+
+def _verify_sequence(sequence: ScheduledSequence, rows: Tensor, choices: list[int] | None) -> Verified:
+    """rows [n, V] raw logits, one per node; choices [n] when they depend on nothing else than the row."""
+    request = sequence.request
+    num_present = 1 if sequence.draft is not None else sequence.num_new_tokens
+    if sequence.start + num_present != request.num_tokens:
+        raise InvariantError(
+            f"request {request.request_id} has {request.num_tokens} tokens, "
+            f"but the step samples after {sequence.start + num_present}"
+        )
+    if choices is not None:
+        token_ids, path = _walk(sequence, choices.__getitem__)
+    else:
+        chooser = TokenChooser(request)
+        token_ids, path = _walk(sequence, lambda node: chooser.choose(rows[node].cpu().numpy()))
+    num_top = request.sampling.logprobs
+    return Verified(
+        token_ids=token_ids,
+        path=path,
+        accepted_sources=tuple(sequence.draft.sources[n - 1] for n in path[1:]) if sequence.draft else (),
+        logprobs=() if num_top is None else token_logprobs(rows[list(path)], token_ids, num_top),
+    )
+
+
+def _walk(
+    sequence: ScheduledSequence, choose: Callable[[int], int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Token ids and nodes from the root until a choice is no child or ends the text."""
+    request = sequence.request
+    if sequence.draft is None:
+        return (choose(0),), (0,)
+    children = sequence.draft.children()
+    ends = end_token_ids(request)
+    num_output = len(request.output_token_ids)
+    token_ids: list[int] = []
+    path: list[int] = []
+    node: int | None = 0
+    while node is not None:
+        path.append(node)
+        token_id = choose(node)
+        ends_here = token_id in ends and num_output + len(token_ids) >= request.sampling.min_tokens
+        token_ids.append(token_id)
+        if ends_here or num_output + len(token_ids) >= request.sampling.max_tokens:
+            break
+        node = children[node].get(token_id)
+    return tuple(token_ids), tuple(path)
