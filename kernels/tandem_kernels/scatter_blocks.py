@@ -1,0 +1,33 @@
+"""Copy a contiguous payload into cache blocks, for the KV transfer into a pod: gather_blocks' inverse.
+
+kv_cache[block_ids[i]] = payload[i]
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tandem_kernels.checks import check_indices, check_kv_cache
+
+
+def scatter_blocks(kv_cache: torch.Tensor, block_ids: torch.Tensor, payload: torch.Tensor) -> None:
+    """Overwrite the blocks in place; ids must be distinct, or which payload wins is undefined.
+
+    Args:
+        kv_cache: [num_blocks, 2, Hkv, block_size, D], contiguous; changed.
+        block_ids: [n] int64, each in [0, num_blocks).
+        payload: [n, 2, Hkv, block_size, D], the cache's dtype and device.
+
+    Raises:
+        ValueError: a shape, stride, dtype or device does not fit.
+        IndexError: an id lies outside the cache (CPU only; on CUDA a device assertion).
+    """
+    check_kv_cache(kv_cache)
+    check_indices("block_ids", block_ids, kv_cache.device)
+    wanted = (block_ids.shape[0], *kv_cache.shape[1:])
+    if payload.shape != wanted or payload.dtype != kv_cache.dtype:
+        raise ValueError(
+            f"payload has shape {list(payload.shape)} and dtype {payload.dtype}, "
+            f"wanted [n, 2, Hkv, block_size, D] = {list(wanted)} of {kv_cache.dtype}"
+        )
+    kv_cache.index_copy_(0, block_ids.long(), payload)

@@ -1,0 +1,94 @@
+"""turbo_attention on the CPU in few torch calls: one copy of K and V, then torch's fused attention.
+
+    plan      the step's metadata -> groups of sequences (`cpu_plan`), once for all layers
+    copy      a group's blocks -> [2, B, Hkv, keys, D], one index_select; consecutive keys make the matrix
+              products large, and the copy costs less than the products save
+    attend    query heads folded into rows, so that K and V are not repeated; the context without a mask,
+              the new tokens tile by tile with one, joined by their log-sum-exp
+
+Computes in the query's dtype where the processor multiplies it natively, else in float32.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tandem_kernels.turbo_attention.cpu_plan import Group, plan_for
+from tandem_kernels.turbo_attention.inputs import AttentionInputs
+
+_flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def attend(inputs: AttentionInputs, out: torch.Tensor) -> None:
+    """Fill out [T, Hq, D]; see `turbo_attention`."""
+    if inputs.query.device.type != "cpu":
+        raise ValueError(f'query is on {inputs.query.device}, wanted a CPU tensor for backend "cpu"')
+    dtype = compute_dtype(inputs.query.dtype)
+    for group in plan_for(inputs, dtype):
+        rows = _attend_group(inputs, group, dtype)
+        out[group.output_rows] = (rows if group.kept_rows is None else rows[group.kept_rows]).to(out.dtype)
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype to multiply in: bfloat16 only on processors with instructions for it, float16 never."""
+    if dtype == torch.float64 or (dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported()):
+        return dtype
+    return torch.float32
+
+
+def _attend_group(inputs: AttentionInputs, group: Group, dtype: torch.dtype) -> torch.Tensor:
+    """Attention output [B * num_tokens, Hq, D] of one group, padding rows included."""
+    num_kv_heads, group_size, head_size = inputs.num_kv_heads, inputs.group_size, inputs.query.shape[2]
+    folded = (group.batch, num_kv_heads, group.num_tokens * group_size, head_size)
+    heads = (group.batch, group.num_tokens, num_kv_heads, group_size, head_size)
+
+    cache = inputs.kv_cache.view(-1, inputs.block_size * head_size)
+    key, value = (
+        cache.index_select(0, group.cache_rows).to(dtype).view(2, group.batch, num_kv_heads, -1, head_size)
+    ).unbind(0)
+    for b, end in group.cleared:
+        key[b, :, end:] = 0
+        value[b, :, end:] = 0
+    query = inputs.query[group.token_rows].to(dtype).view(heads).transpose(1, 2).reshape(folded)
+    if inputs.k_scale is not None:
+        query = query * inputs.scale_per_kv_head(inputs.k_scale, dtype)[:, None, None]
+
+    parts = [
+        _attend_keys(inputs, query[:, :, tile.rows], key[:, :, tile.keys], value[:, :, tile.keys], tile.mask)
+        for tile in group.tiles
+    ]
+    output, lse = parts[0] if len(parts) == 1 else (torch.cat(p, 2) for p in zip(*parts, strict=True))
+    if group.context is not None:
+        keys = group.context
+        context_output, context_lse = _attend_keys(inputs, query, key[:, :, keys], value[:, :, keys], None)
+        output = torch.lerp(output, context_output, (context_lse - lse).sigmoid_().unsqueeze(-1))
+        lse = torch.logaddexp(lse, context_lse)
+    if inputs.v_scale is not None:
+        output = output * inputs.scale_per_kv_head(inputs.v_scale, dtype)[:, None, None]
+    if inputs.sinks is not None:
+        sinks = inputs.sinks.to(lse.dtype).view(num_kv_heads, 1, group_size)
+        shares = (lse.view(group.batch, num_kv_heads, -1, group_size) - sinks).sigmoid_()
+        output = output * shares.view(*folded[:3], 1)
+    return (
+        output.view(heads[0], num_kv_heads, group.num_tokens, group_size, head_size)
+        .transpose(1, 2)
+        .reshape(group.batch * group.num_tokens, -1, head_size)
+    )
+
+
+def _attend_keys(
+    inputs: AttentionInputs,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output [B, Hkv, rows, D] and log-sum-exp [B, Hkv, rows] over these keys alone."""
+    if inputs.softcap is None:
+        output, lse = _flash_attention(query, key, value, attn_mask=mask, scale=inputs.scale)
+        return output, lse
+    logits = (query @ key.transpose(2, 3)).mul_(inputs.scale / inputs.softcap).tanh_().mul_(inputs.softcap)
+    if mask is not None:
+        logits += mask
+    lse = logits.logsumexp(-1)
+    return logits.softmax(-1) @ value, lse

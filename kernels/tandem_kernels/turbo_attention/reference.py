@@ -1,0 +1,67 @@
+"""The definition of turbo_attention in plain torch, one sequence at a time, slow and meant to be read.
+
+Computes in float32 (float64 when the query is). It says what a row sees once, in `visible_slots`; the other
+backends are tested against it and share no code with it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tandem_kernels.turbo_attention.inputs import MAX_TREE_NODES, AttentionInputs
+
+
+def visible_slots(context_len: int, bits: list[int] | None, num_new: int, window: int | None) -> torch.Tensor:
+    """Which of a sequence's logical slots each new row sees: [num_new, context_len + num_new] bool.
+
+    bits: the new rows' ancestor bits when they form a tree, None when they are causal.
+    """
+    if bits is None:
+        sees = [[j <= i for j in range(num_new)] for i in range(num_new)]
+        depths = list(range(num_new))
+    else:
+        sees = [[bool(bits[i] >> j & 1) for j in range(num_new)] for i in range(num_new)]
+        depths = [(b & (2**64 - 1)).bit_count() - 1 for b in bits]
+    positions = torch.tensor([*range(context_len), *(context_len + d for d in depths)])
+    visible = torch.ones(num_new, context_len + num_new, dtype=torch.bool)
+    visible[:, context_len:] = torch.tensor(sees, dtype=torch.bool)
+    if window is not None:
+        visible &= positions[context_len:, None] - positions[None, :] < window
+    return visible
+
+
+def attend(inputs: AttentionInputs, out: torch.Tensor) -> None:
+    """Fill out [T, Hq, D]; see `turbo_attention`."""
+    dtype = torch.float64 if inputs.query.dtype == torch.float64 else torch.float32
+    k_scale = inputs.scale_per_kv_head(inputs.k_scale, dtype)
+    v_scale = inputs.scale_per_kv_head(inputs.v_scale, dtype)
+    starts = inputs.query_start_loc.tolist()
+    for b, seq_len in enumerate(inputs.seq_lens.tolist()):
+        start, stop = starts[b], starts[b + 1]
+        num_new = stop - start
+        if num_new == 0:
+            continue
+        bits = None
+        if inputs.ancestor_bits is not None and num_new <= MAX_TREE_NODES:
+            bits = inputs.ancestor_bits[start:stop].tolist()
+            if bits[0] == 0:
+                bits = None
+        visible = visible_slots(seq_len - num_new, bits, num_new, inputs.window).to(inputs.query.device)
+
+        num_blocks = -(-seq_len // inputs.block_size)
+        blocks = inputs.kv_cache[inputs.block_table[b, :num_blocks].long()]
+        # [n, 2, Hkv, bs, D] -> [2, Hkv, seq_len, D]
+        key, value = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :seq_len].to(dtype)
+        key = (key * k_scale[:, None, None]).repeat_interleave(inputs.group_size, dim=0)
+        value = (value * v_scale[:, None, None]).repeat_interleave(inputs.group_size, dim=0)
+        query = inputs.query[start:stop].to(dtype).transpose(0, 1)
+
+        logits = query @ key.transpose(1, 2) * inputs.scale
+        if inputs.softcap is not None:
+            logits = inputs.softcap * torch.tanh(logits / inputs.softcap)
+        logits = logits.masked_fill(~visible, -torch.inf)
+        if inputs.sinks is not None:
+            sink_column = inputs.sinks.to(dtype)[:, None, None].expand(-1, num_new, 1)
+            logits = torch.cat((logits, sink_column), dim=2)
+        weights = logits.softmax(dim=2)[:, :, :seq_len]
+        out[start:stop] = (weights @ value).transpose(0, 1).to(out.dtype)
