@@ -141,7 +141,7 @@ class BlockPool:
             if n != owners[b]
         ]
         faults += [f"block {b} does not exist but has owners" for b in owners if not 0 <= b < self.num_blocks]
-        listed = Counter(self._blank) + Counter(self._free_findable)
+        listed = Counter([*self._blank, *self._free_findable])
         for b, n in enumerate(self._ref_counts):
             if listed[b] != (n == 0):
                 faults.append(f"block {b}: {n} references, {listed[b]} times in the free lists")
