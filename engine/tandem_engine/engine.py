@@ -37,7 +37,7 @@ class DraftSource(Protocol):
 
     def propose(self, requests: Sequence[Request], max_nodes: int) -> list[DraftTree | None]: ...
     def extend(self, request: Request, token_ids: Sequence[int]) -> None: ...
-    def feedback(self, tree: DraftTree, accepted: Sequence[int]) -> None: ...
+    def feedback(self, request: Request, tree: DraftTree, accepted: Sequence[int]) -> None: ...
     def forget(self, request_id: str) -> None: ...
 
 
@@ -82,7 +82,7 @@ class Engine:
         self._vocab_size = vocab_size
         self._drafter = drafter
         self._max_draft_nodes = min(max_draft_nodes, MAX_TREE_NODES - 1)
-        self._layer_listener = layer_listener
+        self.layer_listener = layer_listener
 
     def check_tokens(self, request: Request) -> None:
         """Raises InvalidRequestError when a token id lies outside the vocabulary."""
@@ -120,7 +120,10 @@ class Engine:
         if batch is None:
             return []
         started = time.perf_counter()
-        listener = self._layer_listener
+        for sequence in batch.sequences:
+            if sequence.request.first_scheduled_ns is None:
+                sequence.request.first_scheduled_ns = time.monotonic_ns()
+        listener = self.layer_listener
         logits = self._runner.execute(
             batch, (lambda layer: listener(batch, layer)) if listener is not None else None
         )
@@ -152,7 +155,7 @@ class Engine:
         sampling = [s for s in batch.sequences if s.samples]
         for sequence, seen, done in zip(sampling, verified, progress, strict=True):
             if sequence.draft is not None and self._drafter is not None:
-                self._drafter.feedback(sequence.draft, seen.path[1:])
+                self._drafter.feedback(sequence.request, sequence.draft, seen.path[1:])
             sequence.request.draft = None
             n = len(done.token_ids)
             outputs.append(

@@ -129,6 +129,8 @@ class Request:
     finish_reason: FinishReason | None = None
     #: The token or stop string that ended the text.
     stop_reason: str = ""
+    #: time.monotonic_ns() of the first step that computed part of it; None while it waits.
+    first_scheduled_ns: int | None = None
     #: Proposal for the next step, set by the engine's loop before scheduling; None: plain decode.
     draft: DraftTree | None = None
 

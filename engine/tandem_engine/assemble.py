@@ -1,0 +1,112 @@
+"""Puts an engine together from a model folder: the one place where its parts are chosen."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tandem_engine.block_manager import BlockManager
+from tandem_engine.engine import DraftSource, Engine
+from tandem_engine.kv_pool import KVPool, KVShape, default_num_blocks
+from tandem_engine.models import load_decoder, pick_dtype
+from tandem_engine.models.decoder import Decoder
+from tandem_engine.runner import ModelRunner
+from tandem_engine.sampling.verify import Verifier
+from tandem_engine.scheduler import Scheduler, SchedulerConfig
+from tandem_engine.store import ModelManifest
+from tandem_engine.tokenizer import Tokenizer
+from tandem_engine.transport.layout import KVLayout
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Sizes and numerics of one engine; see EnginePodSettings for the meaning of each."""
+
+    model: Path
+    dtype: str = "auto"
+    device: str = "auto"
+    threads: int = 0
+    num_blocks: int = 0
+    block_size: int = 64
+    chunk_size: int = 512
+    max_batch: int = 16
+    prefix_cache: bool = True
+    max_draft_nodes: int = 8
+    #: Whether weights are packed for small batches: private memory for flat decode steps. A prefill pod
+    #: leaves them mapped, shared with the other processes on the machine.
+    pack_weights: bool = True
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    engine: Engine
+    pool: KVPool
+    tokenizer: Tokenizer
+    manifest: ModelManifest
+    layout: KVLayout
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        return frozenset(self.manifest.eos_token_ids)
+
+
+def assemble(config: EngineConfig, drafter: DraftSource | None = None) -> EngineParts:
+    """Loads the model and wires scheduler, runner and verifier around it.
+
+    Sets the process's CPU thread count. Raises ModelLoadError and CapacityError.
+    """
+    torch.set_num_threads(config.threads or os.cpu_count() or 1)
+    manifest = ModelManifest.read(config.model)
+    device = _pick_device(config.device)
+    decoder = load_decoder(
+        config.model, pick_dtype(config.dtype), device=str(device), pack=config.pack_weights
+    )
+    shape = KVShape(
+        decoder.config.num_layers,
+        decoder.config.num_kv_heads,
+        decoder.config.head_size,
+        config.block_size,
+        decoder.dtype,
+    )
+    pool = KVPool(shape, config.num_blocks or default_num_blocks(shape), device)
+    manager = BlockManager(pool.num_blocks, config.block_size, prefix_caching=config.prefix_cache)
+    scheduler = Scheduler(
+        manager,
+        SchedulerConfig(
+            max_batch=config.max_batch,
+            max_tokens_per_step=max(config.chunk_size, config.max_batch * (config.max_draft_nodes + 1)),
+            chunk_size=config.chunk_size,
+            max_model_len=manifest.max_model_len,
+        ),
+    )
+    engine = Engine(
+        ModelRunner(decoder, pool, device),
+        scheduler,
+        Verifier(),
+        vocab_size=manifest.vocab_size,
+        drafter=drafter,
+        max_draft_nodes=config.max_draft_nodes,
+    )
+    return EngineParts(engine, pool, Tokenizer.load(config.model), manifest, _layout(manifest, decoder, shape))
+
+
+def _pick_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(name)
+
+
+def _layout(manifest: ModelManifest, decoder: Decoder, shape: KVShape) -> KVLayout:
+    return KVLayout(
+        model_revision=manifest.revision,
+        dtype=str(shape.dtype).removeprefix("torch."),
+        kv_quantization="none",
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_size=shape.head_size,
+        block_size=shape.block_size,
+        rope=decoder.config.rope.describe(),
+    )

@@ -1,0 +1,245 @@
+"""Getting a prompt's KV from a prefill pod: reserve, ticket, transfer, adopt.
+
+    Bootstrapping     blocks are reserved here; a ticket says where the KV may be written
+    WaitingForInput   the prefill pod has the ticket and has sent nothing yet
+    Transferring      frames arrive; the receiver checks and scatters them
+    Success           every wanted block arrived and the first token is known -> the sequence decodes
+    Failed            no prefill pod is left: what arrived is kept, the rest is computed here
+
+While frames may arrive the blocks have two owners, the request and the writer (a hold). The writer's hold
+is released only after the receiver has closed the transfer, when no byte can be written any more; so a
+cancelled request can never have its blocks reused under a late frame.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import grpc
+import structlog
+from tandem_engine import codec
+from tandem_engine.block_manager import BlockHold
+from tandem_engine.errors import TransferError
+from tandem_engine.loop import EngineLoop
+from tandem_engine.request import Request
+from tandem_engine.scheduler import Reservation
+from tandem_engine.transport.base import Incoming, KVReceiver
+from tandem_proto.v1 import decode_pb2, prefill_pb2, prefill_pb2_grpc
+
+T = TypeVar("T")
+log = structlog.get_logger(__name__)
+
+#: A prefill pod sends a heartbeat every 0.25 s; without any for this long it is taken for dead.
+HEARTBEAT_TIMEOUT_S = 2.0
+#: How long frames may trail the first token, on a transfer that is still making progress.
+TRAILING_FRAMES_TIMEOUT_S = 10.0
+#: How often a request that found no free blocks asks again.
+RESERVE_RETRY_S = 0.02
+
+
+@dataclass(frozen=True)
+class HandoffResult:
+    """How the prompt got computed; feeds the receipt."""
+
+    #: The prefill pod that did it; empty when it was computed here.
+    prefill_pod: str = ""
+    #: Prompt tokens the prefill pod found in its own cache.
+    remote_cached_tokens: int = 0
+    reserve_ns: int = 0
+    queue_ns: int = 0
+    prefill_ns: int = 0
+    #: From the first token's arrival to the last frame's.
+    transfer_ns: int = 0
+    transfer_bytes: int = 0
+    retries: int = 0
+
+
+class PrefillClient:
+    """Stubs to prefill pods, one channel per target, kept open."""
+
+    def __init__(self, make_channel: Callable[[str], grpc.aio.Channel]) -> None:
+        self._make_channel = make_channel
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    def stub(self, target: str) -> prefill_pb2_grpc.PrefillServiceStub:
+        channel = self._channels.get(target)
+        if channel is None:
+            channel = self._channels[target] = self._make_channel(target)
+        return prefill_pb2_grpc.PrefillServiceStub(channel)  # type: ignore[no-untyped-call]
+
+    async def close(self) -> None:
+        for channel in self._channels.values():
+            await channel.close()
+
+
+class Handoff:
+    """Runs handoffs for one decode pod."""
+
+    def __init__(self, loop: EngineLoop, receiver: KVReceiver, client: PrefillClient) -> None:
+        self._loop = loop
+        self._receiver = receiver
+        self._client = client
+
+    async def run(self, request: Request, message: decode_pb2.DecodeRequest) -> HandoffResult:
+        """Fills the prompt's KV from the message's prefill targets and lets the request decode.
+
+        Never fails because of a prefill pod: what no pod delivers is computed here. When cancelled it
+        closes the transfer and releases the writer's hold; the request's own blocks are the caller's.
+        """
+        started = time.monotonic_ns()
+        incoming: Incoming | None = None
+        first: prefill_pb2.PrefillFinished | None = None
+        # A list, because a call that was cancelled here may still run on the engine's thread; the release
+        # below is queued behind it and sees what it held.
+        holds: list[BlockHold] = []
+        complete_blocks = 0
+        try:
+            reservation = await self._reserve(request, holds)
+            result = HandoffResult(reserve_ns=time.monotonic_ns() - started)
+            wanted = {i: reservation.block_ids[i] for i in reservation.wanted_blocks}
+            incoming = self._receiver.open(wanted)
+            for attempt, target in enumerate(message.prefill_targets):
+                if attempt:
+                    incoming = incoming.reopen()
+                    result = replace(result, retries=result.retries + 1)
+                try:
+                    first, result = await self._attempt(target, message, incoming, result)
+                    break
+                except (grpc.aio.AioRpcError, TransferError, TimeoutError) as error:
+                    log.warning("prefill failed; trying elsewhere", target=target, error=_describe(error))
+        finally:
+            if incoming is not None:
+                complete_blocks = _leading(incoming.complete_blocks, reservation)
+                incoming.close()
+            # Shielded: a cancelled request must still give its blocks back.
+            await asyncio.shield(self._on_engine(lambda: self._release(holds)))
+        await self._on_engine(lambda: self._adopt(request, reservation, complete_blocks, first))
+        return result
+
+    async def _attempt(
+        self,
+        target: str,
+        message: decode_pb2.DecodeRequest,
+        incoming: Incoming,
+        result: HandoffResult,
+    ) -> tuple[prefill_pb2.PrefillFinished, HandoffResult]:
+        call = self._client.stub(target).Prefill(
+            prefill_pb2.PrefillRequest(
+                request_id=message.request_id,
+                tenant=message.tenant,
+                prompt_token_ids=message.prompt_token_ids,
+                sampling=message.sampling,
+                ticket=codec.ticket_to_proto(incoming.ticket),
+            ),
+            metadata=(("tandem-request-id", message.request_id),),
+        )
+        try:
+            started = time.monotonic_ns()
+            finished = await self._first_token(call)
+            token_known = time.monotonic_ns()
+            await self._frames(incoming)
+            now = time.monotonic_ns()
+        except BaseException:
+            call.cancel()
+            raise
+        return finished, replace(
+            result,
+            prefill_pod=finished.pod_id,
+            remote_cached_tokens=finished.cached_tokens,
+            queue_ns=finished.queue_ns,
+            prefill_ns=token_known - started - finished.queue_ns,
+            transfer_ns=now - token_known,
+            transfer_bytes=incoming.received_bytes,
+        )
+
+    async def _first_token(
+        self, call: grpc.aio.UnaryStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse]
+    ) -> prefill_pb2.PrefillFinished:
+        while True:
+            response = await asyncio.wait_for(call.read(), HEARTBEAT_TIMEOUT_S)
+            if response is grpc.aio.EOF:
+                # read() ends quietly when the peer failed; the status says why.
+                await _raise_status(call)
+                raise TransferError("the prefill pod ended its stream without a first token")
+            if response.HasField("finished"):
+                return response.finished
+
+    async def _frames(self, incoming: Incoming) -> None:
+        """Waits until every wanted block is here; gives up when nothing arrives for the heartbeat time."""
+        deadline = time.monotonic() + TRAILING_FRAMES_TIMEOUT_S
+        future = asyncio.wrap_future(incoming.done)
+        seen = -1
+        while not future.done():
+            await asyncio.wait([future], timeout=HEARTBEAT_TIMEOUT_S)
+            if future.done():
+                break
+            if incoming.received_bytes == seen or time.monotonic() > deadline:
+                raise TransferError("the KV frames stopped coming before the last block")
+            seen = incoming.received_bytes
+        future.result()
+
+    async def _reserve(self, request: Request, holds: list[BlockHold]) -> Reservation:
+        while True:
+            reservation = await self._on_engine(lambda: self._try_reserve(request, holds))
+            if reservation is not None:
+                return reservation
+            await asyncio.sleep(RESERVE_RETRY_S)
+
+    def _try_reserve(self, request: Request, holds: list[BlockHold]) -> Reservation | None:
+        scheduler = self._loop.engine.scheduler
+        reservation = scheduler.reserve(request)
+        if reservation is not None:
+            writable = [reservation.block_ids[i] for i in reservation.wanted_blocks]
+            holds.append(scheduler.block_manager.hold(writable))
+        return reservation
+
+    def _release(self, holds: list[BlockHold]) -> None:
+        for hold in holds:
+            self._loop.engine.scheduler.block_manager.release(hold)
+
+    def _adopt(
+        self,
+        request: Request,
+        reservation: Reservation,
+        complete_blocks: int,
+        first: prefill_pb2.PrefillFinished | None,
+    ) -> None:
+        engine = self._loop.engine
+        if first is None:
+            block_size = engine.scheduler.block_manager.block_size
+            computed = min(complete_blocks * block_size, request.num_prompt_tokens - 1)
+            engine.scheduler.adopt(request, max(computed, reservation.num_cached_tokens), None)
+            return
+        progress = engine.scheduler.adopt(request, request.num_prompt_tokens, (first.first_token_id,))
+        logprobs = (codec.logprobs_from_proto(first.logprobs),) if first.HasField("logprobs") else ()
+        if progress is not None:
+            self._loop.publish(replace(engine.adopted(progress), logprobs=logprobs))
+
+    def _on_engine(self, function: Callable[[], T]) -> Awaitable[T]:
+        return asyncio.wrap_future(self._loop.call(function))
+
+
+def _leading(complete: Sequence[int] | set[int], reservation: Reservation) -> int:
+    """Blocks valid from the start of the prompt: those cached here, then those received, without a gap."""
+    done = set(complete)
+    wanted = set(reservation.wanted_blocks)
+    count = 0
+    while count < len(reservation.block_ids) and (count not in wanted or count in done):
+        count += 1
+    return count
+
+
+async def _raise_status(call: grpc.aio.UnaryStreamCall) -> None:  # type: ignore[type-arg]
+    code = await call.code()
+    if code is not grpc.StatusCode.OK:
+        raise TransferError(f"{code.name}: {await call.details()}")
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return str(error) or type(error).__name__

@@ -1,0 +1,37 @@
+"""What a decode pod counts."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from tandem_service.metrics import LATENCY_BUCKETS_S, TOKEN_BUCKETS_S
+
+
+class DecodeMetrics:
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.requests = Counter(
+            "tandem_decode_requests", "Requests, by how they ended", ["outcome"], registry=registry
+        )
+        self.output_tokens = Counter("tandem_decode_output_tokens", "Tokens emitted", registry=registry)
+        self.drafted_tokens = Counter("tandem_decode_drafted_tokens", "Guesses verified", registry=registry)
+        self.accepted_tokens = Counter(
+            "tandem_decode_accepted_tokens", "Guesses accepted, by source", ["source"], registry=registry
+        )
+        self.received_bytes = Counter("tandem_kv_received_bytes", "KV payload bytes taken", registry=registry)
+        self.prefill_retries = Counter(
+            "tandem_decode_prefill_retries", "Prefill attempts that failed", registry=registry
+        )
+        self.local_prefills = Counter(
+            "tandem_decode_local_prefills", "Prompts computed on this pod, by why", ["reason"], registry=registry
+        )
+        self.transfer_seconds = Histogram(
+            "tandem_kv_transfer_seconds",
+            "From the first token's arrival to the last frame's",
+            buckets=LATENCY_BUCKETS_S,
+            registry=registry,
+        )
+        self.tpot_seconds = Histogram(
+            "tandem_decode_tpot_seconds",
+            "Mean time per token after a request's first",
+            buckets=TOKEN_BUCKETS_S,
+            registry=registry,
+        )

@@ -1,0 +1,70 @@
+"""What happened to one request on this pod, added up into its receipt."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+from tandem_engine.engine import StepOutput
+from tandem_engine.request import Request
+from tandem_proto.v1 import common_pb2
+
+from tandem_decode.handoff import HandoffResult
+
+
+class RequestRecord:
+    """Collects a request's steps; the gateway adds what only it can see (its queue, TTFT, the SLO)."""
+
+    def __init__(self, request: Request, pod_id: str) -> None:
+        self._request = request
+        self._pod_id = pod_id
+        self._arrived_ns = time.monotonic_ns()
+        self._first_token_ns = 0
+        self._last_token_ns = 0
+        self._handoff = HandoffResult()
+        self._steps = 0
+        self._drafted = 0
+        self._accepted: Counter[str] = Counter()
+        self._output_tokens = 0
+
+    def handed_off(self, result: HandoffResult) -> None:
+        self._handoff = result
+
+    def step(self, output: StepOutput) -> None:
+        now = time.monotonic_ns()
+        if not self._first_token_ns:
+            self._first_token_ns = now
+        else:
+            self._steps += 1
+        self._last_token_ns = now
+        self._drafted += output.num_drafted
+        self._accepted.update(output.accepted_sources)
+        self._output_tokens += len(output.token_ids)
+
+    def receipt(self) -> common_pb2.Receipt:
+        request, handoff = self._request, self._handoff
+        first = self._first_token_ns or time.monotonic_ns()
+        if handoff.prefill_pod:
+            queue_ns, prefill_ns = handoff.reserve_ns + handoff.queue_ns, handoff.prefill_ns
+        else:
+            started = request.first_scheduled_ns or first
+            queue_ns, prefill_ns = started - self._arrived_ns, first - started
+        return common_pb2.Receipt(
+            request_id=request.request_id.partition("/")[2],
+            queue_ns=max(queue_ns, 0),
+            prefill_ns=max(prefill_ns, 0),
+            transfer_ns=handoff.transfer_ns,
+            decode_ns=max(self._last_token_ns - first, 0),
+            prompt_tokens=request.num_prompt_tokens,
+            cached_tokens=max(request.num_cached_tokens, handoff.remote_cached_tokens),
+            output_tokens=self._output_tokens,
+            decode_steps=self._steps,
+            drafted_tokens=self._drafted,
+            accepted_tokens=self._accepted.total(),
+            accepted_by_source=dict(self._accepted),
+            prefill_pod=handoff.prefill_pod,
+            decode_pod=self._pod_id,
+            transfer_bytes=handoff.transfer_bytes,
+            seed=request.sampling.seed,
+            prefill_retries=handoff.retries,
+        )

@@ -1,0 +1,190 @@
+"""DecodeService: one call is one request, from its prompt to its receipt.
+
+    validate -> compute the prompt (a handoff, or here) -> relay every step's tokens as text -> receipt
+
+The call owns the request. However it ends (the text, a stop string, cancellation, a fault), `_end` runs on
+the engine's thread and nothing of the request is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import TypeVar
+
+import grpc
+from tandem_engine import codec
+from tandem_engine.assemble import EngineParts
+from tandem_engine.detokenizer import StreamingDetokenizer
+from tandem_engine.engine import StepOutput
+from tandem_engine.loop import EngineLoop
+from tandem_engine.request import FinishReason, Request
+from tandem_engine.salt import cache_salt
+from tandem_engine.transport.base import KVReceiver
+from tandem_proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc
+
+from tandem_decode.handoff import Handoff, HandoffResult
+from tandem_decode.metrics import DecodeMetrics
+from tandem_decode.receipt import RequestRecord
+from tandem_decode.settings import DecodeSettings
+from tandem_decode.tenants import TenantDrafters
+
+T = TypeVar("T")
+
+
+class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
+    def __init__(
+        self,
+        settings: DecodeSettings,
+        parts: EngineParts,
+        loop: EngineLoop,
+        receiver: KVReceiver,
+        handoff: Handoff,
+        drafters: TenantDrafters,
+        metrics: DecodeMetrics,
+    ) -> None:
+        self._settings = settings
+        self._parts = parts
+        self._loop = loop
+        self._receiver = receiver
+        self._handoff = handoff
+        self._drafters = drafters
+        self._metrics = metrics
+        self._streams = 0
+        self._requests = 0
+        self._drafted = 0
+        self._accepted = 0
+
+    async def Decode(  # noqa: N802
+        self, request: decode_pb2.DecodeRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[decode_pb2.DecodeResponse]:
+        state = self._to_request(request)
+        self._drafters.open(state.tenant)
+        record = RequestRecord(state, self._settings.pod_id)
+        self._streams += 1
+        self._requests += 1
+        outcome = "failed"
+        # The id is the client's to choose; two live requests with one id must not share state.
+        try:
+            outputs: asyncio.Queue[StepOutput | Exception] = asyncio.Queue()
+            event_loop = asyncio.get_running_loop()
+            await self._on_engine(
+                lambda: self._loop.listen(
+                    state.request_id,
+                    lambda output: (event_loop.call_soon_threadsafe(outputs.put_nowait, output), None)[1],
+                )
+            )
+            record.handed_off(await self._compute_prompt(state, request))
+            detokenizer = StreamingDetokenizer(self._parts.tokenizer.backend, state.sampling.stop)
+            reason = None
+            while reason is None:
+                output = await outputs.get()
+                if isinstance(output, Exception):
+                    raise output
+                record.step(output)
+                text = detokenizer.push(output.token_ids)
+                self._share(state, output)
+                if detokenizer.stopped is not None:
+                    reason, state.stop_reason = FinishReason.STOP, detokenizer.stopped
+                elif output.finished:
+                    reason = state.finish_reason or FinishReason.STOP
+                    text += detokenizer.flush()
+                yield decode_pb2.DecodeResponse(
+                    chunk=decode_pb2.DecodeChunk(
+                        text=text,
+                        token_ids=output.token_ids,
+                        logprobs=codec.logprobs_to_proto(output.logprobs, self._parts.tokenizer),
+                    )
+                )
+            outcome = reason.value
+            yield decode_pb2.DecodeResponse(
+                finished=decode_pb2.DecodeFinished(
+                    reason=codec.finish_reason_to_proto(reason),
+                    stop_reason=state.stop_reason,
+                    receipt=record.receipt(),
+                )
+            )
+        except asyncio.CancelledError:
+            outcome = "cancelled"
+            raise
+        finally:
+            self._streams -= 1
+            self._count(record, outcome)
+            # Shielded: the call may be gone, the blocks must still come back.
+            await asyncio.shield(self._on_engine(lambda: self._loop.forget(state.request_id)))
+
+    async def GetDecodeStatus(  # noqa: N802
+        self, request: decode_pb2.GetDecodeStatusRequest, context: grpc.aio.ServicerContext
+    ) -> decode_pb2.GetDecodeStatusResponse:
+        return decode_pb2.GetDecodeStatusResponse(status=await self._on_engine(self._status))
+
+    async def _compute_prompt(self, state: Request, message: decode_pb2.DecodeRequest) -> HandoffResult:
+        """Hands the prompt to a prefill pod unless too little of it is uncached to be worth the way."""
+        engine = self._loop.engine
+        if message.prefill_targets:
+            await self._on_engine(lambda: engine.scheduler.validate(state))
+            await self._on_engine(lambda: engine.check_tokens(state))
+            cached = await self._on_engine(lambda: engine.scheduler.block_manager.match_prefix(state))
+            if state.num_prompt_tokens - cached >= self._settings.local_prefill_tokens:
+                return await self._handoff.run(state, message)
+            self._metrics.local_prefills.labels("short").inc()
+        else:
+            self._metrics.local_prefills.labels("no prefill pod").inc()
+        await self._on_engine(lambda: engine.add(state))
+        return HandoffResult()
+
+    def _to_request(self, message: decode_pb2.DecodeRequest) -> Request:
+        room = self._parts.manifest.max_model_len - len(message.prompt_token_ids)
+        return Request(
+            request_id=f"{message.tenant}/{message.request_id}",
+            prompt_token_ids=list(message.prompt_token_ids),
+            sampling=codec.sampling_from_proto(message.sampling, default_max_tokens=max(room, 1)),
+            cache_salt=cache_salt(message.tenant, self._parts.manifest.revision),
+            eos_token_ids=self._parts.eos_token_ids,
+            tenant=message.tenant,
+        )
+
+    def _share(self, state: Request, output: StepOutput) -> None:
+        offset = len(state.output_token_ids) - len(output.token_ids)
+        self._drafters.push(state.tenant, state.request_id, offset, output.token_ids)
+
+    def _count(self, record: RequestRecord, outcome: str) -> None:
+        metrics, receipt = self._metrics, record.receipt()
+        metrics.requests.labels(outcome).inc()
+        metrics.output_tokens.inc(receipt.output_tokens)
+        metrics.drafted_tokens.inc(receipt.drafted_tokens)
+        metrics.received_bytes.inc(receipt.transfer_bytes)
+        metrics.prefill_retries.inc(receipt.prefill_retries)
+        for source, count in receipt.accepted_by_source.items():
+            metrics.accepted_tokens.labels(source).inc(count)
+        if receipt.prefill_pod:
+            metrics.transfer_seconds.observe(receipt.transfer_ns / 1e9)
+        if receipt.output_tokens > 1:
+            metrics.tpot_seconds.observe(receipt.decode_ns / 1e9 / (receipt.output_tokens - 1))
+        self._drafted += receipt.drafted_tokens
+        self._accepted += receipt.accepted_tokens
+
+    def _status(self) -> common_pb2.PodStatus:
+        engine, manifest = self._loop.engine, self._parts.manifest
+        books = codec.books_to_proto(self._loop)
+        books.transfers_open = self._receiver.open_transfers
+        books.credit_bytes_outstanding = self._receiver.credit_outstanding_bytes
+        books.streams_open = self._streams
+        return common_pb2.PodStatus(
+            pod_id=self._settings.pod_id,
+            role="decode",
+            model=manifest.name,
+            model_revision=manifest.revision,
+            max_model_len=manifest.max_model_len,
+            block_size=self._parts.layout.block_size,
+            books=books,
+            kv_free_ratio=(books.blocks_free + books.blocks_cached) / books.blocks_total,
+            step_seconds=engine.step_cost.mean_seconds,
+            prefill_tokens_per_second=engine.prefill_tokens_per_second,
+            requests_total=self._requests,
+            drafted_tokens_total=self._drafted,
+            accepted_tokens_total=self._accepted,
+        )
+
+    def _on_engine(self, function: Callable[[], T]) -> asyncio.Future[T]:
+        return asyncio.wrap_future(self._loop.call(function))

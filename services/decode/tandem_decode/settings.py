@@ -1,0 +1,26 @@
+"""Settings of the decode pod."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+from tandem_service.engine_settings import EnginePodSettings
+from tandem_service.settings import Port
+
+
+class DecodeSettings(EnginePodSettings):
+    """tandem-decode: owns requests, receives KV, and decodes with tree speculation."""
+
+    kv_host: str = "127.0.0.1"
+    """address of the KV ingress, as prefill pods reach it"""
+    kv_port: Port = 0
+    """port of the KV ingress; 0 takes a free one"""
+    lookahead: str = ""
+    """host:port of the lookahead service; empty: drafts come from the sequence itself only"""
+    speculation: Literal["off", "local", "global"] = "global"
+    """where drafts may come from; local: the sequence's own text; global: also the tenant's forest"""
+    draft_nodes: Annotated[int, Field(ge=0, le=63)] = 12
+    """most guesses verified per sequence and step"""
+    local_prefill_tokens: Annotated[int, Field(ge=0)] = 256
+    """prompts with fewer uncached tokens than this are computed here"""

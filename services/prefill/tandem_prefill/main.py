@@ -1,0 +1,81 @@
+"""The prefill pod's process: load the model, listen, serve until a signal, leave the books balanced."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import grpc
+import structlog
+from tandem_engine.assemble import EngineConfig, EngineParts, assemble
+from tandem_engine.errors import CapacityError, InvalidRequestError, LayoutMismatchError, TransferError
+from tandem_engine.loop import EngineLoop
+from tandem_engine.transport.zeromq import ZmqSender
+from tandem_proto.v1 import prefill_pb2_grpc
+from tandem_service import logs, settings
+from tandem_service.server import PodServer
+
+from tandem_prefill.metrics import PrefillMetrics
+from tandem_prefill.servicer import PrefillServicer
+from tandem_prefill.settings import PrefillSettings
+from tandem_prefill.shipping import Shipper
+
+SERVICE = "tandem.v1.PrefillService"
+STATUS_CODES: dict[type[Exception], grpc.StatusCode] = {
+    InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
+    CapacityError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    LayoutMismatchError: grpc.StatusCode.FAILED_PRECONDITION,
+    TransferError: grpc.StatusCode.UNAVAILABLE,
+}
+
+
+def main() -> None:
+    """Entry point of `tandem-prefill`."""
+    pod_settings = settings.load(PrefillSettings)
+    logs.configure(pod_settings, "prefill")
+    asyncio.run(serve(pod_settings))
+
+
+async def serve(pod: PrefillSettings) -> None:
+    server = PodServer(pod, role="prefill", service_names=[SERVICE], status_codes=STATUS_CODES)
+    await server.start()
+    parts = await asyncio.to_thread(_assemble, pod)
+    shipper = Shipper(parts.engine.scheduler.block_manager, parts.layout.num_layers)
+    parts.engine.layer_listener = shipper.on_layer_done
+    loop = EngineLoop(parts.engine, on_failure=_die)
+    sender = ZmqSender(parts.pool, parts.layout)
+    servicer = PrefillServicer(
+        parts, loop, sender, shipper, PrefillMetrics(server.registry), pod.pod_id
+    )
+    prefill_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server.grpc_server)  # type: ignore[no-untyped-call]
+    loop.start()
+    server.set_serving(True)
+    try:
+        await server.serve_until_signal()
+    finally:
+        await asyncio.to_thread(loop.close)
+        await asyncio.to_thread(sender.close)
+
+
+def _assemble(pod: PrefillSettings) -> EngineParts:
+    return assemble(
+        EngineConfig(
+            model=pod.model,
+            dtype=pod.dtype,
+            device=pod.device,
+            threads=pod.threads,
+            num_blocks=pod.num_blocks,
+            block_size=pod.block_size,
+            chunk_size=pod.chunk_size,
+            max_batch=pod.max_batch,
+            prefix_cache=pod.prefix_cache,
+            max_draft_nodes=0,
+            pack_weights=False,
+        )
+    )
+
+
+def _die(error: Exception) -> None:
+    """The engine's state may be broken: end the process, so that whoever supervises it starts a clean one."""
+    structlog.get_logger("tandem.prefill").critical("the engine failed", exc_info=error)
+    os._exit(70)
