@@ -1,0 +1,271 @@
+"""The prefill pod's half of the protocol, without a wire: what may be sent next, and the books.
+
+    put -> runs of wanted blocks, one frame each -> take_frame (gather, digest; within the credit) -> wire
+                                                    credit <- wire: room for more
+                                                    reject <- wire: FAILED, the queue is dropped
+
+Both transports ask `OutgoingBook.take_frame` for work and hand it what comes back. Blocks are gathered only
+when their frame can leave, so a slow decode pod costs the prefill pod no copies.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import numpy as np
+
+from tandem_engine.errors import InvalidRequestError, InvariantError, TransferError
+from tandem_engine.transport.base import (
+    MAX_FRAME_BYTES,
+    BlockStore,
+    Outgoing,
+    Ticket,
+    TransferState,
+)
+from tandem_engine.transport.codec import Credit, Frame, Reject, digest
+from tandem_engine.transport.layout import KVLayout
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Blocks of one layer that fit one frame."""
+
+    layer: int
+    first_block: int
+    block_ids: tuple[int, ...]
+
+
+class OutgoingTransfer(Outgoing):
+    """One transfer."""
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        store: BlockStore,
+        ticket: Ticket,
+        on_work: Callable[[], None],
+        on_final: Callable[[OutgoingTransfer], None],
+    ) -> None:
+        self._layout = layout
+        self._store = store
+        self._ticket = ticket
+        self._row = {block: row for row, block in enumerate(ticket.wanted_blocks)}
+        self._queued = np.zeros((layout.num_layers, len(self._row)), dtype=bool)
+        # Half the credit at most, so that the next frame can leave while this one is acknowledged.
+        largest = min(MAX_FRAME_BYTES, ticket.credit_bytes // 2)
+        self._max_blocks = max(1, largest // layout.block_bytes)
+        self._runs: deque[_Run] = deque()
+        self._on_work = on_work
+        self._on_final = on_final
+        # Two locks: `put` is called between layers of the forward pass and must not wait for a gather.
+        self._lock = threading.Lock()
+        self._gathering = threading.Lock()
+        self._state = TransferState.WAITING_FOR_INPUT
+        self._finishing = False
+        self._in_flight_bytes = 0
+        self._sent_bytes = 0
+        self._last_heard = 0.0
+        self._done: Future[None] = Future()
+
+    @property
+    def ticket(self) -> Ticket:
+        return self._ticket
+
+    @property
+    def state(self) -> TransferState:
+        return self._state
+
+    @property
+    def done(self) -> Future[None]:
+        return self._done
+
+    @property
+    def sent_bytes(self) -> int:
+        return self._sent_bytes
+
+    @property
+    def in_flight_bytes(self) -> int:
+        return self._in_flight_bytes
+
+    def put(self, layer: int, first_block: int, block_ids: Sequence[int]) -> None:
+        if not 0 <= layer < self._layout.num_layers:
+            raise InvariantError(f"layer {layer} of {self._layout.num_layers} was put")
+        with self._lock:
+            if self._state.is_final:
+                return
+            if self._finishing:
+                raise InvariantError("blocks were put after finish()")
+            pending: list[int] = []
+            for offset, block_id in enumerate(block_ids):
+                row = self._row.get(first_block + offset)
+                is_new = row is not None and not self._queued[layer, row]
+                if is_new:
+                    self._queued[layer, row] = True
+                    pending.append(block_id)
+                if pending and (not is_new or len(pending) == self._max_blocks):
+                    end = first_block + offset + int(is_new)
+                    self._runs.append(_Run(layer, end - len(pending), tuple(pending)))
+                    pending = []
+            if pending:
+                end = first_block + len(block_ids)
+                self._runs.append(_Run(layer, end - len(pending), tuple(pending)))
+            if self._runs:
+                self._state = TransferState.TRANSFERRING
+        self._on_work()
+
+    def finish(self) -> Future[None]:
+        with self._lock:
+            self._finishing = True
+            missing = self._queued.size - int(self._queued.sum())
+        if missing:
+            self.abort(f"{missing} of {self._queued.size} wanted (layer, block) pairs were never put")
+        else:
+            self._settle_if_complete()
+        return self._done
+
+    def abort(self, reason: str = "aborted") -> None:
+        self.fail(TransferError(f"KV transfer failed: {reason}"))
+
+    def fail(self, error: Exception) -> None:
+        """End the transfer with `error`, unless it has ended."""
+        with self._lock:
+            if self._state.is_final:
+                return
+            self._state = TransferState.FAILED
+            self._runs.clear()
+            self._in_flight_bytes = 0
+        with self._gathering:
+            pass  # a gather that had begun is over
+        self._on_final(self)
+        self._done.set_exception(error)
+
+    def take_frame(self) -> tuple[Frame, memoryview] | None:
+        """The next frame, charged to the credit; None when there is none or no credit for it."""
+        with self._gathering:
+            with self._lock:
+                if not self._runs:
+                    return None
+                run = self._runs[0]
+                num_blocks = len(run.block_ids)
+                num_bytes = num_blocks * self._layout.block_bytes
+                if self._in_flight_bytes + num_bytes > self._ticket.credit_bytes:
+                    return None
+                self._runs.popleft()
+                if self._in_flight_bytes == 0:
+                    self._last_heard = time.monotonic()
+                self._in_flight_bytes += num_bytes
+                self._sent_bytes += num_bytes
+            gathered = self._store.gather(run.layer, run.block_ids)
+            payload = gathered.reshape(-1).data if isinstance(gathered, np.ndarray) else gathered
+            if payload.nbytes != num_bytes:
+                raise InvariantError(f"the block store gathered {payload.nbytes} bytes, not {num_bytes}")
+            place = (self._ticket.transfer_id, self._ticket.epoch, run.layer, run.first_block)
+            frame = Frame(*place, num_blocks, digest(*place, num_blocks, payload))
+        return frame, payload
+
+    def on_credit(self, num_bytes: int) -> None:
+        with self._lock:
+            self._in_flight_bytes = max(0, self._in_flight_bytes - num_bytes)
+            self._last_heard = time.monotonic()
+        self._settle_if_complete()
+
+    def stalled_for_s(self) -> float:
+        """Seconds since the receiver was last heard while it owes credit; 0 when it owes none."""
+        with self._lock:
+            return time.monotonic() - self._last_heard if self._in_flight_bytes else 0.0
+
+    def _settle_if_complete(self) -> None:
+        with self._lock:
+            if self._state.is_final or not self._finishing or self._runs or self._in_flight_bytes:
+                return
+            self._state = TransferState.SUCCESS
+        self._on_final(self)
+        self._done.set_result(None)
+
+
+class OutgoingBook:
+    """All outgoing transfers of a pod, by id and epoch, served in turn."""
+
+    def __init__(self, layout: KVLayout, store: BlockStore, on_work: Callable[[], None]) -> None:
+        self._layout = layout
+        self._store = store
+        self._on_work = on_work
+        self._lock = threading.Lock()
+        self._transfers: dict[tuple[bytes, int], OutgoingTransfer] = {}
+        self._closed = False
+        self._sent_bytes = 0
+
+    def open(self, ticket: Ticket) -> OutgoingTransfer:
+        """See `KVSender.open`."""
+        self._layout.check(ticket.layout_fingerprint, ticket.layout_description)
+        if ticket.credit_bytes < self._layout.block_bytes:
+            raise InvalidRequestError(
+                "ticket.credit_bytes",
+                f"{ticket.credit_bytes}, must be at least one block's {self._layout.block_bytes}",
+            )
+        transfer = OutgoingTransfer(self._layout, self._store, ticket, self._on_work, self._forget)
+        key = (ticket.transfer_id, ticket.epoch)
+        with self._lock:
+            if self._closed:
+                raise TransferError("the KV sender is closed")
+            if key in self._transfers:
+                raise TransferError(f"epoch {key[1]} of this transfer is already being sent")
+            self._transfers[key] = transfer
+        return transfer
+
+    def take_frame(self, transfer: OutgoingTransfer) -> tuple[Frame, memoryview] | None:
+        """The transfer's next frame, or None. Never raises: a store that does fails the transfer."""
+        try:
+            taken = transfer.take_frame()
+        except Exception as error:  # the store's; it must not end the thread that serves all transfers
+            failure = TransferError(f"reading blocks to send failed: {error}")
+            failure.__cause__ = error
+            transfer.fail(failure)
+            return None
+        if taken is not None:
+            with self._lock:
+                self._sent_bytes += taken[1].nbytes
+        return taken
+
+    def on_reply(self, reply: Credit | Reject) -> None:
+        """Take a receiver's answer; one for a transfer that has ended here is ignored."""
+        with self._lock:
+            transfer = self._transfers.get((reply.transfer_id, reply.epoch))
+        if transfer is None:
+            return
+        match reply:
+            case Credit():
+                transfer.on_credit(reply.num_bytes)
+            case Reject():
+                transfer.abort(f"rejected by the decode pod ({reply.reason})")
+
+    @property
+    def transfers(self) -> list[OutgoingTransfer]:
+        with self._lock:
+            return list(self._transfers.values())
+
+    @property
+    def open_transfers(self) -> int:
+        with self._lock:
+            return len(self._transfers)
+
+    @property
+    def sent_bytes(self) -> int:
+        with self._lock:
+            return self._sent_bytes
+
+    def close(self) -> None:
+        """Abort what is open; nothing can be opened afterwards."""
+        with self._lock:
+            self._closed = True
+        for transfer in self.transfers:
+            transfer.abort("the KV sender was closed")
+
+    def _forget(self, transfer: OutgoingTransfer) -> None:
+        with self._lock:
+            self._transfers.pop((transfer.ticket.transfer_id, transfer.ticket.epoch), None)

@@ -1,0 +1,352 @@
+"""KV transfer over ZeroMQ: one ROUTER per decode pod, one DEALER per peer on the prefill pod.
+
+    prefill pod                                             decode pod
+    kv-sender thread: gather, digest -> DEALER  == tcp ==>  ROUTER -> kv-receiver thread: judge, scatter
+                                   [header, payload]
+                      OutgoingBook <- DEALER    <== tcp ==  ROUTER <- credit or reject  [header]
+
+Each thread alone touches its sockets; other threads reach it through the books and a wake-up pipe. Payloads
+cross without a copy of ours: the gathered array is handed to ZeroMQ, the received buffer to the store.
+
+CURVE (on by default) encrypts and proves the receiver to the sender. It does not prove the sender: any client
+key is let in, and the 128-bit transfer id, which travels on the gRPC call, is what allows writing. A sender
+that has the wrong server key never completes the handshake, so none of its bytes reach the receiver.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import zmq
+
+from tandem_engine.errors import InvalidRequestError, TransferError
+from tandem_engine.transport.base import (
+    DEFAULT_CREDIT_BYTES,
+    MAX_FRAME_BYTES,
+    BlockStore,
+    Counters,
+    DropCause,
+    Incoming,
+    KVReceiver,
+    KVSender,
+    Outgoing,
+    Ticket,
+)
+from tandem_engine.transport.codec import (
+    MAX_HEADER_BYTES,
+    Credit,
+    Frame,
+    MalformedError,
+    Reject,
+    decode,
+    encode,
+)
+from tandem_engine.transport.incoming import IncomingBook
+from tandem_engine.transport.layout import KVLayout
+from tandem_engine.transport.outgoing import OutgoingBook, OutgoingTransfer
+
+#: Room for CURVE's nonce, tag and flags around a message of the largest size.
+_ENCRYPTION_BYTES = 256
+
+#: Messages a peer may have waiting in the receiver; honest ones are held to far less by the byte credit.
+_RECEIVE_QUEUE = 64
+
+#: A connection that answers no ping for this long is dropped, so that a vanished host frees its socket.
+_HEARTBEAT_INTERVAL_MS = 500
+_HEARTBEAT_TIMEOUT_MS = 1500
+
+#: How often stalls and idle peers are looked for while there is anything to look for.
+_TICK_MS = 100
+
+
+class _WakePipe:
+    """Lets any thread interrupt another's poll."""
+
+    def __init__(self) -> None:
+        self.read_fd, self._write_fd = os.pipe()
+        os.set_blocking(self.read_fd, False)
+        os.set_blocking(self._write_fd, False)
+        # A late wake-up must not write to a descriptor that someone else has got since.
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def wake(self) -> None:
+        # A full pipe will wake the poll as well as one more byte would.
+        with self._lock, contextlib.suppress(BlockingIOError):
+            if not self._closed:
+                os.write(self._write_fd, b"w")
+
+    def drain(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.read_fd, 65536)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            os.close(self.read_fd)
+            os.close(self._write_fd)
+
+
+def _configure(socket: zmq.Socket[bytes], max_message_bytes: int) -> None:
+    socket.linger = 0
+    socket.maxmsgsize = max_message_bytes
+    socket.heartbeat_ivl = _HEARTBEAT_INTERVAL_MS
+    socket.heartbeat_timeout = _HEARTBEAT_TIMEOUT_MS
+    # What may wait to be sent is bounded by the credit; a silent drop at a queue's end would only stall.
+    socket.sndhwm = 0
+
+
+@dataclass(frozen=True)
+class ReceiverOptions:
+    """Where a decode pod's KV ingress listens and what it grants."""
+
+    host: str = "127.0.0.1"
+    #: 0 takes a free one.
+    port: int = 0
+    #: The host to put into tickets, when it is not `host` (as with 0.0.0.0).
+    advertised_host: str | None = None
+    curve: bool = True
+    credit_bytes: int = DEFAULT_CREDIT_BYTES
+
+
+class ZmqReceiver(KVReceiver):
+    """See `KVReceiver`. Raises zmq.ZMQError when the address cannot be bound."""
+
+    def __init__(
+        self, layout: KVLayout, store: BlockStore, options: ReceiverOptions = ReceiverOptions()
+    ) -> None:
+        self._book = IncomingBook(layout, store, options.credit_bytes)
+        self._context = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        _configure(self._router, max(MAX_FRAME_BYTES, layout.block_bytes) + _ENCRYPTION_BYTES)
+        self._router.rcvhwm = _RECEIVE_QUEUE
+        self._public_key = ""
+        if options.curve:
+            public, secret = zmq.curve_keypair()
+            self._router.curve_server = True
+            self._router.curve_publickey = public
+            self._router.curve_secretkey = secret
+            self._public_key = public.decode()
+        try:
+            self._router.bind(f"tcp://{options.host}:{options.port or '*'}")
+        except zmq.ZMQError:
+            self._context.destroy(linger=0)
+            raise
+        bound = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._endpoint = f"tcp://{options.advertised_host or options.host}:{bound.rpartition(':')[2]}"
+        self._pipe = _WakePipe()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._serve, name="kv-receiver", daemon=True)
+        self._thread.start()
+
+    @property
+    def endpoint(self) -> str:
+        return self._endpoint
+
+    @property
+    def public_key(self) -> str:
+        return self._public_key
+
+    def open(self, dest: Mapping[int, int], transfer_id: bytes | None = None) -> Incoming:
+        return self._book.open(dest, transfer_id, self._endpoint, self._public_key)
+
+    @property
+    def counters(self) -> Counters:
+        return self._book.counters
+
+    @property
+    def open_transfers(self) -> int:
+        return self._book.open_transfers
+
+    @property
+    def credit_outstanding_bytes(self) -> int:
+        return self._book.credit_outstanding_bytes
+
+    def close(self) -> None:
+        if self._stopping:
+            return
+        self._book.close()
+        self._stopping = True
+        self._pipe.wake()
+        self._thread.join()
+        self._pipe.close()
+        self._context.destroy(linger=0)
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._pipe.read_fd, zmq.POLLIN)
+        while not self._stopping:
+            poller.poll()
+            self._pipe.drain()
+            while not self._stopping:
+                try:
+                    parts = self._router.recv_multipart(zmq.DONTWAIT, copy=False)
+                except zmq.Again:
+                    break
+                self._receive(parts)
+
+    def _receive(self, parts: list[zmq.Frame]) -> None:
+        try:
+            if len(parts) != 3:
+                raise MalformedError(f"{len(parts)} parts instead of peer, header, payload")
+            # Bounded before it is copied: the part may be as large as a payload.
+            if len(parts[1]) > MAX_HEADER_BYTES:
+                raise MalformedError("the header is too long")
+            frame = decode(parts[1].bytes)
+            if not isinstance(frame, Frame):
+                raise MalformedError("only frames travel to the decode pod")
+        except MalformedError:
+            self._book.count_drop(DropCause.MALFORMED)
+            return
+        reply = self._book.accept(frame, parts[2].buffer)
+        # A peer that has gone gets no answer, and its sender notices by itself.
+        with contextlib.suppress(zmq.ZMQError):
+            self._router.send_multipart([parts[0].bytes, encode(reply)], zmq.DONTWAIT)
+
+
+@dataclass
+class _Peer:
+    """A connection to one decode pod, kept between transfers."""
+
+    dealer: zmq.Socket[bytes]
+    transfers: list[OutgoingTransfer] = field(default_factory=list)
+    idle_since: float = 0.0
+
+
+@dataclass(frozen=True)
+class SenderOptions:
+    """How long a prefill pod waits."""
+
+    #: Without credit for this long, while it is owed, a transfer fails.
+    stall_s: float = 2.0
+    #: A connection without a transfer is closed after this long.
+    idle_s: float = 60.0
+
+
+class ZmqSender(KVSender):
+    """See `KVSender`."""
+
+    def __init__(self, layout: KVLayout, store: BlockStore, options: SenderOptions = SenderOptions()) -> None:
+        self._options = options
+        self._pipe = _WakePipe()
+        self._book = OutgoingBook(layout, store, self._pipe.wake)
+        self._context = zmq.Context()
+        self._client_public, self._client_secret = zmq.curve_keypair()
+        #: By endpoint and public key: a restarted receiver has another key, hence another connection.
+        self._peers: dict[tuple[str, str], _Peer] = {}
+        self._poller = zmq.Poller()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._serve, name="kv-sender", daemon=True)
+        self._thread.start()
+
+    def open(self, ticket: Ticket) -> Outgoing:
+        if not ticket.endpoint.startswith("tcp://"):
+            raise InvalidRequestError("ticket.endpoint", f"{ticket.endpoint!r} is not tcp://host:port")
+        if ticket.public_key and len(ticket.public_key) != 40:
+            raise InvalidRequestError("ticket.public_key", "must be 40 characters of Z85, or empty")
+        return self._book.open(ticket)
+
+    @property
+    def open_transfers(self) -> int:
+        return self._book.open_transfers
+
+    @property
+    def sent_bytes(self) -> int:
+        return self._book.sent_bytes
+
+    def close(self) -> None:
+        if self._stopping:
+            return
+        self._book.close()
+        self._stopping = True
+        self._pipe.wake()
+        self._thread.join()
+        self._pipe.close()
+        self._context.destroy(linger=0)
+
+    def _serve(self) -> None:
+        self._poller.register(self._pipe.read_fd, zmq.POLLIN)
+        busy = False
+        while not self._stopping:
+            if not busy:
+                self._poller.poll(_TICK_MS if self._peers else None)
+                self._pipe.drain()
+            self._take_replies()
+            busy = self._send_round()
+            self._look_after_peers()
+
+    def _send_round(self) -> bool:
+        """One frame of each transfer that has one and may send it; whether any did."""
+        busy = False
+        for transfer in self._book.transfers:
+            taken = self._book.take_frame(transfer)
+            if taken is None:
+                continue
+            frame, payload = taken
+            try:
+                dealer = self._connect(transfer)
+                dealer.send(encode(frame), zmq.SNDMORE | zmq.DONTWAIT)
+                dealer.send(payload, zmq.DONTWAIT, copy=False)
+            except (zmq.ZMQError, ValueError) as error:
+                transfer.fail(TransferError(f"sending to {transfer.ticket.endpoint} failed: {error}"))
+            busy = True
+        return busy
+
+    def _take_replies(self) -> None:
+        for peer in self._peers.values():
+            while True:
+                try:
+                    parts = peer.dealer.recv_multipart(zmq.DONTWAIT)
+                except zmq.Again:
+                    break
+                try:
+                    reply = decode(parts[0])
+                except MalformedError:
+                    continue
+                if isinstance(reply, Credit | Reject):
+                    self._book.on_reply(reply)
+
+    def _connect(self, transfer: OutgoingTransfer) -> zmq.Socket[bytes]:
+        key = (transfer.ticket.endpoint, transfer.ticket.public_key)
+        peer = self._peers.get(key)
+        if peer is None:
+            dealer = self._context.socket(zmq.DEALER)
+            _configure(dealer, MAX_HEADER_BYTES + _ENCRYPTION_BYTES)
+            try:
+                if transfer.ticket.public_key:
+                    dealer.curve_serverkey = transfer.ticket.public_key.encode()
+                    dealer.curve_publickey = self._client_public
+                    dealer.curve_secretkey = self._client_secret
+                dealer.connect(transfer.ticket.endpoint)
+            except (zmq.ZMQError, ValueError):
+                dealer.close(linger=0)
+                raise
+            self._poller.register(dealer, zmq.POLLIN)
+            peer = self._peers[key] = _Peer(dealer)
+        if transfer not in peer.transfers:
+            peer.transfers.append(transfer)
+        return peer.dealer
+
+    def _look_after_peers(self) -> None:
+        """Fail what has stalled; close connections that nothing uses."""
+        now = time.monotonic()
+        for key, peer in list(self._peers.items()):
+            stalled = False
+            for transfer in peer.transfers:
+                if transfer.stalled_for_s() > self._options.stall_s:
+                    transfer.abort(f"no credit from {key[0]} for {self._options.stall_s} s")
+                    stalled = True
+            peer.transfers = [transfer for transfer in peer.transfers if not transfer.state.is_final]
+            if peer.transfers:
+                peer.idle_since = now
+            # After a stall the connection goes too, and with it the frames still queued in it.
+            elif stalled or now - peer.idle_since > self._options.idle_s:
+                self._poller.unregister(peer.dealer)
+                peer.dealer.close(linger=0)
+                del self._peers[key]
