@@ -1,0 +1,94 @@
+"""Our weight file: which tensors it holds and which Hugging Face tensors each is made of.
+
+The file (`model-<dtype>.safetensors`) is what the decoder computes with, not what the hub stores, so that
+processes map it and share its pages without a private copy:
+
+    embed_tokens.weight              [V, H]
+    layers.N.input_norm.weight       [H]
+    layers.N.qkv_proj.weight         [(Hq + 2 Hkv) D, H]   queries, keys, values: one GEMM
+    layers.N.qkv_proj.bias           [(Hq + 2 Hkv) D]      qwen2, or attention_bias
+    layers.N.q_norm.weight, k_norm   [D]                   qwen3
+    layers.N.o_proj.weight (, bias)  [H, Hq D]
+    layers.N.post_norm.weight        [H]
+    layers.N.gate_up_proj.weight     [2 I, H]              one GEMM
+    layers.N.down_proj.weight        [H, I]
+    norm.weight                      [H]
+    lm_head.weight                   [V, H]                absent when tied to the embedding
+
+Rows of queries, keys and their norms are interleaved within each head, dimension d beside d + D/2 (the
+order of llama GGUFs), for rope.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from tandem_engine.models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class TensorPart:
+    """One Hugging Face tensor, with `num_rotary_heads` heads to interleave (0: copied as it is)."""
+
+    hf_name: str
+    shape: tuple[int, ...]
+    num_rotary_heads: int = 0
+
+    def arrange(self, tensor: Tensor) -> Tensor:
+        """The tensor with rows in our order: [heads, 2, D/2] becomes [heads, D/2, 2]."""
+        if not self.num_rotary_heads:
+            return tensor
+        half = self.shape[0] // self.num_rotary_heads // 2
+        heads = tensor.reshape(self.num_rotary_heads, 2, half, -1)
+        return heads.transpose(1, 2).reshape(tensor.shape)
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of our file: its parts joined along the first dimension."""
+
+    name: str
+    parts: tuple[TensorPart, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (sum(p.shape[0] for p in self.parts), *self.parts[0].shape[1:])
+
+
+def stored_tensors(config: ModelConfig) -> Iterator[StoredTensor]:
+    """Every tensor of the file for this config, in file order."""
+    hidden, inner, d = config.hidden_size, config.intermediate_size, config.head_dim
+
+    def plain(name: str, hf_name: str, *shape: int) -> StoredTensor:
+        return StoredTensor(name, (TensorPart(hf_name, shape),))
+
+    yield plain("embed_tokens.weight", "model.embed_tokens.weight", config.vocab_size, hidden)
+    for n in range(config.num_layers):
+        ours, theirs = f"layers.{n}", f"model.layers.{n}"
+        attn, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
+        yield plain(f"{ours}.input_norm.weight", f"{theirs}.input_layernorm.weight", hidden)
+        for kind, rest in [("weight", (hidden,)), ("bias", ())][: 1 + config.qkv_bias]:
+            q = TensorPart(f"{attn}.q_proj.{kind}", (config.q_size, *rest), config.num_heads)
+            k = TensorPart(f"{attn}.k_proj.{kind}", (config.kv_size, *rest), config.num_kv_heads)
+            v = TensorPart(f"{attn}.v_proj.{kind}", (config.kv_size, *rest))
+            yield StoredTensor(f"{ours}.qkv_proj.{kind}", (q, k, v))
+        if config.qk_norm:
+            for norm in ("q_norm", "k_norm"):
+                yield StoredTensor(f"{ours}.{norm}.weight", (TensorPart(f"{attn}.{norm}.weight", (d,), 1),))
+        yield plain(f"{ours}.o_proj.weight", f"{attn}.o_proj.weight", hidden, config.q_size)
+        if config.o_bias:
+            yield plain(f"{ours}.o_proj.bias", f"{attn}.o_proj.bias", hidden)
+        yield plain(f"{ours}.post_norm.weight", f"{theirs}.post_attention_layernorm.weight", hidden)
+        for kind, rest in [("weight", (hidden,)), ("bias", ())][: 1 + config.mlp_bias]:
+            gate = TensorPart(f"{mlp}.gate_proj.{kind}", (inner, *rest))
+            up = TensorPart(f"{mlp}.up_proj.{kind}", (inner, *rest))
+            yield StoredTensor(f"{ours}.gate_up_proj.{kind}", (gate, up))
+        yield plain(f"{ours}.down_proj.weight", f"{mlp}.down_proj.weight", hidden, inner)
+        if config.mlp_bias:
+            yield plain(f"{ours}.down_proj.bias", f"{mlp}.down_proj.bias", hidden)
+    yield plain("norm.weight", "model.norm.weight", hidden)
+    if not config.tie_word_embeddings:
+        yield plain("lm_head.weight", "lm_head.weight", config.vocab_size, hidden)

