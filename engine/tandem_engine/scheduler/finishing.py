@@ -16,8 +16,6 @@ from typing import Protocol
 
 from tandem_engine.request import FinishReason, Request
 
-__all__ = ["Progress", "VerifiedTokens", "append_tokens", "token_limit"]
-
 
 class VerifiedTokens(Protocol):
     """What the scheduler reads of a verification; the verifier's own result has more."""

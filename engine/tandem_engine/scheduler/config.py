@@ -1,0 +1,57 @@
+"""The scheduler's limits, and the small records that it hands out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Limits of one step and of one request, in tokens unless said otherwise.
+
+    Raises ValueError naming the setting and what it must be.
+    """
+
+    #: Prompt and output together.
+    max_model_len: int
+    #: Sequences that share a step.
+    max_batch: int = 32
+    #: Tokens computed in a step: decoded, drafted and prefilled ones.
+    max_tokens_per_step: int = 512
+    #: Of one prompt in one step.
+    chunk_size: int = 512
+
+    def __post_init__(self) -> None:
+        for name, value in (
+            ("max_model_len", self.max_model_len),
+            ("max_batch", self.max_batch),
+            ("chunk_size", self.chunk_size),
+        ):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
+        if self.max_tokens_per_step < self.max_batch:
+            raise ValueError(
+                f"max_tokens_per_step ({self.max_tokens_per_step}) must let every sequence of a batch "
+                f"decode one token: raise it, or lower max_batch ({self.max_batch})"
+            )
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """Where a prefill pod's KV goes: blocks for the whole prompt, of which the leading ones may be cached."""
+
+    #: Physical blocks in logical order.
+    block_ids: tuple[int, ...]
+    #: Leading prompt tokens whose KV is already here; a multiple of the block size.
+    num_cached_tokens: int
+    #: Logical indices into block_ids that are still to be filled.
+    wanted_blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SchedulerBooks:
+    """Requests by state; those with KV that wait for a place in the batch count as waiting."""
+
+    waiting: int
+    running: int
+    waiting_for_kv: int

@@ -1,0 +1,251 @@
+"""The scheduler proper; the pod's loop runs `batch = schedule()`, the model, `update(batch, verified)`.
+
+    add() ───────> waiting ─────────────────────> running ────────> finished
+                      ^   (blocks for all known   │   ^                 ^
+                      │    tokens are free)       │   │                 └ finish(), abort(): from anywhere
+                      └── preempted: its blocks ──┘   │
+                          go, its tokens stay         │
+    reserve() ──> waiting for KV ─── adopt() ──> ready
+                  (holds its blocks, a           (holds blocks and KV, wants
+                  prefill pod fills them)        a place in the batch)
+
+Prefill and decode are one thing here: num_computed_tokens chases num_tokens. A step holds, in this order,
+one token for every running sequence that decodes, the nodes of their drafts, and chunks of prompts, as
+far as the token budget goes. Whoever came first is served first.
+
+A sequence joins only when blocks for all its known tokens are free, so that a prefill never stalls half
+way; decoding then takes a block every block_size tokens. A draft makes do with the blocks that are
+left; for the next token itself the youngest sequence is preempted.
+
+Not here: deadlines and priorities (the gateway's), stop strings (the loop's, through `finish`).
+All calls come from one engine thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tandem_engine.batch import Batch, ScheduledSequence
+from tandem_engine.block_manager import BlockManager
+from tandem_engine.errors import CapacityError, InvalidRequestError, InvariantError
+from tandem_engine.request import FinishReason, Request, RequestStatus
+from tandem_engine.scheduler.config import Reservation, SchedulerBooks, SchedulerConfig
+from tandem_engine.scheduler.finishing import Progress, VerifiedTokens, append_tokens, token_limit
+from tandem_engine.scheduler.queues import RequestQueues
+from tandem_engine.scheduler.sequences import check_verified, decode_sequence, fit_draft, prefill_sequence
+
+
+class Scheduler:
+    """Owns every request, and its blocks, from `add` or `reserve` until it is finished."""
+
+    def __init__(self, block_manager: BlockManager, config: SchedulerConfig) -> None:
+        self.config = config
+        self._blocks = block_manager
+        self._queues = RequestQueues(block_manager, config)
+        self._in_flight: Batch | None = None
+        #: Finished while a step still writes to their blocks, which are freed when it is over.
+        self._doomed: list[Request] = []
+
+    # -- entering and leaving -------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises InvalidRequestError when the prompt does not fit the context, CapacityError when the whole
+        pool could not hold the request at its longest.
+        """
+        self._validate(request)
+        self._queues.enter(request)
+
+    def reserve(self, request: Request) -> Reservation | None:
+        """Blocks for a prompt that a prefill pod will compute; None while they are short (retry later).
+
+        The request is then WAITING_FOR_KV until `adopt` or `abort`. Raises as `add` does. Requests that
+        already wait here for blocks come first.
+        """
+        self._validate(request)
+        if not self._queues.reserve(request):
+            return None
+        block_ids = self._blocks.block_ids(request.request_id)
+        num_cached = request.num_computed_tokens
+        wanted = tuple(range(self._blocks.blocks_for(num_cached), len(block_ids)))
+        return Reservation(block_ids, num_cached, wanted)
+
+    def adopt(
+        self, request: Request, num_computed_tokens: int, first_token: tuple[int, ...] | None
+    ) -> Progress | None:
+        """End a reservation: the KV of [0, num_computed_tokens) is here and checked.
+
+        With the token(s) that the prefill pod sampled, the whole prompt must be computed; they are
+        appended, the finish rules apply, and what happened is returned. With None (the transfer failed or
+        fell short) the rest of the prompt is computed here and None is returned. Either way the request
+        keeps its blocks and runs from the next step if there is a place, else in order of arrival.
+
+        A request aborted meanwhile is FINISHED and must not be adopted.
+        """
+        num_tokens = request.num_tokens
+        if not self._queues.is_reserved(request):
+            raise InvariantError(f"request {request.request_id} has no reservation to adopt")
+        if not request.num_computed_tokens <= num_computed_tokens <= num_tokens:
+            raise InvariantError(
+                f"request {request.request_id}: {num_computed_tokens} tokens arrived, outside "
+                f"[{request.num_computed_tokens}, {num_tokens}]"
+            )
+        if first_token and num_computed_tokens != num_tokens:
+            raise InvariantError(f"request {request.request_id} has a first token without all of its KV")
+        self._queues.make_ready(request)
+        if not first_token:
+            # One token is left to compute even if all KV came: its logits did not.
+            request.num_computed_tokens = min(num_computed_tokens, num_tokens - 1)
+            self._blocks.commit(request)
+            return None
+        request.num_computed_tokens = num_computed_tokens
+        self._blocks.commit(request)
+        progress = append_tokens(request, first_token, self.config.max_model_len)
+        if progress.finished:
+            self._leave(request)
+        return progress
+
+    def abort(self, request_id: str) -> Request | None:
+        """Drop a request in whatever state; None when it is unknown or already finished."""
+        return self.finish(request_id, FinishReason.CANCELLED)
+
+    def finish(self, request_id: str, reason: FinishReason, stop_reason: str = "") -> Request | None:
+        """End a request for a cause that token ids do not show: cancelled, or its text met a stop string."""
+        request = self._queues.get(request_id)
+        if request is not None:
+            request.finish_reason = reason
+            request.stop_reason = stop_reason
+            self._leave(request)
+        return request
+
+    # -- a step ---------------------------------------------------------------------------------------
+
+    def schedule(self) -> Batch | None:
+        """The next step's work; None when nothing can run (idle, or all wait for KV or its blocks).
+
+        The draft of each running request is used, shrunk or dropped, and cleared. The batch must come
+        back through `update` or `abandon` before the next call.
+        """
+        if self._in_flight is not None:
+            raise InvariantError("the last batch has not come back through update() or abandon()")
+        self._queues.admit()
+        able = self._queues.secure_next_tokens()
+        decoding = [r for r in able if r.is_decoding]
+        prefilling = [r for r in able if not r.is_decoding]
+        budget = self.config.max_tokens_per_step - len(decoding)
+        # Drafts are a bet, prompts are work: with both, drafts get at most half of what is left.
+        draft_budget = budget // 2 if prefilling else budget
+        sequences = []
+        for request in decoding:
+            draft = fit_draft(self._blocks, request, draft_budget, self.config.max_model_len)
+            if draft is not None:
+                draft_budget -= len(draft)
+                budget -= len(draft)
+            sequences.append(decode_sequence(self._blocks, request, draft))
+        for request in prefilling:
+            if budget > 0:
+                chunk = prefill_sequence(self._blocks, request, min(budget, self.config.chunk_size))
+                budget -= chunk.num_new_tokens
+                sequences.append(chunk)
+        for request in self._queues.running:
+            request.draft = None
+        self._in_flight = Batch(tuple(sequences)) if sequences else None
+        return self._in_flight
+
+    def update(self, batch: Batch, verified: Sequence[VerifiedTokens]) -> list[Progress]:
+        """Book a finished step. `verified` has one item per sampling sequence, in batch order; so has the
+        result. A request that was aborted meanwhile emits nothing and is finished.
+
+        The model runner has by now moved the accepted nodes' KV to [start, start + len(path)).
+        """
+        sampling = [s for s in batch.sequences if s.samples]
+        if len(verified) != len(sampling):
+            raise InvariantError(f"{len(sampling)} sequences sample, but {len(verified)} were verified")
+        for sequence, result in zip(sampling, verified, strict=True):
+            check_verified(sequence, result)
+        self._land(batch)
+        for sequence in batch.sequences:
+            if not sequence.samples and sequence.request.status is RequestStatus.RUNNING:
+                sequence.request.num_computed_tokens = sequence.start + sequence.num_new_tokens
+                self._blocks.commit(sequence.request)
+        return [self._book(s, v) for s, v in zip(sampling, verified, strict=True)]
+
+    def abandon(self, batch: Batch) -> None:
+        """Forget a step that failed: nothing of it counts as computed. Its requests may run again."""
+        self._land(batch)
+        for sequence in batch.sequences:
+            if sequence.request.status is RequestStatus.RUNNING:
+                self._blocks.trim(sequence.request, sequence.request.num_tokens)
+
+    # -- books ----------------------------------------------------------------------------------------
+
+    def has_work(self) -> bool:
+        """Whether schedule() is worth calling; requests that wait for KV are not work."""
+        return self._queues.has_work
+
+    def books(self) -> SchedulerBooks:
+        return self._queues.books()
+
+    def check(self) -> list[str]:
+        """Audit queues and blocks; one sentence per fault, empty when the books balance."""
+        faults = self._queues.check() + self._blocks.check()
+        if self._queues.block_owners() | {r.request_id for r in self._doomed} != self._blocks.owners():
+            faults.append("the block tables and the requests that should own one differ")
+        if self._doomed and self._in_flight is None:
+            faults.append("finished requests keep blocks although no step is under way")
+        return faults
+
+    # -- inside ---------------------------------------------------------------------------------------
+
+    def _validate(self, request: Request) -> None:
+        if self._queues.get(request.request_id) is not None or self._blocks.has_table(request.request_id):
+            raise InvalidRequestError("request_id", f"{request.request_id!r} is in use; send a new one")
+        max_model_len = self.config.max_model_len
+        if request.num_tokens >= max_model_len:
+            raise InvalidRequestError(
+                "prompt",
+                f"has {request.num_tokens} tokens, but the context holds {max_model_len} including at "
+                f"least one of output; shorten it to {max_model_len - 1} tokens or fewer",
+            )
+        # The last token's KV is never computed.
+        longest = token_limit(request, max_model_len) - 1
+        capacity = self._blocks.num_blocks * self._blocks.block_size
+        if longest > capacity:
+            raise CapacityError(
+                f"prompt and max_tokens need KV for {longest} tokens, but this pod holds {capacity}: "
+                f"lower max_tokens, shorten the prompt, or give the pod more blocks"
+            )
+
+    def _book(self, sequence: ScheduledSequence, verified: VerifiedTokens) -> Progress:
+        request = sequence.request
+        if request.status is not RequestStatus.RUNNING:
+            return Progress(request, (), finished=True)
+        progress = append_tokens(request, verified.token_ids, self.config.max_model_len)
+        num_valid = sequence.num_new_tokens if sequence.draft is None else len(verified.path)
+        # A text that ended inside the accepted path leaves KV beyond its end.
+        request.num_computed_tokens = min(sequence.start + num_valid, request.num_tokens)
+        self._blocks.commit(request)
+        if progress.finished:
+            self._leave(request)
+        else:
+            self._blocks.trim(request, request.num_tokens)
+        return progress
+
+    def _land(self, batch: Batch) -> None:
+        """The step is over: blocks of requests that finished during it can be reused."""
+        if batch is not self._in_flight:
+            raise InvariantError("this batch is not the one in flight")
+        self._in_flight = None
+        for request in self._doomed:
+            self._blocks.free(request)
+        self._doomed.clear()
+
+    def _leave(self, request: Request) -> None:
+        """Take a finished request out of its queue and give its blocks back, after the step in flight if
+        that may still write to them."""
+        self._queues.remove(request)
+        if self._in_flight is not None and any(s.request is request for s in self._in_flight.sequences):
+            self._doomed.append(request)
+        elif self._blocks.has_table(request.request_id):
+            self._blocks.free(request)
