@@ -86,7 +86,7 @@ def forbid(row: Row, token_ids: Iterable[int]) -> Row:
 
 def apply_temperature(row: Row, temperature: float) -> Row:
     """row / temperature, shifted so that the largest is 0; a shift does not change the distribution."""
-    shifted = row - row.max()
+    shifted: Row = row - row.max()
     shifted /= max(temperature, MIN_TEMPERATURE)
     return shifted
 

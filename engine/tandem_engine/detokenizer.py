@@ -1,0 +1,179 @@
+"""Tokens to text, as they come: what is handed out is whole UTF-8, never taken back, and as early as can be.
+
+    tokens --decode--> text | up to 3 U+FFFD          a character may still be incomplete
+                         |--match--> final text | the beginning of a stop string, perhaps
+
+One StreamingDetokenizer lives as long as its request. Its text does not depend on how the tokens are
+grouped into pushes, since each token is taken by itself: speculation on or off, the text is the same.
+
+Only the tokenizer knows how tokens become text (byte-level, byte fallback, word boundaries), so a window
+of the last tokens is decoded again for every new one, and the text is what the window gained. Its first
+tokens only give context, e.g. for a word's leading space, which decoders drop at the beginning of a text.
+The window is cut at clean points, where every byte belongs to a whole character, which bounds the work per
+token.
+
+The text equals decoding all tokens at once, but for this: in a run of byte tokens that contains invalid
+UTF-8, sentencepiece-style byte fallback turns the whole run into U+FFFD; here the characters that were
+complete before the invalid byte have been handed out, and stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+#: A UTF-8 sequence that can still become whole has at most 3 bytes, each shown as one U+FFFD at most.
+_MAX_INCOMPLETE = 3
+
+#: Tokens in the window before it is cut. Decoding this many costs about twice as much as decoding one.
+_MAX_WINDOW = 8
+
+
+class Decodes(Protocol):
+    """What is needed of a tokenizer; `tokenizers.Tokenizer` has it."""
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = ...) -> str: ...
+
+
+class StreamingDetokenizer:
+    """The text of one request. Special tokens have no text.
+
+    `stop`: the text ends before the stop string that is complete first (of several, the longest).
+    `min_tokens`: the text of that many first tokens is not searched for stop strings.
+    """
+
+    def __init__(self, tokenizer: Decodes, stop: Sequence[str] = (), *, min_tokens: int = 0) -> None:
+        self._tokenizer = tokenizer
+        self._min_tokens = min_tokens
+        self._matchers = tuple(_StopMatcher(s) for s in stop)
+        #: Text that may be the beginning of a stop string.
+        self._held = ""
+        self._window: list[int] = []
+        #: The window decoded, and how much of that has left the window's care.
+        self._text = ""
+        self._num_done = 0
+        #: Tokens of the window up to its last clean point.
+        self._num_clean = 0
+        self._num_tokens = 0
+        self._stopped: str | None = None
+
+    @property
+    def stopped(self) -> str | None:
+        """The stop string met, if any; no text comes after it."""
+        return self._stopped
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens taken so far; the one that completed a stop string is the last."""
+        return self._num_tokens
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Take the next tokens; returns the text that became final. After a stop string all are ignored."""
+        parts: list[str] = []
+        for token_id in token_ids:
+            if self._stopped is not None:
+                break
+            self._num_tokens += 1
+            parts.append(self._search(self._decode_next(token_id)))
+        return "".join(parts)
+
+    def flush(self) -> str:
+        """The rest of the text when no more tokens come; an incomplete character is U+FFFD."""
+        if self._stopped is not None:
+            return ""
+        rest = self._search(self._text[self._num_done :])
+        self._num_done = len(self._text)
+        rest, self._held = rest + self._held, ""
+        return rest
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def _decode_next(self, token_id: int) -> str:
+        """Text that no later token can change."""
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        if text[: self._num_done] != self._text[: self._num_done]:
+            # Byte fallback took characters back, see above: begin a new window after them.
+            self._window = self._window[self._num_clean :]
+            text = self._decode(self._window)
+            self._num_done = self._num_clean = 0
+        elif text == self._text and self._decode([token_id, token_id]) == "":
+            # Silent even beside itself, unlike a leading space or a byte in the middle of a character:
+            # a special token. Keeping it out of the window lets any number of them pass.
+            self._window.pop()
+            return ""
+        num_open = len(text) - len(text.rstrip(_REPLACEMENT))
+        num_final = max(len(text) - min(num_open, _MAX_INCOMPLETE), self._num_done)
+        final = text[self._num_done : num_final]
+        self._text, self._num_done = text, num_final
+        if num_open == 0:
+            if len(self._window) > _MAX_WINDOW:
+                self._cut_clean()
+            self._num_clean = len(self._window)
+        elif len(self._window) > 4 * _MAX_WINDOW:
+            self._cut_open()
+        return final
+
+    def _cut_clean(self) -> None:
+        """Keep the tokens after the last clean point but this one as context, if they have any text."""
+        context = self._decode(self._window[self._num_clean :])
+        if context:
+            del self._window[: self._num_clean]
+            self._text, self._num_done = context, len(context)
+
+    def _cut_open(self) -> None:
+        """Shorten a window that has had no clean point for long, e.g. in a run of invalid bytes.
+
+        A cut is right where both sides decode to the same text apart as together, and the right side has
+        text, so that no byte of the left side waits for it. The smallest is tried first: of byte tokens,
+        exactly those stay that are not handed out yet.
+        """
+        for size in range(_MAX_INCOMPLETE, _MAX_WINDOW):
+            left, right = self._decode(self._window[:-size]), self._decode(self._window[-size:])
+            if right and left + right == self._text and len(left) <= self._num_done:
+                del self._window[:-size]
+                self._text, self._num_done, self._num_clean = right, self._num_done - len(left), 0
+                return
+
+    def _search(self, text: str) -> str:
+        """Pass on text up to a stop string or to what may become one."""
+        if not self._matchers or self._num_tokens <= self._min_tokens:
+            return text
+        for i, char in enumerate(text):
+            found = [m.stop for m in self._matchers if m.advance(char)]
+            if found:
+                self._stopped = max(found, key=len)
+                whole = self._held + text[: i + 1]
+                self._held = ""
+                return whole[: len(whole) - len(self._stopped)]
+        whole = self._held + text
+        num_final = len(whole) - max(m.num_matched for m in self._matchers)
+        self._held = whole[num_final:]
+        return whole[:num_final]
+
+
+class _StopMatcher:
+    """Finds a string in a stream of characters in constant amortised time each (Knuth-Morris-Pratt)."""
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        #: How many characters of `stop` the text so far ends with; fewer than len(stop) between calls.
+        self.num_matched = 0
+        #: borders[n]: length of the longest proper prefix of stop[:n] that also ends it.
+        self._borders = [0, 0]
+        for n in range(1, len(stop)):
+            border = self._borders[n]
+            while border and stop[border] != stop[n]:
+                border = self._borders[border]
+            self._borders.append(border + (stop[border] == stop[n]))
+
+    def advance(self, char: str) -> bool:
+        """Whether `stop` ends with this character. Not to be called again after that."""
+        while self.num_matched and self.stop[self.num_matched] != char:
+            self.num_matched = self._borders[self.num_matched]
+        if self.stop[self.num_matched] == char:
+            self.num_matched += 1
+        return self.num_matched == len(self.stop)
