@@ -1,0 +1,255 @@
+"""The native decoder computes what transformers computes, for every variant it accepts.
+
+Models are tiny and random (biases and norms too), saved as Hugging Face checkpoints, taken in by the store
+and run over a paged cache in shuffled blocks.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tandem_engine.models import AttentionMetadata, Decoder, load_decoder
+from tandem_engine.store import pull
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+BLOCK_SIZE = 16
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "rope_theta": 500.0,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+YARN_MSCALE = YARN | {"mscale": 1.0, "mscale_all_dim": 0.5, "beta_fast": 8, "beta_slow": 2}
+
+VARIANTS = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
+    "llama-tied-mha": lambda: LlamaForCausalLM(
+        LlamaConfig(**SIZES | {"num_key_value_heads": 4}, tie_word_embeddings=True)
+    ),
+    "llama-mqa": lambda: LlamaForCausalLM(LlamaConfig(**SIZES | {"num_key_value_heads": 1})),
+    "llama-head-dim": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, head_dim=32)),
+    "llama-biases": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True)),
+    "llama-theta": lambda: LlamaForCausalLM(
+        LlamaConfig(**SIZES, rope_parameters={"rope_type": "default", "rope_theta": 77.0})
+    ),
+    "llama-linear": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=LINEAR)),
+    "llama-dynamic": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=DYNAMIC)),
+    "llama-llama3": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=LLAMA3)),
+    "llama-yarn": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=YARN)),
+    "llama-yarn-mscale": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=YARN_MSCALE)),
+    "mistral-window": lambda: MistralForCausalLM(MistralConfig(**SIZES, head_dim=16, sliding_window=9)),
+    "mistral-no-window": lambda: MistralForCausalLM(MistralConfig(**SIZES, head_dim=16, sliding_window=None)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
+    "qwen2-mixed-window": lambda: Qwen2ForCausalLM(
+        Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=9, max_window_layers=1)
+    ),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=32)),
+    "qwen3-tied-biases": lambda: Qwen3ForCausalLM(
+        Qwen3Config(**SIZES, head_dim=16, attention_bias=True, tie_word_embeddings=True)
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def randomize(model: PreTrainedModel) -> PreTrainedModel:
+    """Every parameter matters: transformers starts biases at 0 and norms at 1, which would hide both."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.3 * noise if "norm" in name else 0.15 * noise)
+    return model.eval()
+
+
+def save_checkpoint(model: PreTrainedModel, folder: Path) -> None:
+    model.save_pretrained(folder)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[: SIZES["vocab_size"] - 3]
+    vocab = {token: i for i, token in enumerate(["<unk>", "<s>", "</s>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    ).save_pretrained(folder)
+
+
+class PagedModel:
+    """A decoder with its cache; sequence b owns every third block, in falling order."""
+
+    def __init__(self, decoder: Decoder, num_sequences: int, max_blocks: int = 8) -> None:
+        self.decoder = decoder
+        config = decoder.config
+        num_blocks = num_sequences * max_blocks
+        shape = (num_blocks, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
+        self.kv = [torch.full(shape, float("nan"), dtype=decoder.dtype) for _ in range(config.num_layers)]
+        ids = torch.arange(num_blocks, dtype=torch.int32).flip(0)
+        self.block_table = ids.view(max_blocks, num_sequences).t().contiguous()
+        self.lengths = [0] * num_sequences
+
+    def step(self, chunks: list[list[int]], on_layer_done=None) -> list[Tensor]:
+        """Feed one chunk to each sequence; logits [n, vocab] of each."""
+        positions, slots = [], []
+        for b, chunk in enumerate(chunks):
+            p = torch.arange(self.lengths[b], self.lengths[b] + len(chunk))
+            positions.append(p)
+            slots.append(self.block_table[b][p // BLOCK_SIZE].long() * BLOCK_SIZE + p % BLOCK_SIZE)
+            self.lengths[b] += len(chunk)
+        sizes = [len(c) for c in chunks]
+        metadata = AttentionMetadata(
+            block_table=self.block_table,
+            seq_lens=torch.tensor(self.lengths, dtype=torch.int32),
+            query_start_loc=torch.tensor([0, *torch.tensor(sizes).cumsum(0)], dtype=torch.int32),
+            slot_mapping=torch.cat(slots),
+        )
+        tokens = torch.tensor([t for c in chunks for t in c])
+        hidden = self.decoder.forward(tokens, torch.cat(positions), self.kv, metadata, on_layer_done)
+        return list(self.decoder.logits(hidden).split(sizes))
+
+
+def reference_logits(model: PreTrainedModel, prompt: list[int]) -> Tensor:
+    with torch.inference_mode():
+        return model(torch.tensor([prompt])).logits[0]
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(0, SIZES["vocab_size"], (n,), generator=generator).tolist() for n in lengths]
+
+
+@pytest.fixture
+def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """variant name -> (transformers' model, our model folder)"""
+    monkeypatch.setenv("TANDEM_HOME", str(tmp_path / "home"))
+
+    def make(variant: str) -> tuple[PreTrainedModel, Path]:
+        torch.manual_seed(0)
+        model = randomize(VARIANTS[variant]())
+        save_checkpoint(model, tmp_path / variant)
+        return model, pull(str(tmp_path / variant))
+
+    return make
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_equal_transformers(stored, variant: str) -> None:
+    """Two sequences of unequal length, in chunks that end inside blocks, then one token at a time."""
+    model, folder = stored(variant)
+    paged = PagedModel(load_decoder(folder, torch.float32), num_sequences=2)
+    first, second = prompts(61, 38)
+    steps = [
+        paged.step([first[:23], second[:5]]),
+        paged.step([first[23:59], second[5:36]]),
+        paged.step([first[59:60], second[36:37]]),
+        paged.step([first[60:], second[37:]]),
+    ]
+    for b, prompt in enumerate((first, second)):
+        ours = torch.cat([step[b] for step in steps])
+        theirs = reference_logits(model, prompt)
+        assert theirs.std() > 0.1, "logits this flat would agree by accident"
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("variant", ["llama-biases", "qwen3-tied-biases"])
+def test_packed_weights_compute_the_same(stored, variant: str) -> None:
+    model, folder = stored(variant)
+    paged = PagedModel(load_decoder(folder, torch.float32, pack=True), num_sequences=1)
+    (prompt,) = prompts(40)
+    ours = torch.cat([paged.step([prompt[:33]])[0], *(paged.step([[t]])[0] for t in prompt[33:])])
+    torch.testing.assert_close(ours, reference_logits(model, prompt), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_bfloat16_is_as_close_to_float32_as_transformers_bfloat16(stored, pack: bool) -> None:
+    model, folder = stored("qwen3")
+    (prompt,) = prompts(40)
+    exact = reference_logits(model, prompt)
+    theirs = reference_logits(model.to(torch.bfloat16), prompt).float()
+    paged = PagedModel(load_decoder(folder, torch.bfloat16, pack=pack), num_sequences=1)
+    ours = torch.cat([paged.step([prompt[:39]])[0], paged.step([prompt[39:]])[0]])
+    assert (ours - exact).square().mean() <= 2 * (theirs - exact).square().mean()
+    assert not torch.equal(ours, exact)
+
+
+def test_a_tree_of_drafts_sees_only_ancestors(stored) -> None:
+    """Two branches after one root, in one forward: each row equals its own branch run alone."""
+    model, folder = stored("llama")
+    paged = PagedModel(load_decoder(folder, torch.float32), num_sequences=1)
+    (prompt,) = prompts(21)
+    paged.step([prompt[:20]])
+    root, left, right = prompt[20], 5, 9
+    slots = paged.block_table[0][1].long() * BLOCK_SIZE + torch.tensor([4, 5, 6])
+    metadata = AttentionMetadata(
+        block_table=paged.block_table,
+        seq_lens=torch.tensor([23], dtype=torch.int32),
+        query_start_loc=torch.tensor([0, 3], dtype=torch.int32),
+        slot_mapping=slots,
+        ancestor_bits=torch.tensor([0b001, 0b011, 0b101]),
+    )
+    decoder = paged.decoder
+    hidden = decoder.forward(
+        torch.tensor([root, left, right]), torch.tensor([20, 21, 21]), paged.kv, metadata
+    )
+    ours = decoder.logits(hidden)
+    torch.testing.assert_close(ours[1], reference_logits(model, [*prompt, left])[-1], atol=1e-4, rtol=0)
+    torch.testing.assert_close(ours[2], reference_logits(model, [*prompt, right])[-1], atol=1e-4, rtol=0)
+
+
+def test_a_layer_is_reported_once_its_cache_is_written(stored) -> None:
+    _, folder = stored("llama")
+    paged = PagedModel(load_decoder(folder, torch.float32), num_sequences=1)
+    seen: list[tuple[int, list[bool]]] = []
+    first_block = int(paged.block_table[0, 0])
+
+    def on_layer_done(layer: int) -> None:
+        seen.append((layer, [not kv[first_block].isnan().any() for kv in paged.kv]))
+
+    paged.step(prompts(BLOCK_SIZE), on_layer_done)
+    assert seen == [(0, [True, False]), (1, [True, True])]
+
+
+def test_weights_are_mapped_and_not_copied(stored) -> None:
+    """Unpacked weights lie in the file's mapping, whose clean pages all processes share."""
+    _, folder = stored("llama")
+    decoder = load_decoder(folder, torch.float32)
+    address = decoder.embed_tokens.data_ptr()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, end = (int(x, 16) for x in line.split()[0].split("-"))
+        if start <= address < end:
+            assert line.endswith("model-float32.safetensors")
+            return
+    pytest.fail("the embedding lies in no mapping")
