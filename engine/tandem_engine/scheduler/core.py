@@ -180,6 +180,10 @@ class Scheduler:
 
     # -- books ----------------------------------------------------------------------------------------
 
+    def decoding(self) -> list[Request]:
+        """Requests in the batch that decode: those worth a draft before the next `schedule`."""
+        return [r for r in self._queues.running if r.is_decoding]
+
     def has_work(self) -> bool:
         """Whether schedule() is worth calling; requests that wait for KV are not work."""
         return self._queues.has_work

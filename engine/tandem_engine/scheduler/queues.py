@@ -90,7 +90,7 @@ class RequestQueues:
     # -- admission ------------------------------------------------------------------------------------
 
     def admit(self) -> None:
-        """Fill the places in the batch, oldest first; who lacks blocks is passed by those that have theirs."""
+        """Fill the places in the batch, oldest first; who lacks blocks is passed by who has them."""
         # Blocks are not taken before there is a budget to compute something into them.
         budget = self._config.max_tokens_per_step - sum(r.num_uncomputed_tokens for r in self._running)
         head_fits = True

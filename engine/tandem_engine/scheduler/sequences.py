@@ -78,5 +78,5 @@ def check_verified(sequence: ScheduledSequence, verified: VerifiedTokens) -> Non
         )
     if not good:
         raise InvariantError(
-            f"request {sequence.request.request_id}: tokens {token_ids} do not follow path {path} of its draft"
+            f"request {sequence.request.request_id}: tokens {token_ids} are not on path {path} of its draft"
         )
