@@ -1,0 +1,88 @@
+"""What a config.json asks for is served exactly, or refused with the reason and a remedy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tandem_engine.errors import ModelLoadError
+from tandem_engine.models import ModelConfig
+from tandem_engine.models.layout import stored_tensors
+
+BASE: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+}
+
+
+def test_defaults_follow_hugging_face() -> None:
+    config = ModelConfig.from_hf(BASE)
+    assert config.num_kv_heads == 4
+    assert config.head_dim == 16
+    assert config.windows == (None, None, None)
+    assert config.rope.theta == 10000.0
+    assert not config.tie_word_embeddings
+
+
+def test_rope_is_read_from_transformers_4_and_5_alike() -> None:
+    old = BASE | {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    new = BASE | {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}}
+    assert ModelConfig.from_hf(old) == ModelConfig.from_hf(new)
+    assert ModelConfig.from_hf(old).rope.factor == 2.0
+
+
+def test_windows_without_layer_types_start_at_max_window_layers() -> None:
+    raw = BASE | {"model_type": "qwen2", "sliding_window": 8, "max_window_layers": 1}
+    assert ModelConfig.from_hf(raw).windows == (None, None, None)
+    assert ModelConfig.from_hf(raw | {"use_sliding_window": True}).windows == (None, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"model_type": "gemma3"}, "'gemma3' is not supported; use one of llama"),
+        ({"hidden_act": "gelu"}, "'gelu'"),
+        ({"quantization_config": {"bits": 4}}, "use the unquantized model or a GGUF"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "'longrope'"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
+        ({"partial_rotary_factor": 0.5}, "partial rotary"),
+        ({"num_key_value_heads": 3}, "does not divide"),
+        ({"head_dim": 15}, "odd"),
+        ({"hidden_size": "wide"}, "pull the model again"),
+        ({"layer_types": ["sliding_attention"], "model_type": "mistral", "sliding_window": 4}, "layer types"),
+    ],
+)
+def test_what_cannot_be_run_exactly_is_refused(change: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ModelLoadError, match=reason):
+        ModelConfig.from_hf(BASE | change)
+
+
+def test_a_missing_key_is_named() -> None:
+    raw = {k: v for k, v in BASE.items() if k != "hidden_size"}
+    with pytest.raises(ModelLoadError, match="hidden_size"):
+        ModelConfig.from_hf(raw)
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]"])
+def test_an_unreadable_file_is_one_clear_error(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ModelLoadError, match="pull the model again"):
+        ModelConfig.from_folder(tmp_path)
+
+
+def test_the_file_layout_fuses_projections() -> None:
+    raw = BASE | {"model_type": "qwen2", "num_key_value_heads": 2, "tie_word_embeddings": True}
+    shapes = {t.name: t.shape for t in stored_tensors(ModelConfig.from_hf(json.loads(json.dumps(raw))))}
+    assert shapes["layers.0.qkv_proj.weight"] == (64 + 2 * 32, 64)
+    assert shapes["layers.0.qkv_proj.bias"] == (128,)
+    assert shapes["layers.2.gate_up_proj.weight"] == (192, 64)
+    assert "lm_head.weight" not in shapes

@@ -1,0 +1,49 @@
+"""Projection policies agree with a plain matrix product, and dtypes are picked by what is fast."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tandem_engine.errors import ModelLoadError
+from tandem_engine.models import pick_dtype
+from tandem_engine.models.linear import MappedLinear, PackedLinear, UpcastLinear, cpu_has_bf16, linear_policy
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 8, 70])
+@pytest.mark.parametrize("bias", [None, torch.linspace(-1, 1, 48)])
+def test_packed_equals_mapped(num_rows: int, bias: torch.Tensor | None) -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(48, 32), torch.randn(num_rows, 32)
+    expected = MappedLinear(weight, bias)(x)
+    torch.testing.assert_close(PackedLinear(weight, bias)(x), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 9])
+def test_upcast_bfloat16_is_right_to_one_rounding(num_rows: int) -> None:
+    """Layers share the scratch buffer, so a second layer must not disturb the first's results."""
+    torch.manual_seed(0)
+    scratch = torch.empty(64 * 32)
+    small, large = torch.randn(8, 32).bfloat16(), torch.randn(64, 32).bfloat16()
+    bias, x = torch.randn(8).bfloat16(), torch.randn(num_rows, 32).bfloat16()
+    first, second = UpcastLinear(small, bias, scratch), UpcastLinear(large, None, scratch)
+    for _ in range(2):
+        exact = x.double() @ small.double().t() + bias.double()
+        torch.testing.assert_close(first(x).double(), exact, atol=0.05, rtol=2**-7)
+        torch.testing.assert_close(second(x).double(), x.double() @ large.double().t(), atol=0.05, rtol=2**-7)
+
+
+def test_auto_is_bfloat16_only_where_the_hardware_multiplies_it() -> None:
+    assert pick_dtype("auto") == (torch.bfloat16 if cpu_has_bf16() else torch.float32)
+    assert pick_dtype("auto", "cuda") == torch.bfloat16
+    assert pick_dtype("bfloat16") == torch.bfloat16
+    with pytest.raises(ModelLoadError, match="'int3' is not supported; use auto, float32"):
+        pick_dtype("int3")
+
+
+def test_policies_follow_the_device_and_the_dtype() -> None:
+    cpu, weight = torch.device("cpu"), torch.ones(16, 16)
+    assert linear_policy(torch.float32, torch.device("cuda"), True, 256) is MappedLinear
+    assert linear_policy(torch.float32, cpu, False, 256) is MappedLinear
+    assert isinstance(linear_policy(torch.float32, cpu, True, 256)(weight, None), PackedLinear)
+    without_bf16 = linear_policy(torch.bfloat16, cpu, True, 256)(weight.bfloat16(), None)
+    assert isinstance(without_bf16, UpcastLinear) is not cpu_has_bf16()
