@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -67,12 +67,12 @@ def assemble(config: EngineConfig, drafter: DraftSource | None = None) -> Engine
     shape = KVShape(
         decoder.config.num_layers,
         decoder.config.num_kv_heads,
-        decoder.config.head_size,
+        decoder.config.head_dim,
         config.block_size,
         decoder.dtype,
     )
     pool = KVPool(shape, config.num_blocks or default_num_blocks(shape), device)
-    manager = BlockManager(pool.num_blocks, config.block_size, prefix_caching=config.prefix_cache)
+    manager = BlockManager(pool.num_blocks, config.block_size, enable_prefix_caching=config.prefix_cache)
     scheduler = Scheduler(
         manager,
         SchedulerConfig(
@@ -86,11 +86,12 @@ def assemble(config: EngineConfig, drafter: DraftSource | None = None) -> Engine
         ModelRunner(decoder, pool, device),
         scheduler,
         Verifier(),
+        manager,
         vocab_size=manifest.vocab_size,
         drafter=drafter,
         max_draft_nodes=config.max_draft_nodes,
     )
-    return EngineParts(engine, pool, Tokenizer.load(config.model), manifest, _layout(manifest, decoder, shape))
+    return EngineParts(engine, pool, Tokenizer(config.model), manifest, _layout(manifest, decoder, shape))
 
 
 def _pick_device(name: str) -> torch.device:
@@ -100,6 +101,7 @@ def _pick_device(name: str) -> torch.device:
 
 
 def _layout(manifest: ModelManifest, decoder: Decoder, shape: KVShape) -> KVLayout:
+    rope = ",".join(f"{name}={value}" for name, value in asdict(decoder.config.rope).items())
     return KVLayout(
         model_revision=manifest.revision,
         dtype=str(shape.dtype).removeprefix("torch."),
@@ -108,5 +110,5 @@ def _layout(manifest: ModelManifest, decoder: Decoder, shape: KVShape) -> KVLayo
         num_kv_heads=shape.num_kv_heads,
         head_size=shape.head_size,
         block_size=shape.block_size,
-        rope=decoder.config.rope.describe(),
+        rope=rope,
     )

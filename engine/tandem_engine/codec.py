@@ -107,7 +107,7 @@ def ticket_from_proto(message: prefill_pb2.KvTicket) -> Ticket:
 def books_to_proto(loop: EngineLoop) -> common_pb2.Books:
     """The books as they are now; call it on the engine's thread. Runs the audit when nothing is running."""
     scheduler = loop.engine.scheduler
-    blocks = scheduler.block_manager.books()
+    blocks = loop.engine.blocks.books()
     requests = scheduler.books()
     return common_pb2.Books(
         blocks_total=blocks.total,

@@ -34,7 +34,7 @@ _MAX_WINDOW = 8
 class Decodes(Protocol):
     """What is needed of a tokenizer; `tokenizers.Tokenizer` has it."""
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = ...) -> str: ...
+    def decode(self, ids: Sequence[int], /, *, skip_special_tokens: bool = ...) -> str: ...
 
 
 class StreamingDetokenizer:

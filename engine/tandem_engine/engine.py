@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tandem_engine.batch import Batch
+from tandem_engine.block_manager import BlockManager
 from tandem_engine.drafts.tree import MAX_TREE_NODES, DraftTree
 from tandem_engine.errors import InvalidRequestError
-from tandem_engine.request import FinishReason, Request, TokenLogprobs
+from tandem_engine.request import Request, TokenLogprobs
 from tandem_engine.runner import ModelRunner
 from tandem_engine.sampling.verify import Verified, Verifier
 from tandem_engine.scheduler import Progress, Scheduler
@@ -37,7 +38,6 @@ class DraftSource(Protocol):
 
     def propose(self, requests: Sequence[Request], max_nodes: int) -> list[DraftTree | None]: ...
     def extend(self, request: Request, token_ids: Sequence[int]) -> None: ...
-    def feedback(self, request: Request, tree: DraftTree, accepted: Sequence[int]) -> None: ...
     def forget(self, request_id: str) -> None: ...
 
 
@@ -66,6 +66,7 @@ class Engine:
         runner: ModelRunner,
         scheduler: Scheduler,
         verifier: Verifier,
+        blocks: BlockManager,
         *,
         vocab_size: int,
         drafter: DraftSource | None = None,
@@ -73,6 +74,8 @@ class Engine:
         layer_listener: Callable[[Batch, int], None] | None = None,
     ) -> None:
         self.scheduler = scheduler
+        #: For transfers, which hold blocks beside the requests that own them.
+        self.blocks = blocks
         self.step_cost = StepCost()
         self.num_steps = 0
         #: Recent prefill speed in tokens per second; 0 before any prefill.
@@ -95,7 +98,8 @@ class Engine:
             worst = max(ids, default=0)
             if worst >= self._vocab_size or min(ids, default=0) < 0:
                 raise InvalidRequestError(
-                    field, f"token id {worst} is outside the vocabulary of {self._vocab_size}; use the model's ids"
+                    field,
+                    f"token id {worst} is outside the vocabulary of {self._vocab_size}; use the model's ids",
                 )
 
     def add(self, request: Request) -> None:
@@ -105,10 +109,9 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """Ends a request and frees what it holds; unknown ids are ignored (it may just have finished)."""
-        request = self.scheduler.abort(request_id)
-        if request is not None:
-            request.finish_reason = FinishReason.CANCELLED
-        self._forget(request_id)
+        self.scheduler.abort(request_id)
+        if self._drafter is not None:
+            self._drafter.forget(request_id)
 
     def has_work(self) -> bool:
         return self.scheduler.has_work()
@@ -135,13 +138,15 @@ class Engine:
 
     def adopted(self, progress: Progress) -> StepOutput:
         """Accounts for a first token that came from a prefill pod, as if a step here had made it."""
-        self._learn(progress.request, progress.token_ids, progress.finished)
-        return StepOutput(progress.request, tuple(progress.token_ids), (), 0, (), progress.finished)
+        self._learn(progress.request, progress.new_token_ids, progress.finished)
+        return StepOutput(progress.request, progress.new_token_ids, (), 0, (), progress.finished)
 
     def _draft(self) -> None:
         if self._drafter is None:
             return
-        decoding = [r for r in self.scheduler.running if r.is_decoding]
+        decoding = self.scheduler.decoding()
+        if not decoding:
+            return
         self._drafter.row_cost = self.step_cost.relative_row_cost(len(decoding))
         for request, tree in zip(
             decoding, self._drafter.propose(decoding, self._max_draft_nodes), strict=True
@@ -154,21 +159,18 @@ class Engine:
         outputs = []
         sampling = [s for s in batch.sequences if s.samples]
         for sequence, seen, done in zip(sampling, verified, progress, strict=True):
-            if sequence.draft is not None and self._drafter is not None:
-                self._drafter.feedback(sequence.request, sequence.draft, seen.path[1:])
-            sequence.request.draft = None
-            n = len(done.token_ids)
+            n = len(done.new_token_ids)
             outputs.append(
                 StepOutput(
                     done.request,
-                    tuple(done.token_ids),
+                    done.new_token_ids,
                     seen.logprobs[:n],
                     0 if sequence.draft is None else len(sequence.draft),
                     seen.accepted_sources[:n],
                     done.finished,
                 )
             )
-            self._learn(done.request, done.token_ids, done.finished)
+            self._learn(done.request, done.new_token_ids, done.finished)
         return outputs
 
     def _learn(self, request: Request, token_ids: Sequence[int], finished: bool) -> None:
@@ -177,10 +179,6 @@ class Engine:
         self._drafter.extend(request, token_ids)
         if finished:
             self._drafter.forget(request.request_id)
-
-    def _forget(self, request_id: str) -> None:
-        if self._drafter is not None:
-            self._drafter.forget(request_id)
 
     def _account(self, batch: Batch, seconds: float) -> None:
         self.num_steps += 1

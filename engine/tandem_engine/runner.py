@@ -36,7 +36,9 @@ class ModelRunner:
         Rows are in batch order; a drafted sequence has one row per node. on_layer_done(layer) is called
         when the layer's KV of the whole batch is in the pool.
         """
-        input_ids, positions, logits_rows = [], [], []
+        input_ids: list[int] = []
+        positions: list[int] = []
+        logits_rows: list[int] = []
         for row, sequence in zip(self._first_rows(batch), batch.sequences, strict=True):
             input_ids.extend(sequence.token_ids)
             positions.extend(_positions(sequence))

@@ -22,6 +22,7 @@ from typing import TypeVar
 import grpc
 import structlog
 from tandem_engine import codec
+from tandem_engine.aio import wait_for_future
 from tandem_engine.block_manager import BlockHold
 from tandem_engine.errors import TransferError
 from tandem_engine.loop import EngineLoop
@@ -73,16 +74,20 @@ class PrefillClient:
 
     async def close(self) -> None:
         for channel in self._channels.values():
-            await channel.close()
+            await channel.close(None)
 
 
 class Handoff:
     """Runs handoffs for one decode pod."""
 
-    def __init__(self, loop: EngineLoop, receiver: KVReceiver, client: PrefillClient) -> None:
+    def __init__(
+        self, loop: EngineLoop, receiver: KVReceiver, client: PrefillClient, block_bytes: int
+    ) -> None:
         self._loop = loop
         self._receiver = receiver
         self._client = client
+        #: Payload bytes of one block in one layer.
+        self._block_bytes = block_bytes
 
     async def run(self, request: Request, message: decode_pb2.DecodeRequest) -> HandoffResult:
         """Fills the prompt's KV from the message's prefill targets and lets the request decode.
@@ -104,7 +109,7 @@ class Handoff:
             incoming = self._receiver.open(wanted)
             for attempt, target in enumerate(message.prefill_targets):
                 if attempt:
-                    incoming = incoming.reopen()
+                    incoming.reopen()
                     result = replace(result, retries=result.retries + 1)
                 try:
                     first, result = await self._attempt(target, message, incoming, result)
@@ -113,7 +118,7 @@ class Handoff:
                     log.warning("prefill failed; trying elsewhere", target=target, error=_describe(error))
         finally:
             if incoming is not None:
-                complete_blocks = _leading(incoming.complete_blocks, reservation)
+                complete_blocks = _leading(incoming.progress().complete_blocks, reservation)
                 incoming.close()
             # Shielded: a cancelled request must still give its blocks back.
             await asyncio.shield(self._on_engine(lambda: self._release(holds)))
@@ -153,34 +158,31 @@ class Handoff:
             queue_ns=finished.queue_ns,
             prefill_ns=token_known - started - finished.queue_ns,
             transfer_ns=now - token_known,
-            transfer_bytes=incoming.received_bytes,
+            transfer_bytes=incoming.progress().verified_pairs * self._block_bytes,
         )
 
     async def _first_token(
         self, call: grpc.aio.UnaryStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse]
     ) -> prefill_pb2.PrefillFinished:
+        responses = aiter(call)
         while True:
-            response = await asyncio.wait_for(call.read(), HEARTBEAT_TIMEOUT_S)
-            if response is grpc.aio.EOF:
-                # read() ends quietly when the peer failed; the status says why.
-                await _raise_status(call)
-                raise TransferError("the prefill pod ended its stream without a first token")
+            try:
+                response = await asyncio.wait_for(anext(responses), HEARTBEAT_TIMEOUT_S)
+            except StopAsyncIteration:
+                raise TransferError("the prefill pod ended its stream without a first token") from None
             if response.HasField("finished"):
                 return response.finished
 
     async def _frames(self, incoming: Incoming) -> None:
         """Waits until every wanted block is here; gives up when nothing arrives for the heartbeat time."""
         deadline = time.monotonic() + TRAILING_FRAMES_TIMEOUT_S
-        future = asyncio.wrap_future(incoming.done)
         seen = -1
-        while not future.done():
-            await asyncio.wait([future], timeout=HEARTBEAT_TIMEOUT_S)
-            if future.done():
-                break
-            if incoming.received_bytes == seen or time.monotonic() > deadline:
+        while not await wait_for_future(incoming.done, HEARTBEAT_TIMEOUT_S):
+            verified = incoming.progress().verified_pairs
+            if verified == seen or time.monotonic() > deadline:
                 raise TransferError("the KV frames stopped coming before the last block")
-            seen = incoming.received_bytes
-        future.result()
+            seen = verified
+        incoming.done.result()
 
     async def _reserve(self, request: Request, holds: list[BlockHold]) -> Reservation:
         while True:
@@ -194,12 +196,12 @@ class Handoff:
         reservation = scheduler.reserve(request)
         if reservation is not None:
             writable = [reservation.block_ids[i] for i in reservation.wanted_blocks]
-            holds.append(scheduler.block_manager.hold(writable))
+            holds.append(self._loop.engine.blocks.hold(writable))
         return reservation
 
     def _release(self, holds: list[BlockHold]) -> None:
         for hold in holds:
-            self._loop.engine.scheduler.block_manager.release(hold)
+            self._loop.engine.blocks.release(hold)
 
     def _adopt(
         self,
@@ -210,7 +212,7 @@ class Handoff:
     ) -> None:
         engine = self._loop.engine
         if first is None:
-            block_size = engine.scheduler.block_manager.block_size
+            block_size = engine.blocks.block_size
             computed = min(complete_blocks * block_size, request.num_prompt_tokens - 1)
             engine.scheduler.adopt(request, max(computed, reservation.num_cached_tokens), None)
             return
@@ -223,7 +225,7 @@ class Handoff:
         return asyncio.wrap_future(self._loop.call(function))
 
 
-def _leading(complete: Sequence[int] | set[int], reservation: Reservation) -> int:
+def _leading(complete: Sequence[int], reservation: Reservation) -> int:
     """Blocks valid from the start of the prompt: those cached here, then those received, without a gap."""
     done = set(complete)
     wanted = set(reservation.wanted_blocks)
@@ -231,12 +233,6 @@ def _leading(complete: Sequence[int] | set[int], reservation: Reservation) -> in
     while count < len(reservation.block_ids) and (count not in wanted or count in done):
         count += 1
     return count
-
-
-async def _raise_status(call: grpc.aio.UnaryStreamCall) -> None:  # type: ignore[type-arg]
-    code = await call.code()
-    if code is not grpc.StatusCode.OK:
-        raise TransferError(f"{code.name}: {await call.details()}")
 
 
 def _describe(error: Exception) -> str:

@@ -21,7 +21,10 @@ class DecodeMetrics:
             "tandem_decode_prefill_retries", "Prefill attempts that failed", registry=registry
         )
         self.local_prefills = Counter(
-            "tandem_decode_local_prefills", "Prompts computed on this pod, by why", ["reason"], registry=registry
+            "tandem_decode_local_prefills",
+            "Prompts computed on this pod, by why",
+            ["reason"],
+            registry=registry,
         )
         self.transfer_seconds = Histogram(
             "tandem_kv_transfer_seconds",

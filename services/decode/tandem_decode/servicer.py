@@ -27,7 +27,7 @@ from tandem_decode.handoff import Handoff, HandoffResult
 from tandem_decode.metrics import DecodeMetrics
 from tandem_decode.receipt import RequestRecord
 from tandem_decode.settings import DecodeSettings
-from tandem_decode.tenants import TenantDrafters
+from tandem_decode.sharing import Sharing
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         loop: EngineLoop,
         receiver: KVReceiver,
         handoff: Handoff,
-        drafters: TenantDrafters,
+        sharing: Sharing,
         metrics: DecodeMetrics,
     ) -> None:
         self._settings = settings
@@ -48,7 +48,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         self._loop = loop
         self._receiver = receiver
         self._handoff = handoff
-        self._drafters = drafters
+        self._sharing = sharing
         self._metrics = metrics
         self._streams = 0
         self._requests = 0
@@ -56,15 +56,16 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         self._accepted = 0
 
     async def Decode(  # noqa: N802
-        self, request: decode_pb2.DecodeRequest, context: grpc.aio.ServicerContext
+        self,
+        request: decode_pb2.DecodeRequest,
+        context: grpc.aio.ServicerContext[decode_pb2.DecodeRequest, decode_pb2.DecodeResponse],
     ) -> AsyncIterator[decode_pb2.DecodeResponse]:
         state = self._to_request(request)
-        self._drafters.open(state.tenant)
+        self._sharing.open(state.tenant)
         record = RequestRecord(state, self._settings.pod_id)
         self._streams += 1
         self._requests += 1
         outcome = "failed"
-        # The id is the client's to choose; two live requests with one id must not share state.
         try:
             outputs: asyncio.Queue[StepOutput | Exception] = asyncio.Queue()
             event_loop = asyncio.get_running_loop()
@@ -75,7 +76,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                 )
             )
             record.handed_off(await self._compute_prompt(state, request))
-            detokenizer = StreamingDetokenizer(self._parts.tokenizer.backend, state.sampling.stop)
+            detokenizer = StreamingDetokenizer(
+                self._parts.tokenizer, state.sampling.stop, min_tokens=state.sampling.min_tokens
+            )
             reason = None
             while reason is None:
                 output = await outputs.get()
@@ -114,7 +117,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             await asyncio.shield(self._on_engine(lambda: self._loop.forget(state.request_id)))
 
     async def GetDecodeStatus(  # noqa: N802
-        self, request: decode_pb2.GetDecodeStatusRequest, context: grpc.aio.ServicerContext
+        self,
+        request: decode_pb2.GetDecodeStatusRequest,
+        context: grpc.aio.ServicerContext[decode_pb2.DecodeRequest, decode_pb2.DecodeResponse],
     ) -> decode_pb2.GetDecodeStatusResponse:
         return decode_pb2.GetDecodeStatusResponse(status=await self._on_engine(self._status))
 
@@ -122,9 +127,10 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         """Hands the prompt to a prefill pod unless too little of it is uncached to be worth the way."""
         engine = self._loop.engine
         if message.prefill_targets:
-            await self._on_engine(lambda: engine.scheduler.validate(state))
-            await self._on_engine(lambda: engine.check_tokens(state))
-            cached = await self._on_engine(lambda: engine.scheduler.block_manager.match_prefix(state))
+            engine.check_tokens(state)
+            cached = await self._on_engine(
+                lambda: engine.blocks.count_cached(state.prompt_token_ids, state.cache_salt)
+            )
             if state.num_prompt_tokens - cached >= self._settings.local_prefill_tokens:
                 return await self._handoff.run(state, message)
             self._metrics.local_prefills.labels("short").inc()
@@ -146,7 +152,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
 
     def _share(self, state: Request, output: StepOutput) -> None:
         offset = len(state.output_token_ids) - len(output.token_ids)
-        self._drafters.push(state.tenant, state.request_id, offset, output.token_ids)
+        self._sharing.push(state.tenant, state.request_id, offset, output.token_ids)
 
     def _count(self, record: RequestRecord, outcome: str) -> None:
         metrics, receipt = self._metrics, record.receipt()

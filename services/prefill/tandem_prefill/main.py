@@ -40,13 +40,11 @@ async def serve(pod: PrefillSettings) -> None:
     server = PodServer(pod, role="prefill", service_names=[SERVICE], status_codes=STATUS_CODES)
     await server.start()
     parts = await asyncio.to_thread(_assemble, pod)
-    shipper = Shipper(parts.engine.scheduler.block_manager, parts.layout.num_layers)
+    shipper = Shipper(parts.engine.blocks, parts.layout.num_layers)
     parts.engine.layer_listener = shipper.on_layer_done
     loop = EngineLoop(parts.engine, on_failure=_die)
-    sender = ZmqSender(parts.pool, parts.layout)
-    servicer = PrefillServicer(
-        parts, loop, sender, shipper, PrefillMetrics(server.registry), pod.pod_id
-    )
+    sender = ZmqSender(parts.layout, parts.pool)
+    servicer = PrefillServicer(parts, loop, sender, shipper, PrefillMetrics(server.registry), pod.pod_id)
     prefill_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server.grpc_server)  # type: ignore[no-untyped-call]
     loop.start()
     server.set_serving(True)

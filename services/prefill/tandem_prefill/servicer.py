@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import grpc
 from tandem_engine import codec
+from tandem_engine.aio import wait_for_future
 from tandem_engine.assemble import EngineParts
 from tandem_engine.engine import StepOutput
 from tandem_engine.loop import EngineLoop
@@ -52,7 +53,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self._requests = 0
 
     async def Prefill(  # noqa: N802
-        self, request: prefill_pb2.PrefillRequest, context: grpc.aio.ServicerContext
+        self,
+        request: prefill_pb2.PrefillRequest,
+        context: grpc.aio.ServicerContext[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse],
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
         self._parts.layout.check(request.ticket.layout_fingerprint, request.ticket.layout_description)
         self._streams += 1
@@ -85,7 +88,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             yield prefill_pb2.PrefillResponse(
                 finished=prefill_pb2.PrefillFinished(
                     first_token_id=output.token_ids[0],
-                    logprobs=next(iter(codec.logprobs_to_proto(output.logprobs, self._parts.tokenizer)), None),
+                    logprobs=next(
+                        iter(codec.logprobs_to_proto(output.logprobs, self._parts.tokenizer)), None
+                    ),
                     cached_tokens=prompt.num_cached_tokens,
                     queue_ns=max(started - arrived, 0),
                     compute_ns=finished - started,
@@ -94,10 +99,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                 )
             )
             self._metrics.prefill_seconds.observe((finished - started) / 1e9)
-            future = asyncio.wrap_future(drained)
-            while not (await asyncio.wait([future], timeout=_HEARTBEAT_S))[0]:
+            while not await wait_for_future(drained, _HEARTBEAT_S):
                 yield self._progress(prompt, outgoing)
-            future.result()
+            drained.result()
             outcome = "ok"
             self._metrics.prompt_tokens.inc(prompt.num_prompt_tokens)
             self._metrics.cached_tokens.inc(prompt.num_cached_tokens)
@@ -112,7 +116,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             await asyncio.shield(self._on_engine(lambda: self._end(prompt.request_id)))
 
     async def GetPrefillStatus(  # noqa: N802
-        self, request: prefill_pb2.GetPrefillStatusRequest, context: grpc.aio.ServicerContext
+        self,
+        request: prefill_pb2.GetPrefillStatusRequest,
+        context: grpc.aio.ServicerContext[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse],
     ) -> prefill_pb2.GetPrefillStatusResponse:
         return prefill_pb2.GetPrefillStatusResponse(status=await self._on_engine(self._status))
 

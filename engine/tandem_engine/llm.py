@@ -1,0 +1,165 @@
+"""The engine alone, in one process: the yardstick for everything distributed, and the plain way to try it.
+
+llm = LLM(folder)
+for completion in llm.generate(["Once upon a time"], SamplingParams(temperature=0.0)): ...
+for text in llm.stream("Once upon a time", SamplingParams()): ...
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tandem_engine.assemble import EngineConfig, assemble
+from tandem_engine.detokenizer import StreamingDetokenizer
+from tandem_engine.drafts.drafter import Drafter, DraftPolicy, Strategy
+from tandem_engine.engine import StepOutput
+from tandem_engine.errors import InvalidRequestError
+from tandem_engine.request import FinishReason, Request, SamplingParams, TokenLogprobs
+from tandem_engine.salt import cache_salt
+
+Prompt = str | Sequence[int]
+
+
+@dataclass
+class CompletionStats:
+    """Times in seconds since the request was added."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    ttft_s: float = 0.0
+    e2e_s: float = 0.0
+    decode_steps: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
+
+@dataclass
+class Completion:
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    #: The stop string or token that ended the text.
+    stop_reason: str = ""
+    stats: CompletionStats = field(default_factory=CompletionStats)
+
+
+class LLM:
+    """A model folder, loaded and ready. Raises ModelLoadError.
+
+    speculation: "off", or "local" for drafts from each sequence's own text.
+    """
+
+    def __init__(self, model_dir: Path, *, speculation: str = "local", **sizes: object) -> None:
+        config = EngineConfig(model=Path(model_dir), **sizes)  # type: ignore[arg-type]
+        strategy = Strategy(speculation)
+        drafter = None if strategy is Strategy.OFF else Drafter(None, DraftPolicy(strategy=strategy))
+        self._parts = assemble(config, drafter)
+        self.engine = self._parts.engine
+        self.tokenizer = self._parts.tokenizer
+        self.manifest = self._parts.manifest
+        self._ids = itertools.count()
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams]
+    ) -> list[Completion]:
+        """Completes all prompts together, in the order given; one SamplingParams serves all.
+
+        Raises InvalidRequestError before anything is computed.
+        """
+        each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
+        runs = [_Run(self._request(p, s), self) for p, s in zip(prompts, each, strict=True)]
+        for _ in self._drive(runs):
+            pass
+        return [run.completion for run in runs]
+
+    def stream(self, prompt: Prompt, sampling: SamplingParams) -> Iterator[str]:
+        """Yields text as it becomes final. Closing the iterator early frees the request."""
+        yield from self._drive([_Run(self._request(prompt, sampling), self)])
+
+    def chat(self, messages: Sequence[Mapping[str, str]], sampling: SamplingParams) -> Completion:
+        """Completes a conversation of {"role", "content"} messages under the model's chat template."""
+        return self.generate([self.render_chat(messages)], sampling)[0]
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a conversation, ready for the assistant's turn.
+
+        Raises InvalidRequestError when the model has no chat template.
+        """
+        # transformers is slow to import and only its template rendering is wanted here.
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        if not self.manifest.chat_template:
+            raise InvalidRequestError("messages", f"{self.manifest.name} has no chat template; send a prompt")
+        rendered, _ = render_jinja_template(
+            conversations=[list(messages)],
+            chat_template=self.manifest.chat_template,
+            add_generation_prompt=True,
+            bos_token=self.manifest.bos_token,
+            eos_token=self.manifest.eos_token,
+        )
+        return self.tokenizer.encode(rendered[0], is_rendered_chat=True)
+
+    def _request(self, prompt: Prompt, sampling: SamplingParams) -> Request:
+        return Request(
+            request_id=f"llm-{next(self._ids)}",
+            prompt_token_ids=self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt),
+            sampling=sampling,
+            cache_salt=cache_salt("", self.manifest.revision),
+            eos_token_ids=self._parts.eos_token_ids,
+        )
+
+    def _drive(self, runs: Sequence[_Run]) -> Iterator[str]:
+        live: dict[str, _Run] = {}
+        try:
+            for run in runs:
+                self.engine.add(run.request)
+                live[run.request.request_id] = run
+            while live:
+                for output in self.engine.step():
+                    run = live[output.request.request_id]
+                    yield run.take(output)
+                    if run.completion.finish_reason is not None:
+                        del live[output.request.request_id]
+                        self.engine.abort(output.request.request_id)
+        finally:
+            for request_id in live:
+                self.engine.abort(request_id)
+
+
+class _Run:
+    """One request on its way to a completion."""
+
+    def __init__(self, request: Request, llm: LLM) -> None:
+        self.request = request
+        self.completion = Completion()
+        self._started = time.perf_counter()
+        sampling = request.sampling
+        self._text = StreamingDetokenizer(llm.tokenizer, sampling.stop, min_tokens=sampling.min_tokens)
+
+    def take(self, output: StepOutput) -> str:
+        completion, stats = self.completion, self.completion.stats
+        stats.e2e_s = time.perf_counter() - self._started
+        if completion.token_ids:
+            stats.decode_steps += 1
+        else:
+            stats.ttft_s = stats.e2e_s
+            stats.prompt_tokens = self.request.num_prompt_tokens
+            stats.cached_tokens = self.request.num_cached_tokens
+        stats.drafted_tokens += output.num_drafted
+        stats.accepted_tokens += len(output.accepted_sources)
+        completion.token_ids.extend(output.token_ids)
+        completion.logprobs.extend(output.logprobs)
+        text = self._text.push(output.token_ids)
+        if self._text.stopped is not None:
+            completion.finish_reason, completion.stop_reason = FinishReason.STOP, self._text.stopped
+        elif output.finished:
+            text += self._text.flush()
+            completion.finish_reason = self.request.finish_reason
+            completion.stop_reason = self.request.stop_reason
+        completion.text += text
+        return text

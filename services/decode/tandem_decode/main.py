@@ -1,0 +1,110 @@
+"""The decode pod's process: load the model, open the KV ingress, serve until a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import grpc
+import structlog
+from tandem_engine.assemble import EngineConfig, EngineParts, assemble
+from tandem_engine.drafts.drafter import Drafter, DraftPolicy, Strategy
+from tandem_engine.drafts.mirror import GlobalMirror
+from tandem_engine.errors import CapacityError, InvalidRequestError
+from tandem_engine.loop import EngineLoop
+from tandem_engine.transport.zeromq import ReceiverOptions, ZmqReceiver
+from tandem_proto.v1 import decode_pb2_grpc, lookahead_pb2
+from tandem_service import logs, settings
+from tandem_service.channels import open_channel
+from tandem_service.server import PodServer
+
+from tandem_decode.handoff import Handoff, PrefillClient
+from tandem_decode.lookahead_client import LookaheadClient
+from tandem_decode.metrics import DecodeMetrics
+from tandem_decode.servicer import DecodeServicer
+from tandem_decode.settings import DecodeSettings
+from tandem_decode.sharing import Sharing
+
+SERVICE = "tandem.v1.DecodeService"
+STATUS_CODES: dict[type[Exception], grpc.StatusCode] = {
+    InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
+    CapacityError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+}
+
+
+def main() -> None:
+    """Entry point of `tandem-decode`."""
+    pod_settings = settings.load(DecodeSettings)
+    logs.configure(pod_settings, "decode")
+    asyncio.run(serve(pod_settings))
+
+
+async def serve(pod: DecodeSettings) -> None:
+    server = PodServer(pod, role="decode", service_names=[SERVICE], status_codes=STATUS_CODES)
+    await server.start()
+    drafter = Drafter(None, DraftPolicy(strategy=Strategy(pod.speculation)))
+    parts = await asyncio.to_thread(_assemble, pod, drafter)
+    loop = EngineLoop(parts.engine, on_failure=_die)
+    receiver = ZmqReceiver(parts.layout, parts.pool, ReceiverOptions(host=pod.kv_host, port=pod.kv_port))
+    client = PrefillClient(open_channel)
+    sharing = Sharing(drafter, _client_maker(pod, parts))
+    servicer = DecodeServicer(
+        pod,
+        parts,
+        loop,
+        receiver,
+        Handoff(loop, receiver, client, parts.layout.block_bytes),
+        sharing,
+        DecodeMetrics(server.registry),
+    )
+    decode_pb2_grpc.add_DecodeServiceServicer_to_server(servicer, server.grpc_server)  # type: ignore[no-untyped-call]
+    sharing.open("")  # the default tenant's forest is warm before its first request
+    loop.start()
+    server.set_serving(True)
+    try:
+        await server.serve_until_signal()
+    finally:
+        await sharing.close()
+        await client.close()
+        await asyncio.to_thread(loop.close)
+        await asyncio.to_thread(receiver.close)
+
+
+def _assemble(pod: DecodeSettings, drafter: Drafter) -> EngineParts:
+    return assemble(
+        EngineConfig(
+            model=pod.model,
+            dtype=pod.dtype,
+            device=pod.device,
+            threads=pod.threads,
+            num_blocks=pod.num_blocks,
+            block_size=pod.block_size,
+            chunk_size=pod.chunk_size,
+            max_batch=pod.max_batch,
+            prefix_cache=pod.prefix_cache,
+            max_draft_nodes=pod.draft_nodes,
+            pack_weights=True,
+        ),
+        drafter,
+    )
+
+
+def _client_maker(pod: DecodeSettings, parts: EngineParts):  # type: ignore[no-untyped-def]
+    if not pod.lookahead or pod.speculation != "global":
+        return None
+
+    def make(tenant: str, mirror: GlobalMirror) -> LookaheadClient:
+        namespace = lookahead_pb2.Namespace(
+            tenant=tenant,
+            model_revision=parts.manifest.revision,
+            tokenizer_hash=parts.manifest.tokenizer_hash,
+        )
+        return LookaheadClient(pod.lookahead, namespace, pod.pod_id, mirror)
+
+    return make
+
+
+def _die(error: Exception) -> None:
+    """The engine's state may be broken: end the process, so that whoever supervises it starts a clean one."""
+    structlog.get_logger("tandem.decode").critical("the engine failed", exc_info=error)
+    os._exit(70)

@@ -1,0 +1,53 @@
+"""The pod's ties to the lookahead service: per tenant one mirror of the forest and one stream.
+
+A tenant's mirror is attached to the drafter before its first request reaches the engine, and is used for
+its requests only. Everything here works without the service; drafts are then local.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from tandem_engine.drafts.drafter import Drafter
+from tandem_engine.drafts.mirror import GlobalMirror
+
+from tandem_decode.lookahead_client import LookaheadClient
+
+#: tenant, its mirror -> a started client.
+MakeClient = Callable[[str, GlobalMirror], LookaheadClient]
+
+
+class Sharing:
+    """Used from the event loop; `make_client` None: the pod runs without a lookahead service."""
+
+    def __init__(self, drafter: Drafter, make_client: MakeClient | None) -> None:
+        self._drafter = drafter
+        self._make_client = make_client
+        self._clients: dict[str, LookaheadClient] = {}
+
+    def open(self, tenant: str) -> None:
+        """Makes sure the tenant's text is shared from now on."""
+        if self._make_client is None or tenant in self._clients:
+            return
+        mirror = GlobalMirror(tenant=tenant)
+        self._drafter.attach(mirror)
+        self._clients[tenant] = self._make_client(tenant, mirror)
+
+    def push(self, tenant: str, request_id: str, offset: int, token_ids: Sequence[int]) -> None:
+        """Offers tokens of a request's output, from `offset` on, to the tenant's forest."""
+        client = self._clients.get(tenant)
+        if client is not None:
+            client.push(request_id, offset, token_ids)
+
+    @property
+    def connected(self) -> int:
+        """Streams that are up."""
+        return sum(client.connected for client in self._clients.values())
+
+    @property
+    def dropped_spans(self) -> int:
+        return sum(client.dropped for client in self._clients.values())
+
+    async def close(self) -> None:
+        await asyncio.gather(*(client.close() for client in self._clients.values()))
