@@ -1,36 +1,60 @@
-"""The random numbers of sampling: a pure function of (seed, position), with no state to keep or to ship.
+"""Random numbers for sampling: a pure function of (seed, position, token), no state to keep or to ship.
 
 `position` is the index, in prompt + output, of the token being chosen. A token is therefore the same
 whether it was chosen alone or in a batch, as a draft's bonus or one at a time, before or after a
 preemption, on this pod or on another: nobody has to carry a generator along.
 
 The function is SplitMix64 (Steele, Lea, Flood 2014) read at random access: a SplitMix64 generator adds
-GAMMA to its state and returns mix(state), so its n-th output is mix(start + n * GAMMA). The seed goes
-through mix first, since users pick seeds like 0, 1, 2 and a raw seed + GAMMA would be the stream of
-`seed` shifted by one. Plain integers, because a generator object per token (numpy's Philox) costs ten
-times as much.
+GAMMA to its state and returns mix(state), so its n-th output is mix(start + n * GAMMA).
+
+    seed --mix--> start of a generator whose output number position + 1 is the key of the position
+    key ---------> start of a generator whose output number token + 1 belongs to the token
+
+The seed is mixed first, since users pick seeds like 0, 1, 2 and a raw seed + GAMMA would be the stream of
+`seed` shifted by one. Integer arithmetic on arrays, because a generator object per position (numpy's
+Philox) cannot be read at chosen places.
 """
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
+
 _MASK = (1 << 64) - 1
 _GAMMA = 0x9E3779B97F4A7C15
-_MANTISSA_BITS = 53
+_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_SHIFTS = (30, 27, 31)
 
-
-def _mix(z: int) -> int:
-    """SplitMix64's finaliser, a bijection on 64-bit integers."""
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-    return z ^ (z >> 31)
+#: One bit fewer than float64's mantissa, so that the half added below is exact and 1.0 is never reached.
+_BITS = 52
 
 
 def splitmix64(start: int, n: int) -> int:
     """The n-th output (n = 1 is the first) of a SplitMix64 generator whose state begins at `start`."""
-    return _mix((start + n * _GAMMA) & _MASK)
+    z = (start + n * _GAMMA) & _MASK
+    z = ((z ^ (z >> _SHIFTS[0])) * _FACTORS[0]) & _MASK
+    z = ((z ^ (z >> _SHIFTS[1])) * _FACTORS[1]) & _MASK
+    return z ^ (z >> _SHIFTS[2])
 
 
-def uniform(seed: int, position: int) -> float:
-    """A uniform number in [0, 1), a multiple of 2^-53, for seed in [0, 2^64) and position >= 0."""
-    bits = splitmix64(_mix((seed + _GAMMA) & _MASK), position + 1)
-    return float(bits >> (64 - _MANTISSA_BITS)) / float(1 << _MANTISSA_BITS)
+def position_key(seed: int, position: int) -> int:
+    """64 bits for seed in [0, 2^64) and position >= 0."""
+    return splitmix64(splitmix64(seed, 1), position + 1)
+
+
+def uniforms(key: int, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """A uniform number in the open interval (0, 1) for each token id, shape as token_ids."""
+    z = token_ids.astype(np.uint64)
+    z += np.uint64(1)
+    z *= np.uint64(_GAMMA)
+    z += np.uint64(key)
+    z ^= z >> np.uint64(_SHIFTS[0])
+    z *= np.uint64(_FACTORS[0])
+    z ^= z >> np.uint64(_SHIFTS[1])
+    z *= np.uint64(_FACTORS[1])
+    z ^= z >> np.uint64(_SHIFTS[2])
+    z >>= np.uint64(64 - _BITS)
+    u = z.astype(np.float64)
+    u += 0.5
+    u *= 2.0**-_BITS
+    return u

@@ -5,7 +5,7 @@
 
 For each sequence, ancestral sampling over its tree: at node u choose y from the target's distribution
 after u's path; y is emitted in any case; if y is a child of u, go there, else stop. Every token is chosen
-exactly as it would be without a draft, with the same random number, so drafts change the speed and
+exactly as it would be without a draft, with the same random numbers, so drafts change the speed and
 nothing else: the tree only says for how many positions the logits are already there.
 
 The walk also stops at a token that ends the text, for what follows would be thrown away. Cutting the
