@@ -35,7 +35,7 @@ def draw(row: Row, key: int) -> int:
     An exponential race (the Gumbel-max trick): token t arrives at time E_t / weight_t with its own standard
     exponential E_t, and the first wins with probability proportional to its weight. Inverting the
     cumulative distribution would need one number instead of V, but there noise in the last bits of 50,000
-    logits moves 50,000 borders: noise of 1e-5 changed 5 of 1000 tokens so, which makes every third long
+    logits moves 50,000 borders: noise of 1e-5 changed 5 of 1000 tokens so, hence every fourth 64-token
     text another one. Here two tokens' times must be that close: none of 1000 changed, not with 1e-4 either.
     """
     weights = np.exp(row - row.max())
