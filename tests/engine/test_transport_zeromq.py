@@ -89,7 +89,7 @@ class RawReceiver:
             layout_fingerprint=LAYOUT.fingerprint,
             layout_description=LAYOUT.description,
             wanted_blocks=tuple(range(8)),
-            credit_bytes=4 * BLOCK,
+            credit_bytes=8 * BLOCK,
         )
         self.peers: set[bytes] = set()
 
@@ -335,20 +335,22 @@ def test_the_sender_sends_exactly_its_credit_and_goes_on_as_credit_returns(raw_r
             outgoing.put(layer, 0, range(8))
         finished = outgoing.finish()
         frames = raw_receiver.frames()
-        assert sum(len(payload) for _, payload in frames) == outgoing.in_flight_bytes == 4 * BLOCK
+        assert sum(len(payload) for _, payload in frames) == outgoing.in_flight_bytes == 8 * BLOCK
 
         raw_receiver.answer(Credit(ticket.transfer_id, 2, 4 * BLOCK))  # of another epoch: no credit
         raw_receiver.answer(Credit(ticket.transfer_id, 1, BLOCK))  # less than the next frame needs
         raw_receiver.answer(Reject(b"another transfer", 1, "unknown"))
-        assert outgoing.in_flight_bytes <= 4 * BLOCK
+        assert outgoing.in_flight_bytes <= 8 * BLOCK
+        assert raw_receiver.is_quiet(50)
         raw_receiver.answer(Credit(ticket.transfer_id, 1, BLOCK))
         more = raw_receiver.frames()
         assert sum(len(payload) for _, payload in more) == 2 * BLOCK
         frames += more
-        while not finished.done():
-            raw_receiver.answer(Credit(ticket.transfer_id, 1, 4 * BLOCK))
-            frames += raw_receiver.frames() if len(frames) < 8 else []
-        assert finished.result(0) is None
+        raw_receiver.answer(Credit(ticket.transfer_id, 1, 8 * BLOCK))
+        frames += raw_receiver.frames()
+        assert not finished.done()
+        raw_receiver.answer(Credit(ticket.transfer_id, 1, 6 * BLOCK))
+        assert finished.result(WAIT_MS / 1000) is None
     for frame, payload in frames:
         blocks = slice(frame.first_block, frame.first_block + frame.num_blocks)
         assert payload == store.data[frame.layer, blocks].tobytes()

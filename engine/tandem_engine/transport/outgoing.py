@@ -22,6 +22,7 @@ import numpy as np
 from tandem_engine.errors import InvalidRequestError, InvariantError, TransferError
 from tandem_engine.transport.base import (
     MAX_FRAME_BYTES,
+    MIN_FRAMES_IN_FLIGHT,
     BlockStore,
     Outgoing,
     Ticket,
@@ -56,8 +57,7 @@ class OutgoingTransfer(Outgoing):
         self._ticket = ticket
         self._row = {block: row for row, block in enumerate(ticket.wanted_blocks)}
         self._queued = np.zeros((layout.num_layers, len(self._row)), dtype=bool)
-        # Half the credit at most, so that the next frame can leave while this one is acknowledged.
-        largest = min(MAX_FRAME_BYTES, ticket.credit_bytes // 2)
+        largest = min(MAX_FRAME_BYTES, ticket.credit_bytes // MIN_FRAMES_IN_FLIGHT)
         self._max_blocks = max(1, largest // layout.block_bytes)
         self._runs: deque[_Run] = deque()
         self._on_work = on_work
