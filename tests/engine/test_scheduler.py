@@ -1,0 +1,515 @@
+"""The scheduler, rule by rule. test_scheduler_simulation.py lets all rules meet at random."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+from tandem_engine.batch import Batch
+from tandem_engine.block_manager import BlockManager
+from tandem_engine.drafts.tree import DraftTree
+from tandem_engine.errors import CapacityError, InvalidRequestError, InvariantError
+from tandem_engine.request import FinishReason, Request, RequestStatus, SamplingParams
+from tandem_engine.scheduler import Progress, Scheduler, SchedulerConfig
+
+BLOCK = 4
+EOS = 99
+
+
+@dataclass(frozen=True)
+class Verified:
+    token_ids: tuple[int, ...]
+    path: tuple[int, ...]
+
+
+def plain(token_id: int) -> Verified:
+    return Verified((token_id,), (0,))
+
+
+def make_request(request_id: str, num_prompt: int = 6, *, base: int = 0, **sampling: object) -> Request:
+    """Prompts with different ids share no block unless they have the same base."""
+    base = base or 1000 * (1 + sum(map(ord, request_id)))
+    prompt = list(range(base, base + num_prompt))
+    return Request(request_id, prompt, SamplingParams(**sampling), eos_token_ids=frozenset({EOS}))
+
+
+def chain(*token_ids: int) -> DraftTree:
+    return DraftTree(token_ids, tuple(range(len(token_ids))), ("prompt",) * len(token_ids))
+
+
+def make(num_blocks: int = 64, **config: int) -> Scheduler:
+    config = {"max_model_len": 64, "max_batch": 4, "max_tokens_per_step": 64, "chunk_size": 64} | config
+    return Scheduler(BlockManager(num_blocks, BLOCK), SchedulerConfig(**config))
+
+
+def step(scheduler: Scheduler, token_id: int = 7) -> tuple[Batch, list[Progress]]:
+    """One step in which every sampling sequence emits token_id and every draft is rejected."""
+    batch = scheduler.schedule()
+    assert batch is not None
+    progress = scheduler.update(batch, [plain(token_id) for s in batch.sequences if s.samples])
+    assert scheduler.check() == []
+    return batch, progress
+
+
+def shape(batch: Batch) -> list[tuple[str, int, int, bool]]:
+    return [(s.request.request_id, s.start, s.num_new_tokens, s.samples) for s in batch.sequences]
+
+
+def used_blocks(scheduler: Scheduler) -> int:
+    return scheduler._blocks.books().used
+
+
+class TestAdmission:
+    def test_a_prompt_that_fills_the_context_is_refused_with_limit_and_remedy(self):
+        scheduler = make(max_model_len=16)
+        with pytest.raises(InvalidRequestError, match=r"prompt: has 16 tokens.*holds 16.*shorten it to 15"):
+            scheduler.add(make_request("a", 16))
+        scheduler.add(make_request("b", 15))
+
+    def test_a_request_the_pool_can_never_hold_is_refused(self):
+        scheduler = make(num_blocks=4)  # 16 tokens; the last output token needs no KV
+        scheduler.add(make_request("fits", 8, max_tokens=9))
+        with pytest.raises(CapacityError, match=r"17 tokens.*holds 16.*max_tokens"):
+            scheduler.add(make_request("never", 8, max_tokens=10))
+
+    def test_an_id_in_use_is_refused(self):
+        scheduler = make()
+        scheduler.add(make_request("a"))
+        with pytest.raises(InvalidRequestError, match="request_id"):
+            scheduler.add(make_request("a"))
+        with pytest.raises(InvalidRequestError, match="request_id"):
+            scheduler.reserve(make_request("a"))
+
+    def test_the_batch_has_so_many_places_and_no_more(self):
+        scheduler = make(max_batch=2)
+        for name in "abc":
+            scheduler.add(make_request(name))
+        batch, _ = step(scheduler)
+        assert [s.request.request_id for s in batch.sequences] == ["a", "b"]
+        assert (scheduler.books().running, scheduler.books().waiting) == (2, 1)
+
+    def test_a_request_joins_only_when_all_its_tokens_fit(self):
+        scheduler = make(num_blocks=6)
+        scheduler.add(make_request("a", 8, max_tokens=2))  # 2 blocks, then 3
+        scheduler.add(make_request("b", 17, max_tokens=2))  # 5 blocks
+        scheduler.add(make_request("c", 2, max_tokens=2))  # would fit, but came later
+        batch, _ = step(scheduler)
+        assert shape(batch) == [("a", 0, 8, True)]
+        step(scheduler)
+        batch, _ = step(scheduler)
+        assert batch.sequences[0].request.request_id == "b"
+
+    def test_a_budget_below_the_batch_size_is_a_wrong_setting(self):
+        with pytest.raises(ValueError, match="max_tokens_per_step"):
+            SchedulerConfig(max_model_len=64, max_batch=8, max_tokens_per_step=4)
+
+
+class TestChunkedPrefill:
+    def test_chunks_end_with_blocks_and_only_the_last_samples(self):
+        scheduler = make(chunk_size=10, max_tokens_per_step=10)
+        scheduler.add(make_request("a", 19))
+        assert shape(step(scheduler)[0]) == [("a", 0, 8, False)]
+        assert shape(step(scheduler)[0]) == [("a", 8, 8, False)]
+        assert shape(step(scheduler)[0]) == [("a", 16, 3, True)]
+        assert shape(step(scheduler)[0]) == [("a", 19, 1, True)]
+
+    def test_a_chunk_that_cannot_reach_a_boundary_advances_anyway(self):
+        scheduler = make(chunk_size=3)
+        scheduler.add(make_request("a", 7))
+        assert [shape(step(scheduler)[0])[0][1:3] for _ in range(3)] == [(0, 3), (3, 1), (4, 3)]
+
+    def test_decoding_sequences_come_first_and_prompts_share_the_rest(self):
+        scheduler = make(max_tokens_per_step=12)
+        scheduler.add(make_request("a", 4))
+        step(scheduler)
+        scheduler.add(make_request("b", 6))
+        scheduler.add(make_request("c", 20))
+        assert shape(step(scheduler)[0]) == [("a", 4, 1, True), ("b", 0, 6, True), ("c", 0, 4, False)]
+
+    def test_no_prompt_takes_blocks_before_there_is_a_budget_for_it(self):
+        scheduler = make(max_tokens_per_step=8)
+        scheduler.add(make_request("a", 20))
+        scheduler.add(make_request("b", 20))
+        assert shape(step(scheduler)[0]) == [("a", 0, 8, False)]
+        assert used_blocks(scheduler) == 5
+
+    def test_computed_chunks_are_shared_with_a_later_prompt(self):
+        scheduler = make()
+        scheduler.add(make_request("a", 10, base=500))
+        step(scheduler)
+        late = make_request("late", 12, base=500)
+        scheduler.add(late)
+        batch, _ = step(scheduler)
+        assert shape(batch)[1] == ("late", 8, 4, True)
+        assert late.num_cached_tokens == 8
+        assert batch.sequences[0].block_ids[:2] == batch.sequences[1].block_ids[:2]
+
+
+class TestDrafts:
+    def start(
+        self, scheduler: Scheduler, name: str = "a", num_prompt: int = 6, **sampling: object
+    ) -> Request:
+        request = make_request(name, num_prompt, **sampling)
+        scheduler.add(request)
+        step(scheduler)
+        return request
+
+    def test_root_and_nodes_are_computed_and_covered_by_blocks(self):
+        scheduler = make()
+        request = self.start(scheduler)
+        request.draft = chain(11, 12, 13)
+        batch = scheduler.schedule()
+        (sequence,) = batch.sequences
+        assert sequence.start == 6
+        assert sequence.token_ids == (7, 11, 12, 13)
+        assert len(sequence.block_ids) * BLOCK >= 6 + 4
+        assert request.draft is None, "a draft is for one step"
+
+    def test_root_and_two_accepted_nodes_are_three_computed_positions_and_three_tokens(self):
+        scheduler = make()
+        request = self.start(scheduler)
+        request.draft = DraftTree((20, 11, 12, 30), (0, 0, 2, 2), ("output",) * 4)
+        batch = scheduler.schedule()
+        (progress,) = scheduler.update(batch, [Verified((11, 12, 40), (0, 2, 3))])
+        assert progress == Progress(request, (11, 12, 40), finished=False)
+        assert (request.num_computed_tokens, request.num_tokens) == (9, 10)
+        assert request.is_decoding
+        assert scheduler.check() == []
+
+    def test_blocks_of_rejected_nodes_come_back(self):
+        scheduler = make()
+        request = self.start(scheduler)
+        request.draft = chain(*range(10, 20))
+        scheduler.update(scheduler.schedule(), [plain(5)])
+        assert used_blocks(scheduler) == 2
+        assert scheduler.check() == []
+
+    def test_a_draft_shrinks_to_the_blocks_that_are_free(self):
+        scheduler = make(num_blocks=4)
+        request = self.start(scheduler, max_tokens=10)
+        assert used_blocks(scheduler) == 2
+        request.draft = chain(*range(10, 30))
+        (sequence,) = scheduler.schedule().sequences
+        assert sequence.token_ids == (7, *range(10, 19)), "16 slots: 6 computed, the root, 9 nodes"
+
+    def test_a_draft_preempts_nobody(self):
+        scheduler = make(num_blocks=5)
+        a = self.start(scheduler, "a", 6, max_tokens=8)
+        b = self.start(scheduler, "b", 6, max_tokens=8)
+        assert (a.num_tokens, b.num_tokens) == (8, 7)
+        a.draft = b.draft = chain(1, 2, 3, 4, 5, 6)
+        batch = scheduler.schedule()
+        # a's blocks are full and it gets the free one for its nodes; b has one slot beside its root.
+        assert [len(s.draft) for s in batch.sequences] == [4, 1]
+        assert a.num_preemptions == b.num_preemptions == 0
+
+    def test_drafts_leave_half_the_budget_to_a_waiting_prompt(self):
+        scheduler = make(max_tokens_per_step=17)
+        request = self.start(scheduler)
+        scheduler.add(make_request("prompt", 40))
+        request.draft = chain(*range(10, 30))
+        batch = scheduler.schedule()
+        assert shape(batch) == [("a", 6, 9, True), ("prompt", 0, 8, False)]
+
+    def test_no_draft_for_the_last_token(self):
+        scheduler = make()
+        request = self.start(scheduler, max_tokens=2)
+        request.draft = chain(1, 2)
+        (sequence,) = scheduler.schedule().sequences
+        assert sequence.draft is None
+
+    def test_a_draft_stays_within_the_context(self):
+        scheduler = make(max_model_len=12)
+        request = self.start(scheduler, num_prompt=6)
+        request.draft = chain(*range(10, 20))
+        (sequence,) = scheduler.schedule().sequences
+        assert sequence.start + sequence.num_new_tokens == 12
+
+    @pytest.mark.parametrize(
+        ("tokens", "path"),
+        [
+            ((12, 5), (0, 2)),  # node 2 is no child of the root
+            ((13, 5), (0, 1)),  # node 1 is token 11
+            ((11,), (0, 1)),  # as many tokens as nodes
+            ((11, 5), (1, 2)),  # must start at the root
+            ((11, 12, 13, 14), (0, 1, 2, 3)),  # no such node
+        ],
+    )
+    def test_a_path_that_is_not_the_drafts_is_refused(self, tokens, path):
+        scheduler = make()
+        request = self.start(scheduler)
+        request.draft = chain(11, 12)
+        batch = scheduler.schedule()
+        with pytest.raises(InvariantError, match="path"):
+            scheduler.update(batch, [Verified(tokens, path)])
+
+
+class TestFinishing:
+    def run(self, emitted: Sequence[int], *, max_model_len: int = 64, **sampling: object) -> Request:
+        """One request that drafts everything it will emit, so that rules meet several tokens at once."""
+        scheduler = make(max_model_len=max_model_len)
+        request = make_request("a", **sampling)
+        scheduler.add(request)
+        _, progress = step(scheduler, emitted[0])
+        if not progress[0].finished:
+            request.draft = chain(*emitted[1:])
+            batch = scheduler.schedule()
+            size = batch.sequences[0].num_new_tokens
+            verified = Verified((*emitted[1:size], 50), tuple(range(size)))
+            progress = scheduler.update(batch, [verified])
+        assert scheduler.check() == []
+        if progress[0].finished:
+            assert used_blocks(scheduler) == 0
+            assert request.status is RequestStatus.FINISHED
+            assert not scheduler.has_work()
+        return request
+
+    def test_the_first_end_token_is_kept_and_what_follows_is_dropped(self):
+        request = self.run([1, 2, EOS, 3])
+        assert request.output_token_ids == [1, 2, EOS]
+        assert (request.finish_reason, request.stop_reason) == (FinishReason.STOP, str(EOS))
+
+    def test_ignore_eos_ignores_it(self):
+        request = self.run([1, EOS, 3], ignore_eos=True)
+        assert request.output_token_ids == [1, EOS, 3, 50]
+        assert request.finish_reason is None
+
+    def test_stop_token_ids_count_even_when_eos_is_ignored(self):
+        request = self.run([1, EOS, 3], ignore_eos=True, stop_token_ids=(3,))
+        assert (request.output_token_ids, request.stop_reason) == ([1, EOS, 3], "3")
+
+    def test_before_min_tokens_nothing_stops(self):
+        request = self.run([EOS, 3, EOS, 4], min_tokens=3, stop_token_ids=(3,))
+        assert request.output_token_ids == [EOS, 3, EOS]
+
+    def test_max_tokens(self):
+        request = self.run([1, 2, 3, 4], max_tokens=3)
+        assert request.output_token_ids == [1, 2, 3]
+        assert request.finish_reason is FinishReason.LENGTH
+
+    def test_one_token_is_enough_for_a_prefill_pod(self):
+        request = self.run([1], max_tokens=1)
+        assert (request.output_token_ids, request.finish_reason) == ([1], FinishReason.LENGTH)
+
+    def test_a_full_context_ends_the_text(self):
+        request = self.run([1, 2, 3, 4], max_model_len=9)
+        assert request.num_tokens == 9
+        assert request.finish_reason is FinishReason.LENGTH
+
+    def test_an_end_token_at_the_limit_is_a_stop(self):
+        assert self.run([EOS], max_tokens=1).finish_reason is FinishReason.STOP
+
+    def test_the_loop_can_end_a_text_at_a_stop_string(self):
+        scheduler = make()
+        request = make_request("a")
+        scheduler.add(request)
+        step(scheduler)
+        assert scheduler.finish("a", FinishReason.STOP, "###") is request
+        assert (request.finish_reason, request.stop_reason) == (FinishReason.STOP, "###")
+        assert used_blocks(scheduler) == 0
+
+
+class TestPreemption:
+    def test_the_latest_arrival_goes_keeps_its_tokens_and_comes_back(self):
+        scheduler = make(num_blocks=5)
+        a, b = make_request("a", 7, max_tokens=8), make_request("b", 7, max_tokens=8)
+        scheduler.add(a)
+        scheduler.add(b)
+        for token in (1, 2):
+            step(scheduler, token)
+        # Both need a third block and one is free: b has nobody younger, so it waits.
+        assert [s.request.request_id for s in step(scheduler)[0].sequences] == ["a"]
+        assert (b.num_preemptions, b.num_computed_tokens) == (0, 8)
+        while a.num_tokens < 14:
+            step(scheduler)
+        # a needed a fourth block.
+        assert (a.num_preemptions, b.num_preemptions) == (0, 1)
+        assert (b.status, b.num_computed_tokens) == (RequestStatus.WAITING, 0)
+        assert b.output_token_ids == [1, 2]
+        while a.status is not RequestStatus.FINISHED:
+            step(scheduler)
+        batch, _ = step(scheduler, 4)
+        (sequence,) = batch.sequences
+        assert sequence.start + sequence.num_new_tokens == 9, "prompt and both outputs are computed again"
+        assert b.output_token_ids == [1, 2, 4]
+
+    def test_a_preempted_request_goes_ahead_of_those_that_came_later(self):
+        scheduler = make(num_blocks=5)
+        for name in "abc":
+            scheduler.add(make_request(name, 7, max_tokens=8))
+        finished = []
+        while scheduler.has_work():
+            finished += [p.request.request_id for p in step(scheduler)[1] if p.finished]
+        assert finished == ["a", "b", "c"]
+
+    def test_whoever_has_nobody_younger_waits_with_its_kv(self):
+        scheduler = make(num_blocks=4)
+        other, a = make_request("other", 12, max_tokens=2), make_request("a", 4, max_tokens=8)
+        scheduler.reserve(other)
+        scheduler.add(a)
+        step(scheduler)
+        assert scheduler.schedule() is None
+        assert scheduler.has_work()
+        assert (a.num_preemptions, a.num_computed_tokens) == (0, 4)
+        scheduler.abort("other")
+        assert shape(step(scheduler)[0]) == [("a", 4, 1, True)]
+
+    def test_the_oldest_takes_blocks_even_from_adopted_requests_that_have_no_place(self):
+        scheduler = make(num_blocks=4, max_batch=1)
+        other, a = make_request("other", 12, max_tokens=2), make_request("a", 4, max_tokens=8)
+        scheduler.reserve(other)
+        scheduler.add(a)
+        step(scheduler)
+        scheduler.adopt(other, 12, (1,))
+        assert shape(step(scheduler)[0]) == [("a", 4, 1, True)]
+        assert (other.num_preemptions, other.output_token_ids) == (1, [1])
+        assert scheduler.books().waiting == 1
+
+
+class TestAbort:
+    @pytest.mark.parametrize("num_steps", [0, 1, 3])
+    def test_at_any_time_everything_comes_back(self, num_steps):
+        scheduler = make(chunk_size=4)
+        request = make_request("a", 6)
+        scheduler.add(request)
+        for _ in range(num_steps):
+            step(scheduler)
+        assert scheduler.abort("a") is request
+        assert request.finish_reason is FinishReason.CANCELLED
+        assert used_blocks(scheduler) == 0
+        assert scheduler.check() == []
+        assert scheduler.schedule() is None
+
+    def test_unknown_and_finished_requests_are_none(self):
+        scheduler = make()
+        scheduler.add(make_request("a", max_tokens=1))
+        step(scheduler)
+        assert scheduler.abort("a") is None
+        assert scheduler.abort("never seen") is None
+
+    def test_during_a_step_the_blocks_stay_until_the_step_is_over(self):
+        scheduler = make()
+        request = make_request("a", 6)
+        scheduler.add(request)
+        batch = scheduler.schedule()
+        scheduler.abort("a")
+        assert used_blocks(scheduler) == 2
+        assert scheduler.check() == []
+        assert scheduler.update(batch, [plain(7)]) == [Progress(request, (), finished=True)]
+        assert request.output_token_ids == []
+        assert used_blocks(scheduler) == 0
+        assert scheduler.check() == []
+
+    def test_a_failed_step_is_forgotten_and_can_run_again(self):
+        scheduler = make()
+        request = make_request("a")
+        scheduler.add(request)
+        step(scheduler)
+        request.draft = chain(*range(10, 20))
+        scheduler.abandon(scheduler.schedule())
+        assert scheduler.check() == []
+        assert used_blocks(scheduler) == 2
+        assert shape(step(scheduler)[0]) == [("a", 6, 1, True)]
+
+    def test_steps_do_not_overlap(self):
+        scheduler = make()
+        scheduler.add(make_request("a"))
+        batch = scheduler.schedule()
+        with pytest.raises(InvariantError, match="last batch"):
+            scheduler.schedule()
+        scheduler.update(batch, [plain(7)])
+        with pytest.raises(InvariantError, match="in flight"):
+            scheduler.update(batch, [plain(7)])
+
+
+class TestDisaggregation:
+    def test_a_reservation_asks_only_for_what_is_not_cached(self):
+        scheduler = make()
+        scheduler.add(make_request("warm", 9, base=500))
+        step(scheduler)
+        request = make_request("a", 18, base=500)
+        reservation = scheduler.reserve(request)
+        assert reservation.num_cached_tokens == request.num_cached_tokens == 8
+        assert reservation.wanted_blocks == (2, 3, 4)
+        assert len(reservation.block_ids) == 5
+        assert request.status is RequestStatus.WAITING_FOR_KV
+        assert scheduler.books().waiting_for_kv == 1
+        assert "a" not in [s.request.request_id for s in step(scheduler)[0].sequences]
+
+    def test_an_adopted_request_decodes_at_once(self):
+        scheduler = make()
+        request = make_request("a", 8)
+        scheduler.reserve(request)
+        assert scheduler.adopt(request, 8, (42,)) == Progress(request, (42,), finished=False)
+        assert shape(step(scheduler)[0]) == [("a", 8, 1, True)]
+        assert (
+            scheduler.reserve(make_request("b", 9, base=request.prompt_token_ids[0])).num_cached_tokens == 8
+        )
+
+    def test_a_first_token_that_ends_the_text_ends_the_request(self):
+        scheduler = make()
+        request = make_request("a", 8)
+        scheduler.reserve(request)
+        assert scheduler.adopt(request, 8, (EOS,)).finished
+        assert used_blocks(scheduler) == 0
+        assert scheduler.check() == []
+
+    @pytest.mark.parametrize(("arrived", "expected"), [(0, (0, 8)), (4, (4, 4)), (8, (7, 1))])
+    def test_after_a_failed_transfer_the_rest_is_computed_here(self, arrived, expected):
+        scheduler = make()
+        request = make_request("a", 8)
+        scheduler.reserve(request)
+        assert scheduler.adopt(request, arrived, None) is None
+        assert scheduler.check() == []
+        assert shape(step(scheduler)[0]) == [("a", *expected, True)]
+
+    def test_without_blocks_there_is_no_reservation_and_no_trace(self):
+        scheduler = make(num_blocks=4)
+        first, second = make_request("a", 10, max_tokens=2), make_request("b", 10, max_tokens=2)
+        assert scheduler.reserve(first) is not None
+        assert scheduler.reserve(second) is None
+        assert scheduler.check() == []
+        scheduler.abort("a")
+        assert scheduler.reserve(second) is not None
+
+    def test_an_aborted_reservation_leaves_its_blocks_to_the_writer(self):
+        scheduler = make()
+        request = make_request("a", 8)
+        reservation = scheduler.reserve(request)
+        writer = scheduler._blocks.hold(reservation.block_ids)
+        scheduler.abort("a")
+        assert used_blocks(scheduler) == 2
+        scheduler._blocks.release(writer)
+        assert used_blocks(scheduler) == 0
+        with pytest.raises(InvariantError, match="no reservation"):
+            scheduler.adopt(request, 8, (1,))
+
+    def test_a_first_token_without_all_kv_is_a_bug(self):
+        scheduler = make()
+        request = make_request("a", 8)
+        scheduler.reserve(request)
+        with pytest.raises(InvariantError, match="without all of its KV"):
+            scheduler.adopt(request, 4, (1,))
+
+    def test_adopted_requests_wait_for_a_place_in_order_of_arrival(self):
+        scheduler = make(max_batch=1)
+        scheduler.add(make_request("running", max_tokens=2))
+        step(scheduler)
+        older, younger = make_request("older", 8), make_request("younger", 8)
+        scheduler.reserve(older)
+        scheduler.reserve(younger)
+        scheduler.adopt(younger, 8, (1,))
+        scheduler.adopt(older, 8, (1,))
+        assert scheduler.books().waiting == 2
+        step(scheduler)
+        assert shape(step(scheduler)[0]) == [("older", 8, 1, True)]
+
+    def test_new_reservations_hold_back_while_an_older_request_lacks_blocks(self):
+        scheduler = make(num_blocks=8)
+        scheduler.add(make_request("running", 8, max_tokens=4))
+        step(scheduler)
+        big, small = make_request("big", 24, max_tokens=4), make_request("small", 4, max_tokens=4)
+        scheduler.add(big)
+        step(scheduler)
+        assert scheduler.reserve(small) is None
+        scheduler.abort("big")
+        assert scheduler.reserve(small) is not None
