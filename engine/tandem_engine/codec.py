@@ -111,7 +111,7 @@ def books_to_proto(loop: EngineLoop) -> common_pb2.Books:
     requests = scheduler.books()
     return common_pb2.Books(
         blocks_total=blocks.total,
-        blocks_free=blocks.free,
+        blocks_free=blocks.free - blocks.cached,
         blocks_cached=blocks.cached,
         blocks_used=blocks.used,
         requests_waiting=requests.waiting + requests.waiting_for_kv,

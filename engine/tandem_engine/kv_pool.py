@@ -9,6 +9,7 @@ neither requests nor hashes: who owns which block is the block manager's busines
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -64,26 +65,15 @@ class KVPool:
     def __init__(self, shape: KVShape, num_blocks: int, device: torch.device) -> None:
         self.shape = shape
         self.num_blocks = num_blocks
-        # zeros, not empty: on the CPU the kernel hands such pages out when first written, and a slot
-        # that was never written can never hold a NaN that a mask would let through as 0 * NaN.
-        self.caches = [
-            torch.zeros(
-                num_blocks,
-                2,
-                shape.num_kv_heads,
-                shape.block_size,
-                shape.head_size,
-                dtype=shape.dtype,
-                device=device,
-            )
-            for _ in range(shape.num_layers)
-        ]
+        cache_shape = (num_blocks, 2, shape.num_kv_heads, shape.block_size, shape.head_size)
+        self.caches = [_zeros(cache_shape, shape.dtype, device) for _ in range(shape.num_layers)]
 
     def gather(self, layer: int, block_ids: Sequence[int]) -> NDArray[np.uint8]:
         """Copies blocks of one layer out: [len(block_ids) * block_bytes] uint8, contiguous."""
         cache = self.caches[layer]
         if cache.device.type == "cpu":
-            return _block_bytes(cache)[np.asarray(block_ids)].reshape(-1)
+            blocks_out: NDArray[np.uint8] = _block_bytes(cache)[np.asarray(block_ids)]
+            return blocks_out.reshape(-1)
         blocks = gather_blocks(cache, torch.tensor(block_ids, dtype=torch.int64, device=cache.device))
         payload: NDArray[np.uint8] = blocks.cpu().view(torch.uint8).reshape(-1).numpy()
         return payload
@@ -107,6 +97,18 @@ class KVPool:
         dst = torch.tensor(dst_slots, dtype=torch.int64, device=device)
         for cache in self.caches:
             move_slots(cache, src, dst)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros, not garbage: a slot never written must not hold a NaN that a mask would let through as 0 * NaN.
+
+    On the CPU the memory comes from numpy, whose zeros cost nothing until a page is first written; torch's
+    are written at once, which takes seconds for a pool of gigabytes.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
 
 
 def _block_bytes(cache: torch.Tensor) -> NDArray[np.uint8]:

@@ -41,7 +41,6 @@ def main() -> None:
 
 async def serve(pod: DecodeSettings) -> None:
     server = PodServer(pod, role="decode", service_names=[SERVICE], status_codes=STATUS_CODES)
-    await server.start()
     drafter = Drafter(None, DraftPolicy(strategy=Strategy(pod.speculation)))
     parts = await asyncio.to_thread(_assemble, pod, drafter)
     loop = EngineLoop(parts.engine, on_failure=_die)
@@ -60,6 +59,7 @@ async def serve(pod: DecodeSettings) -> None:
     decode_pb2_grpc.add_DecodeServiceServicer_to_server(servicer, server.grpc_server)  # type: ignore[no-untyped-call]
     sharing.open("")  # the default tenant's forest is warm before its first request
     loop.start()
+    await server.start()
     server.set_serving(True)
     try:
         await server.serve_until_signal()

@@ -38,7 +38,6 @@ def main() -> None:
 
 async def serve(pod: PrefillSettings) -> None:
     server = PodServer(pod, role="prefill", service_names=[SERVICE], status_codes=STATUS_CODES)
-    await server.start()
     parts = await asyncio.to_thread(_assemble, pod)
     shipper = Shipper(parts.engine.blocks, parts.layout.num_layers)
     parts.engine.layer_listener = shipper.on_layer_done
@@ -47,6 +46,7 @@ async def serve(pod: PrefillSettings) -> None:
     servicer = PrefillServicer(parts, loop, sender, shipper, PrefillMetrics(server.registry), pod.pod_id)
     prefill_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server.grpc_server)  # type: ignore[no-untyped-call]
     loop.start()
+    await server.start()
     server.set_serving(True)
     try:
         await server.serve_until_signal()

@@ -67,13 +67,17 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         try:
             outputs: asyncio.Queue[StepOutput | Exception] = asyncio.Queue()
             event_loop = asyncio.get_running_loop()
-            await self._on_engine(
+            entered = self._loop.call(
                 lambda: self._start(
                     prompt,
                     outgoing,
                     lambda output: event_loop.call_soon_threadsafe(outputs.put_nowait, output),
                 )
             )
+            # The engine's thread takes the call after its current step, which may be long.
+            while not await wait_for_future(entered, _HEARTBEAT_S):
+                yield self._progress(prompt, outgoing)
+            entered.result()
             while True:
                 try:
                     output = await asyncio.wait_for(outputs.get(), _HEARTBEAT_S)

@@ -1,0 +1,48 @@
+"""What several folders of tests share: the real model and real dialogues."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from tandem_engine import store
+
+#: Larger development data, read when it lies beside the repository; the small sample ships with the package.
+_SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Customer-service text: the agent's policy and dialogues as plain text."""
+
+    policy: str
+    dialogues: tuple[str, ...]
+
+    def prompt(self, index: int, num_chars: int) -> str:
+        """The policy, then dialogues from `index` on, cut to num_chars; ends within a conversation."""
+        parts = [self.policy]
+        for i in range(len(self.dialogues)):
+            if sum(map(len, parts)) >= num_chars:
+                break
+            parts.append(self.dialogues[(index + i) % len(self.dialogues)])
+        return f"Ticket {index}.\n" + "\n\n".join(parts)[:num_chars]
+
+
+@pytest.fixture(scope="session")
+def model_dir() -> Path:
+    """The default model's folder; fetched on first use."""
+    return store.pull(store.DEFAULT_MODEL)
+
+
+@pytest.fixture(scope="session")
+def corpus() -> Corpus:
+    shared = _SHARED / "retail_dialogues.jsonl"
+    if shared.exists():
+        lines = shared.read_text(encoding="utf-8").splitlines()
+        dialogues = tuple(json.loads(line)["messages_display"] for line in lines)
+        return Corpus((_SHARED / "retail_policy.md").read_text(encoding="utf-8"), dialogues)
+    from tandem_cli.bench.dataset import sample_dialogues, sample_policy
+
+    return Corpus(sample_policy(), tuple(dialogue.as_text() for dialogue in sample_dialogues()))
