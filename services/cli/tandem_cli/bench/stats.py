@@ -1,0 +1,123 @@
+"""From records to the figures people compare: percentiles, throughput, goodput, attainment.
+
+Attainment counts every request sent: one that failed or was refused has missed its objective. Goodput is
+what requests within their objectives produced, per second of the run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tandem_gateway.request import SloTarget
+
+from tandem_cli.bench.record import RequestRecord
+
+
+@dataclass(frozen=True)
+class Percentiles:
+    """Seconds."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Percentiles | None:
+        """None for no values."""
+        if not values:
+            return None
+        ordered = sorted(values)
+        return cls(
+            sum(ordered) / len(ordered),
+            percentile(ordered, 50),
+            percentile(ordered, 90),
+            percentile(ordered, 99),
+        )
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A whole run. Latencies are over requests that succeeded; durations in seconds."""
+
+    num_sent: int
+    num_ok: int
+    #: Failures by status.
+    failures: Mapping[str, int]
+    #: From the first request sent to the last one ended.
+    duration_s: float
+    ttft_s: Percentiles | None
+    tpot_s: Percentiles | None
+    itl_s: Percentiles | None
+    e2e_s: Percentiles | None
+    requests_per_s: float
+    input_tokens_per_s: float
+    output_tokens_per_s: float
+    slo: str
+    #: Share of all sent that met the objective, in [0, 1].
+    attainment: float
+    goodput_requests_per_s: float
+    goodput_tokens_per_s: float
+    #: Tokens per verification pass after the first token; None when no receipt told.
+    mean_accepted_length: float | None
+    accepted_by_source: Mapping[str, int]
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """Percentile of ascending values, linear between neighbours (numpy's default)."""
+    position = (len(ordered) - 1) * percent / 100
+    below = math.floor(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+
+
+def meets(record: RequestRecord, slo: SloTarget) -> bool:
+    """Whether the request succeeded within every objective. An empty answer's first token is its end."""
+    if not record.is_ok:
+        return False
+    ttft_s = record.e2e_s if record.ttft_s is None else record.ttft_s
+    return slo.miss(ttft_s, record.tpot_s or 0.0, record.e2e_s) == ""
+
+
+def summarise(records: Sequence[RequestRecord], slo: SloTarget) -> Summary:
+    """Figures of a run with at least one record."""
+    good = [record for record in records if record.is_ok]
+    within = [record for record in records if meets(record, slo)]
+    started = min(record.sent_s for record in records)
+    duration_s = max(record.sent_s + record.e2e_s for record in records) - started
+    per_s = 1 / duration_s if duration_s > 0 else 0.0
+    mean_accepted_length, sources = _speculation(good)
+    return Summary(
+        num_sent=len(records),
+        num_ok=len(good),
+        failures=dict(Counter(record.status for record in records if not record.is_ok)),
+        duration_s=duration_s,
+        ttft_s=Percentiles.of([record.ttft_s for record in good if record.ttft_s is not None]),
+        tpot_s=Percentiles.of([record.tpot_s for record in good if record.tpot_s is not None]),
+        itl_s=Percentiles.of([gap for record in good for gap in record.gaps_s]),
+        e2e_s=Percentiles.of([record.e2e_s for record in good]),
+        requests_per_s=len(good) * per_s,
+        input_tokens_per_s=sum(record.prompt_tokens for record in good) * per_s,
+        output_tokens_per_s=sum(record.output_tokens for record in good) * per_s,
+        slo=slo.name,
+        attainment=len(within) / len(records),
+        goodput_requests_per_s=len(within) * per_s,
+        goodput_tokens_per_s=sum(record.output_tokens for record in within) * per_s,
+        mean_accepted_length=mean_accepted_length,
+        accepted_by_source=sources,
+    )
+
+
+def _speculation(good: Sequence[RequestRecord]) -> tuple[float | None, dict[str, int]]:
+    told = [record for record in good if record.speculation is not None]
+    steps = tokens = 0
+    sources: Counter[str] = Counter()
+    for record in told:
+        assert record.speculation is not None
+        steps += record.speculation.decode_steps
+        tokens += max(0, record.output_tokens - 1)
+        sources.update(record.speculation.accepted_by_source)
+    return (tokens / steps if steps else None), dict(sorted(sources.items()))

@@ -1,0 +1,211 @@
+"""`tandem chat`: a conversation in the terminal over gRPC.
+
+you> text    one Chat call; text is shown as it arrives, with TTFT and TPOT so far
+Ctrl-C       cancels the answer under way (what came stays in the history); at the prompt: leaves
+/reset       forgets the conversation      /exit or Ctrl-D  leaves
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import grpc
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+from tandem_proto.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
+from tandem_service.channels import CHANNEL_OPTIONS
+
+from tandem_cli.receipt import describe_receipt
+
+#: Exit code after Ctrl-C, as shells have it.
+EXIT_INTERRUPTED = 130
+
+
+class GatewayError(Exception):
+    """The gateway refused or cannot be reached; one sentence."""
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    target: str
+    system: str | None
+    temperature: float
+    max_tokens: int
+    seed: int | None
+    slo_class: str
+    api_key: str | None
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        return (("authorization", f"Bearer {self.api_key}"),) if self.api_key else ()
+
+
+@dataclass
+class Answer:
+    """One answer as it grows. Times are seconds since the request was sent."""
+
+    text: str = ""
+    num_tokens: int = 0
+    ttft_s: float | None = None
+    last_token_s: float = 0.0
+    receipt: common_pb2.Receipt | None = None
+    finish_reason: str = ""
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean seconds per token after the first; None before the second."""
+        if self.ttft_s is None or self.num_tokens < 2:
+            return None
+        return (self.last_token_s - self.ttft_s) / (self.num_tokens - 1)
+
+    def status(self) -> str:
+        if self.ttft_s is None:
+            return "waiting for the first token"
+        shown = f"TTFT {self.ttft_s:.2f} s"
+        if self.tpot_s is not None:
+            shown += f", TPOT {self.tpot_s * 1000:.1f} ms"
+        return f"{shown}, {self.num_tokens} tokens"
+
+
+@dataclass
+class Conversation:
+    """History plus the connection; `ask` appends both sides of an exchange."""
+
+    options: ChatOptions
+    stub: gateway_pb2_grpc.GatewayServiceStub
+    messages: list[gateway_pb2.ChatMessage] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.messages = []
+        if self.options.system:
+            self.messages.append(gateway_pb2.ChatMessage(role="system", content=self.options.system))
+
+    def ask(self, text: str) -> Iterator[Answer]:
+        """Yields the same growing Answer after each message of the stream.
+
+        Raises GatewayError. Closing the iterator cancels the call; the text so far enters the history.
+        """
+        self.messages.append(gateway_pb2.ChatMessage(role="user", content=text))
+        sampling = common_pb2.SamplingParams(
+            max_tokens=self.options.max_tokens,
+            temperature=self.options.temperature,
+            seed=self.options.seed,
+        )
+        request = gateway_pb2.ChatRequest(
+            messages=self.messages, sampling=sampling, slo_class=self.options.slo_class
+        )
+        answer = Answer()
+        started = time.monotonic()
+        call = self.stub.Chat(request, metadata=self.options.metadata)
+        try:
+            for response in call:
+                self._take(answer, response, time.monotonic() - started)
+                yield answer
+        except grpc.RpcError as error:
+            raise GatewayError(_explain(error, self.options.target)) from error
+        finally:
+            call.cancel()
+            if answer.text:
+                self.messages.append(gateway_pb2.ChatMessage(role="assistant", content=answer.text))
+            else:
+                # An unanswered question would give two user turns in a row, which templates refuse.
+                self.messages.pop()
+
+    @staticmethod
+    def _take(answer: Answer, response: gateway_pb2.ChatResponse, elapsed_s: float) -> None:
+        if response.WhichOneof("event") == "end":
+            answer.receipt = response.end.receipt
+            answer.finish_reason = common_pb2.FinishReason.Name(response.end.reason)
+            return
+        answer.text += response.chunk.text
+        if response.chunk.token_ids:
+            answer.num_tokens += len(response.chunk.token_ids)
+            answer.last_token_s = elapsed_s
+            if answer.ttft_s is None:
+                answer.ttft_s = elapsed_s
+
+
+def open_stub(channel: grpc.Channel) -> gateway_pb2_grpc.GatewayServiceStub:
+    return gateway_pb2_grpc.GatewayServiceStub(channel)  # type: ignore[no-untyped-call]
+
+
+def ask_once(options: ChatOptions, text: str) -> int:
+    """One question: the answer goes to stdout, the receipt to stderr. Raises GatewayError."""
+    with grpc.insecure_channel(options.target, options=CHANNEL_OPTIONS) as channel:
+        conversation = Conversation(options, open_stub(channel))
+        written = 0
+        answer = Answer()
+        stream = conversation.ask(text)
+        try:
+            for answer in stream:
+                sys.stdout.write(answer.text[written:])
+                sys.stdout.flush()
+                written = len(answer.text)
+        except KeyboardInterrupt:
+            return EXIT_INTERRUPTED
+        finally:
+            stream.close()  # type: ignore[attr-defined]  # a generator
+            sys.stdout.write("\n")
+        if answer.receipt is not None:
+            print(describe_receipt(answer.receipt), file=sys.stderr)
+    return 0
+
+
+def converse(options: ChatOptions) -> int:
+    """Talk until the user leaves."""
+    console = Console()
+    with grpc.insecure_channel(options.target, options=CHANNEL_OPTIONS) as channel:
+        conversation = Conversation(options, open_stub(channel))
+        console.print("Ctrl-C cancels an answer, /reset forgets the conversation, /exit leaves.", style="dim")
+        while True:
+            try:
+                text = console.input("[bold cyan]you>[/] ").strip()
+            except (EOFError, KeyboardInterrupt):
+                console.print()
+                return 0
+            if text == "/exit":
+                return 0
+            if text == "/reset":
+                conversation.reset()
+            elif text:
+                _show_answer(console, conversation, text)
+
+
+def _show_answer(console: Console, conversation: Conversation, text: str) -> None:
+    answer = Answer()
+    stream = conversation.ask(text)
+    cancelled = False
+    try:
+        with Live(console=console, refresh_per_second=12, vertical_overflow="visible") as live:
+            for answer in stream:
+                live.update(Group(Text(answer.text), Text(answer.status(), style="dim")))
+            live.update(Text(answer.text))
+    except KeyboardInterrupt:
+        cancelled = True
+    except GatewayError as error:
+        console.print(f"error: {error}", style="red", markup=False, highlight=False)
+        return
+    finally:
+        stream.close()  # type: ignore[attr-defined]  # a generator
+    if cancelled:
+        console.print("(cancelled)", style="yellow")
+    if answer.receipt is not None:
+        console.print(describe_receipt(answer.receipt), style="dim", markup=False, highlight=False)
+    else:
+        console.print(answer.status(), style="dim", highlight=False)
+
+
+def _explain(error: grpc.RpcError, target: str) -> str:
+    # An RpcError raised by a call is that call, with a code and details.
+    if not isinstance(error, grpc.Call):
+        return str(error)
+    if error.code() is grpc.StatusCode.UNAVAILABLE:
+        return f"the gateway at {target} cannot be reached ({error.details()}); start it with `tandem up`"
+    return f"{error.code().name}: {error.details()}"

@@ -1,0 +1,202 @@
+"""Which processes `tandem up` runs, with which flags and ports; plain data, nothing is started here.
+
+gateway    gRPC 50051, HTTP 8000
+prefill i  base + i         decode j     base + 100 + j
+lookahead  base + 300       decode j's KV ingress  base + 200 + j       metrics  port + 1000
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from tandem_cli.log_view import LogFormat
+from tandem_cli.supervisor import ProcessSpec
+
+Speculation = Literal["off", "local", "global"]
+ROLES = ("gateway", "decode", "prefill", "lookahead")
+MAX_PODS_PER_ROLE = 100
+_METRICS_OFFSET = 1000
+
+
+class PortInUseError(Exception):
+    """A port is taken; the message names it and the flag that moves it."""
+
+
+class OptionError(ValueError):
+    """An option of `tandem up` cannot be used; the message names it."""
+
+
+@dataclass(frozen=True)
+class PodFlag:
+    """An extra flag for all pods of a role, from `--set decode.max-batch=8`."""
+
+    role: str
+    flag: str
+    value: str
+
+    @classmethod
+    def parse(cls, text: str) -> PodFlag:
+        """OptionError for anything but ROLE.FLAG=VALUE with a known role."""
+        name, equals, value = text.partition("=")
+        role, dot, flag = name.partition(".")
+        if not (equals and dot and flag) or role not in ROLES:
+            raise OptionError(f"--set {text}: expected ROLE.FLAG=VALUE with ROLE one of {', '.join(ROLES)}")
+        return cls(role, flag.removeprefix("--").replace("_", "-"), value)
+
+
+@dataclass(frozen=True)
+class FleetOptions:
+    """What the user of `tandem up` chose. Raises OptionError for numbers that make no fleet."""
+
+    model_dir: Path
+    dtype: str = "auto"
+    num_prefill: int = 1
+    num_decode: int = 1
+    host: str = "127.0.0.1"
+    grpc_port: int = 50051
+    http_port: int = 8000
+    base_port: int = 51100
+    threads: int | None = None
+    speculation: Speculation = "global"
+    api_keys_file: Path | None = None
+    log_format: LogFormat = "console"
+    #: Where the lookahead service keeps what it learnt.
+    lookahead_dir: Path = Path("lookahead")
+    pod_flags: tuple[PodFlag, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.num_prefill <= MAX_PODS_PER_ROLE:
+            raise OptionError(f"--prefill {self.num_prefill}: must be between 0 and {MAX_PODS_PER_ROLE}")
+        if not 1 <= self.num_decode <= MAX_PODS_PER_ROLE:
+            raise OptionError(f"--decode {self.num_decode}: must be between 1 and {MAX_PODS_PER_ROLE}")
+        if self.threads is not None and self.threads < 1:
+            raise OptionError(f"--threads {self.threads}: must be at least 1")
+
+
+@dataclass(frozen=True)
+class FleetPlan:
+    """The processes, and the order in which they are stopped: whoever calls others goes first."""
+
+    stages: tuple[tuple[ProcessSpec, ...], ...]
+
+    @property
+    def processes(self) -> tuple[ProcessSpec, ...]:
+        return tuple(spec for stage in self.stages for spec in stage)
+
+
+def plan_fleet(options: FleetOptions) -> FleetPlan:
+    """Processes of the fleet: gateway, decode pods, prefill pods, and lookahead when it is used."""
+    return _Planner(options).plan()
+
+
+class _Planner:
+    def __init__(self, options: FleetOptions) -> None:
+        self._options = options
+
+    def plan(self) -> FleetPlan:
+        options = self._options
+        prefill = tuple(self._prefill(index) for index in range(options.num_prefill))
+        lookahead = (self._lookahead(),) if options.speculation == "global" else ()
+        decode = tuple(self._decode(index, lookahead) for index in range(options.num_decode))
+        gateway = (self._gateway(prefill, decode),)
+        return FleetPlan(tuple(stage for stage in (gateway, decode, prefill, lookahead) if stage))
+
+    def _prefill(self, index: int) -> ProcessSpec:
+        port = self._options.base_port + index
+        return self._pod("prefill", f"prefill-{index}", {"grpc": port}, self._model_flags())
+
+    def _decode(self, index: int, lookahead: Sequence[ProcessSpec]) -> ProcessSpec:
+        base = self._options.base_port
+        ports = {"grpc": base + 100 + index, "kv": base + 200 + index}
+        flags = [
+            *self._model_flags(),
+            *("--kv-host", self._options.host, "--kv-port", str(ports["kv"])),
+            *("--speculation", self._options.speculation),
+        ]
+        for service in lookahead:
+            flags += ["--lookahead", service.health_target]
+        return self._pod("decode", f"decode-{index}", ports, flags)
+
+    def _lookahead(self) -> ProcessSpec:
+        flags = ["--data-dir", str(self._options.lookahead_dir)]
+        return self._pod("lookahead", "lookahead", {"grpc": self._options.base_port + 300}, flags)
+
+    def _gateway(self, prefill: Sequence[ProcessSpec], decode: Sequence[ProcessSpec]) -> ProcessSpec:
+        options = self._options
+        ports = {"grpc": options.grpc_port, "http": options.http_port}
+        flags = ["--grpc-port", str(options.grpc_port), "--http-port", str(options.http_port)]
+        flags += ["--model", str(options.model_dir), "--decode", _targets(decode)]
+        if prefill:
+            flags += ["--prefill", _targets(prefill)]
+        if options.api_keys_file is not None:
+            flags += ["--api-keys-file", str(options.api_keys_file)]
+        return self._process("gateway", "gateway", ports, flags)
+
+    def _model_flags(self) -> list[str]:
+        flags = ["--model", str(self._options.model_dir), "--dtype", self._options.dtype]
+        if self._options.threads is not None:
+            flags += ["--threads", str(self._options.threads)]
+        return flags
+
+    def _pod(self, role: str, name: str, ports: dict[str, int], flags: list[str]) -> ProcessSpec:
+        ports = {**ports, "metrics": ports["grpc"] + _METRICS_OFFSET}
+        own = ["--port", str(ports["grpc"]), "--metrics-port", str(ports["metrics"])]
+        return self._process(role, name, ports, [*own, *flags])
+
+    def _process(self, role: str, name: str, ports: dict[str, int], flags: list[str]) -> ProcessSpec:
+        options = self._options
+        extra = [
+            part for pod in options.pod_flags if pod.role == role for part in (f"--{pod.flag}", pod.value)
+        ]
+        common = ["--host", options.host, "--pod-id", name, "--log-format", options.log_format]
+        return ProcessSpec(
+            role=role,
+            name=name,
+            command=(str(_script(f"tandem-{role}")), *common, *flags, *extra),
+            ports=ports,
+            health_target=f"{reachable(options.host)}:{ports['grpc']}",
+            # The lookahead service may own a Redis process, which it takes along when asked to end.
+            death_signal=signal.SIGTERM if role == "lookahead" else signal.SIGKILL,
+        )
+
+
+def check_ports(plan: FleetPlan, host: str) -> None:
+    """Raises PortInUseError for the first port that another process listens on."""
+    for spec in plan.processes:
+        for purpose, port in spec.ports.items():
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                # As servers bind: connections of an earlier run in TIME_WAIT are no obstacle.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind((host, port))
+                except OSError as error:
+                    flag = f"--{purpose}-port" if spec.role == "gateway" else "--base-port"
+                    raise PortInUseError(
+                        f"port {port} on {host}, wanted for {spec.name} ({purpose}), cannot be used: "
+                        f"{error.strerror}. Stop what uses it, or choose another with {flag}."
+                    ) from None
+
+
+def reachable(host: str) -> str:
+    """The address under which this machine reaches a server bound to `host`, brackets around IPv6."""
+    if host in ("0.0.0.0", ""):
+        return "127.0.0.1"
+    if host == "::":
+        return "[::1]"
+    return f"[{host}]" if ":" in host else host
+
+
+def _targets(specs: Sequence[ProcessSpec]) -> str:
+    return ",".join(spec.health_target for spec in specs)
+
+
+def _script(name: str) -> Path:
+    """Console script of this very installation, whatever PATH says."""
+    return Path(sys.executable).parent / name

@@ -1,0 +1,170 @@
+"""The `tandem` command. Commands import what they need when they run, so that `--help` is quick."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tandem_cli import bench_command, model_command
+from tandem_cli.options import (
+    DEFAULT_MODEL,
+    DEFAULT_TARGET,
+    ApiKeyOption,
+    MaxTokensOption,
+    ModelOption,
+    SeedOption,
+    TargetOption,
+    TemperatureOption,
+    fail,
+)
+
+app = typer.Typer(
+    name="tandem",
+    help="Serve a language model with prefill and decode apart.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(model_command.app, name="model")
+app.add_typer(bench_command.app, name="bench")
+
+
+class Dtype(StrEnum):
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+class SpeculationMode(StrEnum):
+    OFF = "off"
+    LOCAL = "local"
+    GLOBAL = "global"
+
+
+class LogFormatName(StrEnum):
+    CONSOLE = "console"
+    JSON = "json"
+
+
+@app.command()
+def up(
+    model: ModelOption = DEFAULT_MODEL,
+    dtype: Annotated[Dtype, typer.Option(help="Element type of weights and KV.")] = Dtype.AUTO,
+    prefill: Annotated[int, typer.Option(help="Number of prefill pods; 0: decode pods do it.")] = 1,
+    decode: Annotated[int, typer.Option(help="Number of decode pods.")] = 1,
+    host: Annotated[str, typer.Option(help="Address all pods listen on.")] = "127.0.0.1",
+    grpc_port: Annotated[int, typer.Option(min=1, max=65535, help="Gateway, gRPC.")] = 50051,
+    http_port: Annotated[int, typer.Option(min=1, max=65535, help="Gateway, HTTP.")] = 8000,
+    base_port: Annotated[int, typer.Option(min=1, max=64000, help="First port of the other pods.")] = 51100,
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads per engine pod; unset: its choice.")
+    ] = None,
+    speculation: Annotated[
+        SpeculationMode, typer.Option(help="Drafts: none, from the own request, or also from all others.")
+    ] = SpeculationMode.GLOBAL,
+    api_keys_file: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Ask for API keys; file of the gateway.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="ROLE.FLAG=VALUE", help="Another flag of a role's pods; repeatable."),
+    ] = None,
+    log_format: Annotated[LogFormatName, typer.Option(help="Form of the log lines.")] = LogFormatName.CONSOLE,
+    state_file: Annotated[
+        Path | None, typer.Option(help="Where pids and ports are written; default: run/<grpc port>.json.")
+    ] = None,
+) -> None:
+    """Run the whole system on this machine until Ctrl-C."""
+    from tandem_cli import fleet, models, up
+
+    try:
+        folder = models.obtain(model)
+        models.prepare_weights(folder, dtype.value)
+        options = fleet.FleetOptions(
+            model_dir=folder,
+            dtype=dtype.value,
+            num_prefill=prefill,
+            num_decode=decode,
+            host=host,
+            grpc_port=grpc_port,
+            http_port=http_port,
+            base_port=base_port,
+            threads=threads,
+            speculation=speculation.value,
+            api_keys_file=api_keys_file,
+            log_format=log_format.value,
+            lookahead_dir=models.home() / "lookahead" / str(grpc_port),
+            pod_flags=tuple(fleet.PodFlag.parse(text) for text in settings or ()),
+        )
+        code = up.run_fleet(
+            options, models.name_of(folder), state_file or models.home() / "run" / f"{grpc_port}.json"
+        )
+    except (fleet.OptionError, fleet.PortInUseError, models.ModelError) as error:
+        fail(str(error), code=2 if isinstance(error, fleet.OptionError) else 1)
+    raise typer.Exit(code)
+
+
+@app.command()
+def chat(
+    target: TargetOption = DEFAULT_TARGET,
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    temperature: TemperatureOption = 0.0,
+    max_tokens: MaxTokensOption = 512,
+    seed: SeedOption = None,
+    slo_class: Annotated[str, typer.Option(help="interactive, chat or batch.")] = "interactive",
+    once: Annotated[str | None, typer.Option(help="Ask this, print the answer and leave.")] = None,
+    api_key: ApiKeyOption = None,
+) -> None:
+    """Chat in the terminal; shows TTFT and TPOT as it goes, and the receipt of each answer."""
+    from tandem_cli import chat
+
+    options = chat.ChatOptions(
+        target=target,
+        system=system,
+        temperature=temperature,
+        max_tokens=max_tokens,
+        seed=seed,
+        slo_class=slo_class,
+        api_key=api_key,
+    )
+    try:
+        code = chat.ask_once(options, once) if once is not None else chat.converse(options)
+    except chat.GatewayError as error:
+        fail(str(error))
+    raise typer.Exit(code)
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from stdin.")],
+    model: ModelOption = DEFAULT_MODEL,
+    dtype: Annotated[Dtype, typer.Option(help="Element type of weights and KV.")] = Dtype.AUTO,
+    as_chat: Annotated[
+        bool,
+        typer.Option("--chat/--raw", help="Apply the model's chat template, or complete the text as is."),
+    ] = True,
+    temperature: TemperatureOption = 0.0,
+    max_tokens: MaxTokensOption = 256,
+    seed: SeedOption = None,
+) -> None:
+    """Generate in this one process, without any pod."""
+    from tandem_cli import generate, models
+
+    try:
+        folder = models.obtain(model)
+        options = generate.GenerateOptions(folder, dtype.value, as_chat, temperature, max_tokens, seed or 0)
+        generate.run(options, prompt)
+    except (models.ModelError, generate.PromptError) as error:
+        fail(str(error))
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

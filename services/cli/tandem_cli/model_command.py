@@ -1,0 +1,80 @@
+"""`tandem model`: what is on this machine, and getting more."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from tandem_cli.options import DEFAULT_MODEL, fail
+
+app = typer.Typer(help="Get models and look at them.", no_args_is_help=True)
+
+
+@app.command("pull")
+def pull_model(
+    reference: Annotated[
+        str, typer.Argument(help="A name of the catalogue, a Hugging Face id, a folder, a GGUF file.")
+    ] = DEFAULT_MODEL,
+) -> None:
+    """Download a model, or take in a local one, and print its folder."""
+    from pathlib import Path
+
+    from tandem_cli import models
+
+    is_path = Path(reference).expanduser().exists()
+    try:
+        # A local source is compared with what the store has under its name; a known name needs no look.
+        folder = models.find(reference) if not is_path else None
+        typer.echo(folder or models.pull(reference))
+    except models.ModelError as error:
+        fail(str(error))
+
+
+@app.command("list")
+def list_models() -> None:
+    """The models on this machine."""
+    from rich.console import Console
+    from rich.table import Table
+    from tandem_engine import store
+    from tandem_engine.errors import ModelLoadError
+
+    try:
+        manifests = store.list_models()
+    except ModelLoadError as error:
+        fail(str(error))
+    if not manifests:
+        typer.echo(f"no models yet; get one with `tandem model pull {DEFAULT_MODEL}`")
+        return
+    table = Table("name", "architecture", "context", "licence", "revision", "source", box=None)
+    for manifest in manifests:
+        table.add_row(
+            manifest.name,
+            manifest.architecture,
+            str(manifest.max_model_len),
+            manifest.license,
+            manifest.revision[:12],
+            manifest.source,
+        )
+    Console().print(table)
+
+
+@app.command("show")
+def show_model(
+    name: Annotated[str, typer.Argument(help="Name of a pulled model, or its folder.")] = DEFAULT_MODEL,
+) -> None:
+    """Everything the store knows about a model, as JSON."""
+    import dataclasses
+    import json
+
+    from tandem_engine import store
+    from tandem_engine.errors import ModelLoadError
+
+    try:
+        folder = store.resolve(name)
+        manifest = store.ModelManifest.read(folder)
+    except ModelLoadError as error:
+        fail(str(error))
+    weights = {path.name: path.stat().st_size for path in sorted(folder.glob("model-*.safetensors"))}
+    shown = {"folder": str(folder), **dataclasses.asdict(manifest), "weights_bytes": weights}
+    typer.echo(json.dumps(shown, indent=2, ensure_ascii=False))

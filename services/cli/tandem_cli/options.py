@@ -1,0 +1,27 @@
+"""Options that several commands share, each written once, and how a command ends with an error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+DEFAULT_TARGET = "127.0.0.1:50051"
+
+ModelOption = Annotated[str, typer.Option(help="Name of a pulled model, a Hugging Face id, or a path.")]
+TargetOption = Annotated[str, typer.Option(help="gRPC address of the gateway.")]
+ApiKeyOption = Annotated[
+    str | None, typer.Option(envvar="TANDEM_API_KEY", help="Key, if the gateway wants one.")
+]
+TemperatureOption = Annotated[float, typer.Option(min=0.0, max=2.0, help="0 picks the likeliest token.")]
+MaxTokensOption = Annotated[int, typer.Option(min=1, help="Most tokens per answer.")]
+SeedOption = Annotated[int | None, typer.Option(min=0, help="Equal seeds give equal texts.")]
+ReadableFile = Annotated[Path | None, typer.Option(exists=True, dir_okay=False, readable=True)]
+
+
+def fail(message: str, code: int = 1) -> NoReturn:
+    """End the command with one sentence on stderr."""
+    typer.echo(f"error: {message}", err=True)
+    raise typer.Exit(code)

@@ -1,0 +1,60 @@
+"""What a running `tandem up` tells others: who runs, under which pid, on which ports.
+
+Written anew at each change, by rename, so that a reader never sees half of it; removed at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class PodRecord:
+    """One process; pid is None while it is down and about to be started again."""
+
+    role: str
+    name: str
+    pid: int | None
+    ports: dict[str, int]
+
+
+@dataclass(frozen=True)
+class FleetRecord:
+    """The whole fleet. `ready` turns true when every pod has served once."""
+
+    supervisor_pid: int
+    model: str
+    ready: bool
+    pods: tuple[PodRecord, ...]
+
+    def pids(self, role: str) -> list[int]:
+        """Pids of the running pods of a role."""
+        return [pod.pid for pod in self.pods if pod.role == role and pod.pid is not None]
+
+
+class StateFile:
+    """Owner of one state file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def write(self, *, model: str, ready: bool, pods: Iterable[PodRecord]) -> None:
+        record = FleetRecord(supervisor_pid=os.getpid(), model=model, ready=ready, pods=tuple(pods))
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(json.dumps(asdict(record), indent=2) + "\n")
+        temporary.replace(self.path)
+
+    def remove(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+
+def read_state(path: Path) -> FleetRecord:
+    """The record in the file; FileNotFoundError when no fleet runs there."""
+    raw = json.loads(path.read_text())
+    pods = tuple(PodRecord(pod["role"], pod["name"], pod["pid"], pod["ports"]) for pod in raw["pods"])
+    return FleetRecord(raw["supervisor_pid"], raw["model"], raw["ready"], pods)

@@ -1,0 +1,304 @@
+"""Keeps a set of child processes running until told to stop; what `tandem up` stands on.
+
+    start()       every process is spawned at once, each watched by a task of its own
+    wait_ready()  returns when the probe has said yes to each of them
+    a death       is logged and the process started again after a backoff (0.2 s doubling to 5 s; an
+                  hour-old process starts afresh at 0.2 s). One that keeps dying before it was ever ready,
+                  or refuses its settings (exit code 2), fails the whole: `failed` resolves
+    stop()        SIGTERM stage by stage, each stage given `grace_s` to drain; then SIGKILL for what is left
+
+Children live in sessions of their own, so that Ctrl-C in the terminal reaches only the supervisor, and are
+tethered to it: should it be killed -9, the kernel ends them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+TETHER = Path(__file__).with_name("tether.py")
+
+#: Exit code of a pod that does not accept its settings; starting it again cannot help.
+EXIT_BAD_SETTINGS = 2
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """One child process: what it is, how it is started, where it listens."""
+
+    role: str
+    name: str
+    command: tuple[str, ...]
+    #: Port by purpose ("grpc", "http", "kv", "metrics").
+    ports: Mapping[str, int]
+    #: host:port of its grpc.health.v1.
+    health_target: str
+    #: Sent by the kernel when the supervisor dies.
+    death_signal: signal.Signals = signal.SIGKILL
+
+
+@dataclass(frozen=True)
+class RestartPolicy:
+    """Seconds between a death and the next start, and how often a process may die before it is ready."""
+
+    first_delay_s: float = 0.2
+    longest_delay_s: float = 5.0
+    #: A process that lived this long counts as healthy; its next death starts the backoff afresh.
+    forgiven_after_s: float = 30.0
+    max_deaths_before_ready: int = 3
+
+    def delay_s(self, deaths_in_a_row: int) -> float:
+        """Wait before the start that follows the n-th death in a row, n >= 1."""
+        return float(min(self.longest_delay_s, self.first_delay_s * 2 ** (deaths_in_a_row - 1)))
+
+
+class StartupError(Exception):
+    """A process cannot be brought up; the message holds its last lines."""
+
+
+class Child:
+    """State of one process; only its supervisor changes it."""
+
+    def __init__(self, spec: ProcessSpec) -> None:
+        self.spec = spec
+        self.process: subprocess.Popen[bytes] | None = None
+        self.ready = asyncio.Event()
+        self.was_ever_ready = False
+        self.last_lines: deque[str] = deque(maxlen=12)
+
+    @property
+    def pid(self) -> int | None:
+        """Pid while the process runs."""
+        return self.process.pid if self.process is not None and self.process.returncode is None else None
+
+
+class Supervisor:
+    """Runs `stages` of processes; later stages are stopped later. Belongs to one event loop.
+
+    `on_line(spec, line)` gets each line a process prints; `on_event(spec, message)` what the supervisor has
+    to say about it; `on_change()` is called whenever a pid changed. `probe(spec)` says whether it serves.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Sequence[ProcessSpec]],
+        *,
+        probe: Callable[[ProcessSpec], Awaitable[bool]],
+        on_line: Callable[[ProcessSpec, str], None],
+        on_event: Callable[[ProcessSpec, str], None],
+        on_change: Callable[[], None],
+        policy: RestartPolicy | None = None,
+        grace_s: float = 12.0,
+    ) -> None:
+        self._stages = [[Child(spec) for spec in stage] for stage in stages]
+        self._probe = probe
+        self._on_line = on_line
+        self._on_event = on_event
+        self._on_change = on_change
+        self._policy = policy or RestartPolicy()
+        self._grace_s = grace_s
+        self._stopping = asyncio.Event()
+        self._kill_now = asyncio.Event()
+        self._keepers: dict[str, asyncio.Task[None]] = {}
+        self._sessions: set[int] = set()
+        #: Resolves with StartupError when a process cannot be brought up.
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def children(self) -> list[Child]:
+        return [child for stage in self._stages for child in stage]
+
+    def start(self) -> None:
+        """Spawn every process; a process's deaths are handled from here on."""
+        for child in self.children:
+            self._keepers[child.spec.name] = asyncio.create_task(self._keep(child))
+
+    async def wait_ready(self) -> None:
+        """Until each process has answered its probe; raises StartupError when one never will."""
+        everyone = asyncio.create_task(self._everyone_ready())
+        try:
+            await asyncio.wait([everyone, self.failed], return_when=asyncio.FIRST_COMPLETED)
+            if self.failed.done():
+                self.failed.result()
+        finally:
+            everyone.cancel()
+
+    async def _everyone_ready(self) -> None:
+        for child in self.children:
+            await child.ready.wait()
+
+    def stop_at_once(self) -> None:
+        """Cut short the grace of a `stop` under way."""
+        self._kill_now.set()
+
+    async def stop(self) -> None:
+        """End all processes and everything in their sessions; returns when they are gone."""
+        self._stopping.set()
+        for stage in self._stages:
+            for child in stage:
+                if child.pid is not None:
+                    child.process.terminate()  # type: ignore[union-attr]  # a pid has a process
+            keepers = [self._keepers[child.spec.name] for child in stage if child.spec.name in self._keepers]
+            if keepers:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._gone_or_told(keepers), self._grace_s)
+                for child in stage:
+                    if child.pid is not None:
+                        self._on_event(child.spec, "did not end in time: killed")
+                        child.process.kill()  # type: ignore[union-attr]
+                await asyncio.wait(keepers)
+        # What the processes left behind in their sessions, such as a Redis whose owner was killed -9.
+        for session in self._sessions:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(session, signal.SIGKILL)
+        if not self.failed.done():
+            self.failed.cancel()
+
+    async def _gone_or_told(self, keepers: Sequence[asyncio.Task[None]]) -> None:
+        """Until all have ended, or `stop_at_once` was called."""
+        told = asyncio.create_task(self._kill_now.wait())
+        gone = asyncio.create_task(_finished(keepers))
+        try:
+            await asyncio.wait([told, gone], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            told.cancel()
+            gone.cancel()
+
+    async def _keep(self, child: Child) -> None:
+        """Start the process, again after each death, until `stop` or until it is hopeless."""
+        deaths_in_a_row = 0
+        while not self._stopping.is_set():
+            started = time.monotonic()
+            code = await self._run_once(child)
+            if self._stopping.is_set():
+                return
+            lived_s = time.monotonic() - started
+            deaths_in_a_row = 1 if lived_s >= self._policy.forgiven_after_s else deaths_in_a_row + 1
+            if not child.was_ever_ready and (
+                code == EXIT_BAD_SETTINGS or deaths_in_a_row >= self._policy.max_deaths_before_ready
+            ):
+                self._fail(child, code)
+                return
+            delay_s = self._policy.delay_s(deaths_in_a_row)
+            self._on_event(
+                child.spec, f"{describe_exit(code)} after {lived_s:.1f} s; starting again in {delay_s:.1f} s"
+            )
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), delay_s)
+
+    async def _run_once(self, child: Child) -> int:
+        """One life of the process; returns its exit code (negative: the signal that ended it)."""
+        spec = child.spec
+        tether = [sys.executable, "-I", "-S", str(TETHER), str(int(spec.death_signal)), str(os.getpid())]
+        process = subprocess.Popen(  # noqa: ASYNC220  # vfork and exec: no time passes in the loop
+            [*tether, *spec.command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        child.process = process
+        self._sessions.add(process.pid)
+        self._on_change()
+        reader = asyncio.create_task(self._pump_lines(child, process))
+        prober = asyncio.create_task(self._watch_ready(child))
+        try:
+            code = await wait_for_exit(process)
+        finally:
+            prober.cancel()
+            child.ready.clear()
+            # A grandchild may hold the pipe open; what the process itself wrote is here by now.
+            await asyncio.wait({reader}, timeout=0.5)
+            reader.cancel()
+            if not session_exists(process.pid):
+                self._sessions.discard(process.pid)
+            self._on_change()
+        return code
+
+    async def _watch_ready(self, child: Child) -> None:
+        started = time.monotonic()
+        while not await self._probe(child.spec):  # noqa: ASYNC110  # its readiness is no event of this loop
+            await asyncio.sleep(0.1)
+        child.ready.set()
+        child.was_ever_ready = True
+        self._on_event(child.spec, f"ready after {time.monotonic() - started:.1f} s")
+
+    async def _pump_lines(self, child: Child, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        stream = asyncio.StreamReader()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(stream), process.stdout
+        )
+        try:
+            rest = b""
+            while chunk := await stream.read(1 << 16):
+                *lines, rest = (rest + chunk).split(b"\n")
+                for line in lines:
+                    self._take_line(child, line)
+            if rest:
+                self._take_line(child, rest)
+        finally:
+            transport.close()
+
+    def _take_line(self, child: Child, line: bytes) -> None:
+        text = line.decode("utf-8", errors="replace").rstrip("\r")
+        child.last_lines.append(text)
+        self._on_line(child.spec, text)
+
+    def _fail(self, child: Child, code: int) -> None:
+        if not self.failed.done():
+            tail = "\n".join(f"    {line}" for line in child.last_lines)
+            self.failed.set_exception(
+                StartupError(
+                    f"{child.spec.name} cannot start: it {describe_exit(code)}. Its last lines:\n{tail}"
+                )
+            )
+
+
+async def _finished(tasks: Sequence[asyncio.Task[None]]) -> bool:
+    await asyncio.wait(tasks)
+    return True
+
+
+def session_exists(session: int) -> bool:
+    """Whether any process of the session is left; its id is not given to others while one is."""
+    try:
+        os.killpg(session, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+async def wait_for_exit(process: subprocess.Popen[bytes]) -> int:
+    """Exit code of the process, negative for a signal. Does not wait for its pipes to close."""
+    loop = asyncio.get_running_loop()
+    exited = asyncio.Event()
+    descriptor = os.pidfd_open(process.pid)
+    loop.add_reader(descriptor, exited.set)
+    try:
+        await exited.wait()
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+    return process.wait()
+
+
+def describe_exit(code: int) -> str:
+    """ "ended with code 3", "was killed by SIGKILL"."""
+    if code >= 0:
+        return f"ended with code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"

@@ -1,0 +1,132 @@
+"""`tandem up`: the whole system on one machine, from a model's name to a clean end.
+
+model on disk -> ports free -> processes started together -> all SERVING -> banner
+... a pod dies: started again ... Ctrl-C or SIGTERM: gateway, decode, prefill, lookahead end in turn
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import sys
+import time
+from pathlib import Path
+
+from tandem_cli import health
+from tandem_cli.fleet import FleetOptions, FleetPlan, check_ports, plan_fleet, reachable
+from tandem_cli.log_view import LogView
+from tandem_cli.state_file import PodRecord, StateFile
+from tandem_cli.supervisor import ProcessSpec, StartupError, Supervisor
+
+
+def run_fleet(options: FleetOptions, model_name: str, state_path: Path) -> int:
+    """Serve until told to stop; returns the exit code. Raises PortInUseError before anything is started."""
+    plan = plan_fleet(options)
+    check_ports(plan, options.host)
+    view = LogView(sys.stdout, options.log_format)
+    return asyncio.run(_Fleet(options, plan, view, StateFile(state_path), model_name).run())
+
+
+class _Fleet:
+    """One run: joins the supervisor, the log view, the state file and the signals."""
+
+    def __init__(
+        self, options: FleetOptions, plan: FleetPlan, view: LogView, state: StateFile, model_name: str
+    ) -> None:
+        self._options = options
+        self._plan = plan
+        self._view = view
+        self._state = state
+        self._model_name = model_name
+        self._ready = False
+        self._stop = asyncio.Event()
+        self._supervisor: Supervisor | None = None
+
+    async def run(self) -> int:
+        started = time.monotonic()
+        supervisor = self._supervisor = Supervisor(
+            self._plan.stages,
+            probe=health.probe,
+            on_line=lambda spec, line: self._view.line(spec.role, spec.name, line),
+            on_event=self._on_event,
+            on_change=self._write_state,
+        )
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self._on_signal)
+        stop = asyncio.create_task(self._told_to_stop())
+        ready = asyncio.create_task(supervisor.wait_ready())
+        try:
+            supervisor.start()
+            await asyncio.wait({stop, ready}, return_when=asyncio.FIRST_COMPLETED)
+            if ready.done():
+                ready.result()
+                self._ready = True
+                self._write_state()
+                self._view.banner(banner(self._options, self._model_name, time.monotonic() - started))
+                self._view.event("fleet", f"ready after {time.monotonic() - started:.1f} s")
+                await asyncio.wait([stop, supervisor.failed], return_when=asyncio.FIRST_COMPLETED)
+                if supervisor.failed.done():
+                    supervisor.failed.result()
+            return 0
+        except StartupError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        finally:
+            ready.cancel()
+            stop.cancel()
+            self._view.event("fleet", "stopping")
+            await supervisor.stop()
+            self._state.remove()
+            with contextlib.suppress(asyncio.CancelledError, StartupError):
+                await ready
+
+    async def _told_to_stop(self) -> None:
+        await self._stop.wait()
+
+    def _on_signal(self) -> None:
+        if self._stop.is_set() and self._supervisor is not None:
+            self._supervisor.stop_at_once()
+        self._stop.set()
+
+    def _on_event(self, spec: ProcessSpec, message: str) -> None:
+        self._view.event(spec.name, message)
+
+    def _write_state(self) -> None:
+        if self._supervisor is None:
+            return
+        pods = [
+            PodRecord(child.spec.role, child.spec.name, child.pid, dict(child.spec.ports))
+            for child in self._supervisor.children
+        ]
+        self._state.write(model=self._model_name, ready=self._ready, pods=pods)
+
+
+def banner(options: FleetOptions, model_name: str, seconds: float) -> str:
+    """What to type next."""
+    host = reachable(options.host)
+    grpc_target, url = f"{host}:{options.grpc_port}", f"http://{host}:{options.http_port}"
+    chat = "tandem chat" if grpc_target == "127.0.0.1:50051" else f"tandem chat --target {grpc_target}"
+    pods = f"{options.num_prefill} prefill, {options.num_decode} decode, speculation {options.speculation}"
+    return f"""
+  Tandem serves {model_name} ({pods}); ready after {seconds:.1f} s
+    gRPC  {grpc_target}   tandem.v1.GatewayService
+    HTTP  {url}   OpenAI API; also /health, /metrics
+
+  {chat}
+
+  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' \\
+    -d '{{"model": "{model_name}", "stream": true, "messages": [{{"role": "user", "content": "Hello"}}]}}'
+
+  python -c "
+  from openai import OpenAI
+  client = OpenAI(base_url='{url}/v1', api_key='none')
+  print(client.chat.completions.create(model='{model_name}', max_tokens=64,
+      messages=[{{'role': 'user', 'content': 'Hello'}}]).choices[0].message.content)"
+
+  grpcurl -plaintext -d '{{"messages": [{{"role": "user", "content": "Hello"}}]}}' \\
+    {grpc_target} tandem.v1.GatewayService/Chat
+
+  Ctrl-C stops everything.
+"""

@@ -1,0 +1,127 @@
+"""The plan of a fleet: pure data, checked against the processes' own settings classes."""
+
+from __future__ import annotations
+
+import importlib
+import signal
+import socket
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tandem_cli.fleet import (
+    FleetOptions,
+    OptionError,
+    PodFlag,
+    PortInUseError,
+    check_ports,
+    plan_fleet,
+    reachable,
+)
+from tandem_service.settings import load
+
+OPTIONS = FleetOptions(model_dir=Path("models/m"), num_prefill=2, num_decode=2, threads=1)
+SETTINGS = {
+    "gateway": ("tandem_gateway.settings", "GatewaySettings"),
+    "decode": ("tandem_decode.settings", "DecodeSettings"),
+    "prefill": ("tandem_prefill.settings", "PrefillSettings"),
+    "lookahead": ("tandem_lookahead.settings", "LookaheadSettings"),
+}
+
+
+def test_the_default_fleet_has_the_documented_ports() -> None:
+    plan = plan_fleet(OPTIONS)
+    assert {spec.name: dict(spec.ports) for spec in plan.processes} == {
+        "gateway": {"grpc": 50051, "http": 8000},
+        "prefill-0": {"grpc": 51100, "metrics": 52100},
+        "prefill-1": {"grpc": 51101, "metrics": 52101},
+        "decode-0": {"grpc": 51200, "kv": 51300, "metrics": 52200},
+        "decode-1": {"grpc": 51201, "kv": 51301, "metrics": 52201},
+        "lookahead": {"grpc": 51400, "metrics": 52400},
+    }
+
+
+def test_who_calls_others_is_stopped_first() -> None:
+    stages = [{spec.role for spec in stage} for stage in plan_fleet(OPTIONS).stages]
+    assert stages == [{"gateway"}, {"decode"}, {"prefill"}, {"lookahead"}]
+
+
+@pytest.mark.parametrize("name", ["gateway", "decode-1", "prefill-0", "lookahead"])
+def test_each_process_accepts_its_flags(name: str) -> None:
+    (spec,) = (spec for spec in plan_fleet(OPTIONS).processes if spec.name == name)
+    module, cls = SETTINGS[spec.role]
+    settings = load(getattr(importlib.import_module(module), cls), spec.command[1:])
+    assert settings.pod_id == name
+    assert settings.listen_port() == spec.ports["grpc"]
+    assert Path(spec.command[0]).parent == Path(sys.executable).parent
+
+
+def test_the_gateway_and_the_decode_pods_know_their_peers() -> None:
+    plan = plan_fleet(OPTIONS)
+    gateway = plan.processes[0].command
+    assert gateway[gateway.index("--decode") + 1] == "127.0.0.1:51200,127.0.0.1:51201"
+    assert gateway[gateway.index("--prefill") + 1] == "127.0.0.1:51100,127.0.0.1:51101"
+    decode = plan.processes[1].command
+    assert decode[decode.index("--lookahead") + 1] == "127.0.0.1:51400"
+
+
+@pytest.mark.parametrize("speculation", ["off", "local"])
+def test_no_lookahead_service_runs_when_nobody_would_ask_it(speculation: str) -> None:
+    plan = plan_fleet(replace(OPTIONS, speculation=speculation))  # type: ignore[arg-type]
+    assert "lookahead" not in {spec.role for spec in plan.processes}
+    assert all("--lookahead" not in spec.command for spec in plan.processes)
+
+
+def test_without_prefill_pods_the_gateway_is_told_of_none() -> None:
+    plan = plan_fleet(replace(OPTIONS, num_prefill=0))
+    assert "--prefill" not in plan.processes[0].command
+
+
+def test_the_lookahead_service_may_take_its_redis_along_when_the_supervisor_dies() -> None:
+    signals = {spec.role: spec.death_signal for spec in plan_fleet(OPTIONS).processes}
+    assert signals["lookahead"] is signal.SIGTERM
+    assert {signals[role] for role in ("gateway", "decode", "prefill")} == {signal.SIGKILL}
+
+
+def test_an_extra_flag_reaches_all_pods_of_its_role_and_no_other() -> None:
+    flags = (PodFlag.parse("decode.draft_nodes=7"),)
+    for spec in plan_fleet(replace(OPTIONS, pod_flags=flags)).processes:
+        assert (spec.command[-2:] == ("--draft-nodes", "7")) == (spec.role == "decode")
+
+
+@pytest.mark.parametrize("text", ["decode.draft-nodes", "draft-nodes=7", "chef.salt=1", "decode.=1"])
+def test_a_malformed_extra_flag_is_refused(text: str) -> None:
+    with pytest.raises(OptionError, match=r"expected ROLE\.FLAG=VALUE"):
+        PodFlag.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"num_decode": 0}, "--decode"),
+        ({"num_decode": 101}, "--decode"),
+        ({"num_prefill": -1}, "--prefill"),
+        ({"threads": 0}, "--threads"),
+    ],
+)
+def test_impossible_numbers_are_refused_by_name(change: dict[str, int], named: str) -> None:
+    with pytest.raises(OptionError, match=named):
+        replace(OPTIONS, **change)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("purpose", "flag"), [("http", "--http-port"), ("grpc", "--grpc-port")])
+def test_a_port_in_use_is_named_with_the_flag_that_moves_it(purpose: str, flag: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        options = replace(OPTIONS, **{f"{purpose}_port": port})  # type: ignore[arg-type]
+        with pytest.raises(PortInUseError, match=rf"port {port} .*gateway.*{flag}"):
+            check_ports(plan_fleet(options), "127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("bound", "reached"),
+    [("0.0.0.0", "127.0.0.1"), ("::", "[::1]"), ("10.0.0.7", "10.0.0.7"), ("fd00::7", "[fd00::7]")],
+)
+def test_wildcard_addresses_are_reached_through_loopback(bound: str, reached: str) -> None:
+    assert reachable(bound) == reached

@@ -1,0 +1,262 @@
+"""The supervisor against real, tiny child processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from tandem_cli.supervisor import ProcessSpec, RestartPolicy, StartupError, Supervisor, describe_exit
+
+SLEEP = "import time; print('up', flush=True); time.sleep(60)"
+QUICK = RestartPolicy(first_delay_s=0.02, longest_delay_s=0.1)
+
+
+def spec(name: str, code: str, *arguments: str) -> ProcessSpec:
+    return ProcessSpec(
+        role="decode",
+        name=name,
+        command=(sys.executable, "-I", "-S", "-c", code, *arguments),
+        ports={"grpc": 1},
+        health_target="127.0.0.1:1",
+    )
+
+
+class Watched:
+    """A supervisor with what it reported. A process counts as ready once it has printed a line."""
+
+    def __init__(
+        self, stages: Sequence[Sequence[ProcessSpec]], policy: RestartPolicy, grace_s: float
+    ) -> None:
+        self.lines: list[tuple[str, str]] = []
+        self.events: list[tuple[str, str]] = []
+        self.supervisor = Supervisor(
+            stages,
+            probe=self._probe,
+            on_line=lambda process, line: self.lines.append((process.name, line)),
+            on_event=lambda process, message: self.events.append((process.name, message)),
+            on_change=lambda: None,
+            policy=policy,
+            grace_s=grace_s,
+        )
+
+    async def _probe(self, process: ProcessSpec) -> bool:
+        return any(name == process.name for name, _ in self.lines)
+
+    def pid(self, name: str) -> int:
+        (pid,) = (child.pid for child in self.supervisor.children if child.spec.name == name)
+        assert pid is not None
+        return pid
+
+
+@asynccontextmanager
+async def running(
+    *stages: Sequence[ProcessSpec], policy: RestartPolicy = QUICK, grace_s: float = 5.0
+) -> AsyncIterator[Watched]:
+    watched = Watched(stages, policy, grace_s)
+    watched.supervisor.start()
+    try:
+        yield watched
+    finally:
+        await watched.supervisor.stop()
+
+
+async def eventually(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def test_all_processes_start_together_and_are_ready_when_their_probes_say_so() -> None:
+    slow = "import time; time.sleep(0.3); print('up', flush=True); time.sleep(60)"
+    started = time.monotonic()
+    async with running([spec("a", slow)], [spec("b", slow), spec("c", slow)]) as watched:
+        await watched.supervisor.wait_ready()
+        assert 0.3 <= time.monotonic() - started < 0.85
+        assert {name for name, _ in watched.lines} == {"a", "b", "c"}
+        assert all(child.ready.is_set() for child in watched.supervisor.children)
+
+
+async def test_both_output_streams_arrive_line_by_line_also_an_unfinished_last_line() -> None:
+    code = "import sys; print('out'); sys.stdout.flush(); sys.stderr.write('err\\nlast'); sys.exit(2)"
+    async with running([spec("a", code)]) as watched:
+        with pytest.raises(StartupError):
+            await watched.supervisor.wait_ready()
+        assert watched.lines == [("a", "out"), ("a", "err"), ("a", "last")]
+
+
+async def test_a_killed_process_is_started_again_under_another_pid() -> None:
+    async with running([spec("a", SLEEP)]) as watched:
+        await watched.supervisor.wait_ready()
+        before = watched.pid("a")
+        os.kill(before, signal.SIGKILL)
+        await eventually(lambda: len(watched.lines) == 2)
+        assert watched.pid("a") != before
+        assert any("was killed by SIGKILL" in message for _, message in watched.events)
+
+
+def test_the_backoff_doubles_up_to_its_limit() -> None:
+    policy = RestartPolicy(first_delay_s=0.2, longest_delay_s=5.0)
+    assert [policy.delay_s(n) for n in range(1, 8)] == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0])
+
+
+async def test_a_process_that_was_ready_is_restarted_however_often_it_dies() -> None:
+    code = "import time; print('up', flush=True); time.sleep(0.1)"
+    async with running([spec("a", code)]) as watched:
+        await eventually(lambda: len(watched.lines) >= 5)
+        assert not watched.supervisor.failed.done()
+
+
+async def test_bad_settings_fail_at_once_with_the_last_lines() -> None:
+    code = "import sys; sys.exit(2)"
+    complaint = "import sys; print('error: --kv-port is bad', file=sys.stderr); sys.exit(2)"
+    for program in (code, complaint):
+        async with running([spec("ok", SLEEP)], [spec("bad", program)]) as watched:
+            with pytest.raises(StartupError, match="bad cannot start: it ended with code 2") as error:
+                await watched.supervisor.wait_ready()
+            assert ("--kv-port is bad" in str(error.value)) == (program is complaint)
+            assert not any(name == "bad" and "again" in message for name, message in watched.events)
+
+
+async def test_a_process_that_never_gets_ready_is_given_up_after_a_few_deaths() -> None:
+    async with running([spec("bad", "import sys; sys.exit(1)")]) as watched:
+        with pytest.raises(StartupError, match="code 1"):
+            await watched.supervisor.wait_ready()
+        assert sum("starting again" in message for _, message in watched.events) == 2
+
+
+async def test_a_command_that_does_not_exist_is_named() -> None:
+    missing = ProcessSpec("decode", "bad", ("/nonexistent/tandem-decode",), {"grpc": 1}, "127.0.0.1:1")
+    async with running([missing]) as watched:
+        await eventually(lambda: bool(watched.lines))
+        assert watched.lines[0] == (
+            "bad",
+            "cannot start /nonexistent/tandem-decode: No such file or directory",
+        )
+
+
+async def test_stages_end_one_after_another_by_sigterm(tmp_path: Path) -> None:
+    log = tmp_path / "ends"
+    code = """
+import signal, sys, time
+def end(*_):
+    time.sleep(0.05)
+    with open(sys.argv[2], "a") as file:
+        file.write(sys.argv[1] + "\\n")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, end)
+print("up", flush=True)
+time.sleep(60)
+"""
+    stages = [[spec(name, code, name, str(log))] for name in ("gateway", "decode", "prefill", "lookahead")]
+    async with running(*stages) as watched:
+        await watched.supervisor.wait_ready()
+    assert log.read_text().split() == ["gateway", "decode", "prefill", "lookahead"]
+
+
+async def test_what_ignores_sigterm_is_killed_after_its_grace() -> None:
+    stubborn = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+        "print('up', flush=True); time.sleep(60)"
+    )
+    async with running([spec("a", stubborn)], grace_s=0.2) as watched:
+        await watched.supervisor.wait_ready()
+        pid = watched.pid("a")
+        started = time.monotonic()
+    assert not is_alive(pid)
+    assert 0.2 <= time.monotonic() - started < 3.0
+    assert ("a", "did not end in time: killed") in watched.events
+
+
+async def test_stop_at_once_cuts_the_grace_short() -> None:
+    stubborn = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+        "print('up', flush=True); time.sleep(60)"
+    )
+    async with running([spec("a", stubborn)], grace_s=30.0) as watched:
+        await watched.supervisor.wait_ready()
+        stopping = asyncio.create_task(watched.supervisor.stop())
+        await asyncio.sleep(0.05)
+        watched.supervisor.stop_at_once()
+        await asyncio.wait_for(stopping, 3.0)
+
+
+async def test_what_a_process_leaves_behind_in_its_session_ends_too() -> None:
+    """As a Redis whose owner was killed -9."""
+    code = (
+        "import subprocess, sys, time; "
+        "print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).pid, flush=True); "
+        "time.sleep(60)"
+    )
+    async with running([spec("a", code)]) as watched:
+        await watched.supervisor.wait_ready()
+        grandchild = int(watched.lines[0][1])
+        os.kill(watched.pid("a"), signal.SIGKILL)
+        await eventually(lambda: len(watched.lines) == 2)
+        assert is_alive(grandchild)
+    await eventually(lambda: not is_alive(grandchild))
+
+
+async def test_stopping_while_a_restart_is_awaited_starts_nothing_more() -> None:
+    policy = RestartPolicy(first_delay_s=30.0)
+    async with running([spec("a", SLEEP)], policy=policy) as watched:
+        await watched.supervisor.wait_ready()
+        os.kill(watched.pid("a"), signal.SIGKILL)
+        await eventually(lambda: any("starting again" in message for _, message in watched.events))
+        await asyncio.wait_for(watched.supervisor.stop(), 2.0)
+    assert len(watched.lines) == 1
+
+
+def test_children_die_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
+    program = """
+import asyncio, sys
+from tandem_cli.supervisor import ProcessSpec, Supervisor
+async def yes(spec): return True
+async def main():
+    command = (sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)")
+    specs = [ProcessSpec("decode", n, command, {"grpc": 1}, "127.0.0.1:1") for n in "ab"]
+    nothing = lambda *_: None
+    supervisor = Supervisor([specs], probe=yes, on_line=nothing, on_event=nothing, on_change=nothing)
+    supervisor.start()
+    await supervisor.wait_ready()
+    print(*(child.pid for child in supervisor.children), flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pids = [int(pid) for pid in process.stdout.readline().split()]
+        try:
+            assert len(pids) == 2
+            assert all(is_alive(pid) for pid in pids)
+            process.kill()
+            process.wait()
+            deadline = time.monotonic() + 3
+            while any(is_alive(pid) for pid in pids) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert not any(is_alive(pid) for pid in pids)
+        finally:
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def test_exits_are_described_in_words() -> None:
+    assert describe_exit(3) == "ended with code 3"
+    assert describe_exit(-9) == "was killed by SIGKILL"
