@@ -10,7 +10,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 import zmq
-from tandem_engine.errors import TransferError
+from tandem_engine.errors import InvariantError, TransferError
 from tandem_engine.transport.base import MAX_FRAME_BYTES, DropCause, Ticket, TransferState
 from tandem_engine.transport.codec import (
     Credit,
@@ -22,6 +22,7 @@ from tandem_engine.transport.codec import (
     digest,
     encode,
 )
+from tandem_engine.transport.incoming import Dropped, IncomingBook
 from tandem_engine.transport.layout import KVLayout
 from tandem_engine.transport.zeromq import ReceiverOptions, SenderOptions, ZmqReceiver, ZmqSender
 
@@ -185,6 +186,8 @@ def test_a_good_frame_is_written_and_credited(
         (DropCause.BAD_RANGE, {"layer": LAYOUT.num_layers}, PAYLOAD),
         (DropCause.BAD_RANGE, {"first_block": 3}, PAYLOAD),
         (DropCause.BAD_RANGE, {"num_blocks": 0}, b""),
+        (DropCause.BAD_RANGE, {"first_block": 1, "num_blocks": 0}, b""),
+        (DropCause.BAD_RANGE, {"first_block": 1, "num_blocks": 5}, 5 * PAYLOAD),
         (DropCause.BAD_RANGE, {"first_block": 1, "num_blocks": 2}, 2 * PAYLOAD),
         (DropCause.BAD_RANGE, {"num_blocks": 2**32 - 1}, PAYLOAD),
         (DropCause.BAD_LENGTH, {"num_blocks": 2}, PAYLOAD),
@@ -258,6 +261,35 @@ def test_a_duplicate_is_counted_and_credited_but_not_written_again(
     assert receiver.counters.dropped[DropCause.DUPLICATE] == 1
     assert store.num_scatters == 1
     assert store.data[0, 0].tobytes() == PAYLOAD
+
+
+def test_a_retry_cannot_write_a_block_that_is_complete(
+    receiver: ZmqReceiver, store: ByteStore, raw_sender: RawSender
+) -> None:
+    incoming = receiver.open({0: 0, 1: 1})
+    for layer in range(LAYOUT.num_layers):
+        raw_sender.send(encode(frame_for(incoming.ticket, PAYLOAD, layer=layer)), PAYLOAD)
+        assert isinstance(raw_sender.reply(), Credit)
+    raw_sender.send(encode(frame_for(incoming.reopen(), DAMAGED)), DAMAGED)
+    assert isinstance(raw_sender.reply(), Reject)
+    assert receiver.counters.dropped[DropCause.BAD_RANGE] == 1
+    assert store.data[0, 0].tobytes() == PAYLOAD
+
+
+def test_a_frame_found_before_close_but_judged_after_it_is_not_written(store: ByteStore) -> None:
+    """The order of events that threads cannot be made to show: lookup, close, accept."""
+    transfer = IncomingBook(LAYOUT, store, 8 * BLOCK).open({0: 0}, None, "tcp://127.0.0.1:1", "")
+    frame = frame_for(transfer.ticket, PAYLOAD)
+    transfer.close()
+    with pytest.raises(Dropped) as caught:
+        transfer.accept(frame, memoryview(PAYLOAD))
+    assert caught.value.cause is DropCause.UNKNOWN
+    assert store.num_scatters == 0
+
+
+def test_two_blocks_cannot_be_promised_one_place(receiver: ZmqReceiver) -> None:
+    with pytest.raises(InvariantError, match="same physical block"):
+        receiver.open({0: 3, 1: 3})
 
 
 def test_what_is_no_message_is_counted_and_the_receiver_lives_on(

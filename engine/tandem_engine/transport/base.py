@@ -194,7 +194,8 @@ class KVReceiver(ABC):
         """Expect blocks: `dest` maps each wanted logical block of the prompt to a physical block.
 
         An empty `dest` gives a transfer that is complete at once. `transfer_id` (16 bytes) is drawn at
-        random when not given; raises TransferError when it is in use or the receiver is closed.
+        random when not given. Raises TransferError when it is in use or the receiver is closed,
+        InvariantError when two blocks share a physical one.
         """
 
     @property

@@ -20,7 +20,7 @@ from concurrent.futures import Future
 import numpy as np
 import numpy.typing as npt
 
-from tandem_engine.errors import TransferError
+from tandem_engine.errors import InvariantError, TransferError
 from tandem_engine.transport.base import (
     TRANSFER_ID_BYTES,
     BlockStore,
@@ -35,8 +35,8 @@ from tandem_engine.transport.codec import Credit, Frame, Reject, digest
 from tandem_engine.transport.layout import KVLayout
 
 
-class _Dropped(Exception):  # noqa: N818 (a verdict, not an error)
-    """The frame is not written, because of `cause`."""
+class Dropped(Exception):  # noqa: N818 (a verdict, not an error)
+    """The verdict that a frame is not to be written, because of `cause`."""
 
     def __init__(self, cause: DropCause, detail: str) -> None:
         super().__init__(f"{cause.value}: {detail}")
@@ -124,7 +124,7 @@ class IncomingTransfer(Incoming):
         self._done.set_exception(error)
 
     def accept(self, frame: Frame, payload: memoryview) -> None:
-        """Judge and write one frame; raises _Dropped, or whatever the store raises."""
+        """Judge and write one frame; raises Dropped, or whatever the store raises."""
         with self._lock:
             rows = self._judge(frame, payload)
             ids = self._physical[rows.start : rows.stop]
@@ -140,24 +140,24 @@ class IncomingTransfer(Incoming):
             self._done.set_result(None)
 
     def _judge(self, frame: Frame, payload: memoryview) -> slice:
-        """The rows the frame fills; raises _Dropped. The lock is held."""
+        """The rows the frame fills; raises Dropped. The lock is held."""
         if self._state.is_final:
-            raise _Dropped(DropCause.UNKNOWN, "the transfer has ended")
+            raise Dropped(DropCause.UNKNOWN, "the transfer has ended")
         if frame.epoch != self._ticket.epoch:
-            raise _Dropped(DropCause.STALE_EPOCH, f"{frame.epoch}, now {self._ticket.epoch}")
+            raise Dropped(DropCause.STALE_EPOCH, f"{frame.epoch}, now {self._ticket.epoch}")
         rows = self._rows(frame)
         if payload.nbytes != frame.num_blocks * self._layout.block_bytes:
-            raise _Dropped(
+            raise Dropped(
                 DropCause.BAD_LENGTH,
                 f"{payload.nbytes} bytes for {frame.num_blocks} blocks of {self._layout.block_bytes}",
             )
         if self._seen[frame.layer, rows].any():
-            raise _Dropped(DropCause.DUPLICATE, "written before")
+            raise Dropped(DropCause.DUPLICATE, "written before")
         expected = digest(
             frame.transfer_id, frame.epoch, frame.layer, frame.first_block, frame.num_blocks, payload
         )
         if not secrets.compare_digest(expected, frame.digest):
-            raise _Dropped(DropCause.BAD_DIGEST, f"layer {frame.layer}, block {frame.first_block}")
+            raise Dropped(DropCause.BAD_DIGEST, f"layer {frame.layer}, block {frame.first_block}")
         return rows
 
     def _rows(self, frame: Frame) -> slice:
@@ -173,7 +173,7 @@ class IncomingTransfer(Incoming):
             or last - first != frame.num_blocks - 1
             or not self._wanted[first : last + 1].all()
         ):
-            raise _Dropped(DropCause.BAD_RANGE, where)
+            raise Dropped(DropCause.BAD_RANGE, where)
         return slice(first, last + 1)
 
 
@@ -196,6 +196,8 @@ class IncomingBook:
         self, dest: Mapping[int, int], transfer_id: bytes | None, endpoint: str, public_key: str
     ) -> IncomingTransfer:
         """See `KVReceiver.open`."""
+        if len(set(dest.values())) < len(dest):
+            raise InvariantError("two logical blocks were given the same physical block")
         ticket = Ticket(
             transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES) if transfer_id is None else transfer_id,
             epoch=1,
@@ -222,9 +224,9 @@ class IncomingBook:
             transfer = self._transfers.get(frame.transfer_id)
         try:
             if transfer is None:
-                raise _Dropped(DropCause.UNKNOWN, "no such transfer is open")
+                raise Dropped(DropCause.UNKNOWN, "no such transfer is open")
             transfer.accept(frame, payload)
-        except _Dropped as dropped:
+        except Dropped as dropped:
             self.count_drop(dropped.cause)
             if dropped.cause is not DropCause.DUPLICATE:
                 return Reject(frame.transfer_id, frame.epoch, str(dropped))
