@@ -114,7 +114,10 @@ class PodServer:
                 loop.remove_signal_handler(signum)
 
     async def stop(self) -> None:
-        """NOT_SERVING, let running calls finish for at most `drain_s` seconds, cancel the rest, close."""
+        """NOT_SERVING, let running calls finish for at most `drain_s` seconds, cancel the rest, close;
+        does nothing when called again."""
+        if self.draining.is_set():
+            return
         self._stop_requested.set()
         self._health.close()
         self.draining.set()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import grpc
 import structlog
@@ -36,10 +38,17 @@ def main() -> None:
     """Entry point of `tandem-decode`."""
     pod_settings = settings.load(DecodeSettings)
     logs.configure(pod_settings, "decode")
-    asyncio.run(serve(pod_settings))
+    asyncio.run(_serve(pod_settings))
 
 
-async def serve(pod: DecodeSettings) -> None:
+async def _serve(pod: DecodeSettings) -> None:
+    async with open_pod(pod) as server:
+        await server.serve_until_signal()
+
+
+@asynccontextmanager
+async def open_pod(pod: DecodeSettings) -> AsyncIterator[PodServer]:
+    """A pod that serves until the context ends. Raises ModelLoadError, CapacityError, OSError."""
     server = PodServer(pod, role="decode", service_names=[SERVICE], status_codes=STATUS_CODES)
     drafter = Drafter(None, DraftPolicy(strategy=Strategy(pod.speculation)))
     parts = await asyncio.to_thread(_assemble, pod, drafter)
@@ -62,8 +71,9 @@ async def serve(pod: DecodeSettings) -> None:
     await server.start()
     server.set_serving(True)
     try:
-        await server.serve_until_signal()
+        yield server
     finally:
+        await server.stop()
         await sharing.close()
         await client.close()
         await asyncio.to_thread(loop.close)

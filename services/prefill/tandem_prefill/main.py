@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import grpc
 import structlog
@@ -33,10 +35,17 @@ def main() -> None:
     """Entry point of `tandem-prefill`."""
     pod_settings = settings.load(PrefillSettings)
     logs.configure(pod_settings, "prefill")
-    asyncio.run(serve(pod_settings))
+    asyncio.run(_serve(pod_settings))
 
 
-async def serve(pod: PrefillSettings) -> None:
+async def _serve(pod: PrefillSettings) -> None:
+    async with open_pod(pod) as server:
+        await server.serve_until_signal()
+
+
+@asynccontextmanager
+async def open_pod(pod: PrefillSettings) -> AsyncIterator[PodServer]:
+    """A pod that serves until the context ends. Raises ModelLoadError, CapacityError, OSError."""
     server = PodServer(pod, role="prefill", service_names=[SERVICE], status_codes=STATUS_CODES)
     parts = await asyncio.to_thread(_assemble, pod)
     shipper = Shipper(parts.engine.blocks, parts.layout.num_layers)
@@ -49,8 +58,9 @@ async def serve(pod: PrefillSettings) -> None:
     await server.start()
     server.set_serving(True)
     try:
-        await server.serve_until_signal()
+        yield server
     finally:
+        await server.stop()
         await asyncio.to_thread(loop.close)
         await asyncio.to_thread(sender.close)
 

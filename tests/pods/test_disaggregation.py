@@ -1,0 +1,260 @@
+"""A prefill pod and a decode pod over real gRPC and ZeroMQ, with a tiny random model: what is computed apart
+is what is computed together, and whatever goes wrong, the request ends well and the books balance."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+from tandem_decode.main import open_pod as open_decode
+from tandem_decode.settings import DecodeSettings
+from tandem_engine import store
+from tandem_engine.llm import LLM
+from tandem_engine.request import SamplingParams
+from tandem_prefill.main import open_pod as open_prefill
+from tandem_prefill.settings import PrefillSettings
+from tandem_proto.v1 import (
+    common_pb2,
+    decode_pb2,
+    decode_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+)
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+VOCABULARY = 96
+
+
+def make_model(folder: Path, seed: int) -> Path:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=112,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        bos_token_id=1,
+        eos_token_id=2,
+        initializer_range=0.2,
+    )
+    checkpoint = folder / f"random-llama-{seed}"
+    LlamaForCausalLM(config).save_pretrained(checkpoint)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[: VOCABULARY - 3]
+    vocab = {token: i for i, token in enumerate(["<unk>", "<s>", "</s>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    ).save_pretrained(checkpoint)
+    return store.pull(str(checkpoint))
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TANDEM_HOME", str(tmp_path_factory.mktemp("home")))
+        return make_model(tmp_path_factory.mktemp("checkpoints"), seed=3)
+
+
+@dataclass(frozen=True)
+class Fleet:
+    decode: decode_pb2_grpc.DecodeServiceStub
+    prefill: prefill_pb2_grpc.PrefillServiceStub
+    prefill_target: str
+
+    async def books(self) -> tuple[common_pb2.Books, common_pb2.Books]:
+        decode = await self.decode.GetDecodeStatus(decode_pb2.GetDecodeStatusRequest())
+        prefill = await self.prefill.GetPrefillStatus(prefill_pb2.GetPrefillStatusRequest())
+        return decode.status.books, prefill.status.books
+
+    async def assert_idle(self) -> None:
+        """Within a second nothing is held any more on either side."""
+        for _ in range(50):
+            held = [_held(books) for books in await self.books()]
+            if held == [{}, {}]:
+                return
+            await asyncio.sleep(0.02)
+        raise AssertionError(f"still held: {held}")
+
+
+def _held(books: common_pb2.Books) -> dict[str, object]:
+    names = ("blocks_used", "requests_waiting", "requests_running", "transfers_open",
+             "credit_bytes_outstanding", "streams_open", "violations")  # fmt: skip
+    return {name: getattr(books, name) for name in names if getattr(books, name)}
+
+
+SIZES = {"num_blocks": 64, "block_size": 16, "chunk_size": 64, "threads": 1, "dtype": "float32"}
+
+
+@asynccontextmanager
+async def run_fleet(tiny_model: Path, **prefill_options: object) -> AsyncIterator[Fleet]:
+    prefill = PrefillSettings(**{"model": tiny_model, "pod_id": "p0", **SIZES, **prefill_options})
+    decode = DecodeSettings(
+        model=tiny_model, pod_id="d0", local_prefill_tokens=32, speculation="local", **SIZES
+    )
+    async with open_prefill(prefill) as p, open_decode(decode) as d:
+        channels = [grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") for server in (d, p)]
+        yield Fleet(
+            decode_pb2_grpc.DecodeServiceStub(channels[0]),
+            prefill_pb2_grpc.PrefillServiceStub(channels[1]),
+            f"127.0.0.1:{p.port}",
+        )
+        for channel in channels:
+            await channel.close(None)
+
+
+def prompt_of(num_tokens: int, start: int = 0) -> list[int]:
+    """Repetitive, so that drafts find something."""
+    return [3 + (start + i * i) % 37 for i in range(num_tokens)]
+
+
+def request(request_id: str, prompt: list[int], targets: list[str], **sampling: object):
+    options = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True, **sampling}
+    return decode_pb2.DecodeRequest(
+        request_id=request_id,
+        prompt_token_ids=prompt,
+        sampling=common_pb2.SamplingParams(**options),
+        prefill_targets=targets,
+    )
+
+
+async def run(fleet: Fleet, message) -> tuple[list[int], common_pb2.Receipt]:
+    tokens: list[int] = []
+    async for response in fleet.decode.Decode(message):
+        tokens.extend(response.chunk.token_ids)
+        if response.HasField("finished"):
+            return tokens, response.finished.receipt
+    raise AssertionError("the stream ended without a receipt")
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "seed": 7, "top_p": 0.9}])
+async def test_apart_equals_together(tiny_model: Path, sampling: dict[str, float]) -> None:
+    lengths = (33, 64, 65, 200, 437)
+    prompts = [prompt_of(n, start=i) for i, n in enumerate(lengths)]
+    alone = LLM(tiny_model, speculation="off", **SIZES)
+    params = SamplingParams(**{"temperature": 0.0, "max_tokens": 24, "ignore_eos": True, **sampling})
+    want = [alone.generate([p], params)[0].token_ids for p in prompts]
+    async with run_fleet(tiny_model) as fleet:
+        got = await asyncio.gather(
+            *(run(fleet, request(f"r{i}", p, [fleet.prefill_target], **sampling)) for i, p in enumerate(prompts))
+        )
+        assert [tokens for tokens, _ in got] == want
+        assert all(receipt.prefill_pod == "p0" for _, receipt in got)
+        assert all(receipt.transfer_bytes > 0 for _, receipt in got)
+        again = await run(fleet, request("again", prompts[3], [fleet.prefill_target], **sampling))
+        assert again[0] == want[3]
+        assert again[1].cached_tokens >= 192
+        assert again[1].prefill_pod == "", "with a warm cache the decode pod does the rest itself"
+        await fleet.assert_idle()
+
+
+async def test_a_dead_prefill_pod_is_passed_over(tiny_model: Path) -> None:
+    async with run_fleet(tiny_model) as fleet:
+        prompt = prompt_of(200)
+        tokens, receipt = await run(fleet, request("a", prompt, ["127.0.0.1:9", fleet.prefill_target]))
+        assert (receipt.prefill_pod, receipt.prefill_retries) == ("p0", 1)
+        alone, receipt = await run(fleet, request("b", prompt_of(200, start=5), ["127.0.0.1:9"]))
+        assert receipt.prefill_pod == ""
+        assert (len(tokens), len(alone)) == (24, 24)
+        await fleet.assert_idle()
+
+
+async def test_another_layout_is_refused_by_name_and_the_prompt_computed_here(tiny_model: Path) -> None:
+    async with run_fleet(tiny_model, block_size=32) as fleet:
+        tokens, receipt = await run(fleet, request("a", prompt_of(100), [fleet.prefill_target]))
+        assert len(tokens) == 24
+        assert receipt.prefill_pod == ""
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            ticket = prefill_pb2.KvTicket(
+                transfer_id=bytes(16), epoch=1, layout_fingerprint="00", layout_description="block_size=16"
+            )
+            async for _ in fleet.prefill.Prefill(
+                prefill_pb2.PrefillRequest(request_id="x", prompt_token_ids=[5] * 40, ticket=ticket)
+            ):
+                pass
+        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert "block_size" in refused.value.details()
+        await fleet.assert_idle()
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.005, 0.02, 0.05, 0.1])
+async def test_cancelling_at_any_moment_gives_everything_back(tiny_model: Path, delay_s: float) -> None:
+    async with run_fleet(tiny_model) as fleet:
+        running = [
+            asyncio.ensure_future(
+                run(fleet, request(f"r{i}", prompt_of(300 + i), [fleet.prefill_target], max_tokens=400))
+            )
+            for i in range(4)
+        ]
+        await asyncio.sleep(delay_s)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        await fleet.assert_idle()
+        tokens, _ = await run(fleet, request("after", prompt_of(100), [fleet.prefill_target]))
+        assert len(tokens) == 24
+
+
+async def test_more_requests_than_blocks_all_finish(tiny_model: Path) -> None:
+    async with run_fleet(tiny_model) as fleet:
+        got = await asyncio.gather(
+            *(run(fleet, request(f"r{i}", prompt_of(400, start=i), [fleet.prefill_target])) for i in range(9))
+        )
+        assert [len(tokens) for tokens, _ in got] == [24] * 9
+        await fleet.assert_idle()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "code", "words"),
+    [
+        ([], {}, grpc.StatusCode.INVALID_ARGUMENT, "prompt"),
+        ([5] * 1024, {}, grpc.StatusCode.INVALID_ARGUMENT, "1024 tokens"),
+        ([5, VOCABULARY], {}, grpc.StatusCode.INVALID_ARGUMENT, "vocabulary of 96"),
+        ([5], {"top_p": 1.5}, grpc.StatusCode.INVALID_ARGUMENT, "top_p"),
+        ([5], {"logprobs": 99}, grpc.StatusCode.INVALID_ARGUMENT, "logprobs"),
+    ],
+)
+@pytest.mark.parametrize("apart", [False, True])
+async def test_bad_input_is_refused_by_name(
+    tiny_model: Path, prompt: list[int], sampling: dict[str, float], code, words: str, apart: bool
+) -> None:
+    async with run_fleet(tiny_model) as fleet:
+        targets = [fleet.prefill_target] if apart else []
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await run(fleet, request("bad", prompt, targets, **sampling))
+        assert refused.value.code() is code
+        assert words in refused.value.details()
+        await fleet.assert_idle()
+
+
+async def test_stop_strings_and_logprobs_travel(tiny_model: Path) -> None:
+    async with run_fleet(tiny_model) as fleet:
+        texts, positions = [], 0
+        async for response in fleet.decode.Decode(
+            request("s", prompt_of(90), [fleet.prefill_target], max_tokens=40, logprobs=2)
+        ):
+            texts.append(response.chunk.text)
+            positions += len(response.chunk.logprobs)
+        whole = "".join(texts)
+        assert positions == 40
+        stop = whole[len(whole) // 2 : len(whole) // 2 + 2]
+        cut, finished = "", None
+        async for response in fleet.decode.Decode(
+            request("t", prompt_of(90), [fleet.prefill_target], max_tokens=40, stop=[stop])
+        ):
+            cut += response.chunk.text
+            if response.HasField("finished"):
+                finished = response.finished
+        assert cut == whole[: whole.index(stop)]
+        assert (finished.reason, finished.stop_reason) == (common_pb2.FINISH_REASON_STOP, stop)
+        await fleet.assert_idle()
