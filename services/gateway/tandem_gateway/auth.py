@@ -1,0 +1,97 @@
+"""API keys: from `Authorization: Bearer KEY` to a tenant.
+
+The keys file has one JSON object a line, and holds digests only:
+
+    {"key_sha256": "9f86d0...", "tenant": "acme", "slo_classes": ["interactive", "batch"]}
+
+`slo_classes` may be left out (all of them); its first is the default. Without a keys file every caller is
+the tenant "default".
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from tandem_gateway.errors import UnauthenticatedError
+
+ALL_CLASSES = ("interactive", "chat", "batch")
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who asks, and the SLO classes allowed, the default first."""
+
+    tenant: str
+    slo_classes: tuple[str, ...] = ALL_CLASSES
+
+
+ANYONE = Caller("default")
+
+
+class KeyFileError(Exception):
+    """The keys file is missing or damaged; the message names the line."""
+
+
+class _KeyLine(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    key_sha256: str = Field(pattern=r"^[0-9a-fA-F]{64}$")
+    tenant: str = Field(min_length=1)
+    slo_classes: tuple[str, ...] = Field(default=ALL_CLASSES, min_length=1)
+
+
+class ApiKeys:
+    """Answers who a bearer token is."""
+
+    def __init__(self, callers: dict[bytes, Caller] | None) -> None:
+        """`callers` by SHA-256 digest of their key; None: no keys are asked for."""
+        self._callers = callers
+
+    @classmethod
+    def load(cls, path: Path | None) -> ApiKeys:
+        """Read a keys file; None: no keys are asked for. Raises KeyFileError."""
+        if path is None:
+            return cls(None)
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise KeyFileError(f"API keys file {path} cannot be read: {error}") from error
+        callers: dict[bytes, Caller] = {}
+        for number, line in enumerate(lines, start=1):
+            if not line.strip() or line.lstrip().startswith("#"):
+                continue
+            try:
+                entry = _KeyLine.model_validate_json(line)
+            except ValidationError as error:
+                first = error.errors(include_url=False, include_input=False)[0]
+                where = ".".join(str(part) for part in first["loc"])
+                raise KeyFileError(f"{path}:{number}: {where}: {first['msg']}") from error
+            unknown = set(entry.slo_classes) - set(ALL_CLASSES)
+            if unknown:
+                raise KeyFileError(
+                    f"{path}:{number}: slo_classes: {sorted(unknown)} unknown; use {ALL_CLASSES}"
+                )
+            callers[bytes.fromhex(entry.key_sha256)] = Caller(entry.tenant, entry.slo_classes)
+        return cls(callers)
+
+    def authenticate(self, authorization: str) -> Caller:
+        """The caller behind an Authorization header or metadata value; raises UnauthenticatedError."""
+        if self._callers is None:
+            return ANYONE
+        scheme, _, key = authorization.partition(" ")
+        if scheme.lower() != "bearer" or not key.strip():
+            raise UnauthenticatedError("an API key is needed: send `Authorization: Bearer KEY`")
+        digest = hashlib.sha256(key.strip().encode()).digest()
+        found: Caller | None = None
+        # Compared in constant time and against every key, so that timing tells nothing of either.
+        for known, caller in self._callers.items():
+            if hmac.compare_digest(known, digest):
+                found = caller
+        if found is None:
+            raise UnauthenticatedError("the API key is not known here; check it for typing errors")
+        return found

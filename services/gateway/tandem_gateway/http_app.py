@@ -1,0 +1,111 @@
+"""The HTTP application: OpenAI's routes, /health, /metrics, /fleet, request ids, error rendering."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import structlog
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from google.protobuf.json_format import MessageToJson
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from tandem_service.interceptors import request_id_or_new
+
+from tandem_gateway.auth import ApiKeys
+from tandem_gateway.errors import GatewayError, OverloadedError
+from tandem_gateway.fleet import Fleet, Role
+from tandem_gateway.fleet_view import FleetView
+from tandem_gateway.gateway import Gateway
+from tandem_gateway.http_stream import ClientGoneError
+from tandem_gateway.openai_api import OpenAiApi
+from tandem_gateway.openai_render import error_json
+
+_REQUEST_ID_HEADER = "x-request-id"
+#: What nginx logs for a client that left; nobody receives it.
+_CLIENT_CLOSED_REQUEST = 499
+
+
+class RequestIdMiddleware:
+    """Takes or makes the request id, binds it to the log context, sends it back."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = request_id_or_new(Headers(scope=scope).get(_REQUEST_ID_HEADER, ""))
+        scope.setdefault("state", {})["request_id"] = request_id
+        structlog.contextvars.bind_contextvars(request_id=request_id)
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[_REQUEST_ID_HEADER] = request_id
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+def make_app(
+    gateway: Gateway, keys: ApiKeys, fleet: Fleet, fleet_view: FleetView, registry: CollectorRegistry
+) -> FastAPI:
+    app = FastAPI(title="Tandem", openapi_url=None, docs_url=None, redoc_url=None)
+    app.add_middleware(RequestIdMiddleware)
+    app.include_router(OpenAiApi(gateway, keys).router)
+
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        """200 while a decode pod can take a request."""
+        num_pods = len(fleet.healthy(Role.DECODE))
+        status = {"status": "ok" if num_pods else "no decode pod is healthy", "decode_pods": num_pods}
+        return JSONResponse(status, status_code=200 if num_pods else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/fleet")
+    async def fleet_status(request: Request) -> Response:
+        keys.authenticate(request.headers.get("authorization", ""))
+        body = MessageToJson(
+            fleet_view.now(), preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+        )
+        return Response(body, media_type="application/json")
+
+    @app.exception_handler(GatewayError)
+    async def refuse(request: Request, error: GatewayError) -> Response:
+        headers = {}
+        if isinstance(error, OverloadedError):
+            # Whole seconds by RFC 9110; OpenAI's client reads the finer one first.
+            headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+            headers["retry-after-ms"] = str(max(1, round(error.retry_after_s * 1000)))
+        return JSONResponse(error_json(error), status_code=error.http_status, headers=headers)
+
+    @app.exception_handler(ClientGoneError)
+    async def gone(request: Request, error: ClientGoneError) -> Response:
+        return Response(status_code=_CLIENT_CLOSED_REQUEST)
+
+    @app.exception_handler(HTTPException)
+    async def no_such_route(request: Request, error: HTTPException) -> Response:
+        body = {
+            "message": f"{request.method} {request.url.path}: {error.detail}",
+            "code": None,
+            "param": None,
+        }
+        return JSONResponse(
+            {"error": {**body, "type": "invalid_request_error"}}, status_code=error.status_code
+        )
+
+    @app.exception_handler(Exception)
+    async def unexpected(request: Request, error: Exception) -> Response:
+        structlog.get_logger("tandem.http").exception("unexpected exception", exc_info=error)
+        request_id = request.state.request_id
+        hidden = GatewayError(f"internal error; the server's log has it under request id {request_id}")
+        return Response(json.dumps(error_json(hidden)), status_code=500, media_type="application/json")
+
+    return app

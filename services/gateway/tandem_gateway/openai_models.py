@@ -1,0 +1,255 @@
+"""OpenAI request bodies: what is accepted, what is refused by name.
+
+    bytes -> UTF-8? -> JSON of the right types? -> nothing we do not serve? -> ChatBody / CompletionBody
+
+A field that the API has and we lack is refused, unless its value asks for nothing (`n: 1`, `tools: []`,
+null). A field nobody knows is refused too: a misspelt `max_token` must not pass in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from tandem_gateway.errors import InvalidRequestError, UnsupportedFieldError
+from tandem_gateway.request import Message, SamplingOptions
+
+#: Fields of the API that change nothing here: bookkeeping on OpenAI's side.
+_IGNORED = frozenset(
+    {
+        "user",
+        "store",
+        "metadata",
+        "service_tier",
+        "parallel_tool_calls",
+        "safety_identifier",
+        "prompt_cache_key",
+    }
+)
+#: Fields of the API that we do not serve, with the values that ask for nothing.
+_UNSERVED: Mapping[str, tuple[object, ...]] = MappingProxyType(
+    {
+        "n": (1,),
+        "best_of": (1,),
+        "echo": (False,),
+        "suffix": ("",),
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "response_format": ({"type": "text"},),
+        "modalities": (["text"],),
+        "use_beam_search": (False,),
+        "audio": (),
+        "prediction": (),
+        "web_search_options": (),
+        "reasoning_effort": (),
+        "verbosity": (),
+    }
+)
+_ROLES = MappingProxyType(
+    {
+        "system": "system",
+        "developer": "system",
+        "user": "user",
+        "assistant": "assistant",
+        "tool": "tool",
+    }
+)
+#: Fields of a message that say nothing to the model.
+_IGNORED_IN_MESSAGE = frozenset({"name", "tool_call_id", "refusal", "annotations"})
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
+
+
+class StreamOptions(_Body):
+    include_usage: bool | None = None
+
+
+class ContentPart(_Body):
+    type: str
+    text: str | None = None
+
+
+class ChatTurn(_Body):
+    role: str
+    content: str | list[ContentPart] | None = None
+
+
+class _CommonBody(_Body):
+    """Shared by both endpoints: OpenAI's sampling fields, then vLLM's, then ours."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    slo_class: str | None = None
+
+    def refuse_unserved(self) -> None:
+        """Raise for any field beyond the typed ones that asks for something."""
+        for name, value in (self.model_extra or {}).items():
+            if value is None or name in _IGNORED:
+                continue
+            if name not in _UNSERVED:
+                raise UnsupportedFieldError(name, "is no field of this API; remove it or check its spelling")
+            if value not in _UNSERVED[name]:
+                allowed = " or ".join(map(repr, _UNSERVED[name]))
+                hint = f"leave it out or send {allowed}" if allowed else "leave it out"
+                raise UnsupportedFieldError(name, f"{_shown(value)} is not supported here; {hint}")
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError("stream_options", "is only allowed with stream: true")
+
+    @property
+    def wants_usage_chunk(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def options(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingOptions:
+        """The sampling fields; null means the default, as in OpenAI's API."""
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return SamplingOptions(
+            max_tokens=max_tokens,
+            min_tokens=self.min_tokens or 0,
+            temperature=self.temperature,
+            # vLLM's clients say -1 for "all".
+            top_k=0 if self.top_k in (None, -1) else self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p or 0.0,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            logit_bias=_token_ids_as_keys(self.logit_bias or {}),
+            stop=stop,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            seed=self.seed,
+            logprobs=logprobs,
+            ignore_eos=bool(self.ignore_eos),
+        )
+
+
+class ChatBody(_CommonBody):
+    messages: list[ChatTurn]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    def sampling_options(self) -> SamplingOptions:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequestError("top_logprobs", "is only allowed with logprobs: true")
+        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return self.options(max_tokens=limit, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+
+    def chat_messages(self) -> tuple[Message, ...]:
+        return tuple(_message(f"messages[{index}]", turn) for index, turn in enumerate(self.messages))
+
+
+class CompletionBody(_CommonBody):
+    prompt: str | list[int] | list[str | list[int]]
+    logprobs: int | None = None
+
+    def sampling_options(self) -> SamplingOptions:
+        return self.options(max_tokens=self.max_tokens, logprobs=self.logprobs)
+
+    def single_prompt(self) -> str | list[int]:
+        """The prompt as a text or as token ids; a list of one prompt counts as that prompt."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return prompt
+        if not prompt:
+            raise InvalidRequestError("prompt", "is empty; send a text or token ids")
+        if isinstance(prompt[0], int):
+            return [token for token in prompt if isinstance(token, int)]
+        if len(prompt) != 1:
+            raise UnsupportedFieldError(
+                "prompt", f"holds {len(prompt)} prompts; the limit is 1: send one request for each"
+            )
+        only = prompt[0]
+        assert not isinstance(only, int)  # the case above
+        return only
+
+
+BodyT = TypeVar("BodyT", ChatBody, CompletionBody)
+
+
+def parse_body(kind: type[BodyT], body: bytes) -> BodyT:
+    """Raises InvalidRequestError naming the field (or the byte) that is wrong."""
+    try:
+        body.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(
+            "body", f"is not valid UTF-8 at byte {error.start} ({error.reason}); encode the JSON as UTF-8"
+        ) from error
+    try:
+        parsed = kind.model_validate_json(body)
+    except ValidationError as error:
+        raise _invalid(error) from error
+    parsed.refuse_unserved()
+    return parsed
+
+
+def _invalid(error: ValidationError) -> InvalidRequestError:
+    first = error.errors(include_url=False)[0]
+    if first["type"] == "json_invalid":
+        return InvalidRequestError("body", f"is not valid JSON: {first['ctx']['error']}")
+    field = ""
+    for part in first["loc"]:
+        if isinstance(part, int):
+            field += f"[{part}]"
+        elif part.isidentifier() and part not in ("str", "int", "float", "bool"):  # else a union's branch
+            field += f".{part}" if field else part
+    if first["type"] == "missing":
+        return InvalidRequestError(field, "is required; add it")
+    return InvalidRequestError(field or "body", f"is {_shown(first['input'])}: {first['msg']}")
+
+
+def _message(where: str, turn: ChatTurn) -> Message:
+    if turn.role not in _ROLES:
+        raise InvalidRequestError(f"{where}.role", f"is {turn.role!r}; use one of {', '.join(_ROLES)}")
+    for name, value in (turn.model_extra or {}).items():
+        if value not in (None, []) and name not in _IGNORED_IN_MESSAGE:
+            raise UnsupportedFieldError(f"{where}.{name}", "is not supported here; leave it out")
+    if turn.content is None:
+        if turn.role != "assistant":
+            raise InvalidRequestError(f"{where}.content", "is missing; send a text")
+        return Message(_ROLES[turn.role], "")
+    if isinstance(turn.content, str):
+        return Message(_ROLES[turn.role], turn.content)
+    texts = []
+    for index, part in enumerate(turn.content):
+        if part.type != "text" or part.text is None:
+            raise UnsupportedFieldError(
+                f"{where}.content[{index}]", f"is a part of type {part.type!r}; only text is supported"
+            )
+        texts.append(part.text)
+    return Message(_ROLES[turn.role], "\n".join(texts))
+
+
+def _token_ids_as_keys(logit_bias: Mapping[str, float]) -> Mapping[int, float]:
+    for key in logit_bias:
+        if not (key.isascii() and key.isdigit()):
+            raise InvalidRequestError(
+                "logit_bias", f"key {key[:32]!r} is no token id; keys are whole numbers"
+            )
+    return MappingProxyType({int(key): bias for key, bias in logit_bias.items()})
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 64 else text[:61] + "..."

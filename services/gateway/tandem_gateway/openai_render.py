@@ -1,0 +1,217 @@
+"""Our events as OpenAI's JSON: whole answers, stream chunks, usage with the receipt, logprobs, errors."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+
+from tandem_gateway.errors import GatewayError, InvalidRequestError, UnknownModelError
+from tandem_gateway.request import (
+    NS_PER_S,
+    Chunk,
+    End,
+    FinishReason,
+    Job,
+    PositionLogprobs,
+    Receipt,
+    TokenLogprob,
+)
+
+Json = Mapping[str, "JsonValue"]
+JsonValue = str | int | float | bool | None | Sequence["JsonValue"] | Json
+
+#: OpenAI knows no "cancelled"; a cancelled request has no reader anyway.
+_FINISH_REASONS: Mapping[FinishReason, str] = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.CANCELLED: "stop",
+}
+
+
+def error_json(error: GatewayError) -> Json:
+    """OpenAI's error object; `param` names the field at fault."""
+    param = error.field if isinstance(error, InvalidRequestError) else None
+    if isinstance(error, UnknownModelError):
+        param = "model"
+    return {"error": {"message": str(error), "type": error.kind, "param": param, "code": error.code}}
+
+
+def usage_json(receipt: Receipt) -> Json:
+    return {
+        "prompt_tokens": receipt.prompt_tokens,
+        "completion_tokens": receipt.output_tokens,
+        "total_tokens": receipt.prompt_tokens + receipt.output_tokens,
+        "prompt_tokens_details": {"cached_tokens": receipt.cached_tokens},
+        "tandem_receipt": receipt_json(receipt),
+    }
+
+
+def receipt_json(receipt: Receipt) -> Json:
+    """The receipt under the names of common.proto."""
+    slo = receipt.slo
+    return {
+        "request_id": receipt.request_id,
+        "queue_ns": receipt.queue_ns,
+        "prefill_ns": receipt.prefill_ns,
+        "transfer_ns": receipt.transfer_ns,
+        "decode_ns": receipt.decode_ns,
+        "ttft_ns": receipt.ttft_ns,
+        "e2e_ns": receipt.e2e_ns,
+        "prompt_tokens": receipt.prompt_tokens,
+        "cached_tokens": receipt.cached_tokens,
+        "output_tokens": receipt.output_tokens,
+        "decode_steps": receipt.decode_steps,
+        "drafted_tokens": receipt.drafted_tokens,
+        "accepted_tokens": receipt.accepted_tokens,
+        "accepted_by_source": dict(receipt.accepted_by_source),
+        "prefill_pod": receipt.prefill_pod,
+        "decode_pod": receipt.decode_pod,
+        "transfer_bytes": receipt.transfer_bytes,
+        "seed": receipt.seed,
+        "slo": {
+            "name": slo.name,
+            "ttft_ns": round(slo.ttft_s * NS_PER_S),
+            "tpot_ns": round(slo.tpot_s * NS_PER_S),
+            "e2e_ns": round(slo.e2e_s * NS_PER_S),
+        },
+        "slo_met": receipt.slo_met,
+        "slo_miss_reason": receipt.slo_miss_reason,
+        "prefill_retries": receipt.prefill_retries,
+    }
+
+
+class Renderer(ABC):
+    """Renders one answer. Chat and plain completions differ in names, shapes and logprobs only."""
+
+    _id_prefix: str
+    _whole_object: str
+    _chunk_object: str
+
+    def __init__(self, job: Job, model: str, token_bytes: Callable[[int], bytes]) -> None:
+        self._head: Json = {
+            "id": self._id_prefix + job.request_id,
+            "created": int(time.time()),
+            "model": model,
+        }
+        self._wants_logprobs = job.sampling.logprobs is not None
+        self._token_bytes = token_bytes
+
+    def chunk(self, chunk: Chunk, *, with_usage_field: bool) -> Json:
+        choice = self._delta(chunk.text, self._logprobs(chunk.logprobs))
+        return self._stream_object([choice], with_usage_field)
+
+    def finish(self, end: End, *, with_usage_field: bool) -> Json:
+        choice = {
+            **self._delta("", None),
+            "finish_reason": _FINISH_REASONS[end.reason],
+            "stop_reason": end.stop_reason or None,
+        }
+        return self._stream_object([choice], with_usage_field)
+
+    def usage_chunk(self, end: End) -> Json:
+        return {**self._stream_object([], False), "usage": usage_json(end.receipt)}
+
+    def whole(self, chunks: Sequence[Chunk], end: End) -> Json:
+        text = "".join(chunk.text for chunk in chunks)
+        positions = [position for chunk in chunks for position in chunk.logprobs]
+        choice = {
+            "index": 0,
+            **self._whole_text(text),
+            "logprobs": self._logprobs(positions),
+            "finish_reason": _FINISH_REASONS[end.reason],
+            "stop_reason": end.stop_reason or None,
+        }
+        usage = usage_json(end.receipt)
+        return {**self._head, "object": self._whole_object, "choices": [choice], "usage": usage}
+
+    def _stream_object(self, choices: Sequence[Json], with_usage_field: bool) -> Json:
+        body = {**self._head, "object": self._chunk_object, "choices": choices}
+        return {**body, "usage": None} if with_usage_field else body
+
+    def _logprobs(self, positions: Sequence[PositionLogprobs]) -> Json | None:
+        return self._logprobs_object(positions) if self._wants_logprobs else None
+
+    def _bytes_of(self, token: TokenLogprob) -> bytes:
+        return token.token_bytes or self._token_bytes(token.token_id)
+
+    @abstractmethod
+    def _delta(self, text: str, logprobs: Json | None) -> Json:
+        """The choice of a stream chunk."""
+
+    @abstractmethod
+    def _whole_text(self, text: str) -> Json:
+        """The part of a whole answer's choice that holds the text."""
+
+    @abstractmethod
+    def _logprobs_object(self, positions: Sequence[PositionLogprobs]) -> Json: ...
+
+
+class ChatRenderer(Renderer):
+    _id_prefix = "chatcmpl-"
+    _whole_object = "chat.completion"
+    _chunk_object = "chat.completion.chunk"
+
+    def __init__(self, job: Job, model: str, token_bytes: Callable[[int], bytes]) -> None:
+        super().__init__(job, model, token_bytes)
+        self._role_told = False
+
+    def _delta(self, text: str, logprobs: Json | None) -> Json:
+        delta: dict[str, JsonValue] = {} if self._role_told else {"role": "assistant", "content": ""}
+        self._role_told = True
+        if text:
+            delta["content"] = text
+        return {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+
+    def _whole_text(self, text: str) -> Json:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def _logprobs_object(self, positions: Sequence[PositionLogprobs]) -> Json:
+        content = [
+            {**self._token(position.chosen), "top_logprobs": [self._token(token) for token in position.top]}
+            for position in positions
+        ]
+        return {"content": content, "refusal": None}
+
+    def _token(self, token: TokenLogprob) -> Json:
+        raw = self._bytes_of(token)
+        return {"token": raw.decode("utf-8", "replace"), "logprob": token.logprob, "bytes": list(raw)}
+
+
+class CompletionRenderer(Renderer):
+    _id_prefix = "cmpl-"
+    _whole_object = "text_completion"
+    _chunk_object = "text_completion"
+
+    def __init__(self, job: Job, model: str, token_bytes: Callable[[int], bytes]) -> None:
+        super().__init__(job, model, token_bytes)
+        self._text_offset = 0
+
+    def _delta(self, text: str, logprobs: Json | None) -> Json:
+        return {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": None}
+
+    def _whole_text(self, text: str) -> Json:
+        return {"text": text}
+
+    def _logprobs_object(self, positions: Sequence[PositionLogprobs]) -> Json:
+        tokens = [self._name(position.chosen) for position in positions]
+        offsets = []
+        for token in tokens:
+            offsets.append(self._text_offset)
+            self._text_offset += len(token)
+        return {
+            "tokens": tokens,
+            "token_logprobs": [position.chosen.logprob for position in positions],
+            "top_logprobs": [
+                {self._name(token): token.logprob for token in position.top} for position in positions
+            ],
+            "text_offset": offsets,
+        }
+
+    def _name(self, token: TokenLogprob) -> str:
+        """The token's text; a part of a character as OpenAI writes it, so that names do not collide."""
+        raw = self._bytes_of(token)
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)

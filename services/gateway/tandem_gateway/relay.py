@@ -1,0 +1,129 @@
+"""One request on the decode pods: open the stream, pass its events on, move to another pod if one dies.
+
+    choose pod -> Decode(...) -> Chunk, Chunk, ..., End
+       ^               |
+       +-- UNAVAILABLE before the first token: the next pod, or wait for one to come back
+
+Closing the generator cancels the call, which makes the pod free everything. After the first token the
+text cannot move for now: the caller gets UnavailableError and the seed to repeat it with.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import grpc
+import grpc.aio
+import structlog
+from tandem_proto.v1 import decode_pb2_grpc
+from tandem_service.interceptors import REQUEST_ID_KEY
+
+from tandem_gateway import codec
+from tandem_gateway.errors import (
+    DeadlineError,
+    GatewayError,
+    InvalidRequestError,
+    OverloadedError,
+    UnavailableError,
+    UpstreamError,
+)
+from tandem_gateway.fleet import Fleet
+from tandem_gateway.metrics import GatewayMetrics
+from tandem_gateway.request import End, Event, Job
+from tandem_gateway.routing import Route, Router
+
+#: A pod that says it is full is asked again after this long at the earliest.
+_POD_FULL_RETRY_S = 1.0
+#: Statuses that mean "this pod is going or gone"; a draining pod cancels what it still runs.
+_POD_GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+
+
+class Relay:
+    def __init__(
+        self, fleet: Fleet, router: Router, metrics: GatewayMetrics, *, failover_wait_s: float
+    ) -> None:
+        self._fleet = fleet
+        self._router = router
+        self._metrics = metrics
+        self._failover_wait_s = failover_wait_s
+        self._log = structlog.get_logger("tandem.relay")
+
+    async def stream(self, job: Job) -> AsyncGenerator[Event, None]:
+        """Events of the request, an End last. Raises GatewayError of the fitting kind."""
+        failed: frozenset[str] = frozenset()
+        give_up_at = min(time.monotonic() + self._failover_wait_s, job.deadline)
+        while True:
+            route = self._router.choose(job, failed)
+            if route is None:
+                failed = frozenset()  # one of them may be back
+                await self._wait_for_pod(job, give_up_at)
+                continue
+            num_tokens = 0
+            try:
+                async with aclosing(self._stream_from(route, job)) as events:
+                    async for event in events:
+                        if not isinstance(event, End):
+                            num_tokens += len(event.token_ids)
+                        yield event
+                return
+            except grpc.aio.AioRpcError as error:
+                if error.code() not in _POD_GONE:
+                    raise self._translate(error, route) from error
+                self._fleet.mark_dead(route.decode, f"{error.code().name}: {error.details()}")
+                self._router.forget(route.decode)
+                if num_tokens:
+                    raise UnavailableError(
+                        f"the decode pod {route.decode.target} went away after {num_tokens} tokens; send the "
+                        f"request again (with seed {job.sampling.seed} for the same text)"
+                    ) from error
+                self._log.warning("decode pod failed; trying another", target=route.decode.target)
+                self._metrics.failover()
+                failed |= {route.decode.target}
+
+    async def _stream_from(self, route: Route, job: Job) -> AsyncGenerator[Event, None]:
+        """Events from one pod. Raises AioRpcError, or UpstreamError when the pod breaks the protocol."""
+        pod = route.decode
+        stub = decode_pb2_grpc.DecodeServiceStub(pod.channel)  # type: ignore[no-untyped-call]
+        call = stub.Decode(
+            codec.job_to_proto(job, route.prefill_targets),
+            timeout=max(0.001, job.deadline - time.monotonic()),
+            metadata=((REQUEST_ID_KEY, job.request_id),),
+        )
+        pod.in_flight += 1
+        try:
+            async for response in call:
+                event = codec.event_from_proto(response)
+                yield event
+                if isinstance(event, End):
+                    return
+            raise UpstreamError(f"the decode pod {pod.target} ended the stream without a finish")
+        except codec.WireError as error:
+            raise UpstreamError(f"the decode pod {pod.target} broke the protocol: {error}") from error
+        finally:
+            pod.in_flight -= 1
+            call.cancel()  # does nothing to a call that has ended
+
+    async def _wait_for_pod(self, job: Job, give_up_at: float) -> None:
+        left_s = give_up_at - time.monotonic()
+        if left_s <= 0:
+            if time.monotonic() >= job.deadline:
+                raise DeadlineError("the deadline passed while no decode pod was there")
+            raise UnavailableError("no decode pod is there to serve the request; try again later")
+        await self._fleet.wait_for_change(left_s)
+
+    def _translate(self, error: grpc.aio.AioRpcError, route: Route) -> GatewayError:
+        details = error.details() or error.code().name
+        match error.code():
+            case grpc.StatusCode.INVALID_ARGUMENT:
+                field, separator, message = details.partition(": ")
+                return InvalidRequestError(*((field, message) if separator else ("request", details)))
+            case grpc.StatusCode.RESOURCE_EXHAUSTED:
+                return OverloadedError(details, _POD_FULL_RETRY_S)
+            case grpc.StatusCode.DEADLINE_EXCEEDED:
+                return DeadlineError("the deadline passed before the answer was complete")
+            case _:
+                target = route.decode.target
+                self._log.error("decode failed", target=target, code=error.code().name, details=details)
+                return UpstreamError(f"the decode pod {target} failed: {error.code().name}: {details}")
