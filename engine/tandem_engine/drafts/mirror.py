@@ -67,6 +67,17 @@ class GlobalMirror:
         return self._position
 
     @property
+    def num_nodes(self) -> int:
+        """Of base and overlay; an n-gram in both counts twice."""
+        view = self._view
+        return view.base.num_nodes + view.overlay.num_nodes
+
+    @property
+    def num_tokens(self) -> int:
+        """Accepted tokens learnt from."""
+        return self._view.count(())
+
+    @property
     def memory_bytes(self) -> int:
         view = self._view
         return view.base.memory_bytes + view.overlay.memory_bytes
@@ -79,15 +90,35 @@ class GlobalMirror:
             self._view = ForestView(base, ForestBuilder(base.depth))
             self._position = position
 
-    def apply_delta(self, spans: Iterable[AcceptedSpan], position: str) -> None:
-        """Adds spans accepted after the present position; repetitions count once."""
+    def apply_delta(self, spans: Iterable[AcceptedSpan], position: str) -> int:
+        """Adds spans accepted after the present position; returns how many tokens were new.
+
+        Repetitions count once.
+        """
         with self._writing:
-            view = self._view
-            for span in spans:
-                fresh = self._assembler.accept(span)
-                if fresh is not None:
-                    view.overlay.insert(fresh.token_ids, fresh.num_context)
-            if view.overlay.num_nodes > self._overlay_nodes:
-                base = merge([view.base, view.overlay.to_snapshot()]).pruned(self._max_nodes)
-                self._view = ForestView(base, ForestBuilder(base.depth))
             self._position = position
+            return self._learn(spans)
+
+    def learn(self, spans: Iterable[AcceptedSpan]) -> int:
+        """Adds spans that the stream has yet to carry; when they come back they are repetitions."""
+        with self._writing:
+            return self._learn(spans)
+
+    def snapshot(self) -> tuple[ForestSnapshot, str]:
+        """Base and overlay in one, at most `max_nodes`, and the position they stand for."""
+        with self._writing:
+            base, overlay, position = self._view.base, self._view.overlay.to_snapshot(), self._position
+        return merge([base, overlay]).pruned(self._max_nodes), position
+
+    def _learn(self, spans: Iterable[AcceptedSpan]) -> int:
+        view = self._view
+        num_new = 0
+        for span in spans:
+            fresh = self._assembler.accept(span)
+            if fresh is not None:
+                view.overlay.insert(fresh.token_ids, fresh.num_context)
+                num_new += len(fresh.token_ids) - fresh.num_context
+        if view.overlay.num_nodes > self._overlay_nodes:
+            base = merge([view.base, view.overlay.to_snapshot()]).pruned(self._max_nodes)
+            self._view = ForestView(base, ForestBuilder(base.depth))
+        return num_new

@@ -1,0 +1,132 @@
+"""A real service in this process: its own Redis server, its own port, torn down with nothing left over."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+from tandem_decode.lookahead_client import LookaheadClient, LookaheadNamespace
+from tandem_engine.drafts.mirror import GlobalMirror
+from tandem_lookahead.main import LookaheadPod
+from tandem_lookahead.redis_process import RedisProcess
+from tandem_lookahead.settings import LookaheadSettings
+
+NAMESPACE = LookaheadNamespace("acme", "rev1", "tok1")
+
+
+async def until(condition: Callable[[], bool], *, limit_s: float = 8.0) -> None:
+    """Waits for a condition; fails the test when it does not come true in time."""
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "timed out waiting for a condition"
+        await asyncio.sleep(0.01)
+
+
+class RunningService:
+    """A lookahead pod and the task that runs it."""
+
+    def __init__(self, pod: LookaheadPod) -> None:
+        self.pod = pod
+        self._running: asyncio.Task[None] | None = None
+
+    @property
+    def target(self) -> str:
+        return f"127.0.0.1:{self.pod.server.port}"
+
+    async def start(self) -> None:
+        await self.pod.start()
+        self._running = asyncio.create_task(self.pod.run())
+
+    async def stop(self) -> None:
+        if self._running is not None:
+            self.pod.server.request_stop()
+            await self._running
+            self._running = None
+        await self.pod.close()
+
+
+def kill_redis(process: RedisProcess) -> int:
+    """kill -9 by pid; returns the pid that is gone."""
+    pid = process.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+class Fleet:
+    """Starts services and pods, and stops all of them at the end of the test."""
+
+    until = staticmethod(until)
+    kill_redis = staticmethod(kill_redis)
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._services: list[RunningService] = []
+        self._clients: list[LookaheadClient] = []
+        self._redis: list[RedisProcess] = []
+
+    async def redis(self) -> RedisProcess:
+        """A Redis server that belongs to no service."""
+        process = RedisProcess(self._folder / f"redis{len(self._redis)}")
+        self._redis.append(process)
+        await process.start()
+        return process
+
+    async def service(
+        self,
+        *,
+        port: int = 0,
+        redis_url: str = "",
+        data_dir: str = "data",
+        expect_redis: bool = True,
+        **options: float,
+    ) -> RunningService:
+        settings = LookaheadSettings(
+            port=port,
+            data_dir=self._folder / data_dir,
+            drain_s=2.0,
+            pod_id=f"la{len(self._services)}",
+            **options,
+        )
+        service = RunningService(LookaheadPod(settings, redis_url=redis_url))
+        self._services.append(service)
+        await service.start()
+        if expect_redis:
+            registry = service.pod.server.registry
+            await until(lambda: registry.get_sample_value("tandem_lookahead_redis_connected") == 1)
+        return service
+
+    async def pod(
+        self,
+        service: RunningService,
+        *,
+        namespace: LookaheadNamespace = NAMESPACE,
+        mirror: GlobalMirror | None = None,
+    ) -> tuple[LookaheadClient, GlobalMirror]:
+        """A connected decode pod's client and its mirror."""
+        mirror = mirror or GlobalMirror()
+        client = LookaheadClient(service.target, namespace, f"pod{len(self._clients)}", mirror)
+        self._clients.append(client)
+        client.start()
+        await until(lambda: client.connected)
+        return client, mirror
+
+    async def stop(self) -> None:
+        for client in self._clients:
+            await client.close()
+        for service in self._services:
+            await service.stop()
+        for process in self._redis:
+            await process.stop()
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
+    fleet = Fleet(tmp_path)
+    yield fleet
+    await fleet.stop()
