@@ -1,0 +1,187 @@
+"""The drafter: valid trees, worth their rows, learning from what is accepted."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tandem_engine.drafts.drafter import Drafter, DraftPolicy, Strategy
+from tandem_engine.drafts.mirror import GlobalMirror
+from tandem_engine.drafts.spans import AcceptedSpan
+from tandem_engine.request import Request, SamplingParams
+
+
+def request_at(text: list[int], num_prompt: int, request_id: str = "r", **options) -> Request:
+    """A request that has just been given its first output token."""
+    sampling = SamplingParams(max_tokens=options.pop("max_tokens", 10_000))
+    request = Request(request_id, text[:num_prompt], sampling, **options)
+    request.output_token_ids = text[num_prompt : num_prompt + 1]
+    request.num_computed_tokens = num_prompt
+    return request
+
+
+class Replay:
+    """Decodes a given text as greedy verification would, and counts."""
+
+    def __init__(self, drafter: Drafter, text: list[int], num_prompt: int) -> None:
+        self.drafter, self.text = drafter, text
+        self.request = request_at(text, num_prompt)
+        self.steps = self.drafted = self.accepted = 0
+
+    def run(self, max_nodes: int = 15) -> Replay:
+        while self.request.num_tokens < len(self.text):
+            (tree,) = self.drafter.propose([self.request], max_nodes)
+            children = tree.children() if tree is not None else [{}]
+            node = 0
+            emitted: list[int] = []
+            while self.request.num_tokens + len(emitted) < len(self.text):
+                token = self.text[self.request.num_tokens + len(emitted)]
+                emitted.append(token)
+                if token not in children[node]:
+                    break
+                node = children[node][token]
+            self.drafter.extend(self.request, emitted)
+            self.request.output_token_ids += emitted
+            self.request.num_computed_tokens = self.request.num_tokens - 1
+            self.steps += 1
+            self.drafted += len(tree) if tree is not None else 0
+            self.accepted += len(emitted) - 1
+        return self
+
+
+def noise(length: int, seed: int = 0, vocabulary: int = 1000) -> list[int]:
+    source = random.Random(seed)
+    return [source.randrange(vocabulary) for _ in range(length)]
+
+
+texts = st.lists(st.integers(0, 4), min_size=4, max_size=60)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(texts, min_size=1, max_size=4), st.integers(0, 80), st.floats(0, 0.2), st.integers(1, 12))
+def test_every_tree_is_valid(batch, max_nodes, row_cost, room):
+    mirror = GlobalMirror(depth=4)
+    mirror.apply_delta([AcceptedSpan("x", 0, tuple(batch[0]))], "1")
+    drafter = Drafter(mirror, DraftPolicy(row_cost=row_cost))
+    requests = [
+        request_at(text, len(text) - 1, request_id=str(i), max_tokens=room) for i, text in enumerate(batch)
+    ]
+    trees = drafter.propose(requests, max_nodes)
+    assert len(trees) == len(requests)
+    for tree in trees:
+        if tree is None:
+            continue
+        assert 1 <= len(tree) <= min(max_nodes, 63)
+        assert max(tree.depths()) <= room - 1  # the bonus token needs room too
+        # No guess twice under one parent, and known sources only; DraftTree checks the order itself.
+        assert len({*zip(tree.token_ids, tree.parents, strict=True)}) == len(tree)
+        assert {*tree.sources} <= {"prompt", "output", "global"}
+
+
+def test_a_repeated_text_is_copied():
+    text = noise(300)
+    replay = Replay(Drafter(None, DraftPolicy()), text + text, len(text)).run()
+    assert replay.accepted / replay.drafted > 0.95
+    assert replay.steps < 300 / 10
+
+
+def test_random_text_is_soon_left_alone():
+    drafter = Drafter(None, DraftPolicy())
+    replay = Replay(drafter, noise(2000), 1000).run()
+    assert replay.drafted / replay.steps < 0.1
+
+
+def test_drafting_resumes_when_the_text_becomes_predictable():
+    """Silence is no dead end: what was considered but not sent is judged as well."""
+    passage = noise(200, seed=1)
+    text = noise(2000) + passage * 4
+    replay = Replay(Drafter(None, DraftPolicy()), text, 1000).run()
+    assert replay.accepted > 3 * len(passage) * 0.7
+
+
+def test_another_request_s_text_is_copied_through_the_mirror():
+    text = noise(300)
+    mirror = GlobalMirror()
+    mirror.apply_delta([AcceptedSpan("earlier", 0, tuple(text))], "1")
+    warm = Replay(Drafter(mirror, DraftPolicy()), text, 10).run()
+    cold = Replay(Drafter(None, DraftPolicy()), text, 10).run()
+    assert warm.accepted > 200 > 10 > cold.accepted
+    snapshot, position = mirror.snapshot()
+    mirror.apply_snapshot(snapshot.to_bytes(), position)
+    assert Replay(Drafter(mirror, DraftPolicy()), text, 10).run().accepted > 200
+
+
+def test_alternatives_share_their_beginning():
+    """After "1 2 3" came 4 and 5 equally often: one tree holds both, under the shared 3."""
+    text = [token for i in range(8) for token in (100 + i, 1, 2, 3, 4 + i % 2)] + [1, 2]
+    drafter = Drafter(None, DraftPolicy(row_cost=0.01))
+    (tree,) = drafter.propose([request_at(text, len(text) - 1)], 15)
+    assert tree is not None
+    root = tree.children()[0]
+    assert {4, 5} <= set(tree.children()[root[3]])
+
+
+@pytest.mark.parametrize(("strategy", "source"), [("off", None), ("local", "prompt"), ("global", "global")])
+def test_the_strategy_names_the_sources(strategy, source):
+    text = [1, 2, 3, 4, 5, 6, 7] + ([50, 51, 1, 2, 3] if source != "global" else [50, 51, 52])
+    mirror = GlobalMirror()
+    mirror.apply_delta([AcceptedSpan("x", 0, (50, 51, 52, 53, 54))] * 3, "1")
+    drafter = Drafter(mirror, DraftPolicy(Strategy(strategy)))
+    (tree,) = drafter.propose([request_at(text, len(text) - 1)], 15)
+    assert (tree.sources[0] if tree is not None else None) == source
+
+
+def test_sources_tell_prompt_from_output():
+    drafter = Drafter(None, DraftPolicy())
+    prompt, output = [1, 2, 3, 4, 5, 6], [30, 31, 32, 33, 30, 31]
+    request = request_at(prompt + output, len(prompt))
+    request.output_token_ids = output
+    request.num_computed_tokens = request.num_tokens - 1
+    (tree,) = drafter.propose([request], 15)
+    assert tree is not None
+    assert (tree.token_ids[0], tree.sources[0]) == (32, "output")
+
+
+def test_a_tenant_s_forest_serves_no_other_tenant():
+    mirror = GlobalMirror(tenant="acme")
+    mirror.apply_delta([AcceptedSpan(str(i), 0, (1, 2, 3, 4)) for i in range(5)], "1")
+    drafter = Drafter(mirror, DraftPolicy())
+    own = request_at([9, 1, 2], 2, "own", tenant="acme")
+    foreign = request_at([9, 1, 2], 2, "foreign", tenant="evil")
+    drafts = drafter.propose([own, foreign], 15)
+    assert drafts[0] is not None
+    assert drafts[1] is None
+
+
+def test_dearer_rows_and_larger_batches_draft_less():
+    text = noise(60, vocabulary=6)
+
+    def num_rows(batch_size: int, row_cost: float) -> float:
+        drafter = Drafter(None, DraftPolicy())
+        drafter.row_cost = row_cost
+        requests = [request_at(text, 59, str(i)) for i in range(batch_size)]
+        trees = drafter.propose(requests, 63)
+        return sum(len(tree) for tree in trees if tree is not None) / batch_size
+
+    assert num_rows(1, 0.0) > num_rows(1, 0.05) > num_rows(1, 5.0) == 0
+    assert num_rows(1, 0.03) > num_rows(16, 0.03)
+
+
+def test_requests_that_are_not_decoding_are_left_alone():
+    drafter = Drafter(None, DraftPolicy())
+    prefilling = Request("p", [1, 2, 1, 2, 1], SamplingParams())
+    last_token = request_at([1, 2, 1, 2, 1], 4, "l", max_tokens=2)  # only the bonus token fits
+    assert drafter.propose([prefilling, last_token], 15) == [None, None]
+
+
+def test_a_forgotten_request_leaves_nothing_behind():
+    drafter = Drafter(None, DraftPolicy())
+    request = request_at([1, 2, 1, 2], 3)
+    drafter.propose([request], 15)
+    assert drafter.num_sequences == 1
+    drafter.forget("r")
+    drafter.forget("r")
+    drafter.extend(request, [1])
+    assert drafter.num_sequences == 0
