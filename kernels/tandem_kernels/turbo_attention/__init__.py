@@ -81,26 +81,22 @@ def turbo_attention(
         query, kv_cache, block_table, seq_lens, query_start_loc, ancestor_bits,
         scale, window, softcap, sinks, k_scale, v_scale,
     )  # fmt: skip
-    if out is None:
-        out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    elif out.shape != query.shape or out.dtype != query.dtype or out.stride(2) != 1:
+    if out is not None and (out.shape != query.shape or out.dtype != query.dtype or out.stride(2) != 1):
         raise ValueError(
             f"out has shape {list(out.shape)}, strides {list(out.stride())} and dtype {out.dtype}, "
             f"wanted {list(query.shape)} of {query.dtype}, dense in the last dimension"
         )
     if backend == "auto":
         backend = "triton" if query.is_cuda else "cpu"
+    if backend == "cpu":
+        return cpu.attend(inputs, out)
     if backend == "reference":
-        reference.attend(inputs, out)
-    elif backend == "cpu":
-        cpu.attend(inputs, out)
-    elif backend == "triton":
+        return reference.attend(inputs, out)
+    if backend == "triton":
         # Imported on demand: Triton is an extra, absent on CPU-only installations.
         if importlib.util.find_spec("triton") is None:
             raise ImportError('backend "triton" needs Triton: install the extra, pip install "tandem[gpu]"')
-        from tandem_kernels.turbo_attention import triton_kernel
+        from tandem_kernels.turbo_attention.triton_kernel import attend
 
-        triton_kernel.attend(inputs, out)
-    else:
-        raise ValueError(f'backend is {backend!r}, wanted "auto", "reference", "cpu" or "triton"')
-    return out
+        return attend(inputs, out)
+    raise ValueError(f'backend is {backend!r}, wanted "auto", "reference", "cpu" or "triton"')

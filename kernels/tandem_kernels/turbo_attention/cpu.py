@@ -19,14 +19,20 @@ from tandem_kernels.turbo_attention.inputs import AttentionInputs
 _flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
-def attend(inputs: AttentionInputs, out: torch.Tensor) -> None:
-    """Fill out [T, Hq, D]; see `turbo_attention`."""
+def attend(inputs: AttentionInputs, out: torch.Tensor | None) -> torch.Tensor:
+    """Return out [T, Hq, D], or a new tensor when None; see `turbo_attention`."""
     if inputs.query.device.type != "cpu":
         raise ValueError(f'query is on {inputs.query.device}, wanted a CPU tensor for backend "cpu"')
     dtype = compute_dtype(inputs.query.dtype)
-    for group in plan_for(inputs, dtype):
+    groups = plan_for(inputs, dtype)
+    if out is None and len(groups) == 1 and groups[0].covers(inputs.query.shape[0]):
+        return _attend_group(inputs, groups[0], dtype).to(inputs.query.dtype)
+    if out is None:
+        out = torch.empty_like(inputs.query, memory_format=torch.contiguous_format)
+    for group in groups:
         rows = _attend_group(inputs, group, dtype)
         out[group.output_rows] = (rows if group.kept_rows is None else rows[group.kept_rows]).to(out.dtype)
+    return out
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -38,42 +44,51 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _attend_group(inputs: AttentionInputs, group: Group, dtype: torch.dtype) -> torch.Tensor:
     """Attention output [B * num_tokens, Hq, D] of one group, padding rows included."""
-    num_kv_heads, group_size, head_size = inputs.num_kv_heads, inputs.group_size, inputs.query.shape[2]
-    folded = (group.batch, num_kv_heads, group.num_tokens * group_size, head_size)
-    heads = (group.batch, group.num_tokens, num_kv_heads, group_size, head_size)
+    batch, num_tokens, num_kv_heads, group_size = (
+        group.batch, group.num_tokens, inputs.num_kv_heads, inputs.group_size,
+    )  # fmt: skip
+    head_size = inputs.query.shape[2]
+    num_rows = num_tokens * group_size
 
     cache = inputs.kv_cache.view(-1, inputs.block_size * head_size)
-    key, value = (
-        cache.index_select(0, group.cache_rows).to(dtype).view(2, group.batch, num_kv_heads, -1, head_size)
-    ).unbind(0)
+    copied = cache.index_select(0, group.cache_rows).to(dtype)
+    key, value = copied.view(2, batch, num_kv_heads, -1, head_size).unbind(0)
     for b, end in group.cleared:
         key[b, :, end:] = 0
         value[b, :, end:] = 0
-    query = inputs.query[group.token_rows].to(dtype).view(heads).transpose(1, 2).reshape(folded)
+    query = inputs.query[group.token_rows].to(dtype)
+    query = query.view(batch, num_tokens, num_kv_heads, group_size, head_size).transpose(1, 2)
+    query = query.reshape(batch, num_kv_heads, num_rows, head_size)
     if inputs.k_scale is not None:
         query = query * inputs.scale_per_kv_head(inputs.k_scale, dtype)[:, None, None]
 
     parts = [
-        _attend_keys(inputs, query[:, :, tile.rows], key[:, :, tile.keys], value[:, :, tile.keys], tile.mask)
+        _attend_keys(
+            inputs, _part(query, tile.rows), _part(key, tile.keys), _part(value, tile.keys), tile.mask
+        )
         for tile in group.tiles
     ]
     output, lse = parts[0] if len(parts) == 1 else (torch.cat(p, 2) for p in zip(*parts, strict=True))
     if group.context is not None:
-        keys = group.context
-        context_output, context_lse = _attend_keys(inputs, query, key[:, :, keys], value[:, :, keys], None)
-        output = torch.lerp(output, context_output, (context_lse - lse).sigmoid_().unsqueeze(-1))
+        context_output, context_lse = _attend_keys(
+            inputs, query, _part(key, group.context), _part(value, group.context), None
+        )
+        output = torch.lerp(output, context_output, (context_lse - lse).sigmoid_().unsqueeze(-1).to(dtype))
         lse = torch.logaddexp(lse, context_lse)
     if inputs.v_scale is not None:
         output = output * inputs.scale_per_kv_head(inputs.v_scale, dtype)[:, None, None]
     if inputs.sinks is not None:
         sinks = inputs.sinks.to(lse.dtype).view(num_kv_heads, 1, group_size)
-        shares = (lse.view(group.batch, num_kv_heads, -1, group_size) - sinks).sigmoid_()
-        output = output * shares.view(*folded[:3], 1)
-    return (
-        output.view(heads[0], num_kv_heads, group.num_tokens, group_size, head_size)
-        .transpose(1, 2)
-        .reshape(group.batch * group.num_tokens, -1, head_size)
-    )
+        shares = (lse.view(batch, num_kv_heads, num_tokens, group_size) - sinks).sigmoid_()
+        output = output * shares.view(batch, num_kv_heads, num_rows, 1).to(dtype)
+    output = output.view(batch, num_kv_heads, num_tokens, group_size, head_size).transpose(1, 2)
+    return output.reshape(batch * num_tokens, num_kv_heads * group_size, head_size)
+
+
+def _part(tensor: torch.Tensor, range_: slice) -> torch.Tensor:
+    """The range of dimension 2; narrow costs less than indexing, and nothing less still."""
+    length = range_.stop - range_.start
+    return tensor if length == tensor.shape[2] else tensor.narrow(2, range_.start, length)
 
 
 def _attend_keys(

@@ -30,7 +30,7 @@ TILE_TOKENS = 128
 COPY_ROWS = 12
 GROUP_OVERHEAD = 4000
 #: Slot-rows of mask above which reading the mask costs more than a separate call for the context.
-LARGE_MASK = 1 << 16
+LARGE_MASK = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,10 @@ class Group:
     cleared: tuple[tuple[int, int], ...]
     context: slice | None
     tiles: tuple[Tile, ...]
+
+    def covers(self, num_rows: int) -> bool:
+        """Whether the group is all rows of the query in their order."""
+        return self.kept_rows is None and self.batch * self.num_tokens == num_rows
 
 
 @dataclass(frozen=True)

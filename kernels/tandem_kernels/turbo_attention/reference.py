@@ -30,8 +30,10 @@ def visible_slots(context_len: int, bits: list[int] | None, num_new: int, window
     return visible
 
 
-def attend(inputs: AttentionInputs, out: torch.Tensor) -> None:
-    """Fill out [T, Hq, D]; see `turbo_attention`."""
+def attend(inputs: AttentionInputs, out: torch.Tensor | None) -> torch.Tensor:
+    """Return out [T, Hq, D], or a new tensor when None; see `turbo_attention`."""
+    if out is None:
+        out = torch.empty_like(inputs.query, memory_format=torch.contiguous_format)
     dtype = torch.float64 if inputs.query.dtype == torch.float64 else torch.float32
     k_scale = inputs.scale_per_kv_head(inputs.k_scale, dtype)
     v_scale = inputs.scale_per_kv_head(inputs.v_scale, dtype)
@@ -65,3 +67,4 @@ def attend(inputs: AttentionInputs, out: torch.Tensor) -> None:
             logits = torch.cat((logits, sink_column), dim=2)
         weights = logits.softmax(dim=2)[:, :, :seq_len]
         out[start:stop] = (weights @ value).transpose(0, 1).to(out.dtype)
+    return out

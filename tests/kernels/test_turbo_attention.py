@@ -1,0 +1,298 @@
+"""turbo_attention's contract on the CPU: what each row sees, and how close the result is to float64's."""
+
+import pytest
+import torch
+from attention_cases import Case, Options, Sequence, Shape, assert_as_good_as_torch, make_case
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tandem_kernels import turbo_attention
+from tandem_kernels.turbo_attention import cpu
+
+BACKENDS = ["reference", "cpu"]
+
+#: Trees, plain decode, chunks below and above 64 tokens, empty contexts and block boundaries in one call.
+MIX = [
+    Sequence(37, 8, tree=True),
+    Sequence(100, 1),
+    Sequence(0, 130),
+    Sequence(15, 1, tree=True),
+    Sequence(16, 64, tree=True),
+    Sequence(63, 20),
+    Sequence(0, 3, tree=True),
+    Sequence(200, 5, tree=True),
+]
+
+OPTIONS = [
+    Options(),
+    Options(window=7),
+    Options(window=64, sinks=True),
+    Options(softcap=5.0),
+    Options(sinks=True, scales=True),
+    Options(window=33, softcap=2.0, sinks=True, scales=True),
+]
+
+
+# What a row sees
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("window", [None, 1, 5, 30])
+@pytest.mark.parametrize("num_nodes", [2, 9, 64])
+def test_a_tree_row_is_causal_attention_along_its_path(
+    backend: str, window: int | None, num_nodes: int
+) -> None:
+    """Also the definition of the window in a tree, and of bit 63: with 64 nodes it is the sign bit."""
+    context = 21
+    case = make_case(
+        [Sequence(context, num_nodes, tree=True)], options=Options(window=window), dtype=torch.float64
+    )
+    result = case.run(backend)
+    assert case.ancestor_bits is not None
+    slots = case.kv_cache[case.block_table[0, :-2].long()].permute(1, 2, 0, 3, 4).flatten(2, 3)
+    for row, bits in enumerate(case.ancestor_bits.tolist()):
+        path = [node for node in range(num_nodes) if bits >> node & 1]
+        assert path[-1] == row
+        linear = slots[:, :, [*range(context), *(context + node for node in path)]]
+        expected = turbo_attention(
+            case.query[row : row + 1],
+            linear[None].contiguous(),
+            torch.tensor([[0]], dtype=torch.int32),
+            torch.tensor([context + len(path)], dtype=torch.int32),
+            torch.tensor([0, 1], dtype=torch.int32),
+            scale=64**-0.5,
+            window=window,
+            backend="reference",
+        )
+        torch.testing.assert_close(result[row : row + 1], expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_causal_row_is_softmax_over_the_keys_up_to_its_own(backend: str, window: int | None) -> None:
+    case = make_case([Sequence(5, 4)], Shape(1, 1, 8), Options(window=window), dtype=torch.float64)
+    key, value = case.kv_cache[case.block_table[0, 0]][:, 0]
+    for row, result in enumerate(case.run(backend)[:, 0]):
+        position = 5 + row
+        first = 0 if window is None else position - window + 1
+        weights = (key[first : position + 1] @ case.query[row, 0] * 8**-0.5).softmax(0)
+        torch.testing.assert_close(result, weights @ value[first : position + 1], rtol=1e-12, atol=1e-12)
+
+
+def with_bits(case: Case, bits: torch.Tensor | None, backend: str) -> torch.Tensor:
+    return turbo_attention(
+        case.query, case.kv_cache, case.block_table, case.seq_lens, case.query_start_loc, bits,
+        scale=0.125, backend=backend,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_bits_of_zero_or_more_than_64_rows_mean_causal(backend: str) -> None:
+    case = make_case([Sequence(9, 30), Sequence(3, 65), Sequence(17, 1)])
+    causal = with_bits(case, None, backend)
+    bits = torch.zeros(96, dtype=torch.int64)
+    assert torch.equal(with_bits(case, bits, backend), causal)
+    bits[30:95] = 1
+    assert torch.equal(with_bits(case, bits, backend), causal)
+    bits[95] = 1  # a tree of one node is plain decode
+    torch.testing.assert_close(with_bits(case, bits, backend), causal, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_chain_of_nodes_is_causal(backend: str) -> None:
+    case = make_case([Sequence(40, 64)])
+    chain = torch.tensor([(2 << i) - 1 - (2**64 if i == 63 else 0) for i in range(64)])
+    torch.testing.assert_close(
+        with_bits(case, chain, backend), with_bits(case, None, backend), rtol=0, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_where_the_blocks_lie_changes_nothing(backend: str) -> None:
+    case = make_case(MIX)
+    order = torch.randperm(len(case.kv_cache), generator=torch.Generator().manual_seed(5))
+    moved = torch.empty_like(case.kv_cache)
+    moved[order] = case.kv_cache
+    in_use = case.block_table >= 0
+    table = torch.where(in_use, order[case.block_table.clamp(min=0).long()].int(), case.block_table)
+    args = (case.seq_lens, case.query_start_loc, case.ancestor_bits)
+    assert torch.equal(
+        turbo_attention(case.query, case.kv_cache, case.block_table, *args, scale=0.1, backend=backend),
+        turbo_attention(case.query, moved, table, *args, scale=0.1, backend=backend),
+    )
+
+
+# How exact
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_mix_of_trees_decodes_and_chunks(options: Options, dtype: torch.dtype) -> None:
+    assert_as_good_as_torch(make_case(MIX, options=options, dtype=dtype), "cpu")
+
+
+@pytest.mark.parametrize("num_kv_heads, group_size", [(1, 1), (1, 8), (4, 1), (2, 5)], ids=str)
+@pytest.mark.parametrize("head_size", [64, 80, 96, 128, 256])
+def test_head_sizes_and_groupings(head_size: int, num_kv_heads: int, group_size: int) -> None:
+    shape = Shape(num_kv_heads, group_size, head_size, block_size=32)
+    sequences = [Sequence(50, 6, tree=True), Sequence(31, 2), Sequence(7, 90)]
+    assert_as_good_as_torch(make_case(sequences, shape, dtype=torch.float32), "cpu")
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_quantized_caches(backend: str, dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
+    case = make_case(MIX, options=Options(scales=True), dtype=dtype, cache_dtype=cache_dtype)
+    assert_as_good_as_torch(case, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_scale_may_be_one_number(backend: str) -> None:
+    case = make_case([Sequence(20, 3)], Shape(num_kv_heads=2))
+    args = (case.query, case.kv_cache, case.block_table, case.seq_lens, case.query_start_loc)
+    result = turbo_attention(*args, scale=0.1, k_scale=3.0, v_scale=torch.tensor(0.5), backend=backend)
+    expected = turbo_attention(*args, scale=0.3, backend=backend) * 0.5
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_long_contexts_are_split_from_the_new_tokens(dtype: torch.dtype) -> None:
+    sequences = [Sequence(3000, 48, tree=True), Sequence(2900, 40, tree=True), Sequence(1100, 300)]
+    for options in (Options(), Options(sinks=True), Options(softcap=3.0), Options(window=500)):
+        assert_as_good_as_torch(make_case(sequences, Shape(1, 3), options, dtype), "cpu")
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_computing_in_bfloat16_as_on_processors_that_multiply_it(
+    options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "compute_dtype", lambda dtype: dtype)
+    case = make_case([*MIX[:6], Sequence(1500, 40, tree=True)], options=options, dtype=torch.bfloat16)
+    assert_as_good_as_torch(case, "cpu")
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    def sequence() -> Sequence:
+        tree = draw(st.booleans())
+        return Sequence(draw(st.integers(0, 90)), draw(st.integers(1, 64 if tree else 140)), tree)
+
+    sequences = [sequence() for _ in range(draw(st.integers(1, 5)))]
+    shape = Shape(
+        num_kv_heads=draw(st.integers(1, 3)),
+        group_size=draw(st.integers(1, 4)),
+        head_size=draw(st.sampled_from([8, 24, 64])),
+        block_size=draw(st.sampled_from([1, 7, 16, 64])),
+    )
+    options = Options(
+        window=draw(st.none() | st.integers(1, 150)),
+        softcap=draw(st.none() | st.just(4.0)),
+        sinks=draw(st.booleans()),
+        scales=draw(st.booleans()),
+    )
+    return make_case(sequences, shape, options, seed=draw(st.integers(0, 1000)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=cases())
+def test_any_batch(case: Case) -> None:
+    assert_as_good_as_torch(case, "cpu")
+
+
+@pytest.mark.wide
+@settings(max_examples=1500, deadline=None)
+@given(case=cases())
+def test_very_many_batches(case: Case) -> None:
+    assert_as_good_as_torch(case, "cpu")
+    assert_as_good_as_torch(case, "reference")
+
+
+# The rest of the contract
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_second_run_gives_the_same_bits(backend: str) -> None:
+    case = make_case([*MIX, Sequence(1500, 40, tree=True)], options=Options(sinks=True))
+    assert torch.equal(case.run(backend), case.run(backend))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_out_is_written_and_returned_whatever_its_strides(backend: str) -> None:
+    case = make_case(MIX)
+    storage = torch.full((case.query.shape[0], 10, 64), torch.nan)
+    out = storage[:, 2:8]
+    args = (case.query, case.kv_cache, case.block_table, case.seq_lens, case.query_start_loc)
+    returned = turbo_attention(*args, case.ancestor_bits, scale=0.125, out=out, backend=backend)
+    assert returned is out
+    assert torch.equal(out, turbo_attention(*args, case.ancestor_bits, scale=0.125, backend=backend))
+    assert storage[:, :2].isnan().all()
+    assert storage[:, 8:].isnan().all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sequences_without_new_tokens_and_rows_of_nobody_are_left_alone(backend: str) -> None:
+    case = make_case([Sequence(10, 2), Sequence(20, 3)])
+    expected = case.run(backend)
+    out = torch.full((7, *case.query.shape[1:]), 5.0)
+    turbo_attention(
+        torch.cat((case.query, case.query[:2])),
+        case.kv_cache,
+        case.block_table[[0, 0, 1]],
+        torch.tensor([12, 0, 23], dtype=torch.int32),
+        torch.tensor([0, 2, 2, 5], dtype=torch.int32),
+        scale=0.125,
+        out=out,
+        backend=backend,
+    )
+    torch.testing.assert_close(out[:5], expected, rtol=0, atol=1e-6)
+    assert (out[5:] == 5).all()
+
+
+def test_auto_is_the_cpu_backend_for_cpu_tensors() -> None:
+    case = make_case(MIX)
+    assert torch.equal(case.run("auto"), case.run("cpu"))
+
+
+def test_errors_name_the_argument_what_it_is_and_what_is_wanted() -> None:
+    case = make_case([Sequence(20, 3), Sequence(5, 2, tree=True)])
+
+    def run(**changed: object) -> None:
+        arguments = {
+            name: getattr(case, name)
+            for name in ("query", "kv_cache", "block_table", "seq_lens", "query_start_loc", "ancestor_bits")
+        }
+        turbo_attention(**{"scale": 0.125, **arguments, **changed})
+
+    ids = torch.int32
+    for message, changed in {
+        r"query has shape \[5, 384\], wanted \[T, Hq, D\]": {"query": case.query.flatten(1)},
+        "query has head size 32, wanted the cache's 64": {"query": case.query[..., :32]},
+        "query has 5 heads, wanted a multiple of Hkv = 2": {"query": case.query[:, :5]},
+        "query has strides .* wanted 1": {"query": case.query[..., :1].expand(-1, -1, 64)},
+        "query has dtype torch.int64": {"query": case.query.long()},
+        "kv_cache has dtype torch.float16, wanted the query's": {"kv_cache": case.kv_cache.half()},
+        "kv_cache has strides": {"kv_cache": case.kv_cache.transpose(2, 3)},
+        "block_table has dtype torch.int64, wanted torch.int32": {"block_table": case.block_table.long()},
+        "block_table has strides": {"block_table": case.block_table[:, :2]},
+        r"seq_lens has shape \[1\], wanted \[2\]": {"seq_lens": case.seq_lens[:1]},
+        r"query_start_loc has shape \[2\], wanted \[3\]": {"query_start_loc": case.query_start_loc[:2]},
+        r"ancestor_bits has shape \[4\], wanted \[5\]": {"ancestor_bits": case.ancestor_bits[:4]},
+        r"sinks has shape \[2\], wanted \[Hq\] = \[6\]": {"sinks": torch.zeros(2)},
+        "window is 0": {"window": 0},
+        "softcap is -1.0": {"softcap": -1.0},
+        r"k_scale has shape \[3\], wanted a number or \[Hkv\] = \[2\]": {"k_scale": torch.ones(3)},
+        r"out has shape \[5, 6, 64\], .* and dtype torch.float16": {"out": case.query.half()},
+        "backend is 'cuda'": {"backend": "cuda"},
+        r"seq_lens\[0\] is 2, wanted at least its 3 new tokens": {
+            "seq_lens": torch.tensor([2, 7], dtype=ids)
+        },
+        "query_start_loc is": {"query_start_loc": torch.tensor([0, 4, 3], dtype=ids)},
+        "block_table has 4 blocks a sequence, wanted enough for the 99 tokens": {
+            "seq_lens": torch.tensor([99, 7], dtype=ids)
+        },
+        r"block_table\[1\] names blocks .* wanted ids in \[0, ": {
+            "block_table": torch.full_like(case.block_table, 3).index_fill_(0, torch.tensor(1), -1)
+        },
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            run(**changed)
