@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tandem_engine.errors import ModelLoadError
-from tandem_engine.models import ModelConfig, load_decoder
+from tandem_engine.models import ModelConfig
 from tandem_engine.store import ModelManifest, ensure_weights
 from tandem_engine.store.gguf_source import GgufSource
 from tandem_engine.store.safetensors_source import SafetensorsSource

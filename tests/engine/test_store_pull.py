@@ -1,0 +1,136 @@
+"""From a reference to a model folder: what is stored, under which name, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tandem_engine.errors import ModelLoadError
+from tandem_engine.models import load_decoder
+from tandem_engine.store import ModelManifest, list_models, pull, resolve
+from tandem_engine.tokenizer import Tokenizer
+from tokenizers import Tokenizer as RustTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TANDEM_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face checkpoint with a generation config that names a second end of text."""
+    folder = tmp_path_factory.mktemp("checkpoints") / "tiny-llama"
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=64, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate(["<unk>", "<s>", "</s>", "<|end|>", *alphabet])}
+    tokenizer = RustTokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3]}))
+    return folder
+
+
+def test_a_local_folder_is_taken_in_under_its_name(home: Path, checkpoint: Path) -> None:
+    folder = pull(str(checkpoint))
+    assert folder == home / "models" / "tiny-llama" == resolve("tiny-llama")
+    manifest = ModelManifest.read(folder)
+    assert manifest.eos_token_ids == (2, 3)
+    assert (manifest.bos_token, manifest.eos_token) == ("<s>", "</s>")
+    assert manifest.chat_template == TEMPLATE
+    assert (manifest.architecture, manifest.max_model_len, manifest.vocab_size) == ("llama", 64, 300)
+    assert len(manifest.revision) == 64
+    assert list_models() == [manifest]
+    assert not (folder / "model.safetensors").exists(), "a local source is not copied"
+    tokenizer = Tokenizer(folder)
+    assert tokenizer.decode(tokenizer.encode("tandem ✓")) == "tandem ✓"
+    assert load_decoder(folder, torch.float32).config.vocab_size == 300
+
+
+def test_pulling_again_changes_nothing(home: Path, checkpoint: Path) -> None:
+    written = (pull(str(checkpoint)) / "tandem.json").stat().st_mtime_ns
+    assert (pull(str(checkpoint)) / "tandem.json").stat().st_mtime_ns == written
+
+
+def test_a_single_safetensors_file_brings_its_neighbours(home: Path, checkpoint: Path) -> None:
+    folder = pull(str(checkpoint / "model.safetensors"))
+    assert folder.name == "model"
+    assert load_decoder(folder, torch.float32).config.num_layers == 1
+
+
+def test_the_revision_is_of_the_weights(home: Path, checkpoint: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(checkpoint, tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.norm.weight"][0] += 1
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    same = shutil.copytree(checkpoint, tmp_path / "same")
+    revisions = [ModelManifest.read(pull(str(p))).revision for p in (checkpoint, same, other)]
+    assert revisions[0] == revisions[1] != revisions[2]
+
+
+def test_two_sources_of_one_name_are_refused(home: Path, checkpoint: Path, tmp_path: Path) -> None:
+    pull(str(checkpoint))
+    twin = shutil.copytree(checkpoint, tmp_path / "tiny-llama")
+    with pytest.raises(ModelLoadError, match="another model called tiny-llama"):
+        pull(str(twin))
+
+
+@pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_an_incomplete_checkpoint_leaves_nothing_behind(
+    home: Path, checkpoint: Path, tmp_path: Path, missing: str
+) -> None:
+    broken = shutil.copytree(checkpoint, tmp_path / "broken")
+    (broken / missing).unlink()
+    with pytest.raises(ModelLoadError):
+        pull(str(broken))
+    assert list_models() == []
+    with pytest.raises(ModelLoadError, match="tandem model pull broken"):
+        resolve("broken")
+
+
+def test_a_pull_that_died_is_started_over(home: Path, checkpoint: Path) -> None:
+    (home / "models" / ".tiny-llama.new").mkdir(parents=True)
+    (home / "models" / ".tiny-llama.new" / "config.json").write_text("half")
+    assert ModelManifest.read(pull(str(checkpoint))).name == "tiny-llama"
+
+
+@pytest.mark.parametrize("ref", ["no-such-model", "a/b/c", "./nowhere"])
+def test_an_unknown_reference_says_what_there_is(home: Path, ref: str) -> None:
+    with pytest.raises(ModelLoadError, match="smollm2-135m-instruct"):
+        pull(ref)
+
+
+def test_the_hub_out_of_reach_is_one_sentence_with_the_remedy(
+    home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    with pytest.raises(ModelLoadError, match="needs only PyPI") as error:
+        pull("tandem-tests/never-there")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"name": "x"}', "[]"])
+def test_a_damaged_manifest_says_pull_again(tmp_path: Path, text: str) -> None:
+    (tmp_path / "tandem.json").write_text(text)
+    with pytest.raises(ModelLoadError, match="pull the model again"):
+        ModelManifest.read(tmp_path)
