@@ -21,6 +21,8 @@ async def wait_for_future(future: Future[Any], timeout_s: float) -> bool:
             loop.call_soon_threadsafe(settled.set)
 
     future.add_done_callback(on_done)
+    # Not asyncio.wait_for: before Python 3.12 it swallows a cancellation that meets the result.
     with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(settled.wait(), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            await settled.wait()
     return future.done()

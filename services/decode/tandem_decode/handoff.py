@@ -167,7 +167,9 @@ class Handoff:
         responses = aiter(call)
         while True:
             try:
-                response = await asyncio.wait_for(anext(responses), HEARTBEAT_TIMEOUT_S)
+                # Not asyncio.wait_for: before Python 3.12 it swallows a cancellation that meets the result.
+                async with asyncio.timeout(HEARTBEAT_TIMEOUT_S):
+                    response = await anext(responses)
             except StopAsyncIteration:
                 raise TransferError("the prefill pod ended its stream without a first token") from None
             if response.HasField("finished"):

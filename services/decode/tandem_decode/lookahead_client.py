@@ -147,7 +147,7 @@ class LookaheadClient:
         stub = lookahead_pb2_grpc.LookaheadServiceStub(channel)  # type: ignore[no-untyped-call]
         call = stub.Sync(self._requests())
         try:
-            await call.initial_metadata()  # the service has taken the call
+            await call.wait_for_connection()
             self._connected = True
             chunks: list[bytes] = []
             async for response in call:

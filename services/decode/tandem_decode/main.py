@@ -66,7 +66,7 @@ async def open_pod(pod: DecodeSettings) -> AsyncIterator[PodServer]:
         DecodeMetrics(server.registry),
     )
     decode_pb2_grpc.add_DecodeServiceServicer_to_server(servicer, server.grpc_server)  # type: ignore[no-untyped-call]
-    sharing.open("")  # the default tenant's forest is warm before its first request
+    sharing.open("default")  # the tenant of callers without a key: warm before its first request
     loop.start()
     await server.start()
     server.set_serving(True)

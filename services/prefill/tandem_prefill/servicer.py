@@ -80,7 +80,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             entered.result()
             while True:
                 try:
-                    output = await asyncio.wait_for(outputs.get(), _HEARTBEAT_S)
+                    async with asyncio.timeout(_HEARTBEAT_S):
+                        output = await outputs.get()
                     break
                 except TimeoutError:
                     yield self._progress(prompt, outgoing)

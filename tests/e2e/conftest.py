@@ -1,0 +1,153 @@
+"""A real fleet: `tandem up` with its processes on free loopback ports, found through the state file."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import httpx
+import psutil
+import pytest
+from tandem_cli.state_file import FleetRecord, read_state
+from tandem_proto.v1 import (
+    common_pb2,
+    decode_pb2,
+    decode_pb2_grpc,
+    gateway_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+)
+
+START_LIMIT_S = 120.0
+STOP_LIMIT_S = 30.0
+
+
+@dataclass(frozen=True)
+class RunningFleet:
+    state_path: Path
+    grpc_target: str
+    url: str
+    log_path: Path
+
+    @property
+    def state(self) -> FleetRecord:
+        return read_state(self.state_path)
+
+    def channel(self) -> grpc.Channel:
+        return grpc.insecure_channel(self.grpc_target, options=[("grpc.enable_http_proxy", 0)])
+
+    def gateway(self) -> gateway_pb2_grpc.GatewayServiceStub:
+        return gateway_pb2_grpc.GatewayServiceStub(self.channel())
+
+    def pid(self, role: str) -> int:
+        (pid,) = self.state.pids(role)
+        return pid
+
+    def redis_pid(self) -> int:
+        """The embedded store, a descendant of the lookahead service."""
+        for child in psutil.Process(self.pid("lookahead")).children(recursive=True):
+            if any(name in " ".join(child.cmdline()) for name in ("valkey", "redis")):
+                return child.pid
+        raise AssertionError("the lookahead service runs no store")
+
+    def books(self) -> dict[str, common_pb2.Books]:
+        books = {}
+        for pod in self.state.pods:
+            channel = grpc.insecure_channel(f"127.0.0.1:{pod.ports['grpc']}")
+            if pod.role == "decode":
+                stub = decode_pb2_grpc.DecodeServiceStub(channel)
+                answer = stub.GetDecodeStatus(decode_pb2.GetDecodeStatusRequest(), timeout=10)
+            elif pod.role == "prefill":
+                stub = prefill_pb2_grpc.PrefillServiceStub(channel)
+                answer = stub.GetPrefillStatus(prefill_pb2.GetPrefillStatusRequest(), timeout=10)
+            else:
+                continue
+            books[pod.name] = answer.status.books
+            channel.close()
+        return books
+
+    def assert_idle(self, within_s: float = 10.0) -> None:
+        """Every block, credit and stream is given back, on both roles."""
+        deadline = time.monotonic() + within_s
+        while True:
+            held = {name: _held(books) for name, books in self.books().items()}
+            if not any(held.values()):
+                return
+            assert time.monotonic() < deadline, f"still held after {within_s} s: {held}"
+            time.sleep(0.1)
+
+
+def _held(books: common_pb2.Books) -> dict[str, object]:
+    names = ("blocks_used", "requests_waiting", "requests_running", "transfers_open",
+             "credit_bytes_outstanding", "streams_open", "violations")  # fmt: skip
+    held = {name: getattr(books, name) for name in names if getattr(books, name)}
+    if books.blocks_free + books.blocks_cached != books.blocks_total:
+        held["missing blocks"] = books.blocks_total - books.blocks_free - books.blocks_cached
+    return held
+
+
+@contextmanager
+def running_fleet(model_dir: Path, folder: Path, *flags: str) -> Iterator[RunningFleet]:
+    """Starts the fleet, waits until it is ready, and ends it with SIGTERM; nothing may be left."""
+    grpc_port, http_port = _free_port(), _free_port()
+    state_path, log_path = folder / "fleet.json", folder / "fleet.log"
+    script = Path(sys.executable).with_name("tandem")
+    command = [str(script), "up", "--model", str(model_dir), "--dtype", "float32",
+               "--grpc-port", str(grpc_port), "--http-port", str(http_port),
+               "--base-port", str(_free_base_port()), "--state-file", str(state_path), *flags]  # fmt: skip
+    environment = os.environ | {"TANDEM_HOME": str(folder / "home")}
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+    fleet = RunningFleet(state_path, f"127.0.0.1:{grpc_port}", f"http://127.0.0.1:{http_port}", log_path)
+    try:
+        _wait_ready(process, fleet)
+        yield fleet
+        family = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(STOP_LIMIT_S) == 0, _tail(log_path)
+        left = [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        assert left == [], f"processes outlived the fleet: {left}"
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def _wait_ready(process: subprocess.Popen[bytes], fleet: RunningFleet) -> None:
+    deadline = time.monotonic() + START_LIMIT_S
+    while time.monotonic() < deadline:
+        assert process.poll() is None, f"tandem up ended early:\n{_tail(fleet.log_path)}"
+        if fleet.state_path.exists() and fleet.state.ready:
+            assert httpx.get(f"{fleet.url}/health", timeout=5).status_code == 200
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"not ready in {START_LIMIT_S} s:\n{_tail(fleet.log_path)}")
+
+
+def _tail(path: Path) -> str:
+    return "\n".join(path.read_text(errors="replace").splitlines()[-40:])
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _free_base_port() -> int:
+    """A base whose derived ports (up to +1400) are unlikely to be taken; `tandem up` checks them all."""
+    return 20_000 + (os.getpid() * 37) % 9_000
+
+
+@pytest.fixture(scope="session")
+def start_fleet() -> Callable[..., AbstractContextManager[RunningFleet]]:
+    return running_fleet

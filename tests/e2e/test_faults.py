@@ -1,0 +1,81 @@
+"""Kill -9 of prefill, of lookahead and of Redis under load: no request fails, later ones neither."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from tandem_proto.v1 import common_pb2, gateway_pb2
+
+if TYPE_CHECKING:
+    from conftest import RunningFleet
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def fleet(start_fleet, model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningFleet]:
+    with start_fleet(model_dir, tmp_path_factory.mktemp("fleet")) as fleet:
+        yield fleet
+
+
+def complete(fleet: RunningFleet, prompt: str) -> tuple[tuple[int, ...], common_pb2.Receipt]:
+    tokens: list[int] = []
+    request = gateway_pb2.GenerateRequest(
+        text=prompt,
+        sampling=common_pb2.SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True),
+        slo_class="batch",
+    )
+    for response in fleet.gateway().Generate(request, timeout=300):
+        tokens.extend(response.chunk.token_ids)
+        if response.HasField("end"):
+            receipt = response.end.receipt
+    return tuple(tokens), receipt
+
+
+def kill(fleet: RunningFleet, what: str) -> int:
+    pid = fleet.redis_pid() if what == "redis" else fleet.pid(what)
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+@pytest.mark.parametrize("what", ["prefill", "lookahead", "redis"])
+def test_no_request_fails_and_no_text_changes(fleet: RunningFleet, corpus, what: str) -> None:
+    prompts = [corpus.prompt(10 * len(what) + i, 2500 + 500 * i) for i in range(4)]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        running = [pool.submit(complete, fleet, prompt) for prompt in prompts]
+        time.sleep(1.5)
+        killed = kill(fleet, what)
+        under_fire = [future.result() for future in running]
+    assert [len(tokens) for tokens, _ in under_fire] == [40] * 4
+    fleet.assert_idle(within_s=20.0)
+    _wait_back(fleet, what, killed)
+    for prompt, (tokens, _) in zip(prompts, under_fire, strict=True):
+        again, _ = complete(fleet, prompt)
+        assert again == tokens, "the fault changed a text"
+    fleet.assert_idle()
+
+
+def test_a_prefill_pod_that_is_back_is_used_again(fleet: RunningFleet, corpus) -> None:
+    _, receipt = complete(fleet, "Never seen before. " + corpus.prompt(99, 3000))
+    assert receipt.prefill_pod == "prefill-0"
+
+
+def _wait_back(fleet: RunningFleet, what: str, killed: int) -> None:
+    """The supervisor, or for Redis the service, has started a new one."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            pid = fleet.redis_pid() if what == "redis" else fleet.pid(what)
+            if pid != killed and (what == "redis" or fleet.books()):
+                return
+        except Exception as error:
+            last = error
+        time.sleep(0.2)
+    raise AssertionError(f"{what} did not come back: {last!r}")

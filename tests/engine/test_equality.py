@@ -1,0 +1,162 @@
+"""The engine's text is the model's text: equal to transformers' greedy, token for token, in fp32, and the
+same however it was computed (speculation, prefix cache, chunk size, batch, preemption).
+
+Twenty prompts from 30 to 4,000 tokens, 64 tokens each. A difference fails unless the two tokens' logits
+are closer than float32 arithmetic can tell apart, and then it is reported; see `assert_same`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from tandem_engine import store
+from tandem_engine.llm import LLM
+from tandem_engine.request import SamplingParams
+
+NUM_TOKENS = 64
+QUESTIONS = (
+    "Where is my order? It was to arrive last Tuesday.",
+    "Explain in two sentences why the sky is blue.",
+    "Write a Python function that reverses a linked list.",
+    "List five uses of a paperclip.",
+    "Übersetze ins Deutsche: The parcel was damaged on arrival.",
+    "What is 17 * 23? Show the steps.",
+    "Write a haiku about rain on a tin roof.",
+    "Repeat this exactly three times: order #W4923227 is pending.",
+)
+#: Characters of dialogue prompts; about four to a token. The last ones come to 4,000 tokens.
+PROMPT_CHARS = (600, 900, 1200, 1600, 2000, 2500, 3000, 4000, 5000, 6000, 10_000, 15_500)
+MAX_PROMPT_TOKENS = 4000
+
+
+@dataclass(frozen=True)
+class Reference:
+    prompts: tuple[tuple[int, ...], ...]
+    #: transformers' greedy continuation of each, NUM_TOKENS tokens, end tokens included.
+    greedy: tuple[tuple[int, ...], ...]
+
+
+def make_llm(model_dir: Path, **options: object) -> LLM:
+    return LLM(model_dir, dtype="float32", num_blocks=400, **{"speculation": "local", **options})
+
+
+@pytest.fixture(scope="module")
+def llm(model_dir: Path) -> LLM:
+    return make_llm(model_dir)
+
+
+@pytest.fixture(scope="module")
+def prompts(llm: LLM, corpus) -> tuple[tuple[int, ...], ...]:
+    asked = [tuple(llm.render_chat([{"role": "user", "content": q}])) for q in QUESTIONS]
+    told = [
+        tuple(llm.tokenizer.encode(corpus.prompt(i, n))[:MAX_PROMPT_TOKENS])
+        for i, n in enumerate(PROMPT_CHARS)
+    ]
+    return (*asked, *told)
+
+
+@pytest.fixture(scope="module")
+def reference(model_dir: Path, prompts: tuple[tuple[int, ...], ...]) -> Reference:
+    """What transformers says, from the same source file, dequantised to fp32."""
+    from transformers import AutoModelForCausalLM
+
+    manifest = store.ModelManifest.read(model_dir)
+    weights = model_dir / manifest.weights
+    model = AutoModelForCausalLM.from_pretrained(weights.parent, gguf_file=weights.name, dtype=torch.float32)
+    model.generation_config.eos_token_id = None  # all NUM_TOKENS tokens, as ignore_eos does
+    texts = []
+    with torch.inference_mode():
+        for prompt in prompts:
+            ids = torch.tensor([prompt])
+            out = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_TOKENS, do_sample=False
+            )
+            texts.append(tuple(out[0, len(prompt) :].tolist()))
+    return Reference(prompts, tuple(texts))
+
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2)
+
+
+def tokens_of(llm: LLM, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, alone: bool = False):
+    groups = [[p] for p in prompts] if alone else [prompts]
+    completions = [c for group in groups for c in llm.generate(group, sampling)]
+    assert llm.engine.scheduler.check() == []
+    return completions
+
+
+def assert_same(got, want: Sequence[Sequence[int]], what: str) -> None:
+    """Token for token. A tie within float32's reach (1e-4 in log probability) may go either way; from
+    there on the two texts are of different prefixes, and the comparison of that text ends."""
+    ties = []
+    for i, (completion, expected) in enumerate(zip(got, want, strict=True)):
+        for position, (a, b) in enumerate(zip(completion.token_ids, expected, strict=True)):
+            if a == b:
+                continue
+            top = completion.logprobs[position].top
+            gap = top[0][1] - top[1][1]
+            assert gap < 1e-4, f"{what}: prompt {i} differs at token {position}: {a} != {b}, gap {gap:.2e}"
+            ties.append((i, position, gap))
+            break
+    assert len(ties) <= 1, f"{what}: more near-ties than chance allows: {ties}"
+
+
+def test_equals_transformers_greedy(llm: LLM, reference: Reference) -> None:
+    completions = [
+        c for i in range(0, len(reference.prompts), 8)
+        for c in tokens_of(llm, reference.prompts[i : i + 8], GREEDY)
+    ]  # fmt: skip
+    assert max(map(len, reference.prompts)) > 3500
+    assert_same(completions, reference.greedy, "batches of 8, speculation on")
+    assert sum(c.stats.accepted_tokens for c in completions) > 0, "nothing was speculated"
+
+
+@pytest.mark.parametrize("chunk_size", [64, 512])
+@pytest.mark.parametrize("speculation", ["off", "local"])
+def test_speculation_and_chunk_size_change_nothing(
+    model_dir: Path, reference: Reference, chunk_size: int, speculation: str
+) -> None:
+    llm = make_llm(model_dir, chunk_size=chunk_size, speculation=speculation)
+    subset = slice(4, 14)
+    got = tokens_of(llm, reference.prompts[subset], GREEDY)
+    assert_same(got, reference.greedy[subset], f"chunk {chunk_size}, speculation {speculation}")
+
+
+def test_hot_prefix_cache_and_being_alone_change_nothing(model_dir: Path, reference: Reference) -> None:
+    llm = make_llm(model_dir)
+    subset = slice(6, 16)
+    cold = tokens_of(llm, reference.prompts[subset], GREEDY, alone=True)
+    hot = tokens_of(llm, reference.prompts[subset], GREEDY, alone=True)
+    assert_same(cold, reference.greedy[subset], "alone, cold")
+    assert_same(hot, reference.greedy[subset], "alone, hot")
+    assert all(c.stats.cached_tokens >= 64 for c in hot if c.stats.prompt_tokens > 128)
+
+
+def test_preemption_changes_nothing(model_dir: Path, reference: Reference) -> None:
+    """A pool too small for all: sequences are preempted and their KV computed again."""
+    llm = make_llm(model_dir, num_blocks=14)
+    subset = slice(0, 8)
+    got = tokens_of(llm, reference.prompts[subset], GREEDY)
+    assert_same(got, reference.greedy[subset], "preempted")
+
+
+def test_seeded_sampling_is_the_same_with_and_without_drafts_in_any_batch(
+    model_dir: Path, prompts: tuple[tuple[int, ...], ...]
+) -> None:
+    subset = prompts[:12]
+    sampling = [
+        SamplingParams(temperature=0.8, top_p=0.95, seed=1000 + i, max_tokens=NUM_TOKENS, ignore_eos=True)
+        for i in range(len(subset))
+    ]
+    plain = make_llm(model_dir, speculation="off")
+    want = [plain.generate([p], s)[0].token_ids for p, s in zip(subset, sampling, strict=True)]
+    drafted = make_llm(model_dir).generate(subset, sampling)
+    again = plain.generate(subset, sampling)
+    different = [i for i, (a, b) in enumerate(zip(drafted, want, strict=True)) if a.token_ids != b]
+    assert different == [], "speculation or batching changed sampled text"
+    assert [c.token_ids for c in again] == want
+    assert len({tuple(w) for w in want}) == len(want)
