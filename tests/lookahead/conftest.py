@@ -109,8 +109,18 @@ class Fleet:
         mirror: GlobalMirror | None = None,
     ) -> tuple[LookaheadClient, GlobalMirror]:
         """A connected decode pod's client and its mirror."""
+        return await self.pod_at(service.target, namespace=namespace, mirror=mirror)
+
+    async def pod_at(
+        self,
+        target: str,
+        *,
+        namespace: LookaheadNamespace = NAMESPACE,
+        mirror: GlobalMirror | None = None,
+    ) -> tuple[LookaheadClient, GlobalMirror]:
+        """The same for a service in another process."""
         mirror = mirror or GlobalMirror()
-        client = LookaheadClient(service.target, namespace, f"pod{len(self._clients)}", mirror)
+        client = LookaheadClient(target, namespace, f"pod{len(self._clients)}", mirror)
         self._clients.append(client)
         client.start()
         await until(lambda: client.connected)

@@ -33,7 +33,7 @@ _BLOCK_MS = 100
 _ENTRIES_PER_READ = 512
 _SPANS_PER_WRITE = 1024
 #: A pod further behind than this gets a snapshot.
-_MAX_HISTORY_ENTRIES = 4096
+_MAX_HISTORY_ENTRIES = 2048
 _RETRY_S = 0.02
 _RETRY_LIMIT_S = 1.0
 #: How long a pod's hello waits for Redis before it is answered with what there is.
@@ -69,6 +69,8 @@ class LookaheadHub:
         self._backlog: deque[_Pending] = deque()
         self._backlog_tokens = 0
         self._tasks: list[asyncio.Task[None]] = []
+        #: Redis may just not be up yet.
+        self._is_new = True
         self._is_stopping = False
         #: Spans that pods sent, and those given up because the backlog was full.
         self.num_received = 0
@@ -114,11 +116,9 @@ class LookaheadHub:
             raise TooManyNamespacesError(
                 f"{len(self._forests)} namespaces are held already; raise --max-namespaces"
             )
-        if self.is_connected and not forest.synced.is_set():
+        if not forest.synced.is_set() and (self.is_connected or self._is_new):
             self._opened.set()
-            try:
-                await asyncio.wait_for(forest.synced.wait(), _SYNC_WAIT_S)
-            except TimeoutError:
+            if not await _happens(forest.synced, _SYNC_WAIT_S):
                 self._log.warning("redis is slow; answering without it", namespace=namespace_key)
         return forest
 
@@ -161,12 +161,14 @@ class LookaheadHub:
     async def _tail(self) -> None:
         """Connects, keeps the forests in step with their streams, and begins anew when Redis is lost."""
         loop = asyncio.get_running_loop()
+        begun = loop.time()
         retry_s = _RETRY_S
         while True:
             started = loop.time()
             try:
                 await self._follow_streams()
             except StoreUnavailableError as error:
+                self._is_new = self._is_new and loop.time() - begun < _SYNC_WAIT_S
                 if self.is_connected:
                     self._log.warning("redis lost; going on without it", error=str(error))
                     self._metrics.redis_failures.inc()
@@ -186,6 +188,7 @@ class LookaheadHub:
         for key in await self._store.namespaces():
             self._ensure(key)
         self._connected.set()
+        self._is_new = False
         self._metrics.redis_connected.set(1)
         self._log.info("redis connected", namespaces=len(self._forests), backlog=len(self._backlog))
         while self.is_connected:
@@ -197,7 +200,7 @@ class LookaheadHub:
             self._report()
             if not self._forests:
                 await self._store.ping()
-                await _wait_briefly(self._opened, _BLOCK_MS / 1000)
+                await _happens(self._opened, _BLOCK_MS / 1000)
                 continue
             positions = {forest.key: forest.position for forest in self.forests if forest.synced.is_set()}
             for entry in await self._store.read(positions, block_ms=_BLOCK_MS, limit=_ENTRIES_PER_READ):
@@ -301,8 +304,10 @@ class LookaheadHub:
         self._metrics.memory_bytes.set(sum(forest.memory_bytes for forest in forests))
 
 
-async def _wait_briefly(event: asyncio.Event, seconds: float) -> None:
+async def _happens(event: asyncio.Event, limit_s: float) -> bool:
+    """Whether the event is set within the limit."""
     try:
-        await asyncio.wait_for(event.wait(), seconds)
+        await asyncio.wait_for(event.wait(), limit_s)
     except TimeoutError:
-        return
+        return False
+    return True

@@ -1,7 +1,7 @@
 """One namespace in the service: its forest, and the pods that follow it.
 
-    merge      spans enter the forest; what was new goes to every follower
-    replace    a published snapshot takes the forest's place; every follower gets it
+    merge      spans enter the forest and go to every follower that is not past them
+    replace    a published snapshot takes the forest's place; every follower behind it gets it
     follow     a pod joins: first what its mirror lacks, then every later update, with no gap between
 
 The three hold one lock, so that a follower's first snapshot and its first delta fit together.
@@ -33,7 +33,9 @@ class FollowerLaggingError(Exception):
 class Follower:
     """Updates on their way to one pod."""
 
-    def __init__(self) -> None:
+    def __init__(self, position: str) -> None:
+        #: Up to where the pod will be current once it has read what was put.
+        self.position = position
         self._waiting: deque[Update] = deque()
         self._changed = asyncio.Event()
         self._closed = False
@@ -46,6 +48,7 @@ class Follower:
             self._waiting.clear()
             self.close()
         else:
+            self.position = update.position
             self._waiting.append(update)
             self._changed.set()
 
@@ -104,17 +107,27 @@ class NamespaceForest:
         return self._forest.memory_bytes
 
     async def merge(self, spans: Sequence[AcceptedSpan], position: str) -> int:
-        """Returns how many tokens were new."""
+        """Takes a stream entry; returns how many tokens were new to this forest.
+
+        Followers get it in any case: they may have joined after it was merged unstored.
+        """
         async with self._lock:
             num_new = await asyncio.to_thread(self._forest.apply_delta, spans, position)
-            if num_new:
-                self.num_unpublished += num_new
-                self._tell(Delta(tuple(spans), position))
+            self.num_unpublished += num_new
+            for follower in self._followers:
+                if position_order(position) > position_order(follower.position):
+                    follower.put(Delta(tuple(spans), position))
             return num_new
 
     async def merge_unstored(self, spans: Sequence[AcceptedSpan]) -> int:
-        """The same for spans that are not in the stream yet: the position stays."""
-        return await self.merge(spans, self.position)
+        """The same for spans that are not in the stream yet: nobody's position moves."""
+        async with self._lock:
+            num_new = await asyncio.to_thread(self._forest.learn, spans)
+            self.num_unpublished += num_new
+            if num_new:
+                for follower in self._followers:
+                    follower.put(Delta(tuple(spans), follower.position))
+            return num_new
 
     async def replace(self, snapshot: PublishedSnapshot) -> None:
         """Raises ValueError when the payload is damaged; the forest then stays as it was."""
@@ -122,7 +135,9 @@ class NamespaceForest:
             await asyncio.to_thread(self._forest.apply_snapshot, snapshot.payload, snapshot.position)
             self.version = snapshot.version
             self.num_unpublished = 0
-            self._tell(snapshot)
+            for follower in self._followers:
+                if position_order(snapshot.position) > position_order(follower.position):
+                    follower.put(snapshot)
 
     async def start_at(self, position: str) -> None:
         """Where reading the stream begins when there was no snapshot."""
@@ -134,11 +149,19 @@ class NamespaceForest:
         return await asyncio.to_thread(self._snapshot, version)
 
     async def follow(self, have_position: str, history: History) -> Follower:
-        """A new follower; end it with `unfollow`."""
-        follower = Follower()
+        """A new follower; end it with `unfollow`. A snapshot goes out only if it is newer than what the
+        pod has; unstored spans in it may reach the pod again from the stream and then count twice there.
+        """
         async with self._lock:
-            for update in await self._missing(have_position, history):
-                follower.put(update)
+            ours = self.position
+            follower = Follower(have_position)
+            if not have_position or position_order(have_position) < position_order(ours):
+                entries = await history(have_position, ours) if have_position else None
+                if entries is None:
+                    follower.put(await self.snapshot(version=""))
+                else:
+                    for entry in entries:
+                        follower.put(Delta(entry.spans or (), entry.position))
             self._followers.add(follower)
         return follower
 
@@ -150,20 +173,6 @@ class NamespaceForest:
         for follower in self._followers:
             follower.close()
 
-    async def _missing(self, have_position: str, history: History) -> list[Update]:
-        ours = self.position
-        if have_position:
-            if position_order(have_position) >= position_order(ours):
-                return []  # the pod knows at least as much: never replace its forest by a poorer one
-            entries = await history(have_position, ours)
-            if entries is not None:
-                return [Delta(entry.spans, entry.position) for entry in entries if entry.spans]
-        return [await self.snapshot(version="")]
-
     def _snapshot(self, version: str) -> PublishedSnapshot:
         forest, position = self._forest.snapshot()
         return PublishedSnapshot(forest.to_bytes(), version, position)
-
-    def _tell(self, update: Update) -> None:
-        for follower in self._followers:
-            follower.put(update)

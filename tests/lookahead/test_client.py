@@ -1,0 +1,53 @@
+"""The decode pod's client on its own: it never blocks, never raises, and loses nothing quietly."""
+
+from __future__ import annotations
+
+from tandem_decode.lookahead_client import LookaheadClient, LookaheadNamespace, joined
+from tandem_engine.drafts.mirror import GlobalMirror
+from tandem_engine.drafts.spans import AcceptedSpan
+
+NOWHERE = "127.0.0.1:1"
+NAMESPACE = LookaheadNamespace("acme", "rev1", "tok1")
+
+
+def test_consecutive_pieces_of_a_request_travel_as_one():
+    pieces = [
+        AcceptedSpan("a", 0, (1, 2)),
+        AcceptedSpan("b", 5, (9,)),
+        AcceptedSpan("a", 2, (3,)),
+        AcceptedSpan("b", 7, (8,)),  # b's sixth token is missing
+    ]
+    assert joined(pieces) == [
+        AcceptedSpan("a", 0, (1, 2, 3)),
+        AcceptedSpan("b", 5, (9,)),
+        AcceptedSpan("b", 7, (8,)),
+    ]
+
+
+async def test_without_a_service_a_pod_learns_from_its_own_requests(fleet):
+    mirror = GlobalMirror()
+    client = LookaheadClient(NOWHERE, NAMESPACE, "pod", mirror)
+    client.start()
+    try:
+        client.push("r1", 0, [1, 2, 3])
+        client.push("r1", 3, [4])
+        await fleet.until(lambda: mirror.view.count((1, 2, 3, 4)) == 1)
+        assert (client.connected, client.dropped) == (False, 0)
+    finally:
+        await client.close()
+
+
+async def test_full_queues_drop_and_count(fleet):
+    mirror = GlobalMirror()
+    client = LookaheadClient(NOWHERE, NAMESPACE, "pod", mirror, max_queued_spans=3)
+    for number in range(5):
+        client.push(f"r{number}", 0, [1, 2])
+    assert client.dropped == 2  # before the client even runs
+    client.start()
+    try:
+        await fleet.until(lambda: mirror.num_tokens == 6)
+        client.push("r9", 0, [1, 2])
+        await fleet.until(lambda: mirror.num_tokens == 8)
+        await fleet.until(lambda: client.dropped == 3)  # one more than may wait for the service
+    finally:
+        await client.close()
