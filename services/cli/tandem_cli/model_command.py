@@ -46,7 +46,9 @@ def list_models() -> None:
     if not manifests:
         typer.echo(f"no models yet; get one with `tandem model pull {DEFAULT_MODEL}`")
         return
-    table = Table("name", "architecture", "context", "licence", "revision", "source", box=None)
+    table = Table(box=None)
+    for title in ("name", "architecture", "context", "licence", "revision", "source"):
+        table.add_column(title, overflow="fold")
     for manifest in manifests:
         table.add_row(
             manifest.name,

@@ -205,6 +205,8 @@ class Supervisor:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            # A pod that crashes in native code says where.
+            env={**os.environ, "PYTHONFAULTHANDLER": "1"},
         )
         child.process = process
         self._sessions.add(process.pid)

@@ -19,6 +19,8 @@ def draw(path: Path, records: Sequence[RequestRecord], slo: SloTarget, title: st
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.patches import Patch
+    from matplotlib.ticker import MaxNLocator
 
     figure, (spread, timeline) = plt.subplots(1, 2, figsize=(13, 5), constrained_layout=True)
     good = [record for record in records if record.is_ok]
@@ -35,7 +37,8 @@ def draw(path: Path, records: Sequence[RequestRecord], slo: SloTarget, title: st
             spread.axvline(limit_s, color=colour, linestyle="--", linewidth=1, label=f"{label} objective")
     spread.set(xlabel="seconds", ylabel="share of all sent", ylim=(0, 1.02), xlim=(0, None))
     spread.set_title("Distribution")
-    spread.legend(loc="lower right")
+    spread.margins(x=0.05)
+    spread.legend(loc="best")
     spread.grid(alpha=0.3)
 
     for row, record in enumerate(records):
@@ -45,7 +48,10 @@ def draw(path: Path, records: Sequence[RequestRecord], slo: SloTarget, title: st
         timeline.barh(row, record.e2e_s - first_s, left=record.sent_s + first_s, color=colour, height=0.8)
     timeline.set(xlabel="seconds since the start", ylabel="request", ylim=(-1, len(records)))
     timeline.invert_yaxis()
-    timeline.set_title("Timeline (pale: until the first token; green met, orange missed, red failed)")
+    timeline.yaxis.set_major_locator(MaxNLocator(integer=True))
+    meanings = ((_MET, "SLO met"), (_MISSED, "SLO missed"), (_FAILED, "failed"))
+    timeline.legend(handles=[Patch(color=colour, label=label) for colour, label in meanings])
+    timeline.set_title("Timeline, pale until the first token")
     figure.suptitle(title)
     figure.savefig(path, dpi=120)
     plt.close(figure)

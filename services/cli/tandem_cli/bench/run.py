@@ -73,9 +73,11 @@ def run_bench(config: BenchConfig, *, api_key: str | None, output: Path | None, 
     records = asyncio.run(_load(config, schedule, prompts, api_key, console))
     summary = summarise(records, slo)
     console.print(latency_table(summary))
-    console.print(describe(summary), markup=False, highlight=False)
+    console.print(describe(summary), markup=False, highlight=False, soft_wrap=True)
     for record in [record for record in records if not record.is_ok][:3]:
-        console.print(f"request {record.index}: {record.status}: {record.error}", markup=False)
+        console.print(
+            f"request {record.index}: {record.status}: {record.error}", markup=False, soft_wrap=True
+        )
     if output is not None:
         write_json(output, config, summary, records)
     if plot is not None:

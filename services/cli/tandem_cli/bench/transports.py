@@ -164,8 +164,8 @@ class HttpTransport(Transport):
         if usage := event.get("usage"):
             recorder.prompt_tokens = int(usage["prompt_tokens"])
             recorder.output_tokens = int(usage["completion_tokens"])
-        if receipt := event.get("receipt") or (usage or {}).get("receipt"):
-            recorder.speculation = _speculation_of(receipt)
+            if receipt := usage.get("tandem_receipt"):
+                recorder.speculation = _speculation_of(receipt)
 
 
 def _speculation_of(receipt: Mapping[str, object]) -> Speculation:

@@ -1,0 +1,291 @@
+"""Load generation end to end against real servers with fake answers: gRPC from the real proto, and HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+from tandem_cli.bench.loadgen import ClosedLoop, OpenLoop, run_load
+from tandem_cli.bench.record import OK, TIMEOUT, RequestRecord
+from tandem_cli.bench.run import BenchConfig, BenchError, make_prompts, run_bench
+from tandem_cli.bench.transports import GrpcTransport, HttpTransport, RequestOptions, Transport
+from tandem_proto.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
+
+OPTIONS = RequestOptions("m", 6, 0.0, 3, "interactive", ignore_eos=True, api_key="secret")
+
+
+class FakeGateway(gateway_pb2_grpc.GatewayServiceServicer):
+    """Answers with three messages of 1, 3 and 2 tokens, 20 ms apart; every `refuse_each`-th is refused."""
+
+    def __init__(self, *, gap_s: float = 0.02, refuse_each: int = 0) -> None:
+        self.gap_s = gap_s
+        self.refuse_each = refuse_each
+        self.requests: list[gateway_pb2.ChatRequest] = []
+        self.keys: list[str] = []
+        self.running = self.most_running = self.cancelled = 0
+
+    async def Chat(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802
+        self.requests.append(request)
+        self.keys.append(dict(context.invocation_metadata()).get("authorization", ""))
+        if self.refuse_each and len(self.requests) % self.refuse_each == 0:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "queue is full")
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        try:
+            for ids in ([1], [2, 3, 4], [5, 6]):
+                await asyncio.sleep(self.gap_s)
+                chunk = gateway_pb2.GeneratedChunk(text="x" * len(ids), token_ids=ids)
+                yield gateway_pb2.ChatResponse(chunk=chunk)
+            receipt = common_pb2.Receipt(
+                prompt_tokens=40, output_tokens=6, decode_steps=2, accepted_by_source={"prompt": 3}
+            )
+            yield gateway_pb2.ChatResponse(end=gateway_pb2.GeneratedEnd(receipt=receipt))
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.running -= 1
+
+
+@asynccontextmanager
+async def serving(gateway: FakeGateway) -> AsyncIterator[str]:
+    server = grpc.aio.server()
+    gateway_pb2_grpc.add_GatewayServiceServicer_to_server(gateway, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
+
+
+CONFIG = BenchConfig(
+    target="",
+    transport="grpc",
+    rate=None,
+    concurrency=2,
+    num_requests=5,
+    dataset=None,
+    policy=None,
+    input_tokens=None,
+    model="",
+    max_tokens=6,
+    ignore_eos=False,
+    temperature=0.0,
+    seed=0,
+    slo_class="interactive",
+    timeout_s=20.0,
+)
+
+
+async def load(
+    transport: Transport, schedule: ClosedLoop | OpenLoop, num_requests: int, timeout_s: float = 20.0
+) -> list[RequestRecord]:
+    prompts = make_prompts(replace(CONFIG, num_requests=num_requests))
+    try:
+        return await run_load(transport, prompts, schedule, timeout_s=timeout_s, on_done=lambda _: None)
+    finally:
+        await transport.close()
+
+
+async def test_grpc_notes_first_token_gaps_tokens_and_the_receipt() -> None:
+    gateway = FakeGateway()
+    async with serving(gateway) as target:
+        (record,) = await load(GrpcTransport(target, OPTIONS), ClosedLoop(1), 1)
+    assert record.status == OK
+    assert record.text == "xxxxxx"
+    assert (record.prompt_tokens, record.output_tokens) == (40, 6)
+    assert record.ttft_s is not None
+    assert 0.02 <= record.ttft_s < record.e2e_s
+    assert len(record.gaps_s) == 2
+    assert sum(record.gaps_s) >= 0.035
+    assert record.tpot_s == pytest.approx((record.e2e_s - record.ttft_s) / 5)
+    assert record.speculation is not None
+    assert record.speculation.accepted_by_source == {"prompt": 3}
+    (request,) = gateway.requests
+    assert (request.sampling.max_tokens, request.sampling.seed, request.sampling.ignore_eos) == (6, 3, True)
+    assert request.messages[0].role == "system"
+    assert gateway.keys == ["Bearer secret"]
+
+
+async def test_a_closed_loop_keeps_its_concurrency_and_sends_all() -> None:
+    gateway = FakeGateway()
+    async with serving(gateway) as target:
+        records = await load(GrpcTransport(target, OPTIONS), ClosedLoop(3), 8)
+    assert gateway.most_running == 3
+    assert [record.index for record in records] == list(range(8))
+
+
+def test_an_open_loop_departs_at_its_rate_and_repeats_with_its_seed() -> None:
+    times = OpenLoop(rate=10.0, seed=4).departures_s(2000)
+    assert times[0] == 0.0
+    assert times == sorted(times)
+    assert times[-1] == pytest.approx(200.0, rel=0.1)
+    assert times == OpenLoop(rate=10.0, seed=4).departures_s(2000)
+    assert times != OpenLoop(rate=10.0, seed=5).departures_s(2000)
+
+
+async def test_an_open_loop_does_not_wait_for_answers() -> None:
+    gateway = FakeGateway(gap_s=0.2)
+    async with serving(gateway) as target:
+        records = await load(GrpcTransport(target, OPTIONS), OpenLoop(rate=200.0, seed=0), 6)
+    assert gateway.most_running == 6
+    departures = OpenLoop(rate=200.0, seed=0).departures_s(6)
+    for record, departure_s in zip(records, departures, strict=True):
+        assert departure_s <= record.sent_s < departure_s + 0.15
+
+
+async def test_refusals_are_recorded_with_their_status() -> None:
+    async with serving(FakeGateway(refuse_each=2)) as target:
+        records = await load(GrpcTransport(target, OPTIONS), ClosedLoop(1), 4)
+    assert [record.status for record in records] == [OK, "RESOURCE_EXHAUSTED", OK, "RESOURCE_EXHAUSTED"]
+    assert records[1].error == "queue is full"
+    assert records[1].ttft_s is None
+
+
+async def test_the_time_limit_cancels_what_runs_and_sends_nothing_more() -> None:
+    gateway = FakeGateway(gap_s=5.0)
+    async with serving(gateway) as target:
+        records = await load(GrpcTransport(target, OPTIONS), ClosedLoop(2), 6, timeout_s=0.3)
+        assert [record.status for record in records] == [TIMEOUT, TIMEOUT]
+        async with asyncio.timeout(3):
+            while gateway.cancelled < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+
+async def test_a_gateway_that_is_not_there_fails_each_request() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        target = f"127.0.0.1:{unused.getsockname()[1]}"
+        records = await load(GrpcTransport(target, OPTIONS), ClosedLoop(1), 2)
+    assert {record.status for record in records} == {"UNAVAILABLE"}
+
+
+class FakeOpenAI(BaseHTTPRequestHandler):
+    """Streams two pieces of text and a usage chunk; refuses the model "unknown"."""
+
+    bodies: list[dict[str, object]]
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.bodies.append(body)
+        if body["model"] == "unknown":
+            self.send_error(404, "no such model")
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        receipt = {
+            "decode_steps": 2,
+            "drafted_tokens": 9,
+            "accepted_tokens": 3,
+            "accepted_by_source": {"a": 3},
+        }
+        usage = {"prompt_tokens": 40, "completion_tokens": 6, "tandem_receipt": receipt}
+        events: list[object] = [
+            {"choices": [{"delta": {"role": "assistant"}}]},
+            {"choices": [{"delta": {"content": "He"}}]},
+            {"choices": [{"delta": {"content": "llo"}, "finish_reason": "stop"}]},
+            {"choices": [], "usage": usage},
+        ]
+        for event in events:
+            self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Quiet."""
+
+
+@pytest.fixture
+def openai_server() -> Iterator[tuple[str, list[dict[str, object]]]]:
+    bodies: list[dict[str, object]] = []
+    handler = type("Handler", (FakeOpenAI,), {"bodies": bodies})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}", bodies
+    server.shutdown()
+    server.server_close()
+
+
+async def test_http_reads_events_usage_and_receipt(
+    openai_server: tuple[str, list[dict[str, object]]],
+) -> None:
+    url, bodies = openai_server
+    (record,) = await load(HttpTransport(url, OPTIONS), ClosedLoop(1), 1)
+    assert (record.status, record.text) == (OK, "Hello")
+    assert (record.prompt_tokens, record.output_tokens) == (40, 6)
+    assert len(record.gaps_s) == 1
+    assert record.speculation is not None
+    assert record.speculation.accepted_by_source == {"a": 3}
+    assert bodies[0]["stream_options"] == {"include_usage": True}
+    assert bodies[0]["slo_class"] == "interactive"
+
+
+async def test_http_errors_are_recorded_with_their_code(
+    openai_server: tuple[str, list[dict[str, object]]],
+) -> None:
+    (record,) = await load(
+        HttpTransport(openai_server[0], replace(OPTIONS, model="unknown")), ClosedLoop(1), 1
+    )
+    assert record.status == "HTTP 404"
+    assert "no such model" in record.error
+
+
+def test_a_whole_run_writes_json_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Quick(gateway_pb2_grpc.GatewayServiceServicer):
+        def Chat(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802
+            yield gateway_pb2.ChatResponse(chunk=gateway_pb2.GeneratedChunk(text="a", token_ids=[1]))
+            yield gateway_pb2.ChatResponse(
+                end=gateway_pb2.GeneratedEnd(receipt=common_pb2.Receipt(output_tokens=1))
+            )
+
+    server = grpc.server(ThreadPoolExecutor(4))
+    gateway_pb2_grpc.add_GatewayServiceServicer_to_server(Quick(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        summary = run_bench(
+            replace(CONFIG, target=f"127.0.0.1:{port}"),
+            api_key=None,
+            output=tmp_path / "run.json",
+            plot=tmp_path / "run.png",
+        )
+    finally:
+        server.stop(None)
+    assert (summary.num_sent, summary.num_ok, summary.attainment) == (5, 5, 1.0)
+    written = json.loads((tmp_path / "run.json").read_text())
+    assert written["summary"]["num_ok"] == 5
+    assert written["config"]["concurrency"] == 2
+    assert len(written["requests"]) == 5
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+    assert "attainment  100.0% of all sent (interactive)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("config", "complaint"),
+    [
+        (replace(CONFIG, slo_class="gold"), "slo-class 'gold'"),
+        (replace(CONFIG, policy="/nonexistent/p.md"), "--policy"),
+        (replace(CONFIG, concurrency=None), "rate or a concurrency"),
+    ],
+)
+def test_a_configuration_that_makes_no_run_is_refused_first(config: BenchConfig, complaint: str) -> None:
+    with pytest.raises(BenchError, match=complaint):
+        run_bench(config, api_key=None, output=None, plot=None)
+
+
+def test_a_file_in_a_missing_folder_is_refused_before_the_run(tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match="does not exist"):
+        run_bench(CONFIG, api_key=None, output=tmp_path / "no" / "x.json", plot=None)

@@ -1,0 +1,213 @@
+"""The command line as its users meet it: real processes, real exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+from tandem_cli import models
+from tandem_cli.chat import ChatOptions, Conversation, GatewayError, open_stub
+from tandem_cli.fleet import FleetOptions
+from tandem_cli.log_view import LogView
+from tandem_cli.state_file import PodRecord, StateFile, read_state
+from tandem_cli.up import banner
+from tandem_proto.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
+
+TANDEM = str(Path(sys.executable).parent / "tandem")
+
+
+def tandem(*arguments: str, home: Path, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "TANDEM_HOME": str(home), "COLUMNS": "200", "NO_COLOR": "1"}
+    return subprocess.run(
+        [TANDEM, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def fake_model(folder: Path) -> Path:
+    """A model folder as far as `tandem up` looks at it before it starts pods."""
+    folder.mkdir(parents=True)
+    (folder / "tandem.json").write_text(json.dumps({"name": folder.name}))
+    (folder / "model-float32.safetensors").touch()
+    return folder
+
+
+def test_help_names_the_commands_and_loads_neither_torch_nor_grpc(tmp_path: Path) -> None:
+    shown = tandem("--help", home=tmp_path)
+    assert shown.returncode == 0
+    assert all(name in shown.stdout for name in ("up", "chat", "generate", "model", "bench"))
+    probe = "import sys, tandem_cli.main; print({'torch', 'grpc', 'transformers'} & set(sys.modules))"
+    loaded = subprocess.run([sys.executable, "-P", "-c", probe], capture_output=True, text=True, check=True)
+    assert loaded.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("up", "--model", "{model}", "--decode", "0"), "--decode 0: must be between 1 and 100"),
+        (("up", "--model", "{model}", "--set", "chef.salt=1"), "expected ROLE.FLAG=VALUE"),
+        (("up", "--dtype", "int3"), "int3"),
+        (("bench", "serve"), "give either --rate or --concurrency"),
+        (("bench", "serve", "--rate", "1", "--concurrency", "1"), "give either --rate or --concurrency"),
+        (("bench", "serve", "--rate", "1", "--slo-class", "gold"), "--slo-class 'gold' is unknown"),
+        (("bench", "serve", "--rate", "1", "--dataset", "/nonexistent/d"), "/nonexistent/d cannot be read"),
+    ],
+)
+def test_a_bad_argument_is_named_and_ends_with_2(
+    arguments: tuple[str, ...], complaint: str, tmp_path: Path
+) -> None:
+    model = fake_model(tmp_path / "models" / "m")
+    ended = tandem(*(argument.format(model=model) for argument in arguments), home=tmp_path)
+    assert ended.returncode == 2
+    assert complaint in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_up_names_a_port_in_use_before_it_starts_anything(tmp_path: Path) -> None:
+    model = fake_model(tmp_path / "models" / "m")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        started = time.monotonic()
+        ended = tandem("up", "--model", str(model), "--http-port", str(port), home=tmp_path)
+    assert ended.returncode == 1
+    assert f"port {port} on 127.0.0.1" in ended.stderr
+    assert "--http-port" in ended.stderr
+    assert time.monotonic() - started < 10
+
+
+def test_an_unknown_model_is_refused_without_a_traceback(tmp_path: Path) -> None:
+    ended = tandem("model", "show", "no-such-model", home=tmp_path)
+    assert ended.returncode == 1
+    assert "no-such-model" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_an_empty_store_says_how_to_fill_it(tmp_path: Path) -> None:
+    assert "tandem model pull" in tandem("model", "list", home=tmp_path).stdout
+
+
+def test_models_are_found_where_the_store_finds_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tandem_engine import store
+
+    monkeypatch.setenv("TANDEM_HOME", str(tmp_path))
+    folder = fake_model(tmp_path / "models" / "org--name")
+    assert models.home() == store.cache_root()
+    assert models.find("org/name") == store.resolve("org/name") == folder
+    assert models.find(str(folder)) == store.resolve(folder) == folder.resolve()
+    assert models.find("other") is None
+    monkeypatch.delenv("TANDEM_HOME")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert models.home() == store.cache_root()
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert models.home() == store.cache_root()
+
+
+def test_the_state_file_round_trips_and_goes(tmp_path: Path) -> None:
+    state = StateFile(tmp_path / "run" / "1.json")
+    pods = [PodRecord("decode", "decode-0", 7, {"grpc": 1}), PodRecord("decode", "decode-1", None, {})]
+    state.write(model="m", ready=True, pods=pods)
+    record = read_state(state.path)
+    assert record.pods == tuple(pods)
+    assert record.pids("decode") == [7]
+    assert record.supervisor_pid == os.getpid()
+    assert [path.name for path in state.path.parent.iterdir()] == ["1.json"]
+    state.remove()
+    assert not state.path.exists()
+
+
+def test_the_json_log_stays_json(capsys: pytest.CaptureFixture[str]) -> None:
+    view = LogView(sys.stdout, "json")
+    view.line("decode", "decode-0", '{"event": "x"}')
+    view.event("decode-0", 'died of "y"')
+    view.banner("for people")
+    first, second = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert first == {"event": "x"}
+    assert (second["event"], second["pod"], second["role"]) == ('died of "y"', "decode-0", "up")
+
+
+def test_the_console_log_prefixes_each_line_without_colour_off_a_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    LogView(sys.stdout, "console").line("decode", "decode-0", "hello")
+    assert capsys.readouterr().out == "decode-0   | hello\n"
+
+
+def test_the_banner_holds_commands_for_the_chosen_ports() -> None:
+    options = FleetOptions(model_dir=Path("m"), host="0.0.0.0", grpc_port=7001, http_port=7002)
+    text = banner(options, "tiny", 1.0)
+    assert "tandem chat --target 127.0.0.1:7001" in text
+    assert "http://127.0.0.1:7002/v1/chat/completions" in text
+    assert '"model": "tiny"' in text
+
+
+class FakeGateway(gateway_pb2_grpc.GatewayServiceServicer):
+    """Repeats the roles it was sent; fails when asked to."""
+
+    def Chat(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802
+        if request.messages[-1].content == "fail":
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "messages: too long")
+        for token, message in enumerate(request.messages):
+            chunk = gateway_pb2.GeneratedChunk(text=message.role[0], token_ids=[token])
+            yield gateway_pb2.ChatResponse(chunk=chunk)
+        receipt = common_pb2.Receipt(output_tokens=len(request.messages), slo_met=True, decode_steps=1)
+        yield gateway_pb2.ChatResponse(end=gateway_pb2.GeneratedEnd(receipt=receipt))
+
+
+@pytest.fixture
+def gateway_target():  # type: ignore[no-untyped-def]
+    server = grpc.server(ThreadPoolExecutor(4))
+    gateway_pb2_grpc.add_GatewayServiceServicer_to_server(FakeGateway(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(None)
+
+
+def test_chat_once_answers_on_stdout_and_accounts_on_stderr(gateway_target: str, tmp_path: Path) -> None:
+    ended = tandem("chat", "--target", gateway_target, "--system", "s", "--once", "hi", home=tmp_path)
+    assert ended.returncode == 0
+    assert ended.stdout == "su\n"
+    assert "output 2 in 1 steps, 1.00 per step" in ended.stderr
+    assert "SLO: met" in ended.stderr
+
+
+def test_chat_says_when_there_is_no_gateway(tmp_path: Path) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        target = f"127.0.0.1:{unused.getsockname()[1]}"
+        ended = tandem("chat", "--target", target, "--once", "hi", home=tmp_path)
+    assert ended.returncode == 1
+    assert "start it with `tandem up`" in ended.stderr
+
+
+def test_a_conversation_keeps_its_history_and_drops_what_failed(gateway_target: str) -> None:
+    options = ChatOptions(gateway_target, "s", 0.0, 8, None, "interactive", None)
+    with grpc.insecure_channel(gateway_target) as channel:
+        conversation = Conversation(options, open_stub(channel))
+        *_, answer = conversation.ask("one")
+        assert answer.text == "su"
+        assert answer.num_tokens == 2
+        assert answer.ttft_s is not None
+        with pytest.raises(GatewayError, match="INVALID_ARGUMENT: messages: too long"):
+            list(conversation.ask("fail"))
+        *_, answer = conversation.ask("two")
+        assert answer.text == "suau"
+        stream = conversation.ask("three")
+        next(stream)
+        stream.close()  # type: ignore[attr-defined]
+        assert [m.content for m in conversation.messages] == ["s", "one", "su", "two", "suau", "three", "s"]
+        conversation.reset()
+        assert [m.role for m in conversation.messages] == ["system"]
