@@ -7,7 +7,7 @@ from collections import Counter
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tandem_engine.drafts.builder import ForestBuilder
 from tandem_engine.drafts.forest import ForestSnapshot, merge
@@ -44,6 +44,7 @@ def contents(forest: ForestSnapshot) -> dict[tuple[int, ...], int]:
     return found
 
 
+@settings(deadline=None)
 @given(texts)
 def test_builder_and_snapshot_count_every_ngram(spans):
     builder = built(spans)
@@ -54,6 +55,7 @@ def test_builder_and_snapshot_count_every_ngram(spans):
     assert builder.count((5,)) == builder.to_snapshot().count((0, 5)) == 0
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 2), max_size=30), st.lists(st.integers(0, 30), max_size=6))
 def test_a_text_in_pieces_counts_as_the_whole(text, cuts):
     edges = sorted({0, len(text), *(min(cut, len(text)) for cut in cuts)})
@@ -64,6 +66,7 @@ def test_a_text_in_pieces_counts_as_the_whole(text, cuts):
     assert contents(builder.to_snapshot()) == ngrams([text])
 
 
+@settings(deadline=None)
 @given(texts)
 def test_followers_are_listed_most_frequent_first(spans):
     forest = built(spans).to_snapshot()
@@ -75,6 +78,7 @@ def test_followers_are_listed_most_frequent_first(spans):
         assert counts == sorted(counts, reverse=True)
 
 
+@settings(deadline=None)
 @given(texts, texts, texts)
 def test_merging_equals_building_from_everything(one, two, three):
     parts = [built(spans).to_snapshot() for spans in (one, two, three)]
@@ -86,6 +90,7 @@ def test_forests_of_different_depths_do_not_merge():
         merge([ForestSnapshot.empty(3), ForestSnapshot.empty(4)])
 
 
+@settings(deadline=None)
 @given(texts, st.integers(1, 40))
 def test_pruning_keeps_a_tree_of_the_most_frequent(spans, max_nodes):
     forest = built(spans).to_snapshot()
@@ -105,6 +110,7 @@ def test_counts_grow_again_under_a_pruned_beginning():
     assert merged == {(1,): 3, (2,): 1, (2, 3): 1, (3,): 1}
 
 
+@settings(deadline=None)
 @given(texts)
 def test_bytes_round_trip(spans):
     forest = built(spans).to_snapshot()
@@ -112,6 +118,7 @@ def test_bytes_round_trip(spans):
     assert (contents(again), again.depth, again.counts[0]) == (contents(forest), DEPTH, forest.counts[0])
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_any_damage_is_noticed(data):
     payload = bytearray(built([[1, 2, 3, 1, 2]]).to_snapshot().to_bytes())

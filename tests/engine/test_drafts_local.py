@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tandem_engine.drafts.local import SuffixIndex
 
@@ -23,6 +23,7 @@ def earlier_ends(text: list[int], length: int) -> list[int]:
     return [end for end in range(length, len(text)) if text[end - length : end] == ending]
 
 
+@settings(deadline=None)
 @given(texts)
 def test_the_longest_ending_that_occurred_before_is_found(text):
     matches = index_of(text).matches(limit=99)
@@ -30,6 +31,7 @@ def test_the_longest_ending_that_occurred_before_is_found(text):
     assert (matches[0][0] if matches else 0) == longest
 
 
+@settings(deadline=None)
 @given(texts)
 def test_every_match_knows_what_followed_and_how_often(text):
     index = index_of(text)
@@ -42,6 +44,7 @@ def test_every_match_knows_what_followed_and_how_often(text):
         assert {t: index.last_ends[s] for t, s in onward.items()} == {t: e[-1] for t, e in followers.items()}
 
 
+@settings(deadline=None)
 @given(texts, st.integers(0, 80))
 def test_extending_in_pieces_equals_extending_at_once(text, cut):
     index = index_of(text[:cut])

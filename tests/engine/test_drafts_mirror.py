@@ -41,7 +41,7 @@ def test_a_damaged_snapshot_changes_nothing():
     assert (mirror.view.count((1, 2)), mirror.position) == (1, "5-0")
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=12), max_size=12), st.integers(1, 60))
 def test_deltas_equal_a_rebuilt_snapshot(texts, overlay_nodes):
     mirror = GlobalMirror(depth=DEPTH, overlay_nodes=overlay_nodes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tandem_engine.drafts.spans import AcceptedSpan, Fresh, SpanAssembler
 
@@ -22,6 +22,7 @@ def test_after_a_gap_there_is_no_context():
     assert assembler.accept(AcceptedSpan("r", 5, (6,))) == Fresh((6,), 0)
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 39), st.integers(1, 10)), max_size=30))
 def test_whatever_is_resent_each_token_counts_once(pieces):
     assembler = SpanAssembler(num_context=3)

@@ -10,13 +10,14 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
-from tandem_decode.lookahead_client import LookaheadClient, LookaheadNamespace
+from tandem_decode.lookahead_client import LookaheadClient
 from tandem_engine.drafts.mirror import GlobalMirror
 from tandem_lookahead.main import LookaheadPod
 from tandem_lookahead.redis_process import RedisProcess
 from tandem_lookahead.settings import LookaheadSettings
+from tandem_proto.v1 import lookahead_pb2 as pb
 
-NAMESPACE = LookaheadNamespace("acme", "rev1", "tok1")
+NAMESPACE = pb.Namespace(tenant="acme", model_revision="rev1", tokenizer_hash="tok1")
 
 
 async def until(condition: Callable[[], bool], *, limit_s: float = 8.0) -> None:
@@ -105,7 +106,7 @@ class Fleet:
         self,
         service: RunningService,
         *,
-        namespace: LookaheadNamespace = NAMESPACE,
+        namespace: pb.Namespace = NAMESPACE,
         mirror: GlobalMirror | None = None,
     ) -> tuple[LookaheadClient, GlobalMirror]:
         """A connected decode pod's client and its mirror."""
@@ -115,7 +116,7 @@ class Fleet:
         self,
         target: str,
         *,
-        namespace: LookaheadNamespace = NAMESPACE,
+        namespace: pb.Namespace = NAMESPACE,
         mirror: GlobalMirror | None = None,
     ) -> tuple[LookaheadClient, GlobalMirror]:
         """The same for a service in another process."""

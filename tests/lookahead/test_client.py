@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from tandem_decode.lookahead_client import LookaheadClient, LookaheadNamespace, joined
+from tandem_decode.lookahead_client import LookaheadClient, joined
 from tandem_engine.drafts.mirror import GlobalMirror
 from tandem_engine.drafts.spans import AcceptedSpan
+from tandem_proto.v1 import lookahead_pb2 as pb
 
 NOWHERE = "127.0.0.1:1"
-NAMESPACE = LookaheadNamespace("acme", "rev1", "tok1")
+NAMESPACE = pb.Namespace(tenant="acme", model_revision="rev1", tokenizer_hash="tok1")
 
 
 def test_consecutive_pieces_of_a_request_travel_as_one():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -81,15 +80,14 @@ async def test_a_resent_span_counts_once(fleet):
 async def test_nothing_crosses_namespaces(fleet):
     service = await fleet.service()
     sender, _ = await fleet.pod(service)
-    namespace = sender._namespace
     _, friend = await fleet.pod(service)
     others = [
         (await fleet.pod(service, namespace=other))[1]
         for other in (
-            replace(namespace, tenant="evil"),
-            replace(namespace, model_revision="rev2"),
-            replace(namespace, lora="x"),
-            replace(namespace, tenant="acme/rev1", model_revision=""),
+            pb.Namespace(tenant="evil", model_revision="rev1", tokenizer_hash="tok1"),
+            pb.Namespace(tenant="acme", model_revision="rev2", tokenizer_hash="tok1"),
+            pb.Namespace(tenant="acme", model_revision="rev1", tokenizer_hash="tok1", lora="x"),
+            pb.Namespace(tenant="acme/rev1", model_revision="tok1"),
         )
     ]
     sender.push("r1", 0, ANSWER)

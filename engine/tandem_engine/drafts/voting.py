@@ -28,7 +28,7 @@ MAX_FOLLOWERS = 4
 #: A context with more followers than this predicts nothing worth reading them all.
 MAX_READ = 32
 #: Votes stop when this little mass is open.
-_MIN_MASS = 0.1
+_MIN_MASS = 0.25
 #: Escape by match length; the last value holds beyond.
 _ESCAPE = (8.0, 4.0, 1.6, 0.9, 0.6, 0.45, 0.35, 0.3, 0.25, 0.2)
 

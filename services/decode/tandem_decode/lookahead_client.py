@@ -15,7 +15,6 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 
 import grpc.aio
 import structlog
@@ -33,17 +32,6 @@ _RESEND_S = 2.0
 _SPANS_PER_BATCH = 2048
 
 
-@dataclass(frozen=True)
-class LookaheadNamespace:
-    """Whose text this is; the service keeps namespaces apart."""
-
-    tenant: str
-    model_revision: str
-    tokenizer_hash: str
-    lora: str = ""
-    template: str = ""
-
-
 class LookaheadClient:
     """Keeps one bidirectional stream alive between `start` and `close`.
 
@@ -53,7 +41,7 @@ class LookaheadClient:
     def __init__(
         self,
         target: str,
-        namespace: LookaheadNamespace,
+        namespace: pb.Namespace,
         pod_id: str,
         mirror: GlobalMirror,
         *,
@@ -161,13 +149,7 @@ class LookaheadClient:
     async def _requests(self) -> AsyncIterator[pb.SyncRequest]:
         yield pb.SyncRequest(
             hello=pb.SyncHello(
-                namespace=pb.Namespace(
-                    tenant=self._namespace.tenant,
-                    model_revision=self._namespace.model_revision,
-                    tokenizer_hash=self._namespace.tokenizer_hash,
-                    lora=self._namespace.lora,
-                    template=self._namespace.template,
-                ),
+                namespace=self._namespace,
                 pod_id=self._pod_id,
                 have_position=self._mirror.position,
             )
