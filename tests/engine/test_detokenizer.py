@@ -224,6 +224,11 @@ def test_stop_strings_that_overlap_themselves(text: str, stop: list[str]) -> Non
     assert stream(BYTE_LEVEL, BYTE_LEVEL.encode(text).ids, tuple(stop)) == cut(text, stop)
 
 
+def test_a_stop_string_with_repetitions_inside_repetitions() -> None:
+    """After a mismatch the match must go on from the longest border, not from the beginning."""
+    assert stream(BYTE_FALLBACK, fallback_ids("aaabaaabaaaa"), ("aabaaaa",)) == "aaaba"
+
+
 def test_what_may_begin_a_stop_string_is_held_until_decided() -> None:
     detokenizer = StreamingDetokenizer(BYTE_FALLBACK, stop=("ello",))
     assert [detokenizer.push([i]) for i in fallback_ids("hellhello")] == ["h", "", "", "", "ellh"] + [""] * 4
