@@ -1,0 +1,304 @@
+"""The Kubernetes manifests: rendered by kustomize, validated strictly, and checked against the code.
+
+There is no cluster here: what only a cluster can show (pulling images, scheduling, policies in force) is
+not covered. The image is not built either; the Dockerfile is compared with what the manifests expect.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+BASE = ROOT / "deploy/k8s/base"
+DOCKERFILE = (ROOT / "deploy/Dockerfile").read_text()
+SETTINGS = {
+    "gateway": ("tandem_gateway.settings", "GatewaySettings"),
+    "decode": ("tandem_decode.settings", "DecodeSettings"),
+    "prefill": ("tandem_prefill.settings", "PrefillSettings"),
+    "lookahead": ("tandem_lookahead.settings", "LookaheadSettings"),
+}
+ROLES = sorted(SETTINGS)
+NAME = "app.kubernetes.io/name"
+
+Manifest = dict[str, Any]
+
+
+@cache
+def render() -> tuple[Manifest, ...]:
+    kubectl = Path(sys.executable).parent / "kubectl"
+    rendered = subprocess.run(
+        [kubectl, "kustomize", str(BASE)], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert rendered.returncode == 0, rendered.stderr
+    return tuple(yaml.safe_load_all(rendered.stdout))
+
+
+def objects(kind: str) -> dict[str, Manifest]:
+    return {found["metadata"]["name"]: found for found in render() if found["kind"] == kind}
+
+
+def workload(role: str) -> Manifest:
+    kind = "StatefulSet" if role == "redis" else "Deployment"
+    return objects(kind)[f"tandem-{role}"]
+
+
+def pod_spec(role: str) -> Manifest:
+    return workload(role)["spec"]["template"]["spec"]  # type: ignore[no-any-return]
+
+
+def main_container(role: str) -> Manifest:
+    (container,) = pod_spec(role)["containers"]
+    return container  # type: ignore[no-any-return]
+
+
+def container_ports(role: str) -> dict[str, int]:
+    return {port["name"]: port["containerPort"] for port in main_container(role)["ports"]}
+
+
+def environment(role: str) -> dict[str, str]:
+    """Variables of the main container; values from the downward API stand as "<field path>"."""
+    container, maps = main_container(role), objects("ConfigMap")
+    found: dict[str, str] = {}
+    for source in container.get("envFrom", []):
+        found |= maps[source["configMapRef"]["name"]]["data"]
+    for variable in container.get("env", []):
+        found[variable["name"]] = (
+            variable.get("value") or f"<{variable['valueFrom']['fieldRef']['fieldPath']}>"
+        )
+    return found
+
+
+def probed_ports(container: Manifest) -> Iterator[tuple[str, str, int]]:
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        for way in ("grpc", "tcpSocket"):
+            if way in container[probe]:
+                yield probe, way, container[probe][way]["port"]
+
+
+def test_each_object_is_valid_by_the_strict_schema() -> None:
+    for manifest in render():
+        kubernetes_validate.validate(manifest, kubernetes_validate.latest_version(), strict=True)
+
+
+def test_the_strict_schema_refuses_a_misspelt_field() -> None:
+    manifest = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "x"}, "spec": {"port": []}}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(manifest, kubernetes_validate.latest_version(), strict=True)
+
+
+def test_there_is_every_part_and_all_in_one_namespace() -> None:
+    assert set(objects("Deployment")) == {f"tandem-{role}" for role in ROLES}
+    assert set(objects("StatefulSet")) == {"tandem-redis"}
+    assert set(objects("Service")) == {f"tandem-{role}" for role in [*ROLES, "redis"]}
+    assert {m["metadata"]["namespace"] for m in render() if m["kind"] != "Namespace"} == {"tandem"}
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_every_variable_is_a_setting_of_its_process_and_its_value_is_accepted(
+    role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, name = SETTINGS[role]
+    settings = getattr(importlib.import_module(module), name)
+    variables = environment(role)
+    unknown = {key for key in variables if key.removeprefix("TANDEM_").lower() not in settings.model_fields}
+    assert not unknown
+    for key, value in variables.items():
+        monkeypatch.setenv(key, "10.0.0.7" if value == "<status.podIP>" else value)
+    loaded = settings(_cli_parse_args=[])
+    assert loaded.listen_port() == container_ports(role)["grpc"]
+    assert loaded.metrics_port == container_ports(role)["metrics"]
+    assert loaded.host == "0.0.0.0"
+    assert main_container(role)["command"] == [f"tandem-{role}"]
+
+
+@pytest.mark.parametrize("role", [*ROLES, "redis"])
+def test_probes_ask_the_port_that_serves(role: str) -> None:
+    container = main_container(role)
+    port = container_ports(role)["redis" if role == "redis" else "grpc"]
+    probes = list(probed_ports(container))
+    assert {number for _, _, number in probes} == {port}
+    if role != "redis":
+        assert ("readinessProbe", "grpc", port) in probes
+
+
+def test_a_gateway_without_decode_pods_gets_no_requests_but_is_not_restarted() -> None:
+    ways = {probe: way for probe, way, _ in probed_ports(main_container("gateway"))}
+    assert ways == {"startupProbe": "tcpSocket", "readinessProbe": "grpc", "livenessProbe": "tcpSocket"}
+
+
+@pytest.mark.parametrize("role", [*ROLES, "redis"])
+def test_services_select_their_pods_and_lead_to_ports_they_have(role: str) -> None:
+    service = objects("Service")[f"tandem-{role}"]["spec"]
+    labels = workload(role)["spec"]["template"]["metadata"]["labels"]
+    assert service["selector"].items() <= labels.items()
+    assert workload(role)["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    for port in service["ports"]:
+        assert container_ports(role)[port["targetPort"]] == port["port"]
+    selected = [r for r in [*ROLES, "redis"] if service["selector"][NAME] == f"tandem-{r}"]
+    assert selected == [role]
+
+
+@pytest.mark.parametrize(
+    ("role", "variable", "peer"),
+    [
+        ("gateway", "TANDEM_DECODE", "decode"),
+        ("gateway", "TANDEM_PREFILL", "prefill"),
+        ("decode", "TANDEM_LOOKAHEAD", "lookahead"),
+    ],
+)
+def test_each_process_is_told_the_name_and_port_of_its_peers(role: str, variable: str, peer: str) -> None:
+    host, port = environment(role)[variable].split(":")
+    assert host in objects("Service")
+    assert host == f"tandem-{peer}"
+    assert int(port) == container_ports(peer)["grpc"]
+
+
+def test_the_lookahead_service_is_told_of_redis() -> None:
+    assert environment("lookahead")["TANDEM_REDIS_URL"] == "redis://tandem-redis:6379/0"
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+def test_the_name_of_an_engine_role_resolves_to_every_pod(role: str) -> None:
+    assert objects("Service")[f"tandem-{role}"]["spec"]["clusterIP"] == "None"
+    assert workload(role)["spec"]["replicas"] >= 2
+
+
+def test_kv_is_sent_to_the_pods_own_address() -> None:
+    assert environment("decode")["TANDEM_KV_HOST"] == "<status.podIP>"
+    assert int(environment("decode")["TANDEM_KV_PORT"]) == container_ports("decode")["kv"]
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_pods_are_told_apart_and_given_time_to_drain(role: str) -> None:
+    variables, spec = environment(role), pod_spec(role)
+    pause_s = main_container(role)["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert variables["TANDEM_POD_ID"] == "<metadata.name>"
+    assert spec["terminationGracePeriodSeconds"] > float(variables["TANDEM_DRAIN_S"]) + pause_s
+
+
+@pytest.mark.parametrize("role", [*ROLES, "redis"])
+def test_containers_can_do_no_more_than_they_must(role: str) -> None:
+    spec = pod_spec(role)
+    assert spec["enableServiceLinks"] is False
+    assert spec["automountServiceAccountToken"] is False
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert spec["securityContext"]["runAsUser"] > 0
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    for container in [*spec.get("initContainers", []), *spec["containers"]]:
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        assert "memory" in container["resources"]["limits"]
+        assert {"cpu", "memory"} <= set(container["resources"]["requests"])
+        volumes = {volume["name"] for volume in spec.get("volumes", [])} | {"data"}
+        assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
+
+
+@pytest.mark.parametrize("role", ["gateway", "decode", "prefill"])
+def test_the_model_is_there_before_the_process_that_needs_it(role: str) -> None:
+    spec = pod_spec(role)
+    (init,) = spec["initContainers"]
+    (home,) = re.findall(r"TANDEM_HOME=(\S+)", DOCKERFILE)
+    assert init["command"][:3] == ["tandem", "model", "pull"]
+    assert environment(role)["TANDEM_MODEL"] == f"{home}/models/{init['command'][3]}"
+    for container in (init, main_container(role)):
+        assert {"name": "home", "mountPath": home} in container["volumeMounts"]
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+def test_an_engine_pod_uses_the_cores_and_memory_it_asked_for(role: str) -> None:
+    assert environment(role)["TANDEM_THREADS"] == main_container(role)["resources"]["requests"]["cpu"]
+    assert int(environment(role)["TANDEM_NUM_BLOCKS"]) > 0
+
+
+def test_the_gateway_asks_for_keys_from_the_mounted_secret() -> None:
+    keys = environment("gateway")["TANDEM_API_KEYS_FILE"]
+    (mount,) = (m for m in main_container("gateway")["volumeMounts"] if m["name"] == "api-keys")
+    assert str(Path(keys).parent) == mount["mountPath"]
+
+
+@pytest.mark.parametrize("role", ["gateway", "decode", "prefill"])
+def test_an_eviction_leaves_one_pod_of_each_role(role: str) -> None:
+    budget = objects("PodDisruptionBudget")[f"tandem-{role}"]["spec"]
+    assert budget["minAvailable"] == 1
+    assert budget["selector"]["matchLabels"][NAME] == f"tandem-{role}"
+    assert workload(role)["spec"]["replicas"] > budget["minAvailable"]
+
+
+def role_of(peer: Manifest) -> str:
+    return str(peer["podSelector"]["matchLabels"][NAME]).removeprefix("tandem-")
+
+
+def connections(direction: str) -> set[tuple[str, str, int]]:
+    """(caller, callee, port) as the policies of one direction allow them between our own pods."""
+    side = "from" if direction == "ingress" else "to"
+    allowed = set()
+    for policy in objects("NetworkPolicy").values():
+        names = policy["spec"]["podSelector"].get("matchLabels", {})
+        if NAME not in names:
+            continue
+        own = names[NAME].removeprefix("tandem-")
+        for rule in policy["spec"].get(direction, []):
+            for peer in rule.get(side, []):
+                for port in rule["ports"]:
+                    ends = (role_of(peer), own) if direction == "ingress" else (own, role_of(peer))
+                    allowed.add((*ends, int(port["port"])))
+    return allowed
+
+
+NEEDED = {
+    ("gateway", "decode", 51200),
+    ("gateway", "prefill", 51100),
+    ("decode", "prefill", 51100),
+    ("prefill", "decode", 51300),
+    ("decode", "lookahead", 51400),
+    ("lookahead", "redis", 6379),
+}
+
+
+@pytest.mark.parametrize("direction", ["ingress", "egress"])
+def test_policies_allow_what_the_processes_do_and_no_more(direction: str) -> None:
+    assert connections(direction) == NEEDED
+    for _, callee, port in NEEDED:
+        assert port in container_ports(callee).values()
+
+
+def test_the_default_policy_covers_every_pod_in_both_directions() -> None:
+    default = objects("NetworkPolicy")["tandem-default"]["spec"]
+    assert default["podSelector"] == {}
+    assert set(default["policyTypes"]) == {"Ingress", "Egress"}
+    assert {port["port"] for rule in default["egress"] for port in rule["ports"]} == {53}
+
+
+def test_clients_reach_both_front_doors() -> None:
+    (rule,) = objects("NetworkPolicy")["tandem-gateway"]["spec"]["ingress"]
+    assert "from" not in rule
+    ports = container_ports("gateway")
+    assert {port["port"] for port in rule["ports"]} == {ports["grpc"], ports["http"]}
+
+
+def test_the_image_runs_the_pods_user_and_holds_what_the_wheel_is_made_of() -> None:
+    (uid,) = re.findall(r"^USER (\d+):", DOCKERFILE, flags=re.MULTILINE)
+    assert all(pod_spec(role)["securityContext"]["runAsUser"] == int(uid) for role in ROLES)
+    copied = set(re.findall(r"^COPY (?!--)(.+) \S+$", DOCKERFILE, flags=re.MULTILINE))
+    sources = {source for line in copied for source in line.split()}
+    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert {package.split("/")[0] for package in wheel["packages"]} <= sources
+    assert {"constraints.txt", "pyproject.toml", "README.md", "LICENSE"} <= sources
+    assert all((ROOT / source).exists() for source in sources)
+    ignored = (ROOT / "deploy/Dockerfile.dockerignore").read_text()
+    assert all(f"!{source}\n" in ignored for source in sources)
