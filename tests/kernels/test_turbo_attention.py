@@ -248,6 +248,21 @@ def test_sequences_without_new_tokens_and_rows_of_nobody_are_left_alone(backend:
     assert (out[5:] == 5).all()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_empty_batch_gives_an_empty_result(backend: str) -> None:
+    none, start = torch.zeros(0, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    result = turbo_attention(
+        torch.zeros(0, 4, 8),
+        torch.zeros(1, 2, 2, 4, 8),
+        none.view(0, 3),
+        none,
+        start,
+        scale=1.0,
+        backend=backend,
+    )
+    assert result.shape == (0, 4, 8)
+
+
 def test_auto_is_the_cpu_backend_for_cpu_tensors() -> None:
     case = make_case(MIX)
     assert torch.equal(case.run("auto"), case.run("cpu"))
@@ -285,6 +300,9 @@ def test_errors_name_the_argument_what_it_is_and_what_is_wanted() -> None:
         "backend is 'cuda'": {"backend": "cuda"},
         r"seq_lens\[0\] is 2, wanted at least its 3 new tokens": {
             "seq_lens": torch.tensor([2, 7], dtype=ids)
+        },
+        r"ancestor_bits\[4\] is 0x1, wanted bit 1 set: a node of a tree sees itself": {
+            "ancestor_bits": torch.tensor([0, 0, 0, 1, 1])
         },
         "query_start_loc is": {"query_start_loc": torch.tensor([0, 4, 3], dtype=ids)},
         "block_table has 4 blocks a sequence, wanted enough for the 99 tokens": {

@@ -58,7 +58,8 @@ def turbo_attention(
         seq_lens: [B] int32, tokens in the cache, the new ones included.
         query_start_loc: [B + 1] int32, rows of sequence b are [query_start_loc[b], query_start_loc[b + 1]).
         ancestor_bits: [T] int64, None when all sequences are causal. Bit j of row i is set when node j
-            of the same sequence is i itself or an ancestor of it; bit 63 is the sign bit.
+            of the same sequence is i itself or an ancestor of it; bit 63 is the sign bit. Node i sees itself
+            (the CPU backend checks that).
         scale: factor of the dot products, usually D ** -0.5.
         window: sliding window in tokens, the row's own included: position p sees positions > p - window.
             Distances are in positions, not slots: a tree node's position is the root's plus its depth,

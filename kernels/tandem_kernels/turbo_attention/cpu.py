@@ -6,6 +6,8 @@
     attend    query heads folded into rows, so that K and V are not repeated; the context without a mask,
               the new tokens tile by tile with one, joined by their log-sum-exp
 
+Not batch-invariant: how sequences are grouped changes the last bits of a result.
+
 Computes in the query's dtype where the processor multiplies it natively, else in float32.
 """
 
@@ -16,6 +18,7 @@ import torch
 from tandem_kernels.turbo_attention.cpu_plan import Group, plan_for
 from tandem_kernels.turbo_attention.inputs import AttentionInputs
 
+# What F.scaled_dot_product_attention calls; it alone returns the log-sum-exp.
 _flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
@@ -26,7 +29,7 @@ def attend(inputs: AttentionInputs, out: torch.Tensor | None) -> torch.Tensor:
     dtype = compute_dtype(inputs.query.dtype)
     groups = plan_for(inputs, dtype)
     if out is None and len(groups) == 1 and groups[0].covers(inputs.query.shape[0]):
-        return _attend_group(inputs, groups[0], dtype).to(inputs.query.dtype)
+        return _cast(_attend_group(inputs, groups[0], dtype), inputs.query.dtype)
     if out is None:
         out = torch.empty_like(inputs.query, memory_format=torch.contiguous_format)
     for group in groups:
@@ -51,12 +54,12 @@ def _attend_group(inputs: AttentionInputs, group: Group, dtype: torch.dtype) -> 
     num_rows = num_tokens * group_size
 
     cache = inputs.kv_cache.view(-1, inputs.block_size * head_size)
-    copied = cache.index_select(0, group.cache_rows).to(dtype)
+    copied = _cast(cache.index_select(0, group.cache_rows), dtype)
     key, value = copied.view(2, batch, num_kv_heads, -1, head_size).unbind(0)
     for b, end in group.cleared:
         key[b, :, end:] = 0
         value[b, :, end:] = 0
-    query = inputs.query[group.token_rows].to(dtype)
+    query = _cast(inputs.query[group.token_rows], dtype)
     query = query.view(batch, num_tokens, num_kv_heads, group_size, head_size).transpose(1, 2)
     query = query.reshape(batch, num_kv_heads, num_rows, head_size)
     if inputs.k_scale is not None:
@@ -83,6 +86,11 @@ def _attend_group(inputs: AttentionInputs, group: Group, dtype: torch.dtype) -> 
         output = output * shares.view(batch, num_kv_heads, num_rows, 1).to(dtype)
     output = output.view(batch, num_kv_heads, num_tokens, group_size, head_size).transpose(1, 2)
     return output.reshape(batch * num_tokens, num_kv_heads * group_size, head_size)
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor as dtype; a conversion to its own dtype would still cost microseconds."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def _part(tensor: torch.Tensor, range_: slice) -> torch.Tensor:

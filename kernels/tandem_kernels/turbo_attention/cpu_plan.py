@@ -29,6 +29,8 @@ TILE_TOKENS = 128
 #: as so many rows, and a group's torch calls as so many slot-rows.
 COPY_ROWS = 12
 GROUP_OVERHEAD = 4000
+#: A larger copy of K and V leaves the cache before it is used; sequences then go one by one.
+MAX_GROUP_BYTES = 8 << 20
 #: Slot-rows of mask above which reading the mask costs more than a separate call for the context.
 LARGE_MASK = 1 << 17
 
@@ -40,9 +42,15 @@ class Geometry:
     num_kv_heads: int
     group_size: int
     block_size: int
+    head_size: int
     num_blocks: int
     window: int | None
     dtype: torch.dtype
+
+    @property
+    def block_bytes(self) -> int:
+        """Size of one block's K and V, as computed with."""
+        return 2 * self.num_kv_heads * self.block_size * self.head_size * self.dtype.itemsize
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,12 +102,13 @@ class _Sequence:
 def plan_for(inputs: AttentionInputs, dtype: torch.dtype) -> tuple[Group, ...]:
     """The plan for this call, computing in dtype; raises ValueError for inconsistent metadata."""
     geometry = Geometry(
-        inputs.num_kv_heads,
-        inputs.group_size,
-        inputs.block_size,
-        inputs.kv_cache.shape[0],
-        inputs.window,
-        dtype,
+        num_kv_heads=inputs.num_kv_heads,
+        group_size=inputs.group_size,
+        block_size=inputs.block_size,
+        head_size=inputs.query.shape[2],
+        num_blocks=inputs.kv_cache.shape[0],
+        window=inputs.window,
+        dtype=dtype,
     )
     bits = inputs.ancestor_bits
     return _plan(
@@ -145,6 +154,12 @@ def _plan(
         own_bits = None
         if bits is not None and num_new <= MAX_TREE_NODES and bits[starts[b]] != 0:
             own_bits = tuple(bits[starts[b] : starts[b + 1]])
+            for node, node_bits in enumerate(own_bits):
+                if not node_bits >> node & 1:
+                    raise ValueError(
+                        f"ancestor_bits[{starts[b] + node}] is {node_bits:#x}, "
+                        f"wanted bit {node} set: a node of a tree sees itself"
+                    )
         first_slot = 0
         if geometry.window is not None:
             first_slot = max(0, seq_len - num_new - geometry.window + 1)
@@ -173,7 +188,8 @@ def _partition(sequences: Sequence[_Sequence], geometry: Geometry) -> list[list[
         if partition and seq.num_new <= MAX_TREE_NODES:
             tokens, blocks = max(open_tokens, seq.num_new), max(open_blocks, len(seq.blocks))
             joined = cost(len(partition[-1]) + 1, tokens, blocks)
-            if joined <= open_cost + alone:
+            fits = (len(partition[-1]) + 1) * blocks * geometry.block_bytes <= MAX_GROUP_BYTES
+            if fits and joined <= open_cost + alone:
                 partition[-1].append(seq)
                 open_cost, open_tokens, open_blocks = joined, tokens, blocks
                 continue
@@ -208,10 +224,9 @@ def _group(members: Sequence[_Sequence], geometry: Geometry) -> Group:
             [b * num_tokens + i for b, s in enumerate(members) for i in range(s.num_new)]
         )
         output_rows = token_rows[kept_rows]
-    num_slots = num_blocks * geometry.block_size
-    cleared: tuple[tuple[int, int], ...] = ()
-    if len(members) > 1:
-        cleared = tuple((b, s.num_keys) for b, s in enumerate(members) if s.num_keys < num_slots)
+    # Keys past the longest sequence's end are in no tile.
+    num_keys = max(s.num_keys for s in members)
+    cleared = tuple((b, s.num_keys) for b, s in enumerate(members) if s.num_keys < num_keys)
     context, tiles = _tiles(members, num_tokens, geometry)
     return Group(
         token_rows, kept_rows, output_rows, cache_rows, len(members), num_tokens, cleared, context, tiles
