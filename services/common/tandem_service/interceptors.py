@@ -126,6 +126,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         request_id = request_id_or_new(_metadata_value(context, REQUEST_ID_KEY))
         started = time.monotonic()
         code = "OK"
+        # Asked now: after a cancellation the C object may be gone, and asking it is a segmentation fault.
+        peer = context.peer()
         # gRPC runs each call in a task of its own, so there is nothing to reset afterwards.
         structlog.contextvars.bind_contextvars(request_id=request_id)
         try:
@@ -147,7 +149,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
             self._metrics.calls.labels(method, code).inc()
             self._metrics.seconds.labels(method).observe(seconds)
             log = self._log.debug if _QUIET.search(method) else self._log.info
-            log("call", method=method, code=code, seconds=round(seconds, 6), peer=context.peer())
+            log("call", method=method, code=code, seconds=round(seconds, 6), peer=peer)
 
     def _translate(self, error: Exception, request_id: str) -> tuple[grpc.StatusCode, str]:
         for base in type(error).__mro__:
