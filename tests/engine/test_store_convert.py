@@ -206,7 +206,7 @@ def test_a_full_or_read_only_disk_is_one_clear_error(folder: Path) -> None:
         ensure_weights(folder, torch.float32)
 
 
-def write_gguf(path: Path, quantize: bool = False, extra: str = "") -> None:
+def write_gguf(path: Path, quantize: bool = False, extra: str = "", window: int = 0) -> None:
     """The tensors of hf_tensors as llama.cpp's converter writes them: its names, its row order."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(2)
@@ -217,6 +217,8 @@ def write_gguf(path: Path, quantize: bool = False, extra: str = "") -> None:
     writer.add_head_count_kv(2)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
+    if window:
+        writer.add_sliding_window(window)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
     for hf_name, tensor in hf_tensors().items():
         values = tensor.numpy()
@@ -249,6 +251,13 @@ def test_gguf_hyperparameters_become_the_same_config(tmp_path: Path) -> None:
     write_gguf(tmp_path / "weights.gguf")
     raw = GgufSource(tmp_path / "weights.gguf").hf_config()
     assert ModelConfig.from_hf(raw) == ModelConfig.from_hf(CONFIG)
+
+
+def test_a_gguf_with_a_window_is_mistral(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "weights.gguf", window=33)
+    config = ModelConfig.from_hf(GgufSource(tmp_path / "weights.gguf").hf_config())
+    assert config.architecture == "mistral"
+    assert config.windows == (33, 33)
 
 
 def test_quantized_gguf_tensors_are_dequantized(tmp_path: Path) -> None:

@@ -134,6 +134,10 @@ class GgufSource:
             "eos_token_id": self._field("tokenizer.ggml.eos_token_id", -1),
             "rope_parameters": self._rope(),
         }
+        if window := int(number("attention.sliding_window", 0)):
+            # llama.cpp files mistral under llama; every layer then has the window.
+            config |= {"model_type": "mistral" if arch == "llama" else arch, "sliding_window": window}
+            config |= {"use_sliding_window": True, "max_window_layers": 0}
         return {k: v for k, v in config.items() if v != -1}
 
     def _rope(self) -> dict[str, Any]:
