@@ -41,6 +41,16 @@ def test_a_damaged_snapshot_changes_nothing():
     assert (mirror.view.count((1, 2)), mirror.position) == (1, "5-0")
 
 
+def test_tokens_outside_the_vocabulary_never_enter():
+    mirror = GlobalMirror(depth=DEPTH, vocab_size=100)
+    mirror.apply_delta([AcceptedSpan("a", 0, (1, 100)), AcceptedSpan("b", 0, (2, 99))], "1-0")
+    assert (mirror.view.count((1,)), mirror.view.count((2, 99))) == (0, 1)
+    with pytest.raises(ValueError, match="vocabulary"):
+        mirror.apply_snapshot(snapshot_of([1, 100]), "2-0")
+    mirror.apply_snapshot(snapshot_of([1, 99]), "3-0")
+    assert mirror.view.count((1, 99)) == 1
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=12), max_size=12), st.integers(1, 60))
 def test_deltas_equal_a_rebuilt_snapshot(texts, overlay_nodes):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 from pathlib import Path
 
 import grpc
 import grpc.aio
 import pytest
 import redis.asyncio as redis
+from tandem_lookahead.codec import SNAPSHOT_CHUNK_BYTES
 from tandem_lookahead.redis_process import RedisProcess
 from tandem_proto.v1 import lookahead_pb2 as pb
 from tandem_proto.v1 import lookahead_pb2_grpc
@@ -213,6 +215,37 @@ async def test_a_snapshot_outlives_the_stream_it_was_made_from(fleet):
     two = await fleet.service(redis_url=process.url)
     _, late = await fleet.pod(two)
     await fleet.until(lambda: late.view.count(ANSWER[:4]) == 1)
+
+
+async def test_redis_that_loses_its_data_costs_no_forest(fleet):
+    process = await fleet.redis()
+    service = await fleet.service(redis_url=process.url)
+    sender, _ = await fleet.pod(service)
+    _, mirror = await fleet.pod(service)
+    sender.push("r1", 0, ANSWER)
+    await fleet.until(lambda: mirror.view.count(ANSWER[:4]) == 1)
+    async with redis.Redis.from_url(process.url) as client:
+        await client.flushall()
+    fleet.kill_redis(process)
+    await fleet.until(lambda: metric(service, "redis_failures_total") >= 1)
+    await fleet.until(lambda: metric(service, "redis_connected") == 1)
+    sender.push("r2", 0, ANSWER)
+    await fleet.until(lambda: mirror.view.count(ANSWER[:4]) == 2)
+    _, late = await fleet.pod(service)
+    await fleet.until(lambda: late.view.count(ANSWER[:4]) == 2)
+
+
+async def test_a_large_snapshot_arrives_in_chunks(fleet):
+    service = await fleet.service()
+    sender, mirror = await fleet.pod(service)
+    source = random.Random(0)
+    text = [source.randrange(49_152) for _ in range(15_000)]  # over 100,000 n-grams of 12 bytes
+    sender.push("r1", 0, text)
+    await fleet.until(lambda: mirror.position not in ("", "0-0"))
+    _, late = await fleet.pod(service)
+    await fleet.until(lambda: late.num_tokens == len(text))
+    assert len(late.snapshot()[0].to_bytes()) > SNAPSHOT_CHUNK_BYTES
+    assert all(late.view.count(text[i : i + 8]) == 1 for i in range(0, len(text) - 8, 500))
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,11 @@ class ForestSnapshot:
     def memory_bytes(self) -> int:
         return 16 * self.num_nodes
 
+    @property
+    def max_token(self) -> int:
+        """Largest token id; 0 in an empty forest."""
+        return int(np.asarray(self.tokens).max())
+
     def child(self, node: int, token: int) -> int | None:
         """The node one token further, by bisection."""
         stop = self.starts[node + 1]
@@ -110,6 +115,8 @@ class ForestSnapshot:
         tokens, counts, starts = np.split(numbers, [num_nodes, 2 * num_nodes])
         if starts[0] != 1 or starts[-1] != num_nodes or (np.diff(starts) < 0).any() or depth < 1:
             raise ValueError("forest snapshot is damaged: its child ranges are not in order")
+        if tokens.min() < 0 or counts.min() < 0:
+            raise ValueError("forest snapshot is damaged: it holds a negative token or count")
         return _freeze(depth, tokens, counts, starts)
 
     def levels(self) -> list[tuple[int, int]]:

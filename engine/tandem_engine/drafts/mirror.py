@@ -37,18 +37,24 @@ class ForestView:
 
 
 class GlobalMirror:
-    """The forest of one tenant's namespace; at most about 16 B * max_nodes + 320 B * overlay_nodes."""
+    """The forest of one tenant's namespace; at most about 16 B * max_nodes + 320 B * overlay_nodes.
+
+    Tokens outside the vocabulary never enter: a draft of one would crash the model, and what comes over
+    the wire was made by others.
+    """
 
     def __init__(
         self,
         *,
         tenant: str = "",
+        vocab_size: int = 2**31,
         depth: int = DEFAULT_DEPTH,
         max_nodes: int = 2_000_000,
         overlay_nodes: int = 65_536,
     ) -> None:
         #: Only this tenant's requests may be drafted for from here.
         self.tenant = tenant
+        self._vocab_size = vocab_size
         self._max_nodes = max_nodes
         self._overlay_nodes = overlay_nodes
         self._writing = threading.Lock()
@@ -85,6 +91,10 @@ class GlobalMirror:
     def apply_snapshot(self, payload: bytes, position: str) -> None:
         """Replaces everything. Raises ValueError on a damaged payload and then changes nothing."""
         base = ForestSnapshot.from_bytes(payload).pruned(self._max_nodes)
+        if base.max_token >= self._vocab_size:
+            raise ValueError(
+                f"forest snapshot holds token {base.max_token}, the vocabulary ends at {self._vocab_size}"
+            )
         with self._writing:
             self._assembler = SpanAssembler(base.depth - 1)
             self._view = ForestView(base, ForestBuilder(base.depth))
@@ -114,6 +124,8 @@ class GlobalMirror:
         view = self._view
         num_new = 0
         for span in spans:
+            if any(not 0 <= token < self._vocab_size for token in span.token_ids):
+                continue
             fresh = self._assembler.accept(span)
             if fresh is not None:
                 view.overlay.insert(fresh.token_ids, fresh.num_context)

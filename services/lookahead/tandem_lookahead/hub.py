@@ -25,7 +25,7 @@ from tandem_engine.drafts.spans import AcceptedSpan
 from tandem_lookahead.metrics import LookaheadMetrics
 from tandem_lookahead.namespace import Follower, NamespaceForest
 from tandem_lookahead.settings import LookaheadSettings
-from tandem_lookahead.store import START, Entry, RedisStore, StoreUnavailableError
+from tandem_lookahead.store import START, Entry, RedisStore, StoreUnavailableError, position_order
 from tandem_lookahead.tasks import end_tasks
 
 #: XREAD waits this long; a namespace opened meanwhile is read from the next time on.
@@ -213,7 +213,8 @@ class LookaheadHub:
         """Brings a forest to a position from which its stream can be read without a gap."""
         if not forest.position or await self._store.has_gap_after(forest.key, forest.position):
             snapshot = await self._store.latest_snapshot(forest.key)
-            if snapshot is not None:
+            # What we hold may be newer than what was published before the stream was trimmed or lost.
+            if snapshot is not None and position_order(snapshot.position) > position_order(forest.position):
                 try:
                     await forest.replace(snapshot)
                 except ValueError as error:

@@ -22,7 +22,7 @@ class LookaheadSettings(PodSettings):
     """most n-grams kept per namespace, 16 bytes each; the rarest go first"""
     max_namespaces: Annotated[int, Field(ge=1)] = 256
     """most namespaces held at once"""
-    stream_length: Annotated[int, Field(ge=16)] = 100_000
+    stream_length: Annotated[int, Field(ge=16)] = 20_000
     """span batches kept in a namespace's Redis stream, about"""
     backlog_tokens: Annotated[int, Field(ge=0)] = 1_000_000
     """tokens kept for Redis while it is away; beyond, the oldest are dropped from what is shared"""
