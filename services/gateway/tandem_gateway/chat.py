@@ -145,9 +145,9 @@ class ChatTemplate:
                 add_generation_prompt=True,
                 **self._special_tokens,
             )
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
             raise InvalidRequestError(
-                "messages", f"the model's chat template refuses them: {error.message}"
+                "messages", f"the model's chat template refuses them: {error}"
             ) from error
 
 

@@ -1,0 +1,132 @@
+"""Admission: bounded, earliest deadline first, and nobody waits for someone who has left."""
+
+import asyncio
+
+import pytest
+from tandem_gateway.admission import Admission
+from tandem_gateway.errors import DeadlineError, OverloadedError
+from tandem_gateway.predictor import Predictor
+from tandem_gateway.request import Job, Receipt, SamplingOptions
+from tandem_gateway.slo import SLO_CLASSES
+
+
+def _job(name: str, slo_class: str = "interactive", *, timeout_s: float = 60.0) -> Job:
+    now = asyncio.get_running_loop().time()
+    sampling = SamplingOptions().resolve(
+        prompt_field="prompt", num_prompt_tokens=1, max_model_len=8, vocab_size=8
+    )
+    return Job(name, "default", (1,), sampling, SLO_CLASSES[slo_class], now, now + timeout_s)
+
+
+class Line:
+    """Requests in front of an admission; `entered` is the order in which they got their places."""
+
+    def __init__(self, *, max_in_flight: int = 1, max_queue: int = 8) -> None:
+        self.admission = Admission(max_in_flight=max_in_flight, max_queue=max_queue, predictor=Predictor())
+        self.entered: list[str] = []
+        self._leave: dict[str, asyncio.Event] = {}
+
+    async def arrive(self, job: Job) -> asyncio.Task[None]:
+        self._leave[job.request_id] = asyncio.Event()
+        task = asyncio.create_task(self._stay(job))
+        await asyncio.sleep(0)
+        return task
+
+    async def _stay(self, job: Job) -> None:
+        async with self.admission.place(job):
+            self.entered.append(job.request_id)
+            await self._leave[job.request_id].wait()
+
+    async def leave(self, name: str) -> None:
+        self._leave[name].set()
+        await asyncio.sleep(0.01)
+
+
+async def test_places_are_bounded_and_passed_on():
+    line = Line(max_in_flight=2)
+    tasks = [await line.arrive(_job(name)) for name in "abc"]
+    assert line.entered == ["a", "b"]
+    assert (line.admission.num_in_flight, line.admission.num_waiting) == (2, 1)
+    await line.leave("b")
+    assert line.entered == ["a", "b", "c"]
+    for name in "ac":
+        await line.leave(name)
+    await asyncio.gather(*tasks)
+    assert (line.admission.num_in_flight, line.admission.num_waiting) == (0, 0)
+
+
+async def test_the_most_urgent_goes_first_whenever_it_came():
+    line = Line()
+    tasks = [await line.arrive(_job("running"))]
+    for name, slo_class in [("b", "batch"), ("i", "interactive"), ("c", "chat"), ("i2", "interactive")]:
+        tasks.append(await line.arrive(_job(name, slo_class)))
+    for name in ("running", "c", "i", "i2", "b"):
+        await line.leave(name)
+    assert line.entered == ["running", "c", "i", "i2", "b"]
+    await asyncio.gather(*tasks)
+
+
+async def test_a_full_queue_refuses_at_once_with_a_retry_after_that_grows_with_the_queue():
+    line = Line(max_queue=2)
+    tasks = [await line.arrive(_job("running"))]
+    waits = []
+    for name in "abc":
+        waits.append(line.admission.retry_after_s())
+        tasks.append(await line.arrive(_job(name)))
+    assert waits == sorted(set(waits))
+    with pytest.raises(OverloadedError, match="2 waiting, limit 2") as info:
+        await tasks[-1]
+    assert info.value.retry_after_s == pytest.approx(3.0), "three requests of a second each, one place"
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert (line.admission.num_in_flight, line.admission.num_waiting) == (0, 0)
+
+
+async def test_who_is_cancelled_while_queued_leaves_at_once():
+    line = Line()
+    running, gone, last = [await line.arrive(_job(name)) for name in ("running", "gone", "last")]
+    gone.cancel()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert line.admission.num_waiting == 1
+    await line.leave("running")
+    assert line.entered == ["running", "last"]
+    await line.leave("last")
+    await asyncio.gather(running, last)
+
+
+async def test_a_place_given_to_someone_cancelled_in_the_same_moment_is_passed_on():
+    line = Line()
+    running, gone, last = [await line.arrive(_job(name)) for name in ("running", "gone", "last")]
+    running.cancel()
+    await asyncio.sleep(0)  # the place is now promised to "gone", who has not run yet
+    gone.cancel()
+    await asyncio.sleep(0.01)
+    assert line.entered == ["running", "last"]
+    await line.leave("last")
+    await last
+    assert (line.admission.num_in_flight, line.admission.num_waiting) == (0, 0)
+
+
+async def test_a_deadline_ends_the_wait():
+    line = Line()
+    running = await line.arrive(_job("running"))
+    with pytest.raises(DeadlineError, match="waited for its turn"):
+        await (await line.arrive(_job("late", timeout_s=0.05)))
+    with pytest.raises(DeadlineError, match="before the request could start"):
+        await (await line.arrive(_job("dead", timeout_s=-1.0)))
+    assert line.admission.num_waiting == 0
+    await line.leave("running")
+    await running
+
+
+def test_the_predictor_learns_from_receipts():
+    predictor = Predictor()
+    receipt = Receipt(
+        prompt_tokens=1100, cached_tokens=100, ttft_ns=3_000_000_000, e2e_ns=5_000_000_000, output_tokens=10
+    )
+    for _ in range(200):
+        predictor.observe(receipt, queued_s=1.0)
+    assert predictor.service_s == pytest.approx(4.0, rel=0.01)
+    assert predictor.prefill_s(500) == pytest.approx(1.0, rel=0.01), "2 s for 1000 uncached tokens"

@@ -1,0 +1,89 @@
+"""API keys: on both faces, tenants, SLO classes, and a keys file that says what is wrong with it."""
+
+import hashlib
+
+import grpc
+import openai
+import pytest
+from tandem_gateway.auth import ANYONE, ApiKeys, KeyFileError
+from tandem_gateway.errors import UnauthenticatedError
+from tandem_proto.v1 import gateway_pb2
+
+REQUEST = gateway_pb2.ChatRequest(messages=[gateway_pb2.ChatMessage(role="user", content="hi")])
+USER = [{"role": "user", "content": "hi"}]
+
+
+async def test_grpc_needs_a_known_key(pods, gateway, keys_file):
+    pod = await pods()
+    front = await gateway(pod, api_keys_file=keys_file)
+    for metadata in ((), (("authorization", "Bearer wrong"),), (("authorization", "Basic acme-key"),)):
+        with pytest.raises(grpc.aio.AioRpcError) as info:
+            await front.grpc.Chat(REQUEST, metadata=metadata).read()
+        assert info.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        with pytest.raises(grpc.aio.AioRpcError) as info:
+            await front.grpc.GetFleetStatus(gateway_pb2.GetFleetStatusRequest(), metadata=metadata)
+        assert info.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    call = front.grpc.Chat(REQUEST, metadata=(("authorization", "Bearer acme-key"),))
+    assert (await call.read()).chunk.text == "Hello"
+    assert [request.tenant for request in pod.requests] == ["acme"]
+    call.cancel()
+
+
+async def test_http_needs_a_known_key(pods, gateway, keys_file):
+    pod = await pods()
+    front = await gateway(pod, api_keys_file=keys_file)
+    with pytest.raises(openai.AuthenticationError) as info:
+        await front.openai.chat.completions.create(model="", messages=USER)
+    assert info.value.code == "invalid_api_key"
+    for path in ("/v1/models", "/fleet"):
+        assert (await front.http.get(path)).status_code == 401
+    for path in ("/health", "/metrics"):
+        assert (await front.http.get(path)).status_code == 200
+    async with front.openai_client("acme-key") as client:
+        answer = await client.chat.completions.create(model="", messages=USER)
+    assert answer.choices[0].message.content == "Hello there!"
+    assert pod.requests[0].tenant == "acme"
+
+
+async def test_a_key_is_held_to_its_classes(pods, gateway, keys_file):
+    pod = await pods()
+    front = await gateway(pod, api_keys_file=keys_file)
+    async with front.openai_client("slow-key") as client:
+        await client.chat.completions.create(model="", messages=USER)
+        assert pod.requests[0].slo.name == "batch", "its first class is its default"
+        with pytest.raises(openai.PermissionDeniedError, match="may use batch"):
+            await client.chat.completions.create(
+                model="", messages=USER, extra_body={"slo_class": "interactive"}
+            )
+
+
+def test_without_a_file_everyone_is_the_default_tenant():
+    assert ApiKeys.load(None).authenticate("") == ANYONE
+    assert ANYONE.tenant == "default"
+
+
+def test_an_empty_file_lets_nobody_in(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text("# no keys yet\n\n")
+    with pytest.raises(UnauthenticatedError):
+        ApiKeys.load(path).authenticate("Bearer x")
+
+
+DIGEST = hashlib.sha256(b"k").hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"tenant": "a"}', "key_sha256"),
+        ('{"key_sha256": "12", "tenant": "a"}', "key_sha256"),
+        (f'{{"key_sha256": "{DIGEST}", "tenant": "a", "slo_classes": ["fast"]}}', "fast"),
+        (f'{{"key_sha256": "{DIGEST}", "tenant": "a", "key": "in clear"}}', "key"),
+        ("not json", "JSON"),
+    ],
+)
+def test_a_damaged_file_is_refused_with_its_line(line, words, tmp_path):
+    path = tmp_path / "keys"
+    path.write_text("\n" + line + "\n")
+    with pytest.raises(KeyFileError, match=f":2: .*{words}"):
+        ApiKeys.load(path)

@@ -1,0 +1,293 @@
+"""HTTP as OpenAI's own client uses it: answers, streams, usage with the receipt, errors, disconnects."""
+
+import asyncio
+import itertools
+import json
+
+import grpc
+import httpx
+import openai
+import pytest
+
+USER = [{"role": "user", "content": "hi"}]
+CHAT = "/v1/chat/completions"
+
+
+async def test_a_whole_chat_answer(pods, gateway):
+    front = await gateway(await pods())
+    answer = await front.openai.chat.completions.create(model="tiny-chat", messages=USER)
+    (choice,) = answer.choices
+    assert choice.message.role == "assistant"
+    assert choice.message.content == "Hello there!"
+    assert choice.finish_reason == "stop"
+    assert choice.logprobs is None
+    assert answer.usage.completion_tokens == 3
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 3
+    receipt = answer.usage.tandem_receipt
+    assert receipt["decode_pod"] == "d-0"
+    assert receipt["slo_met"] is True
+    assert answer.id == "chatcmpl-" + receipt["request_id"] == "chatcmpl-" + answer._request_id
+
+
+async def test_a_chat_stream_with_usage(pods, gateway):
+    front = await gateway(await pods())
+    stream = await front.openai.chat.completions.create(
+        model="tiny-chat", messages=USER, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    *texts, finish, usage = chunks
+    assert [chunk.choices[0].delta.content for chunk in texts] == ["Hello", " there", "!"]
+    assert [chunk.choices[0].delta.role for chunk in texts] == ["assistant", None, None]
+    assert finish.choices[0].finish_reason == "stop"
+    assert usage.choices == []
+    assert usage.usage.completion_tokens == 3
+    assert usage.usage.tandem_receipt["output_tokens"] == 3
+    assert all(chunk.usage is None for chunk in (*texts, finish))
+
+
+async def test_a_stream_without_usage_ends_with_done(pods, gateway):
+    front = await gateway(await pods())
+    response = await front.http.post(CHAT, json={"messages": USER, "stream": True})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    events = response.text.removesuffix("\n\n").split("\n\n")
+    assert events[-1] == "data: [DONE]"
+    bodies = [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
+    assert all("usage" not in body for body in bodies)
+    assert bodies[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_text_arrives_as_the_pod_sends_it(pods, gateway):
+    front = await gateway(await pods(pause_s=0.15))
+    loop = asyncio.get_running_loop()
+    stream = await front.openai.chat.completions.create(model="", messages=USER, stream=True)
+    times = [loop.time() async for chunk in stream if chunk.choices[0].delta.content]
+    assert all(later - earlier > 0.1 for earlier, later in itertools.pairwise(times))
+
+
+async def test_logprobs_in_chats_shape(pods, gateway):
+    front = await gateway(await pods())
+    answer = await front.openai.chat.completions.create(
+        model="tiny-chat", messages=USER, logprobs=True, top_logprobs=2
+    )
+    first = answer.choices[0].logprobs.content[0]
+    assert (first.token, first.logprob, first.bytes) == ("Hello", -0.5, list(b"Hello"))
+    assert [top.token for top in first.top_logprobs] == ["Hello", "\ufffd"]
+    assert first.top_logprobs[1].bytes == [0xE2, 0x82]
+
+
+async def test_completions_whole_and_streamed(pods, gateway):
+    pod = await pods()
+    front = await gateway(pod)
+    answer = await front.openai.completions.create(model="tiny-chat", prompt="the order", logprobs=2)
+    (choice,) = answer.choices
+    assert choice.text == "Hello there!"
+    assert choice.logprobs.tokens == ["Hello", " there", "!"]
+    assert choice.logprobs.text_offset == [0, 5, 11]
+    assert choice.logprobs.top_logprobs[0] == {"Hello": -0.5, "bytes:\\xe2\\x82": -1.5}
+    stream = await front.openai.completions.create(model="tiny-chat", prompt=[5, 6], stream=True)
+    assert "".join([chunk.choices[0].text async for chunk in stream]) == "Hello there!"
+    assert list(pod.requests[1].prompt_token_ids) == [5, 6]
+
+
+async def test_parameters_of_the_body_reach_the_pod(pods, gateway):
+    pod = await pods()
+    front = await gateway(pod)
+    await front.openai.chat.completions.create(
+        model="tiny-chat",
+        messages=[
+            {"role": "developer", "content": "be brief"},
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        ],
+        temperature=0, top_p=0.5, max_completion_tokens=9, seed=3, stop="END", logit_bias={"5": -1},
+        presence_penalty=1, frequency_penalty=-1, n=1, tools=[], response_format={"type": "text"}, user="u",
+        extra_body={"top_k": 4, "min_p": 0.25, "repetition_penalty": 1.5, "ignore_eos": True,
+                    "min_tokens": 2, "slo_class": "batch", "stop_token_ids": [7]},
+    )  # fmt: skip
+    sampling = pod.requests[0].sampling
+    assert (sampling.temperature, sampling.top_p, sampling.max_tokens, sampling.seed) == (0, 0.5, 9, 3)
+    assert (sampling.top_k, sampling.min_p, sampling.repetition_penalty) == (4, 0.25, 1.5)
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (1, -1)
+    assert (sampling.ignore_eos, sampling.min_tokens) == (True, 2)
+    assert list(sampling.stop) == ["END"]
+    assert list(sampling.stop_token_ids) == [7]
+    assert dict(sampling.logit_bias) == {5: -1.0}
+    assert pod.requests[0].slo.name == "batch"
+
+
+IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}
+
+
+BAD_INPUTS = [
+    (CHAT, {}, "messages", ["required"]),
+    (CHAT, {"messages": []}, "messages", ["empty"]),
+    (CHAT, {"messages": USER * 5}, "messages", ["limit of 4"]),
+    (CHAT, {"messages": [{"role": "alien", "content": "x"}]}, "messages[0].role", ["alien", "assistant"]),
+    (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content", ["missing"]),
+    (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content", ["5", "string"]),
+    (CHAT, {"messages": [IMAGE]}, "messages[0].content[0]", ["image_url", "only text"]),
+    (CHAT, {"messages": USER, "n": 2}, "n", ["2", "send 1"]),
+    (CHAT, {"messages": USER, "tools": [{"type": "function"}]}, "tools", ["not supported"]),
+    (CHAT, {"messages": USER, "response_format": {"type": "json_object"}}, "response_format", ["text"]),
+    (CHAT, {"messages": USER, "max_token": 5}, "max_token", ["spelling"]),
+    (CHAT, {"messages": USER, "max_tokens": "5"}, "max_tokens", ["'5'", "integer"]),
+    (CHAT, {"messages": USER, "max_tokens": 300}, "max_tokens", ["at most"]),
+    (CHAT, {"messages": USER, "temperature": 3}, "temperature", ["[0, 2]"]),
+    (CHAT, {"messages": USER, "logit_bias": {"x": 1}}, "logit_bias", ["'x'"]),
+    (CHAT, {"messages": USER, "seed": -1}, "seed", ["2^64"]),
+    (CHAT, {"messages": USER, "top_logprobs": 2}, "top_logprobs", ["logprobs: true"]),
+    (CHAT, {"messages": USER, "stream_options": {}}, "stream_options", ["stream: true"]),
+    (CHAT, {"messages": USER, "slo_class": "fast"}, "slo_class", ["interactive"]),
+    (CHAT, b'{"messages": [{"role": "user", "content": "\xff"}]}', "body", ["UTF-8", "byte 43"]),
+    (CHAT, b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "body", ["JSON"]),
+    (CHAT, b"{", "body", ["JSON"]),
+    (CHAT, b"[" * 5000, "body", ["limit of 4096"]),
+    (CHAT, b"[" * 2000, "body", ["JSON"]),
+    (CHAT, b'{"messages": [], "temperature": NaN}', "temperature", ["finite"]),
+    ("/v1/completions", {"prompt": ["a", "b"]}, "prompt", ["2 prompts", "limit is 1"]),
+    ("/v1/completions", {"prompt": []}, "prompt", ["empty"]),
+    ("/v1/completions", {"prompt": "hat " * 300}, "prompt", ["256", "shorten"]),
+    ("/v1/completions", {"prompt": "a", "echo": True}, "echo", ["not supported"]),
+    ("/v1/completions", {"prompt": "a", "logprobs": 21}, "logprobs", ["[0, 20]"]),
+]
+
+
+async def test_bad_input_is_refused_in_openais_shape(pods, gateway, subtests):
+    pod = await pods()
+    front = await gateway(pod, max_messages=4, max_body_bytes=4096)
+    for path, body, param, words in BAD_INPUTS:
+        with subtests.test(param, body=body):
+            content = body if isinstance(body, bytes) else json.dumps(body).encode()
+            response = await front.http.post(path, content=content)
+            assert response.status_code == (413 if len(content) > 4096 else 400)
+            error = response.json()["error"]
+            assert error["type"] == "invalid_request_error"
+            assert error["param"] == param
+            assert error["code"]
+            for word in words:
+                assert word in error["message"]
+    assert pod.requests == []
+    assert await front.metric('tandem_requests_total{outcome="invalid"}') == len(BAD_INPUTS)
+
+
+async def test_a_huge_body_without_a_length_is_cut_off(pods, gateway):
+    front = await gateway(await pods(), max_body_bytes=4096)
+
+    async def endless():
+        for _ in range(100):
+            yield b" " * 1024
+
+    response = await front.http.post(CHAT, content=endless())
+    assert response.status_code == 413
+
+
+async def test_the_clients_exceptions_are_openais(pods, gateway):
+    front = await gateway(await pods())
+    with pytest.raises(openai.NotFoundError) as info:
+        await front.openai.chat.completions.create(model="gpt-4", messages=USER)
+    assert (info.value.code, info.value.param) == ("model_not_found", "model")
+    assert "tiny-chat" in str(info.value)
+    with pytest.raises(openai.BadRequestError) as bad:
+        await front.openai.chat.completions.create(model="", messages=USER, n=2)
+    assert bad.value.code == "unsupported_parameter"
+    missing = await front.http.get("/v1/nothing")
+    assert missing.status_code == 404
+    assert "/v1/nothing" in missing.json()["error"]["message"]
+
+
+async def test_models_are_listed(pods, gateway):
+    front = await gateway(await pods())
+    listed = await front.openai.models.list()
+    assert [model.id for model in listed.data] == ["tiny-chat"]
+    assert (await front.openai.models.retrieve("tiny-chat")).id == "tiny-chat"
+
+
+async def test_a_full_queue_is_429_with_retry_after(pods, gateway):
+    pod = await pods(pause_s=30.0)
+    front = await gateway(pod, max_in_flight=1, max_queue=0)
+    async with httpx.AsyncClient(base_url=front.url, trust_env=False) as other:
+        running = asyncio.create_task(other.post(CHAT, json={"messages": USER}))
+        await pod.started.wait()
+        for stream in (False, True):
+            response = await front.http.post(CHAT, json={"messages": USER, "stream": stream})
+            assert response.status_code == 429
+            assert int(response.headers["retry-after"]) >= 1
+            assert int(response.headers["retry-after-ms"]) >= 1
+            assert response.json()["error"]["code"] == "overloaded"
+        running.cancel()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("words", [("a",) * 100, ()], ids=["midway", "before the first token"])
+async def test_a_client_that_disconnects_frees_the_pod_within_a_second(stream, words, pods, gateway):
+    pod = await pods(pause_s=0.1 if words else 30.0, words=words or ("never",))
+    front = await gateway(pod)
+    async with httpx.AsyncClient(base_url=front.url, trust_env=False) as client:
+        running = asyncio.create_task(client.post(CHAT, json={"messages": USER, "stream": stream}))
+        await pod.started.wait()
+        await asyncio.sleep(0.15)
+        running.cancel()
+    await asyncio.wait_for(pod.cancelled.wait(), 1.0)
+    await asyncio.sleep(0.05)
+    assert await front.metric("tandem_requests_in_flight") == 0
+    assert await front.metric('tandem_requests_total{outcome="cancelled"}') == 1
+
+
+async def test_a_client_that_disconnects_while_queued_leaves_the_queue(pods, gateway):
+    pod = await pods(pause_s=30.0)
+    front = await gateway(pod, max_in_flight=1)
+    async with httpx.AsyncClient(base_url=front.url, trust_env=False) as first:
+        running = asyncio.create_task(first.post(CHAT, json={"messages": USER}))
+        await pod.started.wait()
+        async with httpx.AsyncClient(base_url=front.url, trust_env=False) as second:
+            queued = asyncio.create_task(second.post(CHAT, json={"messages": USER}))
+            await front.until_metric("tandem_queue_length", 1)
+            queued.cancel()
+        await front.until_metric("tandem_queue_length", 0)
+        running.cancel()
+    assert len(pod.requests) == 1
+
+
+async def test_an_error_midway_is_told_inside_the_stream(pods, gateway):
+    front = await gateway(await pods(fail_with=grpc.StatusCode.UNAVAILABLE, fail_after=2))
+    stream = await front.openai.chat.completions.create(model="", messages=USER, stream=True)
+    texts = []
+    with pytest.raises(openai.APIError, match="went away after 2 tokens"):
+        async for chunk in stream:
+            texts.append(chunk.choices[0].delta.content)  # noqa: PERF401  (kept when it raises)
+    assert texts == ["Hello", " there"]
+
+
+async def test_health_metrics_and_fleet(pods, gateway):
+    pod = await pods()
+    front = await gateway(pod)
+    await front.openai.chat.completions.create(model="", messages=USER)
+    await front.openai.chat.completions.create(model="", messages=USER, extra_body={"slo_class": "batch"})
+    assert (await front.http.get("/health")).json() == {"status": "ok", "decode_pods": 1}
+    assert await front.metric('tandem_requests_total{outcome="ok"}') == 2
+    for name in ("received", "met"):
+        assert await front.metric(f'tandem_slo_requests_{name}_total{{slo_class="interactive"}}') == 1
+    assert await front.metric('tandem_goodput_tokens_total{slo_class="batch"}') == 3
+    assert await front.metric('tandem_healthy_pods{role="decode"}') == 1
+    for name in ("ttft", "e2e"):
+        for edge in ("1.0", "2.0", "2.5", "3.0", "5.0"):
+            sample = f'tandem_{name}_seconds_bucket{{le="{edge}",slo_class="interactive"}}'
+            assert await front.metric(sample) == 1
+    assert await front.metric('tandem_tpot_seconds_count{slo_class="interactive"}') == 1
+    fleet = (await front.http.get("/fleet")).json()
+    assert fleet["requests_total"] == "2"
+    assert [(entry["target"], entry["healthy"]) for entry in fleet["pods"]] == [(pod.target, True)]
+    await pod.stop()
+    await front.until_healthy(0)
+    assert (await front.http.get("/health")).status_code == 503
+
+
+async def test_a_drain_lets_a_running_stream_finish(pods, gateway):
+    pod = await pods(pause_s=0.2)
+    front = await gateway(pod, drain_s=5.0)
+    stream = await front.openai.chat.completions.create(model="", messages=USER, stream=True)
+    stopping = asyncio.create_task(front.process.stop())
+    texts = [chunk.choices[0].delta.content async for chunk in stream]
+    assert texts[:3] == ["Hello", " there", "!"]
+    await front.openai.close()
+    await front.http.aclose()
+    await asyncio.wait_for(stopping, 3.0)

@@ -1,0 +1,101 @@
+"""Failover: a pod that is gone before the first token costs nothing but time."""
+
+import asyncio
+import time
+
+import grpc
+import pytest
+from tandem_proto.v1 import gateway_pb2
+
+USER = [gateway_pb2.ChatMessage(role="user", content="hi")]
+
+
+async def _text(front) -> tuple[str, str]:
+    messages = [m async for m in front.grpc.Chat(gateway_pb2.ChatRequest(messages=USER), timeout=10)]
+    return "".join(message.chunk.text for message in messages), messages[-1].end.receipt.decode_pod
+
+
+@pytest.mark.parametrize("status", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED])
+async def test_a_request_moves_to_the_second_pod(status, pods, gateway):
+    # The bad pod reports more free blocks, so that it is asked first.
+    bad = await pods("bad", fail_with=status, free_blocks=100)
+    good = await pods("good", free_blocks=90)
+    front = await gateway(bad, good)
+    assert await _text(front) == ("Hello there!", "good")
+    assert len(bad.requests) == 1
+    assert await front.metric("tandem_decode_failovers_total") == 1
+
+
+async def test_a_killed_pod_is_not_asked_again_until_it_is_back(pods, gateway):
+    first = await pods("first", free_blocks=100)
+    second = await pods("second", free_blocks=90)
+    front = await gateway(first, second)
+    port = first.server.port
+    await first.stop()
+    assert await _text(front) == ("Hello there!", "second")
+    await front.until_healthy(1)
+    await first.start(port)
+    await front.until_healthy(2)
+    # Its cache died with it, so the second pod, which has seen the prompt since, may keep it.
+    text, _ = await _text(front)
+    assert text == "Hello there!"
+
+
+async def test_a_request_waits_for_the_only_pod_to_come_back(pods, gateway):
+    pod = await pods()
+    front = await gateway(pod, failover_wait_s=5.0)
+    port = pod.server.port
+    await pod.stop()
+    answer = asyncio.create_task(_text(front))
+    await asyncio.sleep(0.3)
+    assert not answer.done()
+    await pod.start(port)
+    assert (await answer)[0] == "Hello there!"
+
+
+async def test_without_any_pod_the_wait_ends_with_unavailable(pods, gateway):
+    pod = await pods()
+    front = await gateway(pod, failover_wait_s=0.3)
+    await pod.stop()
+    started = time.monotonic()
+    with pytest.raises(grpc.aio.AioRpcError) as info:
+        await _text(front)
+    assert info.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert "no decode pod" in info.value.details()
+    assert 0.2 < time.monotonic() - started < 2.0
+    assert await front.metric('tandem_requests_total{outcome="unavailable"}') == 1
+
+
+async def test_after_the_first_token_the_failure_is_clear_and_repeatable(pods, gateway):
+    bad = await pods("bad", fail_with=grpc.StatusCode.UNAVAILABLE, fail_after=2)
+    good = await pods("good", free_blocks=50)
+    front = await gateway(bad, good)
+    call = front.grpc.Chat(gateway_pb2.ChatRequest(messages=USER))
+    texts = []
+    with pytest.raises(grpc.aio.AioRpcError) as info:
+        async for message in call:
+            texts.append(message.chunk.text)  # noqa: PERF401  (kept when it raises)
+    assert texts == ["Hello", " there"]
+    assert info.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert "after 2 tokens" in info.value.details()
+    assert str(bad.requests[0].sampling.seed) in info.value.details()
+    assert good.requests == []
+
+
+async def test_a_pod_with_another_model_revision_is_not_used(pods, gateway):
+    wrong = await pods("wrong", revision="00" * 32, free_blocks=100)
+    right = await pods("right", free_blocks=10)
+    front = await gateway(right, decode=(wrong.target, right.target))
+    await asyncio.sleep(0.3)
+    assert (await _text(front))[1] == "right"
+    assert wrong.requests == []
+
+
+async def test_the_pod_gets_the_healthy_prefill_pods_least_busy_first(pods, gateway):
+    decode = await pods()
+    busy, idle = await pods("busy", num_running=4), await pods("idle")
+    dead = "127.0.0.1:1"
+    front = await gateway(decode, prefill=(busy.target, idle.target, dead))
+    await front.until_metric('tandem_healthy_pods{role="prefill"}', 2)
+    await _text(front)
+    assert list(decode.requests[0].prefill_targets) == [idle.target, busy.target]

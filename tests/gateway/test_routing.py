@@ -1,0 +1,110 @@
+"""Routing: prefix affinity against load, room, and prompts that share nothing across tenants."""
+
+import asyncio
+
+import pytest
+from tandem_gateway.fleet import Pod, Role
+from tandem_gateway.request import Job, PodLoad, SamplingOptions
+from tandem_gateway.routing import HASH_BLOCK, PrefixIndex, Router, chain_hashes
+from tandem_gateway.slo import SLO_CLASSES
+
+
+class FixedFleet:
+    """A fleet that never changes by itself; the router asks for healthy pods only."""
+
+    def __init__(self, *pods: Pod) -> None:
+        self.pods = list(pods)
+
+    def healthy(self, role: Role) -> list[Pod]:
+        return [pod for pod in self.pods if pod.role is role and pod.healthy]
+
+
+@pytest.fixture
+async def make_pod():
+    made = []
+
+    def make(target: str, role: Role = Role.DECODE, **load: int) -> Pod:
+        pod = Pod(role, target)
+        pod.healthy = True
+        pod.load = PodLoad(**{"free_blocks": 100, "total_blocks": 100, "block_size": 64, **load})
+        made.append(pod)
+        return pod
+
+    yield make
+    await asyncio.gather(*(pod.channel.close() for pod in made))
+
+
+def _job(tokens: range, tenant: str = "default") -> Job:
+    sampling = SamplingOptions().resolve(
+        prompt_field="prompt", num_prompt_tokens=1, max_model_len=8, vocab_size=8
+    )
+    return Job("r", tenant, tuple(tokens), sampling, SLO_CLASSES["batch"], 0.0, 1.0)
+
+
+PROMPT = range(1000, 1000 + 40 * HASH_BLOCK)
+
+
+async def test_a_conversation_returns_to_the_pod_that_holds_its_prefix(make_pod):
+    a, b = make_pod("a:1"), make_pod("b:1")
+    router = Router(FixedFleet(a, b))
+    b.in_flight = 1
+    assert router.choose(_job(PROMPT)).decode is a
+    a.in_flight, b.in_flight = 2, 0
+    longer = range(PROMPT.start, PROMPT.stop + 100)
+    assert router.choose(_job(longer)).decode is a, "2560 cached tokens outweigh two requests"
+    assert router.choose(_job(longer, tenant="other")).decode is b, "tenants share no cache"
+    assert router.choose(_job(range(5))).decode is b
+
+
+async def test_a_much_busier_pod_loses_even_its_own_prefixes(make_pod):
+    a, b = make_pod("a:1"), make_pod("b:1")
+    router = Router(FixedFleet(a, b))
+    assert router.choose(_job(PROMPT)).decode is a
+    a.load = PodLoad(free_blocks=100, total_blocks=100, block_size=64, num_requests=8)
+    assert router.choose(_job(PROMPT)).decode is b
+
+
+async def test_a_pod_without_room_for_the_prompt_comes_last(make_pod):
+    full, roomy = make_pod("a:1", free_blocks=39), make_pod("b:1", free_blocks=40, num_requests=20)
+    router = Router(FixedFleet(full, roomy))
+    assert router.choose(_job(PROMPT)).decode is roomy
+    assert router.choose(_job(PROMPT), frozenset({"b:1"})).decode is full
+
+
+async def test_with_equal_load_the_pod_with_most_free_blocks_wins(make_pod):
+    router = Router(FixedFleet(make_pod("a:1", free_blocks=50), make_pod("b:1", free_blocks=60)))
+    assert router.choose(_job(range(5))).decode.target == "b:1"
+
+
+async def test_unhealthy_and_excluded_pods_are_not_chosen(make_pod):
+    a, b = make_pod("a:1"), make_pod("b:1")
+    router = Router(FixedFleet(a, b))
+    a.healthy = False
+    assert router.choose(_job(range(5))).decode is b
+    assert router.choose(_job(range(5)), frozenset({"b:1"})) is None
+
+
+async def test_prefill_pods_are_ordered_least_busy_first(make_pod):
+    pods = [make_pod("p:1", Role.PREFILL, num_requests=2), make_pod("p:2", Role.PREFILL), make_pod("d:1")]
+    assert Router(FixedFleet(*pods)).choose(_job(range(5))).prefill_targets == ("p:2", "p:1")
+
+
+def test_hashes_cover_full_blocks_and_everything_before_them():
+    tokens = list(range(3 * HASH_BLOCK + 5))
+    hashes = chain_hashes("t", tokens)
+    assert len(hashes) == 3
+    assert chain_hashes("t", tokens[: 2 * HASH_BLOCK]) == hashes[:2]
+    changed = [7, *tokens[1:]]
+    assert not set(chain_hashes("t", changed)) & set(hashes)
+    assert not set(chain_hashes("u", tokens)) & set(hashes)
+
+
+def test_the_index_forgets_the_end_of_the_oldest_prompt_first():
+    index = PrefixIndex(max_blocks_per_pod=4)
+    old, new = (b"a", b"b", b"c"), (b"x", b"y")
+    index.add("pod", old)
+    index.add("pod", new)
+    assert index.num_matching("pod", new) == 2
+    assert index.num_matching("pod", old) == 2
+    index.forget("pod")
+    assert index.num_matching("pod", new) == 0
