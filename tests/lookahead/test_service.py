@@ -296,6 +296,14 @@ async def test_a_namespace_too_many_is_refused(fleet, tmp_path):
     assert refusal.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
+async def test_a_data_folder_with_a_long_path_will_do(fleet):
+    service = await fleet.service(data_dir="long" * 30)
+    assert metric(service, "redis_connected") == 1
+    socket_path = Path(service.pod.redis.url.removeprefix("unix://"))
+    await service.stop()
+    assert not await asyncio.to_thread(socket_path.parent.exists)
+
+
 async def test_a_data_folder_serves_one_redis_at_a_time(tmp_path):
     first, second = RedisProcess(tmp_path), RedisProcess(tmp_path)
     await first.start()

