@@ -187,6 +187,8 @@ async def test_a_full_queue_is_refused_at_once_with_a_retry_after(pods, gateway)
     assert "limit 0" in error.details()
     assert int(dict(error.trailing_metadata())["retry-after-ms"]) > 0
     assert await front.metric('tandem_requests_total{outcome="refused"}') == 1
+    # Attainment is over all received: a refusal counts as received and not as met.
+    assert await front.metric('tandem_slo_requests_received_total{slo_class="interactive"}') == 2
     reading.cancel()
 
 

@@ -137,7 +137,10 @@ class Fleet:
     async def _follow(self) -> None:
         while True:
             await asyncio.sleep(self._poll_interval_s)
-            await self._follow_once()
+            try:
+                await self._follow_once()
+            except Exception as error:
+                self._log.exception("discovery failed; keeping the pods known", exc_info=error)
 
     async def _follow_once(self) -> None:
         for role, discovery in self._discoveries.items():
@@ -158,23 +161,29 @@ class Fleet:
     async def _poll(self, pod: Pod) -> None:
         while True:
             try:
-                serving = await pod.ask()
+                self._judge(pod, serving=await pod.ask())
             except grpc.aio.AioRpcError as error:
                 pod.misses += 1
                 if error.code() is grpc.StatusCode.UNAVAILABLE or pod.misses >= _MAX_MISSES:
                     trouble = f"{error.code().name}: {error.details()}"
                     self._set_health(pod, healthy=False, trouble=trouble)
-            else:
-                pod.misses = 0
-                pod.last_seen = time.monotonic()
-                trouble = "" if serving else "not serving"
-                revision = pod.report.model_revision
-                if pod.role is Role.DECODE and revision and revision != self._model_revision:
-                    trouble = f"serves model revision {revision}, the gateway {self._model_revision}"
-                self._set_health(pod, healthy=not trouble, trouble=trouble)
+            except Exception as error:
+                # A poller that dies would leave its pod healthy for ever.
+                self._log.exception("poll failed", target=pod.target, exc_info=error)
+                self._set_health(pod, healthy=False, trouble=f"poll failed: {error}")
             await asyncio.sleep(
                 self._poll_interval_s if pod.healthy else min(_RECHECK_S, self._poll_interval_s)
             )
+
+    def _judge(self, pod: Pod, *, serving: bool) -> None:
+        """The pod has answered; is it one we can use?"""
+        pod.misses = 0
+        pod.last_seen = time.monotonic()
+        trouble = "" if serving else "not serving"
+        revision = pod.report.model_revision
+        if pod.role is Role.DECODE and revision and revision != self._model_revision:
+            trouble = f"serves model revision {revision}, the gateway {self._model_revision}"
+        self._set_health(pod, healthy=not trouble, trouble=trouble)
 
     def _set_health(self, pod: Pod, *, healthy: bool, trouble: str) -> None:
         if (healthy, trouble) != (pod.healthy, pod.trouble):

@@ -12,6 +12,7 @@ from google.protobuf.json_format import MessageToJson
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tandem_service.interceptors import request_id_or_new
 
@@ -86,8 +87,9 @@ def make_app(
             headers["retry-after-ms"] = str(max(1, round(error.retry_after_s * 1000)))
         return JSONResponse(error_json(error), status_code=error.http_status, headers=headers)
 
+    @app.exception_handler(ClientDisconnect)  # left while sending its body
     @app.exception_handler(ClientGoneError)
-    async def gone(request: Request, error: ClientGoneError) -> Response:
+    async def gone(request: Request, error: Exception) -> Response:
         return Response(status_code=_CLIENT_CLOSED_REQUEST)
 
     @app.exception_handler(HTTPException)

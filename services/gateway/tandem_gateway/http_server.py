@@ -56,6 +56,6 @@ class HttpServer:
         """Take no new connections, let running answers finish for at most `grace_s`, cut the rest."""
         if self._server is None or self._task is None:
             return
-        self._server.config.timeout_graceful_shutdown = max(1, round(grace_s)) if grace_s else 0
+        self._server.config.timeout_graceful_shutdown = round(grace_s)
         self._server.should_exit = True
         await self._task

@@ -27,7 +27,7 @@ class GatewaySettings(CommonSettings):
     max_in_flight: Annotated[int, Field(ge=1)] = 128
     """requests that may be with the decode pods at a time"""
     api_keys_file: Path | None = None
-    """JSON lines of key_sha256, tenant, slo_classes; unset: everyone is the tenant "default\""""
+    """JSON lines of key_sha256, tenant, slo_classes; unset: no keys are asked for"""
     request_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """longest a request may take when its client sets no shorter deadline"""
     max_body_bytes: Annotated[int, Field(ge=1024)] = 8 * 1024 * 1024
