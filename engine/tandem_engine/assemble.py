@@ -17,6 +17,7 @@ from tandem_engine.runner import ModelRunner
 from tandem_engine.sampling.verify import Verifier
 from tandem_engine.scheduler import Scheduler, SchedulerConfig
 from tandem_engine.store import ModelManifest
+from tandem_engine.store.convert import LAYOUT_VERSION
 from tandem_engine.tokenizer import Tokenizer
 from tandem_engine.transport.layout import KVLayout
 
@@ -110,5 +111,6 @@ def _layout(manifest: ModelManifest, decoder: Decoder, shape: KVShape) -> KVLayo
         num_kv_heads=shape.num_kv_heads,
         head_size=shape.head_size,
         block_size=shape.block_size,
-        rope=rope,
+        # Keys are stored as the converted weights make them, so that format is part of their meaning.
+        rope=f"{rope},weights={LAYOUT_VERSION}",
     )

@@ -1,9 +1,9 @@
 """What one step computes: made by the scheduler, executed by the model runner, which know only this.
 
-    sequence i:   positions [start, start + num_new_tokens) get KV, through block_ids
-                  |<- start: KV already there ->|<- token_ids: computed now ->|
-    draft None    token_ids are the sequence's next tokens (a prefill chunk or one decode token)
-    draft given   token_ids[0] is the last accepted token, the rest are the draft's nodes
+sequence i:   positions [start, start + num_new_tokens) get KV, through block_ids
+              |<- start: KV already there ->|<- token_ids: computed now ->|
+draft None    token_ids are the sequence's next tokens (a prefill chunk or one decode token)
+draft given   token_ids[0] is the last accepted token, the rest are the draft's nodes
 """
 
 from __future__ import annotations

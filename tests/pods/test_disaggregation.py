@@ -146,7 +146,10 @@ async def test_apart_equals_together(tiny_model: Path, sampling: dict[str, float
     want = [alone.generate([p], params)[0].token_ids for p in prompts]
     async with run_fleet(tiny_model) as fleet:
         got = await asyncio.gather(
-            *(run(fleet, request(f"r{i}", p, [fleet.prefill_target], **sampling)) for i, p in enumerate(prompts))
+            *(
+                run(fleet, request(f"r{i}", p, [fleet.prefill_target], **sampling))
+                for i, p in enumerate(prompts)
+            )
         )
         assert [tokens for tokens, _ in got] == want
         assert all(receipt.prefill_pod == "p0" for _, receipt in got)

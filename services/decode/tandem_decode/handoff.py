@@ -14,6 +14,7 @@ cancelled request can never have its blocks reused under a late frame.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -88,6 +89,7 @@ class Handoff:
         self._client = client
         #: Payload bytes of one block in one layer.
         self._block_bytes = block_bytes
+        self._endings: set[asyncio.Task[None]] = set()
 
     async def run(self, request: Request, message: decode_pb2.DecodeRequest) -> HandoffResult:
         """Fills the prompt's KV from the message's prefill targets and lets the request decode.
@@ -151,6 +153,10 @@ class Handoff:
         except BaseException:
             call.cancel()
             raise
+        # The pod ends the stream when its last frame is credited. Dropping the call now would cancel it.
+        ending = asyncio.create_task(_read_to_end(call))
+        self._endings.add(ending)
+        ending.add_done_callback(self._endings.discard)
         return finished, replace(
             result,
             prefill_pod=finished.pod_id,
@@ -225,6 +231,15 @@ class Handoff:
 
     def _on_engine(self, function: Callable[[], T]) -> Awaitable[T]:
         return asyncio.wrap_future(self._loop.call(function))
+
+
+async def _read_to_end(
+    call: grpc.aio.UnaryStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse],
+) -> None:
+    with contextlib.suppress(grpc.aio.AioRpcError, TimeoutError):
+        async with asyncio.timeout(HEARTBEAT_TIMEOUT_S):
+            async for _ in call:
+                pass
 
 
 def _leading(complete: Sequence[int], reservation: Reservation) -> int:

@@ -25,7 +25,7 @@ from tandem_decode.lookahead_client import LookaheadClient
 from tandem_decode.metrics import DecodeMetrics
 from tandem_decode.servicer import DecodeServicer
 from tandem_decode.settings import DecodeSettings
-from tandem_decode.sharing import Sharing
+from tandem_decode.sharing import MakeClient, Sharing
 
 SERVICE = "tandem.v1.DecodeService"
 STATUS_CODES: dict[type[Exception], grpc.StatusCode] = {
@@ -55,7 +55,7 @@ async def open_pod(pod: DecodeSettings) -> AsyncIterator[PodServer]:
     loop = EngineLoop(parts.engine, on_failure=_die)
     receiver = ZmqReceiver(parts.layout, parts.pool, ReceiverOptions(host=pod.kv_host, port=pod.kv_port))
     client = PrefillClient(open_channel)
-    sharing = Sharing(drafter, _client_maker(pod, parts))
+    sharing = Sharing(drafter, _client_maker(pod, parts), parts.manifest.vocab_size)
     servicer = DecodeServicer(
         pod,
         parts,
@@ -99,7 +99,7 @@ def _assemble(pod: DecodeSettings, drafter: Drafter) -> EngineParts:
     )
 
 
-def _client_maker(pod: DecodeSettings, parts: EngineParts):  # type: ignore[no-untyped-def]
+def _client_maker(pod: DecodeSettings, parts: EngineParts) -> MakeClient | None:
     if not pod.lookahead or pod.speculation != "global":
         return None
 
@@ -109,7 +109,9 @@ def _client_maker(pod: DecodeSettings, parts: EngineParts):  # type: ignore[no-u
             model_revision=parts.manifest.revision,
             tokenizer_hash=parts.manifest.tokenizer_hash,
         )
-        return LookaheadClient(pod.lookahead, namespace, pod.pod_id, mirror)
+        client = LookaheadClient(pod.lookahead, namespace, pod.pod_id, mirror)
+        client.start()
+        return client
 
     return make
 

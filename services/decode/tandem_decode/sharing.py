@@ -21,16 +21,17 @@ MakeClient = Callable[[str, GlobalMirror], LookaheadClient]
 class Sharing:
     """Used from the event loop; `make_client` None: the pod runs without a lookahead service."""
 
-    def __init__(self, drafter: Drafter, make_client: MakeClient | None) -> None:
+    def __init__(self, drafter: Drafter, make_client: MakeClient | None, vocab_size: int) -> None:
         self._drafter = drafter
         self._make_client = make_client
+        self._vocab_size = vocab_size
         self._clients: dict[str, LookaheadClient] = {}
 
     def open(self, tenant: str) -> None:
         """Makes sure the tenant's text is shared from now on."""
         if self._make_client is None or tenant in self._clients:
             return
-        mirror = GlobalMirror(tenant=tenant)
+        mirror = GlobalMirror(tenant=tenant, vocab_size=self._vocab_size)
         self._drafter.attach(mirror)
         self._clients[tenant] = self._make_client(tenant, mirror)
 

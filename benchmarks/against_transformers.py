@@ -1,0 +1,279 @@
+"""TTFT and TPOT of the whole system beside transformers' `generate`, on one machine in one run.
+
+    python benchmarks/against_transformers.py --out benchmarks/results/NAME
+
+Peers: transformers greedy `generate`, the same with prompt lookup (its training-free speculation), and Tandem
+as users run it (`tandem up`: gateway, prefill pod, decode pod, lookahead), with and without drafts. All in
+float32 on the same weights and threads. Every cell is a median over several different customer-service
+prompts; within a cell each peer sees the same prompts. transformers serves concurrent requests as one
+padded batch; prompt lookup takes one request at a time, so there concurrent requests queue.
+
+TTFT: request sent to first token. TPOT: (last token - first token) / (tokens - 1). For Tandem both are
+taken at the client, through the gateway.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import json
+import os
+import platform
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import grpc
+import torch
+from tandem_cli.bench.dataset import load_dialogues, sample_dialogues, sample_policy
+from tandem_cli.state_file import read_state
+from tandem_engine import store
+from tandem_engine.tokenizer import Tokenizer
+from tandem_proto.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
+
+OUTPUT_TOKENS = 64
+CONTEXTS = {"short": 256, "4K": 3840}
+CONCURRENCIES = (1, 4)
+Prompt = list[int]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One request, seconds."""
+
+    ttft: float
+    tpot: float
+    tokens: int
+    steps: int = 0
+
+
+@dataclass(frozen=True)
+class Cell:
+    peer: str
+    context: str
+    concurrency: int
+    ttft_ms: float
+    tpot_ms: float
+    tokens_per_step: float
+    num_requests: int
+
+
+def main() -> None:
+    options = _options()
+    model_dir = store.pull(store.DEFAULT_MODEL)
+    prompts = _prompts(Tokenizer(model_dir), options)
+    cells: list[Cell] = []
+    for speculation in ("off", "global"):
+        with _fleet(model_dir, speculation) as target:
+            # A different text than any measured one, so that nothing but memory and threads is warm.
+            _tandem(target, [[5] * 300])
+            cells += _measure(f"tandem, speculation {speculation}", lambda p: _tandem(target, p), prompts)
+    for peer, run in _transformers_peers(model_dir):
+        run([[5] * 300])
+        cells += _measure(peer, run, prompts)
+    _report(cells, options.out)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--dataset", type=Path, help="dialogues as JSON lines; default: the small sample")
+    parser.add_argument("--repeats", type=int, default=3, help="rounds of different prompts per cell")
+    parser.add_argument("--out", type=Path, required=True, help="writes OUT.json and OUT.md")
+    return parser.parse_args()
+
+
+def _prompts(tokenizer: Tokenizer, options: argparse.Namespace) -> dict[tuple[str, int], list[list[Prompt]]]:
+    """Per (context, concurrency): rounds of `concurrency` prompts each; no prompt comes twice."""
+    dialogues = load_dialogues(options.dataset) if options.dataset else sample_dialogues()
+    texts = [dialogue.as_text() for dialogue in dialogues]
+    policy = sample_policy()
+    number = 0
+
+    def make(length: int) -> Prompt:
+        nonlocal number
+        rotation = [texts[(number + i) % len(texts)] for i in range(len(texts))]
+        # The number comes first, so that no two prompts share a cached prefix.
+        head = f"Ticket {number}.\n"
+        text = head + (policy if length > 1000 else "") + "\n\n".join(rotation)
+        number += 1
+        return tokenizer.encode(text)[:length]
+
+    return {
+        (context, concurrency): [[make(length) for _ in range(concurrency)] for _ in range(options.repeats)]
+        for context, length in CONTEXTS.items()
+        for concurrency in CONCURRENCIES
+    }
+
+
+def _measure(
+    peer: str,
+    run: Callable[[Sequence[Prompt]], list[Timing]],
+    prompts: dict[tuple[str, int], list[list[Prompt]]],
+) -> list[Cell]:
+    cells = []
+    for (context, concurrency), rounds in prompts.items():
+        timings = [timing for together in rounds for timing in run(together)]
+        steps = sum(t.steps for t in timings)
+        cell = Cell(
+            peer,
+            context,
+            concurrency,
+            ttft_ms=1e3 * statistics.median(t.ttft for t in timings),
+            tpot_ms=1e3 * statistics.median(t.tpot for t in timings),
+            tokens_per_step=sum(t.tokens - 1 for t in timings) / steps if steps else 1.0,
+            num_requests=len(timings),
+        )
+        print(cell, flush=True)
+        cells.append(cell)
+    return cells
+
+
+@contextmanager
+def _fleet(model_dir: Path, speculation: str) -> Iterator[str]:
+    """`tandem up` on ports of its own; yields the gateway's gRPC target."""
+    with tempfile.TemporaryDirectory() as folder:
+        state, log = Path(folder) / "fleet.json", Path(folder) / "fleet.log"
+        command = [
+            str(Path(sys.executable).with_name("tandem")), "up", "--model", str(model_dir),
+            "--dtype", "float32", "--speculation", speculation, "--state-file", str(state),
+            "--grpc-port", "50651", "--http-port", "8651", "--base-port", "51700",
+        ]  # fmt: skip
+        with log.open("wb") as sink:
+            process = subprocess.Popen(
+                command, stdout=sink, stderr=sink, env=os.environ | {"TANDEM_HOME": folder}
+            )
+        try:
+            while not (state.exists() and read_state(state).ready):
+                if process.poll() is not None:
+                    raise RuntimeError(f"tandem up ended:\n{log.read_text()}")
+                time.sleep(0.2)
+            yield "127.0.0.1:50651"
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
+
+
+def _tandem(target: str, prompts: Sequence[Prompt]) -> list[Timing]:
+    sampling = common_pb2.SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
+
+    def one(prompt: Prompt) -> Timing:
+        with grpc.insecure_channel(target) as channel:
+            stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+            request = gateway_pb2.GenerateRequest(
+                token_ids=gateway_pb2.TokenIds(ids=prompt), sampling=sampling, slo_class="batch"
+            )
+            sent, times, tokens, steps = time.perf_counter(), [], 0, 0
+            for response in stub.Generate(request, timeout=600):
+                if response.chunk.token_ids:
+                    times.append(time.perf_counter())
+                    tokens += len(response.chunk.token_ids)
+                if response.HasField("end"):
+                    steps = response.end.receipt.decode_steps
+            return Timing(times[0] - sent, (times[-1] - times[0]) / (tokens - 1), tokens, steps)
+
+    with concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
+        return list(pool.map(one, prompts))
+
+
+def _transformers_peers(model_dir: Path) -> list[tuple[str, Callable[[Sequence[Prompt]], list[Timing]]]]:
+    import transformers
+    from transformers import AutoModelForCausalLM, GgufConfig
+
+    weights = model_dir / store.ModelManifest.read(model_dir).weights
+    model = AutoModelForCausalLM.from_pretrained(
+        weights.parent,
+        gguf_file=weights.name,
+        dtype=torch.float32,
+        # Plain float32 weights, as Tandem computes with; unpacking at each step would be slower.
+        quantization_config=GgufConfig(dequantize=True),
+    )
+    model.generation_config.eos_token_id = None
+
+    class Clock(transformers.generation.BaseStreamer):
+        """Notes when tokens come; the first call brings the prompt."""
+
+        def __init__(self) -> None:
+            self.times: list[float] = []
+            self.counts: list[int] = []
+
+        def put(self, value: torch.Tensor) -> None:
+            self.times.append(time.perf_counter())
+            self.counts.append(value.shape[-1] if value.ndim > 1 else 1)
+
+        def end(self) -> None:
+            pass
+
+    @torch.inference_mode()
+    def generate(prompts: Sequence[Prompt], **options: object) -> list[Timing]:
+        width = max(map(len, prompts))
+        ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+        clock, sent = Clock(), time.perf_counter()
+        out = model.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=OUTPUT_TOKENS,
+            do_sample=False,
+            streamer=clock,
+            pad_token_id=0,
+            **options,
+        )
+        tokens = out.shape[1] - width
+        first, last = clock.times[1], clock.times[-1]
+        steps = len(clock.times) - 2
+        return [Timing(first - sent, (last - first) / (tokens - 1), tokens, steps) for _ in prompts]
+
+    def lookup(prompts: Sequence[Prompt]) -> list[Timing]:
+        timings, waited = [], 0.0
+        for prompt in prompts:
+            started = time.perf_counter()
+            (timing,) = generate([prompt], prompt_lookup_num_tokens=10)
+            timings.append(Timing(waited + timing.ttft, timing.tpot, timing.tokens, timing.steps))
+            waited += time.perf_counter() - started
+        return timings
+
+    return [("transformers", generate), ("transformers, prompt lookup", lookup)]
+
+
+def _report(cells: list[Cell], out: Path) -> None:
+    machine = f"{_cpu_name()}, {os.cpu_count()} cores, {platform.system()}, torch {torch.__version__}"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    document = {"machine": machine, "output_tokens": OUTPUT_TOKENS, "cells": [asdict(c) for c in cells]}
+    out.with_suffix(".json").write_text(json.dumps(document, indent=2) + "\n")
+    base = {(c.context, c.concurrency): c for c in cells if c.peer == "transformers"}
+    lines = [
+        f"Command: `python benchmarks/against_transformers.py --out {out}`  ",
+        f"Hardware: {machine}; float32; {OUTPUT_TOKENS} output tokens; medians.",
+        "",
+        "| context | at once | system | TTFT ms | vs transformers | TPOT ms | vs transformers | tokens/step |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for context, concurrency in base:
+        for cell in cells:
+            if (cell.context, cell.concurrency) == (context, concurrency):
+                other = base[context, concurrency]
+                lines.append(
+                    f"| {context} | {concurrency} | {cell.peer} | {cell.ttft_ms:.0f} "
+                    f"| {other.ttft_ms / cell.ttft_ms:.2f}x | {cell.tpot_ms:.1f} "
+                    f"| {other.tpot_ms / cell.tpot_ms:.2f}x | {cell.tokens_per_step:.2f} |"
+                )
+    out.with_suffix(".md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
+
+
+def _cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+if __name__ == "__main__":
+    main()
