@@ -8,6 +8,7 @@ import grpc
 import httpx
 import openai
 import pytest
+import structlog
 
 USER = [{"role": "user", "content": "hi"}]
 CHAT = "/v1/chat/completions"
@@ -245,6 +246,19 @@ async def test_a_client_that_disconnects_while_queued_leaves_the_queue(pods, gat
         await front.until_metric("tandem_queue_length", 0)
         running.cancel()
     assert len(pod.requests) == 1
+
+
+async def test_a_client_that_leaves_while_it_sends_is_no_server_error(pods, gateway):
+    front = await gateway(await pods())
+    _, writer = await asyncio.open_connection("127.0.0.1", front.process.http_port)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+    await writer.drain()
+    with structlog.testing.capture_logs() as logs:
+        await asyncio.sleep(0.1)
+        writer.close()
+        await asyncio.sleep(0.1)
+    assert [entry for entry in logs if entry["log_level"] == "error"] == []
+    assert (await front.http.get("/health")).status_code == 200
 
 
 async def test_an_error_midway_is_told_inside_the_stream(pods, gateway):
