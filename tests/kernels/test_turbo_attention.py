@@ -171,6 +171,13 @@ def test_computing_in_bfloat16_as_on_processors_that_multiply_it(
     assert_as_good_as_torch(case, "cpu")
 
 
+@pytest.mark.parametrize("window", [None, 20])
+def test_full_trees_of_unequal_length_share_a_group(window: int | None) -> None:
+    """Node 63's bit must not let a row see the padding after a shorter sequence."""
+    sequences = [Sequence(10, 64, tree=True), Sequence(41, 64, tree=True), Sequence(30, 61, tree=True)]
+    assert_as_good_as_torch(make_case(sequences, options=Options(window=window)), "cpu")
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     def sequence() -> Sequence:
