@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
 import tomllib
-from importlib.metadata import entry_points
+from importlib.metadata import entry_points, packages_distributions
 from pathlib import Path
 
 import pytest
@@ -132,3 +133,50 @@ def test_no_document_names_a_path_of_one_machine(path: Path) -> None:
 def test_the_machine_path_pattern_finds_what_it_is_for() -> None:
     assert MACHINE_PATH.findall("see /home/ann/models and /work/main") == ["/home/ann", "/work/main"]
     assert not MACHINE_PATH.findall("GET /v1/models, ~/.cache/tandem, $HOME/work/x, services/home/x")
+
+
+def imported_names(path: Path) -> set[str]:
+    """First components of absolute imports outside `if TYPE_CHECKING:` blocks."""
+    tree = ast.parse(path.read_text())
+    skipped = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for inner in ast.walk(node)
+    }
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if node in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module.split(".")[0])
+    return names
+
+
+def test_what_the_packages_import_is_declared_as_a_dependency() -> None:
+    """A user's installation has no development packages."""
+    normal = {re.sub(r"[-_.]+", "-", re.split(r"[<>=~!\[; ]", want)[0]).lower()
+              for want in PYPROJECT["project"]["dependencies"]}  # fmt: skip
+    # triton is optional, see the next test; the others are part of the face of a declared package.
+    normal |= {"triton", "pydantic", "starlette"}
+    distributions = packages_distributions()
+    packages = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+    own = {Path(package).name for package in packages}
+    undeclared = {
+        (name, str(path.relative_to(ROOT)))
+        for package in packages
+        for path in (ROOT / package).rglob("*.py")
+        for name in imported_names(path) - own - set(sys.stdlib_module_names)
+        if not normal
+        & {re.sub(r"[-_.]+", "-", found).lower() for found in distributions.get(name, ["<missing>"])}
+    }
+    assert not undeclared
+
+
+@pytest.mark.parametrize("module", ["tandem_engine.llm", "tandem_prefill.main", "tandem_decode.main"])
+def test_the_engine_runs_without_triton(module: str) -> None:
+    """`make serve` installs none beside a CPU build of torch."""
+    code = f"import sys; sys.modules['triton'] = None; import {module}"
+    subprocess.run([sys.executable, "-P", "-c", code], check=True)

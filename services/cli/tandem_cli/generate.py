@@ -24,7 +24,7 @@ class GenerateOptions:
 
 def run(options: GenerateOptions, prompt: str) -> None:
     """Write the answer to stdout as it grows. Raises PromptError."""
-    from tandem_engine.errors import InvalidRequestError, ModelLoadError
+    from tandem_engine.errors import TandemError
     from tandem_engine.llm import LLM
     from tandem_engine.request import SamplingParams
     from tandem_gateway import errors as gateway_errors
@@ -47,11 +47,6 @@ def run(options: GenerateOptions, prompt: str) -> None:
         for piece in llm.stream(list(prompt_ids), sampling):
             sys.stdout.write(piece)
             sys.stdout.flush()
-    except (
-        InvalidRequestError,
-        ModelLoadError,
-        ModelFolderError,
-        gateway_errors.InvalidRequestError,
-    ) as error:
+    except (TandemError, ModelFolderError, gateway_errors.InvalidRequestError) as error:
         raise PromptError(str(error)) from error
     sys.stdout.write("\n")
