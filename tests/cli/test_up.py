@@ -1,0 +1,182 @@
+"""`tandem up` from start to end, with small pods that really serve grpc.health.v1 in place of the real ones.
+
+Everything else is real: the command, its supervisor, ports, signals and the state file. The pods of this
+test live as console scripts beside a Python of their own, which is where `tandem up` looks for them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from tandem_cli.state_file import FleetRecord, read_state
+
+POD = """#!{python}
+import signal, sys
+from concurrent.futures import ThreadPoolExecutor
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+arguments = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+if "--crash" in arguments:
+    sys.exit(int(arguments["--crash"]))
+server = grpc.server(ThreadPoolExecutor(2))
+servicer = health.HealthServicer()
+health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+server.add_insecure_port("127.0.0.1:" + arguments.get("--port", arguments.get("--grpc-port")))
+def end(*_):
+    print("draining", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, end)
+server.start()
+print("listening", flush=True)
+signal.pause()
+"""
+
+
+def free_base_port() -> int:
+    """Start of a range whose ports used by a small fleet are free now."""
+    for base in range(21000, 60000, 1500):
+        offsets = (0, 100, 200, 300, 1000, 1100, 1300, 900, 901)
+        try:
+            for offset in offsets:
+                with socket.create_server(("127.0.0.1", base + offset)):
+                    pass
+        except OSError:
+            continue
+        return base
+    pytest.skip("no free ports")
+
+
+@pytest.fixture
+def installation(tmp_path: Path) -> Path:
+    """A virtual environment with this one's packages and pods of our own; returns its python."""
+    venv = tmp_path / "venv"
+    (venv / "bin").mkdir(parents=True)
+    (venv / "lib").symlink_to(Path(sys.prefix) / "lib")
+    (venv / "pyvenv.cfg").write_text((Path(sys.prefix) / "pyvenv.cfg").read_text())
+    python = venv / "bin/python"
+    python.symlink_to(Path(sys.executable).resolve())
+    for role in ("gateway", "decode", "prefill", "lookahead"):
+        script = venv / f"bin/tandem-{role}"
+        script.write_text(POD.format(python=python))
+        script.chmod(0o755)
+    model = tmp_path / "home/models/m"
+    model.mkdir(parents=True)
+    (model / "tandem.json").write_text(json.dumps({"name": "m"}))
+    (model / "model-float32.safetensors").touch()
+    return python
+
+
+class Up:
+    """A running `tandem up`."""
+
+    def __init__(self, process: subprocess.Popen[str], state: Path, log: Path) -> None:
+        self.process = process
+        self.state_path = state
+        self._log = log
+
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def state(self) -> FleetRecord | None:
+        return read_state(self.state_path) if self.state_path.exists() else None
+
+    def wait_for(self, condition: Callable[[FleetRecord], bool], timeout_s: float = 30) -> FleetRecord:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            state = self.state()
+            if state is not None and condition(state):
+                return state
+            time.sleep(0.05)
+        raise AssertionError(f"not so within {timeout_s} s:\n{self.log()}")
+
+
+@contextmanager
+def up(python: Path, *arguments: str) -> Iterator[Up]:
+    home = python.parents[2] / "home"
+    base = free_base_port()
+    ports = ("--base-port", str(base), "--grpc-port", str(base + 900), "--http-port", str(base + 901))
+    command = [python, "-P", "-m", "tandem_cli.main", "up", "--model", "m", *ports, *arguments]
+    log = home / "up.log"
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "TANDEM_HOME": str(home)},
+        )
+    try:
+        yield Up(process, home / "run" / f"{base + 900}.json", log)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_fleet_from_start_to_end(installation: Path) -> None:
+    with up(installation, "--decode", "2") as fleet:
+        ready = fleet.wait_for(lambda state: state.ready)
+        assert ready.supervisor_pid == fleet.process.pid
+        assert sorted(pod.name for pod in ready.pods) == [
+            "decode-0",
+            "decode-1",
+            "gateway",
+            "lookahead",
+            "prefill-0",
+        ]
+        pids = [pod.pid for pod in ready.pods if pod.pid is not None]
+        assert len(pids) == 5
+        assert all(is_alive(pid) for pid in pids)
+        assert "curl -N http://127.0.0.1:" in fleet.log()
+        assert "prefill-0  | listening" in fleet.log()
+
+        (prefill,) = ready.pids("prefill")
+        os.kill(prefill, signal.SIGKILL)
+        again = fleet.wait_for(lambda state: state.pids("prefill") not in ([], [prefill]))
+        assert "prefill-0: was killed by SIGKILL" in fleet.log()
+        assert [pod.pid for pod in again.pods if pod.role != "prefill"] == [
+            pod.pid for pod in ready.pods if pod.role != "prefill"
+        ]
+
+        fleet.process.send_signal(signal.SIGINT)
+        assert fleet.process.wait(30) == 0
+        assert fleet.state() is None
+        assert not any(is_alive(pod.pid) for pod in again.pods if pod.pid is not None)
+        drained = [line.split()[0] for line in fleet.log().splitlines() if line.endswith("| draining")]
+        assert drained[0] == "gateway"
+        assert set(drained[1:3]) == {"decode-0", "decode-1"}
+        assert drained[-1] == "lookahead"
+
+
+def test_a_fleet_that_cannot_start_says_why_and_leaves_nothing(installation: Path) -> None:
+    with up(installation, "--set", "decode.crash=2") as fleet:
+        assert fleet.process.wait(30) == 1
+        assert "decode-0 cannot start: it ended with code 2" in fleet.log()
+        assert fleet.state() is None
+
+
+def test_nothing_outlives_a_killed_fleet(installation: Path) -> None:
+    with up(installation) as fleet:
+        pids = [pod.pid for pod in fleet.wait_for(lambda state: state.ready).pods]
+        fleet.process.kill()
+        fleet.process.wait()
+        deadline = time.monotonic() + 5
+        while any(pid is not None and is_alive(pid) for pid in pids) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not any(pid is not None and is_alive(pid) for pid in pids)
