@@ -182,13 +182,20 @@ def _show_answer(console: Console, conversation: Conversation, text: str) -> Non
     answer = Answer()
     stream = conversation.ask(text)
     cancelled = False
+    num_printed = 0
     try:
-        with Live(console=console, refresh_per_second=12, vertical_overflow="visible") as live:
-            for answer in stream:
-                live.update(Group(Text(answer.text), Text(answer.status(), style="dim")))
-            live.update(Text(answer.text))
-    except KeyboardInterrupt:
-        cancelled = True
+        with Live(console=console, refresh_per_second=12) as live:
+            try:
+                for answer in stream:
+                    # Whole lines go out for good: what has scrolled off a terminal cannot be redrawn.
+                    end = answer.text.rfind("\n") + 1
+                    if end > num_printed:
+                        live.console.print(Text(answer.text[num_printed : end - 1]))
+                        num_printed = end
+                    live.update(Group(Text(answer.text[num_printed:]), Text(answer.status(), style="dim")))
+            except KeyboardInterrupt:
+                cancelled = True
+            live.update(Text(answer.text[num_printed:]))
     except GatewayError as error:
         console.print(f"error: {error}", style="red", markup=False, highlight=False)
         return
