@@ -35,6 +35,7 @@ class CompletionStats:
     decode_steps: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    preemptions: int = 0
 
 
 @dataclass
@@ -150,6 +151,7 @@ class _Run:
             stats.ttft_s = stats.e2e_s
             stats.prompt_tokens = self.request.num_prompt_tokens
             stats.cached_tokens = self.request.num_cached_tokens
+        stats.preemptions = self.request.num_preemptions
         stats.drafted_tokens += output.num_drafted
         stats.accepted_tokens += len(output.accepted_sources)
         completion.token_ids.extend(output.token_ids)

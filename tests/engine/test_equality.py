@@ -33,7 +33,7 @@ MAX_PROMPT_TOKENS = 4000
 
 
 def make_llm(model_dir: Path, **options: object) -> LLM:
-    return LLM(model_dir, dtype="float32", num_blocks=400, **{"speculation": "local", **options})
+    return LLM(model_dir, **{"dtype": "float32", "num_blocks": 400, "speculation": "local", **options})
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +158,7 @@ def test_preemption_changes_nothing(model_dir: Path, prompts, reference: list[li
     subset = slice(0, 8)
     got = tokens_of(llm, prompts[subset], GREEDY)
     assert_same(got, reference[subset], "preempted")
+    assert sum(c.stats.preemptions for c in got) > 0, "nobody was preempted"
 
 
 def test_seeded_sampling_is_the_same_with_and_without_drafts_in_any_batch(
