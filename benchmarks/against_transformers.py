@@ -103,7 +103,10 @@ def _prompts(tokenizer: Tokenizer, options: argparse.Namespace) -> dict[tuple[st
         head = f"Ticket {number}.\n"
         text = head + (policy if length > 1000 else "") + "\n\n".join(rotation)
         number += 1
-        return tokenizer.encode(text)[:length]
+        prompt = tokenizer.encode(text)[:length]
+        if len(prompt) < length:
+            raise SystemExit(f"--dataset holds too little text for {length} tokens; give a larger one")
+        return prompt
 
     return {
         (context, concurrency): [[make(length) for _ in range(concurrency)] for _ in range(options.repeats)]
@@ -243,16 +246,20 @@ def _transformers_peers(model_dir: Path) -> list[tuple[str, Callable[[Sequence[P
 
 
 def _report(cells: list[Cell], out: Path) -> None:
+    # Paths shortened: what was run, not where.
+    command = " ".join(
+        ["python", *(Path(a).name if "/" in a and i != 0 else a for i, a in enumerate(sys.argv))]
+    )
     machine = f"{_cpu_name()}, {os.cpu_count()} cores, {platform.system()}, torch {torch.__version__}"
     out.parent.mkdir(parents=True, exist_ok=True)
     document = {"machine": machine, "output_tokens": OUTPUT_TOKENS, "cells": [asdict(c) for c in cells]}
     out.with_suffix(".json").write_text(json.dumps(document, indent=2) + "\n")
     base = {(c.context, c.concurrency): c for c in cells if c.peer == "transformers"}
     lines = [
-        f"Command: `python benchmarks/against_transformers.py --out {out}`  ",
+        f"Command: `{command}`  ",
         f"Hardware: {machine}; float32; {OUTPUT_TOKENS} output tokens; medians.",
         "",
-        "| context | at once | system | TTFT ms | vs transformers | TPOT ms | vs transformers | tokens/step |",
+        "| context | at once | system | TTFT ms | vs HF | TPOT ms | vs HF | tokens/step |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for context, concurrency in base:
