@@ -96,6 +96,11 @@ async def running(**settings: object) -> AsyncIterator[Running]:
         await server.stop()
 
 
+async def scrape(pod: Running) -> str:
+    url = f"http://127.0.0.1:{pod.server.metrics_port}/metrics"
+    return await asyncio.to_thread(lambda: urllib.request.urlopen(url).read().decode())
+
+
 async def test_health_starts_not_serving_and_follows_set_serving():
     async with running() as pod:
         assert await pod.status() == "NOT_SERVING"
@@ -213,6 +218,43 @@ async def test_cancellation_reaches_the_handler():
         await asyncio.wait_for(pod.servicer.cancelled.wait(), 1.0)
 
 
+#: Field 1 of ChatRequest, a string: three bytes that are no UTF-8.
+NOT_UTF8 = b"\x0a\x03\xff\xfe\xfd"
+#: Field 1 announces 127 bytes and brings one.
+CUT_SHORT = b"\x0a\x7fx"
+
+
+@pytest.mark.parametrize(
+    ("method", "raw"), [("Chat", NOT_UTF8), ("Chat", CUT_SHORT), ("ListModels", CUT_SHORT)]
+)
+async def test_bytes_that_are_no_message_are_the_callers_fault_and_counted(method: str, raw: bytes):
+    async with running(metrics_port=0) as pod:
+        path = f"/{SERVICE}/{method}"
+        with structlog.testing.capture_logs() as logs, pytest.raises(grpc.aio.AioRpcError) as info:
+            if method == "Chat":
+                async for _ in pod.channel.unary_stream(path)(raw):
+                    pass
+            else:
+                await pod.channel.unary_unary(path)(raw)
+        assert info.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert info.value.details().startswith("the request is not a valid protobuf message")
+        assert "UTF-8" in info.value.details()
+        assert not pod.servicer.started.is_set(), "the handler must not see it"
+        assert [entry["code"] for entry in logs if entry["event"] == "call"] == ["INVALID_ARGUMENT"]
+        assert f'tandem_grpc_calls_total{{code="INVALID_ARGUMENT",method="{path}"}} 1.0' in await scrape(pod)
+        assert len((await pod.stub.ListModels(gateway_pb2.ListModelsRequest())).models) == 1
+
+
+async def test_bytes_that_are_no_message_end_a_request_stream():
+    async with running() as pod:
+        method = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+        call = pod.channel.stream_stream(method)(iter([CUT_SHORT]))
+        with pytest.raises(grpc.aio.AioRpcError) as info:
+            await call.read()
+        assert info.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert await pod.status() == "NOT_SERVING", "the server goes on"
+
+
 async def test_a_request_id_is_kept_or_made_and_sent_back():
     async with running() as pod:
         call = pod.stub.ListModels(gateway_pb2.ListModelsRequest(), metadata=((REQUEST_ID_KEY, "abc-1"),))
@@ -231,8 +273,7 @@ async def test_metrics_are_served_and_count_calls_by_status():
         pod.servicer.error = BaseError("no")
         with pytest.raises(grpc.aio.AioRpcError):
             await pod.stub.ListModels(gateway_pb2.ListModelsRequest())
-        url = f"http://127.0.0.1:{pod.server.metrics_port}/metrics"
-        text = await asyncio.to_thread(lambda: urllib.request.urlopen(url).read().decode())
+        text = await scrape(pod)
         method = 'method="/tandem.v1.GatewayService/ListModels"'
         assert f'tandem_grpc_calls_total{{code="OK",{method}}} 1.0' in text
         assert f'tandem_grpc_calls_total{{code="INVALID_ARGUMENT",{method}}} 1.0' in text

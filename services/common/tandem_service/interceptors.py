@@ -3,6 +3,7 @@
 call in -> request id from metadata, or a new one; bound to the log context; sent back at once
         -> handler
         -> exception?  mapped type         -> its status, with the exception's own sentence
+                       undecodable bytes   -> INVALID_ARGUMENT; the handler is not called
                        context.abort()     -> passes
                        cancellation        -> passes (the client left, or its deadline is over)
                        anything else       -> INTERNAL with the request id; the traceback is logged only
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 import grpc
 import grpc.aio
 import structlog
+from google.protobuf.message import DecodeError
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from tandem_service.metrics import LATENCY_BUCKETS_S
@@ -53,6 +55,10 @@ def current_request_id() -> str:
     return str(structlog.contextvars.get_contextvars().get("request_id", ""))
 
 
+class MalformedRequestError(Exception):
+    """The bytes of a request are not the message that its method takes."""
+
+
 class CallMetrics:
     """Counts and durations of calls by method."""
 
@@ -73,7 +79,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
     def __init__(
         self, status_codes: Mapping[type[Exception], grpc.StatusCode], registry: CollectorRegistry
     ) -> None:
-        self._status_codes = dict(status_codes)
+        self._status_codes = {MalformedRequestError: grpc.StatusCode.INVALID_ARGUMENT, **status_codes}
         self._metrics = CallMetrics(registry)
         self._log = structlog.get_logger("tandem.access")
 
@@ -86,6 +92,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         if handler is None:  # no such method: gRPC answers UNIMPLEMENTED
             return handler
         method = handler_call_details.method
+        decode = _decoder(handler)
         if handler.unary_unary or handler.stream_unary:
             call = cast(
                 "Callable[[Any, _Context], Awaitable[Any]]", handler.unary_unary or handler.stream_unary
@@ -93,14 +100,14 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
 
             async def unary(request: Any, context: _Context) -> Any:
                 async with self._around(method, context):
-                    return await call(request, context)
+                    return await call(_decoded(request), context)
 
             make = (
                 grpc.unary_unary_rpc_method_handler
                 if handler.unary_unary
                 else grpc.stream_unary_rpc_method_handler
             )
-            return make(unary, handler.request_deserializer, handler.response_serializer)
+            return make(unary, decode, handler.response_serializer)
 
         calls = cast(
             "Callable[[Any, _Context], AsyncGenerator[Any, None]]",
@@ -110,7 +117,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         async def stream(request: Any, context: _Context) -> AsyncIterator[Any]:
             # Closed here and now, so that a cancelled call frees what its generator holds without
             # waiting for the garbage collector.
-            async with self._around(method, context), aclosing(calls(request, context)) as responses:
+            async with (
+                self._around(method, context),
+                aclosing(calls(_decoded(request), context)) as responses,
+            ):
                 async for response in responses:
                     yield response
 
@@ -119,7 +129,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
             if handler.unary_stream
             else grpc.stream_stream_rpc_method_handler
         )
-        return make(stream, handler.request_deserializer, handler.response_serializer)
+        return make(stream, decode, handler.response_serializer)
 
     @asynccontextmanager
     async def _around(self, method: str, context: _Context) -> AsyncIterator[None]:
@@ -160,6 +170,38 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
             grpc.StatusCode.INTERNAL,
             f"internal error; the server's log has it under request id {request_id}",
         )
+
+
+def _decoder(handler: _Handler) -> Callable[[bytes], Any] | None:
+    """The method's own deserializer, whose failure becomes a MalformedRequestError.
+
+    gRPC decodes a lone request before it calls the handler, and answers what is raised there with UNKNOWN,
+    uncounted. So the error is handed on in the request's place, for `_decoded` to raise inside the call. The
+    requests of a stream are decoded as the handler reads them, inside the call: there it is raised at once.
+    """
+    deserialize = handler.request_deserializer
+    if deserialize is None:
+        return None
+
+    def decode(raw: bytes) -> Any:
+        try:
+            return deserialize(raw)
+        except DecodeError as error:
+            malformed = MalformedRequestError(
+                f"the request is not a valid protobuf message: {error}; send the message that the method "
+                "takes (strings must be UTF-8)"
+            )
+            if handler.request_streaming:
+                raise malformed from error
+            return malformed
+
+    return decode
+
+
+def _decoded(request: Any) -> Any:
+    if isinstance(request, MalformedRequestError):
+        raise request
+    return request
 
 
 def _metadata_value(context: _Context, key: str) -> str:
