@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from tandem_engine.batch import Batch
@@ -52,6 +52,17 @@ class StepOutput:
     num_drafted: int
     accepted_sources: tuple[str, ...]
     finished: bool
+
+    def truncated(self, num_tokens: int) -> StepOutput:
+        """Only the first num_tokens tokens, as when a stop string ended the text among them."""
+        if num_tokens >= len(self.token_ids):
+            return self
+        return replace(
+            self,
+            token_ids=self.token_ids[:num_tokens],
+            logprobs=self.logprobs[:num_tokens],
+            accepted_sources=self.accepted_sources[:num_tokens],
+        )
 
 
 class Engine:

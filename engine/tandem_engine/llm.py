@@ -152,11 +152,13 @@ class _Run:
             stats.prompt_tokens = self.request.num_prompt_tokens
             stats.cached_tokens = self.request.num_cached_tokens
         stats.preemptions = self.request.num_preemptions
+        seen = self._text.num_tokens
+        text = self._text.push(output.token_ids)
+        output = output.truncated(self._text.num_tokens - seen)
         stats.drafted_tokens += output.num_drafted
         stats.accepted_tokens += len(output.accepted_sources)
         completion.token_ids.extend(output.token_ids)
         completion.logprobs.extend(output.logprobs)
-        text = self._text.push(output.token_ids)
         if self._text.stopped is not None:
             completion.finish_reason, completion.stop_reason = FinishReason.STOP, self._text.stopped
         elif output.finished:

@@ -96,10 +96,11 @@ class EngineLoop:
                     self._drain(block=True, timeout=_STARVED_NAP_S)
         except Exception as error:
             self.failed = error
-            for listener in list(self._listeners.values()):
-                listener(error)
+            # First: a pod exits here, and its clients see a lost connection, which is tried elsewhere.
             if self._on_failure is not None:
                 self._on_failure(error)
+            for listener in list(self._listeners.values()):
+                listener(error)
 
     def _drain(self, *, block: bool, timeout: float | None = None) -> None:
         """Runs the waiting calls; with block, waits for the first one."""

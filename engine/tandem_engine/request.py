@@ -55,7 +55,8 @@ class SamplingParams:
             ("top_k", self.top_k >= 0, "must be 0 (all) or positive"),
             ("top_p", 0.0 < self.top_p <= 1.0, "must be in (0, 1]"),
             ("min_p", 0.0 <= self.min_p <= 1.0, "must be in [0, 1]"),
-            ("repetition_penalty", 0.0 < self.repetition_penalty <= 10.0, "must be in (0, 10]"),
+            # 0.01 as the wire's float32 is a little less.
+            ("repetition_penalty", 0.0099 < self.repetition_penalty <= 10.0, "must be in [0.01, 10]"),
             ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "must be in [-2, 2]"),
             ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "must be in [-2, 2]"),
             ("logit_bias", all(-100 <= b <= 100 for b in self.logit_bias.values()), "values: [-100, 100]"),

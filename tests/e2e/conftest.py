@@ -22,6 +22,7 @@ from tandem_proto.v1 import (
     common_pb2,
     decode_pb2,
     decode_pb2_grpc,
+    gateway_pb2,
     gateway_pb2_grpc,
     prefill_pb2,
     prefill_pb2_grpc,
@@ -80,6 +81,8 @@ class RunningFleet:
         deadline = time.monotonic() + within_s
         while True:
             held = {name: _held(books) for name, books in self.books().items()}
+            view = self.gateway().GetFleetStatus(gateway_pb2.GetFleetStatusRequest(), timeout=10)
+            held["gateway"] = {} if not view.requests_running + view.requests_queued else {"requests": view}
             if not any(held.values()):
                 return
             assert time.monotonic() < deadline, f"still held after {within_s} s: {held}"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import concurrent.futures
 import os
 import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,9 @@ def fleet(start_fleet, model_dir: Path, tmp_path_factory: pytest.TempPathFactory
         yield fleet
 
 
-def complete(fleet: RunningFleet, prompt: str) -> tuple[tuple[int, ...], common_pb2.Receipt]:
+def complete(
+    fleet: RunningFleet, prompt: str, on_token: Callable[[], None] = lambda: None
+) -> tuple[tuple[int, ...], common_pb2.Receipt]:
     tokens: list[int] = []
     request = gateway_pb2.GenerateRequest(
         text=prompt,
@@ -34,6 +37,8 @@ def complete(fleet: RunningFleet, prompt: str) -> tuple[tuple[int, ...], common_
     )
     for response in fleet.gateway().Generate(request, timeout=300):
         tokens.extend(response.chunk.token_ids)
+        if response.chunk.token_ids:
+            on_token()
         if response.HasField("end"):
             receipt = response.end.receipt
     return tuple(tokens), receipt
@@ -47,13 +52,17 @@ def kill(fleet: RunningFleet, what: str) -> int:
 
 @pytest.mark.parametrize("what", ["prefill", "lookahead", "redis"])
 def test_no_request_fails_and_no_text_changes(fleet: RunningFleet, corpus, what: str) -> None:
-    prompts = [corpus.prompt(10 * len(what) + i, 2500 + 500 * i) for i in range(4)]
+    prompts = [corpus.prompt(10 * len(what) + i, 5000 + 1000 * i) for i in range(4)]
+    decoding = threading.Event()
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        running = [pool.submit(complete, fleet, prompt) for prompt in prompts]
-        time.sleep(1.5)
+        running = [pool.submit(complete, fleet, prompt, decoding.set) for prompt in prompts]
+        # One request decodes, the others are still with the prefill pod or on their way from it.
+        assert decoding.wait(60)
         killed = kill(fleet, what)
         under_fire = [future.result() for future in running]
     assert [len(tokens) for tokens, _ in under_fire] == [40] * 4
+    if what == "prefill":
+        assert any(not receipt.prefill_pod or receipt.prefill_retries for _, receipt in under_fire)
     fleet.assert_idle(within_s=20.0)
     _wait_back(fleet, what, killed)
     for prompt, (tokens, _) in zip(prompts, under_fire, strict=True):

@@ -15,8 +15,10 @@ import torch
 from tandem_decode.main import open_pod as open_decode
 from tandem_decode.settings import DecodeSettings
 from tandem_engine import store
+from tandem_engine.assemble import EngineConfig, assemble
 from tandem_engine.llm import LLM
 from tandem_engine.request import SamplingParams
+from tandem_engine.transport.layout import KVLayout
 from tandem_prefill.main import open_pod as open_prefill
 from tandem_prefill.settings import PrefillSettings
 from tandem_proto.v1 import (
@@ -71,6 +73,7 @@ class Fleet:
     decode: decode_pb2_grpc.DecodeServiceStub
     prefill: prefill_pb2_grpc.PrefillServiceStub
     prefill_target: str
+    layout: KVLayout
 
     async def books(self) -> tuple[common_pb2.Books, common_pb2.Books]:
         decode = await self.decode.GetDecodeStatus(decode_pb2.GetDecodeStatusRequest())
@@ -108,6 +111,7 @@ async def run_fleet(tiny_model: Path, **prefill_options: object) -> AsyncIterato
             decode_pb2_grpc.DecodeServiceStub(channels[0]),
             prefill_pb2_grpc.PrefillServiceStub(channels[1]),
             f"127.0.0.1:{p.port}",
+            assemble(EngineConfig(model=tiny_model, pack_weights=False, **SIZES)).layout,
         )
         for channel in channels:
             await channel.close(None)
@@ -261,3 +265,76 @@ async def test_stop_strings_and_logprobs_travel(tiny_model: Path) -> None:
         assert cut == whole[: whole.index(stop)]
         assert (finished.reason, finished.stop_reason) == (common_pb2.FINISH_REASON_STOP, stop)
         await fleet.assert_idle()
+
+
+@pytest.mark.parametrize(
+    ("ticket", "sampling", "words"),
+    [
+        ({"credit_bytes": 0}, {}, "credit"),
+        ({"endpoint": "udp://127.0.0.1:9"}, {}, "endpoint"),
+        ({"transfer_id": b"short"}, {}, "transfer_id"),
+        ({}, {"top_p": 1.5}, "top_p"),
+    ],
+)
+async def test_a_bad_ticket_is_refused_by_name_and_holds_nothing(
+    tiny_model: Path, ticket: dict[str, object], sampling: dict[str, float], words: str
+) -> None:
+    async with run_fleet(tiny_model) as fleet:
+        layout = fleet.layout
+        good = {
+            "transfer_id": bytes(16), "epoch": 1, "endpoint": "tcp://127.0.0.1:9", "credit_bytes": 1 << 20,
+            "layout_fingerprint": layout.fingerprint, "layout_description": layout.description,
+        }  # fmt: skip
+        message = prefill_pb2.PrefillRequest(
+            request_id="x",
+            prompt_token_ids=[5] * 40,
+            sampling=common_pb2.SamplingParams(**sampling),
+            ticket=prefill_pb2.KvTicket(**{**good, **ticket}),
+        )
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            async for _ in fleet.prefill.Prefill(message):
+                pass
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert words in refused.value.details()
+        await fleet.assert_idle()
+
+
+async def test_two_calls_with_one_request_id_do_not_touch_each_other(tiny_model: Path) -> None:
+    async with run_fleet(tiny_model) as fleet:
+        first, second = await asyncio.gather(
+            run(fleet, request("twin", prompt_of(300), [fleet.prefill_target])),
+            run(fleet, request("twin", prompt_of(200, start=4), [fleet.prefill_target])),
+        )
+        assert (len(first[0]), len(second[0])) == (24, 24)
+        assert first[1].request_id == second[1].request_id == "twin"
+        await fleet.assert_idle()
+
+
+async def test_the_harshest_penalties_do_not_end_a_pod(tiny_model: Path) -> None:
+    async with run_fleet(tiny_model) as fleet:
+        harsh = {"temperature": 2.0, "seed": 1, "repetition_penalty": 0.01, "presence_penalty": -2.0}
+        tokens, _ = await run(fleet, request("harsh", prompt_of(80), [fleet.prefill_target], **harsh))
+        assert len(tokens) == 24
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await run(fleet, request("beyond", prompt_of(80), [], repetition_penalty=1e-38))
+        assert "repetition_penalty" in refused.value.details()
+        tokens, _ = await run(fleet, request("after", prompt_of(80), [fleet.prefill_target]))
+        assert len(tokens) == 24
+
+
+async def test_a_stop_string_cuts_the_same_with_drafts_and_without(tiny_model: Path) -> None:
+    """Tokens that a draft brought beyond the stop string are neither sent nor counted."""
+    prompt = prompt_of(90)
+    plain = LLM(tiny_model, speculation="off", **SIZES)
+    params = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
+    whole = plain.generate([prompt], SamplingParams(**params))[0].text
+    stop = whole[15:17]
+    want = plain.generate([prompt], SamplingParams(**params, stop=(stop,)))[0]
+    drafted = LLM(tiny_model, speculation="local", **SIZES)
+    assert drafted.generate([prompt], SamplingParams(**params, stop=(stop,)))[0].token_ids == want.token_ids
+    async with run_fleet(tiny_model) as fleet:
+        tokens, receipt = await run(
+            fleet, request("s", prompt, [fleet.prefill_target], max_tokens=40, stop=[stop])
+        )
+        assert tokens == want.token_ids
+        assert receipt.output_tokens == len(want.token_ids)

@@ -61,11 +61,18 @@ def add_bias(row: Row, bias: Mapping[int, float]) -> Row:
 
 
 def penalise_repetition(row: Row, seen: TokenIds, penalty: float) -> Row:
-    """Divide positive and multiply negative logits of the tokens seen, each once however often listed."""
+    """Divide positive and multiply negative logits of the tokens seen, each once however often listed.
+
+    Clipped to float32's range: a logit that overflowed would make every probability NaN.
+    """
     seen = seen[seen < len(row)]
     before = row[seen]
     row = row.copy()
-    row[seen] = np.where(before < 0, before * penalty, before / penalty)
+    limits = np.finfo(np.float32)
+    with np.errstate(over="ignore"):
+        scaled = np.where(before < 0, before * penalty, before / penalty)
+    # What was forbidden before (-inf) stays so.
+    row[seen] = np.where(np.isinf(before), before, np.clip(scaled, limits.min, limits.max))
     return row
 
 

@@ -36,7 +36,7 @@ T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
 #: A prefill pod sends a heartbeat every 0.25 s; without any for this long it is taken for dead.
-HEARTBEAT_TIMEOUT_S = 2.0
+HEARTBEAT_TIMEOUT_S = 1.5
 #: How long frames may trail the first token, on a transfer that is still making progress.
 TRAILING_FRAMES_TIMEOUT_S = 10.0
 #: How often a request that found no free blocks asks again.
@@ -82,14 +82,22 @@ class Handoff:
     """Runs handoffs for one decode pod."""
 
     def __init__(
-        self, loop: EngineLoop, receiver: KVReceiver, client: PrefillClient, block_bytes: int
+        self,
+        loop: EngineLoop,
+        receiver: KVReceiver,
+        client: PrefillClient,
+        *,
+        block_bytes: int,
+        vocab_size: int,
     ) -> None:
         self._loop = loop
         self._receiver = receiver
         self._client = client
         #: Payload bytes of one block in one layer.
         self._block_bytes = block_bytes
+        self._vocab_size = vocab_size
         self._endings: set[asyncio.Task[None]] = set()
+        self._reserving = asyncio.Lock()
 
     async def run(self, request: Request, message: decode_pb2.DecodeRequest) -> HandoffResult:
         """Fills the prompt's KV from the message's prefill targets and lets the request decode.
@@ -110,10 +118,10 @@ class Handoff:
             wanted = {i: reservation.block_ids[i] for i in reservation.wanted_blocks}
             incoming = self._receiver.open(wanted)
             for attempt, target in enumerate(message.prefill_targets):
-                if attempt:
-                    incoming.reopen()
-                    result = replace(result, retries=result.retries + 1)
                 try:
+                    if attempt:
+                        incoming.reopen()
+                        result = replace(result, retries=result.retries + 1)
                     first, result = await self._attempt(target, message, incoming, result)
                     break
                 except (grpc.aio.AioRpcError, TransferError, TimeoutError) as error:
@@ -147,6 +155,8 @@ class Handoff:
         try:
             started = time.monotonic_ns()
             finished = await self._first_token(call)
+            if finished.first_token_id >= self._vocab_size:
+                raise TransferError(f"first token {finished.first_token_id} is outside the vocabulary")
             token_known = time.monotonic_ns()
             await self._frames(incoming)
             now = time.monotonic_ns()
@@ -193,11 +203,13 @@ class Handoff:
         incoming.done.result()
 
     async def _reserve(self, request: Request, holds: list[BlockHold]) -> Reservation:
-        while True:
-            reservation = await self._on_engine(lambda: self._try_reserve(request, holds))
-            if reservation is not None:
-                return reservation
-            await asyncio.sleep(RESERVE_RETRY_S)
+        # One asks at a time, in order of arrival: small prompts cannot starve a large one.
+        async with self._reserving:
+            while True:
+                reservation = await self._on_engine(lambda: self._try_reserve(request, holds))
+                if reservation is not None:
+                    return reservation
+                await asyncio.sleep(RESERVE_RETRY_S)
 
     def _try_reserve(self, request: Request, holds: list[BlockHold]) -> Reservation | None:
         scheduler = self._loop.engine.scheduler

@@ -61,7 +61,13 @@ async def open_pod(pod: DecodeSettings) -> AsyncIterator[PodServer]:
         parts,
         loop,
         receiver,
-        Handoff(loop, receiver, client, parts.layout.block_bytes),
+        Handoff(
+            loop,
+            receiver,
+            client,
+            block_bytes=parts.layout.block_bytes,
+            vocab_size=parts.manifest.vocab_size,
+        ),
         sharing,
         DecodeMetrics(server.registry),
     )

@@ -15,8 +15,10 @@ from tandem_decode.handoff import HandoffResult
 class RequestRecord:
     """Collects a request's steps; the gateway adds what only it can see (its queue, TTFT, the SLO)."""
 
-    def __init__(self, request: Request, pod_id: str) -> None:
+    def __init__(self, request: Request, request_id: str, pod_id: str) -> None:
         self._request = request
+        #: As the caller named it; the engine's own id is unique per call.
+        self._request_id = request_id
         self._pod_id = pod_id
         self._arrived_ns = time.monotonic_ns()
         self._first_token_ns = 0
@@ -50,7 +52,7 @@ class RequestRecord:
             started = request.first_scheduled_ns or first
             queue_ns, prefill_ns = started - self._arrived_ns, first - started
         return common_pb2.Receipt(
-            request_id=request.request_id.partition("/")[2],
+            request_id=self._request_id,
             queue_ns=max(queue_ns, 0),
             prefill_ns=max(prefill_ns, 0),
             transfer_ns=handoff.transfer_ns,

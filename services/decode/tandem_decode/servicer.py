@@ -9,6 +9,7 @@ the engine's thread and nothing of the request is left.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator, Callable
 from typing import TypeVar
 
@@ -62,7 +63,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     ) -> AsyncIterator[decode_pb2.DecodeResponse]:
         state = self._to_request(request)
         self._sharing.open(state.tenant)
-        record = RequestRecord(state, self._settings.pod_id)
+        record = RequestRecord(state, request.request_id, self._settings.pod_id)
         self._streams += 1
         self._requests += 1
         outcome = "failed"
@@ -79,18 +80,23 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             detokenizer = StreamingDetokenizer(
                 self._parts.tokenizer, state.sampling.stop, min_tokens=state.sampling.min_tokens
             )
-            reason = None
+            reason, stop_reason, num_tokens = None, "", 0
             while reason is None:
                 output = await outputs.get()
                 if isinstance(output, Exception):
                     raise output
-                record.step(output)
                 text = detokenizer.push(output.token_ids)
-                self._share(state, output)
+                # What a draft brought beyond a stop string would not be there without the draft.
+                output = output.truncated(detokenizer.num_tokens - num_tokens)
+                self._sharing.push(state.tenant, state.request_id, num_tokens, output.token_ids)
+                num_tokens = detokenizer.num_tokens
+                record.step(output)
                 if detokenizer.stopped is not None:
-                    reason, state.stop_reason = FinishReason.STOP, detokenizer.stopped
+                    reason, stop_reason = FinishReason.STOP, detokenizer.stopped
+                    # Not waited for: the engine shall not spend another step on it.
+                    self._loop.call(lambda: self._loop.forget(state.request_id))
                 elif output.finished:
-                    reason = state.finish_reason or FinishReason.STOP
+                    reason, stop_reason = state.finish_reason or FinishReason.STOP, state.stop_reason
                     text += detokenizer.flush()
                 yield decode_pb2.DecodeResponse(
                     chunk=decode_pb2.DecodeChunk(
@@ -103,11 +109,11 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             yield decode_pb2.DecodeResponse(
                 finished=decode_pb2.DecodeFinished(
                     reason=codec.finish_reason_to_proto(reason),
-                    stop_reason=state.stop_reason,
+                    stop_reason=stop_reason,
                     receipt=record.receipt(),
                 )
             )
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):
             outcome = "cancelled"
             raise
         finally:
@@ -142,17 +148,15 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     def _to_request(self, message: decode_pb2.DecodeRequest) -> Request:
         room = self._parts.manifest.max_model_len - len(message.prompt_token_ids)
         return Request(
-            request_id=f"{message.tenant}/{message.request_id}",
+            # Unique per call: the caller's id may come twice, here or at another gateway, and two calls must
+            # not share a listener, a block table or a place in the forest.
+            request_id=f"{message.request_id}#{secrets.token_hex(8)}",
             prompt_token_ids=list(message.prompt_token_ids),
             sampling=codec.sampling_from_proto(message.sampling, default_max_tokens=max(room, 1)),
             cache_salt=cache_salt(message.tenant, self._parts.manifest.revision),
             eos_token_ids=self._parts.eos_token_ids,
             tenant=message.tenant,
         )
-
-    def _share(self, state: Request, output: StepOutput) -> None:
-        offset = len(state.output_token_ids) - len(output.token_ids)
-        self._sharing.push(state.tenant, state.request_id, offset, output.token_ids)
 
     def _count(self, record: RequestRecord, outcome: str) -> None:
         metrics, receipt = self._metrics, record.receipt()

@@ -10,6 +10,7 @@ engine, the transfer is aborted and the blocks are given back.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -23,7 +24,7 @@ from tandem_engine.engine import StepOutput
 from tandem_engine.loop import EngineLoop
 from tandem_engine.request import Request, SamplingParams
 from tandem_engine.salt import cache_salt
-from tandem_engine.transport.base import KVSender, Outgoing
+from tandem_engine.transport.base import KVSender, Outgoing, TransferState
 from tandem_proto.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 
 from tandem_prefill.metrics import PrefillMetrics
@@ -58,10 +59,10 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         context: grpc.aio.ServicerContext[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse],
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
         self._parts.layout.check(request.ticket.layout_fingerprint, request.ticket.layout_description)
-        self._streams += 1
-        self._requests += 1
         prompt = self._to_request(request)
         outgoing = self._sender.open(codec.ticket_from_proto(request.ticket))
+        self._streams += 1
+        self._requests += 1
         arrived = time.monotonic_ns()
         outcome = "failed"
         try:
@@ -84,6 +85,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                         output = await outputs.get()
                     break
                 except TimeoutError:
+                    if outgoing.state is TransferState.FAILED:  # nobody wants the rest of the work
+                        outgoing.done.result()
                     yield self._progress(prompt, outgoing)
             if isinstance(output, Exception):
                 raise output
@@ -110,7 +113,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             outcome = "ok"
             self._metrics.prompt_tokens.inc(prompt.num_prompt_tokens)
             self._metrics.cached_tokens.inc(prompt.num_cached_tokens)
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):
             outcome = "cancelled"
             raise
         finally:
@@ -130,8 +133,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     def _to_request(self, message: prefill_pb2.PrefillRequest) -> Request:
         asked = codec.sampling_from_proto(message.sampling, default_max_tokens=1)
         return Request(
-            # The same request may come again after a failed attempt whose call is still being torn down.
-            request_id=f"{message.request_id}/{message.ticket.epoch}",
+            # Unique per call: the same request may come again while an earlier call is being torn down.
+            request_id=f"{message.request_id}#{secrets.token_hex(8)}",
             prompt_token_ids=list(message.prompt_token_ids),
             sampling=_first_token_only(asked),
             cache_salt=cache_salt(message.tenant, self._parts.manifest.revision),
