@@ -79,7 +79,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
     def __init__(
         self, status_codes: Mapping[type[Exception], grpc.StatusCode], registry: CollectorRegistry
     ) -> None:
-        self._status_codes = {MalformedRequestError: grpc.StatusCode.INVALID_ARGUMENT, **status_codes}
+        self._status_codes: dict[type[Exception], grpc.StatusCode] = {
+            MalformedRequestError: grpc.StatusCode.INVALID_ARGUMENT,
+            **status_codes,
+        }
         self._metrics = CallMetrics(registry)
         self._log = structlog.get_logger("tandem.access")
 
