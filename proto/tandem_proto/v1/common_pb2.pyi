@@ -89,7 +89,7 @@ class SamplingParams(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
-    """Most tokens to generate; unset: as many as the model's context holds."""
+    """Most tokens to generate; unset: the gateway's default: 512, or what room is left."""
     min_tokens: _builtins.int
     """Fewest tokens to generate before an end token or stop string may end the text."""
     temperature: _builtins.float
@@ -316,7 +316,7 @@ class Receipt(_message.Message):
     prefill_ns: _builtins.int
     """From the start of prefill to the first token."""
     transfer_ns: _builtins.int
-    """From the end of the last layer on the prefill pod to the last block on the decode pod."""
+    """From the first token's arrival at the decode pod to the last block's."""
     decode_ns: _builtins.int
     """From the first token to the last."""
     ttft_ns: _builtins.int
@@ -382,7 +382,7 @@ Global___Receipt: _TypeAlias = Receipt  # noqa: Y015
 
 @_typing.final
 class Books(_message.Message):
-    """A pod's own account of what it holds; all zero but the totals when nothing runs."""
+    """A pod's own account of what it holds; all zero but blocks_total, blocks_free and blocks_cached when nothing runs."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -463,7 +463,7 @@ class PodStatus(_message.Message):
     kv_free_ratio: _builtins.float
     """Free and reclaimable blocks as a share of all, in [0, 1]."""
     step_seconds: _builtins.float
-    """Recent median seconds per decode step and prefill tokens per second; 0 before any were seen."""
+    """Recent mean seconds per decode step and prefill tokens per second; 0 before any were seen."""
     prefill_tokens_per_second: _builtins.float
     requests_total: _builtins.int
     drafted_tokens_total: _builtins.int

@@ -34,7 +34,7 @@ class DecodeRequest(_message.Message):
     tenant: _builtins.str
     """Tenant of the caller; isolates caches. Empty: the default tenant."""
     share_prompt: _builtins.bool
-    """Whether the prompt may enter the tenant's global lookahead forest."""
+    """Whether the prompt may enter the tenant's global lookahead forest. Not used yet: prompts are never shared."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
