@@ -65,7 +65,7 @@ proto: $(VENV)/.dev ## Regenerate the stubs from the .proto files
 proto-check: $(VENV)/.dev ## Are the committed stubs those of the .proto files?
 	$(BIN)/python -P -m pytest -q tests/repo -k stubs
 
-# Breaking changes are judged against the last release, or the last commit before there is one.
+# Breaking changes are judged against the last release, or the commit before this one while there is none.
 buf: $(VENV)/.dev ## Lint the .proto files, and look for breaking changes
 	$(BIN)/buf lint proto
 	@base=$$(git describe --tags --abbrev=0 2>/dev/null || git rev-parse --quiet --verify HEAD~1 || true); \
