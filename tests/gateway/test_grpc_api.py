@@ -105,7 +105,6 @@ BAD_INPUTS = [
     (gateway_pb2.ChatRequest(messages=USER, request_id="a b"), ["request_id", "128"]),
     (gateway_pb2.GenerateRequest(), ["prompt", "empty"]),
     (gateway_pb2.GenerateRequest(text="hat " * 300), ["prompt", "256 tokens", "at most 255"]),
-    (gateway_pb2.GenerateRequest(text="x" * 5000), ["request", "limit of 4096"]),
     (gateway_pb2.GenerateRequest(token_ids=gateway_pb2.TokenIds(ids=[9999])), ["prompt", "9999"]),
     *(
         (gateway_pb2.GenerateRequest(text="a", sampling=sampling), words)
@@ -132,7 +131,7 @@ BAD_INPUTS = [
 
 async def test_bad_input_is_refused_with_field_and_limit(pods, gateway, subtests):
     pod = await pods()
-    front = await gateway(pod, max_messages=4, max_body_bytes=4096)
+    front = await gateway(pod, max_messages=4)
     for request, (field, *words) in BAD_INPUTS:
         with subtests.test(field, request=str(request)[:80]):
             method = front.grpc.Chat if isinstance(request, gateway_pb2.ChatRequest) else front.grpc.Generate
@@ -143,6 +142,19 @@ async def test_bad_input_is_refused_with_field_and_limit(pods, gateway, subtests
                 assert word in error.details()
     assert pod.requests == []
     assert await front.metric('tandem_requests_total{outcome="invalid"}') == len(BAD_INPUTS)
+
+
+@pytest.mark.parametrize("compression", [grpc.Compression.NoCompression, grpc.Compression.Gzip])
+async def test_too_many_bytes_are_refused_before_they_are_parsed(pods, gateway, compression):
+    pod = await pods()
+    front = await gateway(pod, max_body_bytes=4096)
+    method = front.channel.unary_stream("/tandem.v1.GatewayService/Generate")
+    error = await _error(method(b"\xff" * 4097, compression=compression))
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "4097 vs. 4096" in error.details()
+    error = await _error(method(b"\xff" * 4096, compression=compression))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT, "now parsed, and no message"
+    assert pod.requests == []
 
 
 async def test_an_unknown_model_is_not_found_and_the_served_one_named(pods, gateway):

@@ -11,24 +11,15 @@ _KEEPALIVE_MS = 1000
 
 _COMMON_OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", _KEEPALIVE_MS),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 )
 
-SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
-    *_COMMON_OPTIONS,
-    # Two servers on one port would share the calls between them without anyone noticing.
-    ("grpc.so_reuseport", 0),
-    # Accept the pings above; the default punishes them with GOAWAY "too_many_pings".
-    ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
-    ("grpc.http2.max_ping_strikes", 0),
-)
-
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     *_COMMON_OPTIONS,
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     # A restarted pod is used again within a second; gRPC's default backs off for two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 200),
@@ -38,6 +29,19 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # A channel of its own per caller: closing one must not depend on another's subchannel.
     ("grpc.use_local_subchannel_pool", 1),
 )
+
+
+def server_options(max_request_bytes: int) -> tuple[tuple[str, int], ...]:
+    """A larger request is answered with RESOURCE_EXHAUSTED, before it is parsed or reaches an interceptor."""
+    return (
+        *_COMMON_OPTIONS,
+        ("grpc.max_receive_message_length", max_request_bytes),
+        # Two servers on one port would share the calls between them without anyone noticing.
+        ("grpc.so_reuseport", 0),
+        # Accept the pings above; the default punishes them with GOAWAY "too_many_pings".
+        ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
+        ("grpc.http2.max_ping_strikes", 0),
+    )
 
 
 def open_channel(target: str) -> grpc.aio.Channel:

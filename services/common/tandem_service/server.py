@@ -22,7 +22,7 @@ from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 
-from tandem_service.channels import SERVER_OPTIONS
+from tandem_service.channels import MAX_MESSAGE_BYTES, server_options
 from tandem_service.discovery import Target
 from tandem_service.health import HealthServicer
 from tandem_service.interceptors import CallInterceptor
@@ -34,8 +34,8 @@ class PodServer:
     """A grpc.aio server with health, reflection, metrics, request ids and a graceful end.
 
     `service_names` are full names such as "tandem.v1.DecodeService". `status_codes` maps the service's
-    exceptions to gRPC statuses, by nearest base class; see `interceptors`. Make it inside a running event
-    loop and use it from there only.
+    exceptions to gRPC statuses, by nearest base class; see `interceptors`. A request of more than
+    `max_request_bytes` is RESOURCE_EXHAUSTED. Make it inside a running event loop and use it from there only.
     """
 
     def __init__(
@@ -45,13 +45,15 @@ class PodServer:
         role: str,
         service_names: Sequence[str],
         status_codes: Mapping[type[Exception], grpc.StatusCode],
+        max_request_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         self._settings = settings
         self._log = structlog.get_logger("tandem.server").bind(role=role)
         #: Register the role's metrics here.
         self.registry: CollectorRegistry = new_registry()
         self.grpc_server: grpc.aio.Server = grpc.aio.server(
-            interceptors=(CallInterceptor(status_codes, self.registry),), options=SERVER_OPTIONS
+            interceptors=(CallInterceptor(status_codes, self.registry),),
+            options=server_options(max_request_bytes),
         )
         #: Set when the drain begins; a servicer with endless streams ends them then.
         self.draining = asyncio.Event()

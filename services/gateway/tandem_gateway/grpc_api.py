@@ -118,9 +118,6 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     def _ask(self, request: gateway_pb2.ChatRequest | gateway_pb2.GenerateRequest, context: _Context) -> Ask:
         arrived = time.monotonic()
         caller = self._caller(context)
-        size, limit = request.ByteSize(), self._gateway.limits.max_body_bytes
-        if size > limit:
-            raise InvalidRequestError("request", f"has {size} bytes, over the limit of {limit}; shorten it")
         if request.request_id and request_id_or_new(request.request_id) != request.request_id:
             raise InvalidRequestError(
                 "request_id", "must be 1 to 128 letters, digits and . _ : / -; or leave it empty"

@@ -38,7 +38,11 @@ class GatewayProcess:
         model = ServedModel.load(settings.model)
         keys = ApiKeys.load(settings.api_keys_file)
         self._server = PodServer(
-            settings, role="gateway", service_names=[SERVICE_NAME], status_codes=STATUS_CODES
+            settings,
+            role="gateway",
+            service_names=[SERVICE_NAME],
+            status_codes=STATUS_CODES,
+            max_request_bytes=settings.max_body_bytes,
         )
         metrics = GatewayMetrics(self._server.registry)
         self._fleet = Fleet(

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
+from tandem_service.channels import MAX_MESSAGE_BYTES
 from tandem_service.settings import CommonSettings, Port, Targets
 
 
@@ -30,7 +31,7 @@ class GatewaySettings(CommonSettings):
     """JSON lines of key_sha256, tenant, slo_classes; unset: no keys are asked for"""
     request_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """longest a request may take when its client sets no shorter deadline"""
-    max_body_bytes: Annotated[int, Field(ge=1024)] = 8 * 1024 * 1024
+    max_body_bytes: Annotated[int, Field(ge=1024, le=MAX_MESSAGE_BYTES)] = 8 * 1024 * 1024
     """largest request, checked before it is parsed"""
     max_messages: Annotated[int, Field(ge=1)] = 1024
     """most messages in one chat"""
