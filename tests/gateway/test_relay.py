@@ -99,3 +99,51 @@ async def test_the_pod_gets_the_healthy_prefill_pods_least_busy_first(pods, gate
     await front.until_metric('tandem_healthy_pods{role="prefill"}', 2)
     await _text(front)
     assert list(decode.requests[0].prefill_targets) == [idle.target, busy.target]
+
+
+async def test_the_wait_for_a_pod_begins_when_the_pod_is_lost(pods, gateway):
+    pod = await pods(pause_s=30.0)
+    front = await gateway(pod, failover_wait_s=0.6)
+    port = pod.server.port
+    answer = asyncio.create_task(_text(front))
+    await pod.started.wait()
+    await asyncio.sleep(0.8)
+    pod.pause_s = 0.0
+    await pod.stop()
+    await asyncio.sleep(0.1)
+    await pod.start(port)
+    assert (await answer)[0] == "Hello there!"
+
+
+async def test_a_pod_that_failed_and_recovered_is_asked_again_when_the_others_fail(pods, gateway):
+    first = await pods("first", fail_with=grpc.StatusCode.CANCELLED, free_blocks=100)
+    second = await pods("second", pause_s=30.0, free_blocks=90)
+    front = await gateway(first, second, failover_wait_s=8.0)
+    answer = asyncio.create_task(_text(front))
+    await second.started.wait()
+    first.fail_with = None
+    await front.until_healthy(2)
+    await second.stop()
+    async with asyncio.timeout(3.0):
+        assert await answer == ("Hello there!", "first")
+
+
+async def test_a_request_that_kills_two_pods_gets_no_third(pods, gateway):
+    fleet = [await pods(f"d-{n}", fail_with=grpc.StatusCode.UNAVAILABLE) for n in range(3)]
+    front = await gateway(*fleet)
+    with pytest.raises(grpc.aio.AioRpcError) as info:
+        await _text(front)
+    assert info.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert "2 decode pods went away" in info.value.details()
+    assert sum(len(pod.requests) for pod in fleet) == 2
+
+
+async def test_pods_that_drain_or_refuse_the_connection_are_not_held_against_the_request(pods, gateway):
+    draining = [await pods(f"drain-{n}", fail_with=grpc.StatusCode.CANCELLED) for n in range(3)]
+    stopped = [await pods(f"stop-{n}") for n in range(3)]
+    good = await pods("good", free_blocks=50)
+    front = await gateway(*draining, *stopped, good, poll_interval_s=2.0)
+    for pod in stopped:
+        await pod.stop()
+    assert (await _text(front)) == ("Hello there!", "good")
+    assert await front.metric("tandem_decode_failovers_total") == 6

@@ -2,7 +2,9 @@
 
     choose pod -> Decode(...) -> Chunk, Chunk, ..., End
        ^               |
-       +-- UNAVAILABLE before the first token: the next pod, or wait for one to come back
+       +-- lost before the first token: another pod, or wait for one to come back. A request that two
+           pods died with (as against: refused, or cancelled while draining) may be what kills them: no
+           third one gets it
 
 Closing the generator cancels the call, which makes the pod free everything. After the first token the
 text cannot move for now: the caller gets UnavailableError and the seed to repeat it with.
@@ -38,6 +40,17 @@ from tandem_gateway.routing import Route, Router
 _POD_FULL_RETRY_S = 1.0
 #: Statuses that mean "this pod is going or gone"; a draining pod cancels what it still runs.
 _POD_GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+#: Pods that may be lost with one request before it is held to be the cause.
+_MAX_LOST_PODS = 2
+
+
+class _LostError(Exception):
+    """The pod is gone. `accepted`: it had taken the call before."""
+
+    def __init__(self, cause: grpc.aio.AioRpcError, *, accepted: bool) -> None:
+        super().__init__(f"{cause.code().name}: {cause.details()}")
+        self.accepted = accepted
+        self.crashed = accepted and cause.code() is grpc.StatusCode.UNAVAILABLE
 
 
 class Relay:
@@ -53,12 +66,16 @@ class Relay:
     async def stream(self, job: Job) -> AsyncGenerator[Event, None]:
         """Events of the request, an End last. Raises GatewayError of the fitting kind."""
         failed: frozenset[str] = frozenset()
-        give_up_at = min(time.monotonic() + self._failover_wait_s, job.deadline)
+        num_crashed = 0
+        #: When the present outage has lasted too long; None while there is none.
+        give_up_at: float | None = None
         while True:
-            route = self._router.choose(job, failed)
+            # A pod that failed and is healthy again is better than none.
+            route = self._router.choose(job, failed) or self._router.choose(job)
+            if give_up_at is None and route is None:
+                give_up_at = self._patience_ends(job)
             if route is None:
-                failed = frozenset()  # one of them may be back
-                await self._wait_for_pod(job, give_up_at)
+                await self._wait_for_pod(job, give_up_at or job.deadline)
                 continue
             num_tokens = 0
             try:
@@ -68,22 +85,32 @@ class Relay:
                             num_tokens += len(event.token_ids)
                         yield event
                 return
-            except grpc.aio.AioRpcError as error:
-                if error.code() not in _POD_GONE:
-                    raise self._translate(error, route) from error
-                self._fleet.mark_dead(route.decode, f"{error.code().name}: {error.details()}")
+            except _LostError as error:
+                self._fleet.mark_dead(route.decode, str(error))
                 self._router.forget(route.decode)
                 if num_tokens:
                     raise UnavailableError(
                         f"the decode pod {route.decode.target} went away after {num_tokens} tokens; send the "
                         f"request again (with seed {job.sampling.seed} for the same text)"
                     ) from error
+                num_crashed += error.crashed
+                if num_crashed >= _MAX_LOST_PODS:
+                    raise UnavailableError(
+                        f"{num_crashed} decode pods went away while they computed this request, before its "
+                        "first token; it is not tried on another one, since it may be the cause"
+                    ) from error
+                if give_up_at is None or error.accepted:
+                    give_up_at = self._patience_ends(job)
                 self._log.warning("decode pod failed; trying another", target=route.decode.target)
                 self._metrics.failover()
                 failed |= {route.decode.target}
 
+    def _patience_ends(self, job: Job) -> float:
+        """For an outage that begins now."""
+        return min(time.monotonic() + self._failover_wait_s, job.deadline)
+
     async def _stream_from(self, route: Route, job: Job) -> AsyncGenerator[Event, None]:
-        """Events from one pod. Raises AioRpcError, or UpstreamError when the pod breaks the protocol."""
+        """Events from one pod. Raises _LostError, or the GatewayError that fits what the pod says or does."""
         pod = route.decode
         stub = decode_pb2_grpc.DecodeServiceStub(pod.channel)  # type: ignore[no-untyped-call]
         call = stub.Decode(
@@ -99,6 +126,12 @@ class Relay:
                 if isinstance(event, End):
                     return
             raise UpstreamError(f"the decode pod {pod.target} ended the stream without a finish")
+        except grpc.aio.AioRpcError as error:
+            if error.code() not in _POD_GONE:
+                raise self._translate(error, route) from error
+            # Pods send the request id back at once; a call that never got there has no metadata.
+            accepted = REQUEST_ID_KEY in (await call.initial_metadata())
+            raise _LostError(error, accepted=accepted) from error
         except codec.WireError as error:
             raise UpstreamError(f"the decode pod {pod.target} broke the protocol: {error}") from error
         finally:
