@@ -84,6 +84,18 @@ async def test_unhealthy_and_excluded_pods_are_not_chosen(make_pod):
     assert router.choose(_job(range(5)), frozenset({"b:1"})) is None
 
 
+async def test_what_a_pod_held_is_forgotten_when_it_leaves(make_pod):
+    a, b = make_pod("a:1"), make_pod("b:1", free_blocks=90)
+    fleet = FixedFleet(a, b)
+    router = Router(fleet)
+    assert router.choose(_job(PROMPT)).decode is a
+    fleet.pods.remove(a)
+    assert router.choose(_job(range(5))).decode is b
+    fleet.pods.append(a)
+    a.in_flight = 1
+    assert router.choose(_job(PROMPT)).decode is b, "a came back with an empty cache"
+
+
 async def test_prefill_pods_are_ordered_least_busy_first(make_pod):
     pods = [make_pod("p:1", Role.PREFILL, num_requests=2), make_pod("p:2", Role.PREFILL), make_pod("d:1")]
     assert Router(FixedFleet(*pods)).choose(_job(range(5))).prefill_targets == ("p:2", "p:1")

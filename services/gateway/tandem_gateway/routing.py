@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from tandem_gateway.fleet import Fleet, Pod, Role
@@ -71,6 +71,11 @@ class PrefixIndex:
         """The pod died, and its cache with it."""
         self._seen.pop(target, None)
 
+    def keep_only(self, targets: Collection[str]) -> None:
+        """Forget every pod not named."""
+        for target in self._seen.keys() - set(targets):
+            del self._seen[target]
+
 
 class Router:
     """Chooses among the fleet's healthy pods."""
@@ -82,7 +87,10 @@ class Router:
     def choose(self, job: Job, excluded: frozenset[str] = frozenset()) -> Route | None:
         """The cheapest decode pod not in `excluded`, remembered as having seen the prompt; None: no pod."""
         hashes = chain_hashes(job.tenant, job.prompt_token_ids)
-        candidates = [pod for pod in self._fleet.healthy(Role.DECODE) if pod.target not in excluded]
+        healthy = self._fleet.healthy(Role.DECODE)
+        # Whoever left or restarted has lost its cache; a crowd of replaced pods would fill our memory.
+        self._prefixes.keep_only([pod.target for pod in healthy])
+        candidates = [pod for pod in healthy if pod.target not in excluded]
         if not candidates:
             return None
         best = min(candidates, key=lambda pod: self._cost(pod, job, hashes))
