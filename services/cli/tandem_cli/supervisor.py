@@ -18,14 +18,12 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-TETHER = Path(__file__).with_name("tether.py")
+from tandem_service import tether
 
 #: Exit code of a pod that does not accept its settings; starting it again cannot help.
 EXIT_BAD_SETTINGS = 2
@@ -198,9 +196,8 @@ class Supervisor:
     async def _run_once(self, child: Child) -> int:
         """One life of the process; returns its exit code (negative: the signal that ended it)."""
         spec = child.spec
-        tether = [sys.executable, "-I", "-S", str(TETHER), str(int(spec.death_signal)), str(os.getpid())]
         process = subprocess.Popen(  # noqa: ASYNC220  # vfork and exec: no time passes in the loop
-            [*tether, *spec.command],
+            [*tether.prefix(spec.death_signal), *spec.command],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -15,14 +15,14 @@ import contextlib
 import fcntl
 import os
 import shutil
-import sys
+import signal
 import tempfile
 from pathlib import Path
 from typing import IO
 
 import structlog
+from tandem_service import tether
 
-from tandem_lookahead import tether
 from tandem_lookahead.tasks import end_tasks
 
 _STOP_LIMIT_S = 5.0
@@ -123,7 +123,7 @@ class RedisProcess:
     async def _spawn(self) -> None:
         with (self._data_dir / "redis.log").open("ab") as log:
             self._child = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", tether.__file__, str(os.getpid()), str(self._binary)),
+                *(*tether.prefix(signal.SIGKILL), str(self._binary)),
                 *("--port", "0", "--unixsocket", str(self._socket), "--unixsocketperm", "700"),
                 *("--dir", str(self._data_dir), "--daemonize", "no", "--save", ""),
                 *("--appendonly", "yes", "--appendfsync", "everysec"),
