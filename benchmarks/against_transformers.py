@@ -67,6 +67,8 @@ class Cell:
 
 def main() -> None:
     options = _options()
+    # A terminated benchmark ends its fleet too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     model_dir = store.pull(store.DEFAULT_MODEL)
     prompts = _prompts(Tokenizer(model_dir), options)
     cells: list[Cell] = []

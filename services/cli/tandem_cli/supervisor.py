@@ -29,6 +29,11 @@ from tandem_service import tether
 EXIT_BAD_SETTINGS = 2
 
 
+#: All pods share this machine's cores. OpenMP's threads would spin at the end of each operation and keep a core
+#: from the pod that has work (measured: steps of 65 ms instead of 70-100 with other processes running).
+_POD_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
+
+
 @dataclass(frozen=True)
 class ProcessSpec:
     """One child process: what it is, how it is started, where it listens."""
@@ -203,7 +208,7 @@ class Supervisor:
             stderr=subprocess.STDOUT,
             start_new_session=True,
             # A pod that crashes in native code says where.
-            env={**os.environ, "PYTHONFAULTHANDLER": "1"},
+            env={**_POD_ENVIRONMENT, **os.environ, "PYTHONFAULTHANDLER": "1"},
         )
         child.process = process
         self._sessions.add(process.pid)
