@@ -103,7 +103,10 @@ class LookaheadClient:
             if not self._pushed:
                 continue
             spans = joined([self._pushed.popleft() for _ in range(len(self._pushed))])
-            await asyncio.to_thread(self._mirror.learn, spans)
+            try:
+                await asyncio.to_thread(self._mirror.learn, spans)
+            except Exception:
+                self._log.exception("the mirror did not learn a batch of spans; going on with the next")
             self._unsent.extend(spans)
             while len(self._unsent) > self._max_queued_spans:
                 self._unsent.popleft()
@@ -120,6 +123,12 @@ class LookaheadClient:
             except grpc.aio.AioRpcError as error:
                 log = self._log.warning if self._connected else self._log.debug
                 log("lookahead service lost; drafting goes on without it", reason=error.details())
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                # Not meant for us: the library cancelled its own call.
+                self._log.debug("lookahead stream was cancelled; connecting anew")
             except Exception:
                 self._log.exception("lookahead stream failed; connecting anew")
             finally:
