@@ -29,8 +29,8 @@ from tandem_service import tether
 EXIT_BAD_SETTINGS = 2
 
 
-#: All pods share this machine's cores. OpenMP's threads would spin at the end of each operation and keep a core
-#: from the pod that has work (measured: steps of 65 ms instead of 70-100 with other processes running).
+#: All pods share this machine's cores. OpenMP's threads would spin at the end of each operation and keep a
+#: core from the pod that has work (measured: steps of 65 ms instead of 70-100 beside other processes).
 _POD_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
