@@ -34,6 +34,8 @@ from tandem_gateway.slo import choose_slo
 
 #: Longer texts are tokenized in a thread, so that the event loop goes on relaying meanwhile.
 _INLINE_CHARS = 16_384
+#: A caller that has not taken its answer so long after the deadline is cut off.
+_READ_GRACE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -174,7 +176,8 @@ class Gateway:
                         if isinstance(event, Chunk):
                             if first_at is None and event.token_ids:
                                 first_at = time.monotonic()
-                            yield event
+                            with _taken_in_time(job):
+                                yield event
                         else:
                             end = self._complete(job, event, admitted_at, first_at)
                             break
@@ -237,3 +240,21 @@ class Gateway:
             e2e_s=round(time.monotonic() - job.arrived, 4),
             **details,
         )
+
+
+@contextmanager
+def _taken_in_time(job: Job) -> Iterator[None]:
+    """Around a yield: cancels the task that takes the event if it does not come back for the next.
+
+    A client that stops reading holds the task in its send, with the request's place; nothing else ends that
+    when the client has set no deadline of its own.
+    """
+    taker = asyncio.current_task()
+    if taker is None:
+        yield
+        return
+    timer = asyncio.get_running_loop().call_at(job.deadline + _READ_GRACE_S, taker.cancel)
+    try:
+        yield
+    finally:
+        timer.cancel()

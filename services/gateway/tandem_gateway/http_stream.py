@@ -1,7 +1,8 @@
 """Server-sent events, and noticing at once that the client has left.
 
 Starlette sees a disconnect when it next sends; a request that waits in the queue or for a slow pod would go
-on computing for nobody. Here the connection is watched from the first byte to the last.
+on computing for nobody. Here the connection is watched from the first byte to the last. A client that stays
+but reads nothing for too long counts as gone, or it would keep its place for ever.
 """
 
 from __future__ import annotations
@@ -9,13 +10,17 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Awaitable, Mapping
+from contextlib import aclosing
 from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 T = TypeVar("T")
+
+#: Longest that a client may keep one send waiting.
+_SEND_TIMEOUT_S = 30.0
 
 
 class ClientGoneError(Exception):
@@ -55,27 +60,46 @@ SSE_DONE = b"data: [DONE]\n\n"
 
 
 class EventStream(Response):
-    """Sends what the generator yields, as it comes; closes it when the client leaves."""
+    """Sends what `events` yields, as it comes; closes it when the client leaves.
+
+    `source` is what `events` reads. It is closed here too, since a generator that never started does not
+    run the clean-up it would have done itself.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, request: Request, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(
+        self,
+        request: Request,
+        events: AsyncGenerator[bytes, None],
+        *,
+        source: AsyncGenerator[object, None],
+        send_timeout_s: float = _SEND_TIMEOUT_S,
+    ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]  # Response counts its empty body
         self._receive = request.receive
         self._events = events
+        self._source = source
+        self._send_timeout_s = send_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         try:
-            await send(start)
-            await until_disconnect(self._receive, self._send_all(send))
+            async with aclosing(self._source), aclosing(self._events):
+                await until_disconnect(self._receive, self._send_all(send))
         except ClientGoneError:
             return
-        finally:
-            await self._events.aclose()
 
     async def _send_all(self, send: Send) -> None:
+        start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        await self._send(send, start)
         async for event in self._events:
-            await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await self._send(send, {"type": "http.response.body", "body": event, "more_body": True})
+        await self._send(send, {"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, send: Send, message: Message) -> None:
+        try:
+            async with asyncio.timeout(self._send_timeout_s):
+                await send(message)
+        except TimeoutError:
+            raise ClientGoneError from None

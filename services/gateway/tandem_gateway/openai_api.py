@@ -118,7 +118,8 @@ class OpenAiApi:
         except BaseException:
             await events.aclose()
             raise
-        return EventStream(request, _stream(first, events, renderer, with_usage=body.wants_usage_chunk))
+        answer = _stream(first, events, renderer, with_usage=body.wants_usage_chunk)
+        return EventStream(request, answer, source=events)
 
 
 async def _whole(events: AsyncGenerator[Event, None], renderer: Renderer) -> Response:
@@ -149,5 +150,3 @@ async def _stream(
     except Exception as error:
         structlog.get_logger("tandem.http").exception("unexpected exception", exc_info=error)
         yield sse(error_json(GatewayError("internal error; the server's log has it under the request id")))
-    finally:
-        await events.aclose()

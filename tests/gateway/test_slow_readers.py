@@ -1,0 +1,83 @@
+"""A client that stops reading, or never begins, gives its place back."""
+
+import asyncio
+
+from starlette.requests import Request
+from tandem_gateway import gateway as gateway_module
+from tandem_gateway.http_stream import EventStream
+from tandem_proto.v1 import gateway_pb2
+
+SCOPE = {"type": "http", "method": "GET", "path": "/", "headers": []}
+
+
+async def _never_disconnects() -> dict[str, str]:
+    await asyncio.Event().wait()
+    return {}
+
+
+class Source:
+    """A request that has begun; `closed` once its place is free."""
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    async def events(self):
+        try:
+            for _ in range(3):
+                yield b"data"
+        finally:
+            self.closed = True
+
+
+async def test_an_http_client_that_stops_reading_counts_as_gone():
+    source = Source()
+    events = source.events()
+    sent = []
+
+    async def send(message) -> None:
+        if len(sent) == 2:
+            await asyncio.Event().wait()
+        sent.append(message["type"])
+
+    stream = EventStream(Request(SCOPE, _never_disconnects), events, source=events, send_timeout_s=0.05)
+    async with asyncio.timeout(3.0):
+        await stream(SCOPE, _never_disconnects, send)
+    assert source.closed
+    assert sent == ["http.response.start", "http.response.body"]
+
+
+async def test_an_http_client_that_leaves_before_the_first_byte_frees_the_place():
+    source = Source()
+    events = source.events()
+    await anext(events)
+
+    async def body():
+        async for event in events:
+            yield event
+
+    async def send(message) -> None:
+        await asyncio.Event().wait()
+
+    async def disconnected() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    stream = EventStream(Request(SCOPE, disconnected), body(), source=events)
+    async with asyncio.timeout(3.0):
+        await stream(SCOPE, disconnected, send)
+    assert source.closed
+
+
+async def test_a_grpc_client_that_reads_nothing_is_cut_off_after_its_deadline(pods, gateway, monkeypatch):
+    monkeypatch.setattr(gateway_module, "_READ_GRACE_S", 0.2)
+    pod = await pods(words=("x" * 500_000,) * 40)
+    front = await gateway(pod, request_timeout_s=1.0)
+    messages = [gateway_pb2.ChatMessage(role="user", content="hi")]
+    call = front.grpc.Chat(gateway_pb2.ChatRequest(messages=messages))
+    try:
+        await pod.started.wait()
+        await asyncio.sleep(0.3)
+        assert await front.metric("tandem_requests_in_flight") == 1
+        await asyncio.sleep(1.5)
+        await front.until_metric("tandem_requests_in_flight", 0)
+    finally:
+        call.cancel()
