@@ -4,6 +4,7 @@ is what is computed together, and whatever goes wrong, the request ends well and
 from __future__ import annotations
 
 import asyncio
+import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -338,3 +339,47 @@ async def test_a_stop_string_cuts_the_same_with_drafts_and_without(tiny_model: P
         )
         assert tokens == want.token_ids
         assert receipt.output_tokens == len(want.token_ids)
+
+
+async def scrape(port: int | None) -> dict[str, float]:
+    """The samples of our own of a pod's /metrics."""
+    url = f"http://127.0.0.1:{port}/metrics"
+    text = await asyncio.to_thread(lambda: urllib.request.urlopen(url).read().decode())
+    lines = (line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("tandem_"))
+    return {name: float(value) for name, value in lines}
+
+
+def _blocks(samples: dict[str, float]) -> dict[str, float]:
+    return {state: samples[f'tandem_kv_blocks{{state="{state}"}}'] for state in ("free", "cached", "used")}
+
+
+def _busy(samples: dict[str, float]) -> dict[str, float]:
+    """The gauges that are zero on an idle pod and are not."""
+    states = [f'tandem_requests{{state="{state}"}}' for state in ("waiting", "running", "transferring")]
+    names = ('tandem_kv_blocks{state="used"}', "tandem_books_violations", *states)
+    return {name: samples[name] for name in names if samples[name]}
+
+
+async def test_the_gauges_of_both_pods_follow_their_books(tiny_model: Path) -> None:
+    options = {"model": tiny_model, "metrics_port": 0, **SIZES}
+    decode = DecodeSettings(pod_id="d0", local_prefill_tokens=32, speculation="local", **options)
+    async with open_prefill(PrefillSettings(pod_id="p0", **options)) as p, open_decode(decode) as d:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{d.port}") as channel:
+            call = decode_pb2_grpc.DecodeServiceStub(channel).Decode(
+                request("a", prompt_of(200), [f"127.0.0.1:{p.port}"])
+            )
+            async for _ in call:
+                pass
+        for _ in range(100):
+            seen = [await scrape(server.metrics_port) for server in (d, p)]
+            if all(_blocks(samples)["cached"] >= 12 and not _busy(samples) for samples in seen):
+                break
+            await asyncio.sleep(0.05)
+        for samples in seen:
+            assert _blocks(samples)["cached"] >= 12, "200 tokens are twelve full blocks, kept for later"
+            assert sum(_blocks(samples).values()) == SIZES["num_blocks"]
+            assert _busy(samples) == {}
+        assert seen[0]['tandem_kv_dropped_frames{cause="bad_digest"}'] == 0
+        assert seen[0]["tandem_lookahead_connected"] == 0
+        assert seen[0]["tandem_lookahead_dropped_spans"] == 0
+    assert "book-gauges" not in {task.get_name() for task in asyncio.all_tasks()}

@@ -15,8 +15,9 @@ from tandem_engine.drafts.mirror import GlobalMirror
 from tandem_engine.errors import CapacityError, InvalidRequestError
 from tandem_engine.loop import EngineLoop
 from tandem_engine.transport.zeromq import ReceiverOptions, ZmqReceiver
-from tandem_proto.v1 import decode_pb2_grpc, lookahead_pb2
+from tandem_proto.v1 import common_pb2, decode_pb2_grpc, lookahead_pb2
 from tandem_service import logs, settings
+from tandem_service.books import refreshing
 from tandem_service.channels import open_channel
 from tandem_service.server import PodServer
 
@@ -55,6 +56,7 @@ async def open_pod(pod: DecodeSettings) -> AsyncIterator[PodServer]:
     loop = EngineLoop(parts.engine, on_failure=_die)
     receiver = ZmqReceiver(parts.layout, parts.pool, ReceiverOptions(host=pod.kv_host, port=pod.kv_port))
     client = PrefillClient(open_channel)
+    metrics = DecodeMetrics(server.registry)
     sharing = Sharing(drafter, _client_maker(pod, parts), parts.manifest.vocab_size)
     servicer = DecodeServicer(
         pod,
@@ -69,15 +71,22 @@ async def open_pod(pod: DecodeSettings) -> AsyncIterator[PodServer]:
             vocab_size=parts.manifest.vocab_size,
         ),
         sharing,
-        DecodeMetrics(server.registry),
+        metrics,
     )
     decode_pb2_grpc.add_DecodeServiceServicer_to_server(servicer, server.grpc_server)  # type: ignore[no-untyped-call]
     sharing.open("default")  # the tenant of callers without a key: warm before its first request
+
+    def show(status: common_pb2.PodStatus) -> None:
+        metrics.books.show(status)
+        metrics.show_transport(receiver.counters)
+        metrics.show_lookahead(connected=sharing.connected, dropped_spans=sharing.dropped_spans)
+
     loop.start()
     await server.start()
     server.set_serving(True)
     try:
-        yield server
+        async with refreshing(servicer.status, show):
+            yield server
     finally:
         await server.stop()
         await sharing.close()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from tandem_engine.transport.base import Counters, DropCause
+from tandem_service.books import BookGauges
 from tandem_service.metrics import LATENCY_BUCKETS_S, TOKEN_BUCKETS_S
 
 
@@ -38,3 +40,26 @@ class DecodeMetrics:
             buckets=TOKEN_BUCKETS_S,
             registry=registry,
         )
+        self.books = BookGauges(registry)
+        self._dropped_frames = Gauge(
+            "tandem_kv_dropped_frames",
+            "KV frames refused since the start, by why",
+            ["cause"],
+            registry=registry,
+        )
+        self._lookahead_connected = Gauge(
+            "tandem_lookahead_connected", "Streams to the lookahead service that are up", registry=registry
+        )
+        self._lookahead_dropped_spans = Gauge(
+            "tandem_lookahead_dropped_spans",
+            "Spans of output since the start that a full queue kept from the lookahead service",
+            registry=registry,
+        )
+
+    def show_transport(self, counters: Counters) -> None:
+        for cause in DropCause:
+            self._dropped_frames.labels(cause.value).set(counters.dropped.get(cause, 0))
+
+    def show_lookahead(self, *, connected: int, dropped_spans: int) -> None:
+        self._lookahead_connected.set(connected)
+        self._lookahead_dropped_spans.set(dropped_spans)

@@ -127,7 +127,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         request: decode_pb2.GetDecodeStatusRequest,
         context: grpc.aio.ServicerContext[decode_pb2.DecodeRequest, decode_pb2.DecodeResponse],
     ) -> decode_pb2.GetDecodeStatusResponse:
-        return decode_pb2.GetDecodeStatusResponse(status=await self._on_engine(self._status))
+        return decode_pb2.GetDecodeStatusResponse(status=await self.status())
 
     async def _compute_prompt(self, state: Request, message: decode_pb2.DecodeRequest) -> HandoffResult:
         """Hands the prompt to a prefill pod unless too little of it is uncached to be worth the way."""
@@ -144,6 +144,10 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             self._metrics.local_prefills.labels("no prefill pod").inc()
         await self._on_engine(lambda: engine.add(state))
         return HandoffResult()
+
+    async def status(self) -> common_pb2.PodStatus:
+        """The pod's state and books, read between two steps of the engine."""
+        return await self._on_engine(self._status)
 
     def _to_request(self, message: decode_pb2.DecodeRequest) -> Request:
         room = self._parts.manifest.max_model_len - len(message.prompt_token_ids)

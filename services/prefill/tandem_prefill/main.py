@@ -15,6 +15,7 @@ from tandem_engine.loop import EngineLoop
 from tandem_engine.transport.zeromq import ZmqSender
 from tandem_proto.v1 import prefill_pb2_grpc
 from tandem_service import logs, settings
+from tandem_service.books import refreshing
 from tandem_service.server import PodServer
 
 from tandem_prefill.metrics import PrefillMetrics
@@ -52,13 +53,15 @@ async def open_pod(pod: PrefillSettings) -> AsyncIterator[PodServer]:
     parts.engine.layer_listener = shipper.on_layer_done
     loop = EngineLoop(parts.engine, on_failure=_die)
     sender = ZmqSender(parts.layout, parts.pool)
-    servicer = PrefillServicer(parts, loop, sender, shipper, PrefillMetrics(server.registry), pod.pod_id)
+    metrics = PrefillMetrics(server.registry)
+    servicer = PrefillServicer(parts, loop, sender, shipper, metrics, pod.pod_id)
     prefill_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server.grpc_server)  # type: ignore[no-untyped-call]
     loop.start()
     await server.start()
     server.set_serving(True)
     try:
-        yield server
+        async with refreshing(servicer.status, metrics.books.show):
+            yield server
     finally:
         await server.stop()
         await asyncio.to_thread(loop.close)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
+from tandem_service.books import BookGauges
 from tandem_service.metrics import LATENCY_BUCKETS_S
 
 
@@ -22,3 +23,4 @@ class PrefillMetrics:
             buckets=LATENCY_BUCKETS_S,
             registry=registry,
         )
+        self.books = BookGauges(registry)

@@ -128,7 +128,11 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         request: prefill_pb2.GetPrefillStatusRequest,
         context: grpc.aio.ServicerContext[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse],
     ) -> prefill_pb2.GetPrefillStatusResponse:
-        return prefill_pb2.GetPrefillStatusResponse(status=await self._on_engine(self._status))
+        return prefill_pb2.GetPrefillStatusResponse(status=await self.status())
+
+    async def status(self) -> common_pb2.PodStatus:
+        """The pod's state and books, read between two steps of the engine."""
+        return await self._on_engine(self._status)
 
     def _to_request(self, message: prefill_pb2.PrefillRequest) -> Request:
         asked = codec.sampling_from_proto(message.sampling, default_max_tokens=1)
