@@ -153,6 +153,21 @@ def test_the_banner_holds_commands_for_the_chosen_ports() -> None:
     assert '"model": "tiny"' in text
 
 
+@pytest.mark.timeout(120)
+def test_generate_prints_what_the_engine_alone_computes(model_dir: Path) -> None:
+    from tandem_engine import store
+    from tandem_engine.llm import LLM
+    from tandem_engine.request import SamplingParams
+
+    question = "Name three primary colours."
+    printed = tandem("generate", "--max-tokens", "12", question, home=store.cache_root(), timeout_s=100)
+    assert printed.returncode == 0, printed.stderr
+    sampling = SamplingParams(max_tokens=12, temperature=0.0)
+    alone = LLM(model_dir).chat([{"role": "user", "content": question}], sampling)
+    assert alone.text.strip()
+    assert printed.stdout == alone.text + "\n"
+
+
 class FakeGateway(gateway_pb2_grpc.GatewayServiceServicer):
     """Repeats the roles it was sent; fails when asked to."""
 
