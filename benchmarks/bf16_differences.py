@@ -2,11 +2,11 @@
 
     python benchmarks/bf16_differences.py --out benchmarks/results/NAME.md
 
-Compares, prompt by prompt, greedy texts of one model: float32 beside bfloat16, and bfloat16 with itself under
-another batch, another chunk size and speculation. In exact arithmetic all would be equal. A bfloat16 product
-rounds differently when the number of rows changes, since the library then sums in another order; where the two
-most likely tokens are closer than that rounding, the text takes the other turn. The gap column tells: the
-difference of the two best log probabilities at the place where two texts part, beside its usual size.
+Compares, prompt by prompt, greedy texts of one model: float32 beside bfloat16, and bfloat16 with itself
+under another batch, another chunk size and speculation. In exact arithmetic all would be equal. A bfloat16
+product rounds differently when the number of rows changes, since the library then sums in another order;
+where the two most likely tokens are closer than that rounding, the text takes the other turn. The gap column
+tells: the difference of the two best log probabilities where two texts part, beside its usual size.
 """
 
 from __future__ import annotations
@@ -62,11 +62,12 @@ def main() -> None:
         )
     ]  # fmt: skip
     lines = [
-        f"Command: `python benchmarks/bf16_differences.py --prompts {options.prompts} --out {options.out}`  ",
-        f"{options.prompts} prompts of {options.prompt_tokens} tokens, {OUTPUT_TOKENS} greedy tokens each, "
+        f"Command: `python benchmarks/bf16_differences.py --prompts {options.prompts} "
+        f"--prompt-tokens {options.prompt_tokens} --out {options.out.name}`  ",
+        f"{options.prompts} prompts of {options.prompt_tokens} tokens, {OUTPUT_TOKENS} greedy tokens each, medians, "
         f"torch {torch.__version__}, CPU capability {torch.backends.cpu.get_cpu_capability()}.",
         "",
-        "| one | other | texts that differ | tokens before parting (median) | gap there (median) | usual gap |",
+        "| one | other | texts that differ | tokens before parting | gap there | usual gap |",
         "|---|---|---|---|---|---|",
         *rows,
     ]
