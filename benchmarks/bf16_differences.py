@@ -57,15 +57,13 @@ def main() -> None:
     texts = {run: _generate(model_dir, run, dialogues, options) for run in RUNS}
     rows = [
         _compare(texts[a], texts[b], f"{a.name} | {b.name}")
-        for a, b in (
-            (RUNS[0], RUNS[1]), (RUNS[1], RUNS[2]), (RUNS[1], RUNS[3]), (RUNS[1], RUNS[4]), (RUNS[0], RUNS[5]),
-        )
-    ]  # fmt: skip
+        for a, b in ((RUNS[i], RUNS[j]) for i, j in ((0, 1), (1, 2), (1, 3), (1, 4), (0, 5)))
+    ]
     lines = [
         f"Command: `python benchmarks/bf16_differences.py --prompts {options.prompts} "
         f"--prompt-tokens {options.prompt_tokens} --out {options.out.name}`  ",
-        f"{options.prompts} prompts of {options.prompt_tokens} tokens, {OUTPUT_TOKENS} greedy tokens each, medians, "
-        f"torch {torch.__version__}, CPU capability {torch.backends.cpu.get_cpu_capability()}.",
+        f"{options.prompts} prompts of {options.prompt_tokens} tokens, {OUTPUT_TOKENS} greedy tokens each, "
+        f"medians; torch {torch.__version__}, CPU capability {torch.backends.cpu.get_cpu_capability()}.",
         "",
         "| one | other | texts that differ | tokens before parting | gap there | usual gap |",
         "|---|---|---|---|---|---|",
