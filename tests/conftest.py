@@ -23,10 +23,8 @@ class Corpus:
     def prompt(self, index: int, num_chars: int) -> str:
         """The policy, then dialogues from `index` on, cut to num_chars; ends within a conversation."""
         parts = [self.policy]
-        for i in range(len(self.dialogues)):
-            if sum(map(len, parts)) >= num_chars:
-                break
-            parts.append(self.dialogues[(index + i) % len(self.dialogues)])
+        while sum(map(len, parts)) < num_chars:
+            parts.append(self.dialogues[(index + len(parts)) % len(self.dialogues)])
         return f"Ticket {index}.\n" + "\n\n".join(parts)[:num_chars]
 
 
