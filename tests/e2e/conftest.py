@@ -131,7 +131,9 @@ def _wait_ready(process: subprocess.Popen[bytes], fleet: RunningFleet) -> None:
         assert process.poll() is None, f"tandem up ended early:\n{_tail(fleet.log_path)}"
         if fleet.state_path.exists() and fleet.state.ready:
             assert httpx.get(f"{fleet.url}/health", timeout=5).status_code == 200
-            return
+            # The gateway looks at its pods once a second.
+            if all(pod["healthy"] for pod in httpx.get(f"{fleet.url}/fleet", timeout=5).json()["pods"]):
+                return
         time.sleep(0.1)
     raise AssertionError(f"not ready in {START_LIMIT_S} s:\n{_tail(fleet.log_path)}")
 

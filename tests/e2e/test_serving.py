@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 MODEL = "smollm2-135m-instruct"
 #: Characters that come to 2,000 - 4,000 tokens of dialogue.
-DIALOGUE_CHARS = (8_400, 9_000, 9_600, 10_300, 11_000, 11_800, 12_600, 13_400)
+DIALOGUE_CHARS = (8_400, 8_800, 9_200, 9_700, 10_200, 10_700, 11_200, 11_700)
 
 
 @pytest.fixture(scope="module")

@@ -135,10 +135,15 @@ def request(request_id: str, prompt: list[int], targets: list[str], **sampling: 
 
 async def run(fleet: Fleet, message) -> tuple[list[int], common_pb2.Receipt]:
     tokens: list[int] = []
-    async for response in fleet.decode.Decode(message):
-        tokens.extend(response.chunk.token_ids)
-        if response.HasField("finished"):
-            return tokens, response.finished.receipt
+    call = fleet.decode.Decode(message)
+    try:
+        async for response in call:
+            tokens.extend(response.chunk.token_ids)
+            if response.HasField("finished"):
+                return tokens, response.finished.receipt
+    finally:
+        # grpc.aio forgets this when the task is cancelled before the call has begun.
+        call.cancel()
     raise AssertionError("the stream ended without a receipt")
 
 
