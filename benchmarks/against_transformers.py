@@ -42,6 +42,7 @@ OUTPUT_TOKENS = 64
 CONTEXTS = {"short": 256, "4K": 3840}
 CONCURRENCIES = (1, 4)
 Prompt = list[int]
+Serve = Callable[[Sequence[Prompt]], list["Timing"]]
 
 
 @dataclass(frozen=True)
@@ -71,15 +72,17 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     model_dir = store.pull(store.DEFAULT_MODEL)
     prompts = _prompts(Tokenizer(model_dir), options)
-    cells: list[Cell] = []
+    generate, lookup = _transformers_peers(model_dir)
+    # A different text than any measured one, so that nothing but memory and threads is warm.
+    warm_up = [[5] * 300]
+    generate(warm_up)
+    cells = _measure("transformers", generate, prompts)
     for speculation in ("off", "global"):
         with _fleet(model_dir, speculation) as target:
-            # A different text than any measured one, so that nothing but memory and threads is warm.
-            _tandem(target, [[5] * 300])
+            _tandem(target, warm_up)
             cells += _measure(f"tandem, speculation {speculation}", lambda p: _tandem(target, p), prompts)
-    for peer, run in _transformers_peers(model_dir):
-        run([[5] * 300])
-        cells += _measure(peer, run, prompts)
+            _report(cells, options.out)  # what there is so far: the whole takes a quarter of an hour
+    cells += _measure("transformers, prompt lookup", lookup, prompts)
     _report(cells, options.out)
 
 
@@ -119,7 +122,7 @@ def _prompts(tokenizer: Tokenizer, options: argparse.Namespace) -> dict[tuple[st
 
 def _measure(
     peer: str,
-    run: Callable[[Sequence[Prompt]], list[Timing]],
+    run: Serve,
     prompts: dict[tuple[str, int], list[list[Prompt]]],
 ) -> list[Cell]:
     cells = []
@@ -187,7 +190,8 @@ def _tandem(target: str, prompts: Sequence[Prompt]) -> list[Timing]:
         return list(pool.map(one, prompts))
 
 
-def _transformers_peers(model_dir: Path) -> list[tuple[str, Callable[[Sequence[Prompt]], list[Timing]]]]:
+def _transformers_peers(model_dir: Path) -> tuple[Serve, Serve]:
+    """Plain greedy `generate`, and the same with prompt lookup."""
     import transformers
     from transformers import AutoModelForCausalLM, GgufConfig
 
@@ -244,7 +248,7 @@ def _transformers_peers(model_dir: Path) -> list[tuple[str, Callable[[Sequence[P
             waited += time.perf_counter() - started
         return timings
 
-    return [("transformers", generate), ("transformers, prompt lookup", lookup)]
+    return generate, lookup
 
 
 def _report(cells: list[Cell], out: Path) -> None:
