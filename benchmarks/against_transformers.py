@@ -77,7 +77,7 @@ def main() -> None:
     warm_up = [[5] * 300]
     generate(warm_up)
     cells = _measure("transformers", generate, prompts)
-    for speculation in ("off", "global"):
+    for speculation in ("global", "off"):
         with _fleet(model_dir, speculation) as target:
             _tandem(target, warm_up)
             cells += _measure(f"tandem, speculation {speculation}", lambda p: _tandem(target, p), prompts)
