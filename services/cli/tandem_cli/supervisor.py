@@ -29,8 +29,8 @@ from tandem_service import tether
 EXIT_BAD_SETTINGS = 2
 
 
-#: All pods share this machine's cores. OpenMP's threads spin for milliseconds at the end of an operation and so
-#: keep a core from the pod that has work; a short spin costs a step nothing (measured 53 ms, 50-55 with the
+#: All pods share this machine's cores. OpenMP's threads spin for milliseconds at the end of an operation and
+#: keep a core from the pod that has work. A short spin costs a step nothing (measured 53 ms, 50-55 with the
 #: default), none at all costs a third (70 ms).
 _POD_ENVIRONMENT = {"GOMP_SPINCOUNT": "20000"}
 
