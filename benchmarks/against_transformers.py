@@ -254,7 +254,10 @@ def _transformers_peers(model_dir: Path) -> tuple[Serve, Serve]:
 def _report(cells: list[Cell], out: Path) -> None:
     # Paths shortened: what was run, not where.
     command = " ".join(
-        ["python", *(Path(a).name if "/" in a and i != 0 else a for i, a in enumerate(sys.argv))]
+        [
+            "python benchmarks/against_transformers.py",
+            *(Path(a).name if "/" in a else a for a in sys.argv[1:]),
+        ]
     )
     machine = f"{_cpu_name()}, {os.cpu_count()} cores, {platform.system()}, torch {torch.__version__}"
     out.parent.mkdir(parents=True, exist_ok=True)
