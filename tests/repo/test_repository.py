@@ -131,7 +131,7 @@ def test_no_document_names_a_path_of_one_machine(path: Path) -> None:
 
 
 def test_the_machine_path_pattern_finds_what_it_is_for() -> None:
-    assert MACHINE_PATH.findall("see /home/ann/models and /work/main") == ["/home/ann", "/work/main"]
+    assert MACHINE_PATH.findall("see /home/ann/models and /work/x") == ["/home/ann", "/work/x"]
     assert not MACHINE_PATH.findall("GET /v1/models, ~/.cache/tandem, $HOME/work/x, services/home/x")
 
 
