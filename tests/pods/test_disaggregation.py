@@ -4,6 +4,8 @@ is what is computed together, and whatever goes wrong, the request ends well and
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,15 +15,18 @@ from pathlib import Path
 import grpc
 import pytest
 import torch
+from tandem_decode import handoff
 from tandem_decode.main import open_pod as open_decode
 from tandem_decode.settings import DecodeSettings
 from tandem_engine import store
 from tandem_engine.assemble import EngineConfig, assemble
+from tandem_engine.batch import Batch
 from tandem_engine.llm import LLM
 from tandem_engine.request import SamplingParams
 from tandem_engine.transport.layout import KVLayout
 from tandem_prefill.main import open_pod as open_prefill
 from tandem_prefill.settings import PrefillSettings
+from tandem_prefill.shipping import Shipper
 from tandem_proto.v1 import (
     common_pb2,
     decode_pb2,
@@ -179,6 +184,52 @@ async def test_a_dead_prefill_pod_is_passed_over(tiny_model: Path) -> None:
         alone, receipt = await run(fleet, request("b", prompt_of(200, start=5), ["127.0.0.1:9"]))
         assert receipt.prefill_pod == ""
         assert (len(tokens), len(alone)) == (24, 24)
+        await fleet.assert_idle()
+
+
+async def test_a_pod_whose_engine_hangs_is_left_in_spite_of_its_heartbeats(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hanging, mended = threading.Event(), threading.Event()
+    on_layer_done = Shipper.on_layer_done
+
+    def hang(shipper: Shipper, batch: Batch, layer: int) -> None:
+        hanging.set()
+        mended.wait()
+        on_layer_done(shipper, batch, layer)
+
+    monkeypatch.setattr(Shipper, "on_layer_done", hang)
+    monkeypatch.setattr(handoff, "ENGINE_STALL_TIMEOUT_S", 0.6)
+    async with run_fleet(tiny_model) as fleet:
+        try:
+            async with asyncio.timeout(10.0):
+                tokens, receipt = await run(fleet, request("a", prompt_of(200), [fleet.prefill_target]))
+            assert hanging.is_set()
+            assert len(tokens) == 24
+            assert receipt.prefill_pod == "", "the decode pod computed the prompt"
+        finally:
+            mended.set()
+        await fleet.assert_idle()
+
+
+async def test_a_request_that_waits_its_turn_at_a_slow_pod_does_not_leave_it(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_layer_done = Shipper.on_layer_done
+
+    def slow(shipper: Shipper, batch: Batch, layer: int) -> None:
+        time.sleep(0.1)
+        on_layer_done(shipper, batch, layer)
+
+    monkeypatch.setattr(Shipper, "on_layer_done", slow)
+    # 200 tokens are twelve layers here (four chunks of three): the second request waits about 1.2 s.
+    monkeypatch.setattr(handoff, "ENGINE_STALL_TIMEOUT_S", 0.6)
+    async with run_fleet(tiny_model, max_batch=1) as fleet:
+        got = await asyncio.gather(
+            *(run(fleet, request(f"r{i}", prompt_of(200, start=i), [fleet.prefill_target])) for i in range(2))
+        )
+        assert max(receipt.queue_ns for _, receipt in got) > 0.6e9
+        assert [receipt.prefill_pod for _, receipt in got] == ["p0", "p0"]
         await fleet.assert_idle()
 
 

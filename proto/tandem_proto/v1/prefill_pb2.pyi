@@ -138,17 +138,24 @@ class PrefillProgress(_message.Message):
 
     COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     SENT_BYTES_FIELD_NUMBER: _builtins.int
+    COMPUTED_LAYERS_FIELD_NUMBER: _builtins.int
     computed_tokens: _builtins.int
+    """Of this request."""
     sent_bytes: _builtins.int
+    computed_layers: _builtins.int
+    """Layers that the pod's engine has computed since it started, for whatever requests: it grows while this one
+    waits its turn, and stands still when the engine hangs, which the heartbeat alone does not show.
+    """
     def __init__(
         self,
         *,
         computed_tokens: _builtins.int = ...,
         sent_bytes: _builtins.int = ...,
+        computed_layers: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_tokens", b"computed_tokens", "sent_bytes", b"sent_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_layers", b"computed_layers", "computed_tokens", b"computed_tokens", "sent_bytes", b"sent_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -37,6 +37,10 @@ log = structlog.get_logger(__name__)
 
 #: A prefill pod sends a heartbeat every 0.25 s; without any for this long it is taken for dead.
 HEARTBEAT_TIMEOUT_S = 1.5
+#: A prefill pod whose engine computes no layer of any request for this long, while ours waits there, is taken
+#: for hung, whatever its heartbeats. A layer of a prompt chunk takes well under a second even on a slow CPU;
+#: the rest is room for a pod's first layer, which may compile kernels and read weights from disk.
+ENGINE_STALL_TIMEOUT_S = 10.0
 #: How long frames may trail the first token, on a transfer that is still making progress.
 TRAILING_FRAMES_TIMEOUT_S = 10.0
 #: How often a request that found no free blocks asks again.
@@ -180,7 +184,9 @@ class Handoff:
     async def _first_token(
         self, call: grpc.aio.UnaryStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse]
     ) -> prefill_pb2.PrefillFinished:
+        """Waits for it as long as heartbeats come and show that the pod's engine moves."""
         responses = aiter(call)
+        computed_layers, moved_at = 0, time.monotonic()
         while True:
             try:
                 # Not asyncio.wait_for: before Python 3.12 it swallows a cancellation that meets the result.
@@ -190,6 +196,13 @@ class Handoff:
                 raise TransferError("the prefill pod ended its stream without a first token") from None
             if response.HasField("finished"):
                 return response.finished
+            now = time.monotonic()
+            if response.progress.computed_layers != computed_layers:
+                computed_layers, moved_at = response.progress.computed_layers, now
+            elif now - moved_at > ENGINE_STALL_TIMEOUT_S:
+                raise TransferError(
+                    f"the prefill pod's engine has not moved for {ENGINE_STALL_TIMEOUT_S:g} s; it may hang"
+                )
 
     async def _frames(self, incoming: Incoming) -> None:
         """Waits until every wanted block is here; gives up when nothing arrives for the heartbeat time."""

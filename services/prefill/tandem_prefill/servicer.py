@@ -163,7 +163,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     def _progress(self, request: Request, outgoing: Outgoing) -> prefill_pb2.PrefillResponse:
         return prefill_pb2.PrefillResponse(
             progress=prefill_pb2.PrefillProgress(
-                computed_tokens=request.num_computed_tokens, sent_bytes=outgoing.sent_bytes
+                computed_tokens=request.num_computed_tokens,
+                sent_bytes=outgoing.sent_bytes,
+                computed_layers=self._shipper.num_computed_layers,
             )
         )
 

@@ -26,11 +26,13 @@ class Shipment:
 
 
 class Shipper:
-    """The engine's layer listener. All methods run on the engine's thread."""
+    """The engine's layer listener. Methods run on the engine's thread; the counts may be read from any."""
 
     def __init__(self, manager: BlockManager, num_layers: int) -> None:
         self._manager = manager
         self._num_layers = num_layers
+        #: Layers computed since the start, for whatever requests; shows that the engine moves.
+        self.num_computed_layers = 0
         self._shipments: dict[str, Shipment] = {}
 
     def open(self, request_id: str, outgoing: Outgoing) -> None:
@@ -48,6 +50,7 @@ class Shipper:
         return len(self._shipments)
 
     def on_layer_done(self, batch: Batch, layer: int) -> None:
+        self.num_computed_layers += 1
         for sequence in batch.sequences:
             shipment = self._shipments.get(sequence.request.request_id)
             if shipment is None:
