@@ -2,7 +2,7 @@
 
 TandemError
 ├── InvalidRequestError      the caller's input; names field, limit and remedy (INVALID_ARGUMENT, 400)
-├── CapacityError            the request can never fit this pod (RESOURCE_EXHAUSTED, 429)
+├── CapacityError            the request can never fit this pod (FAILED_PRECONDITION); another may take it
 ├── ModelLoadError           a model file is missing, damaged or of a kind we cannot run
 ├── TransferError            a KV transfer failed; the request is retried elsewhere
 │   └── LayoutMismatchError  the two pods' KV layouts differ

@@ -95,6 +95,7 @@ class FakePod(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.PrefillSer
     #: Refuse with this status instead of, or after `fail_after` chunks of, an answer.
     fail_with: grpc.StatusCode | None = None
     fail_after: int = 0
+    total_blocks: int = 100
     free_blocks: int = 100
     num_running: int = 0
     revision: str = REVISION
@@ -165,7 +166,7 @@ class FakePod(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.PrefillSer
 
     def _status(self, role: str) -> common_pb2.PodStatus:
         books = common_pb2.Books(
-            blocks_total=100, blocks_free=self.free_blocks, requests_running=self.num_running
+            blocks_total=self.total_blocks, blocks_free=self.free_blocks, requests_running=self.num_running
         )
         return common_pb2.PodStatus(
             pod_id=self.name, role=role, model=MODEL, model_revision=self.revision, block_size=64, books=books

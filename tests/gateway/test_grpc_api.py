@@ -210,7 +210,7 @@ async def test_what_the_pod_refuses_keeps_its_status(pods, gateway):
     for status, expected in [
         (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.INVALID_ARGUMENT),
         (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.RESOURCE_EXHAUSTED),
-        (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.INTERNAL),
+        (grpc.StatusCode.DATA_LOSS, grpc.StatusCode.INTERNAL),
     ]:
         pod.fail_with = status
         error = await _error(front.grpc.Chat(gateway_pb2.ChatRequest(messages=USER)))

@@ -147,3 +147,46 @@ async def test_pods_that_drain_or_refuse_the_connection_are_not_held_against_the
         await pod.stop()
     assert (await _text(front)) == ("Hello there!", "good")
     assert await front.metric("tandem_decode_failovers_total") == 6
+
+
+async def test_a_request_too_large_for_one_pod_is_served_by_another(pods, gateway):
+    small = await pods("small", fail_with=grpc.StatusCode.FAILED_PRECONDITION, free_blocks=100)
+    large = await pods("large", free_blocks=90)
+    front = await gateway(small, large)
+    assert await _text(front) == ("Hello there!", "large")
+    assert len(small.requests) == 1
+    await front.until_healthy(2)
+    assert await front.metric("tandem_decode_failovers_total") == 0, "the small pod has not failed"
+
+
+async def test_a_request_too_large_for_every_pod_is_the_callers_to_change(pods, gateway):
+    fleet = [
+        await pods(f"d-{n}", fail_with=grpc.StatusCode.FAILED_PRECONDITION, total_blocks=size)
+        for n, size in enumerate((100, 300, 200))
+    ]
+    front = await gateway(*fleet, failover_wait_s=60.0)
+    with pytest.raises(grpc.aio.AioRpcError) as info:
+        await _text(front)
+    assert info.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert info.value.details().startswith("max_tokens: no decode pod can hold this request")
+    assert "d-1 says no" in info.value.details(), "the limit to keep is the largest pod's"
+    assert [len(pod.requests) for pod in fleet] == [1, 1, 1]
+    assert await front.metric('tandem_requests_total{outcome="invalid"}') == 1
+
+
+async def test_a_request_too_large_for_the_pods_left_waits_for_the_lost_one(pods, gateway):
+    small = await pods("small", fail_with=grpc.StatusCode.FAILED_PRECONDITION, free_blocks=100)
+    large = await pods("large", free_blocks=90)
+    front = await gateway(small, large)
+    port = large.server.port
+    await large.stop()
+    answer = asyncio.create_task(_text(front))
+    await asyncio.sleep(0.3)
+    assert not answer.done()
+    await large.start(port)
+    assert await answer == ("Hello there!", "large")
+    await large.stop()
+    with pytest.raises(grpc.aio.AioRpcError) as info:
+        await _text(front)
+    assert info.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert "small says no" in info.value.details()

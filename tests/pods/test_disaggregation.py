@@ -106,10 +106,16 @@ SIZES = {"num_blocks": 64, "block_size": 16, "chunk_size": 64, "threads": 1, "dt
 
 
 @asynccontextmanager
-async def run_fleet(tiny_model: Path, **prefill_options: object) -> AsyncIterator[Fleet]:
+async def run_fleet(
+    tiny_model: Path, *, decode_blocks: int = 64, **prefill_options: object
+) -> AsyncIterator[Fleet]:
     prefill = PrefillSettings(**{"model": tiny_model, "pod_id": "p0", **SIZES, **prefill_options})
     decode = DecodeSettings(
-        model=tiny_model, pod_id="d0", local_prefill_tokens=32, speculation="local", **SIZES
+        model=tiny_model,
+        pod_id="d0",
+        local_prefill_tokens=32,
+        speculation="local",
+        **{**SIZES, "num_blocks": decode_blocks},
     )
     async with open_prefill(prefill) as p, open_decode(decode) as d:
         channels = [grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") for server in (d, p)]
@@ -298,6 +304,22 @@ async def test_bad_input_is_refused_by_name(
             await run(fleet, request("bad", prompt, targets, **sampling))
         assert refused.value.code() is code
         assert words in refused.value.details()
+        await fleet.assert_idle()
+
+
+@pytest.mark.parametrize("apart", [False, True])
+async def test_a_request_that_no_pool_of_this_size_can_hold_is_one_for_another_pod(
+    tiny_model: Path, apart: bool
+) -> None:
+    async with run_fleet(tiny_model, decode_blocks=8) as fleet:
+        targets = [fleet.prefill_target] if apart else []
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await run(fleet, request("large", prompt_of(100), targets, max_tokens=30))
+        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert "129 tokens, but this pod holds 128" in refused.value.details()
+        assert "max_tokens" in refused.value.details()
+        tokens, _ = await run(fleet, request("fits", prompt_of(100), targets, max_tokens=29))
+        assert len(tokens) == 29
         await fleet.assert_idle()
 
 

@@ -52,7 +52,8 @@ class PrefillServiceServicer:
     def Prefill(self, request, context):
         """Computes the prompt, ships the wanted blocks over the ticket's endpoint and samples the first token.
         The stream carries a heartbeat at least every 500 ms. Cancelling it stops the work and frees the blocks.
-        FAILED_PRECONDITION when the layout fingerprints differ; the message names both sides.
+        FAILED_PRECONDITION when the layout fingerprints differ (the message names both sides), or the pod's KV
+        blocks could never hold the prompt.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

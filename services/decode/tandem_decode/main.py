@@ -31,7 +31,8 @@ from tandem_decode.sharing import MakeClient, Sharing
 SERVICE = "tandem.v1.DecodeService"
 STATUS_CODES: dict[type[Exception], grpc.StatusCode] = {
     InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
-    CapacityError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    # Not RESOURCE_EXHAUSTED, which invites to try again here: a pod with more blocks may take it.
+    CapacityError: grpc.StatusCode.FAILED_PRECONDITION,
 }
 
 

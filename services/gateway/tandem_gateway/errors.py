@@ -62,7 +62,7 @@ class UnsupportedFieldError(InvalidRequestError):
 
 
 class ContextLengthError(InvalidRequestError):
-    """The prompt, or prompt and output together, exceed the model's context."""
+    """The prompt, or prompt and output together, exceed the model's context, or every decode pod's KV."""
 
     code = "context_length_exceeded"
 

@@ -3,8 +3,10 @@
     choose pod -> Decode(...) -> Chunk, Chunk, ..., End
        ^               |
        +-- lost before the first token: another pod, or wait for one to come back. A request that two
-           pods died with (as against: refused, or cancelled while draining) may be what kills them: no
-           third one gets it
+       |   pods died with (as against: refused, or cancelled while draining) may be what kills them: no
+       |   third one gets it
+       +-- FAILED_PRECONDITION, the pod's whole KV pool is too small for it: another pod; when none is
+           left the caller is told to ask for less
 
 Closing the generator cancels the call, which makes the pod free everything. After the first token the
 text cannot move for now: the caller gets UnavailableError and the seed to repeat it with.
@@ -13,7 +15,7 @@ text cannot move for now: the caller gets UnavailableError and the seed to repea
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 
 import grpc
@@ -24,6 +26,7 @@ from tandem_service.interceptors import REQUEST_ID_KEY
 
 from tandem_gateway import codec
 from tandem_gateway.errors import (
+    ContextLengthError,
     DeadlineError,
     GatewayError,
     InvalidRequestError,
@@ -31,7 +34,7 @@ from tandem_gateway.errors import (
     UnavailableError,
     UpstreamError,
 )
-from tandem_gateway.fleet import Fleet
+from tandem_gateway.fleet import Fleet, Pod, Role
 from tandem_gateway.metrics import GatewayMetrics
 from tandem_gateway.request import End, Event, Job
 from tandem_gateway.routing import Route, Router
@@ -53,6 +56,14 @@ class _LostError(Exception):
         self.crashed = accepted and cause.code() is grpc.StatusCode.UNAVAILABLE
 
 
+class _TooSmallError(Exception):
+    """The pod cannot hold the request, whatever else finishes there. The text is the pod's own."""
+
+    def __init__(self, pod: Pod, details: str) -> None:
+        super().__init__(details)
+        self.num_tokens = pod.load.total_blocks * pod.load.block_size
+
+
 class Relay:
     def __init__(
         self, fleet: Fleet, router: Router, metrics: GatewayMetrics, *, failover_wait_s: float
@@ -66,16 +77,20 @@ class Relay:
     async def stream(self, job: Job) -> AsyncGenerator[Event, None]:
         """Events of the request, an End last. Raises GatewayError of the fitting kind."""
         failed: frozenset[str] = frozenset()
+        #: By target; unlike a pod that failed, one that is too small is not asked again.
+        too_small: dict[str, _TooSmallError] = {}
         num_crashed = 0
         #: When the present outage has lasted too long; None while there is none.
         give_up_at: float | None = None
         while True:
             # A pod that failed and is healthy again is better than none.
-            route = self._router.choose(job, failed) or self._router.choose(job)
-            if give_up_at is None and route is None:
-                give_up_at = self._patience_ends(job)
+            route = self._router.choose(job, failed.union(too_small)) or self._router.choose(
+                job, frozenset(too_small)
+            )
             if route is None:
-                await self._wait_for_pod(job, give_up_at or job.deadline)
+                if give_up_at is None:
+                    give_up_at = self._patience_ends(job)
+                await self._wait_for_pod(job, give_up_at, too_small)
                 continue
             num_tokens = 0
             try:
@@ -85,6 +100,9 @@ class Relay:
                             num_tokens += len(event.token_ids)
                         yield event
                 return
+            except _TooSmallError as error:
+                self._log.info("decode pod is too small for the request", target=route.decode.target)
+                too_small[route.decode.target] = error
             except _LostError as error:
                 self._fleet.mark_dead(route.decode, str(error))
                 self._router.forget(route.decode)
@@ -110,7 +128,10 @@ class Relay:
         return min(time.monotonic() + self._failover_wait_s, job.deadline)
 
     async def _stream_from(self, route: Route, job: Job) -> AsyncGenerator[Event, None]:
-        """Events from one pod. Raises _LostError, or the GatewayError that fits what the pod says or does."""
+        """Events from one pod.
+
+        Raises _LostError, _TooSmallError, or the GatewayError that fits what the pod says or does.
+        """
         pod = route.decode
         stub = decode_pb2_grpc.DecodeServiceStub(pod.channel)  # type: ignore[no-untyped-call]
         call = stub.Decode(
@@ -127,6 +148,8 @@ class Relay:
                     return
             raise UpstreamError(f"the decode pod {pod.target} ended the stream without a finish")
         except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+                raise _TooSmallError(pod, error.details() or "") from error
             if error.code() not in _POD_GONE:
                 raise self._translate(error, route) from error
             # Pods send the request id back at once; a call that never got there has no metadata.
@@ -138,12 +161,23 @@ class Relay:
             pod.in_flight -= 1
             call.cancel()  # does nothing to a call that has ended
 
-    async def _wait_for_pod(self, job: Job, give_up_at: float) -> None:
+    async def _wait_for_pod(
+        self, job: Job, give_up_at: float, too_small: Mapping[str, _TooSmallError]
+    ) -> None:
+        """Until the fleet changes. Raises ContextLengthError when every decode pod is too small for the job,
+        so that there is none to wait for; at the end of the patience UnavailableError or DeadlineError."""
+        largest = max(too_small.values(), key=lambda error: error.num_tokens, default=None)
+        listed = {pod.target for pod in self._fleet.pods() if pod.role is Role.DECODE}
+        if largest is not None and listed <= too_small.keys():
+            raise ContextLengthError(
+                "max_tokens", f"no decode pod can hold this request; the largest says: {largest}"
+            ) from largest
         left_s = give_up_at - time.monotonic()
         if left_s <= 0:
             if time.monotonic() >= job.deadline:
                 raise DeadlineError("the deadline passed while no decode pod was there")
-            raise UnavailableError("no decode pod is there to serve the request; try again later")
+            reason = "" if largest is None else f" (the pods that are there cannot hold it: {largest})"
+            raise UnavailableError(f"no decode pod is there to serve the request{reason}; try again later")
         await self._fleet.wait_for_change(left_s)
 
     def _translate(self, error: grpc.aio.AioRpcError, route: Route) -> GatewayError:

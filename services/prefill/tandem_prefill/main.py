@@ -26,7 +26,7 @@ from tandem_prefill.shipping import Shipper
 SERVICE = "tandem.v1.PrefillService"
 STATUS_CODES: dict[type[Exception], grpc.StatusCode] = {
     InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
-    CapacityError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    CapacityError: grpc.StatusCode.FAILED_PRECONDITION,
     LayoutMismatchError: grpc.StatusCode.FAILED_PRECONDITION,
     TransferError: grpc.StatusCode.UNAVAILABLE,
 }
