@@ -30,7 +30,9 @@ from tandem_engine.loop import EngineLoop
 from tandem_engine.request import Request
 from tandem_engine.scheduler import Reservation
 from tandem_engine.transport.base import Incoming, KVReceiver
-from tandem_proto.v1 import decode_pb2, prefill_pb2, prefill_pb2_grpc
+from tandem_proto.v1 import decode_pb2, prefill_pb2
+
+from tandem_decode.prefill_client import PrefillCall, PrefillClient
 
 T = TypeVar("T")
 log = structlog.get_logger(__name__)
@@ -62,24 +64,6 @@ class HandoffResult:
     transfer_ns: int = 0
     transfer_bytes: int = 0
     retries: int = 0
-
-
-class PrefillClient:
-    """Stubs to prefill pods, one channel per target, kept open."""
-
-    def __init__(self, make_channel: Callable[[str], grpc.aio.Channel]) -> None:
-        self._make_channel = make_channel
-        self._channels: dict[str, grpc.aio.Channel] = {}
-
-    def stub(self, target: str) -> prefill_pb2_grpc.PrefillServiceStub:
-        channel = self._channels.get(target)
-        if channel is None:
-            channel = self._channels[target] = self._make_channel(target)
-        return prefill_pb2_grpc.PrefillServiceStub(channel)  # type: ignore[no-untyped-call]
-
-    async def close(self) -> None:
-        for channel in self._channels.values():
-            await channel.close(None)
 
 
 class Handoff:
@@ -146,7 +130,8 @@ class Handoff:
         incoming: Incoming,
         result: HandoffResult,
     ) -> tuple[prefill_pb2.PrefillFinished, HandoffResult]:
-        call = self._client.stub(target).Prefill(
+        call = self._client.prefill(
+            target,
             prefill_pb2.PrefillRequest(
                 request_id=message.request_id,
                 tenant=message.tenant,
@@ -154,7 +139,6 @@ class Handoff:
                 sampling=message.sampling,
                 ticket=codec.ticket_to_proto(incoming.ticket),
             ),
-            metadata=(("tandem-request-id", message.request_id),),
         )
         try:
             started = time.monotonic_ns()
@@ -181,9 +165,7 @@ class Handoff:
             transfer_bytes=incoming.progress().verified_pairs * self._block_bytes,
         )
 
-    async def _first_token(
-        self, call: grpc.aio.UnaryStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse]
-    ) -> prefill_pb2.PrefillFinished:
+    async def _first_token(self, call: PrefillCall) -> prefill_pb2.PrefillFinished:
         """Waits for it as long as heartbeats come and show that the pod's engine moves."""
         responses = aiter(call)
         computed_layers, moved_at = 0, time.monotonic()
@@ -258,9 +240,7 @@ class Handoff:
         return asyncio.wrap_future(self._loop.call(function))
 
 
-async def _read_to_end(
-    call: grpc.aio.UnaryStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse],
-) -> None:
+async def _read_to_end(call: PrefillCall) -> None:
     with contextlib.suppress(grpc.aio.AioRpcError, TimeoutError):
         async with asyncio.timeout(HEARTBEAT_TIMEOUT_S):
             async for _ in call:

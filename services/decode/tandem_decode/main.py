@@ -21,9 +21,10 @@ from tandem_service.books import refreshing
 from tandem_service.channels import open_channel
 from tandem_service.server import PodServer
 
-from tandem_decode.handoff import Handoff, PrefillClient
+from tandem_decode.handoff import Handoff
 from tandem_decode.lookahead_client import LookaheadClient
 from tandem_decode.metrics import DecodeMetrics
+from tandem_decode.prefill_client import PrefillClient
 from tandem_decode.servicer import DecodeServicer
 from tandem_decode.settings import DecodeSettings
 from tandem_decode.sharing import MakeClient, Sharing

@@ -1,0 +1,118 @@
+"""The client to prefill pods: one channel for all calls to a pod, and none to pods that are asked no more."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+from tandem_decode import prefill_client
+from tandem_decode.prefill_client import PrefillClient
+from tandem_proto.v1 import prefill_pb2, prefill_pb2_grpc
+from tandem_service.channels import open_channel
+
+REQUEST = prefill_pb2.PrefillRequest(request_id="r")
+
+
+class GatedPod(prefill_pb2_grpc.PrefillServiceServicer):
+    """Answers a call when the gate is open."""
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+        self.server = grpc.aio.server()
+        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(self, self.server)
+        self.target = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
+
+    async def Prefill(self, request, context):  # noqa: N802
+        yield prefill_pb2.PrefillResponse(progress=prefill_pb2.PrefillProgress())
+        await self.gate.wait()
+        yield prefill_pb2.PrefillResponse(finished=prefill_pb2.PrefillFinished())
+
+
+class Channels:
+    """Makes real channels and remembers them."""
+
+    def __init__(self) -> None:
+        self.made: list[grpc.aio.Channel] = []
+
+    def __call__(self, target: str) -> grpc.aio.Channel:
+        self.made.append(open_channel(target))
+        return self.made[-1]
+
+    def are_closed(self) -> list[bool]:
+        return [channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN for channel in self.made]
+
+
+@pytest.fixture
+async def pod() -> AsyncIterator[GatedPod]:
+    pod = GatedPod()
+    await pod.server.start()
+    yield pod
+    await pod.server.stop(None)
+
+
+@pytest.fixture
+def channels() -> Channels:
+    return Channels()
+
+
+@pytest.fixture
+async def client(channels: Channels, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[PrefillClient]:
+    monkeypatch.setattr(prefill_client, "IDLE_CHANNEL_S", 0.2)
+    client = PrefillClient(channels)
+    yield client
+    await client.close()
+    assert all(channels.are_closed())
+
+
+async def _to_end(call) -> list[str]:
+    return [response.WhichOneof("event") async for response in call]
+
+
+async def test_a_channel_is_used_again_and_closed_when_it_has_been_unused_for_long(pod, client, channels):
+    pod.gate.set()
+    for _ in range(3):
+        assert await _to_end(client.prefill(pod.target, REQUEST)) == ["progress", "finished"]
+        await asyncio.sleep(0.1)
+    assert channels.are_closed() == [False], "0.3 s after the first call and 0.1 s after the last"
+    await asyncio.sleep(0.3)
+    assert channels.are_closed() == [True]
+    assert await _to_end(client.prefill(pod.target, REQUEST)) == ["progress", "finished"]
+    assert channels.are_closed() == [True, False]
+
+
+async def test_a_channel_is_not_closed_while_a_call_is_on_it(pod, client, channels):
+    long = client.prefill(pod.target, REQUEST)
+    assert (await long.read()).HasField("progress")
+    short = client.prefill(pod.target, REQUEST)
+    assert (await short.read()).HasField("progress")
+    short.cancel()
+    await asyncio.sleep(0.4)
+    assert channels.are_closed() == [False]
+    pod.gate.set()
+    assert (await long.read()).HasField("finished")
+    assert await long.code() is grpc.StatusCode.OK
+    await asyncio.sleep(0.4)
+    assert channels.are_closed() == [True]
+
+
+async def test_channels_to_pods_that_have_gone_are_closed_too(client, channels):
+    for port in range(1, 5):
+        with pytest.raises(grpc.aio.AioRpcError):
+            await _to_end(client.prefill(f"127.0.0.1:{port}", REQUEST))
+    assert channels.are_closed() == [False] * 4
+    await asyncio.sleep(0.4)
+    assert channels.are_closed() == [True] * 4
+
+
+async def test_a_call_that_is_dropped_before_it_begins_does_not_keep_its_channel(pod, client, channels):
+    client.prefill(pod.target, REQUEST).cancel()
+    await asyncio.sleep(0.4)
+    assert channels.are_closed() == [True]
+
+
+async def test_closing_the_client_ends_its_calls(pod, client, channels):
+    call = client.prefill(pod.target, REQUEST)
+    await call.read()
+    await client.close()
+    assert call.done()
+    assert channels.are_closed() == [True]
