@@ -1,4 +1,4 @@
-"""What several folders of tests share: the real model and real dialogues."""
+"""What several folders of tests share: the real model, a toy one, and real dialogues."""
 
 from __future__ import annotations
 
@@ -32,6 +32,17 @@ class Corpus:
 def model_dir() -> Path:
     """The default model's folder; fetched on first use."""
     return store.pull(store.DEFAULT_MODEL)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a random llama with `toy_models.VOCABULARY` tokens, which computes in milliseconds."""
+    import toy_models
+
+    checkpoint = toy_models.save_llama(tmp_path_factory.mktemp("checkpoints"), seed=3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TANDEM_HOME", str(tmp_path_factory.mktemp("home")))
+        return store.pull(str(checkpoint))
 
 
 @pytest.fixture(scope="session")

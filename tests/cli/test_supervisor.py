@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from processes import is_alive
 from tandem_cli.supervisor import ProcessSpec, RestartPolicy, StartupError, Supervisor, describe_exit
+from waiting import until
 
 SLEEP = "import time; print('up', flush=True); time.sleep(60)"
 QUICK = RestartPolicy(first_delay_s=0.02, longest_delay_s=0.1)
@@ -69,20 +71,6 @@ async def running(
         await watched.supervisor.stop()
 
 
-async def eventually(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-
-
-def is_alive(pid: int) -> bool:
-    """Whether the process runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
 async def test_all_processes_start_together_and_are_ready_when_their_probes_say_so() -> None:
     slow = "import time; time.sleep(0.3); print('up', flush=True); time.sleep(60)"
     started = time.monotonic()
@@ -106,7 +94,7 @@ async def test_a_killed_process_is_started_again_under_another_pid() -> None:
         await watched.supervisor.wait_ready()
         before = watched.pid("a")
         os.kill(before, signal.SIGKILL)
-        await eventually(lambda: len(watched.lines) == 2)
+        await until(lambda: len(watched.lines) == 2)
         assert watched.pid("a") != before
         assert any("was killed by SIGKILL" in message for _, message in watched.events)
 
@@ -119,7 +107,7 @@ def test_the_backoff_doubles_up_to_its_limit() -> None:
 async def test_a_process_that_was_ready_is_restarted_however_often_it_dies() -> None:
     code = "import time; print('up', flush=True); time.sleep(0.1)"
     async with running([spec("a", code)]) as watched:
-        await eventually(lambda: len(watched.lines) >= 5)
+        await until(lambda: len(watched.lines) >= 5)
         assert not watched.supervisor.failed.done()
 
 
@@ -144,7 +132,7 @@ async def test_a_process_that_never_gets_ready_is_given_up_after_a_few_deaths() 
 async def test_a_command_that_does_not_exist_is_named() -> None:
     missing = ProcessSpec("decode", "bad", ("/nonexistent/tandem-decode",), {"grpc": 1}, "127.0.0.1:1")
     async with running([missing]) as watched:
-        await eventually(lambda: bool(watched.lines))
+        await until(lambda: bool(watched.lines))
         assert watched.lines[0] == (
             "bad",
             "cannot start /nonexistent/tandem-decode: No such file or directory",
@@ -208,9 +196,9 @@ async def test_what_a_process_leaves_behind_in_its_session_ends_too() -> None:
         await watched.supervisor.wait_ready()
         grandchild = int(watched.lines[0][1])
         os.kill(watched.pid("a"), signal.SIGKILL)
-        await eventually(lambda: len(watched.lines) == 2)
+        await until(lambda: len(watched.lines) == 2)
         assert is_alive(grandchild)
-    await eventually(lambda: not is_alive(grandchild))
+    await until(lambda: not is_alive(grandchild))
 
 
 async def test_stopping_while_a_restart_is_awaited_starts_nothing_more() -> None:
@@ -218,7 +206,7 @@ async def test_stopping_while_a_restart_is_awaited_starts_nothing_more() -> None
     async with running([spec("a", SLEEP)], policy=policy) as watched:
         await watched.supervisor.wait_ready()
         os.kill(watched.pid("a"), signal.SIGKILL)
-        await eventually(lambda: any("starting again" in message for _, message in watched.events))
+        await until(lambda: any("starting again" in message for _, message in watched.events))
         await asyncio.wait_for(watched.supervisor.stop(), 2.0)
     assert len(watched.lines) == 1
 

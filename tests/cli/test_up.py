@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from processes import is_alive
 from tandem_cli.state_file import FleetRecord, read_state
 
 POD = """#!{python}
@@ -120,13 +121,6 @@ def up(python: Path, *arguments: str) -> Iterator[Up]:
     finally:
         process.kill()
         process.wait()
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_a_fleet_from_start_to_end(installation: Path) -> None:

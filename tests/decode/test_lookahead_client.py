@@ -1,22 +1,17 @@
 """The client's two tasks outlive whatever goes wrong once: a failing mirror, a stray cancellation."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import grpc.aio
 from tandem_decode.lookahead_client import LookaheadClient
 from tandem_engine.drafts.mirror import GlobalMirror
 from tandem_engine.drafts.spans import AcceptedSpan
 from tandem_proto.v1 import lookahead_pb2 as pb
+from waiting import until
 
 NOWHERE = "127.0.0.1:1"
 NAMESPACE = pb.Namespace(tenant="acme", model_revision="rev1", tokenizer_hash="tok1")
-
-
-async def _until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5.0):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 class MirrorFailingOnce(GlobalMirror):
@@ -45,9 +40,9 @@ async def test_a_batch_that_the_mirror_cannot_learn_does_not_stop_the_next():
     client.start()
     try:
         client.push("r1", 0, [1, 2, 3])
-        await _until(lambda: mirror.failed)
+        await until(lambda: mirror.failed)
         client.push("r2", 0, [4, 5, 6])
-        await _until(lambda: mirror.view.count((4, 5, 6)) == 1)
+        await until(lambda: mirror.view.count((4, 5, 6)) == 1)
     finally:
         await client.close()
 
@@ -56,7 +51,7 @@ async def test_a_cancellation_meant_for_the_call_does_not_end_the_link_but_close
     client = StreamCancelledOnce(NOWHERE, NAMESPACE, "pod", GlobalMirror())
     client.start()
     try:
-        await _until(lambda: client.num_streams == 2)
+        await until(lambda: client.num_streams == 2)
     finally:
         async with asyncio.timeout(5.0):
             await client.close()

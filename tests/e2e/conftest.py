@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,8 +14,10 @@ from pathlib import Path
 
 import grpc
 import httpx
+import pod_books
 import psutil
 import pytest
+from processes import free_port
 from tandem_cli.state_file import FleetRecord, read_state
 from tandem_proto.v1 import (
     common_pb2,
@@ -80,7 +81,7 @@ class RunningFleet:
         """Every block, credit and stream is given back, on both roles."""
         deadline = time.monotonic() + within_s
         while True:
-            held = {name: _held(books) for name, books in self.books().items()}
+            held = {name: pod_books.held(books) for name, books in self.books().items()}
             view = self.gateway().GetFleetStatus(gateway_pb2.GetFleetStatusRequest(), timeout=10)
             held["gateway"] = {} if not view.requests_running + view.requests_queued else {"requests": view}
             if not any(held.values()):
@@ -89,19 +90,10 @@ class RunningFleet:
             time.sleep(0.1)
 
 
-def _held(books: common_pb2.Books) -> dict[str, object]:
-    names = ("blocks_used", "requests_waiting", "requests_running", "transfers_open",
-             "credit_bytes_outstanding", "streams_open", "violations")  # fmt: skip
-    held = {name: getattr(books, name) for name in names if getattr(books, name)}
-    if books.blocks_free + books.blocks_cached != books.blocks_total:
-        held["missing blocks"] = books.blocks_total - books.blocks_free - books.blocks_cached
-    return held
-
-
 @contextmanager
 def running_fleet(model_dir: Path, folder: Path, *flags: str) -> Iterator[RunningFleet]:
     """Starts the fleet, waits until it is ready, and ends it with SIGTERM; nothing may be left."""
-    grpc_port, http_port = _free_port(), _free_port()
+    grpc_port, http_port = free_port(), free_port()
     state_path, log_path = folder / "fleet.json", folder / "fleet.log"
     script = Path(sys.executable).with_name("tandem")
     command = [str(script), "up", "--model", str(model_dir), "--dtype", "float32",
@@ -140,12 +132,6 @@ def _wait_ready(process: subprocess.Popen[bytes], fleet: RunningFleet) -> None:
 
 def _tail(path: Path) -> str:
     return "\n".join(path.read_text(errors="replace").splitlines()[-40:])
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _free_base_port() -> int:

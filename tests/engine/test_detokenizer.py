@@ -8,10 +8,11 @@ import random
 from collections.abc import Sequence
 
 import pytest
+import toy_tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tandem_engine.detokenizer import StreamingDetokenizer
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models
 
 CORPUS = [
     "The shop is open from nine to five, and the refund takes three days. Hello, world! Hello again.",
@@ -23,16 +24,7 @@ SPECIAL = "<|end|>"
 
 
 def byte_level() -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=[SPECIAL],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer = toy_tokenizers.trained(CORPUS, 400, [SPECIAL])
     tokenizer.add_tokens([AddedToken("<tool>", special=False)])
     return tokenizer
 

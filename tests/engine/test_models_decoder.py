@@ -12,15 +12,14 @@ import pytest
 import torch
 from tandem_engine.models import AttentionMetadata, Decoder, load_decoder
 from tandem_engine.store import pull
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
+from toy_models import save_checkpoint
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
-    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -94,18 +93,6 @@ def randomize(model: PreTrainedModel) -> PreTrainedModel:
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + 0.3 * noise if "norm" in name else 0.15 * noise)
     return model.eval()
-
-
-def save_checkpoint(model: PreTrainedModel, folder: Path) -> None:
-    model.save_pretrained(folder)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[: SIZES["vocab_size"] - 3]
-    vocab = {token: i for i, token in enumerate(["<unk>", "<s>", "</s>", *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
-    ).save_pretrained(folder)
 
 
 class PagedModel:

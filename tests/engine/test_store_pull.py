@@ -13,9 +13,8 @@ from tandem_engine.errors import ModelLoadError
 from tandem_engine.models import load_decoder
 from tandem_engine.store import ModelManifest, list_models, pull, resolve
 from tandem_engine.tokenizer import Tokenizer
-from tokenizers import Tokenizer as RustTokenizer
-from tokenizers import decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from toy_models import save_checkpoint
+from transformers import LlamaConfig, LlamaForCausalLM
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
@@ -36,17 +35,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
         vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
         max_position_embeddings=64, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: i for i, token in enumerate(["<unk>", "<s>", "</s>", "<|end|>", *alphabet])}
-    tokenizer = RustTokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
-    )
-    fast.chat_template = TEMPLATE
-    fast.save_pretrained(folder)
+    save_checkpoint(LlamaForCausalLM(config), folder, more_special_tokens=["<|end|>"], chat_template=TEMPLATE)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3]}))
     return folder
 

@@ -5,24 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import toy_tokenizers
 from tandem_engine.errors import ModelLoadError
 from tandem_engine.store import ModelManifest
 from tandem_engine.tokenizer import Tokenizer
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as RustTokenizer
 
 TEXTS = ["hello world", "  two  spaces\n\ttab", "naïve café — 東京 🙂", "Ünïcödé\r\n", "a\x00b"]
 
 
 def byte_level() -> RustTokenizer:
-    tokenizer = RustTokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-    tokenizer.train_from_iterator(["hello world hello there 東京 東京 🙂🙂"] * 5, trainer)
-    return tokenizer
+    return toy_tokenizers.trained(["hello world hello there 東京 東京 🙂🙂"] * 5, 320)
 
 
 def sentencepiece() -> RustTokenizer:

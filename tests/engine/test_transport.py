@@ -25,6 +25,7 @@ from tandem_engine.transport.base import (
 from tandem_engine.transport.inproc import InprocNetwork, InprocReceiver, InprocSender
 from tandem_engine.transport.layout import KVLayout
 from tandem_engine.transport.zeromq import ReceiverOptions, ZmqReceiver, ZmqSender
+from waiting import wait_until
 
 LAYOUT = KVLayout(
     model_revision="abc",
@@ -101,13 +102,6 @@ def put_all(outgoing: Outgoing, blocks: range) -> None:
     """Every layer of these logical blocks, which are the physical blocks of the same number."""
     for layer in range(LAYOUT.num_layers):
         outgoing.put(layer, blocks.start, blocks)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.002)
 
 
 def assert_books_are_empty(sender: KVSender, receiver: KVReceiver) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 
 import numpy as np
@@ -25,6 +25,7 @@ from tandem_engine.transport.codec import (
 from tandem_engine.transport.incoming import Dropped, IncomingBook
 from tandem_engine.transport.layout import KVLayout
 from tandem_engine.transport.zeromq import ReceiverOptions, SenderOptions, ZmqReceiver, ZmqSender
+from waiting import wait_until
 
 LAYOUT = KVLayout(
     model_revision="abc",
@@ -152,13 +153,6 @@ def frame_for(
 ) -> Frame:
     place = (ticket.transfer_id, ticket.epoch, layer, first_block, num_blocks)
     return Frame(*place, digest(*place, memoryview(payload)))
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_MS / 1000
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.002)
 
 
 PAYLOAD = bytes(range(256)) * (BLOCK // 256)

@@ -17,6 +17,7 @@ import grpc.aio
 import httpx
 import openai
 import pytest
+import toy_tokenizers
 from tandem_gateway.process import GatewayProcess
 from tandem_gateway.settings import GatewaySettings
 from tandem_proto.v1 import (
@@ -30,7 +31,6 @@ from tandem_proto.v1 import (
 from tandem_service.channels import open_channel
 from tandem_service.server import PodServer
 from tandem_service.settings import PodSettings
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 MODEL = "tiny-chat"
 REVISION = "ab" * 32
@@ -49,20 +49,11 @@ CHAT_TEMPLATE = (
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """tokenizer.json (byte-level BPE) and tandem.json, as the model store writes them."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=[
-            AddedToken("<|endoftext|>", special=True),
-            AddedToken("<|im_start|>", special=True),
-            AddedToken("<|im_end|>", special=True),
-        ],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+    tokenizer = toy_tokenizers.trained(
+        ["the order of the customer has not arrived yet"] * 20,
+        400,
+        ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
     )
-    tokenizer.train_from_iterator(["the order of the customer has not arrived yet"] * 20, trainer)
     folder = tmp_path_factory.mktemp("model") / MODEL
     folder.mkdir()
     tokenizer.save(str(folder / "tokenizer.json"))

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -16,16 +15,9 @@ from tandem_lookahead.main import LookaheadPod
 from tandem_lookahead.redis_process import RedisProcess
 from tandem_lookahead.settings import LookaheadSettings
 from tandem_proto.v1 import lookahead_pb2 as pb
+from waiting import until
 
 NAMESPACE = pb.Namespace(tenant="acme", model_revision="rev1", tokenizer_hash="tok1")
-
-
-async def until(condition: Callable[[], bool], *, limit_s: float = 8.0) -> None:
-    """Waits for a condition; fails the test when it does not come true in time."""
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, "timed out waiting for a condition"
-        await asyncio.sleep(0.01)
 
 
 class RunningService:

@@ -14,11 +14,10 @@ from pathlib import Path
 
 import grpc
 import pytest
-import torch
+from pod_books import held
 from tandem_decode import handoff
 from tandem_decode.main import open_pod as open_decode
 from tandem_decode.settings import DecodeSettings
-from tandem_engine import store
 from tandem_engine.assemble import EngineConfig, assemble
 from tandem_engine.batch import Batch
 from tandem_engine.llm import LLM
@@ -34,44 +33,7 @@ from tandem_proto.v1 import (
     prefill_pb2,
     prefill_pb2_grpc,
 )
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-VOCABULARY = 96
-
-
-def make_model(folder: Path, seed: int) -> Path:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=112,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        bos_token_id=1,
-        eos_token_id=2,
-        initializer_range=0.2,
-    )
-    checkpoint = folder / f"random-llama-{seed}"
-    LlamaForCausalLM(config).save_pretrained(checkpoint)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[: VOCABULARY - 3]
-    vocab = {token: i for i, token in enumerate(["<unk>", "<s>", "</s>", *alphabet])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
-    ).save_pretrained(checkpoint)
-    return store.pull(str(checkpoint))
-
-
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TANDEM_HOME", str(tmp_path_factory.mktemp("home")))
-        return make_model(tmp_path_factory.mktemp("checkpoints"), seed=3)
+from toy_models import VOCABULARY
 
 
 @dataclass(frozen=True)
@@ -89,17 +51,11 @@ class Fleet:
     async def assert_idle(self) -> None:
         """Within a second nothing is held any more on either side."""
         for _ in range(50):
-            held = [_held(books) for books in await self.books()]
-            if held == [{}, {}]:
+            kept = [held(books) for books in await self.books()]
+            if kept == [{}, {}]:
                 return
             await asyncio.sleep(0.02)
-        raise AssertionError(f"still held: {held}")
-
-
-def _held(books: common_pb2.Books) -> dict[str, object]:
-    names = ("blocks_used", "requests_waiting", "requests_running", "transfers_open",
-             "credit_bytes_outstanding", "streams_open", "violations")  # fmt: skip
-    return {name: getattr(books, name) for name in names if getattr(books, name)}
+        raise AssertionError(f"still held: {kept}")
 
 
 SIZES = {"num_blocks": 64, "block_size": 16, "chunk_size": 64, "threads": 1, "dtype": "float32"}

@@ -1,0 +1,50 @@
+"""Random models small enough to compute in milliseconds, as Hugging Face checkpoints on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import toy_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+#: Of `save_llama`'s model; most bytes have no token.
+VOCABULARY = 96
+
+
+def save_checkpoint(
+    model: PreTrainedModel, folder: Path, *, more_special_tokens: Sequence[str] = (), chat_template: str = ""
+) -> None:
+    """Weights, config and a tokenizer whose first tokens are <unk>, <s>, </s> and `more_special_tokens`."""
+    model.save_pretrained(folder)
+    special_tokens = ["<unk>", "<s>", "</s>", *more_special_tokens]
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=toy_tokenizers.without_merges(model.config.vocab_size, special_tokens),
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+    )
+    if chat_template:
+        tokenizer.chat_template = chat_template
+    tokenizer.save_pretrained(folder)
+
+
+def save_llama(folder: Path, seed: int) -> Path:
+    """Three layers, a context of 1,024 tokens; its greedy texts vary. Returns the checkpoint."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=112,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        bos_token_id=1,
+        eos_token_id=2,
+        initializer_range=0.2,
+    )
+    checkpoint = folder / f"random-llama-{seed}"
+    save_checkpoint(LlamaForCausalLM(config), checkpoint)
+    return checkpoint
