@@ -64,6 +64,8 @@ class LLM:
         self.tokenizer = self._parts.tokenizer
         self.manifest = self._parts.manifest
         self._ids = itertools.count()
+        #: What the engine has, by request id; several generators share it.
+        self._live: dict[str, _Run] = {}
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams]
@@ -74,13 +76,36 @@ class LLM:
         """
         each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
         runs = [_Run(self._request(p, s), self) for p, s in zip(prompts, each, strict=True)]
-        for _ in self._drive(runs):
-            pass
+        try:
+            for run in runs:
+                self._begin(run)
+            while any(run.is_live for run in runs):
+                self._step()
+        finally:
+            for run in runs:
+                self._end(run)
         return [run.completion for run in runs]
 
     def stream(self, prompt: Prompt, sampling: SamplingParams) -> Iterator[str]:
-        """Yields text as it becomes final. Closing the iterator early frees the request."""
-        yield from self._drive([_Run(self._request(prompt, sampling), self)])
+        """Yields text as it becomes final. Closing the iterator early frees the request.
+
+        Several iterators may be read in turn: whichever waits for text computes for all of them.
+        """
+        run = _Run(self._request(prompt, sampling), self)
+        num_read = 0
+        try:
+            self._begin(run)
+            while True:
+                unread = run.completion.text[num_read:]
+                if unread:
+                    num_read += len(unread)
+                    yield unread
+                elif run.is_live:
+                    self._step()
+                else:
+                    return
+        finally:
+            self._end(run)
 
     def chat(self, messages: Sequence[Mapping[str, str]], sampling: SamplingParams) -> Completion:
         """Completes a conversation of {"role", "content"} messages under the model's chat template."""
@@ -114,22 +139,22 @@ class LLM:
             eos_token_ids=self._parts.eos_token_ids,
         )
 
-    def _drive(self, runs: Sequence[_Run]) -> Iterator[str]:
-        live: dict[str, _Run] = {}
-        try:
-            for run in runs:
-                self.engine.add(run.request)
-                live[run.request.request_id] = run
-            while live:
-                for output in self.engine.step():
-                    run = live[output.request.request_id]
-                    yield run.take(output)
-                    if run.completion.finish_reason is not None:
-                        del live[output.request.request_id]
-                        self.engine.abort(output.request.request_id)
-        finally:
-            for request_id in live:
-                self.engine.abort(request_id)
+    def _begin(self, run: _Run) -> None:
+        self.engine.add(run.request)
+        self._live[run.request.request_id] = run
+
+    def _step(self) -> None:
+        """One step for everything that runs, whoever asked for it."""
+        for output in self.engine.step():
+            run = self._live[output.request.request_id]
+            run.take(output)
+            if not run.is_live:
+                self._end(run)
+
+    def _end(self, run: _Run) -> None:
+        """Frees the request; does nothing when called again."""
+        if self._live.pop(run.request.request_id, None) is not None:
+            self.engine.abort(run.request.request_id)
 
 
 class _Run:
@@ -142,7 +167,11 @@ class _Run:
         sampling = request.sampling
         self._text = StreamingDetokenizer(llm.tokenizer, sampling.stop, min_tokens=sampling.min_tokens)
 
-    def take(self, output: StepOutput) -> str:
+    @property
+    def is_live(self) -> bool:
+        return self.completion.finish_reason is None
+
+    def take(self, output: StepOutput) -> None:
         completion, stats = self.completion, self.completion.stats
         stats.e2e_s = time.perf_counter() - self._started
         if completion.token_ids:
@@ -166,4 +195,3 @@ class _Run:
             completion.finish_reason = self.request.finish_reason
             completion.stop_reason = self.request.stop_reason
         completion.text += text
-        return text

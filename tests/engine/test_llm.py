@@ -1,0 +1,84 @@
+"""The engine in one process: texts may be streamed side by side, and nothing stays behind."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tandem_engine.errors import InvalidRequestError
+from tandem_engine.llm import LLM
+from tandem_engine.request import FinishReason, SamplingParams
+
+SIZES = {"num_blocks": 64, "block_size": 16, "chunk_size": 64, "threads": 1, "dtype": "float32"}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+PROMPTS = [[3 + (start + i * i) % 37 for i in range(length)] for start, length in enumerate((20, 90, 33))]
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_model: Path) -> LLM:
+    return LLM(tiny_model, **SIZES)
+
+
+@pytest.fixture
+def llm(loaded: LLM) -> Iterator[LLM]:
+    yield loaded
+    assert not loaded.engine.has_work()
+    assert loaded.engine.blocks.num_free_blocks == SIZES["num_blocks"]
+    assert loaded.engine.scheduler.check() == []
+
+
+@pytest.fixture(scope="module")
+def texts(loaded: LLM) -> list[str]:
+    return [loaded.generate([prompt], GREEDY)[0].text for prompt in PROMPTS]
+
+
+def test_streams_read_in_turn_give_the_texts_they_give_alone(llm: LLM, texts: list[str]) -> None:
+    streams = [llm.stream(prompt, GREEDY) for prompt in PROMPTS]
+    rounds = list(itertools.zip_longest(*streams, fillvalue=""))
+    assert ["".join(pieces) for pieces in zip(*rounds, strict=True)] == texts
+    assert len(rounds) > 5, "text comes piece by piece"
+
+
+def test_a_stream_left_alone_while_another_is_read_loses_nothing(llm: LLM, texts: list[str]) -> None:
+    paused = llm.stream(PROMPTS[0], GREEDY)
+    begun = next(paused)
+    assert "".join(llm.stream(PROMPTS[1], GREEDY)) == texts[1]
+    assert begun + "".join(paused) == texts[0]
+
+
+def test_generating_beside_a_stream_disturbs_neither(llm: LLM, texts: list[str]) -> None:
+    stream = llm.stream(PROMPTS[0], GREEDY)
+    begun = next(stream)
+    assert [completion.text for completion in llm.generate(PROMPTS[1:], GREEDY)] == texts[1:]
+    assert begun + "".join(stream) == texts[0]
+
+
+def test_closing_one_stream_frees_its_request_and_no_other(llm: LLM, texts: list[str]) -> None:
+    closed, kept = llm.stream(PROMPTS[0], GREEDY), llm.stream(PROMPTS[1], GREEDY)
+    begun = next(closed), next(kept)
+    closed.close()
+    assert begun[1] + "".join(kept) == texts[1]
+
+
+def test_a_stop_string_ends_one_of_two_streams(llm: LLM, texts: list[str]) -> None:
+    stop = texts[0][8:10]
+    stopped = llm.stream(PROMPTS[0], SamplingParams(temperature=0.0, ignore_eos=True, stop=(stop,)))
+    other = llm.stream(PROMPTS[1], GREEDY)
+    begun = next(other)
+    assert "".join(stopped) == texts[0][: texts[0].index(stop)]
+    assert begun + "".join(other) == texts[1]
+
+
+def test_a_bad_request_among_many_leaves_nothing(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match="vocabulary"):
+        llm.generate([PROMPTS[0], [10_000]], GREEDY)
+
+
+def test_completions_account_for_themselves(llm: LLM) -> None:
+    completion = llm.generate([PROMPTS[1]], GREEDY)[0]
+    assert completion.finish_reason is FinishReason.LENGTH
+    assert len(completion.token_ids) == 24
+    assert completion.stats.prompt_tokens == 90
+    assert 0 < completion.stats.ttft_s <= completion.stats.e2e_s
