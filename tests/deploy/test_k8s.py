@@ -298,7 +298,7 @@ def test_the_image_runs_the_pods_user_and_holds_what_the_wheel_is_made_of() -> N
     sources = {source for line in copied for source in line.split()}
     wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
     assert {package.split("/")[0] for package in wheel["packages"]} <= sources
-    assert {"constraints.txt", "pyproject.toml", "README.md", "LICENSE"} <= sources
+    assert {"constraints.txt", "pyproject.toml", "hatch_build.py", "README.md", "LICENSE"} <= sources
     assert all((ROOT / source).exists() for source in sources)
     ignored = (ROOT / "deploy/Dockerfile.dockerignore").read_text()
     assert all(f"!{source}\n" in ignored for source in sources)

@@ -1,14 +1,27 @@
 """turbo_attention's contract on the CPU: what each row sees, and how close the result is to float64's."""
 
+import itertools
+
 import pytest
 import torch
-from attention_cases import Case, Options, Sequence, Shape, assert_as_good_as_torch, make_case
+from attention_cases import (
+    CPU_BACKENDS,
+    NATIVE,
+    Case,
+    Options,
+    Sequence,
+    Shape,
+    assert_as_good_as_torch,
+    attend,
+    make_case,
+    native_library,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tandem_kernels import turbo_attention
-from tandem_kernels.turbo_attention import cpu
+from tandem_kernels.turbo_attention import cpu_torch
 
-BACKENDS = ["reference", "cpu"]
+BACKENDS = ["reference", *CPU_BACKENDS]
 
 #: Trees, plain decode, chunks below and above 64 tokens, empty contexts and block boundaries in one call.
 MIX = [
@@ -53,7 +66,7 @@ def test_a_tree_row_is_causal_attention_along_its_path(
         path = [node for node in range(num_nodes) if bits >> node & 1]
         assert path[-1] == row
         linear = slots[:, :, [*range(context), *(context + node for node in path)]]
-        expected = turbo_attention(
+        expected = attend(
             case.query[row : row + 1],
             linear[None].contiguous(),
             torch.tensor([[0]], dtype=torch.int32),
@@ -79,7 +92,7 @@ def test_a_causal_row_is_softmax_over_the_keys_up_to_its_own(backend: str, windo
 
 
 def with_bits(case: Case, bits: torch.Tensor | None, backend: str) -> torch.Tensor:
-    return turbo_attention(
+    return attend(
         case.query, case.kv_cache, case.block_table, case.seq_lens, case.query_start_loc, bits,
         scale=0.125, backend=backend,
     )  # fmt: skip
@@ -116,8 +129,8 @@ def test_where_the_blocks_lie_changes_nothing(backend: str) -> None:
     table = torch.where(in_use, order[case.block_table.clamp(min=0).long()].int(), case.block_table)
     args = (case.seq_lens, case.query_start_loc, case.ancestor_bits)
     assert torch.equal(
-        turbo_attention(case.query, case.kv_cache, case.block_table, *args, scale=0.1, backend=backend),
-        turbo_attention(case.query, moved, table, *args, scale=0.1, backend=backend),
+        attend(case.query, case.kv_cache, case.block_table, *args, scale=0.1, backend=backend),
+        attend(case.query, moved, table, *args, scale=0.1, backend=backend),
     )
 
 
@@ -126,16 +139,21 @@ def test_where_the_blocks_lie_changes_nothing(backend: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_a_mix_of_trees_decodes_and_chunks(options: Options, dtype: torch.dtype) -> None:
-    assert_as_good_as_torch(make_case(MIX, options=options, dtype=dtype), "cpu")
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+def test_a_mix_of_trees_decodes_and_chunks(backend: str, options: Options, dtype: torch.dtype) -> None:
+    assert_as_good_as_torch(make_case(MIX, options=options, dtype=dtype), backend)
 
 
 @pytest.mark.parametrize("num_kv_heads, group_size", [(1, 1), (1, 8), (4, 1), (2, 5)], ids=str)
-@pytest.mark.parametrize("head_size", [64, 80, 96, 128, 256])
-def test_head_sizes_and_groupings(head_size: int, num_kv_heads: int, group_size: int) -> None:
+@pytest.mark.parametrize("head_size", [64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+def test_head_sizes_and_groupings(
+    backend: str, dtype: torch.dtype, head_size: int, num_kv_heads: int, group_size: int
+) -> None:
     shape = Shape(num_kv_heads, group_size, head_size, block_size=32)
     sequences = [Sequence(50, 6, tree=True), Sequence(31, 2), Sequence(7, 90)]
-    assert_as_good_as_torch(make_case(sequences, shape, dtype=torch.float32), "cpu")
+    assert_as_good_as_torch(make_case(sequences, shape, dtype=dtype), backend)
 
 
 @pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
@@ -150,32 +168,34 @@ def test_quantized_caches(backend: str, dtype: torch.dtype, cache_dtype: torch.d
 def test_a_scale_may_be_one_number(backend: str) -> None:
     case = make_case([Sequence(20, 3)], Shape(num_kv_heads=2))
     args = (case.query, case.kv_cache, case.block_table, case.seq_lens, case.query_start_loc)
-    result = turbo_attention(*args, scale=0.1, k_scale=3.0, v_scale=torch.tensor(0.5), backend=backend)
-    expected = turbo_attention(*args, scale=0.3, backend=backend) * 0.5
+    result = attend(*args, scale=0.1, k_scale=3.0, v_scale=torch.tensor(0.5), backend=backend)
+    expected = attend(*args, scale=0.3, backend=backend) * 0.5
     torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_long_contexts_are_split_from_the_new_tokens(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+def test_long_contexts_are_split(backend: str, dtype: torch.dtype) -> None:
     sequences = [Sequence(3000, 48, tree=True), Sequence(2900, 40, tree=True), Sequence(1100, 300)]
     for options in (Options(), Options(sinks=True), Options(softcap=3.0), Options(window=500)):
-        assert_as_good_as_torch(make_case(sequences, Shape(1, 3), options, dtype), "cpu")
+        assert_as_good_as_torch(make_case(sequences, Shape(1, 3), options, dtype), backend)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_computing_in_bfloat16_as_on_processors_that_multiply_it(
     options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu, "compute_dtype", lambda dtype: dtype)
+    monkeypatch.setattr(cpu_torch, "compute_dtype", lambda dtype: dtype)
     case = make_case([*MIX[:6], Sequence(1500, 40, tree=True)], options=options, dtype=torch.bfloat16)
-    assert_as_good_as_torch(case, "cpu")
+    assert_as_good_as_torch(case, "torch")
 
 
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
 @pytest.mark.parametrize("window", [None, 20])
-def test_full_trees_of_unequal_length_share_a_group(window: int | None) -> None:
+def test_full_trees_of_unequal_length_share_a_group(backend: str, window: int | None) -> None:
     """Node 63's bit must not let a row see the padding after a shorter sequence."""
     sequences = [Sequence(10, 64, tree=True), Sequence(41, 64, tree=True), Sequence(30, 61, tree=True)]
-    assert_as_good_as_torch(make_case(sequences, options=Options(window=window)), "cpu")
+    assert_as_good_as_torch(make_case(sequences, options=Options(window=window)), backend)
 
 
 @st.composite
@@ -188,7 +208,7 @@ def cases(draw: st.DrawFn) -> Case:
     shape = Shape(
         num_kv_heads=draw(st.integers(1, 3)),
         group_size=draw(st.integers(1, 4)),
-        head_size=draw(st.sampled_from([8, 24, 64])),
+        head_size=draw(st.sampled_from([8, 16, 24, 64, 80])),
         block_size=draw(st.sampled_from([1, 7, 16, 64])),
     )
     options = Options(
@@ -203,15 +223,86 @@ def cases(draw: st.DrawFn) -> Case:
 @settings(max_examples=60, deadline=None)
 @given(case=cases())
 def test_any_batch(case: Case) -> None:
-    assert_as_good_as_torch(case, "cpu")
+    for backend in CPU_BACKENDS:
+        assert_as_good_as_torch(case, backend)
 
 
 @pytest.mark.wide
 @settings(max_examples=1500, deadline=None)
 @given(case=cases())
 def test_very_many_batches(case: Case) -> None:
-    assert_as_good_as_torch(case, "cpu")
-    assert_as_good_as_torch(case, "reference")
+    for backend in BACKENDS:
+        assert_as_good_as_torch(case, backend)
+
+
+# What the compiled kernel promises beyond that: a row's bits depend on its own query and keys alone
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backend", NATIVE)
+def test_a_sequence_gives_the_same_bits_alone_and_in_a_batch(backend: str, dtype: torch.dtype) -> None:
+    sequences = [*MIX, Sequence(1500, 40, tree=True), Sequence(700, 1), Sequence(1030, 90)]
+    case = make_case(sequences, options=Options(sinks=True), dtype=dtype)
+    together = case.run(backend)
+    assert case.ancestor_bits is not None
+    for b in range(len(sequences)):
+        start, stop = case.query_start_loc[b : b + 2].tolist()
+        alone = attend(
+            case.query[start:stop], case.kv_cache, case.block_table[b : b + 1], case.seq_lens[b : b + 1],
+            torch.tensor([0, stop - start], dtype=torch.int32), case.ancestor_bits[start:stop],
+            scale=64**-0.5, sinks=case.sinks, backend=backend,
+        )  # fmt: skip
+        assert torch.equal(alone, together[start:stop])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("backend", NATIVE)
+def test_a_prompt_gives_the_same_bits_however_it_is_cut(
+    backend: str, window: int | None, dtype: torch.dtype
+) -> None:
+    length = 1200
+    case = make_case([Sequence(0, length)], options=Options(window=window), dtype=dtype)
+    whole = case.run(backend)
+    for cuts in ([0, 64, 65, 600, 1199, length], [0, 511, 513, length]):
+        for first, end in itertools.pairwise(cuts):
+            part = attend(
+                case.query[first:end], case.kv_cache, case.block_table,
+                torch.tensor([end], dtype=torch.int32), torch.tensor([0, end - first], dtype=torch.int32),
+                scale=64**-0.5, window=window, backend=backend,
+            )  # fmt: skip
+            assert torch.equal(part, whole[first:end])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backend", NATIVE)
+def test_a_chain_of_drafts_gives_the_bits_of_plain_decoding(backend: str, dtype: torch.dtype) -> None:
+    case = make_case([Sequence(1000, 40)], dtype=dtype)
+    chain = torch.tensor([(2 << i) - 1 for i in range(40)])
+    assert torch.equal(with_bits(case, chain, backend), with_bits(case, None, backend))
+
+
+@pytest.mark.parametrize("backend", NATIVE)
+def test_the_number_of_threads_changes_no_bit(backend: str) -> None:
+    case = make_case([Sequence(3000, 7), Sequence(20, 300)])
+    expected = case.run(backend)
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            assert torch.equal(case.run(backend), expected)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_without_compiled_kernels_torch_computes() -> None:
+    case = make_case(MIX)
+    assert torch.equal(attend_without_native(case), case.run("torch"))
+
+
+def attend_without_native(case: Case) -> torch.Tensor:
+    with native_library("off"):
+        return case.run("cpu")
 
 
 # The rest of the contract
@@ -229,9 +320,9 @@ def test_out_is_written_and_returned_whatever_its_strides(backend: str) -> None:
     storage = torch.full((case.query.shape[0], 10, 64), torch.nan)
     out = storage[:, 2:8]
     args = (case.query, case.kv_cache, case.block_table, case.seq_lens, case.query_start_loc)
-    returned = turbo_attention(*args, case.ancestor_bits, scale=0.125, out=out, backend=backend)
+    returned = attend(*args, case.ancestor_bits, scale=0.125, out=out, backend=backend)
     assert returned is out
-    assert torch.equal(out, turbo_attention(*args, case.ancestor_bits, scale=0.125, backend=backend))
+    assert torch.equal(out, attend(*args, case.ancestor_bits, scale=0.125, backend=backend))
     assert storage[:, :2].isnan().all()
     assert storage[:, 8:].isnan().all()
 
@@ -241,7 +332,7 @@ def test_sequences_without_new_tokens_and_rows_of_nobody_are_left_alone(backend:
     case = make_case([Sequence(10, 2), Sequence(20, 3)])
     expected = case.run(backend)
     out = torch.full((7, *case.query.shape[1:]), 5.0)
-    turbo_attention(
+    attend(
         torch.cat((case.query, case.query[:2])),
         case.kv_cache,
         case.block_table[[0, 0, 1]],
@@ -258,7 +349,7 @@ def test_sequences_without_new_tokens_and_rows_of_nobody_are_left_alone(backend:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_empty_batch_gives_an_empty_result(backend: str) -> None:
     none, start = torch.zeros(0, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    result = turbo_attention(
+    result = attend(
         torch.zeros(0, 4, 8),
         torch.zeros(1, 2, 2, 4, 8),
         none.view(0, 3),
@@ -275,7 +366,8 @@ def test_auto_is_the_cpu_backend_for_cpu_tensors() -> None:
     assert torch.equal(case.run("auto"), case.run("cpu"))
 
 
-def test_errors_name_the_argument_what_it_is_and_what_is_wanted() -> None:
+@pytest.mark.parametrize("library", ["off", *NATIVE])
+def test_errors_name_the_argument_what_it_is_and_what_is_wanted(library: str) -> None:
     case = make_case([Sequence(20, 3), Sequence(5, 2, tree=True)])
 
     def run(**changed: object) -> None:
@@ -319,5 +411,5 @@ def test_errors_name_the_argument_what_it_is_and_what_is_wanted() -> None:
             "block_table": torch.full_like(case.block_table, 3).index_fill_(0, torch.tensor(1), -1)
         },
     }.items():
-        with pytest.raises(ValueError, match=message):
+        with native_library(library), pytest.raises(ValueError, match=message):
             run(**changed)

@@ -2,7 +2,7 @@
 
 Per step: the runner builds AttentionMetadata -> `forward` -> it picks the rows that sample -> `logits`.
 Every operator costs 5-10 us in eager mode and there are dozens of layers, so a layer is a dozen calls:
-projections are fused, rotation is one multiplication, residuals are added in place. The decoder never
+projections are fused, and what lies between the matrix products is one operator each. The decoder never
 looks at requests, and attention is the kernels' business.
 
 Not covered: tensor parallelism, LoRA, mixture of experts, quantized activations.
@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from tandem_kernels import store_kv, turbo_attention
+from tandem_kernels import add_rms_norm, rope_store, silu_mul, turbo_attention
 from torch import Tensor
 
 from tandem_engine.models.config import ModelConfig
 from tandem_engine.models.linear import Linear
 from tandem_engine.models.metadata import AttentionMetadata
-from tandem_engine.models.rope import rotate_, rotation_table
+from tandem_engine.models.rope import rotation_table
 
 
 @dataclass(frozen=True)
@@ -94,36 +94,38 @@ class Decoder:
         """
         eps = self.config.rms_norm_eps
         hidden = F.embedding(input_ids, self.embed_tokens)
-        width, rotation = hidden.shape[-1:], self._rotations[positions]
+        # What the layer before contributes; it joins the residual stream with the next norm.
+        delta: Tensor | None = None
         for n, layer in enumerate(self._layers):
-            normed = F.rms_norm(hidden, width, layer.input_norm, eps)
-            hidden += self._attention(n, layer, normed, rotation, kv_caches[n], metadata)
-            normed = F.rms_norm(hidden, width, layer.post_norm, eps)
-            gate, up = layer.gate_up_proj(normed).chunk(2, dim=-1)
-            hidden += layer.down_proj(F.silu(gate).mul_(up))
+            normed = add_rms_norm(hidden, delta, layer.input_norm, eps)
+            delta = self._attention(n, layer, normed, positions, kv_caches[n], metadata)
+            normed = add_rms_norm(hidden, delta, layer.post_norm, eps)
+            delta = layer.down_proj(silu_mul(layer.gate_up_proj(normed)))
             if on_layer_done is not None:
                 on_layer_done(n)
-        return F.rms_norm(hidden, width, self._norm, eps)
+        return add_rms_norm(hidden, delta, self._norm, eps)
 
     def _attention(
         self,
         n: int,
         layer: DecoderLayer,
         normed: Tensor,
-        rotation: Tensor,
+        positions: Tensor,
         kv_cache: Tensor,
         metadata: AttentionMetadata,
     ) -> Tensor:
         """normed [T, hidden] -> attention's contribution to the residual [T, hidden]."""
         config = self.config
-        num_heads, num_kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        qkv = layer.qkv_proj(normed).view(-1, num_heads + 2 * num_kv_heads, head_dim)
-        query, key, value = torch.split(qkv, [num_heads, num_kv_heads, num_kv_heads], dim=1)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            query.copy_(F.rms_norm(query, (head_dim,), layer.q_norm, config.rms_norm_eps))
-            key.copy_(F.rms_norm(key, (head_dim,), layer.k_norm, config.rms_norm_eps))
-        rotate_(qkv[:, : num_heads + num_kv_heads], rotation)
-        store_kv(key, value, kv_cache, metadata.slot_mapping)
+        query = rope_store(
+            layer.qkv_proj(normed).view(-1, config.num_heads + 2 * config.num_kv_heads, config.head_dim),
+            positions,
+            self._rotations,
+            kv_cache,
+            metadata.slot_mapping,
+            q_norm=layer.q_norm,
+            k_norm=layer.k_norm,
+            eps=config.rms_norm_eps,
+        )
         attended = turbo_attention(
             query,
             kv_cache,

@@ -55,18 +55,8 @@ def _yarn(rope: RopeConfig, inv_freq: Tensor, head_dim: int) -> Tensor:
 
 
 def rotation_table(rope: RopeConfig, head_dim: int, max_model_len: int) -> Tensor:
-    """exp(i * position * inv_freq): [max_model_len, 1, head_dim / 2] complex64, broadcast over heads."""
+    """exp(i * position * inv_freq): [max_model_len, head_dim / 2] complex64."""
     angles = torch.outer(
         torch.arange(max_model_len, dtype=torch.float32), inverse_frequencies(rope, head_dim)
     )
-    return torch.polar(torch.full_like(angles, rope.attention_factor), angles).unsqueeze(1)
-
-
-def rotate_(heads: Tensor, rotation: Tensor) -> None:
-    """Rotate heads [T, H, D] in place by rotation [T, 1, D / 2] complex64, in float32."""
-    pairs = heads.view(*heads.shape[:-1], -1, 2)
-    if heads.dtype == torch.float32:
-        torch.view_as_complex(pairs).mul_(rotation)
-    else:
-        rotated = torch.view_as_complex(pairs.float()).mul_(rotation)
-        pairs.copy_(torch.view_as_real(rotated))
+    return torch.polar(torch.full_like(angles, rope.attention_factor), angles)

@@ -19,12 +19,12 @@ from typing import Literal
 
 import torch
 
-from tandem_kernels.turbo_attention import cpu, reference
+from tandem_kernels.turbo_attention import cpu, cpu_torch, reference
 from tandem_kernels.turbo_attention.inputs import MAX_TREE_NODES, AttentionInputs
 
 __all__ = ["MAX_TREE_NODES", "turbo_attention"]
 
-Backend = Literal["auto", "reference", "cpu", "triton"]
+Backend = Literal["auto", "reference", "torch", "cpu", "triton"]
 
 
 def turbo_attention(
@@ -69,7 +69,9 @@ def turbo_attention(
             capped.
         k_scale, v_scale: dequantisation factors of K and V, a number or one per K/V head [Hkv].
         out: [T, Hq, D] of the query's dtype to write to; a new tensor when None.
-        backend: "reference", "cpu", "triton", or "auto": triton for CUDA tensors, cpu for CPU tensors.
+        backend: "auto" is "triton" for CUDA tensors and "cpu" for CPU tensors. "cpu" is the compiled kernel
+            where it exists and covers the call, else "torch": few calls of torch's fused attention.
+            "reference" is the definition, slow.
 
     Returns:
         [T, Hq, D] of the query's dtype: out, or a new tensor. Rows past query_start_loc[B] are undefined.
@@ -91,6 +93,8 @@ def turbo_attention(
         backend = "triton" if query.is_cuda else "cpu"
     if backend == "cpu":
         return cpu.attend(inputs, out)
+    if backend == "torch":
+        return cpu_torch.attend(inputs, out)
     if backend == "reference":
         return reference.attend(inputs, out)
     if backend == "triton":
@@ -100,4 +104,4 @@ def turbo_attention(
         from tandem_kernels.turbo_attention.triton_kernel import attend
 
         return attend(inputs, out)
-    raise ValueError(f'backend is {backend!r}, wanted "auto", "reference", "cpu" or "triton"')
+    raise ValueError(f'backend is {backend!r}, wanted "auto", "reference", "torch", "cpu" or "triton"')

@@ -1,0 +1,598 @@
+// turbo_attention on the CPU: flash attention over paged K and V, for trees, decode steps and prefill chunks.
+//
+//   task    a sequence, a K/V head, some of its new tokens (all query heads of the group are rows of one
+//           matrix: row = token * group + head), and a range of splits
+//   split   kSplit consecutive keys, computed on their own: running maximum, sum and weighted V per row
+//   tile    64 keys of a split; K and V are copied into the order the products want, once for all rows
+//
+// A row's result is the merge of its splits in their order, whether one task ran all of them (prefill) or every
+// split was a task of its own (decode, so that one long sequence occupies all threads). Splits and tiles lie at
+// fixed key positions, and a key that a row does not see changes none of its sums. So a row's bits do not depend
+// on the batch, the number of threads, or where a prompt was cut into chunks.
+//
+// Products are made in float32, or in bfloat16 with float32 sums where the CPU has instructions for that.
+
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "simd.h"
+
+namespace {
+
+constexpr int kTile = 64;
+constexpr int kSplit = 512;
+constexpr float kMinusInfinity = -INFINITY;
+
+// What one operand holds per 32-bit lane of a product: a float, or a pair of neighbouring bfloat16 numbers.
+struct Float32 {
+  using Element = float;
+  static constexpr int kPerLane = 1;
+};
+struct BFloat16 {
+  using Element = uint16_t;
+  static constexpr int kPerLane = 2;
+};
+
+template <class Type>
+inline Vec multiply_add(uint32_t a, Vec b, Vec c) {
+#if defined(__AVX512BF16__)
+  if constexpr (Type::kPerLane == 2)
+    return (Vec)_mm512_dpbf16_ps((__m512)c, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)b);
+#endif
+  float x;
+  std::memcpy(&x, &a, 4);
+  return fma(splat(x), b, c);
+}
+
+#if defined(__AVX512F__)
+constexpr int kRows = 6, kVecs = 4;  // 24 accumulators, 4 vectors of b and one of a in 32 registers
+#else
+constexpr int kRows = 6, kVecs = 2;  // 12, 2 and 1 in 16
+#endif
+
+// c [Rows, Vecs * kLanes] (+)= a [Rows, depth] x b [depth, Vecs * kLanes], where depth counts 32-bit lanes.
+template <class Type, int Rows, int Vecs, bool Accumulate>
+inline void product_block(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride, float* c,
+                          int64_t c_stride, int depth) {
+  Vec acc[Rows][Vecs];
+  for (int r = 0; r < Rows; ++r)
+    for (int v = 0; v < Vecs; ++v) acc[r][v] = Accumulate ? load(c + r * c_stride + v * kLanes) : Vec{};
+  for (int k = 0; k < depth; ++k) {
+    Vec row[Vecs];
+    for (int v = 0; v < Vecs; ++v) row[v] = load((const float*)(b + k * b_stride) + v * kLanes);
+    for (int r = 0; r < Rows; ++r)
+      for (int v = 0; v < Vecs; ++v) acc[r][v] = multiply_add<Type>(a[r * a_stride + k], row[v], acc[r][v]);
+  }
+  for (int r = 0; r < Rows; ++r)
+    for (int v = 0; v < Vecs; ++v) store(c + r * c_stride + v * kLanes, acc[r][v]);
+}
+
+template <class Type, int Rows, bool Accumulate>
+inline void product_rows(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride, float* c,
+                         int64_t c_stride, int depth, int columns) {
+  int n = 0;
+  for (; n + kVecs * kLanes <= columns; n += kVecs * kLanes)
+    product_block<Type, Rows, kVecs, Accumulate>(a, a_stride, b + n, b_stride, c + n, c_stride, depth);
+  for (; n < columns; n += kLanes)
+    product_block<Type, Rows, 1, Accumulate>(a, a_stride, b + n, b_stride, c + n, c_stride, depth);
+}
+
+template <class Type, bool Accumulate>
+inline void product(int rows, const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride, float* c,
+                    int64_t c_stride, int depth, int columns) {
+  switch (rows) {
+    case 1: return product_rows<Type, 1, Accumulate>(a, a_stride, b, b_stride, c, c_stride, depth, columns);
+    case 2: return product_rows<Type, 2, Accumulate>(a, a_stride, b, b_stride, c, c_stride, depth, columns);
+    case 3: return product_rows<Type, 3, Accumulate>(a, a_stride, b, b_stride, c, c_stride, depth, columns);
+    case 4: return product_rows<Type, 4, Accumulate>(a, a_stride, b, b_stride, c, c_stride, depth, columns);
+    case 5: return product_rows<Type, 5, Accumulate>(a, a_stride, b, b_stride, c, c_stride, depth, columns);
+    default: return product_rows<Type, 6, Accumulate>(a, a_stride, b, b_stride, c, c_stride, depth, columns);
+  }
+}
+
+// Transposes kLanes rows of kLanes 32-bit elements: row i at rows[i] + from -> column i at out.
+inline void transpose(const uint32_t* const* rows, int64_t from, uint32_t* out, int64_t out_stride) {
+#if defined(__AVX512F__)
+  __m512i r[16], t[16];
+  for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_si512(rows[i] + from);
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+    t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+    t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+    t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+  }
+  for (int i = 0; i < 4; ++i) {
+    _mm512_storeu_si512(out + i * out_stride, _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88));
+    _mm512_storeu_si512(out + (i + 8) * out_stride, _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd));
+    _mm512_storeu_si512(out + (i + 4) * out_stride, _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88));
+    _mm512_storeu_si512(out + (i + 12) * out_stride, _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd));
+  }
+#else
+  __m256 r[8], t[8];
+  for (int i = 0; i < 8; ++i) r[i] = _mm256_loadu_ps((const float*)(rows[i] + from));
+  for (int i = 0; i < 8; i += 2) {
+    t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
+    t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4) {
+    r[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
+    r[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
+    r[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+    r[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+  }
+  for (int i = 0; i < 4; ++i) {
+    _mm256_storeu_ps((float*)(out + i * out_stride), _mm256_permute2f128_ps(r[i], r[i + 4], 0x20));
+    _mm256_storeu_ps((float*)(out + (i + 4) * out_stride), _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
+  }
+#endif
+}
+
+}  // namespace
+
+extern "C" {
+
+// Everything a call needs; tandem_kernels.native declares the same fields in the same order.
+struct TandemAttention {
+  const void* query;  // [num_tokens, num_heads, head_size], tokens query_stride elements apart
+  void* out;          // the same, tokens out_stride elements apart
+  const void* cache;  // [num_blocks, 2, num_kv_heads, block_size, head_size]
+  const float* table; // [256], what each byte of a quantized cache stands for
+  const int32_t* block_table;
+  const int32_t* seq_lens;
+  const int32_t* query_start_loc;
+  const int64_t* ancestor_bits;  // or null
+  const float* sinks;            // [num_heads] or null
+  const float* k_scale;          // [num_kv_heads] or null
+  const float* v_scale;          // [num_kv_heads] or null
+  int64_t query_stride, out_stride;
+  int32_t num_seqs, max_blocks, num_blocks, num_tokens;
+  int32_t num_heads, num_kv_heads, head_size, block_size;
+  int32_t query_dtype, cache_dtype;
+  int32_t window;  // 0: none
+  float scale, softcap;  // softcap 0: none
+  int32_t num_threads;
+};
+}
+
+namespace {
+
+constexpr int kMaxTreeNodes = 64;
+
+struct Task {
+  int seq, kv_head, first_token, num_tokens, first_split, num_splits;
+  int64_t partial;  // where its state goes, in floats; -1: it writes the output itself
+};
+
+// A row's softmax so far, in units of log2: maximum, sum of weights, weighted sum of V.
+struct State {
+  float* max;
+  float* sum;
+  float* acc;  // [rows, head_size]
+};
+
+class Attention {
+ public:
+  explicit Attention(const TandemAttention& call) : c(call), group(call.num_heads / call.num_kv_heads) {}
+
+  // Whether the metadata is consistent and reads nothing outside the cache.
+  bool check() const {
+    const int32_t* start = c.query_start_loc;
+    if (start[0] != 0 || start[c.num_seqs] > c.num_tokens) return false;
+    for (int b = 0; b < c.num_seqs; ++b) {
+      const int n = start[b + 1] - start[b];
+      if (n < 0 || n > c.seq_lens[b]) return false;
+      if (n == 0) continue;
+      if (int64_t(c.max_blocks) * c.block_size < c.seq_lens[b]) return false;
+      const int32_t* blocks = c.block_table + int64_t(b) * c.max_blocks;
+      for (int i = 0; i * c.block_size < c.seq_lens[b]; ++i)
+        if (blocks[i] < 0 || blocks[i] >= c.num_blocks) return false;
+      if (is_tree(b))
+        for (int i = 0; i < n; ++i)
+          if (!(c.ancestor_bits[start[b] + i] >> i & 1)) return false;
+    }
+    return true;
+  }
+
+  template <class Type>
+  void run() {
+    plan();
+    const int threads = c.num_threads;
+#pragma omp parallel num_threads(threads)
+    {
+      Workspace work = workspace<Type>();
+#pragma omp for schedule(dynamic, 1)
+      for (size_t i = 0; i < tasks.size(); ++i) compute<Type>(tasks[i], work);
+#pragma omp for schedule(static)
+      for (size_t i = 0; i < merges.size(); ++i) merge(merges[i]);
+    }
+  }
+
+ private:
+  // Per thread, reused from task to task.
+  struct Workspace {
+    void *query, *keys, *values, *raw, *weights;
+    float* scores;
+    float* state[2];  // total and split
+  };
+  struct Merge {
+    int first_task, num_tasks;
+  };
+
+  const TandemAttention& c;
+  const int group;
+  std::vector<Task> tasks;
+  std::vector<Merge> merges;
+  std::vector<float>* partials = nullptr;
+
+  bool is_tree(int b) const {
+    int first = c.query_start_loc[b], n = c.query_start_loc[b + 1] - first;
+    return c.ancestor_bits && n > 0 && n <= kMaxTreeNodes && c.ancestor_bits[first] != 0;
+  }
+
+  // Enough rows to pay for copying the keys, few enough that the state stays in the second-level cache.
+  int tokens_per_task() const { return std::max(1, std::max(16, 16384 / c.head_size) / group); }
+
+  int first_split(int b, int first_token) const {
+    if (c.window == 0) return 0;
+    // A tree's node is at most as far as its index from the root, and at least at the root.
+    int context = c.seq_lens[b] - (c.query_start_loc[b + 1] - c.query_start_loc[b]);
+    int position = context + (is_tree(b) ? 0 : first_token);
+    return std::max(0, position - c.window + 1) / kSplit;
+  }
+
+  void plan() {
+    int64_t alone = 0;
+    for (int b = 0; b < c.num_seqs; ++b) {
+      int n = c.query_start_loc[b + 1] - c.query_start_loc[b];
+      alone += int64_t(c.num_kv_heads) * ((n + tokens_per_task() - 1) / tokens_per_task());
+    }
+    // Tasks that write their output themselves cost least; too few of them would leave threads idle.
+    const bool split = alone < 4 * c.num_threads && c.num_threads > 1;
+    static thread_local std::vector<float> kept;
+    partials = &kept;
+    int64_t floats = 0;
+    for (int b = 0; b < c.num_seqs; ++b) {
+      int n = c.query_start_loc[b + 1] - c.query_start_loc[b];
+      for (int first = 0; first < n; first += tokens_per_task()) {
+        int count = std::min(tokens_per_task(), n - first);
+        int context = c.seq_lens[b] - n;
+        int keys = is_tree(b) ? c.seq_lens[b] : context + first + count;
+        int begin = first_split(b, first), end = (keys + kSplit - 1) / kSplit;
+        for (int h = 0; h < c.num_kv_heads; ++h) {
+          if (!split || end - begin == 1) {
+            tasks.push_back({b, h, first, count, begin, end - begin, -1});
+            continue;
+          }
+          merges.push_back({int(tasks.size()), end - begin});
+          for (int s = begin; s < end; ++s) {
+            tasks.push_back({b, h, first, count, s, 1, floats});
+            floats += int64_t(count) * group * (c.head_size + 2);
+          }
+        }
+      }
+    }
+    if (int64_t(kept.size()) < floats) kept.resize(floats);
+  }
+
+  template <class Type>
+  Workspace workspace() const {
+    using Element = typename Type::Element;
+    const int64_t rows = int64_t(tokens_per_task()) * group, D = c.head_size;
+    const int64_t tile = int64_t(kTile) * D * sizeof(Element);
+    const int64_t state = rows * (D + 2) * 4;
+    int64_t offset = 0;
+    auto take = [&offset](int64_t bytes) {
+      int64_t at = offset;
+      offset += (bytes + 63) / 64 * 64;
+      return at;
+    };
+    const int64_t query = take(rows * D * sizeof(Element)), keys = take(tile), values = take(tile),
+                  raw = take(2 * tile), weights = take(kRows * kTile * sizeof(Element)),
+                  scores = take(kRows * kTile * 4), total = take(state), split = take(state);
+    static thread_local std::vector<char> memory;
+    if (int64_t(memory.size()) < offset + 64) memory.resize(offset + 64);
+    char* base = (char*)(((uintptr_t)memory.data() + 63) / 64 * 64);
+    return {base + query, base + keys, base + values, base + raw, base + weights,
+            (float*)(base + scores), {(float*)(base + total), (float*)(base + split)}};
+  }
+
+  static State state_at(float* memory, int64_t rows) { return {memory, memory + rows, memory + 2 * rows}; }
+
+  // The rows' queries, in the dtype of the products.
+  template <class Type>
+  void load_query(const Task& task, void* out) const {
+    const int D = c.head_size;
+    const DType dtype = (DType)c.query_dtype;
+    for (int i = 0; i < task.num_tokens; ++i) {
+      int64_t token = c.query_start_loc[task.seq] + task.first_token + i;
+      int64_t from = token * c.query_stride + int64_t(task.kv_head) * group * D;
+      int64_t to = int64_t(i) * group * D;
+      if constexpr (Type::kPerLane == 2) {
+        std::memcpy((uint16_t*)out + to, (const uint16_t*)c.query + from, int64_t(group) * D * 2);
+      } else {
+        for (int d = 0; d < group * D; d += kLanes)
+          store((float*)out + to + d, load_as_float(c.query, from + d, dtype, nullptr));
+      }
+    }
+  }
+
+  // K as [D / per lane][64 keys] and V as [64 / per lane][D] of 32-bit lanes; keys from `end` on are zero.
+  template <class Type>
+  void load_tile(const Task& task, int first_key, int end, const Workspace& work) const {
+    using Element = typename Type::Element;
+    const int D = c.head_size;
+    const DType dtype = (DType)c.cache_dtype;
+    const bool direct = dtype == (Type::kPerLane == 2 ? DType::kBFloat16 : DType::kFloat32);
+    static constexpr int kMaxHead = 256;
+    alignas(64) static const Element zeros[kMaxHead] = {};
+    const Element* rows[2][kTile];
+    const int32_t* blocks = c.block_table + int64_t(task.seq) * c.max_blocks;
+    const int64_t head_elements = int64_t(c.block_size) * D;
+    for (int t = 0; t < kTile; ++t) {
+      int key = first_key + t;
+      if (key >= end) {
+        rows[0][t] = rows[1][t] = zeros;
+        continue;
+      }
+      int64_t block = blocks[key / c.block_size];
+      for (int part = 0; part < 2; ++part) {
+        int64_t at = ((block * 2 + part) * c.num_kv_heads + task.kv_head) * head_elements +
+                     int64_t(key % c.block_size) * D;
+        if (direct) {
+          rows[part][t] = (const Element*)c.cache + at;
+          continue;
+        }
+        Element* copy = (Element*)work.raw + (int64_t(part) * kTile + t) * D;
+        for (int d = 0; d < D; d += kLanes) {
+          Vec v = load_as_float(c.cache, at + d, dtype, c.table);
+          if constexpr (Type::kPerLane == 2) to_bf16((uint16_t*)copy + d, v);
+          else store((float*)copy + d, v);
+        }
+        rows[part][t] = copy;
+      }
+    }
+    const int depth = D / Type::kPerLane;
+    for (int t = 0; t < kTile; t += kLanes)
+      for (int d = 0; d < depth; d += kLanes)
+        transpose((const uint32_t* const*)rows[0] + t, d, (uint32_t*)work.keys + int64_t(d) * kTile + t, kTile);
+    for (int t = 0; t < kTile; t += Type::kPerLane) {
+      uint32_t* out = (uint32_t*)work.values + int64_t(t / Type::kPerLane) * D;
+#if defined(__AVX512BF16__)
+      if constexpr (Type::kPerLane == 2) {
+        const __m512i even = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7,
+                                              38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+        for (int d = 0; d < D; d += 16) {
+          __m512i a = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)(rows[1][t] + d)));
+          __m512i b = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)(rows[1][t + 1] + d)));
+          _mm512_storeu_si512(out + d, _mm512_permutex2var_epi16(a, even, b));
+        }
+        continue;
+      }
+#endif
+      std::memcpy(out, rows[1][t], D * 4);
+    }
+  }
+
+  // Which of the keys first_key .. first_key + 63 a token sees, as bits.
+  uint64_t visible(int b, int token, int first_key) const {
+    const int n = c.query_start_loc[b + 1] - c.query_start_loc[b], context = c.seq_lens[b] - n;
+    if (!is_tree(b)) {
+      const int position = context + token;
+      return below(position + 1 - first_key) & ~below(c.window ? position - c.window + 1 - first_key : 0);
+    }
+    const uint64_t own = (uint64_t)c.ancestor_bits[c.query_start_loc[b] + token] & below(n);
+    uint64_t nodes = own;
+    const int position = context + __builtin_popcountll(own) - 1;
+    if (c.window != 0) {
+      // The ancestors in order of depth are the bits in order: those a window or more above are out of sight.
+      for (int extra = __builtin_popcountll(own) - c.window; extra > 0; --extra) nodes &= nodes - 1;
+    }
+    const int lead = context - first_key;  // keys of the tile before the tree's first
+    const uint64_t seen = below(lead) & ~below(c.window ? position - c.window + 1 - first_key : 0);
+    if (lead >= kTile || lead <= -kTile) return seen;
+    return seen | (lead >= 0 ? nodes << lead : nodes >> -lead);
+  }
+
+  // The lowest `count` of 64 bits, for any count.
+  static uint64_t below(int count) {
+    return count <= 0 ? 0 : count >= 64 ? ~uint64_t(0) : (uint64_t(1) << count) - 1;
+  }
+
+  // Whether num_tokens new tokens from first_token on all see all of a tile's keys.
+  bool all_visible(int b, int first_token, int num_tokens, int first_key) const {
+    const int n = c.query_start_loc[b + 1] - c.query_start_loc[b], context = c.seq_lens[b] - n;
+    const bool tree = is_tree(b);
+    const int last_key = first_key + kTile - 1;
+    if (last_key >= context + (tree ? 0 : first_token + 1)) return false;
+    if (c.window == 0) return true;
+    const int furthest = context + (tree ? n - 1 : first_token + num_tokens - 1);
+    return furthest - first_key < c.window;
+  }
+
+  template <class Type>
+  void compute(const Task& task, const Workspace& work) {
+    const int D = c.head_size, rows = task.num_tokens * group;
+    load_query<Type>(task, work.query);
+    State total = state_at(task.partial < 0 ? work.state[0] : partials->data() + task.partial, rows);
+    State split = state_at(work.state[1], rows);
+    const int n = c.query_start_loc[task.seq + 1] - c.query_start_loc[task.seq];
+    const int context = c.seq_lens[task.seq] - n;
+    const int keys = is_tree(task.seq) ? c.seq_lens[task.seq]
+                                       : context + task.first_token + task.num_tokens;
+    for (int s = 0; s < task.num_splits; ++s) {
+      State& state = s == 0 ? total : split;
+      for (int r = 0; r < rows; ++r) state.max[r] = kMinusInfinity, state.sum[r] = 0;
+      std::memset(state.acc, 0, int64_t(rows) * D * 4);
+      const int begin = (task.first_split + s) * kSplit, end = std::min(begin + kSplit, keys);
+      for (int first_key = begin; first_key < end; first_key += kTile) {
+        load_tile<Type>(task, first_key, keys, work);
+        attend_tile<Type>(task, first_key, state, work);
+      }
+      if (s > 0) merge_states(total, split, rows);
+    }
+    if (task.partial < 0) write(task, total);
+  }
+
+  template <class Type>
+  void attend_tile(const Task& task, int first_key, State& state, const Workspace& work) const {
+    using Element = typename Type::Element;
+    const int D = c.head_size, depth = D / Type::kPerLane, rows = task.num_tokens * group;
+    float scale = c.scale * (c.k_scale ? c.k_scale[task.kv_head] : 1.0f);
+    for (int first = 0; first < rows; first += kRows) {
+      const int count = std::min(kRows, rows - first);
+      const int first_token = task.first_token + first / group;
+      const int last_token = task.first_token + (first + count - 1) / group;
+      const bool full = all_visible(task.seq, first_token, last_token - first_token + 1, first_key);
+      if (!full && !is_tree(task.seq)) {
+        // Causal rows that end before this tile see none of it.
+        const int context = c.seq_lens[task.seq] - (c.query_start_loc[task.seq + 1] - c.query_start_loc[task.seq]);
+        if (first_key > context + last_token) continue;
+      }
+      product<Type, false>(count, (const uint32_t*)work.query + int64_t(first) * depth, depth,
+                           (const uint32_t*)work.keys, kTile, work.scores, kTile, depth, kTile);
+      for (int r = 0; r < count; ++r) {
+        float* scores = work.scores + r * kTile;
+        float unit = scale * kLog2E;  // from a score to log2 of its weight
+        if (c.softcap != 0) {
+          cap(scores, scale);
+          unit = kLog2E;
+        }
+        if (!full) {
+          const uint64_t bits = visible(task.seq, task.first_token + (first + r) / group, first_key);
+          for (int t = 0; t < kTile; ++t) scores[t] = bits >> t & 1 ? scores[t] : kMinusInfinity;
+        }
+        soften<Type>(scores, unit, first + r, state, (Element*)work.weights + r * kTile);
+      }
+      product<Type, true>(count, (const uint32_t*)work.weights, kTile / Type::kPerLane,
+                          (const uint32_t*)work.values, D, state.acc + int64_t(first) * D, D,
+                          kTile / Type::kPerLane, D);
+    }
+  }
+
+  // scores -> softcap * tanh(scores * scale / softcap)
+  void cap(float* scores, float scale) const {
+    for (int t = 0; t < kTile; t += kLanes) {
+      // tanh(x) = sign(x) (1 - e) / (1 + e) with e = exp(-2 |x|), which neither overflows nor cancels badly.
+      Vec x = load(scores + t) * splat(scale / c.softcap);
+      Vec size = maximum(x, -x);
+      Vec e = exp2_of(size * splat(-2 * kLog2E));
+      // Near 0 the difference 1 - e loses digits: use the series there.
+      Vec square = x * x;
+      Vec series = size * (splat(1.0f) - square * (splat(1 / 3.0f) - square * splat(2 / 15.0f)));
+      Vec tanh = size < splat(0.03f) ? series : (splat(1.0f) - e) / (splat(1.0f) + e);
+      store(scores + t, (x < Vec{} ? -tanh : tanh) * splat(c.softcap));
+    }
+  }
+
+  // One row of scores joins its state; writes the weights 2^(score - maximum).
+  template <class Type>
+  void soften(const float* scores, float unit, int row, State& state, typename Type::Element* weights) const {
+    constexpr int kCount = kTile / kLanes;
+    Vec s[kCount];
+    for (int v = 0; v < kCount; ++v) s[v] = load(scores + v * kLanes);
+    Vec top = s[0] * splat(unit);
+    for (int v = 1; v < kCount; ++v) top = maximum(s[v] * splat(unit), top);
+    const float old = state.max[row], now = std::max(old, largest(top));
+    // A row that has seen no key yet has no maximum to subtract.
+    const Vec base = splat(now == kMinusInfinity ? 0.0f : now);
+    Vec total{};
+    for (int v = 0; v < kCount; ++v) {
+      s[v] = exp2_of(fma(s[v], splat(unit), -base));
+      total += s[v];
+    }
+#if defined(__AVX512BF16__)
+    if constexpr (Type::kPerLane == 2) {
+      for (int v = 0; v < kCount; v += 2) {
+        __m512bh pair = _mm512_cvtne2ps_pbh((__m512)s[v + 1], (__m512)s[v]);
+        std::memcpy(weights + v * kLanes, &pair, sizeof pair);
+      }
+    }
+#endif
+    if constexpr (Type::kPerLane == 1)
+      for (int v = 0; v < kCount; ++v) store((float*)weights + v * kLanes, s[v]);
+    if (now != old && old != kMinusInfinity) {
+      const float shrink = power(old - now);
+      state.sum[row] *= shrink;
+      float* acc = state.acc + int64_t(row) * c.head_size;
+      for (int d = 0; d < c.head_size; d += kLanes) store(acc + d, load(acc + d) * splat(shrink));
+    }
+    state.max[row] = now;
+    state.sum[row] += sum(total);
+  }
+
+  static float power(float x) { return exp2_of(splat(x))[0]; }
+
+  // total <- total and split together, as if one softmax had seen the keys of both.
+  void merge_states(State& total, const State& split, int rows) const {
+    const int D = c.head_size;
+    for (int r = 0; r < rows; ++r) {
+      if (split.max[r] == kMinusInfinity) continue;
+      const float top = std::max(total.max[r], split.max[r]);
+      const float a = total.max[r] == kMinusInfinity ? 0.0f : power(total.max[r] - top);
+      const float b = power(split.max[r] - top);
+      total.max[r] = top;
+      total.sum[r] = total.sum[r] * a + split.sum[r] * b;
+      float* to = total.acc + int64_t(r) * D;
+      const float* from = split.acc + int64_t(r) * D;
+      for (int d = 0; d < D; d += kLanes) store(to + d, fma(load(to + d), splat(a), load(from + d) * splat(b)));
+    }
+  }
+
+  void merge(const Merge& merge) const {
+    const Task& first = tasks[merge.first_task];
+    const int rows = first.num_tokens * group;
+    State total = state_at(partials->data() + first.partial, rows);
+    for (int i = 1; i < merge.num_tasks; ++i)
+      merge_states(total, state_at(partials->data() + tasks[merge.first_task + i].partial, rows), rows);
+    write(first, total);
+  }
+
+  void write(const Task& task, const State& state) const {
+    const int D = c.head_size;
+    const float v_scale = c.v_scale ? c.v_scale[task.kv_head] : 1.0f;
+    for (int r = 0; r < task.num_tokens * group; ++r) {
+      const int head = task.kv_head * group + r % group;
+      const int64_t token = c.query_start_loc[task.seq] + task.first_token + r / group;
+      float factor = v_scale, sum = state.sum[r];
+      if (c.sinks) {
+        const float sink = c.sinks[head] * kLog2E, top = std::max(sink, state.max[r]);
+        const float shrink = state.max[r] == kMinusInfinity ? 0.0f : power(state.max[r] - top);
+        factor *= shrink;
+        sum = sum * shrink + power(sink - top);
+      }
+      const Vec by = splat(sum > 0 ? factor / sum : 0.0f);
+      for (int d = 0; d < D; d += kLanes)
+        store_from_float(c.out, token * c.out_stride + int64_t(head) * D + d, (DType)c.query_dtype,
+                         load(state.acc + int64_t(r) * D + d) * by);
+    }
+  }
+};
+
+}  // namespace
+
+// Returns 0, having written nothing, when the metadata is inconsistent.
+extern "C" int32_t tandem_attention(const TandemAttention* call) {
+  Attention attention(*call);
+  if (!attention.check()) return 0;
+#if defined(__AVX512BF16__)
+  if ((DType)call->query_dtype == DType::kBFloat16 && call->head_size % 32 == 0) {
+    attention.run<BFloat16>();
+    return 1;
+  }
+#endif
+  attention.run<Float32>();
+  return 1;
+}

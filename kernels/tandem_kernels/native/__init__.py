@@ -1,0 +1,117 @@
+"""The CPU kernels written in C++ (kernels/csrc), loaded through ctypes: the best variant for this processor.
+
+    LIBRARY     the loaded library, or None: not compiled (no compiler at install time), or an unknown CPU
+    DTYPE       torch dtype -> the number the kernels know it by
+
+The libraries share torch's OpenMP threads: both use libgomp, which is loaded once. A second pool would spin
+beside the first and cost more than the kernels save. TANDEM_NATIVE=off, or the name of an instruction set
+(avx2, avx512, avx512_bf16), overrides the choice.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+from pathlib import Path
+
+import torch
+
+log = logging.getLogger(__name__)
+
+DTYPE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+#: A quantized cache is read through a table of its 256 values.
+BYTE = 3
+
+_POINTER, _INT64, _INT32, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+
+
+class AttentionCall(ctypes.Structure):
+    """TandemAttention of csrc/attention.cpp, field by field."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in (
+            "query", "out", "cache", "table", "block_table", "seq_lens", "query_start_loc", "ancestor_bits",
+            "sinks", "k_scale", "v_scale",
+        )),
+        ("query_stride", _INT64),
+        ("out_stride", _INT64),
+        *((name, _INT32) for name in (
+            "num_seqs", "max_blocks", "num_blocks", "num_tokens", "num_heads", "num_kv_heads", "head_size",
+            "block_size", "query_dtype", "cache_dtype", "window",
+        )),
+        ("scale", _FLOAT),
+        ("softcap", _FLOAT),
+        ("num_threads", _INT32),
+    )  # fmt: skip
+
+
+def instruction_sets() -> list[str]:
+    """What this processor runs of what build.py compiles for, worst first."""
+    flags = _processor_flags()
+    sets = []
+    if {"avx2", "fma", "f16c"} <= flags:
+        sets.append("avx2")
+        if {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= flags:
+            sets.append("avx512")
+            if "avx512_bf16" in flags:
+                sets.append("avx512_bf16")
+    return sets
+
+
+def load(name: str) -> ctypes.CDLL:
+    """The library for one instruction set. Raises OSError where it was not built."""
+    library = ctypes.CDLL(str(Path(__file__).with_name(f"tandem_{name}.so")))
+    library.tandem_attention.argtypes = [ctypes.POINTER(AttentionCall)]
+    library.tandem_add_rms_norm.argtypes = [
+        _POINTER, _POINTER, _POINTER, _POINTER, _INT64, _INT32, _INT32, _FLOAT, _INT32,
+    ]  # fmt: skip
+    library.tandem_add_rms_norm.restype = None
+    library.tandem_silu_mul.argtypes = [_POINTER, _POINTER, _INT64, _INT32, _INT32, _INT32]
+    library.tandem_silu_mul.restype = None
+    library.tandem_rope_store.argtypes = [
+        *[_POINTER] * 7, *[_INT64] * 3, *[_INT32] * 5, _FLOAT, _INT32,
+    ]  # fmt: skip
+    library.tandem_rope_store.restype = _INT64
+    return library
+
+
+def _processor_flags() -> set[str]:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("flags"):
+                return set(line.split(":", 1)[1].split())
+    except OSError:
+        pass
+    return set()
+
+
+def _load_best() -> ctypes.CDLL | None:
+    wanted = os.environ.get("TANDEM_NATIVE", "")
+    if wanted == "off":
+        return None
+    for name in [wanted] if wanted else reversed(instruction_sets()):
+        try:
+            return load(name)
+        except OSError as error:
+            missing = error
+            if wanted:
+                raise
+    if instruction_sets():
+        log.warning("native CPU kernels were not compiled (%s); using torch, which is slower", missing)
+    return None
+
+
+LIBRARY = _load_best()
+
+
+def covers(width: int, *tensors: torch.Tensor | None) -> bool:
+    """Whether a kernel over rows of `width` elements can take these dense CPU tensors of one dtype."""
+    given = [t for t in tensors if t is not None]
+    dtype = given[0].dtype
+    return (
+        LIBRARY is not None
+        and width % 16 == 0
+        and dtype in DTYPE
+        and all(t.dtype == dtype and not t.is_cuda and t.is_contiguous() for t in given)
+    )
