@@ -5,11 +5,12 @@ A real server on loopback; its one servicer is GatewayService, of which a unary 
 """
 
 import asyncio
+import gc
 import os
 import signal
 import time
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 import grpc
@@ -35,13 +36,19 @@ class NarrowError(BaseError):
 
 
 class ScriptedGateway(gateway_pb2_grpc.GatewayServiceServicer):
-    """Chat streams `chunks` texts, one per `interval_s`; ListModels raises `error` or names the request."""
+    """Chat streams `chunks` texts, one per `interval_s`; ListModels raises `error` or names the request.
+
+    `ended` is set when nothing of a Chat is left.
+    """
 
     def __init__(self) -> None:
         self.error: Exception | None = None
         self.chunks = 3
         self.interval_s = 0.0
+        self.text = ""
+        self.num_sent = 0
         self.started = asyncio.Event()
+        self.ended = asyncio.Event()
         self.cancelled = asyncio.Event()
 
     async def ListModels(self, request, context):
@@ -58,10 +65,13 @@ class ScriptedGateway(gateway_pb2_grpc.GatewayServiceServicer):
         try:
             for index in range(self.chunks):
                 await asyncio.sleep(self.interval_s)
-                yield gateway_pb2.ChatResponse(chunk=gateway_pb2.GeneratedChunk(text=str(index)))
+                self.num_sent = index
+                yield gateway_pb2.ChatResponse(chunk=gateway_pb2.GeneratedChunk(text=self.text or str(index)))
         except asyncio.CancelledError:
             self.cancelled.set()
             raise
+        finally:
+            self.ended.set()
 
 
 class Running:
@@ -216,6 +226,42 @@ async def test_cancellation_reaches_the_handler():
         await pod.servicer.started.wait()
         call.cancel()
         await asyncio.wait_for(pod.servicer.cancelled.wait(), 1.0)
+
+
+@pytest.fixture
+def no_garbage_collection() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("ending", ["the client cancels", "the client's connection ends", "the pod stops"])
+async def test_a_call_that_ends_while_a_response_waits_to_be_sent_holds_nothing(
+    ending: str, no_garbage_collection: None
+):
+    """gRPC does not close the generator then, and an except clause of the handler sees no cancellation."""
+    async with running() as pod:
+        pod.servicer.chunks, pod.servicer.text = 1000, 500_000 * "x"
+        with structlog.testing.capture_logs([structlog.contextvars.merge_contextvars]) as logs:
+            call = pod.stub.Chat(gateway_pb2.ChatRequest(), metadata=((REQUEST_ID_KEY, "unread"),))
+            await call.read()
+            seen = -1
+            while seen != pod.servicer.num_sent:
+                seen = pod.servicer.num_sent
+                await asyncio.sleep(0.1)
+            assert 0 < seen < 999
+            if ending == "the client cancels":
+                call.cancel()
+            elif ending == "the pod stops":
+                await pod.server.stop()
+            else:
+                await pod.channel.close(None)
+            await asyncio.wait_for(pod.servicer.ended.wait(), 1.0)
+            await asyncio.sleep(0)
+        assert not pod.servicer.cancelled.is_set()
+        assert [(entry["code"], entry["request_id"]) for entry in logs if entry["event"] == "call"] == [
+            ("CANCELLED", "unread")
+        ]
 
 
 #: Field 1 of ChatRequest, a string: three bytes that are no UTF-8.

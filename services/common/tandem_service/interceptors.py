@@ -118,8 +118,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         )
 
         async def stream(request: Any, context: _Context) -> AsyncIterator[Any]:
-            # Closed here and now, so that a cancelled call frees what its generator holds without
-            # waiting for the garbage collector.
+            # The handler's generator is closed with this one, whoever else refers to it. This one gRPC runs
+            # to its end or cancels, but drops unclosed when the call ends during the write of a response.
+            # Nothing else refers to it, so it is finalized at once: the event loop closes it, in a new task.
             async with (
                 self._around(method, context),
                 aclosing(calls(_decoded(request), context)) as responses,
