@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from dataclasses import dataclass
 
 import grpc
 import grpc.aio
@@ -34,7 +35,7 @@ from tandem_gateway.errors import (
     UnavailableError,
     UpstreamError,
 )
-from tandem_gateway.fleet import Fleet, Pod, Role
+from tandem_gateway.fleet import Fleet, Role
 from tandem_gateway.metrics import GatewayMetrics
 from tandem_gateway.request import End, Event, Job
 from tandem_gateway.routing import Route, Router
@@ -56,12 +57,20 @@ class _LostError(Exception):
         self.crashed = accepted and cause.code() is grpc.StatusCode.UNAVAILABLE
 
 
-class _TooSmallError(Exception):
-    """The pod cannot hold the request, whatever else finishes there. The text is the pod's own."""
+@dataclass(frozen=True, order=True)
+class _Refusal:
+    """What a pod says to a request that it cannot hold, and how much it holds in all."""
 
-    def __init__(self, pod: Pod, details: str) -> None:
-        super().__init__(details)
-        self.num_tokens = pod.load.total_blocks * pod.load.block_size
+    num_tokens: int
+    details: str
+
+
+class _TooSmallError(Exception):
+    """The pod cannot hold the request, whatever else finishes there."""
+
+    def __init__(self, refusal: _Refusal) -> None:
+        super().__init__(refusal.details)
+        self.refusal = refusal
 
 
 class Relay:
@@ -77,8 +86,8 @@ class Relay:
     async def stream(self, job: Job) -> AsyncGenerator[Event, None]:
         """Events of the request, an End last. Raises GatewayError of the fitting kind."""
         failed: frozenset[str] = frozenset()
-        #: By target; unlike a pod that failed, one that is too small is not asked again.
-        too_small: dict[str, _TooSmallError] = {}
+        #: By target, what each said; unlike a pod that failed, one that is too small is not asked again.
+        too_small: dict[str, _Refusal] = {}
         num_crashed = 0
         #: When the present outage has lasted too long; None while there is none.
         give_up_at: float | None = None
@@ -102,7 +111,7 @@ class Relay:
                 return
             except _TooSmallError as error:
                 self._log.info("decode pod is too small for the request", target=route.decode.target)
-                too_small[route.decode.target] = error
+                too_small[route.decode.target] = error.refusal
             except _LostError as error:
                 self._fleet.mark_dead(route.decode, str(error))
                 self._router.forget(route.decode)
@@ -149,7 +158,8 @@ class Relay:
             raise UpstreamError(f"the decode pod {pod.target} ended the stream without a finish")
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
-                raise _TooSmallError(pod, error.details() or "") from error
+                num_tokens = pod.load.total_blocks * pod.load.block_size
+                raise _TooSmallError(_Refusal(num_tokens, error.details() or "")) from error
             if error.code() not in _POD_GONE:
                 raise self._translate(error, route) from error
             # Pods send the request id back at once; a call that never got there has no metadata.
@@ -161,22 +171,20 @@ class Relay:
             pod.in_flight -= 1
             call.cancel()  # does nothing to a call that has ended
 
-    async def _wait_for_pod(
-        self, job: Job, give_up_at: float, too_small: Mapping[str, _TooSmallError]
-    ) -> None:
+    async def _wait_for_pod(self, job: Job, give_up_at: float, too_small: Mapping[str, _Refusal]) -> None:
         """Until the fleet changes. Raises ContextLengthError when every decode pod is too small for the job,
         so that there is none to wait for; at the end of the patience UnavailableError or DeadlineError."""
-        largest = max(too_small.values(), key=lambda error: error.num_tokens, default=None)
+        largest = max(too_small.values(), default=None)
         listed = {pod.target for pod in self._fleet.pods() if pod.role is Role.DECODE}
         if largest is not None and listed <= too_small.keys():
             raise ContextLengthError(
-                "max_tokens", f"no decode pod can hold this request; the largest says: {largest}"
-            ) from largest
+                "max_tokens", f"no decode pod can hold this request; the largest says: {largest.details}"
+            )
         left_s = give_up_at - time.monotonic()
         if left_s <= 0:
             if time.monotonic() >= job.deadline:
                 raise DeadlineError("the deadline passed while no decode pod was there")
-            reason = "" if largest is None else f" (the pods that are there cannot hold it: {largest})"
+            reason = "" if largest is None else f" (those that are there cannot hold it: {largest.details})"
             raise UnavailableError(f"no decode pod is there to serve the request{reason}; try again later")
         await self._fleet.wait_for_change(left_s)
 
