@@ -143,25 +143,35 @@ class BlockStore(Protocol):
         """Write `payload` (as `gather` gives it) into these physical blocks."""
 
 
-class Incoming(ABC):
-    """The decode pod's end of one transfer. Every method may be called from any thread."""
+class Transfer:
+    """One end of one transfer. Every method may be called from any thread."""
+
+    def __init__(self, ticket: Ticket, state: TransferState) -> None:
+        self._ticket = ticket
+        self._state = state
+        self._done: Future[None] = Future()
 
     @property
-    @abstractmethod
     def ticket(self) -> Ticket:
         """The ticket of the current epoch."""
+        return self._ticket
 
     @property
-    @abstractmethod
-    def state(self) -> TransferState: ...
+    def state(self) -> TransferState:
+        return self._state
 
     @property
-    @abstractmethod
     def done(self) -> Future[None]:
-        """Settled once, over all epochs: None when every wanted block is there, TransferError when closed.
+        """Settled once. Incoming: over all epochs, None when every wanted block is there, TransferError when
+        closed. Outgoing: None after `finish` when all is acknowledged, else TransferError.
 
-        Callbacks run on the transport's thread or on the caller of `close`; keep them short.
+        Callbacks run on the transport's thread or on the caller of `close` or `abort`; keep them short.
         """
+        return self._done
+
+
+class Incoming(Transfer, ABC):
+    """The decode pod's end of one transfer."""
 
     @abstractmethod
     def progress(self) -> Progress: ...
@@ -216,24 +226,8 @@ class KVReceiver(ABC):
         """Fail what is open and stop; idempotent."""
 
 
-class Outgoing(ABC):
-    """The prefill pod's end of one transfer. Every method may be called from any thread."""
-
-    @property
-    @abstractmethod
-    def ticket(self) -> Ticket: ...
-
-    @property
-    @abstractmethod
-    def state(self) -> TransferState: ...
-
-    @property
-    @abstractmethod
-    def done(self) -> Future[None]:
-        """Settled once: None after `finish` when all is acknowledged, else TransferError.
-
-        For callbacks see `Incoming.done`.
-        """
+class Outgoing(Transfer, ABC):
+    """The prefill pod's end of one transfer."""
 
     @property
     @abstractmethod

@@ -15,7 +15,6 @@ import dataclasses
 import secrets
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +26,7 @@ from tandem_engine.transport.base import (
     Counters,
     DropCause,
     Incoming,
+    KVReceiver,
     Progress,
     Ticket,
     TransferState,
@@ -54,9 +54,11 @@ class IncomingTransfer(Incoming):
         dest: Mapping[int, int],
         on_final: Callable[[bytes], None],
     ) -> None:
+        super().__init__(
+            ticket, TransferState.BOOTSTRAPPING if ticket.wanted_blocks else TransferState.SUCCESS
+        )
         self._layout = layout
         self._store = store
-        self._ticket = ticket
         self._blocks = ticket.wanted_blocks
         self._physical = tuple(dest[block] for block in self._blocks)
         self._row = {block: row for row, block in enumerate(self._blocks)}
@@ -67,22 +69,8 @@ class IncomingTransfer(Incoming):
         self._wanted: npt.NDArray[np.bool_] = np.ones(len(self._blocks), dtype=bool)
         self._on_final = on_final
         self._lock = threading.Lock()
-        self._state = TransferState.BOOTSTRAPPING if self._blocks else TransferState.SUCCESS
-        self._done: Future[None] = Future()
         if not self._blocks:
             self._done.set_result(None)
-
-    @property
-    def ticket(self) -> Ticket:
-        return self._ticket
-
-    @property
-    def state(self) -> TransferState:
-        return self._state
-
-    @property
-    def done(self) -> Future[None]:
-        return self._done
 
     def progress(self) -> Progress:
         with self._lock:
@@ -273,3 +261,35 @@ class IncomingBook:
     def _forget(self, transfer_id: bytes) -> None:
         with self._lock:
             self._transfers.pop(transfer_id, None)
+
+
+class BookedReceiver(KVReceiver):
+    """What the receivers of all transports have in common; a transport adds the wire and `close`."""
+
+    def __init__(self, book: IncomingBook, endpoint: str, public_key: str) -> None:
+        self._book = book
+        self._endpoint = endpoint
+        self._public_key = public_key
+
+    @property
+    def endpoint(self) -> str:
+        return self._endpoint
+
+    @property
+    def public_key(self) -> str:
+        return self._public_key
+
+    def open(self, dest: Mapping[int, int], transfer_id: bytes | None = None) -> Incoming:
+        return self._book.open(dest, transfer_id, self._endpoint, self._public_key)
+
+    @property
+    def counters(self) -> Counters:
+        return self._book.counters
+
+    @property
+    def open_transfers(self) -> int:
+        return self._book.open_transfers
+
+    @property
+    def credit_outstanding_bytes(self) -> int:
+        return self._book.credit_outstanding_bytes

@@ -9,23 +9,13 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Mapping
 
 from tandem_engine.errors import InvalidRequestError
-from tandem_engine.transport.base import (
-    DEFAULT_CREDIT_BYTES,
-    BlockStore,
-    Counters,
-    Incoming,
-    KVReceiver,
-    KVSender,
-    Outgoing,
-    Ticket,
-)
+from tandem_engine.transport.base import DEFAULT_CREDIT_BYTES, BlockStore, Outgoing, Ticket
 from tandem_engine.transport.codec import Credit, Frame, Reject
-from tandem_engine.transport.incoming import IncomingBook
+from tandem_engine.transport.incoming import BookedReceiver, IncomingBook
 from tandem_engine.transport.layout import KVLayout
-from tandem_engine.transport.outgoing import OutgoingBook
+from tandem_engine.transport.outgoing import BookedSender, OutgoingBook
 
 
 class InprocNetwork:
@@ -51,7 +41,7 @@ class InprocNetwork:
             return self._books.get(endpoint)
 
 
-class InprocReceiver(KVReceiver):
+class InprocReceiver(BookedReceiver):
     """See `KVReceiver`. Writes happen on the senders' threads."""
 
     def __init__(
@@ -61,46 +51,23 @@ class InprocReceiver(KVReceiver):
         store: BlockStore,
         credit_bytes: int = DEFAULT_CREDIT_BYTES,
     ) -> None:
+        book = IncomingBook(layout, store, credit_bytes)
+        super().__init__(book, network.bind(book), public_key="")
         self._network = network
-        self._book = IncomingBook(layout, store, credit_bytes)
-        self._endpoint = network.bind(self._book)
-
-    @property
-    def endpoint(self) -> str:
-        return self._endpoint
-
-    @property
-    def public_key(self) -> str:
-        return ""
-
-    def open(self, dest: Mapping[int, int], transfer_id: bytes | None = None) -> Incoming:
-        return self._book.open(dest, transfer_id, self._endpoint, "")
-
-    @property
-    def counters(self) -> Counters:
-        return self._book.counters
-
-    @property
-    def open_transfers(self) -> int:
-        return self._book.open_transfers
-
-    @property
-    def credit_outstanding_bytes(self) -> int:
-        return self._book.credit_outstanding_bytes
 
     def close(self) -> None:
         self._network.unbind(self._endpoint)
         self._book.close()
 
 
-class InprocSender(KVSender):
+class InprocSender(BookedSender):
     """See `KVSender`. One thread serves all transfers in turn, a frame at a time."""
 
     def __init__(self, network: InprocNetwork, layout: KVLayout, store: BlockStore) -> None:
-        self._network = network
         self._work = threading.Event()
+        super().__init__(OutgoingBook(layout, store, self._work.set))
+        self._network = network
         self._stopping = False
-        self._book = OutgoingBook(layout, store, self._work.set)
         self._thread = threading.Thread(target=self._serve, name="kv-sender", daemon=True)
         self._thread.start()
 
@@ -108,14 +75,6 @@ class InprocSender(KVSender):
         if self._network.find(ticket.endpoint) is None:
             raise InvalidRequestError("ticket.endpoint", f"no receiver at {ticket.endpoint} in this process")
         return self._book.open(ticket)
-
-    @property
-    def open_transfers(self) -> int:
-        return self._book.open_transfers
-
-    @property
-    def sent_bytes(self) -> int:
-        return self._book.sent_bytes
 
     def close(self) -> None:
         self._book.close()

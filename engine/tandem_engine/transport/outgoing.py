@@ -24,6 +24,7 @@ from tandem_engine.transport.base import (
     MAX_FRAME_BYTES,
     MIN_FRAMES_IN_FLIGHT,
     BlockStore,
+    KVSender,
     Outgoing,
     Ticket,
     TransferState,
@@ -52,9 +53,9 @@ class OutgoingTransfer(Outgoing):
         on_work: Callable[[], None],
         on_final: Callable[[OutgoingTransfer], None],
     ) -> None:
+        super().__init__(ticket, TransferState.WAITING_FOR_INPUT)
         self._layout = layout
         self._store = store
-        self._ticket = ticket
         self._row = {block: row for row, block in enumerate(ticket.wanted_blocks)}
         self._queued = np.zeros((layout.num_layers, len(self._row)), dtype=bool)
         largest = min(MAX_FRAME_BYTES, ticket.credit_bytes // MIN_FRAMES_IN_FLIGHT)
@@ -65,24 +66,10 @@ class OutgoingTransfer(Outgoing):
         # Two locks: `put` is called between layers of the forward pass and must not wait for a gather.
         self._lock = threading.Lock()
         self._gathering = threading.Lock()
-        self._state = TransferState.WAITING_FOR_INPUT
         self._finishing = False
         self._in_flight_bytes = 0
         self._sent_bytes = 0
         self._last_heard = 0.0
-        self._done: Future[None] = Future()
-
-    @property
-    def ticket(self) -> Ticket:
-        return self._ticket
-
-    @property
-    def state(self) -> TransferState:
-        return self._state
-
-    @property
-    def done(self) -> Future[None]:
-        return self._done
 
     @property
     def sent_bytes(self) -> int:
@@ -269,3 +256,18 @@ class OutgoingBook:
     def _forget(self, transfer: OutgoingTransfer) -> None:
         with self._lock:
             self._transfers.pop((transfer.ticket.transfer_id, transfer.ticket.epoch), None)
+
+
+class BookedSender(KVSender):
+    """What the senders of all transports have in common; a transport adds the wire, `open` and `close`."""
+
+    def __init__(self, book: OutgoingBook) -> None:
+        self._book = book
+
+    @property
+    def open_transfers(self) -> int:
+        return self._book.open_transfers
+
+    @property
+    def sent_bytes(self) -> int:
+        return self._book.sent_bytes

@@ -19,7 +19,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import zmq
@@ -29,11 +29,7 @@ from tandem_engine.transport.base import (
     DEFAULT_CREDIT_BYTES,
     MAX_FRAME_BYTES,
     BlockStore,
-    Counters,
     DropCause,
-    Incoming,
-    KVReceiver,
-    KVSender,
     Outgoing,
     Ticket,
 )
@@ -46,9 +42,9 @@ from tandem_engine.transport.codec import (
     decode,
     encode,
 )
-from tandem_engine.transport.incoming import IncomingBook
+from tandem_engine.transport.incoming import BookedReceiver, IncomingBook
 from tandem_engine.transport.layout import KVLayout
-from tandem_engine.transport.outgoing import OutgoingBook, OutgoingTransfer
+from tandem_engine.transport.outgoing import BookedSender, OutgoingBook, OutgoingTransfer
 
 #: Room for CURVE's nonce, tag and flags around a message of the largest size.
 _ENCRYPTION_BYTES = 256
@@ -92,6 +88,32 @@ class _WakePipe:
             os.close(self._write_fd)
 
 
+class _Worker:
+    """A thread with a ZeroMQ context of its own and a pipe to interrupt its poll."""
+
+    def __init__(self) -> None:
+        self.context = zmq.Context()
+        self.pipe = _WakePipe()
+        #: The thread's function returns when this is set.
+        self.stopping = False
+        self._thread: threading.Thread | None = None
+
+    def start(self, name: str, serve: Callable[[], None]) -> None:
+        self._thread = threading.Thread(target=serve, name=name, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Waits for the thread to return, then closes the context's sockets; idempotent."""
+        if self.stopping:
+            return
+        self.stopping = True
+        self.pipe.wake()
+        if self._thread is not None:
+            self._thread.join()
+        self.pipe.close()
+        self.context.destroy(linger=0)
+
+
 def _configure(socket: zmq.Socket[bytes], max_message_bytes: int) -> None:
     socket.linger = 0
     socket.maxmsgsize = max_message_bytes
@@ -114,77 +136,45 @@ class ReceiverOptions:
     credit_bytes: int = DEFAULT_CREDIT_BYTES
 
 
-class ZmqReceiver(KVReceiver):
+class ZmqReceiver(BookedReceiver):
     """See `KVReceiver`. Raises zmq.ZMQError when the address cannot be bound."""
 
     def __init__(
         self, layout: KVLayout, store: BlockStore, options: ReceiverOptions = ReceiverOptions()
     ) -> None:
-        self._book = IncomingBook(layout, store, options.credit_bytes)
-        self._context = zmq.Context()
-        self._router = self._context.socket(zmq.ROUTER)
+        self._worker = _Worker()
+        self._router = self._worker.context.socket(zmq.ROUTER)
         _configure(self._router, max(MAX_FRAME_BYTES, layout.block_bytes) + _ENCRYPTION_BYTES)
         self._router.rcvhwm = _RECEIVE_QUEUE
-        self._public_key = ""
+        public_key = ""
         if options.curve:
             public, secret = zmq.curve_keypair()
             self._router.curve_server = True
             self._router.curve_publickey = public
             self._router.curve_secretkey = secret
-            self._public_key = public.decode()
+            public_key = public.decode()
         try:
             self._router.bind(f"tcp://{options.host}:{options.port or '*'}")
         except zmq.ZMQError:
-            self._context.destroy(linger=0)
+            self._worker.close()
             raise
         bound = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._endpoint = f"tcp://{options.advertised_host or options.host}:{bound.rpartition(':')[2]}"
-        self._pipe = _WakePipe()
-        self._stopping = False
-        self._thread = threading.Thread(target=self._serve, name="kv-receiver", daemon=True)
-        self._thread.start()
-
-    @property
-    def endpoint(self) -> str:
-        return self._endpoint
-
-    @property
-    def public_key(self) -> str:
-        return self._public_key
-
-    def open(self, dest: Mapping[int, int], transfer_id: bytes | None = None) -> Incoming:
-        return self._book.open(dest, transfer_id, self._endpoint, self._public_key)
-
-    @property
-    def counters(self) -> Counters:
-        return self._book.counters
-
-    @property
-    def open_transfers(self) -> int:
-        return self._book.open_transfers
-
-    @property
-    def credit_outstanding_bytes(self) -> int:
-        return self._book.credit_outstanding_bytes
+        endpoint = f"tcp://{options.advertised_host or options.host}:{bound.rpartition(':')[2]}"
+        super().__init__(IncomingBook(layout, store, options.credit_bytes), endpoint, public_key)
+        self._worker.start("kv-receiver", self._serve)
 
     def close(self) -> None:
-        if self._stopping:
-            return
         self._book.close()
-        self._stopping = True
-        self._pipe.wake()
-        self._thread.join()
-        self._pipe.close()
-        self._context.destroy(linger=0)
+        self._worker.close()
 
     def _serve(self) -> None:
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
-        poller.register(self._pipe.read_fd, zmq.POLLIN)
-        while not self._stopping:
+        poller.register(self._worker.pipe.read_fd, zmq.POLLIN)
+        while not self._worker.stopping:
             poller.poll()
-            self._pipe.drain()
-            while not self._stopping:
+            self._worker.pipe.drain()
+            while not self._worker.stopping:
                 try:
                     parts = self._router.recv_multipart(zmq.DONTWAIT, copy=False)
                 except zmq.Again:
@@ -229,21 +219,18 @@ class SenderOptions:
     idle_s: float = 60.0
 
 
-class ZmqSender(KVSender):
+class ZmqSender(BookedSender):
     """See `KVSender`."""
 
     def __init__(self, layout: KVLayout, store: BlockStore, options: SenderOptions = SenderOptions()) -> None:
+        self._worker = _Worker()
+        super().__init__(OutgoingBook(layout, store, self._worker.pipe.wake))
         self._options = options
-        self._pipe = _WakePipe()
-        self._book = OutgoingBook(layout, store, self._pipe.wake)
-        self._context = zmq.Context()
         self._client_public, self._client_secret = zmq.curve_keypair()
         #: By endpoint and public key: a restarted receiver has another key, hence another connection.
         self._peers: dict[tuple[str, str], _Peer] = {}
         self._poller = zmq.Poller()
-        self._stopping = False
-        self._thread = threading.Thread(target=self._serve, name="kv-sender", daemon=True)
-        self._thread.start()
+        self._worker.start("kv-sender", self._serve)
 
     def open(self, ticket: Ticket) -> Outgoing:
         if not ticket.endpoint.startswith("tcp://"):
@@ -252,31 +239,17 @@ class ZmqSender(KVSender):
             raise InvalidRequestError("ticket.public_key", "must be 40 characters of Z85, or empty")
         return self._book.open(ticket)
 
-    @property
-    def open_transfers(self) -> int:
-        return self._book.open_transfers
-
-    @property
-    def sent_bytes(self) -> int:
-        return self._book.sent_bytes
-
     def close(self) -> None:
-        if self._stopping:
-            return
         self._book.close()
-        self._stopping = True
-        self._pipe.wake()
-        self._thread.join()
-        self._pipe.close()
-        self._context.destroy(linger=0)
+        self._worker.close()
 
     def _serve(self) -> None:
-        self._poller.register(self._pipe.read_fd, zmq.POLLIN)
+        self._poller.register(self._worker.pipe.read_fd, zmq.POLLIN)
         busy = False
-        while not self._stopping:
+        while not self._worker.stopping:
             if not busy:
                 self._poller.poll(_TICK_MS if self._peers else None)
-                self._pipe.drain()
+                self._worker.pipe.drain()
             self._take_replies()
             busy = self._send_round()
             self._look_after_peers()
@@ -316,7 +289,7 @@ class ZmqSender(KVSender):
         key = (transfer.ticket.endpoint, transfer.ticket.public_key)
         peer = self._peers.get(key)
         if peer is None:
-            dealer = self._context.socket(zmq.DEALER)
+            dealer = self._worker.context.socket(zmq.DEALER)
             _configure(dealer, MAX_HEADER_BYTES + _ENCRYPTION_BYTES)
             try:
                 if transfer.ticket.public_key:
