@@ -176,12 +176,17 @@ struct Task {
   int64_t partial;  // where its state goes, in floats; -1: it writes the output itself
 };
 
-// A row's softmax so far, in units of log2: maximum, sum of weights, weighted sum of V.
+// A row's softmax so far: weights are 2^(score - base), with scores in units of log2.
 struct State {
-  float* max;
-  float* sum;
-  float* acc;  // [rows, head_size]
+  float* base;  // [rows]; minus infinity before the first visible key
+  float* sum;   // [rows, kLanes], the weights by lane
+  float* acc;   // [rows, head_size], weighted V
+  static int64_t floats(int64_t rows, int64_t head_size) { return rows * (1 + kLanes + head_size); }
 };
+
+// The base follows the maximum when that has outgrown it by so much: weights stay far from overflow, and most
+// tiles need no rescaling of what came before (after FlashAttention-4's conditional rescaling).
+constexpr float kSlack = 8;
 
 class Attention {
  public:
@@ -279,7 +284,7 @@ class Attention {
           merges.push_back({int(tasks.size()), end - begin});
           for (int s = begin; s < end; ++s) {
             tasks.push_back({b, h, first, count, s, 1, floats});
-            floats += int64_t(count) * group * (c.head_size + 2);
+            floats += State::floats(int64_t(count) * group, c.head_size);
           }
         }
       }
@@ -292,7 +297,7 @@ class Attention {
     using Element = typename Type::Element;
     const int64_t rows = int64_t(tokens_per_task()) * group, D = c.head_size;
     const int64_t tile = int64_t(kTile) * D * sizeof(Element);
-    const int64_t state = rows * (D + 2) * 4;
+    const int64_t state = State::floats(rows, D) * 4;
     int64_t offset = 0;
     auto take = [&offset](int64_t bytes) {
       int64_t at = offset;
@@ -309,7 +314,9 @@ class Attention {
             (float*)(base + scores), {(float*)(base + total), (float*)(base + split)}};
   }
 
-  static State state_at(float* memory, int64_t rows) { return {memory, memory + rows, memory + 2 * rows}; }
+  static State state_at(float* memory, int64_t rows) {
+    return {memory, memory + rows, memory + rows * (1 + kLanes)};
+  }
 
   // The rows' queries, in the dtype of the products.
   template <class Type>
@@ -434,8 +441,8 @@ class Attention {
                                        : context + task.first_token + task.num_tokens;
     for (int s = 0; s < task.num_splits; ++s) {
       State& state = s == 0 ? total : split;
-      for (int r = 0; r < rows; ++r) state.max[r] = kMinusInfinity, state.sum[r] = 0;
-      std::memset(state.acc, 0, int64_t(rows) * D * 4);
+      std::fill_n(state.base, rows, kMinusInfinity);
+      std::memset(state.sum, 0, int64_t(rows) * (kLanes + D) * 4);  // and acc, which follows
       const int begin = (task.first_split + s) * kSplit, end = std::min(begin + kSplit, keys);
       for (int first_key = begin; first_key < end; first_key += kTile) {
         load_tile<Type>(task, first_key, keys, work);
@@ -505,12 +512,22 @@ class Attention {
     for (int v = 0; v < kCount; ++v) s[v] = load(scores + v * kLanes);
     Vec top = s[0] * splat(unit);
     for (int v = 1; v < kCount; ++v) top = maximum(s[v] * splat(unit), top);
-    const float old = state.max[row], now = std::max(old, largest(top));
-    // A row that has seen no key yet has no maximum to subtract.
-    const Vec base = splat(now == kMinusInfinity ? 0.0f : now);
+    float base = state.base[row];
+    if (any_above(top, base + kSlack)) {
+      const float old = base;
+      state.base[row] = base = largest(top);
+      if (old != kMinusInfinity) {
+        const float shrink = power(old - base);
+        store(state.sum + row * kLanes, load(state.sum + row * kLanes) * splat(shrink));
+        float* acc = state.acc + int64_t(row) * c.head_size;
+        for (int d = 0; d < c.head_size; d += kLanes) store(acc + d, load(acc + d) * splat(shrink));
+      }
+    }
+    // A row that has seen no key yet has only scores of minus infinity, whose weight is 0 from any base.
+    const Vec from = splat(base == kMinusInfinity ? 0.0f : -base);
     Vec total{};
     for (int v = 0; v < kCount; ++v) {
-      s[v] = exp2_of(fma(s[v], splat(unit), -base));
+      s[v] = exp2_of(fma(s[v], splat(unit), from));
       total += s[v];
     }
 #if defined(__AVX512BF16__)
@@ -523,14 +540,7 @@ class Attention {
 #endif
     if constexpr (Type::kPerLane == 1)
       for (int v = 0; v < kCount; ++v) store((float*)weights + v * kLanes, s[v]);
-    if (now != old && old != kMinusInfinity) {
-      const float shrink = power(old - now);
-      state.sum[row] *= shrink;
-      float* acc = state.acc + int64_t(row) * c.head_size;
-      for (int d = 0; d < c.head_size; d += kLanes) store(acc + d, load(acc + d) * splat(shrink));
-    }
-    state.max[row] = now;
-    state.sum[row] += sum(total);
+    store(state.sum + row * kLanes, load(state.sum + row * kLanes) + total);
   }
 
   static float power(float x) { return exp2_of(splat(x))[0]; }
@@ -539,15 +549,13 @@ class Attention {
   void merge_states(State& total, const State& split, int rows) const {
     const int D = c.head_size;
     for (int r = 0; r < rows; ++r) {
-      if (split.max[r] == kMinusInfinity) continue;
-      const float top = std::max(total.max[r], split.max[r]);
-      const float a = total.max[r] == kMinusInfinity ? 0.0f : power(total.max[r] - top);
-      const float b = power(split.max[r] - top);
-      total.max[r] = top;
-      total.sum[r] = total.sum[r] * a + split.sum[r] * b;
-      float* to = total.acc + int64_t(r) * D;
-      const float* from = split.acc + int64_t(r) * D;
-      for (int d = 0; d < D; d += kLanes) store(to + d, fma(load(to + d), splat(a), load(from + d) * splat(b)));
+      if (split.base[r] == kMinusInfinity) continue;
+      const float base = std::max(total.base[r], split.base[r]);
+      const Vec a = splat(power(total.base[r] - base)), b = splat(power(split.base[r] - base));
+      total.base[r] = base;
+      auto add = [&](float* to, const float* from) { store(to, fma(load(to), a, load(from) * b)); };
+      add(total.sum + r * kLanes, split.sum + r * kLanes);
+      for (int64_t d = int64_t(r) * D; d < int64_t(r + 1) * D; d += kLanes) add(total.acc + d, split.acc + d);
     }
   }
 
@@ -566,14 +574,14 @@ class Attention {
     for (int r = 0; r < task.num_tokens * group; ++r) {
       const int head = task.kv_head * group + r % group;
       const int64_t token = c.query_start_loc[task.seq] + task.first_token + r / group;
-      float factor = v_scale, sum = state.sum[r];
+      float factor = v_scale, total = sum(load(state.sum + r * kLanes));
       if (c.sinks) {
-        const float sink = c.sinks[head] * kLog2E, top = std::max(sink, state.max[r]);
-        const float shrink = state.max[r] == kMinusInfinity ? 0.0f : power(state.max[r] - top);
+        const float sink = c.sinks[head] * kLog2E, base = std::max(sink, state.base[r]);
+        const float shrink = power(state.base[r] - base);
         factor *= shrink;
-        sum = sum * shrink + power(sink - top);
+        total = total * shrink + power(sink - base);
       }
-      const Vec by = splat(sum > 0 ? factor / sum : 0.0f);
+      const Vec by = splat(total > 0 ? factor / total : 0.0f);
       for (int d = 0; d < D; d += kLanes)
         store_from_float(c.out, token * c.out_stride + int64_t(head) * D + d, (DType)c.query_dtype,
                          load(state.acc + int64_t(r) * D + d) * by);

@@ -37,6 +37,9 @@ inline Vec maximum(Vec a, Vec b) { return a > b ? a : b; }
 #if defined(__AVX512F__)
 inline float sum(Vec v) { return _mm512_reduce_add_ps((__m512)v); }
 inline float largest(Vec v) { return _mm512_reduce_max_ps((__m512)v); }
+inline bool any_above(Vec v, float x) {
+  return _mm512_cmp_ps_mask((__m512)v, _mm512_set1_ps(x), _CMP_GT_OQ) != 0;
+}
 inline Vec fma(Vec a, Vec b, Vec c) { return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 inline Vec from_bf16(const uint16_t* p) {
   return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
@@ -64,6 +67,9 @@ inline float largest(Vec v) {
   __m128 q = _mm_max_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
   q = _mm_max_ps(q, _mm_movehl_ps(q, q));
   return _mm_cvtss_f32(_mm_max_ss(q, _mm_movehdup_ps(q)));
+}
+inline bool any_above(Vec v, float x) {
+  return _mm256_movemask_ps(_mm256_cmp_ps((__m256)v, _mm256_set1_ps(x), _CMP_GT_OQ)) != 0;
 }
 inline Vec fma(Vec a, Vec b, Vec c) { return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
 inline Vec from_bf16(const uint16_t* p) {
@@ -101,11 +107,14 @@ inline void to_bf16(uint16_t* p, Vec v) {
 #endif
 }
 
-// 2^x for x <= 127, relative error about 1e-7; exactly 1 at 0, exactly 0 below -126.
+// 2^x for x <= 127, relative error about 1e-7; exactly 1 at 0, exactly 0 at minus infinity.
 inline Vec exp2_of(Vec x) {
-  const float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
-  Vec shifted = x + kRound;
-  Vec f = x - (shifted - kRound);
+#if defined(__AVX512F__)
+  Vec whole = (Vec)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+  Vec whole = (Vec)_mm256_round_ps((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#endif
+  Vec f = x - whole;
   // Minimax coefficients of 2^f on [-0.5, 0.5] in relative error (2e-9), with the constant held at 1.
   Vec p = splat(0.00015353361f);
   p = fma(p, f, splat(0.0013398875f));
@@ -114,8 +123,13 @@ inline Vec exp2_of(Vec x) {
   p = fma(p, f, splat(0.24022648f));
   p = fma(p, f, splat(0.69314718f));
   p = fma(p, f, splat(1.0f));
-  Vec result = (Vec)((VecInt)p + ((VecInt)shifted << 23));
-  return x < splat(-126.0f) ? Vec{} : result;
+#if defined(__AVX512F__)
+  // Minus infinity less itself made p NaN; scaling by 2^-inf would keep it.
+  return x < splat(-150.0f) ? Vec{} : (Vec)_mm512_scalef_ps((__m512)p, (__m512)whole);
+#else
+  VecInt exponent = (VecInt)_mm256_cvtps_epi32((__m256)whole) << 23;
+  return x < splat(-126.0f) ? Vec{} : (Vec)((VecInt)p + exponent);
+#endif
 }
 constexpr float kLog2E = 1.44269504088896340736f;
 
