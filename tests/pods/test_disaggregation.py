@@ -63,13 +63,14 @@ SIZES = {"num_blocks": 64, "block_size": 16, "chunk_size": 64, "threads": 1, "dt
 
 @asynccontextmanager
 async def run_fleet(
-    tiny_model: Path, *, decode_blocks: int = 64, **prefill_options: object
+    tiny_model: Path, *, decode_blocks: int = 64, idle_prefill_tokens: int = 0, **prefill_options: object
 ) -> AsyncIterator[Fleet]:
     prefill = PrefillSettings(**{"model": tiny_model, "pod_id": "p0", **SIZES, **prefill_options})
     decode = DecodeSettings(
         model=tiny_model,
         pod_id="d0",
         local_prefill_tokens=32,
+        idle_prefill_tokens=idle_prefill_tokens,
         speculation="local",
         **{**SIZES, "num_blocks": decode_blocks},
     )
@@ -135,6 +136,19 @@ async def test_apart_equals_together(tiny_model: Path, sampling: dict[str, float
         assert again[0] == want[3]
         assert again[1].cached_tokens >= 192
         assert again[1].prefill_pod == "", "with a warm cache the decode pod does the rest itself"
+        await fleet.assert_idle()
+
+
+async def test_an_idle_decode_pod_computes_short_prompts_itself(tiny_model: Path) -> None:
+    async with run_fleet(tiny_model, idle_prefill_tokens=64) as fleet:
+        prompts = [prompt_of(50, start=i) for i in range(3)]
+        _, receipt = await run(fleet, request("idle", prompts[0], [fleet.prefill_target]))
+        assert receipt.prefill_pod == ""
+        decoding = fleet.decode.Decode(request("long", prompts[1], [fleet.prefill_target], max_tokens=900))
+        await decoding.read()
+        _, receipt = await run(fleet, request("busy", prompts[2], [fleet.prefill_target], max_tokens=1))
+        assert receipt.prefill_pod == "p0", "the other request would have waited for this prompt"
+        decoding.cancel()
         await fleet.assert_idle()
 
 
@@ -396,7 +410,9 @@ def _busy(samples: dict[str, float]) -> dict[str, float]:
 
 async def test_the_gauges_of_both_pods_follow_their_books(tiny_model: Path) -> None:
     options = {"model": tiny_model, "metrics_port": 0, **SIZES}
-    decode = DecodeSettings(pod_id="d0", local_prefill_tokens=32, speculation="local", **options)
+    decode = DecodeSettings(
+        pod_id="d0", local_prefill_tokens=32, idle_prefill_tokens=0, speculation="local", **options
+    )
     async with open_prefill(PrefillSettings(pod_id="p0", **options)) as p, open_decode(decode) as d:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{d.port}") as channel:
             call = decode_pb2_grpc.DecodeServiceStub(channel).Decode(

@@ -134,10 +134,16 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         engine = self._loop.engine
         if message.prefill_targets:
             engine.check_tokens(state)
-            cached = await self._on_engine(
-                lambda: engine.blocks.count_cached(state.prompt_token_ids, state.cache_salt)
+            cached, busy = await self._on_engine(
+                lambda: (
+                    engine.blocks.count_cached(state.prompt_token_ids, state.cache_salt),
+                    engine.has_work(),
+                )
             )
-            if state.num_prompt_tokens - cached >= self._settings.local_prefill_tokens:
+            limit = self._settings.local_prefill_tokens
+            if not busy:
+                limit = max(limit, self._settings.idle_prefill_tokens)
+            if state.num_prompt_tokens - cached >= limit:
                 return await self._handoff.run(state, message)
             self._metrics.local_prefills.labels("short").inc()
         else:

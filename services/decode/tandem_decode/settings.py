@@ -23,4 +23,6 @@ class DecodeSettings(EnginePodSettings):
     draft_nodes: Annotated[int, Field(ge=0, le=63)] = 12
     """most guesses verified per sequence and step"""
     local_prefill_tokens: Annotated[int, Field(ge=0)] = 256
-    """prompts with fewer uncached tokens than this are computed here"""
+    """prompts with fewer uncached tokens than this are computed here, though it delays those that decode"""
+    idle_prefill_tokens: Annotated[int, Field(ge=0)] = 512
+    """the same while nothing decodes here, when it delays nobody"""
