@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import MappingProxyType
+from typing import Any
 
 from tandem_proto.v1 import common_pb2, decode_pb2, gateway_pb2
 
@@ -65,23 +67,7 @@ def options_from_proto(params: common_pb2.SamplingParams) -> SamplingOptions:
 
 
 def sampling_to_proto(sampling: Sampling) -> common_pb2.SamplingParams:
-    return common_pb2.SamplingParams(
-        max_tokens=sampling.max_tokens,
-        min_tokens=sampling.min_tokens,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        logit_bias=dict(sampling.logit_bias),
-        stop=sampling.stop,
-        stop_token_ids=sampling.stop_token_ids,
-        seed=sampling.seed,
-        logprobs=sampling.logprobs,
-        ignore_eos=sampling.ignore_eos,
-    )
+    return common_pb2.SamplingParams(**_fields(sampling) | {"logit_bias": dict(sampling.logit_bias)})
 
 
 def slo_to_proto(slo: SloTarget) -> common_pb2.SloTarget:
@@ -155,54 +141,24 @@ def end_to_proto(end: End) -> gateway_pb2.GeneratedEnd:
 
 def receipt_from_proto(receipt: common_pb2.Receipt) -> Receipt:
     """What a pod reports; the gateway's own fields (ttft, e2e, slo) are filled in by the relay."""
+    not_copied = {"accepted_by_source", "slo", "slo_met", "slo_miss_reason"}
+    names = {field.name for field in dataclasses.fields(Receipt)} - not_copied
     return Receipt(
-        request_id=receipt.request_id,
-        queue_ns=receipt.queue_ns,
-        prefill_ns=receipt.prefill_ns,
-        transfer_ns=receipt.transfer_ns,
-        decode_ns=receipt.decode_ns,
-        ttft_ns=receipt.ttft_ns,
-        e2e_ns=receipt.e2e_ns,
-        prompt_tokens=receipt.prompt_tokens,
-        cached_tokens=receipt.cached_tokens,
-        output_tokens=receipt.output_tokens,
-        decode_steps=receipt.decode_steps,
-        drafted_tokens=receipt.drafted_tokens,
-        accepted_tokens=receipt.accepted_tokens,
+        **{name: getattr(receipt, name) for name in names},
         accepted_by_source=MappingProxyType(dict(receipt.accepted_by_source)),
-        prefill_pod=receipt.prefill_pod,
-        decode_pod=receipt.decode_pod,
-        transfer_bytes=receipt.transfer_bytes,
-        seed=receipt.seed,
-        prefill_retries=receipt.prefill_retries,
     )
 
 
 def receipt_to_proto(receipt: Receipt) -> common_pb2.Receipt:
     return common_pb2.Receipt(
-        request_id=receipt.request_id,
-        queue_ns=receipt.queue_ns,
-        prefill_ns=receipt.prefill_ns,
-        transfer_ns=receipt.transfer_ns,
-        decode_ns=receipt.decode_ns,
-        ttft_ns=receipt.ttft_ns,
-        e2e_ns=receipt.e2e_ns,
-        prompt_tokens=receipt.prompt_tokens,
-        cached_tokens=receipt.cached_tokens,
-        output_tokens=receipt.output_tokens,
-        decode_steps=receipt.decode_steps,
-        drafted_tokens=receipt.drafted_tokens,
-        accepted_tokens=receipt.accepted_tokens,
-        accepted_by_source=dict(receipt.accepted_by_source),
-        prefill_pod=receipt.prefill_pod,
-        decode_pod=receipt.decode_pod,
-        transfer_bytes=receipt.transfer_bytes,
-        seed=receipt.seed,
-        slo=slo_to_proto(receipt.slo),
-        slo_met=receipt.slo_met,
-        slo_miss_reason=receipt.slo_miss_reason,
-        prefill_retries=receipt.prefill_retries,
+        **_fields(receipt)
+        | {"accepted_by_source": dict(receipt.accepted_by_source), "slo": slo_to_proto(receipt.slo)}
     )
+
+
+def _fields(ours: Sampling | Receipt) -> dict[str, Any]:
+    """Its fields by name: those of the message of the same name in common.proto."""
+    return {field.name: getattr(ours, field.name) for field in dataclasses.fields(ours)}
 
 
 def _position_from_proto(position: common_pb2.PositionLogprobs) -> PositionLogprobs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -50,34 +51,14 @@ def usage_json(receipt: Receipt) -> Json:
 def receipt_json(receipt: Receipt) -> Json:
     """The receipt under the names of common.proto."""
     slo = receipt.slo
-    return {
-        "request_id": receipt.request_id,
-        "queue_ns": receipt.queue_ns,
-        "prefill_ns": receipt.prefill_ns,
-        "transfer_ns": receipt.transfer_ns,
-        "decode_ns": receipt.decode_ns,
-        "ttft_ns": receipt.ttft_ns,
-        "e2e_ns": receipt.e2e_ns,
-        "prompt_tokens": receipt.prompt_tokens,
-        "cached_tokens": receipt.cached_tokens,
-        "output_tokens": receipt.output_tokens,
-        "decode_steps": receipt.decode_steps,
-        "drafted_tokens": receipt.drafted_tokens,
-        "accepted_tokens": receipt.accepted_tokens,
+    return {field.name: getattr(receipt, field.name) for field in dataclasses.fields(receipt)} | {
         "accepted_by_source": dict(receipt.accepted_by_source),
-        "prefill_pod": receipt.prefill_pod,
-        "decode_pod": receipt.decode_pod,
-        "transfer_bytes": receipt.transfer_bytes,
-        "seed": receipt.seed,
         "slo": {
             "name": slo.name,
             "ttft_ns": round(slo.ttft_s * NS_PER_S),
             "tpot_ns": round(slo.tpot_s * NS_PER_S),
             "e2e_ns": round(slo.e2e_s * NS_PER_S),
         },
-        "slo_met": receipt.slo_met,
-        "slo_miss_reason": receipt.slo_miss_reason,
-        "prefill_retries": receipt.prefill_retries,
     }
 
 
