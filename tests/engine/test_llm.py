@@ -10,10 +10,10 @@ import pytest
 from tandem_engine.errors import InvalidRequestError
 from tandem_engine.llm import LLM
 from tandem_engine.request import FinishReason, SamplingParams
+from toy_models import SIZES, prompt_of
 
-SIZES = {"num_blocks": 64, "block_size": 16, "chunk_size": 64, "threads": 1, "dtype": "float32"}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-PROMPTS = [[3 + (start + i * i) % 37 for i in range(length)] for start, length in enumerate((20, 90, 33))]
+PROMPTS = [prompt_of(length, start) for start, length in enumerate((20, 90, 33))]
 
 
 @pytest.fixture(scope="module")

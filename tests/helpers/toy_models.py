@@ -11,6 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 
 #: Of `save_llama`'s model; most bytes have no token.
 VOCABULARY = 96
+#: What an engine or a pod needs for it.
+SIZES = {"num_blocks": 64, "block_size": 16, "chunk_size": 64, "threads": 1, "dtype": "float32"}
 
 
 def save_checkpoint(
@@ -28,6 +30,11 @@ def save_checkpoint(
     if chat_template:
         tokenizer.chat_template = chat_template
     tokenizer.save_pretrained(folder)
+
+
+def prompt_of(num_tokens: int, start: int = 0) -> list[int]:
+    """Token ids for it; repetitive, so that drafts find something."""
+    return [3 + (start + i * i) % 37 for i in range(num_tokens)]
 
 
 def save_llama(folder: Path, seed: int) -> Path:

@@ -33,7 +33,7 @@ from tandem_proto.v1 import (
     prefill_pb2,
     prefill_pb2_grpc,
 )
-from toy_models import VOCABULARY
+from toy_models import SIZES, VOCABULARY, prompt_of
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,6 @@ class Fleet:
                 return
             await asyncio.sleep(0.02)
         raise AssertionError(f"still held: {kept}")
-
-
-SIZES = {"num_blocks": 64, "block_size": 16, "chunk_size": 64, "threads": 1, "dtype": "float32"}
 
 
 @asynccontextmanager
@@ -84,11 +81,6 @@ async def run_fleet(
         )
         for channel in channels:
             await channel.close(None)
-
-
-def prompt_of(num_tokens: int, start: int = 0) -> list[int]:
-    """Repetitive, so that drafts find something."""
-    return [3 + (start + i * i) % 37 for i in range(num_tokens)]
 
 
 def request(request_id: str, prompt: list[int], targets: list[str], **sampling: object):
