@@ -9,6 +9,7 @@ from tandem_decode import prefill_client
 from tandem_decode.prefill_client import PrefillClient
 from tandem_proto.v1 import prefill_pb2, prefill_pb2_grpc
 from tandem_service.channels import open_channel
+from waiting import until
 
 REQUEST = prefill_pb2.PrefillRequest(request_id="r")
 
@@ -57,7 +58,7 @@ def channels() -> Channels:
 
 @pytest.fixture
 async def client(channels: Channels, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[PrefillClient]:
-    monkeypatch.setattr(prefill_client, "IDLE_CHANNEL_S", 0.2)
+    monkeypatch.setattr(prefill_client, "IDLE_CHANNEL_S", 0.5)
     client = PrefillClient(channels)
     yield client
     await client.close()
@@ -72,10 +73,9 @@ async def test_a_channel_is_used_again_and_closed_when_it_has_been_unused_for_lo
     pod.gate.set()
     for _ in range(3):
         assert await _to_end(client.prefill(pod.target, REQUEST)) == ["progress", "finished"]
-        await asyncio.sleep(0.1)
-    assert channels.are_closed() == [False], "0.3 s after the first call and 0.1 s after the last"
-    await asyncio.sleep(0.3)
-    assert channels.are_closed() == [True]
+        await asyncio.sleep(0.2)
+    assert channels.are_closed() == [False], "0.6 s after the first call and 0.2 s after the last"
+    await until(lambda: channels.are_closed() == [True])
     assert await _to_end(client.prefill(pod.target, REQUEST)) == ["progress", "finished"]
     assert channels.are_closed() == [True, False]
 
@@ -86,28 +86,24 @@ async def test_a_channel_is_not_closed_while_a_call_is_on_it(pod, client, channe
     short = client.prefill(pod.target, REQUEST)
     assert (await short.read()).HasField("progress")
     short.cancel()
-    await asyncio.sleep(0.4)
+    await asyncio.sleep(0.8)
     assert channels.are_closed() == [False]
     pod.gate.set()
     assert (await long.read()).HasField("finished")
     assert await long.code() is grpc.StatusCode.OK
-    await asyncio.sleep(0.4)
-    assert channels.are_closed() == [True]
+    await until(lambda: channels.are_closed() == [True])
 
 
 async def test_channels_to_pods_that_have_gone_are_closed_too(client, channels):
     for port in range(1, 5):
         with pytest.raises(grpc.aio.AioRpcError):
             await _to_end(client.prefill(f"127.0.0.1:{port}", REQUEST))
-    assert channels.are_closed() == [False] * 4
-    await asyncio.sleep(0.4)
-    assert channels.are_closed() == [True] * 4
+    await until(lambda: channels.are_closed() == [True] * 4)
 
 
 async def test_a_call_that_is_dropped_before_it_begins_does_not_keep_its_channel(pod, client, channels):
     client.prefill(pod.target, REQUEST).cancel()
-    await asyncio.sleep(0.4)
-    assert channels.are_closed() == [True]
+    await until(lambda: channels.are_closed() == [True])
 
 
 async def test_closing_the_client_ends_its_calls(pod, client, channels):

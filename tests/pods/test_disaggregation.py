@@ -186,17 +186,17 @@ async def test_a_request_that_waits_its_turn_at_a_slow_pod_does_not_leave_it(
     on_layer_done = Shipper.on_layer_done
 
     def slow(shipper: Shipper, batch: Batch, layer: int) -> None:
-        time.sleep(0.1)
+        time.sleep(0.15)
         on_layer_done(shipper, batch, layer)
 
     monkeypatch.setattr(Shipper, "on_layer_done", slow)
-    # 200 tokens are twelve layers here (four chunks of three): the second request waits about 1.2 s.
-    monkeypatch.setattr(handoff, "ENGINE_STALL_TIMEOUT_S", 0.6)
+    # 200 tokens are twelve layers here (four chunks of three): the second request waits about 1.8 s.
+    monkeypatch.setattr(handoff, "ENGINE_STALL_TIMEOUT_S", 1.0)
     async with run_fleet(tiny_model, max_batch=1) as fleet:
         got = await asyncio.gather(
             *(run(fleet, request(f"r{i}", prompt_of(200, start=i), [fleet.prefill_target])) for i in range(2))
         )
-        assert max(receipt.queue_ns for _, receipt in got) > 0.6e9
+        assert max(receipt.queue_ns for _, receipt in got) > 1.0e9
         assert [receipt.prefill_pod for _, receipt in got] == ["p0", "p0"]
         await fleet.assert_idle()
 
