@@ -1,10 +1,10 @@
 """TTFT and TPOT of the whole system beside transformers' `generate`, on one machine in one run.
 
-    python benchmarks/against_transformers.py --out benchmarks/results/NAME
+    python benchmarks/against_transformers.py --dtype float32 --out benchmarks/results/NAME
 
 Peers: transformers greedy `generate`, the same with prompt lookup (its training-free speculation), and Tandem
 as users run it (`tandem up`: gateway, prefill pod, decode pod, lookahead), with and without drafts. All in
-float32 on the same weights and threads. Every cell is a median over several different customer-service
+one dtype on the same weights and threads. Every cell is a median over several different customer-service
 prompts; within a cell each peer sees the same prompts. transformers serves concurrent requests as one
 padded batch; prompt lookup takes one request at a time, so there concurrent requests queue.
 
@@ -72,23 +72,31 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     model_dir = store.pull(store.DEFAULT_MODEL)
     prompts = _prompts(Tokenizer(model_dir), options)
-    generate, lookup = _transformers_peers(model_dir)
-    # A different text than any measured one, so that nothing but memory and threads is warm.
-    warm_up = [[5] * 300]
-    generate(warm_up)
-    cells = _measure("transformers", generate, prompts)
-    for speculation in ("global", "off"):
-        with _fleet(model_dir, speculation) as target:
-            _tandem(target, warm_up)
-            cells += _measure(f"tandem, speculation {speculation}", lambda p: _tandem(target, p), prompts)
-            _report(cells, options.out)  # what there is so far: the whole takes a quarter of an hour
-    cells += _measure("transformers, prompt lookup", lookup, prompts)
-    _report(cells, options.out)
+    generate, lookup = _transformers_peers(model_dir, options.dtype)
+    with (
+        _fleet(model_dir, options.dtype, "global", first_port=20600) as shared,
+        _fleet(model_dir, options.dtype, "off", first_port=24600) as plain,
+    ):
+        peers: dict[str, Serve] = {
+            "transformers": generate,
+            "transformers, prompt lookup": lookup,
+            "tandem, speculation off": lambda p: _tandem(plain, p),
+            "tandem, speculation global": lambda p: _tandem(shared, p),
+        }
+        # A different text than any measured one, so that nothing but memory and threads is warm.
+        for serve in peers.values():
+            serve([[5] * 1300])
+            serve([[6] * 200])
+        cells: list[Cell] = []
+        for (context, concurrency), rounds in prompts.items():
+            cells += _measure(peers, context, concurrency, rounds)
+            _report(cells, options)  # what there is so far: the whole takes a quarter of an hour
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--dataset", type=Path, help="dialogues as JSON lines; default: the small sample")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--repeats", type=int, default=3, help="rounds of different prompts per cell")
     parser.add_argument("--out", type=Path, required=True, help="writes OUT.json and OUT.md")
     return parser.parse_args()
@@ -121,37 +129,42 @@ def _prompts(tokenizer: Tokenizer, options: argparse.Namespace) -> dict[tuple[st
 
 
 def _measure(
-    peer: str,
-    run: Serve,
-    prompts: dict[tuple[str, int], list[list[Prompt]]],
+    peers: dict[str, Serve], context: str, concurrency: int, rounds: list[list[Prompt]]
 ) -> list[Cell]:
-    cells = []
-    for (context, concurrency), rounds in prompts.items():
-        timings = [timing for together in rounds for timing in run(together)]
-        steps = sum(t.steps for t in timings)
-        cell = Cell(
-            peer,
-            context,
-            concurrency,
-            ttft_ms=1e3 * statistics.median(t.ttft for t in timings),
-            tpot_ms=1e3 * statistics.median(t.tpot for t in timings),
-            tokens_per_step=sum(t.tokens - 1 for t in timings) / steps if steps else 1.0,
-            num_requests=len(timings),
-        )
+    """One cell of each peer. They take turns round by round, so that the machine's bad minutes meet all."""
+    timings: dict[str, list[Timing]] = {peer: [] for peer in peers}
+    for together in rounds:
+        for peer, serve in peers.items():
+            timings[peer] += serve(together)
+    cells = [_cell(peer, context, concurrency, seen) for peer, seen in timings.items()]
+    for cell in cells:
         print(cell, flush=True)
-        cells.append(cell)
     return cells
 
 
+def _cell(peer: str, context: str, concurrency: int, timings: list[Timing]) -> Cell:
+    steps = sum(t.steps for t in timings)
+    return Cell(
+        peer,
+        context,
+        concurrency,
+        ttft_ms=1e3 * statistics.median(t.ttft for t in timings),
+        tpot_ms=1e3 * statistics.median(t.tpot for t in timings),
+        tokens_per_step=sum(t.tokens - 1 for t in timings) / steps if steps else 1.0,
+        num_requests=len(timings),
+    )
+
+
 @contextmanager
-def _fleet(model_dir: Path, speculation: str) -> Iterator[str]:
+def _fleet(model_dir: Path, dtype: str, speculation: str, *, first_port: int) -> Iterator[str]:
     """`tandem up` on ports of its own; yields the gateway's gRPC target."""
     with tempfile.TemporaryDirectory() as folder:
         state, log = Path(folder) / "fleet.json", Path(folder) / "fleet.log"
         command = [
             str(Path(sys.executable).with_name("tandem")), "up", "--model", str(model_dir),
-            "--dtype", "float32", "--speculation", speculation, "--state-file", str(state),
-            "--grpc-port", "50651", "--http-port", "8651", "--base-port", "51700",
+            "--dtype", dtype, "--speculation", speculation, "--state-file", str(state),
+            "--grpc-port", str(first_port), "--http-port", str(first_port + 1),
+            "--base-port", str(first_port + 100),
         ]  # fmt: skip
         with log.open("wb") as sink:
             process = subprocess.Popen(
@@ -162,7 +175,7 @@ def _fleet(model_dir: Path, speculation: str) -> Iterator[str]:
                 if process.poll() is not None:
                     raise RuntimeError(f"tandem up ended:\n{log.read_text()}")
                 time.sleep(0.2)
-            yield "127.0.0.1:50651"
+            yield f"127.0.0.1:{first_port}"
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(60)
@@ -190,7 +203,7 @@ def _tandem(target: str, prompts: Sequence[Prompt]) -> list[Timing]:
         return list(pool.map(one, prompts))
 
 
-def _transformers_peers(model_dir: Path) -> tuple[Serve, Serve]:
+def _transformers_peers(model_dir: Path, dtype: str) -> tuple[Serve, Serve]:
     """Plain greedy `generate`, and the same with prompt lookup."""
     import transformers
     from transformers import AutoModelForCausalLM, GgufConfig
@@ -199,8 +212,8 @@ def _transformers_peers(model_dir: Path) -> tuple[Serve, Serve]:
     model = AutoModelForCausalLM.from_pretrained(
         weights.parent,
         gguf_file=weights.name,
-        dtype=torch.float32,
-        # Plain float32 weights, as Tandem computes with; unpacking at each step would be slower.
+        dtype=getattr(torch, dtype),
+        # Plain weights, as Tandem computes with; unpacking at each step would be slower.
         quantization_config=GgufConfig(dequantize=True),
     )
     model.generation_config.eos_token_id = None
@@ -251,7 +264,8 @@ def _transformers_peers(model_dir: Path) -> tuple[Serve, Serve]:
     return generate, lookup
 
 
-def _report(cells: list[Cell], out: Path) -> None:
+def _report(cells: list[Cell], options: argparse.Namespace) -> None:
+    out: Path = options.out
     # Paths shortened: what was run, not where.
     command = " ".join(
         [
@@ -261,12 +275,18 @@ def _report(cells: list[Cell], out: Path) -> None:
     )
     machine = f"{_cpu_name()}, {os.cpu_count()} cores, {platform.system()}, torch {torch.__version__}"
     out.parent.mkdir(parents=True, exist_ok=True)
-    document = {"machine": machine, "output_tokens": OUTPUT_TOKENS, "cells": [asdict(c) for c in cells]}
+    document = {
+        "machine": machine,
+        "dtype": options.dtype,
+        "output_tokens": OUTPUT_TOKENS,
+        "cells": [asdict(c) for c in cells],
+    }
     out.with_suffix(".json").write_text(json.dumps(document, indent=2) + "\n")
     base = {(c.context, c.concurrency): c for c in cells if c.peer == "transformers"}
     lines = [
         f"Command: `{command}`  ",
-        f"Hardware: {machine}; float32; {OUTPUT_TOKENS} output tokens; medians.",
+        f"Hardware: {machine}; {options.dtype}; {options.repeats} rounds; "
+        f"{OUTPUT_TOKENS} output tokens; medians of all requests.",
         "",
         "| context | at once | system | TTFT ms | vs HF | TPOT ms | vs HF | tokens/step |",
         "|---|---|---|---|---|---|---|---|",
