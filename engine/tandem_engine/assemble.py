@@ -36,9 +36,6 @@ class EngineConfig:
     max_batch: int = 16
     prefix_cache: bool = True
     max_draft_nodes: int = 8
-    #: Whether weights are packed for small batches: private memory for flat decode steps. A prefill pod
-    #: leaves them mapped, shared with the other processes on the machine.
-    pack_weights: bool = True
 
 
 @dataclass(frozen=True)
@@ -62,9 +59,7 @@ def assemble(config: EngineConfig, drafter: DraftSource | None = None) -> Engine
     torch.set_num_threads(config.threads or os.cpu_count() or 1)
     manifest = ModelManifest.read(config.model)
     device = _pick_device(config.device)
-    decoder = load_decoder(
-        config.model, pick_dtype(config.dtype), device=str(device), pack=config.pack_weights
-    )
+    decoder = load_decoder(config.model, pick_dtype(config.dtype), device=str(device))
     shape = KVShape(
         decoder.config.num_layers,
         decoder.config.num_kv_heads,

@@ -18,6 +18,7 @@
 #include <cmath>
 #include <vector>
 
+#include "product.h"
 #include "simd.h"
 
 namespace {
@@ -26,70 +27,32 @@ constexpr int kTile = 64;
 constexpr int kSplit = 512;
 constexpr float kMinusInfinity = -INFINITY;
 
-// What one operand holds per 32-bit lane of a product: a float, or a pair of neighbouring bfloat16 numbers.
-struct Float32 {
-  using Element = float;
-  static constexpr int kPerLane = 1;
-};
-struct BFloat16 {
-  using Element = uint16_t;
-  static constexpr int kPerLane = 2;
-};
-
-template <class Type>
-inline Vec multiply_add(uint32_t a, Vec b, Vec c) {
-#if defined(__AVX512BF16__)
-  if constexpr (Type::kPerLane == 2)
-    return (Vec)_mm512_dpbf16_ps((__m512)c, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)b);
-#endif
-  float x;
-  std::memcpy(&x, &a, 4);
-  return fma(splat(x), b, c);
-}
-
 #if defined(__AVX512F__)
 constexpr int kRows = 6, kVecs = 4;  // 24 accumulators, 4 vectors of b and one of a in 32 registers
 #else
 constexpr int kRows = 6, kVecs = 2;  // 12, 2 and 1 in 16
 #endif
 
-// c [Rows, Vecs * kLanes] (+)= a [Rows, depth] x b [depth, Vecs * kLanes], where depth counts 32-bit lanes.
-template <class Type, int Rows, int Vecs, bool Accumulate>
-inline void product_block(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride, float* c,
-                          int64_t c_stride, int depth) {
-  Vec acc[Rows][Vecs];
-  for (int r = 0; r < Rows; ++r)
-    for (int v = 0; v < Vecs; ++v) acc[r][v] = Accumulate ? load(c + r * c_stride + v * kLanes) : Vec{};
-  for (int k = 0; k < depth; ++k) {
-    Vec row[Vecs];
-    for (int v = 0; v < Vecs; ++v) row[v] = load((const float*)(b + k * b_stride) + v * kLanes);
-    for (int r = 0; r < Rows; ++r)
-      for (int v = 0; v < Vecs; ++v) acc[r][v] = multiply_add<Type>(a[r * a_stride + k], row[v], acc[r][v]);
-  }
-  for (int r = 0; r < Rows; ++r)
-    for (int v = 0; v < Vecs; ++v) store(c + r * c_stride + v * kLanes, acc[r][v]);
-}
-
-template <class Type, int Rows, bool Accumulate>
+template <class Type, int Rows, Sum Mode>
 inline void product_rows(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride, float* c,
                          int64_t c_stride, int depth, int columns) {
   int n = 0;
   for (; n + kVecs * kLanes <= columns; n += kVecs * kLanes)
-    product_block<Type, Rows, kVecs, Accumulate>(a, a_stride, b + n, b_stride, c + n, c_stride, depth);
+    product_block<Type, Rows, kVecs, Mode>(a, a_stride, b + n, b_stride, c + n, c_stride, depth);
   for (; n < columns; n += kLanes)
-    product_block<Type, Rows, 1, Accumulate>(a, a_stride, b + n, b_stride, c + n, c_stride, depth);
+    product_block<Type, Rows, 1, Mode>(a, a_stride, b + n, b_stride, c + n, c_stride, depth);
 }
 
-template <class Type, bool Accumulate>
+template <class Type, Sum Mode>
 inline void product(int rows, const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride, float* c,
                     int64_t c_stride, int depth, int columns) {
   switch (rows) {
-    case 1: return product_rows<Type, 1, Accumulate>(a, a_stride, b, b_stride, c, c_stride, depth, columns);
-    case 2: return product_rows<Type, 2, Accumulate>(a, a_stride, b, b_stride, c, c_stride, depth, columns);
-    case 3: return product_rows<Type, 3, Accumulate>(a, a_stride, b, b_stride, c, c_stride, depth, columns);
-    case 4: return product_rows<Type, 4, Accumulate>(a, a_stride, b, b_stride, c, c_stride, depth, columns);
-    case 5: return product_rows<Type, 5, Accumulate>(a, a_stride, b, b_stride, c, c_stride, depth, columns);
-    default: return product_rows<Type, 6, Accumulate>(a, a_stride, b, b_stride, c, c_stride, depth, columns);
+    case 1: return product_rows<Type, 1, Mode>(a, a_stride, b, b_stride, c, c_stride, depth, columns);
+    case 2: return product_rows<Type, 2, Mode>(a, a_stride, b, b_stride, c, c_stride, depth, columns);
+    case 3: return product_rows<Type, 3, Mode>(a, a_stride, b, b_stride, c, c_stride, depth, columns);
+    case 4: return product_rows<Type, 4, Mode>(a, a_stride, b, b_stride, c, c_stride, depth, columns);
+    case 5: return product_rows<Type, 5, Mode>(a, a_stride, b, b_stride, c, c_stride, depth, columns);
+    default: return product_rows<Type, 6, Mode>(a, a_stride, b, b_stride, c, c_stride, depth, columns);
   }
 }
 
@@ -468,7 +431,7 @@ class Attention {
         const int context = c.seq_lens[task.seq] - (c.query_start_loc[task.seq + 1] - c.query_start_loc[task.seq]);
         if (first_key > context + last_token) continue;
       }
-      product<Type, false>(count, (const uint32_t*)work.query + int64_t(first) * depth, depth,
+      product<Type, Sum::kFresh>(count, (const uint32_t*)work.query + int64_t(first) * depth, depth,
                            (const uint32_t*)work.keys, kTile, work.scores, kTile, depth, kTile);
       for (int r = 0; r < count; ++r) {
         float* scores = work.scores + r * kTile;
@@ -483,7 +446,7 @@ class Attention {
         }
         soften<Type>(scores, unit, first + r, state, (Element*)work.weights + r * kTile);
       }
-      product<Type, true>(count, (const uint32_t*)work.weights, kTile / Type::kPerLane,
+      product<Type, Sum::kContinued>(count, (const uint32_t*)work.weights, kTile / Type::kPerLane,
                           (const uint32_t*)work.values, D, state.acc + int64_t(first) * D, D,
                           kTile / Type::kPerLane, D);
     }

@@ -12,7 +12,7 @@ On the paged KV cache:
 The cache is one contiguous tensor per layer, [num_blocks, 2, Hkv, block_size, D] with K at index 0 and V
 at index 1 of the second dimension; slot = block_id * block_size + offset within the block.
 
-Between a layer's matrix products: add_rms_norm, silu_mul.
+A layer's matrix products on a CPU: packed_linear; between them: add_rms_norm, silu_mul.
 
 On a CPU the work is done by compiled kernels (`native`) where they exist, else by torch.
 """
@@ -20,6 +20,7 @@ On a CPU the work is done by compiled kernels (`native`) where they exist, else 
 from tandem_kernels.add_rms_norm import add_rms_norm
 from tandem_kernels.gather_blocks import gather_blocks
 from tandem_kernels.move_slots import move_slots
+from tandem_kernels.packed_linear import pack_weight, packed_linear, packed_shape, runs_packed
 from tandem_kernels.rope_store import rope_store
 from tandem_kernels.scatter_blocks import scatter_blocks
 from tandem_kernels.silu_mul import silu_mul
@@ -30,7 +31,11 @@ __all__ = [
     "add_rms_norm",
     "gather_blocks",
     "move_slots",
+    "pack_weight",
+    "packed_linear",
+    "packed_shape",
     "rope_store",
+    "runs_packed",
     "scatter_blocks",
     "silu_mul",
     "store_kv",

@@ -6,16 +6,8 @@ import pytest
 import torch
 from tandem_engine.errors import ModelLoadError
 from tandem_engine.models import pick_dtype
-from tandem_engine.models.linear import MappedLinear, PackedLinear, UpcastLinear, cpu_has_bf16, linear_policy
-
-
-@pytest.mark.parametrize("num_rows", [1, 3, 8, 70])
-@pytest.mark.parametrize("bias", [None, torch.linspace(-1, 1, 48)])
-def test_packed_equals_mapped(num_rows: int, bias: torch.Tensor | None) -> None:
-    torch.manual_seed(0)
-    weight, x = torch.randn(48, 32), torch.randn(num_rows, 32)
-    expected = MappedLinear(weight, bias)(x)
-    torch.testing.assert_close(PackedLinear(weight, bias)(x), expected, atol=1e-5, rtol=1e-5)
+from tandem_engine.models.linear import PackedLinear, PlainLinear, UpcastLinear, cpu_has_bf16, linear_policy
+from tandem_kernels import native, pack_weight
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 9])
@@ -40,10 +32,18 @@ def test_auto_is_bfloat16_only_where_the_hardware_multiplies_it() -> None:
         pick_dtype("int3")
 
 
-def test_policies_follow_the_device_and_the_dtype() -> None:
-    cpu, weight = torch.device("cpu"), torch.ones(16, 16)
-    assert linear_policy(torch.float32, torch.device("cuda"), True, 256) is MappedLinear
-    assert linear_policy(torch.float32, cpu, False, 256) is MappedLinear
-    assert isinstance(linear_policy(torch.float32, cpu, True, 256)(weight, None), PackedLinear)
-    without_bf16 = linear_policy(torch.bfloat16, cpu, True, 256)(weight.bfloat16(), None)
-    assert isinstance(without_bf16, UpcastLinear) is not cpu_has_bf16()
+def test_policies_follow_the_device_the_dtype_and_the_file() -> None:
+    cpu, weight = torch.device("cpu"), torch.ones(32, 16)
+    for device in (cpu, torch.device("cuda")):
+        assert isinstance(linear_policy(torch.float32, device, 512)(weight, None), PlainLinear)
+    packed = linear_policy(torch.float32, cpu, 512)(pack_weight(weight), None)
+    assert isinstance(packed, PackedLinear)
+
+
+def test_without_compiled_kernels_bfloat16_is_multiplied_in_float32_unless_the_cpu_can(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(native, "LIBRARY", None)
+    policy = linear_policy(torch.bfloat16, torch.device("cpu"), 512)
+    wanted = PlainLinear if cpu_has_bf16() else UpcastLinear
+    assert isinstance(policy(torch.ones(32, 16).bfloat16(), None), wanted)

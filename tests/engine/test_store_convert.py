@@ -19,6 +19,7 @@ from tandem_engine.models import ModelConfig
 from tandem_engine.store import ModelManifest, ensure_weights
 from tandem_engine.store.gguf_source import GgufSource
 from tandem_engine.store.safetensors_source import SafetensorsSource
+from tandem_kernels import pack_weight
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -78,6 +79,18 @@ def test_tensors_are_fused_and_rotary_pairs_become_neighbours(folder: Path) -> N
     for d in range(8):
         assert torch.equal(qkv[head * 16 + 2 * d], q[head * 16 + d])
         assert torch.equal(qkv[head * 16 + 2 * d + 1], q[head * 16 + d + 8])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_packed_form_holds_the_same_numbers_in_the_kernels_order(
+    folder: Path, dtype: torch.dtype
+) -> None:
+    plain, packed = (load_file(ensure_weights(folder, dtype, packed=form)) for form in (False, True))
+    differing = {name for name in packed if name not in plain or packed[name].shape != plain[name].shape}
+    assert any(name.endswith("gate_up_proj.weight") for name in differing)
+    for name, tensor in packed.items():
+        source = plain.get(name, plain["embed_tokens.weight"])
+        assert torch.equal(tensor, pack_weight(source) if name in differing else source)
 
 
 def test_each_dtype_gets_its_own_file(folder: Path) -> None:

@@ -77,7 +77,7 @@ async def run_fleet(
             decode_pb2_grpc.DecodeServiceStub(channels[0]),
             prefill_pb2_grpc.PrefillServiceStub(channels[1]),
             f"127.0.0.1:{p.port}",
-            assemble(EngineConfig(model=tiny_model, pack_weights=False, **SIZES)).layout,
+            assemble(EngineConfig(model=tiny_model, **SIZES)).layout,
         )
         for channel in channels:
             await channel.close(None)

@@ -71,8 +71,7 @@ class Decoder:
             for layer in (f"layers.{n}" for n in range(config.num_layers))
         )
         self._norm = tensors["norm.weight"]
-        head = "embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
-        self._lm_head = make_linear(tensors[head], None)
+        self._lm_head = make_linear(tensors.get("lm_head.weight", self.embed_tokens), None)
         self._rotations = rotation_table(config.rope, config.head_dim, config.max_model_len).to(self.device)
         self._scale = config.head_dim**-0.5
 

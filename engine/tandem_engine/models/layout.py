@@ -15,6 +15,10 @@ processes map it and share its pages without a private copy:
     norm.weight                      [H]
     lm_head.weight                   [V, H]                absent when tied to the embedding
 
+A second form of the file (`model-<dtype>-packed.safetensors`) holds the projections as the compiled CPU
+kernel wants them (tandem_kernels.packed_linear), and always lm_head.weight, as the embedding is looked up
+by row.
+
 Rows of queries, keys and their norms are interleaved within each head, dimension d beside d + D/2 (the
 order of llama GGUFs), for rope.py.
 """
@@ -24,6 +28,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
+from tandem_kernels import packed_shape
 from torch import Tensor
 
 from tandem_engine.models.config import ModelConfig
@@ -57,8 +63,15 @@ class StoredTensor:
     def shape(self) -> tuple[int, ...]:
         return (sum(p.shape[0] for p in self.parts), *self.parts[0].shape[1:])
 
+    def shape_in_file(self, dtype: torch.dtype, *, packed: bool) -> tuple[int, ...]:
+        """In the packed form of the file projections have another shape, where the kernel takes them."""
+        if packed and self.name.endswith(("_proj.weight", "lm_head.weight")):
+            num_columns, depth = self.shape
+            return packed_shape(num_columns, depth, dtype) or self.shape
+        return self.shape
 
-def stored_tensors(config: ModelConfig) -> Iterator[StoredTensor]:
+
+def stored_tensors(config: ModelConfig, *, packed: bool = False) -> Iterator[StoredTensor]:
     """Every tensor of the file for this config, in file order."""
     hidden, inner, d = config.hidden_size, config.intermediate_size, config.head_dim
 
@@ -90,5 +103,6 @@ def stored_tensors(config: ModelConfig) -> Iterator[StoredTensor]:
         if config.mlp_bias:
             yield plain(f"{ours}.down_proj.bias", f"{mlp}.down_proj.bias", hidden)
     yield plain("norm.weight", "model.norm.weight", hidden)
-    if not config.tie_word_embeddings:
-        yield plain("lm_head.weight", "lm_head.weight", config.vocab_size, hidden)
+    if packed or not config.tie_word_embeddings:
+        head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
+        yield plain("lm_head.weight", head, config.vocab_size, hidden)

@@ -1,15 +1,18 @@
-"""How a projection is computed, and in which dtype, on the CPU at hand.
+"""How a projection is computed, and in which dtype, on the CPU or GPU at hand.
 
-Each policy has the same face, `policy(x [T, in]) -> [T, out]`, and one is chosen when weights are loaded:
+Each policy has the same face, `policy(x [T, in]) -> [T, out]`, and one is chosen when weights are loaded. All
+but the last compute from the mapped file, with no private memory:
 
-    MappedLinear   straight from the mapped file; no private memory. Prefill pods, and GPUs.
-    PackedLinear   weights reordered once for oneDNN; a private copy. Flat from one row to some tens of
-                   rows, so decode pods verify drafts at the price of one token.
-    UpcastLinear   bfloat16 weights on a CPU without bfloat16 instructions: several rows are multiplied in
-                   float32, through one scratch buffer that all layers share.
+    PackedLinear   the compiled CPU kernel. Flat from one row to a dozen, so that verifying drafts costs a
+                   decode step what one token costs, and no slower than oneDNN on a prompt's hundreds.
+    PlainLinear    torch. GPUs, and CPUs without compiled kernels.
+    UpcastLinear   bfloat16 weights on a CPU with neither compiled kernels nor bfloat16 instructions: several
+                   rows are multiplied in float32, through one scratch buffer that all layers share.
 
-Measured on a Zen 3 (2 threads, AVX2, SmolLM2's 120 projections, ms at M = 1/8/512 rows): float32 mapped
-35/51/750, packed 28/34/727; bfloat16 mapped 16/90/5900, which is why UpcastLinear exists.
+Measured, SmolLM2's 120 projections, 2 threads of a Zen 4 (AVX-512, bfloat16), ms at M = 1/8/32/512 rows:
+
+    bfloat16   F.linear 18/28/-/303   packed for oneDNN 12/13/24/275   PackedLinear 7/8/21/276
+    float32    F.linear 42/54/-/685   packed for oneDNN 22/21/44/525   PackedLinear 13/16/41/558
 """
 
 from __future__ import annotations
@@ -19,20 +22,18 @@ from typing import Protocol
 
 import torch
 import torch.nn.functional as F
+from tandem_kernels import packed_linear, runs_packed
 from torch import Tensor
 
 from tandem_engine.errors import ModelLoadError
-
-#: Rows the packed layout is tuned for: a few sequences' drafts.
-_PACK_ROWS = 8
 
 
 class Linear(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
-class MappedLinear:
-    """x @ weight.T + bias, weight [out, in] as it lies in the file."""
+class PlainLinear:
+    """x @ weight.T + bias, weight [out, in]."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight, self._bias = weight, bias
@@ -42,15 +43,13 @@ class MappedLinear:
 
 
 class PackedLinear:
-    """The same, from weights in oneDNN's blocked order."""
+    """The same, from weights that packed_linear understands."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS)
-        self._bias = bias
+    def __init__(self, packed: Tensor, bias: Tensor | None) -> None:
+        self._packed, self._bias = packed, bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
-        return out
+        return packed_linear(x, self._packed, self._bias)
 
 
 class UpcastLinear:
@@ -89,23 +88,15 @@ def pick_dtype(name: str = "auto", device: str = "cpu") -> torch.dtype:
 
 
 def linear_policy(
-    dtype: torch.dtype, device: torch.device, pack: bool, max_numel: int
+    dtype: torch.dtype, device: torch.device, max_numel: int
 ) -> Callable[[Tensor, Tensor | None], Linear]:
     """The policy for weights of this dtype here; max_numel: elements of the largest weight."""
-    if device.type != "cpu":
-        return MappedLinear
-    if dtype == torch.bfloat16 and not cpu_has_bf16():
+    if (
+        device.type == "cpu"
+        and dtype == torch.bfloat16
+        and not cpu_has_bf16()
+        and not runs_packed(dtype, device)
+    ):
         scratch = torch.empty(max_numel)
         return lambda weight, bias: UpcastLinear(weight, bias, scratch)
-    if pack and _can_pack(dtype):
-        return PackedLinear
-    return MappedLinear
-
-
-def _can_pack(dtype: torch.dtype) -> bool:
-    """oneDNN says only by trying whether it packs a dtype on this CPU."""
-    try:
-        packed = PackedLinear(torch.ones(32, 32, dtype=dtype), None)
-        return bool(packed(torch.ones(1, 32, dtype=dtype)).eq(32).all())
-    except (RuntimeError, NotImplementedError, AttributeError):
-        return False
+    return lambda weight, bias: (PackedLinear if weight.dim() == 4 else PlainLinear)(weight, bias)

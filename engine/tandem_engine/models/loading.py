@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from tandem_kernels import runs_packed
 from torch import Tensor
 
 from tandem_engine.errors import ModelLoadError
@@ -20,34 +21,32 @@ from tandem_engine.models.layout import stored_tensors
 from tandem_engine.models.linear import linear_policy
 
 
-def load_decoder(folder: Path, dtype: torch.dtype, device: str = "cpu", *, pack: bool = False) -> Decoder:
-    """The model of `folder` in `dtype`.
-
-    pack=True: reorder weights once into a private copy that is flat in the number of rows (decode pods);
-    False: compute from the shared pages (prefill pods). Raises ModelLoadError.
-    """
+def load_decoder(folder: Path, dtype: torch.dtype, device: str = "cpu") -> Decoder:
+    """The model of `folder` in `dtype`. Raises ModelLoadError."""
     # Imported here, as the store in turn reads this package's config and layout.
     from tandem_engine.store.convert import ensure_weights
 
     config = ModelConfig.from_folder(folder)
     target = torch.device(device)
-    tensors = _map_tensors(ensure_weights(folder, dtype), config, dtype, target)
+    packed = runs_packed(dtype, target)
+    tensors = _map_tensors(ensure_weights(folder, dtype, packed=packed), config, dtype, target, packed)
     largest = max(t.numel() for t in tensors.values())
-    return Decoder(config, tensors, linear_policy(dtype, target, pack, largest))
+    return Decoder(config, tensors, linear_policy(dtype, target, largest))
 
 
 def _map_tensors(
-    path: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device
+    path: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, packed: bool
 ) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
-            for stored in stored_tensors(config):
+            for stored in stored_tensors(config, packed=packed):
                 tensor = file.get_tensor(stored.name)
-                if tensor.shape != stored.shape or tensor.dtype != dtype:
+                shape = stored.shape_in_file(dtype, packed=packed)
+                if tensor.shape != shape or tensor.dtype != dtype:
                     raise ModelLoadError(
                         f"{path} holds {stored.name} as {tuple(tensor.shape)} {tensor.dtype}, but "
-                        f"config.json asks for {stored.shape} {dtype}; delete the file to have it made again"
+                        f"config.json asks for {shape} {dtype}; delete the file to have it made again"
                     )
                 tensors[stored.name] = tensor
     except (SafetensorError, OSError) as error:

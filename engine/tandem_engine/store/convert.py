@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import IO, Protocol
+from typing import Protocol
 
 import torch
+from tandem_kernels import pack_weight
 from torch import Tensor
 
 from tandem_engine.errors import ModelLoadError
 from tandem_engine.models.config import ModelConfig
-from tandem_engine.models.layout import StoredTensor, stored_tensors
+from tandem_engine.models.layout import StoredTensor, TensorPart, stored_tensors
 from tandem_engine.store.files import Progress, atomic_write, locked, no_progress
 from tandem_engine.store.gguf_source import GgufSource
 from tandem_engine.store.manifest import ModelManifest
@@ -39,23 +40,27 @@ class WeightSource(Protocol):
     def get(self, name: str) -> Tensor: ...
 
 
-def ensure_weights(folder: Path, dtype: torch.dtype, progress: Progress = no_progress) -> Path:
-    """The path of `model-<dtype>.safetensors`, converted first if it is missing, damaged or outdated.
+def ensure_weights(
+    folder: Path, dtype: torch.dtype, progress: Progress = no_progress, *, packed: bool = False
+) -> Path:
+    """The path of `model-<dtype>.safetensors`, or of its packed form (models/layout.py), converted first if
+    it is missing, damaged or outdated.
 
     Any number of processes may call this at once; one converts, the others wait. Raises ModelLoadError.
     """
     if dtype not in _DTYPES:
         raise ModelLoadError(f"weights cannot be kept in {dtype}; use float32, bfloat16 or float16")
     manifest = ModelManifest.read(folder)
-    path = folder / f"model-{str(dtype).removeprefix('torch.')}.safetensors"
-    if _is_current(path, manifest.revision):
+    form = "-packed" if packed else ""
+    path = folder / f"model-{str(dtype).removeprefix('torch.')}{form}.safetensors"
+    if _is_current(path, manifest.revision, form):
         return path
     try:
         with locked(folder / ".convert.lock"):
-            if not _is_current(path, manifest.revision):
+            if not _is_current(path, manifest.revision, form):
                 config = ModelConfig.from_folder(folder)
                 source = open_source((folder / manifest.weights).resolve())
-                write_weights(path, config, source, dtype, manifest.revision, progress)
+                write_weights(path, config, source, dtype, manifest.revision, progress, packed=packed)
     except OSError as error:
         raise ModelLoadError(
             f"the weights could not be written to {path} ({error}); free some disk space or make the folder "
@@ -78,16 +83,23 @@ def write_weights(
     dtype: torch.dtype,
     revision: str,
     progress: Progress = no_progress,
+    *,
+    packed: bool,
 ) -> None:
     """Convert every tensor and replace path in one rename. Raises ModelLoadError before anything is kept."""
-    stored = list(stored_tensors(config))
+    stored = list(stored_tensors(config, packed=packed))
     _check_names(config, stored, source)
-    header, total = _header(stored, dtype, revision)
+    shapes = {t.name: t.shape_in_file(dtype, packed=packed) for t in stored}
+    header, total = _header(shapes, dtype, revision, "-packed" if packed else "")
     done = 0
     with atomic_write(path) as file:
         file.write(header)
         for tensor in stored:
-            done += _write_tensor(file, tensor, source, dtype)
+            parts = [_read_part(part, source, dtype) for part in tensor.parts]
+            if shapes[tensor.name] != tensor.shape:
+                parts = [pack_weight(torch.cat(parts))]
+            for part in parts:
+                done += file.write(part.view(torch.uint8).numpy().data)
             progress("converting", done, total)
 
 
@@ -108,15 +120,17 @@ def _check_names(config: ModelConfig, stored: list[StoredTensor], source: Weight
         )
 
 
-def _header(stored: list[StoredTensor], dtype: torch.dtype, revision: str) -> tuple[bytes, int]:
+def _header(
+    shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, revision: str, form: str
+) -> tuple[bytes, int]:
     """The safetensors header (8 bytes of length, then JSON padded to 64 bytes) and the size of the data."""
-    entries: dict[str, object] = {"__metadata__": {"layout": LAYOUT_VERSION, "revision": revision}}
+    entries: dict[str, object] = {"__metadata__": _metadata(revision, form)}
     offset = 0
-    for tensor in stored:
-        end = offset + torch.Size(tensor.shape).numel() * dtype.itemsize
-        entries[tensor.name] = {
+    for name, shape in shapes.items():
+        end = offset + torch.Size(shape).numel() * dtype.itemsize
+        entries[name] = {
             "dtype": _DTYPES[dtype],
-            "shape": list(tensor.shape),
+            "shape": list(shape),
             "data_offsets": [offset, end],
         }
         offset = end
@@ -125,21 +139,21 @@ def _header(stored: list[StoredTensor], dtype: torch.dtype, revision: str) -> tu
     return len(text).to_bytes(8, "little") + text, offset
 
 
-def _write_tensor(file: IO[bytes], stored: StoredTensor, source: WeightSource, dtype: torch.dtype) -> int:
-    num_bytes = 0
-    for part in stored.parts:
-        tensor = source.get(part.hf_name)
-        if tuple(tensor.shape) != part.shape:
-            raise ModelLoadError(
-                f"{part.hf_name} has shape {tuple(tensor.shape)}, but the config asks for {part.shape}; "
-                "the weights and the config are of different models"
-            )
-        rows = part.arrange(tensor).to(dtype).contiguous()
-        num_bytes += file.write(rows.view(torch.uint8).numpy().data)
-    return num_bytes
+def _metadata(revision: str, form: str) -> dict[str, str]:
+    return {"layout": LAYOUT_VERSION + form, "revision": revision}
 
 
-def _is_current(path: Path, revision: str) -> bool:
+def _read_part(part: TensorPart, source: WeightSource, dtype: torch.dtype) -> Tensor:
+    tensor = source.get(part.hf_name)
+    if tuple(tensor.shape) != part.shape:
+        raise ModelLoadError(
+            f"{part.hf_name} has shape {tuple(tensor.shape)}, but the config asks for {part.shape}; "
+            "the weights and the config are of different models"
+        )
+    return part.arrange(tensor).to(dtype).contiguous()
+
+
+def _is_current(path: Path, revision: str, form: str) -> bool:
     """Whether path is whole, of this layout and of these weights; reads only the header."""
     try:
         with path.open("rb") as file:
@@ -148,7 +162,9 @@ def _is_current(path: Path, revision: str) -> bool:
                 return False
             header = json.loads(file.read(length))
         size = max(e["data_offsets"][1] for n, e in header.items() if n != "__metadata__")
-        expected = {"layout": LAYOUT_VERSION, "revision": revision}
-        return bool(header["__metadata__"] == expected) and path.stat().st_size == 8 + length + size
+        return (
+            bool(header["__metadata__"] == _metadata(revision, form))
+            and path.stat().st_size == 8 + length + size
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return False

@@ -69,6 +69,8 @@ def load(name: str) -> ctypes.CDLL:
     library.tandem_add_rms_norm.restype = None
     library.tandem_silu_mul.argtypes = [_POINTER, _POINTER, _INT64, _INT32, _INT32, _INT32]
     library.tandem_silu_mul.restype = None
+    library.tandem_linear.argtypes = [_POINTER, _POINTER, _POINTER, _POINTER, _INT64, *[_INT32] * 4]
+    library.tandem_linear.restype = None
     library.tandem_rope_store.argtypes = [
         *[_POINTER] * 7, *[_INT64] * 3, *[_INT32] * 5, _FLOAT, _INT32,
     ]  # fmt: skip

@@ -11,6 +11,7 @@ from pathlib import Path
 from tandem_engine.errors import ModelLoadError
 from tandem_engine.models import pick_dtype
 from tandem_engine.store import ensure_weights
+from tandem_kernels import runs_packed
 
 from tandem_cli.progress import ProgressView
 
@@ -22,7 +23,8 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         with ProgressView() as progress:
-            ensure_weights(folder, pick_dtype(dtype, device), progress)
+            wanted = pick_dtype(dtype, device)
+            ensure_weights(folder, wanted, progress, packed=runs_packed(wanted, torch.device(device)))
     except ModelLoadError as error:
         sys.exit(f"error: {error}")
 

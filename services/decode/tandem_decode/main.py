@@ -110,7 +110,6 @@ def _assemble(pod: DecodeSettings, drafter: Drafter) -> EngineParts:
             max_batch=pod.max_batch,
             prefix_cache=pod.prefix_cache,
             max_draft_nodes=pod.draft_nodes,
-            pack_weights=True,
         ),
         drafter,
     )

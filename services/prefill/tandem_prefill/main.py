@@ -81,7 +81,6 @@ def _assemble(pod: PrefillSettings) -> EngineParts:
             max_batch=pod.max_batch,
             prefix_cache=pod.prefix_cache,
             max_draft_nodes=0,
-            pack_weights=False,
         )
     )
 

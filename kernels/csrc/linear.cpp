@@ -1,0 +1,120 @@
+// Matrix products with weights: x [rows, depth] times weight [columns, depth] transposed.
+//
+// Weights are packed once into panels of 32 columns, so that the inner loop reads them in order:
+//
+//     packed[panel][k][column]      k counts 32-bit lanes of depth: one float, or a pair of bfloat16
+//
+// A decode step has few rows and waits for the weights' memory, so its cost hardly grows up to a dozen rows; a
+// prompt chunk has hundreds and waits for the multipliers. One packing serves both. A result sums over depth in the
+// same order, whatever the number of rows: bits do not depend on the batch.
+
+#include <omp.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "product.h"
+#include "simd.h"
+
+namespace {
+
+constexpr int kPanel = 32;
+constexpr int kPanelVecs = kPanel / kLanes;
+
+#if defined(__AVX512F__)
+// 24 accumulators: a dozen rows of one panel, or half a dozen of two, which loads less per product.
+constexpr int kFewRows = 12, kFewVecs = 2, kManyRows = 6, kManyVecs = 4;
+#else
+constexpr int kFewRows = 6, kFewVecs = 2, kManyRows = 6, kManyVecs = 2;
+#endif
+// Lanes of depth summed in one go. Sums of sums round less than one long sum, whose error grows with its length.
+constexpr int kDepthBlock = 384;
+// Rows that pass over all panels while they stay in the second-level cache.
+constexpr int kRowChunk = 1024;
+
+struct Call {
+  const void* x;
+  const uint32_t* packed;
+  const void* bias;  // or null
+  void* out;
+  int64_t rows;
+  int columns, depth;  // depth in elements
+  DType dtype;
+};
+
+// Rows of Vecs * kLanes columns from `column` on, through registers into out.
+template <class Type, int Rows, int Vecs>
+void block(const Call& c, int64_t row, int column) {
+  const int lanes = c.depth / Type::kPerLane;
+  const int64_t panel = int64_t(column / kPanel) * lanes * kPanel;
+  alignas(64) float sums[Rows][Vecs * kLanes];
+  for (int from = 0; from < lanes; from += kDepthBlock) {
+    const auto product = from == 0 ? product_block<Type, Rows, Vecs, Sum::kFresh, std::min(Vecs, kPanelVecs)>
+                                   : product_block<Type, Rows, Vecs, Sum::kAdded, std::min(Vecs, kPanelVecs)>;
+    product((const uint32_t*)c.x + row * lanes + from, lanes,
+            c.packed + panel + column % kPanel + int64_t(from) * kPanel, kPanel, sums[0], Vecs * kLanes,
+            std::min(kDepthBlock, lanes - from), int64_t(lanes) * kPanel);
+  }
+  for (int r = 0; r < Rows; ++r)
+    for (int n = 0; n < Vecs * kLanes; n += kLanes) {
+      Vec v = load(sums[r] + n);
+      if (c.bias) v += load_as_float(c.bias, column + n, c.dtype, nullptr);
+      store_from_float(c.out, (row + r) * c.columns + column + n, c.dtype, v);
+    }
+}
+
+template <class Type, int Vecs, int... Rows>
+void some_rows(std::integer_sequence<int, Rows...>, int rows, const Call& c, int64_t row, int column) {
+  using Block = void (*)(const Call&, int64_t, int);
+  static constexpr Block kBlocks[] = {block<Type, Rows + 1, Vecs>...};
+  kBlocks[rows - 1](c, row, column);
+}
+
+// Rows first .. end of Vecs * kLanes columns, in blocks of nearly equal size.
+template <class Type, int MostRows, int Vecs>
+void column_block(const Call& c, int64_t first, int64_t end, int column) {
+  const int64_t rows = end - first, blocks = (rows + MostRows - 1) / MostRows;
+  for (int64_t i = 0; i < blocks; ++i) {
+    const int64_t from = first + rows * i / blocks, to = first + rows * (i + 1) / blocks;
+    some_rows<Type, Vecs>(std::make_integer_sequence<int, MostRows>{}, int(to - from), c, from, column);
+  }
+}
+
+template <class Type, int MostRows, int Vecs>
+void all_columns(const Call& c, int num_threads) {
+  constexpr int kWidth = std::max(Vecs * kLanes, kPanel);
+  const int steps = (c.columns + kWidth - 1) / kWidth;
+#pragma omp parallel num_threads(num_threads)
+  for (int64_t first = 0; first < c.rows; first += kRowChunk) {
+    const int64_t end = std::min(first + kRowChunk, c.rows);
+#pragma omp for schedule(static) nowait
+    for (int step = 0; step < steps; ++step)
+      for (int column = step * kWidth; column < std::min((step + 1) * kWidth, c.columns);) {
+        // The last panel may stand alone, where two would be taken.
+        if (Vecs > kPanelVecs && c.columns - column <= kPanel) {
+          column_block<Type, MostRows, kPanelVecs>(c, first, end, column);
+          column += kPanel;
+        } else {
+          column_block<Type, MostRows, Vecs>(c, first, end, column);
+          column += Vecs * kLanes;
+        }
+      }
+  }
+}
+
+template <class Type>
+void run(const Call& c, int num_threads) {
+  if (c.rows <= 2 * kFewRows) all_columns<Type, kFewRows, kFewVecs>(c, num_threads);
+  else all_columns<Type, kManyRows, kManyVecs>(c, num_threads);
+}
+
+}  // namespace
+
+// x [rows, depth] dense, packed as above, bias [columns] or null -> out [rows, columns], all of one dtype, float32 or
+// bfloat16. columns is a multiple of 32, depth even.
+extern "C" void tandem_linear(const void* x, const void* packed, const void* bias, void* out, int64_t rows,
+                              int32_t columns, int32_t depth, int32_t dtype, int32_t num_threads) {
+  const Call call = {x, (const uint32_t*)packed, bias, out, rows, columns, depth, (DType)dtype};
+  if ((DType)dtype == DType::kBFloat16) run<BFloat16>(call, num_threads);
+  else run<Float32>(call, num_threads);
+}
