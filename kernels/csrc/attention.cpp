@@ -10,6 +10,9 @@
 // fixed key positions, and a key that a row does not see changes none of its sums. So a row's bits do not depend
 // on the batch, the number of threads, or where a prompt was cut into chunks.
 //
+// Nor on drafts: a node's ancestors lie scattered among the tree's slots, but where the tree begins each node gets
+// tiles of its own, in which they lie where plain decoding would have put them. A tile costs little to copy.
+//
 // Products are made in float32, or in bfloat16 with float32 sums where the CPU has instructions for that.
 
 #include <omp.h>
@@ -205,9 +208,23 @@ class Attention {
   std::vector<Merge> merges;
   std::vector<float>* partials = nullptr;
 
+  int num_new(int b) const { return c.query_start_loc[b + 1] - c.query_start_loc[b]; }
+
+  int context(int b) const { return c.seq_lens[b] - num_new(b); }
+
   bool is_tree(int b) const {
-    int first = c.query_start_loc[b], n = c.query_start_loc[b + 1] - first;
-    return c.ancestor_bits && n > 0 && n <= kMaxTreeNodes && c.ancestor_bits[first] != 0;
+    const int n = num_new(b);
+    return c.ancestor_bits && n > 0 && n <= kMaxTreeNodes && c.ancestor_bits[c.query_start_loc[b]] != 0;
+  }
+
+  // A tree's node and its ancestors, as bits of the tree's slots.
+  uint64_t path(int b, int node) const {
+    return (uint64_t)c.ancestor_bits[c.query_start_loc[b] + node] & below(num_new(b));
+  }
+
+  // Where plain decoding would have put a new token.
+  int position(int b, int token) const {
+    return context(b) + (is_tree(b) ? __builtin_popcountll(path(b, token)) - 1 : token);
   }
 
   // Enough rows to pay for copying the keys, few enough that the state stays in the second-level cache.
@@ -215,16 +232,15 @@ class Attention {
 
   int first_split(int b, int first_token) const {
     if (c.window == 0) return 0;
-    // A tree's node is at most as far as its index from the root, and at least at the root.
-    int context = c.seq_lens[b] - (c.query_start_loc[b + 1] - c.query_start_loc[b]);
-    int position = context + (is_tree(b) ? 0 : first_token);
-    return std::max(0, position - c.window + 1) / kSplit;
+    // No node of a tree comes before its root.
+    const int earliest = context(b) + (is_tree(b) ? 0 : first_token);
+    return std::max(0, earliest - c.window + 1) / kSplit;
   }
 
   void plan() {
     int64_t alone = 0;
     for (int b = 0; b < c.num_seqs; ++b) {
-      int n = c.query_start_loc[b + 1] - c.query_start_loc[b];
+      const int n = num_new(b);
       alone += int64_t(c.num_kv_heads) * ((n + tokens_per_task() - 1) / tokens_per_task());
     }
     // Tasks that write their output themselves cost least; too few of them would leave threads idle.
@@ -233,11 +249,10 @@ class Attention {
     partials = &kept;
     int64_t floats = 0;
     for (int b = 0; b < c.num_seqs; ++b) {
-      int n = c.query_start_loc[b + 1] - c.query_start_loc[b];
+      const int n = num_new(b);
       for (int first = 0; first < n; first += tokens_per_task()) {
         int count = std::min(tokens_per_task(), n - first);
-        int context = c.seq_lens[b] - n;
-        int keys = is_tree(b) ? c.seq_lens[b] : context + first + count;
+        int keys = is_tree(b) ? c.seq_lens[b] : context(b) + first + count;
         int begin = first_split(b, first), end = (keys + kSplit - 1) / kSplit;
         for (int h = 0; h < c.num_kv_heads; ++h) {
           if (!split || end - begin == 1) {
@@ -299,9 +314,10 @@ class Attention {
     }
   }
 
-  // K as [D / per lane][64 keys] and V as [64 / per lane][D] of 32-bit lanes; keys from `end` on are zero.
+  // K as [D / per lane][64 keys] and V as [64 / per lane][D] of 32-bit lanes; keys from `end` on are zero. With a
+  // path, keys from the context's end on are its nodes in their order.
   template <class Type>
-  void load_tile(const Task& task, int first_key, int end, const Workspace& work) const {
+  void load_tile(const Task& task, int first_key, int end, uint64_t path, const Workspace& work) const {
     using Element = typename Type::Element;
     const int D = c.head_size;
     const DType dtype = (DType)c.cache_dtype;
@@ -311,13 +327,19 @@ class Attention {
     const Element* rows[2][kTile];
     const int32_t* blocks = c.block_table + int64_t(task.seq) * c.max_blocks;
     const int64_t head_elements = int64_t(c.block_size) * D;
+    const int tree = path ? context(task.seq) : end;
+    for (int key = tree; key < first_key; ++key) path &= path - 1;  // nodes of the tiles before
     for (int t = 0; t < kTile; ++t) {
-      int key = first_key + t;
-      if (key >= end) {
+      if (first_key + t >= end) {
         rows[0][t] = rows[1][t] = zeros;
         continue;
       }
-      int64_t block = blocks[key / c.block_size];
+      int key = first_key + t;
+      if (key >= tree) {
+        key = tree + __builtin_ctzll(path);
+        path &= path - 1;
+      }
+      const int64_t block = blocks[key / c.block_size];
       for (int part = 0; part < 2; ++part) {
         int64_t at = ((block * 2 + part) * c.num_kv_heads + task.kv_head) * head_elements +
                      int64_t(key % c.block_size) * D;
@@ -356,40 +378,14 @@ class Attention {
     }
   }
 
-  // Which of the keys first_key .. first_key + 63 a token sees, as bits.
-  uint64_t visible(int b, int token, int first_key) const {
-    const int n = c.query_start_loc[b + 1] - c.query_start_loc[b], context = c.seq_lens[b] - n;
-    if (!is_tree(b)) {
-      const int position = context + token;
-      return below(position + 1 - first_key) & ~below(c.window ? position - c.window + 1 - first_key : 0);
-    }
-    const uint64_t own = (uint64_t)c.ancestor_bits[c.query_start_loc[b] + token] & below(n);
-    uint64_t nodes = own;
-    const int position = context + __builtin_popcountll(own) - 1;
-    if (c.window != 0) {
-      // The ancestors in order of depth are the bits in order: those a window or more above are out of sight.
-      for (int extra = __builtin_popcountll(own) - c.window; extra > 0; --extra) nodes &= nodes - 1;
-    }
-    const int lead = context - first_key;  // keys of the tile before the tree's first
-    const uint64_t seen = below(lead) & ~below(c.window ? position - c.window + 1 - first_key : 0);
-    if (lead >= kTile || lead <= -kTile) return seen;
-    return seen | (lead >= 0 ? nodes << lead : nodes >> -lead);
+  // Which of a tile's keys a token at a position sees, as bits.
+  uint64_t visible(int position, int first_key) const {
+    return below(position + 1 - first_key) & ~below(c.window ? position - c.window + 1 - first_key : 0);
   }
 
   // The lowest `count` of 64 bits, for any count.
   static uint64_t below(int count) {
     return count <= 0 ? 0 : count >= 64 ? ~uint64_t(0) : (uint64_t(1) << count) - 1;
-  }
-
-  // Whether num_tokens new tokens from first_token on all see all of a tile's keys.
-  bool all_visible(int b, int first_token, int num_tokens, int first_key) const {
-    const int n = c.query_start_loc[b + 1] - c.query_start_loc[b], context = c.seq_lens[b] - n;
-    const bool tree = is_tree(b);
-    const int last_key = first_key + kTile - 1;
-    if (last_key >= context + (tree ? 0 : first_token + 1)) return false;
-    if (c.window == 0) return true;
-    const int furthest = context + (tree ? n - 1 : first_token + num_tokens - 1);
-    return furthest - first_key < c.window;
   }
 
   template <class Type>
@@ -398,41 +394,51 @@ class Attention {
     load_query<Type>(task, work.query);
     State total = state_at(task.partial < 0 ? work.state[0] : partials->data() + task.partial, rows);
     State split = state_at(work.state[1], rows);
-    const int n = c.query_start_loc[task.seq + 1] - c.query_start_loc[task.seq];
-    const int context = c.seq_lens[task.seq] - n;
-    const int keys = is_tree(task.seq) ? c.seq_lens[task.seq]
-                                       : context + task.first_token + task.num_tokens;
+    const bool tree = is_tree(task.seq);
+    const int context = this->context(task.seq);
+    const int keys = tree ? c.seq_lens[task.seq] : context + task.first_token + task.num_tokens;
     for (int s = 0; s < task.num_splits; ++s) {
       State& state = s == 0 ? total : split;
       std::fill_n(state.base, rows, kMinusInfinity);
       std::memset(state.sum, 0, int64_t(rows) * (kLanes + D) * 4);  // and acc, which follows
       const int begin = (task.first_split + s) * kSplit, end = std::min(begin + kSplit, keys);
       for (int first_key = begin; first_key < end; first_key += kTile) {
-        load_tile<Type>(task, first_key, keys, work);
-        attend_tile<Type>(task, first_key, state, work);
+        if (!tree || first_key + kTile <= context) {
+          load_tile<Type>(task, first_key, keys, 0, work);
+          attend_tile<Type>(task, first_key, 0, rows, state, work);
+          continue;
+        }
+        for (int i = 0; i < task.num_tokens; ++i) {
+          const int node = task.first_token + i, length = position(task.seq, node) + 1;
+          if (first_key >= length) continue;
+          load_tile<Type>(task, first_key, length, path(task.seq, node), work);
+          attend_tile<Type>(task, first_key, i * group, (i + 1) * group, state, work);
+        }
       }
       if (s > 0) merge_states(total, split, rows);
     }
     if (task.partial < 0) write(task, total);
   }
 
+  // Rows first_row .. last_row - 1 of the task with the loaded tile.
   template <class Type>
-  void attend_tile(const Task& task, int first_key, State& state, const Workspace& work) const {
+  void attend_tile(const Task& task, int first_key, int first_row, int last_row, State& state,
+                   const Workspace& work) const {
     using Element = typename Type::Element;
-    const int D = c.head_size, depth = D / Type::kPerLane, rows = task.num_tokens * group;
-    float scale = c.scale * (c.k_scale ? c.k_scale[task.kv_head] : 1.0f);
-    for (int first = 0; first < rows; first += kRows) {
-      const int count = std::min(kRows, rows - first);
-      const int first_token = task.first_token + first / group;
-      const int last_token = task.first_token + (first + count - 1) / group;
-      const bool full = all_visible(task.seq, first_token, last_token - first_token + 1, first_key);
-      if (!full && !is_tree(task.seq)) {
-        // Causal rows that end before this tile see none of it.
-        const int context = c.seq_lens[task.seq] - (c.query_start_loc[task.seq + 1] - c.query_start_loc[task.seq]);
-        if (first_key > context + last_token) continue;
+    const int D = c.head_size, depth = D / Type::kPerLane;
+    const float scale = c.scale * (c.k_scale ? c.k_scale[task.kv_head] : 1.0f);
+    for (int first = first_row; first < last_row; first += kRows) {
+      const int count = std::min(kRows, last_row - first);
+      uint64_t seen[kRows], any = 0, all = ~uint64_t(0);
+      for (int r = 0; r < count; ++r) {
+        seen[r] = visible(position(task.seq, task.first_token + (first + r) / group), first_key);
+        any |= seen[r];
+        all &= seen[r];
       }
+      if (any == 0) continue;
+      const bool full = ~all == 0;
       product<Type, Sum::kFresh>(count, (const uint32_t*)work.query + int64_t(first) * depth, depth,
-                           (const uint32_t*)work.keys, kTile, work.scores, kTile, depth, kTile);
+                                 (const uint32_t*)work.keys, kTile, work.scores, kTile, depth, kTile);
       for (int r = 0; r < count; ++r) {
         float* scores = work.scores + r * kTile;
         float unit = scale * kLog2E;  // from a score to log2 of its weight
@@ -441,14 +447,13 @@ class Attention {
           unit = kLog2E;
         }
         if (!full) {
-          const uint64_t bits = visible(task.seq, task.first_token + (first + r) / group, first_key);
-          for (int t = 0; t < kTile; ++t) scores[t] = bits >> t & 1 ? scores[t] : kMinusInfinity;
+          for (int t = 0; t < kTile; ++t) scores[t] = seen[r] >> t & 1 ? scores[t] : kMinusInfinity;
         }
         soften<Type>(scores, unit, first + r, state, (Element*)work.weights + r * kTile);
       }
       product<Type, Sum::kContinued>(count, (const uint32_t*)work.weights, kTile / Type::kPerLane,
-                          (const uint32_t*)work.values, D, state.acc + int64_t(first) * D, D,
-                          kTile / Type::kPerLane, D);
+                                     (const uint32_t*)work.values, D, state.acc + int64_t(first) * D, D,
+                                     kTile / Type::kPerLane, D);
     }
   }
 

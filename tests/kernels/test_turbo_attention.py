@@ -282,6 +282,36 @@ def test_a_chain_of_drafts_gives_the_bits_of_plain_decoding(backend: str, dtype:
     assert torch.equal(with_bits(case, chain, backend), with_bits(case, None, backend))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [None, 5, 200])
+@pytest.mark.parametrize("context", [0, 37, 64, 500, 1100])
+@pytest.mark.parametrize("backend", NATIVE)
+def test_a_node_gives_the_bits_of_plain_decoding_along_its_path(
+    backend: str, context: int, window: int | None, dtype: torch.dtype
+) -> None:
+    case = make_case(
+        [Sequence(context, 64, tree=True)], options=Options(window=window), dtype=dtype, seed=context
+    )
+    result = case.run(backend)
+    blocks = -(-(context + 64) // 16)
+    slots = case.kv_cache[case.block_table[0, :blocks].long()].permute(1, 2, 0, 3, 4).flatten(2, 3)
+    assert case.ancestor_bits is not None
+    for row, bits in enumerate(case.ancestor_bits.tolist()):
+        path = [node for node in range(64) if bits >> node & 1]
+        linear = slots[:, :, [*range(context), *(context + node for node in path)]]
+        alone = attend(
+            case.query[row : row + 1],
+            linear[None].contiguous(),
+            torch.tensor([[0]], dtype=torch.int32),
+            torch.tensor([context + len(path)], dtype=torch.int32),
+            torch.tensor([0, 1], dtype=torch.int32),
+            scale=64**-0.5,
+            window=window,
+            backend=backend,
+        )
+        assert torch.equal(result[row : row + 1], alone)
+
+
 @pytest.mark.parametrize("backend", NATIVE)
 def test_the_number_of_threads_changes_no_bit(backend: str) -> None:
     case = make_case([Sequence(3000, 7), Sequence(20, 300)])
