@@ -1,8 +1,8 @@
 """turbo_attention through the compiled kernel of csrc/attention.cpp: one call, all sequences and heads.
 
 A row's result depends on its own query and keys alone, to the last bit: not on the batch, the chunking of a
-prompt, the shape of a draft, or the number of threads. Products are made in float32, or for bfloat16 in bfloat16 with float32 sums
-where the processor has instructions for it.
+prompt, the shape of a draft, or the number of threads. Products are made in float32, or for bfloat16 with its
+own instructions and float32 sums where the processor has them.
 
 Not covered (`supports` says so, and torch computes it): float64, head sizes that are not a multiple of 16 or
 exceed 256.
