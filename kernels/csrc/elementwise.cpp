@@ -13,9 +13,9 @@ constexpr int64_t kParallelElements = 1 << 14;
 
 inline int threads_for(int64_t elements, int num_threads) { return elements < kParallelElements ? 1 : num_threads; }
 
-// A row's values times 1 / rms and the weight.
-inline void normalize(const void* x, int64_t from, int width, DType dtype, const void* weight, DType weight_dtype,
-                      float eps, void* out, int64_t to) {
+// A row's values times 1 / rms and the weight; weight and result are of out_dtype.
+inline void normalize(const void* x, int64_t from, int width, DType dtype, const void* weight, float eps, void* out,
+                      int64_t to, DType out_dtype) {
   Vec squares{};
   for (int i = 0; i < width; i += kLanes) {
     Vec v = load_as_float(x, from + i, dtype, nullptr);
@@ -24,7 +24,7 @@ inline void normalize(const void* x, int64_t from, int width, DType dtype, const
   const Vec factor = splat(1.0f / __builtin_sqrtf(sum(squares) / width + eps));
   for (int i = 0; i < width; i += kLanes) {
     Vec v = load_as_float(x, from + i, dtype, nullptr) * factor;
-    store_from_float(out, to + i, dtype, v * load_as_float(weight, i, weight_dtype, nullptr));
+    store_from_float(out, to + i, out_dtype, v * load_as_float(weight, i, out_dtype, nullptr));
   }
 }
 
@@ -32,17 +32,17 @@ inline void normalize(const void* x, int64_t from, int width, DType dtype, const
 
 extern "C" {
 
-// hidden += delta (unless null); out = hidden / rms(hidden) * weight. All [rows, width] dense, of one dtype.
-void tandem_add_rms_norm(void* hidden, const void* delta, const void* weight, void* out, int64_t rows, int32_t width,
+// hidden += delta (unless null); out = hidden / rms(hidden) * weight. All [rows, width] dense; hidden is float32, the
+// others are of one dtype.
+void tandem_add_rms_norm(float* hidden, const void* delta, const void* weight, void* out, int64_t rows, int32_t width,
                          int32_t dtype_code, float eps, int32_t num_threads) {
   const DType dtype = (DType)dtype_code;
 #pragma omp parallel for num_threads(threads_for(rows * width, num_threads)) schedule(static)
   for (int64_t r = 0; r < rows; ++r) {
     if (delta)
       for (int64_t i = r * width; i < (r + 1) * width; i += kLanes)
-        store_from_float(hidden, i, dtype,
-                         load_as_float(hidden, i, dtype, nullptr) + load_as_float(delta, i, dtype, nullptr));
-    normalize(hidden, r * width, width, dtype, weight, dtype, eps, out, r * width);
+        store(hidden + i, load(hidden + i) + load_as_float(delta, i, dtype, nullptr));
+    normalize(hidden, r * width, width, DType::kFloat32, weight, eps, out, r * width, dtype);
   }
 }
 
@@ -90,7 +90,7 @@ int64_t tandem_rope_store(void* qkv, const int64_t* positions, const int64_t* sl
         continue;
       }
       const void* norm = is_query ? q_norm : k_norm;
-      if (norm) normalize(qkv, from, head_size, dtype, norm, dtype, eps, qkv, from);
+      if (norm) normalize(qkv, from, head_size, dtype, norm, eps, qkv, from, dtype);
       for (int d = 0; d < head_size; d += kLanes) {
         Vec rotated = rotate(load_as_float(qkv, from + d, dtype, nullptr), load(by + d));
         if (is_query) store_from_float(qkv, from + d, dtype, rotated);

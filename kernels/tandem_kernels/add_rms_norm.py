@@ -2,6 +2,9 @@
 
 hidden <- hidden + delta
 normed  = hidden / sqrt(mean(hidden ** 2) + eps) * weight          (RMSNorm: Zhang and Sennrich, 2019)
+
+The residual stream is float32 whatever the model's dtype. It is small, and in some models a few of its
+elements are thousands of times as large as the rest: in bfloat16, sixty additions round much of theirs away.
 """
 
 from __future__ import annotations
@@ -15,15 +18,15 @@ from tandem_kernels import native
 def add_rms_norm(
     hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """Return normed [T, H].
+    """Return normed [T, H] of weight's dtype.
 
     Args:
-        hidden: [T, H], dense; changed in place unless delta is None.
-        delta: [T, H] of hidden's dtype, or None to add nothing.
-        weight: [H] of hidden's dtype.
+        hidden: [T, H] float32, dense; changed in place unless delta is None.
+        delta: [T, H] of weight's dtype, or None to add nothing.
+        weight: [H].
 
     Raises:
-        ValueError: the shapes do not fit.
+        ValueError: a shape or dtype does not fit.
     """
     num_tokens, width = hidden.shape
     if weight.shape != (width,) or (delta is not None and delta.shape != hidden.shape):
@@ -31,14 +34,16 @@ def add_rms_norm(
             f"hidden has shape {list(hidden.shape)}, delta {None if delta is None else list(delta.shape)}, "
             f"weight {list(weight.shape)}, wanted [T, H], [T, H] and [H]"
         )
-    if not native.covers(width, hidden, delta, weight):
+    if hidden.dtype != torch.float32:
+        raise ValueError(f"hidden has dtype {hidden.dtype}, wanted float32, as the residual stream is kept")
+    if not native.covers(width, weight, delta) or hidden.is_cuda or not hidden.is_contiguous():
         if delta is not None:
             hidden += delta
-        return F.rms_norm(hidden, (width,), weight, eps)
-    out = torch.empty_like(hidden)
+        return F.rms_norm(hidden, (width,), weight.float(), eps).to(weight.dtype)
+    out = torch.empty_like(hidden, dtype=weight.dtype)
     assert native.LIBRARY is not None
     native.LIBRARY.tandem_add_rms_norm(
         hidden.data_ptr(), None if delta is None else delta.data_ptr(), weight.data_ptr(), out.data_ptr(),
-        num_tokens, width, native.DTYPE[hidden.dtype], eps, torch.get_num_threads(),
+        num_tokens, width, native.DTYPE[weight.dtype], eps, torch.get_num_threads(),
     )  # fmt: skip
     return out

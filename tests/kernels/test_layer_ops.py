@@ -25,9 +25,10 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_tokens, width", [(1, 576), (70, 64), (33, 24), (0, 64)])
 def test_add_rms_norm(num_tokens: int, width: int, dtype: torch.dtype, library: str) -> None:
-    hidden, delta = random(num_tokens, width, dtype=dtype), random(num_tokens, width, dtype=dtype, seed=1)
+    hidden = random(num_tokens, width, dtype=torch.float32) * 100
+    delta = random(num_tokens, width, dtype=dtype, seed=1)
     weight = random(width, dtype=dtype, seed=2)
-    total = (hidden + delta).double()
+    total = (hidden + delta).double()  # float32 plus what float32 holds exactly
     exact = total / (total.square().mean(1, keepdim=True) + EPS).sqrt() * weight.double()
     with native_library(library):
         normed = add_rms_norm(hidden, delta, weight, EPS)
@@ -114,6 +115,8 @@ def test_rope_store_refuses_what_does_not_fit(library: str) -> None:
 def test_shapes_that_do_not_fit_are_named() -> None:
     with pytest.raises(ValueError, match=r"delta \[2, 8\].* wanted \[T, H\]"):
         add_rms_norm(torch.zeros(3, 8), torch.zeros(2, 8), torch.zeros(8), EPS)
+    with pytest.raises(ValueError, match=r"hidden has dtype torch.bfloat16, wanted float32"):
+        add_rms_norm(torch.zeros(3, 8).bfloat16(), None, torch.zeros(8).bfloat16(), EPS)
     with pytest.raises(ValueError, match=r"gate_up has shape \[3, 7\]"):
         silu_mul(torch.zeros(3, 7))
 

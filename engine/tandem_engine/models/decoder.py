@@ -92,7 +92,7 @@ class Decoder:
         sent while the next layer runs. Returns normed hidden states [T, hidden] of the weights' dtype.
         """
         eps = self.config.rms_norm_eps
-        hidden = F.embedding(input_ids, self.embed_tokens)
+        hidden = F.embedding(input_ids, self.embed_tokens).float()
         # What the layer before contributes; it joins the residual stream with the next norm.
         delta: Tensor | None = None
         for n, layer in enumerate(self._layers):
