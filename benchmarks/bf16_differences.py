@@ -3,9 +3,10 @@
     python benchmarks/bf16_differences.py --out benchmarks/results/NAME.md
 
 Compares, prompt by prompt, greedy texts of one model: float32 beside bfloat16, and bfloat16 with itself
-under another batch, another chunk size and speculation. In exact arithmetic all would be equal. A bfloat16
-product rounds differently when the number of rows changes, since the library then sums in another order;
-where the two most likely tokens are closer than that rounding, the text takes the other turn. The gap column
+under another batch, another chunk size and speculation. In exact arithmetic all would be equal. Between
+dtypes every operation rounds differently. Within bfloat16 only torch's products do, which sum in another
+order when the number of rows changes; they are used where there are no compiled kernels (TANDEM_NATIVE=off).
+Where the two most likely tokens are closer than the rounding, the text takes the other turn. The gap column
 tells: the difference of the two best log probabilities where two texts part, beside its usual size.
 """
 

@@ -76,10 +76,16 @@ def reference(baseline: list[Completion]) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def transformers_model(model_dir: Path):
     """transformers' own reading of the same source file, in fp32."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, GgufConfig
 
     weights = model_dir / store.ModelManifest.read(model_dir).weights
-    model = AutoModelForCausalLM.from_pretrained(weights.parent, gguf_file=weights.name, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        weights.parent,
+        gguf_file=weights.name,
+        dtype=torch.float32,
+        # Or they would be unpacked again at every step of `generate`.
+        quantization_config=GgufConfig(dequantize=True),
+    )
     model.generation_config.eos_token_id = None  # all NUM_TOKENS tokens, as ignore_eos does
     return model.eval()
 
