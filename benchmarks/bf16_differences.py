@@ -62,7 +62,8 @@ def main() -> None:
     ]
     lines = [
         f"Command: `python benchmarks/bf16_differences.py --prompts {options.prompts} "
-        f"--prompt-tokens {options.prompt_tokens} --out {options.out.name}`  ",
+        f"--prompt-tokens {options.prompt_tokens} "
+        f"{f'--dataset {options.dataset.name} ' if options.dataset else ''}--out {options.out.name}`  ",
         f"{options.prompts} prompts of {options.prompt_tokens} tokens, {OUTPUT_TOKENS} greedy tokens each, "
         f"medians; torch {torch.__version__}, CPU capability {torch.backends.cpu.get_cpu_capability()}.",
         "",

@@ -29,7 +29,7 @@ constexpr int kFewRows = 6, kFewVecs = 2, kManyRows = 6, kManyVecs = 2;
 #endif
 // Lanes of depth summed in one go. Sums of sums round less than one long sum, whose error grows with its length.
 constexpr int kDepthBlock = 384;
-// Rows that pass over all panels while they stay in the second-level cache.
+// Rows that pass over all panels at once; each further pass reads the weights from memory again.
 constexpr int kRowChunk = 1024;
 
 struct Call {

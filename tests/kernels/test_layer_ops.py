@@ -1,5 +1,10 @@
 """What lies between a layer's matrix products: compiled, in torch, and against float64."""
 
+import os
+import shutil
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -122,7 +127,20 @@ def test_shapes_that_do_not_fit_are_named() -> None:
 
 
 def test_the_best_library_of_this_processor_is_loaded() -> None:
-    if not NATIVE:
-        pytest.skip("no compiled kernels here: no compiler at install time, or an unknown processor")
+    """Or all tests of compiled kernels would be left out in silence where compiling them fails."""
+    if shutil.which("g++") is None or not native.instruction_sets():
+        pytest.skip("no compiled kernels here: no compiler, or an unknown processor")
+    assert NATIVE, "there is a compiler, but kernels/csrc/build.py built nothing this processor runs"
     assert native.LIBRARY is not None
     assert native.LIBRARY._name.endswith(f"tandem_{NATIVE[-1]}.so")
+
+
+def test_an_instruction_set_the_processor_lacks_is_refused_by_name() -> None:
+    result = subprocess.run(
+        [sys.executable, "-P", "-c", "import tandem_kernels"],
+        env=os.environ | {"TANDEM_NATIVE": "avx1024"},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode != 0
+    assert "TANDEM_NATIVE is 'avx1024', wanted off or one of" in result.stderr

@@ -3,8 +3,8 @@
 Each policy has the same face, `policy(x [T, in]) -> [T, out]`, and one is chosen when weights are loaded. All
 but the last compute from the mapped file, with no private memory:
 
-    PackedLinear   the compiled CPU kernel. Flat from one row to a dozen, so that verifying drafts costs a
-                   decode step what one token costs, and no slower than oneDNN on a prompt's hundreds.
+    PackedLinear   the compiled CPU kernel. Nearly flat from one row to a dozen, so that verifying drafts
+                   costs a decode step little more than one token; within 6 % of oneDNN on a prompt's hundreds.
     PlainLinear    torch. GPUs, and CPUs without compiled kernels.
     UpcastLinear   bfloat16 weights on a CPU with neither compiled kernels nor bfloat16 instructions: several
                    rows are multiplied in float32, through one scratch buffer that all layers share.

@@ -2,7 +2,7 @@
 
 The converter stores each head's dimensions so that the two halves of a rotated pair are neighbours
 (see layout.py). A head [D] is then D/2 complex numbers and RoPE is `x * exp(i * position * inv_freq)`:
-one operator for queries and keys together, in place, where cos/sin halves take six.
+one product for queries and keys together (tandem_kernels.rope_store), where cos/sin halves take six.
 Scores q.k do not change, as queries and keys are permuted alike.
 """
 

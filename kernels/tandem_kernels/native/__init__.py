@@ -92,6 +92,11 @@ def _load_best() -> ctypes.CDLL | None:
     wanted = os.environ.get("TANDEM_NATIVE", "")
     if wanted == "off":
         return None
+    if wanted and wanted not in instruction_sets():
+        # Loading it anyway would end in an illegal instruction.
+        raise ValueError(
+            f"TANDEM_NATIVE is {wanted!r}, wanted off or one of this processor's {instruction_sets()}"
+        )
     for name in [wanted] if wanted else reversed(instruction_sets()):
         try:
             return load(name)
