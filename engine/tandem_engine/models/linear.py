@@ -4,7 +4,7 @@ Each policy has the same face, `policy(x [T, in]) -> [T, out]`, and one is chose
 but the last compute from the mapped file, with no private memory:
 
     PackedLinear   the compiled CPU kernel. Nearly flat from one row to a dozen, so that verifying drafts
-                   costs a decode step little more than one token; within 6 % of oneDNN on a prompt's hundreds.
+                   costs a decode step little more than one token; within 6 % of oneDNN on hundreds.
     PlainLinear    torch. GPUs, and CPUs without compiled kernels.
     UpcastLinear   bfloat16 weights on a CPU with neither compiled kernels nor bfloat16 instructions: several
                    rows are multiplied in float32, through one scratch buffer that all layers share.
