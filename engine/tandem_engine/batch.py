@@ -8,6 +8,7 @@ draft given   token_ids[0] is the last accepted token, the rest are the draft's 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tandem_engine.drafts.tree import DraftTree
@@ -43,6 +44,16 @@ class ScheduledSequence:
         if not self.samples:
             return 0
         return 1 if self.draft is None else self.num_new_tokens
+
+    def positions(self) -> Sequence[int]:
+        """Each new token's position in the text, for RoPE; a draft's nodes by their depth."""
+        if self.draft is None:
+            return range(self.start, self.start + self.num_new_tokens)
+        return [self.start + depth for depth in self.draft.depths()]
+
+    def ancestor_bits(self) -> list[int]:
+        """Each new token's bits for attention; all zero marks a causal sequence."""
+        return [0] * self.num_new_tokens if self.draft is None else self.draft.ancestor_bits()
 
 
 @dataclass(frozen=True)

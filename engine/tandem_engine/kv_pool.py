@@ -1,7 +1,7 @@
 """The KV cache in memory: one tensor per layer, addressed by physical block id.
 
-    caches[layer]   [num_blocks, 2, num_kv_heads, block_size, head_size]
-                     block       K|V
+    caches[layer]   [num_blocks + 1, 2, num_kv_heads, block_size, head_size]
+                     block           K|V
 
 One (layer, block) is one contiguous piece, so that a KV transfer copies it as it is. The pool knows
 neither requests nor hashes: who owns which block is the block manager's business.
@@ -65,8 +65,14 @@ class KVPool:
     def __init__(self, shape: KVShape, num_blocks: int, device: torch.device) -> None:
         self.shape = shape
         self.num_blocks = num_blocks
-        cache_shape = (num_blocks, 2, shape.num_kv_heads, shape.block_size, shape.head_size)
+        # One block more than anyone is told of: rows that pad a step write their KV there.
+        cache_shape = (num_blocks + 1, 2, shape.num_kv_heads, shape.block_size, shape.head_size)
         self.caches = [_zeros(cache_shape, shape.dtype, device) for _ in range(shape.num_layers)]
+
+    @property
+    def scratch_slot(self) -> int:
+        """A slot in a block that nobody can own; what is there is never read."""
+        return self.num_blocks * self.shape.block_size
 
     def gather(self, layer: int, block_ids: Sequence[int]) -> NDArray[np.uint8]:
         """Copies blocks of one layer out: [len(block_ids) * block_bytes] uint8, contiguous."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tandem_engine.batch import Batch, ScheduledSequence
+from tandem_engine.cuda_graphs import DecodeGraphs, bucket_for
 from tandem_engine.kv_pool import KVPool
 from tandem_engine.models.decoder import Decoder
 from tandem_engine.models.metadata import AttentionMetadata
@@ -28,20 +29,23 @@ class ModelRunner:
         self.decoder = decoder
         self.pool = pool
         self.device = device
+        self._graphs = DecodeGraphs(decoder, pool) if device.type == "cuda" else None
 
     @torch.inference_mode()
     def execute(self, batch: Batch, on_layer_done: Callable[[int], None] | None = None) -> Tensor:
         """Computes the batch's KV and returns logits [batch.num_logits_rows, vocab] float32.
 
         Rows are in batch order; a drafted sequence has one row per node. on_layer_done(layer) is called
-        when the layer's KV of the whole batch is in the pool.
+        when the layer's KV of the whole batch is in the pool. The logits are valid until the next step.
         """
+        if self._graphs is not None and on_layer_done is None and (bucket := bucket_for(batch)):
+            return self._graphs.run(batch, bucket)
         input_ids: list[int] = []
         positions: list[int] = []
         logits_rows: list[int] = []
         for row, sequence in zip(self._first_rows(batch), batch.sequences, strict=True):
             input_ids.extend(sequence.token_ids)
-            positions.extend(_positions(sequence))
+            positions.extend(sequence.positions())
             logits_rows.extend(range(row + sequence.num_new_tokens - sequence.num_logits_rows,
                                      row + sequence.num_new_tokens))  # fmt: skip
         hidden = self.decoder.forward(
@@ -82,8 +86,7 @@ class ModelRunner:
             logical = np.arange(sequence.start, sequence.start + n)
             blocks = block_table[i, logical // size].astype(np.int64)
             slot_mapping.append(blocks * size + logical % size)
-            # All-zero bits mark a causal sequence.
-            ancestor_bits.extend([0] * n if sequence.draft is None else sequence.draft.ancestor_bits())
+            ancestor_bits.extend(sequence.ancestor_bits())
         drafted = any(s.draft is not None for s in batch.sequences)
         return AttentionMetadata(
             block_table=torch.from_numpy(block_table).to(self.device),
@@ -106,9 +109,3 @@ class ModelRunner:
 
     def _tensor(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
-
-
-def _positions(sequence: ScheduledSequence) -> Sequence[int]:
-    if sequence.draft is None:
-        return range(sequence.start, sequence.start + sequence.num_new_tokens)
-    return [sequence.start + depth for depth in sequence.draft.depths()]
