@@ -36,7 +36,11 @@ def add_rms_norm(
         )
     if hidden.dtype != torch.float32:
         raise ValueError(f"hidden has dtype {hidden.dtype}, wanted float32, as the residual stream is kept")
-    if not native.covers(width, weight, delta) or hidden.is_cuda or not hidden.is_contiguous():
+    if hidden.is_cuda:
+        from tandem_kernels.gpu import add_rms_norm as gpu
+
+        return gpu.add_rms_norm(hidden, delta, weight, eps)
+    if not native.covers(width, weight, delta) or not hidden.is_contiguous():
         if delta is not None:
             hidden += delta
         return F.rms_norm(hidden, (width,), weight.float(), eps).to(weight.dtype)

@@ -8,12 +8,16 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 def check_kv_cache(kv_cache: torch.Tensor) -> None:
-    """Raise ValueError unless kv_cache is a contiguous [num_blocks, 2, Hkv, block_size, D]."""
+    """Raise ValueError unless kv_cache is a [num_blocks, 2, Hkv, block_size, D] that kernels can address.
+
+    On a CPU: contiguous. On CUDA its first three dimensions may have any strides; the last two are dense.
+    """
     if kv_cache.dim() != 5 or kv_cache.shape[1] != 2:
         raise ValueError(
             f"kv_cache has shape {list(kv_cache.shape)}, wanted [num_blocks, 2, Hkv, block_size, D]"
         )
-    if not kv_cache.is_contiguous():
+    heads_are_dense = kv_cache.stride(4) == 1 and kv_cache.stride(3) == kv_cache.shape[4]
+    if not (heads_are_dense if kv_cache.is_cuda else kv_cache.is_contiguous()):
         raise ValueError(
             f"kv_cache has strides {list(kv_cache.stride())}, wanted one contiguous tensor per layer"
         )

@@ -6,6 +6,8 @@ position embedding is one complex product (RoFormer: Su et al., 2021):
     queries   norm (where the model has one), times exp(i * position * frequency), in place
     keys      the same, into the cache at the token's slot
     values    as they are, into the cache at the token's slot
+
+A quantised cache holds keys and values divided by scales (tandem_kernels.quantize).
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import torch.nn.functional as F
 
 from tandem_kernels import native
 from tandem_kernels.checks import check_indices, check_kv_cache
+from tandem_kernels.quantize import Scale, check_scales
 from tandem_kernels.store_kv import store_kv
 
 
@@ -28,6 +31,8 @@ def rope_store(
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     eps: float = 1e-6,
+    k_scale: Scale = None,
+    v_scale: Scale = None,
 ) -> torch.Tensor:
     """Return the queries [T, Hq, D], a view of qkv.
 
@@ -35,15 +40,19 @@ def rope_store(
         qkv: [T, Hq + 2 * Hkv, D], dense: queries, keys, values; changed in place.
         positions: [T] int64, each in [0, P).
         rotations: [P, D / 2] complex64, dense: exp(i * position * frequency), times RoPE's attention factor.
-        kv_cache: [num_blocks, 2, Hkv, block_size, D], contiguous; changed.
+        kv_cache: [num_blocks, 2, Hkv, block_size, D] as check_kv_cache wants it, of qkv's dtype, int8 or
+            float8 (or one it is cast to); changed.
         slot_mapping: [T] int64, slots in [0, num_blocks * block_size), each token's its own.
         q_norm, k_norm: [D] weights of RMSNorm over each head, or None.
+        k_scale, v_scale: for an int8 or float8 cache, a number or [Hkv] float32; or, per token,
+            [num_blocks, Hkv, block_size] float32, written here. None is 1.
 
     Raises:
         ValueError: a shape, stride, dtype or device does not fit.
-        IndexError: a position or a slot is out of range (CPU only; on CUDA a device assertion).
+        IndexError: a position or a slot is out of range (CPU only; on CUDA such a token is not stored).
     """
     check_kv_cache(kv_cache)
+    check_scales(kv_cache, k_scale, v_scale)
     check_indices("slot_mapping", slot_mapping, kv_cache.device)
     check_indices("positions", positions, kv_cache.device)
     num_blocks, _, num_kv_heads, block_size, head_size = kv_cache.shape
@@ -64,6 +73,13 @@ def rope_store(
             f"rotations has shape {list(rotations.shape)} and dtype {rotations.dtype}, "
             f"wanted [P, {head_size // 2}] complex64"
         )
+    if qkv.is_cuda:
+        from tandem_kernels.gpu import rope_store as gpu
+
+        return gpu.rope_store(
+            qkv, positions, rotations, kv_cache, slot_mapping,
+            q_norm=q_norm, k_norm=k_norm, eps=eps, k_scale=k_scale, v_scale=v_scale,
+        )  # fmt: skip
     queries = qkv[:, :num_heads]
     if native.covers(head_size, qkv, kv_cache, q_norm, k_norm) and rotations.is_contiguous():
         assert native.LIBRARY is not None
@@ -86,7 +102,7 @@ def rope_store(
         if norm is not None:
             heads.copy_(F.rms_norm(heads, (head_size,), norm, eps))
     _rotate_(qkv[:, : num_heads + num_kv_heads], rotations[positions].unsqueeze(1))
-    store_kv(keys, values, kv_cache, slot_mapping)
+    store_kv(keys, values, kv_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)
     return queries
 
 

@@ -14,13 +14,13 @@ def scatter_blocks(kv_cache: torch.Tensor, block_ids: torch.Tensor, payload: tor
     """Overwrite the blocks in place; ids must be distinct, or which payload wins is undefined.
 
     Args:
-        kv_cache: [num_blocks, 2, Hkv, block_size, D], contiguous; changed.
+        kv_cache: [num_blocks, 2, Hkv, block_size, D], as check_kv_cache wants it; changed.
         block_ids: [n] int64, each in [0, num_blocks).
         payload: [n, 2, Hkv, block_size, D], the cache's dtype and device.
 
     Raises:
         ValueError: a shape, stride, dtype or device does not fit.
-        IndexError: an id lies outside the cache (CPU only; on CUDA a device assertion).
+        IndexError: an id lies outside the cache (CPU only; on CUDA it is left out).
     """
     check_kv_cache(kv_cache)
     check_indices("block_ids", block_ids, kv_cache.device)
@@ -30,4 +30,9 @@ def scatter_blocks(kv_cache: torch.Tensor, block_ids: torch.Tensor, payload: tor
             f"payload has shape {list(payload.shape)} and dtype {payload.dtype}, "
             f"wanted [n, 2, Hkv, block_size, D] = {list(wanted)} of {kv_cache.dtype}"
         )
+    if kv_cache.is_cuda:
+        from tandem_kernels.gpu import copy_blocks
+
+        copy_blocks.scatter_blocks(kv_cache, block_ids, payload)
+        return
     kv_cache.index_copy_(0, block_ids.long(), payload)

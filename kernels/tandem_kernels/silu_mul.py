@@ -20,6 +20,10 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     num_tokens, doubled = gate_up.shape
     if doubled % 2:
         raise ValueError(f"gate_up has shape {list(gate_up.shape)}, wanted [T, 2 * F]")
+    if gate_up.is_cuda:
+        from tandem_kernels.gpu import silu_mul as gpu
+
+        return gpu.silu_mul(gate_up)
     width = doubled // 2
     if not native.covers(width, gate_up):
         gate, up = gate_up.chunk(2, dim=1)

@@ -2,6 +2,8 @@
 
 kv_cache[slot // block_size, 0, h, slot % block_size] = key[t, h]      for slot = slot_mapping[t]
 kv_cache[slot // block_size, 1, h, slot % block_size] = value[t, h]
+
+A quantised cache holds key / k_scale and value / v_scale instead (tandem_kernels.quantize).
 """
 
 from __future__ import annotations
@@ -9,17 +11,26 @@ from __future__ import annotations
 import torch
 
 from tandem_kernels.checks import check_indices, check_kv_cache
+from tandem_kernels.quantize import LARGEST, Scale, check_scales, is_per_token, quantize, token_scales
 
 
 def store_kv(
-    key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    k_scale: Scale = None,
+    v_scale: Scale = None,
 ) -> None:
     """Store T tokens in place; a token's slot must be its own, or which one wins is undefined.
 
     Args:
         key, value: [T, Hkv, D], the cache's dtype (or one it is cast to), any strides.
-        kv_cache: [num_blocks, 2, Hkv, block_size, D], contiguous; changed.
+        kv_cache: [num_blocks, 2, Hkv, block_size, D], as check_kv_cache wants it; changed.
         slot_mapping: [T] int64, slots in [0, num_blocks * block_size).
+        k_scale, v_scale: for an int8 or float8 cache, a number or [Hkv] float32; or, per token,
+            [num_blocks, Hkv, block_size] float32, written here. None is 1.
 
     Raises:
         ValueError: a shape, stride, dtype or device does not fit.
@@ -32,10 +43,30 @@ def store_kv(
     for name, tensor in (("key", key), ("value", value)):
         if tensor.shape != wanted:
             raise ValueError(f"{name} has shape {list(tensor.shape)}, wanted [T, Hkv, D] = {list(wanted)}")
-    tokens = torch.stack((key, value), 1)
-    if tokens.dtype != kv_cache.dtype:
-        tokens = tokens.to(kv_cache.dtype)
+    check_scales(kv_cache, k_scale, v_scale)
     block_ids = slot_mapping // block_size
     offsets = slot_mapping % block_size
-    # Indexed dimensions first: the result is [T, 2, Hkv, D], a token's two rows per head.
-    kv_cache.permute(0, 3, 1, 2, 4).index_put_((block_ids, offsets), tokens)
+    if kv_cache.dtype in LARGEST:
+        key, value = (
+            _quantized(x, scale, kv_cache.dtype, block_ids, offsets)
+            for x, scale in ((key, k_scale), (value, v_scale))
+        )
+    tokens = torch.stack((key, value), 1).to(kv_cache.dtype)
+    # Indexed dimensions first: the result is [T, 2, Hkv, D], a token's two rows per head. As bits, since
+    # torch indexes no float8.
+    as_bits = torch.uint8 if kv_cache.element_size() == 1 else kv_cache.dtype
+    slots_first = kv_cache.view(as_bits).permute(0, 3, 1, 2, 4)
+    slots_first.index_put_((block_ids, offsets), tokens.view(as_bits))
+
+
+def _quantized(
+    x: torch.Tensor, scale: Scale, dtype: torch.dtype, block_ids: torch.Tensor, offsets: torch.Tensor
+) -> torch.Tensor:
+    """x [T, Hkv, D] in dtype; scales per token are computed and put into their slots."""
+    if is_per_token(scale):
+        assert isinstance(scale, torch.Tensor)
+        own = token_scales(x, dtype)
+        scale.permute(0, 2, 1).index_put_((block_ids, offsets), own)
+        return quantize(x, own[:, :, None], dtype)
+    given = torch.as_tensor(1.0 if scale is None else scale, dtype=torch.float32, device=x.device)
+    return quantize(x, given.reshape(-1, 1), dtype)
