@@ -7,9 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tandem_engine.errors import InvariantError
 from tandem_engine.request import SamplingParams
 from tandem_engine.sampling import processors
-from tandem_engine.sampling.processors import Row, TokenHistory
+from tandem_engine.sampling.processors import Row, TokenHistory, TokenIds
 from transformers import (
     LogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
@@ -34,8 +35,11 @@ def theirs(processor: LogitsProcessor, row: Row, token_ids: list[int] | None = N
     return processor(ids, torch.from_numpy(row.copy())[None])[0].numpy()
 
 
-def kept(row: Row) -> list[int]:
-    return np.flatnonzero(row > DROPPED).tolist()
+def only(row: Row, token_ids: TokenIds) -> Row:
+    """The row with all but these dropped, as transformers has it."""
+    kept = np.full_like(row, DROPPED)
+    kept[token_ids] = row[token_ids]
+    return kept
 
 
 @pytest.mark.parametrize("temperature", [0.1, 0.7, 1.0, 2.0])
@@ -52,28 +56,37 @@ def test_a_temperature_next_to_zero_is_greedy_and_finite() -> None:
     assert np.count_nonzero(np.exp(row)) == 1
 
 
-@pytest.mark.parametrize("k", [1, 7, 50, VOCAB - 1, VOCAB, VOCAB + 5])
-def test_top_k(k: int) -> None:
-    row = random_row(1)
-    np.testing.assert_array_equal(processors.keep_top_k(row, k), theirs(TopKLogitsWarper(k), row))
+@pytest.mark.parametrize("num_levels", [3, 100, 10**9])
+@pytest.mark.parametrize("k", [1, 7, 30, 31, 50, VOCAB - 1])
+def test_top_k(k: int, num_levels: int) -> None:
+    """Few levels make ties, also of the k-th."""
+    row = np.random.default_rng(1).integers(0, num_levels, VOCAB).astype(np.float32)
+    token_ids = processors.top_k_ids(row, k)
+    assert token_ids.tolist() == sorted(token_ids.tolist())
+    np.testing.assert_array_equal(only(row, token_ids), theirs(TopKLogitsWarper(k), row))
 
 
-def test_top_k_keeps_equals_of_the_last_and_0_keeps_all() -> None:
+def test_top_k_keeps_equals_of_the_last() -> None:
     row = np.array([1, 3, 2, 2, 0], dtype=np.float32)
-    assert kept(processors.keep_top_k(row, 2)) == [1, 2, 3]
-    assert kept(processors.keep_top_k(row, 0)) == [0, 1, 2, 3, 4]
+    assert processors.top_k_ids(row, 2).tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("k", [0, VOCAB, VOCAB + 5])
+def test_filters_that_are_off_keep_all(k: int) -> None:
+    row = random_row(1)
+    left, token_ids = processors.warp(row, SamplingParams(top_k=k))
+    assert token_ids is None
+    np.testing.assert_array_equal(left, row - row.max())
 
 
 @pytest.mark.parametrize("scale", [0.01, 1.0, 3.0, 10.0])
-@pytest.mark.parametrize("p", [1e-6, 0.1, 0.5, 0.9, 0.99, 1.0])
+@pytest.mark.parametrize("p", [1e-6, 0.1, 0.5, 0.9, 0.99])
 def test_top_p(p: float, scale: float) -> None:
     row = random_row(2, scale)
     # transformers sums in float32, from the unlikely end: its border can be a token off ours
-    expected = theirs(TopPLogitsWarper(p), row) if p < 1.0 else row
-    actual = processors.keep_top_p(row, p)
-    differing = np.flatnonzero((actual > DROPPED) != (expected > DROPPED))
+    expected = np.flatnonzero(theirs(TopPLogitsWarper(p), row) > DROPPED)
+    differing = np.setxor1d(processors.top_p_ids(row, p), expected)
     assert len(differing) <= (1 if scale >= 1.0 else 3)
-    np.testing.assert_array_equal(actual[kept(actual)], row[kept(actual)])
 
 
 @settings(max_examples=300)
@@ -82,17 +95,28 @@ def test_top_p_is_the_smallest_sufficient_set_with_lower_ids_first(logits: list[
     row = np.array(logits, dtype=np.float32)
     weights = np.exp(row.astype(np.float64))
     order = sorted(range(len(row)), key=lambda t: (-row[t], t))
-    num_kept = len(kept(processors.keep_top_p(row, p)))
-    assert kept(processors.keep_top_p(row, p)) == sorted(order[:num_kept])
+    kept = processors.top_p_ids(row, p).tolist()
+    num_kept = len(kept)
+    assert kept == sorted(order[:num_kept])
     mass = weights[order].cumsum() / weights.sum()
     assert mass[num_kept - 1] >= p - 1e-6
     assert num_kept == 1 or mass[num_kept - 2] < p + 1e-6
 
 
-@pytest.mark.parametrize("min_p", [0.0, 0.01, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("min_p", [0.01, 0.1, 0.5, 1.0])
 def test_min_p(min_p: float) -> None:
     row = random_row(3)
-    np.testing.assert_array_equal(processors.keep_min_p(row, min_p), theirs(MinPLogitsWarper(min_p), row))
+    token_ids = processors.min_p_ids(row, min_p)
+    np.testing.assert_array_equal(only(row, token_ids), theirs(MinPLogitsWarper(min_p), row))
+
+
+@pytest.mark.parametrize("worst", [math.nan, math.inf])
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(top_k=3), SamplingParams(top_p=0.5)])
+def test_logits_that_are_no_numbers_are_refused(params: SamplingParams, worst: float) -> None:
+    row = random_row(3)
+    row[7] = worst
+    with pytest.raises(InvariantError, match="NaN"):
+        processors.warp(row, params)
 
 
 @pytest.mark.parametrize("penalty", [0.5, 1.3, 10.0])
@@ -172,7 +196,9 @@ def test_all_together_equal_transformers_in_its_order(seed: int) -> None:
         expected = theirs(processor, expected, prompt + output)
     before = row.copy()
     processed = processors.process(row, params, TokenHistory(prompt, output), 2, frozenset({11}))
-    actual = processors.warp(processed, params)
+    logits, token_ids = processors.warp(processed, params)
+    actual = np.full_like(row, DROPPED)
+    actual[token_ids] = logits
     np.testing.assert_allclose(
         torch.from_numpy(actual).softmax(-1), torch.from_numpy(expected).softmax(-1), atol=1e-6
     )

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tandem_engine.errors import InvariantError
 from tandem_engine.request import Request, SamplingParams
 from tandem_engine.sampling.processors import Row
-from tandem_engine.sampling.rng import position_key, uniforms
+from tandem_engine.sampling.rng import RANGE, position_key, uniforms
 from tandem_engine.sampling.sampler import TokenChooser, draw, end_token_ids, most_likely
 
 
@@ -22,12 +22,21 @@ def test_greedy_takes_the_lowest_of_equals() -> None:
     assert most_likely(np.array([0, 2, 1, 2], dtype=np.float32)) == 1
 
 
-@pytest.mark.parametrize("size", [1, 5, 1000])
+@pytest.mark.parametrize("size", [1, 5, 1000, RANGE, RANGE + 1, 3 * RANGE - 1])
 def test_draw_is_the_first_of_an_exponential_race(size: int) -> None:
     row = random_row(size, size)
-    for key in range(200):
+    for key in range(200 if size < RANGE else 30):
         times = -np.log1p(-uniforms(key, np.arange(size))) / np.exp(row.astype(np.float64))
         assert draw(row, key) == int(times.argmin())
+
+
+def test_tokens_keep_their_random_numbers_when_others_are_left_out() -> None:
+    row = random_row(4, 3 * RANGE)
+    token_ids = np.flatnonzero(row > 1.0)
+    dropped = np.where(row > 1.0, row, np.float32(-math.inf))
+    assert len(token_ids) > RANGE
+    for key in range(50):
+        assert draw(row[token_ids], key, token_ids) == draw(dropped, key)
 
 
 @settings(max_examples=300)

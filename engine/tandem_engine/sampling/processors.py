@@ -4,12 +4,13 @@
             --warp-----> the target's distribution  temperature, top-k, top-p, min-p; not for greedy
 
 Order and meaning are those of Hugging Face's generate and, for the presence and frequency penalties, of
-vLLM. Every function takes and returns one float32 row [V], leaves its input unchanged (log probabilities
-are reported from the raw row), and drops a token by setting it to -inf. Ids outside the vocabulary are
-ignored: admission refuses them, and no row can contain them.
+vLLM. Every function takes one float32 row [V] and leaves it unchanged (log probabilities are reported from
+the raw row). Processing returns a row of the same length, with forbidden tokens at -inf; warping returns what
+is left, usually a handful of tokens. Ids outside the vocabulary are ignored: admission refuses them, and no
+row can contain them.
 
 Rows are numpy arrays on the host: one row at a time, numpy's partition and sort are several times faster
-than torch's. Not covered: constrained decoding, bad words, whole batches on a GPU.
+than torch's. Whole batches on a GPU: device.py. Not covered: constrained decoding, bad words.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from tandem_engine.errors import InvariantError
 from tandem_engine.request import SamplingParams
 
 Row = npt.NDArray[np.float32]
@@ -30,6 +32,9 @@ _DROPPED = np.float32(-math.inf)
 
 #: Colder than this is as good as greedy, and dividing by less overflows float32.
 MIN_TEMPERATURE = 1e-5
+
+#: Tokens per column in top_k_ids.
+_COLUMN = 64
 
 
 class TokenHistory:
@@ -91,47 +96,62 @@ def forbid(row: Row, token_ids: Iterable[int]) -> Row:
     return forbidden if forbidden.max() > _DROPPED else row
 
 
+def largest(row: Row) -> np.float32:
+    """The largest value. Raises InvariantError when there is no distribution to draw from."""
+    top: np.float32 = row.max()
+    if not np.isfinite(top):
+        raise InvariantError("cannot sample: the logits hold NaN or +inf, or no token is left")
+    return top
+
+
 def apply_temperature(row: Row, temperature: float) -> Row:
     """row / temperature, shifted so that the largest is 0; a shift does not change the distribution."""
-    shifted: Row = row - row.max()
+    shifted: Row = row - largest(row)
     shifted /= max(temperature, MIN_TEMPERATURE)
     return shifted
 
 
-def keep_top_k(row: Row, k: int) -> Row:
-    """Keep the k most likely tokens and those equal to the k-th; 0: all."""
-    if not 0 < k < len(row):
-        return row
-    return np.where(row < np.partition(row, -k)[-k], _DROPPED, row)
+def top_k_ids(row: Row, k: int) -> TokenIds:
+    """The k most likely tokens and those equal to the k-th, ascending; 0 < k < len(row)."""
+    candidates = np.arange(len(row))
+    num_columns = len(row) // _COLUMN
+    if num_columns > k:
+        # The k-th largest of all is at least the k-th largest of the columns' largest, and what reaches
+        # that is a hundred tokens, not the vocabulary.
+        columns = row[: num_columns * _COLUMN].reshape(_COLUMN, num_columns).max(0)
+        candidates = np.flatnonzero(row >= np.partition(columns, -k)[-k])
+    values = row[candidates]
+    kept: TokenIds = candidates[values >= np.partition(values, -k)[-k]]
+    return kept
 
 
-def keep_top_p(row: Row, p: float) -> Row:
-    """Keep the smallest set of most likely tokens whose probability is at least p; of equals, lower ids.
+def top_p_ids(row: Row, p: float) -> TokenIds:
+    """The smallest set of most likely tokens whose probability is at least p; of equals, lower ids; p < 1.
 
     A token stays while the more likely ones sum to less than p.
     """
-    if p >= 1.0:
-        return row
     weights = np.exp(row - row.max())
     total = float(weights.sum(dtype=np.float64))
-    # All tokens lighter than this weigh less than 1 - p together: the nucleus needs none of them, and
-    # what is left to sort is a few hundred tokens, not the vocabulary.
-    top = weights[weights >= (1.0 - p) * total / len(row)]
-    top.sort()
+    # Mostly a few dozen tokens weigh enough, more than rounding can tell. If not: all tokens lighter than
+    # the other bound weigh less than 1 - p together, so the nucleus needs none of them.
+    ids = np.flatnonzero(weights >= 1e-3)
+    if float(weights[ids].sum(dtype=np.float64)) < p * total * (1.0 + 1e-9):
+        ids = np.flatnonzero(weights >= (1.0 - p) * total / len(row))
+    heavy = weights[ids]
+    top = np.sort(heavy)
     mass = top[::-1].cumsum(dtype=np.float64)
     num_kept = min(int(np.searchsorted(mass, p * total)) + 1, len(top))
     threshold = top[-num_kept]
-    kept = weights > threshold
-    ties = np.flatnonzero(weights == threshold)
-    kept[ties[: num_kept - np.count_nonzero(kept)]] = True
-    return np.where(kept, row, _DROPPED)
+    is_kept = heavy > threshold
+    ties = np.flatnonzero(heavy == threshold)
+    is_kept[ties[: num_kept - np.count_nonzero(is_kept)]] = True
+    kept: TokenIds = ids[is_kept]
+    return kept
 
 
-def keep_min_p(row: Row, min_p: float) -> Row:
-    """Keep tokens at least min_p times as likely as the most likely one."""
-    if min_p <= 0.0:
-        return row
-    return np.where(row < row.max() + np.float32(math.log(min_p)), _DROPPED, row)
+def min_p_ids(row: Row, min_p: float) -> TokenIds:
+    """Tokens at least min_p times as likely as the most likely one, ascending; min_p > 0."""
+    return np.flatnonzero(row >= row.max() + np.float32(math.log(min_p)))
 
 
 def process(
@@ -150,9 +170,19 @@ def process(
     return row
 
 
-def warp(row: Row, params: SamplingParams) -> Row:
-    """The row whose softmax is the distribution that a sampling request draws from."""
+def warp(row: Row, params: SamplingParams) -> tuple[Row, TokenIds | None]:
+    """Logits whose softmax is the distribution to draw from, and their tokens, ascending; None: all."""
     row = apply_temperature(row, params.temperature)
-    row = keep_top_k(row, params.top_k)
-    row = keep_top_p(row, params.top_p)
-    return keep_min_p(row, params.min_p)
+    token_ids: TokenIds | None = None
+    if 0 < params.top_k < len(row):
+        token_ids = top_k_ids(row, params.top_k)
+        row = row[token_ids]
+    for ids_of, limit, is_on in (
+        (top_p_ids, params.top_p, params.top_p < 1.0),
+        (min_p_ids, params.min_p, params.min_p > 0.0),
+    ):
+        if is_on:
+            ids = ids_of(row, limit)
+            row = row[ids]
+            token_ids = ids if token_ids is None else token_ids[ids]
+    return row, token_ids
