@@ -22,7 +22,8 @@ from torch import Tensor
 
 from tandem_engine.batch import Batch, ScheduledSequence
 from tandem_engine.errors import InvariantError
-from tandem_engine.request import Request, TokenLogprobs
+from tandem_engine.request import TokenLogprobs
+from tandem_engine.sampling.device import choose_tokens
 from tandem_engine.sampling.logprobs import token_logprobs
 from tandem_engine.sampling.sampler import TokenChooser, end_token_ids
 
@@ -62,31 +63,33 @@ class Verifier:
                 f"logits are {tuple(logits.shape)}, the batch samples from {batch.num_logits_rows} rows"
             )
         sampling = [s for s in batch.sequences if s.samples]
-        # One pass over the memory and one transfer from the device serve every plain greedy request.
-        best = _argmax(logits) if any(_is_plain_greedy(s.request) for s in sampling) else []
+        on_host = logits.device.type == "cpu"
+        # One pass over the memory, and one transfer from a device, for all that are decided beforehand. On a
+        # device that is every node of a draft; on the host only nodes that are visited are worth the time.
+        is_decided = [
+            not s.request.sampling.needs_processing and (s.request.sampling.is_greedy or not on_host)
+            for s in sampling
+        ]
+        decided: list[int] = []
+        if any(is_decided):
+            decided = _argmax(logits) if on_host else choose_tokens(sampling, logits)
         results: list[Verified] = []
         first_row = 0
-        for sequence in sampling:
+        for sequence, is_known in zip(sampling, is_decided, strict=True):
             end_row = first_row + sequence.num_logits_rows
-            choices = best[first_row:end_row] if _is_plain_greedy(sequence.request) else None
+            choices = decided[first_row:end_row] if is_known else None
             results.append(_verify_sequence(sequence, logits[first_row:end_row], choices))
             first_row = end_row
         return results
 
 
-def _is_plain_greedy(request: Request) -> bool:
-    return request.sampling.is_greedy and not request.sampling.needs_processing
-
-
 def _argmax(logits: Tensor) -> list[int]:
-    """The most likely token of each row, the lowest of equals."""
-    if logits.device.type == "cpu":  # numpy is ten times as fast as torch here
-        return cast(list[int], logits.numpy().argmax(axis=-1).tolist())
-    return cast(list[int], logits.argmax(dim=-1).tolist())
+    """The most likely token of each row, the lowest of equals; numpy is ten times as fast as torch here."""
+    return cast(list[int], logits.numpy().argmax(axis=-1).tolist())
 
 
 def _verify_sequence(sequence: ScheduledSequence, rows: Tensor, choices: list[int] | None) -> Verified:
-    """rows [n, V] raw logits, one per node; choices [n] when they depend on nothing else than the row."""
+    """rows [n, V] raw logits, one per node; choices [n] when they are decided already."""
     request = sequence.request
     num_present = 1 if sequence.draft is not None else sequence.num_new_tokens
     if sequence.start + num_present != request.num_tokens:
@@ -98,13 +101,14 @@ def _verify_sequence(sequence: ScheduledSequence, rows: Tensor, choices: list[in
         token_ids, path = _walk(sequence, choices.__getitem__)
     else:
         chooser = TokenChooser(request)
-        token_ids, path = _walk(sequence, lambda node: chooser.choose(rows[node].cpu().numpy()))
+        host_rows = rows.cpu().numpy()
+        token_ids, path = _walk(sequence, lambda node: chooser.choose(host_rows[node]))
     num_top = request.sampling.logprobs
     return Verified(
         token_ids=token_ids,
         path=path,
         accepted_sources=tuple(sequence.draft.sources[n - 1] for n in path[1:]) if sequence.draft else (),
-        logprobs=() if num_top is None else token_logprobs(rows[list(path)], token_ids, num_top),
+        logprobs=() if num_top is None else token_logprobs(rows[list(path)].cpu(), token_ids, num_top),
     )
 
 

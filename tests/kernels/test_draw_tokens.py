@@ -1,0 +1,80 @@
+"""draw_tokens' torch twin: greedy, filters and the race, against their definitions in float64."""
+
+import math
+
+import pytest
+import torch
+from draw_cases import KINDS, draw_case, draw_logits
+from tandem_kernels.draw_tokens import _uniforms, draw_tokens
+
+
+def constant(num_rows: int, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0):
+    """The same parameters for all rows, and keys 0, 1, 2, ..."""
+    return (
+        torch.arange(num_rows),
+        torch.full((num_rows,), temperature),
+        torch.full((num_rows,), top_k),
+        torch.full((num_rows,), top_p, dtype=torch.float64),
+        torch.full((num_rows,), math.log(min_p) if min_p else -math.inf),
+    )
+
+
+def test_greedy_takes_the_lowest_of_equals() -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0, 2.0], [3.0, -1.0, 3.0, 0.0]])
+    assert draw_tokens(logits, *constant(2, 0.0)).tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_unfiltered_rows_run_the_race(kind: str) -> None:
+    logits = draw_logits(kind, 500, 40, torch.Generator().manual_seed(1))
+    drawn = draw_tokens(logits, *constant(40, 0.8))
+    times = -torch.log1p(-_uniforms(torch.arange(40), 500)) / torch.exp(logits.double() / 0.8)
+    assert drawn.tolist() == times.argmin(1).tolist()
+
+
+@pytest.mark.parametrize(
+    "options, kept",
+    [
+        ({"top_k": 2}, {0, 1}),
+        ({"top_k": 3}, {0, 1, 2, 3}),  # with what equals the third
+        ({"top_p": 0.5}, {0}),
+        ({"top_p": 0.7}, {0, 1}),
+        ({"top_p": 0.8}, {0, 1, 2}),  # of equals the lower id
+        ({"min_p": 0.3}, {0, 1}),
+        ({"top_k": 2, "top_p": 0.6}, {0}),  # of what top-k left
+    ],
+    ids=str,
+)
+def test_filters_keep_what_they_say(options: dict[str, float], kept: set[int]) -> None:
+    """Probabilities .5, .25, .1, .1, .05: over many keys exactly the kept tokens are drawn."""
+    logits = torch.tensor([0.5, 0.25, 0.1, 0.1, 0.05]).log().repeat(400, 1)
+    assert set(draw_tokens(logits, *constant(400, 1.0, **options)).tolist()) == kept
+
+
+def test_draws_follow_the_softmax() -> None:
+    row = torch.tensor([0.0, 1.0, 2.0, -1.0, -math.inf])
+    counts = torch.bincount(draw_tokens(row.repeat(20_000, 1), *constant(20_000, 1.0)), minlength=5)
+    expected = row.softmax(0)[:4] * 20_000
+    assert counts[4] == 0
+    # P(chi-square with 3 degrees of freedom > 16.27) = 0.001, with fixed keys
+    assert float(((counts[:4] - expected) ** 2 / expected).sum()) < 16.27
+
+
+def test_a_row_does_not_depend_on_the_others() -> None:
+    case = draw_case("normal", 300, 24)
+    together = draw_tokens(*case).tolist()
+    assert [draw_tokens(*(t[i : i + 1] for t in case)).item() for i in range(24)] == together
+
+
+def test_rows_that_are_no_numbers_give_no_token() -> None:
+    logits = torch.zeros(3, 8)
+    logits[0, 3], logits[1, 3], logits[2] = math.nan, math.inf, -math.inf
+    assert draw_tokens(logits, *constant(3, 1.0)).tolist() == [-1, -1, -1]
+
+
+def test_arguments_that_do_not_fit_are_named() -> None:
+    logits = torch.zeros(3, 8)
+    with pytest.raises(ValueError, match=r"keys has shape \[2\]"):
+        draw_tokens(logits, *constant(2, 1.0))
+    with pytest.raises(ValueError, match=r"logits has shape .* wanted a dense"):
+        draw_tokens(logits.t(), *constant(8, 1.0))
