@@ -10,9 +10,11 @@ import torch
 
 from tandem_engine.block_manager import BlockManager
 from tandem_engine.engine import DraftSource, Engine
+from tandem_engine.errors import ModelLoadError
 from tandem_engine.kv_pool import KVPool, KVShape, default_num_blocks
-from tandem_engine.models import load_decoder, pick_dtype
+from tandem_engine.models import load_decoder
 from tandem_engine.models.decoder import Decoder
+from tandem_engine.numerics import Numerics, pick_numerics
 from tandem_engine.runner import ModelRunner
 from tandem_engine.sampling.verify import Verifier
 from tandem_engine.scheduler import Scheduler, SchedulerConfig
@@ -28,6 +30,9 @@ class EngineConfig:
 
     model: Path
     dtype: str = "auto"
+    quantization: str = "auto"
+    #: Refuse to start where a result would depend on the batch.
+    deterministic: bool = False
     device: str = "auto"
     threads: int = 0
     num_blocks: int = 0
@@ -59,7 +64,14 @@ def assemble(config: EngineConfig, drafter: DraftSource | None = None) -> Engine
     torch.set_num_threads(config.threads or os.cpu_count() or 1)
     manifest = ModelManifest.read(config.model)
     device = _pick_device(config.device)
-    decoder = load_decoder(config.model, pick_dtype(config.dtype), device=str(device))
+    numerics = pick_numerics(config.model, config.dtype, config.quantization, str(device))
+    decoder = load_decoder(config.model, numerics.dtype, str(device), numerics.quantization)
+    if config.deterministic and not decoder.is_batch_invariant:
+        raise ModelLoadError(
+            f"--deterministic cannot be kept on {device} here: results that do not depend on the batch need "
+            "a CPU with the compiled kernels (install with g++ present, TANDEM_NATIVE unset) and widths "
+            "that are multiples of 32"
+        )
     shape = KVShape(
         decoder.config.num_layers,
         decoder.config.num_kv_heads,
@@ -87,7 +99,8 @@ def assemble(config: EngineConfig, drafter: DraftSource | None = None) -> Engine
         drafter=drafter,
         max_draft_nodes=config.max_draft_nodes,
     )
-    return EngineParts(engine, pool, Tokenizer(config.model), manifest, _layout(manifest, decoder, shape))
+    layout = _layout(manifest, decoder, shape, numerics)
+    return EngineParts(engine, pool, Tokenizer(config.model), manifest, layout)
 
 
 def _pick_device(name: str) -> torch.device:
@@ -96,7 +109,7 @@ def _pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _layout(manifest: ModelManifest, decoder: Decoder, shape: KVShape) -> KVLayout:
+def _layout(manifest: ModelManifest, decoder: Decoder, shape: KVShape, numerics: Numerics) -> KVLayout:
     rope = ",".join(f"{name}={value}" for name, value in asdict(decoder.config.rope).items())
     return KVLayout(
         model_revision=manifest.revision,
@@ -106,6 +119,7 @@ def _layout(manifest: ModelManifest, decoder: Decoder, shape: KVShape) -> KVLayo
         num_kv_heads=shape.num_kv_heads,
         head_size=shape.head_size,
         block_size=shape.block_size,
-        # Keys are stored as the converted weights make them, so that format is part of their meaning.
-        rope=f"{rope},weights={LAYOUT_VERSION}",
+        # Keys are stored as the converted weights make them, so that format is part of their meaning; and
+        # pods that multiply differently would compute two halves of one text differently.
+        rope=f"{rope},weights={LAYOUT_VERSION},quantization={numerics.quantization}",
     )

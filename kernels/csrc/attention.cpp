@@ -15,6 +15,8 @@
 //
 // Products are made in float32, or in bfloat16 with float32 sums where the CPU has instructions for that.
 
+#include "attention.h"
+
 #include <omp.h>
 
 #include <algorithm>
@@ -22,11 +24,12 @@
 #include <vector>
 
 #include "product.h"
-#include "simd.h"
 
 namespace {
 
 constexpr int kTile = 64;
+// Neighbouring keys that are fetched ahead together; blocks are multiples of it.
+constexpr int kStrip = 16;
 constexpr int kSplit = 512;
 constexpr float kMinusInfinity = -INFINITY;
 
@@ -106,35 +109,6 @@ inline void transpose(const uint32_t* const* rows, int64_t from, uint32_t* out, 
 #endif
 }
 
-}  // namespace
-
-extern "C" {
-
-// Everything a call needs; tandem_kernels.native declares the same fields in the same order.
-struct TandemAttention {
-  const void* query;  // [num_tokens, num_heads, head_size], tokens query_stride elements apart
-  void* out;          // the same, tokens out_stride elements apart
-  const void* cache;  // [num_blocks, 2, num_kv_heads, block_size, head_size]
-  const float* table; // [256], what each byte of a quantized cache stands for
-  const int32_t* block_table;
-  const int32_t* seq_lens;
-  const int32_t* query_start_loc;
-  const int64_t* ancestor_bits;  // or null
-  const float* sinks;            // [num_heads] or null
-  const float* k_scale;          // [num_kv_heads] or null
-  const float* v_scale;          // [num_kv_heads] or null
-  int64_t query_stride, out_stride;
-  int32_t num_seqs, max_blocks, num_blocks, num_tokens;
-  int32_t num_heads, num_kv_heads, head_size, block_size;
-  int32_t query_dtype, cache_dtype;
-  int32_t window;  // 0: none
-  float scale, softcap;  // softcap 0: none
-  int32_t num_threads;
-};
-}
-
-namespace {
-
 constexpr int kMaxTreeNodes = 64;
 
 struct Task {
@@ -153,6 +127,8 @@ struct State {
 // The base follows the maximum when that has outgrown it by so much: weights stay far from overflow, and most
 // tiles need no rescaling of what came before (after FlashAttention-4's conditional rescaling).
 constexpr float kSlack = 8;
+
+}  // namespace
 
 class Attention {
  public:
@@ -177,32 +153,71 @@ class Attention {
     return true;
   }
 
-  template <class Type>
-  void run() {
-    plan();
-    const int threads = c.num_threads;
-#pragma omp parallel num_threads(threads)
-    {
-      Workspace work = workspace<Type>();
-#pragma omp for schedule(dynamic, 1)
-      for (size_t i = 0; i < tasks.size(); ++i) compute<Type>(tasks[i], work);
-#pragma omp for schedule(static)
-      for (size_t i = 0; i < merges.size(); ++i) merge(merges[i]);
+  // Tasks for all of the step's layers. They are run from one thread's call at a time, so that memory is shared.
+  void plan() {
+    int64_t alone = 0;
+    for (int b = 0; b < c.num_seqs; ++b) {
+      const int n = num_new(b);
+      alone += int64_t(c.num_kv_heads) * ((n + tokens_per_task() - 1) / tokens_per_task());
     }
+    // Tasks that write their output themselves cost least; too few of them would leave threads idle.
+    const bool split = alone < 4 * c.num_threads && c.num_threads > 1;
+    static thread_local std::vector<float> kept;
+    partials = &kept;
+    int64_t floats = 0;
+    for (int b = 0; b < c.num_seqs; ++b) {
+      const int n = num_new(b);
+      for (int first = 0; first < n; first += tokens_per_task()) {
+        int count = std::min(tokens_per_task(), n - first);
+        int keys = is_tree(b) ? c.seq_lens[b] : context(b) + first + count;
+        int begin = first_split(b, first), end = (keys + kSplit - 1) / kSplit;
+        for (int h = 0; h < c.num_kv_heads; ++h) {
+          if (!split || end - begin == 1) {
+            tasks.push_back({b, h, first, count, begin, end - begin, -1});
+            continue;
+          }
+          merges.push_back({int(tasks.size()), end - begin});
+          for (int s = begin; s < end; ++s) {
+            tasks.push_back({b, h, first, count, s, 1, floats});
+            floats += State::floats(int64_t(count) * group, c.head_size);
+          }
+        }
+      }
+    }
+    if (int64_t(kept.size()) < floats) kept.resize(floats);
+  }
+
+  void run_in_team(const void* cache) {
+#if defined(__AVX512BF16__)
+    if ((DType)c.query_dtype == DType::kBFloat16 && c.head_size % 32 == 0) return run_in_team<BFloat16>(cache);
+#endif
+    run_in_team<Float32>(cache);
   }
 
  private:
+  template <class Type>
+  void run_in_team(const void* cache) {
+    Workspace work = workspace<Type>();
+    work.cache = cache;
+#pragma omp for schedule(dynamic, 1)
+    for (size_t i = 0; i < tasks.size(); ++i) compute<Type>(tasks[i], work);
+    if (merges.empty()) return;
+#pragma omp for schedule(static)
+    for (size_t i = 0; i < merges.size(); ++i) merge(merges[i]);
+  }
+
   // Per thread, reused from task to task.
   struct Workspace {
     void *query, *keys, *values, *raw, *weights;
     float* scores;
     float* state[2];  // total and split
+    const void* cache;
   };
   struct Merge {
     int first_task, num_tasks;
   };
 
-  const TandemAttention& c;
+  const TandemAttention c;
   const int group;
   std::vector<Task> tasks;
   std::vector<Merge> merges;
@@ -237,39 +252,6 @@ class Attention {
     return std::max(0, earliest - c.window + 1) / kSplit;
   }
 
-  void plan() {
-    int64_t alone = 0;
-    for (int b = 0; b < c.num_seqs; ++b) {
-      const int n = num_new(b);
-      alone += int64_t(c.num_kv_heads) * ((n + tokens_per_task() - 1) / tokens_per_task());
-    }
-    // Tasks that write their output themselves cost least; too few of them would leave threads idle.
-    const bool split = alone < 4 * c.num_threads && c.num_threads > 1;
-    static thread_local std::vector<float> kept;
-    partials = &kept;
-    int64_t floats = 0;
-    for (int b = 0; b < c.num_seqs; ++b) {
-      const int n = num_new(b);
-      for (int first = 0; first < n; first += tokens_per_task()) {
-        int count = std::min(tokens_per_task(), n - first);
-        int keys = is_tree(b) ? c.seq_lens[b] : context(b) + first + count;
-        int begin = first_split(b, first), end = (keys + kSplit - 1) / kSplit;
-        for (int h = 0; h < c.num_kv_heads; ++h) {
-          if (!split || end - begin == 1) {
-            tasks.push_back({b, h, first, count, begin, end - begin, -1});
-            continue;
-          }
-          merges.push_back({int(tasks.size()), end - begin});
-          for (int s = begin; s < end; ++s) {
-            tasks.push_back({b, h, first, count, s, 1, floats});
-            floats += State::floats(int64_t(count) * group, c.head_size);
-          }
-        }
-      }
-    }
-    if (int64_t(kept.size()) < floats) kept.resize(floats);
-  }
-
   template <class Type>
   Workspace workspace() const {
     using Element = typename Type::Element;
@@ -289,7 +271,7 @@ class Attention {
     if (int64_t(memory.size()) < offset + 64) memory.resize(offset + 64);
     char* base = (char*)(((uintptr_t)memory.data() + 63) / 64 * 64);
     return {base + query, base + keys, base + values, base + raw, base + weights,
-            (float*)(base + scores), {(float*)(base + total), (float*)(base + split)}};
+            (float*)(base + scores), {(float*)(base + total), (float*)(base + split)}, nullptr};
   }
 
   static State state_at(float* memory, int64_t rows) {
@@ -314,54 +296,81 @@ class Attention {
     }
   }
 
+  // Where a key's K lies in the cache, in elements; V follows part_elements later.
+  int64_t element_of(const int32_t* blocks, int kv_head, int key) const {
+    return (int64_t(blocks[key / c.block_size]) * 2 * c.num_kv_heads + kv_head) * head_elements() +
+           int64_t(key % c.block_size) * c.head_size;
+  }
+  int64_t head_elements() const { return int64_t(c.block_size) * c.head_size; }
+  int64_t part_elements() const { return c.num_kv_heads * head_elements(); }
+
   // K as [D / per lane][64 keys] and V as [64 / per lane][D] of 32-bit lanes; keys from `end` on are zero. With a
   // path, keys from the context's end on are its nodes in their order.
   template <class Type>
   void load_tile(const Task& task, int first_key, int end, uint64_t path, const Workspace& work) const {
     using Element = typename Type::Element;
-    const int D = c.head_size;
+    const int D = c.head_size, bytes = bytes_of((DType)c.cache_dtype);
     const DType dtype = (DType)c.cache_dtype;
     const bool direct = dtype == (Type::kPerLane == 2 ? DType::kBFloat16 : DType::kFloat32);
     static constexpr int kMaxHead = 256;
     alignas(64) static const Element zeros[kMaxHead] = {};
     const Element* rows[2][kTile];
     const int32_t* blocks = c.block_table + int64_t(task.seq) * c.max_blocks;
-    const int64_t head_elements = int64_t(c.block_size) * D;
     const int tree = path ? context(task.seq) : end;
     for (int key = tree; key < first_key; ++key) path &= path - 1;  // nodes of the tiles before
-    for (int t = 0; t < kTile; ++t) {
+    for (int t = 0; t < kTile;) {
       if (first_key + t >= end) {
         rows[0][t] = rows[1][t] = zeros;
+        ++t;
         continue;
       }
-      int key = first_key + t;
+      int key = first_key + t, run = 1;
       if (key >= tree) {
         key = tree + __builtin_ctzll(path);
         path &= path - 1;
+      } else {
+        // Neighbours of one block at once: divisions are slow.
+        run = std::min({kTile - t, c.block_size - key % c.block_size, std::min(tree, end) - key});
       }
-      const int64_t block = blocks[key / c.block_size];
-      for (int part = 0; part < 2; ++part) {
-        int64_t at = ((block * 2 + part) * c.num_kv_heads + task.kv_head) * head_elements +
-                     int64_t(key % c.block_size) * D;
-        if (direct) {
-          rows[part][t] = (const Element*)c.cache + at;
-          continue;
+      int64_t at = element_of(blocks, task.kv_head, key);
+      for (int i = 0; i < run; ++i, ++t, at += D)
+        for (int part = 0; part < 2; ++part) {
+          const int64_t from = at + part * part_elements();
+          if (direct) {
+            rows[part][t] = (const Element*)work.cache + from;
+            continue;
+          }
+          Element* copy = (Element*)work.raw + (int64_t(part) * kTile + t) * D;
+          for (int d = 0; d < D; d += kLanes) {
+            Vec v = load_as_float(work.cache, from + d, dtype, c.table);
+            if constexpr (Type::kPerLane == 2) to_bf16((uint16_t*)copy + d, v);
+            else store((float*)copy + d, v);
+          }
+          rows[part][t] = copy;
         }
-        Element* copy = (Element*)work.raw + (int64_t(part) * kTile + t) * D;
-        for (int d = 0; d < D; d += kLanes) {
-          Vec v = load_as_float(c.cache, at + d, dtype, c.table);
-          if constexpr (Type::kPerLane == 2) to_bf16((uint16_t*)copy + d, v);
-          else store((float*)copy + d, v);
-        }
-        rows[part][t] = copy;
-      }
     }
+    // The next tile is on its way from memory while this one is worked on: a tile's rows are too short and too
+    // scattered for the processor to guess them.
+    const char* ahead[kTile / kStrip] = {};
+    if (first_key + kTile < end)
+      for (int t = 0; t < kTile && first_key + kTile + t < tree; t += kStrip)
+        ahead[t / kStrip] = (const char*)work.cache + element_of(blocks, task.kv_head, first_key + kTile + t) * bytes;
+    auto fetch = [&](int t, int part, int64_t from, int64_t to) {
+      if (!ahead[t / kStrip]) return;
+      const char* strip = ahead[t / kStrip] + part * part_elements() * bytes;
+      // GCC takes a function that only prefetches for one without effect, and drops its calls.
+      for (int64_t line = from; line < to; line += 64) asm volatile("prefetcht1 %0" : : "m"(strip[line]));
+    };
     const int depth = D / Type::kPerLane;
-    for (int t = 0; t < kTile; t += kLanes)
+    const int64_t strip_bytes = int64_t(kStrip) * D * bytes;
+    for (int t = 0; t < kTile; t += kLanes) {
       for (int d = 0; d < depth; d += kLanes)
         transpose((const uint32_t* const*)rows[0] + t, d, (uint32_t*)work.keys + int64_t(d) * kTile + t, kTile);
+      if (t % kStrip == 0) fetch(t, 0, 0, strip_bytes);
+    }
     for (int t = 0; t < kTile; t += Type::kPerLane) {
       uint32_t* out = (uint32_t*)work.values + int64_t(t / Type::kPerLane) * D;
+      fetch(t, 1, t % kStrip * strip_bytes / kStrip, (t % kStrip + Type::kPerLane) * strip_bytes / kStrip);
 #if defined(__AVX512BF16__)
       if constexpr (Type::kPerLane == 2) {
         const __m512i even = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7,
@@ -557,18 +566,23 @@ class Attention {
   }
 };
 
-}  // namespace
+AttentionStep::AttentionStep(const TandemAttention& call) : attention(new Attention(call)) {}
+AttentionStep::AttentionStep(AttentionStep&&) = default;
+AttentionStep::~AttentionStep() = default;
+
+bool AttentionStep::plan() {
+  if (!attention->check()) return false;
+  attention->plan();
+  return true;
+}
+
+void AttentionStep::run_in_team(const void* cache) { attention->run_in_team(cache); }
 
 // Returns 0, having written nothing, when the metadata is inconsistent.
 extern "C" int32_t tandem_attention(const TandemAttention* call) {
-  Attention attention(*call);
-  if (!attention.check()) return 0;
-#if defined(__AVX512BF16__)
-  if ((DType)call->query_dtype == DType::kBFloat16 && call->head_size % 32 == 0) {
-    attention.run<BFloat16>();
-    return 1;
-  }
-#endif
-  attention.run<Float32>();
+  AttentionStep step(*call);
+  if (!step.plan()) return 0;
+#pragma omp parallel num_threads(call->num_threads)
+  step.run_in_team(call->cache);
   return 1;
 }

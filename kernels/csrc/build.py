@@ -14,6 +14,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 SOURCE_DIR = Path(__file__).resolve().parent
@@ -25,7 +26,8 @@ _AVX512 = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mpre
 INSTRUCTION_SETS = {
     "avx2": _AVX2,
     "avx512": _AVX512,
-    "avx512_bf16": [*_AVX512, "-mavx512bf16"],
+    "avx512_vnni": [*_AVX512, "-mavx512vnni"],
+    "avx512_bf16": [*_AVX512, "-mavx512vnni", "-mavx512bf16"],
 }
 _FLAGS = ["-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno", "-Wno-psabi"]
 
@@ -39,22 +41,23 @@ def build() -> list[Path]:
     if platform.machine() not in ("x86_64", "AMD64"):
         print(f"tandem: no native kernels for {platform.machine()}; they fall back to torch", file=sys.stderr)
         return []
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        built = pool.map(lambda name: _build_one(compiler, name), INSTRUCTION_SETS)
+        return [path for path in built if path is not None]
+
+
+def _build_one(compiler: str, name: str) -> Path | None:
     sources = [str(path) for path in sorted(SOURCE_DIR.glob("*.cpp"))]
-    built = []
-    for name, flags in INSTRUCTION_SETS.items():
-        target = LIBRARY_DIR / f"tandem_{name}.so"
-        # Written aside and renamed: a running process keeps the file it has mapped.
-        aside = target.with_suffix(".so.new")
-        result = subprocess.run(
-            [compiler, *_FLAGS, *flags, *sources, "-o", str(aside)], capture_output=True, text=True
-        )
-        if result.returncode:
-            aside.unlink(missing_ok=True)
-            print(f"tandem: {name} kernels were not built:\n{result.stderr[-2000:]}", file=sys.stderr)
-            continue
-        aside.replace(target)
-        built.append(target)
-    return built
+    target = LIBRARY_DIR / f"tandem_{name}.so"
+    # Written aside and renamed: a running process keeps the file it has mapped.
+    aside = target.with_suffix(".so.new")
+    command = [compiler, *_FLAGS, *INSTRUCTION_SETS[name], *sources, "-o", str(aside)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        aside.unlink(missing_ok=True)
+        print(f"tandem: {name} kernels were not built:\n{result.stderr[-2000:]}", file=sys.stderr)
+        return None
+    return aside.replace(target)
 
 
 if __name__ == "__main__":

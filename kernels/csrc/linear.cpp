@@ -1,24 +1,21 @@
-// Matrix products with weights: x [rows, depth] times weight [columns, depth] transposed.
-//
-// Weights are packed once into panels of 32 columns, so that the inner loop reads them in order:
-//
-//     packed[panel][k][column]      k counts 32-bit lanes of depth: one float, or a pair of bfloat16
+// Matrix products with weights in float32 or bfloat16.
 //
 // A decode step has few rows and waits for the weights' memory, so its cost hardly grows up to a dozen rows; a
 // prompt chunk has hundreds and waits for the multipliers. One packing serves both. A result sums over depth in the
 // same order, whatever the number of rows: bits do not depend on the batch.
 
+#include "linear.h"
+
 #include <omp.h>
 
 #include <algorithm>
 #include <utility>
+#include <vector>
 
 #include "product.h"
-#include "simd.h"
 
 namespace {
 
-constexpr int kPanel = 32;
 constexpr int kPanelVecs = kPanel / kLanes;
 
 #if defined(__AVX512F__)
@@ -33,33 +30,31 @@ constexpr int kDepthBlock = 384;
 constexpr int kRowChunk = 1024;
 
 struct Call {
-  const void* x;
-  const uint32_t* packed;
-  const void* bias;  // or null
-  void* out;
+  const TandemLinear& weight;
+  const Activations& x;
   int64_t rows;
-  int columns, depth;  // depth in elements
-  DType dtype;
+  void* out;
+  DType out_dtype;
 };
 
 // Rows of Vecs * kLanes columns from `column` on, through registers into out.
 template <class Type, int Rows, int Vecs>
 void block(const Call& c, int64_t row, int column) {
-  const int lanes = c.depth / Type::kPerLane;
+  const int lanes = c.weight.depth / Type::kPerLane;
   const int64_t panel = int64_t(column / kPanel) * lanes * kPanel;
   alignas(64) float sums[Rows][Vecs * kLanes];
   for (int from = 0; from < lanes; from += kDepthBlock) {
     const auto product = from == 0 ? product_block<Type, Rows, Vecs, Sum::kFresh, std::min(Vecs, kPanelVecs)>
                                    : product_block<Type, Rows, Vecs, Sum::kAdded, std::min(Vecs, kPanelVecs)>;
-    product((const uint32_t*)c.x + row * lanes + from, lanes,
-            c.packed + panel + column % kPanel + int64_t(from) * kPanel, kPanel, sums[0], Vecs * kLanes,
-            std::min(kDepthBlock, lanes - from), int64_t(lanes) * kPanel);
+    product((const uint32_t*)c.x.x + row * lanes + from, lanes,
+            (const uint32_t*)c.weight.packed + panel + column % kPanel + int64_t(from) * kPanel, kPanel, sums[0],
+            Vecs * kLanes, std::min(kDepthBlock, lanes - from), int64_t(lanes) * kPanel);
   }
   for (int r = 0; r < Rows; ++r)
     for (int n = 0; n < Vecs * kLanes; n += kLanes) {
       Vec v = load(sums[r] + n);
-      if (c.bias) v += load_as_float(c.bias, column + n, c.dtype, nullptr);
-      store_from_float(c.out, (row + r) * c.columns + column + n, c.dtype, v);
+      if (c.weight.bias) v += load_as_float(c.weight.bias, column + n, c.x.dtype, nullptr);
+      store_from_float(c.out, (row + r) * c.weight.columns + column + n, c.out_dtype, v);
     }
 }
 
@@ -81,17 +76,16 @@ void column_block(const Call& c, int64_t first, int64_t end, int column) {
 }
 
 template <class Type, int MostRows, int Vecs>
-void all_columns(const Call& c, int num_threads) {
+void all_columns(const Call& c) {
   constexpr int kWidth = std::max(Vecs * kLanes, kPanel);
-  const int steps = (c.columns + kWidth - 1) / kWidth;
-#pragma omp parallel num_threads(num_threads)
+  const int columns = c.weight.columns, steps = (columns + kWidth - 1) / kWidth;
   for (int64_t first = 0; first < c.rows; first += kRowChunk) {
     const int64_t end = std::min(first + kRowChunk, c.rows);
 #pragma omp for schedule(static) nowait
     for (int step = 0; step < steps; ++step)
-      for (int column = step * kWidth; column < std::min((step + 1) * kWidth, c.columns);) {
+      for (int column = step * kWidth; column < std::min((step + 1) * kWidth, columns);) {
         // The last panel may stand alone, where two would be taken.
-        if (Vecs > kPanelVecs && c.columns - column <= kPanel) {
+        if (Vecs > kPanelVecs && columns - column <= kPanel) {
           column_block<Type, MostRows, kPanelVecs>(c, first, end, column);
           column += kPanel;
         } else {
@@ -100,21 +94,49 @@ void all_columns(const Call& c, int num_threads) {
         }
       }
   }
+#pragma omp barrier
 }
 
 template <class Type>
-void run(const Call& c, int num_threads) {
-  if (c.rows <= 2 * kFewRows) all_columns<Type, kFewRows, kFewVecs>(c, num_threads);
-  else all_columns<Type, kManyRows, kManyVecs>(c, num_threads);
+void run(const Call& c) {
+  if (c.rows <= 2 * kFewRows) all_columns<Type, kFewRows, kFewVecs>(c);
+  else all_columns<Type, kManyRows, kManyVecs>(c);
 }
 
 }  // namespace
 
-// x [rows, depth] dense, packed as above, bias [columns] or null -> out [rows, columns], all of one dtype, float32 or
-// bfloat16. columns is a multiple of 32, depth even.
-extern "C" void tandem_linear(const void* x, const void* packed, const void* bias, void* out, int64_t rows,
-                              int32_t columns, int32_t depth, int32_t dtype, int32_t num_threads) {
-  const Call call = {x, (const uint32_t*)packed, bias, out, rows, columns, depth, (DType)dtype};
-  if ((DType)dtype == DType::kBFloat16) run<BFloat16>(call, num_threads);
-  else run<Float32>(call, num_threads);
+void linear_in_team(const TandemLinear& weight, const Activations& x, int64_t rows, void* out, DType out_dtype) {
+  const Call call = {weight, x, rows, out, out_dtype};
+  switch ((Packing)weight.packing) {
+    case Packing::kFloat32: return run<Float32>(call);
+    case Packing::kBFloat16: return run<BFloat16>(call);
+    default: return quantized_linear_in_team(weight, x, rows, out, out_dtype);
+  }
+}
+
+// x [rows, depth] dense, weights packed as linear.h says -> out [rows, columns]. x and bias are of one dtype, which is
+// the weights' own where these are not quantized; columns is a multiple of 32, depth even (quantized: of 32).
+extern "C" void tandem_linear(const void* x, const TandemLinear* weight, void* out, int64_t rows, int32_t dtype,
+                              int32_t out_dtype, int32_t num_threads) {
+  Activations activations = {x, (DType)dtype, nullptr, nullptr, nullptr};
+  static thread_local std::vector<int8_t> codes;
+  static thread_local std::vector<float> scales;
+  static thread_local std::vector<int32_t> sums;
+  if (is_quantized(*weight)) {
+    const size_t groups = rows * weight->depth / kGroup;
+    if (scales.size() < groups) {
+      codes.resize(groups * kGroup);
+      scales.resize(groups);
+      sums.resize(groups);
+    }
+    activations = {x, (DType)dtype, codes.data(), scales.data(), sums.data()};
+  }
+#pragma omp parallel num_threads(num_threads)
+  {
+    if (is_quantized(*weight)) {
+#pragma omp for schedule(static)
+      for (int64_t r = 0; r < rows; ++r) quantize_row(activations, r, weight->depth);
+    }
+    linear_in_team(*weight, activations, rows, out, (DType)out_dtype);
+  }
 }

@@ -12,15 +12,27 @@ On the paged KV cache:
 The cache is one contiguous tensor per layer, [num_blocks, 2, Hkv, block_size, D] with K at index 0 and V
 at index 1 of the second dimension; slot = block_id * block_size + offset within the block.
 
-A layer's matrix products on a CPU: packed_linear; between them: add_rms_norm, silu_mul.
+A layer's matrix products on a CPU: packed_linear, also of quantized weights; between them: add_rms_norm,
+silu_mul.
 
-On a CPU the work is done by compiled kernels (`native`) where they exist, else by torch.
+On a CPU the work is done by compiled kernels (`native`) where they exist, else by torch. With packed weights
+all layers are one call: DecoderLayers.
 """
 
 from tandem_kernels.add_rms_norm import add_rms_norm
+from tandem_kernels.decoder_layers import DecoderLayers, LayerWeights, PackedProjection
 from tandem_kernels.gather_blocks import gather_blocks
 from tandem_kernels.move_slots import move_slots
-from tandem_kernels.packed_linear import pack_weight, packed_linear, packed_shape, runs_packed
+from tandem_kernels.packed_linear import (
+    pack_quantized,
+    pack_weight,
+    packed_linear,
+    packed_shape,
+    quantized_shape,
+    runs_packed,
+    unpack_quantized,
+)
+from tandem_kernels.quantized_weight import QuantizedWeight, join_rows, quantize_weight
 from tandem_kernels.rope_store import rope_store
 from tandem_kernels.scatter_blocks import scatter_blocks
 from tandem_kernels.silu_mul import silu_mul
@@ -28,16 +40,25 @@ from tandem_kernels.store_kv import store_kv
 from tandem_kernels.turbo_attention import turbo_attention
 
 __all__ = [
+    "DecoderLayers",
+    "LayerWeights",
+    "PackedProjection",
+    "QuantizedWeight",
     "add_rms_norm",
     "gather_blocks",
+    "join_rows",
     "move_slots",
+    "pack_quantized",
     "pack_weight",
     "packed_linear",
     "packed_shape",
+    "quantize_weight",
+    "quantized_shape",
     "rope_store",
     "runs_packed",
     "scatter_blocks",
     "silu_mul",
     "store_kv",
     "turbo_attention",
+    "unpack_quantized",
 ]

@@ -42,6 +42,7 @@ def fake_model(folder: Path) -> Path:
     folder.mkdir(parents=True)
     (folder / "tandem.json").write_text(json.dumps({"name": folder.name}))
     (folder / "model-float32.safetensors").touch()
+    models.note_prepared(folder, "auto", "auto", "model-float32.safetensors")
     return folder
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 from processes import is_alive
+from tandem_cli.models import note_prepared
 from tandem_cli.state_file import FleetRecord, read_state
 
 POD = """#!{python}
@@ -74,6 +75,7 @@ def installation(tmp_path: Path) -> Path:
     model.mkdir(parents=True)
     (model / "tandem.json").write_text(json.dumps({"name": "m"}))
     (model / "model-float32.safetensors").touch()
+    note_prepared(model, "auto", "auto", "model-float32.safetensors")
     return python
 
 

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tandem_engine.models import AttentionMetadata, Decoder, ModelConfig, load_decoder
-from tandem_engine.store import DEFAULT_MODEL, ModelManifest, pull
+from safetensors import safe_open
+from tandem_engine.models import AttentionMetadata, Decoder, ModelConfig, Quantization, load_decoder
+from tandem_engine.store import DEFAULT_MODEL, ModelManifest, ensure_weights, pull
 from tandem_engine.store.gguf_source import GgufSource
 from tandem_engine.tokenizer import Tokenizer
-from tandem_kernels import native
+from tandem_kernels import native, unpack_quantized
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -90,6 +91,22 @@ def test_dequantized_weights_equal_transformers(gguf_file: Path, reference: PreT
     assert source.names() | {"lm_head.weight"} == set(theirs)
     for name in sorted(n for n in theirs if n in source.names() and (".layers." not in n or ".29." in n)):
         assert torch.equal(source.get(name), theirs[name]), name
+
+
+def test_quantized_weights_of_the_file_are_taken_over_bit_by_bit(folder: Path) -> None:
+    """Q4_1 and Q8_0 are forms of ours: in W4A8 nothing is rounded a second time."""
+    with safe_open(ensure_weights(folder, torch.float32), "pt") as exact:
+        path = ensure_weights(folder, torch.bfloat16, quantization=Quantization.W4A8)
+        with safe_open(path, "pt") as ours:
+            for layer in (0, 29):
+                for name in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"):
+                    weight = unpack_quantized(ours.get_tensor(f"layers.{layer}.{name}.weight"))
+                    assert weight.bits == 4
+                    wanted = exact.get_tensor(f"layers.{layer}.{name}.weight")
+                    assert torch.equal(weight.dequantize(), wanted), name
+            head = unpack_quantized(ours.get_tensor("lm_head.weight"))
+            assert head.bits == 8
+            assert torch.equal(head.dequantize(), exact.get_tensor("embed_tokens.weight"))
 
 
 def test_config_equals_transformers(folder: Path, reference: PreTrainedModel) -> None:

@@ -15,11 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tandem_engine.errors import ModelLoadError
-from tandem_engine.models import ModelConfig
+from tandem_engine.models import ModelConfig, Quantization
 from tandem_engine.store import ModelManifest, ensure_weights
 from tandem_engine.store.gguf_source import GgufSource
 from tandem_engine.store.safetensors_source import SafetensorsSource
-from tandem_kernels import pack_weight
+from tandem_kernels import pack_weight, quantize_weight, unpack_quantized
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -91,6 +91,28 @@ def test_the_packed_form_holds_the_same_numbers_in_the_kernels_order(
     for name, tensor in packed.items():
         source = plain.get(name, plain["embed_tokens.weight"])
         assert torch.equal(tensor, pack_weight(source) if name in differing else source)
+
+
+@pytest.mark.parametrize("quantization", [Quantization.W8A8, Quantization.W4A8])
+def test_quantized_forms_hold_what_rounding_the_fused_weights_gives(
+    folder: Path, quantization: Quantization
+) -> None:
+    full = load_file(ensure_weights(folder, torch.float32))
+    ours = load_file(ensure_weights(folder, torch.float32, quantization=quantization))
+    assert {name for name in ours if name not in full} == set()
+    for name, tensor in ours.items():
+        if not name.endswith(("_proj.weight", "lm_head.weight")):
+            assert torch.equal(tensor, full[name])
+            continue
+        bits = 8 if quantization is Quantization.W8A8 or name == "lm_head.weight" else 4
+        values = unpack_quantized(tensor).dequantize()
+        assert torch.equal(values, quantize_weight(full[name], bits).dequantize()), name
+        assert (values - full[name]).square().mean().sqrt() < (0.01 if bits == 8 else 0.12)
+
+
+def test_quantized_weights_and_float16_do_not_go_together(folder: Path) -> None:
+    with pytest.raises(ModelLoadError, match="w8a8 does not work with float16; use dtype float32"):
+        ensure_weights(folder, torch.float16, quantization=Quantization.W8A8)
 
 
 def test_each_dtype_gets_its_own_file(folder: Path) -> None:

@@ -2,8 +2,17 @@
 
 from tandem_engine.models.config import ModelConfig, RopeConfig
 from tandem_engine.models.decoder import Decoder
+from tandem_engine.models.layout import Quantization
 from tandem_engine.models.linear import pick_dtype
 from tandem_engine.models.loading import load_decoder
 from tandem_engine.models.metadata import AttentionMetadata
 
-__all__ = ["AttentionMetadata", "Decoder", "ModelConfig", "RopeConfig", "load_decoder", "pick_dtype"]
+__all__ = [
+    "AttentionMetadata",
+    "Decoder",
+    "ModelConfig",
+    "Quantization",
+    "RopeConfig",
+    "load_decoder",
+    "pick_dtype",
+]

@@ -1,11 +1,11 @@
 """The decoder: token ids in, hidden states out, keys and values left in the paged cache.
 
 Per step: the runner builds AttentionMetadata -> `forward` -> it picks the rows that sample -> `logits`.
-Every operator costs 5-10 us in eager mode and there are dozens of layers, so a layer is a dozen calls:
-projections are fused, and what lies between the matrix products is one operator each. The decoder never
-looks at requests, and attention is the kernels' business.
+With packed weights on a CPU all layers are one compiled call (tandem_kernels.DecoderLayers); else a layer is
+a dozen operators, its projections fused, and what lies between the matrix products one operator each. The
+decoder never looks at requests, and attention is the kernels' business.
 
-Not covered: tensor parallelism, LoRA, mixture of experts, quantized activations.
+Not covered: tensor parallelism, LoRA, mixture of experts.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from tandem_kernels import add_rms_norm, rope_store, silu_mul, turbo_attention
+from tandem_kernels import DecoderLayers, LayerWeights, add_rms_norm, rope_store, silu_mul, turbo_attention
 from torch import Tensor
 
 from tandem_engine.models.config import ModelConfig
-from tandem_engine.models.linear import Linear
+from tandem_engine.models.linear import Linear, PackedLinear
 from tandem_engine.models.metadata import AttentionMetadata
 from tandem_engine.models.rope import rotation_table
 
@@ -74,6 +74,23 @@ class Decoder:
         self._lm_head = make_linear(tensors.get("lm_head.weight", self.embed_tokens), None)
         self._rotations = rotation_table(config.rope, config.head_dim, config.max_model_len).to(self.device)
         self._scale = config.head_dim**-0.5
+        self._compiled = self._compile()
+
+    def _compile(self) -> DecoderLayers | None:
+        """All layers as one call, where the kernels cover these weights."""
+        windows = self.config.windows
+        layers = [_packed_layer(*pair) for pair in zip(self._layers, windows, strict=True)]
+        packed = [layer for layer in layers if layer is not None]
+        if len(packed) < len(layers) or not DecoderLayers.supports(packed, self.config.head_dim):
+            return None
+        return DecoderLayers(
+            packed, head_size=self.config.head_dim, eps=self.config.rms_norm_eps, scale=self._scale
+        )
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Whether a row's result depends on its own sequence alone, to the last bit."""
+        return self._compiled is not None and isinstance(self._lm_head, PackedLinear)
 
     @torch.inference_mode()
     def forward(
@@ -93,8 +110,31 @@ class Decoder:
         """
         eps = self.config.rms_norm_eps
         hidden = F.embedding(input_ids, self.embed_tokens).float()
+        delta: Tensor | None
+        if self._compiled is not None:
+            delta = torch.empty_like(hidden, dtype=self.dtype)
+            # Layer by layer only for someone who listens.
+            step = len(self._layers) if on_layer_done is None else 1
+            for first in range(0, len(self._layers), step):
+                self._compiled.run(
+                    first,
+                    first + step,
+                    hidden,
+                    delta,
+                    positions,
+                    self._rotations,
+                    kv_caches,
+                    metadata.slot_mapping,
+                    metadata.block_table,
+                    metadata.seq_lens,
+                    metadata.query_start_loc,
+                    metadata.ancestor_bits,
+                )
+                if on_layer_done is not None:
+                    on_layer_done(first)
+            return add_rms_norm(hidden, delta, self._norm, eps)
         # What the layer before contributes; it joins the residual stream with the next norm.
-        delta: Tensor | None = None
+        delta = None
         for n, layer in enumerate(self._layers):
             normed = add_rms_norm(hidden, delta, layer.input_norm, eps)
             delta = self._attention(n, layer, normed, positions, kv_caches[n], metadata)
@@ -140,4 +180,27 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden], rows of forward's result -> [R, vocab] float32."""
-        return self._lm_head(hidden).float()
+        return self._lm_head(hidden, torch.float32)
+
+
+def _packed_layer(layer: DecoderLayer, window: int | None) -> LayerWeights | None:
+    """The layer's weights for the compiled call, if all its projections are packed."""
+    qkv, o, gate_up, down = layer.qkv_proj, layer.o_proj, layer.gate_up_proj, layer.down_proj
+    if not (
+        isinstance(qkv, PackedLinear)
+        and isinstance(o, PackedLinear)
+        and isinstance(gate_up, PackedLinear)
+        and isinstance(down, PackedLinear)
+    ):
+        return None
+    return LayerWeights(
+        input_norm=layer.input_norm,
+        qkv=qkv.projection,
+        q_norm=layer.q_norm,
+        k_norm=layer.k_norm,
+        o=o.projection,
+        post_norm=layer.post_norm,
+        gate_up=gate_up.projection,
+        down=down.projection,
+        window=window,
+    )

@@ -15,9 +15,9 @@ processes map it and share its pages without a private copy:
     norm.weight                      [H]
     lm_head.weight                   [V, H]                absent when tied to the embedding
 
-A second form of the file (`model-<dtype>-packed.safetensors`) holds the projections as the compiled CPU
-kernel wants them (tandem_kernels.packed_linear), and always lm_head.weight, as the embedding is looked up
-by row.
+Further forms of the file hold the projections as the compiled CPU kernels want them
+(tandem_kernels.packed_linear), in dtype (`-packed`) or quantized (`-w8a8`, `-w4a8`), and always
+lm_head.weight, as the embedding is looked up by row.
 
 Rows of queries, keys and their norms are interleaved within each head, dimension d beside d + D/2 (the
 order of llama GGUFs), for rope.py.
@@ -27,12 +27,54 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 
 import torch
-from tandem_kernels import packed_shape
+from tandem_kernels import packed_shape, quantized_shape
 from torch import Tensor
 
 from tandem_engine.models.config import ModelConfig
+
+
+class Quantization(StrEnum):
+    """How projections are multiplied: in the model's dtype, or weights of 8 or 4 bits by activations of 8."""
+
+    NONE = "none"
+    W8A8 = "w8a8"
+    W4A8 = "w4a8"
+
+
+@dataclass(frozen=True)
+class WeightForm:
+    """What one weight file holds."""
+
+    #: Of everything that is not quantized: embedding, norms, biases; activations and KV follow it.
+    dtype: torch.dtype
+    packed: bool = False
+    quantization: Quantization = Quantization.NONE
+
+    @property
+    def suffix(self) -> str:
+        if self.quantization is not Quantization.NONE:
+            return f"-{self.quantization}"
+        return "-packed" if self.packed else ""
+
+    @property
+    def file_name(self) -> str:
+        return f"model-{str(self.dtype).removeprefix('torch.')}{self.suffix}.safetensors"
+
+    @property
+    def holds_head(self) -> bool:
+        """Whether lm_head.weight is there although it is tied to the embedding."""
+        return self.packed or self.quantization is not Quantization.NONE
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """Shape and dtype of one tensor in the file; uint8 is a quantized projection."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -63,15 +105,29 @@ class StoredTensor:
     def shape(self) -> tuple[int, ...]:
         return (sum(p.shape[0] for p in self.parts), *self.parts[0].shape[1:])
 
-    def shape_in_file(self, dtype: torch.dtype, *, packed: bool) -> tuple[int, ...]:
-        """In the packed form of the file projections have another shape, where the kernel takes them."""
-        if packed and self.name.endswith(("_proj.weight", "lm_head.weight")):
-            num_columns, depth = self.shape
-            return packed_shape(num_columns, depth, dtype) or self.shape
-        return self.shape
+    @property
+    def is_projection(self) -> bool:
+        return self.name.endswith(("_proj.weight", "lm_head.weight"))
+
+    def in_file(self, form: WeightForm, bits: int) -> FileTensor:
+        """As it lies in a file of this form; bits of a weight, where it is quantized.
+
+        A projection that the kernels do not take (tandem_kernels.packed_linear) stays as it is.
+        """
+        plain = FileTensor(self.shape, form.dtype)
+        if not self.is_projection:
+            return plain
+        num_columns, depth = self.shape
+        if form.quantization is not Quantization.NONE and (
+            quantized := quantized_shape(num_columns, depth, bits)
+        ):
+            return FileTensor(quantized, torch.uint8)
+        if form.holds_head and (packed := packed_shape(num_columns, depth, form.dtype)):
+            return FileTensor(packed, form.dtype)
+        return plain
 
 
-def stored_tensors(config: ModelConfig, *, packed: bool = False) -> Iterator[StoredTensor]:
+def stored_tensors(config: ModelConfig, form: WeightForm) -> Iterator[StoredTensor]:
     """Every tensor of the file for this config, in file order."""
     hidden, inner, d = config.hidden_size, config.intermediate_size, config.head_dim
 
@@ -103,6 +159,6 @@ def stored_tensors(config: ModelConfig, *, packed: bool = False) -> Iterator[Sto
         if config.mlp_bias:
             yield plain(f"{ours}.down_proj.bias", f"{mlp}.down_proj.bias", hidden)
     yield plain("norm.weight", "model.norm.weight", hidden)
-    if packed or not config.tie_word_embeddings:
+    if form.holds_head or not config.tie_word_embeddings:
         head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
         yield plain("lm_head.weight", head, config.vocab_size, hidden)

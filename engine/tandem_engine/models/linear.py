@@ -3,9 +3,10 @@
 Each policy has the same face, `policy(x [T, in]) -> [T, out]`, and one is chosen when weights are loaded. All
 but the last compute from the mapped file, with no private memory:
 
-    PackedLinear   the compiled CPU kernel. Nearly flat from one row to a dozen, so that verifying drafts
-                   costs a decode step little more than one token; within 6 % of oneDNN on hundreds.
-    PlainLinear    torch. GPUs, and CPUs without compiled kernels.
+    PackedLinear   the compiled CPU kernels, plain or quantized weights. Nearly flat from one row to a dozen,
+                   so that verifying drafts costs a decode step little more than one token; within 6 % of
+                   oneDNN on hundreds.
+    PlainLinear    torch. GPUs, and CPUs without compiled kernels, where quantized weights are dequantized.
     UpcastLinear   bfloat16 weights on a CPU with neither compiled kernels nor bfloat16 instructions: several
                    rows are multiplied in float32, through one scratch buffer that all layers share.
 
@@ -22,14 +23,16 @@ from typing import Protocol
 
 import torch
 import torch.nn.functional as F
-from tandem_kernels import packed_linear, runs_packed
+from tandem_kernels import PackedProjection, packed_linear, runs_packed, unpack_quantized
 from torch import Tensor
 
 from tandem_engine.errors import ModelLoadError
 
 
 class Linear(Protocol):
-    def __call__(self, x: Tensor) -> Tensor: ...
+    """out_dtype None: x's own."""
+
+    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor: ...
 
 
 class PlainLinear:
@@ -38,18 +41,18 @@ class PlainLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight, self._bias = weight, bias
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self._weight, self._bias)
+    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        return F.linear(x, self._weight, self._bias).to(out_dtype or x.dtype)
 
 
 class PackedLinear:
     """The same, from weights that packed_linear understands."""
 
     def __init__(self, packed: Tensor, bias: Tensor | None) -> None:
-        self._packed, self._bias = packed, bias
+        self.projection = PackedProjection(packed, bias)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return packed_linear(x, self._packed, self._bias)
+    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        return packed_linear(x, self.projection.packed, self.projection.bias, out_dtype=out_dtype)
 
 
 class UpcastLinear:
@@ -60,12 +63,12 @@ class UpcastLinear:
         #: Shared by all layers, which run one after another; at least out * in float32 numbers.
         self._scratch = scratch[: weight.numel()].view(weight.shape)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         if x.shape[0] == 1:
-            return F.linear(x, self._weight, self._bias)
+            return F.linear(x, self._weight, self._bias).to(out_dtype or x.dtype)
         self._scratch.copy_(self._weight)
         bias = None if self._bias is None else self._bias.float()
-        return F.linear(x.float(), self._scratch, bias).to(x.dtype)
+        return F.linear(x.float(), self._scratch, bias).to(out_dtype or x.dtype)
 
 
 def cpu_has_bf16() -> bool:
@@ -99,4 +102,15 @@ def linear_policy(
     ):
         scratch = torch.empty(max_numel)
         return lambda weight, bias: UpcastLinear(weight, bias, scratch)
-    return lambda weight, bias: (PackedLinear if weight.dim() == 4 else PlainLinear)(weight, bias)
+
+    def make(weight: Tensor, bias: Tensor | None) -> Linear:
+        if weight.dtype == torch.uint8 and not runs_packed(torch.uint8, device):
+            return PlainLinear(unpack_quantized(weight).dequantize().to(dtype), bias)
+        return (PackedLinear if is_packed(weight) else PlainLinear)(weight, bias)
+
+    return make
+
+
+def is_packed(weight: Tensor) -> bool:
+    """Whether a projection of the weight file lies in one of the kernels' packings."""
+    return weight.dim() == 4 or weight.dtype == torch.uint8

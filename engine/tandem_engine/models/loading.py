@@ -17,36 +17,44 @@ from torch import Tensor
 from tandem_engine.errors import ModelLoadError
 from tandem_engine.models.config import ModelConfig
 from tandem_engine.models.decoder import Decoder
-from tandem_engine.models.layout import stored_tensors
+from tandem_engine.models.layout import FileTensor, Quantization, WeightForm, stored_tensors
 from tandem_engine.models.linear import linear_policy
 
 
-def load_decoder(folder: Path, dtype: torch.dtype, device: str = "cpu") -> Decoder:
+def load_decoder(
+    folder: Path,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    quantization: Quantization = Quantization.NONE,
+) -> Decoder:
     """The model of `folder` in `dtype`. Raises ModelLoadError."""
     # Imported here, as the store in turn reads this package's config and layout.
     from tandem_engine.store.convert import ensure_weights
 
     config = ModelConfig.from_folder(folder)
     target = torch.device(device)
-    packed = runs_packed(dtype, target)
-    tensors = _map_tensors(ensure_weights(folder, dtype, packed=packed), config, dtype, target, packed)
+    form = WeightForm(dtype, runs_packed(dtype, target), quantization)
+    path = ensure_weights(folder, dtype, packed=form.packed, quantization=quantization)
+    tensors = _map_tensors(path, config, form, target)
     largest = max(t.numel() for t in tensors.values())
     return Decoder(config, tensors, linear_policy(dtype, target, largest))
 
 
 def _map_tensors(
-    path: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, packed: bool
+    path: Path, config: ModelConfig, form: WeightForm, device: torch.device
 ) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
-            for stored in stored_tensors(config, packed=packed):
+            for stored in stored_tensors(config, form):
                 tensor = file.get_tensor(stored.name)
-                shape = stored.shape_in_file(dtype, packed=packed)
-                if tensor.shape != shape or tensor.dtype != dtype:
+                # The converter chose the bits of each weight.
+                allowed = [stored.in_file(form, bits) for bits in (4, 8)]
+                if FileTensor(tuple(tensor.shape), tensor.dtype) not in allowed:
                     raise ModelLoadError(
                         f"{path} holds {stored.name} as {tuple(tensor.shape)} {tensor.dtype}, but "
-                        f"config.json asks for {shape} {dtype}; delete the file to have it made again"
+                        f"config.json asks for {allowed[0].shape} {allowed[0].dtype}; delete the file to "
+                        "have it made again"
                     )
                 tensors[stored.name] = tensor
     except (SafetensorError, OSError) as error:

@@ -5,7 +5,7 @@ resolve(name)         -> that folder
 ensure_weights(...)   -> models/<name>/model-<dtype>.safetensors, made on first demand
 """
 
-from tandem_engine.store.convert import ensure_weights
+from tandem_engine.store.convert import ensure_weights, source_bits
 from tandem_engine.store.files import Progress
 from tandem_engine.store.manifest import ModelManifest
 from tandem_engine.store.pull import CATALOGUE, DEFAULT_MODEL, pull
@@ -21,4 +21,5 @@ __all__ = [
     "list_models",
     "pull",
     "resolve",
+    "source_bits",
 ]

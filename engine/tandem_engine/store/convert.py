@@ -2,24 +2,34 @@
 
     ensure_weights -> there and whole? done
                    -> lock the folder -> there now? another process made it
-                   -> read, dequantize, fuse, cast one tensor at a time into a temporary file -> rename
+                   -> read, dequantize (or not), fuse, cast one tensor at a time into a temporary file
+                   -> rename
 
 The file is streamed, so converting needs memory for one tensor, not for the model.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
 import torch
-from tandem_kernels import pack_weight
+from tandem_kernels import QuantizedWeight, join_rows, pack_quantized, pack_weight, quantize_weight
 from torch import Tensor
 
 from tandem_engine.errors import ModelLoadError
 from tandem_engine.models.config import ModelConfig
-from tandem_engine.models.layout import StoredTensor, TensorPart, stored_tensors
+from tandem_engine.models.layout import (
+    FileTensor,
+    Quantization,
+    StoredTensor,
+    TensorPart,
+    WeightForm,
+    stored_tensors,
+)
 from tandem_engine.store.files import Progress, atomic_write, locked, no_progress
 from tandem_engine.store.gguf_source import GgufSource
 from tandem_engine.store.manifest import ModelManifest
@@ -39,20 +49,34 @@ class WeightSource(Protocol):
 
     def get(self, name: str) -> Tensor: ...
 
+    def bits(self, name: str) -> int | None:
+        """4 or 8 where `get_quantized` has the tensor in groups of 32, else None."""
+
+    def get_quantized(self, name: str) -> QuantizedWeight | None: ...
+
 
 def ensure_weights(
-    folder: Path, dtype: torch.dtype, progress: Progress = no_progress, *, packed: bool = False
+    folder: Path,
+    dtype: torch.dtype,
+    progress: Progress = no_progress,
+    *,
+    packed: bool = False,
+    quantization: Quantization = Quantization.NONE,
 ) -> Path:
-    """The path of `model-<dtype>.safetensors`, or of its packed form (models/layout.py), converted first if
-    it is missing, damaged or outdated.
+    """The path of the weight file of this form (models/layout.py), converted first if it is missing, damaged
+    or outdated.
 
     Any number of processes may call this at once; one converts, the others wait. Raises ModelLoadError.
     """
     if dtype not in _DTYPES:
         raise ModelLoadError(f"weights cannot be kept in {dtype}; use float32, bfloat16 or float16")
+    if dtype == torch.float16 and quantization is not Quantization.NONE:
+        raise ModelLoadError(
+            f"quantization {quantization} does not work with float16; use dtype float32 or bfloat16"
+        )
+    form = WeightForm(dtype, packed, quantization)
     manifest = ModelManifest.read(folder)
-    form = "-packed" if packed else ""
-    path = folder / f"model-{str(dtype).removeprefix('torch.')}{form}.safetensors"
+    path = folder / form.file_name
     if _is_current(path, manifest.revision, form):
         return path
     try:
@@ -60,13 +84,31 @@ def ensure_weights(
             if not _is_current(path, manifest.revision, form):
                 config = ModelConfig.from_folder(folder)
                 source = open_source((folder / manifest.weights).resolve())
-                write_weights(path, config, source, dtype, manifest.revision, progress, packed=packed)
+                write_weights(path, config, source, form, manifest.revision, progress)
     except OSError as error:
         raise ModelLoadError(
             f"the weights could not be written to {path} ({error}); free some disk space or make the folder "
             "writable, then try again"
         ) from error
     return path
+
+
+def source_bits(folder: Path) -> int:
+    """ModelManifest.weight_bits, found out and noted first where it was not. Raises ModelLoadError."""
+    manifest = ModelManifest.read(folder)
+    if manifest.weight_bits is not None:
+        return manifest.weight_bits
+    bits = quantized_bits(open_source((folder / manifest.weights).resolve()))
+    with contextlib.suppress(OSError):  # a read-only folder is asked again next time
+        replace(manifest, weight_bits=bits).write(folder)
+    return bits
+
+
+def quantized_bits(source: WeightSource) -> int:
+    """4 or 8 if every projection is quantized so (4 if any has 4), else 0."""
+    bits = [source.bits(name) for name in source.names() if name.endswith("_proj.weight")]
+    known = [b for b in bits if b is not None]
+    return min(known) if known and len(known) == len(bits) else 0
 
 
 def open_source(path: Path) -> WeightSource:
@@ -80,27 +122,49 @@ def write_weights(
     path: Path,
     config: ModelConfig,
     source: WeightSource,
-    dtype: torch.dtype,
+    form: WeightForm,
     revision: str,
     progress: Progress = no_progress,
-    *,
-    packed: bool,
 ) -> None:
     """Convert every tensor and replace path in one rename. Raises ModelLoadError before anything is kept."""
-    stored = list(stored_tensors(config, packed=packed))
+    stored = list(stored_tensors(config, form))
     _check_names(config, stored, source)
-    shapes = {t.name: t.shape_in_file(dtype, packed=packed) for t in stored}
-    header, total = _header(shapes, dtype, revision, "-packed" if packed else "")
+    bits = {t.name: _bits_of(t, form.quantization, source) for t in stored}
+    in_file = {t.name: t.in_file(form, bits[t.name]) for t in stored}
+    header, total = _header(in_file, _metadata(revision, form))
     done = 0
     with atomic_write(path) as file:
         file.write(header)
         for tensor in stored:
-            parts = [_read_part(part, source, dtype) for part in tensor.parts]
-            if shapes[tensor.name] != tensor.shape:
-                parts = [pack_weight(torch.cat(parts))]
+            if in_file[tensor.name].dtype == torch.uint8:
+                parts = [_quantized(tensor, source, bits[tensor.name])]
+            else:
+                parts = [_read_part(part, source, form.dtype) for part in tensor.parts]
+                if in_file[tensor.name].shape != tensor.shape:
+                    parts = [pack_weight(torch.cat(parts))]
             for part in parts:
                 done += file.write(part.view(torch.uint8).numpy().data)
             progress("converting", done, total)
+
+
+def _bits_of(tensor: StoredTensor, quantization: Quantization, source: WeightSource) -> int:
+    """Bits per weight: in W4A8 the head, on which every token depends, keeps 8, and so does what has 8."""
+    if quantization is Quantization.W8A8 or tensor.name == "lm_head.weight":
+        return 8
+    return 8 if all(source.bits(part.hf_name) == 8 for part in tensor.parts) else 4
+
+
+def _quantized(tensor: StoredTensor, source: WeightSource, bits: int) -> Tensor:
+    """The packed weight; parts whose source is quantized so already are taken over bit by bit."""
+    parts = []
+    for part in tensor.parts:
+        weight = source.get_quantized(part.hf_name) if source.bits(part.hf_name) == bits else None
+        if weight is None:
+            parts.append(quantize_weight(_read_part(part, source, torch.float32), bits))
+        else:
+            _check_shape(part, tuple(weight.codes.shape))
+            parts.append(weight.rows(part.arrange(torch.arange(part.shape[0]).unsqueeze(1)).flatten()))
+    return pack_quantized(join_rows(parts))
 
 
 def _check_names(config: ModelConfig, stored: list[StoredTensor], source: WeightSource) -> None:
@@ -120,17 +184,15 @@ def _check_names(config: ModelConfig, stored: list[StoredTensor], source: Weight
         )
 
 
-def _header(
-    shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, revision: str, form: str
-) -> tuple[bytes, int]:
+def _header(tensors: dict[str, FileTensor], metadata: dict[str, str]) -> tuple[bytes, int]:
     """The safetensors header (8 bytes of length, then JSON padded to 64 bytes) and the size of the data."""
-    entries: dict[str, object] = {"__metadata__": _metadata(revision, form)}
+    entries: dict[str, object] = {"__metadata__": metadata}
     offset = 0
-    for name, shape in shapes.items():
-        end = offset + torch.Size(shape).numel() * dtype.itemsize
+    for name, tensor in tensors.items():
+        end = offset + torch.Size(tensor.shape).numel() * tensor.dtype.itemsize
         entries[name] = {
-            "dtype": _DTYPES[dtype],
-            "shape": list(shape),
+            "dtype": "U8" if tensor.dtype == torch.uint8 else _DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
             "data_offsets": [offset, end],
         }
         offset = end
@@ -139,21 +201,25 @@ def _header(
     return len(text).to_bytes(8, "little") + text, offset
 
 
-def _metadata(revision: str, form: str) -> dict[str, str]:
-    return {"layout": LAYOUT_VERSION + form, "revision": revision}
+def _metadata(revision: str, form: WeightForm) -> dict[str, str]:
+    return {"layout": LAYOUT_VERSION + form.suffix, "revision": revision}
 
 
 def _read_part(part: TensorPart, source: WeightSource, dtype: torch.dtype) -> Tensor:
     tensor = source.get(part.hf_name)
-    if tuple(tensor.shape) != part.shape:
-        raise ModelLoadError(
-            f"{part.hf_name} has shape {tuple(tensor.shape)}, but the config asks for {part.shape}; "
-            "the weights and the config are of different models"
-        )
+    _check_shape(part, tuple(tensor.shape))
     return part.arrange(tensor).to(dtype).contiguous()
 
 
-def _is_current(path: Path, revision: str, form: str) -> bool:
+def _check_shape(part: TensorPart, shape: tuple[int, ...]) -> None:
+    if shape != part.shape:
+        raise ModelLoadError(
+            f"{part.hf_name} has shape {shape}, but the config asks for {part.shape}; "
+            "the weights and the config are of different models"
+        )
+
+
+def _is_current(path: Path, revision: str, form: WeightForm) -> bool:
     """Whether path is whole, of this layout and of these weights; reads only the header."""
     try:
         with path.open("rb") as file:

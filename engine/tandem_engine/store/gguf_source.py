@@ -1,4 +1,5 @@
-"""A GGUF file as a source of weights and of the config; its quantized tensors are dequantized to float32.
+"""A GGUF file as a source of weights and of the config. Quantized tensors are dequantized to float32, or
+given as they are where their format is one of groups of 32 (Q8_0, Q4_0, Q4_1).
 
 llama.cpp stores the rows of llama's (and mistral's) queries and keys interleaved for its own RoPE; `get`
 undoes that, so that a name means the same tensor from every source.
@@ -11,10 +12,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGUFReader, ReaderTensor, dequantize
+from gguf import GGMLQuantizationType, GGUFReader, ReaderTensor, dequantize
+from tandem_kernels import QuantizedWeight
 from torch import Tensor
 
 from tandem_engine.errors import ModelLoadError
+
+_Kind = GGMLQuantizationType
 
 _TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -88,11 +92,43 @@ class GgufSource:
                 "use Q8_0, Q4_1 or a K-quant"
             ) from error
         tensor = torch.from_numpy(values.reshape(tuple(int(n) for n in reversed(stored.shape))))
-        if self.architecture == "llama" and name.rpartition(".")[0].endswith(("q_proj", "k_proj")):
-            heads = self._heads() if "q_proj" in name else self._kv_heads()
-            halves = tensor.shape[0] // heads // 2
-            tensor = tensor.view(heads, halves, 2, -1).transpose(1, 2).reshape(tensor.shape)
-        return tensor
+        order = self._row_order(name, tensor.shape[0])
+        return tensor if order is None else tensor[order]
+
+    def _row_order(self, name: str, num_rows: int) -> Tensor | None:
+        """Which row of the file is which of the tensor; None: as they come."""
+        if self.architecture != "llama" or not name.rpartition(".")[0].endswith(("q_proj", "k_proj")):
+            return None
+        heads = self._heads() if "q_proj" in name else self._kv_heads()
+        return torch.arange(num_rows).view(heads, -1, 2).transpose(1, 2).flatten()
+
+    def bits(self, name: str) -> int | None:
+        """4 or 8 where `get_quantized` has the tensor, else None."""
+        kind = self._tensors[name].tensor_type if name in self._tensors else None
+        return {_Kind.Q8_0: 8, _Kind.Q4_0: 4, _Kind.Q4_1: 4}.get(kind) if kind is not None else None
+
+    def get_quantized(self, name: str) -> QuantizedWeight | None:
+        """A tensor of Q8_0, Q4_0 or Q4_1, bit by bit; None for any other."""
+        bits = self.bits(name)
+        if bits is None:
+            return None
+        stored = self._tensors[name]
+        depth, num_rows = (int(n) for n in stored.shape)
+        # A block: scale, with Q4_1 the minimum, both float16; then the codes.
+        blocks = torch.from_numpy(np.array(stored.data)).view(torch.uint8).view(num_rows, depth // 32, -1)
+        halves = blocks[:, :, :4].contiguous().view(torch.float16)
+        scales = halves[:, :, 0].contiguous()
+        if bits == 8:
+            # Signed bytes, counted from -128.
+            codes, minimums = blocks[:, :, 2:] ^ 128, scales * -128
+        else:
+            has_minimum = stored.tensor_type == _Kind.Q4_1
+            minimums = halves[:, :, 1].contiguous() if has_minimum else scales * -8
+            packed = blocks[:, :, 4 if has_minimum else 2 :]
+            codes = torch.cat([packed & 15, packed >> 4], dim=2)
+        weight = QuantizedWeight(bits, codes.reshape(num_rows, depth), scales, minimums)
+        order = self._row_order(name, num_rows)
+        return weight if order is None else weight.rows(order)
 
     def _heads(self) -> int:
         return int(self._field(f"{self.architecture}.attention.head_count"))

@@ -41,6 +41,9 @@ class ModelManifest:
     add_bos: bool
     #: GGUF file or folder of safetensors to convert from; relative paths start at the model folder.
     weights: str
+    #: 4 or 8: the projections come quantized in groups of 32, with so many bits (at most); 0: they do not.
+    #: None: written before this was noted (store.source_bits finds it out).
+    weight_bits: int | None = None
 
     def write(self, folder: Path) -> None:
         text = json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False)

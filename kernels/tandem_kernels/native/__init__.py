@@ -5,7 +5,7 @@
 
 The libraries share torch's OpenMP threads: both use libgomp, which is loaded once. A second pool would spin
 beside the first and cost more than the kernels save. TANDEM_NATIVE=off, or the name of an instruction set
-(avx2, avx512, avx512_bf16), overrides the choice.
+(avx2, avx512, avx512_vnni, avx512_bf16), overrides the choice.
 """
 
 from __future__ import annotations
@@ -46,6 +46,41 @@ class AttentionCall(ctypes.Structure):
     )  # fmt: skip
 
 
+class LinearWeight(ctypes.Structure):
+    """TandemLinear of csrc/linear.h."""
+
+    _fields_ = (
+        ("packed", _POINTER),
+        ("bias", _POINTER),
+        ("columns", _INT32),
+        ("depth", _INT32),
+        ("packing", _INT32),
+    )
+
+
+class Layer(ctypes.Structure):
+    """TandemLayer of csrc/decoder.cpp."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
+        *((name, LinearWeight) for name in ("qkv", "o", "gate_up", "down")),
+        ("cache", _POINTER),
+        ("window", _INT32),
+    )
+
+
+class LayersCall(ctypes.Structure):
+    """TandemLayers of csrc/decoder.cpp."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("layers", "hidden", "delta", "positions", "slots", "rotations")),
+        ("num_positions", _INT64),
+        ("attention", AttentionCall),
+        *((name, _INT32) for name in ("first_layer", "end_layer", "hidden_size", "intermediate_size")),
+        ("eps", _FLOAT),
+    )
+
+
 def instruction_sets() -> list[str]:
     """What this processor runs of what build.py compiles for, worst first."""
     flags = _processor_flags()
@@ -54,8 +89,10 @@ def instruction_sets() -> list[str]:
         sets.append("avx2")
         if {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= flags:
             sets.append("avx512")
-            if "avx512_bf16" in flags:
-                sets.append("avx512_bf16")
+            if "avx512_vnni" in flags:
+                sets.append("avx512_vnni")
+                if "avx512_bf16" in flags:
+                    sets.append("avx512_bf16")
     return sets
 
 
@@ -69,8 +106,12 @@ def load(name: str) -> ctypes.CDLL:
     library.tandem_add_rms_norm.restype = None
     library.tandem_silu_mul.argtypes = [_POINTER, _POINTER, _INT64, _INT32, _INT32, _INT32]
     library.tandem_silu_mul.restype = None
-    library.tandem_linear.argtypes = [_POINTER, _POINTER, _POINTER, _POINTER, _INT64, *[_INT32] * 4]
+    library.tandem_linear.argtypes = [
+        _POINTER, ctypes.POINTER(LinearWeight), _POINTER, _INT64, *[_INT32] * 3,
+    ]  # fmt: skip
     library.tandem_linear.restype = None
+    library.tandem_decoder_layers.argtypes = [ctypes.POINTER(LayersCall)]
+    library.tandem_decoder_layers.restype = _INT64
     library.tandem_rope_store.argtypes = [
         *[_POINTER] * 7, *[_INT64] * 3, *[_INT32] * 5, _FLOAT, _INT32,
     ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Converts a model's weights to the file pods map: `python -m tandem_cli.convert FOLDER DTYPE`.
+"""Converts a model's weights to the file pods map: `python -m tandem_cli.convert FOLDER DTYPE QUANTIZATION`.
 
 A process of its own, started by `tandem up` and `tandem model pull`: torch's memory goes back at its end.
 """
@@ -9,22 +9,27 @@ import sys
 from pathlib import Path
 
 from tandem_engine.errors import ModelLoadError
-from tandem_engine.models import pick_dtype
+from tandem_engine.numerics import pick_numerics
 from tandem_engine.store import ensure_weights
 from tandem_kernels import runs_packed
 
+from tandem_cli.models import note_prepared
 from tandem_cli.progress import ProgressView
 
 
 def main() -> None:
     import torch
 
-    folder, dtype = Path(sys.argv[1]), sys.argv[2]
+    folder, dtype, quantization = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         with ProgressView() as progress:
-            wanted = pick_dtype(dtype, device)
-            ensure_weights(folder, wanted, progress, packed=runs_packed(wanted, torch.device(device)))
+            wanted = pick_numerics(folder, dtype, quantization, device)
+            packed = runs_packed(wanted.dtype, torch.device(device))
+            path = ensure_weights(
+                folder, wanted.dtype, progress, packed=packed, quantization=wanted.quantization
+            )
+        note_prepared(folder, dtype, quantization, path.name)
     except ModelLoadError as error:
         sys.exit(f"error: {error}")
 

@@ -56,6 +56,7 @@ class FleetOptions:
 
     model_dir: Path
     dtype: str = "auto"
+    quantization: str = "auto"
     num_prefill: int = 1
     num_decode: int = 1
     host: str = "127.0.0.1"
@@ -139,7 +140,9 @@ class _Planner:
         return self._process("gateway", "gateway", ports, flags)
 
     def _model_flags(self) -> list[str]:
-        flags = ["--model", str(self._options.model_dir), "--dtype", self._options.dtype]
+        options = self._options
+        flags = ["--model", str(options.model_dir), "--dtype", options.dtype]
+        flags += ["--quantization", options.quantization]
         if self._options.threads is not None:
             flags += ["--threads", str(self._options.threads)]
         return flags

@@ -15,6 +15,7 @@ class PromptError(Exception):
 class GenerateOptions:
     model_dir: Path
     dtype: str
+    quantization: str
     #: Whether the model's chat template is applied to the prompt as a user's message.
     as_chat: bool
     temperature: float
@@ -43,7 +44,7 @@ def run(options: GenerateOptions, prompt: str) -> None:
         prompt_ids = (
             model.encode_chat([Message("user", text)]) if options.as_chat else model.encode_text(text)
         )
-        llm = LLM(options.model_dir, dtype=options.dtype)
+        llm = LLM(options.model_dir, dtype=options.dtype, quantization=options.quantization)
         for piece in llm.stream(list(prompt_ids), sampling):
             sys.stdout.write(piece)
             sys.stdout.flush()

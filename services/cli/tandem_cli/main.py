@@ -38,6 +38,21 @@ class Dtype(StrEnum):
     BFLOAT16 = "bfloat16"
 
 
+class QuantizationName(StrEnum):
+    AUTO = "auto"
+    NONE = "none"
+    W8A8 = "w8a8"
+    W4A8 = "w4a8"
+
+
+QuantizationOption = Annotated[
+    QuantizationName,
+    typer.Option(
+        help="Bits of weights and activations (CPU). auto: as the weights come, if --dtype is auto."
+    ),
+]
+
+
 class SpeculationMode(StrEnum):
     OFF = "off"
     LOCAL = "local"
@@ -53,6 +68,7 @@ class LogFormatName(StrEnum):
 def up(
     model: ModelOption = DEFAULT_MODEL,
     dtype: Annotated[Dtype, typer.Option(help="Element type of weights and KV.")] = Dtype.AUTO,
+    quantization: QuantizationOption = QuantizationName.AUTO,
     prefill: Annotated[int, typer.Option(help="Number of prefill pods; 0: decode pods do it.")] = 1,
     decode: Annotated[int, typer.Option(help="Number of decode pods.")] = 1,
     host: Annotated[str, typer.Option(help="Address all pods listen on.")] = "127.0.0.1",
@@ -82,10 +98,11 @@ def up(
 
     try:
         folder = models.obtain(model)
-        models.prepare_weights(folder, dtype.value)
+        models.prepare_weights(folder, dtype.value, quantization.value)
         options = fleet.FleetOptions(
             model_dir=folder,
             dtype=dtype.value,
+            quantization=quantization.value,
             num_prefill=prefill,
             num_decode=decode,
             host=host,
@@ -142,6 +159,7 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from stdin.")],
     model: ModelOption = DEFAULT_MODEL,
     dtype: Annotated[Dtype, typer.Option(help="Element type of weights and KV.")] = Dtype.AUTO,
+    quantization: QuantizationOption = QuantizationName.AUTO,
     as_chat: Annotated[
         bool,
         typer.Option("--chat/--raw", help="Apply the model's chat template, or complete the text as is."),
@@ -155,7 +173,9 @@ def generate(
 
     try:
         folder = models.obtain(model)
-        options = generate.GenerateOptions(folder, dtype.value, as_chat, temperature, max_tokens, seed or 0)
+        options = generate.GenerateOptions(
+            folder, dtype.value, quantization.value, as_chat, temperature, max_tokens, seed or 0
+        )
         generate.run(options, prompt)
     except (models.ModelError, generate.PromptError) as error:
         fail(str(error))

@@ -6,6 +6,7 @@ is found here without it. Conversion runs in a process of its own, so that its m
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -65,14 +66,24 @@ def name_of(folder: Path) -> str:
         raise ModelError(f"{folder / _MANIFEST} cannot be read ({error}); pull the model again") from error
 
 
-def prepare_weights(folder: Path, dtype: str) -> None:
+def prepare_weights(folder: Path, dtype: str, quantization: str) -> None:
     """Convert the weights now, once, instead of in the first pod; shows progress. Raises ModelError.
 
     Weights that are there are not checked: each pod does that when it loads them.
     """
-    pattern = "model-*.safetensors" if dtype == "auto" else f"model-{dtype}.safetensors"
-    if any(folder.glob(pattern)):
+    note = _note(folder, dtype, quantization)
+    if note.is_file() and (folder / note.read_text(encoding="utf-8")).is_file():
         return
-    command = [sys.executable, "-P", "-m", "tandem_cli.convert", str(folder), dtype]
+    command = [sys.executable, "-P", "-m", "tandem_cli.convert", str(folder), dtype, quantization]
     if subprocess.run(command, check=False).returncode != 0:
         raise ModelError(f"the weights in {folder} could not be converted to {dtype}; the reason is above")
+
+
+def note_prepared(folder: Path, dtype: str, quantization: str, file_name: str) -> None:
+    """Remembers which file these options led to on this machine: finding that out takes torch."""
+    with contextlib.suppress(OSError):  # a read-only folder is converted already, or fails in the pod
+        _note(folder, dtype, quantization).write_text(file_name, encoding="utf-8")
+
+
+def _note(folder: Path, dtype: str, quantization: str) -> Path:
+    return folder / f".prepared-{dtype}-{quantization}"

@@ -17,6 +17,10 @@ class EnginePodSettings(PodSettings):
     """folder of a model, as `tandem model pull` prints it"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """element type of weights and KV; auto: bfloat16 where this machine computes it natively"""
+    quantization: Literal["auto", "none", "w8a8", "w4a8"] = "auto"
+    """weights of 8 or 4 bits by activations of 8 (CPU); auto: as the weights come, unless a dtype is named"""
+    deterministic: bool = False
+    """refuse to start where results would depend on the batch, by a bit"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where to compute; auto: the GPU if there is one"""
     threads: Annotated[int, Field(ge=0)] = 0

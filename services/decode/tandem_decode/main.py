@@ -102,6 +102,8 @@ def _assemble(pod: DecodeSettings, drafter: Drafter) -> EngineParts:
         EngineConfig(
             model=pod.model,
             dtype=pod.dtype,
+            quantization=pod.quantization,
+            deterministic=pod.deterministic,
             device=pod.device,
             threads=pod.threads,
             num_blocks=pod.num_blocks,

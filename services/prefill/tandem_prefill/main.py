@@ -73,6 +73,8 @@ def _assemble(pod: PrefillSettings) -> EngineParts:
         EngineConfig(
             model=pod.model,
             dtype=pod.dtype,
+            quantization=pod.quantization,
+            deterministic=pod.deterministic,
             device=pod.device,
             threads=pod.threads,
             num_blocks=pod.num_blocks,

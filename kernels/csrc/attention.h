@@ -1,0 +1,47 @@
+// turbo_attention over one step's sequences; attention.cpp says how.
+#pragma once
+
+#include <memory>
+
+#include "simd.h"
+
+// Everything a call needs; tandem_kernels.native declares the same fields in the same order.
+extern "C" struct TandemAttention {
+  const void* query;  // [num_tokens, num_heads, head_size], tokens query_stride elements apart
+  void* out;          // the same, tokens out_stride elements apart
+  const void* cache;  // [num_blocks, 2, num_kv_heads, block_size, head_size]
+  const float* table; // [256], what each byte of a quantized cache stands for
+  const int32_t* block_table;
+  const int32_t* seq_lens;
+  const int32_t* query_start_loc;
+  const int64_t* ancestor_bits;  // or null
+  const float* sinks;            // [num_heads] or null
+  const float* k_scale;          // [num_kv_heads] or null
+  const float* v_scale;          // [num_kv_heads] or null
+  int64_t query_stride, out_stride;
+  int32_t num_seqs, max_blocks, num_blocks, num_tokens;
+  int32_t num_heads, num_kv_heads, head_size, block_size;
+  int32_t query_dtype, cache_dtype;
+  int32_t window;  // 0: none
+  float scale, softcap;  // softcap 0: none
+  int32_t num_threads;
+};
+
+class Attention;
+
+// One step's work, divided once and done for each layer. Of several at a time, only one may run.
+class AttentionStep {
+ public:
+  explicit AttentionStep(const TandemAttention& call);
+  AttentionStep(AttentionStep&&);
+  ~AttentionStep();
+
+  // False when the metadata is inconsistent, or would read outside the cache.
+  bool plan();
+
+  // Called by every thread of a team; returns when all are done.
+  void run_in_team(const void* cache);
+
+ private:
+  std::unique_ptr<Attention> attention;
+};

@@ -1,0 +1,126 @@
+// Decoder layers in one call, by one team of threads that meets at barriers between the operators.
+//
+//   norm -> QKV -> rotate, store K and V -> attention -> O -> norm -> gate and up -> SiLU -> down
+//
+// Called one by one from Python, a step's 300 operators would cost their calls, and every return would wait for the
+// interpreter's lock, which other threads of a serving process want too. The operators are those that are called one
+// by one elsewhere, in the same order on the same numbers: the results are the same bits.
+
+#include <omp.h>
+
+#include <algorithm>
+#include <map>
+#include <vector>
+
+#include "attention.h"
+#include "elementwise.h"
+#include "linear.h"
+
+extern "C" {
+
+// One layer's weights and cache; tandem_kernels.native declares the same fields in the same order.
+struct TandemLayer {
+  const void *input_norm, *post_norm;
+  const void *q_norm, *k_norm;  // or null
+  TandemLinear qkv, o, gate_up, down;
+  void* cache;
+  int32_t window;  // 0: none
+};
+
+// A step, or the part of it in layers first_layer .. end_layer - 1.
+struct TandemLayers {
+  const TandemLayer* layers;
+  float* hidden;  // [tokens, hidden_size], the residual stream without the last product
+  void* delta;    // [tokens, hidden_size], that product: read unless first_layer is 0, and written
+  const int64_t *positions, *slots;
+  const float* rotations;
+  int64_t num_positions;
+  TandemAttention attention;  // query, out, their strides, cache and window are filled in here
+  int32_t first_layer, end_layer;
+  int32_t hidden_size, intermediate_size;
+  float eps;
+};
+}
+
+namespace {
+
+// What layers hand from one operator to the next; kept from call to call.
+struct Workspace {
+  void *normed, *qkv, *attended, *gate_up, *product;
+  int8_t* codes;
+  float* scales;
+  int32_t* sums;
+
+  Workspace(const TandemLayers& c, int64_t tokens) {
+    const TandemAttention& a = c.attention;
+    const int64_t element = bytes_of((DType)a.query_dtype), hidden = c.hidden_size, inner = c.intermediate_size,
+                  queries = int64_t(a.num_heads) * a.head_size, keys = int64_t(a.num_kv_heads) * a.head_size,
+                  widest = std::max({hidden, inner, queries});
+    int64_t end = 0;
+    auto take = [&end](int64_t bytes) {
+      const int64_t at = end;
+      end += (bytes + 63) / 64 * 64;
+      return at;
+    };
+    const int64_t at[] = {take(tokens * hidden * element),      take(tokens * (queries + 2 * keys) * element),
+                          take(tokens * queries * element),     take(tokens * 2 * inner * element),
+                          take(tokens * inner * element),       take(tokens * widest),
+                          take(tokens * widest / kGroup * 4),   take(tokens * widest / kGroup * 4)};
+    static thread_local std::vector<char> memory;
+    if (int64_t(memory.size()) < end + 64) memory.resize(end + 64);
+    char* base = (char*)(((uintptr_t)memory.data() + 63) / 64 * 64);
+    normed = base + at[0], qkv = base + at[1], attended = base + at[2], gate_up = base + at[3];
+    product = base + at[4], codes = (int8_t*)(base + at[5]), scales = (float*)(base + at[6]);
+    sums = (int32_t*)(base + at[7]);
+  }
+};
+
+}  // namespace
+
+// Returns -1, or the first token whose position or slot lies outside, or -2 when attention's metadata is
+// inconsistent; in both cases nothing was computed.
+extern "C" int64_t tandem_decoder_layers(const TandemLayers* call) {
+  const TandemLayers& c = *call;
+  const int64_t tokens = c.attention.num_tokens;
+  const DType dtype = (DType)c.attention.query_dtype;
+  const Workspace work(c, tokens);
+  TandemAttention attention = c.attention;
+  const int64_t D = attention.head_size, queries = attention.num_heads * D;
+  attention.query = work.qkv;
+  attention.query_stride = queries + 2 * attention.num_kv_heads * D;
+  attention.out = work.attended;
+  attention.out_stride = queries;
+
+  const RopeStore rope = {work.qkv, c.positions, c.slots, c.rotations, tokens, c.num_positions,
+                          int64_t(attention.num_blocks) * attention.block_size, attention.num_heads,
+                          attention.num_kv_heads, attention.head_size, attention.block_size, dtype, c.eps};
+  if (const int64_t wrong = rope.first_wrong(); wrong >= 0) return wrong;
+  std::map<int32_t, AttentionStep> steps;  // by window
+  for (int n = c.first_layer; n < c.end_layer; ++n) {
+    attention.window = c.layers[n].window;
+    if (steps.count(attention.window)) continue;
+    if (!steps.emplace(attention.window, attention).first->second.plan()) return -2;
+  }
+
+  auto rows = [&](const void* x) { return Activations{x, dtype, work.codes, work.scales, work.sums}; };
+#pragma omp parallel num_threads(attention.num_threads)
+  for (int n = c.first_layer; n < c.end_layer; ++n) {
+    const TandemLayer& layer = c.layers[n];
+    add_rms_norm_in_team(c.hidden, n == 0 ? nullptr : c.delta, layer.input_norm, rows(work.normed), tokens,
+                         c.hidden_size, c.eps, is_quantized(layer.qkv));
+    linear_in_team(layer.qkv, rows(work.normed), tokens, work.qkv, dtype);
+    rope_store_in_team(rope, layer.q_norm, layer.k_norm, layer.cache);
+    steps.at(layer.window).run_in_team(layer.cache);
+    if (is_quantized(layer.o)) {
+#pragma omp for schedule(static)
+      for (int64_t r = 0; r < tokens; ++r) quantize_row(rows(work.attended), r, layer.o.depth);
+    }
+    linear_in_team(layer.o, rows(work.attended), tokens, c.delta, dtype);
+    add_rms_norm_in_team(c.hidden, c.delta, layer.post_norm, rows(work.normed), tokens, c.hidden_size, c.eps,
+                         is_quantized(layer.gate_up));
+    linear_in_team(layer.gate_up, rows(work.normed), tokens, work.gate_up, dtype);
+    silu_mul_in_team(work.gate_up, rows(work.product), tokens, c.intermediate_size, is_quantized(layer.down));
+    linear_in_team(layer.down, rows(work.product), tokens, c.delta, dtype);
+  }
+  return -1;
+}

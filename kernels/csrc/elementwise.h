@@ -1,0 +1,34 @@
+// What a decoder layer does between its matrix products.
+#pragma once
+
+#include "linear.h"
+
+// All are called by every thread of a team, and return when all are done. A product that follows with quantized
+// weights gets its rows quantized on the way.
+
+// hidden += delta (unless null); normed.x = hidden / rms(hidden) * weight. All [rows, width] dense; hidden is float32,
+// the others are of normed's dtype.
+void add_rms_norm_in_team(float* hidden, const void* delta, const void* weight, const Activations& normed,
+                          int64_t rows, int width, float eps, bool quantize);
+
+// gate_up [rows, 2 * width] -> out.x [rows, width] = silu(gate) * up, both dense.
+void silu_mul_in_team(const void* gate_up, const Activations& out, int64_t rows, int width, bool quantize);
+
+// From a fused QKV projection to attention's inputs.
+struct RopeStore {
+  void* qkv;                 // [tokens, num_heads + 2 * num_kv_heads, head_size] dense; queries are changed in place
+  const int64_t* positions;  // [tokens]
+  const int64_t* slots;      // [tokens]
+  const float* rotations;    // [num_positions, head_size] interleaved (cos, sin)
+  int64_t tokens, num_positions, num_slots;
+  int num_heads, num_kv_heads, head_size, block_size;
+  DType dtype;
+  float eps;
+
+  // The first token whose position or slot lies outside, or -1.
+  int64_t first_wrong() const;
+};
+
+// Norms (unless the weights are null) and rotates queries and keys; keys and values go into the cache
+// [blocks, 2, num_kv_heads, block_size, head_size].
+void rope_store_in_team(const RopeStore& call, const void* q_norm, const void* k_norm, void* cache);

@@ -1,0 +1,39 @@
+// Matrix products with packed weights: x [rows, depth] times weight [columns, depth] transposed.
+#pragma once
+
+#include "simd.h"
+
+// Weights are packed once into panels of 32 columns, so that the inner loop reads them in order:
+//
+//   kFloat32, kBFloat16   [panel][k][32 columns]   k counts 32-bit lanes of depth: a float, or a pair of bfloat16
+//   kInt8, kInt4          [panel][group][Group]    32 of depth with a scale per column; quantized.cpp
+enum class Packing : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kInt4 = 3 };
+
+constexpr int kPanel = 32;
+constexpr int kGroup = 32;
+
+// What a bad depth or column count would break is checked in Python.
+extern "C" struct TandemLinear {
+  const void* packed;
+  const void* bias;  // [columns] of the activations' dtype, or null
+  int32_t columns, depth, packing;
+};
+
+inline bool is_quantized(const TandemLinear& weight) { return weight.packing >= int(Packing::kInt8); }
+
+// Rows of a product's left side. Quantized weights read only what quantize_row made of them.
+struct Activations {
+  const void* x;  // [rows, depth] dense
+  DType dtype;
+  int8_t* codes;   // [rows, depth]
+  float* scales;   // [rows, depth / 32]
+  int32_t* sums;   // [rows, depth / 32], of a group's codes
+};
+
+// x[row] in groups of 32: code = round(x / scale), scale = largest magnitude / 127.
+void quantize_row(const Activations& to, int64_t row, int depth);
+
+// Both are called by every thread of a team, and return when all are done. out is [rows, columns].
+void linear_in_team(const TandemLinear& weight, const Activations& x, int64_t rows, void* out, DType out_dtype);
+void quantized_linear_in_team(const TandemLinear& weight, const Activations& x, int64_t rows, void* out,
+                              DType out_dtype);

@@ -1,0 +1,89 @@
+"""What `auto` means, and what does not go together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tandem_engine.assemble import EngineConfig, assemble
+from tandem_engine.errors import ModelLoadError
+from tandem_engine.llm import LLM
+from tandem_engine.models import Quantization, load_decoder, pick_dtype
+from tandem_engine.models.linear import PlainLinear
+from tandem_engine.numerics import pick_numerics
+from tandem_engine.request import SamplingParams
+from tandem_engine.store import DEFAULT_MODEL, ModelManifest, pull, source_bits
+from tandem_kernels import native
+
+compiled = pytest.mark.skipif(native.LIBRARY is None, reason="no compiled kernels on this machine")
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    return pull(DEFAULT_MODEL)
+
+
+@compiled
+def test_auto_takes_quantized_weights_as_they_come(folder: Path) -> None:
+    assert source_bits(folder) == 4
+    assert pick_numerics(folder).quantization is Quantization.W4A8
+    assert pick_numerics(folder).dtype == pick_dtype("auto")
+
+
+def test_naming_a_dtype_or_a_quantization_means_it(folder: Path) -> None:
+    assert pick_numerics(folder, "float32").quantization is Quantization.NONE
+    assert pick_numerics(folder, "auto", "none").quantization is Quantization.NONE
+    assert pick_numerics(folder, "float32", "w8a8").quantization is Quantization.W8A8
+
+
+def test_auto_quantizes_nothing_without_kernels_or_on_a_gpu(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert pick_numerics(folder, device="cuda").quantization is Quantization.NONE
+    monkeypatch.setattr(native, "LIBRARY", None)
+    assert pick_numerics(folder).quantization is Quantization.NONE
+
+
+def test_what_does_not_go_together_is_said(folder: Path) -> None:
+    with pytest.raises(ModelLoadError, match="quantization 'w2' is unknown; use auto, none, w8a8, w4a8"):
+        pick_numerics(folder, quantization="w2")
+    with pytest.raises(ModelLoadError, match="w4a8 runs on CPUs only; use quantization none on cuda"):
+        pick_numerics(folder, quantization="w4a8", device="cuda")
+
+
+def test_what_the_source_holds_is_noted_once(folder: Path, tmp_path: Path) -> None:
+    manifest = ModelManifest.read(folder)
+    weights = str((folder / manifest.weights).resolve())
+    replace(manifest, weights=weights, weight_bits=None).write(tmp_path)
+    assert source_bits(tmp_path) == 4
+    assert ModelManifest.read(tmp_path).weight_bits == 4
+
+
+@compiled
+@pytest.mark.parametrize("quantization", ["w8a8", "w4a8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_quantized_results_do_not_depend_on_company_chunks_or_drafts(
+    folder: Path, quantization: str, dtype: str
+) -> None:
+    greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=1)
+    prompts = [[50 + i % 40 for i in range(90)], list(range(500, 570)), [7, 8, 9] * 30]
+    options = {"quantization": quantization, "dtype": dtype, "num_blocks": 40, "deterministic": True}
+    alone = [
+        LLM(folder, speculation="off", chunk_size=512, **options).generate([p], greedy)[0] for p in prompts
+    ]
+    together = LLM(folder, speculation="local", chunk_size=48, **options).generate(prompts, greedy)
+    for a, b in zip(alone, together, strict=True):
+        assert a.token_ids == b.token_ids
+        assert [t.logprob for t in a.logprobs] == [t.logprob for t in b.logprobs]
+
+
+def test_without_kernels_quantized_weights_are_dequantized(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "LIBRARY", None)
+    decoder = load_decoder(folder, torch.float32, quantization=Quantization.W4A8)
+    assert isinstance(decoder._lm_head, PlainLinear)
+    with pytest.raises(ModelLoadError, match="--deterministic cannot be kept on cpu here"):
+        assemble(EngineConfig(model=folder, dtype="float32", num_blocks=8, deterministic=True))

@@ -1,0 +1,165 @@
+"""All layers in one call give the bits of the operators called one by one."""
+
+import dataclasses
+
+import pytest
+import torch
+from attention_cases import NATIVE, native_library
+from tandem_kernels import (
+    DecoderLayers,
+    LayerWeights,
+    PackedProjection,
+    add_rms_norm,
+    native,
+    pack_quantized,
+    pack_weight,
+    packed_linear,
+    quantize_weight,
+    rope_store,
+    silu_mul,
+    turbo_attention,
+)
+
+pytestmark = pytest.mark.skipif(native.LIBRARY is None, reason="no compiled kernels on this machine")
+HIDDEN, INNER, HEADS, KV_HEADS, D = 96, 160, 6, 2, 32
+BLOCK, NUM_BLOCKS, EPS = 16, 24, 1e-5
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def layers(dtype: torch.dtype, bits: int | None, *, rich: bool) -> list[LayerWeights]:
+    """Three layers; rich ones have biases, QK norm and (the second) a window."""
+
+    def projection(columns: int, depth: int, seed: int) -> PackedProjection:
+        weight = random(columns, depth, dtype=torch.float32, seed=seed) / depth**0.5
+        packed = (
+            pack_weight(weight.to(dtype)) if bits is None else pack_quantized(quantize_weight(weight, bits))
+        )
+        return PackedProjection(packed, random(columns, dtype=dtype, seed=seed + 1) if rich else None)
+
+    return [
+        LayerWeights(
+            input_norm=1 + random(HIDDEN, dtype=dtype, seed=100 * n) / 8,
+            qkv=projection((HEADS + 2 * KV_HEADS) * D, HIDDEN, 100 * n + 1),
+            q_norm=1 + random(D, dtype=dtype, seed=100 * n + 3) / 8 if rich else None,
+            k_norm=1 + random(D, dtype=dtype, seed=100 * n + 4) / 8 if rich else None,
+            o=projection(HIDDEN, HEADS * D, 100 * n + 5),
+            post_norm=1 + random(HIDDEN, dtype=dtype, seed=100 * n + 7) / 8,
+            gate_up=projection(2 * INNER, HIDDEN, 100 * n + 8),
+            down=projection(HIDDEN, INNER, 100 * n + 10),
+            window=20 if rich and n == 1 else None,
+        )
+        for n in range(3)
+    ]
+
+
+@dataclasses.dataclass
+class Step:
+    """A chunk of 20 tokens, a decode step, and a tree of 4 nodes, over caches that hold earlier keys."""
+
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        order = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(1))
+        self.block_table = order.view(3, -1).int()
+        contexts, new = (7, 60, 33), (20, 1, 4)
+        self.seq_lens = torch.tensor([c + n for c, n in zip(contexts, new, strict=True)], dtype=torch.int32)
+        self.query_start_loc = torch.tensor([0, 20, 21, 25], dtype=torch.int32)
+        logical = [torch.arange(c, c + n) for c, n in zip(contexts, new, strict=True)]
+        self.slots = torch.cat(
+            [self.block_table[b].long()[at // BLOCK] * BLOCK + at % BLOCK for b, at in enumerate(logical)]
+        )
+        self.positions = torch.cat([*logical[:2], 33 + torch.tensor([0, 1, 1, 2])])
+        self.bits = torch.tensor([0] * 21 + [0b0001, 0b0011, 0b0101, 0b1011])
+        angles = torch.outer(
+            torch.arange(128.0), torch.rand(D // 2, generator=torch.Generator().manual_seed(2))
+        )
+        self.rotations = torch.polar(torch.ones_like(angles), angles)
+        self.hidden = random(25, HIDDEN, dtype=torch.float32, seed=7)
+
+    def caches(self) -> list[torch.Tensor]:
+        shape = (NUM_BLOCKS, 2, KV_HEADS, BLOCK, D)
+        return [random(*shape, dtype=self.dtype, seed=50 + n) for n in range(3)]
+
+    def metadata(self) -> tuple[torch.Tensor, ...]:
+        return self.block_table, self.seq_lens, self.query_start_loc, self.bits
+
+
+def one_by_one(step: Step, weights: list[LayerWeights], caches: list[torch.Tensor]) -> torch.Tensor:
+    def linear(x: torch.Tensor, p: PackedProjection) -> torch.Tensor:
+        return packed_linear(x, p.packed, p.bias)
+
+    metadata = step.metadata()
+    hidden, delta = step.hidden.clone(), None
+    for layer, cache in zip(weights, caches, strict=True):
+        normed = add_rms_norm(hidden, delta, layer.input_norm, EPS)
+        qkv = linear(normed, layer.qkv).view(-1, HEADS + 2 * KV_HEADS, D)
+        query = rope_store(
+            qkv, step.positions, step.rotations, cache, step.slots, q_norm=layer.q_norm, k_norm=layer.k_norm,
+            eps=EPS,
+        )  # fmt: skip
+        attended = turbo_attention(query, cache, *metadata, scale=D**-0.5, window=layer.window)
+        delta = linear(attended.view(-1, HEADS * D), layer.o)
+        normed = add_rms_norm(hidden, delta, layer.post_norm, EPS)
+        delta = linear(silu_mul(linear(normed, layer.gate_up)), layer.down)
+    assert delta is not None
+    return hidden + delta
+
+
+@pytest.mark.parametrize("library", NATIVE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bits", [None, 8, 4])
+@pytest.mark.parametrize("rich", [False, True])
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_one_call_gives_the_bits_of_many(
+    num_threads: int, rich: bool, bits: int | None, dtype: torch.dtype, library: str
+) -> None:
+    step, weights = Step(dtype), layers(dtype, bits, rich=rich)
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        with native_library(library):
+            expected_caches = step.caches()
+            expected = one_by_one(step, weights, expected_caches)
+            compiled = DecoderLayers(weights, head_size=D, eps=EPS, scale=D**-0.5)
+            for spans in ([(0, 3)], [(0, 1), (1, 2), (2, 3)]):
+                hidden, delta = step.hidden.clone(), torch.full((25, HIDDEN), torch.nan).to(dtype)
+                caches = step.caches()
+                for first, end in spans:
+                    compiled.run(
+                        first, end, hidden, delta, step.positions, step.rotations, caches, step.slots,
+                        *step.metadata(),
+                    )  # fmt: skip
+                assert torch.equal(hidden + delta, expected)
+                assert all(map(torch.equal, caches, expected_caches))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_what_does_not_fit_is_said_and_changes_nothing() -> None:
+    step, weights = Step(torch.float32), layers(torch.float32, None, rich=False)
+    compiled = DecoderLayers(weights, head_size=D, eps=EPS, scale=D**-0.5)
+    hidden, delta, caches = step.hidden.clone(), torch.zeros(25, HIDDEN), step.caches()
+
+    def run(**changed: object) -> None:
+        arguments = {
+            "hidden": hidden, "delta": delta, "positions": step.positions, "rotations": step.rotations,
+            "kv_caches": caches, "slot_mapping": step.slots, "block_table": step.block_table,
+            "seq_lens": step.seq_lens, "query_start_loc": step.query_start_loc, "ancestor_bits": step.bits,
+        }  # fmt: skip
+        compiled.run(0, 3, **(arguments | changed))
+
+    with pytest.raises(ValueError, match=r"delta has shape .* wanted a dense \[25, 96\] of torch.float32"):
+        run(delta=delta.bfloat16())
+    with pytest.raises(ValueError, match="positions has shape"):
+        run(positions=step.positions[:3])
+    with pytest.raises(ValueError, match="metadata is inconsistent"):
+        run(block_table=step.block_table + NUM_BLOCKS)
+    with pytest.raises(IndexError, match="token 3 has position 128"):
+        run(positions=step.positions.index_fill(0, torch.tensor([3]), 128))
+    with pytest.raises(IndexError, match=f"slot {NUM_BLOCKS * BLOCK}, wanted them below"):
+        run(slot_mapping=step.slots.index_fill(0, torch.tensor([24]), NUM_BLOCKS * BLOCK))
+    assert torch.equal(hidden, step.hidden)
+    assert all(map(torch.equal, caches, step.caches()))

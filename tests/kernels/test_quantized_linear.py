@@ -1,0 +1,155 @@
+"""Weights of 8 and 4 bits: what they hold, how they are packed, and their products."""
+
+import pytest
+import torch
+from attention_cases import NATIVE, native_library
+from tandem_kernels import (
+    QuantizedWeight,
+    join_rows,
+    native,
+    pack_quantized,
+    packed_linear,
+    quantize_weight,
+    quantized_shape,
+    unpack_quantized,
+)
+
+LIBRARIES = ["off", *NATIVE]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    """x as the product sees it: 8 bits in groups of 32, float64."""
+    groups = x.double().view(x.shape[0], -1, 32)
+    scales = groups.abs().amax(2, keepdim=True) / 127
+    return (torch.where(scales == 0, 0.0, groups / scales).round() * scales).flatten(1)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("num_columns, depth", [(96, 64), (32, 32), (160, 576)])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 7, 31, 300])
+def test_products_are_those_of_the_rounded_numbers(
+    num_rows: int, num_columns: int, depth: int, bits: int, dtype: torch.dtype, library: str
+) -> None:
+    x = random(num_rows, depth, dtype=dtype)
+    weight = quantize_weight(random(num_columns, depth, seed=1), bits)
+    bias = random(num_columns, dtype=dtype, seed=2) if num_rows % 2 else None
+    exact = rounded(x) @ weight.dequantize().double().T + (0 if bias is None else bias.double())
+    with native_library(library):
+        result = packed_linear(x, pack_quantized(weight), bias)
+        in_float = packed_linear(x, pack_quantized(weight), bias, out_dtype=torch.float32)
+    assert result.dtype == dtype and in_float.dtype == torch.float32
+    size = exact.abs().max()
+    # A quotient that lies on a rounding boundary may fall to the other side, by one step of one activation.
+    step = x.double().abs().max() / 127 * weight.dequantize().abs().max()
+    assert (in_float.double() - exact).abs().max() <= 1e-5 * size + step
+    assert (in_float.double() - exact).abs().median() <= 1e-5 * size
+    assert torch.equal(in_float.to(dtype), result)
+
+
+@pytest.mark.parametrize("library", NATIVE)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_row_gives_the_same_bits_alone_and_in_any_company(bits: int, library: str) -> None:
+    x, weight = random(1300, 576), quantize_weight(random(192, 576, seed=1), bits)
+    with native_library(library):
+        packed = pack_quantized(weight)
+        together = packed_linear(x, packed)
+        for first, end in ((0, 1), (5, 12), (100, 117), (40, 70), (200, 1300)):
+            assert torch.equal(packed_linear(x[first:end].contiguous(), packed), together[first:end])
+
+
+@pytest.mark.parametrize("library", NATIVE)
+def test_the_largest_codes_do_not_overflow(library: str) -> None:
+    x, weight = torch.full((2, 64), 3.0), torch.full((32, 64), -2.0)
+    x[1] = -3.0
+    for bits in (8, 4):
+        with native_library(library):
+            result = packed_linear(x, pack_quantized(quantize_weight(weight, bits)))
+        torch.testing.assert_close(result, x @ weight.T, rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_zeros_tiny_numbers_and_outliers(library: str) -> None:
+    """An outlier costs precision in its own 32 neighbours alone."""
+    x, weight = random(3, 96), quantize_weight(random(32, 96, seed=1), 8)
+    x[0] = 0
+    x[1] *= 1e-38
+    x[2, 40] = 1e4
+    with native_library(library):
+        result = packed_linear(x, pack_quantized(weight)).double()
+    assert torch.equal(result[0], torch.zeros(32, dtype=torch.double))
+    assert result[1].abs().max() < 1e-36
+    others = torch.cat([torch.arange(32), torch.arange(64, 96)])
+    values = weight.dequantize().double()
+    quiet = x.clone()
+    quiet[2, others] = 0
+    with native_library(library):
+        loud_part = packed_linear(quiet, pack_quantized(weight)).double()[2]
+    exact = x[2, others].double() @ values[:, others].T
+    assert (result[2] - loud_part - exact).abs().max() < 0.3  # one scale per row: about 8
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_packing_loses_nothing(bits: int) -> None:
+    weight = quantize_weight(random(96, 160), bits)
+    packed = pack_quantized(weight)
+    assert tuple(packed.shape) == quantized_shape(96, 160, bits)
+    again = unpack_quantized(packed)
+    assert again.bits == bits
+    for name in ("codes", "scales", "minimums"):
+        assert torch.equal(getattr(again, name), getattr(weight, name)), name
+
+
+@pytest.mark.parametrize("bits, allowed", [(8, 0.5), (4, 0.5)])
+def test_quantizing_rounds_to_the_nearest_code(bits: int, allowed: float) -> None:
+    weight = random(64, 320)
+    quantized = quantize_weight(weight, bits)
+    error = (quantized.dequantize() - weight).view(64, -1, 32).abs()
+    if bits == 8:
+        assert (error <= (allowed + 0.01) * quantized.scales.float().unsqueeze(2) + 1e-3).all()
+    # Cutting off outliers is allowed where it lessens the squared error against the full range.
+    groups = weight.view(64, -1, 32)
+    step = (groups.amax(2) - groups.amin(2)) / (255 if bits == 8 else 15)
+    assert error.square().mean() <= (step.square() / 12).mean() * (4.1 if bits == 8 else 1.05)
+
+
+def test_numbers_on_a_grid_of_16_are_kept() -> None:
+    scales, minimums = (random(32, 2).abs() + 0.1).half(), random(32, 2, seed=1).half()
+    codes = torch.randint(0, 16, (32, 64), generator=torch.Generator().manual_seed(3), dtype=torch.uint8)
+    codes.view(32, 2, 32)[:, :, 0], codes.view(32, 2, 32)[:, :, 1] = 0, 15
+    values = QuantizedWeight(4, codes, scales, minimums).dequantize()
+    torch.testing.assert_close(quantize_weight(values, 4).dequantize(), values, atol=3e-3, rtol=0)
+
+
+def test_rows_can_be_joined_and_reordered() -> None:
+    first, second = (quantize_weight(random(n, 64, seed=n), 4) for n in (3, 5))
+    order = torch.tensor([7, 0, 4])
+    both = torch.cat([first.dequantize(), second.dequantize()])
+    assert torch.equal(join_rows([first, second]).rows(order).dequantize(), both[order])
+
+
+def test_what_cannot_be_quantized_is_said() -> None:
+    assert quantized_shape(48, 64, 4) is None and quantized_shape(64, 48, 8) is None
+    with pytest.raises(ValueError, match="multiple of 32, and 4 or 8 bits"):
+        quantize_weight(torch.ones(32, 40), 4)
+    with pytest.raises(ValueError, match="4 or 8 bits"):
+        quantize_weight(torch.ones(32, 64), 5)
+    with pytest.raises(ValueError, match="48 rows, wanted a multiple of 32"):
+        pack_quantized(quantize_weight(torch.ones(48, 64), 4))
+    with pytest.raises(ValueError, match=r"scales are \[4, 1\] of torch.float32"):
+        QuantizedWeight(8, torch.zeros(4, 32, dtype=torch.uint8), torch.ones(4, 1), torch.ones(4, 1).half())
+    packed = pack_quantized(quantize_weight(torch.ones(32, 64), 4))
+    for x in (torch.ones(2, 32), torch.ones(2, 64).half(), torch.ones(64, 2).T):
+        with pytest.raises(ValueError, match=r"wanted a dense \[T, 64\] of float32 or bfloat16"):
+            packed_linear(x, packed)
+
+
+def test_the_processors_of_the_reference_machine_have_a_library() -> None:
+    if "avx512_vnni" in native.instruction_sets() and NATIVE:
+        assert "avx512_vnni" in NATIVE
