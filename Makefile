@@ -11,10 +11,15 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -c constraints.t
 MODEL ?= smollm2-135m-instruct
 # Extra flags of `tandem up`, e.g. `make serve UP="--decode 2 --dtype float32"`.
 UP ?=
+# Extra flags of benchmarks/engine.py, e.g. `make bench-engine BENCH="--quick"`, and of engine_step.py; where the
+# benchmarks' results go, e.g. `RESULTS=benchmarks/results/cpu-zen4-2core`.
+BENCH ?=
+STEP ?=
+RESULTS ?= build/benchmarks
 # Extra flags of pytest, e.g. `make test TEST="tests/cli -x"`.
 TEST ?=
 
-.PHONY: help venv serve test test-all lint format types imports proto proto-check buf check clean
+.PHONY: help venv serve test test-all bench-engine bench-kernels lint format types imports proto proto-check buf check clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -44,6 +49,13 @@ test: $(VENV)/.dev ## Run the tests that need neither a GPU nor patience
 
 test-all: $(VENV)/.dev ## Run all tests, the slow sweeps too
 	$(BIN)/python -P -m pytest $(TEST)
+
+bench-engine: $(VENV)/.dev ## TTFT, TPOT and step times beside other systems (BENCH="--quick": minutes)
+	$(BIN)/python benchmarks/engine_step.py --out $(RESULTS)/engine-step $(STEP)
+	$(BIN)/python benchmarks/engine.py --out $(RESULTS)/engine $(BENCH)
+
+bench-kernels: $(VENV)/.dev ## The CPU kernels beside torch's
+	$(BIN)/python benchmarks/kernels_cpu.py --out $(RESULTS)/kernels-cpu
 
 lint: $(VENV)/.dev ## ruff: rules and format
 	$(BIN)/ruff check .

@@ -97,7 +97,21 @@ def test_each_package_of_the_wheel_is_also_on_the_editable_path() -> None:
 
 
 @pytest.mark.parametrize(
-    "target", ["venv", "serve", "test", "test-all", "lint", "types", "imports", "proto", "proto-check", "buf"]
+    "target",
+    [
+        "venv",
+        "serve",
+        "test",
+        "test-all",
+        "bench-engine",
+        "bench-kernels",
+        "lint",
+        "types",
+        "imports",
+        "proto",
+        "proto-check",
+        "buf",
+    ],
 )
 def test_make_knows_the_target(target: str) -> None:
     planned = subprocess.run(

@@ -1,0 +1,29 @@
+"""The tables of the CPU kernels' times."""
+
+from __future__ import annotations
+
+from kernels_cpu import Line, Peaks, table, with_one_row
+
+PEAKS = Peaks(read=10e9, bfloat16=200e9, float32=100e9)
+
+
+def line(case: str, num_rows: int, ours: float, peer_dtype: str = "bfloat16") -> Line:
+    return Line(
+        (case,), num_rows, ours, torch=2 * ours, num_bytes=10**7, num_flops=10**8, peer_dtype=peer_dtype
+    )
+
+
+def test_a_line_is_compared_with_torch_with_one_row_and_with_what_the_machine_can_do() -> None:
+    lines = with_one_row([line("a", 1, 0.002), line("a", 8, 0.003), line("b", 8, 0.004, "float32")])
+    rows = [
+        [word.strip() for word in row.strip("|").split("|")]
+        for row in table(["weights"], "M", "F.linear", lines, PEAKS).splitlines()[2:]
+    ]
+    assert rows[0] == ["a", "1", "2.00", "4.00", "2.00x", "1.00", "5.0", "50%", "50", "25%"]
+    assert rows[1][5] == "1.50"
+    # No line of its own with one row; shares of the float32 peak.
+    assert rows[2][5:] == ["", "2.5", "25%", "25", "25%"]
+
+
+def test_the_better_of_two_measurements_counts_for_each_peak() -> None:
+    assert Peaks(10, 20, 30).best(Peaks(11, 19, 31)) == Peaks(11, 20, 31)
