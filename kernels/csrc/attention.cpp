@@ -17,8 +17,6 @@
 
 #include "attention.h"
 
-#include <omp.h>
-
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -187,23 +185,23 @@ class Attention {
     if (int64_t(kept.size()) < floats) kept.resize(floats);
   }
 
-  void run_in_team(const void* cache) {
+  void run_in_team(Team& team, const void* cache) {
 #if defined(__AVX512BF16__)
-    if ((DType)c.query_dtype == DType::kBFloat16 && c.head_size % 32 == 0) return run_in_team<BFloat16>(cache);
+    if ((DType)c.query_dtype == DType::kBFloat16 && c.head_size % 32 == 0) return run_in_team<BFloat16>(team, cache);
 #endif
-    run_in_team<Float32>(cache);
+    run_in_team<Float32>(team, cache);
   }
 
  private:
   template <class Type>
-  void run_in_team(const void* cache) {
+  void run_in_team(Team& team, const void* cache) {
     Workspace work = workspace<Type>();
     work.cache = cache;
-#pragma omp for schedule(dynamic, 1)
-    for (size_t i = 0; i < tasks.size(); ++i) compute<Type>(tasks[i], work);
+    team.race(int64_t(tasks.size()), [&](int64_t i) { compute<Type>(tasks[i], work); });
+    team.wait();
     if (merges.empty()) return;
-#pragma omp for schedule(static)
-    for (size_t i = 0; i < merges.size(); ++i) merge(merges[i]);
+    team.share(int64_t(merges.size()), [&](int64_t i) { merge(merges[i]); });
+    team.wait();
   }
 
   // Per thread, reused from task to task.
@@ -576,13 +574,12 @@ bool AttentionStep::plan() {
   return true;
 }
 
-void AttentionStep::run_in_team(const void* cache) { attention->run_in_team(cache); }
+void AttentionStep::run_in_team(Team& team, const void* cache) { attention->run_in_team(team, cache); }
 
 // Returns 0, having written nothing, when the metadata is inconsistent.
 extern "C" int32_t tandem_attention(const TandemAttention* call) {
   AttentionStep step(*call);
   if (!step.plan()) return 0;
-#pragma omp parallel num_threads(call->num_threads)
-  step.run_in_team(call->cache);
+  with_team(call->num_threads, [&](Team& team) { step.run_in_team(team, call->cache); });
   return 1;
 }

@@ -4,6 +4,7 @@
 #include <memory>
 
 #include "simd.h"
+#include "team.h"
 
 // Everything a call needs; tandem_kernels.native declares the same fields in the same order.
 extern "C" struct TandemAttention {
@@ -40,7 +41,7 @@ class AttentionStep {
   bool plan();
 
   // Called by every thread of a team; returns when all are done.
-  void run_in_team(const void* cache);
+  void run_in_team(Team& team, const void* cache);
 
  private:
   std::unique_ptr<Attention> attention;

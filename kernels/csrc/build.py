@@ -29,7 +29,7 @@ INSTRUCTION_SETS = {
     "avx512_vnni": [*_AVX512, "-mavx512vnni"],
     "avx512_bf16": [*_AVX512, "-mavx512vnni", "-mavx512bf16"],
 }
-_FLAGS = ["-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno", "-Wno-psabi"]
+_FLAGS = ["-O3", "-std=c++20", "-fPIC", "-shared", "-fopenmp", "-fno-math-errno", "-Wno-psabi"]
 
 
 def build() -> list[Path]:

@@ -6,8 +6,6 @@
 // interpreter's lock, which other threads of a serving process want too. The operators are those that are called one
 // by one elsewhere, in the same order on the same numbers: the results are the same bits.
 
-#include <omp.h>
-
 #include <algorithm>
 #include <map>
 #include <vector>
@@ -103,24 +101,26 @@ extern "C" int64_t tandem_decoder_layers(const TandemLayers* call) {
   }
 
   auto rows = [&](const void* x) { return Activations{x, dtype, work.codes, work.scales, work.sums}; };
-#pragma omp parallel num_threads(attention.num_threads)
-  for (int n = c.first_layer; n < c.end_layer; ++n) {
-    const TandemLayer& layer = c.layers[n];
-    add_rms_norm_in_team(c.hidden, n == 0 ? nullptr : c.delta, layer.input_norm, rows(work.normed), tokens,
-                         c.hidden_size, c.eps, is_quantized(layer.qkv));
-    linear_in_team(layer.qkv, rows(work.normed), tokens, work.qkv, dtype);
-    rope_store_in_team(rope, layer.q_norm, layer.k_norm, layer.cache);
-    steps.at(layer.window).run_in_team(layer.cache);
-    if (is_quantized(layer.o)) {
-#pragma omp for schedule(static)
-      for (int64_t r = 0; r < tokens; ++r) quantize_row(rows(work.attended), r, layer.o.depth);
+  with_team(attention.num_threads, [&](Team& team) {
+    for (int n = c.first_layer; n < c.end_layer; ++n) {
+      const TandemLayer& layer = c.layers[n];
+      add_rms_norm_in_team(team, c.hidden, n == 0 ? nullptr : c.delta, layer.input_norm, rows(work.normed), tokens,
+                           c.hidden_size, c.eps, is_quantized(layer.qkv));
+      linear_in_team(team, layer.qkv, rows(work.normed), tokens, work.qkv, dtype);
+      rope_store_in_team(team, rope, layer.q_norm, layer.k_norm, layer.cache);
+      steps.at(layer.window).run_in_team(team, layer.cache);
+      if (is_quantized(layer.o)) {
+        team.share(tokens, [&](int64_t r) { quantize_row(rows(work.attended), r, layer.o.depth); });
+        team.wait();
+      }
+      linear_in_team(team, layer.o, rows(work.attended), tokens, c.delta, dtype);
+      add_rms_norm_in_team(team, c.hidden, c.delta, layer.post_norm, rows(work.normed), tokens, c.hidden_size, c.eps,
+                           is_quantized(layer.gate_up));
+      linear_in_team(team, layer.gate_up, rows(work.normed), tokens, work.gate_up, dtype);
+      silu_mul_in_team(team, work.gate_up, rows(work.product), tokens, c.intermediate_size,
+                       is_quantized(layer.down));
+      linear_in_team(team, layer.down, rows(work.product), tokens, c.delta, dtype);
     }
-    linear_in_team(layer.o, rows(work.attended), tokens, c.delta, dtype);
-    add_rms_norm_in_team(c.hidden, c.delta, layer.post_norm, rows(work.normed), tokens, c.hidden_size, c.eps,
-                         is_quantized(layer.gate_up));
-    linear_in_team(layer.gate_up, rows(work.normed), tokens, work.gate_up, dtype);
-    silu_mul_in_team(work.gate_up, rows(work.product), tokens, c.intermediate_size, is_quantized(layer.down));
-    linear_in_team(layer.down, rows(work.product), tokens, c.delta, dtype);
-  }
+  });
   return -1;
 }

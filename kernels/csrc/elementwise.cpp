@@ -2,8 +2,6 @@
 
 #include "elementwise.h"
 
-#include <omp.h>
-
 #include <algorithm>
 
 namespace {
@@ -30,21 +28,21 @@ inline void normalize(const void* x, int64_t from, int width, DType dtype, const
 
 }  // namespace
 
-void add_rms_norm_in_team(float* hidden, const void* delta, const void* weight, const Activations& normed,
-                          int64_t rows, int width, float eps, bool quantize) {
-#pragma omp for schedule(static)
-  for (int64_t r = 0; r < rows; ++r) {
+void add_rms_norm_in_team(Team& team, float* hidden, const void* delta, const void* weight,
+                          const Activations& normed, int64_t rows, int width, float eps, bool quantize) {
+  team.share(rows, [&](int64_t r) {
     if (delta)
       for (int64_t i = r * width; i < (r + 1) * width; i += kLanes)
         store(hidden + i, load(hidden + i) + load_as_float(delta, i, normed.dtype, nullptr));
     normalize(hidden, r * width, width, DType::kFloat32, weight, eps, (void*)normed.x, r * width, normed.dtype);
     if (quantize) quantize_row(normed, r, width);
-  }
+  });
+  team.wait();
 }
 
-void silu_mul_in_team(const void* gate_up, const Activations& out, int64_t rows, int width, bool quantize) {
-#pragma omp for schedule(static)
-  for (int64_t r = 0; r < rows; ++r) {
+void silu_mul_in_team(Team& team, const void* gate_up, const Activations& out, int64_t rows, int width,
+                      bool quantize) {
+  team.share(rows, [&](int64_t r) {
     for (int i = 0; i < width; i += kLanes) {
       Vec gate = load_as_float(gate_up, 2 * r * width + i, out.dtype, nullptr);
       Vec up = load_as_float(gate_up, (2 * r + 1) * width + i, out.dtype, nullptr);
@@ -54,7 +52,8 @@ void silu_mul_in_team(const void* gate_up, const Activations& out, int64_t rows,
       store_from_float((void*)out.x, r * width + i, out.dtype, gate / (splat(1.0f) + exp2_of(exponent)) * up);
     }
     if (quantize) quantize_row(out, r, width);
-  }
+  });
+  team.wait();
 }
 
 int64_t RopeStore::first_wrong() const {
@@ -63,10 +62,9 @@ int64_t RopeStore::first_wrong() const {
   return -1;
 }
 
-void rope_store_in_team(const RopeStore& c, const void* q_norm, const void* k_norm, void* cache) {
+void rope_store_in_team(Team& team, const RopeStore& c, const void* q_norm, const void* k_norm, void* cache) {
   const int bytes = bytes_of(c.dtype), D = c.head_size, heads = c.num_heads + 2 * c.num_kv_heads;
-#pragma omp for schedule(static)
-  for (int64_t t = 0; t < c.tokens; ++t) {
+  team.share(c.tokens, [&](int64_t t) {
     const float* by = c.rotations + c.positions[t] * D;
     for (int h = 0; h < heads; ++h) {
       const int64_t from = (t * heads + h) * D;
@@ -87,7 +85,8 @@ void rope_store_in_team(const RopeStore& c, const void* q_norm, const void* k_no
         else store_from_float(cache, to + d, c.dtype, rotated);
       }
     }
-  }
+  });
+  team.wait();
 }
 
 extern "C" {
@@ -96,15 +95,16 @@ extern "C" {
 void tandem_add_rms_norm(float* hidden, const void* delta, const void* weight, void* out, int64_t rows, int32_t width,
                          int32_t dtype, float eps, int32_t num_threads) {
   const Activations normed = {out, (DType)dtype, nullptr, nullptr, nullptr};
-#pragma omp parallel num_threads(threads_for(rows * width, num_threads))
-  add_rms_norm_in_team(hidden, delta, weight, normed, rows, width, eps, false);
+  with_team(threads_for(rows * width, num_threads), [&](Team& team) {
+    add_rms_norm_in_team(team, hidden, delta, weight, normed, rows, width, eps, false);
+  });
 }
 
 // See silu_mul_in_team.
 void tandem_silu_mul(const void* gate_up, void* out, int64_t rows, int32_t width, int32_t dtype, int32_t num_threads) {
   const Activations product = {out, (DType)dtype, nullptr, nullptr, nullptr};
-#pragma omp parallel num_threads(threads_for(rows * width, num_threads))
-  silu_mul_in_team(gate_up, product, rows, width, false);
+  with_team(threads_for(rows * width, num_threads),
+            [&](Team& team) { silu_mul_in_team(team, gate_up, product, rows, width, false); });
 }
 
 // See RopeStore. Returns the first token whose position or slot lies outside, having changed nothing, or -1.
@@ -117,8 +117,8 @@ int64_t tandem_rope_store(void* qkv, const int64_t* positions, const int64_t* sl
   const int64_t wrong = call.first_wrong();
   if (wrong >= 0) return wrong;
   const int64_t elements = tokens * (num_heads + 2 * num_kv_heads) * head_size;
-#pragma omp parallel num_threads(threads_for(elements, num_threads))
-  rope_store_in_team(call, q_norm, k_norm, cache);
+  with_team(threads_for(elements, num_threads),
+            [&](Team& team) { rope_store_in_team(team, call, q_norm, k_norm, cache); });
   return -1;
 }
 }

@@ -8,11 +8,10 @@
 
 // hidden += delta (unless null); normed.x = hidden / rms(hidden) * weight. All [rows, width] dense; hidden is float32,
 // the others are of normed's dtype.
-void add_rms_norm_in_team(float* hidden, const void* delta, const void* weight, const Activations& normed,
-                          int64_t rows, int width, float eps, bool quantize);
+void add_rms_norm_in_team(Team& team, float* hidden, const void* delta, const void* weight, const Activations& normed, int64_t rows, int width, float eps, bool quantize);
 
 // gate_up [rows, 2 * width] -> out.x [rows, width] = silu(gate) * up, both dense.
-void silu_mul_in_team(const void* gate_up, const Activations& out, int64_t rows, int width, bool quantize);
+void silu_mul_in_team(Team& team, const void* gate_up, const Activations& out, int64_t rows, int width, bool quantize);
 
 // From a fused QKV projection to attention's inputs.
 struct RopeStore {
@@ -31,4 +30,4 @@ struct RopeStore {
 
 // Norms (unless the weights are null) and rotates queries and keys; keys and values go into the cache
 // [blocks, 2, num_kv_heads, block_size, head_size].
-void rope_store_in_team(const RopeStore& call, const void* q_norm, const void* k_norm, void* cache);
+void rope_store_in_team(Team& team, const RopeStore& call, const void* q_norm, const void* k_norm, void* cache);

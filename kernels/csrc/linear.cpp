@@ -6,8 +6,6 @@
 
 #include "linear.h"
 
-#include <omp.h>
-
 #include <algorithm>
 #include <utility>
 #include <vector>
@@ -76,14 +74,13 @@ void column_block(const Call& c, int64_t first, int64_t end, int column) {
 }
 
 template <class Type, int MostRows, int Vecs>
-void all_columns(const Call& c) {
+void all_columns(Team& team, const Call& c) {
   constexpr int kWidth = std::max(Vecs * kLanes, kPanel);
   const int columns = c.weight.columns, steps = (columns + kWidth - 1) / kWidth;
   for (int64_t first = 0; first < c.rows; first += kRowChunk) {
     const int64_t end = std::min(first + kRowChunk, c.rows);
-#pragma omp for schedule(static) nowait
-    for (int step = 0; step < steps; ++step)
-      for (int column = step * kWidth; column < std::min((step + 1) * kWidth, columns);) {
+    team.share(steps, [&](int64_t step) {
+      for (int column = int(step) * kWidth; column < std::min(int(step + 1) * kWidth, columns);) {
         // The last panel may stand alone, where two would be taken.
         if (Vecs > kPanelVecs && columns - column <= kPanel) {
           column_block<Type, MostRows, kPanelVecs>(c, first, end, column);
@@ -93,24 +90,26 @@ void all_columns(const Call& c) {
           column += Vecs * kLanes;
         }
       }
+    });
   }
-#pragma omp barrier
+  team.wait();
 }
 
 template <class Type>
-void run(const Call& c) {
-  if (c.rows <= 2 * kFewRows) all_columns<Type, kFewRows, kFewVecs>(c);
-  else all_columns<Type, kManyRows, kManyVecs>(c);
+void run(Team& team, const Call& c) {
+  if (c.rows <= 2 * kFewRows) all_columns<Type, kFewRows, kFewVecs>(team, c);
+  else all_columns<Type, kManyRows, kManyVecs>(team, c);
 }
 
 }  // namespace
 
-void linear_in_team(const TandemLinear& weight, const Activations& x, int64_t rows, void* out, DType out_dtype) {
+void linear_in_team(Team& team, const TandemLinear& weight, const Activations& x, int64_t rows, void* out,
+                    DType out_dtype) {
   const Call call = {weight, x, rows, out, out_dtype};
   switch ((Packing)weight.packing) {
-    case Packing::kFloat32: return run<Float32>(call);
-    case Packing::kBFloat16: return run<BFloat16>(call);
-    default: return quantized_linear_in_team(weight, x, rows, out, out_dtype);
+    case Packing::kFloat32: return run<Float32>(team, call);
+    case Packing::kBFloat16: return run<BFloat16>(team, call);
+    default: return quantized_linear_in_team(team, weight, x, rows, out, out_dtype);
   }
 }
 
@@ -131,12 +130,11 @@ extern "C" void tandem_linear(const void* x, const TandemLinear* weight, void* o
     }
     activations = {x, (DType)dtype, codes.data(), scales.data(), sums.data()};
   }
-#pragma omp parallel num_threads(num_threads)
-  {
+  with_team(num_threads, [&](Team& team) {
     if (is_quantized(*weight)) {
-#pragma omp for schedule(static)
-      for (int64_t r = 0; r < rows; ++r) quantize_row(activations, r, weight->depth);
+      team.share(rows, [&](int64_t r) { quantize_row(activations, r, weight->depth); });
+      team.wait();
     }
-    linear_in_team(*weight, activations, rows, out, (DType)out_dtype);
-  }
+    linear_in_team(team, *weight, activations, rows, out, (DType)out_dtype);
+  });
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "simd.h"
+#include "team.h"
 
 // Weights are packed once into panels of 32 columns, so that the inner loop reads them in order:
 //
@@ -34,6 +35,7 @@ struct Activations {
 void quantize_row(const Activations& to, int64_t row, int depth);
 
 // Both are called by every thread of a team, and return when all are done. out is [rows, columns].
-void linear_in_team(const TandemLinear& weight, const Activations& x, int64_t rows, void* out, DType out_dtype);
-void quantized_linear_in_team(const TandemLinear& weight, const Activations& x, int64_t rows, void* out,
+void linear_in_team(Team& team, const TandemLinear& weight, const Activations& x, int64_t rows, void* out,
+                    DType out_dtype);
+void quantized_linear_in_team(Team& team, const TandemLinear& weight, const Activations& x, int64_t rows, void* out,
                               DType out_dtype);

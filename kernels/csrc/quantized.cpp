@@ -134,19 +134,19 @@ void some_rows(int rows, const Call& c, int64_t row, int column) {
 }
 
 template <int Bits>
-void run(const Call& c, int64_t rows) {
+void run(Team& team, const Call& c, int64_t rows) {
   const int64_t pass = std::max<int64_t>(kRows, kPassBytes / c.weight.depth / kRows * kRows);
   for (int64_t first = 0; first < rows; first += pass) {
     const int64_t count = std::min(pass, rows - first), blocks = (count + kRows - 1) / kRows;
-#pragma omp for schedule(static) nowait
-    for (int panel = 0; panel < c.weight.columns / kPanel; ++panel)
+    team.share(c.weight.columns / kPanel, [&](int64_t panel) {
       for (int64_t i = 0; i < blocks; ++i) {
         const int64_t from = first + count * i / blocks, to = first + count * (i + 1) / blocks;
         for (int n = 0; n < kPanel; n += kVecs * kLanes)
-          some_rows<Bits>(int(to - from), c, from, panel * kPanel + n);
+          some_rows<Bits>(int(to - from), c, from, int(panel) * kPanel + n);
       }
+    });
   }
-#pragma omp barrier
+  team.wait();
 }
 
 }  // namespace
@@ -180,9 +180,9 @@ void quantize_row(const Activations& to, int64_t row, int depth) {
   }
 }
 
-void quantized_linear_in_team(const TandemLinear& weight, const Activations& x, int64_t rows, void* out,
+void quantized_linear_in_team(Team& team, const TandemLinear& weight, const Activations& x, int64_t rows, void* out,
                               DType out_dtype) {
   const Call call = {weight, x, out, out_dtype};
-  if ((Packing)weight.packing == Packing::kInt8) run<8>(call, rows);
-  else run<4>(call, rows);
+  if ((Packing)weight.packing == Packing::kInt8) run<8>(team, call, rows);
+  else run<4>(team, call, rows);
 }

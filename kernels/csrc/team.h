@@ -1,0 +1,77 @@
+// The threads that share a call's work: libgomp's, torch's own, meeting at barriers of ours.
+//
+// libgomp's barriers sleep almost at once when a process has more of its threads than cores, as a pod has where several
+// Python threads use torch; a step of 30 layers meets 300 times, and to be woken costs more than the work between.
+// These spin for as long as a layer's operators take, and sleep when a neighbour has lost its core to another process.
+#pragma once
+
+#include <immintrin.h>
+#include <omp.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+
+class Team {
+ public:
+  // What a team's threads share.
+  class State {
+    friend class Team;
+    alignas(64) std::atomic<int> arrived{0};
+    alignas(64) std::atomic<int> phase{0};
+    alignas(64) std::atomic<int64_t> next{0};
+  };
+
+  Team(State& state, int index, int count) : state(state), index(index), count(count) {}
+
+  // Until all threads are here.
+  void wait() {
+    if (count == 1) {
+      state.next.store(0, std::memory_order_relaxed);
+      return;
+    }
+    const int phase = state.phase.load(std::memory_order_relaxed);
+    if (state.arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == count) {
+      state.arrived.store(0, std::memory_order_relaxed);
+      state.next.store(0, std::memory_order_relaxed);
+      state.phase.store(phase + 1, std::memory_order_release);
+      state.phase.notify_all();
+      return;
+    }
+    for (int i = 0; i < kSpins; ++i) {
+      if (state.phase.load(std::memory_order_acquire) != phase) return;
+      _mm_pause();
+    }
+    while (state.phase.load(std::memory_order_acquire) == phase) state.phase.wait(phase, std::memory_order_acquire);
+  }
+
+  // Calls work(i) for this thread's share of 0 .. size - 1, which are neighbours. The same size gives the same shares.
+  template <class Work>
+  void share(int64_t size, Work work) const {
+    for (int64_t i = size * index / count; i < size * (index + 1) / count; ++i) work(i);
+  }
+
+  // The same, whoever comes first; a wait() lies between any two of these.
+  template <class Work>
+  void race(int64_t size, Work work) {
+    for (int64_t i; (i = state.next.fetch_add(1, std::memory_order_relaxed)) < size;) work(i);
+  }
+
+ private:
+  // About 0.1 ms.
+  static constexpr int kSpins = 5000;
+
+  State& state;
+  const int index, count;
+};
+
+// Calls work(team) on num_threads threads; returns when all are done.
+template <class Work>
+void with_team(int num_threads, Work work) {
+  Team::State state;
+#pragma omp parallel num_threads(num_threads)
+  {
+    Team team(state, omp_get_thread_num(), omp_get_num_threads());
+    work(team);
+  }
+}
