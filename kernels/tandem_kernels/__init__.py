@@ -9,18 +9,22 @@ On the paged KV cache:
     gather_blocks     cache blocks -> one contiguous payload                            (KV leaves the pod)
     scatter_blocks    payload -> cache blocks                                           (KV enters the pod)
 
-The cache is one contiguous tensor per layer, [num_blocks, 2, Hkv, block_size, D] with K at index 0 and V
-at index 1 of the second dimension; slot = block_id * block_size + offset within the block.
+The cache is one tensor per layer, [num_blocks, 2, Hkv, block_size, D] with K at index 0 and V at index 1 of
+the second dimension; slot = block_id * block_size + offset within the block. On a CPU it is contiguous. int8
+and float8 caches: quantize.
 
 A layer's matrix products on a CPU: packed_linear, also of quantized weights; between them: add_rms_norm,
 silu_mul.
 
-On a CPU the work is done by compiled kernels (`native`) where they exist, else by torch. With packed weights
-all layers are one call: DecoderLayers.
+From logits to tokens, all rows at once: draw_tokens.
+
+On a GPU the work is done in Triton (`gpu`, `turbo_attention`). On a CPU it is done by compiled kernels
+(`native`) where they exist, else by torch; with packed weights all layers are one call: DecoderLayers.
 """
 
 from tandem_kernels.add_rms_norm import add_rms_norm
 from tandem_kernels.decoder_layers import DecoderLayers, LayerWeights, PackedProjection
+from tandem_kernels.draw_tokens import draw_tokens
 from tandem_kernels.gather_blocks import gather_blocks
 from tandem_kernels.move_slots import move_slots
 from tandem_kernels.packed_linear import (
@@ -45,6 +49,7 @@ __all__ = [
     "PackedProjection",
     "QuantizedWeight",
     "add_rms_norm",
+    "draw_tokens",
     "gather_blocks",
     "join_rows",
     "move_slots",

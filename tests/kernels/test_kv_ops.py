@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tandem_kernels import gather_blocks, move_slots, scatter_blocks, store_kv
+from tandem_kernels.quantize import LARGEST, SMALLEST_SCALE
 
 NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_SIZE = 7, 3, 4, 5
 NUM_SLOTS = NUM_BLOCKS * BLOCK_SIZE
@@ -48,6 +49,56 @@ def test_store_kv_casts_to_the_cache_dtype() -> None:
     key, value = torch.randn(2, 1, NUM_KV_HEADS, HEAD_SIZE)
     store_kv(key, value, cache, torch.tensor([9]))
     assert torch.equal(slot(cache, 9), torch.cat((key, value)).bfloat16())
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.parametrize("dtype", list(LARGEST), ids=str)
+def test_store_kv_quantises_to_the_nearest(dtype: torch.dtype, per_token: bool) -> None:
+    num_tokens = 6
+    tokens = torch.randn(2, num_tokens, NUM_KV_HEADS, HEAD_SIZE, generator=torch.Generator().manual_seed(1))
+    tokens[:, 2] = 0.0  # its largest element is 0
+    slots = torch.tensor([27, 0, 9, 3, 14, 5])
+    if per_token:
+        scales = [torch.full((NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE), -1.0) for _ in range(2)]
+    else:
+        # The second head's are too small: what does not fit is cut off.
+        scales = [
+            torch.tensor([5.0, 0.5, 9.0]) / LARGEST[dtype],
+            torch.tensor([7.0, 1.0, 4.0]) / LARGEST[dtype],
+        ]
+    cache = torch.zeros(NUM_BLOCKS, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_SIZE).to(dtype)
+    store_kv(tokens[0], tokens[1], cache, slots, k_scale=scales[0], v_scale=scales[1])
+
+    every = torch.arange(-128, 128, dtype=torch.int8)
+    representable = every[every != -128] if dtype == torch.int8 else every.view(dtype)
+    representable = representable.double()[representable.double().isfinite()]
+    for number, scale in enumerate(scales):
+        for token, index in enumerate(slots.tolist()):
+            block_id, offset = divmod(index, BLOCK_SIZE)
+            own = scale[block_id, :, offset] if per_token else scale
+            if per_token:
+                wanted = tokens[number, token].abs().amax(1) / LARGEST[dtype]
+                torch.testing.assert_close(own, wanted.clamp(min=SMALLEST_SCALE))
+            scaled = tokens[number, token].double() / own.double()[:, None]
+            nearest = (scaled[..., None] - representable).abs().amin(-1)
+            stored = cache[block_id, number, :, offset].double()
+            assert ((stored - scaled).abs() <= nearest * (1 + 1e-5) + 1e-9).all()
+    if per_token:
+        assert (scales[0] == -1.0).sum() == (NUM_SLOTS - num_tokens) * NUM_KV_HEADS
+
+
+def test_scales_that_do_not_fit_are_named() -> None:
+    tokens, slots = torch.zeros(2, NUM_KV_HEADS, HEAD_SIZE), torch.tensor([0, 1])
+    quantized = make_cache().to(torch.int8)
+    per_token = torch.zeros(NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE)
+    for message, cache, k_scale, v_scale in (
+        ("wanted int8 or float8 to go with scales", make_cache(), 1.0, 1.0),
+        ("both be per token", quantized, per_token, 1.0),
+        (r"v_scale has shape \[2\]", quantized, 1.0, torch.ones(2)),
+        (r"k_scale has .* dtype torch.float64", quantized, per_token.double(), per_token),
+    ):
+        with pytest.raises(ValueError, match=message):
+            store_kv(tokens, tokens, cache, slots, k_scale=k_scale, v_scale=v_scale)
 
 
 @settings(max_examples=50, deadline=None)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import cast
 
 import torch
-from tandem_kernels.draw_tokens import draw_tokens
+from tandem_kernels import draw_tokens
 from torch import Tensor
 
 from tandem_engine.batch import ScheduledSequence
