@@ -71,6 +71,9 @@ class StaticInputs:
         staging (host, pinned for CUDA)   rows [4, R] int64 | seq_lens [S] | query_start_loc [S + 1] | blocks
         arena (device)                    the same; the graph reads it here
         block table [S, max_blocks]       its used columns, from the arena's `blocks`
+
+    Every part begins at a multiple of 16 bytes, whatever the bucket: else Triton would compile its kernels
+    anew for buckets where a part does not.
     """
 
     def __init__(
@@ -80,21 +83,21 @@ class StaticInputs:
         self._block_size = block_size
         self._scratch_slot = scratch_slot
         rows, seqs = bucket.num_rows, bucket.num_seqs
-        self._rows_end = 4 * rows * 8
-        self._seqs_end = self._rows_end + (2 * seqs + 1) * 4
+        self._rows_end = 4 * _aligned(rows * 8)
+        self._lens_end = self._rows_end + _aligned(seqs * 4)
+        self._seqs_end = self._lens_end + _aligned((seqs + 1) * 4)
         num_bytes = self._seqs_end + seqs * max_blocks * 4
         self._staging = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._arena = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self._block_table = torch.zeros(seqs, max_blocks, dtype=torch.int32, device=device)
         self._copied = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._host = self._staging.numpy()
-        on_device = self._arena[: self._rows_end].view(torch.int64).view(4, rows)
+        on_device = self._arena[: self._rows_end].view(torch.int64).view(4, -1)[:, :rows]
         self.input_ids, self.positions, slot_mapping, ancestor_bits = on_device.unbind()
-        sizes = self._arena[self._rows_end : self._seqs_end].view(torch.int32)
         self.metadata = AttentionMetadata(
             block_table=self._block_table,
-            seq_lens=sizes[:seqs],
-            query_start_loc=sizes[seqs:],
+            seq_lens=self._arena[self._rows_end : self._lens_end].view(torch.int32)[:seqs],
+            query_start_loc=self._arena[self._lens_end : self._seqs_end].view(torch.int32)[: seqs + 1],
             slot_mapping=slot_mapping,
             ancestor_bits=ancestor_bits,
         )
@@ -114,8 +117,8 @@ class StaticInputs:
         counts = np.array([s.num_new_tokens for s in batch.sequences])
         first_rows = np.cumsum(counts) - counts
         starts = np.array([s.start for s in batch.sequences])
-        sizes = self._host[self._rows_end : self._seqs_end].view(np.int32)
-        seq_lens, query_start_loc = sizes[: self.bucket.num_seqs], sizes[self.bucket.num_seqs :]
+        seq_lens = self._host[self._rows_end : self._lens_end].view(np.int32)
+        query_start_loc = self._host[self._lens_end : self._seqs_end].view(np.int32)
         seq_lens[:num_seqs], seq_lens[num_seqs:] = starts + counts, 0
         query_start_loc[:num_seqs], query_start_loc[num_seqs:] = first_rows, num_tokens
 
@@ -137,6 +140,10 @@ class StaticInputs:
             self._copied.record()
         used = self._arena[self._seqs_end : end].view(torch.int32).view(num_seqs, width)
         self._block_table[:num_seqs, :width].copy_(used)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // 16) * 16
 
 
 def compute(decoder: Decoder, caches: Sequence[Tensor], inputs: StaticInputs) -> Tensor:

@@ -124,6 +124,16 @@ def test_the_buffers_stay_where_they_are() -> None:
     assert [tensor.data_ptr() for tensor in kept] == addresses
 
 
+@pytest.mark.parametrize("bucket", [Bucket(1, 1), Bucket(6, 1), Bucket(6, 6), Bucket(16, 12)], ids=str)
+def test_every_input_is_aligned_as_triton_wants_it(bucket: Bucket) -> None:
+    inputs = StaticInputs(bucket, MAX_BLOCKS, BLOCK_SIZE, 0, CPU)
+    start = inputs.input_ids.data_ptr()
+    for tensor in (inputs.positions, *vars(inputs.metadata).values()):
+        if tensor is not inputs.metadata.block_table:
+            assert (tensor.data_ptr() - start) % 16 == 0
+        assert tensor.is_contiguous()
+
+
 def test_buckets() -> None:
     rng = random.Random(4)
     wasted = []
