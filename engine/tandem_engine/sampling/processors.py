@@ -131,20 +131,29 @@ def top_p_ids(row: Row, p: float) -> TokenIds:
     A token stays while the more likely ones sum to less than p.
     """
     weights = np.exp(row - row.max())
-    total = float(weights.sum(dtype=np.float64))
-    # Mostly a few dozen tokens weigh enough, more than rounding can tell. If not: all tokens lighter than
-    # the other bound weigh less than 1 - p together, so the nucleus needs none of them.
+    target = p * float(weights.sum(dtype=np.float64))
+    # Only the weights around the nucleus's edge are sorted. Mostly a few dozen tokens weigh enough, more than
+    # rounding can tell, and the edge is anywhere among them. If not, it is within one step of the weights'
+    # leading bits, which are ordered as the weights are.
     ids = np.flatnonzero(weights >= 1e-3)
-    if float(weights[ids].sum(dtype=np.float64)) < p * total * (1.0 + 1e-9):
-        ids = np.flatnonzero(weights >= (1.0 - p) * total / len(row))
+    edge = weights[ids]
+    mass_above = 0.0
+    if float(edge.sum(dtype=np.float64)) < target * (1.0 + 1e-9):
+        steps = weights.view(np.int32) >> 16
+        mass = np.bincount(steps, weights)[::-1].cumsum()
+        num_above = min(int(np.searchsorted(mass, target)), len(mass) - 1)
+        mass_above = mass[num_above - 1] if num_above else 0.0
+        edge_step = len(mass) - 1 - num_above
+        edge = weights[steps == edge_step]
+        ids = np.flatnonzero(steps >= edge_step)
+    edge.sort()
+    mass = mass_above + edge[::-1].cumsum(dtype=np.float64)
+    num_kept = min(int(np.searchsorted(mass, target)) + 1, len(edge))
+    threshold = edge[-num_kept]
     heavy = weights[ids]
-    top = np.sort(heavy)
-    mass = top[::-1].cumsum(dtype=np.float64)
-    num_kept = min(int(np.searchsorted(mass, p * total)) + 1, len(top))
-    threshold = top[-num_kept]
     is_kept = heavy > threshold
     ties = np.flatnonzero(heavy == threshold)
-    is_kept[ties[: num_kept - np.count_nonzero(is_kept)]] = True
+    is_kept[ties[: num_kept - np.count_nonzero(edge > threshold)]] = True
     kept: TokenIds = ids[is_kept]
     return kept
 
