@@ -25,6 +25,15 @@ def test_the_same_tokens(kind: str, vocab_size: int, num_rows: int) -> None:
     assert result.tolist() == expected.tolist()
 
 
+def test_more_rows_than_one_launch_takes() -> None:
+    logits, keys, temperature, _, _, log_min_p = draw_case("normal", 9, num_rows=gpu.ROWS_PER_LAUNCH + 3)
+    unfiltered = (torch.zeros_like(keys), torch.ones(len(keys), dtype=torch.float64), log_min_p)
+    case = (logits, keys, temperature, *unfiltered)
+    expected = draw_tokens(*case).tolist()
+    assert len(set(expected)) > 3
+    assert gpu.draw_tokens(*(tensor.to(DEVICE) for tensor in case)).tolist() == expected
+
+
 def test_rows_that_are_no_numbers_give_no_token() -> None:
     case = draw_case("normal", 5000, num_rows=5)
     logits, temperature = case[0], case[2]

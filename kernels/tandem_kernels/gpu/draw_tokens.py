@@ -21,6 +21,8 @@ from tandem_kernels.draw_tokens import FACTORS, GAMMA
 
 BLOCK = 4096
 NUM_WARPS = 16
+#: About as many as there are multiprocessors; more would only take more memory.
+ROWS_PER_LAUNCH = 128
 
 
 def draw_tokens(
@@ -34,11 +36,15 @@ def draw_tokens(
     """Return token ids [R] int64; arguments as the public operator has checked them, all dense."""
     num_rows, vocab_size = logits.shape
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
-    if num_rows:
-        # What follows reads the scaled row and its weights more than once.
-        scratch = torch.empty(num_rows, 2, vocab_size, dtype=torch.float32, device=logits.device)
-        draw_tokens_kernel[(num_rows,)](
-            logits, scratch, out, keys, temperature, top_k, top_p, log_min_p, vocab_size,
+    # The kernel reads the scaled row and its weights more than once.
+    scratch = torch.empty(
+        min(num_rows, ROWS_PER_LAUNCH), 2, vocab_size, dtype=torch.float32, device=logits.device
+    )
+    for first in range(0, num_rows, ROWS_PER_LAUNCH):
+        rows = slice(first, first + ROWS_PER_LAUNCH)
+        draw_tokens_kernel[(min(num_rows - first, ROWS_PER_LAUNCH),)](
+            logits[rows], scratch, out[rows], keys[rows], temperature[rows], top_k[rows], top_p[rows],
+            log_min_p[rows], vocab_size,
             BLOCK=BLOCK, GAMMA_BITS=GAMMA, FACTOR_1=FACTORS[0], FACTOR_2=FACTORS[1], num_warps=NUM_WARPS,
         )  # fmt: skip
     return out
