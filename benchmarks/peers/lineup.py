@@ -15,9 +15,6 @@ from peers import environments
 from peers.environments import Environment, PeerUnavailableError, cache_home
 from peers.worker import Worker
 
-#: Each fleet takes ports from here on, this many apart.
-_FIRST_PORT, _PORTS_PER_FLEET = 20600, 3000
-
 
 @dataclass(frozen=True)
 class Peer:
@@ -60,18 +57,16 @@ def lineup(model_dir: Path, dtype: str, fleets: Sequence[str]) -> list[Peer]:
     ]  # fmt: skip
     for flags in fleets:
         label = "tandem" if len(fleets) == 1 else f"tandem {flags}"
-        for speculation in ("off", "global"):
-            port = _FIRST_PORT + _PORTS_PER_FLEET * sum(peer.module == "tandem" for peer in peers)
-            peers.append(
-                Peer(
-                    f"{label}, speculation {speculation}",
-                    "tandem",
-                    (str(model_dir), "--first-port", str(port), "--speculation", speculation,
-                     f"--up={flags}"),
-                    drafts=speculation != "off",
-                    pausable=False,
-                )
-            )  # fmt: skip
+        peers += [
+            Peer(
+                f"{label}, speculation {speculation}",
+                "tandem",
+                (str(model_dir), "--speculation", speculation, f"--up={flags}"),
+                drafts=speculation != "off",
+                pausable=False,
+            )
+            for speculation in ("off", "global")
+        ]
     return peers
 
 
@@ -102,11 +97,16 @@ def huggingface_folder() -> Path:
 
 
 def _vllm_environ(python: Path) -> dict[str, str]:
-    """vLLM's documentation asks for Intel's OpenMP, which its wheel brings, to be preloaded."""
+    """vLLM's documentation asks for Intel's OpenMP, which its wheel brings, to be preloaded.
+
+    Its ahead-of-time compilation is off: version 0.32.0 cannot load again what it saved and compiles at each
+    start, for two minutes.
+    """
     openmp = python.parents[1] / "lib" / "libiomp5.so"
     return {
         "VLLM_CACHE_ROOT": str(cache_home() / "vllm"),
         "VLLM_CPU_KVCACHE_SPACE": "2",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_USE_AOT_COMPILE": "0",
         "HF_HUB_OFFLINE": "1",
     } | ({"LD_PRELOAD": str(openmp)} if openmp.exists() else {})

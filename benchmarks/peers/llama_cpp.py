@@ -40,14 +40,10 @@ def main() -> None:
     def open_stream(prompt: list[int], max_tokens: int) -> Generator[int, None, int]:
         return _complete(address, prompt, max_tokens)
 
-    features = [
-        name
-        for name in ("AVX512", "AVX2", "AVX")
-        if f"{name} = 1" in xllamacpp.get_system_info().replace("_", "")
-    ]
+    used = [name for name in ("AVX512", "AVX2") if f"{name} = 1" in xllamacpp.get_system_info()]
     serve(
-        f"xllamacpp {xllamacpp.__version__}, {options.model.stem.rpartition('.')[2]} weights, F16 KV, "
-        f"its wheel uses {features[0] if features else 'no AVX'}",
+        f"xllamacpp {xllamacpp.__version__}, {options.model.stem.rpartition('.')[2]} weights, float16 KV; "
+        f"its wheel from PyPI computes with {used[0] if used else 'neither AVX2 nor AVX-512'}",
         lambda job: streams.run(open_stream, job),
         replies,
     )
@@ -60,6 +56,8 @@ def _parameters(model: Path, drafts: bool) -> xllamacpp.CommonParams:
     params.model.path = str(model)
     params.n_parallel = _SLOTS
     params.n_ctx = _SLOTS * _SLOT_TOKENS
+    # No prompt comes twice, so keeping finished ones would cost time and save none.
+    params.cache_ram_mib = 0
     params.cpuparams.n_threads = os.cpu_count()
     params.cpuparams_batch.n_threads = os.cpu_count()
     if drafts:

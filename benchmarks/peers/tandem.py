@@ -1,6 +1,6 @@
 """Tandem as users run it: `tandem up`, spoken to over gRPC through the gateway.
 
-python -m peers.tandem FOLDER --first-port 20600 --speculation global [--up=FLAGS]
+python -m peers.tandem FOLDER --speculation global [--up=FLAGS]
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
+from tandem_cli.fleet import FleetOptions, PortInUseError, check_ports, plan_fleet
 from tandem_cli.state_file import read_state
 from tandem_proto.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
@@ -28,7 +29,6 @@ from peers.protocol import serve, take_stdout
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model", type=Path)
-    parser.add_argument("--first-port", type=int, required=True)
     parser.add_argument("--speculation", required=True)
     parser.add_argument("--up", default="", help="further flags of `tandem up`, as a shell would read them")
     options = parser.parse_args()
@@ -51,9 +51,9 @@ def main() -> None:
 @contextmanager
 def _fleet(options: argparse.Namespace) -> Iterator[str]:
     """Yields the gateway's gRPC target. Raises RuntimeError with the log when the fleet does not come up."""
-    with tempfile.TemporaryDirectory() as folder:
-        state = Path(folder) / "fleet.json"
-        first: int = options.first_port
+    with tempfile.TemporaryDirectory() as folder, Path(folder, "fleet.log").open("wb") as log:
+        state = Path(folder, "fleet.json")
+        first = _first_free_port(options.model)
         process = subprocess.Popen(
             [
                 str(Path(sys.executable).with_name("tandem")), "up", "--model", str(options.model),
@@ -62,18 +62,34 @@ def _fleet(options: argparse.Namespace) -> Iterator[str]:
                 *shlex.split(options.up),
             ],
             stdin=subprocess.DEVNULL,
-            stdout=sys.stderr,
+            stdout=log,
+            stderr=log,
             env=os.environ | {"TANDEM_HOME": folder},
         )  # fmt: skip
         try:
             while not (state.exists() and read_state(state).ready):
                 if process.poll() is not None:
-                    raise RuntimeError(f"tandem up ended with {process.returncode}")
+                    raise RuntimeError(f"tandem up ended: {Path(log.name).read_text().strip()}")
                 time.sleep(0.2)
             yield f"127.0.0.1:{first}"
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(60)
+
+
+def _first_free_port(model_dir: Path) -> int:
+    """Where a fleet finds all its ports free: its gateway's two, and from 100 above the other pods'."""
+    # A step wider than a fleet's ports of one kind, so that fleets do not meet.
+    for first in range(20600, 31000, 430):
+        plan = plan_fleet(
+            FleetOptions(model_dir, grpc_port=first, http_port=first + 1, base_port=first + 100)
+        )
+        try:
+            check_ports(plan, "127.0.0.1")
+        except PortInUseError:
+            continue
+        return first
+    raise RuntimeError("no range of ports between 20600 and 31000 is free")
 
 
 def _generate(
