@@ -60,6 +60,8 @@ class Options:
     softcap: float | None = None
     sinks: bool = False
     scales: bool = False
+    #: Factors per token and K/V head, in one piece of memory with the values of their block.
+    token_scales: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ class Case:
         moved = {n: t.to(device) for n, t in tensors.items() if isinstance(t, torch.Tensor)}
         return replace(self, **moved)
 
-    def run(self, backend: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def run(self, backend: str, dtype: torch.dtype | None = None, **options: object) -> torch.Tensor:
         """The result of a backend, with query and cache cast to dtype first."""
         cache = self.kv_cache
         if dtype is not None and cache.dtype == self.query.dtype:
@@ -117,6 +119,7 @@ class Case:
             k_scale=self.k_scale,
             v_scale=self.v_scale,
             backend=backend,
+            **options,
         )
 
 
@@ -145,6 +148,7 @@ def make_case(
                 2, shape.num_kv_heads, filled, shape.head_size, generator=generator
             )
         used += count
+    is_empty = cache[:, :, :, :, 0].isnan()
     if cache_dtype == torch.int8:
         cache = torch.nan_to_num(cache * 40, 127).clamp(-128, 127)
 
@@ -157,19 +161,40 @@ def make_case(
     num_heads = shape.num_kv_heads * shape.group_size
     # The view of a fused QKV projection: tokens further apart than their heads.
     fused = torch.randn(starts[-1], num_heads + 2, shape.head_size, generator=generator).to(dtype)
-    per_head = torch.rand(2, shape.num_kv_heads, generator=generator) + 0.5
+    cache = cache.to(cache_dtype or dtype)
+    k_scale = v_scale = None
+    if options.token_scales:
+        per_token = torch.rand(is_empty.shape, generator=generator) + 0.5
+        if cache_dtype == torch.int8:
+            per_token /= 40
+        cache, per_token = in_one_piece(cache, per_token.masked_fill(is_empty, torch.nan))
+        k_scale, v_scale = per_token.unbind(1)
+    elif options.scales:
+        per_head = torch.rand(2, shape.num_kv_heads, generator=generator) + 0.5
+        k_scale, v_scale = per_head[0] / (40 if cache_dtype == torch.int8 else 1), per_head[1]
     return Case(
         query=fused[:, :num_heads],
-        kv_cache=cache.to(cache_dtype or dtype),
+        kv_cache=cache,
         block_table=block_table,
         seq_lens=torch.tensor(lens, dtype=torch.int32),
         query_start_loc=torch.tensor(starts, dtype=torch.int32),
         ancestor_bits=torch.tensor(bits) if any(s.tree for s in sequences) else None,
         options=options,
         sinks=torch.randn(num_heads, generator=generator) if options.sinks else None,
-        k_scale=per_head[0] / (40 if cache_dtype == torch.int8 else 1) if options.scales else None,
-        v_scale=per_head[1] if options.scales else None,
+        k_scale=k_scale,
+        v_scale=v_scale,
     )
+
+
+def in_one_piece(cache: torch.Tensor, per_token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The cache and its factors [num_blocks, 2, Hkv, block_size] as views of one row of bytes per block."""
+    value_bytes = cache[0].nbytes + -cache[0].nbytes % 16
+    storage = torch.zeros(len(cache), value_bytes + per_token[0].nbytes + 16, dtype=torch.uint8)
+    storage = storage[:, : storage.shape[1] // 16 * 16].contiguous()
+    values = storage.view(cache.dtype)[:, : cache[0].numel()].unflatten(1, cache.shape[1:])
+    factors = storage.view(torch.float32)[:, value_bytes // 4 :][:, : per_token[0].numel()]
+    factors = factors.unflatten(1, per_token.shape[1:])
+    return values.copy_(cache), factors.copy_(per_token)
 
 
 def naive_same_dtype(case: Case) -> torch.Tensor:
@@ -189,7 +214,11 @@ def naive_same_dtype(case: Case) -> torch.Tensor:
         visible = visible_slots(seq_len - (stop - start), bits, stop - start, case.options.window)
         blocks = case.kv_cache[case.block_table[b, : -(-seq_len // block_size)].long()].to(dtype)
         key, value = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :seq_len]
-        if case.k_scale is not None and case.v_scale is not None:
+        if case.options.token_scales:
+            ids = case.block_table[b, : -(-seq_len // block_size)].long()
+            key = key * case.k_scale[ids].transpose(0, 1).flatten(1)[:, :seq_len, None].to(dtype)
+            value = value * case.v_scale[ids].transpose(0, 1).flatten(1)[:, :seq_len, None].to(dtype)
+        elif case.k_scale is not None and case.v_scale is not None:
             key = key * torch.as_tensor(case.k_scale).to(dtype)[:, None, None]
             value = value * torch.as_tensor(case.v_scale).to(dtype)[:, None, None]
         key, value = key.repeat_interleave(group_size, 0), value.repeat_interleave(group_size, 0)
@@ -204,7 +233,7 @@ def naive_same_dtype(case: Case) -> torch.Tensor:
     return out
 
 
-def assert_as_good_as_torch(case: Case, backend: str, device: str = "cpu") -> None:
+def assert_as_good_as_torch(case: Case, backend: str, device: str = "cpu", **options: object) -> None:
     """The error against float64 is at most twice that of plain torch in the same dtype, plus a floor.
 
     The floor is the rounding of the result itself in half precision, and a few float32 roundings of the
@@ -212,7 +241,7 @@ def assert_as_good_as_torch(case: Case, backend: str, device: str = "cpu") -> No
     """
     exact = case.run("reference", torch.float64)
     assert exact.isfinite().all()
-    result = case.to(device).run(backend).cpu()
+    result = case.to(device).run(backend, **options).cpu()
     assert result.dtype == case.query.dtype
     error = (result.double() - exact).abs().max().item()
     allowed = (naive_same_dtype(case).double() - exact).abs().max().item()

@@ -1,19 +1,26 @@
-"""Compile the Triton kernel for GPUs that are not there; run by test_triton_kernel in a process of its own.
+"""Compile the Triton kernel for GPUs that are not there, and read what it takes of them.
 
-Prints one JSON object per configuration: name, shared_bytes, and stack_bytes (spilled registers; null where
-Triton comes without cuobjdump).
+`python compile_triton_kernel.py [subset|all]` prints one JSON object per configuration of
+`triton_configurations`: its name, its head size and its Resources. A process of its own, for Triton's
+compiler must not see the interpreter that other tests choose.
 """
+
+from __future__ import annotations
 
 import json
 import re
 import subprocess
+import sys
 import tempfile
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import triton
-from tandem_kernels.turbo_attention.triton_kernel import choose_tiles, turbo_attention_kernel
+from tandem_kernels.turbo_attention import triton_kernel
+from tandem_kernels.turbo_attention.triton_tiles import choose_tiles
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton_configurations import ALL, SUBSET, Configuration
 
 POINTERS = {
     "block_table_ptr": "i32",
@@ -23,57 +30,98 @@ POINTERS = {
     "sinks_ptr": "fp32",
     "k_scale_ptr": "fp32",
     "v_scale_ptr": "fp32",
+    "items_ptr": "i32",
+    "num_items_ptr": "i32",
+    "counters_ptr": "i32",
+    "partials_ptr": "fp32",
+    "maxima_ptr": "fp32",
+    "sums_ptr": "fp32",
 }
-#: name: (compute capability, dtype, cache dtype, new tokens, group size, head size, all features)
-CONFIGURATIONS = {
-    "sm_80 tree of 8, 4 x 128": (80, "bf16", "bf16", 8, 4, 128, False),
-    "sm_80 chunk, 3 x 64": (80, "fp16", "fp16", 512, 3, 64, False),
-    "sm_80 chunk with everything, 8 x 256": (80, "bf16", "bf16", 512, 8, 256, True),
-    "sm_80 float8_e5m2 cache": (80, "bf16", "fp8e5", 1, 8, 128, True),
-    "sm_90 tree of 8, 4 x 128": (90, "bf16", "bf16", 8, 4, 128, False),
-    "sm_90 chunk, 4 x 128": (90, "bf16", "bf16", 512, 4, 128, False),
-    "sm_90 chunk with everything, 8 x 256": (90, "fp16", "fp16", 512, 8, 256, True),
-    "sm_90 int8 cache": (90, "bf16", "i8", 1, 8, 128, True),
-    "sm_90 float8_e4m3 cache": (90, "fp16", "fp8e4nv", 16, 4, 80, True),
+SCALE_KINDS = {
+    "none": triton_kernel.NO_SCALE,
+    "head": triton_kernel.HEAD_SCALE,
+    "token": triton_kernel.TOKEN_SCALE,
 }
 
 
-def compile_one(
-    capability: int, dtype: str, cache_dtype: str, num_new: int, group_size: int, head_size: int, full: bool
-) -> tuple[int, int | None]:
-    tiles = choose_tiles(num_new, 1, group_size, head_size, 64, element_bytes=2)
+@dataclass(frozen=True)
+class Resources:
+    """What one compiled kernel takes; null where Triton comes without cuobjdump."""
+
+    shared_bytes: int
+    #: The tile's.
+    rows: int
+    keys: int
+    num_warps: int
+    registers: int | None = None
+    stack_bytes: int | None = None
+    #: Tensor core instructions in the code: asynchronous ones of a warp group, and those of a warp.
+    hgmma: int | None = None
+    hmma: int | None = None
+    #: Accesses to spilled registers.
+    local: int | None = None
+
+
+def compile_one(config: Configuration) -> Resources:
+    """Compile the configuration and disassemble it."""
+    tiles = choose_tiles(
+        config.head_size,
+        config.group_size,
+        4 if config.dtype == "fp32" else 2,
+        {"fp32": 4, "fp16": 2, "bf16": 2}.get(config.cache_dtype, 1),
+        config.max_new_tokens,
+        config.capability,
+    )
     constants = {
-        "GROUP_SIZE": group_size, "HEAD_SIZE": head_size, "BLOCK_SIZE": 64, "BLOCK_ROWS": tiles.block_rows,
-        "BLOCK_TOKENS": tiles.block_tokens, "BLOCK_KEYS": tiles.block_keys, "BLOCK_DIM": tiles.block_dim,
-        "MAX_NODES": 64, "HAS_BITS": True, "HAS_WINDOW": full, "HAS_SOFTCAP": full, "HAS_SINKS": full,
-        "HAS_SCALES": full,
+        "NUM_KV_HEADS": 8, "GROUP_SIZE": config.group_size, "HEAD_SIZE": config.head_size,
+        "BLOCK_SIZE": config.block_size, "BLOCK_ROWS": tiles.block_rows, "BLOCK_KEYS": tiles.block_keys,
+        "BLOCK_DIM": tiles.block_dim, "MAX_NODES": 64, "HAS_BITS": config.tree, "HAS_WINDOW": config.features,
+        "HAS_SOFTCAP": config.features, "HAS_SINKS": config.features, "K_SCALE": SCALE_KINDS[config.scales],
+        "V_SCALE": SCALE_KINDS[config.scales], "SWAPPED": tiles.swapped, "KEY_STAGES": tiles.key_stages,
+        "CHUNK_STAGES": tiles.chunk_stages,
     }  # fmt: skip
-    names = turbo_attention_kernel.arg_names
-    signature = dict.fromkeys(names, "i32") | dict.fromkeys(constants, "constexpr")
+    kernel = triton_kernel.turbo_attention_kernel
+    signature = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(constants, "constexpr")
     signature |= {"scale": "fp32", "softcap": "fp32"}
-    pointers = POINTERS | {"query_ptr": dtype, "out_ptr": dtype, "kv_cache_ptr": cache_dtype}
+    pointers = POINTERS | {
+        "query_ptr": config.dtype, "out_ptr": config.dtype, "kv_cache_ptr": config.cache_dtype
+    }  # fmt: skip
     signature |= {name: f"*{pointee}" for name, pointee in pointers.items()}
     # As a launch with aligned tensors specializes it; otherwise loads go one element at a time.
-    aligned = [i for i, name in enumerate(names) if name.endswith(("_ptr", "_stride"))]
+    aligned = [i for i, name in enumerate(kernel.arg_names) if name.endswith(("_ptr", "_stride"))]
     attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
-    kernel = triton.compile(
-        ASTSource(turbo_attention_kernel, signature, constants, attributes),
-        target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": tiles.num_warps, "num_stages": tiles.num_stages},
+    compiled = triton.compile(
+        ASTSource(kernel, signature, constants, attributes),
+        target=GPUTarget("cuda", config.capability, 32),
+        options={"num_warps": tiles.num_warps, "maxnreg": tiles.max_registers},
     )
+    shared = compiled.metadata.shared
     cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     if not cuobjdump.exists():
-        return kernel.metadata.shared, None
+        return Resources(shared, tiles.block_rows, tiles.block_keys, tiles.num_warps)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
+        file.write(compiled.asm["cubin"])
         file.flush()
-        usage = subprocess.run(
-            [cuobjdump, "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    return kernel.metadata.shared, max(int(n) for n in re.findall(r"STACK:(\d+)", usage))
+
+        def dump(option: str) -> str:
+            command = [str(cuobjdump), option, file.name]
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+        usage, code = dump("-res-usage"), dump("-sass")
+    return Resources(
+        shared,
+        tiles.block_rows,
+        tiles.block_keys,
+        tiles.num_warps,
+        registers=max(int(n) for n in re.findall(r"REG:(\d+)", usage)),
+        stack_bytes=max(int(n) for n in re.findall(r"STACK:(\d+)", usage)),
+        hgmma=len(re.findall(r"\bHGMMA\.", code)),
+        hmma=len(re.findall(r"\bHMMA\.", code)),
+        local=len(re.findall(r"\b(?:LDL|STL)\b", code)),
+    )
 
 
 if __name__ == "__main__":
-    for name, configuration in CONFIGURATIONS.items():
-        shared_bytes, stack_bytes = compile_one(*configuration)
-        print(json.dumps({"name": name, "shared_bytes": shared_bytes, "stack_bytes": stack_bytes}))
+    for config in ALL if sys.argv[1:] == ["all"] else SUBSET:
+        identity = {"name": config.name, "head_size": config.head_size}
+        print(json.dumps(identity | asdict(compile_one(config))), flush=True)

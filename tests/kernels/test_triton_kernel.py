@@ -16,44 +16,89 @@ import torch
 HERE = Path(__file__).parent
 
 
-def run(*arguments: str, **environment: str) -> str:
+def run(*arguments: str, timeout_s: float = 280, **environment: str) -> str:
     """The standard output of a Python process, which must succeed."""
     process = subprocess.run(
         [sys.executable, *arguments],
         env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=timeout_s,
     )
     assert process.returncode == 0, process.stdout[-6000:] + process.stderr[-6000:]
     return process.stdout
 
 
-PYTEST_CASES = ("-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "triton_cases.py"))
+PYTEST_CASES = ("-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "triton_cases.py"), "-m")
 
 
 def test_results_in_the_interpreter() -> None:
     pytest.importorskip("triton")
-    assert "passed" in run(*PYTEST_CASES, TRITON_INTERPRET="1")
+    assert "passed" in run(*PYTEST_CASES, "not wide", TRITON_INTERPRET="1")
+
+
+@pytest.mark.wide
+@pytest.mark.timeout(3600)
+def test_many_results_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    assert "passed" in run(*PYTEST_CASES, "wide", "--timeout=3600", timeout_s=3600, TRITON_INTERPRET="1")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_results_on_the_gpu() -> None:
     pytest.importorskip("triton")
-    assert "passed" in run(*PYTEST_CASES)
+    assert "passed" in run(*PYTEST_CASES, "not wide")
+
+
+def assert_within_limits(output: str) -> int:
+    """Check compile_triton_kernel's results, and return how many there are.
+
+    64 KB of shared memory leave room for three programs on each multiprocessor of sm_90 (227 KB) and two of
+    sm_80's (163 KB). No registers spill. Half precision is multiplied by tensor cores, on sm_90 by their
+    asynchronous instruction alone. A head of 128 or more takes the same memory whatever its size.
+    """
+    results = [json.loads(line) for line in output.splitlines()]
+    shared: dict[str, set[int]] = {}
+    for result in results:
+        sm_90 = result["name"].startswith("sm_90")
+        assert 0 < result["shared_bytes"] <= 64 * 1024, result
+        if result["stack_bytes"] is None:
+            continue  # Triton came without cuobjdump
+        assert result["stack_bytes"] == 0, f"registers spill: {result}"
+        assert result["local"] == 0, f"registers spill: {result}"
+        assert result["registers"] <= 255, result
+        if "fp32" in result["name"]:
+            assert result["hgmma"] == result["hmma"] == 0, result
+        elif sm_90:
+            assert result["hgmma"] > 0, result
+            assert result["hmma"] == 0, result
+        else:
+            assert result["hgmma"] == 0, result
+            assert result["hmma"] > 0, result
+    for result in results:
+        tile = f"{result['rows']} x {result['keys']}"
+        if result["head_size"] >= 128:
+            model = result["name"].replace(f"D{result['head_size']}", "D")
+            shared.setdefault(f"{model} {tile}", set()).add(result["shared_bytes"])
+    assert all(max(sizes) <= 1.01 * min(sizes) for sizes in shared.values()), shared
+    return len(results)
 
 
 def test_compiles_ahead_of_time_within_the_gpus_limits(tmp_path: Path) -> None:
-    """99 KB leave room for two programs on each multiprocessor of sm_90; sm_80 has 163 KB."""
     pytest.importorskip("triton")
-    output = run(str(HERE / "compile_triton_kernel.py"), TRITON_CACHE_DIR=str(tmp_path))
-    results = [json.loads(line) for line in output.splitlines()]
-    assert len(results) == 9
-    for result in results:
-        limit = 163 * 1024 if result["name"].startswith("sm_80") else 99 * 1024
-        assert 0 < result["shared_bytes"] <= limit, result
-        assert result["stack_bytes"] in (0, None), f"registers spill: {result}"
+    output = run(str(HERE / "compile_triton_kernel.py"), "subset", TRITON_CACHE_DIR=str(tmp_path))
+    assert assert_within_limits(output) >= 20
+
+
+@pytest.mark.wide
+@pytest.mark.timeout(3600)
+def test_all_configurations_compile_within_the_gpus_limits(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    output = run(
+        str(HERE / "compile_triton_kernel.py"), "all", timeout_s=3600, TRITON_CACHE_DIR=str(tmp_path)
+    )
+    assert assert_within_limits(output) >= 200
 
 
 def test_the_package_works_without_triton() -> None:

@@ -42,6 +42,7 @@ OPTIONS = [
     Options(softcap=5.0),
     Options(sinks=True, scales=True),
     Options(window=33, softcap=2.0, sinks=True, scales=True),
+    Options(window=33, sinks=True, token_scales=True),
 ]
 
 
@@ -158,10 +159,30 @@ def test_head_sizes_and_groupings(
 
 @pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [Options(scales=True), Options(token_scales=True)], ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_quantized_caches(backend: str, dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
-    case = make_case(MIX, options=Options(scales=True), dtype=dtype, cache_dtype=cache_dtype)
+def test_quantized_caches(
+    backend: str, options: Options, dtype: torch.dtype, cache_dtype: torch.dtype
+) -> None:
+    case = make_case(MIX, options=options, dtype=dtype, cache_dtype=cache_dtype)
     assert_as_good_as_torch(case, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_blocks_may_be_apart_and_heads_in_another_order(backend: str) -> None:
+    case = make_case(MIX)
+    apart = torch.full((len(case.kv_cache), 3, 2, 16, 64), torch.nan)
+    apart[:, ::2] = case.kv_cache.flip(2)
+    layout = apart.transpose(1, 2).contiguous().transpose(1, 2)[:, ::2]
+    assert not layout.is_contiguous()
+    args = (case.block_table, case.seq_lens, case.query_start_loc, case.ancestor_bits)
+    result = attend(
+        case.query.unflatten(1, (2, 3)).flip(1).flatten(1, 2), layout, *args, scale=0.1, backend=backend
+    )
+    expected = attend(case.query, case.kv_cache, *args, scale=0.1, backend=backend)
+    torch.testing.assert_close(
+        result, expected.unflatten(1, (2, 3)).flip(1).flatten(1, 2), rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -216,6 +237,7 @@ def cases(draw: st.DrawFn) -> Case:
         softcap=draw(st.none() | st.just(4.0)),
         sinks=draw(st.booleans()),
         scales=draw(st.booleans()),
+        token_scales=draw(st.booleans()),
     )
     return make_case(sequences, shape, options, seed=draw(st.integers(0, 1000)))
 
@@ -424,7 +446,12 @@ def test_errors_name_the_argument_what_it_is_and_what_is_wanted(library: str) ->
         r"sinks has shape \[2\], wanted \[Hq\] = \[6\]": {"sinks": torch.zeros(2)},
         "window is 0": {"window": 0},
         "softcap is -1.0": {"softcap": -1.0},
-        r"k_scale has shape \[3\], wanted a number or \[Hkv\] = \[2\]": {"k_scale": torch.ones(3)},
+        r"k_scale has shape \[3\], wanted a number, \[Hkv\] = \[2\] or \[num_blocks, Hkv, block_size\] = ": {
+            "k_scale": torch.ones(3)
+        },
+        "v_scale has dtype torch.float64, wanted float32": {
+            "v_scale": torch.ones(len(case.kv_cache), 2, 16, dtype=torch.float64)
+        },
         r"out has shape \[5, 6, 64\], .* and dtype torch.float16": {"out": case.query.half()},
         "backend is 'cuda'": {"backend": "cuda"},
         r"seq_lens\[0\] is 2, wanted at least its 3 new tokens": {

@@ -4,11 +4,19 @@ TRITON_INTERPRET must be set before Triton is imported, and then holds for the w
 cases run on the CPU, without it on the GPU. The interpreter's bfloat16 products are wrong, so it gets none.
 """
 
+from __future__ import annotations
+
 import os
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from attention_cases import Case, Options, Sequence, Shape, assert_as_good_as_torch, make_case
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tandem_kernels import turbo_attention
+from tandem_kernels.turbo_attention.triton_plan import AttentionPlan
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
@@ -21,10 +29,53 @@ MIX = [
     Sequence(15, 1, tree=True),
     Sequence(0, 3, tree=True),
 ]
+#: Contexts of several splits of 64 keys, ending on their boundaries and between them.
+LONG = [
+    Sequence(300, 9, tree=True),
+    Sequence(127, 1),
+    Sequence(128, 1),
+    Sequence(100, 80),
+    Sequence(40, 5),
+    Sequence(190, 64, tree=True),
+]
 
 
-def check(case: Case) -> None:
-    assert_as_good_as_torch(case, "triton", DEVICE)
+def plan_for(case: Case, split_size: int = 64, max_new_tokens: int | None = None) -> AttentionPlan:
+    """A plan with room to spare, for steps like the case; its workspace is poisoned."""
+    plan = AttentionPlan(
+        max_tokens=len(case.query) + 17,
+        max_seqs=len(case.seq_lens) + 3,
+        max_seq_len=int(case.seq_lens.max()) + 40,
+        num_heads=case.query.shape[1],
+        num_kv_heads=case.kv_cache.shape[2],
+        head_size=case.query.shape[2],
+        dtype=case.query.dtype,
+        cache_dtype=case.kv_cache.dtype,
+        device=case.query.device,
+        window=case.options.window,
+        max_new_tokens=max_new_tokens,
+        split_size=split_size,
+    )
+    for workspace in (plan.partials, plan.maxima, plan.sums):
+        workspace.fill_(torch.nan)
+    plan.update(case.seq_lens, case.query_start_loc)
+    return plan
+
+
+def swapped(plan: AttentionPlan) -> AttentionPlan:
+    """The plan with the products the other way around, as on sm_90."""
+    plan.tiles = replace(plan.tiles, swapped=not plan.tiles.swapped)
+    return plan
+
+
+def check(case: Case, make_plan: Callable[[Case], AttentionPlan] | None = None) -> None:
+    """The case is as good as torch's, and its plan is left clean."""
+    plan = None if make_plan is None else make_plan(case.to(DEVICE))
+    assert_as_good_as_torch(case, "triton", DEVICE, plan=plan)
+    assert plan is None or not plan.counters.any()
+
+
+# How exact
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -35,6 +86,7 @@ def check(case: Case) -> None:
         Options(window=7),
         Options(softcap=5.0, sinks=True),
         Options(window=33, softcap=2.0, sinks=True, scales=True),
+        Options(window=70, token_scales=True),
     ],
     ids=str,
 )
@@ -42,6 +94,13 @@ def test_a_mix_of_trees_decodes_and_chunks(options: Options, dtype: torch.dtype)
     check(make_case(MIX, Shape(2, 3, 16), options, dtype))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("options", [Options(), Options(window=100, sinks=True, softcap=3.0)], ids=str)
+def test_splits_are_joined(options: Options, dtype: torch.dtype) -> None:
+    check(make_case(LONG, Shape(1, 3, 16), options, dtype), plan_for)
+
+
+@pytest.mark.parametrize("make_plan", [plan_for, lambda case: swapped(plan_for(case))], ids=["rows", "keys"])
 @pytest.mark.parametrize(
     "shape",
     [
@@ -49,36 +108,243 @@ def test_a_mix_of_trees_decodes_and_chunks(options: Options, dtype: torch.dtype)
         Shape(1, 8, 80, 32),
         Shape(4, 1, 96, 16),
         Shape(1, 5, 128, 48),
-        Shape(1, 2, 256, 128),
+        Shape(1, 70, 192, 128),
+        Shape(1, 2, 256, 16),
+        Shape(2, 2, 24, 7),
     ],
     ids=str,
 )
-def test_head_sizes_groupings_and_block_sizes(shape: Shape) -> None:
-    check(
-        make_case([Sequence(50, 6, tree=True), Sequence(7, 20), Sequence(130, 1)], shape, dtype=torch.float16)
-    )
+def test_head_sizes_groupings_and_block_sizes(
+    shape: Shape, make_plan: Callable[[Case], AttentionPlan]
+) -> None:
+    sequences = [Sequence(50, 6, tree=True), Sequence(7, 20), Sequence(130, 1)]
+    check(make_case(sequences, shape, dtype=torch.float16), make_plan)
 
 
+@pytest.mark.parametrize("options", [Options(scales=True), Options(token_scales=True)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("cache_dtype", [torch.int8, torch.float8_e5m2, torch.float8_e4m3fn], ids=str)
-def test_quantized_caches(cache_dtype: torch.dtype) -> None:
-    options = Options(scales=True)
-    check(make_case(MIX[:3], Shape(2, 2, 32), options, torch.float16, cache_dtype))
+def test_quantized_caches(cache_dtype: torch.dtype, dtype: torch.dtype, options: Options) -> None:
+    check(make_case(LONG[1:3], Shape(2, 2, 16), options, dtype, cache_dtype), plan_for)
+
+
+def test_small_factors_do_not_leave_float16s_range() -> None:
+    case = make_case([Sequence(200, 3)], Shape(1, 2, 32), Options(token_scales=True), torch.float16)
+    assert case.v_scale is not None
+    large = replace(case, kv_cache=case.kv_cache * 1000, k_scale=case.k_scale / 1000)
+    check(replace(large, v_scale=case.v_scale * 1e-6))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Case, int, int | None, bool]:
+    """A case, a split size, the plan's max_new_tokens and whether to swap the products."""
+
+    def sequence() -> Sequence:
+        tree = draw(st.booleans())
+        return Sequence(draw(st.integers(0, 200)), draw(st.integers(1, 64 if tree else 80)), tree)
+
+    shape = Shape(
+        num_kv_heads=draw(st.integers(1, 2)),
+        group_size=draw(st.integers(1, 4)),
+        head_size=draw(st.sampled_from([16, 48, 64, 80, 96, 128, 160, 192, 256])),
+        block_size=draw(st.sampled_from([16, 32, 48, 64, 128])),
+    )
+    options = Options(
+        window=draw(st.none() | st.integers(1, 200)),
+        softcap=draw(st.none() | st.just(4.0)),
+        sinks=draw(st.booleans()),
+        scales=draw(st.booleans()),
+        token_scales=draw(st.booleans()),
+    )
+    case = make_case(
+        [sequence() for _ in range(draw(st.integers(1, 3)))],
+        shape,
+        options,
+        draw(st.sampled_from(DTYPES)),
+        draw(st.none() | st.sampled_from([torch.int8, torch.float8_e5m2])),
+        seed=draw(st.integers(0, 1000)),
+    )
+    split_size = draw(st.sampled_from([64, 128, 1024]))
+    return case, split_size, draw(st.sampled_from([None, 1, 4, 8])), draw(st.booleans())
+
+
+def check_any(drawn: tuple[Case, int, int | None, bool]) -> None:
+    case, split_size, max_new_tokens, swap = drawn
+
+    def make_plan(case: Case) -> AttentionPlan:
+        plan = plan_for(case, split_size, max_new_tokens)
+        return swapped(plan) if swap else plan
+
+    check(case, make_plan)
+
+
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(drawn=cases())
+def test_any_batch(drawn: tuple[Case, int, int | None, bool]) -> None:
+    check_any(drawn)
+
+
+@pytest.mark.wide
+@settings(max_examples=300, deadline=None)
+@given(drawn=cases())
+def test_very_many_batches(drawn: tuple[Case, int, int | None, bool]) -> None:
+    check_any(drawn)
+
+
+# The same bits
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_neither_a_second_run_nor_the_order_of_arrival_changes_a_bit(swap: bool) -> None:
+    case = make_case(LONG[:3], Shape(1, 3, 16), Options(sinks=True), torch.float16).to(DEVICE)
+    plan = swapped(plan_for(case)) if swap else plan_for(case)
+    first = case.run("triton", plan=plan)
+    for num_programs in (plan.num_programs, 1, 3):
+        plan.num_programs = num_programs
+        assert torch.equal(case.run("triton", plan=plan), first)
+        assert not plan.counters.any()
+
+
+@pytest.mark.parametrize("options", [Options(sinks=True), Options(window=90, scales=True)], ids=str)
+def test_a_sequence_gives_the_same_bits_alone_and_in_a_batch(options: Options) -> None:
+    case = make_case(LONG[:5], Shape(1, 3, 16), options, torch.float16).to(DEVICE)
+    together = case.run("triton", plan=plan_for(case))
+    assert case.ancestor_bits is not None
+    for b in range(5):
+        start, stop = case.query_start_loc[b : b + 2].tolist()
+        alone = replace(
+            case,
+            query=case.query[start:stop],
+            block_table=case.block_table[b : b + 1],
+            seq_lens=case.seq_lens[b : b + 1],
+            query_start_loc=torch.tensor([0, stop - start], dtype=torch.int32, device=DEVICE),
+            ancestor_bits=case.ancestor_bits[start:stop],
+        )
+        assert torch.equal(alone.run("triton", plan=plan_for(alone)), together[start:stop])
+
+
+def test_a_plan_serves_all_layers_and_steps() -> None:
+    steps = [make_case(LONG[:3], Shape(1, 2, 16), seed=1), make_case(LONG[1:2], Shape(1, 2, 16), seed=2)]
+    plan = plan_for(steps[0].to(DEVICE))
+    for step in (steps[0], steps[1], steps[0]):
+        on_device = step.to(DEVICE)
+        plan.update(on_device.seq_lens, on_device.query_start_loc)
+        for _layer in range(2):
+            check(step, lambda case: plan)
+
+
+# What a plan lists, and what is read
+
+
+def expected_keys(case: Case, b: int, first_row: int, last_row: int) -> range:
+    """The slots that some of a chunk's rows see, by the definition; a short sequence's rows count as one."""
+    group_size = case.query.shape[1] // case.kv_cache.shape[2]
+    seq_len = int(case.seq_lens[b])
+    num_new = int(case.query_start_loc[b + 1] - case.query_start_loc[b])
+    first_token = first_row // group_size if num_new > 64 else 0
+    end = seq_len - num_new + last_row // group_size + 1 if num_new > 64 else seq_len
+    window = case.options.window
+    return range(0 if window is None else max(0, seq_len - num_new + first_token - window + 1), end)
+
+
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(
+    lens=st.lists(st.tuples(st.integers(0, 400), st.integers(0, 200)), min_size=1, max_size=9),
+    group_size=st.integers(1, 7),
+    window=st.none() | st.integers(1, 300),
+)
+def test_a_plan_lists_every_row_and_key_once(
+    lens: list[tuple[int, int]], group_size: int, window: int | None
+) -> None:
+    sequences = [Sequence(context, new) for context, new in lens]
+    case = make_case(sequences, Shape(1, group_size, 8), Options(window=window))
+    plan = plan_for(case.to(DEVICE))
+    items = plan.items[: int(plan.num_items)].tolist()
+    tiles: dict[tuple[int, int], list[list[int]]] = {}
+    for item in items:
+        tiles.setdefault((item[0], item[1]), []).append(item)
+    block_rows, block_keys = plan.tiles.block_rows, plan.tiles.block_keys
+    assert sorted(tiles) == [
+        (b, row) for b, s in enumerate(sequences) for row in range(0, s.new * group_size, block_rows)
+    ]
+    assert len({own[0][6] for own in tiles.values()}) == len(tiles), "tiles share a counter"
+    partial_rows: set[int] = set()
+    for (b, first_row), own in tiles.items():
+        num_rows = min(block_rows, sequences[b].new * group_size - first_row)
+        keys = expected_keys(case, b, first_row, first_row + num_rows - 1)
+        assert own[0][2] == keys.start // block_keys * block_keys
+        assert own[-1][3] == keys.stop
+        for split, (_, _, begin, end, ordinal, num_splits, tile, first_partial) in enumerate(own):
+            assert (ordinal, num_splits, tile, first_partial) == (split, len(own), own[0][6], own[0][7])
+            assert begin < end
+            if sequences[b].new > 64:
+                assert num_splits == 1
+            else:
+                assert begin // plan.split_size == (end - 1) // plan.split_size
+            if split:
+                assert begin == own[split - 1][3]
+            if num_splits > 1:
+                rows = range(first_partial + split * num_rows, first_partial + (split + 1) * num_rows)
+                assert partial_rows.isdisjoint(rows)
+                assert rows.stop <= plan.num_partial_rows
+                partial_rows.update(rows)
+
+
+def test_blocks_before_the_window_are_not_read() -> None:
+    case = make_case([Sequence(300, 3), Sequence(200, 70)], Shape(1, 1, 16), Options(window=40))
+    expected = case.run("reference")
+    for b, seq in enumerate((300, 200)):
+        case.kv_cache[case.block_table[b, : (seq - 40 - 64) // 16].long()] = torch.nan
+    result = case.to(DEVICE).run("triton").cpu()
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_plain_decode_of_many_sequences() -> None:
     check(make_case([Sequence(7 * i, 1) for i in range(9)], Shape(1, 4, 32)))
 
 
-def test_a_second_run_gives_the_same_bits() -> None:
-    case = make_case(MIX, Shape(1, 2, 16), Options(sinks=True)).to(DEVICE)
-    assert torch.equal(case.run("triton"), case.run("triton"))
+def test_sequences_without_new_tokens_are_left_alone() -> None:
+    case = make_case([Sequence(10, 2), Sequence(20, 0), Sequence(0, 0), Sequence(20, 3)], Shape(1, 2, 16))
+    check(case, plan_for)
+
+
+# The rest of the contract
 
 
 def test_errors_say_what_the_kernel_does_not_cover() -> None:
     for message, shape, dtype in (
         ("query has dtype float64", Shape(), torch.float64),
         ("query has head size 512, wanted at most 256", Shape(1, 1, 512), torch.float32),
-        ("kv_cache has block size 24, wanted a multiple of 16", Shape(block_size=24), torch.float32),
     ):
         with pytest.raises(ValueError, match=message):
             make_case([Sequence(3, 2)], shape, dtype=dtype).to(DEVICE).run("triton")
+
+
+def test_a_plan_for_another_model_or_a_smaller_step_is_refused() -> None:
+    case = make_case([Sequence(3, 40)], Shape(1, 2, 16)).to(DEVICE)
+    for message, other in (
+        ("plan is for head_size 16, wanted this call's 32", make_case([Sequence(3, 2)], Shape(1, 2, 32))),
+        ("plan is for group_size 2, wanted this call's 3", make_case([Sequence(3, 2)], Shape(1, 3, 16))),
+        ("plan is for num_kv_heads 1, wanted this call's 2", make_case([Sequence(3, 2)], Shape(2, 2, 16))),
+        ("plan is for window None", make_case([Sequence(3, 2)], Shape(1, 2, 16), Options(window=3))),
+        (
+            "plan is for dtype torch.float32",
+            make_case([Sequence(3, 2)], Shape(1, 2, 16), dtype=torch.float16),
+        ),
+        ("plan is for 57 new tokens at most", make_case([Sequence(3, 58)], Shape(1, 2, 16))),
+    ):
+        with pytest.raises(ValueError, match=message):
+            other.to(DEVICE).run("triton", plan=plan_for(case))
+    with pytest.raises(ValueError, match="seq_lens has 5 sequences, wanted at most max_seqs = 4"):
+        plan_for(case).update(case.seq_lens.expand(5), case.query_start_loc)
+    with pytest.raises(ValueError, match="split_size is 100, wanted a positive multiple of 32 keys"):
+        plan_for(case, split_size=100)
+
+
+def test_a_plan_is_no_concern_of_other_backends() -> None:
+    case = make_case([Sequence(3, 2)], Shape(1, 2, 16))
+    result = turbo_attention(
+        case.query, case.kv_cache, case.block_table, case.seq_lens, case.query_start_loc,
+        scale=0.25, backend="reference", plan=plan_for(case.to(DEVICE)),
+    )  # fmt: skip
+    assert torch.equal(result, case.run("reference"))

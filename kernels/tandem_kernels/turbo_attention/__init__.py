@@ -15,12 +15,15 @@ seq_lens[b] - n_b + i.
 from __future__ import annotations
 
 import importlib.util
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from tandem_kernels.turbo_attention import cpu, cpu_torch, reference
 from tandem_kernels.turbo_attention.inputs import MAX_TREE_NODES, AttentionInputs
+
+if TYPE_CHECKING:
+    from tandem_kernels.turbo_attention.triton_plan import AttentionPlan
 
 __all__ = ["MAX_TREE_NODES", "turbo_attention"]
 
@@ -43,6 +46,7 @@ def turbo_attention(
     v_scale: float | torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     backend: Backend = "auto",
+    plan: AttentionPlan | None = None,
 ) -> torch.Tensor:
     """Attend with T new tokens of B sequences to their cached K and V.
 
@@ -51,8 +55,8 @@ def turbo_attention(
 
     Args:
         query: [T, Hq, D] float32, float16, bfloat16 or float64; last dimension dense. RoPE applied.
-        kv_cache: [num_blocks, 2, Hkv, block_size, D], contiguous, the query's dtype, int8 or float8;
-            Hq is a multiple of Hkv, and query head h reads K/V head h // (Hq // Hkv).
+        kv_cache: [num_blocks, 2, Hkv, block_size, D], the last two dimensions dense, the query's dtype, int8
+            or float8; Hq is a multiple of Hkv, and query head h reads K/V head h // (Hq // Hkv).
         block_table: [B, max_blocks] int32; entry i of a row holds logical slots
             [i * block_size, (i + 1) * block_size). Entries beyond the sequence's length are not read.
         seq_lens: [B] int32, tokens in the cache, the new ones included.
@@ -67,11 +71,15 @@ def turbo_attention(
         softcap: logits become softcap * tanh(logits / softcap), before the mask and the sinks.
         sinks: [Hq], per head one more logit in the softmax's denominator, with no value; not scaled, not
             capped.
-        k_scale, v_scale: dequantisation factors of K and V, a number or one per K/V head [Hkv].
+        k_scale, v_scale: dequantisation factors of K and V: a number, one per K/V head [Hkv], or one per
+            token and K/V head, float32 [num_blocks, Hkv, block_size] with any strides.
         out: [T, Hq, D] of the query's dtype to write to; a new tensor when None.
         backend: "auto" is "triton" for CUDA tensors and "cpu" for CPU tensors. "cpu" is the compiled kernel
             where it exists and covers the call, else "torch": few calls of torch's fused attention.
             "reference" is the definition, slow.
+        plan: the step's work list for backend "triton", which the others ignore; None makes one for this call
+            alone, with its workspace. Its last `update` must have been for these seq_lens and
+            query_start_loc.
 
     Returns:
         [T, Hq, D] of the query's dtype: out, or a new tensor. Rows past query_start_loc[B] are undefined.
@@ -101,7 +109,7 @@ def turbo_attention(
         # Imported on demand: Triton is an extra, absent on CPU-only installations.
         if importlib.util.find_spec("triton") is None:
             raise ImportError('backend "triton" needs Triton: install the extra, pip install "tandem[gpu]"')
-        from tandem_kernels.turbo_attention.triton_kernel import attend
+        from tandem_kernels.turbo_attention.triton_launch import attend
 
-        return attend(inputs, out)
+        return attend(inputs, out, plan)
     raise ValueError(f'backend is {backend!r}, wanted "auto", "reference", "torch", "cpu" or "triton"')

@@ -5,7 +5,7 @@ prompt, the shape of a draft, or the number of threads. Products are made in flo
 own instructions and float32 sums where the processor has them.
 
 Not covered (`supports` says so, and torch computes it): float64, head sizes that are not a multiple of 16 or
-exceed 256.
+exceed 256, a cache that is not contiguous, and factors per token.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ def supports(inputs: AttentionInputs) -> bool:
         and inputs.query.dtype in native.DTYPE
         and head_size % 16 == 0
         and head_size <= _MAX_HEAD_SIZE
+        and inputs.kv_cache.is_contiguous()
+        and not inputs.has_token_scales()
     )
 
 

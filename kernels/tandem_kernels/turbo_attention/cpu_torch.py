@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 
 from tandem_kernels.turbo_attention.cpu_torch_plan import Group, plan_for
-from tandem_kernels.turbo_attention.inputs import AttentionInputs
+from tandem_kernels.turbo_attention.inputs import AttentionInputs, is_per_token
 
 # What F.scaled_dot_product_attention calls; it alone returns the log-sum-exp.
 _flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -55,16 +55,18 @@ def _attend_group(inputs: AttentionInputs, group: Group, dtype: torch.dtype) -> 
     head_size = inputs.query.shape[2]
     num_rows = num_tokens * group_size
 
-    cache = inputs.kv_cache.view(-1, inputs.block_size * head_size)
-    copied = _cast(cache.index_select(0, group.cache_rows), dtype)
-    key, value = copied.view(2, batch, num_kv_heads, -1, head_size).unbind(0)
+    key, value = _cast(_copy_blocks(inputs.kv_cache, group), dtype).unbind(0)
+    if is_per_token(inputs.k_scale):
+        key = key * _copy_scales(inputs.k_scale, group).to(dtype)
+    if is_per_token(inputs.v_scale):
+        value = value * _copy_scales(inputs.v_scale, group).to(dtype)
     for b, end in group.cleared:
         key[b, :, end:] = 0
         value[b, :, end:] = 0
     query = _cast(inputs.query[group.token_rows], dtype)
     query = query.view(batch, num_tokens, num_kv_heads, group_size, head_size).transpose(1, 2)
     query = query.reshape(batch, num_kv_heads, num_rows, head_size)
-    if inputs.k_scale is not None:
+    if inputs.k_scale is not None and not is_per_token(inputs.k_scale):
         query = query * inputs.scale_per_kv_head(inputs.k_scale, dtype)[:, None, None]
 
     parts = [
@@ -81,7 +83,7 @@ def _attend_group(inputs: AttentionInputs, group: Group, dtype: torch.dtype) -> 
         share = (context_lse - lse).sigmoid_().unsqueeze(-1)
         output = torch.lerp(output.to(lse.dtype), context_output.to(lse.dtype), share)
         lse = torch.logaddexp(lse, context_lse)
-    if inputs.v_scale is not None:
+    if inputs.v_scale is not None and not is_per_token(inputs.v_scale):
         output = output * inputs.scale_per_kv_head(inputs.v_scale, dtype)[:, None, None]
     if inputs.sinks is not None:
         sinks = inputs.sinks.to(lse.dtype).view(num_kv_heads, 1, group_size)
@@ -89,6 +91,25 @@ def _attend_group(inputs: AttentionInputs, group: Group, dtype: torch.dtype) -> 
         output = output * shares.view(batch, num_kv_heads, num_rows, 1).to(dtype)
     output = output.view(batch, num_kv_heads, num_tokens, group_size, head_size).transpose(1, 2)
     return output.reshape(batch * num_tokens, num_kv_heads * group_size, head_size)
+
+
+def _copy_blocks(cache: torch.Tensor, group: Group) -> torch.Tensor:
+    """A group's blocks side by side: [2, B, Hkv, keys, D] of the cache's dtype."""
+    num_kv_heads, block_size, head_size = cache.shape[2:]
+    if cache.is_contiguous():
+        copied = cache.view(-1, block_size * head_size).index_select(0, group.cache_rows)
+        return copied.view(2, group.batch, num_kv_heads, -1, head_size)
+    blocks = cache.index_select(0, group.block_ids.flatten())
+    blocks = blocks.view(*group.block_ids.shape, *cache.shape[1:])
+    # [B, blocks, 2, Hkv, bs, D]
+    return blocks.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
+
+
+def _copy_scales(factor: torch.Tensor, group: Group) -> torch.Tensor:
+    """The factors of a group's tokens, [B, Hkv, keys, 1]."""
+    blocks = factor.index_select(0, group.block_ids.flatten())
+    blocks = blocks.view(*group.block_ids.shape, *factor.shape[1:])
+    return blocks.transpose(1, 2).flatten(2)[..., None]
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -69,7 +69,10 @@ class Group:
     #: Without the padding: which of these rows to keep (None: all), and their rows of the output.
     kept_rows: torch.Tensor | None
     output_rows: slice | torch.Tensor
-    #: Rows of the cache seen as [num_blocks * 2 * Hkv, block_size * D], in order [2, B, Hkv, blocks].
+    #: [B, blocks] ids of the blocks to copy.
+    block_ids: torch.Tensor
+    #: The same as rows of the cache seen as [num_blocks * 2 * Hkv, block_size * D], in order
+    #: [2, B, Hkv, blocks].
     cache_rows: torch.Tensor
     batch: int
     num_tokens: int
@@ -229,8 +232,9 @@ def _group(members: Sequence[_Sequence], geometry: Geometry) -> Group:
     cleared = tuple((b, s.num_keys) for b, s in enumerate(members) if s.num_keys < num_keys)
     context, tiles = _tiles(members, num_tokens, geometry)
     return Group(
-        token_rows, kept_rows, output_rows, cache_rows, len(members), num_tokens, cleared, context, tiles
-    )
+        token_rows, kept_rows, output_rows, blocks, cache_rows, len(members), num_tokens, cleared, context,
+        tiles,
+    )  # fmt: skip
 
 
 def _tiles(

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
-
-from tandem_kernels.checks import check_kv_cache
 
 #: A longer sequence of new tokens is a prefill chunk: causal, whatever its bits.
 MAX_TREE_NODES = 64
 
 QUERY_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 QUANTIZED_DTYPES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def is_per_token(factor: float | torch.Tensor | None) -> TypeGuard[torch.Tensor]:
+    """Whether k_scale or v_scale is [num_blocks, Hkv, block_size]."""
+    return isinstance(factor, torch.Tensor) and factor.dim() == 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +38,7 @@ class AttentionInputs:
 
     def __post_init__(self) -> None:
         query, kv_cache = self.query, self.kv_cache
-        check_kv_cache(kv_cache)
+        self._check_cache()
         if query.dim() != 3:
             raise ValueError(f"query has shape {list(query.shape)}, wanted [T, Hq, D]")
         if query.dtype not in QUERY_DTYPES:
@@ -63,10 +67,31 @@ class AttentionInputs:
         if self.softcap is not None and not self.softcap > 0:
             raise ValueError(f"softcap is {self.softcap}, wanted None or a positive number")
         for name, factor in (("k_scale", self.k_scale), ("v_scale", self.v_scale)):
-            if isinstance(factor, torch.Tensor) and factor.shape not in ((), (1,), (self.num_kv_heads,)):
-                raise ValueError(
-                    f"{name} has shape {list(factor.shape)}, wanted a number or [Hkv] = [{self.num_kv_heads}]"
-                )
+            if isinstance(factor, torch.Tensor):
+                self._check_scale(name, factor)
+
+    def _check_cache(self) -> None:
+        cache = self.kv_cache
+        if cache.dim() != 5 or cache.shape[1] != 2:
+            raise ValueError(
+                f"kv_cache has shape {list(cache.shape)}, wanted [num_blocks, 2, Hkv, block_size, D]"
+            )
+        if cache.stride(4) != 1 or cache.stride(3) != cache.shape[4]:
+            raise ValueError(
+                f"kv_cache has strides {list(cache.stride())}, wanted the last two dimensions dense"
+            )
+
+    def _check_scale(self, name: str, factor: torch.Tensor) -> None:
+        per_token = (self.kv_cache.shape[0], self.num_kv_heads, self.block_size)
+        if factor.shape not in ((), (1,), (self.num_kv_heads,), per_token):
+            raise ValueError(
+                f"{name} has shape {list(factor.shape)}, wanted a number, [Hkv] = [{self.num_kv_heads}] "
+                f"or [num_blocks, Hkv, block_size] = {list(per_token)}"
+            )
+        if factor.shape == per_token and factor.dtype != torch.float32:
+            raise ValueError(f"{name} has dtype {factor.dtype}, wanted float32")
+        if factor.shape == per_token and factor.device != self.query.device:
+            raise ValueError(f"{name} is on {factor.device}, wanted the query's device {self.query.device}")
 
     def _check_metadata(
         self, name: str, tensor: torch.Tensor, dim: int, dtype: torch.dtype, size: int | None = None
@@ -94,7 +119,11 @@ class AttentionInputs:
     def block_size(self) -> int:
         return self.kv_cache.shape[3]
 
+    def has_token_scales(self) -> bool:
+        """Whether K's or V's factors are one per token."""
+        return is_per_token(self.k_scale) or is_per_token(self.v_scale)
+
     def scale_per_kv_head(self, factor: float | torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-        """k_scale or v_scale as a [Hkv] tensor of dtype."""
+        """k_scale or v_scale as a [Hkv] tensor of dtype; not for factors per token."""
         given = torch.as_tensor(1.0 if factor is None else factor, dtype=dtype, device=self.query.device)
         return given.expand(self.num_kv_heads)

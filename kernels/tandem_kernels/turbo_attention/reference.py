@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from tandem_kernels.turbo_attention.inputs import MAX_TREE_NODES, AttentionInputs
+from tandem_kernels.turbo_attention.inputs import MAX_TREE_NODES, AttentionInputs, is_per_token
 
 
 def visible_slots(context_len: int, bits: list[int] | None, num_new: int, window: int | None) -> torch.Tensor:
@@ -35,8 +35,6 @@ def attend(inputs: AttentionInputs, out: torch.Tensor | None) -> torch.Tensor:
     if out is None:
         out = torch.empty_like(inputs.query, memory_format=torch.contiguous_format)
     dtype = torch.float64 if inputs.query.dtype == torch.float64 else torch.float32
-    k_scale = inputs.scale_per_kv_head(inputs.k_scale, dtype)
-    v_scale = inputs.scale_per_kv_head(inputs.v_scale, dtype)
     starts = inputs.query_start_loc.tolist()
     for b, seq_len in enumerate(inputs.seq_lens.tolist()):
         start, stop = starts[b], starts[b + 1]
@@ -51,11 +49,14 @@ def attend(inputs: AttentionInputs, out: torch.Tensor | None) -> torch.Tensor:
         visible = visible_slots(seq_len - num_new, bits, num_new, inputs.window).to(inputs.query.device)
 
         num_blocks = -(-seq_len // inputs.block_size)
-        blocks = inputs.kv_cache[inputs.block_table[b, :num_blocks].long()]
+        block_ids = inputs.block_table[b, :num_blocks].long()
         # [n, 2, Hkv, bs, D] -> [2, Hkv, seq_len, D]
+        blocks = inputs.kv_cache[block_ids]
         key, value = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :seq_len].to(dtype)
-        key = (key * k_scale[:, None, None]).repeat_interleave(inputs.group_size, dim=0)
-        value = (value * v_scale[:, None, None]).repeat_interleave(inputs.group_size, dim=0)
+        key = key * _factors(inputs, inputs.k_scale, block_ids, seq_len, dtype)
+        value = value * _factors(inputs, inputs.v_scale, block_ids, seq_len, dtype)
+        key = key.repeat_interleave(inputs.group_size, dim=0)
+        value = value.repeat_interleave(inputs.group_size, dim=0)
         query = inputs.query[start:stop].to(dtype).transpose(0, 1)
 
         logits = query @ key.transpose(1, 2) * inputs.scale
@@ -68,3 +69,17 @@ def attend(inputs: AttentionInputs, out: torch.Tensor | None) -> torch.Tensor:
         weights = logits.softmax(dim=2)[:, :, :seq_len]
         out[start:stop] = (weights @ value).transpose(0, 1).to(out.dtype)
     return out
+
+
+def _factors(
+    inputs: AttentionInputs,
+    factor: float | torch.Tensor | None,
+    block_ids: torch.Tensor,
+    seq_len: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """k_scale or v_scale to multiply [Hkv, seq_len, D] with: [Hkv, 1 or seq_len, 1] of dtype."""
+    if is_per_token(factor):
+        # [n, Hkv, bs] -> [Hkv, seq_len, 1]
+        return factor[block_ids].transpose(0, 1).flatten(1)[:, :seq_len, None].to(dtype)
+    return inputs.scale_per_kv_head(factor, dtype)[:, None, None]

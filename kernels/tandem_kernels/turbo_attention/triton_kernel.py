@@ -1,125 +1,35 @@
-"""turbo_attention in Triton: one launch for any mix of sequences, no synchronisation with the host.
+"""turbo_attention's kernel in Triton: one launch for any mix of sequences, whatever their lengths.
 
-    program (i, h)   query tile i, K/V head h
-      rows           BLOCK_TOKENS new tokens of one sequence x the query heads of group h, folded
-      keys           tiles of BLOCK_KEYS slots, each within one cache block, with an online softmax
+    item             BLOCK_ROWS rows of one sequence x the keys [begin, end) of one split (`triton_plan`)
+      rows           row = token * group_size + head within the group: all of them read the same K and V
+      keys           tiles of BLOCK_KEYS slots with an online softmax; only tiles that some row does not see
+                     whole are masked: the last ones, and with a window the first ones
+      dimensions     chunks of BLOCK_DIM, in an inner loop with two buffers for each of Q, K and V; so shared
+                     memory depends on the chunk and not on the head size, and registers on the head size
+                     by the accumulator alone
+    program p        items p, p + P, p + 2 P, ... of the list, times the K/V heads; P fills the GPU
 
-Tiles do not cross sequences. Sequence b owns tiles from query_start_loc[b] // BLOCK_TOKENS + b, which leaves
-every sequence enough of them whatever its length, so the grid depends on T and B alone; a program finds its
-sequence by bisection, and one with no rows ends at once.
+A tile of rows whose keys are split leaves one partial result for each split. Whichever program arrives last
+at the tile's counter adds them in the order of the splits, so that the order of arrival changes no bit, and
+sets the counter back to zero. Nobody waits.
 
-Not covered yet: split-KV (one sequence's context is one program's loop, which leaves a GPU idle at small
-batches), float64, and head sizes above 256. Only `turbo_attention` imports this module, and on
-demand, for it needs Triton.
+SWAPPED multiplies K by Q^T and V^T by P^T: on sm_90 the tensor cores' asynchronous products take 64 keys or
+64 dimensions as their rows, and fill up with 16 or 32 of our rows as columns.
 """
 
 # Triton's decorator and the kernel's parameters have no types; its constants are in capitals.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc, assignment"
 # ruff: noqa: N803, N806
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
 import triton
 import triton.language as tl
 
-from tandem_kernels.turbo_attention.inputs import MAX_TREE_NODES, AttentionInputs
-
-MAX_HEAD_SIZE = 256
-
-
-@dataclass(frozen=True)
-class TileConfig:
-    """Compile-time sizes of one launch."""
-
-    block_rows: int
-    block_tokens: int
-    block_keys: int
-    block_dim: int
-    num_warps: int
-    num_stages: int
-
-
-def choose_tiles(
-    num_tokens: int, num_seqs: int, group_size: int, head_size: int, block_size: int, element_bytes: int
-) -> TileConfig:
-    """Tiles that keep shared memory under 99 KB; rows by the mean number of new tokens per sequence."""
-    mean_rows = group_size * num_tokens / max(num_seqs, 1)
-    block_dim = max(16, triton.next_power_of_2(head_size))
-    row_bytes = block_dim * element_bytes
-    # float32 is multiplied without tensor cores and keeps its operands in registers.
-    tile_bytes = 1 << 13 if element_bytes == 4 else 1 << 14
-    block_rows = 16
-    while block_rows < mean_rows and block_rows < 64 and block_rows * row_bytes <= tile_bytes:
-        block_rows *= 2
-    block_rows = max(block_rows, triton.next_power_of_2(group_size))
-    # A key tile lies within one cache block.
-    block_keys = block_size & -block_size
-    while block_keys > 16 and (block_keys > 64 or block_keys * row_bytes > tile_bytes):
-        block_keys //= 2
-    return TileConfig(
-        block_rows=block_rows,
-        block_tokens=block_rows // group_size,
-        block_keys=block_keys,
-        block_dim=block_dim,
-        num_warps=8 if block_rows * block_dim >= 64 * 128 else 4,
-        num_stages=2,
-    )
-
-
-def attend(inputs: AttentionInputs, out: torch.Tensor | None) -> torch.Tensor:
-    """Return out [T, Hq, D], or a new tensor when None; see `turbo_attention`."""
-    query, kv_cache = inputs.query, inputs.kv_cache
-    num_tokens, _, head_size = query.shape
-    num_seqs = inputs.seq_lens.shape[0]
-    if query.dtype == torch.float64:
-        raise ValueError('query has dtype float64, wanted float32, float16 or bfloat16 for backend "triton"')
-    if head_size > MAX_HEAD_SIZE:
-        raise ValueError(
-            f'query has head size {head_size}, wanted at most {MAX_HEAD_SIZE} for backend "triton"'
-        )
-    if inputs.block_size % 16:
-        raise ValueError(
-            f'kv_cache has block size {inputs.block_size}, wanted a multiple of 16 for backend "triton"'
-        )
-    if (
-        kv_cache.dtype == torch.float8_e4m3fn
-        and query.is_cuda
-        and torch.cuda.get_device_capability() < (8, 9)
-    ):
-        raise ValueError(
-            "kv_cache has dtype float8_e4m3fn, which this GPU cannot convert: use float8_e5m2 or int8"
-        )
-    if out is None:
-        out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    if num_tokens == 0 or num_seqs == 0:
-        return out
-    tiles = choose_tiles(
-        num_tokens, num_seqs, inputs.group_size, head_size, inputs.block_size, query.element_size()
-    )
-    has_scales = inputs.k_scale is not None or inputs.v_scale is not None
-    k_scale = inputs.scale_per_kv_head(inputs.k_scale, torch.float32).contiguous() if has_scales else query
-    v_scale = inputs.scale_per_kv_head(inputs.v_scale, torch.float32).contiguous() if has_scales else query
-    grid = (num_tokens // tiles.block_tokens + num_seqs, inputs.num_kv_heads)
-    # Pointers a launch does not use still need a tensor to point to: the query's.
-    turbo_attention_kernel[grid](
-        query, kv_cache, inputs.block_table, inputs.seq_lens, inputs.query_start_loc,
-        query if inputs.ancestor_bits is None else inputs.ancestor_bits,
-        query if inputs.sinks is None else inputs.sinks,
-        k_scale, v_scale, out,
-        inputs.scale, inputs.softcap or 0.0, inputs.window or 0, num_seqs,
-        query.stride(0), query.stride(1), out.stride(0), out.stride(1),
-        inputs.block_table.stride(0), kv_cache.stride(0), kv_cache.stride(1), kv_cache.stride(2),
-        GROUP_SIZE=inputs.group_size, HEAD_SIZE=head_size, BLOCK_SIZE=inputs.block_size,
-        BLOCK_ROWS=tiles.block_rows, BLOCK_TOKENS=tiles.block_tokens, BLOCK_KEYS=tiles.block_keys,
-        BLOCK_DIM=tiles.block_dim, MAX_NODES=MAX_TREE_NODES,
-        HAS_BITS=inputs.ancestor_bits is not None, HAS_WINDOW=inputs.window is not None,
-        HAS_SOFTCAP=inputs.softcap is not None, HAS_SINKS=inputs.sinks is not None, HAS_SCALES=has_scales,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
-    )  # fmt: skip
-    return out
+#: Fields of an item in the work list, all int32.
+ITEM_FIELDS = 8
+#: Kinds of K's and V's dequantisation factors, K_SCALE and V_SCALE of the kernel.
+NO_SCALE, HEAD_SCALE, TOKEN_SCALE = 0, 1, 2
 
 
 @triton.jit
@@ -139,140 +49,338 @@ def dequantized(tile, dtype: tl.constexpr):
     return tile.to(dtype)
 
 
-@triton.jit(do_not_specialize=("num_seqs", "window"))
+@triton.jit
+def finite_or_zero(maximum):
+    """A maximum to subtract: a row that sees nothing has -inf, and -inf minus -inf would be NaN."""
+    return tl.where(maximum == float("-inf"), 0.0, maximum)
+
+
+@triton.jit
+def load_rows(item_ptr, num_rows, BLOCK_ROWS: tl.constexpr):
+    """An item's rows within its sequence. Rows past the last one repeat it, which costs no mask.
+
+    Read again where they are needed again: the compiler would keep all that follows from them in registers
+    throughout the loops.
+    """
+    return tl.load(item_ptr + 1, volatile=True) + tl.minimum(tl.arange(0, BLOCK_ROWS), num_rows - 1)
+
+
+@triton.jit
+def load_block_ids(block_table_ptr, first_slot, end, BLOCK_SIZE: tl.constexpr, BLOCK_KEYS: tl.constexpr):
+    """The cache block of a tile of keys, or of each key where tiles cross blocks; int64."""
+    if BLOCK_SIZE % BLOCK_KEYS == 0:
+        slots = tl.minimum(first_slot, end - 1)
+    else:
+        slots = tl.minimum(first_slot + tl.arange(0, BLOCK_KEYS), end - 1)
+    return tl.load(block_table_ptr + slots // BLOCK_SIZE).to(tl.int64)
+
+
+@triton.jit
+def add_values(
+    acc, weights, correction, value_ptrs, is_value, value_scale, first_dim, true,
+    HEAD_SIZE: tl.constexpr, BLOCK_DIM: tl.constexpr, SCALED: tl.constexpr, SWAPPED: tl.constexpr,
+):  # fmt: skip
+    """acc with its first chunk times correction plus weights times V's chunk at first_dim, now the last one.
+
+    The chunks take turns in the first place, since a loop cannot index registers: after a round through the
+    head all are back in order. true is that, but the compiler does not know it: it would not pipeline a loop
+    that only moves its variables about.
+    """
+    # Slots past the sequence's end may hold NaN, which 0 times is NaN.
+    mask = is_value[:, None]
+    if HEAD_SIZE % BLOCK_DIM != 0:
+        mask = mask & (first_dim + tl.arange(0, BLOCK_DIM) < HEAD_SIZE)[None, :]
+    value = dequantized(tl.load(value_ptrs + first_dim, mask=mask, other=0.0), weights.dtype)
+    if SCALED:
+        value = (value * value_scale[:, None]).to(weights.dtype)
+    if SWAPPED:
+        total = tl.dot(tl.trans(value), weights, acc[0] * correction[None, :], input_precision="ieee")
+    else:
+        total = tl.dot(weights, value, acc[0] * correction[:, None], input_precision="ieee")
+    rotated = ()
+    for chunk in tl.static_range(1, len(acc)):
+        rotated += (tl.where(true, acc[chunk], total),)
+    rotated += (total,)
+    return rotated
+
+
+@triton.jit(do_not_specialize=("window", "num_partial_rows", "head_size"))
 def turbo_attention_kernel(
     query_ptr, kv_cache_ptr, block_table_ptr, seq_lens_ptr, query_start_loc_ptr, ancestor_bits_ptr, sinks_ptr,
     k_scale_ptr, v_scale_ptr, out_ptr,
-    scale, softcap, window, num_seqs,
-    query_token_stride, query_head_stride, out_token_stride, out_head_stride,
-    block_table_stride, cache_block_stride, cache_kv_stride, cache_head_stride,
-    GROUP_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_DIM: tl.constexpr,
-    MAX_NODES: tl.constexpr,
-    HAS_BITS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    HAS_SCALES: tl.constexpr,
+    items_ptr, num_items_ptr, counters_ptr, partials_ptr, maxima_ptr, sums_ptr,
+    scale, softcap, window, num_partial_rows, head_size,
+    query_token_stride, query_head_stride, out_token_stride, out_head_stride, block_table_stride,
+    cache_block_stride, cache_kv_stride, cache_head_stride,
+    k_scale_block_stride, k_scale_head_stride, k_scale_slot_stride,
+    v_scale_block_stride, v_scale_head_stride, v_scale_slot_stride,
+    NUM_KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_DIM: tl.constexpr,
+    MAX_NODES: tl.constexpr, HAS_BITS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr, SWAPPED: tl.constexpr,
+    KEY_STAGES: tl.constexpr, CHUNK_STAGES: tl.constexpr,
 ):  # fmt: skip
     LOG2_E: tl.constexpr = 1.4426950408889634
-    tile = tl.program_id(0)
-    kv_head = tl.program_id(1)
-
-    # The last sequence whose first tile is not after this one.
-    seq = 0
-    beyond = num_seqs
-    while beyond - seq > 1:
-        middle = (seq + beyond) // 2
-        first_tile = tl.load(query_start_loc_ptr + middle) // BLOCK_TOKENS + middle
-        if first_tile <= tile:
-            seq = middle
-        else:
-            beyond = middle
-    row_start = tl.load(query_start_loc_ptr + seq)
-    num_new = tl.load(query_start_loc_ptr + seq + 1) - row_start
-    first_token = (tile - row_start // BLOCK_TOKENS - seq) * BLOCK_TOKENS
-    if first_token >= num_new:
-        return
-    seq_len = tl.load(seq_lens_ptr + seq)
-    context_len = seq_len - num_new
-
-    rows = tl.arange(0, BLOCK_ROWS)
-    tokens = first_token + rows // GROUP_SIZE
-    heads = kv_head * GROUP_SIZE + rows % GROUP_SIZE
-    is_row = (rows < BLOCK_TOKENS * GROUP_SIZE) & (tokens < num_new)
-    dims = tl.arange(0, BLOCK_DIM)
-    is_dim = dims < HEAD_SIZE
-    row_ids = (row_start + tokens).to(tl.int64)
-    query = tl.load(
-        query_ptr
-        + row_ids[:, None] * query_token_stride
-        + heads[:, None] * query_head_stride
-        + dims[None, :],
-        mask=is_row[:, None] & is_dim[None, :],
-        other=0.0,
-    )
-
-    is_tree = False
-    row_bits = tl.zeros([BLOCK_ROWS], dtype=tl.int64)
-    row_positions = context_len + tokens
-    if HAS_BITS:
-        is_tree = (num_new <= MAX_NODES) & (tl.load(ancestor_bits_ptr + row_start) != 0)
-        row_bits = tl.load(ancestor_bits_ptr + row_ids, mask=is_row, other=0)
-        if is_tree:
-            row_positions = context_len + popcount(row_bits) - 1
-
-    # Slots that any row of the tile sees.
-    end = tl.where(is_tree, seq_len, tl.minimum(context_len + first_token + BLOCK_TOKENS, seq_len))
-    start = 0
-    if HAS_WINDOW:
-        first_position = context_len + tl.where(is_tree, 0, first_token)
-        start = tl.maximum(first_position - window + 1, 0) // BLOCK_KEYS * BLOCK_KEYS
-
-    # Logits in units of log 2, so that the softmax needs exp2 alone.
-    logit_scale = scale * LOG2_E
-    if HAS_SCALES:
-        logit_scale *= tl.load(k_scale_ptr + kv_head)
-    if HAS_SOFTCAP:
-        logit_scale *= 2.0 / (softcap * LOG2_E)
-    row_max = tl.full([BLOCK_ROWS], float("-inf"), dtype=tl.float32)
-    row_sum = tl.zeros([BLOCK_ROWS], dtype=tl.float32)
-    if HAS_SINKS:
-        row_max = tl.load(sinks_ptr + heads, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
-        row_sum += 1.0
-    acc = tl.zeros([BLOCK_ROWS, BLOCK_DIM], dtype=tl.float32)
-
-    block_ids_ptr = block_table_ptr + tl.cast(seq, tl.int64) * block_table_stride
-    head_ptr = kv_cache_ptr + kv_head * cache_head_stride
+    NUM_CHUNKS: tl.constexpr = (HEAD_SIZE + BLOCK_DIM - 1) // BLOCK_DIM
+    RAGGED_DIMS: tl.constexpr = HEAD_SIZE % BLOCK_DIM != 0
+    # Axes of the logits, and of the accumulator with dimensions in place of keys.
+    KEY_AXIS: tl.constexpr = 0 if SWAPPED else 1
+    ROW_AXIS: tl.constexpr = 1 - KEY_AXIS
+    # A factor per token goes into the weights, which costs less than V, but for float16, whose range small
+    # factors would leave.
+    SCALES_VALUES: tl.constexpr = V_SCALE == 2 and query_ptr.dtype.element_ty == tl.float16
     key_range = tl.arange(0, BLOCK_KEYS)
-    # The next tile's block id is loaded one tile ahead: loads that wait for it cannot be pipelined.
-    block_id = tl.load(block_ids_ptr + start // BLOCK_SIZE).to(tl.int64)
-    for first_slot in tl.range(start, end, BLOCK_KEYS):
-        tile_ptr = head_ptr + block_id * cache_block_stride + (first_slot % BLOCK_SIZE) * HEAD_SIZE
-        next_slot = tl.minimum(first_slot + BLOCK_KEYS, end - 1)
-        block_id = tl.load(block_ids_ptr + next_slot // BLOCK_SIZE).to(tl.int64)
-        slots = first_slot + key_range
-        is_key = slots < end
-        # Slots past the sequence's end may hold NaN: they are not read.
-        offsets = key_range[:, None] * HEAD_SIZE + dims[None, :]
-        key = tl.load(tile_ptr + offsets, mask=is_key[:, None] & is_dim[None, :], other=0.0)
-        key = dequantized(key, query.dtype)
-        logits = tl.dot(query, tl.trans(key), input_precision="ieee") * logit_scale
-        if HAS_SOFTCAP:
-            # tanh(x) = 2 sigmoid(2 x) - 1; the factor 2 is in logit_scale.
-            logits = (2.0 * tl.sigmoid(logits) - 1.0) * (softcap * LOG2_E)
+    row_range = tl.arange(0, BLOCK_ROWS)
+    dims = tl.arange(0, BLOCK_DIM)
 
-        nodes = slots - context_len
-        sees = nodes[None, :] <= tokens[:, None]
-        key_positions = slots
-        if HAS_BITS:  # noqa: SIM102 - decided at compile time, unlike the next
+    # The loop over chunks is pipelined as it is: the compiler would unroll one whose length it knows. A loop
+    # over a single chunk must vanish instead, to leave that over keys to be pipelined.
+    end_dim = HEAD_SIZE if NUM_CHUNKS == 1 else head_size
+
+    num_work = tl.load(num_items_ptr) * NUM_KV_HEADS
+    for work in tl.range(tl.program_id(0), num_work, tl.num_programs(0), num_stages=1):
+        kv_head = work % NUM_KV_HEADS
+        item_ptr = items_ptr + tl.cast(work // NUM_KV_HEADS, tl.int64) * 8
+        seq = tl.load(item_ptr).to(tl.int64)
+        first_row = tl.load(item_ptr + 1)
+        begin = tl.load(item_ptr + 2)
+        end = tl.load(item_ptr + 3)
+        split = tl.load(item_ptr + 4)
+        num_splits = tl.load(item_ptr + 5)
+        row_start = tl.load(query_start_loc_ptr + seq)
+        num_new = tl.load(query_start_loc_ptr + seq + 1) - row_start
+        context_len = tl.load(seq_lens_ptr + seq) - num_new
+        num_rows = tl.minimum(num_new * GROUP_SIZE - first_row, BLOCK_ROWS)
+
+        rows = load_rows(item_ptr, num_rows, BLOCK_ROWS)
+        heads = kv_head * GROUP_SIZE + rows % GROUP_SIZE
+        row_ids = (row_start + rows // GROUP_SIZE).to(tl.int64)
+        query_ptrs = (
+            query_ptr
+            + tl.expand_dims(row_ids * query_token_stride + heads * query_head_stride, KEY_AXIS)
+            + tl.expand_dims(dims, ROW_AXIS)
+        )
+
+        is_tree = False
+        first_token = first_row // GROUP_SIZE
+        last_token = (first_row + num_rows - 1) // GROUP_SIZE
+        # Every row sees the slots [seen_from, seen_to), but for the window.
+        seen_to = context_len + first_token + 1
+        if HAS_BITS:
+            is_tree = (num_new <= MAX_NODES) & (tl.load(ancestor_bits_ptr + row_start) != 0)
             if is_tree:
-                shifts = tl.minimum(tl.maximum(nodes, 0), MAX_NODES - 1).to(tl.int64)
-                in_tree = ((row_bits[:, None] >> shifts[None, :]) & 1) != 0
-                sees = (nodes[None, :] < 0) | in_tree
-                if HAS_WINDOW:
-                    is_node = (nodes >= 0) & is_key
-                    key_bits = tl.load(ancestor_bits_ptr + row_start + nodes, mask=is_node, other=1)
-                    key_positions = tl.where(nodes < 0, slots, context_len + popcount(key_bits) - 1)
-        sees = sees & is_key[None, :]
+                seen_to = context_len
+        seen_to = tl.minimum(tl.maximum(seen_to // BLOCK_KEYS * BLOCK_KEYS, begin), end)
+        seen_from = begin
         if HAS_WINDOW:
-            sees = sees & (row_positions[:, None] - key_positions[None, :] < window)
-        logits = tl.where(sees, logits, float("-inf"))
+            seen_from = tl.cdiv(tl.maximum(context_len + last_token - window + 1, 0), BLOCK_KEYS) * BLOCK_KEYS
+            seen_from = tl.minimum(tl.maximum(seen_from, begin), seen_to)
 
-        new_max = tl.maximum(row_max, tl.max(logits, 1))
-        # A row that has seen nothing yet: -inf minus -inf would be NaN.
-        safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp2(logits - safe_max[:, None])
-        correction = tl.exp2(row_max - safe_max)
-        row_sum = row_sum * correction + tl.sum(weights, 1)
-        value_ptr = tile_ptr + cache_kv_stride + offsets
-        value = tl.load(value_ptr, mask=is_key[:, None] & is_dim[None, :], other=0.0)
-        value = dequantized(value, query.dtype)
-        acc = tl.dot(weights.to(query.dtype), value, acc * correction[:, None], input_precision="ieee")
-        row_max = new_max
+        # Logits in units of log 2, so that the softmax needs exp2 alone.
+        logit_scale = scale * LOG2_E
+        if K_SCALE == 1:
+            logit_scale *= tl.load(k_scale_ptr + kv_head)
+        if HAS_SOFTCAP:
+            logit_scale *= 2.0 / (softcap * LOG2_E)
+        row_max = tl.full([BLOCK_ROWS], float("-inf"), dtype=tl.float32)
+        row_sum = tl.zeros([BLOCK_ROWS], dtype=tl.float32)
+        if HAS_SINKS:
+            sink = tl.load(sinks_ptr + heads).to(tl.float32) * LOG2_E
+            row_max = tl.where(split == 0, sink, row_max)
+            row_sum += tl.where(split == 0, 1.0, 0.0)
+        acc = ()
+        for _ in tl.static_range(NUM_CHUNKS):
+            if SWAPPED:
+                acc += (tl.zeros([BLOCK_DIM, BLOCK_ROWS], dtype=tl.float32),)
+            else:
+                acc += (tl.zeros([BLOCK_ROWS, BLOCK_DIM], dtype=tl.float32),)
 
-    if HAS_SCALES:
-        acc *= tl.load(v_scale_ptr + kv_head)
-    acc /= tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
-    tl.store(
-        out_ptr + row_ids[:, None] * out_token_stride + heads[:, None] * out_head_stride + dims[None, :],
-        acc.to(out_ptr.dtype.element_ty),
-        mask=is_row[:, None] & is_dim[None, :],
-    )
+        table_ptr = block_table_ptr + seq * block_table_stride
+        key_ptr = kv_cache_ptr + tl.cast(kv_head, tl.int64) * cache_head_stride
+        value_ptr = key_ptr + cache_kv_stride
+        # The next tile's block ids are loaded a tile ahead: loads that wait for them cannot be pipelined.
+        block_ids = load_block_ids(table_ptr, begin, end, BLOCK_SIZE, BLOCK_KEYS)
+        # V is a tile behind K, so that their loads and products overlap: the first tile follows one without
+        # weights, and a tile without keys follows the last.
+        if SWAPPED:
+            weights = tl.zeros([BLOCK_KEYS, BLOCK_ROWS], dtype=query_ptr.dtype.element_ty)
+        else:
+            weights = tl.zeros([BLOCK_ROWS, BLOCK_KEYS], dtype=query_ptr.dtype.element_ty)
+        correction = tl.full([BLOCK_ROWS], 1.0, dtype=tl.float32)
+        value_offsets = tl.zeros([BLOCK_KEYS], dtype=tl.int64)
+        is_value = key_range < 0
+        value_scale = tl.zeros([BLOCK_KEYS], dtype=tl.float32)
+        # Phases: 0 the window's edge, 1 keys that every row sees, 2 the rest.
+        for phase in tl.static_range(0 if HAS_WINDOW else 1, 3):
+            if phase == 0:
+                phase_begin, phase_end = begin, seen_from
+            elif phase == 1:
+                phase_begin, phase_end = seen_from, seen_to
+            else:
+                phase_begin, phase_end = seen_to, end + BLOCK_KEYS
+            for first_slot in tl.range(phase_begin, phase_end, BLOCK_KEYS, num_stages=KEY_STAGES):
+                slots = first_slot + key_range
+                is_key = slots < end
+                offsets = block_ids * cache_block_stride + (slots % BLOCK_SIZE) * HEAD_SIZE
+                if K_SCALE == 2:
+                    k_scale = tl.load(
+                        k_scale_ptr
+                        + block_ids * k_scale_block_stride
+                        + kv_head * k_scale_head_stride
+                        + (slots % BLOCK_SIZE) * k_scale_slot_stride
+                    )
+                if V_SCALE == 2:
+                    v_scale = tl.load(
+                        v_scale_ptr
+                        + block_ids * v_scale_block_stride
+                        + kv_head * v_scale_head_stride
+                        + (slots % BLOCK_SIZE) * v_scale_slot_stride,
+                        mask=is_key,
+                        other=0.0,
+                    )
+                block_ids = load_block_ids(table_ptr, first_slot + BLOCK_KEYS, end, BLOCK_SIZE, BLOCK_KEYS)
+                key_ptrs = key_ptr + offsets[:, None] + dims[None, :]
+                value_ptrs = value_ptr + value_offsets[:, None] + dims[None, :]
+                if SWAPPED:
+                    logits = tl.zeros([BLOCK_KEYS, BLOCK_ROWS], dtype=tl.float32)
+                else:
+                    logits = tl.zeros([BLOCK_ROWS, BLOCK_KEYS], dtype=tl.float32)
+                for first_dim in tl.range(0, end_dim, BLOCK_DIM, num_stages=CHUNK_STAGES):
+                    is_read = is_key[:, None]
+                    if RAGGED_DIMS:
+                        is_dim = first_dim + dims < HEAD_SIZE
+                        is_read = is_read & is_dim[None, :]
+                        query_mask = tl.expand_dims(is_dim, ROW_AXIS)
+                        query = tl.load(query_ptrs + first_dim, mask=query_mask, other=0.0)
+                    else:
+                        query = tl.load(query_ptrs + first_dim)
+                    key = dequantized(tl.load(key_ptrs + first_dim, mask=is_read, other=0.0), query.dtype)
+                    if SWAPPED:
+                        logits = tl.dot(key, query, logits, input_precision="ieee")
+                    else:
+                        logits = tl.dot(query, tl.trans(key), logits, input_precision="ieee")
+                    acc = add_values(
+                        acc, weights, correction, value_ptrs, is_value, value_scale, first_dim, end > 0,
+                        HEAD_SIZE, BLOCK_DIM, SCALES_VALUES, SWAPPED,
+                    )  # fmt: skip
+                logits *= logit_scale
+                if K_SCALE == 2:
+                    logits *= tl.expand_dims(k_scale, ROW_AXIS)
+                if HAS_SOFTCAP:
+                    # tanh(x) = 2 sigmoid(2 x) - 1; the factor 2 is in logit_scale.
+                    logits = (2.0 * tl.sigmoid(logits) - 1.0) * (softcap * LOG2_E)
+
+                if phase != 1:
+                    tokens = load_rows(item_ptr, num_rows, BLOCK_ROWS) // GROUP_SIZE
+                    row_positions = context_len + tokens
+                    nodes = tl.expand_dims(slots - context_len, ROW_AXIS)
+                    sees = nodes <= tl.expand_dims(tokens, KEY_AXIS)
+                    key_positions = slots
+                    if HAS_BITS:  # noqa: SIM102 - decided at compile time, unlike the next
+                        if is_tree:
+                            row_bits = tl.load(ancestor_bits_ptr + row_start + tokens)
+                            row_positions = context_len + popcount(row_bits) - 1
+                            shifts = tl.minimum(tl.maximum(nodes, 0), MAX_NODES - 1).to(tl.int64)
+                            in_tree = (tl.expand_dims(row_bits, KEY_AXIS) >> shifts) & 1
+                            sees = (nodes < 0) | (in_tree != 0)
+                            if HAS_WINDOW:
+                                is_node = (slots >= context_len) & is_key
+                                bits = tl.load(
+                                    ancestor_bits_ptr + row_start + slots - context_len,
+                                    mask=is_node, other=1,
+                                )  # fmt: skip
+                                node_positions = context_len + popcount(bits) - 1
+                                key_positions = tl.where(slots < context_len, slots, node_positions)
+                    sees = sees & tl.expand_dims(is_key, ROW_AXIS)
+                    if HAS_WINDOW:
+                        distances = tl.expand_dims(row_positions, KEY_AXIS) - tl.expand_dims(
+                            key_positions, ROW_AXIS
+                        )
+                        sees = sees & (distances < window)
+                    logits = tl.where(sees, logits, float("-inf"))
+
+                new_max = tl.maximum(row_max, tl.max(logits, KEY_AXIS))
+                subtracted = new_max
+                if phase != 1:
+                    subtracted = finite_or_zero(new_max)
+                weights = tl.exp2(logits - tl.expand_dims(subtracted, KEY_AXIS))
+                correction = tl.exp2(row_max - subtracted)
+                row_sum = row_sum * correction + tl.sum(weights, KEY_AXIS)
+                row_max = new_max
+                if V_SCALE == 2:
+                    if SCALES_VALUES:
+                        value_scale = v_scale
+                    else:
+                        weights *= tl.expand_dims(v_scale, ROW_AXIS)
+                weights = weights.to(query_ptr.dtype.element_ty)
+                value_offsets = offsets
+                is_value = is_key
+        is_row = row_range < num_rows
+        rows = load_rows(item_ptr, num_rows, BLOCK_ROWS)
+        heads = kv_head * GROUP_SIZE + rows % GROUP_SIZE
+        row_ids = (row_start + rows // GROUP_SIZE).to(tl.int64)
+        out_rows = row_ids * out_token_stride + heads * out_head_stride
+        value_factor = 1.0
+        if V_SCALE == 1:
+            value_factor = tl.load(v_scale_ptr + kv_head)
+        if num_splits == 1:
+            normalizer = value_factor / tl.where(row_sum == 0.0, 1.0, row_sum)
+            for chunk in tl.static_range(NUM_CHUNKS):
+                chunk_dims = chunk * BLOCK_DIM + dims
+                tl.store(
+                    out_ptr + tl.expand_dims(out_rows, KEY_AXIS) + tl.expand_dims(chunk_dims, ROW_AXIS),
+                    (acc[chunk] * tl.expand_dims(normalizer, KEY_AXIS)).to(out_ptr.dtype.element_ty),
+                    mask=tl.expand_dims(is_row, KEY_AXIS) & tl.expand_dims(chunk_dims < HEAD_SIZE, ROW_AXIS),
+                )
+        else:
+            head_rows = tl.cast(kv_head, tl.int64) * num_partial_rows + tl.load(item_ptr + 7) + row_range
+            partial_rows = head_rows + split * num_rows
+            tl.store(maxima_ptr + partial_rows, row_max, mask=is_row, cache_modifier=".cg")
+            tl.store(sums_ptr + partial_rows, row_sum, mask=is_row, cache_modifier=".cg")
+            for chunk in tl.static_range(NUM_CHUNKS):
+                chunk_dims = chunk * BLOCK_DIM + dims
+                tl.store(
+                    partials_ptr
+                    + tl.expand_dims(partial_rows * HEAD_SIZE, KEY_AXIS)
+                    + tl.expand_dims(chunk_dims, ROW_AXIS),
+                    acc[chunk],
+                    mask=tl.expand_dims(is_row, KEY_AXIS) & tl.expand_dims(chunk_dims < HEAD_SIZE, ROW_AXIS),
+                    cache_modifier=".cg",
+                )
+            # All threads' stores come before the one that counts them.
+            tl.debug_barrier()
+            counter_ptr = counters_ptr + tl.load(item_ptr + 6).to(tl.int64) * NUM_KV_HEADS + kv_head
+            if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == num_splits - 1:
+                tl.store(counter_ptr, 0)
+                total_max = tl.full([BLOCK_ROWS], float("-inf"), dtype=tl.float32)
+                for i in tl.range(0, num_splits, num_stages=1):
+                    part = head_rows + i * num_rows
+                    part_max = tl.load(
+                        maxima_ptr + part, mask=is_row, other=float("-inf"), cache_modifier=".cg"
+                    )
+                    total_max = tl.maximum(total_max, part_max)
+                total_max = finite_or_zero(total_max)
+                for first_out_dim in tl.range(0, HEAD_SIZE, BLOCK_DIM, num_stages=1):
+                    out_dims = first_out_dim + dims
+                    stored = is_row[:, None] & (out_dims < HEAD_SIZE)[None, :]
+                    total = tl.zeros([BLOCK_ROWS, BLOCK_DIM], dtype=tl.float32)
+                    total_sum = tl.zeros([BLOCK_ROWS], dtype=tl.float32)
+                    for i in tl.range(0, num_splits, num_stages=1):
+                        part = head_rows + i * num_rows
+                        part_max = tl.load(
+                            maxima_ptr + part, mask=is_row, other=float("-inf"), cache_modifier=".cg"
+                        )
+                        share = tl.exp2(part_max - total_max)
+                        total_sum += share * tl.load(
+                            sums_ptr + part, mask=is_row, other=0.0, cache_modifier=".cg"
+                        )
+                        total += share[:, None] * tl.load(
+                            partials_ptr + part[:, None] * HEAD_SIZE + out_dims[None, :],
+                            mask=stored, other=0.0, cache_modifier=".cg",
+                        )  # fmt: skip
+                    normalizer = value_factor / tl.where(total_sum == 0.0, 1.0, total_sum)
+                    tl.store(
+                        out_ptr + out_rows[:, None] + out_dims[None, :],
+                        (total * normalizer[:, None]).to(out_ptr.dtype.element_ty),
+                        mask=stored,
+                    )

@@ -1,0 +1,204 @@
+"""The Triton kernel's work list and workspace: made once, refilled on the device once a step, for all layers.
+
+    sequence       rows of BLOCK_ROWS         keys
+    chunk          tile, tile, tile, ...      all that a tile sees, by one program
+    tree, decode   tile (or two)              splits of SPLIT_SIZE slots, one program each
+
+    item           sequence, first row, begin, end, split, num_splits, tile, first partial row
+
+Where splits begin follows from their slots alone, and whether there are any from the sequence's own number of
+new tokens, so a sequence's result does not depend on its company. Chunks come first in the list, for their
+items take longest.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
+# ruff: noqa: N803
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tandem_kernels.turbo_attention.inputs import MAX_TREE_NODES
+from tandem_kernels.turbo_attention.triton_kernel import ITEM_FIELDS
+from tandem_kernels.turbo_attention.triton_tiles import SPLIT_SIZE, Tiles, choose_tiles
+
+#: Tiles of rows that the planning kernel handles at a time.
+PLAN_LANES = 256
+
+
+class AttentionPlan:
+    """Which program of the kernel attends to what in the current step.
+
+    All layers of a step, and the steps after it, may use one plan, but not two launches at the same time: the
+    partial results lie in its workspace. `update` and the launches are ordered by their CUDA stream and can
+    be captured into a CUDA graph. Layers with another window need another plan.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_tokens: int,
+        max_seqs: int,
+        max_seq_len: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_size: int,
+        dtype: torch.dtype,
+        cache_dtype: torch.dtype,
+        device: torch.device | str,
+        window: int | None = None,
+        max_new_tokens: int | None = None,
+        split_size: int = SPLIT_SIZE,
+    ) -> None:
+        """Allocate for steps of at most max_tokens new tokens of max_seqs sequences.
+
+        Args:
+            max_seq_len: longest sequence in tokens, new ones included; the workspace grows with it.
+            dtype, cache_dtype: the query's and the KV cache's.
+            window: the layers' sliding window in tokens.
+            max_new_tokens: new tokens that most sequences of a step stay within, for example the draft's
+                nodes; None suits prompt chunks and all sizes of drafts. It changes the last bits of results.
+            split_size: keys per split; a multiple of the kernel's tile of 64 keys.
+
+        Raises:
+            ValueError: split_size is not a positive multiple of the tile.
+        """
+        device = torch.device(device)
+        capability = None
+        if device.type == "cuda":
+            major, minor = torch.cuda.get_device_capability(device)
+            capability = 10 * major + minor
+        self.group_size = num_heads // num_kv_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_size = head_size
+        self.dtype, self.cache_dtype = dtype, cache_dtype
+        self.window = window
+        self.max_tokens, self.max_seqs, self.max_seq_len = max_tokens, max_seqs, max_seq_len
+        self.split_size = split_size
+        self.tiles: Tiles = choose_tiles(
+            head_size, self.group_size, dtype.itemsize, cache_dtype.itemsize, max_new_tokens, capability
+        )
+        if split_size <= 0 or split_size % self.tiles.block_keys:
+            raise ValueError(
+                f"split_size is {split_size}, wanted a positive multiple of {self.tiles.block_keys} keys"
+            )
+        block_rows = self.tiles.block_rows
+        max_splits = max(1, -(-max_seq_len // split_size))
+        num_tiles = max_tokens * self.group_size // block_rows + max_seqs
+        split_tokens = min(max_tokens, MAX_TREE_NODES * max_seqs)
+        num_items = (split_tokens * self.group_size // block_rows + max_seqs) * max_splits + num_tiles
+        #: Rows of partial results for each K/V head; a tile without splits leaves none.
+        self.num_partial_rows = split_tokens * self.group_size * max_splits if max_splits > 1 else 1
+        rows = num_kv_heads * self.num_partial_rows
+        self.items = torch.empty(num_items, ITEM_FIELDS, dtype=torch.int32, device=device)
+        self.num_items = torch.zeros(1, dtype=torch.int32, device=device)
+        #: Splits that have arrived, for each tile of rows and K/V head: zero before and after each launch.
+        self.counters = torch.zeros(num_tiles * num_kv_heads, dtype=torch.int32, device=device)
+        self.partials = torch.empty(rows, head_size, dtype=torch.float32, device=device)
+        self.maxima = torch.empty(rows, dtype=torch.float32, device=device)
+        self.sums = torch.empty(rows, dtype=torch.float32, device=device)
+        self.num_programs = 4
+        if device.type == "cuda":
+            multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+            self.num_programs = multiprocessors * self.tiles.programs_per_multiprocessor
+
+    def update(self, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:
+        """Fill the work list for a step; seq_lens [B] and query_start_loc [B + 1] as in `turbo_attention`.
+
+        No sequence may be longer than max_seq_len (keys past it are left out), nor may the step exceed
+        max_tokens; neither can be checked without waiting for the device.
+
+        Raises:
+            ValueError: more sequences than max_seqs.
+        """
+        num_seqs = seq_lens.shape[0]
+        if num_seqs > self.max_seqs:
+            raise ValueError(f"seq_lens has {num_seqs} sequences, wanted at most max_seqs = {self.max_seqs}")
+        if num_seqs == 0:
+            self.num_items.zero_()
+            return
+        plan_kernel[(1,)](
+            seq_lens, query_start_loc, self.items, self.num_items,
+            num_seqs, num_seqs.bit_length(),
+            self.max_tokens * self.group_size // self.tiles.block_rows + num_seqs,
+            self.max_seq_len, self.window or 0,
+            GROUP_SIZE=self.group_size, BLOCK_ROWS=self.tiles.block_rows, BLOCK_KEYS=self.tiles.block_keys,
+            SPLIT_SIZE=self.split_size, MAX_NODES=MAX_TREE_NODES, HAS_WINDOW=self.window is not None,
+            LANES=PLAN_LANES, num_warps=4,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=("num_seqs", "num_halvings", "num_tiles", "max_seq_len", "window"))
+def plan_kernel(
+    seq_lens_ptr, query_start_loc_ptr, items_ptr, num_items_ptr,
+    num_seqs, num_halvings, num_tiles, max_seq_len, window,
+    GROUP_SIZE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, SPLIT_SIZE: tl.constexpr,
+    MAX_NODES: tl.constexpr, HAS_WINDOW: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """List the items of a step. One program: a step has few tiles, and prefix sums then need no second pass.
+
+    Sequence b owns tiles from query_start_loc[b] * GROUP_SIZE // BLOCK_ROWS + b, enough of them whatever its
+    length; a lane finds its tile's sequence by bisection.
+    """
+    num_items = 0
+    num_partial_rows = 0
+    for chunks in tl.static_range(2):
+        for first_tile in tl.range(0, num_tiles, LANES):
+            tiles = first_tile + tl.arange(0, LANES)
+            seqs = tl.zeros([LANES], dtype=tl.int32)
+            beyond = seqs + num_seqs
+            for _ in tl.range(0, num_halvings):
+                middle = (seqs + beyond) // 2
+                starts = tl.load(query_start_loc_ptr + middle) * GROUP_SIZE // BLOCK_ROWS + middle
+                beyond = tl.where(starts <= tiles, beyond, middle)
+                seqs = tl.where(starts <= tiles, middle, seqs)
+            row_starts = tl.load(query_start_loc_ptr + seqs)
+            num_new = tl.load(query_start_loc_ptr + seqs + 1) - row_starts
+            first_rows = (tiles - row_starts * GROUP_SIZE // BLOCK_ROWS - seqs) * BLOCK_ROWS
+            num_rows = tl.minimum(num_new * GROUP_SIZE - first_rows, BLOCK_ROWS)
+            seq_lens = tl.load(seq_lens_ptr + seqs)
+            context_lens = seq_lens - num_new
+
+            if chunks == 0:
+                listed = (num_rows > 0) & (num_new > MAX_NODES)
+                first_tokens = first_rows // GROUP_SIZE
+                ends = context_lens + (first_rows + num_rows - 1) // GROUP_SIZE + 1
+            else:
+                listed = (num_rows > 0) & (num_new <= MAX_NODES)
+                first_tokens = tl.zeros([LANES], dtype=tl.int32)
+                ends = seq_lens
+            ends = tl.minimum(ends, max_seq_len)
+            begins = tl.zeros([LANES], dtype=tl.int32)
+            if HAS_WINDOW:
+                begins = tl.maximum(context_lens + first_tokens - window + 1, 0) // BLOCK_KEYS * BLOCK_KEYS
+            if chunks == 0:
+                first_splits = tl.zeros([LANES], dtype=tl.int32)
+                num_splits = tl.where(listed, 1, 0)
+            else:
+                first_splits = begins // SPLIT_SIZE
+                num_splits = tl.maximum(tl.cdiv(ends, SPLIT_SIZE) - first_splits, 0)
+                num_splits = tl.where(listed, num_splits, 0)
+            partial_rows = tl.where(num_splits > 1, num_splits * num_rows, 0)
+            first_items = num_items + tl.cumsum(num_splits, 0) - num_splits
+            first_partial_rows = num_partial_rows + tl.cumsum(partial_rows, 0) - partial_rows
+            for split in tl.range(0, tl.max(num_splits, 0)):
+                is_item = split < num_splits
+                item_ptrs = items_ptr + (first_items + split).to(tl.int64) * 8
+                split_begins = begins
+                split_ends = ends
+                if chunks == 1:
+                    split_begins = tl.maximum(begins, (first_splits + split) * SPLIT_SIZE)
+                    split_ends = tl.minimum(ends, (first_splits + split + 1) * SPLIT_SIZE)
+                tl.store(item_ptrs, seqs, mask=is_item)
+                tl.store(item_ptrs + 1, first_rows, mask=is_item)
+                tl.store(item_ptrs + 2, split_begins, mask=is_item)
+                tl.store(item_ptrs + 3, split_ends, mask=is_item)
+                tl.store(item_ptrs + 4, tl.zeros([LANES], dtype=tl.int32) + split, mask=is_item)
+                tl.store(item_ptrs + 5, num_splits, mask=is_item)
+                tl.store(item_ptrs + 6, tiles, mask=is_item)
+                tl.store(item_ptrs + 7, first_partial_rows, mask=is_item)
+            num_items += tl.sum(num_splits, 0)
+            num_partial_rows += tl.sum(partial_rows, 0)
+    tl.store(num_items_ptr, num_items)
