@@ -60,6 +60,13 @@ def decode_batch(rng: random.Random, num_seqs: int, all_blocks: list[int]) -> Ba
     )
 
 
+def tensors(inputs: StaticInputs) -> list[torch.Tensor]:
+    """All that a step reads on the device."""
+    metadata = [value for value in vars(inputs.metadata).values() if isinstance(value, torch.Tensor)]
+    assert len(metadata) == 5
+    return [inputs.input_ids, inputs.positions, *metadata]
+
+
 def make_runner(folder: Path, dtype: torch.dtype, num_blocks: int, device: str = "cpu") -> ModelRunner:
     """Over a cache of random KV, the same for the same sizes."""
     decoder = load_decoder(folder, dtype, device)
@@ -114,7 +121,7 @@ def test_padding_rows_write_to_the_scratch_slot_alone(tiny_model: Path) -> None:
 def test_the_buffers_stay_where_they_are() -> None:
     rng = random.Random(3)
     inputs = StaticInputs(Bucket(8, 4), MAX_BLOCKS, BLOCK_SIZE, 999, CPU)
-    kept = [inputs.input_ids, inputs.positions, *vars(inputs.metadata).values()]
+    kept = tensors(inputs)
     addresses = [tensor.data_ptr() for tensor in kept]
     for num_seqs in (4, 1):
         inputs.load(Batch(tuple(sequence(30, None, list(range(MAX_BLOCKS)), rng) for _ in range(num_seqs))))
@@ -128,7 +135,7 @@ def test_the_buffers_stay_where_they_are() -> None:
 def test_every_input_is_aligned_as_triton_wants_it(bucket: Bucket) -> None:
     inputs = StaticInputs(bucket, MAX_BLOCKS, BLOCK_SIZE, 0, CPU)
     start = inputs.input_ids.data_ptr()
-    for tensor in (inputs.positions, *vars(inputs.metadata).values()):
+    for tensor in tensors(inputs):
         if tensor is not inputs.metadata.block_table:
             assert (tensor.data_ptr() - start) % 16 == 0
         assert tensor.is_contiguous()
