@@ -17,9 +17,10 @@ from pathlib import Path
 
 import triton
 from tandem_kernels.turbo_attention import triton_kernel
+from tandem_kernels.turbo_attention.triton_plan import PLAN_LANES, plan_kernel
 from tandem_kernels.turbo_attention.triton_tiles import choose_tiles
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, CompiledKernel
 from triton_configurations import ALL, SUBSET, Configuration
 
 POINTERS = {
@@ -87,18 +88,12 @@ def compile_one(config: Configuration) -> Resources:
         "query_ptr": config.dtype, "out_ptr": config.dtype, "kv_cache_ptr": config.cache_dtype
     }  # fmt: skip
     signature |= {name: f"*{pointee}" for name, pointee in pointers.items()}
-    # As a launch with aligned tensors specializes it; otherwise loads go one element at a time.
-    aligned = [i for i, name in enumerate(kernel.arg_names) if name.endswith(("_ptr", "_stride"))]
-    attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
-    compiled = triton.compile(
-        ASTSource(kernel, signature, constants, attributes),
-        target=GPUTarget("cuda", config.capability, 32),
-        options={"num_warps": tiles.num_warps, "maxnreg": tiles.max_registers},
-    )
-    shared = compiled.metadata.shared
+    options = {"num_warps": tiles.num_warps, "maxnreg": tiles.max_registers}
+    compiled = _compile(kernel, signature, constants, config.capability, options)
+    sizes = (compiled.metadata.shared, tiles.block_rows, tiles.block_keys, tiles.num_warps)
     cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     if not cuobjdump.exists():
-        return Resources(shared, tiles.block_rows, tiles.block_keys, tiles.num_warps)
+        return Resources(*sizes)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -109,10 +104,7 @@ def compile_one(config: Configuration) -> Resources:
 
         usage, code = dump("-res-usage"), dump("-sass")
     return Resources(
-        shared,
-        tiles.block_rows,
-        tiles.block_keys,
-        tiles.num_warps,
+        *sizes,
         registers=max(int(n) for n in re.findall(r"REG:(\d+)", usage)),
         stack_bytes=max(int(n) for n in re.findall(r"STACK:(\d+)", usage)),
         hgmma=len(re.findall(r"\bHGMMA\.", code)),
@@ -121,7 +113,38 @@ def compile_one(config: Configuration) -> Resources:
     )
 
 
+def compile_plan(capability: int, group_size: int, window: bool) -> int:
+    """Compile the planning kernel; returns its shared memory in bytes."""
+    constants = {
+        "GROUP_SIZE": group_size, "BLOCK_ROWS": 64, "BLOCK_KEYS": 64, "SPLIT_SIZE": 1024, "MAX_NODES": 64,
+        "HAS_WINDOW": window, "LANES": PLAN_LANES,
+    }  # fmt: skip
+    signature = dict.fromkeys(plan_kernel.arg_names, "i32") | dict.fromkeys(constants, "constexpr")
+    signature |= {name: "*i32" for name in plan_kernel.arg_names if name.endswith("_ptr")}
+    compiled = _compile(plan_kernel, signature, constants, capability, {"num_warps": 4})
+    return int(compiled.metadata.shared)
+
+
+def _compile(
+    kernel: triton.JITFunction,
+    signature: dict[str, str],
+    constants: dict[str, object],
+    capability: int,
+    options: dict[str, object],
+) -> CompiledKernel:
+    # As a launch with aligned tensors specializes it; otherwise loads go one element at a time.
+    aligned = [i for i, name in enumerate(kernel.arg_names) if name.endswith(("_ptr", "_stride"))]
+    attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
+    return triton.compile(
+        ASTSource(kernel, signature, constants, attributes),
+        target=GPUTarget("cuda", capability, 32),
+        options=options,
+    )
+
+
 if __name__ == "__main__":
+    for capability, group_size, window in ((80, 3, False), (90, 8, True)):
+        assert compile_plan(capability, group_size, window) > 0
     for config in ALL if sys.argv[1:] == ["all"] else SUBSET:
         identity = {"name": config.name, "head_size": config.head_size}
         print(json.dumps(identity | asdict(compile_one(config))), flush=True)
