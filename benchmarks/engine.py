@@ -69,7 +69,7 @@ FULL = Plan(
 )
 QUICK = Plan(
     (
-        Load(SHORT_TOKENS, 1, rounds=2),
+        Load(SHORT_TOKENS, 1, rounds=1),
         Load(SHORT_TOKENS, 4, rounds=1),
         Load(LONG_TOKENS, 1, rounds=1),
     ),
