@@ -96,6 +96,12 @@ def plan_fleet(options: FleetOptions) -> FleetPlan:
     return _Planner(options).plan()
 
 
+#: Decoding goes first where both want the same cores. Measured on two cores, a short text's time per token
+#: while another prompt of 3,840 tokens is computed, and that prompt's time to first token: with equal
+#: priority 56 ms and 8 s, with 3 18 ms and 11 s, with 6 10 ms and 11 s; 7 ms while nothing else runs.
+_PREFILL_NICE = 6
+
+
 class _Planner:
     def __init__(self, options: FleetOptions) -> None:
         self._options = options
@@ -110,7 +116,8 @@ class _Planner:
 
     def _prefill(self, index: int) -> ProcessSpec:
         port = self._options.base_port + index
-        return self._pod("prefill", f"prefill-{index}", {"grpc": port}, self._model_flags())
+        flags = [*self._model_flags(), "--nice", str(_PREFILL_NICE)]
+        return self._pod("prefill", f"prefill-{index}", {"grpc": port}, flags)
 
     def _decode(self, index: int, lookahead: Sequence[ProcessSpec]) -> ProcessSpec:
         base = self._options.base_port

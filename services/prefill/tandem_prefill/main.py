@@ -16,6 +16,7 @@ from tandem_engine.transport.zeromq import ZmqSender
 from tandem_proto.v1 import prefill_pb2_grpc
 from tandem_service import logs, settings
 from tandem_service.books import refreshing
+from tandem_service.priority import step_back
 from tandem_service.server import PodServer
 
 from tandem_prefill.metrics import PrefillMetrics
@@ -36,6 +37,7 @@ def main() -> None:
     """Entry point of `tandem-prefill`."""
     pod_settings = settings.load(PrefillSettings)
     logs.configure(pod_settings, "prefill")
+    step_back(pod_settings.nice)
     asyncio.run(_serve(pod_settings))
 
 

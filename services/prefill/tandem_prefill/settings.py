@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from pydantic import Field
 from tandem_service.engine_settings import EnginePodSettings
 
 
 class PrefillSettings(EnginePodSettings):
     """tandem-prefill: computes prompts and ships their KV."""
+
+    nice: Annotated[int, Field(ge=0, le=19)] = 0
+    """CPU priority given up to decode pods on the same machine; `tandem up` sets 6"""

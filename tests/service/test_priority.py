@@ -1,0 +1,55 @@
+"""A process that steps back gets little beside one that does not, also in a session of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tandem_service import priority
+
+SCRIPT = """
+import os
+from tandem_service.priority import step_back
+step_back({nice})
+print(os.nice(0))
+try:
+    print(open("/proc/self/autogroup").read().split()[-1])
+except OSError:
+    print("none")
+"""
+
+
+def stepped_back(nice: int) -> list[str]:
+    process = subprocess.run(
+        [sys.executable, "-P", "-c", SCRIPT.format(nice=nice)],
+        capture_output=True,
+        text=True,
+        check=True,
+        start_new_session=True,
+    )
+    return process.stdout.split()
+
+
+def test_the_process_and_its_session_step_back() -> None:
+    before = os.nice(0)
+    own, group = stepped_back(6)
+    assert int(own) == min(before + 6, 19)
+    if group != "none" and Path("/proc/sys/kernel/sched_autogroup_enabled").read_text().strip() == "1":
+        assert group == "6"
+
+
+def test_zero_changes_nothing() -> None:
+    own, group = stepped_back(0)
+    assert int(own) == os.nice(0)
+    assert group in ("0", "none")
+
+
+def test_where_the_kernel_refuses_the_nice_value_must_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(priority, "_AUTOGROUP", tmp_path / "absent" / "autogroup")
+    monkeypatch.setattr(os, "nice", lambda value: value)
+    priority.step_back(3)
