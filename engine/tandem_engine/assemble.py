@@ -78,6 +78,7 @@ def assemble(config: EngineConfig, drafter: DraftSource | None = None) -> Engine
         decoder.config.head_dim,
         config.block_size,
         decoder.dtype,
+        interleaved=decoder.reads_interleaved(config.block_size),
     )
     pool = KVPool(shape, config.num_blocks or default_num_blocks(shape), device)
     manager = BlockManager(pool.num_blocks, config.block_size, enable_prefix_caching=config.prefix_cache)
@@ -119,6 +120,7 @@ def _layout(manifest: ModelManifest, decoder: Decoder, shape: KVShape, numerics:
         num_kv_heads=shape.num_kv_heads,
         head_size=shape.head_size,
         block_size=shape.block_size,
+        block_layout="KV,H,interleaved" if shape.interleaved else "KV,H,T,D",
         # Keys are stored as the converted weights make them, so that format is part of their meaning; and
         # pods that multiply differently would compute two halves of one text differently.
         rope=f"{rope},weights={LAYOUT_VERSION},quantization={numerics.quantization}",

@@ -94,6 +94,7 @@ class ModelRunner:
             query_start_loc=torch.tensor(query_start_loc, dtype=torch.int32, device=self.device),
             slot_mapping=torch.from_numpy(np.concatenate(slot_mapping)).to(self.device),
             ancestor_bits=self._tensor(ancestor_bits) if drafted else None,
+            interleaved=self.pool.shape.interleaved,
         )
 
     def _first_rows(self, batch: Batch) -> list[int]:

@@ -21,6 +21,7 @@
 #include <cmath>
 #include <vector>
 
+#include "cache.h"
 #include "product.h"
 
 namespace {
@@ -204,6 +205,13 @@ class Attention {
     team.wait();
   }
 
+  // K and V of 64 keys as the products read them: K [D / per lane][64 keys], rows key_stride apart, and
+  // V [64 / per lane][D], of 32-bit lanes.
+  struct Tile {
+    const uint32_t* keys;
+    int64_t key_stride;
+    const uint32_t* values;
+  };
   // Per thread, reused from task to task.
   struct Workspace {
     void *query, *keys, *values, *raw, *weights;
@@ -302,10 +310,14 @@ class Attention {
   int64_t head_elements() const { return int64_t(c.block_size) * c.head_size; }
   int64_t part_elements() const { return c.num_kv_heads * head_elements(); }
 
-  // K as [D / per lane][64 keys] and V as [64 / per lane][D] of 32-bit lanes; keys from `end` on are zero. With a
-  // path, keys from the context's end on are its nodes in their order.
+  // The 64 keys from first_key on; those from `end` on are zero. With a path, keys from the context's end on are its
+  // nodes in their order.
   template <class Type>
-  void load_tile(const Task& task, int first_key, int end, uint64_t path, const Workspace& work) const {
+  Tile load_tile(const Task& task, int first_key, int end, uint64_t path, const Workspace& work) const {
+    if (c.interleaved) {
+      if (first_key + kTile <= (path ? context(task.seq) : end)) return whole_tile<Type>(task, first_key, end, work);
+      return partial_tile<Type>(task, first_key, end, path, work);
+    }
     using Element = typename Type::Element;
     const int D = c.head_size, bytes = bytes_of((DType)c.cache_dtype);
     const DType dtype = (DType)c.cache_dtype;
@@ -353,22 +365,21 @@ class Attention {
     if (first_key + kTile < end)
       for (int t = 0; t < kTile && first_key + kTile + t < tree; t += kStrip)
         ahead[t / kStrip] = (const char*)work.cache + element_of(blocks, task.kv_head, first_key + kTile + t) * bytes;
-    auto fetch = [&](int t, int part, int64_t from, int64_t to) {
+    auto fetch_ahead = [&](int t, int part, int64_t from, int64_t to) {
       if (!ahead[t / kStrip]) return;
       const char* strip = ahead[t / kStrip] + part * part_elements() * bytes;
-      // GCC takes a function that only prefetches for one without effect, and drops its calls.
-      for (int64_t line = from; line < to; line += 64) asm volatile("prefetcht1 %0" : : "m"(strip[line]));
+      for (int64_t line = from; line < to; line += 64) fetch(strip + line);
     };
     const int depth = D / Type::kPerLane;
     const int64_t strip_bytes = int64_t(kStrip) * D * bytes;
     for (int t = 0; t < kTile; t += kLanes) {
       for (int d = 0; d < depth; d += kLanes)
         transpose((const uint32_t* const*)rows[0] + t, d, (uint32_t*)work.keys + int64_t(d) * kTile + t, kTile);
-      if (t % kStrip == 0) fetch(t, 0, 0, strip_bytes);
+      if (t % kStrip == 0) fetch_ahead(t, 0, 0, strip_bytes);
     }
     for (int t = 0; t < kTile; t += Type::kPerLane) {
       uint32_t* out = (uint32_t*)work.values + int64_t(t / Type::kPerLane) * D;
-      fetch(t, 1, t % kStrip * strip_bytes / kStrip, (t % kStrip + Type::kPerLane) * strip_bytes / kStrip);
+      fetch_ahead(t, 1, t % kStrip * strip_bytes / kStrip, (t % kStrip + Type::kPerLane) * strip_bytes / kStrip);
 #if defined(__AVX512BF16__)
       if constexpr (Type::kPerLane == 2) {
         const __m512i even = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7,
@@ -383,7 +394,71 @@ class Attention {
 #endif
       std::memcpy(out, rows[1][t], D * 4);
     }
+    return {(const uint32_t*)work.keys, kTile, (const uint32_t*)work.values};
   }
+
+  // Of an interleaved cache: where it lies; the next one is fetched ahead.
+  template <class Type>
+  Tile whole_tile(const Task& task, int first_key, int end, const Workspace& work) const {
+    const int32_t* blocks = c.block_table + int64_t(task.seq) * c.max_blocks;
+    auto at = [&](int key, int part) {
+      const int64_t lane = part == 0 ? key % c.block_size : int64_t(key % c.block_size) / Type::kPerLane * c.head_size;
+      return (const uint32_t*)piece(work.cache, blocks[key / c.block_size], part, task.kv_head) + lane;
+    };
+    if (first_key + kTile < end) {
+      const int lines = kTile * 4 / 64, rows = c.head_size / Type::kPerLane;
+      const char* keys = (const char*)at(first_key + kTile, 0);
+      for (int row = 0; row < rows; ++row)
+        for (int line = 0; line < lines; ++line) fetch(keys + (int64_t(row) * c.block_size * 4 + line * 64));
+      const char* values = (const char*)at(first_key + kTile, 1);
+      for (int64_t line = 0; line < int64_t(kTile) * c.head_size * 4 / Type::kPerLane; line += 64) fetch(values + line);
+    }
+    return {at(first_key, 0), c.block_size, at(first_key, 1)};
+  }
+
+  // Of an interleaved cache: a copy, so that what lies beyond `end` does not count, whatever it is.
+  template <class Type>
+  Tile partial_tile(const Task& task, int first_key, int end, uint64_t path, const Workspace& work) const {
+    using Element = typename Type::Element;
+    const int D = c.head_size, tree = path ? context(task.seq) : end;
+    const int32_t* blocks = c.block_table + int64_t(task.seq) * c.max_blocks;
+    const HeadShape shape = {c.block_size, D, (DType)c.cache_dtype, true}, tile = {kTile, D, (DType)c.cache_dtype, true};
+    std::memset(work.keys, 0, tile.bytes());
+    std::memset(work.values, 0, tile.bytes());
+    for (int key = tree; key < first_key; ++key) path &= path - 1;  // nodes of the tiles before
+    int t = 0;
+    if (const int count = std::min(tree, end) - first_key; count > 0) {
+      // A tile lies within one block.
+      const int offset = first_key % c.block_size;
+      const uint32_t* keys = (const uint32_t*)piece(work.cache, blocks[first_key / c.block_size], 0, task.kv_head);
+      for (int lane = 0; lane < D / Type::kPerLane; ++lane)
+        std::memcpy((uint32_t*)work.keys + lane * kTile, keys + int64_t(lane) * c.block_size + offset, count * 4);
+      const char* values = piece(work.cache, blocks[first_key / c.block_size], 1, task.kv_head);
+      const int whole = count / Type::kPerLane * Type::kPerLane;
+      std::memcpy(work.values, values + int64_t(offset) * D * sizeof(Element), int64_t(whole) * D * sizeof(Element));
+      for (t = whole; t < count; ++t) {
+        shape.get_value(values, offset + t, work.raw);
+        tile.put_value(work.values, t, work.raw);
+      }
+      t = count;
+    }
+    for (; t < kTile && first_key + t < end; ++t, path &= path - 1) {
+      const int key = tree + __builtin_ctzll(path), offset = key % c.block_size;
+      shape.get_key(piece(work.cache, blocks[key / c.block_size], 0, task.kv_head), offset, work.raw);
+      tile.put_key(work.keys, t, work.raw);
+      shape.get_value(piece(work.cache, blocks[key / c.block_size], 1, task.kv_head), offset, work.raw);
+      tile.put_value(work.values, t, work.raw);
+    }
+    return {(const uint32_t*)work.keys, kTile, (const uint32_t*)work.values};
+  }
+
+  const char* piece(const void* cache, int block, int part, int kv_head) const {
+    return (const char*)cache + ((int64_t(block) * 2 + part) * c.num_kv_heads + kv_head) * head_elements() *
+                                    bytes_of((DType)c.cache_dtype);
+  }
+
+  // GCC takes a function that only prefetches by its built-in for one without effect, and drops its calls.
+  static void fetch(const char* line) { asm volatile("prefetcht1 %0" : : "m"(*line)); }
 
   // Which of a tile's keys a token at a position sees, as bits.
   uint64_t visible(int position, int first_key) const {
@@ -411,15 +486,14 @@ class Attention {
       const int begin = (task.first_split + s) * kSplit, end = std::min(begin + kSplit, keys);
       for (int first_key = begin; first_key < end; first_key += kTile) {
         if (!tree || first_key + kTile <= context) {
-          load_tile<Type>(task, first_key, keys, 0, work);
-          attend_tile<Type>(task, first_key, 0, rows, state, work);
+          attend_tile<Type>(task, first_key, 0, rows, state, load_tile<Type>(task, first_key, keys, 0, work), work);
           continue;
         }
         for (int i = 0; i < task.num_tokens; ++i) {
           const int node = task.first_token + i, length = position(task.seq, node) + 1;
           if (first_key >= length) continue;
-          load_tile<Type>(task, first_key, length, path(task.seq, node), work);
-          attend_tile<Type>(task, first_key, i * group, (i + 1) * group, state, work);
+          const Tile tile = load_tile<Type>(task, first_key, length, path(task.seq, node), work);
+          attend_tile<Type>(task, first_key, i * group, (i + 1) * group, state, tile, work);
         }
       }
       if (s > 0) merge_states(total, split, rows);
@@ -427,9 +501,9 @@ class Attention {
     if (task.partial < 0) write(task, total);
   }
 
-  // Rows first_row .. last_row - 1 of the task with the loaded tile.
+  // Rows first_row .. last_row - 1 of the task with a tile.
   template <class Type>
-  void attend_tile(const Task& task, int first_key, int first_row, int last_row, State& state,
+  void attend_tile(const Task& task, int first_key, int first_row, int last_row, State& state, const Tile& tile,
                    const Workspace& work) const {
     using Element = typename Type::Element;
     const int D = c.head_size, depth = D / Type::kPerLane;
@@ -445,7 +519,7 @@ class Attention {
       if (any == 0) continue;
       const bool full = ~all == 0;
       product<Type, Sum::kFresh>(count, (const uint32_t*)work.query + int64_t(first) * depth, depth,
-                                 (const uint32_t*)work.keys, kTile, work.scores, kTile, depth, kTile);
+                                 tile.keys, tile.key_stride, work.scores, kTile, depth, kTile);
       for (int r = 0; r < count; ++r) {
         float* scores = work.scores + r * kTile;
         float unit = scale * kLog2E;  // from a score to log2 of its weight
@@ -459,7 +533,7 @@ class Attention {
         soften<Type>(scores, unit, first + r, state, (Element*)work.weights + r * kTile);
       }
       product<Type, Sum::kContinued>(count, (const uint32_t*)work.weights, kTile / Type::kPerLane,
-                                     (const uint32_t*)work.values, D, state.acc + int64_t(first) * D, D,
+                                     tile.values, D, state.acc + int64_t(first) * D, D,
                                      kTile / Type::kPerLane, D);
     }
   }

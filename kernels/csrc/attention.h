@@ -26,6 +26,8 @@ extern "C" struct TandemAttention {
   int32_t window;  // 0: none
   float scale, softcap;  // softcap 0: none
   int32_t num_threads;
+  // How the cache lies (cache.h). If so, blocks are multiples of 64 tokens and the products' dtype is the cache's.
+  int32_t interleaved;
 };
 
 class Attention;

@@ -63,27 +63,28 @@ int64_t RopeStore::first_wrong() const {
 }
 
 void rope_store_in_team(Team& team, const RopeStore& c, const void* q_norm, const void* k_norm, void* cache) {
-  const int bytes = bytes_of(c.dtype), D = c.head_size, heads = c.num_heads + 2 * c.num_kv_heads;
+  const int D = c.head_size, heads = c.num_heads + 2 * c.num_kv_heads;
+  const HeadShape shape = {c.block_size, D, c.dtype, c.interleaved};
   team.share(c.tokens, [&](int64_t t) {
     const float* by = c.rotations + c.positions[t] * D;
+    const int offset = int(c.slots[t] % c.block_size);
     for (int h = 0; h < heads; ++h) {
       const int64_t from = (t * heads + h) * D;
       const bool is_query = h < c.num_heads, is_value = h >= c.num_heads + c.num_kv_heads;
       const int kv_head = is_query ? 0 : (h - c.num_heads) % c.num_kv_heads;
-      const int64_t to = (((c.slots[t] / c.block_size * 2 + is_value) * c.num_kv_heads + kv_head) * c.block_size +
-                          c.slots[t] % c.block_size) *
-                         D;
+      char* piece =
+          (char*)cache + ((c.slots[t] / c.block_size * 2 + is_value) * c.num_kv_heads + kv_head) * shape.bytes();
+      const char* row = (const char*)c.qkv + from * bytes_of(c.dtype);
       if (is_value) {
-        std::memcpy((char*)cache + to * bytes, (const char*)c.qkv + from * bytes, int64_t(D) * bytes);
+        shape.put_value(piece, offset, row);
         continue;
       }
       const void* norm = is_query ? q_norm : k_norm;
       if (norm) normalize(c.qkv, from, D, c.dtype, norm, c.eps, c.qkv, from, c.dtype);
-      for (int d = 0; d < D; d += kLanes) {
-        Vec rotated = rotate(load_as_float(c.qkv, from + d, c.dtype, nullptr), load(by + d));
-        if (is_query) store_from_float(c.qkv, from + d, c.dtype, rotated);
-        else store_from_float(cache, to + d, c.dtype, rotated);
-      }
+      for (int d = 0; d < D; d += kLanes)
+        store_from_float(c.qkv, from + d, c.dtype,
+                         rotate(load_as_float(c.qkv, from + d, c.dtype, nullptr), load(by + d)));
+      if (!is_query) shape.put_key(piece, offset, row);
     }
   });
   team.wait();
@@ -113,7 +114,7 @@ int64_t tandem_rope_store(void* qkv, const int64_t* positions, const int64_t* sl
                           int64_t num_slots, int32_t num_heads, int32_t num_kv_heads, int32_t head_size,
                           int32_t block_size, int32_t dtype, float eps, int32_t num_threads) {
   const RopeStore call = {qkv,       positions, slots,        rotations, tokens,     num_positions, num_slots,
-                          num_heads, num_kv_heads, head_size, block_size, (DType)dtype, eps};
+                          num_heads, num_kv_heads, head_size, block_size, (DType)dtype, eps, false};
   const int64_t wrong = call.first_wrong();
   if (wrong >= 0) return wrong;
   const int64_t elements = tokens * (num_heads + 2 * num_kv_heads) * head_size;

@@ -1,6 +1,7 @@
 // What a decoder layer does between its matrix products.
 #pragma once
 
+#include "cache.h"
 #include "linear.h"
 
 // All are called by every thread of a team, and return when all are done. A product that follows with quantized
@@ -15,7 +16,7 @@ void silu_mul_in_team(Team& team, const void* gate_up, const Activations& out, i
 
 // From a fused QKV projection to attention's inputs.
 struct RopeStore {
-  void* qkv;                 // [tokens, num_heads + 2 * num_kv_heads, head_size] dense; queries are changed in place
+  void* qkv;                 // [tokens, num_heads + 2 * num_kv_heads, head_size] dense; queries and keys change
   const int64_t* positions;  // [tokens]
   const int64_t* slots;      // [tokens]
   const float* rotations;    // [num_positions, head_size] interleaved (cos, sin)
@@ -23,6 +24,7 @@ struct RopeStore {
   int num_heads, num_kv_heads, head_size, block_size;
   DType dtype;
   float eps;
+  bool interleaved;  // how the cache lies (cache.h)
 
   // The first token whose position or slot lies outside, or -1.
   int64_t first_wrong() const;

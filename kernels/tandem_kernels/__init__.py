@@ -12,6 +12,7 @@ On the paged KV cache:
 The cache is one tensor per layer, [num_blocks, 2, Hkv, block_size, D] with K at index 0 and V at index 1 of
 the second dimension; slot = block_id * block_size + offset within the block. On a CPU it is contiguous. int8
 and float8 caches: quantize.
+DecoderLayers and move_slots_in_layers also take it interleaved (interleaved_cache.py), the others do not.
 
 A layer's matrix products on a CPU: packed_linear, also of quantized weights; between them: add_rms_norm,
 silu_mul.
@@ -26,7 +27,8 @@ from tandem_kernels.add_rms_norm import add_rms_norm
 from tandem_kernels.decoder_layers import DecoderLayers, LayerWeights, PackedProjection
 from tandem_kernels.draw_tokens import draw_tokens
 from tandem_kernels.gather_blocks import gather_blocks
-from tandem_kernels.move_slots import move_slots
+from tandem_kernels.interleaved_cache import deinterleave, interleave, runs_interleaved
+from tandem_kernels.move_slots import move_slots, move_slots_in_layers
 from tandem_kernels.packed_linear import (
     pack_quantized,
     pack_weight,
@@ -49,10 +51,13 @@ __all__ = [
     "PackedProjection",
     "QuantizedWeight",
     "add_rms_norm",
+    "deinterleave",
     "draw_tokens",
     "gather_blocks",
+    "interleave",
     "join_rows",
     "move_slots",
+    "move_slots_in_layers",
     "pack_quantized",
     "pack_weight",
     "packed_linear",
@@ -60,6 +65,7 @@ __all__ = [
     "quantize_weight",
     "quantized_shape",
     "rope_store",
+    "runs_interleaved",
     "runs_packed",
     "scatter_blocks",
     "silu_mul",

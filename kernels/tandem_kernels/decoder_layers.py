@@ -85,6 +85,8 @@ class DecoderLayers:
         seq_lens: torch.Tensor,
         query_start_loc: torch.Tensor,
         ancestor_bits: torch.Tensor | None,
+        *,
+        interleaved: bool = False,
     ) -> None:
         """Run T new tokens through layers first_layer to end_layer - 1.
 
@@ -94,6 +96,7 @@ class DecoderLayers:
                 adds to hidden; read unless first_layer is 0, and written.
             positions, rotations, slot_mapping: as of `rope_store`.
             kv_caches: per layer (of all), as of `turbo_attention`, whose are the others as well.
+            interleaved: the caches lie as `interleave` says; blocks are then multiples of 64 tokens.
 
         Raises:
             ValueError: a shape or dtype does not fit, or the metadata is inconsistent.
@@ -117,6 +120,11 @@ class DecoderLayers:
                     f"{name} has shape {list(tensor.shape)} and dtype {tensor.dtype}, wanted a dense "
                     f"{list(shape)} of {dtype}"
                 )
+        if interleaved and (inputs.block_size % 64 or inputs.kv_cache.dtype != self.dtype):
+            raise ValueError(
+                f"kv_caches have blocks of {inputs.block_size} {inputs.kv_cache.dtype}, wanted multiples of "
+                f"64 tokens of {self.dtype} to be interleaved"
+            )
         for layer, cache in zip(self._array, kv_caches, strict=True):
             layer.cache = cache.data_ptr()
         call = native.LayersCall(
@@ -144,6 +152,7 @@ class DecoderLayers:
                 cache_dtype=native.DTYPE[kv_caches[first_layer].dtype],
                 scale=self._scale,
                 num_threads=torch.get_num_threads(),
+                interleaved=interleaved,
             ),
             first_layer=first_layer,
             end_layer=end_layer,

@@ -9,8 +9,12 @@ Source and destination overlap, so every source is read before any destination i
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
+
 import torch
 
+from tandem_kernels import native
 from tandem_kernels.checks import check_indices, check_kv_cache
 
 
@@ -37,3 +41,44 @@ def move_slots(kv_cache: torch.Tensor, src_slots: torch.Tensor, dst_slots: torch
     # Indexing copies, so all sources are read here.
     moved = slots_first[src_slots // block_size, src_slots % block_size]
     slots_first.index_put_((dst_slots // block_size, dst_slots % block_size), moved)
+
+
+def move_slots_in_layers(
+    kv_caches: Sequence[torch.Tensor],
+    src_slots: torch.Tensor,
+    dst_slots: torch.Tensor,
+    *,
+    interleaved: bool = False,
+) -> None:
+    """The same in every layer's cache, all of one shape and dtype; in one compiled call where there is one.
+
+    Args:
+        interleaved: how the caches lie (interleaved_cache.py); needs compiled kernels.
+
+    Raises:
+        ValueError, IndexError: as move_slots.
+    """
+    first = kv_caches[0]
+    if native.LIBRARY is None or first.is_cuda or first.dtype not in native.DTYPE:
+        for kv_cache in kv_caches:
+            move_slots(kv_cache, src_slots, dst_slots)
+        return
+    check_kv_cache(first)
+    check_indices("src_slots", src_slots, first.device)
+    check_indices("dst_slots", dst_slots, first.device)
+    if src_slots.shape != dst_slots.shape:
+        raise ValueError(
+            f"src_slots has {src_slots.shape[0]} slots and dst_slots {dst_slots.shape[0]}, wanted as many"
+        )
+    num_blocks, _, num_kv_heads, block_size, head_size = first.shape
+    src_slots, dst_slots = src_slots.long().contiguous(), dst_slots.long().contiguous()
+    pointers = (ctypes.c_void_p * len(kv_caches))(*(cache.data_ptr() for cache in kv_caches))
+    wrong = native.LIBRARY.tandem_move_slots(
+        pointers, len(kv_caches), src_slots.data_ptr(), dst_slots.data_ptr(), src_slots.shape[0],
+        num_blocks * block_size, num_kv_heads, head_size, block_size, native.DTYPE[first.dtype], interleaved,
+    )  # fmt: skip
+    if wrong >= 0:
+        raise IndexError(
+            f"move {wrong} is from slot {src_slots[wrong]} to {dst_slots[wrong]}, wanted both in "
+            f"[0, {num_blocks * block_size})"
+        )

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tandem_engine.errors import ModelLoadError
 from tandem_engine.models import ModelConfig
-from tandem_engine.models.layout import stored_tensors
+from tandem_engine.models.layout import WeightForm, stored_tensors
 
 BASE: dict[str, Any] = {
     "model_type": "llama",
@@ -81,7 +82,8 @@ def test_an_unreadable_file_is_one_clear_error(tmp_path: Path, content: str | No
 
 def test_the_file_layout_fuses_projections() -> None:
     raw = BASE | {"model_type": "qwen2", "num_key_value_heads": 2, "tie_word_embeddings": True}
-    shapes = {t.name: t.shape for t in stored_tensors(ModelConfig.from_hf(json.loads(json.dumps(raw))))}
+    config = ModelConfig.from_hf(json.loads(json.dumps(raw)))
+    shapes = {t.name: t.shape for t in stored_tensors(config, WeightForm(torch.float32))}
     assert shapes["layers.0.qkv_proj.weight"] == (64 + 2 * 32, 64)
     assert shapes["layers.0.qkv_proj.bias"] == (128,)
     assert shapes["layers.2.gate_up_proj.weight"] == (192, 64)

@@ -10,19 +10,22 @@ from tandem_kernels import (
     LayerWeights,
     PackedProjection,
     add_rms_norm,
+    deinterleave,
+    interleave,
     native,
     pack_quantized,
     pack_weight,
     packed_linear,
     quantize_weight,
     rope_store,
+    runs_interleaved,
     silu_mul,
     turbo_attention,
 )
 
 pytestmark = pytest.mark.skipif(native.LIBRARY is None, reason="no compiled kernels on this machine")
 HIDDEN, INNER, HEADS, KV_HEADS, D = 96, 160, 6, 2, 32
-BLOCK, NUM_BLOCKS, EPS = 16, 24, 1e-5
+BLOCK, NUM_BLOCKS, EPS = 64, 12, 1e-5
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -64,17 +67,17 @@ class Step:
     def __post_init__(self) -> None:
         order = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(1))
         self.block_table = order.view(3, -1).int()
-        contexts, new = (7, 60, 33), (20, 1, 4)
+        contexts, new = (50, 130, 190), (20, 1, 4)
         self.seq_lens = torch.tensor([c + n for c, n in zip(contexts, new, strict=True)], dtype=torch.int32)
         self.query_start_loc = torch.tensor([0, 20, 21, 25], dtype=torch.int32)
         logical = [torch.arange(c, c + n) for c, n in zip(contexts, new, strict=True)]
         self.slots = torch.cat(
             [self.block_table[b].long()[at // BLOCK] * BLOCK + at % BLOCK for b, at in enumerate(logical)]
         )
-        self.positions = torch.cat([*logical[:2], 33 + torch.tensor([0, 1, 1, 2])])
+        self.positions = torch.cat([*logical[:2], 190 + torch.tensor([0, 1, 1, 2])])
         self.bits = torch.tensor([0] * 21 + [0b0001, 0b0011, 0b0101, 0b1011])
         angles = torch.outer(
-            torch.arange(128.0), torch.rand(D // 2, generator=torch.Generator().manual_seed(2))
+            torch.arange(256.0), torch.rand(D // 2, generator=torch.Generator().manual_seed(2))
         )
         self.rotations = torch.polar(torch.ones_like(angles), angles)
         self.hidden = random(25, HIDDEN, dtype=torch.float32, seed=7)
@@ -134,6 +137,16 @@ def test_one_call_gives_the_bits_of_many(
                     )  # fmt: skip
                 assert torch.equal(hidden + delta, expected)
                 assert all(map(torch.equal, caches, expected_caches))
+            if not runs_interleaved(dtype, D, BLOCK):
+                return
+            hidden, delta = step.hidden.clone(), torch.empty(25, HIDDEN, dtype=dtype)
+            caches = [interleave(cache) for cache in step.caches()]
+            compiled.run(
+                0, 3, hidden, delta, step.positions, step.rotations, caches, step.slots, *step.metadata(),
+                interleaved=True,
+            )  # fmt: skip
+            assert torch.equal(hidden + delta, expected)
+            assert all(torch.equal(deinterleave(c), e) for c, e in zip(caches, expected_caches, strict=True))
     finally:
         torch.set_num_threads(before)
 
@@ -157,8 +170,8 @@ def test_what_does_not_fit_is_said_and_changes_nothing() -> None:
         run(positions=step.positions[:3])
     with pytest.raises(ValueError, match="metadata is inconsistent"):
         run(block_table=step.block_table + NUM_BLOCKS)
-    with pytest.raises(IndexError, match="token 3 has position 128"):
-        run(positions=step.positions.index_fill(0, torch.tensor([3]), 128))
+    with pytest.raises(IndexError, match="token 3 has position 256"):
+        run(positions=step.positions.index_fill(0, torch.tensor([3]), 256))
     with pytest.raises(IndexError, match=f"slot {NUM_BLOCKS * BLOCK}, wanted them below"):
         run(slot_mapping=step.slots.index_fill(0, torch.tensor([24]), NUM_BLOCKS * BLOCK))
     assert torch.equal(hidden, step.hidden)

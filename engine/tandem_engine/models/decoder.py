@@ -15,9 +15,18 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from tandem_kernels import DecoderLayers, LayerWeights, add_rms_norm, rope_store, silu_mul, turbo_attention
+from tandem_kernels import (
+    DecoderLayers,
+    LayerWeights,
+    add_rms_norm,
+    rope_store,
+    runs_interleaved,
+    silu_mul,
+    turbo_attention,
+)
 from torch import Tensor
 
+from tandem_engine.errors import InvariantError
 from tandem_engine.models.config import ModelConfig
 from tandem_engine.models.linear import Linear, PackedLinear
 from tandem_engine.models.metadata import AttentionMetadata
@@ -92,6 +101,10 @@ class Decoder:
         """Whether a row's result depends on its own sequence alone, to the last bit."""
         return self._compiled is not None and isinstance(self._lm_head, PackedLinear)
 
+    def reads_interleaved(self, block_size: int) -> bool:
+        """Whether `forward` takes interleaved caches with blocks of this many tokens."""
+        return self._compiled is not None and runs_interleaved(self.dtype, self.config.head_dim, block_size)
+
     @torch.inference_mode()
     def forward(
         self,
@@ -111,6 +124,8 @@ class Decoder:
         eps = self.config.rms_norm_eps
         hidden = F.embedding(input_ids, self.embed_tokens).float()
         delta: Tensor | None
+        if metadata.interleaved and self._compiled is None:
+            raise InvariantError("only compiled layers read an interleaved cache")
         if self._compiled is not None:
             delta = torch.empty_like(hidden, dtype=self.dtype)
             # Layer by layer only for someone who listens.
@@ -129,6 +144,7 @@ class Decoder:
                     metadata.seq_lens,
                     metadata.query_start_loc,
                     metadata.ancestor_bits,
+                    interleaved=metadata.interleaved,
                 )
                 if on_layer_done is not None:
                     on_layer_done(first)

@@ -28,3 +28,5 @@ class AttentionMetadata:
     #: [T] int64: per draft node one bit for itself and each ancestor, 0 on rows of causal sequences.
     #: None: every sequence is causal.
     ancestor_bits: Tensor | None = None
+    #: How the caches lie (tandem_kernels.interleaved_cache).
+    interleaved: bool = False

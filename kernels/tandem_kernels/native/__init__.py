@@ -43,6 +43,7 @@ class AttentionCall(ctypes.Structure):
         ("scale", _FLOAT),
         ("softcap", _FLOAT),
         ("num_threads", _INT32),
+        ("interleaved", _INT32),
     )  # fmt: skip
 
 
@@ -110,6 +111,10 @@ def load(name: str) -> ctypes.CDLL:
         _POINTER, ctypes.POINTER(LinearWeight), _POINTER, _INT64, *[_INT32] * 3,
     ]  # fmt: skip
     library.tandem_linear.restype = None
+    library.tandem_move_slots.argtypes = [
+        ctypes.POINTER(_POINTER), _INT32, _POINTER, _POINTER, *[_INT64] * 2, *[_INT32] * 5,
+    ]  # fmt: skip
+    library.tandem_move_slots.restype = _INT64
     library.tandem_decoder_layers.argtypes = [ctypes.POINTER(LayersCall)]
     library.tandem_decoder_layers.restype = _INT64
     library.tandem_rope_store.argtypes = [
@@ -117,6 +122,13 @@ def load(name: str) -> ctypes.CDLL:
     ]  # fmt: skip
     library.tandem_rope_store.restype = _INT64
     return library
+
+
+def instruction_set() -> str | None:
+    """The name of LIBRARY's."""
+    if LIBRARY is None:
+        return None
+    return Path(LIBRARY._name).stem.removeprefix("tandem_")
 
 
 def _processor_flags() -> set[str]:

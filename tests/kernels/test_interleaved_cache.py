@@ -1,0 +1,84 @@
+"""The interleaved cache: the same numbers in another order, also after moves."""
+
+import pytest
+import torch
+from attention_cases import native_library
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tandem_kernels import (
+    deinterleave,
+    interleave,
+    move_slots,
+    move_slots_in_layers,
+    native,
+    runs_interleaved,
+)
+
+NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_SIZE = 3, 2, 64, 32
+NUM_SLOTS = NUM_BLOCKS * BLOCK_SIZE
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def caches(dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    shape = (NUM_BLOCKS, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_SIZE)
+    return [torch.randn(shape, generator=generator).to(dtype) for _ in range(2)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_interleaving_puts_each_element_where_the_products_read_it(dtype: torch.dtype) -> None:
+    per = 4 // dtype.itemsize
+    (cache, _) = caches(dtype)
+    lying = interleave(cache)
+    keys = lying[1, 0, 1].reshape(HEAD_SIZE // per, BLOCK_SIZE, per)
+    values = lying[1, 1, 1].reshape(BLOCK_SIZE // per, HEAD_SIZE, per)
+    for token, dim in ((0, 0), (1, 0), (0, 1), (37, 21), (63, 31)):
+        assert keys[dim // per, token, dim % per] == cache[1, 0, 1, token, dim]
+        assert values[token // per, dim, token % per] == cache[1, 1, 1, token, dim]
+    assert torch.equal(deinterleave(lying), cache)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    src=st.lists(st.integers(0, NUM_SLOTS - 1), max_size=9),
+    data=st.data(),
+    dtype=st.sampled_from([*DTYPES, torch.float16]),
+    interleaved=st.booleans(),
+    library=st.sampled_from(["off", "best"]),
+)
+def test_slots_move_in_all_layers_as_if_at_once(
+    src: list[int], data: st.DataObject, dtype: torch.dtype, interleaved: bool, library: str
+) -> None:
+    if library == "best" and native.LIBRARY is None:
+        library = "off"
+    if library == "off" or dtype == torch.float16:
+        interleaved = False
+    dst = data.draw(st.permutations(range(NUM_SLOTS)))[: len(src)]
+    expected = caches(dtype)
+    moves = torch.tensor(src, dtype=torch.int64), torch.tensor(dst, dtype=torch.int64)
+    for cache in expected:
+        move_slots(cache, *moves)
+    ours = [interleave(c) if interleaved else c for c in caches(dtype)]
+    with native_library(native.instruction_set() or "off" if library == "best" else "off"):
+        move_slots_in_layers(ours, *moves, interleaved=interleaved)
+    for cache, wanted in zip(ours, expected, strict=True):
+        assert torch.equal(deinterleave(cache) if interleaved else cache, wanted)
+
+
+def test_moves_that_do_not_fit_are_said_and_change_nothing() -> None:
+    ours = caches(torch.float32)
+    inside, outside = torch.tensor([3, 5]), torch.tensor([4, NUM_SLOTS])
+    with pytest.raises(IndexError):
+        move_slots_in_layers(ours, inside, outside)
+    with pytest.raises(ValueError, match="wanted as many"):
+        move_slots_in_layers(ours, inside, outside[:1])
+    assert all(map(torch.equal, ours, caches(torch.float32)))
+
+
+def test_only_whole_tiles_of_the_products_dtype_are_read_interleaved() -> None:
+    assert not runs_interleaved(torch.float32, 64, 48)
+    assert not runs_interleaved(torch.float16, 64, 64)
+    assert runs_interleaved(torch.float32, 64, 128) == (native.LIBRARY is not None)
+    assert runs_interleaved(torch.bfloat16, 64, 64) == (native.instruction_set() == "avx512_bf16")
+    with native_library("off"):
+        assert not runs_interleaved(torch.float32, 64, 64)
