@@ -22,7 +22,8 @@ to keep the GPU busy while the host launches.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -34,8 +35,13 @@ from tandem_engine.kv_pool import KVPool
 from tandem_engine.models.decoder import Decoder
 from tandem_engine.models.metadata import AttentionMetadata
 
+if TYPE_CHECKING:
+    from tandem_kernels.turbo_attention.triton_plan import AttentionPlan
+
 #: A step of more rows keeps the GPU busy without a graph.
 MAX_ROWS = 512
+#: What most drafts stay within, root included; attention's tiles are made for it, in all buckets alike.
+TYPICAL_NEW_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -160,6 +166,7 @@ class DecodeGraphs:
         self._pool = pool
         # A draft's nodes take one slot each, though their positions end with the model's.
         self._max_blocks = -(-(decoder.config.max_model_len + MAX_TREE_NODES) // pool.shape.block_size)
+        self._plans = self._make_plans()
         self._graphs: dict[Bucket, tuple[StaticInputs, torch.cuda.CUDAGraph]] = {}
         #: Graphs run one at a time, so they share the memory of their intermediate results, and the result.
         self._memory = torch.cuda.graph_pool_handle()
@@ -186,6 +193,7 @@ class DecodeGraphs:
             self._pool.scratch_slot,
             self._decoder.device,
         )
+        inputs.metadata = replace(inputs.metadata, plans=self._plans)
         inputs.load(batch)
         self._compute(inputs)
         graph = torch.cuda.CUDAGraph()
@@ -196,4 +204,29 @@ class DecodeGraphs:
         return logits
 
     def _compute(self, inputs: StaticInputs) -> None:
+        for plan in self._plans.values():
+            plan.update(inputs.metadata.seq_lens, inputs.metadata.query_start_loc)
         self._logits[: inputs.bucket.num_rows].copy_(compute(self._decoder, self._pool.caches, inputs))
+
+    def _make_plans(self) -> dict[int | None, AttentionPlan]:
+        """One work list per sliding window, which all buckets and layers share, one after another."""
+        # Imported on demand: it needs Triton.
+        from tandem_kernels.turbo_attention.triton_plan import AttentionPlan
+
+        config, shape = self._decoder.config, self._pool.shape
+        return {
+            window: AttentionPlan(
+                max_tokens=MAX_ROWS,
+                max_seqs=MAX_ROWS,
+                max_seq_len=min(self._max_blocks, self._pool.num_blocks) * shape.block_size,
+                num_heads=config.num_heads,
+                num_kv_heads=config.num_kv_heads,
+                head_size=config.head_dim,
+                dtype=self._decoder.dtype,
+                cache_dtype=shape.dtype,
+                device=self._decoder.device,
+                window=window,
+                max_new_tokens=TYPICAL_NEW_TOKENS,
+            )
+            for window in set(config.windows)
+        }

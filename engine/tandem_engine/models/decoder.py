@@ -190,6 +190,7 @@ class Decoder:
             metadata.ancestor_bits,
             scale=self._scale,
             window=config.windows[n],
+            plan=None if metadata.plans is None else metadata.plans[config.windows[n]],
         )
         return layer.o_proj(attended.view(-1, config.q_size))
 

@@ -8,9 +8,14 @@ seq 1's keys: block_table[1], the first seq_lens[1] slots; its last n1 keys are 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from tandem_kernels.turbo_attention.triton_plan import AttentionPlan
 
 
 @dataclass(frozen=True)
@@ -30,3 +35,5 @@ class AttentionMetadata:
     ancestor_bits: Tensor | None = None
     #: How the caches lie (tandem_kernels.interleaved_cache).
     interleaved: bool = False
+    #: On a GPU, attention's work list for this step by the layers' sliding window; None: each call makes one.
+    plans: Mapping[int | None, AttentionPlan] | None = None
