@@ -80,13 +80,15 @@ def report(results: Results) -> str:
 
 `{describe_command()}`, triton {triton.__version__}: compiled ahead of time, not run.
 
-{len(results)} configurations; {spilling} spill registers; the most shared memory is {most / 1024:.1f} KB.
+{len(results)} configurations, {spilling} of them with spilled registers; the most shared memory is
+{most / 1024:.1f} KB.
 HGMMA and HMMA count the tensor core instructions in the code: those of a warp group, on sm_90, and those of a
 warp.
 
 Shared memory and registers per thread by head size, bfloat16 with a tree mask and no other feature. One chunk
 of 64 dimensions is pipelined over keys; from two chunks on, the loop over chunks is, and a larger head adds
-nothing to shared memory, and to registers its part of the accumulator.
+nothing to shared memory. It adds its part of the accumulator to registers, of which the compiler takes what it
+can use, up to the limit of 168 set for 16 rows of at most 128 dimensions and the hardware's of 255.
 
 {summary(results)}
 
