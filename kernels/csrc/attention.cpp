@@ -38,27 +38,44 @@ constexpr int kRows = 6, kVecs = 4;  // 24 accumulators, 4 vectors of b and one 
 constexpr int kRows = 6, kVecs = 2;  // 12, 2 and 1 in 16
 #endif
 
-template <class Type, int Rows, Sum Mode>
-inline void product_rows(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride, float* c,
-                         int64_t c_stride, int depth, int columns) {
+// What a product reads of a tile: K or V, rows `stride` lanes apart; the next tile's lies `ahead` of it, 0: not to be
+// fetched.
+struct Operand {
+  const uint32_t* data;
+  int64_t stride;
+  int64_t ahead;
+};
+
+template <class Type, int Rows, Sum Mode, bool Fetch>
+inline void product_rows(const uint32_t* a, int64_t a_stride, const Operand& b, float* c, int64_t c_stride, int depth,
+                         int columns) {
   int n = 0;
   for (; n + kVecs * kLanes <= columns; n += kVecs * kLanes)
-    product_block<Type, Rows, kVecs, Mode>(a, a_stride, b + n, b_stride, c + n, c_stride, depth);
+    product_block<Type, Rows, kVecs, Mode, kVecs, Fetch>(a, a_stride, b.data + n, b.stride, c + n, c_stride, depth, 0,
+                                                         b.ahead);
   for (; n < columns; n += kLanes)
-    product_block<Type, Rows, 1, Mode>(a, a_stride, b + n, b_stride, c + n, c_stride, depth);
+    product_block<Type, Rows, 1, Mode, 1, Fetch>(a, a_stride, b.data + n, b.stride, c + n, c_stride, depth, 0, b.ahead);
 }
 
-template <class Type, Sum Mode>
-inline void product(int rows, const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride, float* c,
-                    int64_t c_stride, int depth, int columns) {
+template <class Type, Sum Mode, bool Fetch>
+inline void product(int rows, const uint32_t* a, int64_t a_stride, const Operand& b, float* c, int64_t c_stride,
+                    int depth, int columns) {
   switch (rows) {
-    case 1: return product_rows<Type, 1, Mode>(a, a_stride, b, b_stride, c, c_stride, depth, columns);
-    case 2: return product_rows<Type, 2, Mode>(a, a_stride, b, b_stride, c, c_stride, depth, columns);
-    case 3: return product_rows<Type, 3, Mode>(a, a_stride, b, b_stride, c, c_stride, depth, columns);
-    case 4: return product_rows<Type, 4, Mode>(a, a_stride, b, b_stride, c, c_stride, depth, columns);
-    case 5: return product_rows<Type, 5, Mode>(a, a_stride, b, b_stride, c, c_stride, depth, columns);
-    default: return product_rows<Type, 6, Mode>(a, a_stride, b, b_stride, c, c_stride, depth, columns);
+    case 1: return product_rows<Type, 1, Mode, Fetch>(a, a_stride, b, c, c_stride, depth, columns);
+    case 2: return product_rows<Type, 2, Mode, Fetch>(a, a_stride, b, c, c_stride, depth, columns);
+    case 3: return product_rows<Type, 3, Mode, Fetch>(a, a_stride, b, c, c_stride, depth, columns);
+    case 4: return product_rows<Type, 4, Mode, Fetch>(a, a_stride, b, c, c_stride, depth, columns);
+    case 5: return product_rows<Type, 5, Mode, Fetch>(a, a_stride, b, c, c_stride, depth, columns);
+    default: return product_rows<Type, 6, Mode, Fetch>(a, a_stride, b, c, c_stride, depth, columns);
   }
+}
+
+// Some of a task's rows fetch ahead for the rest.
+template <class Type, Sum Mode>
+inline void product(int rows, const uint32_t* a, int64_t a_stride, const Operand& b, float* c, int64_t c_stride,
+                    int depth, int columns, bool fetches) {
+  const auto run = fetches && b.ahead ? product<Type, Mode, true> : product<Type, Mode, false>;
+  run(rows, a, a_stride, b, c, c_stride, depth, columns);
 }
 
 // Transposes kLanes rows of kLanes 32-bit elements: row i at rows[i] + from -> column i at out.
@@ -205,17 +222,15 @@ class Attention {
     team.wait();
   }
 
-  // K and V of 64 keys as the products read them: K [D / per lane][64 keys], rows key_stride apart, and
-  // V [64 / per lane][D], of 32-bit lanes.
+  // 64 keys as the products read them: K [D / per lane][64 keys] and V [64 / per lane][D], of 32-bit lanes.
   struct Tile {
-    const uint32_t* keys;
-    int64_t key_stride;
-    const uint32_t* values;
+    Operand keys, values;
   };
   // Per thread, reused from task to task.
   struct Workspace {
     void *query, *keys, *values, *raw, *weights;
     float* scores;
+    float* token_scales[2];  // of K and V, per key of the tile
     float* state[2];  // total and split
     const void* cache;
   };
@@ -272,12 +287,14 @@ class Attention {
     };
     const int64_t query = take(rows * D * sizeof(Element)), keys = take(tile), values = take(tile),
                   raw = take(2 * tile), weights = take(kRows * kTile * sizeof(Element)),
-                  scores = take(kRows * kTile * 4), total = take(state), split = take(state);
+                  scores = take(kRows * kTile * 4), scales = take(2 * kTile * 4), total = take(state),
+                  split = take(state);
     static thread_local std::vector<char> memory;
     if (int64_t(memory.size()) < offset + 64) memory.resize(offset + 64);
     char* base = (char*)(((uintptr_t)memory.data() + 63) / 64 * 64);
     return {base + query, base + keys, base + values, base + raw, base + weights,
-            (float*)(base + scores), {(float*)(base + total), (float*)(base + split)}, nullptr};
+            (float*)(base + scores), {(float*)(base + scales), (float*)(base + scales) + kTile},
+            {(float*)(base + total), (float*)(base + split)}, nullptr};
   }
 
   static State state_at(float* memory, int64_t rows) {
@@ -302,13 +319,11 @@ class Attention {
     }
   }
 
-  // Where a key's K lies in the cache, in elements; V follows part_elements later.
+  // Where a key's K lies in the cache, in elements; V follows cache_strides[1] later.
   int64_t element_of(const int32_t* blocks, int kv_head, int key) const {
-    return (int64_t(blocks[key / c.block_size]) * 2 * c.num_kv_heads + kv_head) * head_elements() +
+    return blocks[key / c.block_size] * c.cache_strides[0] + kv_head * c.cache_strides[2] +
            int64_t(key % c.block_size) * c.head_size;
   }
-  int64_t head_elements() const { return int64_t(c.block_size) * c.head_size; }
-  int64_t part_elements() const { return c.num_kv_heads * head_elements(); }
 
   // The 64 keys from first_key on; those from `end` on are zero. With a path, keys from the context's end on are its
   // nodes in their order.
@@ -331,6 +346,7 @@ class Attention {
     for (int t = 0; t < kTile;) {
       if (first_key + t >= end) {
         rows[0][t] = rows[1][t] = zeros;
+        work.token_scales[0][t] = work.token_scales[1][t] = 0;
         ++t;
         continue;
       }
@@ -343,9 +359,10 @@ class Attention {
         run = std::min({kTile - t, c.block_size - key % c.block_size, std::min(tree, end) - key});
       }
       int64_t at = element_of(blocks, task.kv_head, key);
-      for (int i = 0; i < run; ++i, ++t, at += D)
+      for (int i = 0; i < run; ++i, ++t, at += D) {
+        load_token_scales(task, blocks, key + i, t, work);
         for (int part = 0; part < 2; ++part) {
-          const int64_t from = at + part * part_elements();
+          const int64_t from = at + part * c.cache_strides[1];
           if (direct) {
             rows[part][t] = (const Element*)work.cache + from;
             continue;
@@ -358,6 +375,7 @@ class Attention {
           }
           rows[part][t] = copy;
         }
+      }
     }
     // The next tile is on its way from memory while this one is worked on: a tile's rows are too short and too
     // scattered for the processor to guess them.
@@ -367,7 +385,7 @@ class Attention {
         ahead[t / kStrip] = (const char*)work.cache + element_of(blocks, task.kv_head, first_key + kTile + t) * bytes;
     auto fetch_ahead = [&](int t, int part, int64_t from, int64_t to) {
       if (!ahead[t / kStrip]) return;
-      const char* strip = ahead[t / kStrip] + part * part_elements() * bytes;
+      const char* strip = ahead[t / kStrip] + part * c.cache_strides[1] * bytes;
       for (int64_t line = from; line < to; line += 64) fetch(strip + line);
     };
     const int depth = D / Type::kPerLane;
@@ -394,7 +412,17 @@ class Attention {
 #endif
       std::memcpy(out, rows[1][t], D * 4);
     }
-    return {(const uint32_t*)work.keys, kTile, (const uint32_t*)work.values};
+    return copied(work);
+  }
+
+  void load_token_scales(const Task& task, const int32_t* blocks, int key, int t, const Workspace& work) const {
+    auto load = [&](const float* scales, const int64_t* strides, int part) {
+      if (!scales) return;
+      work.token_scales[part][t] = scales[blocks[key / c.block_size] * strides[0] + task.kv_head * strides[1] +
+                                          key % c.block_size * strides[2]];
+    };
+    load(c.k_token_scale, c.k_token_scale_strides, 0);
+    load(c.v_token_scale, c.v_token_scale_strides, 1);
   }
 
   // Of an interleaved cache: where it lies; the next one is fetched ahead.
@@ -405,15 +433,13 @@ class Attention {
       const int64_t lane = part == 0 ? key % c.block_size : int64_t(key % c.block_size) / Type::kPerLane * c.head_size;
       return (const uint32_t*)piece(work.cache, blocks[key / c.block_size], part, task.kv_head) + lane;
     };
-    if (first_key + kTile < end) {
-      const int lines = kTile * 4 / 64, rows = c.head_size / Type::kPerLane;
-      const char* keys = (const char*)at(first_key + kTile, 0);
-      for (int row = 0; row < rows; ++row)
-        for (int line = 0; line < lines; ++line) fetch(keys + (int64_t(row) * c.block_size * 4 + line * 64));
-      const char* values = (const char*)at(first_key + kTile, 1);
-      for (int64_t line = 0; line < int64_t(kTile) * c.head_size * 4 / Type::kPerLane; line += 64) fetch(values + line);
-    }
-    return {at(first_key, 0), c.block_size, at(first_key, 1)};
+    // A tile is too short, and the next too far, for the processor to guess what comes.
+    const bool has_next = first_key + kTile < end;
+    auto operand = [&](int part, int64_t stride) {
+      const uint32_t* data = at(first_key, part);
+      return Operand{data, stride, has_next ? at(first_key + kTile, part) - data : 0};
+    };
+    return {operand(0, c.block_size), operand(1, c.head_size)};
   }
 
   // Of an interleaved cache: a copy, so that what lies beyond `end` does not count, whatever it is.
@@ -449,16 +475,18 @@ class Attention {
       shape.get_value(piece(work.cache, blocks[key / c.block_size], 1, task.kv_head), offset, work.raw);
       tile.put_value(work.values, t, work.raw);
     }
-    return {(const uint32_t*)work.keys, kTile, (const uint32_t*)work.values};
+    return copied(work);
+  }
+
+  Tile copied(const Workspace& work) const {
+    return {{(const uint32_t*)work.keys, kTile, 0}, {(const uint32_t*)work.values, c.head_size, 0}};
   }
 
   const char* piece(const void* cache, int block, int part, int kv_head) const {
-    return (const char*)cache + ((int64_t(block) * 2 + part) * c.num_kv_heads + kv_head) * head_elements() *
-                                    bytes_of((DType)c.cache_dtype);
+    return (const char*)cache +
+           (block * c.cache_strides[0] + part * c.cache_strides[1] + kv_head * c.cache_strides[2]) *
+               bytes_of((DType)c.cache_dtype);
   }
-
-  // GCC takes a function that only prefetches by its built-in for one without effect, and drops its calls.
-  static void fetch(const char* line) { asm volatile("prefetcht1 %0" : : "m"(*line)); }
 
   // Which of a tile's keys a token at a position sees, as bits.
   uint64_t visible(int position, int first_key) const {
@@ -519,9 +547,12 @@ class Attention {
       if (any == 0) continue;
       const bool full = ~all == 0;
       product<Type, Sum::kFresh>(count, (const uint32_t*)work.query + int64_t(first) * depth, depth,
-                                 tile.keys, tile.key_stride, work.scores, kTile, depth, kTile);
+                                 tile.keys, work.scores, kTile, depth, kTile, first == first_row);
       for (int r = 0; r < count; ++r) {
         float* scores = work.scores + r * kTile;
+        if (c.k_token_scale)
+          for (int t = 0; t < kTile; t += kLanes)
+            store(scores + t, load(scores + t) * load(work.token_scales[0] + t));
         float unit = scale * kLog2E;  // from a score to log2 of its weight
         if (c.softcap != 0) {
           cap(scores, scale);
@@ -530,11 +561,12 @@ class Attention {
         if (!full) {
           for (int t = 0; t < kTile; ++t) scores[t] = seen[r] >> t & 1 ? scores[t] : kMinusInfinity;
         }
-        soften<Type>(scores, unit, first + r, state, (Element*)work.weights + r * kTile);
+        soften<Type>(scores, unit, first + r, state, c.v_token_scale ? work.token_scales[1] : nullptr,
+                     (Element*)work.weights + r * kTile);
       }
       product<Type, Sum::kContinued>(count, (const uint32_t*)work.weights, kTile / Type::kPerLane,
-                                     tile.values, D, state.acc + int64_t(first) * D, D,
-                                     kTile / Type::kPerLane, D);
+                                     tile.values, state.acc + int64_t(first) * D, D, kTile / Type::kPerLane, D,
+                                     first == std::min(first_row + kRows, last_row - count));
     }
   }
 
@@ -553,9 +585,10 @@ class Attention {
     }
   }
 
-  // One row of scores joins its state; writes the weights 2^(score - maximum).
+  // One row of scores joins its state; writes the weights 2^(score - maximum), times V's scales per key or null.
   template <class Type>
-  void soften(const float* scores, float unit, int row, State& state, typename Type::Element* weights) const {
+  void soften(const float* scores, float unit, int row, State& state, const float* value_scales,
+              typename Type::Element* weights) const {
     constexpr int kCount = kTile / kLanes;
     Vec s[kCount];
     for (int v = 0; v < kCount; ++v) s[v] = load(scores + v * kLanes);
@@ -578,6 +611,7 @@ class Attention {
     for (int v = 0; v < kCount; ++v) {
       s[v] = exp2_of(fma(s[v], splat(unit), from));
       total += s[v];
+      if (value_scales) s[v] *= load(value_scales + v * kLanes);
     }
 #if defined(__AVX512BF16__)
     if constexpr (Type::kPerLane == 2) {

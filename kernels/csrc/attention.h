@@ -11,7 +11,7 @@ extern "C" struct TandemAttention {
   const void* query;  // [num_tokens, num_heads, head_size], tokens query_stride elements apart
   void* out;          // the same, tokens out_stride elements apart
   const void* cache;  // [num_blocks, 2, num_kv_heads, block_size, head_size]
-  const float* table; // [256], what each byte of a quantized cache stands for
+  const float* table; // [256], what each byte of a float8 cache stands for
   const int32_t* block_table;
   const int32_t* seq_lens;
   const int32_t* query_start_loc;
@@ -19,7 +19,12 @@ extern "C" struct TandemAttention {
   const float* sinks;            // [num_heads] or null
   const float* k_scale;          // [num_kv_heads] or null
   const float* v_scale;          // [num_kv_heads] or null
+  const float* k_token_scale;    // [num_blocks, num_kv_heads, block_size] or null: instead of k_scale
+  const float* v_token_scale;
   int64_t query_stride, out_stride;
+  int64_t cache_strides[3];          // between blocks, K and V, heads, in elements
+  int64_t k_token_scale_strides[3];  // between blocks, heads, tokens
+  int64_t v_token_scale_strides[3];
   int32_t num_seqs, max_blocks, num_blocks, num_tokens;
   int32_t num_heads, num_kv_heads, head_size, block_size;
   int32_t query_dtype, cache_dtype;

@@ -46,7 +46,7 @@ void block(const Call& c, int64_t row, int column) {
                                    : product_block<Type, Rows, Vecs, Sum::kAdded, std::min(Vecs, kPanelVecs)>;
     product((const uint32_t*)c.x.x + row * lanes + from, lanes,
             (const uint32_t*)c.weight.packed + panel + column % kPanel + int64_t(from) * kPanel, kPanel, sums[0],
-            Vecs * kLanes, std::min(kDepthBlock, lanes - from), int64_t(lanes) * kPanel);
+            Vecs * kLanes, std::min(kDepthBlock, lanes - from), int64_t(lanes) * kPanel, 0);
   }
   for (int r = 0; r < Rows; ++r)
     for (int n = 0; n < Vecs * kLanes; n += kLanes) {

@@ -22,8 +22,8 @@ constexpr int kLanes = 8;
 typedef float Vec __attribute__((vector_size(kLanes * 4)));
 typedef int32_t VecInt __attribute__((vector_size(kLanes * 4)));
 
-// What lies in a tensor. Quantized bytes mean table[byte].
-enum class DType : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kByte = 3 };
+// What lies in a tensor. Quantized bytes other than integers mean table[byte].
+enum class DType : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kByte = 3, kInt8 = 4 };
 
 inline Vec splat(float x) { return Vec{} + x; }
 inline Vec load(const float* p) {
@@ -50,6 +50,9 @@ inline void to_f16(uint16_t* p, Vec v) {
 }
 inline Vec lookup(const float* table, const uint8_t* p) {
   return (Vec)_mm512_i32gather_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)), table, 4);
+}
+inline Vec from_int8(const int8_t* p) {
+  return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
 }
 // Complex products of interleaved (re, im) lanes.
 inline Vec rotate(Vec x, Vec by) {
@@ -81,6 +84,9 @@ inline void to_f16(uint16_t* p, Vec v) {
 }
 inline Vec lookup(const float* table, const uint8_t* p) {
   return (Vec)_mm256_i32gather_ps(table, _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)), 4);
+}
+inline Vec from_int8(const int8_t* p) {
+  return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
 }
 inline Vec rotate(Vec x, Vec by) {
   __m256 swapped = _mm256_permute_ps((__m256)x, 0xB1);
@@ -139,6 +145,7 @@ inline Vec load_as_float(const void* data, int64_t i, DType dtype, const float* 
     case DType::kFloat32: return load((const float*)data + i);
     case DType::kBFloat16: return from_bf16((const uint16_t*)data + i);
     case DType::kFloat16: return from_f16((const uint16_t*)data + i);
+    case DType::kInt8: return from_int8((const int8_t*)data + i);
     default: return lookup(table, (const uint8_t*)data + i);
   }
 }
@@ -150,5 +157,5 @@ inline void store_from_float(void* data, int64_t i, DType dtype, Vec v) {
   }
 }
 inline int bytes_of(DType dtype) {
-  return dtype == DType::kFloat32 ? 4 : dtype == DType::kByte ? 1 : 2;
+  return dtype == DType::kFloat32 ? 4 : dtype == DType::kByte || dtype == DType::kInt8 ? 1 : 2;
 }

@@ -140,6 +140,7 @@ class DecoderLayers:
                 seq_lens=seq_lens.data_ptr(),
                 query_start_loc=query_start_loc.data_ptr(),
                 ancestor_bits=None if ancestor_bits is None else ancestor_bits.data_ptr(),
+                cache_strides=kv_caches[first_layer].stride()[:3],
                 num_seqs=seq_lens.shape[0],
                 max_blocks=block_table.shape[1],
                 num_blocks=kv_caches[first_layer].shape[0],

@@ -20,8 +20,9 @@ import torch
 log = logging.getLogger(__name__)
 
 DTYPE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-#: A quantized cache is read through a table of its 256 values.
+#: A float8 cache is read through a table of its 256 values.
 BYTE = 3
+INT8 = 4
 
 _POINTER, _INT64, _INT32, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
@@ -32,10 +33,11 @@ class AttentionCall(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in (
             "query", "out", "cache", "table", "block_table", "seq_lens", "query_start_loc", "ancestor_bits",
-            "sinks", "k_scale", "v_scale",
+            "sinks", "k_scale", "v_scale", "k_token_scale", "v_token_scale",
         )),
         ("query_stride", _INT64),
         ("out_stride", _INT64),
+        *((name, _INT64 * 3) for name in ("cache_strides", "k_token_scale_strides", "v_token_scale_strides")),
         *((name, _INT32) for name in (
             "num_seqs", "max_blocks", "num_blocks", "num_tokens", "num_heads", "num_kv_heads", "head_size",
             "block_size", "query_dtype", "cache_dtype", "window",

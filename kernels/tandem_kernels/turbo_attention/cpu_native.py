@@ -5,7 +5,7 @@ prompt, the shape of a draft, or the number of threads. Products are made in flo
 own instructions and float32 sums where the processor has them.
 
 Not covered (`supports` says so, and torch computes it): float64, head sizes that are not a multiple of 16 or
-exceed 256, a cache that is not contiguous, and factors per token.
+exceed 256.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import torch
 
 from tandem_kernels import native
 from tandem_kernels.turbo_attention.cpu_torch_plan import plan_for
-from tandem_kernels.turbo_attention.inputs import QUANTIZED_DTYPES, AttentionInputs
+from tandem_kernels.turbo_attention.inputs import AttentionInputs, is_per_token
 
 _MAX_HEAD_SIZE = 256
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def supports(inputs: AttentionInputs) -> bool:
@@ -30,8 +31,6 @@ def supports(inputs: AttentionInputs) -> bool:
         and inputs.query.dtype in native.DTYPE
         and head_size % 16 == 0
         and head_size <= _MAX_HEAD_SIZE
-        and inputs.kv_cache.is_contiguous()
-        and not inputs.has_token_scales()
     )
 
 
@@ -45,41 +44,49 @@ def attend(inputs: AttentionInputs, out: torch.Tensor | None) -> torch.Tensor:
     result = out
     if result is None or result.stride(1) != head_size:
         result = torch.empty_like(query, memory_format=torch.contiguous_format)
-    quantized = cache.dtype in QUANTIZED_DTYPES
-    table = _table(cache.dtype) if quantized else None
+    # What the call points to must live as long as it.
+    table = _table(cache.dtype) if cache.dtype in _FLOAT8 else None
     sinks = None if inputs.sinks is None else inputs.sinks.float().contiguous()
-    k_scale = None if inputs.k_scale is None else _per_head(inputs, inputs.k_scale)
-    v_scale = None if inputs.v_scale is None else _per_head(inputs, inputs.v_scale)
-    bits = inputs.ancestor_bits
-    call = native.AttentionCall(
-        query.data_ptr(),
-        result.data_ptr(),
-        cache.data_ptr(),
-        None if table is None else table.data_ptr(),
-        inputs.block_table.data_ptr(),
-        inputs.seq_lens.data_ptr(),
-        inputs.query_start_loc.data_ptr(),
-        None if bits is None else bits.data_ptr(),
-        None if sinks is None else sinks.data_ptr(),
-        None if k_scale is None else k_scale.data_ptr(),
-        None if v_scale is None else v_scale.data_ptr(),
-        query.stride(0),
-        result.stride(0),
-        inputs.seq_lens.shape[0],
-        inputs.block_table.shape[1],
-        cache.shape[0],
-        num_tokens,
-        num_heads,
-        inputs.num_kv_heads,
-        head_size,
-        inputs.block_size,
-        native.DTYPE[query.dtype],
-        native.BYTE if quantized else native.DTYPE[cache.dtype],
-        inputs.window or 0,
-        inputs.scale,
-        inputs.softcap or 0.0,
-        torch.get_num_threads(),
+    k_scale, v_scale = (
+        None
+        if scale is None or is_per_token(scale)
+        else inputs.scale_per_kv_head(scale, torch.float32).contiguous()
+        for scale in (inputs.k_scale, inputs.v_scale)
     )
+    call = native.AttentionCall(
+        query=query.data_ptr(),
+        out=result.data_ptr(),
+        cache=cache.data_ptr(),
+        table=_pointer(table),
+        block_table=inputs.block_table.data_ptr(),
+        seq_lens=inputs.seq_lens.data_ptr(),
+        query_start_loc=inputs.query_start_loc.data_ptr(),
+        ancestor_bits=_pointer(inputs.ancestor_bits),
+        sinks=_pointer(sinks),
+        k_scale=_pointer(k_scale),
+        v_scale=_pointer(v_scale),
+        query_stride=query.stride(0),
+        out_stride=result.stride(0),
+        cache_strides=cache.stride()[:3],
+        num_seqs=inputs.seq_lens.shape[0],
+        max_blocks=inputs.block_table.shape[1],
+        num_blocks=cache.shape[0],
+        num_tokens=num_tokens,
+        num_heads=num_heads,
+        num_kv_heads=inputs.num_kv_heads,
+        head_size=head_size,
+        block_size=inputs.block_size,
+        query_dtype=native.DTYPE[query.dtype],
+        cache_dtype=_cache_dtype(cache.dtype),
+        window=inputs.window or 0,
+        scale=inputs.scale,
+        softcap=inputs.softcap or 0.0,
+        num_threads=torch.get_num_threads(),
+    )
+    if is_per_token(inputs.k_scale):
+        call.k_token_scale, call.k_token_scale_strides = inputs.k_scale.data_ptr(), inputs.k_scale.stride()
+    if is_per_token(inputs.v_scale):
+        call.v_token_scale, call.v_token_scale_strides = inputs.v_scale.data_ptr(), inputs.v_scale.stride()
     assert native.LIBRARY is not None
     if not native.LIBRARY.tandem_attention(ctypes.byref(call)):
         plan_for(inputs, torch.float32)  # makes the same checks, and says what is wrong
@@ -90,8 +97,14 @@ def attend(inputs: AttentionInputs, out: torch.Tensor | None) -> torch.Tensor:
     return result
 
 
-def _per_head(inputs: AttentionInputs, factor: float | torch.Tensor) -> torch.Tensor:
-    return inputs.scale_per_kv_head(factor, torch.float32).contiguous()
+def _pointer(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _cache_dtype(dtype: torch.dtype) -> int:
+    if dtype == torch.int8:
+        return native.INT8
+    return native.BYTE if dtype in _FLOAT8 else native.DTYPE[dtype]
 
 
 @functools.cache
