@@ -87,8 +87,8 @@ warp.
 
 Shared memory and registers per thread by head size, bfloat16 with a tree mask and no other feature. One chunk
 of 64 dimensions is pipelined over keys; from two chunks on, the loop over chunks is, and a larger head adds
-nothing to shared memory. It adds its part of the accumulator to registers, of which the compiler takes what it
-can use, up to the limit of 168 set for 16 rows of at most 128 dimensions and the hardware's of 255.
+nothing to shared memory. It adds its part of the accumulator to registers, of which the compiler takes what
+it can use, up to the limit of 168 set for 16 rows of at most 128 dimensions and the hardware's of 255.
 
 {summary(results)}
 

@@ -91,7 +91,7 @@ def check(case: Case, make_plan: Callable[[Case], AttentionPlan] | None = None) 
     ids=str,
 )
 def test_a_mix_of_trees_decodes_and_chunks(options: Options, dtype: torch.dtype) -> None:
-    check(make_case(MIX, Shape(2, 3, 16), options, dtype))
+    check(make_case(MIX, Shape(1, 3, 16), options, dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -108,7 +108,7 @@ def test_splits_are_joined(options: Options, dtype: torch.dtype) -> None:
         Shape(1, 8, 80, 32),
         Shape(4, 1, 96, 16),
         Shape(1, 5, 128, 48),
-        Shape(1, 70, 192, 128),
+        Shape(1, 40, 192, 128),
         Shape(1, 2, 256, 16),
         Shape(2, 2, 24, 7),
     ],
@@ -178,7 +178,7 @@ def check_any(drawn: tuple[Case, int, int | None, bool]) -> None:
     check(case, make_plan)
 
 
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(max_examples=5, deadline=None, derandomize=True)
 @given(drawn=cases())
 def test_any_batch(drawn: tuple[Case, int, int | None, bool]) -> None:
     check_any(drawn)
