@@ -23,6 +23,11 @@ from tandem_engine.store.convert import LAYOUT_VERSION
 from tandem_engine.tokenizer import Tokenizer
 from tandem_engine.transport.layout import KVLayout
 
+#: Rows that occupy a CPU's multipliers: 128 cost a quarter of 512.
+_CPU_ENOUGH_PROMPT_TOKENS = 128
+#: What turbo_attention's Triton kernel takes.
+MAX_GPU_HEAD_SIZE = 256
+
 
 @dataclass(frozen=True)
 class EngineConfig:
@@ -66,6 +71,11 @@ def assemble(config: EngineConfig, drafter: DraftSource | None = None) -> Engine
     device = _pick_device(config.device)
     numerics = pick_numerics(config.model, config.dtype, config.quantization, str(device))
     decoder = load_decoder(config.model, numerics.dtype, str(device), numerics.quantization)
+    if device.type == "cuda" and decoder.config.head_dim > MAX_GPU_HEAD_SIZE:
+        raise ModelLoadError(
+            f"head size {decoder.config.head_dim} is more than the {MAX_GPU_HEAD_SIZE} that attention on a "
+            "GPU takes; use --device cpu, or another model"
+        )
     if config.deterministic and not decoder.is_batch_invariant:
         raise ModelLoadError(
             f"--deterministic cannot be kept on {device} here: results that do not depend on the batch need "
@@ -89,6 +99,7 @@ def assemble(config: EngineConfig, drafter: DraftSource | None = None) -> Engine
             max_tokens_per_step=max(config.chunk_size, config.max_batch * (config.max_draft_nodes + 1)),
             chunk_size=config.chunk_size,
             max_model_len=manifest.max_model_len,
+            enough_prompt_tokens=_CPU_ENOUGH_PROMPT_TOKENS if device.type == "cpu" else None,
         ),
     )
     engine = Engine(
@@ -107,6 +118,11 @@ def assemble(config: EngineConfig, drafter: DraftSource | None = None) -> Engine
 def _pick_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ModelLoadError(
+            "--device cuda: no CUDA device is visible to torch; install its CUDA build and the driver, or "
+            "use --device cpu"
+        )
     return torch.device(name)
 
 

@@ -79,6 +79,12 @@ def test_quantized_results_do_not_depend_on_company_chunks_or_drafts(
         assert [t.logprob for t in a.logprobs] == [t.logprob for t in b.logprobs]
 
 
+def test_a_gpu_that_is_not_there_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ModelLoadError, match="--device cuda: no CUDA device is visible"):
+        assemble(EngineConfig(model=folder, device="cuda", num_blocks=8))
+
+
 def test_without_kernels_quantized_weights_are_dequantized(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

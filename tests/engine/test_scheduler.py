@@ -125,6 +125,16 @@ class TestChunkedPrefill:
         scheduler.add(make_request("c", 20))
         assert shape(step(scheduler)[0]) == [("a", 4, 1, True), ("b", 0, 6, True), ("c", 0, 4, False)]
 
+    def test_a_step_with_enough_of_one_prompt_takes_no_other(self):
+        scheduler = make(max_tokens_per_step=64, enough_prompt_tokens=10)
+        for name, length in (("a", 4), ("b", 5), ("c", 12), ("d", 4)):
+            scheduler.add(make_request(name, length))
+        batch, _ = step(scheduler)
+        assert shape(batch) == [("a", 0, 4, True), ("b", 0, 5, True), ("c", 0, 12, True)]
+        batch, _ = step(scheduler)
+        assert shape(batch)[3:] == [("d", 0, 4, True)]
+        assert len(batch.sequences) == 4, "those that decode are in every step"
+
     def test_no_prompt_takes_blocks_before_there_is_a_budget_for_it(self):
         scheduler = make(max_tokens_per_step=8)
         scheduler.add(make_request("a", 20))

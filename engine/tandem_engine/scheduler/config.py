@@ -20,6 +20,9 @@ class SchedulerConfig:
     max_tokens_per_step: int = 512
     #: Of one prompt in one step.
     chunk_size: int = 512
+    #: A step that has this many prompt tokens takes no further prompt. Where they occupy the processor,
+    #: another prompt would come no sooner for it, and the first one's token later. None: no such limit.
+    enough_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for name, value in (

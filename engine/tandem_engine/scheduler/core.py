@@ -143,10 +143,12 @@ class Scheduler:
                 draft_budget -= len(draft)
                 budget -= len(draft)
             sequences.append(decode_sequence(self._blocks, request, draft))
+        wanted = self.config.enough_prompt_tokens or budget
         for request in prefilling:
-            if budget > 0:
+            if budget > 0 and wanted > 0:
                 chunk = prefill_sequence(self._blocks, request, min(budget, self.config.chunk_size))
                 budget -= chunk.num_new_tokens
+                wanted -= chunk.num_new_tokens
                 sequences.append(chunk)
         for request in self._queues.running:
             request.draft = None
