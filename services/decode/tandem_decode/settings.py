@@ -22,7 +22,7 @@ class DecodeSettings(EnginePodSettings):
     """where drafts may come from; local: the sequence's own text; global: also the tenant's forest"""
     draft_nodes: Annotated[int, Field(ge=0, le=63)] = 12
     """most guesses verified per sequence and step"""
-    local_prefill_tokens: Annotated[int, Field(ge=0)] = 256
+    local_prefill_tokens: Annotated[int, Field(ge=0)] = 384
     """prompts with fewer uncached tokens than this are computed here, though it delays those that decode"""
     idle_prefill_tokens: Annotated[int, Field(ge=0)] = 512
     """the same while nothing decodes here, when it delays nobody"""
