@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from tandem_kernels import gather_blocks, move_slots_in_layers, scatter_blocks
 
 from tandem_engine.errors import CapacityError
+from tandem_engine.presence import Presence
 
 #: Without a given size the pool takes this much, or a quarter of the free memory if that is less.
 DEFAULT_POOL_BYTES = 3 << 30
@@ -73,11 +74,17 @@ class KVPool:
         # One block more than anyone is told of: rows that pad a step write their KV there.
         cache_shape = (num_blocks + 1, 2, shape.num_kv_heads, shape.block_size, shape.head_size)
         self.caches = [_zeros(cache_shape, shape.dtype, device) for _ in range(shape.num_layers)]
+        self._presence = Presence(self.caches) if device.type == "cpu" else None
 
     @property
     def scratch_slot(self) -> int:
         """A slot in a block that nobody can own; what is there is never read."""
         return self.num_blocks * self.shape.block_size
+
+    def will_use(self, block_id: int) -> None:
+        """Says that blocks up to this one are about to be written."""
+        if self._presence is not None:
+            self._presence.will_use(block_id)
 
     def gather(self, layer: int, block_ids: Sequence[int]) -> NDArray[np.uint8]:
         """Copies blocks of one layer out: [len(block_ids) * block_bytes] uint8, contiguous."""
@@ -94,6 +101,7 @@ class KVPool:
         cache = self.caches[layer]
         received = np.frombuffer(payload, dtype=np.uint8)
         if cache.device.type == "cpu":
+            self.will_use(max(block_ids, default=0))
             _block_bytes(cache)[np.asarray(block_ids)] = received.reshape(len(block_ids), -1)
             return
         # torch has no read-only tensors, and a received buffer may be read-only.

@@ -87,6 +87,7 @@ class ModelRunner:
             blocks = block_table[i, logical // size].astype(np.int64)
             slot_mapping.append(blocks * size + logical % size)
             ancestor_bits.extend(sequence.ancestor_bits())
+        self.pool.will_use(int(block_table.max()))
         drafted = any(s.draft is not None for s in batch.sequences)
         return AttentionMetadata(
             block_table=torch.from_numpy(block_table).to(self.device),

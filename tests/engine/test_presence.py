@@ -1,0 +1,74 @@
+"""Memory is present ahead of its use, and not much more than that."""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from tandem_engine import presence
+from tandem_engine.kv_pool import KVPool, KVShape
+from tandem_engine.presence import Presence
+
+BLOCK_BYTES = 1 << 20
+
+
+def fresh(num_blocks: int) -> torch.Tensor:
+    """[num_blocks, 1 MiB] that nobody has touched."""
+    memory = mmap.mmap(-1, num_blocks * BLOCK_BYTES)
+    return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8)).view(num_blocks, BLOCK_BYTES)
+
+
+def resident_mib() -> float:
+    return psutil.Process().memory_info().rss / 2**20
+
+
+def settled(of: Presence) -> None:
+    assert of.worker is not None
+    of.worker.join(30)
+    assert not of.worker.is_alive()
+
+
+@pytest.fixture
+def ahead_16_mib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(presence, "AHEAD_BYTES", 16 << 20)
+
+
+@pytest.mark.usefixtures("ahead_16_mib")
+def test_memory_comes_ahead_of_use_and_follows_it() -> None:
+    caches = [fresh(64), fresh(64)]
+    before = resident_mib()
+    follows = Presence(caches)
+    settled(follows)
+    if resident_mib() - before < 4:
+        pytest.skip("this kernel does not populate memory on request")
+    assert 12 <= resident_mib() - before <= 24, "8 blocks of two caches"
+    follows.will_use(20)
+    settled(follows)
+    assert 24 <= resident_mib() - before <= 72, "up to 8 blocks beyond the 20th"
+    follows.will_use(63)
+    settled(follows)
+    assert (caches[0] == 0).all() and (caches[1] == 0).all()
+
+
+@pytest.mark.usefixtures("ahead_16_mib")
+def test_what_lies_far_enough_ahead_starts_nothing() -> None:
+    follows = Presence([fresh(64)])
+    first = follows.worker
+    follows.will_use(3)
+    assert follows.worker is first
+    follows.will_use(15)
+    assert follows.worker is not first
+    settled(follows)
+
+
+def test_populating_changes_nothing_that_is_there() -> None:
+    shape = KVShape(num_layers=2, num_kv_heads=1, head_size=16, block_size=16, dtype=torch.float32)
+    pool = KVPool(shape, 40, torch.device("cpu"))
+    payload = np.random.default_rng(1).bytes(2 * shape.block_bytes)
+    pool.scatter(1, [39, 3], memoryview(payload))
+    pool.will_use(39)
+    assert pool.gather(1, [39, 3]).tobytes() == payload
+    assert not pool.gather(0, [39, 3]).any()
