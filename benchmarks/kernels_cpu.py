@@ -124,7 +124,7 @@ def measure_attention(num_layers: int) -> list[Line]:
     return lines
 
 
-def _attention_lines(context: int, num_seqs: int, num_rows: int, num_layers: int, peaks: Peaks) -> list[Line]:
+def _attention_lines(context: int, num_seqs: int, num_rows: int, num_layers: int) -> list[Line]:
     """The line of a bfloat16 cache and that of an int8 cache. `context` includes the new rows."""
     blocks = context // BLOCK_SIZE
     caches = [
