@@ -7,6 +7,7 @@ lowest priority goes ahead of them: by AHEAD_BYTES, so that a pool takes hardly 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import threading
@@ -47,7 +48,8 @@ class Presence:
 
     def _populate(self, first: int, end: int) -> None:
         # On Linux a nice value belongs to a thread.
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         libc = ctypes.CDLL(None)  # unlike mmap.madvise, it lets other threads run
         libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         for cache in self._caches:

@@ -91,7 +91,8 @@ extern "C" int64_t tandem_decoder_layers(const TandemLayers* call) {
 
   const RopeStore rope = {work.qkv, c.positions, c.slots, c.rotations, tokens, c.num_positions,
                           int64_t(attention.num_blocks) * attention.block_size, attention.num_heads,
-                          attention.num_kv_heads, attention.head_size, attention.block_size, dtype, c.eps, attention.interleaved != 0};
+                          attention.num_kv_heads, attention.head_size, attention.block_size, dtype, c.eps,
+                          attention.interleaved != 0};
   if (const int64_t wrong = rope.first_wrong(); wrong >= 0) return wrong;
   std::map<int32_t, AttentionStep> steps;  // by window
   for (int n = c.first_layer; n < c.end_layer; ++n) {

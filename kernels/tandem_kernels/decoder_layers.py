@@ -120,11 +120,17 @@ class DecoderLayers:
                     f"{name} has shape {list(tensor.shape)} and dtype {tensor.dtype}, wanted a dense "
                     f"{list(shape)} of {dtype}"
                 )
-        if interleaved and (inputs.block_size % 64 or inputs.kv_cache.dtype != self.dtype):
+        if interleaved and inputs.block_size % 64:
             raise ValueError(
-                f"kv_caches have blocks of {inputs.block_size} {inputs.kv_cache.dtype}, wanted multiples of "
-                f"64 tokens of {self.dtype} to be interleaved"
+                f"kv_caches have blocks of {inputs.block_size} tokens, interleaved they want a multiple of 64"
             )
+        first = kv_caches[first_layer]
+        for n, cache in enumerate(kv_caches):
+            if cache.shape != first.shape or cache.dtype != self.dtype or not cache.is_contiguous():
+                raise ValueError(
+                    f"kv_caches[{n}] has shape {list(cache.shape)}, strides {list(cache.stride())} and dtype "
+                    f"{cache.dtype}, wanted a contiguous {list(first.shape)} of {self.dtype}, as all layers"
+                )
         for layer, cache in zip(self._array, kv_caches, strict=True):
             layer.cache = cache.data_ptr()
         call = native.LayersCall(

@@ -30,12 +30,7 @@ def move_slots(kv_cache: torch.Tensor, src_slots: torch.Tensor, dst_slots: torch
         IndexError: a slot lies outside the cache (CPU only; on CUDA a device assertion).
     """
     check_kv_cache(kv_cache)
-    check_indices("src_slots", src_slots, kv_cache.device)
-    check_indices("dst_slots", dst_slots, kv_cache.device)
-    if src_slots.shape != dst_slots.shape:
-        raise ValueError(
-            f"src_slots has {src_slots.shape[0]} slots and dst_slots {dst_slots.shape[0]}, wanted as many"
-        )
+    _check_moves(src_slots, dst_slots, kv_cache.device)
     block_size = kv_cache.shape[3]
     slots_first = kv_cache.permute(0, 3, 1, 2, 4)
     # Indexing copies, so all sources are read here.
@@ -60,16 +55,22 @@ def move_slots_in_layers(
     """
     first = kv_caches[0]
     if native.LIBRARY is None or first.is_cuda or first.dtype not in native.DTYPE:
+        if interleaved:
+            raise ValueError(
+                f"interleaved caches of {first.dtype} on {first.device} cannot be moved, for want of "
+                "compiled kernels"
+            )
         for kv_cache in kv_caches:
             move_slots(kv_cache, src_slots, dst_slots)
         return
-    check_kv_cache(first)
-    check_indices("src_slots", src_slots, first.device)
-    check_indices("dst_slots", dst_slots, first.device)
-    if src_slots.shape != dst_slots.shape:
-        raise ValueError(
-            f"src_slots has {src_slots.shape[0]} slots and dst_slots {dst_slots.shape[0]}, wanted as many"
-        )
+    for kv_cache in kv_caches:
+        check_kv_cache(kv_cache)
+        if kv_cache.shape != first.shape or kv_cache.dtype != first.dtype:
+            raise ValueError(
+                f"kv_caches differ: {list(kv_cache.shape)} of {kv_cache.dtype} beside {list(first.shape)} of "
+                f"{first.dtype}, wanted layers of one model"
+            )
+    _check_moves(src_slots, dst_slots, first.device)
     num_blocks, _, num_kv_heads, block_size, head_size = first.shape
     src_slots, dst_slots = src_slots.long().contiguous(), dst_slots.long().contiguous()
     pointers = (ctypes.c_void_p * len(kv_caches))(*(cache.data_ptr() for cache in kv_caches))
@@ -81,4 +82,13 @@ def move_slots_in_layers(
         raise IndexError(
             f"move {wrong} is from slot {src_slots[wrong]} to {dst_slots[wrong]}, wanted both in "
             f"[0, {num_blocks * block_size})"
+        )
+
+
+def _check_moves(src_slots: torch.Tensor, dst_slots: torch.Tensor, device: torch.device) -> None:
+    check_indices("src_slots", src_slots, device)
+    check_indices("dst_slots", dst_slots, device)
+    if src_slots.shape != dst_slots.shape:
+        raise ValueError(
+            f"src_slots has {src_slots.shape[0]} slots and dst_slots {dst_slots.shape[0]}, wanted as many"
         )

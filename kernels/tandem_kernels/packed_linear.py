@@ -135,6 +135,8 @@ def packed_linear(
             f"wanted a dense [T, {depth}] of {'float32 or bfloat16' if quantized else packed.dtype}"
         )
     if native.LIBRARY is None:
+        if not quantized:
+            raise ValueError(f"packed weights of {packed.dtype} need compiled kernels, which are not here")
         return _quantized_reference(x, unpack_quantized(packed), bias).to(out_dtype or x.dtype)
     out = x.new_empty(x.shape[0], columns, dtype=out_dtype or x.dtype)
     native.LIBRARY.tandem_linear(

@@ -168,6 +168,10 @@ def test_what_does_not_fit_is_said_and_changes_nothing() -> None:
         run(delta=delta.bfloat16())
     with pytest.raises(ValueError, match="positions has shape"):
         run(positions=step.positions[:3])
+    with pytest.raises(ValueError, match=r"kv_caches\[1\] has shape .*bfloat16, wanted a contiguous"):
+        run(kv_caches=[caches[0], caches[1].bfloat16(), caches[2]])
+    with pytest.raises(ValueError, match=r"kv_caches\[2\] has shape"):
+        run(kv_caches=[*caches[:2], caches[2].transpose(0, 3).contiguous().transpose(0, 3)])
     with pytest.raises(ValueError, match="metadata is inconsistent"):
         run(block_table=step.block_table + NUM_BLOCKS)
     with pytest.raises(IndexError, match="token 3 has position 256"):

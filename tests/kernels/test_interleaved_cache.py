@@ -72,6 +72,10 @@ def test_moves_that_do_not_fit_are_said_and_change_nothing() -> None:
         move_slots_in_layers(ours, inside, outside)
     with pytest.raises(ValueError, match="wanted as many"):
         move_slots_in_layers(ours, inside, outside[:1])
+    with pytest.raises(ValueError, match=r"layers of one model|cannot be moved"):
+        move_slots_in_layers([ours[0], ours[1].bfloat16()], inside, inside, interleaved=True)
+    with native_library("off"), pytest.raises(ValueError, match="cannot be moved, for want of compiled"):
+        move_slots_in_layers(ours, inside, inside, interleaved=True)
     assert all(map(torch.equal, ours, caches(torch.float32)))
 
 

@@ -6,7 +6,6 @@ from attention_cases import NATIVE, native_library
 from tandem_kernels import (
     QuantizedWeight,
     join_rows,
-    native,
     pack_quantized,
     packed_linear,
     quantize_weight,
@@ -148,8 +147,3 @@ def test_what_cannot_be_quantized_is_said() -> None:
     for x in (torch.ones(2, 32), torch.ones(2, 64).half(), torch.ones(64, 2).T):
         with pytest.raises(ValueError, match=r"wanted a dense \[T, 64\] of float32 or bfloat16"):
             packed_linear(x, packed)
-
-
-def test_the_processors_of_the_reference_machine_have_a_library() -> None:
-    if "avx512_vnni" in native.instruction_sets() and NATIVE:
-        assert "avx512_vnni" in NATIVE

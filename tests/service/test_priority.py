@@ -51,5 +51,7 @@ def test_where_the_kernel_refuses_the_nice_value_must_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(priority, "_AUTOGROUP", tmp_path / "absent" / "autogroup")
-    monkeypatch.setattr(os, "nice", lambda value: value)
+    given: list[int] = []
+    monkeypatch.setattr(os, "nice", given.append)
     priority.step_back(3)
+    assert given == [3]
