@@ -70,12 +70,16 @@ inline void product(int rows, const uint32_t* a, int64_t a_stride, const Operand
   }
 }
 
-// Some of a task's rows fetch ahead for the rest.
+// Of `parts` products with the same b, each fetches another part of what lies ahead before it starts. A single one
+// fetches while it runs: all at once would hold up its own loads.
 template <class Type, Sum Mode>
 inline void product(int rows, const uint32_t* a, int64_t a_stride, const Operand& b, float* c, int64_t c_stride,
-                    int depth, int columns, bool fetches) {
-  const auto run = fetches && b.ahead ? product<Type, Mode, true> : product<Type, Mode, false>;
-  run(rows, a, a_stride, b, c, c_stride, depth, columns);
+                    int depth, int columns, int part, int parts) {
+  if (parts == 1 && b.ahead) return product<Type, Mode, true>(rows, a, a_stride, b, c, c_stride, depth, columns);
+  if (b.ahead)
+    for (int i = depth * part / parts; i < depth * (part + 1) / parts; ++i)
+      for (int n = 0; n < columns; n += 16) fetch(b.data + b.ahead + i * b.stride + n);
+  product<Type, Mode, false>(rows, a, a_stride, b, c, c_stride, depth, columns);
 }
 
 // Transposes kLanes rows of kLanes 32-bit elements: row i at rows[i] + from -> column i at out.
@@ -536,7 +540,8 @@ class Attention {
     using Element = typename Type::Element;
     const int D = c.head_size, depth = D / Type::kPerLane;
     const float scale = c.scale * (c.k_scale ? c.k_scale[task.kv_head] : 1.0f);
-    for (int first = first_row; first < last_row; first += kRows) {
+    const int parts = (last_row - first_row + kRows - 1) / kRows;
+    for (int first = first_row, part = 0; first < last_row; first += kRows, ++part) {
       const int count = std::min(kRows, last_row - first);
       uint64_t seen[kRows], any = 0, all = ~uint64_t(0);
       for (int r = 0; r < count; ++r) {
@@ -547,7 +552,7 @@ class Attention {
       if (any == 0) continue;
       const bool full = ~all == 0;
       product<Type, Sum::kFresh>(count, (const uint32_t*)work.query + int64_t(first) * depth, depth,
-                                 tile.keys, work.scores, kTile, depth, kTile, first == first_row);
+                                 tile.keys, work.scores, kTile, depth, kTile, part, parts);
       for (int r = 0; r < count; ++r) {
         float* scores = work.scores + r * kTile;
         if (c.k_token_scale)
@@ -565,8 +570,7 @@ class Attention {
                      (Element*)work.weights + r * kTile);
       }
       product<Type, Sum::kContinued>(count, (const uint32_t*)work.weights, kTile / Type::kPerLane,
-                                     tile.values, state.acc + int64_t(first) * D, D, kTile / Type::kPerLane, D,
-                                     first == std::min(first_row + kRows, last_row - count));
+                                     tile.values, state.acc + int64_t(first) * D, D, kTile / Type::kPerLane, D, part, parts);
     }
   }
 

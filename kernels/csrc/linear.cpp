@@ -117,18 +117,12 @@ void linear_in_team(Team& team, const TandemLinear& weight, const Activations& x
 // the weights' own where these are not quantized; columns is a multiple of 32, depth even (quantized: of 32).
 extern "C" void tandem_linear(const void* x, const TandemLinear* weight, void* out, int64_t rows, int32_t dtype,
                               int32_t out_dtype, int32_t num_threads) {
-  Activations activations = {x, (DType)dtype, nullptr, nullptr, nullptr};
-  static thread_local std::vector<int8_t> codes;
-  static thread_local std::vector<float> scales;
-  static thread_local std::vector<int32_t> sums;
+  Activations activations = {x, (DType)dtype, nullptr};
+  static thread_local std::vector<RowGroup> groups;
   if (is_quantized(*weight)) {
-    const size_t groups = rows * weight->depth / kGroup;
-    if (scales.size() < groups) {
-      codes.resize(groups * kGroup);
-      scales.resize(groups);
-      sums.resize(groups);
-    }
-    activations = {x, (DType)dtype, codes.data(), scales.data(), sums.data()};
+    const size_t count = row_groups(rows, weight->depth);
+    if (groups.size() < count) groups.resize(count);
+    activations.groups = groups.data();
   }
   with_team(num_threads, [&](Team& team) {
     if (is_quantized(*weight)) {

@@ -22,16 +22,24 @@ extern "C" struct TandemLinear {
 
 inline bool is_quantized(const TandemLinear& weight) { return weight.packing >= int(Packing::kInt8); }
 
+// A group of 32 along depth, of some neighbouring rows: code = round(x / scale), scale = largest magnitude / 127.
+constexpr int kTileRows = kLanes / 4;
+struct RowGroup {
+  int8_t codes[kTileRows][kGroup];
+  float scales[kTileRows], sums[kTileRows];  // of the codes: scale * sum
+  int32_t shifts[kTileRows];                 // -128 * sum
+};
+
 // Rows of a product's left side. Quantized weights read only what quantize_row made of them.
 struct Activations {
   const void* x;  // [rows, depth] dense
   DType dtype;
-  int8_t* codes;   // [rows, depth]
-  float* scales;   // [rows, depth / 32]
-  int32_t* sums;   // [rows, depth / 32], of a group's codes
+  RowGroup* groups;  // [rows / kTileRows, depth / 32]
 };
 
-// x[row] in groups of 32: code = round(x / scale), scale = largest magnitude / 127.
+// How many groups `rows` rows take.
+inline int64_t row_groups(int64_t rows, int depth) { return (rows + kTileRows - 1) / kTileRows * (depth / kGroup); }
+
 void quantize_row(const Activations& to, int64_t row, int depth);
 
 // Both are called by every thread of a team, and return when all are done. out is [rows, columns].

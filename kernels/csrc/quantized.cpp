@@ -14,17 +14,12 @@
 // Outliers among the activations cost precision in their own 32 neighbours only, unlike a scale per row.
 
 #include <algorithm>
+#include <utility>
 
 #include "linear.h"
 
 namespace {
 
-// Rows and vectors of columns in registers at once, each with a sum of integers and one of floats.
-#if defined(__AVX512F__)
-constexpr int kRows = 4, kVecs = 2;
-#else
-constexpr int kRows = 2, kVecs = 2;
-#endif
 constexpr int kQuads = kGroup / 4;
 // Activations in one pass over the weights stay in the second-level cache.
 constexpr int64_t kPassBytes = 512 << 10;
@@ -65,39 +60,41 @@ struct Call {
   DType out_dtype;
 };
 
-// Rows x kVecs * kLanes columns from `column` on.
-template <int Bits, int Rows>
+// Rows of one tile x Vecs * kLanes columns from `column` on.
+template <int Bits, int Rows, int Vecs>
 void block(const Call& c, int64_t row, int column) {
-  const int groups = c.weight.depth / kGroup, at = column % kPanel;
-  const uint8_t* group = (const uint8_t*)c.weight.packed + int64_t(column / kPanel) * groups * kGroupBytes<Bits>;
-  const int32_t* codes = (const int32_t*)c.x.codes + row * groups * kQuads;
-  const float* scales = c.x.scales + row * groups;
-  const int32_t* sums = c.x.sums + row * groups;
-  Vec total[Rows][kVecs] = {};
-  for (int g = 0; g < groups; ++g, group += kGroupBytes<Bits>, codes += kQuads) {
-    VecInt dot[Rows][kVecs];
+  const int groups = c.weight.depth / kGroup;
+  const int64_t at = column % kPanel;
+  const uint8_t* weights = (const uint8_t*)c.weight.packed + int64_t(column / kPanel) * groups * kGroupBytes<Bits>;
+  const RowGroup* group = c.x.groups + row / kTileRows * groups;
+  Vec total[Rows][Vecs] = {};
+  for (int g = 0; g < groups; ++g, ++group, weights += kGroupBytes<Bits>) {
+    VecInt dot[Rows][Vecs];
     for (int r = 0; r < Rows; ++r)
-      for (int v = 0; v < kVecs; ++v) dot[r][v] = VecInt{} + (Bits == 8 ? -128 * sums[r * groups + g] : 0);
-    auto add = [&](const VecInt* weights, int quad) {
-      for (int r = 0; r < Rows; ++r)
-        for (int v = 0; v < kVecs; ++v)
-          dot[r][v] = dot_add(dot[r][v], weights[v], codes[int64_t(r) * groups * kQuads + quad]);
+      for (int v = 0; v < Vecs; ++v) dot[r][v] = VecInt{} + (Bits == 8 ? group->shifts[r] : 0);
+    auto add = [&](const VecInt* codes, int quad) {
+      for (int r = 0; r < Rows; ++r) {
+        int32_t by;
+        std::memcpy(&by, group->codes[r] + 4 * quad, 4);
+        for (int v = 0; v < Vecs; ++v) dot[r][v] = dot_add(dot[r][v], codes[v], by);
+      }
     };
-    Vec scale[kVecs], minimum[kVecs] = {};
-    for (int v = 0; v < kVecs; ++v) scale[v] = from_f16((const uint16_t*)group + at + v * kLanes);
+    const uint16_t* scales = (const uint16_t*)weights + at;
+    const uint8_t* packed = weights + (Bits == 8 ? 2 : 4) * kPanel + at * 4;
+    Vec scale[Vecs], minimum[Vecs] = {};
+    for (int v = 0; v < Vecs; ++v) scale[v] = from_f16(scales + v * kLanes);
     if constexpr (Bits == 8) {
       for (int k = 0; k < kQuads; ++k) {
-        VecInt weights[kVecs];
-        for (int v = 0; v < kVecs; ++v)
-          weights[v] = load_int(group + 2 * kPanel + (k * kPanel + at + v * kLanes) * 4);
-        add(weights, k);
+        VecInt codes[Vecs];
+        for (int v = 0; v < Vecs; ++v) codes[v] = load_int(packed + (k * kPanel + v * kLanes) * 4);
+        add(codes, k);
       }
     } else {
-      for (int v = 0; v < kVecs; ++v) minimum[v] = from_f16((const uint16_t*)group + kPanel + at + v * kLanes);
+      for (int v = 0; v < Vecs; ++v) minimum[v] = from_f16(scales + kPanel + v * kLanes);
       for (int k = 0; k < kQuads / 2; ++k) {
-        VecInt low[kVecs], high[kVecs];
-        for (int v = 0; v < kVecs; ++v) {
-          const VecInt both = load_int(group + 4 * kPanel + (k * kPanel + at + v * kLanes) * 4);
+        VecInt low[Vecs], high[Vecs];
+        for (int v = 0; v < Vecs; ++v) {
+          const VecInt both = load_int(packed + (k * kPanel + v * kLanes) * 4);
           low[v] = both & 0x0f0f0f0f;
           high[v] = (both >> 4) & 0x0f0f0f0f;
         }
@@ -106,44 +103,45 @@ void block(const Call& c, int64_t row, int column) {
       }
     }
     for (int r = 0; r < Rows; ++r) {
-      const float unit = scales[r * groups + g];
-      for (int v = 0; v < kVecs; ++v) {
-        total[r][v] = fma(__builtin_convertvector(dot[r][v], Vec) * splat(unit), scale[v], total[r][v]);
-        if constexpr (Bits == 4) total[r][v] = fma(splat(unit * sums[r * groups + g]), minimum[v], total[r][v]);
+      const Vec unit = splat(group->scales[r]), offset = splat(group->sums[r]);
+      for (int v = 0; v < Vecs; ++v) {
+        total[r][v] = fma(__builtin_convertvector(dot[r][v], Vec) * unit, scale[v], total[r][v]);
+        if constexpr (Bits == 4) total[r][v] = fma(offset, minimum[v], total[r][v]);
       }
     }
   }
   for (int r = 0; r < Rows; ++r)
-    for (int v = 0; v < kVecs; ++v) {
+    for (int v = 0; v < Vecs; ++v) {
       const int n = column + v * kLanes;
       if (c.weight.bias) total[r][v] += load_as_float(c.weight.bias, n, c.x.dtype, nullptr);
       store_from_float(c.out, (row + r) * c.weight.columns + n, c.out_dtype, total[r][v]);
     }
 }
 
-template <int Bits>
-void some_rows(int rows, const Call& c, int64_t row, int column) {
-  switch (rows) {
-    case 1: return block<Bits, 1>(c, row, column);
-    case 2: return block<Bits, 2>(c, row, column);
-#if defined(__AVX512F__)
-    case 3: return block<Bits, 3>(c, row, column);
-#endif
-    default: return block<Bits, kRows>(c, row, column);
-  }
+// Rows of one tile x one panel.
+template <int Bits, int Rows>
+void panel_block(const Call& c, int64_t row, int column) {
+  // As many sums as registers hold: two vectors of few rows, or one of many.
+  constexpr int kVecs = 2;
+  for (int n = 0; n < kPanel; n += kVecs * kLanes) block<Bits, Rows, kVecs>(c, row, column + n);
+}
+
+template <int Bits, int... Rows>
+void some_rows(std::integer_sequence<int, Rows...>, int rows, const Call& c, int64_t row, int column) {
+  using Block = void (*)(const Call&, int64_t, int);
+  static constexpr Block kBlocks[] = {panel_block<Bits, Rows + 1>...};
+  kBlocks[rows - 1](c, row, column);
 }
 
 template <int Bits>
 void run(Team& team, const Call& c, int64_t rows) {
-  const int64_t pass = std::max<int64_t>(kRows, kPassBytes / c.weight.depth / kRows * kRows);
+  const int64_t pass = std::max<int64_t>(1, kPassBytes / c.weight.depth / kTileRows) * kTileRows;
   for (int64_t first = 0; first < rows; first += pass) {
-    const int64_t count = std::min(pass, rows - first), blocks = (count + kRows - 1) / kRows;
+    const int64_t end = std::min(first + pass, rows);
     team.share(c.weight.columns / kPanel, [&](int64_t panel) {
-      for (int64_t i = 0; i < blocks; ++i) {
-        const int64_t from = first + count * i / blocks, to = first + count * (i + 1) / blocks;
-        for (int n = 0; n < kPanel; n += kVecs * kLanes)
-          some_rows<Bits>(int(to - from), c, from, int(panel) * kPanel + n);
-      }
+      for (int64_t row = first; row < end; row += kTileRows)
+        some_rows<Bits>(std::make_integer_sequence<int, kTileRows>{}, int(std::min<int64_t>(kTileRows, end - row)), c,
+                        row, int(panel) * kPanel);
     });
   }
   team.wait();
@@ -153,30 +151,25 @@ void run(Team& team, const Call& c, int64_t rows) {
 
 void quantize_row(const Activations& to, int64_t row, int depth) {
   constexpr int kCount = kGroup / kLanes;
-  for (int64_t at = row * depth; at < (row + 1) * depth; at += kGroup) {
+  RowGroup* group = to.groups + row / kTileRows * (depth / kGroup);
+  const int r = int(row % kTileRows);
+  for (int64_t at = row * depth; at < (row + 1) * depth; at += kGroup, ++group) {
     Vec x[kCount], top{};
     for (int v = 0; v < kCount; ++v) {
       x[v] = load_as_float(to.x, at + v * kLanes, to.dtype, nullptr);
       top = maximum(top, maximum(x[v], -x[v]));
     }
     // Below this the quotient overflows; such a group counts as zero.
-    const float most = largest(top) < 1e-35f ? 0.0f : largest(top), inverse = most > 0 ? 127.0f / most : 0.0f;
-    VecInt sum{};
+    const float peak = largest(top), most = peak < 1e-35f ? 0.0f : peak, inverse = most > 0 ? 127.0f / most : 0.0f;
+    VecInt total{};
     for (int v = 0; v < kCount; ++v) {
-#if defined(__AVX512F__)
-      const VecInt code = (VecInt)_mm512_cvtps_epi32((__m512)(x[v] * splat(inverse)));
-#else
-      const VecInt code = (VecInt)_mm256_cvtps_epi32((__m256)(x[v] * splat(inverse)));
-#endif
-      sum += code;
-      typedef int8_t Bytes __attribute__((vector_size(kLanes)));
-      const Bytes narrow = __builtin_convertvector(code, Bytes);
-      std::memcpy(to.codes + at + v * kLanes, &narrow, sizeof narrow);
+      const VecInt code = round(x[v] * splat(inverse));
+      total += code;
+      to_int8(group->codes[r] + v * kLanes, code);
     }
-    int32_t whole = 0;
-    for (int i = 0; i < kLanes; ++i) whole += sum[i];
-    to.scales[at / kGroup] = most / 127.0f;
-    to.sums[at / kGroup] = whole;
+    group->scales[r] = most / 127.0f;
+    group->sums[r] = group->scales[r] * sum(total);
+    group->shifts[r] = -128 * sum(total);
   }
 }
 

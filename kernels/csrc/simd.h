@@ -25,7 +25,12 @@ typedef int32_t VecInt __attribute__((vector_size(kLanes * 4)));
 // What lies in a tensor. Quantized bytes other than integers mean table[byte].
 enum class DType : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2, kByte = 3, kInt8 = 4 };
 
-inline Vec splat(float x) { return Vec{} + x; }
+// Not Vec{} + x, which is an addition: it makes a zero of minus zero.
+#if defined(__AVX512F__)
+inline Vec splat(float x) { return (Vec)_mm512_set1_ps(x); }
+#else
+inline Vec splat(float x) { return (Vec)_mm256_set1_ps(x); }
+#endif
 inline Vec load(const float* p) {
   Vec v;
   std::memcpy(&v, p, sizeof v);
@@ -36,6 +41,7 @@ inline Vec maximum(Vec a, Vec b) { return a > b ? a : b; }
 
 #if defined(__AVX512F__)
 inline float sum(Vec v) { return _mm512_reduce_add_ps((__m512)v); }
+inline int32_t sum(VecInt v) { return _mm512_reduce_add_epi32((__m512i)v); }
 inline float largest(Vec v) { return _mm512_reduce_max_ps((__m512)v); }
 inline bool any_above(Vec v, float x) {
   return _mm512_cmp_ps_mask((__m512)v, _mm512_set1_ps(x), _CMP_GT_OQ) != 0;
@@ -54,6 +60,10 @@ inline Vec lookup(const float* table, const uint8_t* p) {
 inline Vec from_int8(const int8_t* p) {
   return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
 }
+// To the nearest integer, ties to even.
+inline VecInt round(Vec v) { return (VecInt)_mm512_cvtps_epi32((__m512)v); }
+// Lanes of -128 .. 127.
+inline void to_int8(int8_t* p, VecInt v) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)v)); }
 // Complex products of interleaved (re, im) lanes.
 inline Vec rotate(Vec x, Vec by) {
   __m512 swapped = _mm512_permute_ps((__m512)x, 0xB1);
@@ -65,6 +75,11 @@ inline float sum(Vec v) {
   __m128 q = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
   q = _mm_add_ps(q, _mm_movehl_ps(q, q));
   return _mm_cvtss_f32(_mm_add_ss(q, _mm_movehdup_ps(q)));
+}
+inline int32_t sum(VecInt v) {
+  __m128i q = _mm_add_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
+  q = _mm_add_epi32(q, _mm_shuffle_epi32(q, 0x4e));
+  return _mm_cvtsi128_si32(_mm_add_epi32(q, _mm_shuffle_epi32(q, 0xb1)));
 }
 inline float largest(Vec v) {
   __m128 q = _mm_max_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
@@ -87,6 +102,11 @@ inline Vec lookup(const float* table, const uint8_t* p) {
 }
 inline Vec from_int8(const int8_t* p) {
   return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+}
+inline VecInt round(Vec v) { return (VecInt)_mm256_cvtps_epi32((__m256)v); }
+inline void to_int8(int8_t* p, VecInt v) {
+  const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
+  _mm_storel_epi64((__m128i*)p, _mm_packs_epi16(words, words));
 }
 inline Vec rotate(Vec x, Vec by) {
   __m256 swapped = _mm256_permute_ps((__m256)x, 0xB1);
