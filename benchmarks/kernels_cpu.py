@@ -5,10 +5,11 @@
 Shapes are the default model's, and a time is that of all its layers, whose weights and caches together exceed
 what the processor caches. Ours and torch's take turns; medians.
 
-attention     turbo_attention on a paged cache beside scaled_dot_product_attention on dense K and V, its
-              query heads folded into rows and its mask prepared beforehand, which is the fastest way to ask
-              torch. n = 1 decodes, 8 to 32 verify a binary tree, 512 is a chunk of a prompt. torch has no
-              int8 cache; beside one stands its time in bfloat16.
+attention     turbo_attention on a paged cache (of bfloat16: interleaved, where the engine's is) beside
+              scaled_dot_product_attention on dense K and V, its query heads folded into rows and its mask
+              prepared beforehand, which is the fastest way to ask torch. n = 1 decodes, 8 to 32 verify a
+              binary tree, 512 is a chunk of a prompt. torch has no int8 cache; beside one stands its time
+              in bfloat16.
 projections   packed_linear beside F.linear, M rows. Quantized weights stand beside F.linear in bfloat16.
 
 Shares refer to the best that torch was seen to do before and after: reading a large tensor, and a large
@@ -31,7 +32,15 @@ import torch
 import torch.nn.functional as F
 from reporting import describe_command, describe_machine, markdown_table
 from tandem_engine.drafts.tree import DraftTree
-from tandem_kernels import pack_quantized, pack_weight, packed_linear, quantize_weight, turbo_attention
+from tandem_kernels import (
+    interleave,
+    pack_quantized,
+    pack_weight,
+    packed_linear,
+    quantize_weight,
+    runs_interleaved,
+    turbo_attention,
+)
 
 # SmolLM2-135M.
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 9, 3, 64, 64
@@ -145,10 +154,15 @@ def _attention_lines(context: int, num_seqs: int, num_rows: int, num_layers: int
     folded = _fold(query.view(num_seqs, num_rows, NUM_HEADS, HEAD_SIZE))
     mask = _mask(tree_bits, context) if num_rows > 1 else None
 
+    interleaved = runs_interleaved(torch.bfloat16, HEAD_SIZE, BLOCK_SIZE)
+    if interleaved:
+        caches = [interleave(cache) for cache in caches]
+
     def ours(cache: torch.Tensor, kv_scale: float | None) -> torch.Tensor:
         return turbo_attention(
             query, cache, block_table, seq_lens, starts, bits,
             scale=HEAD_SIZE**-0.5, k_scale=kv_scale, v_scale=kv_scale,
+            interleaved=interleaved and kv_scale is None,
         )  # fmt: skip
 
     def torchs(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

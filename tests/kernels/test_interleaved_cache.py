@@ -12,6 +12,7 @@ from tandem_kernels import (
     move_slots_in_layers,
     native,
     runs_interleaved,
+    turbo_attention,
 )
 
 NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_SIZE = 3, 2, 64, 32
@@ -86,3 +87,41 @@ def test_only_whole_tiles_of_the_products_dtype_are_read_interleaved() -> None:
     assert runs_interleaved(torch.bfloat16, 64, 64) == (native.instruction_set() == "avx512_bf16")
     with native_library("off"):
         assert not runs_interleaved(torch.float32, 64, 64)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 7, 64, 150], ids="{} rows".format)
+def test_attention_reads_the_same_bits_from_either(dtype: torch.dtype, rows: int, num_threads: int) -> None:
+    """From one row, whose product fetches what comes next by itself, to more than fill several products."""
+    head_size, block_size, context = 64, 64, 700
+    if not runs_interleaved(dtype, head_size, block_size):
+        pytest.skip(f"{native.instruction_set()} kernels read no interleaved {dtype}")
+    num_blocks = -(-(context + rows) // block_size)
+    cache = torch.randn(num_blocks + 1, 2, 2, block_size, head_size).to(dtype)
+    query = torch.randn(rows, 6, head_size).to(dtype)
+    block_table = torch.randperm(num_blocks).int()[None]
+    metadata = block_table, torch.tensor([context + rows]).int(), torch.tensor([0, rows]).int()
+    # A tree of two branches; more rows than a tree may have are a chunk.
+    bits = torch.tensor([sum(1 << j for j in range(i % 2, i + 1, 2)) | 1 for i in range(min(rows, 62))])
+    bits = bits if rows == len(bits) else None
+    threads = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        plain = turbo_attention(query, cache, *metadata, bits, scale=0.125)
+        lying = turbo_attention(query, interleave(cache), *metadata, bits, scale=0.125, interleaved=True)
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(plain, lying)
+
+
+def test_what_cannot_be_read_interleaved_is_refused() -> None:
+    query = torch.randn(1, 2, 64)
+    metadata = torch.zeros(1, 1).int(), torch.tensor([1]).int(), torch.tensor([0, 1]).int()
+    for cache in (torch.zeros(1, 2, 1, 32, 64), torch.zeros(1, 2, 1, 64, 64).to(torch.int8)):
+        with pytest.raises(ValueError, match="cannot be read interleaved"):
+            turbo_attention(query, cache, *metadata, scale=1.0, interleaved=True)
+    with pytest.raises(ValueError, match='only "cpu"'):
+        turbo_attention(
+            query, torch.zeros(1, 2, 1, 64, 64), *metadata, scale=1.0, interleaved=True, backend="torch"
+        )

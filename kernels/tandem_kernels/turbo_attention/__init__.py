@@ -47,6 +47,7 @@ def turbo_attention(
     out: torch.Tensor | None = None,
     backend: Backend = "auto",
     plan: AttentionPlan | None = None,
+    interleaved: bool = False,
 ) -> torch.Tensor:
     """Attend with T new tokens of B sequences to their cached K and V.
 
@@ -80,6 +81,7 @@ def turbo_attention(
         plan: the step's work list for backend "triton", which the others ignore; None makes one for this call
             alone, with its workspace. Its last `update` must have been for these seq_lens and
             query_start_loc.
+        interleaved: kv_cache lies as `interleave` says; backend "cpu" alone, where `runs_interleaved`.
 
     Returns:
         [T, Hq, D] of the query's dtype: out, or a new tensor. Rows past query_start_loc[B] are undefined.
@@ -100,7 +102,9 @@ def turbo_attention(
     if backend == "auto":
         backend = "triton" if query.is_cuda else "cpu"
     if backend == "cpu":
-        return cpu.attend(inputs, out)
+        return cpu.attend(inputs, out, interleaved)
+    if interleaved:
+        raise ValueError(f'backend {backend!r} reads no interleaved cache, only "cpu" does')
     if backend == "torch":
         return cpu_torch.attend(inputs, out)
     if backend == "reference":

@@ -34,7 +34,7 @@ def supports(inputs: AttentionInputs) -> bool:
     )
 
 
-def attend(inputs: AttentionInputs, out: torch.Tensor | None) -> torch.Tensor:
+def attend(inputs: AttentionInputs, out: torch.Tensor | None, interleaved: bool = False) -> torch.Tensor:
     """Return out [T, Hq, D], or a new tensor when None; see `turbo_attention`."""
     query, cache = inputs.query, inputs.kv_cache
     num_tokens, num_heads, head_size = query.shape
@@ -82,6 +82,7 @@ def attend(inputs: AttentionInputs, out: torch.Tensor | None) -> torch.Tensor:
         scale=inputs.scale,
         softcap=inputs.softcap or 0.0,
         num_threads=torch.get_num_threads(),
+        interleaved=interleaved,
     )
     if is_per_token(inputs.k_scale):
         call.k_token_scale, call.k_token_scale_strides = inputs.k_scale.data_ptr(), inputs.k_scale.stride()
