@@ -1,0 +1,269 @@
+// 64 keys of a sequence and a K/V head at a time, K and V as the products of attention read them.
+//
+// An interleaved cache holds them so, and its whole tiles are read where they lie. Others are copied into that order,
+// as are tiles in which a tree's nodes stand where plain decoding would have put them.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+
+#include "attention.h"
+#include "cache.h"
+#include "product.h"
+
+constexpr int kTile = 64;
+
+// What a product reads of a tile: K or V, rows `stride` lanes apart; the next tile's lies `ahead` of it, 0: not to be
+// fetched.
+struct Operand {
+  const uint32_t* data;
+  int64_t stride;
+  int64_t ahead;
+};
+
+// K [D / per lane][64 keys] and V [64 / per lane][D], of 32-bit lanes.
+struct Tile {
+  Operand keys, values;
+};
+
+// Where copies go; reused from tile to tile.
+struct TileMemory {
+  void *keys, *values;     // one tile each
+  void* raw;               // both, in the dtype of the products
+  float* token_scales[2];  // of K and V, per key of the tile
+};
+
+// Transposes kLanes rows of kLanes 32-bit elements: row i at rows[i] + from -> column i at out.
+inline void transpose(const uint32_t* const* rows, int64_t from, uint32_t* out, int64_t out_stride) {
+#if defined(__AVX512F__)
+  __m512i r[16], t[16];
+  for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_si512(rows[i] + from);
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+    t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+    t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+    t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+  }
+  for (int i = 0; i < 4; ++i) {
+    _mm512_storeu_si512(out + i * out_stride, _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88));
+    _mm512_storeu_si512(out + (i + 8) * out_stride, _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd));
+    _mm512_storeu_si512(out + (i + 4) * out_stride, _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88));
+    _mm512_storeu_si512(out + (i + 12) * out_stride, _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd));
+  }
+#else
+  __m256 r[8], t[8];
+  for (int i = 0; i < 8; ++i) r[i] = _mm256_loadu_ps((const float*)(rows[i] + from));
+  for (int i = 0; i < 8; i += 2) {
+    t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
+    t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4) {
+    r[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
+    r[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
+    r[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
+    r[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
+  }
+  for (int i = 0; i < 4; ++i) {
+    _mm256_storeu_ps((float*)(out + i * out_stride), _mm256_permute2f128_ps(r[i], r[i + 4], 0x20));
+    _mm256_storeu_ps((float*)(out + (i + 4) * out_stride), _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
+  }
+#endif
+}
+
+template <class Type>
+class TileReader {
+  using Element = typename Type::Element;
+
+ public:
+  // Keys from tree_begin on are a tree's nodes.
+  TileReader(const TandemAttention& call, const void* cache, int seq, int kv_head, int tree_begin, TileMemory memory)
+      : c(call),
+        cache(cache),
+        blocks(call.block_table + int64_t(seq) * call.max_blocks),
+        kv_head(kv_head),
+        tree_begin(tree_begin),
+        memory(memory) {}
+
+  // The 64 keys from first_key on; those from `end` on are zero. With a path, keys from tree_begin on are its nodes in
+  // their order.
+  Tile read(int first_key, int end, uint64_t path) const {
+    if (!c.interleaved) return rearranged(first_key, end, path);
+    return first_key + kTile <= (path ? tree_begin : end) ? whole(first_key, end) : partial(first_key, end, path);
+  }
+
+ private:
+  // Neighbouring keys that are fetched ahead together; blocks are multiples of it.
+  static constexpr int kStrip = 16;
+
+  const TandemAttention& c;
+  const void* cache;
+  const int32_t* blocks;
+  const int kv_head, tree_begin;
+  const TileMemory memory;
+
+  // Of a plain cache.
+  Tile rearranged(int first_key, int end, uint64_t path) const {
+    const int D = c.head_size, bytes = bytes_of((DType)c.cache_dtype);
+    const DType dtype = (DType)c.cache_dtype;
+    const bool direct = dtype == (Type::kPerLane == 2 ? DType::kBFloat16 : DType::kFloat32);
+    static constexpr int kMaxHead = 256;
+    alignas(64) static const Element zeros[kMaxHead] = {};
+    const Element* rows[2][kTile];
+    const int tree = path ? tree_begin : end;
+    for (int key = tree; key < first_key; ++key) path &= path - 1;  // nodes of the tiles before
+    for (int t = 0; t < kTile;) {
+      if (first_key + t >= end) {
+        rows[0][t] = rows[1][t] = zeros;
+        memory.token_scales[0][t] = memory.token_scales[1][t] = 0;
+        ++t;
+        continue;
+      }
+      int key = first_key + t, run = 1;
+      if (key >= tree) {
+        key = tree + __builtin_ctzll(path);
+        path &= path - 1;
+      } else {
+        // Neighbours of one block at once: divisions are slow.
+        run = std::min({kTile - t, c.block_size - key % c.block_size, std::min(tree, end) - key});
+      }
+      int64_t at = element_of(key);
+      for (int i = 0; i < run; ++i, ++t, at += D) {
+        load_token_scales(key + i, t);
+        for (int part = 0; part < 2; ++part) {
+          const int64_t from = at + part * c.cache_strides[1];
+          if (direct) {
+            rows[part][t] = (const Element*)cache + from;
+            continue;
+          }
+          Element* copy = (Element*)memory.raw + (int64_t(part) * kTile + t) * D;
+          for (int d = 0; d < D; d += kLanes) {
+            Vec v = load_as_float(cache, from + d, dtype, c.table);
+            if constexpr (Type::kPerLane == 2) to_bf16((uint16_t*)copy + d, v);
+            else store((float*)copy + d, v);
+          }
+          rows[part][t] = copy;
+        }
+      }
+    }
+    // The next tile is on its way from memory while this one is worked on: a tile's rows are too short and too
+    // scattered for the processor to guess them.
+    const char* ahead[kTile / kStrip] = {};
+    if (first_key + kTile < end)
+      for (int t = 0; t < kTile && first_key + kTile + t < tree; t += kStrip)
+        ahead[t / kStrip] = (const char*)cache + element_of(first_key + kTile + t) * bytes;
+    auto fetch_ahead = [&](int t, int part, int64_t from, int64_t to) {
+      if (!ahead[t / kStrip]) return;
+      const char* strip = ahead[t / kStrip] + part * c.cache_strides[1] * bytes;
+      for (int64_t line = from; line < to; line += 64) fetch(strip + line);
+    };
+    const int depth = D / Type::kPerLane;
+    const int64_t strip_bytes = int64_t(kStrip) * D * bytes;
+    for (int t = 0; t < kTile; t += kLanes) {
+      for (int d = 0; d < depth; d += kLanes)
+        transpose((const uint32_t* const*)rows[0] + t, d, (uint32_t*)memory.keys + int64_t(d) * kTile + t, kTile);
+      if (t % kStrip == 0) fetch_ahead(t, 0, 0, strip_bytes);
+    }
+    for (int t = 0; t < kTile; t += Type::kPerLane) {
+      uint32_t* out = (uint32_t*)memory.values + int64_t(t / Type::kPerLane) * D;
+      fetch_ahead(t, 1, t % kStrip * strip_bytes / kStrip, (t % kStrip + Type::kPerLane) * strip_bytes / kStrip);
+#if defined(__AVX512BF16__)
+      if constexpr (Type::kPerLane == 2) {
+        const __m512i even = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7,
+                                              38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+        for (int d = 0; d < D; d += 16) {
+          __m512i a = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)(rows[1][t] + d)));
+          __m512i b = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)(rows[1][t + 1] + d)));
+          _mm512_storeu_si512(out + d, _mm512_permutex2var_epi16(a, even, b));
+        }
+        continue;
+      }
+#endif
+      std::memcpy(out, rows[1][t], D * 4);
+    }
+    return copied();
+  }
+
+  void load_token_scales(int key, int t) const {
+    auto load = [&](const float* scales, const int64_t* strides, int part) {
+      if (!scales) return;
+      memory.token_scales[part][t] = scales[blocks[key / c.block_size] * strides[0] + kv_head * strides[1] +
+                                          key % c.block_size * strides[2]];
+    };
+    load(c.k_token_scale, c.k_token_scale_strides, 0);
+    load(c.v_token_scale, c.v_token_scale_strides, 1);
+  }
+
+  // Of an interleaved cache: where it lies; the next one is fetched ahead.
+  Tile whole(int first_key, int end) const {
+    auto at = [&](int key, int part) {
+      const int64_t lane = part == 0 ? key % c.block_size : int64_t(key % c.block_size) / Type::kPerLane * c.head_size;
+      return (const uint32_t*)piece(blocks[key / c.block_size], part) + lane;
+    };
+    // A tile is too short, and the next too far, for the processor to guess what comes.
+    const bool has_next = first_key + kTile < end;
+    auto operand = [&](int part, int64_t stride) {
+      const uint32_t* data = at(first_key, part);
+      return Operand{data, stride, has_next ? at(first_key + kTile, part) - data : 0};
+    };
+    return {operand(0, c.block_size), operand(1, c.head_size)};
+  }
+
+  // Of an interleaved cache: a copy, so that what lies beyond `end` does not count, whatever it is.
+  Tile partial(int first_key, int end, uint64_t path) const {
+    const int D = c.head_size, tree = path ? tree_begin : end;
+    const HeadShape shape = {c.block_size, D, (DType)c.cache_dtype, true}, tile = {kTile, D, (DType)c.cache_dtype, true};
+    std::memset(memory.keys, 0, tile.bytes());
+    std::memset(memory.values, 0, tile.bytes());
+    for (int key = tree; key < first_key; ++key) path &= path - 1;  // nodes of the tiles before
+    int t = 0;
+    if (const int count = std::min(tree, end) - first_key; count > 0) {
+      // A tile lies within one block.
+      const int offset = first_key % c.block_size;
+      const uint32_t* keys = (const uint32_t*)piece(blocks[first_key / c.block_size], 0);
+      for (int lane = 0; lane < D / Type::kPerLane; ++lane)
+        std::memcpy((uint32_t*)memory.keys + lane * kTile, keys + int64_t(lane) * c.block_size + offset, count * 4);
+      const char* values = piece(blocks[first_key / c.block_size], 1);
+      const int whole = count / Type::kPerLane * Type::kPerLane;
+      std::memcpy(memory.values, values + int64_t(offset) * D * sizeof(Element), int64_t(whole) * D * sizeof(Element));
+      for (t = whole; t < count; ++t) {
+        shape.get_value(values, offset + t, memory.raw);
+        tile.put_value(memory.values, t, memory.raw);
+      }
+      t = count;
+    }
+    for (; t < kTile && first_key + t < end; ++t, path &= path - 1) {
+      const int key = tree + __builtin_ctzll(path), offset = key % c.block_size;
+      shape.get_key(piece(blocks[key / c.block_size], 0), offset, memory.raw);
+      tile.put_key(memory.keys, t, memory.raw);
+      shape.get_value(piece(blocks[key / c.block_size], 1), offset, memory.raw);
+      tile.put_value(memory.values, t, memory.raw);
+    }
+    return copied();
+  }
+
+  Tile copied() const {
+    return {{(const uint32_t*)memory.keys, kTile, 0}, {(const uint32_t*)memory.values, c.head_size, 0}};
+  }
+
+  // Where a key's K lies in the cache, in elements; V follows cache_strides[1] later.
+  int64_t element_of(int key) const {
+    return blocks[key / c.block_size] * c.cache_strides[0] + kv_head * c.cache_strides[2] +
+           int64_t(key % c.block_size) * c.head_size;
+  }
+
+  const char* piece(int block, int part) const {
+    return (const char*)cache +
+           (block * c.cache_strides[0] + part * c.cache_strides[1] + kv_head * c.cache_strides[2]) *
+               bytes_of((DType)c.cache_dtype);
+  }
+};
