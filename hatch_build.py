@@ -1,4 +1,4 @@
-"""hatchling's build hook: compiles the native CPU kernels when a wheel is built or the package installed."""
+"""hatchling's build hook: compiles the C++ parts when a wheel is built or the package installed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
-class NativeKernels(BuildHookInterface[Any]):
-    """Runs kernels/csrc/build.py; without a compiler the wheel is pure Python."""
+class NativeLibraries(BuildHookInterface[Any]):
+    """Runs build_native.py; without a compiler the wheel is pure Python."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Puts the libraries into the wheel and tags it with this platform."""
         root = Path(self.root)
-        libraries = runpy.run_path(str(root / "kernels" / "csrc" / "build.py"))["build"]()
+        libraries = runpy.run_path(str(root / "build_native.py"))["build"]()
         if libraries:
             build_data["artifacts"].extend(str(path.relative_to(root)) for path in libraries)
             build_data["pure_python"] = False

@@ -42,7 +42,7 @@ async def test_a_batch_that_the_mirror_cannot_learn_does_not_stop_the_next():
         client.push("r1", 0, [1, 2, 3])
         await until(lambda: mirror.failed)
         client.push("r2", 0, [4, 5, 6])
-        await until(lambda: mirror.view.count((4, 5, 6)) == 1)
+        await until(lambda: mirror.count((4, 5, 6)) == 1)
     finally:
         await client.close()
 

@@ -62,7 +62,7 @@ texts = st.lists(st.integers(0, 4), min_size=4, max_size=60)
 @settings(max_examples=60, deadline=None)
 @given(st.lists(texts, min_size=1, max_size=4), st.integers(0, 80), st.floats(0, 0.2), st.integers(1, 12))
 def test_every_tree_is_valid(batch, max_nodes, row_cost, room):
-    mirror = GlobalMirror(depth=4)
+    mirror = GlobalMirror()
     mirror.apply_delta([AcceptedSpan("x", 0, tuple(batch[0]))], "1")
     drafter = Drafter(mirror, DraftPolicy(row_cost=row_cost))
     requests = [
@@ -77,13 +77,13 @@ def test_every_tree_is_valid(batch, max_nodes, row_cost, room):
         assert max(tree.depths()) <= room - 1  # the bonus token needs room too
         # No guess twice under one parent, and known sources only; DraftTree checks the order itself.
         assert len({*zip(tree.token_ids, tree.parents, strict=True)}) == len(tree)
-        assert {*tree.sources} <= {"prompt", "output", "global"}
+        assert {*tree.sources} <= {"prompt", "output", "global", "recycled"}
 
 
 def test_a_repeated_text_is_copied():
     text = noise(300)
     replay = Replay(Drafter(None, DraftPolicy()), text + text, len(text)).run()
-    assert replay.accepted / replay.drafted > 0.95
+    assert replay.accepted / replay.drafted > 0.9
     assert replay.steps < 300 / 10
 
 
@@ -109,7 +109,7 @@ def test_another_request_s_text_is_copied_through_the_mirror():
     cold = Replay(Drafter(None, DraftPolicy()), text, 10).run()
     assert warm.accepted > 200 > 10 > cold.accepted
     snapshot, position = mirror.snapshot()
-    mirror.apply_snapshot(snapshot.to_bytes(), position)
+    mirror.apply_snapshot(snapshot, position)
     assert Replay(Drafter(mirror, DraftPolicy()), text, 10).run().accepted > 200
 
 

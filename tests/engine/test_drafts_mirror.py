@@ -1,4 +1,4 @@
-"""The mirror: snapshots, deltas, and readers that never wait."""
+"""The mirror: snapshots, deltas, and a corpus that drafters read without waiting."""
 
 from __future__ import annotations
 
@@ -7,97 +7,144 @@ import threading
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tandem_engine.drafts.builder import ForestBuilder
-from tandem_engine.drafts.calibration import Calibration
-from tandem_engine.drafts.local import SuffixIndex
 from tandem_engine.drafts.mirror import GlobalMirror
+from tandem_engine.drafts.native import Job, Learner, Text, draft
 from tandem_engine.drafts.spans import AcceptedSpan
-from tandem_engine.drafts.voting import Voters
 
-DEPTH = 4
+FREE = [1.0 + 1e-9 * q for q in range(64)]
 
 
 def snapshot_of(*texts: list[int]) -> bytes:
-    builder = ForestBuilder(DEPTH)
-    for text in texts:
-        builder.insert(text)
-    return builder.to_snapshot().to_bytes()
+    mirror = GlobalMirror()
+    mirror.learn([AcceptedSpan(f"s{n}", 0, tuple(text)) for n, text in enumerate(texts)])
+    return mirror.snapshot()[0]
+
+
+def guesses(mirror: GlobalMirror, text: list[int], own: str = "") -> set[int]:
+    """Tokens that the corpus makes a drafter guess behind a text, at once or later."""
+    sequence = Text(len(text))
+    sequence.extend(text)
+    job = Job(sequence, Learner(), mirror.corpus, own_run=mirror.run_of(own))
+    (found,) = draft([job], 16, FREE)
+    return set(found.tree.token_ids) if found is not None else set()
 
 
 def test_a_snapshot_replaces_everything():
-    mirror = GlobalMirror(depth=DEPTH)
+    mirror = GlobalMirror()
     mirror.apply_delta([AcceptedSpan("r", 0, (1, 2))], "5-0")
     mirror.apply_snapshot(snapshot_of([3, 4]), "9-0")
-    assert (mirror.view.count((1, 2)), mirror.view.count((3, 4)), mirror.position) == (0, 1, "9-0")
+    assert (mirror.count((1, 2)), mirror.count((3, 4)), mirror.position) == (0, 1, "9-0")
+    assert guesses(mirror, [1]) == set()
+    assert guesses(mirror, [3]) == {4}
 
 
 def test_a_damaged_snapshot_changes_nothing():
-    mirror = GlobalMirror(depth=DEPTH)
+    mirror = GlobalMirror()
     mirror.apply_delta([AcceptedSpan("r", 0, (1, 2))], "5-0")
     payload = bytearray(snapshot_of([3, 4]))
     payload[-1] ^= 1
     with pytest.raises(ValueError, match="checksum"):
         mirror.apply_snapshot(bytes(payload), "9-0")
-    assert (mirror.view.count((1, 2)), mirror.position) == (1, "5-0")
+    assert (mirror.count((1, 2)), mirror.position) == (1, "5-0")
 
 
 def test_tokens_outside_the_vocabulary_never_enter():
-    mirror = GlobalMirror(depth=DEPTH, vocab_size=100)
+    mirror = GlobalMirror(vocab_size=100)
     mirror.apply_delta([AcceptedSpan("a", 0, (1, 100)), AcceptedSpan("b", 0, (2, 99))], "1-0")
-    assert (mirror.view.count((1,)), mirror.view.count((2, 99))) == (0, 1)
+    assert (mirror.count((1,)), mirror.count((2, 99))) == (0, 1)
     with pytest.raises(ValueError, match="vocabulary"):
         mirror.apply_snapshot(snapshot_of([1, 100]), "2-0")
     mirror.apply_snapshot(snapshot_of([1, 99]), "3-0")
-    assert mirror.view.count((1, 99)) == 1
+    assert mirror.count((1, 99)) == 1
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=12), max_size=12), st.integers(1, 60))
-def test_deltas_equal_a_rebuilt_snapshot(texts, overlay_nodes):
-    mirror = GlobalMirror(depth=DEPTH, overlay_nodes=overlay_nodes)
-    for number, text in enumerate(texts):
-        for offset in range(0, len(text), 3):
-            span = AcceptedSpan(f"r{number}", offset, tuple(text[offset : offset + 3]))
+@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=12), max_size=12))
+def test_deltas_equal_a_rebuilt_snapshot(texts):
+    mirror = GlobalMirror()
+    # All requests at once, piece by piece, and each piece twice.
+    for offset in range(0, 12, 3):
+        for number, text in enumerate(texts):
+            span = AcceptedSpan(f"s{number}", offset, tuple(text[offset : offset + 3]))
             mirror.apply_delta([span, span], f"{number}-{offset}")
-    merged, position = mirror.snapshot()
-    assert merged.to_bytes() == snapshot_of(*texts)
-    assert position == mirror.position
+    again = GlobalMirror()
+    again.apply_snapshot(mirror.snapshot()[0], mirror.position)
+    whole = GlobalMirror()
+    whole.apply_snapshot(snapshot_of(*texts), "")
+    for ngram in [(a,) for a in range(4)] + [(a, b) for a in range(4) for b in range(4)]:
+        assert mirror.count(ngram) == again.count(ngram) == whole.count(ngram)
+    assert mirror.num_tokens == again.num_tokens == sum(map(len, texts))
+
+
+def test_pieces_of_requests_that_take_turns_are_found_as_whole_texts():
+    story, other = list(range(100, 140)), list(range(200, 240))
+    mirror = GlobalMirror()
+    for offset in range(0, 40, 4):
+        for name, text in (("story", story), ("other", other)):
+            mirror.learn([AcceptedSpan(name, offset, tuple(text[offset : offset + 4]))])
+    for cut in range(1, 36):
+        assert story[cut] in guesses(mirror, story[:cut])
+        assert not guesses(mirror, story[:cut]) & set(other)
 
 
 def test_own_spans_are_learnt_before_the_stream_brings_them_back():
-    mirror = GlobalMirror(depth=DEPTH)
+    mirror = GlobalMirror()
     assert mirror.learn([AcceptedSpan("r", 0, (1, 2, 3))]) == 3
-    assert (mirror.position, mirror.view.count((1, 2))) == ("", 1)
+    assert (mirror.position, mirror.count((1, 2))) == ("", 1)
     assert mirror.apply_delta([AcceptedSpan("r", 0, (1, 2, 3))], "1-0") == 0
-    assert (mirror.position, mirror.view.count((1, 2)), mirror.num_tokens) == ("1-0", 1, 3)
+    assert (mirror.position, mirror.count((1, 2)), mirror.num_tokens) == ("1-0", 1, 3)
 
 
-def test_memory_stays_bounded_and_keeps_what_is_frequent():
-    mirror = GlobalMirror(depth=DEPTH, max_nodes=500, overlay_nodes=1000)
+def test_what_came_before_a_snapshot_is_known_behind_it():
+    mirror = GlobalMirror()
+    mirror.apply_delta([AcceptedSpan("r", 0, (1, 2, 3))], "1-0")
+    late = GlobalMirror()
+    late.apply_snapshot(*mirror.snapshot())
+    assert late.apply_delta([AcceptedSpan("r", 0, (1, 2, 3)), AcceptedSpan("r", 3, (4,))], "2-0") == 1
+    assert late.count((3, 4)) == 1
+
+
+def test_a_gap_begins_a_run_anew_and_keeps_the_old_one():
+    mirror = GlobalMirror()
+    mirror.learn([AcceptedSpan("r", 0, (1, 2)), AcceptedSpan("r", 5, (6, 7))])
+    assert (mirror.count((1, 2)), mirror.count((2, 6)), mirror.count((6, 7))) == (1, 0, 1)
+    assert guesses(mirror, [1, 2]) == set()
+
+
+def test_memory_stays_bounded_and_the_latest_text_is_kept():
+    mirror = GlobalMirror(max_tokens=1000)
     for number in range(300):
         noise = tuple(range(1000 + 20 * number, 1020 + 20 * number))
-        mirror.apply_delta([AcceptedSpan(f"r{number}", 0, (1, 2, 3, 4, *noise))], str(number))
-    assert mirror.view.base.num_nodes <= 500
-    assert mirror.num_nodes < 500 + 1000 + 200
-    assert mirror.view.count((1, 2, 3, 4)) == 300
+        mirror.apply_delta([AcceptedSpan(f"r{number}", 0, noise)], str(number))
+        assert mirror.num_tokens <= 1000
+    assert mirror.num_learnt == 6000
+    assert (mirror.count((1000, 1001)), mirror.count((6980, 6981))) == (0, 1)
+
+
+def test_a_full_corpus_makes_room():
+    mirror = GlobalMirror()
+    for number in range(100):
+        mirror.learn([AcceptedSpan(f"r{number}", 0, tuple(range(number, number + 1500)))])
+    assert mirror.num_tokens == 150_000
+    assert 77 in guesses(mirror, [75, 76])
+    assert mirror.memory_bytes / (2 * mirror.num_tokens) < 100
 
 
 def test_readers_are_never_disturbed_by_swaps_and_deltas():
-    """One thread votes without pause while another replaces and extends the forest."""
-    mirror = GlobalMirror(depth=DEPTH, overlay_nodes=400)
+    """One thread drafts without pause while another replaces and extends the text."""
+    mirror = GlobalMirror()
     payloads = [snapshot_of([1, 2, 3, 4] * n) for n in (1, 5)]
     stop = threading.Event()
-    votes = 0
+    drafted = 0
     failures: list[BaseException] = []
 
     def read() -> None:
-        nonlocal votes
-        calibration = Calibration()
+        nonlocal drafted
         try:
             while not stop.is_set():
-                voters = Voters(SuffixIndex(), 0, mirror.view, calibration)
-                root = voters.root([1, 2])
-                votes += len(voters.vote(root))
+                found = guesses(mirror, [1, 2])
+                assert all(token < 1000 for token in found)
+                drafted += len(found)
         except BaseException as error:
             failures.append(error)
 
@@ -111,4 +158,4 @@ def test_readers_are_never_disturbed_by_swaps_and_deltas():
     stop.set()
     reader.join()
     assert not failures
-    assert votes > 0
+    assert drafted > 0

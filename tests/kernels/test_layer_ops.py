@@ -130,7 +130,7 @@ def test_the_best_library_of_this_processor_is_loaded() -> None:
     """Or all tests of compiled kernels would be left out in silence where compiling them fails."""
     if shutil.which("g++") is None or not native.instruction_sets():
         pytest.skip("no compiled kernels here: no compiler, or an unknown processor")
-    assert NATIVE, "there is a compiler, but kernels/csrc/build.py built nothing this processor runs"
+    assert NATIVE, "there is a compiler, but build_native.py built nothing this processor runs"
     assert native.LIBRARY is not None
     assert native.LIBRARY._name.endswith(f"tandem_{NATIVE[-1]}.so")
 

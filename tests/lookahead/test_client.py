@@ -32,7 +32,7 @@ async def test_without_a_service_a_pod_learns_from_its_own_requests(fleet):
     try:
         client.push("r1", 0, [1, 2, 3])
         client.push("r1", 3, [4])
-        await fleet.until(lambda: mirror.view.count((1, 2, 3, 4)) == 1)
+        await fleet.until(lambda: mirror.count((1, 2, 3, 4)) == 1)
         assert (client.connected, client.dropped) == (False, 0)
     finally:
         await client.close()

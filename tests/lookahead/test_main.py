@@ -100,14 +100,14 @@ async def test_a_killed_service_comes_back_to_its_pods_with_all_it_knew(tmp_path
         sender, _ = await fleet.pod_at(at)
         _, mirror = await fleet.pod_at(at)
         sender.push("before", 0, ANSWER)
-        await fleet.until(lambda: mirror.view.count(ANSWER[:4]) == 1)
+        await fleet.until(lambda: mirror.count(ANSWER[:4]) == 1)
         process.kill()
         await fleet.until(lambda: not sender.connected)
         sender.push("during", 0, ANSWER)
     with await asyncio.to_thread(started, port, tmp_path):
-        await fleet.until(lambda: mirror.view.count(ANSWER[:4]) == 2)
+        await fleet.until(lambda: mirror.count(ANSWER[:4]) == 2)
         _, late = await fleet.pod_at(at)
-        await fleet.until(lambda: late.view.count(ANSWER[:4]) == 2)
+        await fleet.until(lambda: late.count(ANSWER[:4]) == 2)
         assert sender.dropped == 0
 
 
@@ -137,10 +137,10 @@ def test_a_redis_server_in_path_wins_over_the_embedded_one(tmp_path):
 
 
 def test_a_bad_setting_is_one_sentence_and_exit_code_2():
-    command = [sys.executable, "-P", "-m", "tandem_lookahead.main", "--depth", "1"]
+    command = [sys.executable, "-P", "-m", "tandem_lookahead.main", "--max-tokens", "1"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=20)
     assert ended.returncode == 2
-    assert "--depth" in ended.stderr
+    assert "--max-tokens" in ended.stderr
 
 
 def test_it_needs_no_torch():

@@ -1,9 +1,11 @@
 """Drafts a batch: which guesses to verify in the next step, over all sequences at once.
 
-    propose   index what is new of each sequence, vote, and grow all trees best first while it pays
+    propose   index what is new of each sequence, and grow all trees best first while it pays
     (engine)  verifies the trees and accepts a path of each
-    extend    compare the accepted tokens with what was considered, sent or not, and calibrate
+    extend    compare the accepted tokens with what was considered, sent or not, and learn
     forget    the request is over
+
+The work is done in C++ (engine/csrc, through native.py); where that was not compiled, nothing is drafted.
 
 A draft never changes what is generated, only how fast: any tree is valid, a wrong one costs its rows.
 
@@ -18,22 +20,17 @@ so that copy length follows from hit rate and batch size, and drafting stops whe
 from __future__ import annotations
 
 import enum
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tandem_engine.drafts.calibration import SOURCES, Calibration, Ratio
-from tandem_engine.drafts.local import SuffixIndex
+from tandem_engine.drafts import native
 from tandem_engine.drafts.mirror import GlobalMirror
+from tandem_engine.drafts.native import Job, Learner, Text
 from tandem_engine.drafts.tree import MAX_TREE_NODES, DraftTree
-from tandem_engine.drafts.voting import Candidate, TreeNode, Voters
 
 if TYPE_CHECKING:  # the request module needs this package's tree
     from tandem_engine.request import Request
-
-#: Guesses less likely than this are not worth the drafter's own time, however cheap a row.
-_MIN_REACH = 0.02
 
 
 class Strategy(enum.Enum):
@@ -42,7 +39,7 @@ class Strategy(enum.Enum):
     OFF = "off"
     #: The sequence's own prompt and output.
     LOCAL = "local"
-    #: Those and the tenant's forest.
+    #: Those and what other requests of the tenant have generated.
     GLOBAL = "global"
 
 
@@ -59,29 +56,17 @@ class DraftPolicy:
             raise ValueError(f"row_cost is {self.row_cost}; it is a share of a step, in [0, 10)")
 
 
-class _Sequence:
-    """What the drafter knows of one request."""
-
-    __slots__ = ("index", "ratio", "root")
-
-    def __init__(self) -> None:
-        self.index = SuffixIndex()
-        #: This sequence's hits over the pod's expectation; copy length adapts to it.
-        self.ratio = Ratio(prior=3.0, memory=24.0)
-        #: Tree of the last proposal, with all that was considered.
-        self.root: TreeNode | None = None
-
-
 class Drafter:
-    """Owns the sequences' indexes and the calibration. Used by one thread; mirrors are written by others."""
+    """Owns the sequences' texts and what was learnt. Used by one thread; mirrors are written by others."""
 
     def __init__(self, mirror: GlobalMirror | None, policy: DraftPolicy) -> None:
-        self._policy = policy
+        self._strategy = policy.strategy if native.LIBRARY is not None else Strategy.OFF
         self._mirrors: dict[str, GlobalMirror] = {}
         if mirror is not None:
             self.attach(mirror)
-        self._calibration = Calibration()
-        self._sequences: dict[str, _Sequence] = {}
+        #: By tenant: what is learnt from one's texts serves no other's.
+        self._learners: dict[str, Learner] = {}
+        self._texts: dict[str, Text] = {}
         #: Settable while running: the engine measures it.
         self.row_cost = policy.row_cost
 
@@ -95,120 +80,49 @@ class Drafter:
         The price counts every request given, so pass the whole decoding batch. Requests that are not
         decoding get None. Nothing beyond a request's max_tokens is guessed.
         """
-        if self._policy.strategy is Strategy.OFF:
+        if self._strategy is Strategy.OFF or max_nodes < 1:
             return [None] * len(requests)
-        trees: list[_GrowingTree | None] = []
-        heap: list[tuple[float, int, int, TreeNode, Candidate]] = []
-        for number, request in enumerate(requests):
-            tree = self._plant(request, max_nodes)
-            trees.append(tree)
-            if tree is not None:
-                tree.offer(tree.root, number, heap)
-        expected, rows = float(len(requests)), 0
-        while heap:
-            reach = -heap[0][0]
-            if reach < expected * self.row_cost / (1.0 + rows * self.row_cost):
-                break
-            _, number, _, parent, candidate = heapq.heappop(heap)
-            tree = trees[number]
-            assert tree is not None
-            if tree.is_full:
-                continue
-            tree.offer(tree.grow(parent, candidate), number, heap)
-            expected += reach
-            rows += 1
-        return [tree.draft() if tree is not None else None for tree in trees]
+        jobs = [self._job(request) for request in requests]
+        max_guesses = min(max_nodes, MAX_TREE_NODES - 1)
+        seconds = [1.0 + self.row_cost * q for q in range(len(jobs) * max_guesses + 1)]
+        drafts = native.draft(jobs, max_guesses, seconds)
+        return [guesses.tree if guesses is not None else None for guesses in drafts]
 
     def extend(self, request: Request, token_ids: Sequence[int]) -> None:
         """Learns from the tokens a step has emitted for the request, the bonus token included.
 
         May be called before or after they are appended to the request; the next `propose` indexes them.
         """
-        sequence = self._sequences.get(request.request_id)
-        if sequence is None:
-            return
-        node, sequence.root = sequence.root, None
-        for token in token_ids:
-            if node is None:
-                break
-            onward = None
-            for candidate in node.candidates:
-                came_true = candidate.token == token
-                self._calibration.learn(candidate.cell, candidate.raw, came_true)
-                sequence.ratio.learn(candidate.probability, came_true)
-                if came_true:
-                    onward = candidate.node
-            node = onward
+        text = self._texts.get(request.request_id)
+        if text is not None:
+            text.teach(self._learner(request.tenant), token_ids)
 
     def forget(self, request_id: str) -> None:
         """Drops what is known of a finished request; unknown ids are ignored."""
-        self._sequences.pop(request_id, None)
+        self._texts.pop(request_id, None)
 
     @property
     def num_sequences(self) -> int:
         """Requests whose text is held; 0 when idle."""
-        return len(self._sequences)
+        return len(self._texts)
 
-    def _plant(self, request: Request, max_nodes: int) -> _GrowingTree | None:
-        """A tree of only the root, with the sequence's index brought up to date."""
+    def _job(self, request: Request) -> Job:
+        """What the request's sequence draws on, its text brought up to date."""
         room = request.sampling.max_tokens - len(request.output_token_ids) - 1
-        if not request.is_decoding or room < 1 or max_nodes < 1:
-            return None
-        sequence = self._sequences.get(request.request_id)
-        if sequence is None:
-            sequence = self._sequences[request.request_id] = _Sequence()
-        index = sequence.index
-        index.extend(request.tokens(index.num_tokens, request.num_tokens))
-        mirror = self._mirrors.get(request.tenant) if self._policy.strategy is Strategy.GLOBAL else None
-        view = mirror.view if mirror is not None else None
-        voters = Voters(index, request.num_prompt_tokens, view, self._calibration)
-        num_context = view.base.depth - 1 if view is not None else 1
-        ending = request.tokens(max(0, request.num_tokens - num_context), request.num_tokens)
-        sequence.root = voters.root(ending)
-        limit = min(max_nodes, MAX_TREE_NODES - 1)
-        return _GrowingTree(sequence.root, voters, sequence.ratio.value, limit, room)
+        learner = self._learner(request.tenant)
+        if not request.is_decoding or room < 1:
+            return Job(None, learner, room=0)
+        text = self._texts.get(request.request_id)
+        if text is None:
+            text = self._texts[request.request_id] = Text(request.num_prompt_tokens)
+        text.extend(request.tokens(text.num_tokens, request.num_tokens))
+        mirror = self._mirrors.get(request.tenant) if self._strategy is Strategy.GLOBAL else None
+        if mirror is None:
+            return Job(text, learner, room=room)
+        return Job(text, learner, mirror.corpus, room=room, own_run=mirror.run_of(request.request_id))
 
-
-class _GrowingTree:
-    """One sequence's tree while the batch's guesses are chosen."""
-
-    __slots__ = ("_parents", "_ratio", "_room", "_sources", "_tokens", "_voters", "limit", "root")
-
-    def __init__(self, root: TreeNode, voters: Voters, ratio: float, limit: int, room: int) -> None:
-        self.root = root
-        self.limit = limit
-        self._voters = voters
-        self._ratio = ratio
-        #: Deepest guess that could still be emitted.
-        self._room = room
-        self._tokens: list[int] = []
-        self._parents: list[int] = []
-        self._sources: list[str] = []
-
-    @property
-    def is_full(self) -> bool:
-        return len(self._tokens) >= self.limit
-
-    def offer(
-        self, node: TreeNode, number: int, heap: list[tuple[float, int, int, TreeNode, Candidate]]
-    ) -> None:
-        """Puts a node's children up for choice."""
-        if node.depth >= self._room:
-            return
-        for rank, candidate in enumerate(self._voters.vote(node)):
-            candidate.reach = reach = node.reach * min(candidate.probability * self._ratio, 0.99)
-            if reach >= _MIN_REACH:
-                # Ties fall to the earlier sequence, then to the earlier node and rank.
-                heapq.heappush(heap, (-reach, number, node.index * 8 + rank, node, candidate))
-
-    def grow(self, parent: TreeNode, candidate: Candidate) -> TreeNode:
-        """Takes a candidate into the tree."""
-        self._tokens.append(candidate.token)
-        self._parents.append(parent.index)
-        self._sources.append(SOURCES[candidate.source])
-        return self._voters.advance(parent, candidate, len(self._tokens))
-
-    def draft(self) -> DraftTree | None:
-        if not self._tokens:
-            return None
-        return DraftTree(tuple(self._tokens), tuple(self._parents), tuple(self._sources))
+    def _learner(self, tenant: str) -> Learner:
+        learner = self._learners.get(tenant)
+        if learner is None:
+            learner = self._learners[tenant] = Learner()
+        return learner

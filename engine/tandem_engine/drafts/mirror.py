@@ -1,43 +1,31 @@
-"""A decode pod's copy of one namespace's forest: read on the step path, written beside it.
+"""A decode pod's copy of one namespace's text: read on the step path, written beside it.
 
-    view = (base, overlay)      one reference, swapped as a whole; a reader takes it once per step
-      base      immutable arrays: the last snapshot from the service, or our own merge
-      overlay   small mutable tree: the deltas since
+    store    runs of generated tokens, as they are shared
+    corpus   the same, indexed for the drafter; one reference, swapped as a whole
 
-The stream client applies snapshots and deltas from its own thread; the drafter reads without locks and
-never waits for the service. When the overlay is full the writer merges it into a new base, pruned to the
-bound, and swaps. Without the service the mirror stays as it is and goes on being used.
+The stream client applies snapshots and deltas from its own thread; the drafter reads the corpus meanwhile,
+without locks, and never waits for the service. A full corpus is built anew from what the store holds, twice
+as large until it holds all that may be. Without the service the mirror stays as it is and goes on being used.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
-from tandem_engine.drafts.builder import ForestBuilder
-from tandem_engine.drafts.forest import ForestSnapshot, merge
-from tandem_engine.drafts.spans import AcceptedSpan, SpanAssembler
+from tandem_engine.drafts import native
+from tandem_engine.drafts.native import Corpus
+from tandem_engine.drafts.spans import AcceptedSpan
+from tandem_engine.drafts.text_store import Run, TextStore
 
-#: Longest n-gram, context and continuation together.
-DEFAULT_DEPTH = 8
-
-
-@dataclass(frozen=True, eq=False)
-class ForestView:
-    """What a reader sees: two trees whose counts add up."""
-
-    base: ForestSnapshot
-    overlay: ForestBuilder
-
-    def count(self, path: Iterable[int]) -> int:
-        """How often the n-gram was accepted."""
-        path = tuple(path)
-        return self.base.count(path) + self.overlay.count(path)
+DEFAULT_MAX_TOKENS = 1_000_000
+_FIRST_CAPACITY = 1 << 16
+#: Tokens that go before a piece whose run was left for another one's; the longest match across the cut.
+_NUM_CONTEXT = 8
 
 
 class GlobalMirror:
-    """The forest of one tenant's namespace; at most about 16 B * max_nodes + 320 B * overlay_nodes.
+    """The text of one tenant's namespace, about 70 bytes a token.
 
     Tokens outside the vocabulary never enter: a draft of one would crash the model, and what comes over
     the wire was made by others.
@@ -47,25 +35,27 @@ class GlobalMirror:
         self,
         *,
         tenant: str = "",
-        vocab_size: int = 2**31,
-        depth: int = DEFAULT_DEPTH,
-        max_nodes: int = 2_000_000,
-        overlay_nodes: int = 65_536,
+        vocab_size: int = 1 << 17,
+        max_tokens: int = DEFAULT_MAX_TOKENS,
+        is_drafted_from: bool = True,
     ) -> None:
         #: Only this tenant's requests may be drafted for from here.
         self.tenant = tenant
         self._vocab_size = vocab_size
-        self._max_nodes = max_nodes
-        self._overlay_nodes = overlay_nodes
+        self._max_tokens = max_tokens
+        self._is_drafted_from = is_drafted_from and native.LIBRARY is not None
         self._writing = threading.Lock()
-        self._assembler = SpanAssembler(depth - 1)
         self._position = ""
-        self._view = ForestView(ForestSnapshot.empty(depth), ForestBuilder(depth))
+        self._store = TextStore(max_tokens)
+        self._corpus: Corpus | None = None
+        self._last_run = -1
+        self._num_learnt = 0
+        self._rebuild()
 
     @property
-    def view(self) -> ForestView:
-        """The present pair; stays readable after a swap."""
-        return self._view
+    def corpus(self) -> Corpus | None:
+        """What to draft from; stays readable after a swap. None where nobody drafts from here."""
+        return self._corpus
 
     @property
     def position(self) -> str:
@@ -73,32 +63,41 @@ class GlobalMirror:
         return self._position
 
     @property
-    def num_nodes(self) -> int:
-        """Of base and overlay; an n-gram in both counts twice."""
-        view = self._view
-        return view.base.num_nodes + view.overlay.num_nodes
+    def num_tokens(self) -> int:
+        """Tokens held."""
+        return self._store.num_tokens
 
     @property
-    def num_tokens(self) -> int:
-        """Accepted tokens learnt from."""
-        return self._view.count(())
+    def num_learnt(self) -> int:
+        """Tokens learnt, those given up since included."""
+        return self._num_learnt
 
     @property
     def memory_bytes(self) -> int:
-        view = self._view
-        return view.base.memory_bytes + view.overlay.memory_bytes
+        corpus = self._corpus
+        return self._store.memory_bytes + (corpus.memory_bytes if corpus is not None else 0)
+
+    def run_of(self, request_id: str) -> int:
+        """The corpus' run that a request has generated; -1: none. Any thread may ask."""
+        run = self._store.run_of(request_id)
+        return run.number if run is not None else -1
+
+    def count(self, ngram: Sequence[int]) -> int:
+        """How often an n-gram occurs; reads everything, for tests and questions of people."""
+        with self._writing:
+            return self._store.count(ngram)
 
     def apply_snapshot(self, payload: bytes, position: str) -> None:
         """Replaces everything. Raises ValueError on a damaged payload and then changes nothing."""
-        base = ForestSnapshot.from_bytes(payload).pruned(self._max_nodes)
-        if base.max_token >= self._vocab_size:
+        store = TextStore.from_bytes(payload, self._max_tokens)
+        if store.max_token >= self._vocab_size:
             raise ValueError(
-                f"forest snapshot holds token {base.max_token}, the vocabulary ends at {self._vocab_size}"
+                f"snapshot holds token {store.max_token}, the vocabulary ends at {self._vocab_size}"
             )
         with self._writing:
-            self._assembler = SpanAssembler(base.depth - 1)
-            self._view = ForestView(base, ForestBuilder(base.depth))
+            self._store = store
             self._position = position
+            self._rebuild()
 
     def apply_delta(self, spans: Iterable[AcceptedSpan], position: str) -> int:
         """Adds spans accepted after the present position; returns how many tokens were new.
@@ -114,23 +113,44 @@ class GlobalMirror:
         with self._writing:
             return self._learn(spans)
 
-    def snapshot(self) -> tuple[ForestSnapshot, str]:
-        """Base and overlay in one, at most `max_nodes`, and the position they stand for."""
+    def snapshot(self) -> tuple[bytes, str]:
+        """Everything held, as bytes, and the position it stands for."""
         with self._writing:
-            base, overlay, position = self._view.base, self._view.overlay.to_snapshot(), self._position
-        return merge([base, overlay]).pruned(self._max_nodes), position
+            return self._store.to_bytes(), self._position
 
     def _learn(self, spans: Iterable[AcceptedSpan]) -> int:
-        view = self._view
         num_new = 0
         for span in spans:
             if any(not 0 <= token < self._vocab_size for token in span.token_ids):
                 continue
-            fresh = self._assembler.accept(span)
-            if fresh is not None:
-                view.overlay.insert(fresh.token_ids, fresh.num_context)
-                num_new += len(fresh.token_ids) - fresh.num_context
-        if view.overlay.num_nodes > self._overlay_nodes:
-            base = merge([view.base, view.overlay.to_snapshot()]).pruned(self._max_nodes)
-            self._view = ForestView(base, ForestBuilder(base.depth))
+            added = self._store.add(span)
+            if added is None:
+                continue
+            run, count = added
+            num_new += count
+            if not self._index(run, count):
+                self._rebuild()
+        self._num_learnt += num_new
         return num_new
+
+    def _index(self, run: Run, num_new: int) -> bool:
+        """Adds a run's last tokens to the corpus; False when that is full."""
+        if self._corpus is None:
+            return True
+        goes_on = run.number == self._last_run
+        num_context = 0 if goes_on else min(_NUM_CONTEXT, len(run.tokens) - num_new)
+        self._last_run = run.number
+        return self._corpus.add(run.number, run.tokens[-(num_new + num_context) :], num_context)
+
+    def _rebuild(self) -> None:
+        """A corpus of what is held, with as much room again."""
+        if not self._is_drafted_from:
+            return
+        capacity = _FIRST_CAPACITY
+        while capacity < 2 * (self._store.num_tokens + self._store.num_runs):
+            capacity *= 2
+        corpus = Corpus(capacity, self._vocab_size)
+        for run in self._store.runs():
+            corpus.add(run.number, run.tokens)
+            self._last_run = run.number
+        self._corpus = corpus

@@ -10,17 +10,12 @@ import typer
 
 from tandem_cli.options import ApiKeyOption, TemperatureOption, fail
 
-app = typer.Typer(help="Measure a running gateway.", no_args_is_help=True)
+app = typer.Typer(help="Measure a running gateway, or drafts without one.", no_args_is_help=True)
 
 
 class TransportName(StrEnum):
     GRPC = "grpc"
     HTTP = "http"
-
-
-@app.callback()
-def _group() -> None:
-    """Keeps `serve` a subcommand while it is the only one."""
 
 
 @app.command()
@@ -86,3 +81,43 @@ def serve(
         fail(str(error), code=2)
     if summary.num_ok == 0:
         fail("no request succeeded")
+
+
+@app.command()
+def replay(
+    data: Annotated[Path | None, typer.Option(help="Dialogues as JSON lines; default: the sample.")] = None,
+    nodes: Annotated[list[int], typer.Option(min=1, max=63, help="Guesses per step; repeatable.")] = [16],  # noqa: B006
+    sources: Annotated[
+        str, typer.Option(help="Drafters, with commas: chain, global-chain, suffix, local, forest.")
+    ] = "chain,global-chain,suffix,local,forest",
+    passes: Annotated[int, typer.Option(min=1, help="Times the file is gone through.")] = 2,
+    batch: Annotated[list[int], typer.Option(min=1, help="Dialogues at a time; repeatable.")] = [1],  # noqa: B006
+    policy: Annotated[
+        Path | None, typer.Option(help="Text of the system prompt; default: none for your own --data.")
+    ] = None,
+    model: Annotated[str, typer.Option(help="Whose tokenizer and chat template.")] = "smollm2-135m-instruct",
+    calibration: Annotated[
+        bool, typer.Option("--calibration", help="Also predicted against realised acceptance.")
+    ] = False,
+    output: Annotated[Path | None, typer.Option(help="Write the tables here as Markdown.")] = None,
+) -> None:
+    """Replay known answers through drafters: accepted tokens, hit rates, drafting time; no model runs."""
+    from tandem_cli.bench import dataset as dialogues
+    from tandem_cli.bench import replay_run
+
+    config = replay_run.ReplayConfig(
+        data=data,
+        nodes=tuple(nodes),
+        sources=tuple(name.strip() for name in sources.split(",")),
+        passes=passes,
+        batches=tuple(batch),
+        policy=policy,
+        model=model,
+    )
+    try:
+        report = replay_run.run(config, calibration=calibration)
+    except dialogues.DatasetError as error:
+        fail(str(error), code=2)
+    typer.echo(report)
+    if output is not None:
+        output.write_text(report + "\n", encoding="utf-8")

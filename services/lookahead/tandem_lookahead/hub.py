@@ -152,9 +152,7 @@ class LookaheadHub:
     def _ensure(self, namespace_key: str) -> NamespaceForest | None:
         forest = self._forests.get(namespace_key)
         if forest is None and len(self._forests) < self._settings.max_namespaces:
-            forest = NamespaceForest(
-                namespace_key, depth=self._settings.depth, max_nodes=self._settings.max_nodes
-            )
+            forest = NamespaceForest(namespace_key, max_tokens=self._settings.max_tokens)
             self._forests[namespace_key] = forest
         return forest
 
@@ -301,7 +299,7 @@ class LookaheadHub:
     def _report(self) -> None:
         forests = self.forests
         self._metrics.namespaces.set(len(forests))
-        self._metrics.nodes.set(sum(forest.num_nodes for forest in forests))
+        self._metrics.tokens_held.set(sum(forest.num_tokens for forest in forests))
         self._metrics.memory_bytes.set(sum(forest.memory_bytes for forest in forests))
 
 

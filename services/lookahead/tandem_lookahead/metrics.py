@@ -32,5 +32,5 @@ class LookaheadMetrics:
         self.streams_open = gauge("streams_open", "Streams of decode pods")
         self.backlog_spans = gauge("backlog_spans", "Spans waiting for Redis to come back")
         self.namespaces = gauge("namespaces", "Namespaces held")
-        self.nodes = gauge("forest_nodes", "N-grams held, over all namespaces")
+        self.tokens_held = gauge("forest_tokens", "Tokens of text held, over all namespaces")
         self.memory_bytes = gauge("forest_memory_bytes", "Estimated memory of all forests")

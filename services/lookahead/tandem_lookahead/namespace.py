@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from tandem_engine.drafts.mirror import GlobalMirror
 from tandem_engine.drafts.spans import AcceptedSpan, SpanAssembler
 
-from tandem_lookahead.codec import Delta, PublishedSnapshot, Update
+from tandem_lookahead.codec import MAX_TOKEN_ID, Delta, PublishedSnapshot, Update
 from tandem_lookahead.store import Entry, position_order
 
 #: Updates that may wait for one pod before its stream is closed; it then resumes from its position.
@@ -75,9 +75,9 @@ class Follower:
 class NamespaceForest:
     """See the module. Belongs to one event loop; heavy work runs in a thread."""
 
-    def __init__(self, key: str, *, depth: int, max_nodes: int) -> None:
+    def __init__(self, key: str, *, max_tokens: int) -> None:
         self.key = key
-        self._forest = GlobalMirror(depth=depth, max_nodes=max_nodes)
+        self._forest = GlobalMirror(vocab_size=MAX_TOKEN_ID + 1, max_tokens=max_tokens, is_drafted_from=False)
         self._lock = asyncio.Lock()
         self._followers: set[Follower] = set()
         #: Tells a resent span before it reaches the stream.
@@ -95,12 +95,14 @@ class NamespaceForest:
         return self._forest.position
 
     @property
-    def num_nodes(self) -> int:
-        return self._forest.num_nodes
+    def num_tokens(self) -> int:
+        """Tokens held."""
+        return self._forest.num_tokens
 
     @property
-    def num_tokens(self) -> int:
-        return self._forest.num_tokens
+    def num_learnt(self) -> int:
+        """Tokens merged by this replica."""
+        return self._forest.num_learnt
 
     @property
     def memory_bytes(self) -> int:
@@ -174,5 +176,5 @@ class NamespaceForest:
             follower.close()
 
     def _snapshot(self, version: str) -> PublishedSnapshot:
-        forest, position = self._forest.snapshot()
-        return PublishedSnapshot(forest.to_bytes(), version, position)
+        payload, position = self._forest.snapshot()
+        return PublishedSnapshot(payload, version, position)

@@ -76,8 +76,8 @@ class LookaheadServicer(lookahead_pb2_grpc.LookaheadServiceServicer):
             namespaces=[
                 pb.NamespaceStatus(
                     namespace=forest.key,
-                    num_nodes=forest.num_nodes,
-                    tokens_total=forest.num_tokens,
+                    num_nodes=forest.num_tokens,
+                    tokens_total=forest.num_learnt,
                     snapshot_version=forest.version,
                     memory_bytes=forest.memory_bytes,
                 )

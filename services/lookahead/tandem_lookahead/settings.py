@@ -10,16 +10,14 @@ from tandem_service.settings import PodSettings
 
 
 class LookaheadSettings(PodSettings):
-    """The service that learns n-gram forests from accepted text."""
+    """The service that shares accepted text."""
 
     redis_url: str = ""
     """redis:// or unix:// URL; empty: REDIS_URL, else a server of our own"""
     data_dir: Path | None = None
     """folder of our own Redis server's files; empty: $TANDEM_HOME/lookahead, else in the XDG cache folder"""
-    depth: Annotated[int, Field(ge=2, le=32)] = 8
-    """longest n-gram, context and continuation together, in tokens"""
-    max_nodes: Annotated[int, Field(ge=1024)] = 1_000_000
-    """most n-grams kept per namespace, 16 bytes each; the rarest go first"""
+    max_tokens: Annotated[int, Field(ge=1024)] = 1_000_000
+    """tokens of text kept per namespace, about 5 bytes each; the oldest requests' go first"""
     max_namespaces: Annotated[int, Field(ge=1)] = 256
     """most namespaces held at once"""
     stream_length: Annotated[int, Field(ge=16)] = 20_000

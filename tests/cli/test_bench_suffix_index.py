@@ -6,7 +6,7 @@ import random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tandem_engine.drafts.local import SuffixIndex
+from tandem_cli.bench.suffix_index import SuffixIndex
 
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=80)
 

@@ -1,0 +1,163 @@
+// How likely a candidate is the next token: counts become probabilities, and these are mixed, learnt from the text.
+//
+//   cell      for each kind of evidence ("followed 2 of the 3 latest matches of 4 tokens in the corpus"), how often
+//             such a candidate was right
+//   mixing    logistic: the logits of the cells that speak about a candidate, times weights, summed (after Mahoney's
+//             PAQ). The weights are sums of a base and of rows that the candidate's own standing chooses, so that a
+//             candidate of the longest match is weighed otherwise than one that only shorter matches know.
+//   accept    what came of candidates that were sent, by their mixed logit, depth, and how well the sequence is doing
+//
+// Every candidate considered at a node that was reached teaches, sent or not, so that what fell silent is heard again.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+// Exact matches in three places, by the match's length.
+enum Place { kLocal, kGlobal, kAligned, kNumPlaces };
+constexpr int kLevelLength[] = {1, 2, 3, 4, 5, 6, 8, 12, 16, 24};
+constexpr int kNumLevels = 10;
+constexpr int kNumExact = kNumPlaces * kNumLevels;
+// Successors that the model itself thought likely after the last 1, 2 and 3 tokens, the last time it was there.
+constexpr int kRecycledOrders = 3;
+enum Input { kRecycled = kNumExact, kRarity = kRecycled + kRecycledOrders, kBias, kNumInputs };
+constexpr int kNumCells = 128;
+
+// Evidence of n matches of which c were followed by the candidate: exact for few, coarser for many.
+inline int count_cell(int n, int c) {
+  if (n <= 4) return n * (n + 1) / 2 - 1 + c;
+  const int many = n <= 6 ? 0 : n <= 12 ? 1 : n <= 24 ? 2 : n <= 64 ? 3 : 4;
+  // Shares of 10, 25, 50, 75 and 95 %.
+  const int part = c <= 1 ? c : 2 + (20 * c >= 2 * n) + (20 * c >= 5 * n) + (20 * c >= 10 * n) + (20 * c >= 15 * n) +
+                                    (20 * c >= 19 * n);
+  return 14 + many * 8 + part;
+}
+
+// What one candidate is judged by.
+struct Evidence {
+  static constexpr int kMost = kNumPlaces * 3 + kRecycledOrders + 2;
+  uint8_t count = 0;
+  uint8_t input[kMost], cell[kMost];
+  float logit[kMost];
+  // Rows of the weights: the longest level at which the candidate occurs, and at which anything does.
+  uint8_t row[4];
+
+  void add(int of, int in) {
+    input[count] = uint8_t(of);
+    cell[count++] = uint8_t(in);
+  }
+};
+
+class Learner {
+ public:
+  static constexpr int kRows[4] = {11 * 11, 11 * 11, 3 * 25, 100};  // by global, local, aligned level, and rarity
+  static constexpr int kNumRegimes = 3, kNumDepths = 7, kNumBins = 33;
+
+  Learner() {
+    for (int i = 0; i < kNumInputs; ++i)
+      for (int k = 0; k < kNumCells; ++k) set(i, k, i < kRecycled ? .5f : i < kRarity ? .15f : .1f);
+    for (int i = 0; i < kNumExact; ++i) {
+      const int level = i % kNumLevels;
+      const float doubt = level >= 4 ? .5f : level >= 2 ? 1.f : 2.f;
+      for (int n = 1; n <= 128; n += n < 4 ? 1 : 3)
+        for (int c = 0; c <= n; ++c) set(i, count_cell(n, c), std::clamp((c + .01f) / (n + doubt), .003f, .98f));
+      base[i] = .3f;
+    }
+    for (int i = kRecycled; i < kBias; ++i) base[i] = .15f;
+    for (auto& regime : accept)
+      for (auto& depth : regime)
+        for (int b = 0; b < kNumBins; ++b) depth[b] = {squash((b - kNumBins / 2) * .5f), 0};
+  }
+
+  // The mixed logit; fills in the evidence's own.
+  float mix(Evidence& e) const {
+    const float* rows[4];
+    choose(e, rows);
+    float sum = .5f * (base[kBias] + rows[0][kBias] + rows[1][kBias] + rows[2][kBias] + rows[3][kBias]);
+    for (int k = 0; k < e.count; ++k) {
+      const int i = e.input[k];
+      e.logit[k] = logit[i][e.cell[k]];
+      sum += e.logit[k] * (base[i] + rows[0][i] + rows[1][i] + rows[2][i] + rows[3][i]);
+    }
+    return std::clamp(sum, -7.5f, 7.5f);
+  }
+
+  void teach(const Evidence& e, float mixed, bool right, float rate) {
+    const float step = rate * ((right ? 1.f : 0.f) - squash(mixed));
+    float* rows[4];
+    choose(e, const_cast<const float**>(rows));
+    auto move = [&](int i, float by) {
+      base[i] += by;
+      for (float* row : rows) row[i] += by;
+    };
+    move(kBias, step * .5f);
+    for (int k = 0; k < e.count; ++k) {
+      const int i = e.input[k];
+      move(i, step * e.logit[k]);
+      Rate& seen = cells[i][e.cell[k]];
+      seen.count = std::min(seen.count + 1, 255.f);
+      set(i, e.cell[k], std::clamp(seen.rate + ((right ? 1.f : 0.f) - seen.rate) / (seen.count + 3), .001f, .995f));
+    }
+  }
+
+  // One node was reached, and its candidates are about to teach: the rate at which they do.
+  float next_rate() { return std::max(.001f, .003f / (1 + num_taught++ / 2000.f)); }
+
+  // How often candidates of this logit were accepted once their parent was.
+  float acceptance(float logit, int depth, float tokens_per_step) const {
+    const Bin bin(logit);
+    const Rate* row = accept[regime_of(tokens_per_step)][depth_of(depth)];
+    return row[bin.low].rate * (1 - bin.share) + row[bin.low + 1].rate * bin.share;
+  }
+
+  void teach_acceptance(float logit, int depth, float tokens_per_step, bool accepted) {
+    const Bin bin(logit);
+    Rate* row = accept[regime_of(tokens_per_step)][depth_of(depth)];
+    for (int high = 0; high < 2; ++high) {
+      const float share = high ? bin.share : 1 - bin.share;
+      Rate& seen = row[bin.low + high];
+      seen.count = std::min(seen.count + share, 400.f);
+      seen.rate += share * ((accepted ? 1.f : 0.f) - seen.rate) / (seen.count + 12);
+      seen.rate = std::clamp(seen.rate, .0005f, .9995f);
+    }
+  }
+
+  static float squash(float x) { return 1 / (1 + std::exp(-x)); }
+  static float stretch(float p) { return std::log(p / (1 - p)); }
+
+ private:
+  struct Rate {
+    float rate, count;
+  };
+  // Bins of half a logit, between whose middles rates are interpolated.
+  struct Bin {
+    int low;
+    float share;
+    explicit Bin(float logit) {
+      const float at = std::clamp(logit, -7.99f, 7.99f) * 2 + kNumBins / 2;
+      low = int(at);
+      share = at - low;
+    }
+  };
+
+  float logit[kNumInputs][kNumCells];
+  float base[kNumInputs] = {};
+  float weights[kRows[0] + kRows[1] + kRows[2] + kRows[3]][kNumInputs] = {};
+  Rate cells[kNumInputs][kNumCells] = {};
+  Rate accept[kNumRegimes][kNumDepths][kNumBins];
+  int64_t num_taught = 0;
+
+  void set(int input, int cell, float rate) {
+    cells[input][cell].rate = rate;
+    logit[input][cell] = stretch(rate);
+  }
+
+  void choose(const Evidence& e, const float** rows) const {
+    for (int k = 0, first = 0; k < 4; first += kRows[k++]) rows[k] = weights[first + e.row[k]];
+  }
+
+  static int regime_of(float tokens_per_step) { return tokens_per_step < 2.5f ? 0 : tokens_per_step < 6 ? 1 : 2; }
+  static int depth_of(int depth) { return depth <= 4 ? std::max(depth, 1) - 1 : depth <= 6 ? 4 : depth <= 9 ? 5 : 6; }
+};

@@ -1,0 +1,114 @@
+// Earlier places where the last few tokens of a context have occurred in a text.
+//
+//   tokens   0  1  2  3  4  ...    what was appended; -1 ends a run, and nothing matches across it
+//   chain    each position's previous one with the same hash of its last kOrder tokens
+//   heads    by hash, the latest
+//
+// A chain is walked from its latest position, and what matches is seen by comparing tokens, so that hashes need no
+// keys. Appending a token costs O(1).
+//
+// One thread appends and others may read meanwhile, without locks, as long as nothing has to grow (`reserve`): a
+// token is written before the size that covers it, and a reader ignores what lies beyond the size it took. Whatever a
+// chain leads to is compared before it counts.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <vector>
+
+inline int32_t load_relaxed(const int32_t& x) { return __atomic_load_n(&x, __ATOMIC_RELAXED); }
+inline void store_relaxed(int32_t& x, int32_t value) { __atomic_store_n(&x, value, __ATOMIC_RELAXED); }
+
+// Of `order` tokens.
+inline uint64_t hash_of(const int32_t* tokens, int order) {
+  uint64_t h = uint64_t(order) << 32;
+  for (int i = 0; i < order; ++i) h = (h ^ uint32_t(tokens[i])) * 0x9e3779b97f4a7c15u;
+  return (h ^ h >> 29) * 0xbf58476d1ce4e5b9u;
+}
+
+// An earlier occurrence: its last `length` tokens up to `position` are those of the context.
+struct Occurrence {
+  int32_t position, length;
+};
+
+class TextIndex {
+ public:
+  static constexpr int32_t kEndOfRun = -1;
+  // Shorter matches are not looked for here, longer ones count as so long.
+  static constexpr int kOrder = 4, kMaxLength = 32;
+
+  // Makes room for so many tokens.
+  void reserve(int64_t capacity) {
+    tokens.resize(capacity);
+    chain.resize(capacity);
+    int bits = 6;
+    while ((int64_t(1) << bits) < capacity) ++bits;
+    shift = 64 - bits;
+    heads.assign(size_t(1) << bits, -1);
+    // Only a text that is found everywhere grows.
+    for (int64_t at = 0; at < size(); ++at) link(at);
+  }
+
+  int64_t capacity() const { return int64_t(tokens.size()); }
+  int64_t size() const { return end.load(std::memory_order_acquire); }
+  int64_t bytes() const { return int64_t(tokens.size() + chain.size() + heads.size()) * 4; }
+  int32_t token(int64_t position) const { return tokens[position]; }
+  const int32_t* data() const { return tokens.data(); }
+
+  // There must be room. What is not to be found only goes before what is.
+  void append(int32_t token, bool to_be_found = true) {
+    const int64_t at = size();
+    tokens[at] = token;
+    if (to_be_found) link(at);
+    else store_relaxed(chain[at], -1);
+    end.store(at + 1, std::memory_order_release);
+  }
+
+  // At most `most` occurrences of the end of context[0 .. count - 1] that have a follower before `limit`, the latest
+  // first. Returns how many were written.
+  int find(const int32_t* context, int64_t count, int64_t limit, int most, Occurrence* found) const {
+    if (count < kOrder || heads.empty()) return 0;
+    int num_found = 0;
+    int32_t at = load_relaxed(heads[hash_of(context + count - kOrder, kOrder) >> shift]);
+    // Steps are bounded too: a chain may hold others with the same hash.
+    for (int steps = 2 * most; at >= 0 && steps > 0 && num_found < most; --steps, at = load_relaxed(chain[at])) {
+      if (at + 1 >= limit || tokens[at + 1] < 0) continue;
+      const int length = match(context, count, at);
+      if (length >= kOrder) found[num_found++] = {at, length};
+    }
+    return num_found;
+  }
+
+  // Occurrences of a context one token longer, from those of the context.
+  int advance(const Occurrence* from, int count, int32_t next, int64_t limit, Occurrence* found) const {
+    int num_found = 0;
+    for (int i = 0; i < count; ++i) {
+      const int32_t at = from[i].position + 1;
+      if (tokens[at] == next && at + 1 < limit && tokens[at + 1] >= 0)
+        found[num_found++] = {at, std::min(from[i].length + 1, kMaxLength)};
+    }
+    return num_found;
+  }
+
+  // How many tokens up to `at` are the context's last.
+  int match(const int32_t* context, int64_t count, int32_t at) const {
+    const int64_t most = std::min<int64_t>({kMaxLength, count, int64_t(at) + 1});
+    int length = 0;
+    while (length < most && tokens[at - length] == context[count - 1 - length]) ++length;
+    return length;
+  }
+
+ private:
+  std::vector<int32_t> tokens, chain, heads;
+  std::atomic<int64_t> end{0};
+  int shift = 58;
+
+  void link(int64_t at) {
+    store_relaxed(chain[at], -1);
+    if (tokens[at] < 0 || at + 1 < kOrder) return;
+    int32_t& head = heads[hash_of(&tokens[at - kOrder + 1], kOrder) >> shift];
+    store_relaxed(chain[at], head);
+    store_relaxed(head, int32_t(at));
+  }
+};

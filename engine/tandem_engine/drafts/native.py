@@ -1,0 +1,274 @@
+"""The drafter written in C++ (engine/csrc), loaded through ctypes.
+
+    Text       one sequence: prompt, output, and the tree drafted last
+    Corpus     what a namespace's requests have generated
+    Recycler   successors the model thought likely before
+    Learner    how likely a guess is to be accepted, given what speaks for it
+    draft      trees for a batch of sequences, at one price
+
+Calls run without the interpreter's lock. An object must not be used by two threads at once, but for a
+Corpus, to which one thread may add while others draft from it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandem_engine.drafts.tree import MAX_TREE_NODES, DraftTree
+
+log = logging.getLogger(__name__)
+
+#: Where guesses come from, by the number the library gives them.
+SOURCES = ("prompt", "output", "global", "recycled")
+#: Likeliest successors that a Recycler takes.
+NUM_RECYCLED = 4
+
+_POINTER, _INT32, _INT64, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
+_MAX_GUESSES = MAX_TREE_NODES - 1
+
+
+class _Draft(ctypes.Structure):
+    """TandemDraft of engine/csrc/drafter.cpp, field by field."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("text", "corpus", "recycler", "learner")),
+        ("room", _INT32),
+        ("own_run", _INT32),
+        ("num_guesses", _INT32),
+        *((name, _INT32 * _MAX_GUESSES) for name in ("tokens", "parents", "sources")),
+        ("reach", _FLOAT * _MAX_GUESSES),
+    )
+
+
+_SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
+    "tandem_draft": (None, (_POINTER, _INT32, _INT32, _POINTER, _INT32)),
+    "tandem_draft_teach": (None, (_POINTER, _POINTER, _POINTER, _INT32)),
+    "tandem_draft_sequence_new": (_POINTER, (_INT64,)),
+    "tandem_draft_sequence_free": (None, (_POINTER,)),
+    "tandem_draft_sequence_extend": (None, (_POINTER, _POINTER, _INT64)),
+    "tandem_draft_sequence_bytes": (_INT64, (_POINTER,)),
+    "tandem_draft_corpus_new": (_POINTER, (_INT64, _INT32)),
+    "tandem_draft_corpus_free": (None, (_POINTER,)),
+    "tandem_draft_corpus_add": (_INT32, (_POINTER, _INT32, _POINTER, _INT64, _INT64)),
+    "tandem_draft_corpus_size": (_INT64, (_POINTER,)),
+    "tandem_draft_corpus_bytes": (_INT64, (_POINTER,)),
+    "tandem_draft_learner_new": (_POINTER, ()),
+    "tandem_draft_learner_free": (None, (_POINTER,)),
+    "tandem_draft_learner_bytes": (_INT64, ()),
+    "tandem_draft_learner_read": (None, (_POINTER, _POINTER)),
+    "tandem_draft_learner_write": (None, (_POINTER, _POINTER)),
+    "tandem_draft_recycler_new": (_POINTER, ()),
+    "tandem_draft_recycler_free": (None, (_POINTER,)),
+    "tandem_draft_recycler_put": (None, (_POINTER, _POINTER, _INT64, _POINTER, _POINTER)),
+    "tandem_draft_recycler_bytes": (_INT64, (_POINTER,)),
+}
+
+
+def _load() -> ctypes.CDLL | None:
+    try:
+        library = ctypes.CDLL(str(Path(__file__).with_name("tandem_drafts.so")))
+    except OSError as error:
+        log.warning("the drafter was not compiled (%s); decoding goes on without drafts", error)
+        return None
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, list(arguments)
+    return library
+
+
+#: The loaded library, or None: it was not compiled.
+LIBRARY = _load()
+
+
+def _library() -> ctypes.CDLL:
+    if LIBRARY is None:
+        raise RuntimeError("the drafter was not compiled; install g++ and reinstall, or turn speculation off")
+    return LIBRARY
+
+
+def _ids(token_ids: Sequence[int]) -> array[int]:
+    return token_ids if isinstance(token_ids, array) else array("i", token_ids)
+
+
+class Text:
+    """One sequence's prompt and output, indexed; O(1) amortised per token."""
+
+    def __init__(self, num_prompt_tokens: int) -> None:
+        self._library = _library()
+        self.handle = self._library.tandem_draft_sequence_new(num_prompt_tokens)
+        #: Tokens appended.
+        self.num_tokens = 0
+
+    def __del__(self) -> None:
+        if hasattr(self, "handle"):
+            self._library.tandem_draft_sequence_free(self.handle)
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Appends tokens."""
+        ids = _ids(token_ids)
+        self._library.tandem_draft_sequence_extend(self.handle, ids.buffer_info()[0], len(ids))
+        self.num_tokens += len(ids)
+
+    def teach(self, learner: Learner, emitted: Sequence[int]) -> None:
+        """What the step emitted whose tree was drafted last; before these tokens are appended."""
+        ids = _ids(emitted)
+        self._library.tandem_draft_teach(self.handle, learner.handle, ids.buffer_info()[0], len(ids))
+
+    @property
+    def memory_bytes(self) -> int:
+        return int(self._library.tandem_draft_sequence_bytes(self.handle))
+
+
+class Corpus:
+    """Runs of generated text, at most `capacity` tokens with one more for each run."""
+
+    def __init__(self, capacity: int, vocab_size: int) -> None:
+        if not 0 < capacity < 2**31:
+            raise ValueError(f"capacity is {capacity} tokens, wanted 1 .. 2147483647")
+        self._library = _library()
+        self.capacity = capacity
+        self.vocab_size = vocab_size
+        self.handle = self._library.tandem_draft_corpus_new(capacity, vocab_size)
+
+    def __del__(self) -> None:
+        if hasattr(self, "handle"):
+            self._library.tandem_draft_corpus_free(self.handle)
+
+    def add(self, run: int, token_ids: Sequence[int], num_context: int = 0) -> bool:
+        """Adds tokens to a run, named by a number of 31 bits.
+
+        Where other runs were added to since, the first `num_context` tokens should be the run's last ones so
+        far: they are what the new ones follow, and not counted again.
+
+        False, with nothing added, when there is no room or a token is none of the vocabulary's.
+        """
+        ids = _ids(token_ids)
+        return bool(
+            self._library.tandem_draft_corpus_add(
+                self.handle, run, ids.buffer_info()[0], len(ids), num_context
+            )
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Room taken, in tokens; a run takes one for its beginning."""
+        return int(self._library.tandem_draft_corpus_size(self.handle))
+
+    @property
+    def memory_bytes(self) -> int:
+        return int(self._library.tandem_draft_corpus_bytes(self.handle))
+
+
+class Recycler:
+    """The model's likeliest successors of the contexts it was lately asked for."""
+
+    def __init__(self) -> None:
+        self._library = _library()
+        self.handle = self._library.tandem_draft_recycler_new()
+
+    def __del__(self) -> None:
+        if hasattr(self, "handle"):
+            self._library.tandem_draft_recycler_free(self.handle)
+
+    def put(self, context: Sequence[int], successors: Sequence[int], probabilities: Sequence[float]) -> None:
+        """NUM_RECYCLED successors of a context, of which the last three tokens count."""
+        if len(successors) != NUM_RECYCLED or len(probabilities) != NUM_RECYCLED:
+            raise ValueError(
+                f"got {len(successors)} successors and {len(probabilities)} probabilities, "
+                f"wanted {NUM_RECYCLED} of each"
+            )
+        ids, tokens, shares = _ids(context), _ids(successors), array("f", probabilities)
+        self._library.tandem_draft_recycler_put(
+            self.handle, ids.buffer_info()[0], len(ids), tokens.buffer_info()[0], shares.buffer_info()[0]
+        )
+
+    @property
+    def memory_bytes(self) -> int:
+        return int(self._library.tandem_draft_recycler_bytes(self.handle))
+
+
+class Learner:
+    """What is learnt of a namespace's texts; begins with what is sensible anywhere."""
+
+    def __init__(self) -> None:
+        self._library = _library()
+        self.handle = self._library.tandem_draft_learner_new()
+
+    def __del__(self) -> None:
+        if hasattr(self, "handle"):
+            self._library.tandem_draft_learner_free(self.handle)
+
+    def to_bytes(self) -> bytes:
+        """Everything learnt; for `from_bytes` on a machine of the same byte order and version."""
+        buffer = ctypes.create_string_buffer(int(self._library.tandem_draft_learner_bytes()))
+        self._library.tandem_draft_learner_read(self.handle, buffer)
+        return buffer.raw
+
+    def load_bytes(self, payload: bytes) -> None:
+        """Replaces what was learnt. Raises ValueError when the payload is not `to_bytes`'."""
+        size = int(self._library.tandem_draft_learner_bytes())
+        if len(payload) != size:
+            raise ValueError(f"learnt tables of {len(payload)} bytes, wanted {size}")
+        self._library.tandem_draft_learner_write(self.handle, payload)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one sequence of a batch draws on."""
+
+    #: None drafts nothing.
+    text: Text | None
+    learner: Learner
+    corpus: Corpus | None = None
+    recycler: Recycler | None = None
+    #: Deepest guess that could still be emitted; 0 drafts nothing.
+    room: int = _MAX_GUESSES
+    #: Run of the corpus that this sequence has generated itself; -1: none.
+    own_run: int = -1
+
+
+@dataclass(frozen=True)
+class Guesses:
+    """A tree, and the probability that verification gets to each of its guesses."""
+
+    tree: DraftTree
+    reach: tuple[float, ...]
+
+
+def draft(jobs: Sequence[Job], max_guesses: int, seconds: Sequence[float]) -> list[Guesses | None]:
+    """Trees of at most `max_guesses` per sequence, None where nothing pays.
+
+    `seconds[q]` is what a step takes with q guesses in the whole batch, up to the most there may be; guesses
+    are added, the likeliest first, while they raise the tokens per second that are to be expected.
+    """
+    library = _library()
+    drafts = (_Draft * len(jobs))()
+    pointers = (_POINTER * len(jobs))()
+    for n, job in enumerate(jobs):
+        call = drafts[n]
+        call.text = job.text.handle if job.text is not None else None
+        call.learner, call.room = job.learner.handle, job.room
+        call.own_run = job.own_run
+        call.corpus = job.corpus.handle if job.corpus is not None else None
+        call.recycler = job.recycler.handle if job.recycler is not None else None
+        pointers[n] = ctypes.addressof(call)
+    costs = array("d", seconds)
+    library.tandem_draft(pointers, len(jobs), max_guesses, costs.buffer_info()[0], len(costs))
+    return [_guesses(call) for call in drafts]
+
+
+def _guesses(call: _Draft) -> Guesses | None:
+    count = call.num_guesses
+    if count == 0:
+        return None
+    tree = DraftTree(
+        tuple(call.tokens[:count]),
+        tuple(call.parents[:count]),
+        tuple(SOURCES[source] for source in call.sources[:count]),
+    )
+    return Guesses(tree, tuple(call.reach[:count]))

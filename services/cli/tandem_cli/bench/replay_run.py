@@ -1,0 +1,125 @@
+"""`tandem bench replay`: what to replay, and its tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandem_gateway.model import ServedModel
+
+from tandem_cli import models
+from tandem_cli.bench.dataset import DatasetError, load_dialogues, sample_dialogues, sample_policy
+from tandem_cli.bench.replay import Conversation, Figures, PassFigures, read_conversations, replay
+from tandem_cli.bench.replay_drafters import DRAFTERS
+
+#: Drafters that tell how likely their guesses are, in the sense of acceptance.
+_CALIBRATED = ("local", "forest")
+
+
+@dataclass(frozen=True)
+class ReplayConfig:
+    """One call of the command; every combination of sources, nodes and batches is replayed on its own."""
+
+    data: Path | None
+    nodes: tuple[int, ...]
+    sources: tuple[str, ...]
+    passes: int
+    batches: tuple[int, ...]
+    policy: Path | None
+    model: str
+
+
+def run(config: ReplayConfig, *, calibration: bool = False) -> str:
+    """The tables, as Markdown. Raises DatasetError."""
+    unknown = [name for name in config.sources if name not in DRAFTERS]
+    if unknown:
+        raise DatasetError(f"--sources names {unknown[0]!r}; there are {', '.join(DRAFTERS)}")
+    try:
+        folder = models.obtain(config.model)
+    except models.ModelError as error:
+        raise DatasetError(str(error)) from error
+    dialogues = load_dialogues(config.data) if config.data is not None else sample_dialogues()
+    conversations = read_conversations(folder, dialogues, _policy(config))
+    vocab_size = ServedModel.load(folder).manifest.vocab_size
+    answers = [answer for conversation in conversations for answer in conversation.answers]
+    num_tokens = sum(len(answer.target) for answer in answers)
+    room = (num_tokens + len(answers)) * config.passes + 1
+    rows: list[list[str]] = []
+    calibrations: list[str] = []
+    for batch in config.batches:
+        for name in config.sources:
+            for nodes in config.nodes:
+                drafter = DRAFTERS[name](nodes, vocab_size, room)
+                for number in range(1, config.passes + 1):
+                    figures = replay(drafter, conversations, batch)
+                    for trials, part in _parts(figures, number, conversations):
+                        rows.append([name, str(nodes), str(batch), trials, *_cells(part)])
+                    if calibration and name in _CALIBRATED:
+                        title = f"{name}, {nodes} nodes, batch {batch}, pass {number}"
+                        calibrations.append(_calibration(title, figures.everything))
+    mean_prompt = sum(len(answer.prompt) for answer in answers) / len(answers)
+    about = (
+        f"{len(conversations)} dialogues, {len(answers)} answers of {num_tokens} tokens in all, prompts of "
+        f"{mean_prompt:.0f} tokens on average; tokenised as {config.model} does."
+    )
+    return "\n".join([about, "", _table(_HEAD, rows), *calibrations])
+
+
+def _policy(config: ReplayConfig) -> str | None:
+    if config.policy is None:
+        return sample_policy() if config.data is None else None
+    try:
+        return config.policy.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DatasetError(f"{config.policy} cannot be read: {error}") from error
+
+
+def _parts(
+    figures: PassFigures, number: int, conversations: Sequence[Conversation]
+) -> list[tuple[str, Figures]]:
+    """What of a pass is told: the first also by trials, where there are several."""
+    if number > 1:
+        return [(f"pass {number}", figures.everything)]
+    if all(conversation.is_first_trial for conversation in conversations):
+        return [("pass 1", figures.everything)]
+    return [
+        ("pass 1", figures.everything),
+        ("first trials", figures.first_trials),
+        ("further trials", figures.further_trials),
+    ]
+
+
+_HEAD = (
+    "source", "nodes", "batch", "seen", "MAT", "± error", "iteration hit rate", "accepted per hit",
+    "token hit rate", "drafted per step", "steps", "drafting µs per sequence and step",
+)  # fmt: skip
+
+
+def _cells(figures: Figures) -> list[str]:
+    drafted = figures.drafted / figures.steps if figures.steps else 0.0
+    return [
+        f"{figures.mat:.3f}",
+        f"{figures.mat_error:.3f}",
+        f"{figures.iteration_hit_rate:.3f}",
+        f"{figures.accepted_per_hit:.2f}",
+        f"{figures.token_hit_rate:.3f}",
+        f"{drafted:.2f}",
+        str(figures.steps),
+        f"{figures.microseconds:.1f}",
+    ]
+
+
+def _calibration(title: str, figures: Figures) -> str:
+    deciles = figures.calibration()
+    total = sum(number for _, _, number in deciles)
+    predicted = sum(p * number for p, _, number in deciles) / max(total, 1)
+    accepted = sum(a * number for _, a, number in deciles) / max(total, 1)
+    rows = [[f"{p:.3f}", f"{a:.3f}", str(number)] for p, a, number in deciles]
+    rows.append([f"**{predicted:.4f}**", f"**{accepted:.4f}**", f"**{total}**"])
+    return f"\nCalibration: {title}\n\n" + _table(("predicted", "accepted", "guesses"), rows)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(head)} |", f"| {' | '.join('---' for _ in head)} |"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])

@@ -1,0 +1,165 @@
+"""`tandem bench replay`: what is measured, on dialogues whose answers can be worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from tandem_cli.bench.dataset import DatasetError, Dialogue, Turn
+from tandem_cli.bench.replay import Answer, Conversation, ReplayDrafter, read_conversations, replay
+from tandem_cli.bench.replay_drafters import DRAFTERS
+from tandem_cli.bench.replay_run import ReplayConfig, run
+from tandem_engine.drafts.native import Guesses
+from tandem_engine.drafts.tree import DraftTree
+from toy_tokenizers import without_merges
+
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model without weights: one token a byte."""
+    folder = tmp_path_factory.mktemp("model")
+    special = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+    tokenizer = without_merges(256 + len(special), special)
+    tokenizer.add_special_tokens(special)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    manifest = {
+        "name": "toy", "revision": "1", "max_model_len": 4096, "vocab_size": 260, "eos_token": "<|end|>",
+        "chat_template": TEMPLATE,
+    }  # fmt: skip
+    (folder / "tandem.json").write_text(json.dumps(manifest))
+    return folder
+
+
+def dialogue(name: str, group: str, *turns: tuple[str, str]) -> Dialogue:
+    return Dialogue(name, group, tuple(Turn(role, content) for role, content in turns))
+
+
+class Prophet:
+    """Knows the next `depth` tokens of every answer, or is wrong about them."""
+
+    name = "prophet"
+
+    def __init__(self, answers: Sequence[Answer], depth: int, *, is_right: bool = True) -> None:
+        self._answers = {answer.prompt: answer.target for answer in answers}
+        self._depth = depth
+        self._shift = 0 if is_right else 1
+        self._at: dict[int, tuple[tuple[int, ...], int]] = {}
+        self.ended: list[tuple[int, ...]] = []
+
+    def begin(self, sequence: int, prompt: Sequence[int]) -> None:
+        self._at[sequence] = self._answers[tuple(prompt)], 0
+
+    def draft(self, sequences: Sequence[int], rooms: Sequence[int]) -> list[Guesses | None]:
+        return [self._tree(sequence, room) for sequence, room in zip(sequences, rooms, strict=True)]
+
+    def accept(self, sequence: int, emitted: Sequence[int]) -> None:
+        target, position = self._at[sequence]
+        assert tuple(emitted) == target[position : position + len(emitted)]
+        self._at[sequence] = target, position + len(emitted)
+
+    def end(self, sequence: int, target: Sequence[int]) -> None:
+        self.ended.append(tuple(target))
+
+    def _tree(self, sequence: int, room: int) -> Guesses | None:
+        target, position = self._at[sequence]
+        tokens = tuple(t + self._shift for t in target[position : position + min(self._depth, room)])
+        if not tokens:
+            return None
+        tree = DraftTree(tokens, tuple(range(len(tokens))), ("prophet",) * len(tokens))
+        return Guesses(tree, (0.95,) * len(tokens))
+
+
+def conversation(*lengths: int, is_first: bool = True, start: int = 0) -> Conversation:
+    answers = tuple(Answer((start + n,), tuple(range(100, 100 + length))) for n, length in enumerate(lengths))
+    return Conversation(answers, is_first)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 5])
+def test_every_token_is_emitted_once_and_counted(batch: int) -> None:
+    conversations = [
+        conversation(11, 1, 6), conversation(21, start=10, is_first=False), conversation(1, start=20)
+    ]  # fmt: skip
+    answers = [answer for c in conversations for answer in c.answers]
+    prophet = Prophet(answers, depth=4)
+    figures = replay(prophet, conversations, batch)
+    # Prefill's token of each answer is not counted; steps emit 5 tokens: four guesses, and one more.
+    assert figures.everything.emitted == 10 + 5 + 20
+    assert figures.everything.steps == 2 + 1 + 4
+    assert figures.everything.mat == 5.0
+    assert (figures.first_trials.steps, figures.further_trials.steps) == (3, 4)
+    assert figures.everything.accepted == figures.everything.drafted == 4 * 7
+    assert (figures.everything.iteration_hit_rate, figures.everything.token_hit_rate) == (1.0, 1.0)
+    assert figures.everything.calibration() == [(pytest.approx(0.95), 1.0, 28)]
+    assert sorted(prophet.ended) == sorted(answer.target for answer in answers)
+
+
+def test_wrong_guesses_cost_steps_and_no_token() -> None:
+    conversations = [conversation(11)]
+    figures = replay(Prophet(conversations[0].answers, 4, is_right=False), conversations).everything
+    assert (figures.steps, figures.emitted, figures.hits, figures.accepted) == (10, 10, 0, 0)
+    assert figures.mat == 1.0
+
+
+def test_prompts_are_rendered_as_the_gateway_does(folder: Path) -> None:
+    turns = (("user", "Hi"), ("assistant", "Yes?"), ("user", "A"), ("assistant", "B"))
+    (read,) = read_conversations(folder, [dialogue("d", "", *turns)], "Be brief")
+    texts = [(read.answers[n].prompt, read.answers[n].target) for n in range(2)]
+    assert [len(target) for _, target in texts] == [len("Yes?") + 1, len("B") + 1]
+    assert texts[0][1][-1] == texts[1][1][-1] == 0, "the end-of-turn token"
+    # System, user and the opened turn; then the answer and another question besides.
+    assert len(texts[0][0]) == (1 + len("Be brief") + 1) + (1 + 2 + 1) + 1
+    assert texts[1][0][: len(texts[0][0])] == texts[0][0]
+    assert texts[1][0][len(texts[0][0]) :][:5] == texts[0][1]
+
+
+def test_the_first_dialogue_of_each_group_is_a_first_trial(folder: Path) -> None:
+    turns = (("user", "Hi"), ("assistant", "Yes?"))
+    dialogues = [dialogue(str(n), group, *turns) for n, group in enumerate(["a", "b", "a", "", ""])]
+    read = read_conversations(folder, dialogues, None)
+    assert [c.is_first_trial for c in read] == [True, True, False, True, True]
+
+
+def test_without_an_answer_there_is_nothing_to_replay(folder: Path) -> None:
+    with pytest.raises(DatasetError, match="nothing to replay"):
+        read_conversations(folder, [dialogue("d", "", ("user", "Hi"))], None)
+
+
+@pytest.mark.parametrize("name", sorted(DRAFTERS))
+def test_every_drafter_learns_what_it_may(name: str) -> None:
+    """The same answer thrice in one dialogue, then in another: found again where the drafter looks."""
+    answer = tuple(range(20, 60))
+    first = Conversation(tuple(Answer((1, *answer * n, 2), answer) for n in range(3)), True)
+    second = Conversation((Answer((3, 4, 5), answer),), True)
+    drafter: ReplayDrafter = DRAFTERS[name](16, 100, 1000)
+    local = replay(drafter, [first]).everything
+    assert local.mat > 2.5
+    far = replay(drafter, [second]).everything
+    if name in ("chain", "local"):
+        assert far.mat == 1.0
+    else:
+        assert far.mat > 3.0
+
+
+def test_the_report_has_a_row_for_every_combination(folder: Path, tmp_path: Path) -> None:
+    data = tmp_path / "d.jsonl"
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello, hello!"}]
+    data.write_text("".join(json.dumps({"id": n, "group": "g", "turns": turns}) + "\n" for n in range(3)))
+    config = ReplayConfig(
+        data=data, nodes=(4, 8), sources=("chain", "forest"), passes=2, batches=(1, 3), policy=None,
+        model=str(folder),
+    )  # fmt: skip
+    report = run(config, calibration=True)
+    assert "3 dialogues, 3 answers of 42 tokens" in report
+    rows = [line for line in report.splitlines() if line.startswith(("| chain", "| forest"))]
+    # Pass 1 in all, first and further trials apart, and pass 2.
+    assert len(rows) == 2 * 2 * 2 * 4
+    assert report.count("Calibration: forest") == 2 * 2 * 2
+    with pytest.raises(DatasetError, match="'forests'; there are chain"):
+        run(ReplayConfig(data, (4,), ("forests",), 1, (1,), None, str(folder)))

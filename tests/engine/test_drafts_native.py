@@ -1,0 +1,243 @@
+"""The compiled drafter: guesses that occurred, trees within their bounds, chances that come true."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tandem_engine.drafts import native
+from tandem_engine.drafts.native import Corpus, Guesses, Job, Learner, Recycler, Text, draft
+
+VOCABULARY = 1000
+#: A step costs the same however many guesses it verifies.
+FREE = [1.0 + 1e-9 * q for q in range(1024)]
+
+
+def text_of(tokens: Sequence[int], num_prompt: int = 0) -> Text:
+    text = Text(num_prompt)
+    text.extend(tokens)
+    return text
+
+
+def guesses_for(text: Text, *, corpus: Corpus | None = None, max_guesses: int = 16, **job) -> Guesses | None:
+    (guesses,) = draft([Job(text, job.pop("learner", Learner()), corpus, **job)], max_guesses, FREE)
+    return guesses
+
+
+def best_chain(guesses: Guesses | None) -> list[int]:
+    """The first guess at each depth along the likeliest path."""
+    chain: list[int] = []
+    node = 0
+    while guesses is not None and node in guesses.tree.parents:
+        node = guesses.tree.parents.index(node) + 1
+        chain.append(guesses.tree.token_ids[node - 1])
+    return chain
+
+
+def noise(length: int, seed: int = 0) -> list[int]:
+    source = random.Random(seed)
+    return [source.randrange(VOCABULARY) for _ in range(length)]
+
+
+def test_is_compiled_where_there_is_a_compiler() -> None:
+    assert native.LIBRARY is not None
+
+
+def test_goes_on_as_the_text_did_before() -> None:
+    story = noise(40)
+    assert best_chain(guesses_for(text_of(story + story[:10]), max_guesses=5)) == story[10:15]
+
+
+def test_goes_on_as_another_request_did() -> None:
+    story = noise(40)
+    corpus = Corpus(1000, VOCABULARY)
+    assert corpus.add(0, story)
+    ours = text_of(noise(30, seed=1) + story[:10])
+    assert best_chain(guesses_for(ours, corpus=corpus, max_guesses=5)) == story[10:15]
+    assert guesses_for(ours, corpus=Corpus(1000, VOCABULARY)) is None
+
+
+def test_finds_its_way_back_behind_another_word() -> None:
+    """The answer follows an earlier one but for a name, and no context of the name was ever seen."""
+    story = noise(60)
+    corpus = Corpus(1000, VOCABULARY)
+    corpus.add(0, story)
+    text, learner = text_of(story[:20]), Learner()
+    draft([Job(text, learner, corpus)], 4, FREE)
+    text.extend([VOCABULARY + 1, story[21]])
+    assert story[22] in guesses_for(text, corpus=corpus, learner=learner).tree.token_ids
+
+
+def test_nothing_goes_on_from_one_run_into_the_next() -> None:
+    corpus = Corpus(1000, VOCABULARY)
+    corpus.add(0, [1, 2, 3, 4])
+    corpus.add(1, [5, 6, 7, 8])
+    assert guesses_for(text_of([3, 4]), corpus=corpus) is None
+
+
+def test_a_run_goes_on_over_several_calls() -> None:
+    corpus = Corpus(1000, VOCABULARY)
+    story = noise(40)
+    for start in range(0, 40, 5):
+        corpus.add(0, story[start : start + 5])
+    assert best_chain(guesses_for(text_of(story[2:8]), corpus=corpus, max_guesses=5)) == story[8:13]
+
+
+def test_what_does_not_fit_a_corpus_is_left_out_whole() -> None:
+    corpus = Corpus(12, VOCABULARY)
+    assert corpus.add(0, [1] * 10)
+    assert not corpus.add(1, [2, 3])
+    assert not corpus.add(0, [1, VOCABULARY])
+    assert not corpus.add(0, [-1])
+    assert corpus.num_tokens == 11
+    assert corpus.add(0, [2])
+
+
+def test_the_models_own_successors_are_guesses() -> None:
+    recycler = Recycler()
+    recycler.put([1, 2, 3], [10, 11, 12, 13], [0.9, 0.05, 0.03, 0.02])
+    recycler.put([2, 3, 10], [20, 21, 22, 23], [0.9, 0.05, 0.03, 0.02])
+    guesses = guesses_for(text_of([1, 2, 3]), recycler=recycler)
+    assert guesses.tree.token_ids[0] == 10
+    assert 20 in guesses.tree.token_ids
+    assert set(guesses.tree.sources) == {"recycled"}
+    with pytest.raises(ValueError, match="wanted 4"):
+        recycler.put([1], [2], [1.0])
+
+
+tokens = st.integers(0, 4)
+texts = st.lists(tokens, min_size=1, max_size=60)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(texts, min_size=1, max_size=4),
+    st.lists(texts, max_size=3),
+    st.integers(1, 63),
+    st.integers(0, 9),
+    st.integers(0, 80),
+)
+def test_trees_hold_to_their_bounds(
+    batch: list[list[int]], runs: list[list[int]], max_guesses: int, room: int, most: int
+) -> None:
+    corpus = Corpus(2000, 5)
+    for number, run in enumerate(runs):
+        assert corpus.add(number, run)
+    learner = Learner()
+    jobs = [Job(text_of(text, len(text) // 2), learner, corpus, room=room) for text in batch]
+    drafts = draft(jobs, max_guesses, FREE[: most + 1])
+    assert drafts == draft(jobs, max_guesses, FREE[: most + 1]), "the same again"
+    assert sum(len(d.tree) for d in drafts if d is not None) <= most
+    followers = {pair for text in (*batch, *runs) for pair in itertools.pairwise(text)}
+    for text, guesses in zip(batch, drafts, strict=True):
+        if guesses is None:
+            continue
+        tree = guesses.tree
+        assert len(tree) <= max_guesses
+        assert max(tree.depths()) <= room
+        path = (text[-1], *tree.token_ids)
+        for node, (parent, reach) in enumerate(zip(tree.parents, guesses.reach, strict=True), start=1):
+            assert (path[parent], path[node]) in followers, "a guess followed its parent somewhere"
+            assert 0 < reach <= (guesses.reach[parent - 1] if parent else 1)
+        siblings = list(zip(tree.parents, tree.token_ids, strict=True))
+        assert len(siblings) == len(set(siblings))
+        for parent in set(tree.parents):
+            children = [r for p, r in zip(tree.parents, guesses.reach, strict=True) if p == parent]
+            assert children == sorted(children, reverse=True)
+
+
+def test_guesses_must_be_worth_their_price() -> None:
+    story = noise(40)
+    job = Job(text_of(story + story[:10]), Learner())
+    # A row as dear as a step pays for no guess, and at a tenth only the likely ones do.
+    assert draft([job], 16, [1.0 + q for q in range(17)]) == [None]
+    (dear,), (cheap,) = (draft([job], 16, [1.0 + price * q for q in range(17)]) for price in (0.2, 0.01))
+    assert 0 < len(dear.tree) < len(cheap.tree)
+    expected = 1.0
+    for q, reach in enumerate(dear.reach):
+        assert (expected + reach) / (1 + 0.2 * (q + 1)) >= expected / (1 + 0.2 * q)
+        expected += reach
+
+
+def test_the_whole_batch_has_one_price() -> None:
+    """The likelier sequence gets the rows."""
+    story = noise(40)
+    sure, unsure = text_of(story + story[:10]), text_of([1, 2, 1, 3, 1, 4, 1, 5, 1])
+    learner = Learner()
+    first, second = draft([Job(unsure, learner), Job(sure, learner)], 16, FREE[:2])
+    assert first is None
+    assert second.tree.token_ids == (story[10],)
+
+
+def test_chances_come_true_once_learnt() -> None:
+    """On a text in which each token has three followers of known frequency."""
+    source = random.Random(5)
+    learner, text = Learner(), text_of([0])
+    token, predicted, accepted, late = 0, 0.0, 0, 4000
+    for step in range(6000):
+        (guesses,) = draft([Job(text, learner)], 3, FREE)
+        token = (token * 7 + source.choices([1, 2, 3], [0.7, 0.2, 0.1])[0]) % 97
+        if guesses is not None and step >= late:
+            for parent, guess, reach in zip(
+                guesses.tree.parents, guesses.tree.token_ids, guesses.reach, strict=True
+            ):
+                if parent == 0:
+                    predicted += reach
+                    accepted += guess == token
+        text.teach(learner, [token])
+        text.extend([token])
+    assert accepted > 0.65 * (6000 - late)
+    assert predicted == pytest.approx(accepted, rel=0.05)
+
+
+def test_what_was_learnt_can_be_carried_elsewhere() -> None:
+    story, learner = noise(30), Learner()
+    text = text_of(story)
+    for token in story * 5:
+        draft([Job(text, learner)], 8, FREE)
+        text.teach(learner, [token])
+        text.extend([token])
+    carried = Learner()
+    assert guesses_for(text, learner=carried) != guesses_for(text, learner=learner)
+    carried.load_bytes(learner.to_bytes())
+    assert guesses_for(text, learner=carried) == guesses_for(text, learner=learner)
+    with pytest.raises(ValueError, match="wanted"):
+        carried.load_bytes(b"short")
+
+
+def test_a_corpus_may_be_added_to_while_others_draft_from_it() -> None:
+    story = noise(5000, seed=3)
+    corpus = Corpus(200_000, VOCABULARY)
+    ends = threading.Event()
+
+    def add() -> None:
+        for run in range(30):
+            for start in range(0, len(story), 50):
+                corpus.add(run, story[start : start + 50])
+        ends.set()
+
+    writer = threading.Thread(target=add)
+    writer.start()
+    learner, steps = Learner(), 0
+    followers = set(itertools.pairwise(story)) | {(story[-1], story[0])}
+    while not ends.is_set() or steps < 200:
+        start = (steps * 37) % 4900
+        text = text_of(story[start : start + 20])
+        guesses = guesses_for(text, corpus=corpus, learner=learner)
+        if guesses is not None:
+            path = (story[start + 19], *guesses.tree.token_ids)
+            for node, parent in enumerate(guesses.tree.parents, start=1):
+                assert (path[parent], path[node]) in followers
+        text.teach(learner, story[start + 20 : start + 22])
+        steps += 1
+    writer.join()
+
+
+def test_memory_per_token_is_bounded() -> None:
+    corpus = Corpus(1_000_000, 49_152)
+    assert corpus.memory_bytes / corpus.capacity <= 64
