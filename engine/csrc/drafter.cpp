@@ -11,7 +11,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <queue>
+#include <vector>
 
 #include "corpus.h"
 #include "learner.h"
@@ -120,7 +120,8 @@ void vote(Node& node, const Sequence& sequence, const Sources& sources, const Le
     const History& text = sources.corpus->text;
     followers.add(kGlobal, text, node, node.global, node.num_global);
     Occurrence aligned[kMaxFound];
-    const int found = sequence.alignment.find(node.context, node.num_context, sources.limit, sources.own_run, kMaxFound, aligned);
+    const int found = sequence.alignment.find(node.context, node.num_context, sources.limit, sources.own_run,
+                                              kMaxFound, aligned);
     followers.add(kAligned, 0, text.index, aligned, found);
   }
   const Recycler::Entry* recycled[kRecycledOrders] = {};

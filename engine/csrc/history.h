@@ -30,7 +30,10 @@ class History {
     if (token >= 0) {
       const int64_t size = index.size();
       const int32_t* end = index.data() + size;
-      auto within = [&](int order) { return size >= order && std::all_of(end - order, end, [](int32_t t) { return t >= 0; }); };
+      // A context lies within one run.
+      auto within = [&](int order) {
+        return size >= order && std::all_of(end - order, end, [](int32_t before) { return before >= 0; });
+      };
       if (within(1)) after_one.add(hash_of(end - 1, 1), token);
       if (within(2)) after_two.add(hash_of(end - 2, 2), token);
       if (within(3)) after_three.add(hash_of(end - 3, 3), token);

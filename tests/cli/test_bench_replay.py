@@ -11,6 +11,7 @@ from tandem_cli.bench.dataset import DatasetError, Dialogue, Turn
 from tandem_cli.bench.replay import Answer, Conversation, ReplayDrafter, read_conversations, replay
 from tandem_cli.bench.replay_drafters import DRAFTERS
 from tandem_cli.bench.replay_run import ReplayConfig, run
+from tandem_engine.drafts import native
 from tandem_engine.drafts.native import Guesses
 from tandem_engine.drafts.tree import DraftTree
 from toy_tokenizers import without_merges
@@ -131,6 +132,7 @@ def test_without_an_answer_there_is_nothing_to_replay(folder: Path) -> None:
         read_conversations(folder, [dialogue("d", "", ("user", "Hi"))], None)
 
 
+@pytest.mark.drafts
 @pytest.mark.parametrize("name", sorted(DRAFTERS))
 def test_every_drafter_learns_what_it_may(name: str) -> None:
     """The same answer thrice in one dialogue, then in another: found again where the drafter looks."""
@@ -147,6 +149,7 @@ def test_every_drafter_learns_what_it_may(name: str) -> None:
         assert far.mat > 3.0
 
 
+@pytest.mark.drafts
 def test_the_report_has_a_row_for_every_combination(folder: Path, tmp_path: Path) -> None:
     data = tmp_path / "d.jsonl"
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello, hello!"}]
@@ -163,3 +166,9 @@ def test_the_report_has_a_row_for_every_combination(folder: Path, tmp_path: Path
     assert report.count("Calibration: forest") == 2 * 2 * 2
     with pytest.raises(DatasetError, match="'forests'; there are chain"):
         run(ReplayConfig(data, (4,), ("forests",), 1, (1,), None, str(folder)))
+
+
+def test_without_the_compiled_drafter_the_forest_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "LIBRARY", None)
+    with pytest.raises(DatasetError, match="install g\\+\\+"):
+        run(ReplayConfig(None, (4,), ("chain", "local"), 1, (1,), None, "unread"))

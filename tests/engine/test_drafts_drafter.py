@@ -12,6 +12,8 @@ from tandem_engine.drafts.mirror import GlobalMirror
 from tandem_engine.drafts.spans import AcceptedSpan
 from tandem_engine.request import Request, SamplingParams
 
+pytestmark = pytest.mark.drafts
+
 
 def request_at(text: list[int], num_prompt: int, request_id: str = "r", **options) -> Request:
     """A request that has just been given its first output token."""

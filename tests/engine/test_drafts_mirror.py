@@ -11,6 +11,8 @@ from tandem_engine.drafts.mirror import GlobalMirror
 from tandem_engine.drafts.native import Job, Learner, Text, draft
 from tandem_engine.drafts.spans import AcceptedSpan
 
+pytestmark = pytest.mark.drafts
+
 FREE = [1.0 + 1e-9 * q for q in range(64)]
 
 
@@ -127,7 +129,7 @@ def test_a_full_corpus_makes_room():
         mirror.learn([AcceptedSpan(f"r{number}", 0, tuple(range(number, number + 1500)))])
     assert mirror.num_tokens == 150_000
     assert 77 in guesses(mirror, [75, 76])
-    assert mirror.memory_bytes / (2 * mirror.num_tokens) < 100
+    assert mirror.memory_bytes / mirror.num_tokens < 90
 
 
 def test_readers_are_never_disturbed_by_swaps_and_deltas():

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tandem_engine.drafts import native
 from tandem_engine.drafts.native import Corpus, Guesses, Job, Learner, Recycler, Text, draft
+
+pytestmark = pytest.mark.drafts
 
 VOCABULARY = 1000
 #: A step costs the same however many guesses it verifies.
@@ -42,10 +43,6 @@ def best_chain(guesses: Guesses | None) -> list[int]:
 def noise(length: int, seed: int = 0) -> list[int]:
     source = random.Random(seed)
     return [source.randrange(VOCABULARY) for _ in range(length)]
-
-
-def test_is_compiled_where_there_is_a_compiler() -> None:
-    assert native.LIBRARY is not None
 
 
 def test_goes_on_as_the_text_did_before() -> None:

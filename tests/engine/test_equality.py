@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from tandem_engine import store
+from tandem_engine.drafts import native
 from tandem_engine.llm import LLM, Completion
 from tandem_engine.request import SamplingParams
 
@@ -118,7 +119,8 @@ def test_equals_transformers_greedy(baseline: list[Completion], prompts, transfo
         logits = transformers_model(ids, logits_to_keep=NUM_TOKENS + 1).logits[0, :-1]
         predicted.append(logits.argmax(-1).tolist())
     assert_same(baseline, predicted, "transformers")
-    assert sum(c.stats.accepted_tokens for c in baseline) > 0, "nothing was speculated"
+    if native.LIBRARY is not None:
+        assert sum(c.stats.accepted_tokens for c in baseline) > 0, "nothing was speculated"
 
 
 @pytest.mark.wide

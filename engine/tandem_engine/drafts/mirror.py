@@ -4,8 +4,8 @@
     corpus   the same, indexed for the drafter; one reference, swapped as a whole
 
 The stream client applies snapshots and deltas from its own thread; the drafter reads the corpus meanwhile,
-without locks, and never waits for the service. A full corpus is built anew from what the store holds, twice
-as large until it holds all that may be. Without the service the mirror stays as it is and goes on being used.
+without locks, and never waits for the service. A full corpus is built anew from what the store holds, half
+as large again. Without the service the mirror stays as it is and goes on being used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NUM_CONTEXT = 8
 
 
 class GlobalMirror:
-    """The text of one tenant's namespace, about 70 bytes a token.
+    """The text of one tenant's namespace, 60 to 85 bytes a token once there are many.
 
     Tokens outside the vocabulary never enter: a draft of one would crash the model, and what comes over
     the wire was made by others.
@@ -143,13 +143,11 @@ class GlobalMirror:
         return self._corpus.add(run.number, run.tokens[-(num_new + num_context) :], num_context)
 
     def _rebuild(self) -> None:
-        """A corpus of what is held, with as much room again."""
+        """A corpus of what is held, with half as much room again."""
         if not self._is_drafted_from:
             return
-        capacity = _FIRST_CAPACITY
-        while capacity < 2 * (self._store.num_tokens + self._store.num_runs):
-            capacity *= 2
-        corpus = Corpus(capacity, self._vocab_size)
+        held = self._store.num_tokens + self._store.num_runs
+        corpus = Corpus(max(_FIRST_CAPACITY, held * 3 // 2), self._vocab_size)
         for run in self._store.runs():
             corpus.add(run.number, run.tokens)
             self._last_run = run.number

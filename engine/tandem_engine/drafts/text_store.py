@@ -85,8 +85,7 @@ class TextStore:
         run = self._runs.get(span.request_id)
         if run is None or span.offset > run.end:
             if run is not None:
-                # A request's id holds no NUL character.
-                self._runs[f"{span.request_id}\0{run.offset}"] = self._runs.pop(span.request_id)
+                self._set_aside(run)
             run = self._runs[span.request_id] = self._new_run(span.request_id, span.offset)
         new = span.token_ids[run.end - span.offset :]
         if not new:
@@ -115,8 +114,8 @@ class TextStore:
 
     def to_bytes(self) -> bytes:
         """The layout of the module's docstring."""
-        runs = [run for run in self._runs.values() if run.tokens]
-        ids = [run.request_id.encode() for run in runs]
+        ids = [name.encode() for name in self._runs]
+        runs = list(self._runs.values())
         body = b"".join(
             (
                 *(
@@ -163,6 +162,13 @@ class TextStore:
     def _new_run(self, request_id: str, offset: int) -> Run:
         self._next_number += 1
         return Run(self._next_number - 1, request_id, offset)
+
+    def _set_aside(self, run: Run) -> None:
+        """Keeps a run whose request begins another under a name that no further piece has."""
+        name = f"{run.request_id}\0{run.offset}"
+        if name in self._runs:
+            self._drop(name)
+        self._runs[name] = self._runs.pop(run.request_id)
 
     def _drop(self, request_id: str) -> None:
         self.num_tokens -= len(self._runs.pop(request_id).tokens)

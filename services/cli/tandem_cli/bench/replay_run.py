@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tandem_engine.drafts import native
 from tandem_gateway.model import ServedModel
 
 from tandem_cli import models
@@ -13,8 +14,8 @@ from tandem_cli.bench.dataset import DatasetError, load_dialogues, sample_dialog
 from tandem_cli.bench.replay import Conversation, Figures, PassFigures, read_conversations, replay
 from tandem_cli.bench.replay_drafters import DRAFTERS
 
-#: Drafters that tell how likely their guesses are, in the sense of acceptance.
-_CALIBRATED = ("local", "forest")
+#: The compiled drafters, which tell how likely their guesses are to be accepted.
+_CALIBRATED = frozenset({"local", "forest"})
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,10 @@ def run(config: ReplayConfig, *, calibration: bool = False) -> str:
     unknown = [name for name in config.sources if name not in DRAFTERS]
     if unknown:
         raise DatasetError(f"--sources names {unknown[0]!r}; there are {', '.join(DRAFTERS)}")
+    if native.LIBRARY is None and not _CALIBRATED.isdisjoint(config.sources):
+        raise DatasetError(
+            "--sources names a drafter that was not compiled; install g++ and reinstall, or give chain"
+        )
     try:
         folder = models.obtain(config.model)
     except models.ModelError as error:
