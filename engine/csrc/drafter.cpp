@@ -316,6 +316,7 @@ struct TandemDraft {
   Learner* learner;
   int32_t room;     // deepest guess that could still be emitted; 0: draft nothing
   int32_t own_run;  // of the corpus, or -1
+  int32_t max_chain;  // guesses of a draft in one line; 0: a tree
   // Out: the guesses, parents before children; a parent is a node's number, the root's is 0, the first guess' 1.
   int32_t num_guesses;
   int32_t tokens[kMaxNodes - 1], parents[kMaxNodes - 1], sources[kMaxNodes - 1];
@@ -364,6 +365,8 @@ void tandem_draft(TandemDraft* const* drafts, int32_t count, int32_t max_guesses
     TandemDraft& draft = *drafts[entry.sequence];
     Sequence& sequence = *draft.sequence;
     if (draft.num_guesses == limit) continue;
+    // In one line: not deeper than allowed, and only the last node has a child.
+    if (draft.max_chain && (draft.num_guesses == draft.max_chain || entry.node != draft.num_guesses)) continue;
     if (entry.candidate < 0) {
       expand(sequence, entry.node, sources[entry.sequence], *draft.learner);
       offer(entry.sequence, entry.node);

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from tandem_engine.assemble import EngineConfig, assemble
 from tandem_engine.detokenizer import StreamingDetokenizer
-from tandem_engine.drafts.drafter import Drafter, DraftPolicy, Strategy
+from tandem_engine.drafts.drafter import Drafter, DraftPolicy
+from tandem_engine.drafts.strategy import Strategy
 from tandem_engine.engine import StepOutput
 from tandem_engine.errors import InvalidRequestError
 from tandem_engine.request import FinishReason, Request, SamplingParams, TokenLogprobs

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from tandem_engine.drafts.strategy import Strategy
 from tandem_engine.drafts.tree import DraftTree
 from tandem_engine.errors import InvalidRequestError, InvariantError
 
@@ -120,6 +121,8 @@ class Request:
     cache_salt: bytes = b""
     eos_token_ids: frozenset[int] = frozenset()
     tenant: str = ""
+    #: How it is to be drafted for; None: as the pod does. A pod drafts no more than it is allowed to itself.
+    speculation: Strategy | None = None
 
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0

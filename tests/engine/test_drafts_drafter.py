@@ -7,9 +7,10 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tandem_engine.drafts.drafter import Drafter, DraftPolicy, Strategy
+from tandem_engine.drafts.drafter import Drafter, DraftPolicy
 from tandem_engine.drafts.mirror import GlobalMirror
 from tandem_engine.drafts.spans import AcceptedSpan
+from tandem_engine.drafts.strategy import Strategy
 from tandem_engine.request import Request, SamplingParams
 
 pytestmark = pytest.mark.drafts
@@ -133,6 +134,44 @@ def test_the_strategy_names_the_sources(strategy, source):
     drafter = Drafter(mirror, DraftPolicy(Strategy(strategy)))
     (tree,) = drafter.propose([request_at(text, len(text) - 1)], 15)
     assert (tree.sources[0] if tree is not None else None) == source
+
+
+def test_a_chain_is_one_line_of_at_most_seven():
+    text = [token for i in range(8) for token in (100 + i, *range(1, 13), 20 + i % 2)] + [1, 2]
+    drafter = Drafter(None, DraftPolicy(Strategy.CHAIN, row_cost=0.001))
+    (tree,) = drafter.propose([request_at(text, len(text) - 1)], 15)
+    assert tree is not None
+    assert tree.token_ids == (3, 4, 5, 6, 7, 8, 9)
+    assert tree.parents == (0, 1, 2, 3, 4, 5, 6)
+
+
+def test_a_request_may_ask_for_another_strategy():
+    text = [1, 2, 3, 4, 5, 6, 7, 50, 51, 1, 2, 3]
+    mirror = GlobalMirror()
+    mirror.apply_delta([AcceptedSpan("x", 0, (90, 1, 2, 3, 9, 9))] * 3, "1")
+    wanted = [None, Strategy.OFF, Strategy.LOCAL]
+    requests = [
+        request_at(text, len(text) - 1, str(n), speculation=strategy) for n, strategy in enumerate(wanted)
+    ]
+    of_pod, off, local = Drafter(mirror, DraftPolicy(row_cost=0.001)).propose(requests, 15)
+    assert of_pod is not None and local is not None
+    assert "global" in of_pod.sources
+    assert off is None
+    assert "global" not in local.sources
+
+
+@pytest.mark.parametrize("allowed", [Strategy.OFF, Strategy.LOCAL])
+def test_a_request_gets_no_more_than_its_pod_allows(allowed):
+    text = [1, 2, 3, 4, 5, 6, 7, 50, 51, 1, 2, 3]
+    mirror = GlobalMirror()
+    mirror.apply_delta([AcceptedSpan("x", 0, (90, 1, 2, 3, 9, 9))], "1")
+    drafter = Drafter(mirror, DraftPolicy(allowed, row_cost=0.001))
+    (tree,) = drafter.propose([request_at(text, len(text) - 1, speculation=Strategy.GLOBAL)], 15)
+    if allowed is Strategy.OFF:
+        assert tree is None
+    else:
+        assert tree is not None
+        assert "global" not in tree.sources
 
 
 def test_sources_tell_prompt_from_output():

@@ -19,7 +19,6 @@ so that copy length follows from hit rate and batch size, and drafting stops whe
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -27,20 +26,11 @@ from typing import TYPE_CHECKING
 from tandem_engine.drafts import native
 from tandem_engine.drafts.mirror import GlobalMirror
 from tandem_engine.drafts.native import Job, Learner, Text
+from tandem_engine.drafts.strategy import MAX_CHAIN, Strategy
 from tandem_engine.drafts.tree import MAX_TREE_NODES, DraftTree
 
 if TYPE_CHECKING:  # the request module needs this package's tree
     from tandem_engine.request import Request
-
-
-class Strategy(enum.Enum):
-    """Where guesses come from."""
-
-    OFF = "off"
-    #: The sequence's own prompt and output.
-    LOCAL = "local"
-    #: Those and what other requests of the tenant have generated.
-    GLOBAL = "global"
 
 
 @dataclass(frozen=True)
@@ -110,16 +100,21 @@ class Drafter:
         """What the request's sequence draws on, its text brought up to date."""
         room = request.sampling.max_tokens - len(request.output_token_ids) - 1
         learner = self._learner(request.tenant)
-        if not request.is_decoding or room < 1:
+        strategy = request.speculation or self._strategy
+        if not request.is_decoding or room < 1 or strategy is Strategy.OFF:
             return Job(None, learner, room=0)
         text = self._texts.get(request.request_id)
         if text is None:
             text = self._texts[request.request_id] = Text(request.num_prompt_tokens)
         text.extend(request.tokens(text.num_tokens, request.num_tokens))
-        mirror = self._mirrors.get(request.tenant) if self._strategy is Strategy.GLOBAL else None
+        max_chain = MAX_CHAIN if strategy is Strategy.CHAIN else 0
+        mirror = None
+        if Strategy.LOCAL not in (strategy, self._strategy):
+            mirror = self._mirrors.get(request.tenant)
         if mirror is None:
-            return Job(text, learner, room=room)
-        return Job(text, learner, mirror.corpus, room=room, own_run=mirror.run_of(request.request_id))
+            return Job(text, learner, room=room, max_chain=max_chain)
+        own_run = mirror.run_of(request.request_id)
+        return Job(text, learner, mirror.corpus, room=room, own_run=own_run, max_chain=max_chain)
 
     def _learner(self, tenant: str) -> Learner:
         learner = self._learners.get(tenant)

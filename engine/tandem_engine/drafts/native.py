@@ -39,6 +39,7 @@ class _Draft(ctypes.Structure):
         *((name, _POINTER) for name in ("text", "corpus", "recycler", "learner")),
         ("room", _INT32),
         ("own_run", _INT32),
+        ("max_chain", _INT32),
         ("num_guesses", _INT32),
         *((name, _INT32 * _MAX_GUESSES) for name in ("tokens", "parents", "sources")),
         ("reach", _FLOAT * _MAX_GUESSES),
@@ -230,6 +231,8 @@ class Job:
     room: int = _MAX_GUESSES
     #: Run of the corpus that this sequence has generated itself; -1: none.
     own_run: int = -1
+    #: Of a draft in one line; 0: a tree.
+    max_chain: int = 0
 
 
 @dataclass(frozen=True)
@@ -253,7 +256,7 @@ def draft(jobs: Sequence[Job], max_guesses: int, seconds: Sequence[float]) -> li
         call = drafts[n]
         call.text = job.text.handle if job.text is not None else None
         call.learner, call.room = job.learner.handle, job.room
-        call.own_run = job.own_run
+        call.own_run, call.max_chain = job.own_run, job.max_chain
         call.corpus = job.corpus.handle if job.corpus is not None else None
         call.recycler = job.recycler.handle if job.recycler is not None else None
         pointers[n] = ctypes.addressof(call)

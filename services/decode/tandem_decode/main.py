@@ -10,8 +10,9 @@ from contextlib import asynccontextmanager
 import grpc
 import structlog
 from tandem_engine.assemble import EngineConfig, EngineParts, assemble
-from tandem_engine.drafts.drafter import Drafter, DraftPolicy, Strategy
+from tandem_engine.drafts.drafter import Drafter, DraftPolicy
 from tandem_engine.drafts.mirror import GlobalMirror
+from tandem_engine.drafts.strategy import Strategy
 from tandem_engine.errors import CapacityError, InvalidRequestError
 from tandem_engine.loop import EngineLoop
 from tandem_engine.transport.zeromq import ReceiverOptions, ZmqReceiver
@@ -118,7 +119,7 @@ def _assemble(pod: DecodeSettings, drafter: Drafter) -> EngineParts:
 
 
 def _client_maker(pod: DecodeSettings, parts: EngineParts) -> MakeClient | None:
-    if not pod.lookahead or pod.speculation != "global":
+    if not pod.lookahead or pod.speculation not in ("chain", "global"):
         return None
 
     def make(tenant: str, mirror: GlobalMirror) -> LookaheadClient:

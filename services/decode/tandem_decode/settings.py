@@ -18,7 +18,7 @@ class DecodeSettings(EnginePodSettings):
     """port of the KV ingress; 0 takes a free one"""
     lookahead: str = ""
     """host:port of the lookahead service; empty: drafts come from the sequence itself only"""
-    speculation: Literal["off", "local", "global"] = "global"
+    speculation: Literal["off", "local", "chain", "global"] = "global"
     """where drafts may come from; local: the sequence's own text; global: also the tenant's forest"""
     draft_nodes: Annotated[int, Field(ge=0, le=63)] = 12
     """most guesses verified per sequence and step"""
