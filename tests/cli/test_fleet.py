@@ -73,6 +73,14 @@ def test_no_lookahead_service_runs_when_nobody_would_ask_it(speculation: str) ->
     assert all("--lookahead" not in spec.command for spec in plan.processes)
 
 
+@pytest.mark.parametrize("speculation", ["chain", "global"])
+def test_pods_that_draft_from_others_text_have_a_lookahead_service(speculation: str) -> None:
+    plan = plan_fleet(replace(OPTIONS, speculation=speculation))  # type: ignore[arg-type]
+    decode = [spec.command for spec in plan.processes if spec.role == "decode"]
+    assert all(command[command.index("--speculation") + 1] == speculation for command in decode)
+    assert all("--lookahead" in command for command in decode)
+
+
 def test_without_prefill_pods_the_gateway_is_told_of_none() -> None:
     plan = plan_fleet(replace(OPTIONS, num_prefill=0))
     assert "--prefill" not in plan.processes[0].command

@@ -178,7 +178,10 @@ class FakeGateway(gateway_pb2_grpc.GatewayServiceServicer):
         for token, message in enumerate(request.messages):
             chunk = gateway_pb2.GeneratedChunk(text=message.role[0], token_ids=[token])
             yield gateway_pb2.ChatResponse(chunk=chunk)
-        receipt = common_pb2.Receipt(output_tokens=len(request.messages), slo_met=True, decode_steps=1)
+        # The pod's name shows what was asked for.
+        receipt = common_pb2.Receipt(
+            output_tokens=len(request.messages), slo_met=True, decode_steps=1, decode_pod=request.speculation
+        )
         yield gateway_pb2.ChatResponse(end=gateway_pb2.GeneratedEnd(receipt=receipt))
 
 
@@ -210,12 +213,14 @@ def test_chat_says_when_there_is_no_gateway(tmp_path: Path) -> None:
 
 
 def test_a_conversation_keeps_its_history_and_drops_what_failed(gateway_target: str) -> None:
-    options = ChatOptions(gateway_target, "s", 0.0, 8, None, "interactive", None)
+    options = ChatOptions(gateway_target, "s", 0.0, 8, None, "interactive", "local", None)
     with grpc.insecure_channel(gateway_target) as channel:
         conversation = Conversation(options, open_stub(channel))
         *_, answer = conversation.ask("one")
         assert answer.text == "su"
         assert answer.num_tokens == 2
+        assert answer.receipt is not None
+        assert answer.receipt.decode_pod == "local"
         assert answer.ttft_s is not None
         with pytest.raises(GatewayError, match="INVALID_ARGUMENT: messages: too long"):
             list(conversation.ask("fail"))

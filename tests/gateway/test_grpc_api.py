@@ -68,8 +68,11 @@ async def test_given_parameters_reach_the_pod(pods, gateway):
         presence_penalty=0.5, frequency_penalty=-0.5, logit_bias={5: 1.0}, stop=["END"], stop_token_ids=[9],
         seed=11, logprobs=1, ignore_eos=True,
     )  # fmt: skip
-    request = gateway_pb2.GenerateRequest(text="the order", sampling=sampling, slo_class="chat")
+    request = gateway_pb2.GenerateRequest(
+        text="the order", sampling=sampling, slo_class="chat", speculation="off"
+    )
     await _collect(front.grpc.Generate(request))
+    assert pod.requests[0].speculation == "off"
     assert pod.requests[0].sampling == sampling
     assert pod.requests[0].slo == common_pb2.SloTarget(
         name="chat", ttft_ns=1_000_000_000, tpot_ns=150_000_000
@@ -102,6 +105,10 @@ BAD_INPUTS = [
     (gateway_pb2.ChatRequest(), ["messages", "empty"]),
     (gateway_pb2.ChatRequest(messages=USER * 5), ["messages", "5 messages", "limit of 4"]),
     (gateway_pb2.ChatRequest(messages=USER, slo_class="fast"), ["slo_class", "interactive, chat, batch"]),
+    (
+        gateway_pb2.ChatRequest(messages=USER, speculation="fast"),
+        ["speculation", "off, local, chain, global"],
+    ),
     (gateway_pb2.ChatRequest(messages=USER, request_id="a b"), ["request_id", "128"]),
     (gateway_pb2.GenerateRequest(), ["prompt", "empty"]),
     (gateway_pb2.GenerateRequest(text="hat " * 300), ["prompt", "256 tokens", "at most 255"]),

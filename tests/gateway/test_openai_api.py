@@ -102,7 +102,8 @@ async def test_parameters_of_the_body_reach_the_pod(pods, gateway):
         temperature=0, top_p=0.5, max_completion_tokens=9, seed=3, stop="END", logit_bias={"5": -1},
         presence_penalty=1, frequency_penalty=-1, n=1, tools=[], response_format={"type": "text"}, user="u",
         extra_body={"top_k": 4, "min_p": 0.25, "repetition_penalty": 1.5, "ignore_eos": True,
-                    "min_tokens": 2, "slo_class": "batch", "stop_token_ids": [7]},
+                    "min_tokens": 2, "slo_class": "batch", "stop_token_ids": [7],
+                    "speculation": "chain"},
     )  # fmt: skip
     sampling = pod.requests[0].sampling
     assert (sampling.temperature, sampling.top_p, sampling.max_tokens, sampling.seed) == (0, 0.5, 9, 3)
@@ -113,6 +114,7 @@ async def test_parameters_of_the_body_reach_the_pod(pods, gateway):
     assert list(sampling.stop_token_ids) == [7]
     assert dict(sampling.logit_bias) == {5: -1.0}
     assert pod.requests[0].slo.name == "batch"
+    assert pod.requests[0].speculation == "chain"
 
 
 IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}
@@ -138,6 +140,8 @@ BAD_INPUTS = [
     (CHAT, {"messages": USER, "top_logprobs": 2}, "top_logprobs", ["logprobs: true"]),
     (CHAT, {"messages": USER, "stream_options": {}}, "stream_options", ["stream: true"]),
     (CHAT, {"messages": USER, "slo_class": "fast"}, "slo_class", ["interactive"]),
+    (CHAT, {"messages": USER, "speculation": "fast"}, "speculation", ["off, local, chain, global"]),
+    ("/v1/completions", {"prompt": "a", "speculation": "Off"}, "speculation", ["'Off' is unknown"]),
     (CHAT, b'{"messages": [{"role": "user", "content": "\xff"}]}', "body", ["UTF-8", "byte 43"]),
     (CHAT, b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "body", ["JSON"]),
     (CHAT, b"{", "body", ["JSON"]),

@@ -381,6 +381,39 @@ async def test_a_stop_string_cuts_the_same_with_drafts_and_without(tiny_model: P
         assert receipt.output_tokens == len(want.token_ids)
 
 
+@pytest.mark.drafts
+async def test_a_request_says_how_it_is_drafted_for(tiny_model: Path) -> None:
+    """The same tokens each time; the receipt tells what the drafts were worth."""
+    async with run_fleet(tiny_model) as fleet:
+        receipts = {}
+        texts = []
+        for name in ("", "off", "local", "chain"):
+            message = request(f"s{name}", prompt_of(90), [fleet.prefill_target], max_tokens=64)
+            message.speculation = name
+            tokens, receipts[name] = await run(fleet, message)
+            texts.append(tokens)
+    assert texts == [texts[0]] * 4
+    off = receipts.pop("off")
+    assert (off.drafted_tokens, off.hit_steps, dict(off.hit_steps_by_source)) == (0, 0, {})
+    assert off.decode_steps == 63
+    for receipt in receipts.values():
+        assert 0 < receipt.hit_steps <= min(receipt.decode_steps, receipt.accepted_tokens)
+        assert receipt.accepted_tokens + receipt.decode_steps == 63
+        by_source = dict(receipt.hit_steps_by_source)
+        assert set(by_source) == set(receipt.accepted_by_source) <= {"prompt", "output"}
+        assert max(by_source.values()) <= receipt.hit_steps <= sum(by_source.values())
+
+
+async def test_an_unknown_speculation_is_named_with_what_there_is(tiny_model: Path) -> None:
+    async with run_fleet(tiny_model) as fleet:
+        message = request("s", prompt_of(20), [fleet.prefill_target])
+        message.speculation = "forest"
+        with pytest.raises(grpc.aio.AioRpcError, match="off, local, global, chain") as refused:
+            await run(fleet, message)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert (refused.value.details() or "").startswith("speculation: 'forest'")
+
+
 async def scrape(port: int | None) -> dict[str, float]:
     """The samples of our own of a pod's /metrics."""
     url = f"http://127.0.0.1:{port}/metrics"

@@ -30,11 +30,16 @@ class DecodeRequest(_message.Message):
     PREFILL_TARGETS_FIELD_NUMBER: _builtins.int
     SLO_FIELD_NUMBER: _builtins.int
     SHARE_PROMPT_FIELD_NUMBER: _builtins.int
+    SPECULATION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     tenant: _builtins.str
     """Tenant of the caller; isolates caches. Empty: the default tenant."""
     share_prompt: _builtins.bool
     """Whether the prompt may enter the tenant's global lookahead forest. Not used yet: prompts are never shared."""
+    speculation: _builtins.str
+    """How to draft: "off", "local", "chain" or "global"; empty: as the pod does. A pod goes no further than its own
+    setting allows.
+    """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -57,10 +62,11 @@ class DecodeRequest(_message.Message):
         prefill_targets: _abc.Iterable[_builtins.str] | None = ...,
         slo: _common_pb2.SloTarget | None = ...,
         share_prompt: _builtins.bool = ...,
+        speculation: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "slo", b"slo"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefill_targets", b"prefill_targets", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "share_prompt", b"share_prompt", "slo", b"slo", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefill_targets", b"prefill_targets", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "share_prompt", b"share_prompt", "slo", b"slo", "speculation", b"speculation", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

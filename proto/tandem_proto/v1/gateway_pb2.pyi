@@ -51,12 +51,17 @@ class ChatRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     SLO_CLASS_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    SPECULATION_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Empty: the only model served."""
     slo_class: _builtins.str
     """"interactive" (default), "chat" or "batch"."""
     request_id: _builtins.str
     """Chosen by the gateway when empty."""
+    speculation: _builtins.str
+    """Where guesses come from: "off", "local" (the request itself), "chain" or "global" (also what others of the tenant
+    have generated, as one line or as trees); empty: as the pods do. Never changes the text.
+    """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]: ...
     @_builtins.property
@@ -69,10 +74,11 @@ class ChatRequest(_message.Message):
         sampling: _common_pb2.SamplingParams | None = ...,
         slo_class: _builtins.str = ...,
         request_id: _builtins.str = ...,
+        speculation: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "model", b"model", "request_id", b"request_id", "sampling", b"sampling", "slo_class", b"slo_class"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "model", b"model", "request_id", b"request_id", "sampling", b"sampling", "slo_class", b"slo_class", "speculation", b"speculation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -114,10 +120,13 @@ class GenerateRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     SLO_CLASS_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
+    SPECULATION_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     text: _builtins.str
     slo_class: _builtins.str
     request_id: _builtins.str
+    speculation: _builtins.str
+    """As in ChatRequest."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds: ...
     @_builtins.property
@@ -131,10 +140,11 @@ class GenerateRequest(_message.Message):
         sampling: _common_pb2.SamplingParams | None = ...,
         slo_class: _builtins.str = ...,
         request_id: _builtins.str = ...,
+        speculation: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "slo_class", b"slo_class", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "slo_class", b"slo_class", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015

@@ -37,6 +37,8 @@ class ChatOptions:
     max_tokens: int
     seed: int | None
     slo_class: str
+    #: "": as the pods do.
+    speculation: str
     api_key: str | None
 
     @property
@@ -99,7 +101,10 @@ class Conversation:
             seed=self.options.seed,
         )
         request = gateway_pb2.ChatRequest(
-            messages=self.messages, sampling=sampling, slo_class=self.options.slo_class
+            messages=self.messages,
+            sampling=sampling,
+            slo_class=self.options.slo_class,
+            speculation=self.options.speculation,
         )
         answer = Answer()
         started = time.monotonic()

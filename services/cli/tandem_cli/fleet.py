@@ -18,7 +18,7 @@ from typing import Literal
 from tandem_cli.log_view import LogFormat
 from tandem_cli.supervisor import ProcessSpec
 
-Speculation = Literal["off", "local", "global"]
+Speculation = Literal["off", "local", "chain", "global"]
 ROLES = ("gateway", "decode", "prefill", "lookahead")
 MAX_PODS_PER_ROLE = 100
 _METRICS_OFFSET = 1000
@@ -109,7 +109,7 @@ class _Planner:
     def plan(self) -> FleetPlan:
         options = self._options
         prefill = tuple(self._prefill(index) for index in range(options.num_prefill))
-        lookahead = (self._lookahead(),) if options.speculation == "global" else ()
+        lookahead = (self._lookahead(),) if options.speculation in ("chain", "global") else ()
         decode = tuple(self._decode(index, lookahead) for index in range(options.num_decode))
         gateway = (self._gateway(prefill, decode),)
         return FleetPlan(tuple(stage for stage in (gateway, decode, prefill, lookahead) if stage))

@@ -21,6 +21,7 @@ class GenerateOptions:
     temperature: float
     max_tokens: int
     seed: int
+    speculation: str
 
 
 def run(options: GenerateOptions, prompt: str) -> None:
@@ -44,7 +45,12 @@ def run(options: GenerateOptions, prompt: str) -> None:
         prompt_ids = (
             model.encode_chat([Message("user", text)]) if options.as_chat else model.encode_text(text)
         )
-        llm = LLM(options.model_dir, dtype=options.dtype, quantization=options.quantization)
+        llm = LLM(
+            options.model_dir,
+            speculation=options.speculation,
+            dtype=options.dtype,
+            quantization=options.quantization,
+        )
         for piece in llm.stream(list(prompt_ids), sampling):
             sys.stdout.write(piece)
             sys.stdout.flush()

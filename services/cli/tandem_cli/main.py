@@ -56,7 +56,16 @@ QuantizationOption = Annotated[
 class SpeculationMode(StrEnum):
     OFF = "off"
     LOCAL = "local"
+    CHAIN = "chain"
     GLOBAL = "global"
+
+
+class OwnSpeculation(StrEnum):
+    """Without a fleet there is no text of others."""
+
+    OFF = "off"
+    LOCAL = "local"
+    CHAIN = "chain"
 
 
 class LogFormatName(StrEnum):
@@ -79,7 +88,10 @@ def up(
         int | None, typer.Option(help="CPU threads per engine pod; unset: its choice.")
     ] = None,
     speculation: Annotated[
-        SpeculationMode, typer.Option(help="Drafts: none, from the own request, or also from all others.")
+        SpeculationMode,
+        typer.Option(
+            help="Drafts: none, from the own request, or also from all others (chain: as one line of 7)."
+        ),
     ] = SpeculationMode.GLOBAL,
     api_keys_file: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="Ask for API keys; file of the gateway.")
@@ -132,6 +144,9 @@ def chat(
     max_tokens: MaxTokensOption = 512,
     seed: SeedOption = None,
     slo_class: Annotated[str, typer.Option(help="interactive, chat or batch.")] = "interactive",
+    speculation: Annotated[
+        SpeculationMode | None, typer.Option(help="Drafts for this chat; unset: as the pods do.")
+    ] = None,
     once: Annotated[str | None, typer.Option(help="Ask this, print the answer and leave.")] = None,
     api_key: ApiKeyOption = None,
 ) -> None:
@@ -145,6 +160,7 @@ def chat(
         max_tokens=max_tokens,
         seed=seed,
         slo_class=slo_class,
+        speculation=speculation.value if speculation is not None else "",
         api_key=api_key,
     )
     try:
@@ -167,6 +183,10 @@ def generate(
     temperature: TemperatureOption = 0.0,
     max_tokens: MaxTokensOption = 256,
     seed: SeedOption = None,
+    speculation: Annotated[
+        OwnSpeculation,
+        typer.Option(help="Drafts: none, trees, or one line of 7, from the request's own text."),
+    ] = OwnSpeculation.LOCAL,
 ) -> None:
     """Generate in this one process, without any pod."""
     from tandem_cli import generate, models
@@ -174,7 +194,14 @@ def generate(
     try:
         folder = models.obtain(model)
         options = generate.GenerateOptions(
-            folder, dtype.value, quantization.value, as_chat, temperature, max_tokens, seed or 0
+            folder,
+            dtype.value,
+            quantization.value,
+            as_chat,
+            temperature,
+            max_tokens,
+            seed or 0,
+            speculation.value,
         )
         generate.run(options, prompt)
     except (models.ModelError, generate.PromptError) as error:

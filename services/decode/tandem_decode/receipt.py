@@ -27,6 +27,8 @@ class RequestRecord:
         self._steps = 0
         self._drafted = 0
         self._accepted: Counter[str] = Counter()
+        self._hits = 0
+        self._hits_by_source: Counter[str] = Counter()
         self._output_tokens = 0
 
     def handed_off(self, result: HandoffResult) -> None:
@@ -41,6 +43,8 @@ class RequestRecord:
         self._last_token_ns = now
         self._drafted += output.num_drafted
         self._accepted.update(output.accepted_sources)
+        self._hits += bool(output.accepted_sources)
+        self._hits_by_source.update(set(output.accepted_sources))
         self._output_tokens += len(output.token_ids)
 
     def receipt(self) -> common_pb2.Receipt:
@@ -69,4 +73,6 @@ class RequestRecord:
             transfer_bytes=handoff.transfer_bytes,
             seed=request.sampling.seed,
             prefill_retries=handoff.retries,
+            hit_steps=self._hits,
+            hit_steps_by_source=dict(self._hits_by_source),
         )

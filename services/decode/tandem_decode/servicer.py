@@ -17,7 +17,9 @@ import grpc
 from tandem_engine import codec
 from tandem_engine.assemble import EngineParts
 from tandem_engine.detokenizer import StreamingDetokenizer
+from tandem_engine.drafts.strategy import Strategy
 from tandem_engine.engine import StepOutput
+from tandem_engine.errors import InvalidRequestError
 from tandem_engine.loop import EngineLoop
 from tandem_engine.request import FinishReason, Request
 from tandem_engine.salt import cache_salt
@@ -166,6 +168,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             cache_salt=cache_salt(message.tenant, self._parts.manifest.revision),
             eos_token_ids=self._parts.eos_token_ids,
             tenant=message.tenant,
+            speculation=_strategy(message.speculation),
         )
 
     def _count(self, record: RequestRecord, outcome: str) -> None:
@@ -208,3 +211,12 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
 
     def _on_engine(self, function: Callable[[], T]) -> asyncio.Future[T]:
         return asyncio.wrap_future(self._loop.call(function))
+
+
+def _strategy(name: str) -> Strategy | None:
+    """None for "": as the pod drafts."""
+    try:
+        return Strategy(name) if name else None
+    except ValueError:
+        known = ", ".join(strategy.value for strategy in Strategy)
+        raise InvalidRequestError("speculation", f"{name!r} is unknown; use one of {known}") from None

@@ -87,6 +87,7 @@ def job_to_proto(job: Job, prefill_targets: tuple[str, ...]) -> decode_pb2.Decod
         sampling=sampling_to_proto(job.sampling),
         prefill_targets=prefill_targets,
         slo=slo_to_proto(job.slo),
+        speculation=job.speculation,
     )
 
 
@@ -141,18 +142,23 @@ def end_to_proto(end: End) -> gateway_pb2.GeneratedEnd:
 
 def receipt_from_proto(receipt: common_pb2.Receipt) -> Receipt:
     """What a pod reports; the gateway's own fields (ttft, e2e, slo) are filled in by the relay."""
-    not_copied = {"accepted_by_source", "slo", "slo_met", "slo_miss_reason"}
+    not_copied = {"accepted_by_source", "hit_steps_by_source", "slo", "slo_met", "slo_miss_reason"}
     names = {field.name for field in dataclasses.fields(Receipt)} - not_copied
     return Receipt(
         **{name: getattr(receipt, name) for name in names},
         accepted_by_source=MappingProxyType(dict(receipt.accepted_by_source)),
+        hit_steps_by_source=MappingProxyType(dict(receipt.hit_steps_by_source)),
     )
 
 
 def receipt_to_proto(receipt: Receipt) -> common_pb2.Receipt:
     return common_pb2.Receipt(
         **_fields(receipt)
-        | {"accepted_by_source": dict(receipt.accepted_by_source), "slo": slo_to_proto(receipt.slo)}
+        | {
+            "accepted_by_source": dict(receipt.accepted_by_source),
+            "hit_steps_by_source": dict(receipt.hit_steps_by_source),
+            "slo": slo_to_proto(receipt.slo),
+        }
     )
 
 

@@ -57,6 +57,7 @@ class Ask:
     slo_class: str
     arrived: float
     timeout_s: float | None = None
+    speculation: str = ""
 
 
 class Gateway:
@@ -152,6 +153,7 @@ class Gateway:
             slo=slo,
             arrived=ask.arrived,
             deadline=ask.arrived + timeout_s,
+            speculation=ask.speculation,
         )
 
     async def run(self, job: Job) -> AsyncGenerator[Event, None]:

@@ -130,4 +130,5 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             slo_class=request.slo_class,
             arrived=arrived,
             timeout_s=context.time_remaining(),
+            speculation=request.speculation,
         )

@@ -89,6 +89,7 @@ class OpenAiApi:
             options=body.sampling_options(),
             slo_class=body.slo_class or "",
             arrived=arrived,
+            speculation=body.speculation or "",
         )
         return ask, body
 

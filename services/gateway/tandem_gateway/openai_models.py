@@ -102,6 +102,7 @@ class _CommonBody(_Body):
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
     slo_class: str | None = None
+    speculation: str | None = None
 
     def refuse_unserved(self) -> None:
         """Raise for any field beyond the typed ones that asks for something."""

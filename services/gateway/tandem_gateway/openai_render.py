@@ -53,6 +53,7 @@ def receipt_json(receipt: Receipt) -> Json:
     slo = receipt.slo
     return {field.name: getattr(receipt, field.name) for field in dataclasses.fields(receipt)} | {
         "accepted_by_source": dict(receipt.accepted_by_source),
+        "hit_steps_by_source": dict(receipt.hit_steps_by_source),
         "slo": {
             "name": slo.name,
             "ttft_ns": round(slo.ttft_s * NS_PER_S),

@@ -23,6 +23,8 @@ MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 128
 DEFAULT_MAX_TOKENS = 512
 NS_PER_S = 1_000_000_000
+#: Where a request's drafts may come from, as the pods name it.
+SPECULATIONS = ("off", "local", "chain", "global")
 
 
 @dataclass(frozen=True)
@@ -185,6 +187,14 @@ class Job:
     slo: SloTarget
     arrived: float
     deadline: float
+    #: One of SPECULATIONS; "": as the pods do.
+    speculation: str = ""
+
+    def __post_init__(self) -> None:
+        if self.speculation and self.speculation not in SPECULATIONS:
+            raise InvalidRequestError(
+                "speculation", f"{self.speculation!r} is unknown; use one of {', '.join(SPECULATIONS)}"
+            )
 
 
 class FinishReason(enum.Enum):
@@ -243,6 +253,8 @@ class Receipt:
     slo_met: bool = False
     slo_miss_reason: str = ""
     prefill_retries: int = 0
+    hit_steps: int = 0
+    hit_steps_by_source: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
 
 
 @dataclass(frozen=True)
