@@ -28,79 +28,6 @@ struct Sources {
   int32_t own_run;           // of the corpus: what this sequence itself has generated, or -1
 };
 
-constexpr uint8_t kLevelOf[TextIndex::kMaxLength + 1] = {0, 0, 1, 2, 3, 4, 5, 5, 6, 6, 6, 6, 7, 7, 7, 7, 8,
-                                                         8, 8, 8, 8, 8, 8, 8, 9, 9, 9, 9, 9, 9, 9, 9, 9};
-
-// Followers of a node's matches, with counts by place and level.
-class Followers {
- public:
-  static constexpr int kMost = 16;
-
-  int count = 0;
-  int32_t tokens[kMost] = {};
-  uint16_t counts[kNumExact][kMost] = {};
-  uint32_t totals[kNumExact] = {};
-  // Levels at which a follower, or anything, occurs, as bits.
-  uint16_t levels[kNumPlaces][kMost] = {};
-  uint16_t all_levels[kNumPlaces] = {};
-
-  // Slot of a token, or -1 when there are too many.
-  int slot(int32_t token) {
-    // All at once: which one it is cannot be predicted.
-    uint32_t same = 0;
-    for (int i = 0; i < kMost; ++i) same |= uint32_t(tokens[i] == token) << i;
-    same &= (1u << count) - 1;
-    if (same) return __builtin_ctz(same);
-    if (count == kMost) return -1;
-    tokens[count] = token;
-    return count++;
-  }
-
-  // Matches of some length, which are matches of all shorter lengths too, down to level `last`.
-  void add(Place place, int last, const TextIndex& index, const Occurrence* found, int number) {
-    for (int i = 0; i < number; ++i) add(place, kLevelOf[found[i].length], slot(index.token(found[i].position + 1)), 1);
-    for (int at = (place + 1) * kNumLevels - 2; at >= place * kNumLevels + last; --at) {
-      totals[at] += totals[at + 1];
-      for (int i = 0; i < kMost; ++i) counts[at][i] += counts[at + 1][i];
-    }
-  }
-
-  // Matches of exactly so many tokens or more, counted before.
-  template <int Kept>
-  void add(Place place, int length, const Successors<Kept>& successors, const Node& node) {
-    if (node.num_context < length) return;
-    const auto* entry = successors.find(hash_of(node.context + node.num_context - length, length));
-    if (!entry) return;
-    const int level = kLevelOf[length];
-    for (int k = 0; k < Kept; ++k)
-      if (entry->counts[k]) add(place, level, slot(entry->tokens[k]), entry->counts[k]);
-    // Followers that were not kept count too.
-    uint32_t& total = totals[place * kNumLevels + level];
-    total = std::max(total, entry->total);
-  }
-
-  void add(Place place, const History& text, const Node& node, const Occurrence* found, int number) {
-    add(place, kLevelOf[TextIndex::kOrder], text.index, found, number);
-    add(place, 3, text.after_three, node);
-    add(place, 2, text.after_two, node);
-    add(place, 1, text.after_one, node);
-  }
-
-  // One more than the longest level at which anything, or a slot's token, occurs; 0: none.
-  int top(Place place) const { return 32 - __builtin_clz(all_levels[place] << 1 | 1) - 1; }
-  int top(Place place, int slot) const { return 32 - __builtin_clz(levels[place][slot] << 1 | 1) - 1; }
-
- private:
-  void add(Place place, int level, int slot, uint16_t number) {
-    const int at = place * kNumLevels + level;
-    totals[at] += number;
-    all_levels[place] |= uint16_t(1 << level);
-    if (slot < 0) return;
-    counts[at][slot] += number;
-    levels[place][slot] |= uint16_t(1 << level);
-  }
-};
-
 // How rare a token is: in the sequence, and in the corpus.
 int rarity_cell(const Uses::Use& use, int64_t size, const Corpus* corpus, int32_t token) {
   const int64_t distance = size - use.last;
@@ -111,94 +38,105 @@ int rarity_cell(const Uses::Use& use, int64_t size, const Corpus* corpus, int32_
   return often * 25 + far * 5 + known;
 }
 
+// What the model itself found likely after a node's text.
+struct Recycled {
+  const Recycler::Entry* entries[kRecycledOrders] = {};
+  // Of a follower among them, from 1.
+  uint8_t rank[kRecycledOrders][Ballot::kMost] = {};
+
+  Recycled(const Recycler* recycler, const Hashes& hashes, Ballot& ballot) {
+    if (!recycler) return;
+    for (int o = 0; o < kRecycledOrders; ++o) {
+      entries[o] = recycler->find(hashes, o + 1);
+      for (int k = 0; entries[o] && k < Recycler::kTokens; ++k) {
+        const uint8_t whose = ballot.follower(entries[o]->tokens[k]);
+        if (whose != Ballot::kNone && !rank[o][whose]) rank[o][whose] = uint8_t(k + 1);
+      }
+    }
+  }
+};
+
+// The followers that deserve a closer look, at most kMaxCandidates. Returns how many.
+int shortlist(const Ballot& ballot, const Recycled& recycled, uint8_t* chosen) {
+  float score[Ballot::kMost] = {};
+  float weight = 0;
+  for (int c = 0; c < ballot.num_contexts; ++c) {
+    const Ballot::Context& context = ballot.contexts[c];
+    const bool longest = c == 0 || context.input / kNumLevels != ballot.contexts[c - 1].input / kNumLevels;
+    weight = longest ? 1 : weight * .5f;
+    const float share = weight / context.total;
+    for (int i = 0; i < Ballot::kMost; ++i) score[i] += share * context.counts[i];
+  }
+  for (int o = 0; o < kRecycledOrders; ++o)
+    for (int i = 0; recycled.entries[o] && i < ballot.num_followers; ++i)
+      if (recycled.rank[o][i]) score[i] += .3f / recycled.rank[o][i];
+  // How many are better: all pairs at once beat sorting.
+  const int count = ballot.num_followers;
+  int32_t keys[Ballot::kMost], better[Ballot::kMost] = {};
+  for (int i = 0; i < Ballot::kMost; ++i) keys[i] = i < count ? int32_t(score[i] * (1 << 24)) << 4 | (15 - i) : -1;
+  for (int j = 0; j < count; ++j)
+    for (int i = 0; i < Ballot::kMost; ++i) better[i] += keys[j] > keys[i];
+  for (int i = 0; i < count; ++i)
+    if (better[i] < kMaxCandidates) chosen[better[i]] = uint8_t(i);
+  return std::min(count, kMaxCandidates);
+}
+
+// Finds the candidates for a node's children and how likely they are.
 void vote(Node& node, const Sequence& sequence, const Sources& sources, const Learner& learner) {
   node.voted = true;
   node.num_candidates = 0;
-  Followers followers;
-  followers.add(kLocal, sequence.text, node, node.local, node.num_local);
-  if (sources.corpus) {
-    const History& text = sources.corpus->text;
-    followers.add(kGlobal, text, node, node.global, node.num_global);
-    Occurrence aligned[kMaxFound];
-    const int found = sequence.alignment.find(node.context, node.num_context, sources.limit, sources.own_run,
-                                              kMaxFound, aligned);
-    followers.add(kAligned, 0, text.index, aligned, found);
+  // What must come from memory is asked for first.
+  const History* global = sources.corpus ? &sources.corpus->text : nullptr;
+  const History::Counted local_counted = sequence.text.find(node.hashes);
+  const History::Counted global_counted = global ? global->find(node.hashes) : History::Counted{};
+  Occurrence aligned[kMaxFound];
+  const int num_aligned = global ? sequence.alignment.find(node.context, node.num_context, aligned) : 0;
+  Ballot ballot;
+  ballot.add(kLocal, sequence.text, local_counted, node.local, node.num_local);
+  if (global) {
+    ballot.add(kGlobal, *global, global_counted, node.global, node.num_global);
+    ballot.add(kAligned, global->index, aligned, num_aligned);
   }
-  const Recycler::Entry* recycled[kRecycledOrders] = {};
-  // Of a recycled token, from 1.
-  uint8_t rank[kRecycledOrders][Followers::kMost] = {};
-  if (sources.recycler)
-    for (int o = 0; o < kRecycledOrders; ++o) {
-      recycled[o] = sources.recycler->find(node.context, node.num_context, o + 1);
-      if (!recycled[o]) continue;
-      for (int k = 0; k < Recycler::kTokens; ++k) {
-        const int slot = followers.slot(recycled[o]->tokens[k]);
-        if (slot >= 0 && !rank[o][slot]) rank[o][slot] = uint8_t(k + 1);
-      }
-    }
-  if (followers.count == 0) return;
-
-  // The longest levels that differ, three of each place, speak.
-  uint8_t speaking[kNumPlaces * 3];
-  int num_speaking = 0;
-  float score[Followers::kMost] = {};
-  for (int place = 0; place < kNumPlaces; ++place) {
-    uint32_t before = 0;
-    float weight = 1;
-    for (int level = kNumLevels - 1, chosen = 0; level >= 0 && chosen < 3; --level) {
-      const int at = place * kNumLevels + level;
-      const uint32_t total = followers.totals[at];
-      // A context that a full table left out may count less than a longer one.
-      if (total <= before) continue;
-      before = total;
-      speaking[num_speaking++] = uint8_t(at);
-      const float share = weight / total;
-      for (int i = 0; i < Followers::kMost; ++i) score[i] += share * followers.counts[at][i];
-      weight *= .5f;
-      ++chosen;
-    }
+  const Recycled recycled(sources.recycler, node.hashes, ballot);
+  uint8_t chosen[kMaxCandidates];
+  const int kept = shortlist(ballot, recycled, chosen);
+  // The likeliest children will be asked about next; memory is slower than what follows here.
+  for (int k = 0; k < std::min(kept, 2); ++k) {
+    const Hashes hashes = node.hashes_with(ballot.followers[chosen[k]]);
+    sequence.text.prefetch(hashes);
+    if (global) global->prefetch(hashes);
   }
-  for (int o = 0; o < kRecycledOrders; ++o)
-    for (int i = 0; i < followers.count; ++i)
-      if (rank[o][i]) score[i] += .3f / rank[o][i];
-  int order[Followers::kMost];
-  for (int i = 0; i < followers.count; ++i) order[i] = i;
-  const int kept = std::min(kMaxCandidates, followers.count);
-  std::partial_sort(order, order + kept, order + followers.count,
-                    [&](int a, int b) { return score[a] != score[b] ? score[a] > score[b] : a < b; });
 
   const int size = int(sequence.text.index.size());
-  const int top_local = followers.top(kLocal), top_global = followers.top(kGlobal),
-            top_aligned = followers.top(kAligned);
   float sum = 0;
   for (int k = 0; k < kept; ++k) {
-    const int slot = order[k];
+    const int whose = chosen[k];
     Candidate& candidate = node.candidates[k];
     Evidence& evidence = candidate.evidence;
-    candidate.token = followers.tokens[slot];
+    candidate.token = ballot.followers[whose];
     candidate.child = -1;
     evidence.count = 0;
-    for (int i = 0; i < num_speaking; ++i) {
-      const int at = speaking[i];
-      evidence.add(at, count_cell(int(followers.totals[at]), followers.counts[at][slot]));
+    for (int c = 0; c < ballot.num_contexts; ++c) {
+      const Ballot::Context& context = ballot.contexts[c];
+      evidence.add(context.input, count_cell(context.total, context.counts[whose]));
     }
     for (int o = 0; o < kRecycledOrders; ++o)
-      if (recycled[o]) {
-        const int r = rank[o][slot];
-        evidence.add(kRecycled + o, r ? 1 + (r - 1) * 8 + recycled[o]->classes[r - 1] : 0);
+      if (recycled.entries[o]) {
+        const int rank = recycled.rank[o][whose];
+        evidence.add(kRecycled + o, rank ? 1 + (rank - 1) * 8 + recycled.entries[o]->classes[rank - 1] : 0);
       }
     const Uses::Use use = sequence.uses.of(candidate.token);
     const int rarity = rarity_cell(use, size, sources.corpus, candidate.token);
     evidence.add(kRarity, rarity);
-    const int local = followers.top(kLocal, slot), global = followers.top(kGlobal, slot),
-              aligned = followers.top(kAligned, slot);
-    evidence.row[0] = uint8_t(global * 11 + top_global);
-    evidence.row[1] = uint8_t(local * 11 + top_local);
-    evidence.row[2] = uint8_t(std::min(aligned, 4) * 5 + std::min(top_aligned, 4) +
-                              25 * (global > local ? 0 : global == local ? 1 : 2));
+    const int top_local = ballot.top_of[kLocal][whose], top_global = ballot.top_of[kGlobal][whose],
+              top_aligned = ballot.top_of[kAligned][whose];
+    evidence.row[0] = uint8_t(top_global * 11 + ballot.top[kGlobal]);
+    evidence.row[1] = uint8_t(top_local * 11 + ballot.top[kLocal]);
+    evidence.row[2] = uint8_t(std::min(top_aligned, 4) * 5 + std::min<int>(ballot.top[kAligned], 4) +
+                              25 * (top_global > top_local ? 0 : top_global == top_local ? 1 : 2));
     evidence.row[3] = uint8_t(rarity);
-    candidate.source = global > local || aligned > local ? kFromGlobal
-                       : local == 0                      ? kFromRecycled
+    candidate.source = top_global > top_local || top_aligned > top_local ? kFromGlobal
+                       : top_local == 0                      ? kFromRecycled
                        : use.last < sequence.num_prompt  ? kFromPrompt
                                                          : kFromOutput;
     candidate.mixed = learner.mix(evidence);
@@ -214,41 +152,58 @@ void vote(Node& node, const Sequence& sequence, const Sources& sources, const Le
         scale < 1 ? Learner::stretch(std::clamp(candidate.chance * scale, .0005f, .9995f)) : candidate.mixed;
     candidate.chance = learner.acceptance(candidate.logit, node.depth + 1, sequence.tokens_per_step);
   }
+  // The likeliest first; they are few, and nearly so already.
+  for (int k = 1; k < kept; ++k)
+    for (int at = k; at > 0 && node.candidates[at - 1].chance < node.candidates[at].chance; --at)
+      std::swap(node.candidates[at - 1], node.candidates[at]);
 }
 
 // Leaves out what the sequence itself has generated: that speaks for itself already.
 int without_own(const Sources& sources, Occurrence* found, int count) {
+  if (sources.own_run < 0) return count;
   const auto own = [&](const Occurrence& one) { return sources.corpus->run_at(one.position) == sources.own_run; };
   return int(std::remove_if(found, found + count, own) - found);
 }
 
-void plant(Sequence& sequence, const Sources& sources) {
-  if (sequence.nodes.empty()) sequence.nodes.resize(kMaxNodes);
+// The root of a sequence's tree. What looking its text up will read is asked for, so that it comes from memory while
+// other sequences' roots are set.
+void set_root(Sequence& sequence, const Sources& sources, int max_guesses) {
+  if (int(sequence.nodes.size()) <= max_guesses) sequence.nodes.resize(max_guesses + 1);
   sequence.num_nodes = 1;
   Node& root = sequence.nodes[0];
   const TextIndex& text = sequence.text.index;
-  const int64_t size = text.size();
-  root.num_context = int(std::min<int64_t>(size, TextIndex::kMaxLength));
-  std::memcpy(root.context, text.data() + size - root.num_context, root.num_context * 4);
+  root.num_context = int(std::min<int64_t>(text.size(), TextIndex::kMaxLength));
+  std::memcpy(root.context, text.data() + text.size() - root.num_context, root.num_context * 4);
   root.token = root.context[root.num_context - 1];
+  root.hashes = Hashes(root.context + root.num_context, root.num_context);
   root.parent = root.candidate = -1;
   root.depth = 0;
   root.reach = 1;
-  root.num_local = text.find(root.context, root.num_context, size, kMaxFound, root.local);
+  sequence.text.prefetch(root.hashes);
+  if (sources.corpus) sources.corpus->text.prefetch(root.hashes);
+}
+
+void expand_root(Sequence& sequence, const Sources& sources, const Learner& learner) {
+  Node& root = sequence.nodes[0];
+  const TextIndex& text = sequence.text.index;
+  root.num_local = text.find(root.hashes, root.context, root.num_context, text.size(), kMaxFound, root.local);
   root.num_global = 0;
   if (sources.corpus) {
     const TextIndex& index = sources.corpus->text.index;
-    root.num_global = index.find(root.context, root.num_context, sources.limit, kMaxFound, root.global);
+    root.num_global =
+        index.find(root.hashes, root.context, root.num_context, sources.limit, kMaxFound, root.global);
     root.num_global = without_own(sources, root.global, root.num_global);
-    sequence.alignment.update(*sources.corpus, root.global, root.num_global, size);
+    sequence.alignment.update(*sources.corpus, root.global, root.num_global, sources.limit, sources.own_run,
+                              text.size());
   }
+  vote(root, sequence, sources, learner);
 }
 
 // Occurrences that go on with the node's token, and where there is none, others that end like it.
 int advance(const TextIndex& index, const Occurrence* from, int count, const Node& node, int64_t limit,
             Occurrence* found) {
   const int going_on = index.advance(from, count, node.token, limit, found);
-  return going_on ? going_on : index.find(node.context, node.num_context, limit, kMaxFound / 2, found);
+  return going_on ? going_on : index.find(node.hashes, node.context, node.num_context, limit, kMaxFound / 2, found);
 }
 
 Node& add_child(Sequence& sequence, int parent_at, int candidate_at, float reach) {
@@ -268,6 +223,7 @@ Node& add_child(Sequence& sequence, int parent_at, int candidate_at, float reach
   std::memcpy(node.context, parent.context + parent.num_context - kept, kept * 4);
   node.context[kept] = node.token;
   node.num_context = kept + 1;
+  node.hashes = parent.hashes_with(node.token);
   return node;
 }
 
@@ -286,7 +242,7 @@ void expand(Sequence& sequence, int at, const Sources& sources, const Learner& l
 }
 
 // A node to be expanded counts as likely as its best child is, on average.
-constexpr float kOnward = .6f;
+constexpr float kOnward = .45f;
 // Guesses less likely than this are not worth the drafter's own time, however cheap a row.
 constexpr float kLeastReach = .004f;
 
@@ -329,18 +285,19 @@ void tandem_draft(TandemDraft* const* drafts, int32_t count, int32_t max_guesses
                   int32_t num_seconds) {
   static thread_local std::vector<Sources> sources;
   static thread_local std::vector<Entry> heap;
+  const int limit = std::min(max_guesses, kMaxNodes - 1);
   sources.resize(count);
   heap.clear();
   auto push = [&](const Entry& entry) {
     heap.push_back(entry);
     std::push_heap(heap.begin(), heap.end());
   };
-  auto offer = [&](int n, int at) {
+  // The candidate of a node that is next in turn.
+  auto offer = [&](int n, int at, int k) {
     const Node& node = drafts[n]->sequence->nodes[at];
-    for (int k = 0; k < node.num_candidates; ++k) {
-      const float reach = node.reach * node.candidates[k].chance;
-      if (reach >= kLeastReach) push({reach, n, int16_t(at), int16_t(k)});
-    }
+    if (k == node.num_candidates) return;
+    const float reach = node.reach * node.candidates[k].chance;
+    if (reach >= kLeastReach) push({reach, n, int16_t(at), int16_t(k)});
   };
   for (int n = 0; n < count; ++n) {
     TandemDraft& draft = *drafts[n];
@@ -349,11 +306,14 @@ void tandem_draft(TandemDraft* const* drafts, int32_t count, int32_t max_guesses
     if (!draft.sequence) continue;
     draft.sequence->num_nodes = 0;
     if (draft.room < 1 || draft.sequence->text.index.size() == 0) continue;
-    plant(*draft.sequence, sources[n]);
-    vote(draft.sequence->nodes[0], *draft.sequence, sources[n], *draft.learner);
-    offer(n, 0);
+    set_root(*draft.sequence, sources[n], limit);
   }
-  const int limit = std::min(max_guesses, kMaxNodes - 1);
+  for (int n = 0; n < count; ++n) {
+    Sequence* sequence = drafts[n]->sequence;
+    if (!sequence || sequence->num_nodes == 0) continue;
+    expand_root(*sequence, sources[n], *drafts[n]->learner);
+    offer(n, 0, 0);
+  }
   double expected = count;  // tokens of the step
   int rows = 0;
   while (!heap.empty() && rows + 1 < num_seconds) {
@@ -369,9 +329,10 @@ void tandem_draft(TandemDraft* const* drafts, int32_t count, int32_t max_guesses
     if (draft.max_chain && (draft.num_guesses == draft.max_chain || entry.node != draft.num_guesses)) continue;
     if (entry.candidate < 0) {
       expand(sequence, entry.node, sources[entry.sequence], *draft.learner);
-      offer(entry.sequence, entry.node);
+      offer(entry.sequence, entry.node, 0);
       continue;
     }
+    offer(entry.sequence, entry.node, entry.candidate + 1);
     const int at = sequence.num_nodes;
     const Node& node = add_child(sequence, entry.node, entry.candidate, entry.reach);
     const int guess = draft.num_guesses++;
@@ -415,7 +376,7 @@ Sequence* tandem_draft_sequence_new(int64_t num_prompt) {
 }
 void tandem_draft_sequence_free(Sequence* sequence) { delete sequence; }
 void tandem_draft_sequence_extend(Sequence* sequence, const int32_t* tokens, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) sequence->append(tokens[i]);
+  sequence->extend(tokens, count);
 }
 int64_t tandem_draft_sequence_bytes(const Sequence* sequence) {
   return sequence->text.bytes() + sequence->uses.bytes() + int64_t(sequence->nodes.capacity() * sizeof(Node));
@@ -434,7 +395,9 @@ Learner* tandem_draft_learner_new() { return new Learner; }
 void tandem_draft_learner_free(Learner* learner) { delete learner; }
 int64_t tandem_draft_learner_bytes() { return sizeof(Learner); }
 void tandem_draft_learner_read(const Learner* learner, void* out) { std::memcpy(out, learner, sizeof(Learner)); }
-void tandem_draft_learner_write(Learner* learner, const void* from) { std::memcpy((void*)learner, from, sizeof(Learner)); }
+void tandem_draft_learner_write(Learner* learner, const void* from) {
+  std::memcpy((void*)learner, from, sizeof(Learner));
+}
 
 Recycler* tandem_draft_recycler_new() { return new Recycler; }
 void tandem_draft_recycler_free(Recycler* recycler) { delete recycler; }

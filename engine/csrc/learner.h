@@ -11,6 +11,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -26,7 +27,7 @@ enum Input { kRecycled = kNumExact, kRarity = kRecycled + kRecycledOrders, kBias
 constexpr int kNumCells = 128;
 
 // Evidence of n matches of which c were followed by the candidate: exact for few, coarser for many.
-inline int count_cell(int n, int c) {
+constexpr int compute_count_cell(int n, int c) {
   if (n <= 4) return n * (n + 1) / 2 - 1 + c;
   const int many = n <= 6 ? 0 : n <= 12 ? 1 : n <= 24 ? 2 : n <= 64 ? 3 : 4;
   // Shares of 10, 25, 50, 75 and 95 %.
@@ -35,12 +36,21 @@ inline int count_cell(int n, int c) {
   return 14 + many * 8 + part;
 }
 
+inline int count_cell(int n, int c) {
+  static constexpr auto kFew = [] {
+    std::array<std::array<uint8_t, 26>, 26> cells{};
+    for (int many = 1; many < 26; ++many)
+      for (int right = 0; right <= many; ++right) cells[many][right] = uint8_t(compute_count_cell(many, right));
+    return cells;
+  }();
+  return n < 26 && c <= n ? kFew[n][c] : compute_count_cell(n, c);
+}
+
 // What one candidate is judged by.
 struct Evidence {
   static constexpr int kMost = kNumPlaces * 3 + kRecycledOrders + 2;
   uint8_t count = 0;
   uint8_t input[kMost], cell[kMost];
-  float logit[kMost];
   // Rows of the weights: the longest level at which the candidate occurs, and at which anything does.
   uint8_t row[4];
 
@@ -71,15 +81,14 @@ class Learner {
         for (int b = 0; b < kNumBins; ++b) depth[b] = {squash((b - kNumBins / 2) * .5f), 0};
   }
 
-  // The mixed logit; fills in the evidence's own.
-  float mix(Evidence& e) const {
+  // The mixed logit.
+  float mix(const Evidence& e) const {
     const float* rows[4];
     choose(e, rows);
     float sum = .5f * (base[kBias] + rows[0][kBias] + rows[1][kBias] + rows[2][kBias] + rows[3][kBias]);
     for (int k = 0; k < e.count; ++k) {
       const int i = e.input[k];
-      e.logit[k] = logit[i][e.cell[k]];
-      sum += e.logit[k] * (base[i] + rows[0][i] + rows[1][i] + rows[2][i] + rows[3][i]);
+      sum += logit[i][e.cell[k]] * (base[i] + rows[0][i] + rows[1][i] + rows[2][i] + rows[3][i]);
     }
     return std::clamp(sum, -7.5f, 7.5f);
   }
@@ -95,7 +104,7 @@ class Learner {
     move(kBias, step * .5f);
     for (int k = 0; k < e.count; ++k) {
       const int i = e.input[k];
-      move(i, step * e.logit[k]);
+      move(i, step * logit[i][e.cell[k]]);
       Rate& seen = cells[i][e.cell[k]];
       seen.count = std::min(seen.count + 1, 255.f);
       set(i, e.cell[k], std::clamp(seen.rate + ((right ? 1.f : 0.f) - seen.rate) / (seen.count + 3), .001f, .995f));

@@ -6,13 +6,16 @@
 #include <cstring>
 #include <vector>
 
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
+
+#include "ballot.h"
 #include "corpus.h"
 #include "learner.h"
 
 constexpr int kMaxNodes = 64;  // the root included
 constexpr int kMaxCandidates = 8;
-// Occurrences of a context in one text.
-constexpr int kMaxFound = 24;
 
 // Where guesses come from, for the statistics.
 enum Source { kFromPrompt, kFromOutput, kFromGlobal, kFromRecycled };
@@ -36,47 +39,58 @@ struct Node {
   float reach;  // probability that verification gets here
   int num_local, num_global, num_candidates;
   Occurrence local[kMaxFound], global[kMaxFound];
-  Candidate candidates[kMaxCandidates];
+  Candidate candidates[kMaxCandidates];  // the likeliest first
   // The text's last tokens, this one included.
   int num_context;
   int32_t context[TextIndex::kMaxLength];
+  Hashes hashes;
+
+  // Of the text of a child.
+  Hashes hashes_with(int32_t next) const {
+    int32_t last[Hashes::kOrders];
+    const int kept = std::min(num_context, Hashes::kOrders - 1);
+    std::memcpy(last, context + num_context - kept, kept * 4);
+    last[kept] = next;
+    return Hashes(last + kept + 1, kept + 1);
+  }
 };
 
 // Runs of the corpus that the output follows lately, and where: behind a word that differs, the text goes on there.
 class Alignment {
  public:
   // The output, now `now` tokens long, ends like the corpus does at these occurrences.
-  void update(const Corpus& corpus, const Occurrence* found, int count, int64_t now) {
+  void update(const Corpus& corpus, const Occurrence* found, int count, int64_t limit, int32_t own_run, int64_t now) {
     if (&corpus != of) num_places = 0, of = &corpus;
     for (int i = 0; i < num_places;)
-      if (now - places[i].when > kMemory) places[i] = places[--num_places];
+      if (now - places[i].when > kMemory || places[i].run == own_run) places[i] = places[--num_places];
       else ++i;
-    for (int i = 0; i < std::min(count, kMarked); ++i) mark(corpus.run_at(found[i].position), found[i].position, now);
+    for (int i = 0; i < std::min(count, kPlaces); ++i) mark(corpus.run_at(found[i].position), found[i].position, now);
+    for (int i = 0; i < num_places; ++i) copy(corpus.text.index, limit, places[i]);
   }
 
-  // Occurrences of the end of a context near those places, however short. Returns how many were written.
-  int find(const int32_t* context, int count, int64_t limit, int32_t own_run, int most, Occurrence* found) const {
+  // Occurrences of the end of a context near those places, however short, at most kMaxFound. Returns how many.
+  int find(const int32_t* context, int count, Occurrence* found) const {
     int num_found = 0;
     for (int i = 0; i < num_places; ++i) {
-      if (places[i].run == own_run) continue;
-      const TextIndex& index = of->text.index;
-      const int64_t end = std::min<int64_t>(limit - 1, places[i].position + kBeyond + 1);
-      for (int64_t at = std::max(0, places[i].position - kBefore);; ++at) {
-        at = next_of(index.data(), context[count - 1], at, end);
-        if (at >= end) break;
-        if (index.token(at + 1) < 0 || of->run_at(at) != places[i].run) continue;
-        found[num_found++] = {int32_t(at), index.match(context, count, int32_t(at))};
-        if (num_found == most) return num_found;
+      const Place& place = places[i];
+      uint32_t hits = matches(place.window, context[count - 1]) & place.followed;
+      for (; hits && num_found < kMaxFound; hits &= hits - 1) {
+        const int32_t at = place.first + __builtin_ctz(hits);
+        found[num_found++] = {at, of->text.index.match(context, count, at)};
       }
     }
     return num_found;
   }
 
  private:
-  static constexpr int kPlaces = 24, kMarked = 16, kMemory = 32, kBefore = 4, kBeyond = 40;
+  static constexpr int kPlaces = 12, kMemory = 32, kBefore = 4, kWindow = 32;
   struct Place {
     int32_t run, position;
     int64_t when;
+    // The corpus from `first` on, copied so that all places are searched at once; bits of tokens that have a follower.
+    int32_t first;
+    uint32_t followed;
+    int32_t window[kWindow];
   };
   Place places[kPlaces];
   int num_places = 0;
@@ -87,28 +101,50 @@ class Alignment {
     int oldest = 0;
     for (int i = 0; i < num_places; ++i) {
       if (places[i].run == run) {
-        if (places[i].when < now) places[i] = {run, position, now};
+        if (places[i].when < now) move(places[i], run, position, now);
         return;
       }
       if (places[i].when < places[oldest].when) oldest = i;
     }
-    if (num_places < kPlaces) places[num_places++] = {run, position, now};
-    else if (places[oldest].when < now) places[oldest] = {run, position, now};
+    if (num_places < kPlaces) move(places[num_places++], run, position, now);
+    else if (places[oldest].when < now) move(places[oldest], run, position, now);
   }
 
-  // Where a token comes next in [at, end), or end.
-  static int64_t next_of(const int32_t* tokens, int32_t token, int64_t at, int64_t end) {
-    typedef int32_t Four __attribute__((vector_size(16)));
-    typedef int64_t Two __attribute__((vector_size(16)));
-    for (; at + 8 <= end; at += 8) {
-      Four low, high;
-      std::memcpy(&low, tokens + at, 16);
-      std::memcpy(&high, tokens + at + 4, 16);
-      const Two any = (Two)((low == token) | (high == token));
-      if (any[0] | any[1]) break;
+  static void move(Place& place, int32_t run, int32_t position, int64_t now) {
+    place.run = run;
+    place.position = position;
+    place.when = now;
+  }
+
+  static void copy(const TextIndex& index, int64_t limit, Place& place) {
+    place.first = place.position;
+    while (place.first > 0 && place.position - place.first < kBefore && index.token(place.first - 1) >= 0)
+      --place.first;
+    int count = 0;
+    while (count < kWindow && place.first + count < limit && index.token(place.first + count) >= 0) {
+      place.window[count] = index.token(place.first + count);
+      ++count;
     }
-    while (at < end && tokens[at] != token) ++at;
-    return at;
+    std::fill(place.window + count, place.window + kWindow, TextIndex::kEndOfRun);
+    place.followed = count > 1 ? ~0u >> (33 - count) : 0;
+  }
+
+  // A bit for each place of a window where the token is.
+  static uint32_t matches(const int32_t* window, int32_t token) {
+    uint32_t bits = 0;
+#ifdef __SSE2__
+    const __m128i wanted = _mm_set1_epi32(token);
+    const auto same = [&](int at) {
+      return _mm_cmpeq_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(window + at)), wanted);
+    };
+    for (int i = 0; i < kWindow; i += 16) {
+      const __m128i low = _mm_packs_epi32(same(i), same(i + 4)), high = _mm_packs_epi32(same(i + 8), same(i + 12));
+      bits |= uint32_t(_mm_movemask_epi8(_mm_packs_epi16(low, high))) << i;
+    }
+#else
+    for (int i = 0; i < kWindow; ++i) bits |= uint32_t(window[i] == token) << i;
+#endif
+    return bits;
   }
 };
 
@@ -167,8 +203,13 @@ struct Sequence {
   // Running mean.
   float tokens_per_step = 1;
 
-  void append(int32_t token) {
-    uses.add(token, int32_t(text.index.size()));
-    text.grow(token);
+  void extend(const int32_t* tokens, int64_t count) {
+    constexpr int kAhead = 6;
+    text.make_room(count);
+    for (int64_t i = 0; i < count; ++i) {
+      if (i + kAhead < count) text.prefetch(Hashes(tokens + i + kAhead, i + kAhead));
+      uses.add(tokens[i], int32_t(text.index.size()));
+      text.grow(tokens[i]);
+    }
   }
 };

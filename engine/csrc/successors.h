@@ -1,5 +1,8 @@
 // What followed short contexts, and how often: a hash table of counts.
 //
+//   keys      of the contexts, side by side: a search reads one or two cache lines of them
+//   entries   the followers of each
+//
 // For matches of a few tokens there may be thousands of occurrences, of which only the counts matter. An entry keeps
 // the most frequent followers; a new one takes the place of the rarest, whose count it inherits less one half, so that
 // what has come to be frequent gets in (after Metwally et al.'s space saving).
@@ -15,7 +18,6 @@ template <int Kept>
 class Successors {
  public:
   struct Entry {
-    uint32_t key;  // 0: empty
     uint32_t total;
     int32_t tokens[Kept];
     uint16_t counts[Kept];  // 0: no token
@@ -23,33 +25,49 @@ class Successors {
 
   // Makes room for so many contexts.
   void reserve(int64_t contexts) {
-    std::vector<Entry> old(contexts * 8 / 7 + 8);
-    old.swap(entries);
-    for (const Entry& entry : old)
-      if (entry.key) entries[place(entry.key)] = entry;
+    const std::vector<uint32_t> old_keys(std::move(keys));
+    const std::vector<Entry> old_entries(std::move(entries));
+    const size_t size = contexts * 5 / 4 + 8;
+    keys.assign(size, 0);
+    entries.assign(size, Entry{});
+    for (size_t at = 0; at < old_keys.size(); ++at)
+      if (old_keys[at]) {
+        const size_t now = place(old_keys[at]);
+        keys[now] = old_keys[at];
+        entries[now] = old_entries[at];
+      }
   }
 
-  int64_t room() const { return int64_t(entries.size()) * 7 / 8; }
+  int64_t room() const { return int64_t(keys.size()) * 4 / 5; }
   bool is_full() const { return used >= room(); }
-  int64_t bytes() const { return int64_t(entries.size() * sizeof(Entry)); }
+  int64_t bytes() const { return int64_t(keys.size() * (sizeof(uint32_t) + sizeof(Entry))); }
 
+  // Fetches what `find` will read.
+  void prefetch(uint64_t hash) const {
+    if (!keys.empty()) __builtin_prefetch(&keys[first_place(key_of(hash))]);
+  }
+
+  // The context's entry, on its way from memory, or null.
   const Entry* find(uint64_t hash) const {
-    if (entries.empty()) return nullptr;
-    const Entry& entry = entries[place(key_of(hash))];
-    return entry.key ? &entry : nullptr;
+    if (keys.empty()) return nullptr;
+    const size_t at = place(key_of(hash));
+    if (!keys[at]) return nullptr;
+    __builtin_prefetch(&entries[at]);
+    return &entries[at];
   }
 
   // Counts a follower; of a new context only where there is room.
   void add(uint64_t hash, int32_t token) {
     const uint32_t key = key_of(hash);
-    Entry& entry = entries[place(key)];
-    if (!entry.key) {
+    const size_t at = place(key);
+    Entry& entry = entries[at];
+    if (!keys[at]) {
       if (is_full()) return;
       ++used;
       entry.total = 1;
       entry.tokens[0] = token;
       entry.counts[0] = 1;
-      __atomic_store_n(&entry.key, key, __ATOMIC_RELEASE);
+      __atomic_store_n(&keys[at], key, __ATOMIC_RELEASE);
       return;
     }
     ++entry.total;
@@ -66,15 +84,18 @@ class Successors {
   }
 
  private:
+  std::vector<uint32_t> keys;  // 0: empty
   std::vector<Entry> entries;
   int64_t used = 0;
 
   static uint32_t key_of(uint64_t hash) { return uint32_t(hash >> 32) | 1; }
 
+  size_t first_place(uint32_t key) const { return uint64_t(key) * keys.size() >> 32; }
+
   // Where a key is, or would be.
   size_t place(uint32_t key) const {
-    size_t at = uint64_t(key) * entries.size() >> 32;
-    while (entries[at].key && entries[at].key != key) at = at + 1 == entries.size() ? 0 : at + 1;
+    size_t at = first_place(key);
+    while (keys[at] && keys[at] != key) at = at + 1 == keys.size() ? 0 : at + 1;
     return at;
   }
 

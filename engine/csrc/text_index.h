@@ -20,12 +20,25 @@
 inline int32_t load_relaxed(const int32_t& x) { return __atomic_load_n(&x, __ATOMIC_RELAXED); }
 inline void store_relaxed(int32_t& x, int32_t value) { __atomic_store_n(&x, value, __ATOMIC_RELAXED); }
 
-// Of `order` tokens.
-inline uint64_t hash_of(const int32_t* tokens, int order) {
-  uint64_t h = uint64_t(order) << 32;
-  for (int i = 0; i < order; ++i) h = (h ^ uint32_t(tokens[i])) * 0x9e3779b97f4a7c15u;
-  return (h ^ h >> 29) * 0xbf58476d1ce4e5b9u;
-}
+// Hashes of the last 1 .. kOrders tokens of a text, each grown from the one before it.
+struct Hashes {
+  static constexpr int kOrders = 4;
+  uint64_t of[kOrders + 1];  // by order; of[0] is nothing's
+  int count = 0;             // the highest order there is
+
+  Hashes() = default;
+  // Of the tokens before `end`, at most `available`; a context does not cross the end of a run.
+  Hashes(const int32_t* end, int64_t available) {
+    uint64_t h = 0;
+    while (count < kOrders && count < available && end[-1 - count] >= 0) {
+      h = (h ^ uint32_t(end[-1 - count])) * 0x9e3779b97f4a7c15u;
+      of[++count] = (h ^ h >> 29) * 0xbf58476d1ce4e5b9u;
+    }
+  }
+};
+
+// Of `order` tokens, at most Hashes::kOrders.
+inline uint64_t hash_of(const int32_t* tokens, int order) { return Hashes(tokens + order, order).of[order]; }
 
 // An earlier occurrence: its last `length` tokens up to `position` are those of the context.
 struct Occurrence {
@@ -36,7 +49,7 @@ class TextIndex {
  public:
   static constexpr int32_t kEndOfRun = -1;
   // Shorter matches are not looked for here, longer ones count as so long.
-  static constexpr int kOrder = 4, kMaxLength = 32;
+  static constexpr int kOrder = Hashes::kOrders, kMaxLength = 32;
 
   // Makes room for so many tokens.
   void reserve(int64_t capacity) {
@@ -47,7 +60,7 @@ class TextIndex {
     shift = 64 - bits;
     heads.assign(size_t(1) << bits, -1);
     // Only a text that is found everywhere grows.
-    for (int64_t at = 0; at < size(); ++at) link(at);
+    for (int64_t at = 0; at < size(); ++at) link(at, Hashes(&tokens[at] + 1, at + 1));
   }
 
   int64_t capacity() const { return int64_t(tokens.size()); }
@@ -60,17 +73,26 @@ class TextIndex {
   void append(int32_t token, bool to_be_found = true) {
     const int64_t at = size();
     tokens[at] = token;
-    if (to_be_found) link(at);
+    if (to_be_found) link(at, Hashes(&tokens[at] + 1, at + 1));
     else store_relaxed(chain[at], -1);
     end.store(at + 1, std::memory_order_release);
+  }
+
+  // Fetches what `find` will read first.
+  void prefetch(const Hashes& hashes) const {
+    if (hashes.count == kOrder && !heads.empty()) __builtin_prefetch(&heads[hashes.of[kOrder] >> shift]);
   }
 
   // At most `most` occurrences of the end of context[0 .. count - 1] that have a follower before `limit`, the latest
   // first. Returns how many were written.
   int find(const int32_t* context, int64_t count, int64_t limit, int most, Occurrence* found) const {
-    if (count < kOrder || heads.empty()) return 0;
+    return find(Hashes(context + count, count), context, count, limit, most, found);
+  }
+  int find(const Hashes& hashes, const int32_t* context, int64_t count, int64_t limit, int most,
+           Occurrence* found) const {
+    if (hashes.count < kOrder || heads.empty()) return 0;
     int num_found = 0;
-    int32_t at = load_relaxed(heads[hash_of(context + count - kOrder, kOrder) >> shift]);
+    int32_t at = load_relaxed(heads[hashes.of[kOrder] >> shift]);
     // Steps are bounded too: a chain may hold others with the same hash.
     for (int steps = 2 * most; at >= 0 && steps > 0 && num_found < most; --steps, at = load_relaxed(chain[at])) {
       if (at + 1 >= limit || tokens[at + 1] < 0) continue;
@@ -104,10 +126,10 @@ class TextIndex {
   std::atomic<int64_t> end{0};
   int shift = 58;
 
-  void link(int64_t at) {
+  void link(int64_t at, const Hashes& hashes) {
     store_relaxed(chain[at], -1);
-    if (tokens[at] < 0 || at + 1 < kOrder) return;
-    int32_t& head = heads[hash_of(&tokens[at - kOrder + 1], kOrder) >> shift];
+    if (hashes.count < kOrder) return;
+    int32_t& head = heads[hashes.of[kOrder] >> shift];
     store_relaxed(chain[at], head);
     store_relaxed(head, int32_t(at));
   }
