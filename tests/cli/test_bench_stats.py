@@ -80,13 +80,31 @@ def test_attainment_counts_all_sent_and_goodput_only_what_met_the_objective() ->
 
 def test_accepted_length_pools_steps_and_leaves_out_the_prefills_token() -> None:
     records = [
-        record(tokens=11, speculation=Speculation(5, 20, 5, {"prompt": 3, "global": 2})),
-        record(tokens=21, speculation=Speculation(10, 40, 10, {"prompt": 10})),
+        record(
+            tokens=11,
+            speculation=Speculation(5, 20, 5, {"prompt": 3, "global": 2}, 3, {"prompt": 2, "global": 1}),
+        ),
+        record(tokens=21, speculation=Speculation(10, 40, 10, {"prompt": 10}, 6, {"prompt": 6})),
         record(tokens=99),
     ]
     summary = summarise(records, BATCH)
-    assert summary.mean_accepted_length == pytest.approx((10 + 20) / 15)
-    assert summary.accepted_by_source == {"global": 2, "prompt": 13}
+    assert summary.drafts is not None
+    assert summary.drafts.mean_accepted_length == pytest.approx((10 + 20) / 15)
+    assert summary.drafts.iteration_hit_rate == pytest.approx(9 / 15)
+    assert summary.drafts.iteration_hit_rate_by_source == pytest.approx({"global": 1 / 15, "prompt": 8 / 15})
+    assert summary.drafts.token_hit_rate == pytest.approx(15 / 60)
+    assert summary.drafts.accepted_by_source == {"global": 2, "prompt": 13}
+
+
+def test_without_a_receipt_or_a_step_nothing_is_said_of_drafts() -> None:
+    assert summarise([record()], BATCH).drafts is None
+    assert summarise([record(tokens=1, speculation=Speculation())], BATCH).drafts is None
+
+
+def test_no_guesses_are_no_hits() -> None:
+    drafts = summarise([record(speculation=Speculation(decode_steps=10))], BATCH).drafts
+    assert drafts is not None
+    assert (drafts.mean_accepted_length, drafts.iteration_hit_rate, drafts.token_hit_rate) == (1.0, 0.0, 0.0)
 
 
 def test_a_run_without_a_success_has_no_latencies_but_a_report() -> None:

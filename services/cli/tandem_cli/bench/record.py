@@ -23,6 +23,9 @@ class Speculation:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     accepted_by_source: Mapping[str, int] = field(default_factory=dict)
+    #: Steps that accepted a guess, and that accepted one of each source.
+    hit_steps: int = 0
+    hit_steps_by_source: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from tandem_cli import models
 from tandem_cli.bench.dataset import DatasetError, load_dialogues, sample_dialogues, sample_policy
 from tandem_cli.bench.replay import Conversation, Figures, PassFigures, read_conversations, replay
 from tandem_cli.bench.replay_drafters import DRAFTERS
+from tandem_cli.bench.report import markdown_table
 
 #: The compiled drafters, which tell how likely their guesses are to be accepted.
 _CALIBRATED = frozenset({"local", "forest"})
@@ -68,7 +69,7 @@ def run(config: ReplayConfig, *, calibration: bool = False) -> str:
         f"{len(conversations)} dialogues, {len(answers)} answers of {num_tokens} tokens in all, prompts of "
         f"{mean_prompt:.0f} tokens on average; tokenised as {config.model} does."
     )
-    return "\n".join([about, "", _table(_HEAD, rows), *calibrations])
+    return "\n".join([about, "", markdown_table(_HEAD, rows), *calibrations])
 
 
 def _policy(config: ReplayConfig) -> str | None:
@@ -122,9 +123,4 @@ def _calibration(title: str, figures: Figures) -> str:
     accepted = sum(a * number for _, a, number in deciles) / max(total, 1)
     rows = [[f"{p:.3f}", f"{a:.3f}", str(number)] for p, a, number in deciles]
     rows.append([f"**{predicted:.4f}**", f"**{accepted:.4f}**", f"**{total}**"])
-    return f"\nCalibration: {title}\n\n" + _table(("predicted", "accepted", "guesses"), rows)
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [f"| {' | '.join(head)} |", f"| {' | '.join('---' for _ in head)} |"]
-    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+    return f"\nCalibration: {title}\n\n" + markdown_table(("predicted", "accepted", "guesses"), rows)

@@ -55,9 +55,20 @@ def describe(summary: Summary) -> str:
         f" output tokens/s within the SLO",
         f"attainment  {summary.attainment:.1%} of all sent ({summary.slo})",
     ]
-    if summary.mean_accepted_length is not None:
-        sources = ", ".join(f"{name} {count}" for name, count in summary.accepted_by_source.items())
+    if summary.drafts is not None:
+        drafts = summary.drafts
+        sources = ", ".join(
+            f"{name} {count} (in {drafts.iteration_hit_rate_by_source.get(name, 0.0):.0%} of steps)"
+            for name, count in drafts.accepted_by_source.items()
+        )
         lines.append(
-            f"speculation {summary.mean_accepted_length:.2f} tokens per step; accepted: {sources or 'none'}"
+            f"speculation {drafts.mean_accepted_length:.2f} tokens per step; a guess accepted in "
+            f"{drafts.iteration_hit_rate:.0%} of steps, {drafts.token_hit_rate:.0%} of {drafts.drafted} "
+            f"guesses; accepted: {sources or 'none'}"
         )
     return "\n".join(lines)
+
+
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(head)} |", f"| {' | '.join('---' for _ in head)} |"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])

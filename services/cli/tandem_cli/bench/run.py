@@ -21,7 +21,8 @@ from tandem_cli.bench.record import RequestRecord
 from tandem_cli.bench.report import describe, latency_table, write_json
 from tandem_cli.bench.stats import Summary, summarise
 from tandem_cli.bench.transports import GrpcTransport, HttpTransport, RequestOptions, Transport
-from tandem_cli.bench.workload import Prompt, PromptMaker, estimate_tokens, tokenizer_counter
+from tandem_cli.bench.workload import Prompt, estimate_tokens, tokenizer_counter
+from tandem_cli.bench.workloads import WORKLOADS, Material
 
 
 class BenchError(ValueError):
@@ -47,6 +48,9 @@ class BenchConfig:
     seed: int
     slo_class: str
     timeout_s: float
+    #: How to draft; "": as the pods do.
+    speculation: str = ""
+    workload: str = "retail"
 
     def schedule(self) -> Schedule:
         if self.rate is not None:
@@ -66,9 +70,7 @@ class BenchConfig:
 def run_bench(config: BenchConfig, *, api_key: str | None, output: Path | None, plot: Path | None) -> Summary:
     """Runs, prints and writes the files. Raises BenchError and DatasetError before the first request."""
     slo, schedule, console = config.slo(), config.schedule(), Console()
-    for file in (output, plot):
-        if file is not None and not file.parent.is_dir():
-            raise BenchError(f"{file}: the folder {file.parent} does not exist; make it first")
+    check_folders(output, plot)
     prompts = make_prompts(config)
     records = asyncio.run(_load(config, schedule, prompts, api_key, console))
     summary = summarise(records, slo)
@@ -86,8 +88,20 @@ def run_bench(config: BenchConfig, *, api_key: str | None, output: Path | None, 
     return summary
 
 
-def make_prompts(config: BenchConfig) -> list[Prompt]:
-    """The prompts of the run, in order. Counts tokens with the model's tokenizer if it is on this machine."""
+def check_folders(*files: Path | None) -> None:
+    """Raises BenchError for a file that could not be written after the run."""
+    for file in files:
+        if file is not None and not file.parent.is_dir():
+            raise BenchError(f"{file}: the folder {file.parent} does not exist; make it first")
+
+
+def make_prompts(config: BenchConfig, first: int = 0) -> list[Prompt]:
+    """The workload's prompts from the `first` on, in order. Raises BenchError and DatasetError.
+
+    Counts tokens with the model's tokenizer if it is on this machine.
+    """
+    if config.workload not in WORKLOADS:
+        raise BenchError(f"--workload {config.workload!r} is unknown; use {', '.join(WORKLOADS)}")
     conversations = (
         dialogues.load_dialogues(Path(config.dataset)) if config.dataset else dialogues.sample_dialogues()
     )
@@ -98,33 +112,21 @@ def make_prompts(config: BenchConfig) -> list[Prompt]:
     except (OSError, UnicodeDecodeError) as error:
         raise BenchError(f"--policy {config.policy} cannot be read: {error}") from error
     folder = models.find(config.model) if config.model else None
-    maker = PromptMaker(
+    material = Material(
         conversations,
         policy,
         input_tokens=config.input_tokens,
         count=tokenizer_counter(folder) if folder is not None else estimate_tokens,
         seed=config.seed,
     )
-    return [maker.make(index) for index in range(config.num_requests)]
+    make = WORKLOADS[config.workload]
+    return [make(material, index) for index in range(first, first + config.num_requests)]
 
 
 async def _load(
     config: BenchConfig, schedule: Schedule, prompts: list[Prompt], api_key: str | None, console: Console
 ) -> list[RequestRecord]:
-    options = RequestOptions(
-        model=config.model,
-        max_tokens=config.max_tokens,
-        temperature=config.temperature,
-        seed=config.seed,
-        slo_class=config.slo_class,
-        ignore_eos=config.ignore_eos,
-        api_key=api_key,
-    )
-    transport: Transport = (
-        HttpTransport(config.target, options)
-        if config.transport == "http"
-        else GrpcTransport(config.target, options)
-    )
+    transport = make_transport(config, api_key)
     num_done = 0
 
     def on_done(record: RequestRecord) -> None:
@@ -137,3 +139,19 @@ async def _load(
         return await run_load(transport, prompts, schedule, timeout_s=config.timeout_s, on_done=on_done)
     finally:
         await transport.close()
+
+
+def make_transport(config: BenchConfig, api_key: str | None) -> Transport:
+    options = RequestOptions(
+        model=config.model,
+        max_tokens=config.max_tokens,
+        temperature=config.temperature,
+        seed=config.seed,
+        slo_class=config.slo_class,
+        ignore_eos=config.ignore_eos,
+        api_key=api_key,
+        speculation=config.speculation,
+    )
+    if config.transport == "http":
+        return HttpTransport(config.target, options)
+    return GrpcTransport(config.target, options)

@@ -40,6 +40,21 @@ class Percentiles:
 
 
 @dataclass(frozen=True)
+class DraftFigures:
+    """What drafts were worth, over all requests; defined as bench.replay defines them."""
+
+    #: Tokens per verification pass, the first token of each request left out.
+    mean_accepted_length: float
+    #: Share of steps that accepted a guess; and that accepted one of each source.
+    iteration_hit_rate: float
+    iteration_hit_rate_by_source: Mapping[str, float]
+    #: Share of guesses that were accepted; 0 when there were none.
+    token_hit_rate: float
+    drafted: int
+    accepted_by_source: Mapping[str, int]
+
+
+@dataclass(frozen=True)
 class Summary:
     """A whole run. Latencies are over requests that succeeded; durations in seconds."""
 
@@ -61,9 +76,8 @@ class Summary:
     attainment: float
     goodput_requests_per_s: float
     goodput_tokens_per_s: float
-    #: Tokens per verification pass after the first token; None when no receipt told.
-    mean_accepted_length: float | None
-    accepted_by_source: Mapping[str, int]
+    #: None when no receipt told of a step.
+    drafts: DraftFigures | None
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
@@ -89,7 +103,6 @@ def summarise(records: Sequence[RequestRecord], slo: SloTarget) -> Summary:
     started = min(record.sent_s for record in records)
     duration_s = max(record.sent_s + record.e2e_s for record in records) - started
     per_s = 1 / duration_s if duration_s > 0 else 0.0
-    mean_accepted_length, sources = _speculation(good)
     return Summary(
         num_sent=len(records),
         num_ok=len(good),
@@ -106,18 +119,27 @@ def summarise(records: Sequence[RequestRecord], slo: SloTarget) -> Summary:
         attainment=len(within) / len(records),
         goodput_requests_per_s=len(within) * per_s,
         goodput_tokens_per_s=sum(record.output_tokens for record in within) * per_s,
-        mean_accepted_length=mean_accepted_length,
-        accepted_by_source=sources,
+        drafts=_drafts(good),
     )
 
 
-def _speculation(good: Sequence[RequestRecord]) -> tuple[float | None, dict[str, int]]:
-    told = [record for record in good if record.speculation is not None]
-    steps = tokens = 0
+def _drafts(good: Sequence[RequestRecord]) -> DraftFigures | None:
+    told = [(record, record.speculation) for record in good if record.speculation is not None]
+    steps = sum(speculation.decode_steps for _, speculation in told)
+    if steps == 0:
+        return None
+    drafted = sum(speculation.drafted_tokens for _, speculation in told)
+    accepted = sum(speculation.accepted_tokens for _, speculation in told)
+    hits: Counter[str] = Counter()
     sources: Counter[str] = Counter()
-    for record in told:
-        assert record.speculation is not None
-        steps += record.speculation.decode_steps
-        tokens += max(0, record.output_tokens - 1)
-        sources.update(record.speculation.accepted_by_source)
-    return (tokens / steps if steps else None), dict(sorted(sources.items()))
+    for _, speculation in told:
+        hits.update(speculation.hit_steps_by_source)
+        sources.update(speculation.accepted_by_source)
+    return DraftFigures(
+        mean_accepted_length=sum(max(0, record.output_tokens - 1) for record, _ in told) / steps,
+        iteration_hit_rate=sum(speculation.hit_steps for _, speculation in told) / steps,
+        iteration_hit_rate_by_source={name: count / steps for name, count in sorted(hits.items())},
+        token_hit_rate=accepted / drafted if drafted else 0.0,
+        drafted=drafted,
+        accepted_by_source=dict(sorted(sources.items())),
+    )

@@ -37,6 +37,14 @@ class RequestOptions:
     slo_class: str
     ignore_eos: bool
     api_key: str | None
+    #: How to draft; "": as the pods do.
+    speculation: str = ""
+
+    def temperature_of(self, prompt: Prompt) -> float:
+        return self.temperature if prompt.temperature is None else prompt.temperature
+
+    def seed_of(self, prompt: Prompt) -> int:
+        return self.seed + prompt.seed_offset
 
 
 class Transport(ABC):
@@ -68,11 +76,12 @@ class GrpcTransport(Transport):
             ],
             sampling=common_pb2.SamplingParams(
                 max_tokens=options.max_tokens,
-                temperature=options.temperature,
-                seed=options.seed,
+                temperature=options.temperature_of(prompt),
+                seed=options.seed_of(prompt),
                 ignore_eos=options.ignore_eos,
             ),
             slo_class=options.slo_class,
+            speculation=options.speculation,
         )
         try:
             async for response in self._stub.Chat(request, metadata=self._metadata):
@@ -96,6 +105,8 @@ def _note_receipt(receipt: common_pb2.Receipt, recorder: Recorder) -> None:
         receipt.drafted_tokens,
         receipt.accepted_tokens,
         dict(receipt.accepted_by_source),
+        receipt.hit_steps,
+        dict(receipt.hit_steps_by_source),
     )
 
 
@@ -138,12 +149,14 @@ class HttpTransport(Transport):
             "stream": True,
             "stream_options": {"include_usage": True},
             "max_tokens": options.max_tokens,
-            "temperature": options.temperature,
-            "seed": options.seed,
+            "temperature": options.temperature_of(prompt),
+            "seed": options.seed_of(prompt),
         }
         # Only what was asked for: a peer's server may refuse fields it does not know.
         if options.slo_class:
             body["slo_class"] = options.slo_class
+        if options.speculation:
+            body["speculation"] = options.speculation
         if options.ignore_eos:
             body["ignore_eos"] = True
         return body
@@ -175,10 +188,15 @@ def _speculation_of(receipt: Mapping[str, object]) -> Speculation:
         value = receipt.get(key, 0)
         return int(value) if isinstance(value, int | str) else 0
 
-    sources = receipt.get("accepted_by_source")
+    def by_source(key: str) -> dict[str, int]:
+        counts = receipt.get(key)
+        return {str(name): int(count) for name, count in counts.items()} if isinstance(counts, dict) else {}
+
     return Speculation(
         number("decode_steps"),
         number("drafted_tokens"),
         number("accepted_tokens"),
-        {str(name): int(count) for name, count in sources.items()} if isinstance(sources, dict) else {},
+        by_source("accepted_by_source"),
+        number("hit_steps"),
+        by_source("hit_steps_by_source"),
     )

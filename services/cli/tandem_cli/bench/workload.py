@@ -40,6 +40,10 @@ def tokenizer_counter(model_dir: Path) -> TokenCounter:
 class Prompt:
     dialogue_id: str
     messages: tuple[Turn, ...]
+    #: None: as the run's.
+    temperature: float | None = None
+    #: Added to the run's seed.
+    seed_offset: int = 0
 
 
 class PromptMaker:
