@@ -18,7 +18,7 @@ FREE = [1.0 + 1e-9 * q for q in range(64)]
 
 def snapshot_of(*texts: list[int]) -> bytes:
     mirror = GlobalMirror()
-    mirror.learn([AcceptedSpan(f"s{n}", 0, tuple(text)) for n, text in enumerate(texts)])
+    mirror.apply_delta([AcceptedSpan(f"s{n}", 0, tuple(text)) for n, text in enumerate(texts)], "")
     return mirror.snapshot()[0]
 
 
@@ -83,18 +83,19 @@ def test_pieces_of_requests_that_take_turns_are_found_as_whole_texts():
     mirror = GlobalMirror()
     for offset in range(0, 40, 4):
         for name, text in (("story", story), ("other", other)):
-            mirror.learn([AcceptedSpan(name, offset, tuple(text[offset : offset + 4]))])
+            mirror.apply_delta([AcceptedSpan(name, offset, tuple(text[offset : offset + 4]))], "1-0")
     for cut in range(1, 36):
         assert story[cut] in guesses(mirror, story[:cut])
         assert not guesses(mirror, story[:cut]) & set(other)
 
 
-def test_own_spans_are_learnt_before_the_stream_brings_them_back():
+def test_a_request_s_own_run_is_known_by_a_name_that_tells_nothing():
     mirror = GlobalMirror()
-    assert mirror.learn([AcceptedSpan("r", 0, (1, 2, 3))]) == 3
-    assert (mirror.position, mirror.count((1, 2))) == ("", 1)
-    assert mirror.apply_delta([AcceptedSpan("r", 0, (1, 2, 3))], "1-0") == 0
-    assert (mirror.position, mirror.count((1, 2)), mirror.num_tokens) == ("1-0", 1, 3)
+    name = mirror.names.of("chat-17")
+    assert "chat" not in name
+    assert name == mirror.names.of("chat-17") != GlobalMirror().names.of("chat-17")
+    mirror.apply_delta([AcceptedSpan("other", 0, (1, 2)), AcceptedSpan(name, 0, (3, 4))], "1-0")
+    assert (mirror.run_of("chat-17"), mirror.run_of("other")) == (1, -1)
 
 
 def test_what_came_before_a_snapshot_is_known_behind_it():
@@ -108,7 +109,7 @@ def test_what_came_before_a_snapshot_is_known_behind_it():
 
 def test_a_gap_begins_a_run_anew_and_keeps_the_old_one():
     mirror = GlobalMirror()
-    mirror.learn([AcceptedSpan("r", 0, (1, 2)), AcceptedSpan("r", 5, (6, 7))])
+    mirror.apply_delta([AcceptedSpan("r", 0, (1, 2)), AcceptedSpan("r", 5, (6, 7))], "1-0")
     assert (mirror.count((1, 2)), mirror.count((2, 6)), mirror.count((6, 7))) == (1, 0, 1)
     assert guesses(mirror, [1, 2]) == set()
 
@@ -119,14 +120,13 @@ def test_memory_stays_bounded_and_the_latest_text_is_kept():
         noise = tuple(range(1000 + 20 * number, 1020 + 20 * number))
         mirror.apply_delta([AcceptedSpan(f"r{number}", 0, noise)], str(number))
         assert mirror.num_tokens <= 1000
-    assert mirror.num_learnt == 6000
     assert (mirror.count((1000, 1001)), mirror.count((6980, 6981))) == (0, 1)
 
 
 def test_a_full_corpus_makes_room():
     mirror = GlobalMirror()
     for number in range(100):
-        mirror.learn([AcceptedSpan(f"r{number}", 0, tuple(range(number, number + 1500)))])
+        mirror.apply_delta([AcceptedSpan(f"r{number}", 0, tuple(range(number, number + 1500)))], "1-0")
     assert mirror.num_tokens == 150_000
     assert 77 in guesses(mirror, [75, 76])
     assert mirror.memory_bytes / mirror.num_tokens < 90

@@ -48,14 +48,14 @@ def test_whatever_is_resent_each_token_counts_once(pieces):
         span = AcceptedSpan("r", offset, text[offset : offset + length])
         store.add(span)
         reached = max(reached, offset + len(span.token_ids))
-    run = store.run_of("r")
+    run = store.run("r")
     assert (tuple(run.tokens) if run is not None else ()) == text[:reached]
 
 
 def test_of_a_snapshot_only_the_latest_runs_fit():
     store = filled([AcceptedSpan(f"r{n}", 0, tuple(range(10))) for n in range(5)])
     small = TextStore.from_bytes(store.to_bytes(), 25)
-    assert [run.request_id for run in small.runs()] == ["r3", "r4"]
+    assert [run.name for run in small.runs()] == ["r3", "r4"]
 
 
 def test_every_damage_has_its_sentence():

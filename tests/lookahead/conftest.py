@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from tandem_decode.lookahead_client import LookaheadClient
+from tandem_decode.lookahead_client import LearntTables, LookaheadClient
 from tandem_engine.drafts.mirror import GlobalMirror
 from tandem_lookahead.main import LookaheadPod
 from tandem_lookahead.redis_process import RedisProcess
@@ -77,12 +77,15 @@ class Fleet:
         redis_url: str = "",
         data_dir: str = "data",
         expect_redis: bool = True,
-        **options: float,
+        promotion_requests: int = 1,
+        **options: object,
     ) -> RunningService:
+        """By default text is shared at once: most tests ask how it travels, not when it may."""
         settings = LookaheadSettings(
             port=port,
             data_dir=self._folder / data_dir,
             drain_s=2.0,
+            promotion_requests=promotion_requests,
             pod_id=f"la{len(self._services)}",
             **options,
         )
@@ -100,9 +103,10 @@ class Fleet:
         *,
         namespace: pb.Namespace = NAMESPACE,
         mirror: GlobalMirror | None = None,
+        tables: LearntTables | None = None,
     ) -> tuple[LookaheadClient, GlobalMirror]:
         """A connected decode pod's client and its mirror."""
-        return await self.pod_at(service.target, namespace=namespace, mirror=mirror)
+        return await self.pod_at(service.target, namespace=namespace, mirror=mirror, tables=tables)
 
     async def pod_at(
         self,
@@ -110,10 +114,13 @@ class Fleet:
         *,
         namespace: pb.Namespace = NAMESPACE,
         mirror: GlobalMirror | None = None,
+        tables: LearntTables | None = None,
     ) -> tuple[LookaheadClient, GlobalMirror]:
         """The same for a service in another process."""
         mirror = mirror or GlobalMirror()
-        client = LookaheadClient(target, namespace, f"pod{len(self._clients)}", mirror)
+        client = LookaheadClient(
+            target, namespace, f"pod{len(self._clients)}", mirror, tables=tables, tables_interval_s=0.05
+        )
         self._clients.append(client)
         client.start()
         await until(lambda: client.connected)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from tandem_decode.lookahead_client import LookaheadClient, joined
 from tandem_engine.drafts.mirror import GlobalMirror
 from tandem_engine.drafts.spans import AcceptedSpan
@@ -25,30 +27,27 @@ def test_consecutive_pieces_of_a_request_travel_as_one():
     ]
 
 
-async def test_without_a_service_a_pod_learns_from_its_own_requests(fleet):
+async def test_without_a_service_nothing_is_drafted_from_other_requests(fleet):
     mirror = GlobalMirror()
     client = LookaheadClient(NOWHERE, NAMESPACE, "pod", mirror)
     client.start()
     try:
         client.push("r1", 0, [1, 2, 3])
-        client.push("r1", 3, [4])
-        await fleet.until(lambda: mirror.count((1, 2, 3, 4)) == 1)
-        assert (client.connected, client.dropped) == (False, 0)
+        await asyncio.sleep(0.2)
+        assert (mirror.num_tokens, client.connected, client.dropped) == (0, False, 0)
     finally:
         await client.close()
 
 
 async def test_full_queues_drop_and_count(fleet):
-    mirror = GlobalMirror()
-    client = LookaheadClient(NOWHERE, NAMESPACE, "pod", mirror, max_queued_spans=3)
+    client = LookaheadClient(NOWHERE, NAMESPACE, "pod", GlobalMirror(), max_queued_spans=3)
     for number in range(5):
         client.push(f"r{number}", 0, [1, 2])
     assert client.dropped == 2  # before the client even runs
     client.start()
     try:
-        await fleet.until(lambda: mirror.num_tokens == 6)
+        await asyncio.sleep(0.2)
         client.push("r9", 0, [1, 2])
-        await fleet.until(lambda: mirror.num_tokens == 8)
         await fleet.until(lambda: client.dropped == 3)  # one more than may wait for the service
     finally:
         await client.close()

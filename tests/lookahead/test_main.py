@@ -41,8 +41,9 @@ class Service:
 def started(port: int, data_dir: Path, **environment: str) -> Service:
     """Returns once the service says SERVING; `environment` is added to this process's."""
     command = [sys.executable, "-P", "-m", "tandem_lookahead.main"]
+    flags = ["--promotion-requests", "1"]  # so that one request is seen by others
     process = subprocess.Popen(
-        [*command, "--port", str(port), "--data-dir", str(data_dir), "--drain-s", "1"],
+        [*command, "--port", str(port), "--data-dir", str(data_dir), "--drain-s", "1", *flags],
         env={key: value for key, value in os.environ.items() if key != "REDIS_URL"} | environment,
     )
     try:
@@ -137,10 +138,10 @@ def test_a_redis_server_in_path_wins_over_the_embedded_one(tmp_path):
 
 
 def test_a_bad_setting_is_one_sentence_and_exit_code_2():
-    command = [sys.executable, "-P", "-m", "tandem_lookahead.main", "--max-tokens", "1"]
+    command = [sys.executable, "-P", "-m", "tandem_lookahead.main", "--max-bytes", "1"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=20)
     assert ended.returncode == 2
-    assert "--max-tokens" in ended.stderr
+    assert "--max-bytes" in ended.stderr
 
 
 def test_it_needs_no_torch():

@@ -187,10 +187,10 @@ async def test_one_replica_publishes_and_a_damaged_snapshot_is_ignored(fleet):
     await fleet.until(lambda: metric(one, "snapshots_published_total") == 1)
     await one.stop()
     client = redis.Redis.from_url(process.url)
-    (chunk_key,) = [key async for key in client.scan_iter("*:snapshot:*:0") if await client.ttl(key) == -1]
-    payload = bytearray(await client.get(chunk_key))
+    (key,) = [key async for key in client.scan_iter("*:snapshot")]
+    payload = bytearray(await client.hget(key, "0"))
     payload[-5] ^= 0xFF
-    await client.set(chunk_key, bytes(payload))
+    await client.hset(key, "0", bytes(payload))
     await client.aclose()
     two = await fleet.service(redis_url=process.url)
     _, late = await fleet.pod(two)
@@ -240,7 +240,7 @@ async def test_a_large_snapshot_arrives_in_chunks(fleet):
     text = [source.randrange(49_152) for _ in range(300_000)]  # of 4 bytes each
     for offset in range(0, len(text), 50_000):
         sender.push(f"r{offset}", 0, text[offset : offset + 50_000])
-    await fleet.until(lambda: mirror.position not in ("", "0-0"))
+    await fleet.until(lambda: mirror.num_tokens == len(text))
     _, late = await fleet.pod(service)
     await fleet.until(lambda: late.num_tokens == len(text))
     assert len(late.snapshot()[0]) > SNAPSHOT_CHUNK_BYTES
@@ -255,7 +255,7 @@ async def test_a_large_snapshot_arrives_in_chunks(fleet):
         (
             [
                 pb.SyncRequest(hello=pb.SyncHello()),
-                pb.SyncRequest(spans=pb.SpanBatch(spans=[pb.Span(request_id="r", token_ids=[2**31])])),
+                pb.SyncRequest(spans=pb.SpanBatch(spans=[pb.Span(run="r", token_ids=[2**31])])),
             ],
             "token_ids",
         ),
@@ -322,7 +322,7 @@ async def test_the_mirror_survives_a_poorer_service(fleet, tmp_path):
     rich = await fleet.service()
     sender, mirror = await fleet.pod(rich)
     sender.push("r1", 0, ANSWER)
-    await fleet.until(lambda: mirror.position not in ("", "0-0"))
+    await fleet.until(lambda: mirror.count(ANSWER[:4]) == 1)
     await sender.close()
     poor = await fleet.service(redis_url=f"unix://{tmp_path}/nobody.sock", expect_redis=False)
     await fleet.pod(poor, mirror=mirror)

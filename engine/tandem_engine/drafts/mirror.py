@@ -1,11 +1,12 @@
-"""A decode pod's copy of one namespace's text: read on the step path, written beside it.
+"""A decode pod's copy of one namespace's shared text: read on the step path, written beside it.
 
-    store    runs of generated tokens, as they are shared
+    store    runs of tokens, as the lookahead service shares them
     corpus   the same, indexed for the drafter; one reference, swapped as a whole
 
+Nothing else ever enters: not even what this pod's own requests generate, before the service has shared it.
 The stream client applies snapshots and deltas from its own thread; the drafter reads the corpus meanwhile,
-without locks, and never waits for the service. A full corpus is built anew from what the store holds, half
-as large again. Without the service the mirror stays as it is and goes on being used.
+without locks, and never waits for the service. A full corpus is built anew from what the store holds, half as
+large again. Without the service the mirror stays as it is and goes on being used.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Iterable, Sequence
 
 from tandem_engine.drafts import native
 from tandem_engine.drafts.native import Corpus
-from tandem_engine.drafts.spans import AcceptedSpan
+from tandem_engine.drafts.spans import AcceptedSpan, RequestNames
 from tandem_engine.drafts.text_store import Run, TextStore
 
 DEFAULT_MAX_TOKENS = 1_000_000
@@ -32,34 +33,29 @@ class GlobalMirror:
     """
 
     def __init__(
-        self,
-        *,
-        tenant: str = "",
-        vocab_size: int = 1 << 17,
-        max_tokens: int = DEFAULT_MAX_TOKENS,
-        is_drafted_from: bool = True,
+        self, *, tenant: str = "", vocab_size: int = 1 << 17, max_tokens: int = DEFAULT_MAX_TOKENS
     ) -> None:
         #: Only this tenant's requests may be drafted for from here.
         self.tenant = tenant
+        #: What this pod's requests are called outside.
+        self.names = RequestNames()
         self._vocab_size = vocab_size
         self._max_tokens = max_tokens
-        self._is_drafted_from = is_drafted_from and native.LIBRARY is not None
         self._writing = threading.Lock()
         self._position = ""
         self._store = TextStore(max_tokens)
         self._corpus: Corpus | None = None
         self._last_run = -1
-        self._num_learnt = 0
         self._rebuild()
 
     @property
     def corpus(self) -> Corpus | None:
-        """What to draft from; stays readable after a swap. None where nobody drafts from here."""
+        """What to draft from; stays readable after a swap. None where the drafter was not compiled."""
         return self._corpus
 
     @property
     def position(self) -> str:
-        """Stream position up to which this is current; empty before the first snapshot or delta."""
+        """Position up to which this is current; empty before the first snapshot or delta."""
         return self._position
 
     @property
@@ -68,18 +64,17 @@ class GlobalMirror:
         return self._store.num_tokens
 
     @property
-    def num_learnt(self) -> int:
-        """Tokens learnt, those given up since included."""
-        return self._num_learnt
-
-    @property
     def memory_bytes(self) -> int:
         corpus = self._corpus
         return self._store.memory_bytes + (corpus.memory_bytes if corpus is not None else 0)
 
     def run_of(self, request_id: str) -> int:
-        """The corpus' run that a request has generated; -1: none. Any thread may ask."""
-        run = self._store.run_of(request_id)
+        """The corpus' run that is nothing but what this request has generated; -1: none. Any thread may ask.
+
+        There is one where text is shared at once (`promotion_requests` of 1). A run that several requests
+        had to generate speaks for all of them, and goes by a name of its own.
+        """
+        run = self._store.run(self.names.of(request_id))
         return run.number if run is not None else -1
 
     def count(self, ngram: Sequence[int]) -> int:
@@ -100,38 +95,29 @@ class GlobalMirror:
             self._rebuild()
 
     def apply_delta(self, spans: Iterable[AcceptedSpan], position: str) -> int:
-        """Adds spans accepted after the present position; returns how many tokens were new.
+        """Adds spans shared after the present position; returns how many tokens were new.
 
         Repetitions count once.
         """
+        num_new = 0
         with self._writing:
             self._position = position
-            return self._learn(spans)
-
-    def learn(self, spans: Iterable[AcceptedSpan]) -> int:
-        """Adds spans that the stream has yet to carry; when they come back they are repetitions."""
-        with self._writing:
-            return self._learn(spans)
+            for span in spans:
+                if any(not 0 <= token < self._vocab_size for token in span.token_ids):
+                    continue
+                added = self._store.add(span)
+                if added is None:
+                    continue
+                run, count = added
+                num_new += count
+                if not self._index(run, count):
+                    self._rebuild()
+        return num_new
 
     def snapshot(self) -> tuple[bytes, str]:
         """Everything held, as bytes, and the position it stands for."""
         with self._writing:
             return self._store.to_bytes(), self._position
-
-    def _learn(self, spans: Iterable[AcceptedSpan]) -> int:
-        num_new = 0
-        for span in spans:
-            if any(not 0 <= token < self._vocab_size for token in span.token_ids):
-                continue
-            added = self._store.add(span)
-            if added is None:
-                continue
-            run, count = added
-            num_new += count
-            if not self._index(run, count):
-                self._rebuild()
-        self._num_learnt += num_new
-        return num_new
 
     def _index(self, run: Run, num_new: int) -> bool:
         """Adds a run's last tokens to the corpus; False when that is full."""
@@ -144,10 +130,11 @@ class GlobalMirror:
 
     def _rebuild(self) -> None:
         """A corpus of what is held, with half as much room again."""
-        if not self._is_drafted_from:
+        if native.LIBRARY is None:
             return
         held = self._store.num_tokens + self._store.num_runs
         corpus = Corpus(max(_FIRST_CAPACITY, held * 3 // 2), self._vocab_size)
+        self._last_run = -1
         for run in self._store.runs():
             corpus.add(run.number, run.tokens)
             self._last_run = run.number

@@ -1,61 +1,43 @@
-"""Accepted tokens on their way into the forest.
+"""Accepted tokens on their way to the lookahead service and back, and the names they travel under.
 
-A pod reports what a request accepted in pieces of a few tokens. Whoever merges them (the service, every
-mirror) must count an n-gram that crosses two pieces, and must not count a resent piece twice. The
-assembler keeps, per request, the end of what it has seen; nothing else has to be remembered.
+A request's id is its caller's and stays in its pod: outside, its text goes by a name that the pod makes up.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import hashlib
+import secrets
 from dataclasses import dataclass
+from functools import lru_cache
+
+#: Requests whose names are remembered: more than a pod has at once.
+_NUM_REMEMBERED = 4096
 
 
 @dataclass(frozen=True)
 class AcceptedSpan:
-    """Consecutive accepted tokens; `offset` is the first one's index in the request's output."""
+    """Consecutive tokens of a run; `offset` is the first one's index in it."""
 
-    request_id: str
+    #: From a pod: the request's name; to a pod: the shared run's.
+    run: str
     offset: int
     token_ids: tuple[int, ...]
+    #: Of the request's prompt, not of what it generated.
+    is_prompt: bool = False
 
 
-@dataclass(frozen=True)
-class Fresh:
-    """Tokens to insert: the first `num_context` were counted before, the rest were not."""
+class RequestNames:
+    """Names of requests: 64 bits that differ from pod to pod and tell nothing of the id."""
 
-    token_ids: tuple[int, ...]
-    num_context: int
+    def __init__(self) -> None:
+        key = secrets.token_bytes(16)
 
+        @lru_cache(_NUM_REMEMBERED)
+        def name(request_id: str) -> str:
+            return hashlib.blake2b(request_id.encode(), digest_size=8, key=key).hexdigest()
 
-class SpanAssembler:
-    """Joins the pieces of each request; (request_id, offset) makes a resend harmless.
+        self._name = name
 
-    Remembers the `max_requests` requests heard of last; a piece of a forgotten one starts afresh.
-    """
-
-    def __init__(self, num_context: int, max_requests: int = 8192) -> None:
-        self._num_context = num_context
-        self._max_requests = max_requests
-        #: Request id -> (index after the last token seen, the last tokens seen).
-        self._ends: OrderedDict[str, tuple[int, tuple[int, ...]]] = OrderedDict()
-
-    def accept(self, span: AcceptedSpan) -> Fresh | None:
-        """What of the span is new, with the context it continues; None for a repetition."""
-        end, tail = self._ends.get(span.request_id, (0, ()))
-        new = span.token_ids
-        if span.offset > end:
-            tail = ()
-        elif span.offset < end:
-            new = new[end - span.offset :]
-        if not new:
-            return None
-        tokens = tail + new
-        self._ends[span.request_id] = (
-            span.offset + len(span.token_ids),
-            tokens[max(0, len(tokens) - self._num_context) :],
-        )
-        self._ends.move_to_end(span.request_id)
-        if len(self._ends) > self._max_requests:
-            self._ends.popitem(last=False)
-        return Fresh(tokens, len(tail))
+    def of(self, request_id: str) -> str:
+        """The same name for the same id; any thread may ask."""
+        return self._name(request_id)

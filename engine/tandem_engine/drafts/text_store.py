@@ -1,11 +1,11 @@
-"""The text that a namespace's requests have generated lately: what is shared, stored and sent.
+"""A namespace's shared text, as the service sends it and a pod keeps it.
 
-One run of tokens per request, in the order in which the requests were first heard of; when there is too much,
-the oldest runs go. As bytes (little-endian):
+Named runs of tokens, in the order in which they were first heard of; when there is too much, the first go. As
+bytes (little-endian):
 
     magic "TLKT" | version u32 | runs u32 | tokens u64 | digest, xxh3-128 of the rest
-    per run: bytes of the request's id u32, first offset u32, tokens u32
-    the ids, as UTF-8 | the tokens, i32
+    per run: bytes of its name u32, first offset u32, tokens u32
+    the names, as UTF-8 | the tokens, i32
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _RUN_BYTES = 400
 
 @dataclass
 class Run:
-    """Consecutive tokens of one request's output, the first at `offset`."""
+    """Consecutive tokens that go by one name, the first at `offset`."""
 
     number: int
-    request_id: str
+    name: str
     offset: int
     tokens: array[int] = field(default_factory=lambda: array("i"))
 
     @property
     def end(self) -> int:
-        """Index in the output behind the last token."""
+        """Offset behind the last token."""
         return self.offset + len(self.tokens)
 
 
@@ -71,22 +71,22 @@ class TextStore:
         """All runs, the oldest first."""
         return iter(self._runs.values())
 
-    def run_of(self, request_id: str) -> Run | None:
-        """The run of a request that is held."""
-        return self._runs.get(request_id)
+    def run(self, name: str) -> Run | None:
+        """The run of that name, if it is held."""
+        return self._runs.get(name)
 
     def add(self, span: AcceptedSpan) -> tuple[Run, int] | None:
-        """Joins a piece to its request's run: the run, and how many of its last tokens are new.
+        """Joins a piece to its run: the run, and how many of its last tokens are new.
 
-        None for a repetition. Behind a gap the request begins a run anew.
+        None for a repetition. Behind a gap the run begins anew.
         """
         if not span.token_ids:
             return None
-        run = self._runs.get(span.request_id)
+        run = self._runs.get(span.run)
         if run is None or span.offset > run.end:
             if run is not None:
                 self._set_aside(run)
-            run = self._runs[span.request_id] = self._new_run(span.request_id, span.offset)
+            run = self._runs[span.run] = self._new_run(span.run, span.offset)
         new = span.token_ids[run.end - span.offset :]
         if not new:
             return None
@@ -94,7 +94,7 @@ class TextStore:
         self.num_tokens += len(new)
         while self.num_tokens > self._max_tokens and len(self._runs) > 1:
             oldest = next(iter(self._runs))
-            if oldest == span.request_id:
+            if oldest == span.run:
                 self._runs.move_to_end(oldest)
             else:
                 self._drop(oldest)
@@ -114,15 +114,15 @@ class TextStore:
 
     def to_bytes(self) -> bytes:
         """The layout of the module's docstring."""
-        ids = [name.encode() for name in self._runs]
+        names = [name.encode() for name in self._runs]
         runs = list(self._runs.values())
         body = b"".join(
             (
                 *(
                     _RUN.pack(len(name), run.offset, len(run.tokens))
-                    for name, run in zip(ids, runs, strict=True)
+                    for name, run in zip(names, runs, strict=True)
                 ),
-                *ids,
+                *names,
                 *(np.frombuffer(run.tokens, np.int32).astype("<i4").tobytes() for run in runs),
             )
         )
@@ -143,8 +143,8 @@ class TextStore:
         if xxhash.xxh3_128_digest(body) != digest:
             raise ValueError("snapshot is damaged: its checksum does not match")
         heads = [_RUN.unpack_from(body, at * _RUN.size) for at in range(num_runs)]
-        id_at = num_runs * _RUN.size
-        token_at = id_at + sum(head[0] for head in heads)
+        name_at = num_runs * _RUN.size
+        token_at = name_at + sum(head[0] for head in heads)
         if sum(head[2] for head in heads) != num_tokens or len(body) != token_at + 4 * num_tokens:
             raise ValueError("snapshot is damaged: its runs do not fill it")
         tokens = np.frombuffer(body, "<i4", offset=token_at).astype(np.int32)
@@ -152,23 +152,23 @@ class TextStore:
             raise ValueError("snapshot is damaged: it holds a negative token")
         store = TextStore(max_tokens)
         at = 0
-        for id_bytes, offset, count in heads:
-            request_id = bytes(body[id_at : id_at + id_bytes]).decode(errors="replace")
-            store.add(AcceptedSpan(request_id, offset, tuple(tokens[at : at + count].tolist())))
-            id_at += id_bytes
+        for name_bytes, offset, count in heads:
+            name = bytes(body[name_at : name_at + name_bytes]).decode(errors="replace")
+            store.add(AcceptedSpan(name, offset, tuple(tokens[at : at + count].tolist())))
+            name_at += name_bytes
             at += count
         return store
 
-    def _new_run(self, request_id: str, offset: int) -> Run:
+    def _new_run(self, name: str, offset: int) -> Run:
         self._next_number += 1
-        return Run(self._next_number - 1, request_id, offset)
+        return Run(self._next_number - 1, name, offset)
 
     def _set_aside(self, run: Run) -> None:
-        """Keeps a run whose request begins another under a name that no further piece has."""
-        name = f"{run.request_id}\0{run.offset}"
+        """Keeps a run that begins anew under a name that no further piece has."""
+        name = f"{run.name}\0{run.offset}"
         if name in self._runs:
             self._drop(name)
-        self._runs[name] = self._runs.pop(run.request_id)
+        self._runs[name] = self._runs.pop(run.name)
 
-    def _drop(self, request_id: str) -> None:
-        self.num_tokens -= len(self._runs.pop(request_id).tokens)
+    def _drop(self, name: str) -> None:
+        self.num_tokens -= len(self._runs.pop(name).tokens)

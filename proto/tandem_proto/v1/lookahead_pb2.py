@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ftandem_proto/v1/lookahead.proto\x12\ttandem.v1\"k\n\tNamespace\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x16\n\x0emodel_revision\x18\x02 \x01(\t\x12\x16\n\x0etokenizer_hash\x18\x03 \x01(\t\x12\x0c\n\x04lora\x18\x04 \x01(\t\x12\x10\n\x08template\x18\x05 \x01(\t\"f\n\x0bSyncRequest\x12%\n\x05hello\x18\x01 \x01(\x0b\x32\x14.tandem.v1.SyncHelloH\x00\x12%\n\x05spans\x18\x02 \x01(\x0b\x32\x14.tandem.v1.SpanBatchH\x00\x42\t\n\x07message\"[\n\tSyncHello\x12\'\n\tnamespace\x18\x01 \x01(\x0b\x32\x14.tandem.v1.Namespace\x12\x0e\n\x06pod_id\x18\x02 \x01(\t\x12\x15\n\rhave_position\x18\x03 \x01(\t\"+\n\tSpanBatch\x12\x1e\n\x05spans\x18\x01 \x03(\x0b\x32\x0f.tandem.v1.Span\"A\n\x04Span\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\r\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\"j\n\x0cSyncResponse\x12,\n\x08snapshot\x18\x01 \x01(\x0b\x32\x18.tandem.v1.SnapshotChunkH\x00\x12!\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x10.tandem.v1.DeltaH\x00\x42\t\n\x07message\"f\n\rSnapshotChunk\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x12\n\nnum_chunks\x18\x03 \x01(\r\x12\x0f\n\x07payload\x18\x04 \x01(\x0c\x12\x10\n\x08position\x18\x05 \x01(\t\"9\n\x05\x44\x65lta\x12\x1e\n\x05spans\x18\x01 \x03(\x0b\x32\x0f.tandem.v1.Span\x12\x10\n\x08position\x18\x02 \x01(\t\"\x1b\n\x19GetLookaheadStatusRequest\"\xda\x01\n\x1aGetLookaheadStatusResponse\x12\x0e\n\x06pod_id\x18\x01 \x01(\t\x12\x17\n\x0fredis_connected\x18\x02 \x01(\x08\x12\x12\n\nredis_kind\x18\x03 \x01(\t\x12.\n\nnamespaces\x18\x04 \x03(\x0b\x32\x1a.tandem.v1.NamespaceStatus\x12\x14\n\x0cstreams_open\x18\x05 \x01(\r\x12\x1c\n\x14spans_received_total\x18\x06 \x01(\x04\x12\x1b\n\x13spans_dropped_total\x18\x07 \x01(\x04\"}\n\x0fNamespaceStatus\x12\x11\n\tnamespace\x18\x01 \x01(\t\x12\x11\n\tnum_nodes\x18\x02 \x01(\x04\x12\x14\n\x0ctokens_total\x18\x03 \x01(\x04\x12\x18\n\x10snapshot_version\x18\x04 \x01(\t\x12\x14\n\x0cmemory_bytes\x18\x05 \x01(\x04\x32\xb2\x01\n\x10LookaheadService\x12;\n\x04Sync\x12\x16.tandem.v1.SyncRequest\x1a\x17.tandem.v1.SyncResponse(\x01\x30\x01\x12\x61\n\x12GetLookaheadStatus\x12$.tandem.v1.GetLookaheadStatusRequest\x1a%.tandem.v1.GetLookaheadStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ftandem_proto/v1/lookahead.proto\x12\ttandem.v1\"k\n\tNamespace\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x16\n\x0emodel_revision\x18\x02 \x01(\t\x12\x16\n\x0etokenizer_hash\x18\x03 \x01(\t\x12\x0c\n\x04lora\x18\x04 \x01(\t\x12\x10\n\x08template\x18\x05 \x01(\t\"\xa2\x01\n\x0bSyncRequest\x12%\n\x05hello\x18\x01 \x01(\x0b\x32\x14.tandem.v1.SyncHelloH\x00\x12%\n\x05spans\x18\x02 \x01(\x0b\x32\x14.tandem.v1.SpanBatchH\x00\x12)\n\x06tables\x18\x03 \x01(\x0b\x32\x17.tandem.v1.LearntTablesH\x00\x12\x0f\n\x07padding\x18\x0f \x01(\x0c\x42\t\n\x07message\"\xa5\x01\n\tSyncHello\x12\'\n\tnamespace\x18\x01 \x01(\x0b\x32\x14.tandem.v1.Namespace\x12\x0e\n\x06pod_id\x18\x02 \x01(\t\x12\x15\n\rhave_position\x18\x03 \x01(\t\x12\x18\n\x10snapshot_version\x18\x04 \x01(\t\x12\x17\n\x0fsnapshot_chunks\x18\x05 \x01(\r\x12\x15\n\rtables_format\x18\x06 \x01(\t\"+\n\tSpanBatch\x12\x1e\n\x05spans\x18\x01 \x03(\x0b\x32\x0f.tandem.v1.Span\"M\n\x04Span\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\r\x12\x15\n\ttoken_ids\x18\x03 \x03(\rB\x02\x10\x01\x12\x11\n\tis_prompt\x18\x04 \x01(\x08\"Y\n\x0cLearntTables\x12\x0e\n\x06\x66ormat\x18\x01 \x01(\t\x12\x18\n\x10num_observations\x18\x02 \x01(\x04\x12\x0f\n\x07payload\x18\x03 \x01(\x0c\x12\x0e\n\x06\x64igest\x18\x04 \x01(\x0c\"\xd1\x01\n\x0cSyncResponse\x12,\n\x08snapshot\x18\x01 \x01(\x0b\x32\x18.tandem.v1.SnapshotChunkH\x00\x12!\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x10.tandem.v1.DeltaH\x00\x12)\n\x06tables\x18\x03 \x01(\x0b\x32\x17.tandem.v1.LearntTablesH\x00\x12)\n\x07welcome\x18\x04 \x01(\x0b\x32\x16.tandem.v1.SyncWelcomeH\x00\x12\x0f\n\x07padding\x18\x0f \x01(\x0c\x42\t\n\x07message\"$\n\x0bSyncWelcome\x12\x15\n\rwants_prompts\x18\x01 \x01(\x08\"x\n\rSnapshotChunk\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x12\n\nnum_chunks\x18\x03 \x01(\r\x12\x0f\n\x07payload\x18\x04 \x01(\x0c\x12\x10\n\x08position\x18\x05 \x01(\t\x12\x10\n\x08is_purge\x18\x06 \x01(\x08\"9\n\x05\x44\x65lta\x12\x1e\n\x05spans\x18\x01 \x03(\x0b\x32\x0f.tandem.v1.Span\x12\x10\n\x08position\x18\x02 \x01(\t\"\x1b\n\x19GetLookaheadStatusRequest\"\xda\x01\n\x1aGetLookaheadStatusResponse\x12\x0e\n\x06pod_id\x18\x01 \x01(\t\x12\x17\n\x0fredis_connected\x18\x02 \x01(\x08\x12\x12\n\nredis_kind\x18\x03 \x01(\t\x12.\n\nnamespaces\x18\x04 \x03(\x0b\x32\x1a.tandem.v1.NamespaceStatus\x12\x14\n\x0cstreams_open\x18\x05 \x01(\r\x12\x1c\n\x14spans_received_total\x18\x06 \x01(\x04\x12\x1b\n\x13spans_dropped_total\x18\x07 \x01(\x04\"\xa9\x02\n\x0fNamespaceStatus\x12\'\n\tnamespace\x18\x01 \x01(\x0b\x32\x14.tandem.v1.Namespace\x12\x10\n\x08num_runs\x18\x02 \x01(\x04\x12\x12\n\nnum_tokens\x18\x03 \x01(\x04\x12\x19\n\x11num_shared_tokens\x18\x04 \x01(\x04\x12\x14\n\x0ctokens_total\x18\x05 \x01(\x04\x12\x11\n\tnum_bytes\x18\x06 \x01(\x04\x12\x15\n\rnum_followers\x18\x07 \x01(\r\x12\x1d\n\x10\x63ompaction_age_s\x18\x08 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05lag_s\x18\t \x01(\x01H\x01\x88\x01\x01\x12\x1a\n\x12table_observations\x18\n \x01(\x04\x42\x13\n\x11_compaction_age_sB\x08\n\x06_lag_s\"A\n\x16\x45xportNamespaceRequest\x12\'\n\tnamespace\x18\x01 \x01(\x0b\x32\x14.tandem.v1.Namespace\"b\n\x17\x45xportNamespaceResponse\x12\x11\n\x07payload\x18\x01 \x01(\x0cH\x00\x12)\n\x06tables\x18\x02 \x01(\x0b\x32\x17.tandem.v1.LearntTablesH\x00\x42\t\n\x07message\"\x8c\x01\n\x16ImportNamespaceRequest\x12)\n\tnamespace\x18\x01 \x01(\x0b\x32\x14.tandem.v1.NamespaceH\x00\x12\x11\n\x07payload\x18\x02 \x01(\x0cH\x00\x12)\n\x06tables\x18\x03 \x01(\x0b\x32\x17.tandem.v1.LearntTablesH\x00\x42\t\n\x07message\"-\n\x17ImportNamespaceResponse\x12\x12\n\nnum_tokens\x18\x01 \x01(\x04\"$\n\x12PurgeTenantRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\"-\n\x13PurgeTenantResponse\x12\x16\n\x0enum_namespaces\x18\x01 \x01(\r2\xb8\x03\n\x10LookaheadService\x12;\n\x04Sync\x12\x16.tandem.v1.SyncRequest\x1a\x17.tandem.v1.SyncResponse(\x01\x30\x01\x12\x61\n\x12GetLookaheadStatus\x12$.tandem.v1.GetLookaheadStatusRequest\x1a%.tandem.v1.GetLookaheadStatusResponse\x12Z\n\x0f\x45xportNamespace\x12!.tandem.v1.ExportNamespaceRequest\x1a\".tandem.v1.ExportNamespaceResponse0\x01\x12Z\n\x0fImportNamespace\x12!.tandem.v1.ImportNamespaceRequest\x1a\".tandem.v1.ImportNamespaceResponse(\x01\x12L\n\x0bPurgeTenant\x12\x1d.tandem.v1.PurgeTenantRequest\x1a\x1e.tandem.v1.PurgeTenantResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,26 +35,42 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SPAN'].fields_by_name['token_ids']._serialized_options = b'\020\001'
   _globals['_NAMESPACE']._serialized_start=46
   _globals['_NAMESPACE']._serialized_end=153
-  _globals['_SYNCREQUEST']._serialized_start=155
-  _globals['_SYNCREQUEST']._serialized_end=257
-  _globals['_SYNCHELLO']._serialized_start=259
-  _globals['_SYNCHELLO']._serialized_end=350
-  _globals['_SPANBATCH']._serialized_start=352
-  _globals['_SPANBATCH']._serialized_end=395
-  _globals['_SPAN']._serialized_start=397
-  _globals['_SPAN']._serialized_end=462
-  _globals['_SYNCRESPONSE']._serialized_start=464
-  _globals['_SYNCRESPONSE']._serialized_end=570
-  _globals['_SNAPSHOTCHUNK']._serialized_start=572
-  _globals['_SNAPSHOTCHUNK']._serialized_end=674
-  _globals['_DELTA']._serialized_start=676
-  _globals['_DELTA']._serialized_end=733
-  _globals['_GETLOOKAHEADSTATUSREQUEST']._serialized_start=735
-  _globals['_GETLOOKAHEADSTATUSREQUEST']._serialized_end=762
-  _globals['_GETLOOKAHEADSTATUSRESPONSE']._serialized_start=765
-  _globals['_GETLOOKAHEADSTATUSRESPONSE']._serialized_end=983
-  _globals['_NAMESPACESTATUS']._serialized_start=985
-  _globals['_NAMESPACESTATUS']._serialized_end=1110
-  _globals['_LOOKAHEADSERVICE']._serialized_start=1113
-  _globals['_LOOKAHEADSERVICE']._serialized_end=1291
+  _globals['_SYNCREQUEST']._serialized_start=156
+  _globals['_SYNCREQUEST']._serialized_end=318
+  _globals['_SYNCHELLO']._serialized_start=321
+  _globals['_SYNCHELLO']._serialized_end=486
+  _globals['_SPANBATCH']._serialized_start=488
+  _globals['_SPANBATCH']._serialized_end=531
+  _globals['_SPAN']._serialized_start=533
+  _globals['_SPAN']._serialized_end=610
+  _globals['_LEARNTTABLES']._serialized_start=612
+  _globals['_LEARNTTABLES']._serialized_end=701
+  _globals['_SYNCRESPONSE']._serialized_start=704
+  _globals['_SYNCRESPONSE']._serialized_end=913
+  _globals['_SYNCWELCOME']._serialized_start=915
+  _globals['_SYNCWELCOME']._serialized_end=951
+  _globals['_SNAPSHOTCHUNK']._serialized_start=953
+  _globals['_SNAPSHOTCHUNK']._serialized_end=1073
+  _globals['_DELTA']._serialized_start=1075
+  _globals['_DELTA']._serialized_end=1132
+  _globals['_GETLOOKAHEADSTATUSREQUEST']._serialized_start=1134
+  _globals['_GETLOOKAHEADSTATUSREQUEST']._serialized_end=1161
+  _globals['_GETLOOKAHEADSTATUSRESPONSE']._serialized_start=1164
+  _globals['_GETLOOKAHEADSTATUSRESPONSE']._serialized_end=1382
+  _globals['_NAMESPACESTATUS']._serialized_start=1385
+  _globals['_NAMESPACESTATUS']._serialized_end=1682
+  _globals['_EXPORTNAMESPACEREQUEST']._serialized_start=1684
+  _globals['_EXPORTNAMESPACEREQUEST']._serialized_end=1749
+  _globals['_EXPORTNAMESPACERESPONSE']._serialized_start=1751
+  _globals['_EXPORTNAMESPACERESPONSE']._serialized_end=1849
+  _globals['_IMPORTNAMESPACEREQUEST']._serialized_start=1852
+  _globals['_IMPORTNAMESPACEREQUEST']._serialized_end=1992
+  _globals['_IMPORTNAMESPACERESPONSE']._serialized_start=1994
+  _globals['_IMPORTNAMESPACERESPONSE']._serialized_end=2039
+  _globals['_PURGETENANTREQUEST']._serialized_start=2041
+  _globals['_PURGETENANTREQUEST']._serialized_end=2077
+  _globals['_PURGETENANTRESPONSE']._serialized_start=2079
+  _globals['_PURGETENANTRESPONSE']._serialized_end=2124
+  _globals['_LOOKAHEADSERVICE']._serialized_start=2127
+  _globals['_LOOKAHEADSERVICE']._serialized_end=2567
 # @@protoc_insertion_point(module_scope)

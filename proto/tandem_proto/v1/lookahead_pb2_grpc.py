@@ -44,6 +44,21 @@ class LookaheadServiceStub:
                 request_serializer=tandem__proto_dot_v1_dot_lookahead__pb2.GetLookaheadStatusRequest.SerializeToString,
                 response_deserializer=tandem__proto_dot_v1_dot_lookahead__pb2.GetLookaheadStatusResponse.FromString,
                 _registered_method=True)
+        self.ExportNamespace = channel.unary_stream(
+                '/tandem.v1.LookaheadService/ExportNamespace',
+                request_serializer=tandem__proto_dot_v1_dot_lookahead__pb2.ExportNamespaceRequest.SerializeToString,
+                response_deserializer=tandem__proto_dot_v1_dot_lookahead__pb2.ExportNamespaceResponse.FromString,
+                _registered_method=True)
+        self.ImportNamespace = channel.stream_unary(
+                '/tandem.v1.LookaheadService/ImportNamespace',
+                request_serializer=tandem__proto_dot_v1_dot_lookahead__pb2.ImportNamespaceRequest.SerializeToString,
+                response_deserializer=tandem__proto_dot_v1_dot_lookahead__pb2.ImportNamespaceResponse.FromString,
+                _registered_method=True)
+        self.PurgeTenant = channel.unary_unary(
+                '/tandem.v1.LookaheadService/PurgeTenant',
+                request_serializer=tandem__proto_dot_v1_dot_lookahead__pb2.PurgeTenantRequest.SerializeToString,
+                response_deserializer=tandem__proto_dot_v1_dot_lookahead__pb2.PurgeTenantResponse.FromString,
+                _registered_method=True)
 
 
 class LookaheadServiceServicer:
@@ -63,6 +78,27 @@ class LookaheadServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ExportNamespace(self, request, context):
+        """A namespace's shared text and learnt tables, to be imported elsewhere.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ImportNamespace(self, request_iterator, context):
+        """Adds what was exported; everybody who follows the namespace gets it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PurgeTenant(self, request, context):
+        """Removes all that is held of a tenant, here, in Redis, and in every mirror, also of pods that are away now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_LookaheadServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -75,6 +111,21 @@ def add_LookaheadServiceServicer_to_server(servicer, server):
                     servicer.GetLookaheadStatus,
                     request_deserializer=tandem__proto_dot_v1_dot_lookahead__pb2.GetLookaheadStatusRequest.FromString,
                     response_serializer=tandem__proto_dot_v1_dot_lookahead__pb2.GetLookaheadStatusResponse.SerializeToString,
+            ),
+            'ExportNamespace': grpc.unary_stream_rpc_method_handler(
+                    servicer.ExportNamespace,
+                    request_deserializer=tandem__proto_dot_v1_dot_lookahead__pb2.ExportNamespaceRequest.FromString,
+                    response_serializer=tandem__proto_dot_v1_dot_lookahead__pb2.ExportNamespaceResponse.SerializeToString,
+            ),
+            'ImportNamespace': grpc.stream_unary_rpc_method_handler(
+                    servicer.ImportNamespace,
+                    request_deserializer=tandem__proto_dot_v1_dot_lookahead__pb2.ImportNamespaceRequest.FromString,
+                    response_serializer=tandem__proto_dot_v1_dot_lookahead__pb2.ImportNamespaceResponse.SerializeToString,
+            ),
+            'PurgeTenant': grpc.unary_unary_rpc_method_handler(
+                    servicer.PurgeTenant,
+                    request_deserializer=tandem__proto_dot_v1_dot_lookahead__pb2.PurgeTenantRequest.FromString,
+                    response_serializer=tandem__proto_dot_v1_dot_lookahead__pb2.PurgeTenantResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -131,6 +182,87 @@ class LookaheadService:
             '/tandem.v1.LookaheadService/GetLookaheadStatus',
             tandem__proto_dot_v1_dot_lookahead__pb2.GetLookaheadStatusRequest.SerializeToString,
             tandem__proto_dot_v1_dot_lookahead__pb2.GetLookaheadStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExportNamespace(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tandem.v1.LookaheadService/ExportNamespace',
+            tandem__proto_dot_v1_dot_lookahead__pb2.ExportNamespaceRequest.SerializeToString,
+            tandem__proto_dot_v1_dot_lookahead__pb2.ExportNamespaceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ImportNamespace(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/tandem.v1.LookaheadService/ImportNamespace',
+            tandem__proto_dot_v1_dot_lookahead__pb2.ImportNamespaceRequest.SerializeToString,
+            tandem__proto_dot_v1_dot_lookahead__pb2.ImportNamespaceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PurgeTenant(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.LookaheadService/PurgeTenant',
+            tandem__proto_dot_v1_dot_lookahead__pb2.PurgeTenantRequest.SerializeToString,
+            tandem__proto_dot_v1_dot_lookahead__pb2.PurgeTenantResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,10 +1,13 @@
-"""A decode pod's link to the lookahead service: accepted spans up, snapshots and deltas into the mirror.
+"""A decode pod's link to the lookahead service: accepted spans up, shared text into the mirror.
 
     engine thread   push(request_id, offset, token_ids) -> bounded queue
-    every ~50 ms    own spans enter the mirror at once (they need no service), then go up the stream
-    downwards       snapshots and deltas enter the mirror, in a thread
+    every ~50 ms    the queue's spans, joined, go up the stream under names that tell nothing of the requests
+    downwards       snapshots and deltas enter the mirror, in a thread; learnt tables go to the drafter
+    every ~30 s     learnt tables go up, when more has been learnt
     service gone    backoff 0.1 .. 2 s; spans wait in a bounded queue; what was sent in the last seconds is
-                    sent again, which is harmless; drafting goes on with the mirror as it is
+                    sent again, which is harmless; drafting goes on with the mirror as it is; a snapshot
+                    of which a part has arrived goes on behind it
+    text purged     the mirror is emptied, and so are the queues
 
 Nothing here ever raises into the pod. One client per namespace (tenant).
 """
@@ -15,27 +18,57 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import grpc.aio
 import structlog
+import xxhash
 from tandem_engine.drafts.mirror import GlobalMirror
+from tandem_engine.drafts.padding import num_padding_bytes
 from tandem_engine.drafts.spans import AcceptedSpan
 from tandem_proto.v1 import lookahead_pb2 as pb
 from tandem_proto.v1 import lookahead_pb2_grpc
 from tandem_service.channels import open_channel
 
 _FLUSH_S = 0.05
+_TABLES_S = 30.0
 _BACKOFF_S = 0.1
 _BACKOFF_LIMIT_S = 2.0
 #: Batches sent this recently may not have arrived when the stream broke.
 _RESEND_S = 2.0
 _SPANS_PER_BATCH = 2048
+#: A batch that has this many tokens gets no more; gRPC takes 4 MiB.
+_TOKENS_PER_BATCH = 100_000
+#: The service takes no longer ones.
+_TOKENS_PER_SPAN = 65_536
+
+
+class LearntTables(Protocol):
+    """What the drafter has learnt of the tenant's text, as bytes."""
+
+    @property
+    def format(self) -> str:
+        """Equal formats can read each other's bytes."""
+
+    async def read(self) -> tuple[int, bytes]:
+        """The number of observations, and the bytes."""
+
+    async def load(self, payload: bytes) -> None:
+        """Replaces what was learnt here. Raises ValueError, with nothing changed, when it cannot be read."""
+
+
+@dataclass
+class _PartialSnapshot:
+    version: str = ""
+    chunks: list[bytes] = field(default_factory=list)
 
 
 class LookaheadClient:
     """Keeps one bidirectional stream alive between `start` and `close`.
 
-    `push`, `connected` and `dropped` may be used from any thread, the rest from the event loop.
+    `push`, `push_prompt`, `connected` and `dropped` may be used from any thread, the rest from the event
+    loop.
     """
 
     def __init__(
@@ -45,20 +78,28 @@ class LookaheadClient:
         pod_id: str,
         mirror: GlobalMirror,
         *,
+        tables: LearntTables | None = None,
         max_queued_spans: int = 20_000,
+        tables_interval_s: float = _TABLES_S,
     ) -> None:
         self._target = target
         self._namespace = namespace
         self._pod_id = pod_id
         self._mirror = mirror
+        self._tables = tables
+        self._tables_interval_s = tables_interval_s
         self._max_queued_spans = max_queued_spans
         self._log = structlog.get_logger("tandem.decode.lookahead").bind(target=target)
         #: Pushed by the engine's thread; a deque needs no lock for append and popleft.
         self._pushed: deque[AcceptedSpan] = deque()
-        #: In the mirror, not yet sent.
         self._unsent: deque[AcceptedSpan] = deque()
         self._sent: deque[tuple[float, list[AcceptedSpan]]] = deque()
+        self._learnt: pb.LearntTables | None = None
+        #: Observations behind the tables sent or received last.
+        self._num_observations = 0
         self._flushed = asyncio.Event()
+        self._partial = _PartialSnapshot()
+        self._wants_prompts = False
         self._connected = False
         self._dropped = 0
         self._tasks: list[asyncio.Task[None]] = []
@@ -75,16 +116,23 @@ class LookaheadClient:
 
     def push(self, request_id: str, offset: int, token_ids: Sequence[int]) -> None:
         """Reports accepted tokens; `offset` is the first one's index in the request's output."""
-        if len(self._pushed) >= self._max_queued_spans:
-            self._dropped += 1
-        elif token_ids:
-            self._pushed.append(AcceptedSpan(request_id, offset, tuple(token_ids)))
+        self._push(AcceptedSpan(self._mirror.names.of(request_id), offset, tuple(token_ids)))
+
+    def push_prompt(self, request_id: str, token_ids: Sequence[int]) -> None:
+        """Offers a request's prompt; it leaves the pod only if the tenant wants its prompts shared."""
+        if not self._wants_prompts:
+            return
+        name = self._mirror.names.of(request_id)
+        for at in range(0, len(token_ids), _TOKENS_PER_SPAN):
+            tokens = tuple(token_ids[at : at + _TOKENS_PER_SPAN])
+            self._push(AcceptedSpan(name, at, tokens, is_prompt=True))
 
     def start(self) -> None:
         """Begins to connect; returns at once."""
         self._tasks = [
             asyncio.create_task(self._flush_forever(), name="lookahead-flush"),
             asyncio.create_task(self._stay_connected(), name="lookahead-stream"),
+            asyncio.create_task(self._offer_tables(), name="lookahead-tables"),
         ]
 
     async def close(self) -> None:
@@ -97,21 +145,45 @@ class LookaheadClient:
         self._tasks.clear()
         self._connected = False
 
+    def _push(self, span: AcceptedSpan) -> None:
+        if len(self._pushed) >= self._max_queued_spans:
+            self._dropped += 1
+        elif span.token_ids:
+            self._pushed.append(span)
+
     async def _flush_forever(self) -> None:
         while True:
             await asyncio.sleep(_FLUSH_S)
             if not self._pushed:
                 continue
-            spans = joined([self._pushed.popleft() for _ in range(len(self._pushed))])
-            try:
-                await asyncio.to_thread(self._mirror.learn, spans)
-            except Exception:
-                self._log.exception("the mirror did not learn a batch of spans; going on with the next")
-            self._unsent.extend(spans)
+            self._unsent.extend(joined([self._pushed.popleft() for _ in range(len(self._pushed))]))
             while len(self._unsent) > self._max_queued_spans:
                 self._unsent.popleft()
                 self._dropped += 1
             self._flushed.set()
+
+    async def _offer_tables(self) -> None:
+        """Sends the learnt tables when they have been taught more than the service knows of."""
+        if self._tables is None:
+            return
+        while True:
+            await asyncio.sleep(self._tables_interval_s)
+            if not self._connected:
+                continue
+            try:
+                num_observations, payload = await self._tables.read()
+            except Exception:
+                self._log.exception("the learnt tables could not be read; trying again later")
+                continue
+            if num_observations > self._num_observations:
+                self._num_observations = num_observations
+                self._learnt = pb.LearntTables(
+                    format=self._tables.format,
+                    num_observations=num_observations,
+                    payload=payload,
+                    digest=xxhash.xxh3_128_digest(payload),
+                )
+                self._flushed.set()
 
     async def _stay_connected(self) -> None:
         backoff_s = _BACKOFF_S
@@ -146,21 +218,30 @@ class LookaheadClient:
         try:
             await call.wait_for_connection()
             self._connected = True
-            chunks: list[bytes] = []
             async for response in call:
-                if response.WhichOneof("message") == "delta":
-                    await self._apply_delta(response.delta)
-                elif response.WhichOneof("message") == "snapshot":
-                    chunks = await self._collect(chunks, response.snapshot)
+                match response.WhichOneof("message"):
+                    case "delta":
+                        await self._apply_delta(response.delta)
+                    case "snapshot":
+                        await self._collect(response.snapshot)
+                    case "tables":
+                        await self._load_tables(response.tables)
+                    case "welcome":
+                        self._wants_prompts = response.welcome.wants_prompts
         finally:
             call.cancel()
 
     async def _requests(self) -> AsyncIterator[pb.SyncRequest]:
-        yield pb.SyncRequest(
-            hello=pb.SyncHello(
-                namespace=self._namespace,
-                pod_id=self._pod_id,
-                have_position=self._mirror.position,
+        yield _padded(
+            pb.SyncRequest(
+                hello=pb.SyncHello(
+                    namespace=self._namespace,
+                    pod_id=self._pod_id,
+                    have_position=self._mirror.position,
+                    snapshot_version=self._partial.version,
+                    snapshot_chunks=len(self._partial.chunks),
+                    tables_format=self._tables.format if self._tables is not None else "",
+                )
             )
         )
         again = [span for _, spans in self._sent for span in spans]
@@ -168,50 +249,84 @@ class LookaheadClient:
         self._unsent.extendleft(reversed(again))
         while True:
             while self._unsent:
-                spans = [self._unsent.popleft() for _ in range(min(len(self._unsent), _SPANS_PER_BATCH))]
+                spans = self._next_batch()
                 now = time.monotonic()
                 self._sent.append((now, spans))
                 while self._sent[0][0] < now - _RESEND_S:
                     self._sent.popleft()
-                yield pb.SyncRequest(
-                    spans=pb.SpanBatch(
-                        spans=[
-                            pb.Span(request_id=s.request_id, offset=s.offset, token_ids=s.token_ids)
-                            for s in spans
-                        ]
-                    )
-                )
+                yield _padded(pb.SyncRequest(spans=pb.SpanBatch(spans=[_pb_span(span) for span in spans])))
+            if self._learnt is not None:
+                learnt, self._learnt = self._learnt, None
+                yield _padded(pb.SyncRequest(tables=learnt))
             self._flushed.clear()
             await self._flushed.wait()
 
+    def _next_batch(self) -> list[AcceptedSpan]:
+        spans: list[AcceptedSpan] = []
+        num_tokens = 0
+        while self._unsent and len(spans) < _SPANS_PER_BATCH and num_tokens < _TOKENS_PER_BATCH:
+            spans.append(self._unsent.popleft())
+            num_tokens += len(spans[-1].token_ids)
+        return spans
+
     async def _apply_delta(self, delta: pb.Delta) -> None:
-        spans = [AcceptedSpan(s.request_id, s.offset, tuple(s.token_ids)) for s in delta.spans]
+        spans = [AcceptedSpan(s.run, s.offset, tuple(s.token_ids)) for s in delta.spans]
         await asyncio.to_thread(self._mirror.apply_delta, spans, delta.position)
 
-    async def _collect(self, chunks: list[bytes], chunk: pb.SnapshotChunk) -> list[bytes]:
-        """The chunks so far; a whole snapshot goes into the mirror."""
-        if chunk.index == 0:
-            chunks = []
+    async def _collect(self, chunk: pb.SnapshotChunk) -> None:
+        """Keeps a chunk; a whole snapshot goes into the mirror."""
+        if chunk.version != self._partial.version or chunk.index != len(self._partial.chunks):
+            self._partial = _PartialSnapshot(chunk.version)
+            if chunk.index > 0:
+                raise ValueError(f"snapshot {chunk.version} begins with chunk {chunk.index}")
+        chunks = self._partial.chunks
         chunks.append(chunk.payload)
         if len(chunks) < chunk.num_chunks:
-            return chunks
+            return
+        self._partial = _PartialSnapshot()
+        if chunk.is_purge:
+            for queue in (self._pushed, self._unsent, self._sent):
+                queue.clear()
+            self._learnt = None
         try:
             await asyncio.to_thread(self._mirror.apply_snapshot, b"".join(chunks), chunk.position)
         except ValueError as error:
             self._log.warning("a damaged snapshot is ignored", error=str(error))
-        return []
+
+    async def _load_tables(self, tables: pb.LearntTables) -> None:
+        if self._tables is None or tables.num_observations <= self._num_observations:
+            return
+        try:
+            if xxhash.xxh3_128_digest(tables.payload) != tables.digest:
+                raise ValueError("their digest does not match")
+            await self._tables.load(tables.payload)
+        except ValueError as error:
+            self._log.warning("learnt tables are ignored", error=str(error))
+            return
+        self._num_observations = tables.num_observations
 
 
 def joined(spans: Sequence[AcceptedSpan]) -> list[AcceptedSpan]:
-    """The same tokens in fewer spans: consecutive pieces of one request become one."""
+    """The same tokens in fewer spans: consecutive pieces of one run become one, as long as it may be."""
     whole: list[AcceptedSpan] = []
-    last: dict[str, int] = {}
+    last: dict[tuple[str, bool], int] = {}
     for span in spans:
-        at = last.get(span.request_id)
-        if at is not None and whole[at].offset + len(whole[at].token_ids) == span.offset:
+        at = last.get((span.run, span.is_prompt))
+        if at is not None:
             previous = whole[at]
-            whole[at] = AcceptedSpan(span.request_id, previous.offset, previous.token_ids + span.token_ids)
-        else:
-            last[span.request_id] = len(whole)
-            whole.append(span)
+            tokens = previous.token_ids + span.token_ids
+            if previous.offset + len(previous.token_ids) == span.offset and len(tokens) <= _TOKENS_PER_SPAN:
+                whole[at] = AcceptedSpan(span.run, previous.offset, tokens, span.is_prompt)
+                continue
+        last[span.run, span.is_prompt] = len(whole)
+        whole.append(span)
     return whole
+
+
+def _pb_span(span: AcceptedSpan) -> pb.Span:
+    return pb.Span(run=span.run, offset=span.offset, token_ids=span.token_ids, is_prompt=span.is_prompt)
+
+
+def _padded(message: pb.SyncRequest) -> pb.SyncRequest:
+    message.padding = bytes(num_padding_bytes(message.ByteSize()))
+    return message

@@ -65,6 +65,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     ) -> AsyncIterator[decode_pb2.DecodeResponse]:
         state = self._to_request(request)
         self._sharing.open(state.tenant)
+        self._sharing.push_prompt(state.tenant, state.request_id, state.prompt_token_ids)
         record = RequestRecord(state, request.request_id, self._settings.pod_id)
         self._streams += 1
         self._requests += 1

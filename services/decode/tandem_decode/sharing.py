@@ -1,4 +1,4 @@
-"""The pod's ties to the lookahead service: per tenant one mirror of the forest and one stream.
+"""The pod's ties to the lookahead service: per tenant one mirror of the shared text and one stream.
 
 A tenant's mirror is attached to the drafter before its first request reaches the engine, and is used for
 its requests only. Everything here works without the service; drafts are then local.
@@ -36,10 +36,16 @@ class Sharing:
         self._clients[tenant] = self._make_client(tenant, mirror)
 
     def push(self, tenant: str, request_id: str, offset: int, token_ids: Sequence[int]) -> None:
-        """Offers tokens of a request's output, from `offset` on, to the tenant's forest."""
+        """Reports tokens of a request's output, from `offset` on, to the service."""
         client = self._clients.get(tenant)
         if client is not None:
             client.push(request_id, offset, token_ids)
+
+    def push_prompt(self, tenant: str, request_id: str, token_ids: Sequence[int]) -> None:
+        """Offers a request's prompt, which leaves the pod only if the tenant wants its prompts shared."""
+        client = self._clients.get(tenant)
+        if client is not None:
+            client.push_prompt(request_id, token_ids)
 
     @property
     def connected(self) -> int:

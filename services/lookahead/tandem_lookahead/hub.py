@@ -1,54 +1,54 @@
 """Joins pods, forests and Redis.
 
-    pod -> submit -> writer -> XADD -> Redis stream -> tail (XREAD) -> forest -> followers (all replicas)
-                        |
-                        +- Redis away: forest -> followers (this replica), and a bounded backlog that is
-                           added to the stream when Redis returns
+    pod -> submit -> outbox -> Redis stream -> tail (XREAD) -> forest -> followers (all replicas)
 
-Spans that come back from the stream after having been merged here already are repetitions, which forests
-and mirrors skip; so nothing needs to be remembered about what was delivered how. On every (re)connection
-a namespace that has no position, or whose next entries were trimmed, starts from the latest snapshot.
+On every (re)connection each namespace asks for its generation: text of another one was purged. A namespace
+that has no position, or whose next entries were trimmed, then starts from the latest snapshot.
 """
 
 from __future__ import annotations
 
 import asyncio
 import uuid
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from itertools import groupby
 
 import structlog
 from tandem_engine.drafts.spans import AcceptedSpan
 
+from tandem_lookahead.codec import Hello, Namespace, Tables
+from tandem_lookahead.compactor import Compactor
+from tandem_lookahead.follower import Follower
 from tandem_lookahead.metrics import LookaheadMetrics
-from tandem_lookahead.namespace import Follower, NamespaceForest
+from tandem_lookahead.namespace import NamespaceForest
+from tandem_lookahead.outbox import Outbox
 from tandem_lookahead.settings import LookaheadSettings
-from tandem_lookahead.store import START, Entry, RedisStore, StoreUnavailableError, position_order
-from tandem_lookahead.tasks import end_tasks
+from tandem_lookahead.store import (
+    START,
+    EntryKind,
+    RedisStore,
+    StoreUnavailableError,
+    position_order,
+)
+from tandem_lookahead.tasks import end_tasks, happens
+from tandem_lookahead.text import TextPolicy
 
 #: XREAD waits this long; a namespace opened meanwhile is read from the next time on.
 _BLOCK_MS = 100
 _ENTRIES_PER_READ = 512
-_SPANS_PER_WRITE = 1024
-#: A pod further behind than this gets a snapshot.
-_MAX_HISTORY_ENTRIES = 2048
+#: What pods send within this time becomes one stream entry.
+_WRITE_PAUSE_S = 0.005
 _RETRY_S = 0.02
 _RETRY_LIMIT_S = 1.0
 #: How long a pod's hello waits for Redis before it is answered with what there is.
 _SYNC_WAIT_S = 1.0
 _FINAL_WRITE_S = 3.0
+#: How long a purge waits until this replica has heard of it from the stream.
+_PURGE_WAIT_S = 5.0
 
 
 class TooManyNamespacesError(Exception):
     """No room for another namespace (RESOURCE_EXHAUSTED)."""
-
-
-@dataclass(frozen=True)
-class _Pending:
-    forest: NamespaceForest
-    span: AcceptedSpan
 
 
 class LookaheadHub:
@@ -59,15 +59,15 @@ class LookaheadHub:
         self._settings = settings
         self._metrics = metrics
         self._log = structlog.get_logger("tandem.lookahead.hub")
+        self._policy = TextPolicy(
+            settings.promotion_requests, settings.max_bytes, half_life_s=settings.half_life_s
+        )
+        self._compactor = Compactor(store, settings, metrics)
         self._forests: dict[str, NamespaceForest] = {}
         self._connected = asyncio.Event()
         self._opened = asyncio.Event()
         self._write_wanted = asyncio.Event()
-        #: Neither merged nor stored.
-        self._fresh: deque[_Pending] = deque()
-        #: Merged here while Redis was away.
-        self._backlog: deque[_Pending] = deque()
-        self._backlog_tokens = 0
+        self._outbox = Outbox(settings.backlog_tokens)
         self._tasks: list[asyncio.Task[None]] = []
         #: Redis may just not be up yet.
         self._is_new = True
@@ -102,29 +102,35 @@ class LookaheadHub:
         if self.is_connected:
             try:
                 async with asyncio.timeout(_FINAL_WRITE_S):
-                    while self._backlog or self._fresh:
-                        await self._write_some()
+                    while not self._outbox.is_empty:
+                        await self._outbox.write(self._store)
                     for forest in self.forests:
-                        await self._publish(forest)
+                        if forest.synced.is_set() and forest.num_unpublished:
+                            await self._compactor.publish(forest)
             except (StoreUnavailableError, TimeoutError) as error:
                 self._log.warning("no last snapshot was published", error=str(error))
 
-    async def open(self, namespace_key: str) -> NamespaceForest:
-        """The namespace's forest, with what Redis holds if it answers soon."""
-        forest = self._ensure(namespace_key)
+    async def open(self, namespace: Namespace) -> NamespaceForest:
+        """The namespace's forest, with what Redis holds if it answers soon. Raises TooManyNamespacesError."""
+        forest = self._ensure(namespace)
         if forest is None:
             raise TooManyNamespacesError(
                 f"{len(self._forests)} namespaces are held already; raise --max-namespaces"
             )
         if not forest.synced.is_set() and (self.is_connected or self._is_new):
             self._opened.set()
-            if not await _happens(forest.synced, _SYNC_WAIT_S):
-                self._log.warning("redis is slow; answering without it", namespace=namespace_key)
+            if not await happens(forest.synced, _SYNC_WAIT_S):
+                self._log.warning("redis is slow; answering without it", namespace=forest.key)
         return forest
 
-    async def follow(self, forest: NamespaceForest, have_position: str) -> Follower:
+    async def follow(self, forest: NamespaceForest, hello: Hello) -> Follower:
         """A new follower of the forest, at its end already when the service is stopping."""
-        follower = await forest.follow(have_position, partial(self._history, forest))
+        if hello.tables_format and self.is_connected:
+            try:
+                forest.tables |= {tables.format: tables for tables in await self._store.tables(forest.key)}
+            except StoreUnavailableError as error:
+                self._log.warning("learnt tables not read", namespace=forest.key, error=str(error))
+        follower = await forest.follow(hello)
         if self._is_stopping:
             follower.close()
         return follower
@@ -133,27 +139,77 @@ class LookaheadHub:
         """Takes what a pod has sent; never waits, never raises."""
         self.num_received += len(spans)
         self._metrics.spans_received.inc(len(spans))
-        for span in spans:
-            if forest.received.accept(span) is None:
-                self._metrics.spans_duplicate.inc()
-            else:
-                self._fresh.append(_Pending(forest, span))
+        allowed = [span for span in spans if forest.wants_prompts or not span.is_prompt]
+        self._metrics.prompts_refused.inc(len(spans) - len(allowed))
+        self._outbox.put(forest, allowed)
         self._write_wanted.set()
 
-    async def _history(self, forest: NamespaceForest, after: str, until: str) -> list[Entry] | None:
-        """Stream entries in (after, until]; None when not all can be had."""
+    async def offer_tables(self, forest: NamespaceForest, tables: Tables) -> None:
+        """Keeps a pod's learnt tables if they were taught more than those there are."""
+        held = forest.tables.get(tables.format)
+        if held is None or held.num_observations < tables.num_observations:
+            forest.tables[tables.format] = tables
+        if self.is_connected and forest.generation:
+            try:
+                await self._store.offer_tables(forest.key, forest.generation, tables)
+            except StoreUnavailableError as error:
+                self._log.warning("learnt tables not stored", namespace=forest.key, error=str(error))
+
+    async def add_shared(self, forest: NamespaceForest, spans: Sequence[AcceptedSpan]) -> None:
+        """Adds imported text for all replicas. Raises StoreUnavailableError, WrongGenerationError."""
+        if not forest.synced.is_set():
+            raise StoreUnavailableError("Redis does not answer; import again when it does")
+        await self._store.append(forest.key, forest.generation, EntryKind.SHARED, spans)
+
+    async def purge(self, tenant: str) -> int:
+        """Removes all that is held of a tenant, and returns of how many namespaces; returns when this replica
+        and Redis have forgotten, the other replicas do so within moments. Raises StoreUnavailableError.
+        """
         if not self.is_connected:
+            raise StoreUnavailableError(
+                "Redis does not answer, and what it holds would come back; purge again when it does"
+            )
+        keys = {*await self._store.namespaces(), *self._forests}
+        doomed = [key for key in sorted(keys) if Namespace.of_key(key).tenant == tenant]
+        for key in doomed:
+            generation = uuid.uuid4().hex
+            forest = self._forests.get(key)
+            if forest is not None:
+                self._outbox.forget(forest)
+            await self._store.purge(key, generation)
+            if forest is not None:
+                await self._hear_of(forest, generation)
+        if doomed:
+            await self._store.forget_deleted()
+        return len(doomed)
+
+    async def _hear_of(self, forest: NamespaceForest, generation: str) -> None:
+        deadline = asyncio.get_running_loop().time() + _PURGE_WAIT_S
+        while forest.generation != generation:
+            if asyncio.get_running_loop().time() > deadline:
+                raise StoreUnavailableError(
+                    "Redis has forgotten the tenant, but this replica has yet to hear of it; purge again"
+                )
+            await asyncio.sleep(_RETRY_S)
+
+    async def lag_s(self, forest: NamespaceForest) -> float | None:
+        """By how much the stream is ahead of the forest; None: Redis does not answer."""
+        if not self.is_connected or not forest.position:
             return None
         try:
-            return await self._store.read_between(forest.key, after, until, _MAX_HISTORY_ENTRIES)
+            bounds = await self._store.bounds(forest.key)
         except StoreUnavailableError:
             return None
+        if bounds is None:
+            return 0.0
+        return max(0, position_order(bounds[1])[0] - position_order(forest.position)[0]) / 1000
 
-    def _ensure(self, namespace_key: str) -> NamespaceForest | None:
-        forest = self._forests.get(namespace_key)
+    def _ensure(self, namespace: Namespace) -> NamespaceForest | None:
+        forest = self._forests.get(namespace.key)
         if forest is None and len(self._forests) < self._settings.max_namespaces:
-            forest = NamespaceForest(namespace_key, max_tokens=self._settings.max_tokens)
-            self._forests[namespace_key] = forest
+            wants_prompts = namespace.tenant in self._settings.share_prompts
+            forest = NamespaceForest(namespace, self._policy, wants_prompts=wants_prompts)
+            self._forests[namespace.key] = forest
         return forest
 
     async def _tail(self) -> None:
@@ -167,28 +223,32 @@ class LookaheadHub:
                 await self._follow_streams()
             except StoreUnavailableError as error:
                 self._is_new = self._is_new and loop.time() - begun < _SYNC_WAIT_S
-                if self.is_connected:
-                    self._log.warning("redis lost; going on without it", error=str(error))
-                    self._metrics.redis_failures.inc()
-                self._connected.clear()
-                self._metrics.redis_connected.set(0)
+                self._lose_redis(error)
                 self._write_wanted.set()
             if loop.time() - started > 5 * _RETRY_LIMIT_S:
                 retry_s = _RETRY_S
             await asyncio.sleep(retry_s)
             retry_s = min(2 * retry_s, _RETRY_LIMIT_S)
 
+    def _lose_redis(self, error: StoreUnavailableError) -> None:
+        if self.is_connected:
+            self._log.warning("redis lost; going on without it", error=str(error))
+            self._metrics.redis_failures.inc()
+        self._connected.clear()
+        self._metrics.redis_connected.set(0)
+
     async def _follow_streams(self) -> None:
         """Returns when the writer has found Redis gone. Raises StoreUnavailableError."""
         await self._store.ping()
+        await self._store.begin_reading()
         for forest in self.forests:
             forest.synced.clear()
         for key in await self._store.namespaces():
-            self._ensure(key)
+            self._ensure(Namespace.of_key(key))
         self._connected.set()
         self._is_new = False
         self._metrics.redis_connected.set(1)
-        self._log.info("redis connected", namespaces=len(self._forests), backlog=len(self._backlog))
+        self._log.info("redis connected", namespaces=len(self._forests), backlog=self._outbox.num_backlog)
         while self.is_connected:
             self._opened.clear()
             for forest in self.forests:
@@ -198,23 +258,38 @@ class LookaheadHub:
             self._report()
             if not self._forests:
                 await self._store.ping()
-                await _happens(self._opened, _BLOCK_MS / 1000)
+                await happens(self._opened, _BLOCK_MS / 1000)
                 continue
-            positions = {forest.key: forest.position for forest in self.forests if forest.synced.is_set()}
-            for entry in await self._store.read(positions, block_ms=_BLOCK_MS, limit=_ENTRIES_PER_READ):
-                if entry.spans is None:
-                    self._metrics.entries_damaged.inc()
-                num_new = await self._forests[entry.namespace_key].merge(entry.spans or (), entry.position)
-                self._metrics.tokens_merged.inc(num_new)
+            positions = {forest.key: forest.position for forest in self.forests}
+            entries = await self._store.read(positions, block_ms=_BLOCK_MS, limit=_ENTRIES_PER_READ)
+            for key, group in groupby(entries, lambda entry: entry.namespace_key):
+                batch = list(group)
+                for entry in batch:
+                    if entry.kind is EntryKind.DAMAGED:
+                        self._metrics.entries_damaged.inc()
+                    elif entry.kind is EntryKind.PURGE:
+                        self._outbox.forget(self._forests[key])
+                self._metrics.tokens_merged.inc(await self._forests[key].merge(batch))
 
     async def _sync(self, forest: NamespaceForest) -> None:
         """Brings a forest to a position from which its stream can be read without a gap."""
-        if not forest.position or await self._store.has_gap_after(forest.key, forest.position):
+        ours = forest.generation or uuid.uuid4().hex
+        generation = await self._store.generation(forest.key, ours=ours)
+        if forest.generation not in ("", generation):
+            self._outbox.forget(forest)
+        await forest.begin(generation)
+        bounds = await self._store.bounds(forest.key)
+        first = bounds[0] if bounds is not None else START
+        if not forest.position or position_order(first) > position_order(forest.position):
             snapshot = await self._store.latest_snapshot(forest.key)
             # What we hold may be newer than what was published before the stream was trimmed or lost.
-            if snapshot is not None and position_order(snapshot.position) > position_order(forest.position):
+            if (
+                snapshot is not None
+                and snapshot.generation == generation
+                and position_order(snapshot.position) > position_order(forest.position)
+            ):
                 try:
-                    await forest.replace(snapshot)
+                    await forest.restore(snapshot)
                 except ValueError as error:
                     self._metrics.snapshots_rejected.inc()
                     self._log.warning(
@@ -222,91 +297,58 @@ class LookaheadHub:
                         namespace=forest.key,
                         error=str(error),
                     )
-            if not forest.position:
-                await forest.start_at(START)
+        await forest.follow_on()
         forest.synced.set()
 
     async def _write(self) -> None:
         """Moves fresh spans to the stream, or, without Redis, into the forests and the backlog."""
         while True:
             await self._write_wanted.wait()
+            await asyncio.sleep(_WRITE_PAUSE_S)
             self._write_wanted.clear()
-            while self._fresh or (self._backlog and self.is_connected):
+            while self._outbox.has_fresh or (self._outbox.num_backlog and self.is_connected):
                 if self.is_connected:
                     try:
-                        await self._write_some()
+                        await self._outbox.write(self._store)
                     except StoreUnavailableError as error:
-                        self._log.warning("redis lost; going on without it", error=str(error))
-                        self._metrics.redis_failures.inc()
-                        self._connected.clear()
-                        self._metrics.redis_connected.set(0)
+                        self._lose_redis(error)
                 else:
-                    await self._merge_unstored()
-            self._metrics.backlog_spans.set(len(self._backlog))
-
-    async def _write_some(self) -> None:
-        """What waits longest becomes one stream entry per namespace; it stays queued if that fails."""
-        queue = self._backlog or self._fresh
-        batches: dict[str, list[AcceptedSpan]] = {}
-        num_taken = min(len(queue), _SPANS_PER_WRITE)
-        for i in range(num_taken):
-            batches.setdefault(queue[i].forest.key, []).append(queue[i].span)
-        await self._store.append(batches)
-        for _ in range(num_taken):
-            pending = queue.popleft()
-            if queue is self._backlog:
-                self._backlog_tokens -= len(pending.span.token_ids)
-
-    async def _merge_unstored(self) -> None:
-        batches: dict[NamespaceForest, list[AcceptedSpan]] = {}
-        while self._fresh:
-            pending = self._fresh.popleft()
-            batches.setdefault(pending.forest, []).append(pending.span)
-            self._backlog.append(pending)
-            self._backlog_tokens += len(pending.span.token_ids)
-        while self._backlog_tokens > self._settings.backlog_tokens:
-            self._backlog_tokens -= len(self._backlog.popleft().span.token_ids)
-            self.num_dropped += 1
-            self._metrics.spans_dropped.inc()
-        for forest, spans in batches.items():
-            self._metrics.tokens_merged.inc(await forest.merge_unstored(spans))
+                    num_merged, num_dropped = await self._outbox.merge_unstored()
+                    self.num_dropped += num_dropped
+                    self._metrics.spans_dropped.inc(num_dropped)
+                    self._metrics.tokens_merged.inc(num_merged)
+            self._metrics.backlog_spans.set(self._outbox.num_backlog)
 
     async def _compact(self) -> None:
-        interval_s = self._settings.snapshot_interval_s
         while True:
-            await asyncio.sleep(interval_s)
+            await asyncio.sleep(self._settings.snapshot_interval_s)
             for forest in self.forests:
                 try:
-                    if self.is_connected and forest.synced.is_set() and forest.num_unpublished:
-                        lasting_ms = max(1, int(900 * interval_s))
-                        if await self._store.take_lease(
-                            forest.key, self._settings.pod_id, lasting_ms=lasting_ms
-                        ):
-                            await self._publish(forest)
+                    if self.is_connected:
+                        await self._compactor.compact(forest)
                 except StoreUnavailableError as error:
                     self._log.warning("snapshot not published", namespace=forest.key, error=str(error))
 
-    async def _publish(self, forest: NamespaceForest) -> None:
-        num_included = forest.num_unpublished
-        if not num_included or not forest.synced.is_set():
-            return
-        snapshot = await forest.snapshot(version=uuid.uuid4().hex)
-        await self._store.publish(forest.key, snapshot)
-        forest.version = snapshot.version
-        forest.num_unpublished -= num_included
-        self._metrics.snapshots_published.inc()
-
     def _report(self) -> None:
+        """Shows what is held, and divides the room among the namespaces."""
         forests = self.forests
+        sizes = [forest.text.num_bytes for forest in forests]
+        cap = fair_cap(sizes, self._settings.max_total_bytes)
+        for forest in forests:
+            forest.limit(cap)
         self._metrics.namespaces.set(len(forests))
-        self._metrics.tokens_held.set(sum(forest.num_tokens for forest in forests))
-        self._metrics.memory_bytes.set(sum(forest.memory_bytes for forest in forests))
+        self._metrics.tokens_held.set(sum(forest.text.num_tokens for forest in forests))
+        self._metrics.tokens_shared.set(sum(forest.text.num_shared_tokens for forest in forests))
+        self._metrics.memory_bytes.set(sum(sizes))
 
 
-async def _happens(event: asyncio.Event, limit_s: float) -> bool:
-    """Whether the event is set within the limit."""
-    try:
-        await asyncio.wait_for(event.wait(), limit_s)
-    except TimeoutError:
-        return False
-    return True
+def fair_cap(sizes: Sequence[int], total: int) -> int:
+    """The largest cap c for which the sizes, each cut to c, come to at most the total: who holds least loses
+    last."""
+    left, cap = total, total
+    for count, size in zip(range(len(sizes), 0, -1), sorted(sizes), strict=True):
+        cap = left // count
+        if size > cap:
+            return cap
+        left -= size
+    return total

@@ -14,6 +14,7 @@ from tandem_proto.v1 import lookahead_pb2_grpc
 from tandem_service import logs, settings
 from tandem_service.server import PodServer
 
+from tandem_lookahead.connection import RedisAddress
 from tandem_lookahead.hub import LookaheadHub
 from tandem_lookahead.metrics import LookaheadMetrics
 from tandem_lookahead.redis_process import RedisProcess
@@ -43,7 +44,9 @@ class LookaheadPod:
             await self.redis.start()
         url = self._redis_url or (self.redis.url if self.redis is not None else "")
         metrics = LookaheadMetrics(self.server.registry)
-        self._store = RedisStore(url, stream_length=self._options.stream_length)
+        options = self._options
+        address = RedisAddress(url, options.redis_ca_file, options.redis_cert_file, options.redis_key_file)
+        self._store = RedisStore(address, stream_length=options.stream_length)
         self._hub = LookaheadHub(self._store, self._options, metrics)
         servicer = LookaheadServicer(
             self._hub,

@@ -16,13 +16,21 @@ class LookaheadMetrics:
             return Gauge(f"tandem_lookahead_{name}", text, registry=registry)
 
         self.spans_received = counter("spans_received", "Spans that pods sent")
-        self.tokens_merged = counter("tokens_merged", "Accepted tokens merged into a forest")
-        self.spans_duplicate = counter("spans_duplicate", "Spans that had been received before")
+        self.tokens_merged = counter("tokens_merged", "Accepted tokens merged into a namespace's text")
+        self.prompts_refused = counter(
+            "prompts_refused", "Spans of prompts whose tenant does not share them, and which were dropped"
+        )
         self.spans_dropped = counter("spans_dropped", "Spans given up because the backlog for Redis was full")
         self.entries_damaged = counter("stream_entries_damaged", "Redis stream entries that were no spans")
         self.snapshots_published = counter("snapshots_published", "Snapshots written to Redis")
         self.snapshots_rejected = counter(
             "snapshots_rejected", "Damaged snapshots found in Redis and ignored"
+        )
+        self.snapshots_refused = Counter(
+            "tandem_lookahead_snapshots_refused",
+            "Snapshots that were not published because something came between",
+            ["cause"],
+            registry=registry,
         )
         self.redis_failures = counter("redis_failures", "Times Redis was lost")
         self.subscribers_lagging = counter(
@@ -33,4 +41,5 @@ class LookaheadMetrics:
         self.backlog_spans = gauge("backlog_spans", "Spans waiting for Redis to come back")
         self.namespaces = gauge("namespaces", "Namespaces held")
         self.tokens_held = gauge("forest_tokens", "Tokens of text held, over all namespaces")
-        self.memory_bytes = gauge("forest_memory_bytes", "Estimated memory of all forests")
+        self.tokens_shared = gauge("forest_shared_tokens", "Tokens of text that pods may have")
+        self.memory_bytes = gauge("forest_memory_bytes", "Memory of all text, as the caps count it")

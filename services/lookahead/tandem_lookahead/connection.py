@@ -1,0 +1,72 @@
+"""How Redis is reached: a URL, and what TLS needs besides.
+
+redis://, rediss:// (TLS) and unix:// work, with user and password in the URL; a server that is part of a
+cluster is talked to as a cluster.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import redis.asyncio as redis
+from redis.asyncio.cluster import RedisCluster
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import NoPermissionError, ResponseError
+
+#: A dead Redis host is noticed in this time.
+_SOCKET_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True)
+class RedisAddress:
+    """Where Redis is; the files only matter for rediss://."""
+
+    url: str
+    #: Certificates that its own must be signed by; None: the system's.
+    ca_file: Path | None = None
+    #: Ours, where it asks for one.
+    cert_file: Path | None = None
+    key_file: Path | None = None
+
+
+async def connect(address: RedisAddress) -> Any:
+    """A client of the server or of its cluster. Raises RedisError, OSError."""
+    options: dict[str, Any] = {
+        "socket_connect_timeout": _SOCKET_TIMEOUT_S,
+        "socket_timeout": _SOCKET_TIMEOUT_S,
+        "retry": Retry(NoBackoff(), 0),  # the hub retries, and meanwhile goes on without
+        "protocol": 2,
+    }
+    if address.url.startswith("rediss:"):
+        files = {
+            "ssl_ca_certs": address.ca_file,
+            "ssl_certfile": address.cert_file,
+            "ssl_keyfile": address.key_file,
+        }
+        options |= {name: str(path) for name, path in files.items() if path is not None}
+    client = redis.Redis.from_url(address.url, **options)
+    try:
+        if not await _is_part_of_cluster(client):
+            return client
+    except BaseException:
+        await client.aclose()
+        raise
+    await client.aclose()
+    cluster = RedisCluster.from_url(address.url, **options)
+    await cluster.initialize()
+    return cluster
+
+
+def is_cluster(client: object) -> bool:
+    return isinstance(client, RedisCluster)
+
+
+async def _is_part_of_cluster(client: Any) -> bool:
+    try:
+        info = await client.info("cluster")
+    except (NoPermissionError, ResponseError):  # may not be asked
+        return False
+    return bool(info.get("cluster_enabled"))

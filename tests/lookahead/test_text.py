@@ -1,0 +1,183 @@
+"""What of a namespace's text is shared, and what is given up."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tandem_engine.drafts.spans import AcceptedSpan
+from tandem_engine.drafts.text_store import TextStore
+from tandem_lookahead import text_bytes
+from tandem_lookahead.text import BYTES_PER_RUN, BYTES_PER_TOKEN, NamespaceText, TextPolicy
+
+pytestmark = pytest.mark.drafts
+
+ANSWER = tuple(range(100, 120))
+
+
+def shared_of(text: NamespaceText) -> list[tuple[int, ...]]:
+    return sorted(tuple(run.tokens) for run in text.shared().runs())
+
+
+def ngrams(tokens: tuple[int, ...]) -> set[tuple[int, ...]]:
+    return {tokens[a:b] for a in range(len(tokens)) for b in range(a + 1, len(tokens) + 1)}
+
+
+def requests_with(ngram: tuple[int, ...], said: dict[tuple[str, bool], dict[int, int]]) -> set[str]:
+    """Requests in whose output or prompt the n-gram is; `said`: (request, is_prompt) -> offset -> token."""
+    return {
+        request
+        for (request, _), tokens in said.items()
+        if any(all(tokens.get(at + i) == t for i, t in enumerate(ngram)) for at in tokens)
+    }
+
+
+# Requests take turns; pieces are resent, overlap, leave gaps. A request says the same at an offset each time.
+turns = st.lists(
+    st.tuples(st.sampled_from("abcdef"), st.booleans(), st.integers(0, 20), st.integers(1, 14)), max_size=30
+)
+scripts = st.lists(st.lists(st.integers(0, 2), min_size=34, max_size=34), min_size=12, max_size=12)
+
+
+@settings(max_examples=200, deadline=None)
+@given(turns, scripts, st.integers(1, 3), st.integers(2_000, 20_000))
+def test_every_ngram_that_is_shared_was_generated_by_k_requests(given_turns, given_scripts, k, max_bytes):
+    text = NamespaceText(TextPolicy(promotion_requests=k, max_bytes=max_bytes))
+    pod = TextStore(10_000)
+    said: dict[tuple[str, bool], dict[int, int]] = {}
+    for time_s, (request, is_prompt, offset, length) in enumerate(given_turns):
+        script = given_scripts["abcdef".index(request) + 6 * is_prompt]
+        tokens = tuple(script[offset : offset + length])
+        said.setdefault((request, is_prompt), {}).update(enumerate(tokens, offset))
+        _, shared = text.add([AcceptedSpan(request, offset, tokens, is_prompt)], time_s)
+        for span in shared:
+            pod.add(span)
+    for store in (pod, text.shared()):
+        for run in store.runs():
+            for ngram in ngrams(tuple(run.tokens)):
+                assert len(requests_with(ngram, said)) >= k
+
+
+@settings(max_examples=50, deadline=None)
+@given(turns, scripts, st.integers(1, 3), st.integers(0, 29))
+def test_two_replicas_share_the_same_and_one_that_begins_with_a_snapshot_no_less(
+    given_turns, given_scripts, k, cut
+):
+    policy = TextPolicy(promotion_requests=k)
+    one, two, late = NamespaceText(policy), NamespaceText(policy), None
+    for time_s, (request, is_prompt, offset, length) in enumerate(given_turns):
+        if time_s == cut:
+            late = text_bytes.from_bytes(text_bytes.to_bytes(one), policy)
+        script = given_scripts["abcdef".index(request) + 6 * is_prompt]
+        span = AcceptedSpan(request, offset, tuple(script[offset : offset + length]), is_prompt)
+        assert one.add([span], time_s) == two.add([span], time_s)
+        if late is not None:
+            late.add([span], time_s)
+    assert one.shared().to_bytes() == two.shared().to_bytes()
+    if late is not None:
+        assert {g for run in shared_of(late) for g in ngrams(run)} == {
+            g for run in shared_of(one) for g in ngrams(run)
+        }
+        assert late.num_tokens == one.num_tokens
+
+
+def test_what_one_request_said_is_nobody_else_s():
+    text = NamespaceText(TextPolicy())
+    assert text.add([AcceptedSpan("a", 0, ANSWER)], 0) == (20, [])
+    assert text.add([AcceptedSpan("a", 0, ANSWER)], 0) == (0, [])  # resent
+    num_new, (shared,) = text.add([AcceptedSpan("b", 0, (1, 2, *ANSWER[:8]))], 1)
+    assert (num_new, shared.offset, shared.token_ids) == (10, 0, ANSWER[:8])
+    _, (more,) = text.add([AcceptedSpan("b", 10, (*ANSWER[8:10], 3))], 2)
+    assert (more.run, more.offset, more.token_ids) == (shared.run, 8, ANSWER[8:10])
+    assert shared_of(text) == [ANSWER[:10]]
+    assert (text.num_tokens, text.num_shared_tokens, text.num_runs) == (33, 10, 2)
+
+
+def test_a_prompt_and_its_answer_are_one_request():
+    text = NamespaceText(TextPolicy())
+    text.add([AcceptedSpan("a", 0, ANSWER, is_prompt=True), AcceptedSpan("a", 0, ANSWER)], 0)
+    assert shared_of(text) == []
+    text.add([AcceptedSpan("b", 0, ANSWER, is_prompt=True)], 0)
+    assert shared_of(text) == [ANSWER]
+
+
+def test_shared_runs_are_named_after_nobody():
+    text = NamespaceText(TextPolicy())
+    text.add([AcceptedSpan("a", 0, ANSWER), AcceptedSpan("b", 0, ANSWER)], 0)
+    assert not {run.name for run in text.shared().runs()} & {"a", "b"}
+
+
+def test_what_is_shared_at_once_is_known_to_the_request_s_own_pod():
+    text = NamespaceText(TextPolicy(promotion_requests=1))
+    text.add([AcceptedSpan("a", 0, ANSWER), AcceptedSpan("a", 0, (5, 6), is_prompt=True)], 0)
+    names = {run.name: tuple(run.tokens) for run in text.shared().runs()}
+    assert names["a"] == ANSWER
+    assert set(names.values()) == {ANSWER, (5, 6)}
+
+
+def test_another_threshold_judges_old_text_anew():
+    text = NamespaceText(TextPolicy(promotion_requests=1))
+    text.add([AcceptedSpan(name, 0, (*ANSWER, n)) for n, name in enumerate("ab")], 0)
+    stricter = text_bytes.from_bytes(text_bytes.to_bytes(text), TextPolicy(promotion_requests=2))
+    assert shared_of(stricter) == [ANSWER]
+    assert stricter.num_shared_tokens == 20
+
+
+def noise(number: int) -> tuple[int, ...]:
+    return tuple(range(1000 + 20 * number, 1020 + 20 * number))
+
+
+#: Room for about 32 requests of 20 tokens.
+SMALL = TextPolicy(max_bytes=32 * (20 * BYTES_PER_TOKEN + BYTES_PER_RUN), half_life_s=100.0)
+
+
+def test_what_is_repeated_outlives_what_is_not():
+    text = NamespaceText(SMALL)
+    text.add([AcceptedSpan("a", 0, ANSWER), AcceptedSpan("b", 0, ANSWER)], 0)
+    for number in range(200):
+        text.add([AcceptedSpan(f"r{number}", 0, noise(number))], number)
+        assert text.num_bytes <= SMALL.max_bytes
+    assert shared_of(text) == [ANSWER]
+    # The newest of the rest can still be repeated.
+    _, shared = text.add([AcceptedSpan("again", 0, noise(199))], 200)
+    assert [span.token_ids for span in shared] == [noise(199)]
+    assert text.add([AcceptedSpan("too late", 0, noise(0))], 200)[1] == []
+
+
+def test_uses_fade():
+    text = NamespaceText(SMALL)
+    for number in range(8):  # much used long ago
+        text.add([AcceptedSpan(f"old{number}", 0, ANSWER)], 0)
+    for number in range(100):
+        for who in "ab":
+            text.add([AcceptedSpan(f"{who}{number}", 0, noise(number))], 1000 + number)
+    kept = shared_of(text)
+    assert ANSWER not in kept
+    assert noise(99) in kept
+
+
+def test_new_text_finds_room_however_much_is_repeated():
+    text = NamespaceText(SMALL)
+    for number in range(100):
+        for who in "ab":
+            text.add([AcceptedSpan(f"{who}{number}", 0, noise(number))], 0)
+    for number in range(200, 208):
+        text.add([AcceptedSpan(f"x{number}", 0, noise(number))], 1)
+    for number in range(200, 208):
+        _, shared = text.add([AcceptedSpan(f"y{number}", 0, noise(number))], 2)
+        assert [span.token_ids for span in shared] == [noise(number)]
+
+
+def test_every_damage_has_its_sentence():
+    text = NamespaceText(TextPolicy())
+    text.add([AcceptedSpan("a", 0, ANSWER)], 0)
+    good = text_bytes.to_bytes(text)
+    for payload, words in (
+        (good[:10], "cut short"),
+        (b"TLKT" + good[4:], "not a snapshot"),
+        (good[:4] + b"\x09" + good[5:], "version 9"),
+        (good[:-1], "checksum"),
+        (good[:-1] + b"\xff", "checksum"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            text_bytes.from_bytes(payload, TextPolicy())
