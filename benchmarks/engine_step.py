@@ -32,6 +32,7 @@ from tandem_engine.drafts.tree import DraftTree
 from tandem_engine.engine import Engine
 from tandem_engine.request import Request, SamplingParams
 from tandem_engine.salt import cache_salt
+from tandem_engine.step_cost import StepCost
 from tandem_engine.tokenizer import Tokenizer
 
 ROWS = (1, 8, 16)
@@ -92,9 +93,8 @@ def parse_config(model_dir: Path, text: str) -> EngineConfig:
 class _RandomDrafts:
     """A drafter that proposes `num_nodes` random tokens in a binary tree."""
 
-    row_cost = 0.0
-
     def __init__(self, vocab_size: int) -> None:
+        self.step_cost = StepCost()
         self.num_nodes = 0
         self._vocab_size = vocab_size
         self._random = random.Random(0)

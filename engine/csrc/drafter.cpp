@@ -241,10 +241,25 @@ void expand(Sequence& sequence, int at, const Sources& sources, const Learner& l
   vote(node, sequence, sources, learner);
 }
 
-// A node to be expanded counts as likely as its best child is, on average.
-constexpr float kOnward = .45f;
+// How likely a node's best child is once the node is, before anything is known of it: what is copied goes on being so.
+float onward(const Node& node, const Candidate& taken) { return node.reach * (.35f + .6f * taken.chance); }
+
 // Guesses less likely than this are not worth the drafter's own time, however cheap a row.
 constexpr float kLeastReach = .004f;
+
+// For each number of guesses, the least seconds that one more takes when any number more may be added: where steps take
+// longer in leaps, a leap is shared by those who take it together.
+void cheapest_onward(const double* seconds, int count, std::vector<double>& prices) {
+  static thread_local std::vector<int> hull;  // lower convex hull of the points from here on, the nearest last
+  hull.clear();
+  prices.resize(count);
+  for (int at = count - 1; at >= 0; --at) {
+    const auto slope = [&](int from, int to) { return (seconds[to] - seconds[from]) / (to - from); };
+    while (hull.size() >= 2 && slope(at, hull.back()) >= slope(at, hull[hull.size() - 2])) hull.pop_back();
+    prices[at] = hull.empty() ? 0 : slope(at, hull.back());
+    hull.push_back(at);
+  }
+}
 
 struct Entry {
   float reach;
@@ -277,17 +292,25 @@ struct TandemDraft {
   int32_t num_guesses;
   int32_t tokens[kMaxNodes - 1], parents[kMaxNodes - 1], sources[kMaxNodes - 1];
   float reach[kMaxNodes - 1];
+  // What the guesses are to save, in steps without guesses: their chances' worth less their share of the time.
+  float saved;
 };
 
-// At most max_guesses per sequence. seconds[q] is what a step takes with q guesses, for q = 0 .. num_seconds - 1; there
-// are no more guesses in all than that.
-void tandem_draft(TandemDraft* const* drafts, int32_t count, int32_t max_guesses, const double* seconds,
-                  int32_t num_seconds) {
+// Adds guesses, the likeliest first, as long as some number of them may still raise the tokens per second, and keeps as
+// many as raise them most.
+//
+// At most max_guesses per sequence. `expected` is how many tokens the step yields without any; seconds[q] is what it
+// takes with q guesses, for q = 0 .. num_seconds - 1, never less for more; there are no more guesses in all than that.
+void tandem_draft(TandemDraft* const* drafts, int32_t count, int32_t max_guesses, double expected,
+                    const double* seconds, int32_t num_seconds) {
   static thread_local std::vector<Sources> sources;
   static thread_local std::vector<Entry> heap;
+  static thread_local std::vector<double> prices;
+  static thread_local std::vector<int32_t> added;  // whose guess, in order
   const int limit = std::min(max_guesses, kMaxNodes - 1);
   sources.resize(count);
   heap.clear();
+  added.clear();
   auto push = [&](const Entry& entry) {
     heap.push_back(entry);
     std::push_heap(heap.begin(), heap.end());
@@ -314,12 +337,13 @@ void tandem_draft(TandemDraft* const* drafts, int32_t count, int32_t max_guesses
     expand_root(*sequence, sources[n], *drafts[n]->learner);
     offer(n, 0, 0);
   }
-  double expected = count;  // tokens of the step
-  int rows = 0;
+  cheapest_onward(seconds, num_seconds, prices);
+  double best = expected / seconds[0];  // tokens per second
+  int rows = 0, best_rows = 0;
   while (!heap.empty() && rows + 1 < num_seconds) {
     const Entry entry = heap.front();
-    // (expected + reach) / seconds[rows + 1] must exceed expected / seconds[rows].
-    if (entry.reach * seconds[rows] < expected * (seconds[rows + 1] - seconds[rows])) break;
+    // All that come are no likelier.
+    if (entry.reach <= best * prices[rows]) break;
     std::pop_heap(heap.begin(), heap.end());
     heap.pop_back();
     TandemDraft& draft = *drafts[entry.sequence];
@@ -335,15 +359,31 @@ void tandem_draft(TandemDraft* const* drafts, int32_t count, int32_t max_guesses
     offer(entry.sequence, entry.node, entry.candidate + 1);
     const int at = sequence.num_nodes;
     const Node& node = add_child(sequence, entry.node, entry.candidate, entry.reach);
+    const Candidate& taken = sequence.nodes[node.parent].candidates[node.candidate];
     const int guess = draft.num_guesses++;
     draft.tokens[guess] = node.token;
     draft.parents[guess] = node.parent;
-    draft.sources[guess] = sequence.nodes[node.parent].candidates[node.candidate].source;
+    draft.sources[guess] = taken.source;
     draft.reach[guess] = node.reach;
+    added.push_back(entry.sequence);
     expected += entry.reach;
     ++rows;
-    if (node.depth < draft.room && draft.num_guesses < limit && kOnward * entry.reach >= kLeastReach)
-      push({kOnward * entry.reach, entry.sequence, int16_t(at), -1});
+    if (expected > best * seconds[rows]) best = expected / seconds[rows], best_rows = rows;
+    if (node.depth < draft.room && draft.num_guesses < limit && onward(node, taken) >= kLeastReach)
+      push({onward(node, taken), entry.sequence, int16_t(at), -1});
+  }
+  for (; rows > best_rows; --rows) {
+    Sequence& sequence = *drafts[added[rows - 1]]->sequence;
+    const Node& node = sequence.nodes[--sequence.num_nodes];
+    sequence.nodes[node.parent].candidates[node.candidate].child = -1;
+    --drafts[added[rows - 1]]->num_guesses;
+  }
+  const double per_guess = rows ? (seconds[rows] - seconds[0]) / rows : 0;
+  for (int n = 0; n < count; ++n) {
+    TandemDraft& draft = *drafts[n];
+    double saved = 0;
+    for (int guess = 0; guess < draft.num_guesses; ++guess) saved += draft.reach[guess] / best - per_guess;
+    draft.saved = float(saved / seconds[0]);
   }
 }
 
@@ -395,9 +435,15 @@ Learner* tandem_draft_learner_new() { return new Learner; }
 void tandem_draft_learner_free(Learner* learner) { delete learner; }
 int64_t tandem_draft_learner_bytes() { return sizeof(Learner); }
 void tandem_draft_learner_read(const Learner* learner, void* out) { std::memcpy(out, learner, sizeof(Learner)); }
-void tandem_draft_learner_write(Learner* learner, const void* from) {
-  std::memcpy((void*)learner, from, sizeof(Learner));
+// Whether the bytes hold tables; if not, nothing has changed.
+int32_t tandem_draft_learner_write(Learner* learner, const void* from) {
+  Learner read;
+  std::memcpy((void*)&read, from, sizeof(Learner));
+  if (!read.is_sane()) return false;
+  *learner = read;
+  return true;
 }
+int64_t tandem_draft_learner_num_taught(const Learner* learner) { return learner->num_nodes_taught(); }
 
 Recycler* tandem_draft_recycler_new() { return new Recycler; }
 void tandem_draft_recycler_free(Recycler* recycler) { delete recycler; }

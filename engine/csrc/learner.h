@@ -15,6 +15,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <iterator>
 
 // Exact matches in three places, by the match's length.
 enum Place { kLocal, kGlobal, kAligned, kNumPlaces };
@@ -131,6 +132,21 @@ class Learner {
       seen.rate += share * ((accepted ? 1.f : 0.f) - seen.rate) / (seen.count + 12);
       seen.rate = std::clamp(seen.rate, .0005f, .9995f);
     }
+  }
+
+  int64_t num_nodes_taught() const { return num_taught; }
+
+  // Whether these could be tables that were learnt: what came over a wire may be anything.
+  bool is_sane() const {
+    const auto all = [](const auto& table, auto&& good) {
+      return std::all_of(std::begin(table), std::end(table), good);
+    };
+    const auto small = [](float x) { return std::fabs(x) < 1e3f; };  // false for what is no number
+    const auto rate = [](const Rate& r) { return r.rate > 0 && r.rate < 1 && r.count >= 0 && r.count <= 1e6f; };
+    return num_taught >= 0 && all(base, small) && all(logit, [&](auto& row) { return all(row, small); }) &&
+           all(weights, [&](auto& row) { return all(row, small); }) &&
+           all(cells, [&](auto& row) { return all(row, rate); }) &&
+           all(accept, [&](auto& regime) { return all(regime, [&](auto& row) { return all(row, rate); }); });
   }
 
   static float squash(float x) { return 1 / (1 + std::exp(-x)); }

@@ -34,7 +34,7 @@ from tandem_engine.step_cost import StepCost
 class DraftSource(Protocol):
     """What the engine asks of a drafter (tandem_engine.drafts.drafter)."""
 
-    row_cost: float
+    step_cost: StepCost
 
     def propose(self, requests: Sequence[Request], max_nodes: int) -> list[DraftTree | None]: ...
     def extend(self, request: Request, token_ids: Sequence[int]) -> None: ...
@@ -87,7 +87,7 @@ class Engine:
         self.scheduler = scheduler
         #: For transfers, which hold blocks beside the requests that own them.
         self.blocks = blocks
-        self.step_cost = StepCost()
+        self.step_cost = drafter.step_cost if drafter is not None else StepCost()
         self.num_steps = 0
         #: Recent prefill speed in tokens per second; 0 before any prefill.
         self.prefill_tokens_per_second = 0.0
@@ -129,6 +129,7 @@ class Engine:
 
     def step(self) -> list[StepOutput]:
         """Runs one step; empty when nothing could be scheduled or only prompt chunks were computed."""
+        begun = time.perf_counter()
         self._draft()
         batch = self.scheduler.schedule()
         if batch is None:
@@ -143,9 +144,11 @@ class Engine:
         )
         verified = self._verifier.verify(batch, logits)
         self._runner.compact(batch, [v.path for v in verified])
-        self._account(batch, time.perf_counter() - started)
+        computed = time.perf_counter()
         progress = self.scheduler.update(batch, verified)
-        return self._outputs(batch, verified, progress)
+        outputs = self._outputs(batch, verified, progress)
+        self._account(batch, computed - started, time.perf_counter() - begun)
+        return outputs
 
     def adopted(self, progress: Progress) -> StepOutput:
         """Accounts for a first token that came from a prefill pod, as if a step here had made it."""
@@ -158,7 +161,6 @@ class Engine:
         decoding = self.scheduler.decoding()
         if not decoding:
             return
-        self._drafter.row_cost = self.step_cost.relative_row_cost(len(decoding))
         for request, tree in zip(
             decoding, self._drafter.propose(decoding, self._max_draft_nodes), strict=True
         ):
@@ -191,11 +193,13 @@ class Engine:
         if finished:
             self._drafter.forget(request.request_id)
 
-    def _account(self, batch: Batch, seconds: float) -> None:
+    def _account(self, batch: Batch, computing_s: float, step_s: float) -> None:
         self.num_steps += 1
-        if all(s.samples and (s.draft is not None or s.num_new_tokens == 1) for s in batch.sequences):
-            self.step_cost.observe(batch.num_tokens, seconds)
-        elif not any(s.draft is not None for s in batch.sequences):
-            speed = batch.num_tokens / seconds
+        sequences = batch.sequences
+        drafted = sum([len(s.draft) for s in sequences if s.draft is not None])
+        if batch.num_tokens == len(sequences) + drafted and all(s.samples for s in sequences):
+            self.step_cost.observe(len(sequences), sum([s.start for s in sequences]), drafted, step_s)
+        elif drafted == 0:
+            speed = batch.num_tokens / computing_s
             old = self.prefill_tokens_per_second
             self.prefill_tokens_per_second = speed if old == 0.0 else 0.8 * old + 0.2 * speed

@@ -36,9 +36,10 @@ class Fuzz {
         draft.recycler = below(2) ? &recycler : nullptr;
         draft.learner = &learner;
         draft.room = below(70);
+        draft.max_chain = below(3) ? 0 : below(9);
         draft.own_run = i;
       }
-      tandem_draft(pointers, kSequences, below(64), costs.data(), 1 + below(int(costs.size())));
+      tandem_draft(pointers, kSequences, below(64), kSequences, costs.data(), 1 + below(int(costs.size())));
       for (int i = 0; i < kSequences; ++i) {
         guesses += drafts[i].num_guesses;
         emit(*sequences[i], drafts[i], *corpus, i, vocab);
@@ -51,7 +52,12 @@ class Fuzz {
   std::mt19937 random;
   Learner learner;
   Recycler recycler;
-  const std::vector<double> costs = std::vector<double>(300, 1.0);
+  // Flat, with a leap now and then.
+  const std::vector<double> costs = [] {
+    std::vector<double> costs;
+    for (int q = 0; q < 300; ++q) costs.push_back(1.0 + q / 7 * 0.05);
+    return costs;
+  }();
 
   int below(int end) { return int(random() % end); }
 

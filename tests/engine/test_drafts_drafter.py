@@ -200,14 +200,35 @@ def test_dearer_rows_and_larger_batches_draft_less():
     text = noise(60, vocabulary=6)
 
     def num_rows(batch_size: int, row_cost: float) -> float:
-        drafter = Drafter(None, DraftPolicy())
-        drafter.row_cost = row_cost
+        drafter = Drafter(None, DraftPolicy(row_cost=row_cost))
         requests = [request_at(text, 59, str(i)) for i in range(batch_size)]
         trees = drafter.propose(requests, 63)
         return sum(len(tree) for tree in trees if tree is not None) / batch_size
 
     assert num_rows(1, 0.0) > num_rows(1, 0.05) > num_rows(1, 5.0) == 0
     assert num_rows(1, 0.03) > num_rows(16, 0.03)
+
+
+def test_text_that_nobody_can_guess_is_soon_drafted_for_rarely():
+    text = noise(400, vocabulary=10**6)
+    drafter = Drafter(None, DraftPolicy())
+    request = request_at(text, 100)
+    indexed = []
+    for token in text[101:]:
+        drafter.propose([request], 15)
+        indexed.append(drafter.num_indexed("r") == request.num_tokens)
+        drafter.extend(request, [token])
+        request.output_token_ids.append(token)
+        request.num_computed_tokens += 1
+    assert all(indexed[:2])
+    assert sum(indexed[-80:]) == 10
+    # As soon as the text repeats itself, a draft that pays ends the rest.
+    replay = Replay(drafter, text[:400] + text[150:390], 100)
+    replay.request = request
+    before = request.num_tokens
+    replay.run()
+    assert request.num_tokens - before == 240
+    assert replay.steps < 60
 
 
 def test_requests_that_are_not_decoding_are_left_alone():

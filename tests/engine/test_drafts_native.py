@@ -7,7 +7,9 @@ import random
 import threading
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tandem_engine.drafts.native import Corpus, Guesses, Job, Learner, Recycler, Text, draft
@@ -161,6 +163,18 @@ def test_guesses_must_be_worth_their_price() -> None:
         expected += reach
 
 
+def test_a_leap_in_the_price_is_shared_by_those_who_take_it() -> None:
+    """One guess alone costs half a step, seven together no more: all or none."""
+    story = noise(40)
+    job = Job(text_of(story + story[:10]), Learner())
+    (taken,) = draft([job], 16, [1.0] + [1.5] * 7 + [9.0] * 9)
+    assert taken is not None
+    assert len(taken.tree) == 7
+    assert sum(taken.reach) > 0.5 > taken.reach[0] * 0.5
+    assert job.saved == pytest.approx(sum(taken.reach) / ((1 + sum(taken.reach)) / 1.5) - 0.5, rel=1e-5)
+    assert draft([job], 16, [1.0] + [9.0] * 16) == [None]
+
+
 def test_the_whole_batch_has_one_price() -> None:
     """The likelier sequence gets the rows."""
     story = noise(40)
@@ -203,8 +217,27 @@ def test_what_was_learnt_can_be_carried_elsewhere() -> None:
     assert guesses_for(text, learner=carried) != guesses_for(text, learner=learner)
     carried.load_bytes(learner.to_bytes())
     assert guesses_for(text, learner=carried) == guesses_for(text, learner=learner)
-    with pytest.raises(ValueError, match="wanted"):
-        carried.load_bytes(b"short")
+    assert carried.num_taught == learner.num_taught > 0
+
+
+def test_what_was_not_learnt_is_refused_and_changes_nothing() -> None:
+    learner = Learner()
+    good = learner.to_bytes()
+    flipped = good[:-1] + bytes([good[-1] ^ 1])
+    tables = np.frombuffer(good[24:], np.float32).copy()
+    tables[7] = np.nan
+    insane = good[:8] + xxhash.xxh3_128_digest(tables.tobytes()) + tables.tobytes()
+    for payload, why in (
+        (b"", "no learnt tables"),
+        (b"short", "no learnt tables"),
+        (good[:4] + b"\x63\0\0\0" + good[8:], "version 99"),
+        (good[:-4], "damaged"),
+        (flipped, "damaged"),
+        (insane, "cannot have been learnt"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            learner.load_bytes(payload)
+        assert learner.to_bytes() == good
 
 
 def test_a_corpus_may_be_added_to_while_others_draft_from_it() -> None:

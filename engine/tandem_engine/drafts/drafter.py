@@ -9,16 +9,17 @@ The work is done in C++ (engine/csrc, through native.py); where that was not com
 
 A draft never changes what is generated, only how fast: any tree is valid, a wrong one costs its rows.
 
-The price: a step with Q rows beyond the batch's own takes 1 + Q * row_cost times as long, and yields E
-tokens, one per sequence plus each guess's chance to be accepted. One more row with chance f pays when
+The price: a step with Q guesses takes T(Q) (step_cost.py) and yields E tokens, one per sequence plus each
+guess's chance to be accepted. The likeliest guesses are added while that can raise E / T(Q), over the whole
+batch, so that copy length follows from hit rate and batch size.
 
-    (E + f) / (1 + (Q + 1) * row_cost) > E / (1 + Q * row_cost)   i.e.   f > E * row_cost / (1 + Q * row_cost)
-
-so that copy length follows from hit rate and batch size, and drafting stops where it does not pay.
+Drafting takes time itself, about 1 % of a short step. A sequence whose drafts promise to save less than that,
+several times in a row, is not drafted for in some of the next steps, at most _MAX_REST in a row.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -28,9 +29,16 @@ from tandem_engine.drafts.mirror import GlobalMirror
 from tandem_engine.drafts.native import Job, Learner, Text
 from tandem_engine.drafts.strategy import MAX_CHAIN, Strategy
 from tandem_engine.drafts.tree import MAX_TREE_NODES, DraftTree
+from tandem_engine.step_cost import StepCost
 
 if TYPE_CHECKING:  # the request module needs this package's tree
     from tandem_engine.request import Request
+
+
+#: One step more of rest for so many drafts in a row that were not worth making.
+_VAIN_PER_REST = 2
+_MAX_REST = 7
+_MOST_OWN_SECONDS = 2e-4
 
 
 @dataclass(frozen=True)
@@ -41,9 +49,43 @@ class DraftPolicy:
     #: Time of one more row of a step relative to a step without drafts.
     row_cost: float = 0.03
 
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.row_cost < 10.0:
-            raise ValueError(f"row_cost is {self.row_cost}; it is a share of a step, in [0, 10)")
+
+class _Sequence:
+    """What is kept of a request."""
+
+    def __init__(
+        self, request: Request, learner: Learner, mirror: GlobalMirror | None, max_chain: int
+    ) -> None:
+        self.text = Text(request.num_prompt_tokens)
+        self.learner = learner
+        self.mirror = mirror
+        self.job = Job(self.text, learner, max_chain=max_chain)
+        #: Whether the last step was drafted for, so that there is something to learn.
+        self.is_drafted = False
+        #: Drafts in a row that were not worth making, and steps to go without one.
+        self.num_vain = 0
+        self.rest = 0
+
+    def prepare(self, request: Request, room: int) -> Job:
+        """The job, with the text up to date."""
+        text = self.text
+        if text.num_tokens != request.num_tokens:
+            text.extend(request.tokens(text.num_tokens, request.num_tokens))
+        if self.mirror is None:
+            self.job.set_step(None, room=room)
+        else:
+            own_run = self.mirror.run_of(request.request_id)
+            self.job.set_step(self.mirror.corpus, room=room, own_run=own_run)
+        self.is_drafted = True
+        return self.job
+
+    def judge(self, is_worth_it: bool) -> None:
+        """Decides when to draft again."""
+        if is_worth_it:
+            self.num_vain = 0
+        else:
+            self.num_vain += 1
+            self.rest = min(self.num_vain // _VAIN_PER_REST, _MAX_REST)
 
 
 class Drafter:
@@ -56,13 +98,22 @@ class Drafter:
             self.attach(mirror)
         #: By tenant: what is learnt from one's texts serves no other's.
         self._learners: dict[str, Learner] = {}
-        self._texts: dict[str, Text] = {}
-        #: Settable while running: the engine measures it.
-        self.row_cost = policy.row_cost
+        self._sequences: dict[str, _Sequence] = {}
+        #: What the engine measures; it reports its steps here.
+        self.step_cost = StepCost(policy.row_cost)
+        #: Time that drafting for a sequence takes here, a running mean in seconds.
+        self._own_seconds = 0.0
 
     def attach(self, mirror: GlobalMirror) -> None:
-        """Uses a mirror for its tenant's requests, and for no other's."""
+        """Uses a mirror for its tenant's requests that begin from now on, and for no other's."""
         self._mirrors[mirror.tenant] = mirror
+
+    def learner(self, tenant: str) -> Learner:
+        """What was learnt of a tenant's texts; to be used on the engine's thread alone."""
+        learner = self._learners.get(tenant)
+        if learner is None:
+            learner = self._learners[tenant] = Learner()
+        return learner
 
     def propose(self, requests: Sequence[Request], max_nodes: int) -> list[DraftTree | None]:
         """One tree of at most `max_nodes` guesses per request, None where nothing pays.
@@ -70,54 +121,67 @@ class Drafter:
         The price counts every request given, so pass the whole decoding batch. Requests that are not
         decoding get None. Nothing beyond a request's max_tokens is guessed.
         """
+        begun = time.perf_counter()
+        trees: list[DraftTree | None] = [None] * len(requests)
         if self._strategy is Strategy.OFF or max_nodes < 1:
-            return [None] * len(requests)
-        jobs = [self._job(request) for request in requests]
+            return trees
+        drafted: list[tuple[int, _Sequence]] = []
+        jobs: list[Job] = []
+        for n, request in enumerate(requests):
+            room = request.sampling.max_tokens - len(request.output_token_ids) - 1
+            if room < 1 or request.speculation is Strategy.OFF or not request.is_decoding:
+                continue
+            sequence = self._sequences.get(request.request_id)
+            if sequence is None:
+                sequence = self._sequences[request.request_id] = self._begin(request)
+            if sequence.rest > 0:
+                sequence.rest -= 1
+                continue
+            drafted.append((n, sequence))
+            jobs.append(sequence.prepare(request, room))
+        if not jobs:
+            return trees
+        context = sum([request.num_computed_tokens for request in requests])
         max_guesses = min(max_nodes, MAX_TREE_NODES - 1)
-        seconds = [1.0 + self.row_cost * q for q in range(len(jobs) * max_guesses + 1)]
-        drafts = native.draft(jobs, max_guesses, seconds)
-        return [guesses.tree if guesses is not None else None for guesses in drafts]
+        seconds = self.step_cost.curve(len(requests), context, max_guesses * len(jobs))
+        native.draft_jobs(jobs, max_guesses, len(requests), seconds)
+        own_share = self._own_seconds / (self.step_cost.mean_seconds or 1.0)
+        for (n, sequence), job in zip(drafted, jobs, strict=True):
+            trees[n] = job.tree()
+            sequence.judge(job.saved > own_share)
+        own_seconds = (time.perf_counter() - begun) / len(jobs)
+        # Indexing a prompt, or losing the processor, is no measure of a step's work.
+        self._own_seconds += 0.05 * (min(own_seconds, _MOST_OWN_SECONDS) - self._own_seconds)
+        return trees
 
     def extend(self, request: Request, token_ids: Sequence[int]) -> None:
         """Learns from the tokens a step has emitted for the request, the bonus token included.
 
         May be called before or after they are appended to the request; the next `propose` indexes them.
         """
-        text = self._texts.get(request.request_id)
-        if text is not None:
-            text.teach(self._learner(request.tenant), token_ids)
+        sequence = self._sequences.get(request.request_id)
+        if sequence is not None and sequence.is_drafted:
+            sequence.is_drafted = False
+            sequence.text.teach(sequence.learner, token_ids)
 
     def forget(self, request_id: str) -> None:
         """Drops what is known of a finished request; unknown ids are ignored."""
-        self._texts.pop(request_id, None)
+        self._sequences.pop(request_id, None)
 
     @property
     def num_sequences(self) -> int:
         """Requests whose text is held; 0 when idle."""
-        return len(self._texts)
+        return len(self._sequences)
 
-    def _job(self, request: Request) -> Job:
-        """What the request's sequence draws on, its text brought up to date."""
-        room = request.sampling.max_tokens - len(request.output_token_ids) - 1
-        learner = self._learner(request.tenant)
+    def num_indexed(self, request_id: str) -> int:
+        """Tokens of a request's text that drafts may come from."""
+        sequence = self._sequences.get(request_id)
+        return sequence.text.num_tokens if sequence is not None else 0
+
+    def _begin(self, request: Request) -> _Sequence:
         strategy = request.speculation or self._strategy
-        if not request.is_decoding or room < 1 or strategy is Strategy.OFF:
-            return Job(None, learner, room=0)
-        text = self._texts.get(request.request_id)
-        if text is None:
-            text = self._texts[request.request_id] = Text(request.num_prompt_tokens)
-        text.extend(request.tokens(text.num_tokens, request.num_tokens))
-        max_chain = MAX_CHAIN if strategy is Strategy.CHAIN else 0
         mirror = None
         if Strategy.LOCAL not in (strategy, self._strategy):
             mirror = self._mirrors.get(request.tenant)
-        if mirror is None:
-            return Job(text, learner, room=room, max_chain=max_chain)
-        own_run = mirror.run_of(request.request_id)
-        return Job(text, learner, mirror.corpus, room=room, own_run=own_run, max_chain=max_chain)
-
-    def _learner(self, tenant: str) -> Learner:
-        learner = self._learners.get(tenant)
-        if learner is None:
-            learner = self._learners[tenant] = Learner()
-        return learner
+        max_chain = MAX_CHAIN if strategy is Strategy.CHAIN else 0
+        return _Sequence(request, self.learner(request.tenant), mirror, max_chain)

@@ -14,10 +14,13 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import struct
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import xxhash
 
 from tandem_engine.drafts.tree import MAX_TREE_NODES, DraftTree
 
@@ -28,7 +31,8 @@ SOURCES = ("prompt", "output", "global", "recycled")
 #: Likeliest successors that a Recycler takes.
 NUM_RECYCLED = 4
 
-_POINTER, _INT32, _INT64, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
+_POINTER, _INT32, _INT64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+_FLOAT, _DOUBLE = ctypes.c_float, ctypes.c_double
 _MAX_GUESSES = MAX_TREE_NODES - 1
 
 
@@ -43,11 +47,12 @@ class _Draft(ctypes.Structure):
         ("num_guesses", _INT32),
         *((name, _INT32 * _MAX_GUESSES) for name in ("tokens", "parents", "sources")),
         ("reach", _FLOAT * _MAX_GUESSES),
+        ("saved", _FLOAT),
     )
 
 
 _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
-    "tandem_draft": (None, (_POINTER, _INT32, _INT32, _POINTER, _INT32)),
+    "tandem_draft": (None, (_POINTER, _INT32, _INT32, _DOUBLE, _POINTER, _INT32)),
     "tandem_draft_teach": (None, (_POINTER, _POINTER, _POINTER, _INT32)),
     "tandem_draft_sequence_new": (_POINTER, (_INT64,)),
     "tandem_draft_sequence_free": (None, (_POINTER,)),
@@ -62,7 +67,8 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "tandem_draft_learner_free": (None, (_POINTER,)),
     "tandem_draft_learner_bytes": (_INT64, ()),
     "tandem_draft_learner_read": (None, (_POINTER, _POINTER)),
-    "tandem_draft_learner_write": (None, (_POINTER, _POINTER)),
+    "tandem_draft_learner_write": (_INT32, (_POINTER, _POINTER)),
+    "tandem_draft_learner_num_taught": (_INT64, (_POINTER,)),
     "tandem_draft_recycler_new": (_POINTER, ()),
     "tandem_draft_recycler_free": (None, (_POINTER,)),
     "tandem_draft_recycler_put": (None, (_POINTER, _POINTER, _INT64, _POINTER, _POINTER)),
@@ -193,6 +199,12 @@ class Recycler:
         return int(self._library.tandem_draft_recycler_bytes(self.handle))
 
 
+#: What `Learner.to_bytes` begins with: a mark, the version of the tables' layout, their digest.
+_LEARNER_HEADER = struct.Struct("<4sI16s")
+_LEARNER_MARK = b"TLKL"
+_LEARNER_VERSION = 1
+
+
 class Learner:
     """What is learnt of a namespace's texts; begins with what is sensible anywhere."""
 
@@ -204,35 +216,91 @@ class Learner:
         if hasattr(self, "handle"):
             self._library.tandem_draft_learner_free(self.handle)
 
+    @property
+    def num_taught(self) -> int:
+        """Verified nodes that have taught it, those of the tables it was given included."""
+        return int(self._library.tandem_draft_learner_num_taught(self.handle))
+
     def to_bytes(self) -> bytes:
-        """Everything learnt; for `from_bytes` on a machine of the same byte order and version."""
+        """Everything learnt, about 100 KB, for `load_bytes` anywhere with the same version."""
         buffer = ctypes.create_string_buffer(int(self._library.tandem_draft_learner_bytes()))
         self._library.tandem_draft_learner_read(self.handle, buffer)
-        return buffer.raw
+        digest = xxhash.xxh3_128_digest(buffer.raw)
+        return _LEARNER_HEADER.pack(_LEARNER_MARK, _LEARNER_VERSION, digest) + buffer.raw
 
     def load_bytes(self, payload: bytes) -> None:
-        """Replaces what was learnt. Raises ValueError when the payload is not `to_bytes`'."""
+        """Replaces what was learnt. Raises ValueError, nothing changed, for what `to_bytes` did not give."""
+        tables = payload[_LEARNER_HEADER.size :]
+        if payload[:4] != _LEARNER_MARK or len(payload) < _LEARNER_HEADER.size:
+            raise ValueError("these bytes are no learnt tables")
+        _, version, digest = _LEARNER_HEADER.unpack_from(payload)
+        if version != _LEARNER_VERSION:
+            raise ValueError(f"learnt tables of version {version}; this program reads {_LEARNER_VERSION}")
         size = int(self._library.tandem_draft_learner_bytes())
-        if len(payload) != size:
-            raise ValueError(f"learnt tables of {len(payload)} bytes, wanted {size}")
-        self._library.tandem_draft_learner_write(self.handle, payload)
+        if len(tables) != size or xxhash.xxh3_128_digest(tables) != digest:
+            raise ValueError(
+                f"learnt tables are damaged: {len(tables)} bytes, wanted {size} and their digest"
+            )
+        if not self._library.tandem_draft_learner_write(self.handle, tables):
+            raise ValueError("learnt tables hold what cannot have been learnt")
 
 
-@dataclass(frozen=True)
 class Job:
-    """What one sequence of a batch draws on."""
+    """What one sequence of a batch draws on; kept from step to step.
 
-    #: None drafts nothing.
-    text: Text | None
-    learner: Learner
-    corpus: Corpus | None = None
-    recycler: Recycler | None = None
-    #: Deepest guess that could still be emitted; 0 drafts nothing.
-    room: int = _MAX_GUESSES
-    #: Run of the corpus that this sequence has generated itself; -1: none.
-    own_run: int = -1
-    #: Of a draft in one line; 0: a tree.
-    max_chain: int = 0
+    text: None drafts nothing. own_run: the run of the corpus that this sequence has generated itself; -1:
+    none. max_chain: most guesses of a draft in one line; 0: a tree.
+    """
+
+    def __init__(
+        self,
+        text: Text | None,
+        learner: Learner,
+        corpus: Corpus | None = None,
+        recycler: Recycler | None = None,
+        *,
+        room: int = _MAX_GUESSES,
+        own_run: int = -1,
+        max_chain: int = 0,
+    ) -> None:
+        self.text, self.learner, self.recycler = text, learner, recycler
+        self._corpus: Corpus | None = None
+        self._call = call = _Draft()
+        call.text = text.handle if text is not None else None
+        call.learner, call.max_chain = learner.handle, max_chain
+        call.recycler = recycler.handle if recycler is not None else None
+        self.address = ctypes.addressof(call)
+        # Views of the call's fields: reading a field makes a new one each time.
+        self._tokens, self._parents, self._sources = call.tokens, call.parents, call.sources
+        self.set_step(corpus, room=room, own_run=own_run)
+
+    def set_step(self, corpus: Corpus | None, *, room: int, own_run: int = -1) -> None:
+        """What may change from step to step. room: the deepest guess that could be emitted; 0: no draft."""
+        call = self._call
+        call.room, call.own_run = room, own_run
+        if corpus is not self._corpus:
+            self._corpus = corpus
+            call.corpus = corpus.handle if corpus is not None else None
+
+    @property
+    def saved(self) -> float:
+        """What the draft made last is to save, in steps without guesses."""
+        return float(self._call.saved)
+
+    def tree(self) -> DraftTree | None:
+        """The draft made last; None where nothing pays."""
+        count = self._call.num_guesses
+        if count == 0:
+            return None
+        return DraftTree(
+            tuple(self._tokens[:count]),
+            tuple(self._parents[:count]),
+            tuple([SOURCES[source] for source in self._sources[:count]]),
+        )
+
+    def reach(self) -> tuple[float, ...]:
+        """For each guess of the draft made last, the probability that verification gets to it."""
+        return tuple(self._call.reach[: self._call.num_guesses])
 
 
 @dataclass(frozen=True)
@@ -243,35 +311,21 @@ class Guesses:
     reach: tuple[float, ...]
 
 
-def draft(jobs: Sequence[Job], max_guesses: int, seconds: Sequence[float]) -> list[Guesses | None]:
-    """Trees of at most `max_guesses` per sequence, None where nothing pays.
+def draft_jobs(jobs: Sequence[Job], max_guesses: int, expected: float, seconds: array[float]) -> None:
+    """Makes each job's draft, of at most `max_guesses`.
 
-    `seconds[q]` is what a step takes with q guesses in the whole batch, up to the most there may be; guesses
-    are added, the likeliest first, while they raise the tokens per second that are to be expected.
+    `expected` tokens come of the step without guesses; `seconds[q]` is what it takes with q guesses in the
+    whole batch, up to the most there may be, never less for more. As many of the likeliest guesses are made
+    as give the most tokens per second.
     """
-    library = _library()
-    drafts = (_Draft * len(jobs))()
-    pointers = (_POINTER * len(jobs))()
-    for n, job in enumerate(jobs):
-        call = drafts[n]
-        call.text = job.text.handle if job.text is not None else None
-        call.learner, call.room = job.learner.handle, job.room
-        call.own_run, call.max_chain = job.own_run, job.max_chain
-        call.corpus = job.corpus.handle if job.corpus is not None else None
-        call.recycler = job.recycler.handle if job.recycler is not None else None
-        pointers[n] = ctypes.addressof(call)
-    costs = array("d", seconds)
-    library.tandem_draft(pointers, len(jobs), max_guesses, costs.buffer_info()[0], len(costs))
-    return [_guesses(call) for call in drafts]
-
-
-def _guesses(call: _Draft) -> Guesses | None:
-    count = call.num_guesses
-    if count == 0:
-        return None
-    tree = DraftTree(
-        tuple(call.tokens[:count]),
-        tuple(call.parents[:count]),
-        tuple(SOURCES[source] for source in call.sources[:count]),
+    addresses = array("q", [job.address for job in jobs])
+    _library().tandem_draft(
+        addresses.buffer_info()[0], len(jobs), max_guesses, expected, seconds.buffer_info()[0], len(seconds)
     )
-    return Guesses(tree, tuple(call.reach[:count]))
+
+
+def draft(jobs: Sequence[Job], max_guesses: int, seconds: Sequence[float]) -> list[Guesses | None]:
+    """`draft_jobs` for a batch of nothing else: each job's guesses, None where nothing pays."""
+    draft_jobs(jobs, max_guesses, len(jobs), array("d", seconds))
+    trees = [(job.tree(), job.reach()) for job in jobs]
+    return [Guesses(tree, reach) if tree is not None else None for tree, reach in trees]
