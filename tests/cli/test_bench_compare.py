@@ -163,7 +163,7 @@ def test_the_command_compares_where_several_values_are_given(gateway: tuple[Gate
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (("--concurrency", "1,x"), "--concurrency '1,x': give whole numbers"),
+        (("--concurrency", "1,x"), "--concurrency '1,x': give whole numbers from 1 to"),
         (("--concurrency", "0"), "--concurrency '0': give whole numbers"),
         (
             ("--concurrency", "1", "--speculation", "forest"),

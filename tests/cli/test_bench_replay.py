@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tandem_cli.bench.dataset import DatasetError, Dialogue, Turn
-from tandem_cli.bench.replay import Answer, Conversation, ReplayDrafter, read_conversations, replay
+from tandem_cli.bench.replay import (
+    Answer,
+    Conversation,
+    ReplayDrafter,
+    read_conversations,
+    replay,
+    replay_cold,
+)
 from tandem_cli.bench.replay_drafters import DRAFTERS
 from tandem_cli.bench.replay_run import ReplayConfig, run
+from tandem_cli.main import app
 from tandem_engine.drafts import native
 from tandem_engine.drafts.native import Guesses
 from tandem_engine.drafts.tree import DraftTree
 from toy_tokenizers import without_merges
+from typer.testing import CliRunner
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
@@ -149,26 +159,76 @@ def test_every_drafter_learns_what_it_may(name: str) -> None:
         assert far.mat > 3.0
 
 
+def test_cold_dialogues_know_nothing_of_each_other() -> None:
+    """Two equal ones, whose answer repeats within the dialogue: the second fares as the first, alone."""
+    answer = tuple(range(20, 60))
+    twice = [Conversation((Answer((1,), answer), Answer((1, *answer, 2), answer)), True)] * 2
+    cold = replay_cold(lambda: DRAFTERS["global-chain"](7, 100, 1000), twice)
+    alone = replay(DRAFTERS["chain"](7, 100, 1000), twice[:1]).everything
+    shared = replay(DRAFTERS["global-chain"](7, 100, 1000), twice).everything
+    assert (cold.steps, cold.accepted) == (2 * alone.steps, 2 * alone.accepted)
+    assert shared.steps < cold.steps
+
+
 @pytest.mark.drafts
 def test_the_report_has_a_row_for_every_combination(folder: Path, tmp_path: Path) -> None:
     data = tmp_path / "d.jsonl"
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello, hello!"}]
     data.write_text("".join(json.dumps({"id": n, "group": "g", "turns": turns}) + "\n" for n in range(3)))
     config = ReplayConfig(
-        data=data, nodes=(4, 8), sources=("chain", "forest"), passes=2, batches=(1, 3), policy=None,
-        model=str(folder),
+        data=data, nodes=(4, 8), sources=("chain", "forest"), passes=2, batches=(1, 3), as_taco=False,
+        policy=None, model=str(folder),
     )  # fmt: skip
     report = run(config, calibration=True)
     assert "3 dialogues, 3 answers of 42 tokens" in report
     rows = [line for line in report.splitlines() if line.startswith(("| chain", "| forest"))]
     # Pass 1 in all, first and further trials apart, and pass 2.
-    assert len(rows) == 2 * 2 * 2 * 4
+    # Besides, each source and size is replayed cold.
+    assert len(rows) == 2 * 2 * 2 * 4 + 2 * 2
+    assert sum("| cold |" in row for row in rows) == 2 * 2
     assert report.count("Calibration: forest") == 2 * 2 * 2
     with pytest.raises(DatasetError, match="'forests'; there are chain"):
-        run(ReplayConfig(data, (4,), ("forests",), 1, (1,), None, str(folder)))
+        run(replace(config, sources=("forests",)))
+
+
+def replay_command(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["bench", "replay", *arguments])
+    return result.exit_code, result.output
+
+
+@pytest.mark.drafts
+def test_the_command_takes_numbers_with_commas_and_options_again(folder: Path, tmp_path: Path) -> None:
+    common = ("--model", str(folder), "--passes", "1", "--sources", "chain,line")
+    code, output = replay_command(*common, "--nodes", "4,8", "--nodes", "12", "--batch", "1,5")
+    assert code == 0
+    counts = [output.count(f"| {source} | {n} |") for source in ("chain", "line") for n in (4, 8, 12)]
+    # Cold once; then the first pass of each batch in all, by first trials and by further ones.
+    assert counts == [1 + 2 * 3] * 6
+    code, output = replay_command(*common, "--taco", "--batch", "1,8", "--output", str(tmp_path / "t.md"))
+    assert code == 0
+    assert output.count("**TACO, published**") == 2
+    assert "| 8 | forest | pass 1 |" in (tmp_path / "t.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--nodes", "64"), "--nodes '64': give whole numbers from 1 to 63"),
+        (("--batch", "1;8"), "--batch '1;8': give whole numbers"),
+        (("--data", "bad.jsonl"), "bad.jsonl:2: no JSON"),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused_in_one_sentence(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], complaint: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bad.jsonl").write_text('{"turns": [{"role": "user", "content": "x"}]}\n{"turns"\n')
+    code, output = replay_command("--model", str(folder), *arguments)
+    assert code == 2
+    assert complaint in " ".join(output.split())
 
 
 def test_without_the_compiled_drafter_the_forest_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "LIBRARY", None)
     with pytest.raises(DatasetError, match="install g\\+\\+"):
-        run(ReplayConfig(None, (4,), ("chain", "local"), 1, (1,), None, "unread"))
+        run(ReplayConfig(None, (4,), ("chain", "local"), 1, (1,), False, None, "unread"))

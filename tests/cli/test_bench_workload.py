@@ -44,6 +44,27 @@ def test_turns_are_taken_as_they_are_and_blank_lines_skipped(tmp_path: Path) -> 
     assert load_dialogues(path) == [Dialogue("a", "g", (Turn("user", "Hello"), Turn("assistant", "Hi")))]
 
 
+def test_any_line_of_the_format_is_read(tmp_path: Path) -> None:
+    """A byte-order mark, Windows' line ends, no id or group, and separators that JSON allows in a string."""
+    turns = '[{"role": "user", "content": "a\u2028b\u0085c"}]'
+    path = tmp_path / "d.jsonl"
+    path.write_bytes(
+        b"\xef\xbb\xbf"
+        + f'{{"id": null, "group": null, "turns": {turns}}}\r\n{{"id": 7, "turns": {turns}}}\r\n'.encode()
+    )
+    one, other = load_dialogues(path)
+    assert (one.id, one.group, other.id, other.group) == ("1", "", "7", "")
+    assert one.turns == other.turns == (Turn("user", "a\u2028b\u0085c"),)
+
+
+def test_a_malformed_line_is_named_by_its_number(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text('{"turns": [{"role": "user", "content": "x"}]}\n\n{"turns": 3}\n')
+    with pytest.raises(DatasetError, match=r"d\.jsonl:3: expected a key") as error:
+        load_dialogues(path)
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("line", "complaint"),
     [
@@ -53,6 +74,8 @@ def test_turns_are_taken_as_they_are_and_blank_lines_skipped(tmp_path: Path) -> 
         ('{"turns": [{"role": "chef", "content": "x"}]}', "d:1: a turn needs a role"),
         ('{"turns": [{"role": "user"}]}', "d:1: a turn needs a role"),
         ('{"messages_display": "assistant: x"}', "d:1: the dialogue has no user's turn"),
+        ("[" * 100_000, "d:1: no JSON"),
+        (r'{"turns": [{"role": "user", "content": "\ud800"}]}', "d:1: a turn holds half of a surrogate pair"),
         ("", "d holds no dialogue"),
     ],
 )

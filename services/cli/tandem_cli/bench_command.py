@@ -127,22 +127,33 @@ def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def _whole_numbers(option: str, text: str) -> tuple[int, ...]:
+def _whole_numbers(option: str, text: str, at_most: int = 100_000) -> tuple[int, ...]:
     names = _names(text)
-    if not names or not all(name.isdecimal() and int(name) >= 1 for name in names):
-        fail(f"{option} {text!r}: give whole numbers from 1 on, several with commas between them", code=2)
+    if not names or not all(name.isdecimal() and 1 <= int(name) <= at_most for name in names):
+        fail(
+            f"{option} {text!r}: give whole numbers from 1 to {at_most}, several with commas between them",
+            code=2,
+        )
     return tuple(int(name) for name in names)
 
 
 @app.command()
 def replay(
     data: Annotated[Path | None, typer.Option(help="Dialogues as JSON lines; default: the sample.")] = None,
-    nodes: Annotated[list[int], typer.Option(min=1, max=63, help="Guesses per step; repeatable.")] = [16],  # noqa: B006
+    nodes: Annotated[
+        list[str] | None, typer.Option(help="Guesses per step, 1 to 63, several with commas; default: 16.")
+    ] = None,
     sources: Annotated[
-        str, typer.Option(help="Drafters, with commas: chain, global-chain, suffix, local, forest.")
+        str, typer.Option(help="Drafters, with commas: chain, global-chain, suffix, local, forest, line.")
     ] = "chain,global-chain,suffix,local,forest",
     passes: Annotated[int, typer.Option(min=1, help="Times the file is gone through.")] = 2,
-    batch: Annotated[list[int], typer.Option(min=1, help="Dialogues at a time; repeatable.")] = [1],  # noqa: B006
+    batch: Annotated[
+        list[str] | None, typer.Option(help="Dialogues at a time, several with commas; default: 1.")
+    ] = None,
+    taco: Annotated[
+        bool,
+        typer.Option("--taco", help="TACO-LLM's table of lines of 7 at each --batch, and ours, instead."),
+    ] = False,
     policy: Annotated[
         Path | None, typer.Option(help="Text of the system prompt; default: none for your own --data.")
     ] = None,
@@ -158,10 +169,11 @@ def replay(
 
     config = replay_run.ReplayConfig(
         data=data,
-        nodes=tuple(nodes),
-        sources=tuple(name.strip() for name in sources.split(",")),
+        nodes=_whole_numbers("--nodes", ",".join(nodes or ["16"]), at_most=63),
+        sources=tuple(_names(sources)),
         passes=passes,
-        batches=tuple(batch),
+        batches=_whole_numbers("--batch", ",".join(batch or ["1"])),
+        as_taco=taco,
         policy=policy,
         model=model,
     )

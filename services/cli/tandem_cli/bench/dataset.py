@@ -17,6 +17,7 @@ from pathlib import Path
 ROLES = ("system", "user", "assistant", "tool")
 
 _DISPLAY_TURN = re.compile(r"^(user|assistant|tool|system): ", flags=re.MULTILINE)
+_SURROGATE = re.compile("[\ud800-\udfff]")
 #: Written by tau-bench's simulated user when it is done; no person says that.
 _STOP_MARK = "###STOP###"
 
@@ -46,7 +47,7 @@ class Dialogue:
 def load_dialogues(path: Path) -> list[Dialogue]:
     """All dialogues of a file. Raises DatasetError."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise DatasetError(f"{path} cannot be read: {error}") from error
     return parse_dialogues(text, str(path))
@@ -67,7 +68,8 @@ def parse_dialogues(text: str, origin: str) -> list[Dialogue]:
     """Dialogues of JSON lines; `origin` names them in errors. Raises DatasetError."""
     dialogues = [
         _parse_line(line, number, origin)
-        for number, line in enumerate(text.splitlines(), start=1)
+        # Not splitlines(), which also parts at U+2028 and its like, and those may stand in a JSON string.
+        for number, line in enumerate(text.split("\n"), start=1)
         if line.strip()
     ]
     if not dialogues:
@@ -79,19 +81,24 @@ def _parse_line(line: str, number: int, origin: str) -> Dialogue:
     where = f"{origin}:{number}"
     try:
         raw = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DatasetError(f"{where}: no JSON: {error}") from error
     if not isinstance(raw, dict):
         raise DatasetError(f"{where}: expected an object")
     if isinstance(raw.get("messages_display"), str):
         identity, group, turns = str(number), "", _parse_display(raw["messages_display"])
     elif isinstance(raw.get("turns"), list):
-        identity, group = str(raw.get("id", number)), str(raw.get("group", ""))
+        identity = str(number if raw.get("id") is None else raw["id"])
+        group = "" if raw.get("group") is None else str(raw["group"])
         turns = tuple(_parse_turn(turn, where) for turn in raw["turns"])
     else:
         raise DatasetError(f"{where}: expected a key messages_display (text) or turns (list)")
     if not any(turn.role == "user" for turn in turns):
         raise DatasetError(f"{where}: the dialogue has no user's turn")
+    if any(_SURROGATE.search(turn.content) for turn in turns):
+        raise DatasetError(
+            f"{where}: a turn holds half of a surrogate pair, which is no text; write it whole"
+        )
     return Dialogue(identity, group, turns)
 
 

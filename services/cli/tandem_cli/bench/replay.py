@@ -9,15 +9,16 @@ Greedy verification of a model that would have written these very turns goes exa
 take their steps together, so that one call drafts for all of them; what a turn taught is known to the turns
 that begin after it has ended.
 
-The first pass measures first trials (of each group, the dialogue that comes first) and further trials (the
-rest), every later pass repeats what the drafter has seen.
+A cold replay gives every dialogue a drafter of its own, which nothing is shared with. Otherwise the first
+pass measures first trials (of each group, the dialogue that comes first) and further trials (the rest), every
+later pass repeats what the drafter has seen.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -185,9 +186,14 @@ def _encode(model: ServedModel, text: str) -> tuple[int, ...]:
     return ids[1:] if ids and model.manifest.add_bos else ids
 
 
-def replay(drafter: ReplayDrafter, conversations: Sequence[Conversation], batch: int = 1) -> PassFigures:
-    """One pass; the drafter keeps what it has learnt for the next."""
-    figures = PassFigures(Figures(), Figures(), Figures())
+def replay(
+    drafter: ReplayDrafter,
+    conversations: Sequence[Conversation],
+    batch: int = 1,
+    figures: PassFigures | None = None,
+) -> PassFigures:
+    """One pass, added to `figures`; the drafter keeps what it has learnt for the next."""
+    figures = figures or PassFigures(Figures(), Figures(), Figures())
     waiting = list(reversed(conversations))
     live: dict[int, _Lane] = {}
     for number in range(batch):
@@ -210,6 +216,14 @@ def replay(drafter: ReplayDrafter, conversations: Sequence[Conversation], batch:
                 del live[lane.number]
                 _fill(live, lane.number, drafter, waiting)
     return figures
+
+
+def replay_cold(make_drafter: Callable[[], ReplayDrafter], conversations: Sequence[Conversation]) -> Figures:
+    """Every dialogue with a drafter that has seen nothing yet."""
+    figures = PassFigures(Figures(), Figures(), Figures())
+    for conversation in conversations:
+        replay(make_drafter(), [conversation], figures=figures)
+    return figures.everything
 
 
 def _fill(live: dict[int, _Lane], number: int, drafter: ReplayDrafter, waiting: list[Conversation]) -> None:

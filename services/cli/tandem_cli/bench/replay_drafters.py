@@ -7,6 +7,7 @@ suffix         trees from suffix counts, after Oliaro et al., "SuffixDecoding: E
                lengths, either from the sequence or from earlier answers
 local          the forest on the sequence alone
 forest         the forest on the sequence and on earlier answers: what decode pods run
+line           the same text and votes, but one guess after another: what decode pods call chain
 """
 
 from __future__ import annotations
@@ -25,13 +26,30 @@ _CHAIN_ORDERS = range(8, 0, -1)
 _SUFFIX_FACTOR = 4
 
 
-class Forest:
-    """`tandem_engine.drafts.native` with a price of nothing: it always drafts as much as it may."""
+#: From how many sequences there are: seconds of a step with 0, 1, ... guesses in all.
+Price = Callable[[int], Sequence[float]]
 
-    def __init__(self, name: str, num_nodes: int, corpus: Corpus | None) -> None:
+
+class Forest:
+    """`tandem_engine.drafts.native`. Without a price it always drafts as much as it may.
+
+    `max_chain`: guesses of a draft in one line; 0: trees.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        num_nodes: int,
+        corpus: Corpus | None,
+        *,
+        max_chain: int = 0,
+        price: Price | None = None,
+    ) -> None:
         self.name = name
         self._num_nodes = num_nodes
         self._corpus = corpus
+        self._max_chain = max_chain
+        self._price = price or self._nothing
         self._learner = Learner()
         self._texts: dict[int, Text] = {}
         self._num_runs = 0
@@ -42,11 +60,10 @@ class Forest:
 
     def draft(self, sequences: Sequence[int], rooms: Sequence[int]) -> list[Guesses | None]:
         jobs = [
-            Job(self._texts[sequence], self._learner, self._corpus, room=room)
+            Job(self._texts[sequence], self._learner, self._corpus, room=room, max_chain=self._max_chain)
             for sequence, room in zip(sequences, rooms, strict=True)
         ]
-        free = [1.0 + 1e-9 * q for q in range(self._num_nodes * len(jobs) + 1)]
-        return draft(jobs, self._num_nodes, free)
+        return draft(jobs, self._num_nodes, self._price(len(jobs)))
 
     def accept(self, sequence: int, emitted: Sequence[int]) -> None:
         text = self._texts[sequence]
@@ -57,6 +74,9 @@ class Forest:
         if self._corpus is not None:
             self._corpus.add(self._num_runs, target)
             self._num_runs += 1
+
+    def _nothing(self, num_sequences: int) -> list[float]:
+        return [1.0 + 1e-9 * q for q in range(self._num_nodes * num_sequences + 1)]
 
 
 class Chain:
@@ -221,4 +241,5 @@ DRAFTERS: dict[str, Callable[[int, int, int], ReplayDrafter]] = {
     "suffix": lambda nodes, vocab, room: SuffixTrees("suffix", nodes),
     "local": lambda nodes, vocab, room: Forest("local", nodes, None),
     "forest": lambda nodes, vocab, room: Forest("forest", nodes, Corpus(room, vocab)),
+    "line": lambda nodes, vocab, room: Forest("line", nodes, Corpus(room, vocab), max_chain=nodes),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tandem_engine.drafts import native
@@ -11,12 +12,20 @@ from tandem_gateway.model import ServedModel
 
 from tandem_cli import models
 from tandem_cli.bench.dataset import DatasetError, load_dialogues, sample_dialogues, sample_policy
-from tandem_cli.bench.replay import Conversation, Figures, PassFigures, read_conversations, replay
+from tandem_cli.bench.replay import (
+    Conversation,
+    Figures,
+    PassFigures,
+    read_conversations,
+    replay,
+    replay_cold,
+)
 from tandem_cli.bench.replay_drafters import DRAFTERS
+from tandem_cli.bench.replay_taco import taco_table
 from tandem_cli.bench.report import markdown_table
 
 #: The compiled drafters, which tell how likely their guesses are to be accepted.
-_CALIBRATED = frozenset({"local", "forest"})
+_CALIBRATED = frozenset({"local", "forest", "line"})
 
 
 @dataclass(frozen=True)
@@ -28,6 +37,8 @@ class ReplayConfig:
     sources: tuple[str, ...]
     passes: int
     batches: tuple[int, ...]
+    #: Whether TACO-LLM's table is wanted instead, at `batches`; sources and nodes are given by it.
+    as_taco: bool
     policy: Path | None
     model: str
 
@@ -37,7 +48,7 @@ def run(config: ReplayConfig, *, calibration: bool = False) -> str:
     unknown = [name for name in config.sources if name not in DRAFTERS]
     if unknown:
         raise DatasetError(f"--sources names {unknown[0]!r}; there are {', '.join(DRAFTERS)}")
-    if native.LIBRARY is None and not _CALIBRATED.isdisjoint(config.sources):
+    if native.LIBRARY is None and (config.as_taco or not _CALIBRATED.isdisjoint(config.sources)):
         raise DatasetError(
             "--sources names a drafter that was not compiled; install g++ and reinstall, or give chain"
         )
@@ -51,8 +62,19 @@ def run(config: ReplayConfig, *, calibration: bool = False) -> str:
     answers = [answer for conversation in conversations for answer in conversation.answers]
     num_tokens = sum(len(answer.target) for answer in answers)
     room = (num_tokens + len(answers)) * config.passes + 1
+    mean_prompt = sum(len(answer.prompt) for answer in answers) / len(answers)
+    about = (
+        f"{len(conversations)} dialogues, {len(answers)} answers of {num_tokens} tokens in all, prompts of "
+        f"{mean_prompt:.0f} tokens on average; tokenised as {config.model} does."
+    )
+    if config.as_taco:
+        return f"{about}\n\n{taco_table(conversations, config.batches, vocab_size, config.passes)}"
     rows: list[list[str]] = []
     calibrations: list[str] = []
+    for name in config.sources:
+        for nodes in config.nodes:
+            make = partial(DRAFTERS[name], nodes, vocab_size, room)
+            rows.append([name, str(nodes), "1", "cold", *_cells(replay_cold(make, conversations))])
     for batch in config.batches:
         for name in config.sources:
             for nodes in config.nodes:
@@ -64,11 +86,6 @@ def run(config: ReplayConfig, *, calibration: bool = False) -> str:
                     if calibration and name in _CALIBRATED:
                         title = f"{name}, {nodes} nodes, batch {batch}, pass {number}"
                         calibrations.append(_calibration(title, figures.everything))
-    mean_prompt = sum(len(answer.prompt) for answer in answers) / len(answers)
-    about = (
-        f"{len(conversations)} dialogues, {len(answers)} answers of {num_tokens} tokens in all, prompts of "
-        f"{mean_prompt:.0f} tokens on average; tokenised as {config.model} does."
-    )
     return "\n".join([about, "", markdown_table(_HEAD, rows), *calibrations])
 
 
