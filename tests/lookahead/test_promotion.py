@@ -78,7 +78,8 @@ async def test_prompts_stay_in_the_pod_unless_their_tenant_wants_them_shared(fle
     closed, opened = NAMESPACE, pb.Namespace(tenant="open", model_revision="rev1", tokenizer_hash="tok1")
     for namespace, expected in ((closed, 0), (opened, 1)):
         pods = [await fleet.pod(service, namespace=namespace) for _ in range(2)]
-        await asyncio.sleep(0.1)  # they have been welcomed
+        if expected:
+            await fleet.until(lambda pods=pods: all(client.wants_prompts for client, _ in pods))
         for number, (client, _) in enumerate(pods):
             client.push_prompt(f"r{number}", ANSWER)
             client.push(f"r{number}", 0, range(500, 510))

@@ -110,6 +110,11 @@ class LookaheadClient:
         return self._connected
 
     @property
+    def wants_prompts(self) -> bool:
+        """Whether the service has said that the tenant shares its prompts."""
+        return self._wants_prompts
+
+    @property
     def dropped(self) -> int:
         """Spans given up because a queue was full."""
         return self._dropped

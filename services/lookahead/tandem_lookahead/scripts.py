@@ -35,15 +35,28 @@ redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
 return 1
 """
 
+#: upload | seconds, field, value, ... : an upload with its first fields, which expires from the first.
+BEGIN_UPLOAD = """
+redis.call('DEL', KEYS[1])
+for at = 2, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[at], ARGV[at + 1]) end
+return redis.call('EXPIRE', KEYS[1], ARGV[1])
+"""
+
 #: upload, snapshot, compactor, generation | owner, generation, ms, seq -> "ok" or what has come between.
 PUBLISH = """
-if redis.call('GET', KEYS[3]) ~= ARGV[1] then return 'lease' end
-if redis.call('GET', KEYS[4]) ~= ARGV[2] then return 'purged' end
+local function refuse(cause)
+  redis.call('DEL', KEYS[1])
+  return cause
+end
+if redis.call('GET', KEYS[3]) ~= ARGV[1] then return refuse('lease') end
+if redis.call('GET', KEYS[4]) ~= ARGV[2] then return refuse('purged') end
 if redis.call('EXISTS', KEYS[1]) == 0 then return 'late' end
 local held = redis.call('HMGET', KEYS[2], 'generation', 'ms', 'seq')
 if held[1] == ARGV[2] then
   local ms, seq = tonumber(held[2]), tonumber(held[3])
-  if ms > tonumber(ARGV[3]) or (ms == tonumber(ARGV[3]) and seq > tonumber(ARGV[4])) then return 'newer' end
+  if ms > tonumber(ARGV[3]) or (ms == tonumber(ARGV[3]) and seq > tonumber(ARGV[4])) then
+    return refuse('newer')
+  end
 end
 redis.call('RENAME', KEYS[1], KEYS[2])
 redis.call('PERSIST', KEYS[2])

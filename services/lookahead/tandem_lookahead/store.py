@@ -219,11 +219,9 @@ class RedisStore:
         chunks = [payload[at : at + _CHUNK_BYTES] for at in range(0, len(payload), _CHUNK_BYTES)] or [b""]
         ms, seq = position_order(snapshot.position)
         with _failures():
-            await self._redis.delete(upload)
-            fields = {"version": snapshot.version, "generation": snapshot.generation}
-            fields |= {"ms": str(ms), "seq": str(seq), "chunks": str(len(chunks))}
-            await self._redis.hset(upload, mapping=fields)
-            await self._redis.expire(upload, _UPLOAD_S)
+            fields = ("version", snapshot.version, "generation", snapshot.generation)
+            fields += ("ms", str(ms), "seq", str(seq), "chunks", str(len(chunks)))
+            await self._redis.eval(scripts.BEGIN_UPLOAD, 1, upload, _UPLOAD_S, *fields)
             for index, chunk in enumerate(chunks):
                 await self._redis.hset(upload, str(index), chunk)
             names = ("snapshot", "compactor", "generation")

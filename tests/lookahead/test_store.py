@@ -1,0 +1,204 @@
+"""What several replicas may do to one Redis at once, and what they may not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+import redis.asyncio as redis
+from tandem_engine.drafts.spans import AcceptedSpan
+from tandem_lookahead import store as store_module
+from tandem_lookahead.codec import Tables
+from tandem_lookahead.connection import RedisAddress
+from tandem_lookahead.store import (
+    START,
+    EntryKind,
+    RedisStore,
+    StoredSnapshot,
+    StoreUnavailableError,
+    WrongGenerationError,
+)
+from tandem_lookahead.tasks import end_tasks
+
+SPANS = (AcceptedSpan("a", 0, (1, 2, 3)),)
+KEY = "acme/rev1/tok1//"
+
+
+@pytest.fixture
+async def url(fleet) -> str:
+    return (await fleet.redis()).url
+
+
+@pytest.fixture
+async def store(url: str) -> AsyncIterator[RedisStore]:
+    store = RedisStore(RedisAddress(url), stream_length=1000)
+    await connected(store)
+    yield store
+    await store.close()
+
+
+async def connected(store: RedisStore) -> None:
+    for _ in range(100):
+        try:
+            return await store.ping()
+        except StoreUnavailableError:
+            await asyncio.sleep(0.05)
+    raise AssertionError("Redis never answered")
+
+
+async def until_async(condition: Callable[[], Awaitable[object]]) -> None:
+    async with asyncio.timeout(8):
+        while True:
+            if await condition():
+                return
+            await asyncio.sleep(0.001)
+
+
+async def entries(store: RedisStore, after: str = START) -> list[store_module.Entry]:
+    return await store.read({KEY: after}, block_ms=50, limit=100)
+
+
+def snapshot(position: str, generation: str = "g1", payload: bytes = b"text") -> StoredSnapshot:
+    return StoredSnapshot(payload, f"v{position}", position, generation)
+
+
+async def test_what_is_appended_is_read_by_everybody(store):
+    assert await store.generation(KEY, ours="g1") == "g1"
+    assert await store.generation(KEY, ours="g2") == "g1"
+    await store.append(KEY, "g1", EntryKind.SPANS, SPANS)
+    await store.append(KEY, "g1", EntryKind.SHARED, SPANS)
+    assert [(e.kind, e.spans) for e in await entries(store)] == [
+        (EntryKind.SPANS, SPANS),
+        (EntryKind.SHARED, SPANS),
+    ]
+    assert await store.namespaces() == [KEY]
+
+
+async def test_a_stream_is_bounded(url):
+    store = RedisStore(RedisAddress(url), stream_length=100)
+    await connected(store)
+    for _ in range(400):
+        await store.append(KEY, "g1", EntryKind.SPANS, SPANS)
+    async with redis.Redis.from_url(url) as client:
+        (stream,) = [key async for key in client.scan_iter("*:stream")]
+        assert await client.xlen(stream) <= 250
+    await store.close()
+
+
+async def test_after_a_purge_nothing_of_the_time_before_comes_in_or_stays(store, url):
+    await store.generation(KEY, ours="g1")
+    await store.append(KEY, "g1", EntryKind.SPANS, SPANS)
+    (before,) = await entries(store)
+    await store.take_lease(KEY, "me", lasting_ms=10_000)
+    assert await store.publish(KEY, snapshot(before.position), "me") == "ok"
+    await store.offer_tables(KEY, "g1", Tables("f", 5, b"t"))
+    await store.purge(KEY, "g2")
+    with pytest.raises(WrongGenerationError):
+        await store.append(KEY, "g1", EntryKind.SPANS, SPANS)
+    assert not await store.offer_tables(KEY, "g1", Tables("f", 9, b"t"))
+    await store.take_lease(KEY, "me", lasting_ms=10_000)
+    assert await store.publish(KEY, snapshot("9999999999999-0"), "me") == "purged"
+    assert await store.latest_snapshot(KEY) is None
+    assert await store.tables(KEY) == []
+    (purge,) = await entries(store)
+    assert (purge.kind, purge.generation) == (EntryKind.PURGE, "g2")
+    assert purge.position > before.position
+    async with redis.Redis.from_url(url) as client:
+        values = [await client.dump(key) async for key in client.scan_iter("*")]
+    assert not any(b"text" in value or bytes([1, 2, 3]) in value for value in values)
+
+
+async def test_redis_that_has_lost_its_data_takes_any_generation(store, url):
+    await store.generation(KEY, ours="g1")
+    async with redis.Redis.from_url(url) as client:
+        await client.flushall()
+    await store.append(KEY, "g1", EntryKind.SPANS, SPANS)
+    assert await store.generation(KEY, ours="g2") == "g1"
+
+
+async def test_one_replica_at_a_time_holds_the_lease_until_it_expires(store):
+    assert await store.take_lease(KEY, "one", lasting_ms=200)
+    assert not await store.take_lease(KEY, "two", lasting_ms=200)
+    assert await store.take_lease(KEY, "one", lasting_ms=200)  # its holder prolongs it
+    await asyncio.sleep(0.3)
+    assert await store.take_lease(KEY, "two", lasting_ms=200)
+
+
+async def test_a_holder_that_was_paused_cannot_publish(store):
+    await store.generation(KEY, ours="g1")
+    await store.take_lease(KEY, "paused", lasting_ms=50)
+    await asyncio.sleep(0.1)
+    assert await store.publish(KEY, snapshot("5-0"), "paused") == "lease"  # nobody's now
+    await store.take_lease(KEY, "next", lasting_ms=10_000)
+    assert await store.publish(KEY, snapshot("7-0"), "next") == "ok"
+    assert await store.publish(KEY, snapshot("5-0"), "paused") == "lease"
+    assert (await store.latest_snapshot(KEY)).position == "7-0"
+
+
+async def test_an_older_snapshot_never_takes_a_newer_one_s_place(store):
+    await store.generation(KEY, ours="g1")
+    await store.take_lease(KEY, "me", lasting_ms=10_000)
+    assert await store.publish(KEY, snapshot("10-5"), "me") == "ok"
+    for position, outcome in (("10-4", "newer"), ("9-9", "newer"), ("10-5", "ok"), ("10-6", "ok")):
+        assert await store.publish(KEY, snapshot(position), "me") == outcome
+
+
+async def test_an_unfinished_upload_is_no_snapshot_and_goes_away(store, url, monkeypatch):
+    monkeypatch.setattr(store_module, "_UPLOAD_S", 1)
+    monkeypatch.setattr(store_module, "_CHUNK_BYTES", 10)
+    await store.generation(KEY, ours="g1")
+    await store.take_lease(KEY, "me", lasting_ms=60_000)
+    async with redis.Redis.from_url(url) as client:
+
+        async def uploads() -> list[bytes]:
+            return [key async for key in client.scan_iter("*:upload:*")]
+
+        dying = asyncio.create_task(store.publish(KEY, snapshot("5-0", payload=bytes(1_000_000)), "me"))
+        await until_async(uploads)
+        await end_tasks([dying])
+        assert await store.latest_snapshot(KEY) is None
+
+        async def is_gone() -> bool:
+            return not await uploads()
+
+        await until_async(is_gone)
+
+
+async def test_a_snapshot_of_many_chunks_is_read_as_one_even_while_it_is_replaced(store, monkeypatch):
+    monkeypatch.setattr(store_module, "_CHUNK_BYTES", 10)
+    await store.generation(KEY, ours="g1")
+    await store.take_lease(KEY, "me", lasting_ms=60_000)
+    payloads = {f"{n}-0": bytes([n]) * 995 for n in range(1, 30)}
+    await store.publish(KEY, snapshot("1-0", payload=payloads["1-0"]), "me")
+
+    async def replace() -> None:
+        for position, payload in payloads.items():
+            await store.publish(KEY, snapshot(position, payload=payload), "me")
+
+    replacing = asyncio.create_task(replace())
+    while not replacing.done():
+        found = await store.latest_snapshot(KEY)
+        assert found.payload == payloads[found.position]
+    await replacing
+
+
+async def test_of_learnt_tables_those_taught_most_are_kept_for_each_format(store):
+    await store.generation(KEY, ours="g1")
+    assert await store.offer_tables(KEY, "g1", Tables("old", 100, b"o"))
+    assert await store.offer_tables(KEY, "g1", Tables("new", 5, b"a"))
+    assert not await store.offer_tables(KEY, "g1", Tables("new", 5, b"b"))
+    assert not await store.offer_tables(KEY, "g1", Tables("new", 4, b"c"))
+    assert await store.offer_tables(KEY, "g1", Tables("new", 6, b"d"))
+    tables = {tables.format: tables for tables in await store.tables(KEY)}
+    assert tables == {"old": Tables("old", 100, b"o"), "new": Tables("new", 6, b"d")}
+
+
+async def test_a_damaged_entry_is_told_from_a_good_one(store, url):
+    await store.append(KEY, "g1", EntryKind.SPANS, SPANS)
+    async with redis.Redis.from_url(url) as client:
+        (stream,) = [key async for key in client.scan_iter("*:stream")]
+        for fields in ({"s": b"\xff\xff"}, {"x": b""}, {"s": b"", "t": b""}, {"p": b"\xff"}):
+            await client.xadd(stream, fields)
+    kinds = [entry.kind for entry in await entries(store)]
+    assert kinds == [EntryKind.SPANS, *[EntryKind.DAMAGED] * 4]
