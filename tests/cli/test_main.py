@@ -49,7 +49,7 @@ def fake_model(folder: Path) -> Path:
 def test_help_names_the_commands_and_loads_neither_torch_nor_grpc(tmp_path: Path) -> None:
     shown = tandem("--help", home=tmp_path)
     assert shown.returncode == 0
-    assert all(name in shown.stdout for name in ("up", "chat", "generate", "model", "bench"))
+    assert all(name in shown.stdout for name in ("up", "chat", "generate", "model", "bench", "lookahead"))
     probe = "import sys, tandem_cli.main; print({'torch', 'grpc', 'transformers'} & set(sys.modules))"
     loaded = subprocess.run([sys.executable, "-P", "-c", probe], capture_output=True, text=True, check=True)
     assert loaded.stdout.strip() == "set()"

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tandem_cli import bench_command, model_command
+from tandem_cli import bench_command, lookahead_command, model_command
 from tandem_cli.options import (
     DEFAULT_MODEL,
     DEFAULT_TARGET,
@@ -30,6 +30,7 @@ app = typer.Typer(
 )
 app.add_typer(model_command.app, name="model")
 app.add_typer(bench_command.app, name="bench")
+app.add_typer(lookahead_command.app, name="lookahead")
 
 
 class Dtype(StrEnum):

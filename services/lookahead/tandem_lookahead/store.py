@@ -219,9 +219,10 @@ class RedisStore:
         chunks = [payload[at : at + _CHUNK_BYTES] for at in range(0, len(payload), _CHUNK_BYTES)] or [b""]
         ms, seq = position_order(snapshot.position)
         with _failures():
-            fields = ("version", snapshot.version, "generation", snapshot.generation)
-            fields += ("ms", str(ms), "seq", str(seq), "chunks", str(len(chunks)))
-            await self._redis.eval(scripts.BEGIN_UPLOAD, 1, upload, _UPLOAD_S, *fields)
+            fields = {"version": snapshot.version, "generation": snapshot.generation}
+            fields |= {"ms": str(ms), "seq": str(seq), "chunks": str(len(chunks))}
+            flat = [part for field in fields.items() for part in field]
+            await self._redis.eval(scripts.BEGIN_UPLOAD, 1, upload, _UPLOAD_S, *flat)
             for index, chunk in enumerate(chunks):
                 await self._redis.hset(upload, str(index), chunk)
             names = ("snapshot", "compactor", "generation")

@@ -1,0 +1,128 @@
+"""`tandem lookahead`: what the lookahead service holds, carrying it elsewhere, and removing it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Annotated
+
+import typer
+
+from tandem_cli.options import fail
+
+app = typer.Typer(help="Look at, carry or remove what requests share.", no_args_is_help=True)
+
+#: Where `tandem up` puts it.
+DEFAULT_SERVICE = "127.0.0.1:51400"
+ServiceOption = Annotated[str, typer.Option("--target", help="gRPC address of the lookahead service.")]
+
+
+@app.command()
+def stats(target: ServiceOption = DEFAULT_SERVICE) -> None:
+    """What this replica holds of each namespace."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from tandem_cli import lookahead_admin
+
+    with _failures():
+        status = lookahead_admin.status(target)
+    answers = "answers" if status.redis_connected else "does not answer"
+    typer.echo(
+        f"{status.pod_id}: Redis ({status.redis_kind}) {answers}; {status.streams_open} streams of pods; "
+        f"{status.spans_received_total:,} spans received, {status.spans_dropped_total:,} dropped"
+    )
+    if not status.namespaces:
+        typer.echo("nothing is held yet")
+        return
+    table = Table(box=None)
+    for title in ("tenant", "revision"):
+        table.add_column(title, overflow="fold")
+    for title in ("runs", "tokens", "shared", "MiB", "pods", "compacted", "lag", "learnt from"):
+        table.add_column(title, justify="right")
+    for space in status.namespaces:
+        table.add_row(
+            space.namespace.tenant,
+            space.namespace.model_revision[:12],
+            f"{space.num_runs:,}",
+            f"{space.num_tokens:,}",
+            f"{space.num_shared_tokens:,}",
+            f"{space.num_bytes / 2**20:.1f}",
+            str(space.num_followers),
+            f"{space.compaction_age_s:.0f} s ago" if space.HasField("compaction_age_s") else "not yet",
+            f"{space.lag_s:.1f} s" if space.HasField("lag_s") else "?",
+            f"{space.table_observations:,}",
+        )
+    Console().print(table)
+
+
+@app.command("export")
+def export_namespace(
+    file: Annotated[str, typer.Argument(help="File to write; - is the standard output.")],
+    tenant: Annotated[str, typer.Option(help="Tenant, as the gateway knows it.")] = "default",
+    revision: Annotated[
+        str, typer.Option(help="Beginning of the model's revision, if the tenant has several namespaces.")
+    ] = "",
+    target: ServiceOption = DEFAULT_SERVICE,
+) -> None:
+    """Write a namespace's shared text and learnt tables to a file."""
+    from tandem_cli import lookahead_admin
+
+    with _failures(), _opened(file, "wb") as out:
+        num_bytes = lookahead_admin.export_namespace(target, tenant, revision, out)
+    typer.echo(f"exported {num_bytes:,} bytes of text", err=True)
+
+
+@app.command("import")
+def import_namespace(
+    file: Annotated[str, typer.Argument(help="An export; - is the standard input.")],
+    target: ServiceOption = DEFAULT_SERVICE,
+) -> None:
+    """Add an export to what a service shares; every replica and pod gets it."""
+    from tandem_cli import lookahead_admin
+
+    with _failures(), _opened(file, "rb") as source:
+        num_tokens = lookahead_admin.import_namespace(target, source)
+    typer.echo(f"imported {num_tokens:,} tokens", err=True)
+
+
+@app.command()
+def purge(
+    tenant: Annotated[str, typer.Argument(help="Tenant whose text is to be removed.")],
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    target: ServiceOption = DEFAULT_SERVICE,
+) -> None:
+    """Remove a tenant's text for good: here, in Redis, and in every pod."""
+    from tandem_cli import lookahead_admin
+
+    if not yes:
+        typer.confirm(f"Remove everything that is held of tenant {tenant}? It cannot be undone.", abort=True)
+    with _failures():
+        count = lookahead_admin.purge(target, tenant)
+    if count == 0:
+        fail(f"nothing is held of tenant {tenant!r}; `tandem lookahead stats` lists who has something")
+    typer.echo(f"removed {count} namespace{'s' if count > 1 else ''} of tenant {tenant}")
+
+
+@contextmanager
+def _failures() -> Iterator[None]:
+    from tandem_cli.lookahead_admin import AdminError
+
+    try:
+        yield
+    except AdminError as error:
+        fail(str(error))
+
+
+@contextmanager
+def _opened(file: str, mode: str) -> Iterator[IO[bytes]]:
+    if file == "-":
+        yield sys.stdout.buffer if mode == "wb" else sys.stdin.buffer
+        return
+    try:
+        with Path(file).open(mode) as opened:
+            yield opened
+    except OSError as error:
+        fail(f"{file}: {error.strerror}")
