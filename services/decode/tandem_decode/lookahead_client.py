@@ -299,9 +299,11 @@ class LookaheadClient:
             self._log.warning("a damaged snapshot is ignored", error=str(error))
 
     async def _load_tables(self, tables: pb.LearntTables) -> None:
-        if self._tables is None or tables.num_observations <= self._num_observations:
+        if self._tables is None:
             return
         try:
+            if tables.num_observations <= (await self._tables.read())[0]:
+                return  # this pod has learnt more
             if xxhash.xxh3_128_digest(tables.payload) != tables.digest:
                 raise ValueError("their digest does not match")
             await self._tables.load(tables.payload)

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 import grpc
 import structlog
 from tandem_engine.assemble import EngineConfig, EngineParts, assemble
+from tandem_engine.drafts import native
 from tandem_engine.drafts.drafter import Drafter, DraftPolicy
 from tandem_engine.drafts.mirror import GlobalMirror
 from tandem_engine.drafts.strategy import Strategy
@@ -23,6 +24,7 @@ from tandem_service.channels import open_channel
 from tandem_service.server import PodServer
 
 from tandem_decode.handoff import Handoff
+from tandem_decode.learnt import DrafterTables
 from tandem_decode.lookahead_client import LookaheadClient
 from tandem_decode.metrics import DecodeMetrics
 from tandem_decode.prefill_client import PrefillClient
@@ -60,7 +62,7 @@ async def open_pod(pod: DecodeSettings) -> AsyncIterator[PodServer]:
     receiver = ZmqReceiver(parts.layout, parts.pool, ReceiverOptions(host=pod.kv_host, port=pod.kv_port))
     client = PrefillClient(open_channel)
     metrics = DecodeMetrics(server.registry)
-    sharing = Sharing(drafter, _client_maker(pod, parts), parts.manifest.vocab_size)
+    sharing = Sharing(drafter, _client_maker(pod, parts, drafter, loop), parts.manifest.vocab_size)
     servicer = DecodeServicer(
         pod,
         parts,
@@ -118,7 +120,9 @@ def _assemble(pod: DecodeSettings, drafter: Drafter) -> EngineParts:
     )
 
 
-def _client_maker(pod: DecodeSettings, parts: EngineParts) -> MakeClient | None:
+def _client_maker(
+    pod: DecodeSettings, parts: EngineParts, drafter: Drafter, loop: EngineLoop
+) -> MakeClient | None:
     if not pod.lookahead or pod.speculation not in ("chain", "global"):
         return None
 
@@ -128,7 +132,10 @@ def _client_maker(pod: DecodeSettings, parts: EngineParts) -> MakeClient | None:
             model_revision=parts.manifest.revision,
             tokenizer_hash=parts.manifest.tokenizer_hash,
         )
-        client = LookaheadClient(pod.lookahead, namespace, pod.pod_id, mirror)
+        tables = None
+        if native.LIBRARY is not None:
+            tables = DrafterTables(drafter, tenant, lambda work: asyncio.wrap_future(loop.call(work)))
+        client = LookaheadClient(pod.lookahead, namespace, pod.pod_id, mirror, tables=tables)
         client.start()
         return client
 
