@@ -261,6 +261,9 @@ void cheapest_onward(const double* seconds, int count, std::vector<double>& pric
   }
 }
 
+// Less than this, as a multiple of the tokens per second without guesses, is not worth the doubt about the times.
+constexpr double kLeastGain = 1.02;
+
 struct Entry {
   float reach;
   int32_t sequence;
@@ -292,8 +295,8 @@ struct TandemDraft {
   int32_t num_guesses;
   int32_t tokens[kMaxNodes - 1], parents[kMaxNodes - 1], sources[kMaxNodes - 1];
   float reach[kMaxNodes - 1];
-  // What the guesses are to save, in steps without guesses: their chances' worth less their share of the time.
-  float saved;
+  // Whether nothing came near to being worth it.
+  int32_t is_vain;
 };
 
 // Adds guesses, the likeliest first, as long as some number of them may still raise the tokens per second, and keeps as
@@ -301,8 +304,9 @@ struct TandemDraft {
 //
 // At most max_guesses per sequence. `expected` is how many tokens the step yields without any; seconds[q] is what it
 // takes with q guesses, for q = 0 .. num_seconds - 1, never less for more; there are no more guesses in all than that.
+// own_seconds is what drafting for one sequence takes, in the same unit.
 void tandem_draft(TandemDraft* const* drafts, int32_t count, int32_t max_guesses, double expected,
-                    const double* seconds, int32_t num_seconds) {
+                  const double* seconds, int32_t num_seconds, double own_seconds) {
   static thread_local std::vector<Sources> sources;
   static thread_local std::vector<Entry> heap;
   static thread_local std::vector<double> prices;
@@ -324,7 +328,7 @@ void tandem_draft(TandemDraft* const* drafts, int32_t count, int32_t max_guesses
   };
   for (int n = 0; n < count; ++n) {
     TandemDraft& draft = *drafts[n];
-    draft.num_guesses = 0;
+    draft.num_guesses = draft.is_vain = 0;
     sources[n] = {draft.corpus, draft.recycler, draft.corpus ? draft.corpus->text.index.size() : 0, draft.own_run};
     if (!draft.sequence) continue;
     draft.sequence->num_nodes = 0;
@@ -338,7 +342,8 @@ void tandem_draft(TandemDraft* const* drafts, int32_t count, int32_t max_guesses
     offer(n, 0, 0);
   }
   cheapest_onward(seconds, num_seconds, prices);
-  double best = expected / seconds[0];  // tokens per second
+  const double before = expected / seconds[0];  // tokens per second
+  double best = before;
   int rows = 0, best_rows = 0;
   while (!heap.empty() && rows + 1 < num_seconds) {
     const Entry entry = heap.front();
@@ -372,18 +377,20 @@ void tandem_draft(TandemDraft* const* drafts, int32_t count, int32_t max_guesses
     if (node.depth < draft.room && draft.num_guesses < limit && onward(node, taken) >= kLeastReach)
       push({onward(node, taken), entry.sequence, int16_t(at), -1});
   }
+  if (best < kLeastGain * before) best = before, best_rows = 0;
   for (; rows > best_rows; --rows) {
     Sequence& sequence = *drafts[added[rows - 1]]->sequence;
     const Node& node = sequence.nodes[--sequence.num_nodes];
     sequence.nodes[node.parent].candidates[node.candidate].child = -1;
     --drafts[added[rows - 1]]->num_guesses;
   }
-  const double per_guess = rows ? (seconds[rows] - seconds[0]) / rows : 0;
+  // A guess half as likely as would pay for itself and for looking is near.
+  const double near = .5 * best * (num_seconds > 1 ? prices[0] + own_seconds : 0);
   for (int n = 0; n < count; ++n) {
-    TandemDraft& draft = *drafts[n];
-    double saved = 0;
-    for (int guess = 0; guess < draft.num_guesses; ++guess) saved += draft.reach[guess] / best - per_guess;
-    draft.saved = float(saved / seconds[0]);
+    const Sequence* sequence = drafts[n]->sequence;
+    if (!sequence || sequence->num_nodes == 0) continue;
+    const Node& root = sequence->nodes[0];
+    drafts[n]->is_vain = root.num_candidates == 0 || root.candidates[0].chance < near;
   }
 }
 

@@ -39,7 +39,8 @@ class Fuzz {
         draft.max_chain = below(3) ? 0 : below(9);
         draft.own_run = i;
       }
-      tandem_draft(pointers, kSequences, below(64), kSequences, costs.data(), 1 + below(int(costs.size())));
+      tandem_draft(pointers, kSequences, below(64), kSequences, costs.data(), 1 + below(int(costs.size())),
+                   below(2) * .01);
       for (int i = 0; i < kSequences; ++i) {
         guesses += drafts[i].num_guesses;
         emit(*sequences[i], drafts[i], *corpus, i, vocab);

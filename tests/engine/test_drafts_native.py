@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import threading
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tandem_engine.drafts.native import Corpus, Guesses, Job, Learner, Recycler, Text, draft
+from tandem_engine.drafts.native import Corpus, Guesses, Job, Learner, Recycler, Text, draft, draft_jobs
 
 pytestmark = pytest.mark.drafts
 
@@ -171,8 +172,17 @@ def test_a_leap_in_the_price_is_shared_by_those_who_take_it() -> None:
     assert taken is not None
     assert len(taken.tree) == 7
     assert sum(taken.reach) > 0.5 > taken.reach[0] * 0.5
-    assert job.saved == pytest.approx(sum(taken.reach) / ((1 + sum(taken.reach)) / 1.5) - 0.5, rel=1e-5)
     assert draft([job], 16, [1.0] + [9.0] * 16) == [None]
+
+
+def test_it_tells_what_was_in_vain() -> None:
+    """Random text: no guess is likely. A story: the guess is dear, but likely."""
+    story, random_text = noise(40), text_of([token % 50 for token in noise(500, seed=2)])
+    unsure, sure = Job(random_text, Learner()), Job(text_of(story + story[:10]), Learner())
+    for price, own, vain in ((0.3, 0.0, True), (1e-6, 0.0, False), (1e-6, 0.2, True)):
+        curve = array("d", [1.0 + price * q for q in range(17)])
+        draft_jobs([unsure, sure], 16, 2, curve, own)
+        assert (unsure.is_vain, sure.is_vain) == (vain, False)
 
 
 def test_the_whole_batch_has_one_price() -> None:

@@ -13,8 +13,9 @@ The price: a step with Q guesses takes T(Q) (step_cost.py) and yields E tokens, 
 guess's chance to be accepted. The likeliest guesses are added while that can raise E / T(Q), over the whole
 batch, so that copy length follows from hit rate and batch size.
 
-Drafting takes time itself, about 1 % of a short step. A sequence whose drafts promise to save less than that,
-several times in a row, is not drafted for in some of the next steps, at most _MAX_REST in a row.
+Drafting takes time itself, about 1 % of a short step. A sequence of which nothing came near to being worth
+that, several times in a row, is drafted for in every second, fourth, eighth or sixteenth step only, the same
+ones for all such sequences.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ if TYPE_CHECKING:  # the request module needs this package's tree
     from tandem_engine.request import Request
 
 
-#: One step more of rest for so many drafts in a row that were not worth making.
-_VAIN_PER_REST = 2
-_MAX_REST = 7
+#: After so many drafts in vain in a row one is made every second step, after twice as many every fourth.
+_VAIN_BEFORE_REST = 2
+_MOST_REST_BITS = 4
 _MOST_OWN_SECONDS = 2e-4
 
 
@@ -62,9 +63,9 @@ class _Sequence:
         self.job = Job(self.text, learner, max_chain=max_chain)
         #: Whether the last step was drafted for, so that there is something to learn.
         self.is_drafted = False
-        #: Drafts in a row that were not worth making, and steps to go without one.
+        #: Drafts in a row that were in vain; and which bits of a step's number must be 0 for a draft.
         self.num_vain = 0
-        self.rest = 0
+        self.rest_mask = 0
 
     def prepare(self, request: Request, room: int) -> Job:
         """The job, with the text up to date."""
@@ -79,13 +80,14 @@ class _Sequence:
         self.is_drafted = True
         return self.job
 
-    def judge(self, is_worth_it: bool) -> None:
-        """Decides when to draft again."""
-        if is_worth_it:
+    def judge(self, *, is_drafted: bool, is_vain: bool) -> None:
+        """Decides when to draft again. What came near is no reason to look less often, nor more."""
+        if is_drafted:
             self.num_vain = 0
-        else:
+        elif is_vain:
             self.num_vain += 1
-            self.rest = min(self.num_vain // _VAIN_PER_REST, _MAX_REST)
+        bits = (self.num_vain // _VAIN_BEFORE_REST).bit_length()
+        self.rest_mask = (1 << min(bits, _MOST_REST_BITS)) - 1
 
 
 class Drafter:
@@ -101,6 +103,7 @@ class Drafter:
         self._sequences: dict[str, _Sequence] = {}
         #: What the engine measures; it reports its steps here.
         self.step_cost = StepCost(policy.row_cost)
+        self._num_steps = 0
         #: Time that drafting for a sequence takes here, a running mean in seconds.
         self._own_seconds = 0.0
 
@@ -122,6 +125,7 @@ class Drafter:
         decoding get None. Nothing beyond a request's max_tokens is guessed.
         """
         begun = time.perf_counter()
+        self._num_steps += 1
         trees: list[DraftTree | None] = [None] * len(requests)
         if self._strategy is Strategy.OFF or max_nodes < 1:
             return trees
@@ -134,8 +138,7 @@ class Drafter:
             sequence = self._sequences.get(request.request_id)
             if sequence is None:
                 sequence = self._sequences[request.request_id] = self._begin(request)
-            if sequence.rest > 0:
-                sequence.rest -= 1
+            if self._num_steps & sequence.rest_mask:
                 continue
             drafted.append((n, sequence))
             jobs.append(sequence.prepare(request, room))
@@ -144,11 +147,11 @@ class Drafter:
         context = sum([request.num_computed_tokens for request in requests])
         max_guesses = min(max_nodes, MAX_TREE_NODES - 1)
         seconds = self.step_cost.curve(len(requests), context, max_guesses * len(jobs))
-        native.draft_jobs(jobs, max_guesses, len(requests), seconds)
         own_share = self._own_seconds / (self.step_cost.mean_seconds or 1.0)
+        native.draft_jobs(jobs, max_guesses, len(requests), seconds, own_share * seconds[0])
         for (n, sequence), job in zip(drafted, jobs, strict=True):
-            trees[n] = job.tree()
-            sequence.judge(job.saved > own_share)
+            trees[n] = tree = job.tree()
+            sequence.judge(is_drafted=tree is not None, is_vain=job.is_vain)
         own_seconds = (time.perf_counter() - begun) / len(jobs)
         # Indexing a prompt, or losing the processor, is no measure of a step's work.
         self._own_seconds += 0.05 * (min(own_seconds, _MOST_OWN_SECONDS) - self._own_seconds)

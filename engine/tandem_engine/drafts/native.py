@@ -47,12 +47,12 @@ class _Draft(ctypes.Structure):
         ("num_guesses", _INT32),
         *((name, _INT32 * _MAX_GUESSES) for name in ("tokens", "parents", "sources")),
         ("reach", _FLOAT * _MAX_GUESSES),
-        ("saved", _FLOAT),
+        ("is_vain", _INT32),
     )
 
 
 _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
-    "tandem_draft": (None, (_POINTER, _INT32, _INT32, _DOUBLE, _POINTER, _INT32)),
+    "tandem_draft": (None, (_POINTER, _INT32, _INT32, _DOUBLE, _POINTER, _INT32, _DOUBLE)),
     "tandem_draft_teach": (None, (_POINTER, _POINTER, _POINTER, _INT32)),
     "tandem_draft_sequence_new": (_POINTER, (_INT64,)),
     "tandem_draft_sequence_free": (None, (_POINTER,)),
@@ -283,9 +283,9 @@ class Job:
             call.corpus = corpus.handle if corpus is not None else None
 
     @property
-    def saved(self) -> float:
-        """What the draft made last is to save, in steps without guesses."""
-        return float(self._call.saved)
+    def is_vain(self) -> bool:
+        """Whether nothing came near to being worth it when the last draft was made."""
+        return bool(self._call.is_vain)
 
     def tree(self) -> DraftTree | None:
         """The draft made last; None where nothing pays."""
@@ -311,16 +311,25 @@ class Guesses:
     reach: tuple[float, ...]
 
 
-def draft_jobs(jobs: Sequence[Job], max_guesses: int, expected: float, seconds: array[float]) -> None:
+def draft_jobs(
+    jobs: Sequence[Job], max_guesses: int, expected: float, seconds: array[float], own_seconds: float = 0.0
+) -> None:
     """Makes each job's draft, of at most `max_guesses`.
 
     `expected` tokens come of the step without guesses; `seconds[q]` is what it takes with q guesses in the
     whole batch, up to the most there may be, never less for more. As many of the likeliest guesses are made
-    as give the most tokens per second.
+    as give the most tokens per second. own_seconds is what drafting takes for one sequence; it only tells
+    what was in vain.
     """
     addresses = array("q", [job.address for job in jobs])
     _library().tandem_draft(
-        addresses.buffer_info()[0], len(jobs), max_guesses, expected, seconds.buffer_info()[0], len(seconds)
+        addresses.buffer_info()[0],
+        len(jobs),
+        max_guesses,
+        expected,
+        seconds.buffer_info()[0],
+        len(seconds),
+        own_seconds,
     )
 
 
