@@ -31,15 +31,15 @@ def rows(table: str) -> list[list[str]]:
 def test_each_batch_has_the_published_row_and_ours_for_every_pass() -> None:
     table = rows(taco_table(dialogues(8), (1, 8, 6), 1000, passes=2))
     names = [(row[0], row[1]) for row in table]
-    ours = [(name, number) for name in ("chain", "global-chain", "line", "forest") for number in (1, 2)]
+    ours = ["chain", *(name for name in ("global-chain", "line", "forest") for _ in range(2))]
     assert names == [
-        ("1", "**TACO, published**"), *(("1", name) for name, _ in ours),
-        ("8", "**TACO, published**"), *(("8", name) for name, _ in ours),
-        *(("6", name) for name, _ in ours),
+        ("1", "**TACO, published**"), *(("1", name) for name in ours),
+        ("8", "**TACO, published**"), *(("8", name) for name in ours),
+        *(("6", name) for name in ours),
     ]  # fmt: skip
-    assert [row[2] for row in table[1:9]] == ["pass 1", "pass 2"] * 4
+    assert [row[2] for row in table[1:8]] == ["", *["pass 1", "pass 2"] * 3]
     assert table[0][3:9] == [".49 to .61", "-", "-", "-", "at most 7", "2.46"]
-    assert (table[9][4], table[9][8]) == ("2.45", "2.48")
+    assert (table[8][4], table[8][8]) == ("2.45", "2.48")
 
 
 def test_speed_up_is_that_of_the_cost_model() -> None:

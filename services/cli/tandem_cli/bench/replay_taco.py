@@ -64,11 +64,14 @@ def taco_table(
     ]
     context = sum(len(s.answers[0].prompt) + len(s.answers[0].target) / 2 for s in sequences) / len(sequences)
     room = passes * sum(len(s.answers[0].target) + 1 for s in sequences) + 1
+    # Knows of no other sequence, so neither batch nor pass makes a difference.
+    chain = replay(Chain("chain", LINE, is_global=False), sequences).everything
     rows = []
     for batch in batches:
         if batch in PUBLISHED:
             rows.append(_published_cells(batch, PUBLISHED[batch]))
         model = CostModel(batch, context)
+        rows.append([str(batch), "chain", "", *_cells(chain, model)])
         for make in _drafters(context, vocab_size, room):
             drafter = make()
             for number in range(1, passes + 1):
@@ -95,7 +98,6 @@ def _drafters(context: float, vocab_size: int, room: int) -> list[Callable[[], R
         )
 
     return [
-        lambda: Chain("chain", LINE, is_global=False),
         lambda: Chain("global-chain", LINE, is_global=True),
         lambda: Forest("line", LINE, Corpus(room, vocab_size), max_chain=LINE, price=price_of(LINE)),
         lambda: Forest("forest", TREE, Corpus(room, vocab_size), price=price_of(TREE)),
