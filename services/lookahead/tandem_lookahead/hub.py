@@ -223,16 +223,20 @@ class LookaheadHub:
                 await self._follow_streams()
             except StoreUnavailableError as error:
                 self._is_new = self._is_new and loop.time() - begun < _SYNC_WAIT_S
-                self._lose_redis(error)
+                self._lose_redis(str(error))
+                self._write_wanted.set()
+            except Exception as error:  # our own bug must not end the sharing of everything else
+                self._log.exception("following the streams failed; beginning anew")
+                self._lose_redis(repr(error))
                 self._write_wanted.set()
             if loop.time() - started > 5 * _RETRY_LIMIT_S:
                 retry_s = _RETRY_S
             await asyncio.sleep(retry_s)
             retry_s = min(2 * retry_s, _RETRY_LIMIT_S)
 
-    def _lose_redis(self, error: StoreUnavailableError) -> None:
+    def _lose_redis(self, reason: str) -> None:
         if self.is_connected:
-            self._log.warning("redis lost; going on without it", error=str(error))
+            self._log.warning("redis lost; going on without it", reason=reason)
             self._metrics.redis_failures.inc()
         self._connected.clear()
         self._metrics.redis_connected.set(0)
@@ -311,7 +315,7 @@ class LookaheadHub:
                     try:
                         await self._outbox.write(self._store)
                     except StoreUnavailableError as error:
-                        self._lose_redis(error)
+                        self._lose_redis(str(error))
                 else:
                     num_merged, num_dropped = await self._outbox.merge_unstored()
                     self.num_dropped += num_dropped
