@@ -6,6 +6,7 @@ import pytest
 import redis.asyncio as redis
 from hypothesis import given
 from hypothesis import strategies as st
+from redis_servers import answers
 from tandem_lookahead.hub import fair_cap
 from tandem_lookahead.text import BYTES_PER_RUN, BYTES_PER_TOKEN
 from tandem_proto.v1 import lookahead_pb2 as pb
@@ -63,12 +64,8 @@ async def test_what_others_write_into_our_stream_harms_nobody(fleet):
 async def test_a_name_that_is_no_namespace_s_harms_nobody(fleet):
     process = await fleet.redis()
     async with redis.Redis.from_url(process.url) as client:
-        for _ in range(100):
-            try:
-                await client.sadd("tandem:lookahead:2:namespaces", "nonsense")
-                break
-            except redis.ConnectionError:
-                await fleet.until(lambda: True)
+        await answers(client)
+        await client.sadd("tandem:lookahead:2:namespaces", "nonsense")
     service = await fleet.service(redis_url=process.url)
     sender, mirror = await fleet.pod(service)
     sender.push("r1", 0, ANSWER)

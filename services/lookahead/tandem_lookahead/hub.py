@@ -170,7 +170,8 @@ class LookaheadHub:
                 "Redis does not answer, and what it holds would come back; purge again when it does"
             )
         keys = {*await self._store.namespaces(), *self._forests}
-        doomed = [key for key in sorted(keys) if Namespace.of_key(key).tenant == tenant]
+        beginning = Namespace(tenant, "", "").key.partition("/")[0] + "/"
+        doomed = [key for key in sorted(keys) if key.startswith(beginning)]
         for key in doomed:
             generation = uuid.uuid4().hex
             forest = self._forests.get(key)
@@ -248,7 +249,10 @@ class LookaheadHub:
         for forest in self.forests:
             forest.synced.clear()
         for key in await self._store.namespaces():
-            self._ensure(Namespace.of_key(key))
+            try:
+                self._ensure(Namespace.of_key(key))
+            except ValueError as error:
+                self._log.warning("Redis lists what is no namespace of ours; ignored", error=str(error))
         self._connected.set()
         self._is_new = False
         self._metrics.redis_connected.set(1)
