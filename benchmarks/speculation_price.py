@@ -33,6 +33,7 @@ from tandem_cli.bench.workload import question
 from tandem_engine import store
 from tandem_engine.drafts.drafter import Drafter, DraftPolicy
 from tandem_engine.drafts.mirror import GlobalMirror
+from tandem_engine.drafts.native import Likeliest
 from tandem_engine.drafts.spans import AcceptedSpan
 from tandem_engine.drafts.tree import DraftTree
 from tandem_engine.llm import LLM
@@ -65,8 +66,11 @@ class Setting:
         self.num_guesses += sum([len(tree) for tree in trees if tree is not None])
         return trees
 
-    def extend(self, request: Request, token_ids: Sequence[int]) -> None:
-        self._drafter.extend(request, token_ids)
+    def learns_from(self, request: Request) -> bool:
+        return self._drafter.learns_from(request)
+
+    def extend(self, request: Request, token_ids: Sequence[int], likeliest: Likeliest | None = None) -> None:
+        self._drafter.extend(request, token_ids, likeliest)
 
     def forget(self, request_id: str) -> None:
         self._drafter.forget(request_id)
@@ -89,9 +93,12 @@ class Turns:
         self.seconds += time.perf_counter() - begun
         return trees
 
-    def extend(self, request: Request, token_ids: Sequence[int]) -> None:
+    def learns_from(self, request: Request) -> bool:
+        return self.now.learns_from(request)
+
+    def extend(self, request: Request, token_ids: Sequence[int], likeliest: Likeliest | None = None) -> None:
         begun = time.perf_counter()
-        self.now.extend(request, token_ids)
+        self.now.extend(request, token_ids, likeliest)
         self.seconds += time.perf_counter() - begun
 
     def forget(self, request_id: str) -> None:

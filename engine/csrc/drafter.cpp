@@ -105,6 +105,7 @@ void vote(Node& node, const Sequence& sequence, const Sources& sources, const Le
     const Hashes hashes = node.hashes_with(ballot.followers[chosen[k]]);
     sequence.text.prefetch(hashes);
     if (global) global->prefetch(hashes);
+    if (sources.recycler) sources.recycler->prefetch(hashes);
   }
 
   const int size = int(sequence.text.index.size());
@@ -178,7 +179,7 @@ void set_root(Sequence& sequence, const Sources& sources, int max_guesses) {
   root.hashes = Hashes(root.context + root.num_context, root.num_context);
   root.parent = root.candidate = -1;
   root.depth = 0;
-  root.reach = 1;
+  root.product = root.reach = 1;
   sequence.text.prefetch(root.hashes);
   if (sources.corpus) sources.corpus->text.prefetch(root.hashes);
 }
@@ -216,6 +217,7 @@ Node& add_child(Sequence& sequence, int parent_at, int candidate_at, float reach
   node.parent = int16_t(parent_at);
   node.candidate = int16_t(candidate_at);
   node.depth = int16_t(parent.depth + 1);
+  node.product = parent.product * candidate.chance;
   node.reach = reach;
   node.voted = false;
   node.num_candidates = 0;
@@ -278,6 +280,20 @@ struct Entry {
   }
 };
 
+// Keeps what the model found likely at the places of the emitted tokens, which follow the text.
+void recycle(const Sequence& sequence, Recycler& recycler, const int32_t* emitted, int count,
+             const Likeliest* likeliest) {
+  const TextIndex& text = sequence.text.index;
+  constexpr int kKept = Hashes::kOrders;
+  int32_t last[kKept + kMaxNodes];
+  int size = int(std::min<int64_t>(text.size(), kKept));
+  std::memcpy(last, text.data() + text.size() - size, size * 4);
+  for (int i = 0; i < std::min(count, kMaxNodes); ++i) {
+    recycler.put(Hashes(last + size, size), likeliest[i]);
+    last[size++] = emitted[i];
+  }
+}
+
 }  // namespace
 
 extern "C" {
@@ -323,7 +339,10 @@ void tandem_draft(TandemDraft* const* drafts, int32_t count, int32_t max_guesses
   auto offer = [&](int n, int at, int k) {
     const Node& node = drafts[n]->sequence->nodes[at];
     if (k == node.num_candidates) return;
-    const float reach = node.reach * node.candidates[k].chance;
+    const Sequence& sequence = *drafts[n]->sequence;
+    const float reached = drafts[n]->learner->reached(node.product * node.candidates[k].chance, node.depth + 1,
+                                                      sequence.tokens_per_step);
+    const float reach = std::min(node.reach, reached);
     if (reach >= kLeastReach) push({reach, n, int16_t(at), int16_t(k)});
   };
   for (int n = 0; n < count; ++n) {
@@ -394,12 +413,17 @@ void tandem_draft(TandemDraft* const* drafts, int32_t count, int32_t max_guesses
   }
 }
 
-// What a sequence's step emitted, the token after the accepted guesses included.
-void tandem_draft_teach(Sequence* sequence, Learner* learner, const int32_t* emitted, int32_t count) {
+// What a sequence's step emitted, the token after the accepted guesses included; and, where a recycler is given, the
+// likeliest tokens at each of their places.
+void tandem_draft_teach(Sequence* sequence, Learner* learner, const int32_t* emitted, int32_t count, Recycler* recycler,
+                        const Likeliest* likeliest) {
+  if (recycler) recycle(*sequence, *recycler, emitted, count, likeliest);
   if (sequence->num_nodes == 0) return;
   int at = 0;
+  uint64_t accepted = 0;
   for (int i = 0; i < count && at >= 0; ++i) {
     const Node& node = sequence->nodes[at];
+    accepted |= uint64_t(1) << at;
     if (!node.voted) break;
     at = -1;
     const float rate = learner->next_rate();
@@ -411,6 +435,11 @@ void tandem_draft_teach(Sequence* sequence, Learner* learner, const int32_t* emi
       learner->teach_acceptance(candidate.logit, node.depth + 1, sequence->tokens_per_step, right);
       if (right) at = candidate.child;
     }
+  }
+  if (at >= 0) accepted |= uint64_t(1) << at;
+  for (int n = 1; n < sequence->num_nodes; ++n) {
+    const Node& node = sequence->nodes[n];
+    learner->teach_reached(node.product, node.depth, sequence->tokens_per_step, accepted >> n & 1);
   }
   sequence->num_nodes = 0;
   sequence->tokens_per_step += .15f * (count - sequence->tokens_per_step);
@@ -452,11 +481,13 @@ int32_t tandem_draft_learner_write(Learner* learner, const void* from) {
 }
 int64_t tandem_draft_learner_num_taught(const Learner* learner) { return learner->num_nodes_taught(); }
 
+// The likeliest tokens of some rows of logits [.., vocab_size].
+void tandem_draft_likeliest(const float* logits, int64_t vocab_size, const int32_t* rows, int32_t count,
+                            Likeliest* likeliest) {
+  for (int i = 0; i < count; ++i) likeliest[i] = Likeliest::of(logits + rows[i] * vocab_size, vocab_size);
+}
+
 Recycler* tandem_draft_recycler_new() { return new Recycler; }
 void tandem_draft_recycler_free(Recycler* recycler) { delete recycler; }
-void tandem_draft_recycler_put(Recycler* recycler, const int32_t* context, int64_t count, const int32_t* tokens,
-                               const float* probabilities) {
-  recycler->put(context, count, tokens, probabilities);
-}
 int64_t tandem_draft_recycler_bytes(const Recycler* recycler) { return recycler->bytes(); }
 }

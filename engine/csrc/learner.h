@@ -5,7 +5,9 @@
 //   mixing    logistic: the logits of the cells that speak about a candidate, times weights, summed (after Mahoney's
 //             PAQ). The weights are sums of a base and of rows that the candidate's own standing chooses, so that a
 //             candidate of the longest match is weighed otherwise than one that only shorter matches know.
-//   accept    what came of candidates that were sent, by their mixed logit, depth, and how well the sequence is doing
+//   accept    how often candidates that were sent were accepted once their parent was, by their mixed logit, depth,
+//             and how well the sequence is doing
+//   reach     how often they were accepted at all, by the product of those chances along the path, which hang together
 //
 // Every candidate considered at a node that was reached teaches, sent or not, so that what fell silent is heard again.
 #pragma once
@@ -64,7 +66,7 @@ struct Evidence {
 class Learner {
  public:
   static constexpr int kRows[4] = {11 * 11, 11 * 11, 3 * 25, 100};  // by global, local, aligned level, and rarity
-  static constexpr int kNumRegimes = 3, kNumDepths = 7, kNumBins = 33;
+  static constexpr int kNumRegimes = 4, kNumDepths = 7, kNumBins = 33;
 
   Learner() {
     for (int i = 0; i < kNumInputs; ++i)
@@ -77,9 +79,10 @@ class Learner {
       base[i] = .3f;
     }
     for (int i = kRecycled; i < kBias; ++i) base[i] = .15f;
-    for (auto& regime : accept)
-      for (auto& depth : regime)
-        for (int b = 0; b < kNumBins; ++b) depth[b] = {squash((b - kNumBins / 2) * .5f), 0};
+    for (auto* table : {&accept, &reach})
+      for (auto& regime : *table)
+        for (auto& depth : regime)
+          for (int b = 0; b < kNumBins; ++b) depth[b] = {squash((b - kNumBins / 2) * .5f), 0};
   }
 
   // The mixed logit.
@@ -117,21 +120,18 @@ class Learner {
 
   // How often candidates of this logit were accepted once their parent was.
   float acceptance(float logit, int depth, float tokens_per_step) const {
-    const Bin bin(logit);
-    const Rate* row = accept[regime_of(tokens_per_step)][depth_of(depth)];
-    return row[bin.low].rate * (1 - bin.share) + row[bin.low + 1].rate * bin.share;
+    return look_up(accept[regime_of(tokens_per_step)][depth_of(depth)], logit);
+  }
+  void teach_acceptance(float logit, int depth, float tokens_per_step, bool accepted) {
+    update(accept[regime_of(tokens_per_step)][depth_of(depth)], logit, accepted);
   }
 
-  void teach_acceptance(float logit, int depth, float tokens_per_step, bool accepted) {
-    const Bin bin(logit);
-    Rate* row = accept[regime_of(tokens_per_step)][depth_of(depth)];
-    for (int high = 0; high < 2; ++high) {
-      const float share = high ? bin.share : 1 - bin.share;
-      Rate& seen = row[bin.low + high];
-      seen.count = std::min(seen.count + share, 400.f);
-      seen.rate += share * ((accepted ? 1.f : 0.f) - seen.rate) / (seen.count + 12);
-      seen.rate = std::clamp(seen.rate, .0005f, .9995f);
-    }
+  // How often guesses were accepted to whose paths such a product of chances belonged.
+  float reached(float product, int depth, float tokens_per_step) const {
+    return look_up(reach[regime_of(tokens_per_step)][depth_of(depth)], logit_of(product));
+  }
+  void teach_reached(float product, int depth, float tokens_per_step, bool accepted) {
+    update(reach[regime_of(tokens_per_step)][depth_of(depth)], logit_of(product), accepted);
   }
 
   int64_t num_nodes_taught() const { return num_taught; }
@@ -146,7 +146,8 @@ class Learner {
     return num_taught >= 0 && all(base, small) && all(logit, [&](auto& row) { return all(row, small); }) &&
            all(weights, [&](auto& row) { return all(row, small); }) &&
            all(cells, [&](auto& row) { return all(row, rate); }) &&
-           all(accept, [&](auto& regime) { return all(regime, [&](auto& row) { return all(row, rate); }); });
+           all(accept, [&](auto& regime) { return all(regime, [&](auto& row) { return all(row, rate); }); }) &&
+           all(reach, [&](auto& regime) { return all(regime, [&](auto& row) { return all(row, rate); }); });
   }
 
   static float squash(float x) { return 1 / (1 + std::exp(-x)); }
@@ -172,6 +173,7 @@ class Learner {
   float weights[kRows[0] + kRows[1] + kRows[2] + kRows[3]][kNumInputs] = {};
   Rate cells[kNumInputs][kNumCells] = {};
   Rate accept[kNumRegimes][kNumDepths][kNumBins];
+  Rate reach[kNumRegimes][kNumDepths][kNumBins];
   int64_t num_taught = 0;
 
   void set(int input, int cell, float rate) {
@@ -179,10 +181,28 @@ class Learner {
     logit[input][cell] = stretch(rate);
   }
 
+  static float look_up(const Rate* row, float at) {
+    const Bin bin(at);
+    return row[bin.low].rate * (1 - bin.share) + row[bin.low + 1].rate * bin.share;
+  }
+
+  static void update(Rate* row, float at, bool accepted) {
+    const Bin bin(at);
+    for (int high = 0; high < 2; ++high) {
+      const float share = high ? bin.share : 1 - bin.share;
+      Rate& seen = row[bin.low + high];
+      seen.count = std::min(seen.count + share, 400.f);
+      seen.rate += share * ((accepted ? 1.f : 0.f) - seen.rate) / (seen.count + 4);
+      seen.rate = std::clamp(seen.rate, .0005f, .9995f);
+    }
+  }
+
+  static float logit_of(float p) { return stretch(std::clamp(p, .0005f, .9995f)); }
+
   void choose(const Evidence& e, const float** rows) const {
     for (int k = 0, first = 0; k < 4; first += kRows[k++]) rows[k] = weights[first + e.row[k]];
   }
 
-  static int regime_of(float tokens_per_step) { return tokens_per_step < 2.5f ? 0 : tokens_per_step < 6 ? 1 : 2; }
+  static int regime_of(float tokens_per_step) { return tokens_per_step < 1.8f ? 0 : tokens_per_step < 3.5f ? 1 : tokens_per_step < 8 ? 2 : 3; }
   static int depth_of(int depth) { return depth <= 4 ? std::max(depth, 1) - 1 : depth <= 6 ? 4 : depth <= 9 ? 5 : 6; }
 };

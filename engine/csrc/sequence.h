@@ -36,7 +36,8 @@ struct Node {
   int16_t parent, candidate;  // whose child it is, and which; of the root -1
   int16_t depth;
   bool voted;
-  float reach;  // probability that verification gets here
+  float product;  // of the chances along the path
+  float reach;    // probability that verification gets here, learnt from such products
   int num_local, num_global, num_candidates;
   Occurrence local[kMaxFound], global[kMaxFound];
   Candidate candidates[kMaxCandidates];  // the likeliest first

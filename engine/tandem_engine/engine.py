@@ -20,12 +20,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from torch import Tensor
+
 from tandem_engine.batch import Batch
 from tandem_engine.block_manager import BlockManager
+from tandem_engine.drafts.native import NUM_RECYCLED, Likeliest
 from tandem_engine.drafts.tree import MAX_TREE_NODES, DraftTree
 from tandem_engine.errors import InvalidRequestError
 from tandem_engine.request import Request, TokenLogprobs
 from tandem_engine.runner import ModelRunner
+from tandem_engine.sampling.likeliest import likeliest_of
 from tandem_engine.sampling.verify import Verified, Verifier
 from tandem_engine.scheduler import Progress, Scheduler
 from tandem_engine.step_cost import StepCost
@@ -37,7 +41,10 @@ class DraftSource(Protocol):
     step_cost: StepCost
 
     def propose(self, requests: Sequence[Request], max_nodes: int) -> list[DraftTree | None]: ...
-    def extend(self, request: Request, token_ids: Sequence[int]) -> None: ...
+    def learns_from(self, request: Request) -> bool: ...
+    def extend(
+        self, request: Request, token_ids: Sequence[int], likeliest: Likeliest | None = None
+    ) -> None: ...
     def forget(self, request_id: str) -> None: ...
 
 
@@ -146,13 +153,13 @@ class Engine:
         self._runner.compact(batch, [v.path for v in verified])
         computed = time.perf_counter()
         progress = self.scheduler.update(batch, verified)
-        outputs = self._outputs(batch, verified, progress)
+        outputs = self._outputs(batch, verified, progress, self._likeliest(batch, verified, logits))
         self._account(batch, computed - started, time.perf_counter() - begun)
         return outputs
 
     def adopted(self, progress: Progress) -> StepOutput:
         """Accounts for a first token that came from a prefill pod, as if a step here had made it."""
-        self._learn(progress.request, progress.new_token_ids, progress.finished)
+        self._learn(progress, None)
         return StepOutput(progress.request, progress.new_token_ids, (), 0, (), progress.finished)
 
     def _draft(self) -> None:
@@ -167,11 +174,15 @@ class Engine:
             request.draft = tree
 
     def _outputs(
-        self, batch: Batch, verified: Sequence[Verified], progress: Sequence[Progress]
+        self,
+        batch: Batch,
+        verified: Sequence[Verified],
+        progress: Sequence[Progress],
+        likeliest: Sequence[Likeliest | None],
     ) -> list[StepOutput]:
         outputs = []
         sampling = [s for s in batch.sequences if s.samples]
-        for sequence, seen, done in zip(sampling, verified, progress, strict=True):
+        for sequence, seen, done, likely in zip(sampling, verified, progress, likeliest, strict=True):
             n = len(done.new_token_ids)
             outputs.append(
                 StepOutput(
@@ -183,15 +194,36 @@ class Engine:
                     done.finished,
                 )
             )
-            self._learn(done.request, done.new_token_ids, done.finished)
+            self._learn(done, likely)
         return outputs
 
-    def _learn(self, request: Request, token_ids: Sequence[int], finished: bool) -> None:
+    def _likeliest(
+        self, batch: Batch, verified: Sequence[Verified], logits: Tensor
+    ) -> list[Likeliest | None]:
+        """For each sampling sequence that the drafter learns from, the likeliest tokens along its path."""
+        found: list[Likeliest | None] = [None] * len(verified)
+        if self._drafter is None or self._vocab_size < NUM_RECYCLED:
+            return found
+        rows: list[int] = []
+        first_row = 0
+        wanted: list[tuple[int, int]] = []
+        for n, sequence in enumerate([s for s in batch.sequences if s.samples]):
+            if self._drafter.learns_from(sequence.request):
+                wanted.append((n, len(rows)))
+                rows += [first_row + node for node in verified[n].path]
+            first_row += sequence.num_logits_rows
+        if rows:
+            table = likeliest_of(logits, rows)
+            for n, start in wanted:
+                found[n] = table.part(start, start + len(verified[n].path))
+        return found
+
+    def _learn(self, done: Progress, likeliest: Likeliest | None) -> None:
         if self._drafter is None:
             return
-        self._drafter.extend(request, token_ids)
-        if finished:
-            self._drafter.forget(request.request_id)
+        self._drafter.extend(done.request, done.new_token_ids, likeliest)
+        if done.finished:
+            self._drafter.forget(done.request.request_id)
 
     def _account(self, batch: Batch, computing_s: float, step_s: float) -> None:
         self.num_steps += 1

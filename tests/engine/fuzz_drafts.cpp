@@ -9,7 +9,7 @@
 
 namespace {
 
-constexpr int kSequences = 4;
+constexpr int kSequences = 4, kLogits = 77;
 
 class Fuzz {
  public:
@@ -73,11 +73,15 @@ class Fuzz {
       token = draft.num_guesses && below(2) ? draft.tokens[below(draft.num_guesses)] : below(vocab);
       if (token >= vocab) token = 0;
     }
-    tandem_draft_teach(&sequence, &learner, tokens.data(), int32_t(tokens.size()));
+    std::vector<float> logits(tokens.size() * kLogits);
+    for (float& logit : logits) logit = float(below(1000)) / 100;
+    std::vector<int32_t> rows(tokens.size());
+    for (int32_t& row : rows) row = below(int(tokens.size()));
+    std::vector<Likeliest> likeliest(tokens.size());
+    tandem_draft_likeliest(logits.data(), kLogits, rows.data(), int32_t(rows.size()), likeliest.data());
+    tandem_draft_teach(&sequence, &learner, tokens.data(), int32_t(tokens.size()), below(3) ? &recycler : nullptr,
+                       likeliest.data());
     extend(sequence, tokens);
-    const int32_t successors[] = {below(vocab), 1, 0, below(vocab)};
-    const float probabilities[] = {.9f, .05f, .03f, .01f};
-    recycler.put(tokens.data(), int64_t(tokens.size()), successors, probabilities);
     const int context = below(3);
     tokens.insert(tokens.begin(), context, 0);
     corpus.add(run, tokens.data(), int64_t(tokens.size()), context);

@@ -13,7 +13,17 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tandem_engine.drafts.native import Corpus, Guesses, Job, Learner, Recycler, Text, draft, draft_jobs
+from tandem_engine.drafts.native import (
+    Corpus,
+    Guesses,
+    Job,
+    Learner,
+    Likeliest,
+    Recycler,
+    Text,
+    draft,
+    draft_jobs,
+)
 
 pytestmark = pytest.mark.drafts
 
@@ -99,15 +109,34 @@ def test_what_does_not_fit_a_corpus_is_left_out_whole() -> None:
 
 
 def test_the_models_own_successors_are_guesses() -> None:
-    recycler = Recycler()
-    recycler.put([1, 2, 3], [10, 11, 12, 13], [0.9, 0.05, 0.03, 0.02])
-    recycler.put([2, 3, 10], [20, 21, 22, 23], [0.9, 0.05, 0.03, 0.02])
+    """The model read 1 2 3, emitted 10 and then 20, and thought of others as well."""
+    recycler, before = Recycler(), text_of([1, 2, 3])
+    likeliest = Likeliest.of_tokens(
+        [[10, 11, 12, 13], [20, 21, 22, 23]], [[9.0, 5.0, 4.0, 3.0], [8.0, 7.5, 2.0, 1.0]]
+    )
+    before.teach(Learner(), [10, 20], recycler, likeliest)
     guesses = guesses_for(text_of([1, 2, 3]), recycler=recycler)
     assert guesses.tree.token_ids[0] == 10
-    assert 20 in guesses.tree.token_ids
+    assert {20, 21} <= set(guesses.tree.token_ids)
     assert set(guesses.tree.sources) == {"recycled"}
-    with pytest.raises(ValueError, match="wanted 4"):
-        recycler.put([1], [2], [1.0])
+    with pytest.raises(ValueError, match="the likeliest tokens of 1 places, wanted 2"):
+        before.teach(Learner(), [10, 20], recycler, likeliest.part(0, 1))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(4, 300), st.integers(1, 5), st.integers(0, 2**32 - 1))
+def test_the_likeliest_are_those_that_sorting_finds(vocab_size: int, num_rows: int, seed: int) -> None:
+    # Few distinct values, so that there are ties: the lower token goes first.
+    logits = np.random.default_rng(seed).integers(-9, 9, (num_rows, vocab_size)).astype(np.float32)
+    rows = [num_rows - 1, 0]
+    found = Likeliest.of_logits(logits.ctypes.data, vocab_size, rows)
+    assert found.tokens == [np.argsort(-logits[row], kind="stable")[:4].tolist() for row in rows]
+    assert found.part(1, 2).tokens == found.tokens[1:]
+
+
+def test_a_vocabulary_without_four_tokens_has_no_likeliest_four() -> None:
+    with pytest.raises(ValueError, match="a vocabulary of 3 tokens; wanted 4 or more"):
+        Likeliest.of_logits(0, 3, [0])
 
 
 tokens = st.integers(0, 4)

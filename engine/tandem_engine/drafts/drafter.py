@@ -2,7 +2,8 @@
 
     propose   index what is new of each sequence, and grow all trees best first while it pays
     (engine)  verifies the trees and accepts a path of each
-    extend    compare the accepted tokens with what was considered, sent or not, and learn
+    extend    compare the accepted tokens with what was considered, sent or not, and learn; keep what else the
+              model thought likely
     forget    the request is over
 
 The work is done in C++ (engine/csrc, through native.py); where that was not compiled, nothing is drafted.
@@ -27,7 +28,7 @@ from typing import TYPE_CHECKING
 
 from tandem_engine.drafts import native
 from tandem_engine.drafts.mirror import GlobalMirror
-from tandem_engine.drafts.native import Job, Learner, Text
+from tandem_engine.drafts.native import Job, Learner, Likeliest, Recycler, Text
 from tandem_engine.drafts.strategy import MAX_CHAIN, Strategy
 from tandem_engine.drafts.tree import MAX_TREE_NODES, DraftTree
 from tandem_engine.step_cost import StepCost
@@ -55,12 +56,17 @@ class _Sequence:
     """What is kept of a request."""
 
     def __init__(
-        self, request: Request, learner: Learner, mirror: GlobalMirror | None, max_chain: int
+        self,
+        request: Request,
+        learner: Learner,
+        recycler: Recycler,
+        mirror: GlobalMirror | None,
+        max_chain: int,
     ) -> None:
         self.text = Text(request.num_prompt_tokens)
         self.learner = learner
         self.mirror = mirror
-        self.job = Job(self.text, learner, max_chain=max_chain)
+        self.job = Job(self.text, learner, recycler=recycler, max_chain=max_chain)
         #: Whether the last step was drafted for, so that there is something to learn.
         self.is_drafted = False
         #: Drafts in a row that were in vain; and which bits of a step's number must be 0 for a draft.
@@ -100,6 +106,7 @@ class Drafter:
             self.attach(mirror)
         #: By tenant: what is learnt from one's texts serves no other's.
         self._learners: dict[str, Learner] = {}
+        self._recyclers: dict[str, Recycler] = {}
         self._sequences: dict[str, _Sequence] = {}
         #: What the engine measures; it reports its steps here.
         self.step_cost = StepCost(policy.row_cost)
@@ -157,15 +164,22 @@ class Drafter:
         self._own_seconds += 0.05 * (min(own_seconds, _MOST_OWN_SECONDS) - self._own_seconds)
         return trees
 
-    def extend(self, request: Request, token_ids: Sequence[int]) -> None:
+    def learns_from(self, request: Request) -> bool:
+        """Whether `extend` will learn from the step, so that its logits are worth a look."""
+        sequence = self._sequences.get(request.request_id)
+        return sequence is not None and sequence.is_drafted
+
+    def extend(self, request: Request, token_ids: Sequence[int], likeliest: Likeliest | None = None) -> None:
         """Learns from the tokens a step has emitted for the request, the bonus token included.
+
+        likeliest: of the logits that each of the tokens was chosen from, as far as the step has any.
 
         May be called before or after they are appended to the request; the next `propose` indexes them.
         """
         sequence = self._sequences.get(request.request_id)
         if sequence is not None and sequence.is_drafted:
             sequence.is_drafted = False
-            sequence.text.teach(sequence.learner, token_ids)
+            sequence.text.teach(sequence.learner, token_ids, sequence.job.recycler, likeliest)
 
     def forget(self, request_id: str) -> None:
         """Drops what is known of a finished request; unknown ids are ignored."""
@@ -187,4 +201,7 @@ class Drafter:
         if Strategy.LOCAL not in (strategy, self._strategy):
             mirror = self._mirrors.get(request.tenant)
         max_chain = MAX_CHAIN if strategy is Strategy.CHAIN else 0
-        return _Sequence(request, self.learner(request.tenant), mirror, max_chain)
+        recycler = self._recyclers.get(request.tenant)
+        if recycler is None:
+            recycler = self._recyclers[request.tenant] = Recycler()
+        return _Sequence(request, self.learner(request.tenant), recycler, mirror, max_chain)

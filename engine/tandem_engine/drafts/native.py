@@ -20,6 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from tandem_engine.drafts.tree import MAX_TREE_NODES, DraftTree
@@ -53,7 +55,8 @@ class _Draft(ctypes.Structure):
 
 _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "tandem_draft": (None, (_POINTER, _INT32, _INT32, _DOUBLE, _POINTER, _INT32, _DOUBLE)),
-    "tandem_draft_teach": (None, (_POINTER, _POINTER, _POINTER, _INT32)),
+    "tandem_draft_teach": (None, (_POINTER, _POINTER, _POINTER, _INT32, _POINTER, _POINTER)),
+    "tandem_draft_likeliest": (None, (_POINTER, _INT64, _POINTER, _INT32, _POINTER)),
     "tandem_draft_sequence_new": (_POINTER, (_INT64,)),
     "tandem_draft_sequence_free": (None, (_POINTER,)),
     "tandem_draft_sequence_extend": (None, (_POINTER, _POINTER, _INT64)),
@@ -71,7 +74,6 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "tandem_draft_learner_num_taught": (_INT64, (_POINTER,)),
     "tandem_draft_recycler_new": (_POINTER, ()),
     "tandem_draft_recycler_free": (None, (_POINTER,)),
-    "tandem_draft_recycler_put": (None, (_POINTER, _POINTER, _INT64, _POINTER, _POINTER)),
     "tandem_draft_recycler_bytes": (_INT64, (_POINTER,)),
 }
 
@@ -121,10 +123,29 @@ class Text:
         self._library.tandem_draft_sequence_extend(self.handle, ids.buffer_info()[0], len(ids))
         self.num_tokens += len(ids)
 
-    def teach(self, learner: Learner, emitted: Sequence[int]) -> None:
-        """What the step emitted whose tree was drafted last; before these tokens are appended."""
+    def teach(
+        self,
+        learner: Learner,
+        emitted: Sequence[int],
+        recycler: Recycler | None = None,
+        likeliest: Likeliest | None = None,
+    ) -> None:
+        """What the step emitted whose tree was drafted last; before these tokens are appended.
+
+        With a recycler: `likeliest` of the logits that each of the tokens was chosen from.
+        """
         ids = _ids(emitted)
-        self._library.tandem_draft_teach(self.handle, learner.handle, ids.buffer_info()[0], len(ids))
+        recycling = recycler.handle if recycler is not None and likeliest is not None else None
+        if likeliest is not None and len(likeliest) < len(ids):
+            raise ValueError(f"the likeliest tokens of {len(likeliest)} places, wanted {len(ids)}")
+        self._library.tandem_draft_teach(
+            self.handle,
+            learner.handle,
+            ids.buffer_info()[0],
+            len(ids),
+            recycling,
+            likeliest.address if likeliest is not None else None,
+        )
 
     @property
     def memory_bytes(self) -> int:
@@ -171,8 +192,52 @@ class Corpus:
         return int(self._library.tandem_draft_corpus_bytes(self.handle))
 
 
+class Likeliest:
+    """For some rows of logits the NUM_RECYCLED likeliest tokens, the likeliest first, and their logits."""
+
+    #: As Likeliest of engine/csrc/recycler.h: int32 tokens, float32 logits.
+    _WORDS = 2 * NUM_RECYCLED
+
+    def __init__(self, words: array[int], start: int, stop: int) -> None:
+        self._words = words
+        self._start, self._stop = start, stop
+        self.address = words.buffer_info()[0] + 4 * self._WORDS * start
+
+    def __len__(self) -> int:
+        return self._stop - self._start
+
+    def part(self, start: int, stop: int) -> Likeliest:
+        """Rows [start, stop), sharing the memory."""
+        return Likeliest(self._words, self._start + start, self._start + stop)
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """By row."""
+        rows = range(self._start * self._WORDS, self._stop * self._WORDS, self._WORDS)
+        return [self._words[at : at + NUM_RECYCLED].tolist() for at in rows]
+
+    @staticmethod
+    def of_tokens(tokens: npt.ArrayLike, logits: npt.ArrayLike) -> Likeliest:
+        """From tables [rows, NUM_RECYCLED], the likeliest first: what a device has found."""
+        chosen = np.asarray(tokens, np.int32)
+        words = np.concatenate((chosen, np.asarray(logits, np.float32).view(np.int32)), axis=1)
+        return Likeliest(array("i", words.tobytes()), 0, len(chosen))
+
+    @staticmethod
+    def of_logits(logits_address: int, vocab_size: int, rows: Sequence[int]) -> Likeliest:
+        """Of rows of logits [.., vocab_size], float32, contiguous, at an address of this process."""
+        if vocab_size < NUM_RECYCLED:
+            raise ValueError(f"a vocabulary of {vocab_size} tokens; wanted {NUM_RECYCLED} or more")
+        words = array("i", bytes(4 * Likeliest._WORDS * len(rows)))
+        wanted = _ids(rows)
+        _library().tandem_draft_likeliest(
+            logits_address, vocab_size, wanted.buffer_info()[0], len(wanted), words.buffer_info()[0]
+        )
+        return Likeliest(words, 0, len(wanted))
+
+
 class Recycler:
-    """The model's likeliest successors of the contexts it was lately asked for."""
+    """The model's likeliest successors of the contexts it was lately asked for; `Text.teach` fills it."""
 
     def __init__(self) -> None:
         self._library = _library()
@@ -181,18 +246,6 @@ class Recycler:
     def __del__(self) -> None:
         if hasattr(self, "handle"):
             self._library.tandem_draft_recycler_free(self.handle)
-
-    def put(self, context: Sequence[int], successors: Sequence[int], probabilities: Sequence[float]) -> None:
-        """NUM_RECYCLED successors of a context, of which the last three tokens count."""
-        if len(successors) != NUM_RECYCLED or len(probabilities) != NUM_RECYCLED:
-            raise ValueError(
-                f"got {len(successors)} successors and {len(probabilities)} probabilities, "
-                f"wanted {NUM_RECYCLED} of each"
-            )
-        ids, tokens, shares = _ids(context), _ids(successors), array("f", probabilities)
-        self._library.tandem_draft_recycler_put(
-            self.handle, ids.buffer_info()[0], len(ids), tokens.buffer_info()[0], shares.buffer_info()[0]
-        )
 
     @property
     def memory_bytes(self) -> int:
