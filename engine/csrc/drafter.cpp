@@ -440,6 +440,7 @@ void tandem_draft_teach(Sequence* sequence, Learner* learner, const int32_t* emi
   for (int n = 1; n < sequence->num_nodes; ++n) {
     const Node& node = sequence->nodes[n];
     learner->teach_reached(node.product, node.depth, sequence->tokens_per_step, accepted >> n & 1);
+    learner->count(node.reach, accepted >> n & 1);
   }
   sequence->num_nodes = 0;
   sequence->tokens_per_step += .15f * (count - sequence->tokens_per_step);
@@ -469,15 +470,18 @@ int64_t tandem_draft_corpus_bytes(const Corpus* corpus) { return corpus->bytes()
 
 Learner* tandem_draft_learner_new() { return new Learner; }
 void tandem_draft_learner_free(Learner* learner) { delete learner; }
-int64_t tandem_draft_learner_bytes() { return sizeof(Learner); }
-void tandem_draft_learner_read(const Learner* learner, void* out) { std::memcpy(out, learner, sizeof(Learner)); }
-// Whether the bytes hold tables; if not, nothing has changed.
+int64_t tandem_draft_learner_bytes(const Learner* learner) { return learner->table_bytes(); }
+void tandem_draft_learner_read(const Learner* learner, void* out) { std::memcpy(out, learner, learner->table_bytes()); }
+// Whether the bytes hold tables; if not, nothing has changed. What was counted here goes on being counted.
 int32_t tandem_draft_learner_write(Learner* learner, const void* from) {
-  Learner read;
-  std::memcpy((void*)&read, from, sizeof(Learner));
+  Learner read = *learner;
+  std::memcpy(static_cast<void*>(&read), from, read.table_bytes());
   if (!read.is_sane()) return false;
   *learner = read;
   return true;
+}
+void tandem_draft_learner_tally(const Learner* learner, Learner::Tally* out) {
+  std::memcpy(out, learner->tally, sizeof(learner->tally));
 }
 int64_t tandem_draft_learner_num_taught(const Learner* learner) { return learner->num_nodes_taught(); }
 

@@ -136,6 +136,9 @@ class Learner {
 
   int64_t num_nodes_taught() const { return num_taught; }
 
+  // The tables are this object's first bytes; what was counted is behind them.
+  int64_t table_bytes() const { return reinterpret_cast<const char*>(tally) - reinterpret_cast<const char*>(this); }
+
   // Whether these could be tables that were learnt: what came over a wire may be anything.
   bool is_sane() const {
     const auto all = [](const auto& table, auto&& good) {
@@ -148,6 +151,19 @@ class Learner {
            all(cells, [&](auto& row) { return all(row, rate); }) &&
            all(accept, [&](auto& regime) { return all(regime, [&](auto& row) { return all(row, rate); }); }) &&
            all(reach, [&](auto& regime) { return all(regime, [&](auto& row) { return all(row, rate); }); });
+  }
+
+  // What was predicted of guesses that were sent, and what came of them, by tenths of the prediction.
+  struct Tally {
+    double guesses, predicted, accepted;
+  };
+  static constexpr int kTenths = 10;
+
+  void count(float predicted, bool accepted) {
+    Tally& of = tally[std::clamp(int(predicted * kTenths), 0, kTenths - 1)];
+    ++of.guesses;
+    of.predicted += predicted;
+    of.accepted += accepted;
   }
 
   static float squash(float x) { return 1 / (1 + std::exp(-x)); }
@@ -203,6 +219,11 @@ class Learner {
     for (int k = 0, first = 0; k < 4; first += kRows[k++]) rows[k] = weights[first + e.row[k]];
   }
 
-  static int regime_of(float tokens_per_step) { return tokens_per_step < 1.8f ? 0 : tokens_per_step < 3.5f ? 1 : tokens_per_step < 8 ? 2 : 3; }
+  static int regime_of(float tokens_per_step) {
+    return tokens_per_step < 1.8f ? 0 : tokens_per_step < 3.5f ? 1 : tokens_per_step < 8 ? 2 : 3;
+  }
   static int depth_of(int depth) { return depth <= 4 ? std::max(depth, 1) - 1 : depth <= 6 ? 4 : depth <= 9 ? 5 : 6; }
+
+ public:
+  Tally tally[kTenths] = {};
 };

@@ -245,6 +245,22 @@ def test_chances_come_true_once_learnt() -> None:
     assert predicted == pytest.approx(accepted, rel=0.05)
 
 
+def test_predictions_are_counted_beside_what_came_of_them() -> None:
+    story, learner = noise(40), Learner()
+    text = text_of(story + story[:10])
+    (guesses,) = draft([Job(text, learner)], 4, FREE)
+    text.teach(learner, [*story[10:13], VOCABULARY])
+    tenths = learner.reliability()
+    assert [t.num_guesses for t in tenths] == [
+        sum(int(reach * 10) == n for reach in guesses.reach) for n in range(10)
+    ]
+    assert sum(t.predicted for t in tenths) == pytest.approx(sum(guesses.reach), rel=1e-5)
+    assert sum(t.accepted for t in tenths) == 3
+    other = Learner()
+    other.load_bytes(learner.to_bytes())
+    assert sum(t.num_guesses for t in other.reliability()) == 0, "counted here is what happened here"
+
+
 def test_what_was_learnt_can_be_carried_elsewhere() -> None:
     story, learner = noise(30), Learner()
     text = text_of(story)

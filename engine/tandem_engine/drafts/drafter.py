@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 
 from tandem_engine.drafts import native
 from tandem_engine.drafts.mirror import GlobalMirror
-from tandem_engine.drafts.native import Job, Learner, Likeliest, Recycler, Text
+from tandem_engine.drafts.native import Job, Learner, Likeliest, Recycler, Reliability, Text
 from tandem_engine.drafts.strategy import MAX_CHAIN, Strategy
 from tandem_engine.drafts.tree import MAX_TREE_NODES, DraftTree
 from tandem_engine.step_cost import StepCost
@@ -124,6 +124,19 @@ class Drafter:
         if learner is None:
             learner = self._learners[tenant] = Learner()
         return learner
+
+    def reliability(self) -> list[Reliability]:
+        """What was predicted and what came of it, over all tenants; any thread may ask."""
+        return [
+            Reliability(
+                sum(part.num_guesses for part in tenth),
+                sum(part.predicted for part in tenth),
+                sum(part.accepted for part in tenth),
+            )
+            for tenth in zip(
+                *[learner.reliability() for learner in list(self._learners.values())], strict=True
+            )
+        ]
 
     def propose(self, requests: Sequence[Request], max_nodes: int) -> list[DraftTree | None]:
         """One tree of at most `max_nodes` guesses per request, None where nothing pays.

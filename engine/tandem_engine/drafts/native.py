@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 SOURCES = ("prompt", "output", "global", "recycled")
 #: Likeliest successors that a Recycler takes.
 NUM_RECYCLED = 4
+#: Parts in which predictions are compared with what came of them.
+NUM_TENTHS = 10
 
 _POINTER, _INT32, _INT64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
 _FLOAT, _DOUBLE = ctypes.c_float, ctypes.c_double
@@ -68,10 +70,11 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "tandem_draft_corpus_bytes": (_INT64, (_POINTER,)),
     "tandem_draft_learner_new": (_POINTER, ()),
     "tandem_draft_learner_free": (None, (_POINTER,)),
-    "tandem_draft_learner_bytes": (_INT64, ()),
+    "tandem_draft_learner_bytes": (_INT64, (_POINTER,)),
     "tandem_draft_learner_read": (None, (_POINTER, _POINTER)),
     "tandem_draft_learner_write": (_INT32, (_POINTER, _POINTER)),
     "tandem_draft_learner_num_taught": (_INT64, (_POINTER,)),
+    "tandem_draft_learner_tally": (None, (_POINTER, _POINTER)),
     "tandem_draft_recycler_new": (_POINTER, ()),
     "tandem_draft_recycler_free": (None, (_POINTER,)),
     "tandem_draft_recycler_bytes": (_INT64, (_POINTER,)),
@@ -258,6 +261,16 @@ _LEARNER_MARK = b"TLKL"
 _LEARNER_VERSION = 1
 
 
+@dataclass(frozen=True)
+class Reliability:
+    """Of guesses that were sent with a predicted acceptance within one tenth: what came of them."""
+
+    num_guesses: float
+    #: Sum of the predictions: how many should have been accepted.
+    predicted: float
+    accepted: float
+
+
 class Learner:
     """What is learnt of a namespace's texts; begins with what is sensible anywhere."""
 
@@ -274,9 +287,15 @@ class Learner:
         """Verified nodes that have taught it, those of the tables it was given included."""
         return int(self._library.tandem_draft_learner_num_taught(self.handle))
 
+    def reliability(self) -> list[Reliability]:
+        """By tenths of the prediction, since this object was made; any thread may ask."""
+        tally = array("d", bytes(8 * 3 * NUM_TENTHS))
+        self._library.tandem_draft_learner_tally(self.handle, tally.buffer_info()[0])
+        return [Reliability(*tally[at : at + 3]) for at in range(0, len(tally), 3)]
+
     def to_bytes(self) -> bytes:
         """Everything learnt, about 100 KB, for `load_bytes` anywhere with the same version."""
-        buffer = ctypes.create_string_buffer(int(self._library.tandem_draft_learner_bytes()))
+        buffer = ctypes.create_string_buffer(int(self._library.tandem_draft_learner_bytes(self.handle)))
         self._library.tandem_draft_learner_read(self.handle, buffer)
         digest = xxhash.xxh3_128_digest(buffer.raw)
         return _LEARNER_HEADER.pack(_LEARNER_MARK, _LEARNER_VERSION, digest) + buffer.raw
@@ -289,7 +308,7 @@ class Learner:
         _, version, digest = _LEARNER_HEADER.unpack_from(payload)
         if version != _LEARNER_VERSION:
             raise ValueError(f"learnt tables of version {version}; this program reads {_LEARNER_VERSION}")
-        size = int(self._library.tandem_draft_learner_bytes())
+        size = int(self._library.tandem_draft_learner_bytes(self.handle))
         if len(tables) != size or xxhash.xxh3_128_digest(tables) != digest:
             raise ValueError(
                 f"learnt tables are damaged: {len(tables)} bytes, wanted {size} and their digest"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from tandem_engine.drafts.native import Reliability
 from tandem_engine.transport.base import Counters, DropCause
 from tandem_service.books import BookGauges
 from tandem_service.metrics import LATENCY_BUCKETS_S, TOKEN_BUCKETS_S
@@ -55,6 +58,28 @@ class DecodeMetrics:
             "Spans of output since the start that a full queue kept from the lookahead service",
             registry=registry,
         )
+
+        self._guesses = {
+            what: Gauge(
+                f"tandem_draft_guesses_{what}",
+                f"Guesses verified since the start{described}, by tenths of the predicted acceptance",
+                ["tenth"],
+                registry=registry,
+            )
+            for what, described in (
+                ("sent", ""),
+                ("predicted", ", as many as were to be accepted"),
+                ("accepted", ", as many as were accepted"),
+            )
+        }
+
+    def show_reliability(self, tenths: Sequence[Reliability]) -> None:
+        """Predicted beside realised acceptance of guesses: the drafter's reliability curve."""
+        for number, tenth in enumerate(tenths):
+            label = f"{number / 10:.1f}"
+            self._guesses["sent"].labels(label).set(tenth.num_guesses)
+            self._guesses["predicted"].labels(label).set(tenth.predicted)
+            self._guesses["accepted"].labels(label).set(tenth.accepted)
 
     def show_transport(self, counters: Counters) -> None:
         for cause in DropCause:
