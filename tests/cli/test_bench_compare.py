@@ -110,8 +110,10 @@ def test_ratios_are_formed_within_rounds_and_told_as_median_and_range() -> None:
     assert second.tpot_ratio.median == pytest.approx(0.5)
     assert (second.tpot_ratio.low, second.tpot_ratio.high) == (pytest.approx(0.5), pytest.approx(0.6))
     assert second.tpot_s == pytest.approx(0.01)
-    assert (second.mean_accepted_length, second.iteration_hit_rate, second.token_hit_rate) == (2.0, 0.6, 0.25)
-    assert second.accepted_by_source == {"prompt": 1.0}
+    assert second.drafts is not None
+    assert (second.drafts.mean_accepted_length, second.drafts.iteration_hit_rate) == (2.0, 0.6)
+    assert second.drafts.token_hit_rate == 0.25
+    assert second.accepted_per_step == {"prompt": 1.0}
 
 
 def test_texts_that_differ_are_counted() -> None:

@@ -26,7 +26,7 @@ from tandem_gateway.request import SloTarget
 from tandem_cli.bench.loadgen import run_load
 from tandem_cli.bench.record import RequestRecord
 from tandem_cli.bench.run import BenchConfig, BenchError, make_prompts, make_transport
-from tandem_cli.bench.stats import Summary, summarise
+from tandem_cli.bench.stats import DraftFigures, Summary, draft_figures, summarise
 from tandem_cli.bench.workload import Prompt
 
 
@@ -71,7 +71,10 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Row:
-    """One mode at one load: medians over rounds; times in seconds. None: nothing to tell."""
+    """One mode at one load: medians over rounds, but for what drafts were worth, which is over all requests.
+
+    Times in seconds. None: nothing to tell.
+    """
 
     workload: str
     concurrency: int | None
@@ -82,11 +85,9 @@ class Row:
     num_same: int
     ttft_s: float | None
     tpot_s: float | None
-    mean_accepted_length: float | None
-    iteration_hit_rate: float | None
-    token_hit_rate: float | None
-    #: Accepted guesses per step.
-    accepted_by_source: dict[str, float]
+    drafts: DraftFigures | None
+    #: Accepted guesses per step, by source.
+    accepted_per_step: dict[str, float]
     output_tokens_per_s: float
     goodput_tokens_per_s: float
     tpot_ratio: Ratio | None
@@ -166,9 +167,9 @@ def tabulate(heats: Sequence[Heat]) -> list[Row]:
 
 def _row(heats: Sequence[Heat], first: dict[int, Heat]) -> Row:
     summaries = [heat.summary for heat in heats]
-    drafts = [summary.drafts for summary in summaries if summary.drafts is not None]
-    sources = sorted({name for figures in drafts for name in figures.accepted_by_source})
-    steps = sum(_steps(heat) for heat in heats)
+    good = [record for heat in heats for record in heat.records if record.is_ok]
+    drafts = draft_figures(good)
+    steps = sum(record.speculation.decode_steps for record in good if record.speculation is not None)
     return Row(
         workload=heats[0].workload,
         concurrency=heats[0].concurrency,
@@ -178,13 +179,10 @@ def _row(heats: Sequence[Heat], first: dict[int, Heat]) -> Row:
         num_same=sum(_num_same(heat, first[heat.round]) for heat in heats),
         ttft_s=_median(summary.ttft_s.p50 if summary.ttft_s else None for summary in summaries),
         tpot_s=_median(tpot_of(summary) for summary in summaries),
-        mean_accepted_length=_median(figures.mean_accepted_length for figures in drafts),
-        iteration_hit_rate=_median(figures.iteration_hit_rate for figures in drafts),
-        token_hit_rate=_median(figures.token_hit_rate for figures in drafts),
-        accepted_by_source={
-            name: sum(figures.accepted_by_source.get(name, 0) for figures in drafts) / steps
-            for name in sources
-        },
+        drafts=drafts,
+        accepted_per_step={}
+        if drafts is None
+        else {name: count / steps for name, count in drafts.accepted_by_source.items()},
         output_tokens_per_s=median(summary.output_tokens_per_s for summary in summaries),
         goodput_tokens_per_s=median(summary.goodput_tokens_per_s for summary in summaries),
         tpot_ratio=_ratio(heats, first, tpot_of),
@@ -197,16 +195,12 @@ def tpot_of(summary: Summary) -> float | None:
     return summary.tpot_s.p50 if summary.tpot_s else None
 
 
-def _steps(heat: Heat) -> int:
-    return sum(record.speculation.decode_steps for record in heat.records if record.speculation)
-
-
 def _num_same(heat: Heat, first: Heat) -> int:
     texts = {record.index: record.text for record in first.records if record.is_ok}
     return sum(record.is_ok and texts.get(record.index) == record.text for record in heat.records)
 
 
-def _median(values: Iterator[float | None] | Iterator[float]) -> float | None:
+def _median(values: Iterator[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return median(known) if known else None
 

@@ -52,7 +52,8 @@ def describe_comparison(config: ComparisonConfig, heats: Sequence[Heat]) -> str:
     load = f"{base.num_requests} requests of at most {base.max_tokens} tokens each time"
     return "\n".join(
         [
-            f"{config.rounds} rounds, {load}, SLO {base.slo_class}; medians over rounds. Ratios are to "
+            f"{config.rounds} rounds, {load}, SLO {base.slo_class}; medians over rounds, MAT and hit rates over "
+            "all. Ratios are to "
             f"`{_mode(config.modes[0])}` of the same round: median (lowest to highest). Accepted per step: "
             "guesses, by source. Same text: answers equal to the first mode's. The answers are the served "
             "model's own: a small one repeats itself, and its prompts, more than a large one would.",
@@ -81,16 +82,17 @@ def write_comparison(path: Path, config: ComparisonConfig, heats: Sequence[Heat]
 
 
 def _cells(row: Row) -> list[str]:
-    sources = ", ".join(f"{name} {count:.2f}" for name, count in row.accepted_by_source.items())
+    drafts = row.drafts
+    sources = ", ".join(f"{name} {count:.2f}" for name, count in row.accepted_per_step.items())
     return [
         row.workload,
         "-" if row.concurrency is None else str(row.concurrency),
         _mode(row.mode),
         _figure(row.ttft_s, ".2f"),
         _figure(row.tpot_s, ".1f", 1000.0),
-        _figure(row.mean_accepted_length, ".2f"),
-        _figure(row.iteration_hit_rate, ".3f"),
-        _figure(row.token_hit_rate, ".3f"),
+        _figure(None if drafts is None else drafts.mean_accepted_length, ".2f"),
+        _figure(None if drafts is None else drafts.iteration_hit_rate, ".3f"),
+        _figure(None if drafts is None else drafts.token_hit_rate, ".3f"),
         sources or "-",
         f"{row.output_tokens_per_s:.1f}",
         f"{row.goodput_tokens_per_s:.1f}",

@@ -119,11 +119,12 @@ def summarise(records: Sequence[RequestRecord], slo: SloTarget) -> Summary:
         attainment=len(within) / len(records),
         goodput_requests_per_s=len(within) * per_s,
         goodput_tokens_per_s=sum(record.output_tokens for record in within) * per_s,
-        drafts=_drafts(good),
+        drafts=draft_figures(good),
     )
 
 
-def _drafts(good: Sequence[RequestRecord]) -> DraftFigures | None:
+def draft_figures(good: Sequence[RequestRecord]) -> DraftFigures | None:
+    """Over requests that succeeded; None when no receipt told of a step."""
     told = [(record, record.speculation) for record in good if record.speculation is not None]
     steps = sum(speculation.decode_steps for _, speculation in told)
     if steps == 0:
