@@ -52,8 +52,8 @@ def describe_comparison(config: ComparisonConfig, heats: Sequence[Heat]) -> str:
     load = f"{base.num_requests} requests of at most {base.max_tokens} tokens each time"
     return "\n".join(
         [
-            f"{config.rounds} rounds, {load}, SLO {base.slo_class}; medians over rounds, MAT and hit rates over "
-            "all. Ratios are to "
+            f"{config.rounds} rounds, {load}, SLO {base.slo_class}; medians over rounds, MAT and hit rates "
+            "over all. Ratios are to "
             f"`{_mode(config.modes[0])}` of the same round: median (lowest to highest). Accepted per step: "
             "guesses, by source. Same text: answers equal to the first mode's. The answers are the served "
             "model's own: a small one repeats itself, and its prompts, more than a large one would.",
