@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -10,6 +14,8 @@ from hypothesis import strategies as st
 from tandem_engine.drafts.promoter import Promoter, Stretch
 
 pytestmark = pytest.mark.drafts
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def holds(text: list[int], part: list[int]) -> bool:
@@ -166,3 +172,23 @@ def test_what_is_restored_goes_on_as_before():
 def test_no_request_is_too_few():
     with pytest.raises(ValueError, match="num_requests"):
         Promoter(0)
+
+
+def test_no_sanitizer_complains(tmp_path):
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    program = tmp_path / "fuzz"
+    flags = ["-std=c++20", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    source = ROOT / "tests" / "engine" / "fuzz_promoter.cpp"
+    built = subprocess.run(
+        [compiler, *flags, "-I", str(ROOT / "engine" / "csrc"), str(source), "-o", str(program)],
+        capture_output=True,
+        text=True,
+    )
+    if "cannot find" in built.stderr:
+        pytest.skip("the compiler has no sanitizers' libraries")
+    assert built.returncode == 0, built.stderr
+    ran = subprocess.run([str(program)], capture_output=True, text=True, timeout=200)
+    assert ran.returncode == 0, ran.stderr
+    assert int(ran.stdout) > 1_000
