@@ -267,13 +267,15 @@ void cheapest_onward(const double* seconds, int count, std::vector<double>& pric
 constexpr double kLeastGain = 1.02;
 
 struct Entry {
-  float reach;
+  // What comes first is chosen by the product of chances along the path, which tells neighbours apart better than the
+  // probability that was learnt from such products, by which guesses are priced.
+  float order, reach;
   int32_t sequence;
   int16_t node, candidate;  // candidate -1: the node is to be expanded
 
   // Ties fall to the earlier sequence, then to the earlier node and candidate.
   bool operator<(const Entry& other) const {
-    if (reach != other.reach) return reach < other.reach;
+    if (order != other.order) return order < other.order;
     if (sequence != other.sequence) return sequence > other.sequence;
     if (node != other.node) return node > other.node;
     return candidate > other.candidate;
@@ -343,7 +345,7 @@ void tandem_draft(TandemDraft* const* drafts, int32_t count, int32_t max_guesses
     const float reached = drafts[n]->learner->reached(node.product * node.candidates[k].chance, node.depth + 1,
                                                       sequence.tokens_per_step);
     const float reach = std::min(node.reach, reached);
-    if (reach >= kLeastReach) push({reach, n, int16_t(at), int16_t(k)});
+    if (reach >= kLeastReach) push({node.product * node.candidates[k].chance, reach, n, int16_t(at), int16_t(k)});
   };
   for (int n = 0; n < count; ++n) {
     TandemDraft& draft = *drafts[n];
@@ -366,7 +368,7 @@ void tandem_draft(TandemDraft* const* drafts, int32_t count, int32_t max_guesses
   int rows = 0, best_rows = 0;
   while (!heap.empty() && rows + 1 < num_seconds) {
     const Entry entry = heap.front();
-    // All that come are no likelier.
+    // Those that come are hardly likelier.
     if (entry.reach <= best * prices[rows]) break;
     std::pop_heap(heap.begin(), heap.end());
     heap.pop_back();
@@ -394,7 +396,7 @@ void tandem_draft(TandemDraft* const* drafts, int32_t count, int32_t max_guesses
     ++rows;
     if (expected > best * seconds[rows]) best = expected / seconds[rows], best_rows = rows;
     if (node.depth < draft.room && draft.num_guesses < limit && onward(node, taken) >= kLeastReach)
-      push({onward(node, taken), entry.sequence, int16_t(at), -1});
+      push({onward(node, taken) * node.product / node.reach, onward(node, taken), entry.sequence, int16_t(at), -1});
   }
   if (best < kLeastGain * before) best = before, best_rows = 0;
   for (; rows > best_rows; --rows) {

@@ -84,7 +84,7 @@ class Alignment {
   }
 
  private:
-  static constexpr int kPlaces = 12, kMemory = 32, kBefore = 4, kWindow = 32;
+  static constexpr int kPlaces = 24, kMemory = 32, kBefore = 4, kWindow = 32;
   struct Place {
     int32_t run, position;
     int64_t when;

@@ -20,7 +20,7 @@ class DecodeSettings(EnginePodSettings):
     """host:port of the lookahead service; empty: drafts come from the sequence itself only"""
     speculation: Literal["off", "local", "chain", "global"] = "global"
     """where drafts may come from; local: the sequence's own text; global: also the tenant's forest"""
-    draft_nodes: Annotated[int, Field(ge=0, le=63)] = 12
+    draft_nodes: Annotated[int, Field(ge=0, le=63)] = 31
     """most guesses verified per sequence and step"""
     local_prefill_tokens: Annotated[int, Field(ge=0)] = 384
     """prompts with fewer uncached tokens than this are computed here, though it delays those that decode"""
