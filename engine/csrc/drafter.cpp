@@ -9,6 +9,7 @@
 // Called without Python's lock; see tandem_engine.drafts.native for the calls.
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -44,11 +45,12 @@ struct Recycled {
   // Of a follower among them, from 1.
   uint8_t rank[kRecycledOrders][Ballot::kMost] = {};
 
-  Recycled(const Recycler* recycler, const Hashes& hashes, Ballot& ballot) {
+  Recycled(const Recycler* recycler, const Hashes& hashes, uint32_t request, Ballot& ballot) {
     if (!recycler) return;
     for (int o = 0; o < kRecycledOrders; ++o) {
       entries[o] = recycler->find(hashes, o + 1);
       for (int k = 0; entries[o] && k < Recycler::kTokens; ++k) {
+        if (!entries[o]->is_visible_to(request, k)) continue;
         const uint8_t whose = ballot.follower(entries[o]->tokens[k]);
         if (whose != Ballot::kNone && !rank[o][whose]) rank[o][whose] = uint8_t(k + 1);
       }
@@ -97,7 +99,7 @@ void vote(Node& node, const Sequence& sequence, const Sources& sources, const Le
     ballot.add(kGlobal, *global, global_counted, node.global, node.num_global);
     ballot.add(kAligned, global->index, aligned, num_aligned);
   }
-  const Recycled recycled(sources.recycler, node.hashes, ballot);
+  const Recycled recycled(sources.recycler, node.hashes, sequence.number, ballot);
   uint8_t chosen[kMaxCandidates];
   const int kept = shortlist(ballot, recycled, chosen);
   // The likeliest children will be asked about next; memory is slower than what follows here.
@@ -244,7 +246,7 @@ void expand(Sequence& sequence, int at, const Sources& sources, const Learner& l
 }
 
 // How likely a node's best child is once the node is, before anything is known of it: what is copied goes on being so.
-float onward(const Node& node, const Candidate& taken) { return node.reach * (.35f + .6f * taken.chance); }
+float onward(const Node& node, const Candidate& taken) { return node.reach * (.55f + .4f * taken.chance); }
 
 // Guesses less likely than this are not worth the drafter's own time, however cheap a row.
 constexpr float kLeastReach = .004f;
@@ -291,7 +293,7 @@ void recycle(const Sequence& sequence, Recycler& recycler, const int32_t* emitte
   int size = int(std::min<int64_t>(text.size(), kKept));
   std::memcpy(last, text.data() + text.size() - size, size * 4);
   for (int i = 0; i < std::min(count, kMaxNodes); ++i) {
-    recycler.put(Hashes(last + size, size), likeliest[i]);
+    recycler.put(Hashes(last + size, size), likeliest[i], sequence.number);
     last[size++] = emitted[i];
   }
 }
@@ -449,7 +451,9 @@ void tandem_draft_teach(Sequence* sequence, Learner* learner, const int32_t* emi
 }
 
 Sequence* tandem_draft_sequence_new(int64_t num_prompt) {
+  static std::atomic<uint32_t> count{0};
   Sequence* sequence = new Sequence;
+  sequence->number = ++count;
   sequence->num_prompt = num_prompt;
   return sequence;
 }

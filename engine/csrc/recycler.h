@@ -2,6 +2,9 @@
 //
 // After Luo et al., "Turning Trash into Treasure: Accelerating Inference of Large Language Models with Token
 // Recycling" (2024), with contexts of one to three tokens. Every step's logits say more than the token that was drawn.
+//
+// What the model thought of a request's text serves that request; others only see successors that two requests in a
+// row have had there (as only text of several requests is shared, see docs/sharing.md).
 #pragma once
 
 #include <algorithm>
@@ -57,9 +60,13 @@ class Recycler {
   static constexpr int kTokens = Likeliest::kTokens, kOrders = 3;
 
   struct Entry {
-    uint32_t key;  // 0: empty
+    uint32_t key;    // 0: empty
+    uint32_t owner;  // the request that put it
     int32_t tokens[kTokens];
     uint8_t classes[kTokens];  // how sure the model was of each, 0 .. 5
+    uint8_t is_shared;         // bits of the tokens that another request has put here as well
+
+    bool is_visible_to(uint32_t request, int token) const { return owner == request || (is_shared >> token & 1); }
   };
 
   Recycler() : entries(size_t(1) << kBits) {}
@@ -78,15 +85,22 @@ class Recycler {
     return entry.key == key_of(hash) ? &entry : nullptr;
   }
 
-  // Takes the model's likeliest successors of a context, for its last one, two and three tokens.
-  void put(const Hashes& hashes, const Likeliest& likeliest) {
+  // Takes the model's likeliest successors of a context in a request's text, for its last one, two and three tokens.
+  void put(const Hashes& hashes, const Likeliest& likeliest, uint32_t request) {
     for (int order = 1; order <= kOrders && order <= hashes.count; ++order) {
       const uint64_t hash = salted(hashes.of[order], order);
       Entry& entry = entries[hash >> (64 - kBits)];
+      const Entry before = entry;
+      const bool is_same = before.key == key_of(hash);
       entry.key = key_of(hash);
+      entry.owner = request;
+      entry.is_shared = 0;
       for (int i = 0; i < kTokens; ++i) {
         entry.tokens[i] = likeliest.tokens[i];
         entry.classes[i] = class_of(likeliest, i);
+        for (int k = 0; is_same && k < kTokens; ++k)
+          if (before.tokens[k] == entry.tokens[i] && (before.owner != request || (before.is_shared >> k & 1)))
+            entry.is_shared |= uint8_t(1 << i);
       }
     }
   }

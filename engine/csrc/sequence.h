@@ -197,6 +197,7 @@ struct Sequence {
   History text;
   Uses uses;
   int64_t num_prompt = 0;
+  uint32_t number = 0;  // tells requests apart
   Alignment alignment;
   // The tree drafted last; nodes beyond num_nodes are kept for the next one.
   std::vector<Node> nodes;

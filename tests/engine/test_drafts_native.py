@@ -110,17 +110,35 @@ def test_what_does_not_fit_a_corpus_is_left_out_whole() -> None:
 
 def test_the_models_own_successors_are_guesses() -> None:
     """The model read 1 2 3, emitted 10 and then 20, and thought of others as well."""
-    recycler, before = Recycler(), text_of([1, 2, 3])
+    recycler, text = Recycler(), text_of([1, 2, 3])
     likeliest = Likeliest.of_tokens(
         [[10, 11, 12, 13], [20, 21, 22, 23]], [[9.0, 5.0, 4.0, 3.0], [8.0, 7.5, 2.0, 1.0]]
     )
-    before.teach(Learner(), [10, 20], recycler, likeliest)
-    guesses = guesses_for(text_of([1, 2, 3]), recycler=recycler)
+    text.teach(Learner(), [10, 20], recycler, likeliest)
+    text.extend([10, 20, 7, 1, 2, 3])
+    guesses = guesses_for(text, recycler=recycler)
     assert guesses.tree.token_ids[0] == 10
-    assert {20, 21} <= set(guesses.tree.token_ids)
-    assert set(guesses.tree.sources) == {"recycled"}
+    assert {20, 11, 21} <= set(guesses.tree.token_ids)
+    assert "recycled" in guesses.tree.sources
     with pytest.raises(ValueError, match="the likeliest tokens of 1 places, wanted 2"):
-        before.teach(Learner(), [10, 20], recycler, likeliest.part(0, 1))
+        text.teach(Learner(), [10, 20], recycler, likeliest.part(0, 1))
+
+
+def test_other_requests_see_the_successors_that_two_requests_had() -> None:
+    recycler = Recycler()
+
+    def seen_by_another() -> set[int]:
+        guesses = guesses_for(text_of([1, 2, 3]), recycler=recycler)
+        return set(guesses.tree.token_ids) if guesses is not None else set()
+
+    one, two = text_of([1, 2, 3]), text_of([1, 2, 3])
+    for _ in range(3):
+        one.teach(Learner(), [10], recycler, Likeliest.of_tokens([[10, 11, 12, 13]], [[9.0, 5.0, 4.0, 3.0]]))
+    assert seen_by_another() == set(), "however often one request has had them"
+    two.teach(Learner(), [11], recycler, Likeliest.of_tokens([[11, 10, 14, 15]], [[9.0, 5.0, 4.0, 3.0]]))
+    assert seen_by_another() == {10, 11}
+    two.teach(Learner(), [11], recycler, Likeliest.of_tokens([[11, 14, 15, 16]], [[9.0, 5.0, 4.0, 3.0]]))
+    assert seen_by_another() == {11}, "14 and 15 are its own, and 10 is no longer likely"
 
 
 @settings(max_examples=100, deadline=None)
