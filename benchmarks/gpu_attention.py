@@ -516,7 +516,7 @@ def run(plan: Plan, device: torch.device, backend: str) -> Report:
             {
                 "kv": step.group.kv, "heads": str(step.group.heads), "context": step.group.context,
                 "batch": step.batch, "n": step.num_new, "peer": peer,
-                "microseconds": round(microseconds, 2), "of_copy": round(of_copy, 4),
+                "microseconds": round(microseconds, 2), "of_copy": float(f"{of_copy:.4g}"),
             }
         )  # fmt: skip
         print(f"{name}: {microseconds:.1f} us, {of_copy:.0%} of copy", flush=True)

@@ -324,9 +324,10 @@ struct TandemDraft {
 //
 // At most max_guesses per sequence. `expected` is how many tokens the step yields without any; seconds[q] is what it
 // takes with q guesses, for q = 0 .. num_seconds - 1, never less for more; there are no more guesses in all than that.
-// own_seconds is what drafting for one sequence takes, in the same unit.
-void tandem_draft(TandemDraft* const* drafts, int32_t count, int32_t max_guesses, double expected,
-                  const double* seconds, int32_t num_seconds, double own_seconds) {
+// own_seconds is what drafting for one sequence takes, in the same unit. Returns how many times as many tokens per
+// second the step is to give as without guesses.
+double tandem_draft(TandemDraft* const* drafts, int32_t count, int32_t max_guesses, double expected,
+                    const double* seconds, int32_t num_seconds, double own_seconds) {
   static thread_local std::vector<Sources> sources;
   static thread_local std::vector<Entry> heap;
   static thread_local std::vector<double> prices;
@@ -415,6 +416,7 @@ void tandem_draft(TandemDraft* const* drafts, int32_t count, int32_t max_guesses
     const Node& root = sequence->nodes[0];
     drafts[n]->is_vain = root.num_candidates == 0 || root.candidates[0].chance < near;
   }
+  return best / before;
 }
 
 // What a sequence's step emitted, the token after the accepted guesses included; and, where a recycler is given, the

@@ -231,6 +231,19 @@ def test_text_that_nobody_can_guess_is_soon_drafted_for_rarely():
     assert replay.steps < 60
 
 
+def test_a_batch_whose_drafts_do_not_pay_for_themselves_rests():
+    """One of sixteen can be guessed, which gains a twentieth; drafting for all takes half a step."""
+    story = noise(60)
+    requests = [request_at(noise(30, seed=n, vocabulary=10**6), 29, f"n{n}") for n in range(15)]
+    requests.append(request_at(story + story[:20], 79))
+    drafter = Drafter(None, DraftPolicy(row_cost=0.001))
+    drafter.step_cost.observe(16, 800, 0, 1e-3)
+    drafter.step_cost.mean_seconds = 1e-6  # far less than drafting takes
+    drafted = [drafter.propose(requests, 15)[-1] is not None for _ in range(120)]
+    assert drafted[0]
+    assert sum(drafted[-32:]) == 2, "every sixteenth step"
+
+
 def test_requests_that_are_not_decoding_are_left_alone():
     drafter = Drafter(None, DraftPolicy())
     prefilling = Request("p", [1, 2, 1, 2, 1], SamplingParams())

@@ -16,7 +16,7 @@ batch, so that copy length follows from hit rate and batch size.
 
 Drafting takes time itself, about 1 % of a short step. A sequence of which nothing came near to being worth
 that, several times in a row, is drafted for in every second, fourth, eighth or sixteenth step only, the same
-ones for all such sequences.
+ones for all such sequences; and so are all when the whole batch's drafts have not paid for themselves lately.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ if TYPE_CHECKING:  # the request module needs this package's tree
 #: After so many drafts in vain in a row one is made every second step, after twice as many every fourth.
 _VAIN_BEFORE_REST = 2
 _MOST_REST_BITS = 4
+_GAIN_RATE = 0.1
 _MOST_OWN_SECONDS = 2e-4
 
 
@@ -111,6 +112,8 @@ class Drafter:
         #: What the engine measures; it reports its steps here.
         self.step_cost = StepCost(policy.row_cost)
         self._num_steps = 0
+        #: Running mean of what drafts promised: tokens per second as a multiple of those without.
+        self._mean_gain = 2.0
         #: Time that drafting for a sequence takes here, a running mean in seconds.
         self._own_seconds = 0.0
 
@@ -168,10 +171,16 @@ class Drafter:
         max_guesses = min(max_nodes, MAX_TREE_NODES - 1)
         seconds = self.step_cost.curve(len(requests), context, max_guesses * len(jobs))
         own_share = self._own_seconds / (self.step_cost.mean_seconds or 1.0)
-        native.draft_jobs(jobs, max_guesses, len(requests), seconds, own_share * seconds[0])
+        gain = native.draft_jobs(jobs, max_guesses, len(requests), seconds, own_share * seconds[0])
+        self._mean_gain += _GAIN_RATE * (gain - self._mean_gain)
+        # Learning from a draft takes about as long as making it.
+        is_worth_it = self._mean_gain > 1.0 + 2.0 * own_share * len(jobs)
         for (n, sequence), job in zip(drafted, jobs, strict=True):
             trees[n] = tree = job.tree()
-            sequence.judge(is_drafted=tree is not None, is_vain=job.is_vain)
+            if is_worth_it:
+                sequence.judge(is_drafted=tree is not None, is_vain=job.is_vain)
+            else:
+                sequence.judge(is_drafted=False, is_vain=True)
         own_seconds = (time.perf_counter() - begun) / len(jobs)
         # Indexing a prompt, or losing the processor, is no measure of a step's work.
         self._own_seconds += 0.05 * (min(own_seconds, _MOST_OWN_SECONDS) - self._own_seconds)

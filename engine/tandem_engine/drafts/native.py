@@ -56,7 +56,7 @@ class _Draft(ctypes.Structure):
 
 
 _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
-    "tandem_draft": (None, (_POINTER, _INT32, _INT32, _DOUBLE, _POINTER, _INT32, _DOUBLE)),
+    "tandem_draft": (_DOUBLE, (_POINTER, _INT32, _INT32, _DOUBLE, _POINTER, _INT32, _DOUBLE)),
     "tandem_draft_teach": (None, (_POINTER, _POINTER, _POINTER, _INT32, _POINTER, _POINTER)),
     "tandem_draft_likeliest": (None, (_POINTER, _INT64, _POINTER, _INT32, _POINTER)),
     "tandem_draft_sequence_new": (_POINTER, (_INT64,)),
@@ -356,7 +356,7 @@ class Job:
 
     @property
     def is_vain(self) -> bool:
-        """Whether nothing came near to being worth it when the last draft was made."""
+        """Whether the last draft was not worth making, nor near to it."""
         return bool(self._call.is_vain)
 
     def tree(self) -> DraftTree | None:
@@ -385,16 +385,16 @@ class Guesses:
 
 def draft_jobs(
     jobs: Sequence[Job], max_guesses: int, expected: float, seconds: array[float], own_seconds: float = 0.0
-) -> None:
+) -> float:
     """Makes each job's draft, of at most `max_guesses`.
 
     `expected` tokens come of the step without guesses; `seconds[q]` is what it takes with q guesses in the
     whole batch, up to the most there may be, never less for more. As many of the likeliest guesses are made
     as give the most tokens per second. own_seconds is what drafting takes for one sequence; it only tells
-    what was in vain.
+    what was in vain. Returns how many times as many tokens per second that is to give as no guesses.
     """
     addresses = array("q", [job.address for job in jobs])
-    _library().tandem_draft(
+    gain: float = _library().tandem_draft(
         addresses.buffer_info()[0],
         len(jobs),
         max_guesses,
@@ -403,6 +403,7 @@ def draft_jobs(
         len(seconds),
         own_seconds,
     )
+    return gain
 
 
 def draft(jobs: Sequence[Job], max_guesses: int, seconds: Sequence[float]) -> list[Guesses | None]:
