@@ -210,6 +210,7 @@ def test_the_command_takes_numbers_with_commas_and_options_again(folder: Path, t
     assert "| 8 | forest | pass 1 |" in (tmp_path / "t.md").read_text()
 
 
+@pytest.mark.drafts
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [

@@ -94,6 +94,7 @@ def test_kill_9_leaves_no_redis_behind(tmp_path):
         assert not alive
 
 
+@pytest.mark.drafts
 async def test_a_killed_service_comes_back_to_its_pods_with_all_it_knew(tmp_path, fleet):
     port = free_port()
     at = f"127.0.0.1:{port}"

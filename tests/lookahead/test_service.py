@@ -16,6 +16,8 @@ from tandem_lookahead.redis_process import RedisProcess
 from tandem_proto.v1 import lookahead_pb2 as pb
 from tandem_proto.v1 import lookahead_pb2_grpc
 
+pytestmark = pytest.mark.drafts
+
 ANSWER = tuple(range(100, 120))
 
 
