@@ -108,7 +108,9 @@ class _RandomDrafts:
     def learns_from(self, request: Request) -> bool:
         return False
 
-    def extend(self, request: Request, token_ids: Sequence[int], likeliest: Likeliest | None = None) -> None:
+    def extend(
+        self, emitted: Sequence[tuple[Request, Sequence[int]]], likeliest: Likeliest | None = None
+    ) -> None:
         """Learns nothing."""
 
     def forget(self, request_id: str) -> None:

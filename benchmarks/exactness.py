@@ -148,7 +148,7 @@ class Generator:
                 self._engine.add(waiting.pop())
                 live += 1
             for output in self._engine.step():
-                drafted += output.num_drafted
+                drafted += len(output.drafted_sources)
                 accepted += len(output.accepted_sources)
                 live -= output.finished
                 if strategy is Strategy.GLOBAL:

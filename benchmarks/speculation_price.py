@@ -69,8 +69,10 @@ class Setting:
     def learns_from(self, request: Request) -> bool:
         return self._drafter.learns_from(request)
 
-    def extend(self, request: Request, token_ids: Sequence[int], likeliest: Likeliest | None = None) -> None:
-        self._drafter.extend(request, token_ids, likeliest)
+    def extend(
+        self, emitted: Sequence[tuple[Request, Sequence[int]]], likeliest: Likeliest | None = None
+    ) -> None:
+        self._drafter.extend(emitted, likeliest)
 
     def forget(self, request_id: str) -> None:
         self._drafter.forget(request_id)
@@ -96,9 +98,11 @@ class Turns:
     def learns_from(self, request: Request) -> bool:
         return self.now.learns_from(request)
 
-    def extend(self, request: Request, token_ids: Sequence[int], likeliest: Likeliest | None = None) -> None:
+    def extend(
+        self, emitted: Sequence[tuple[Request, Sequence[int]]], likeliest: Likeliest | None = None
+    ) -> None:
         begun = time.perf_counter()
-        self.now.extend(request, token_ids, likeliest)
+        self.now.extend(emitted, likeliest)
         self.seconds += time.perf_counter() - begun
 
     def forget(self, request_id: str) -> None:

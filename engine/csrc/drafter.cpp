@@ -298,25 +298,61 @@ void recycle(const Sequence& sequence, Recycler& recycler, const int32_t* emitte
   }
 }
 
+// Compares what was considered with what the step emitted.
+void teach(Sequence& sequence, Learner& learner, const int32_t* emitted, int count) {
+  if (sequence.num_nodes == 0) return;
+  int at = 0;
+  uint64_t accepted = 0;
+  for (int i = 0; i < count && at >= 0; ++i) {
+    const Node& node = sequence.nodes[at];
+    accepted |= uint64_t(1) << at;
+    if (!node.voted) break;
+    at = -1;
+    const float rate = learner.next_rate();
+    for (int k = 0; k < node.num_candidates; ++k) {
+      const Candidate& candidate = node.candidates[k];
+      const bool right = candidate.token == emitted[i];
+      learner.teach(candidate.evidence, candidate.mixed, right, rate);
+      if (candidate.child < 0) continue;
+      learner.teach_acceptance(candidate.logit, node.depth + 1, sequence.tokens_per_step, right);
+      if (right) at = candidate.child;
+    }
+  }
+  if (at >= 0) accepted |= uint64_t(1) << at;
+  for (int n = 1; n < sequence.num_nodes; ++n) {
+    const Node& node = sequence.nodes[n];
+    learner.teach_reached(node.product, node.depth, sequence.tokens_per_step, accepted >> n & 1);
+    learner.count(node.reach, accepted >> n & 1);
+  }
+  sequence.num_nodes = 0;
+  sequence.tokens_per_step += .15f * (count - sequence.tokens_per_step);
+}
+
 }  // namespace
 
 extern "C" {
 
-// One sequence of a batch; tandem_engine.drafts.native declares the same fields in the same order.
+// What one sequence draws on; tandem_engine.drafts.native declares the same fields in the same order.
 struct TandemDraft {
   Sequence* sequence;  // "text" there; null: draft nothing
   const Corpus* corpus;
-  const Recycler* recycler;
+  Recycler* recycler;
   Learner* learner;
-  int32_t room;     // deepest guess that could still be emitted; 0: draft nothing
-  int32_t own_run;  // of the corpus, or -1
   int32_t max_chain;  // guesses of a draft in one line; 0: a tree
-  // Out: the guesses, parents before children; a parent is a node's number, the root's is 0, the first guess' 1.
-  int32_t num_guesses;
-  int32_t tokens[kMaxNodes - 1], parents[kMaxNodes - 1], sources[kMaxNodes - 1];
-  float reach[kMaxNodes - 1];
-  // Whether nothing came near to being worth it.
-  int32_t is_vain;
+};
+
+// What is wanted of a sequence in this step, and what came of it.
+struct TandemDraftStep {
+  int32_t room;     // deepest guess that could still be emitted; 0: draft nothing
+  int32_t own_run;  // of the corpus: what this sequence itself has generated, or -1
+  // Out: guesses, and whether nothing came near to being worth it.
+  int32_t num_guesses, is_vain;
+};
+
+// Parents go before children; a parent is a node's number, the root's is 0, the first guess' 1.
+struct TandemGuess {
+  int32_t token, parent, source;
+  float reach;  // probability that verification gets here
 };
 
 // Adds guesses, the likeliest first, as long as some number of them may still raise the tokens per second, and keeps as
@@ -324,10 +360,11 @@ struct TandemDraft {
 //
 // At most max_guesses per sequence. `expected` is how many tokens the step yields without any; seconds[q] is what it
 // takes with q guesses, for q = 0 .. num_seconds - 1, never less for more; there are no more guesses in all than that.
-// own_seconds is what drafting for one sequence takes, in the same unit. Returns how many times as many tokens per
-// second the step is to give as without guesses.
-double tandem_draft(TandemDraft* const* drafts, int32_t count, int32_t max_guesses, double expected,
-                    const double* seconds, int32_t num_seconds, double own_seconds) {
+// own_seconds is what drafting for one sequence takes, in the same unit. The guesses are written one sequence's after
+// the other's. Returns how many times as many tokens per second the step is to give as without guesses.
+double tandem_draft(TandemDraft* const* drafts, TandemDraftStep* steps, int32_t count, int32_t max_guesses,
+                    double expected, const double* seconds, int32_t num_seconds, double own_seconds,
+                    TandemGuess* guesses) {
   static thread_local std::vector<Sources> sources;
   static thread_local std::vector<Entry> heap;
   static thread_local std::vector<double> prices;
@@ -351,12 +388,13 @@ double tandem_draft(TandemDraft* const* drafts, int32_t count, int32_t max_guess
     if (reach >= kLeastReach) push({node.product * node.candidates[k].chance, reach, n, int16_t(at), int16_t(k)});
   };
   for (int n = 0; n < count; ++n) {
-    TandemDraft& draft = *drafts[n];
-    draft.num_guesses = draft.is_vain = 0;
-    sources[n] = {draft.corpus, draft.recycler, draft.corpus ? draft.corpus->text.index.size() : 0, draft.own_run};
+    const TandemDraft& draft = *drafts[n];
+    TandemDraftStep& step = steps[n];
+    step.num_guesses = step.is_vain = 0;
+    sources[n] = {draft.corpus, draft.recycler, draft.corpus ? draft.corpus->text.index.size() : 0, step.own_run};
     if (!draft.sequence) continue;
     draft.sequence->num_nodes = 0;
-    if (draft.room < 1 || draft.sequence->text.index.size() == 0) continue;
+    if (step.room < 1 || draft.sequence->text.index.size() == 0) continue;
     set_root(*draft.sequence, sources[n], limit);
   }
   for (int n = 0; n < count; ++n) {
@@ -375,11 +413,12 @@ double tandem_draft(TandemDraft* const* drafts, int32_t count, int32_t max_guess
     if (entry.reach <= best * prices[rows]) break;
     std::pop_heap(heap.begin(), heap.end());
     heap.pop_back();
-    TandemDraft& draft = *drafts[entry.sequence];
+    const TandemDraft& draft = *drafts[entry.sequence];
     Sequence& sequence = *draft.sequence;
-    if (draft.num_guesses == limit) continue;
+    const int num_guesses = sequence.num_nodes - 1;
+    if (num_guesses == limit) continue;
     // In one line: not deeper than allowed, and only the last node has a child.
-    if (draft.max_chain && (draft.num_guesses == draft.max_chain || entry.node != draft.num_guesses)) continue;
+    if (draft.max_chain && (num_guesses == draft.max_chain || entry.node != num_guesses)) continue;
     if (entry.candidate < 0) {
       expand(sequence, entry.node, sources[entry.sequence], *draft.learner);
       offer(entry.sequence, entry.node, 0);
@@ -389,16 +428,11 @@ double tandem_draft(TandemDraft* const* drafts, int32_t count, int32_t max_guess
     const int at = sequence.num_nodes;
     const Node& node = add_child(sequence, entry.node, entry.candidate, entry.reach);
     const Candidate& taken = sequence.nodes[node.parent].candidates[node.candidate];
-    const int guess = draft.num_guesses++;
-    draft.tokens[guess] = node.token;
-    draft.parents[guess] = node.parent;
-    draft.sources[guess] = taken.source;
-    draft.reach[guess] = node.reach;
     added.push_back(entry.sequence);
     expected += entry.reach;
     ++rows;
     if (expected > best * seconds[rows]) best = expected / seconds[rows], best_rows = rows;
-    if (node.depth < draft.room && draft.num_guesses < limit && onward(node, taken) >= kLeastReach)
+    if (node.depth < steps[entry.sequence].room && num_guesses + 1 < limit && onward(node, taken) >= kLeastReach)
       push({onward(node, taken) * node.product / node.reach, onward(node, taken), entry.sequence, int16_t(at), -1});
   }
   if (best < kLeastGain * before) best = before, best_rows = 0;
@@ -406,7 +440,6 @@ double tandem_draft(TandemDraft* const* drafts, int32_t count, int32_t max_guess
     Sequence& sequence = *drafts[added[rows - 1]]->sequence;
     const Node& node = sequence.nodes[--sequence.num_nodes];
     sequence.nodes[node.parent].candidates[node.candidate].child = -1;
-    --drafts[added[rows - 1]]->num_guesses;
   }
   // A guess half as likely as would pay for itself and for looking is near.
   const double near = .5 * best * (num_seconds > 1 ? prices[0] + own_seconds : 0);
@@ -414,42 +447,30 @@ double tandem_draft(TandemDraft* const* drafts, int32_t count, int32_t max_guess
     const Sequence* sequence = drafts[n]->sequence;
     if (!sequence || sequence->num_nodes == 0) continue;
     const Node& root = sequence->nodes[0];
-    drafts[n]->is_vain = root.num_candidates == 0 || root.candidates[0].chance < near;
+    steps[n].is_vain = root.num_candidates == 0 || root.candidates[0].chance < near;
+    steps[n].num_guesses = sequence->num_nodes - 1;
+    for (int at = 1; at < sequence->num_nodes; ++at) {
+      const Node& node = sequence->nodes[at];
+      const Candidate& taken = sequence->nodes[node.parent].candidates[node.candidate];
+      *guesses++ = {node.token, node.parent, taken.source, node.reach};
+    }
   }
   return best / before;
 }
 
-// What a sequence's step emitted, the token after the accepted guesses included; and, where a recycler is given, the
-// likeliest tokens at each of their places.
-void tandem_draft_teach(Sequence* sequence, Learner* learner, const int32_t* emitted, int32_t count, Recycler* recycler,
+// What a step emitted for each sequence, the token after the accepted guesses included: compared with its draft, and
+// appended to its text. Sequence n's tokens end at ends[n]. `likeliest`, or null: at the place of each of the tokens.
+void tandem_draft_learn(TandemDraft* const* drafts, int32_t count, const int32_t* tokens, const int32_t* ends,
                         const Likeliest* likeliest) {
-  if (recycler) recycle(*sequence, *recycler, emitted, count, likeliest);
-  if (sequence->num_nodes == 0) return;
-  int at = 0;
-  uint64_t accepted = 0;
-  for (int i = 0; i < count && at >= 0; ++i) {
-    const Node& node = sequence->nodes[at];
-    accepted |= uint64_t(1) << at;
-    if (!node.voted) break;
-    at = -1;
-    const float rate = learner->next_rate();
-    for (int k = 0; k < node.num_candidates; ++k) {
-      const Candidate& candidate = node.candidates[k];
-      const bool right = candidate.token == emitted[i];
-      learner->teach(candidate.evidence, candidate.mixed, right, rate);
-      if (candidate.child < 0) continue;
-      learner->teach_acceptance(candidate.logit, node.depth + 1, sequence->tokens_per_step, right);
-      if (right) at = candidate.child;
-    }
+  for (int n = 0, begin = 0; n < count; begin = ends[n++]) {
+    Sequence& sequence = *drafts[n]->sequence;
+    const int32_t* emitted = tokens + begin;
+    const int num_emitted = ends[n] - begin;
+    if (likeliest && drafts[n]->recycler)
+      recycle(sequence, *drafts[n]->recycler, emitted, num_emitted, likeliest + begin);
+    teach(sequence, *drafts[n]->learner, emitted, num_emitted);
+    sequence.extend(emitted, num_emitted);
   }
-  if (at >= 0) accepted |= uint64_t(1) << at;
-  for (int n = 1; n < sequence->num_nodes; ++n) {
-    const Node& node = sequence->nodes[n];
-    learner->teach_reached(node.product, node.depth, sequence->tokens_per_step, accepted >> n & 1);
-    learner->count(node.reach, accepted >> n & 1);
-  }
-  sequence->num_nodes = 0;
-  sequence->tokens_per_step += .15f * (count - sequence->tokens_per_step);
 }
 
 Sequence* tandem_draft_sequence_new(int64_t num_prompt) {

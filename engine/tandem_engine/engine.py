@@ -43,7 +43,7 @@ class DraftSource(Protocol):
     def propose(self, requests: Sequence[Request], max_nodes: int) -> list[DraftTree | None]: ...
     def learns_from(self, request: Request) -> bool: ...
     def extend(
-        self, request: Request, token_ids: Sequence[int], likeliest: Likeliest | None = None
+        self, emitted: Sequence[tuple[Request, Sequence[int]]], likeliest: Likeliest | None = None
     ) -> None: ...
     def forget(self, request_id: str) -> None: ...
 
@@ -55,8 +55,8 @@ class StepOutput:
     request: Request
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
-    #: Guesses verified and guesses accepted in this step, and where the accepted ones came from.
-    num_drafted: int
+    #: Where the guesses verified in this step came from, and those of them that were accepted.
+    drafted_sources: tuple[str, ...]
     accepted_sources: tuple[str, ...]
     finished: bool
 
@@ -153,14 +153,16 @@ class Engine:
         self._runner.compact(batch, [v.path for v in verified])
         computed = time.perf_counter()
         progress = self.scheduler.update(batch, verified)
-        outputs = self._outputs(batch, verified, progress, self._likeliest(batch, verified, logits))
+        outputs = self._outputs(batch, verified, progress)
+        self._learn(batch, verified, progress, logits)
         self._account(batch, computed - started, time.perf_counter() - begun)
         return outputs
 
     def adopted(self, progress: Progress) -> StepOutput:
         """Accounts for a first token that came from a prefill pod, as if a step here had made it."""
-        self._learn(progress, None)
-        return StepOutput(progress.request, progress.new_token_ids, (), 0, (), progress.finished)
+        if self._drafter is not None and progress.finished:
+            self._drafter.forget(progress.request.request_id)
+        return StepOutput(progress.request, progress.new_token_ids, (), (), (), progress.finished)
 
     def _draft(self) -> None:
         if self._drafter is None:
@@ -174,56 +176,45 @@ class Engine:
             request.draft = tree
 
     def _outputs(
-        self,
-        batch: Batch,
-        verified: Sequence[Verified],
-        progress: Sequence[Progress],
-        likeliest: Sequence[Likeliest | None],
+        self, batch: Batch, verified: Sequence[Verified], progress: Sequence[Progress]
     ) -> list[StepOutput]:
         outputs = []
         sampling = [s for s in batch.sequences if s.samples]
-        for sequence, seen, done, likely in zip(sampling, verified, progress, likeliest, strict=True):
+        for sequence, seen, done in zip(sampling, verified, progress, strict=True):
             n = len(done.new_token_ids)
             outputs.append(
                 StepOutput(
                     done.request,
                     done.new_token_ids,
                     seen.logprobs[:n],
-                    0 if sequence.draft is None else len(sequence.draft),
+                    sequence.draft.sources if sequence.draft is not None else (),
                     seen.accepted_sources[:n],
                     done.finished,
                 )
             )
-            self._learn(done, likely)
         return outputs
 
-    def _likeliest(
-        self, batch: Batch, verified: Sequence[Verified], logits: Tensor
-    ) -> list[Likeliest | None]:
-        """For each sampling sequence that the drafter learns from, the likeliest tokens along its path."""
-        found: list[Likeliest | None] = [None] * len(verified)
-        if self._drafter is None or self._vocab_size < NUM_RECYCLED:
-            return found
-        rows: list[int] = []
-        first_row = 0
-        wanted: list[tuple[int, int]] = []
-        for n, sequence in enumerate([s for s in batch.sequences if s.samples]):
-            if self._drafter.learns_from(sequence.request):
-                wanted.append((n, len(rows)))
-                rows += [first_row + node for node in verified[n].path]
-            first_row += sequence.num_logits_rows
-        if rows:
-            table = likeliest_of(logits, rows)
-            for n, start in wanted:
-                found[n] = table.part(start, start + len(verified[n].path))
-        return found
-
-    def _learn(self, done: Progress, likeliest: Likeliest | None) -> None:
+    def _learn(
+        self, batch: Batch, verified: Sequence[Verified], progress: Sequence[Progress], logits: Tensor
+    ) -> None:
+        """Tells the drafter what came of its drafts, and what else was likely at each place."""
         if self._drafter is None:
             return
-        self._drafter.extend(done.request, done.new_token_ids, likeliest)
-        if done.finished:
-            self._drafter.forget(done.request.request_id)
+        emitted: list[tuple[Request, Sequence[int]]] = []
+        rows: list[int] = []
+        first_row = 0
+        sampling = [s for s in batch.sequences if s.samples]
+        for sequence, seen, done in zip(sampling, verified, progress, strict=True):
+            if self._drafter.learns_from(done.request):
+                emitted.append((done.request, done.new_token_ids))
+                rows += [first_row + node for node in seen.path[: len(done.new_token_ids)]]
+            first_row += sequence.num_logits_rows
+        if emitted:
+            has_enough = self._vocab_size >= NUM_RECYCLED
+            self._drafter.extend(emitted, likeliest_of(logits, rows) if has_enough else None)
+        for done in progress:
+            if done.finished:
+                self._drafter.forget(done.request.request_id)
 
     def _account(self, batch: Batch, computing_s: float, step_s: float) -> None:
         self.num_steps += 1

@@ -185,7 +185,7 @@ class _Run:
         seen = self._text.num_tokens
         text = self._text.push(output.token_ids)
         output = output.truncated(self._text.num_tokens - seen)
-        stats.drafted_tokens += output.num_drafted
+        stats.drafted_tokens += len(output.drafted_sources)
         stats.accepted_tokens += len(output.accepted_sources)
         completion.token_ids.extend(output.token_ids)
         completion.logprobs.extend(output.logprobs)

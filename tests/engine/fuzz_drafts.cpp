@@ -28,6 +28,7 @@ class Fuzz {
     for (int step = 0; step < 150; ++step) {
       if (below(40) == 0) corpus = std::make_unique<Corpus>(50 + below(3000), vocab);
       TandemDraft drafts[kSequences] = {};
+      TandemDraftStep steps[kSequences] = {};
       TandemDraft* pointers[kSequences];
       for (int i = 0; i < kSequences; ++i) {
         TandemDraft& draft = *(pointers[i] = &drafts[i]);
@@ -35,15 +36,19 @@ class Fuzz {
         draft.corpus = below(8) ? corpus.get() : nullptr;
         draft.recycler = below(2) ? &recycler : nullptr;
         draft.learner = &learner;
-        draft.room = below(70);
         draft.max_chain = below(3) ? 0 : below(9);
-        draft.own_run = i;
+        steps[i].room = below(70);
+        steps[i].own_run = i;
       }
-      tandem_draft(pointers, kSequences, below(64), kSequences, costs.data(), 1 + below(int(costs.size())),
-                   below(2) * .01);
-      for (int i = 0; i < kSequences; ++i) {
-        guesses += drafts[i].num_guesses;
-        emit(*sequences[i], drafts[i], *corpus, i, vocab);
+      const int most = below(64), num_seconds = 1 + below(int(costs.size()));
+      // As large as it must be, so that a guess too many is seen.
+      std::vector<TandemGuess> made(std::min(most * kSequences, num_seconds - 1));
+      tandem_draft(pointers, steps, kSequences, most, kSequences, costs.data(), num_seconds, below(2) * .01,
+                   made.data());
+      for (int i = 0, begin = 0; i < kSequences; begin += steps[i++].num_guesses) {
+        guesses += steps[i].num_guesses;
+        drafts[i].sequence = sequences[i].get();
+        emit(drafts[i], made.data() + begin, steps[i].num_guesses, *corpus, i, vocab);
       }
     }
     return guesses;
@@ -67,10 +72,10 @@ class Fuzz {
   }
 
   // Some tokens, guessed or not, become the sequence's, the corpus' and the recycler's.
-  void emit(Sequence& sequence, const TandemDraft& draft, Corpus& corpus, int run, int vocab) {
+  void emit(TandemDraft& draft, const TandemGuess* guesses, int num_guesses, Corpus& corpus, int run, int vocab) {
     std::vector<int32_t> tokens(1 + below(4));
     for (int32_t& token : tokens) {
-      token = draft.num_guesses && below(2) ? draft.tokens[below(draft.num_guesses)] : below(vocab);
+      token = num_guesses && below(2) ? guesses[below(num_guesses)].token : below(vocab);
       if (token >= vocab) token = 0;
     }
     std::vector<float> logits(tokens.size() * kLogits);
@@ -79,9 +84,10 @@ class Fuzz {
     for (int32_t& row : rows) row = below(int(tokens.size()));
     std::vector<Likeliest> likeliest(tokens.size());
     tandem_draft_likeliest(logits.data(), kLogits, rows.data(), int32_t(rows.size()), likeliest.data());
-    tandem_draft_teach(&sequence, &learner, tokens.data(), int32_t(tokens.size()), below(3) ? &recycler : nullptr,
-                       likeliest.data());
-    extend(sequence, tokens);
+    TandemDraft* const one[] = {&draft};
+    draft.recycler = below(3) ? &recycler : nullptr;
+    const int32_t end = int32_t(tokens.size());
+    tandem_draft_learn(one, 1, tokens.data(), &end, below(3) ? likeliest.data() : nullptr);
     const int context = below(3);
     tokens.insert(tokens.begin(), context, 0);
     corpus.add(run, tokens.data(), int64_t(tokens.size()), context);

@@ -45,7 +45,7 @@ class Replay:
                 if token not in children[node]:
                     break
                 node = children[node][token]
-            self.drafter.extend(self.request, emitted)
+            self.drafter.extend([(self.request, emitted)])
             self.request.output_token_ids += emitted
             self.request.num_computed_tokens = self.request.num_tokens - 1
             self.steps += 1
@@ -213,15 +213,15 @@ def test_text_that_nobody_can_guess_is_soon_drafted_for_rarely():
     text = noise(400, vocabulary=10**6)
     drafter = Drafter(None, DraftPolicy())
     request = request_at(text, 100)
-    indexed = []
+    looked = []
     for token in text[101:]:
         drafter.propose([request], 15)
-        indexed.append(drafter.num_indexed("r") == request.num_tokens)
-        drafter.extend(request, [token])
+        looked.append(drafter.learns_from(request))
+        drafter.extend([(request, [token])])
         request.output_token_ids.append(token)
         request.num_computed_tokens += 1
-    assert all(indexed[:2])
-    assert sum(indexed[-80:]) == 5
+    assert all(looked[:2])
+    assert sum(looked[-80:]) == 5
     # As soon as the text repeats itself, a draft that pays ends the rest.
     replay = Replay(drafter, text[:400] + text[150:390], 100)
     replay.request = request
@@ -258,5 +258,5 @@ def test_a_forgotten_request_leaves_nothing_behind():
     assert drafter.num_sequences == 1
     drafter.forget("r")
     drafter.forget("r")
-    drafter.extend(request, [1])
+    drafter.extend([(request, [1])])
     assert drafter.num_sequences == 0

@@ -23,6 +23,7 @@ from tandem_engine.drafts.native import (
     Text,
     draft,
     draft_jobs,
+    learn,
 )
 
 pytestmark = pytest.mark.drafts
@@ -114,14 +115,14 @@ def test_the_models_own_successors_are_guesses() -> None:
     likeliest = Likeliest.of_tokens(
         [[10, 11, 12, 13], [20, 21, 22, 23]], [[9.0, 5.0, 4.0, 3.0], [8.0, 7.5, 2.0, 1.0]]
     )
-    text.teach(Learner(), [10, 20], recycler, likeliest)
-    text.extend([10, 20, 7, 1, 2, 3])
+    learn([Job(text, Learner(), recycler=recycler)], [[10, 20]], likeliest)
+    text.extend([7, 1, 2, 3])
     guesses = guesses_for(text, recycler=recycler)
     assert guesses.tree.token_ids[0] == 10
     assert {20, 11, 21} <= set(guesses.tree.token_ids)
     assert "recycled" in guesses.tree.sources
     with pytest.raises(ValueError, match="the likeliest tokens of 1 places, wanted 2"):
-        text.teach(Learner(), [10, 20], recycler, likeliest.part(0, 1))
+        learn([Job(text, Learner(), recycler=recycler)], [[10, 20]], likeliest.part(0, 1))
 
 
 def test_other_requests_see_the_successors_that_two_requests_had() -> None:
@@ -131,13 +132,19 @@ def test_other_requests_see_the_successors_that_two_requests_had() -> None:
         guesses = guesses_for(text_of([1, 2, 3]), recycler=recycler)
         return set(guesses.tree.token_ids) if guesses is not None else set()
 
+    def has(text: Text, *tokens: int) -> None:
+        """After 1, 2, 3 the model thinks of these."""
+        likeliest = Likeliest.of_tokens([tokens], [[9.0, 5.0, 4.0, 3.0]])
+        learn([Job(text, Learner(), recycler=recycler)], [tokens[:1]], likeliest)
+        text.extend([1, 2, 3])
+
     one, two = text_of([1, 2, 3]), text_of([1, 2, 3])
     for _ in range(3):
-        one.teach(Learner(), [10], recycler, Likeliest.of_tokens([[10, 11, 12, 13]], [[9.0, 5.0, 4.0, 3.0]]))
+        has(one, 10, 11, 12, 13)
     assert seen_by_another() == set(), "however often one request has had them"
-    two.teach(Learner(), [11], recycler, Likeliest.of_tokens([[11, 10, 14, 15]], [[9.0, 5.0, 4.0, 3.0]]))
+    has(two, 11, 10, 14, 15)
     assert seen_by_another() == {10, 11}
-    two.teach(Learner(), [11], recycler, Likeliest.of_tokens([[11, 14, 15, 16]], [[9.0, 5.0, 4.0, 3.0]]))
+    has(two, 11, 14, 15, 16)
     assert seen_by_another() == {11}, "14 and 15 are its own, and 10 is no longer likely"
 
 
@@ -228,9 +235,8 @@ def test_it_tells_what_was_in_vain() -> None:
     unsure, sure = Job(random_text, Learner()), Job(text_of(story + story[:10]), Learner())
     for price, own, vain in ((0.45, 0.0, True), (1e-6, 0.0, False), (1e-6, 0.2, True)):
         curve = array("d", [1.0 + price * q for q in range(17)])
-        draft_jobs([unsure], 16, 1, curve, own)
-        draft_jobs([sure], 16, 1, curve, own)
-        assert (unsure.is_vain, sure.is_vain) == (vain, False)
+        seen = [draft_jobs([job], 16, 1, curve, own).is_vain for job in (unsure, sure)]
+        assert seen == [array("i", [vain]), array("i", [False])]
 
 
 def test_the_whole_batch_has_one_price() -> None:
@@ -258,8 +264,7 @@ def test_chances_come_true_once_learnt() -> None:
                 if parent == 0:
                     predicted += reach
                     accepted += guess == token
-        text.teach(learner, [token])
-        text.extend([token])
+        learn([Job(text, learner)], [[token]])
     assert accepted > 0.65 * (6000 - late)
     assert predicted == pytest.approx(accepted, rel=0.05)
 
@@ -268,7 +273,7 @@ def test_predictions_are_counted_beside_what_came_of_them() -> None:
     story, learner = noise(40), Learner()
     text = text_of(story + story[:10])
     (guesses,) = draft([Job(text, learner)], 4, FREE)
-    text.teach(learner, [*story[10:13], VOCABULARY])
+    learn([Job(text, learner)], [[*story[10:13], VOCABULARY]])
     tenths = learner.reliability()
     assert [t.num_guesses for t in tenths] == [
         sum(int(reach * 10) == n for reach in guesses.reach) for n in range(10)
@@ -285,8 +290,7 @@ def test_what_was_learnt_can_be_carried_elsewhere() -> None:
     text = text_of(story)
     for token in story * 5:
         draft([Job(text, learner)], 8, FREE)
-        text.teach(learner, [token])
-        text.extend([token])
+        learn([Job(text, learner)], [[token]])
     carried = Learner()
     assert guesses_for(text, learner=carried) != guesses_for(text, learner=learner)
     carried.load_bytes(learner.to_bytes())
@@ -337,7 +341,7 @@ def test_a_corpus_may_be_added_to_while_others_draft_from_it() -> None:
             path = (story[start + 19], *guesses.tree.token_ids)
             for node, parent in enumerate(guesses.tree.parents, start=1):
                 assert (path[parent], path[node]) in followers
-        text.teach(learner, story[start + 20 : start + 22])
+        learn([Job(text, learner)], [story[start + 20 : start + 22]])
         steps += 1
     writer.join()
 

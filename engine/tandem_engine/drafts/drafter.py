@@ -1,12 +1,13 @@
 """Drafts a batch: which guesses to verify in the next step, over all sequences at once.
 
-    propose   index what is new of each sequence, and grow all trees best first while it pays
+    propose   grow all trees best first while it pays
     (engine)  verifies the trees and accepts a path of each
-    extend    compare the accepted tokens with what was considered, sent or not, and learn; keep what else the
-              model thought likely
+    extend    compare the accepted tokens with what was considered, sent or not, and learn; index them; keep
+              what else the model thought likely
     forget    the request is over
 
-The work is done in C++ (engine/csrc, through native.py); where that was not compiled, nothing is drafted.
+The work is done in C++ (engine/csrc, through native.py), in one call for the whole batch, since crossing over
+takes as long as drafting; where that was not compiled, nothing is drafted.
 
 A draft never changes what is generated, only how fast: any tree is valid, a wrong one costs its rows.
 
@@ -65,7 +66,6 @@ class _Sequence:
         max_chain: int,
     ) -> None:
         self.text = Text(request.num_prompt_tokens)
-        self.learner = learner
         self.mirror = mirror
         self.job = Job(self.text, learner, recycler=recycler, max_chain=max_chain)
         #: Whether the last step was drafted for, so that there is something to learn.
@@ -76,16 +76,15 @@ class _Sequence:
 
     def prepare(self, request: Request, room: int) -> Job:
         """The job, with the text up to date."""
-        text = self.text
+        text, job = self.text, self.job
         if text.num_tokens != request.num_tokens:
             text.extend(request.tokens(text.num_tokens, request.num_tokens))
-        if self.mirror is None:
-            self.job.set_step(None, room=room)
-        else:
-            own_run = self.mirror.run_of(request.request_id)
-            self.job.set_step(self.mirror.corpus, room=room, own_run=own_run)
+        job.room = room
+        if self.mirror is not None:
+            job.own_run = self.mirror.run_of(request.request_id)
+            job.set_corpus(self.mirror.corpus)
         self.is_drafted = True
-        return self.job
+        return job
 
     def judge(self, *, is_drafted: bool, is_vain: bool) -> None:
         """Decides when to draft again. What came near is no reason to look less often, nor more."""
@@ -171,14 +170,14 @@ class Drafter:
         max_guesses = min(max_nodes, MAX_TREE_NODES - 1)
         seconds = self.step_cost.curve(len(requests), context, max_guesses * len(jobs))
         own_share = self._own_seconds / (self.step_cost.mean_seconds or 1.0)
-        gain = native.draft_jobs(jobs, max_guesses, len(requests), seconds, own_share * seconds[0])
-        self._mean_gain += _GAIN_RATE * (gain - self._mean_gain)
+        made = native.draft_jobs(jobs, max_guesses, len(requests), seconds, own_share * seconds[0])
+        self._mean_gain += _GAIN_RATE * (made.gain - self._mean_gain)
         # Learning from a draft takes about as long as making it.
         is_worth_it = self._mean_gain > 1.0 + 2.0 * own_share * len(jobs)
-        for (n, sequence), job in zip(drafted, jobs, strict=True):
-            trees[n] = tree = job.tree()
+        for (n, sequence), tree, is_vain in zip(drafted, made.trees(), made.is_vain, strict=True):
+            trees[n] = tree
             if is_worth_it:
-                sequence.judge(is_drafted=tree is not None, is_vain=job.is_vain)
+                sequence.judge(is_drafted=tree is not None, is_vain=bool(is_vain))
             else:
                 sequence.judge(is_drafted=False, is_vain=True)
         own_seconds = (time.perf_counter() - begun) / len(jobs)
@@ -191,17 +190,26 @@ class Drafter:
         sequence = self._sequences.get(request.request_id)
         return sequence is not None and sequence.is_drafted
 
-    def extend(self, request: Request, token_ids: Sequence[int], likeliest: Likeliest | None = None) -> None:
-        """Learns from the tokens a step has emitted for the request, the bonus token included.
+    def extend(
+        self, emitted: Sequence[tuple[Request, Sequence[int]]], likeliest: Likeliest | None = None
+    ) -> None:
+        """Learns from the tokens a step has emitted for requests, the bonus tokens included.
 
-        likeliest: of the logits that each of the tokens was chosen from, as far as the step has any.
+        likeliest: of the logits that each of the tokens was chosen from, of the requests to learn from, one
+        after the other.
 
-        May be called before or after they are appended to the request; the next `propose` indexes them.
+        May be called before or after they are appended to the request.
         """
-        sequence = self._sequences.get(request.request_id)
-        if sequence is not None and sequence.is_drafted:
-            sequence.is_drafted = False
-            sequence.text.teach(sequence.learner, token_ids, sequence.job.recycler, likeliest)
+        jobs: list[Job] = []
+        token_ids: list[Sequence[int]] = []
+        for request, ids in emitted:
+            sequence = self._sequences.get(request.request_id)
+            if sequence is not None and sequence.is_drafted:
+                sequence.is_drafted = False
+                jobs.append(sequence.job)
+                token_ids.append(ids)
+        if jobs:
+            native.learn(jobs, token_ids, likeliest)
 
     def forget(self, request_id: str) -> None:
         """Drops what is known of a finished request; unknown ids are ignored."""

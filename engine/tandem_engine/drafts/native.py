@@ -4,7 +4,9 @@
     Corpus     what a namespace's requests have generated
     Recycler   successors the model thought likely before
     Learner    how likely a guess is to be accepted, given what speaks for it
+    Job        what one sequence draws on
     draft      trees for a batch of sequences, at one price
+    learn      what a step has emitted for them
 
 Calls run without the interpreter's lock. An object must not be used by two threads at once, but for a
 Corpus, to which one thread may add while others draft from it.
@@ -13,6 +15,7 @@ Corpus, to which one thread may add while others draft from it.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import logging
 import struct
 from array import array
@@ -36,7 +39,7 @@ NUM_RECYCLED = 4
 NUM_TENTHS = 10
 
 _POINTER, _INT32, _INT64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
-_FLOAT, _DOUBLE = ctypes.c_float, ctypes.c_double
+_DOUBLE = ctypes.c_double
 _MAX_GUESSES = MAX_TREE_NODES - 1
 
 
@@ -45,19 +48,21 @@ class _Draft(ctypes.Structure):
 
     _fields_ = (
         *((name, _POINTER) for name in ("text", "corpus", "recycler", "learner")),
-        ("room", _INT32),
-        ("own_run", _INT32),
         ("max_chain", _INT32),
-        ("num_guesses", _INT32),
-        *((name, _INT32 * _MAX_GUESSES) for name in ("tokens", "parents", "sources")),
-        ("reach", _FLOAT * _MAX_GUESSES),
-        ("is_vain", _INT32),
     )
 
 
+#: Words of 32 bits: TandemDraftStep's room, own_run, num_guesses and is_vain, and TandemGuess' token, parent,
+#: source and reach.
+_STEP_WORDS = _GUESS_WORDS = 4
+
+
 _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
-    "tandem_draft": (_DOUBLE, (_POINTER, _INT32, _INT32, _DOUBLE, _POINTER, _INT32, _DOUBLE)),
-    "tandem_draft_teach": (None, (_POINTER, _POINTER, _POINTER, _INT32, _POINTER, _POINTER)),
+    "tandem_draft": (
+        _DOUBLE,
+        (_POINTER, _POINTER, _INT32, _INT32, _DOUBLE, _POINTER, _INT32, _DOUBLE, _POINTER),
+    ),
+    "tandem_draft_learn": (None, (_POINTER, _INT32, _POINTER, _POINTER, _POINTER)),
     "tandem_draft_likeliest": (None, (_POINTER, _INT64, _POINTER, _INT32, _POINTER)),
     "tandem_draft_sequence_new": (_POINTER, (_INT64,)),
     "tandem_draft_sequence_free": (None, (_POINTER,)),
@@ -78,6 +83,10 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "tandem_draft_recycler_new": (_POINTER, ()),
     "tandem_draft_recycler_free": (None, (_POINTER,)),
     "tandem_draft_recycler_bytes": (_INT64, (_POINTER,)),
+    "tandem_step_cost_new": (_POINTER, (_DOUBLE,)),
+    "tandem_step_cost_free": (None, (_POINTER,)),
+    "tandem_step_cost_observe": (None, (_POINTER, _POINTER, _INT32)),
+    "tandem_step_cost_curve": (None, (_POINTER, _INT32, _INT64, _INT32, _POINTER)),
 }
 
 
@@ -97,7 +106,7 @@ def _load() -> ctypes.CDLL | None:
 LIBRARY = _load()
 
 
-def _library() -> ctypes.CDLL:
+def library() -> ctypes.CDLL:
     if LIBRARY is None:
         raise RuntimeError("the drafter was not compiled; install g++ and reinstall, or turn speculation off")
     return LIBRARY
@@ -111,7 +120,7 @@ class Text:
     """One sequence's prompt and output, indexed; O(1) amortised per token."""
 
     def __init__(self, num_prompt_tokens: int) -> None:
-        self._library = _library()
+        self._library = library()
         self.handle = self._library.tandem_draft_sequence_new(num_prompt_tokens)
         #: Tokens appended.
         self.num_tokens = 0
@@ -126,30 +135,6 @@ class Text:
         self._library.tandem_draft_sequence_extend(self.handle, ids.buffer_info()[0], len(ids))
         self.num_tokens += len(ids)
 
-    def teach(
-        self,
-        learner: Learner,
-        emitted: Sequence[int],
-        recycler: Recycler | None = None,
-        likeliest: Likeliest | None = None,
-    ) -> None:
-        """What the step emitted whose tree was drafted last; before these tokens are appended.
-
-        With a recycler: `likeliest` of the logits that each of the tokens was chosen from.
-        """
-        ids = _ids(emitted)
-        recycling = recycler.handle if recycler is not None and likeliest is not None else None
-        if likeliest is not None and len(likeliest) < len(ids):
-            raise ValueError(f"the likeliest tokens of {len(likeliest)} places, wanted {len(ids)}")
-        self._library.tandem_draft_teach(
-            self.handle,
-            learner.handle,
-            ids.buffer_info()[0],
-            len(ids),
-            recycling,
-            likeliest.address if likeliest is not None else None,
-        )
-
     @property
     def memory_bytes(self) -> int:
         return int(self._library.tandem_draft_sequence_bytes(self.handle))
@@ -161,7 +146,7 @@ class Corpus:
     def __init__(self, capacity: int, vocab_size: int) -> None:
         if not 0 < capacity < 2**31:
             raise ValueError(f"capacity is {capacity} tokens, wanted 1 .. 2147483647")
-        self._library = _library()
+        self._library = library()
         self.capacity = capacity
         self.vocab_size = vocab_size
         self.handle = self._library.tandem_draft_corpus_new(capacity, vocab_size)
@@ -233,17 +218,17 @@ class Likeliest:
             raise ValueError(f"a vocabulary of {vocab_size} tokens; wanted {NUM_RECYCLED} or more")
         words = array("i", bytes(4 * Likeliest._WORDS * len(rows)))
         wanted = _ids(rows)
-        _library().tandem_draft_likeliest(
+        library().tandem_draft_likeliest(
             logits_address, vocab_size, wanted.buffer_info()[0], len(wanted), words.buffer_info()[0]
         )
         return Likeliest(words, 0, len(wanted))
 
 
 class Recycler:
-    """The model's likeliest successors of the contexts it was lately asked for; `Text.teach` fills it."""
+    """The model's likeliest successors of the contexts it was lately asked for; `learn` fills it."""
 
     def __init__(self) -> None:
-        self._library = _library()
+        self._library = library()
         self.handle = self._library.tandem_draft_recycler_new()
 
     def __del__(self) -> None:
@@ -275,7 +260,7 @@ class Learner:
     """What is learnt of a namespace's texts; begins with what is sensible anywhere."""
 
     def __init__(self) -> None:
-        self._library = _library()
+        self._library = library()
         self.handle = self._library.tandem_draft_learner_new()
 
     def __del__(self) -> None:
@@ -320,9 +305,12 @@ class Learner:
 class Job:
     """What one sequence of a batch draws on; kept from step to step.
 
-    text: None drafts nothing. own_run: the run of the corpus that this sequence has generated itself; -1:
-    none. max_chain: most guesses of a draft in one line; 0: a tree.
+    text: None drafts nothing. room: the deepest guess that could be emitted; 0: no draft. own_run: the run of
+    the corpus that this sequence has generated itself; -1: none. max_chain: most guesses of a draft in one
+    line; 0: a tree.
     """
+
+    __slots__ = ("_call", "_corpus", "address", "learner", "own_run", "recycler", "room", "text")
 
     def __init__(
         self,
@@ -336,43 +324,20 @@ class Job:
         max_chain: int = 0,
     ) -> None:
         self.text, self.learner, self.recycler = text, learner, recycler
-        self._corpus: Corpus | None = None
+        self.room, self.own_run = room, own_run
         self._call = call = _Draft()
         call.text = text.handle if text is not None else None
         call.learner, call.max_chain = learner.handle, max_chain
         call.recycler = recycler.handle if recycler is not None else None
         self.address = ctypes.addressof(call)
-        # Views of the call's fields: reading a field makes a new one each time.
-        self._tokens, self._parents, self._sources = call.tokens, call.parents, call.sources
-        self.set_step(corpus, room=room, own_run=own_run)
+        self._corpus: Corpus | None = None
+        self.set_corpus(corpus)
 
-    def set_step(self, corpus: Corpus | None, *, room: int, own_run: int = -1) -> None:
-        """What may change from step to step. room: the deepest guess that could be emitted; 0: no draft."""
-        call = self._call
-        call.room, call.own_run = room, own_run
+    def set_corpus(self, corpus: Corpus | None) -> None:
+        """What others have generated; another object when that has grown."""
         if corpus is not self._corpus:
             self._corpus = corpus
-            call.corpus = corpus.handle if corpus is not None else None
-
-    @property
-    def is_vain(self) -> bool:
-        """Whether the last draft was not worth making, nor near to it."""
-        return bool(self._call.is_vain)
-
-    def tree(self) -> DraftTree | None:
-        """The draft made last; None where nothing pays."""
-        count = self._call.num_guesses
-        if count == 0:
-            return None
-        return DraftTree(
-            tuple(self._tokens[:count]),
-            tuple(self._parents[:count]),
-            tuple([SOURCES[source] for source in self._sources[:count]]),
-        )
-
-    def reach(self) -> tuple[float, ...]:
-        """For each guess of the draft made last, the probability that verification gets to it."""
-        return tuple(self._call.reach[: self._call.num_guesses])
+            self._call.corpus = corpus.handle if corpus is not None else None
 
 
 @dataclass(frozen=True)
@@ -383,31 +348,99 @@ class Guesses:
     reach: tuple[float, ...]
 
 
+class Drafted:
+    """What `draft_jobs` has made, by job."""
+
+    def __init__(self, gain: float, steps: array[int], guesses: array[int]) -> None:
+        #: How many times as many tokens per second the step is to give as without guesses.
+        self.gain = gain
+        self._counts = steps[2::_STEP_WORDS]
+        self._total = sum(self._counts)
+        self._guesses = guesses
+        #: Whether the draft was not worth making, nor near to it.
+        self.is_vain: Sequence[int] = steps[3::_STEP_WORDS]
+
+    def trees(self) -> list[DraftTree | None]:
+        """None where nothing pays."""
+        trees: list[DraftTree | None] = [None] * len(self._counts)
+        if self._total == 0:
+            return trees
+        # All at once: reading arrays bit by bit takes longer than drafting.
+        words = self._guesses[: self._total * _GUESS_WORDS].tolist()
+        tokens, parents = words[0::_GUESS_WORDS], words[1::_GUESS_WORDS]
+        sources = [SOURCES[source] for source in words[2::_GUESS_WORDS]]
+        end = 0
+        for n, count in enumerate(self._counts):
+            if count:
+                begin, end = end, end + count
+                trees[n] = DraftTree(
+                    tuple(tokens[begin:end]), tuple(parents[begin:end]), tuple(sources[begin:end])
+                )
+        return trees
+
+    def reach(self) -> list[tuple[float, ...]]:
+        """For each guess the probability that verification gets to it."""
+        reach = array("f", self._guesses[: self._total * _GUESS_WORDS].tobytes())[3::_GUESS_WORDS]
+        ends = list(itertools.accumulate(self._counts, initial=0))
+        return [tuple(reach[begin:end]) for begin, end in itertools.pairwise(ends)]
+
+
 def draft_jobs(
     jobs: Sequence[Job], max_guesses: int, expected: float, seconds: array[float], own_seconds: float = 0.0
-) -> float:
+) -> Drafted:
     """Makes each job's draft, of at most `max_guesses`.
 
     `expected` tokens come of the step without guesses; `seconds[q]` is what it takes with q guesses in the
     whole batch, up to the most there may be, never less for more. As many of the likeliest guesses are made
     as give the most tokens per second. own_seconds is what drafting takes for one sequence; it only tells
-    what was in vain. Returns how many times as many tokens per second that is to give as no guesses.
+    what was in vain.
     """
     addresses = array("q", [job.address for job in jobs])
-    gain: float = _library().tandem_draft(
+    steps = array("i", [word for job in jobs for word in (job.room, job.own_run, 0, 0)])
+    room = min(max_guesses * len(jobs), len(seconds) - 1)
+    guesses = array("i", bytes(4 * _GUESS_WORDS * room))
+    gain = library().tandem_draft(
         addresses.buffer_info()[0],
+        steps.buffer_info()[0],
         len(jobs),
         max_guesses,
         expected,
         seconds.buffer_info()[0],
         len(seconds),
         own_seconds,
+        guesses.buffer_info()[0],
     )
-    return gain
+    return Drafted(gain, steps, guesses)
 
 
 def draft(jobs: Sequence[Job], max_guesses: int, seconds: Sequence[float]) -> list[Guesses | None]:
     """`draft_jobs` for a batch of nothing else: each job's guesses, None where nothing pays."""
-    draft_jobs(jobs, max_guesses, len(jobs), array("d", seconds))
-    trees = [(job.tree(), job.reach()) for job in jobs]
-    return [Guesses(tree, reach) if tree is not None else None for tree, reach in trees]
+    drafted = draft_jobs(jobs, max_guesses, len(jobs), array("d", seconds))
+    return [
+        Guesses(tree, reach) if tree is not None else None
+        for tree, reach in zip(drafted.trees(), drafted.reach(), strict=True)
+    ]
+
+
+def learn(jobs: Sequence[Job], emitted: Sequence[Sequence[int]], likeliest: Likeliest | None = None) -> None:
+    """What a step has emitted for each job: compared with its draft, and appended to its text.
+
+    likeliest: of the logits that each of all these tokens was chosen from, for the jobs that have a recycler.
+    """
+    tokens, ends = array("i"), array("i")
+    for job, ids in zip(jobs, emitted, strict=True):
+        if job.text is None:
+            raise ValueError("a job without a text has nothing that could go on")
+        tokens.extend(ids)
+        ends.append(len(tokens))
+        job.text.num_tokens += len(ids)
+    if likeliest is not None and len(likeliest) != len(tokens):
+        raise ValueError(f"the likeliest tokens of {len(likeliest)} places, wanted {len(tokens)}")
+    addresses = array("q", [job.address for job in jobs])
+    library().tandem_draft_learn(
+        addresses.buffer_info()[0],
+        len(jobs),
+        tokens.buffer_info()[0],
+        ends.buffer_info()[0],
+        likeliest.address if likeliest is not None else None,
+    )

@@ -41,7 +41,7 @@ class RequestRecord:
         else:
             self._steps += 1
         self._last_token_ns = now
-        self._drafted += output.num_drafted
+        self._drafted += len(output.drafted_sources)
         self._accepted.update(output.accepted_sources)
         self._hits += bool(output.accepted_sources)
         self._hits_by_source.update(set(output.accepted_sources))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 
-from tandem_engine.drafts.native import Corpus, Guesses, Job, Learner, Text, draft
+from tandem_engine.drafts.native import Corpus, Guesses, Job, Learner, Text, draft, learn
 from tandem_engine.drafts.tree import DraftTree
 
 from tandem_cli.bench.replay import ReplayDrafter
@@ -51,24 +51,22 @@ class Forest:
         self._max_chain = max_chain
         self._price = price or self._nothing
         self._learner = Learner()
-        self._texts: dict[int, Text] = {}
+        self._jobs: dict[int, Job] = {}
         self._num_runs = 0
 
     def begin(self, sequence: int, prompt: Sequence[int]) -> None:
-        text = self._texts[sequence] = Text(len(prompt))
+        text = Text(len(prompt))
         text.extend(prompt)
+        self._jobs[sequence] = Job(text, self._learner, self._corpus, max_chain=self._max_chain)
 
     def draft(self, sequences: Sequence[int], rooms: Sequence[int]) -> list[Guesses | None]:
-        jobs = [
-            Job(self._texts[sequence], self._learner, self._corpus, room=room, max_chain=self._max_chain)
-            for sequence, room in zip(sequences, rooms, strict=True)
-        ]
+        jobs = [self._jobs[sequence] for sequence in sequences]
+        for job, room in zip(jobs, rooms, strict=True):
+            job.room = room
         return draft(jobs, self._num_nodes, self._price(len(jobs)))
 
     def accept(self, sequence: int, emitted: Sequence[int]) -> None:
-        text = self._texts[sequence]
-        text.teach(self._learner, emitted)
-        text.extend(emitted)
+        learn([self._jobs[sequence]], [emitted])
 
     def end(self, sequence: int, target: Sequence[int]) -> None:
         if self._corpus is not None:
