@@ -28,7 +28,7 @@ from peers.transformers import load
 from reporting import describe_command, describe_machine, markdown_table
 from tandem_engine import store
 from tandem_engine.assemble import EngineConfig, assemble
-from tandem_engine.drafts.native import Likeliest
+from tandem_engine.drafts.drafter import Emitted, FindLikeliest
 from tandem_engine.drafts.tree import DraftTree
 from tandem_engine.engine import Engine
 from tandem_engine.request import Request, SamplingParams
@@ -105,12 +105,7 @@ class _RandomDrafts:
             return [None] * len(requests)
         return [self._tree() for _ in requests]
 
-    def learns_from(self, request: Request) -> bool:
-        return False
-
-    def extend(
-        self, emitted: Sequence[tuple[Request, Sequence[int]]], likeliest: Likeliest | None = None
-    ) -> None:
+    def extend(self, emitted: Sequence[Emitted], likeliest: FindLikeliest | None = None) -> None:
         """Learns nothing."""
 
     def forget(self, request_id: str) -> None:

@@ -15,33 +15,44 @@ Five workloads, one engine in this process with the default model and numerics:
 Settings take turns with the same requests, in rounds, so that the machine's moods fall on all alike. Tokens
 do not depend on drafts, so that every setting does the same work; tokens per second count from the step after
 the last prompt was computed. `fixed N` drafts the N likeliest guesses of each sequence, whatever they cost.
-"drafting" is the share of that time that the drafter itself took.
+
+wall      tokens per second beside those without drafts, as the clock said: median over the rounds, and range
+settled   the same of settled times: what a step computes takes as long as the median step, of any setting,
+          with as many sequences and guesses; the drafter takes what it took, but for steps that held it up.
+          This is what remains when the machine is not kept from its work.
+drafting  the share of that time that the drafter itself took, its learning and the likeliest tokens included
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 from reporting import describe_command, describe_machine, markdown_table
 from tandem_cli.bench.dataset import load_dialogues, sample_dialogues
 from tandem_cli.bench.workload import question
 from tandem_engine import store
-from tandem_engine.drafts.drafter import Drafter, DraftPolicy
+from tandem_engine.drafts.drafter import Drafter, DraftPolicy, Emitted, FindLikeliest
 from tandem_engine.drafts.mirror import GlobalMirror
-from tandem_engine.drafts.native import Likeliest
 from tandem_engine.drafts.spans import AcceptedSpan
 from tandem_engine.drafts.tree import DraftTree
+from tandem_engine.engine import Engine
 from tandem_engine.llm import LLM
 from tandem_engine.request import Request, SamplingParams
 from tandem_engine.salt import cache_salt
 from tandem_engine.step_cost import StepCost
 
 MAX_NODES = 16
+#: Steps of one shape whose median is a time to go by.
+_ENOUGH = 12
+#: Drafting for a sequence that rests takes next to nothing, and now and then a look.
+_LOOKING_S = 5e-4
 WORKLOADS = ("random", "story", "copy", "dialogue", "repeated")
 SETTINGS = ("off", "adaptive", "fixed 1", "fixed 3", "fixed 7", "fixed 15")
 
@@ -52,7 +63,6 @@ class Setting:
     def __init__(self, name: str, vocab_size: int) -> None:
         self.name = name
         self.mirror = GlobalMirror(vocab_size=vocab_size)
-        self.num_guesses = 0
         self._max_nodes = {"off": 0, "adaptive": MAX_NODES}.get(name, 0)
         if name.startswith("fixed "):
             self._max_nodes = int(name.removeprefix("fixed "))
@@ -62,66 +72,100 @@ class Setting:
         self.step_cost = StepCost() if is_free else self._drafter.step_cost
 
     def propose(self, requests: Sequence[Request], max_nodes: int) -> list[DraftTree | None]:
-        trees = self._drafter.propose(requests, min(max_nodes, self._max_nodes))
-        self.num_guesses += sum([len(tree) for tree in trees if tree is not None])
-        return trees
+        return self._drafter.propose(requests, min(max_nodes, self._max_nodes))
 
-    def learns_from(self, request: Request) -> bool:
-        return self._drafter.learns_from(request)
-
-    def extend(
-        self, emitted: Sequence[tuple[Request, Sequence[int]]], likeliest: Likeliest | None = None
-    ) -> None:
+    def extend(self, emitted: Sequence[Emitted], likeliest: FindLikeliest | None = None) -> None:
         self._drafter.extend(emitted, likeliest)
 
     def forget(self, request_id: str) -> None:
         self._drafter.forget(request_id)
 
 
-class Turns:
-    """The engine's drafter: whichever setting's turn it is. Takes its time."""
+@dataclass(frozen=True)
+class Step:
+    """One step of a turn, and its time without and within the drafter."""
 
-    def __init__(self, setting: Setting) -> None:
-        self.now = setting
+    num_sequences: int
+    num_guesses: int
+    num_tokens: int
+    computing_s: float
+    drafting_s: float
+
+
+class Clock:
+    """Takes the time that an engine's drafter takes: before a step is computed and after it."""
+
+    def __init__(self, engine: Engine) -> None:
         self.seconds = 0.0
+        engine._draft = self._timed(engine._draft)  # type: ignore[method-assign]
+        engine._learn = self._timed(engine._learn)  # type: ignore[method-assign]
 
-    @property
-    def step_cost(self) -> StepCost:
-        return self.now.step_cost
+    def _timed(self, function: Callable[..., None]) -> Callable[..., None]:
+        def timed(*args: object) -> None:
+            begun = time.perf_counter()
+            function(*args)
+            self.seconds += time.perf_counter() - begun
 
-    def propose(self, requests: Sequence[Request], max_nodes: int) -> list[DraftTree | None]:
-        begun = time.perf_counter()
-        trees = self.now.propose(requests, max_nodes)
-        self.seconds += time.perf_counter() - begun
-        return trees
-
-    def learns_from(self, request: Request) -> bool:
-        return self.now.learns_from(request)
-
-    def extend(
-        self, emitted: Sequence[tuple[Request, Sequence[int]]], likeliest: Likeliest | None = None
-    ) -> None:
-        begun = time.perf_counter()
-        self.now.extend(emitted, likeliest)
-        self.seconds += time.perf_counter() - begun
-
-    def forget(self, request_id: str) -> None:
-        self.now.forget(request_id)
+        return timed
 
 
 @dataclass(frozen=True)
 class Turn:
-    tokens_per_second: float
-    tokens_per_step: float
-    guesses_per_step: float
-    drafting: float
+    steps: tuple[Step, ...]
+    seconds: float
     texts: tuple[tuple[int, ...], ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(step.num_tokens for step in self.steps)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.seconds
+
+
+class Settled:
+    """Times of steps that nothing held up, from many steps of all settings."""
+
+    def __init__(self, turns: Iterable[Turn]) -> None:
+        by_shape: dict[tuple[int, int], list[float]] = {}
+        for turn in turns:
+            for step in turn.steps:
+                by_shape.setdefault((step.num_sequences, step.num_guesses), []).append(step.computing_s)
+        #: By number of sequences: numbers of guesses, in order, and the steps' times.
+        self._known: dict[int, tuple[list[int], list[float]]] = {}
+        for (num_sequences, num_guesses), seconds in sorted(by_shape.items()):
+            # Rare ones are told from their neighbours, but for the ends, which have none.
+            if len(seconds) >= _ENOUGH or num_guesses == 0:
+                guesses, medians = self._known.setdefault(num_sequences, ([], []))
+                guesses.append(num_guesses)
+                medians.append(max([statistics.median(seconds), *medians[-1:]]))
+
+    def computing_s(self, step: Step) -> float:
+        known = self._known.get(step.num_sequences)
+        if known is None:
+            return step.computing_s
+        return float(np.interp(step.num_guesses, *known))
+
+    def tokens_per_second(self, turns: Sequence[Turn]) -> tuple[float, float]:
+        """Of one setting's turns, and the share of the time that was drafting."""
+        steps = [step for turn in turns for step in turn.steps]
+        computing = sum(self.computing_s(step) for step in steps)
+        drafting = 0.0
+        for is_drafted in (False, True):
+            seconds = [step.drafting_s for step in steps if (step.num_guesses > 0) == is_drafted]
+            if seconds:
+                cap = 4 * statistics.median(seconds) + _LOOKING_S
+                drafting += sum(min(second, cap) for second in seconds)
+        total = computing + drafting
+        return sum(step.num_tokens for step in steps) / total, drafting / total
 
 
 class Bench:
     def __init__(self, model_dir: Path, dataset: Path | None, max_tokens: int, max_batch: int) -> None:
         self._llm = LLM(model_dir, speculation="off", max_batch=max_batch, max_draft_nodes=MAX_NODES)
         self._engine = self._llm.engine
+        self._clock = Clock(self._engine)
         self._dialogues = load_dialogues(dataset) if dataset is not None else sample_dialogues()
         self._max_tokens = max_tokens
         self._count = 0
@@ -152,7 +196,7 @@ class Bench:
 
     def turn(self, setting: Setting, wanted: Sequence[tuple[list[int], SamplingParams]]) -> Turn:
         engine = self._engine
-        engine._drafter = turns = Turns(setting)
+        engine._drafter = setting
         engine.step_cost = setting.step_cost
         requests = []
         for prompt, sampling in wanted:
@@ -163,22 +207,19 @@ class Bench:
             engine.add(requests[-1])
         while any(not request.output_token_ids for request in requests):
             engine.step()
-        before = sum(len(request.output_token_ids) for request in requests)
-        setting.num_guesses = sequence_steps = 0
-        turns.seconds = 0.0
-        begun = time.perf_counter()
+        steps: list[Step] = []
+        begun = last = time.perf_counter()
         while engine.has_work():
-            sequence_steps += len(engine.step())
-        seconds = time.perf_counter() - begun
-        tokens = sum(len(request.output_token_ids) for request in requests) - before
+            self._clock.seconds = 0.0
+            outputs = engine.step()
+            now = time.perf_counter()
+            guesses = sum([len(output.drafted_sources) for output in outputs])
+            tokens = sum([len(output.token_ids) for output in outputs])
+            drafting = self._clock.seconds
+            steps.append(Step(len(outputs), guesses, tokens, now - last - drafting, drafting))
+            last = now
         texts = tuple(tuple(request.output_token_ids) for request in requests)
-        return Turn(
-            tokens / seconds,
-            tokens / sequence_steps,
-            setting.num_guesses / sequence_steps,
-            turns.seconds / seconds,
-            texts,
-        )
+        return Turn(tuple(steps), last - begun, texts)
 
     def compare(self, workload: str, batch: int, names: Sequence[str], rounds: int) -> list[list[str]]:
         settings = [Setting(name, self.vocab_size) for name in names]
@@ -199,23 +240,30 @@ class Bench:
         for number in range(rounds):
             if len({turns[name][number].texts for name in names}) != 1:
                 raise SystemExit(f"{workload}, batch {batch}: the texts differ between settings")
+        settled = Settled(itertools.chain(*turns.values()))
+        base, _ = settled.tokens_per_second(turns["off"])
         rows = []
         for name in names:
+            mine = turns[name]
             ratios = [
-                mine.tokens_per_second / off.tokens_per_second
-                for mine, off in zip(turns[name], turns["off"], strict=True)
+                turn.tokens_per_second / off.tokens_per_second
+                for turn, off in zip(mine, turns["off"], strict=True)
             ]
+            speed, drafting = settled.tokens_per_second(mine)
+            steps = [step for turn in mine for step in turn.steps]
+            sequence_steps = sum(step.num_sequences for step in steps)
             rows.append(
                 [
                     workload,
                     str(batch),
                     name,
+                    f"{speed / base:.3f}",
                     f"{statistics.median(ratios):.3f}",
                     f"{min(ratios):.2f} - {max(ratios):.2f}",
-                    f"{statistics.median([t.tokens_per_second for t in turns[name]]):.0f}",
-                    f"{statistics.mean([t.tokens_per_step for t in turns[name]]):.2f}",
-                    f"{statistics.mean([t.guesses_per_step for t in turns[name]]):.1f}",
-                    f"{statistics.median([t.drafting for t in turns[name]]):.2%}",
+                    f"{speed:.0f}",
+                    f"{sum(step.num_tokens for step in steps) / sequence_steps:.2f}",
+                    f"{sum(step.num_guesses for step in steps) / sequence_steps:.1f}",
+                    f"{drafting:.2%}",
                 ]
             )
         return rows
@@ -250,7 +298,8 @@ def main() -> None:
         "workload",
         "batch",
         "setting",
-        "beside off",
+        "settled",
+        "wall",
         "range",
         "tokens/s",
         "tokens/step",
@@ -265,7 +314,9 @@ def main() -> None:
             rows += found
     report = (
         f"# What drafting is worth\n\n`{describe_command()}`\n\n{describe_machine()}\n\n"
-        "Tokens per second of the whole batch beside speculation off: median over rounds of the ratio.\n\n"
+        "Tokens per second of the whole batch beside speculation off. settled: of what steps take that "
+        "nothing held up, pooled over all settings. wall: by the clock, median over the rounds, "
+        "and range. tokens/s: settled.\n\n"
         f"{markdown_table(head, rows)}\n"
     )
     if options.out is not None:

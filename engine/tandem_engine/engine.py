@@ -18,13 +18,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from torch import Tensor
 
 from tandem_engine.batch import Batch
 from tandem_engine.block_manager import BlockManager
-from tandem_engine.drafts.native import NUM_RECYCLED, Likeliest
+from tandem_engine.drafts.drafter import Emitted, FindLikeliest
+from tandem_engine.drafts.native import NUM_RECYCLED
 from tandem_engine.drafts.tree import MAX_TREE_NODES, DraftTree
 from tandem_engine.errors import InvalidRequestError
 from tandem_engine.request import Request, TokenLogprobs
@@ -41,10 +43,7 @@ class DraftSource(Protocol):
     step_cost: StepCost
 
     def propose(self, requests: Sequence[Request], max_nodes: int) -> list[DraftTree | None]: ...
-    def learns_from(self, request: Request) -> bool: ...
-    def extend(
-        self, emitted: Sequence[tuple[Request, Sequence[int]]], likeliest: Likeliest | None = None
-    ) -> None: ...
+    def extend(self, emitted: Sequence[Emitted], likeliest: FindLikeliest | None = None) -> None: ...
     def forget(self, request_id: str) -> None: ...
 
 
@@ -136,8 +135,8 @@ class Engine:
 
     def step(self) -> list[StepOutput]:
         """Runs one step; empty when nothing could be scheduled or only prompt chunks were computed."""
-        begun = time.perf_counter()
         self._draft()
+        drafted = time.perf_counter()
         batch = self.scheduler.schedule()
         if batch is None:
             return []
@@ -154,8 +153,9 @@ class Engine:
         computed = time.perf_counter()
         progress = self.scheduler.update(batch, verified)
         outputs = self._outputs(batch, verified, progress)
+        # Drafting has a price of its own, which the drafter keeps an eye on.
+        self._account(batch, computed - started, time.perf_counter() - drafted)
         self._learn(batch, verified, progress, logits)
-        self._account(batch, computed - started, time.perf_counter() - begun)
         return outputs
 
     def adopted(self, progress: Progress) -> StepOutput:
@@ -200,18 +200,16 @@ class Engine:
         """Tells the drafter what came of its drafts, and what else was likely at each place."""
         if self._drafter is None:
             return
-        emitted: list[tuple[Request, Sequence[int]]] = []
-        rows: list[int] = []
+        emitted: list[Emitted] = []
         first_row = 0
         sampling = [s for s in batch.sequences if s.samples]
         for sequence, seen, done in zip(sampling, verified, progress, strict=True):
-            if self._drafter.learns_from(done.request):
-                emitted.append((done.request, done.new_token_ids))
-                rows += [first_row + node for node in seen.path[: len(done.new_token_ids)]]
+            rows = [first_row + node for node in seen.path[: len(done.new_token_ids)]]
+            emitted.append((done.request, done.new_token_ids, rows))
             first_row += sequence.num_logits_rows
         if emitted:
             has_enough = self._vocab_size >= NUM_RECYCLED
-            self._drafter.extend(emitted, likeliest_of(logits, rows) if has_enough else None)
+            self._drafter.extend(emitted, partial(likeliest_of, logits) if has_enough else None)
         for done in progress:
             if done.finished:
                 self._drafter.forget(done.request.request_id)

@@ -9,7 +9,6 @@ from array import array
 
 from tandem_engine.drafts import native
 
-
 #: Steps that are compared with one another.
 _TOGETHER = 16
 #: Doubles of a step in engine/csrc/step_cost.h.

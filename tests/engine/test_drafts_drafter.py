@@ -7,6 +7,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tandem_engine.drafts import native
 from tandem_engine.drafts.drafter import Drafter, DraftPolicy
 from tandem_engine.drafts.mirror import GlobalMirror
 from tandem_engine.drafts.spans import AcceptedSpan
@@ -45,7 +46,7 @@ class Replay:
                 if token not in children[node]:
                     break
                 node = children[node][token]
-            self.drafter.extend([(self.request, emitted)])
+            self.drafter.extend([(self.request, emitted, ())])
             self.request.output_token_ids += emitted
             self.request.num_computed_tokens = self.request.num_tokens - 1
             self.steps += 1
@@ -209,15 +210,29 @@ def test_dearer_rows_and_larger_batches_draft_less():
     assert num_rows(1, 0.03) > num_rows(16, 0.03)
 
 
-def test_text_that_nobody_can_guess_is_soon_drafted_for_rarely():
+class Looks:
+    """How often anything is drafted for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        self._draft_jobs = native.draft_jobs
+        monkeypatch.setattr(native, "draft_jobs", self._counted)
+
+    def _counted(self, *args: object) -> native.Drafted:
+        self.count += 1
+        return self._draft_jobs(*args)
+
+
+def test_text_that_nobody_can_guess_is_soon_drafted_for_rarely(monkeypatch):
     text = noise(400, vocabulary=10**6)
-    drafter = Drafter(None, DraftPolicy())
+    drafter, looks = Drafter(None, DraftPolicy()), Looks(monkeypatch)
     request = request_at(text, 100)
     looked = []
     for token in text[101:]:
+        before = looks.count
         drafter.propose([request], 15)
-        looked.append(drafter.learns_from(request))
-        drafter.extend([(request, [token])])
+        looked.append(looks.count > before)
+        drafter.extend([(request, [token], ())])
         request.output_token_ids.append(token)
         request.num_computed_tokens += 1
     assert all(looked[:2])
@@ -231,7 +246,7 @@ def test_text_that_nobody_can_guess_is_soon_drafted_for_rarely():
     assert replay.steps < 60
 
 
-def test_a_batch_whose_drafts_do_not_pay_for_themselves_rests():
+def test_a_batch_whose_drafts_do_not_pay_for_themselves_rests(monkeypatch):
     """One of sixteen can be guessed, which gains a twentieth; drafting for all takes half a step."""
     story = noise(60)
     requests = [request_at(noise(30, seed=n, vocabulary=10**6), 29, f"n{n}") for n in range(15)]
@@ -242,6 +257,12 @@ def test_a_batch_whose_drafts_do_not_pay_for_themselves_rests():
     drafted = [drafter.propose(requests, 15)[-1] is not None for _ in range(120)]
     assert drafted[0]
     assert sum(drafted[-32:]) == 2, "every sixteenth step"
+    # Who comes then is looked at now and then from the first.
+    looks = Looks(monkeypatch)
+    late = request_at(story + story[:20], 79, "late")
+    trees = [drafter.propose([late], 15)[0] for _ in range(16)]
+    assert looks.count == 2
+    assert sum(tree is not None for tree in trees) == 2
 
 
 def test_requests_that_are_not_decoding_are_left_alone():
@@ -258,5 +279,5 @@ def test_a_forgotten_request_leaves_nothing_behind():
     assert drafter.num_sequences == 1
     drafter.forget("r")
     drafter.forget("r")
-    drafter.extend([(request, [1])])
+    drafter.extend([(request, [1], ())])
     assert drafter.num_sequences == 0

@@ -21,9 +21,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tandem_engine import store
 from tandem_engine.assemble import EngineConfig, assemble
-from tandem_engine.drafts.drafter import Drafter, DraftPolicy
+from tandem_engine.drafts.drafter import Drafter, DraftPolicy, Emitted, FindLikeliest
 from tandem_engine.drafts.mirror import GlobalMirror
-from tandem_engine.drafts.native import Likeliest
 from tandem_engine.drafts.spans import AcceptedSpan
 from tandem_engine.drafts.tree import DraftTree
 from tandem_engine.engine import DraftSource
@@ -209,12 +208,7 @@ class Scripted:
         guesses = tuple(text[len(request.output_token_ids) :])
         return DraftTree(guesses, tuple(range(room)), ("output",) * room) if room > 0 else None
 
-    def learns_from(self, request: Request) -> bool:
-        return False
-
-    def extend(
-        self, emitted: Sequence[tuple[Request, Sequence[int]]], likeliest: Likeliest | None = None
-    ) -> None:
+    def extend(self, emitted: Sequence[Emitted], likeliest: FindLikeliest | None = None) -> None:
         """Learns nothing."""
 
     def forget(self, request_id: str) -> None:

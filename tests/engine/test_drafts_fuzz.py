@@ -28,7 +28,7 @@ def test_without_it_nothing_is_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
     request.num_computed_tokens = 5
     drafter = Drafter(None, DraftPolicy())
     assert drafter.propose([request], 15) == [None]
-    drafter.extend([(request, [1])])
+    drafter.extend([(request, [1], ())])
     drafter.forget("r")
 
 

@@ -17,13 +17,14 @@ batch, so that copy length follows from hit rate and batch size.
 
 Drafting takes time itself, about 1 % of a short step. A sequence of which nothing came near to being worth
 that, several times in a row, is drafted for in every second, fourth, eighth or sixteenth step only, the same
-ones for all such sequences; and so are all when the whole batch's drafts have not paid for themselves lately.
+ones for all such sequences; and so are all when the whole batch's drafts have not paid for themselves lately,
+those from the first that begin then.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -41,8 +42,24 @@ if TYPE_CHECKING:  # the request module needs this package's tree
 #: After so many drafts in vain in a row one is made every second step, after twice as many every fourth.
 _VAIN_BEFORE_REST = 2
 _MOST_REST_BITS = 4
-_GAIN_RATE = 0.1
+#: What a request begins with, as if so many had been in vain, where drafts do not pay for themselves lately.
+_VAIN_BEFORE = 8
+#: Indexing a prompt, or losing the processor, is no measure of a step's work.
 _MOST_OWN_SECONDS = 2e-4
+#: A request, the tokens that a step has emitted for it, and the row of logits that each was chosen from.
+Emitted = tuple["Request", Sequence[int], Sequence[int]]
+FindLikeliest = Callable[[Sequence[int]], Likeliest]
+
+
+@dataclass
+class _Mean:
+    """A running mean."""
+
+    value: float
+    rate: float
+
+    def add(self, value: float) -> None:
+        self.value += self.rate * (value - self.value)
 
 
 @dataclass(frozen=True)
@@ -63,7 +80,9 @@ class _Sequence:
         learner: Learner,
         recycler: Recycler,
         mirror: GlobalMirror | None,
+        *,
         max_chain: int,
+        num_vain: int,
     ) -> None:
         self.text = Text(request.num_prompt_tokens)
         self.mirror = mirror
@@ -71,8 +90,8 @@ class _Sequence:
         #: Whether the last step was drafted for, so that there is something to learn.
         self.is_drafted = False
         #: Drafts in a row that were in vain; and which bits of a step's number must be 0 for a draft.
-        self.num_vain = 0
-        self.rest_mask = 0
+        self.num_vain = num_vain
+        self.rest_mask = _rest_mask(num_vain)
 
     def prepare(self, request: Request, room: int) -> Job:
         """The job, with the text up to date."""
@@ -92,8 +111,12 @@ class _Sequence:
             self.num_vain = 0
         elif is_vain:
             self.num_vain += 1
-        bits = (self.num_vain // _VAIN_BEFORE_REST).bit_length()
-        self.rest_mask = (1 << min(bits, _MOST_REST_BITS)) - 1
+        self.rest_mask = _rest_mask(self.num_vain)
+
+
+def _rest_mask(num_vain: int) -> int:
+    bits = (num_vain // _VAIN_BEFORE_REST).bit_length()
+    return (1 << min(bits, _MOST_REST_BITS)) - 1
 
 
 class Drafter:
@@ -111,10 +134,12 @@ class Drafter:
         #: What the engine measures; it reports its steps here.
         self.step_cost = StepCost(policy.row_cost)
         self._num_steps = 0
-        #: Running mean of what drafts promised: tokens per second as a multiple of those without.
-        self._mean_gain = 2.0
-        #: Time that drafting for a sequence takes here, a running mean in seconds.
-        self._own_seconds = 0.0
+        #: What drafts promised lately: tokens per second as a multiple of those without.
+        self._gain = _Mean(2.0, 0.1)
+        #: Seconds that drafting for a sequence takes, and learning from what came of it.
+        self._proposing = _Mean(0.0, 0.05)
+        self._learning = _Mean(0.0, 0.05)
+        self._is_worth_it = True
 
     def attach(self, mirror: GlobalMirror) -> None:
         """Uses a mirror for its tenant's requests that begin from now on, and for no other's."""
@@ -169,47 +194,42 @@ class Drafter:
         context = sum([request.num_computed_tokens for request in requests])
         max_guesses = min(max_nodes, MAX_TREE_NODES - 1)
         seconds = self.step_cost.curve(len(requests), context, max_guesses * len(jobs))
-        own_share = self._own_seconds / (self.step_cost.mean_seconds or 1.0)
+        own_seconds = self._proposing.value + self._learning.value
+        own_share = own_seconds / (self.step_cost.mean_seconds or 1.0)
         made = native.draft_jobs(jobs, max_guesses, len(requests), seconds, own_share * seconds[0])
-        self._mean_gain += _GAIN_RATE * (made.gain - self._mean_gain)
-        # Learning from a draft takes about as long as making it.
-        is_worth_it = self._mean_gain > 1.0 + 2.0 * own_share * len(jobs)
+        self._gain.add(made.gain)
+        self._is_worth_it = self._gain.value > 1.0 + own_share * len(jobs)
         for (n, sequence), tree, is_vain in zip(drafted, made.trees(), made.is_vain, strict=True):
             trees[n] = tree
-            if is_worth_it:
+            if self._is_worth_it:
                 sequence.judge(is_drafted=tree is not None, is_vain=bool(is_vain))
             else:
                 sequence.judge(is_drafted=False, is_vain=True)
-        own_seconds = (time.perf_counter() - begun) / len(jobs)
-        # Indexing a prompt, or losing the processor, is no measure of a step's work.
-        self._own_seconds += 0.05 * (min(own_seconds, _MOST_OWN_SECONDS) - self._own_seconds)
+        self._proposing.add(min((time.perf_counter() - begun) / len(jobs), _MOST_OWN_SECONDS))
         return trees
 
-    def learns_from(self, request: Request) -> bool:
-        """Whether `extend` will learn from the step, so that its logits are worth a look."""
-        sequence = self._sequences.get(request.request_id)
-        return sequence is not None and sequence.is_drafted
+    def extend(self, emitted: Sequence[Emitted], likeliest: FindLikeliest | None = None) -> None:
+        """Learns from what a step has emitted for requests, the bonus tokens included.
 
-    def extend(
-        self, emitted: Sequence[tuple[Request, Sequence[int]]], likeliest: Likeliest | None = None
-    ) -> None:
-        """Learns from the tokens a step has emitted for requests, the bonus tokens included.
+        likeliest: of rows of the step's logits; asked for those of requests that were drafted for.
 
-        likeliest: of the logits that each of the tokens was chosen from, of the requests to learn from, one
-        after the other.
-
-        May be called before or after they are appended to the request.
+        May be called before or after the tokens are appended to the request.
         """
+        begun = time.perf_counter()
         jobs: list[Job] = []
         token_ids: list[Sequence[int]] = []
-        for request, ids in emitted:
+        wanted: list[int] = []
+        for request, ids, rows in emitted:
             sequence = self._sequences.get(request.request_id)
             if sequence is not None and sequence.is_drafted:
                 sequence.is_drafted = False
                 jobs.append(sequence.job)
                 token_ids.append(ids)
-        if jobs:
-            native.learn(jobs, token_ids, likeliest)
+                wanted += rows
+        if not jobs:
+            return
+        native.learn(jobs, token_ids, likeliest(wanted) if likeliest is not None else None)
+        self._learning.add(min((time.perf_counter() - begun) / len(jobs), _MOST_OWN_SECONDS))
 
     def forget(self, request_id: str) -> None:
         """Drops what is known of a finished request; unknown ids are ignored."""
@@ -234,4 +254,11 @@ class Drafter:
         recycler = self._recyclers.get(request.tenant)
         if recycler is None:
             recycler = self._recyclers[request.tenant] = Recycler()
-        return _Sequence(request, self.learner(request.tenant), recycler, mirror, max_chain)
+        return _Sequence(
+            request,
+            self.learner(request.tenant),
+            recycler,
+            mirror,
+            max_chain=max_chain,
+            num_vain=0 if self._is_worth_it else _VAIN_BEFORE,
+        )
