@@ -153,7 +153,7 @@ void vote(Node& node, const Sequence& sequence, const Sources& sources, const Le
     Candidate& candidate = node.candidates[k];
     candidate.logit =
         scale < 1 ? Learner::stretch(std::clamp(candidate.chance * scale, .0005f, .9995f)) : candidate.mixed;
-    candidate.chance = learner.acceptance(candidate.logit, node.depth + 1, sequence.tokens_per_step);
+    candidate.chance = learner.acceptance(candidate.logit, node.depth + 1, sequence.regime);
   }
   // The likeliest first; they are few, and nearly so already.
   for (int k = 1; k < kept; ++k)
@@ -199,6 +199,7 @@ void expand_root(Sequence& sequence, const Sources& sources, const Learner& lear
     sequence.alignment.update(*sources.corpus, root.global, root.num_global, sources.limit, sources.own_run,
                               text.size());
   }
+  sequence.regime = Learner::regime_of(sequence.tokens_per_step);
   vote(root, sequence, sources, learner);
 }
 
@@ -314,18 +315,19 @@ void teach(Sequence& sequence, Learner& learner, const int32_t* emitted, int cou
       const bool right = candidate.token == emitted[i];
       learner.teach(candidate.evidence, candidate.mixed, right, rate);
       if (candidate.child < 0) continue;
-      learner.teach_acceptance(candidate.logit, node.depth + 1, sequence.tokens_per_step, right);
+      learner.teach_acceptance(candidate.logit, node.depth + 1, sequence.regime, right);
       if (right) at = candidate.child;
     }
   }
   if (at >= 0) accepted |= uint64_t(1) << at;
   for (int n = 1; n < sequence.num_nodes; ++n) {
     const Node& node = sequence.nodes[n];
-    learner.teach_reached(node.product, node.depth, sequence.tokens_per_step, accepted >> n & 1);
+    learner.teach_reached(node.product, node.depth, sequence.regime, accepted >> n & 1);
     learner.count(node.reach, accepted >> n & 1);
   }
   sequence.num_nodes = 0;
-  sequence.tokens_per_step += .15f * (count - sequence.tokens_per_step);
+  sequence.tokens_per_step += .3f * (count - sequence.tokens_per_step);
+  learner.tokens_per_step += .1f * (count - learner.tokens_per_step);
 }
 
 }  // namespace
@@ -383,7 +385,7 @@ double tandem_draft(TandemDraft* const* drafts, TandemDraftStep* steps, int32_t 
     if (k == node.num_candidates) return;
     const Sequence& sequence = *drafts[n]->sequence;
     const float reached = drafts[n]->learner->reached(node.product * node.candidates[k].chance, node.depth + 1,
-                                                      sequence.tokens_per_step);
+                                                      sequence.regime);
     const float reach = std::min(node.reach, reached);
     if (reach >= kLeastReach) push({node.product * node.candidates[k].chance, reach, n, int16_t(at), int16_t(k)});
   };
@@ -395,6 +397,8 @@ double tandem_draft(TandemDraft* const* drafts, TandemDraftStep* steps, int32_t 
     if (!draft.sequence) continue;
     draft.sequence->num_nodes = 0;
     if (step.room < 1 || draft.sequence->text.index.size() == 0) continue;
+    // A sequence does as the others do until it has shown how it does.
+    if (draft.sequence->tokens_per_step == 0) draft.sequence->tokens_per_step = draft.learner->tokens_per_step;
     set_root(*draft.sequence, sources[n], limit);
   }
   for (int n = 0; n < count; ++n) {

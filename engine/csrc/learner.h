@@ -67,6 +67,7 @@ class Learner {
  public:
   static constexpr int kRows[4] = {11 * 11, 11 * 11, 3 * 25, 100};  // by global, local, aligned level, and rarity
   static constexpr int kNumRegimes = 4, kNumDepths = 7, kNumBins = 33;
+  static constexpr float kIndependence[kNumRegimes] = {1, .8f, .5f, .3f};
 
   Learner() {
     for (int i = 0; i < kNumInputs; ++i)
@@ -83,6 +84,11 @@ class Learner {
       for (auto& regime : *table)
         for (auto& depth : regime)
           for (int b = 0; b < kNumBins; ++b) depth[b] = {squash((b - kNumBins / 2) * .5f), 0};
+    // The better a sequence is doing, the more acceptances along a path hang together: a chain of them is likelier than
+    // the product of its links.
+    for (int regime = 0; regime < kNumRegimes; ++regime)
+      for (auto& depth : reach[regime])
+        for (Rate& bin : depth) bin.rate = std::clamp(std::pow(bin.rate, kIndependence[regime]), .0005f, .9995f);
   }
 
   // The mixed logit.
@@ -118,20 +124,25 @@ class Learner {
   // One node was reached, and its candidates are about to teach: the rate at which they do.
   float next_rate() { return std::max(.001f, .003f / (1 + num_taught++ / 2000.f)); }
 
-  // How often candidates of this logit were accepted once their parent was.
-  float acceptance(float logit, int depth, float tokens_per_step) const {
-    return look_up(accept[regime_of(tokens_per_step)][depth_of(depth)], logit);
+  // How well a sequence is doing.
+  static int regime_of(float tokens_per_step) {
+    return tokens_per_step < 1.8f ? 0 : tokens_per_step < 3.5f ? 1 : tokens_per_step < 8 ? 2 : 3;
   }
-  void teach_acceptance(float logit, int depth, float tokens_per_step, bool accepted) {
-    update(accept[regime_of(tokens_per_step)][depth_of(depth)], logit, accepted);
+
+  // How often candidates of this logit were accepted once their parent was.
+  float acceptance(float logit, int depth, int regime) const {
+    return look_up(accept[regime][depth_of(depth)], logit);
+  }
+  void teach_acceptance(float logit, int depth, int regime, bool accepted) {
+    update(accept[regime][depth_of(depth)], logit, accepted);
   }
 
   // How often guesses were accepted to whose paths such a product of chances belonged.
-  float reached(float product, int depth, float tokens_per_step) const {
-    return look_up(reach[regime_of(tokens_per_step)][depth_of(depth)], logit_of(product));
+  float reached(float product, int depth, int regime) const {
+    return look_up(reach[regime][depth_of(depth)], logit_of(product));
   }
-  void teach_reached(float product, int depth, float tokens_per_step, bool accepted) {
-    update(reach[regime_of(tokens_per_step)][depth_of(depth)], logit_of(product), accepted);
+  void teach_reached(float product, int depth, int regime, bool accepted) {
+    update(reach[regime][depth_of(depth)], logit_of(product), accepted);
   }
 
   int64_t num_nodes_taught() const { return num_taught; }
@@ -207,7 +218,7 @@ class Learner {
     for (int high = 0; high < 2; ++high) {
       const float share = high ? bin.share : 1 - bin.share;
       Rate& seen = row[bin.low + high];
-      seen.count = std::min(seen.count + share, 400.f);
+      seen.count = std::min(seen.count + share, 100.f);
       seen.rate += share * ((accepted ? 1.f : 0.f) - seen.rate) / (seen.count + 4);
       seen.rate = std::clamp(seen.rate, .0005f, .9995f);
     }
@@ -219,11 +230,10 @@ class Learner {
     for (int k = 0, first = 0; k < 4; first += kRows[k++]) rows[k] = weights[first + e.row[k]];
   }
 
-  static int regime_of(float tokens_per_step) {
-    return tokens_per_step < 1.8f ? 0 : tokens_per_step < 3.5f ? 1 : tokens_per_step < 8 ? 2 : 3;
-  }
   static int depth_of(int depth) { return depth <= 4 ? std::max(depth, 1) - 1 : depth <= 6 ? 4 : depth <= 9 ? 5 : 6; }
 
  public:
   Tally tally[kTenths] = {};
+  // Tokens per step of late, over all sequences: what one begins with.
+  float tokens_per_step = 1;
 };

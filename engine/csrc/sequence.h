@@ -202,8 +202,9 @@ struct Sequence {
   // The tree drafted last; nodes beyond num_nodes are kept for the next one.
   std::vector<Node> nodes;
   int num_nodes = 0;
-  // Running mean.
-  float tokens_per_step = 1;
+  // Running mean, 0 before the first draft; and the Learner's regime for the tree drafted last.
+  float tokens_per_step = 0;
+  int regime = 0;
 
   void extend(const int32_t* tokens, int64_t count) {
     constexpr int kAhead = 6;

@@ -107,7 +107,9 @@ def test_every_token_is_emitted_once_and_counted(batch: int) -> None:
     assert (figures.first_trials.steps, figures.further_trials.steps) == (3, 4)
     assert figures.everything.accepted == figures.everything.drafted == 4 * 7
     assert (figures.everything.iteration_hit_rate, figures.everything.token_hit_rate) == (1.0, 1.0)
-    assert figures.everything.calibration() == [(pytest.approx(0.95), 1.0, 28)]
+    (decile,) = figures.everything.calibration()
+    assert (decile.predicted, decile.accepted, decile.num_guesses) == (pytest.approx(0.95), 1.0, 28)
+    assert 0 < decile.error < 0.05
     assert sorted(prophet.ended) == sorted(answer.target for answer in answers)
 
 

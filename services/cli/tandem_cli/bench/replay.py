@@ -69,6 +69,37 @@ class ReplayDrafter(Protocol):
 
 
 @dataclass
+class Decile:
+    """Guesses of one tenth of predicted probability."""
+
+    num_guesses: int = 0
+    predicted: float = 0.0
+    accepted: int = 0
+    #: Sum over steps of the squares of what was accepted beyond what was predicted.
+    surprise_squared: float = 0.0
+
+    def add(self, predictions: Sequence[float], num_accepted: int) -> None:
+        """The guesses of one step."""
+        self.num_guesses += len(predictions)
+        self.predicted += sum(predictions)
+        self.accepted += num_accepted
+        self.surprise_squared += (num_accepted - sum(predictions)) ** 2
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Mean prediction of some guesses, and the share of them that was accepted.
+
+    error: standard error of that share, as if steps were independent; guesses of one step are not.
+    """
+
+    predicted: float
+    accepted: float
+    error: float
+    num_guesses: int
+
+
+@dataclass
 class Figures:
     """Sums over steps."""
 
@@ -79,8 +110,7 @@ class Figures:
     drafted: int = 0
     accepted: int = 0
     seconds: float = 0.0
-    #: Per tenth of predicted probability: guesses, their predictions' sum, how many were accepted.
-    deciles: list[list[float]] = field(default_factory=lambda: [[0.0, 0.0, 0.0] for _ in range(NUM_DECILES)])
+    deciles: list[Decile] = field(default_factory=lambda: [Decile() for _ in range(NUM_DECILES)])
 
     @property
     def mat(self) -> float:
@@ -115,9 +145,18 @@ class Figures:
         """Mean drafting time per sequence and step."""
         return 1e6 * self.seconds / self.steps if self.steps else 0.0
 
-    def calibration(self) -> list[tuple[float, float, int]]:
-        """Per tenth that has guesses: mean prediction, share accepted, number."""
-        return [(p / n, a / n, int(n)) for n, p, a in self.deciles if n]
+    def calibration(self) -> list[Calibration]:
+        """Per tenth that has guesses."""
+        return [
+            Calibration(
+                d.predicted / d.num_guesses,
+                d.accepted / d.num_guesses,
+                math.sqrt(d.surprise_squared) / d.num_guesses,
+                d.num_guesses,
+            )
+            for d in self.deciles
+            if d.num_guesses
+        ]
 
     def add(self, guesses: Guesses | None, path: Sequence[int], emitted: int) -> None:
         """One sequence's step, in which the guesses `path` (as node numbers) were accepted."""
@@ -130,11 +169,15 @@ class Figures:
             return
         self.drafted += len(guesses.tree)
         accepted = set(path)
+        predictions: list[list[float]] = [[] for _ in self.deciles]
+        hits = [0] * NUM_DECILES
         for node, reach in enumerate(guesses.reach, start=1):
-            decile = self.deciles[min(int(reach * NUM_DECILES), NUM_DECILES - 1)]
-            decile[0] += 1
-            decile[1] += reach
-            decile[2] += node in accepted
+            tenth = min(int(reach * NUM_DECILES), NUM_DECILES - 1)
+            predictions[tenth].append(reach)
+            hits[tenth] += node in accepted
+        for decile, of_step, num_accepted in zip(self.deciles, predictions, hits, strict=True):
+            if of_step:
+                decile.add(of_step, num_accepted)
 
 
 @dataclass(frozen=True)

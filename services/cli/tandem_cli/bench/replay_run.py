@@ -135,9 +135,12 @@ def _cells(figures: Figures) -> list[str]:
 
 def _calibration(title: str, figures: Figures) -> str:
     deciles = figures.calibration()
-    total = sum(number for _, _, number in deciles)
-    predicted = sum(p * number for p, _, number in deciles) / max(total, 1)
-    accepted = sum(a * number for _, a, number in deciles) / max(total, 1)
-    rows = [[f"{p:.3f}", f"{a:.3f}", str(number)] for p, a, number in deciles]
-    rows.append([f"**{predicted:.4f}**", f"**{accepted:.4f}**", f"**{total}**"])
-    return f"\nCalibration: {title}\n\n" + markdown_table(("predicted", "accepted", "guesses"), rows)
+    total = sum(d.num_guesses for d in deciles)
+    predicted = sum(d.predicted * d.num_guesses for d in deciles) / max(total, 1)
+    accepted = sum(d.accepted * d.num_guesses for d in deciles) / max(total, 1)
+    rows = [
+        [f"{d.predicted:.3f}", f"{d.accepted:.3f}", f"{d.error:.3f}", str(d.num_guesses)] for d in deciles
+    ]
+    rows.append([f"**{predicted:.4f}**", f"**{accepted:.4f}**", "", f"**{total}**"])
+    head = ("predicted", "accepted", "± error", "guesses")
+    return f"\nCalibration: {title}\n\n" + markdown_table(head, rows)
