@@ -445,8 +445,8 @@ double tandem_draft(TandemDraft* const* drafts, TandemDraftStep* steps, int32_t 
     const Node& node = sequence.nodes[--sequence.num_nodes];
     sequence.nodes[node.parent].candidates[node.candidate].child = -1;
   }
-  // A guess half as likely as would pay for itself and for looking is near.
-  const double near = .5 * best * (num_seconds > 1 ? prices[0] + own_seconds : 0);
+  // A guess a fifth as likely as would pay for itself and for looking is near.
+  const double near = .2 * best * (num_seconds > 1 ? prices[0] + own_seconds : 0);
   for (int n = 0; n < count; ++n) {
     const Sequence* sequence = drafts[n]->sequence;
     if (!sequence || sequence->num_nodes == 0) continue;

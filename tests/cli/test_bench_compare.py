@@ -46,7 +46,7 @@ class Gateway(gateway_pb2_grpc.GatewayServiceServicer):
             receipt.MergeFrom(
                 common_pb2.Receipt(
                     decode_steps=1, drafted_tokens=8, accepted_tokens=2, accepted_by_source={"prompt": 2},
-                    hit_steps=1, hit_steps_by_source={"prompt": 1},
+                    hit_steps=1, hit_steps_by_source={"prompt": 1}, drafted_by_source={"prompt": 8},
                 )
             )  # fmt: skip
         yield gateway_pb2.ChatResponse(end=gateway_pb2.GeneratedEnd(receipt=receipt))
@@ -140,7 +140,7 @@ def test_a_comparison_is_printed_and_written(gateway: tuple[Gateway, str], tmp_p
     assert len(table) == 6
     local = [cell.strip() for cell in table[1].split("|")]
     assert local[1:4] == ["json", "1", "local"]
-    assert local[6:10] == ["3.00", "1.000", "0.250", "prompt 2.00"]
+    assert local[6:10] == ["3.00", "1.000", "0.250", "prompt 2.00 (0.25)"]
     assert [line.split("|")[14].strip() for line in table[:3]] == ["2 of 2", "2 of 2", "0 of 2"]
     written = json.loads((tmp_path / "c.json").read_text())
     assert [len(heat["requests"]) for heat in written["heats"]] == [2] * 6

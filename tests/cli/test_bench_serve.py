@@ -191,6 +191,7 @@ class FakeOpenAI(BaseHTTPRequestHandler):
             "drafted_tokens": 9,
             "accepted_tokens": 3,
             "accepted_by_source": {"a": 3},
+            "drafted_by_source": {"a": 9},
         }
         usage = {"prompt_tokens": 40, "completion_tokens": 6, "tandem_receipt": receipt}
         events: list[object] = [
@@ -229,6 +230,7 @@ async def test_http_reads_events_usage_and_receipt(
     assert len(record.gaps_s) == 1
     assert record.speculation is not None
     assert record.speculation.accepted_by_source == {"a": 3}
+    assert record.speculation.drafted_by_source == {"a": 9}
     assert bodies[0]["stream_options"] == {"include_usage": True}
     assert bodies[0]["slo_class"] == "interactive"
 

@@ -82,9 +82,22 @@ def test_accepted_length_pools_steps_and_leaves_out_the_prefills_token() -> None
     records = [
         record(
             tokens=11,
-            speculation=Speculation(5, 20, 5, {"prompt": 3, "global": 2}, 3, {"prompt": 2, "global": 1}),
+            speculation=Speculation(
+                5,
+                20,
+                5,
+                {"prompt": 3, "global": 2},
+                3,
+                {"prompt": 2, "global": 1},
+                {"prompt": 16, "global": 4},
+            ),
         ),
-        record(tokens=21, speculation=Speculation(10, 40, 10, {"prompt": 10}, 6, {"prompt": 6})),
+        record(
+            tokens=21,
+            speculation=Speculation(
+                10, 40, 10, {"prompt": 10}, 6, {"prompt": 6}, {"prompt": 30, "output": 10}
+            ),
+        ),
         record(tokens=99),
     ]
     summary = summarise(records, BATCH)
@@ -93,6 +106,8 @@ def test_accepted_length_pools_steps_and_leaves_out_the_prefills_token() -> None
     assert summary.drafts.iteration_hit_rate == pytest.approx(9 / 15)
     assert summary.drafts.iteration_hit_rate_by_source == pytest.approx({"global": 1 / 15, "prompt": 8 / 15})
     assert summary.drafts.token_hit_rate == pytest.approx(15 / 60)
+    by_source = {"global": 0.5, "output": 0.0, "prompt": 13 / 46}
+    assert summary.drafts.token_hit_rate_by_source == pytest.approx(by_source)
     assert summary.drafts.accepted_by_source == {"global": 2, "prompt": 13}
 
 

@@ -246,7 +246,7 @@ def test_text_that_nobody_can_guess_is_soon_drafted_for_rarely(monkeypatch):
     assert replay.steps < 60
 
 
-def test_a_batch_whose_drafts_do_not_pay_for_themselves_rests(monkeypatch):
+def test_a_batch_whose_drafts_do_not_pay_for_themselves_rests():
     """One of sixteen can be guessed, which gains a twentieth; drafting for all takes half a step."""
     story = noise(60)
     requests = [request_at(noise(30, seed=n, vocabulary=10**6), 29, f"n{n}") for n in range(15)]
@@ -254,15 +254,15 @@ def test_a_batch_whose_drafts_do_not_pay_for_themselves_rests(monkeypatch):
     drafter = Drafter(None, DraftPolicy(row_cost=0.001))
     drafter.step_cost.observe(16, 800, 0, 1e-3)
     drafter.step_cost.mean_seconds = 1e-6  # far less than drafting takes
-    drafted = [drafter.propose(requests, 15)[-1] is not None for _ in range(120)]
-    assert drafted[0]
-    assert sum(drafted[-32:]) == 2, "every sixteenth step"
-    # Who comes then is looked at now and then from the first.
-    looks = Looks(monkeypatch)
-    late = request_at(story + story[:20], 79, "late")
-    trees = [drafter.propose([late], 15)[0] for _ in range(16)]
-    assert looks.count == 2
-    assert sum(tree is not None for tree in trees) == 2
+    drafted = [drafter.propose(requests, 15)[-1] is not None for _ in range(256 + 256 + 256 + 512)]
+    assert all(drafted[:255]), "it does so for a while before it is judged"
+    assert sum(drafted[256:512]) == 16, "then every sixteenth step"
+    assert all(drafted[512:767]), "once more"
+    assert sum(drafted[768:]) == 32, "and then longer"
+    # Text that can be guessed ends the rest.
+    drafter.step_cost.mean_seconds = 1.0
+    sure = request_at(story + story[:20], 79, "sure")
+    assert all(drafter.propose([sure], 15)[0] is not None for _ in range(256))
 
 
 def test_requests_that_are_not_decoding_are_left_alone():

@@ -233,7 +233,7 @@ def test_it_tells_what_was_in_vain() -> None:
     """Random text: no guess is likely. A story: the guess is dear, but likely."""
     story, random_text = noise(40), text_of([token % 50 for token in noise(500, seed=2)])
     unsure, sure = Job(random_text, Learner()), Job(text_of(story + story[:10]), Learner())
-    for price, own, vain in ((0.45, 0.0, True), (1e-6, 0.0, False), (1e-6, 0.2, True)):
+    for price, own, vain in ((1.1, 0.0, True), (1e-6, 0.0, False), (1e-6, 0.5, True)):
         curve = array("d", [1.0 + price * q for q in range(17)])
         seen = [draft_jobs([job], 16, 1, curve, own).is_vain for job in (unsure, sure)]
         assert seen == [array("i", [vain]), array("i", [False])]

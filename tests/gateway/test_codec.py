@@ -33,6 +33,7 @@ def a_receipt() -> Receipt:
         decode_pod="d",
         accepted_by_source=MappingProxyType({"prompt": 3, "output": 2}),
         hit_steps_by_source=MappingProxyType({"prompt": 1, "output": 2}),
+        drafted_by_source=MappingProxyType({"prompt": 5, "output": 4}),
         slo=SloTarget("chat", 1.0, 0.15, 5.0),
         slo_met=True,
         slo_miss_reason="none",
@@ -66,10 +67,11 @@ def test_a_receipt_travels_whole() -> None:
 def test_a_receipt_in_json_has_the_messages_names_and_values() -> None:
     shown, message = receipt_json(a_receipt()), codec.receipt_to_proto(a_receipt())
     assert list(shown) == [field.name for field in dataclasses.fields(Receipt)]
-    for name in names(common_pb2.Receipt) - {"slo", "accepted_by_source", "hit_steps_by_source"}:
+    for name in names(common_pb2.Receipt) - {"slo", *a_receipt().by_source()}:
         assert shown[name] == getattr(message, name), name
     assert shown["accepted_by_source"] == {"prompt": 3, "output": 2}
     assert shown["hit_steps_by_source"] == {"prompt": 1, "output": 2}
+    assert shown["drafted_by_source"] == {"prompt": 5, "output": 4}
     assert shown["slo"] == {"name": "chat", "ttft_ns": 10**9, "tpot_ns": 150_000_000, "e2e_ns": 5 * 10**9}
 
 

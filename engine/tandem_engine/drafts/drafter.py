@@ -17,8 +17,8 @@ batch, so that copy length follows from hit rate and batch size.
 
 Drafting takes time itself, about 1 % of a short step. A sequence of which nothing came near to being worth
 that, several times in a row, is drafted for in every second, fourth, eighth or sixteenth step only, the same
-ones for all such sequences; and so are all when the whole batch's drafts have not paid for themselves lately,
-those from the first that begin then.
+ones for all such sequences; and so are all for a while when what was drafted for the whole batch has not paid
+for itself.
 """
 
 from __future__ import annotations
@@ -42,13 +42,56 @@ if TYPE_CHECKING:  # the request module needs this package's tree
 #: After so many drafts in vain in a row one is made every second step, after twice as many every fourth.
 _VAIN_BEFORE_REST = 2
 _MOST_REST_BITS = 4
-#: What a request begins with, as if so many had been in vain, where drafts do not pay for themselves lately.
-_VAIN_BEFORE = 8
+_LONGEST_REST = (1 << _MOST_REST_BITS) - 1
+#: Steps after which it is told whether drafting pays for itself; and how many such periods it rests at most.
+_PERIOD = 256
+_MOST_PERIODS = 8
 #: Indexing a prompt, or losing the processor, is no measure of a step's work.
 _MOST_OWN_SECONDS = 2e-4
 #: A request, the tokens that a step has emitted for it, and the row of logits that each was chosen from.
 Emitted = tuple["Request", Sequence[int], Sequence[int]]
 FindLikeliest = Callable[[Sequence[int]], Likeliest]
+
+
+class _Worth:
+    """Whether drafting pays for itself: found out by doing it for a period, now and then.
+
+    What drafts are worth shows only while they are made all the time, since what the model thought likely is
+    kept in steps that were drafted for. After a period that did not pay there are one, two, four, at most
+    _MOST_PERIODS with a look now and then; one that promises much ends them.
+    """
+
+    def __init__(self) -> None:
+        self.is_given = True
+        self._steps_left = _PERIOD
+        self._periods_of_rest = 1
+        self._balance = 0.0
+
+    def step(self) -> None:
+        """Another step begins."""
+        self._steps_left -= 1
+        if self._steps_left == 0:
+            self._decide(is_worth_it=not self.is_given or self._balance > 0.0)
+
+    def note(self, gain: float, cost: float) -> None:
+        """A draft of the whole batch: what it promises, and what making it took, as shares of a step."""
+        if self.is_given:
+            self._balance += gain - cost
+        else:
+            self._balance += 0.3 * (gain - cost - self._balance)
+            if self._balance > 0.0:
+                self._decide(is_worth_it=True)
+
+    def _decide(self, *, is_worth_it: bool) -> None:
+        if is_worth_it:
+            if self.is_given:
+                self._periods_of_rest = 1
+            self._steps_left = _PERIOD
+        else:
+            self._steps_left = _PERIOD * self._periods_of_rest
+            self._periods_of_rest = min(2 * self._periods_of_rest, _MOST_PERIODS)
+        self.is_given = is_worth_it
+        self._balance = 0.0
 
 
 @dataclass
@@ -82,7 +125,6 @@ class _Sequence:
         mirror: GlobalMirror | None,
         *,
         max_chain: int,
-        num_vain: int,
     ) -> None:
         self.text = Text(request.num_prompt_tokens)
         self.mirror = mirror
@@ -90,8 +132,8 @@ class _Sequence:
         #: Whether the last step was drafted for, so that there is something to learn.
         self.is_drafted = False
         #: Drafts in a row that were in vain; and which bits of a step's number must be 0 for a draft.
-        self.num_vain = num_vain
-        self.rest_mask = _rest_mask(num_vain)
+        self.num_vain = 0
+        self.rest_mask = 0
 
     def prepare(self, request: Request, room: int) -> Job:
         """The job, with the text up to date."""
@@ -111,12 +153,8 @@ class _Sequence:
             self.num_vain = 0
         elif is_vain:
             self.num_vain += 1
-        self.rest_mask = _rest_mask(self.num_vain)
-
-
-def _rest_mask(num_vain: int) -> int:
-    bits = (num_vain // _VAIN_BEFORE_REST).bit_length()
-    return (1 << min(bits, _MOST_REST_BITS)) - 1
+        bits = (self.num_vain // _VAIN_BEFORE_REST).bit_length()
+        self.rest_mask = (1 << min(bits, _MOST_REST_BITS)) - 1
 
 
 class Drafter:
@@ -134,12 +172,10 @@ class Drafter:
         #: What the engine measures; it reports its steps here.
         self.step_cost = StepCost(policy.row_cost)
         self._num_steps = 0
-        #: What drafts promised lately: tokens per second as a multiple of those without.
-        self._gain = _Mean(2.0, 0.1)
         #: Seconds that drafting for a sequence takes, and learning from what came of it.
         self._proposing = _Mean(0.0, 0.05)
         self._learning = _Mean(0.0, 0.05)
-        self._is_worth_it = True
+        self._worth = _Worth()
 
     def attach(self, mirror: GlobalMirror) -> None:
         """Uses a mirror for its tenant's requests that begin from now on, and for no other's."""
@@ -176,6 +212,7 @@ class Drafter:
         trees: list[DraftTree | None] = [None] * len(requests)
         if self._strategy is Strategy.OFF or max_nodes < 1:
             return trees
+        self._worth.step()
         drafted: list[tuple[int, _Sequence]] = []
         jobs: list[Job] = []
         for n, request in enumerate(requests):
@@ -185,7 +222,7 @@ class Drafter:
             sequence = self._sequences.get(request.request_id)
             if sequence is None:
                 sequence = self._sequences[request.request_id] = self._begin(request)
-            if self._num_steps & sequence.rest_mask:
+            if self._num_steps & (sequence.rest_mask if self._worth.is_given else _LONGEST_REST):
                 continue
             drafted.append((n, sequence))
             jobs.append(sequence.prepare(request, room))
@@ -197,14 +234,10 @@ class Drafter:
         own_seconds = self._proposing.value + self._learning.value
         own_share = own_seconds / (self.step_cost.mean_seconds or 1.0)
         made = native.draft_jobs(jobs, max_guesses, len(requests), seconds, own_share * seconds[0])
-        self._gain.add(made.gain)
-        self._is_worth_it = self._gain.value > 1.0 + own_share * len(jobs)
+        self._worth.note(made.gain - 1.0, own_share * len(jobs))
         for (n, sequence), tree, is_vain in zip(drafted, made.trees(), made.is_vain, strict=True):
             trees[n] = tree
-            if self._is_worth_it:
-                sequence.judge(is_drafted=tree is not None, is_vain=bool(is_vain))
-            else:
-                sequence.judge(is_drafted=False, is_vain=True)
+            sequence.judge(is_drafted=tree is not None, is_vain=bool(is_vain))
         self._proposing.add(min((time.perf_counter() - begun) / len(jobs), _MOST_OWN_SECONDS))
         return trees
 
@@ -254,11 +287,4 @@ class Drafter:
         recycler = self._recyclers.get(request.tenant)
         if recycler is None:
             recycler = self._recyclers[request.tenant] = Recycler()
-        return _Sequence(
-            request,
-            self.learner(request.tenant),
-            recycler,
-            mirror,
-            max_chain=max_chain,
-            num_vain=0 if self._is_worth_it else _VAIN_BEFORE,
-        )
+        return _Sequence(request, self.learner(request.tenant), recycler, mirror, max_chain=max_chain)

@@ -25,7 +25,7 @@ class RequestRecord:
         self._last_token_ns = 0
         self._handoff = HandoffResult()
         self._steps = 0
-        self._drafted = 0
+        self._drafted: Counter[str] = Counter()
         self._accepted: Counter[str] = Counter()
         self._hits = 0
         self._hits_by_source: Counter[str] = Counter()
@@ -41,7 +41,7 @@ class RequestRecord:
         else:
             self._steps += 1
         self._last_token_ns = now
-        self._drafted += len(output.drafted_sources)
+        self._drafted.update(output.drafted_sources)
         self._accepted.update(output.accepted_sources)
         self._hits += bool(output.accepted_sources)
         self._hits_by_source.update(set(output.accepted_sources))
@@ -65,7 +65,8 @@ class RequestRecord:
             cached_tokens=max(request.num_cached_tokens, handoff.remote_cached_tokens),
             output_tokens=self._output_tokens,
             decode_steps=self._steps,
-            drafted_tokens=self._drafted,
+            drafted_tokens=self._drafted.total(),
+            drafted_by_source=dict(self._drafted),
             accepted_tokens=self._accepted.total(),
             accepted_by_source=dict(self._accepted),
             prefill_pod=handoff.prefill_pod,

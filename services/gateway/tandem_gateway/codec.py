@@ -142,24 +142,15 @@ def end_to_proto(end: End) -> gateway_pb2.GeneratedEnd:
 
 def receipt_from_proto(receipt: common_pb2.Receipt) -> Receipt:
     """What a pod reports; the gateway's own fields (ttft, e2e, slo) are filled in by the relay."""
-    not_copied = {"accepted_by_source", "hit_steps_by_source", "slo", "slo_met", "slo_miss_reason"}
-    names = {field.name for field in dataclasses.fields(Receipt)} - not_copied
-    return Receipt(
-        **{name: getattr(receipt, name) for name in names},
-        accepted_by_source=MappingProxyType(dict(receipt.accepted_by_source)),
-        hit_steps_by_source=MappingProxyType(dict(receipt.hit_steps_by_source)),
-    )
+    names = {field.name for field in dataclasses.fields(Receipt)} - {"slo", "slo_met", "slo_miss_reason"}
+    ours: dict[str, Any] = {name: getattr(receipt, name) for name in names}
+    for name in Receipt().by_source():
+        ours[name] = MappingProxyType(dict(ours[name]))
+    return Receipt(**ours)
 
 
 def receipt_to_proto(receipt: Receipt) -> common_pb2.Receipt:
-    return common_pb2.Receipt(
-        **_fields(receipt)
-        | {
-            "accepted_by_source": dict(receipt.accepted_by_source),
-            "hit_steps_by_source": dict(receipt.hit_steps_by_source),
-            "slo": slo_to_proto(receipt.slo),
-        }
-    )
+    return common_pb2.Receipt(**_fields(receipt) | receipt.by_source() | {"slo": slo_to_proto(receipt.slo)})
 
 
 def _fields(ours: Sampling | Receipt) -> dict[str, Any]:

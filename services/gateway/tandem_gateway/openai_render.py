@@ -51,16 +51,19 @@ def usage_json(receipt: Receipt) -> Json:
 def receipt_json(receipt: Receipt) -> Json:
     """The receipt under the names of common.proto."""
     slo = receipt.slo
-    return {field.name: getattr(receipt, field.name) for field in dataclasses.fields(receipt)} | {
-        "accepted_by_source": dict(receipt.accepted_by_source),
-        "hit_steps_by_source": dict(receipt.hit_steps_by_source),
-        "slo": {
-            "name": slo.name,
-            "ttft_ns": round(slo.ttft_s * NS_PER_S),
-            "tpot_ns": round(slo.tpot_s * NS_PER_S),
-            "e2e_ns": round(slo.e2e_s * NS_PER_S),
-        },
-    }
+    fields = {field.name: getattr(receipt, field.name) for field in dataclasses.fields(receipt)}
+    return (
+        fields
+        | receipt.by_source()
+        | {
+            "slo": {
+                "name": slo.name,
+                "ttft_ns": round(slo.ttft_s * NS_PER_S),
+                "tpot_ns": round(slo.tpot_s * NS_PER_S),
+                "e2e_ns": round(slo.e2e_s * NS_PER_S),
+            }
+        }
+    )
 
 
 class Renderer(ABC):

@@ -255,6 +255,12 @@ class Receipt:
     prefill_retries: int = 0
     hit_steps: int = 0
     hit_steps_by_source: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    drafted_by_source: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+
+    def by_source(self) -> dict[str, dict[str, int]]:
+        """Its counts by source, under their names."""
+        names = ("accepted_by_source", "hit_steps_by_source", "drafted_by_source")
+        return {name: dict(getattr(self, name)) for name in names}
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from tandem_cli.bench.run import check_folders
 
 _HEAD = (
     "workload", "at a time", "speculation", "TTFT s", "TPOT ms", "MAT", "iteration hit rate",
-    "token hit rate", "accepted per step", "tokens/s", "goodput tokens/s", "TPOT ratio", "goodput ratio",
-    "same text", "succeeded",
+    "token hit rate", "accepted per step (token hit rate)", "tokens/s", "goodput tokens/s", "TPOT ratio",
+    "goodput ratio", "same text", "succeeded",
 )  # fmt: skip
 
 
@@ -83,7 +83,10 @@ def write_comparison(path: Path, config: ComparisonConfig, heats: Sequence[Heat]
 
 def _cells(row: Row) -> list[str]:
     drafts = row.drafts
-    sources = ", ".join(f"{name} {count:.2f}" for name, count in row.accepted_per_step.items())
+    rates = {} if drafts is None else drafts.token_hit_rate_by_source
+    sources = ", ".join(
+        f"{name} {count:.2f} ({rates.get(name, 0.0):.2f})" for name, count in row.accepted_per_step.items()
+    )
     return [
         row.workload,
         "-" if row.concurrency is None else str(row.concurrency),

@@ -26,6 +26,7 @@ class Speculation:
     #: Steps that accepted a guess, and that accepted one of each source.
     hit_steps: int = 0
     hit_steps_by_source: Mapping[str, int] = field(default_factory=dict)
+    drafted_by_source: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

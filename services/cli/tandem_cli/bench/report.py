@@ -58,7 +58,8 @@ def describe(summary: Summary) -> str:
     if summary.drafts is not None:
         drafts = summary.drafts
         sources = ", ".join(
-            f"{name} {count} (in {drafts.iteration_hit_rate_by_source.get(name, 0.0):.0%} of steps)"
+            f"{name} {count} (in {drafts.iteration_hit_rate_by_source.get(name, 0.0):.0%} of steps, "
+            f"{drafts.token_hit_rate_by_source.get(name, 0.0):.0%} of its guesses)"
             for name, count in drafts.accepted_by_source.items()
         )
         lines.append(

@@ -48,8 +48,9 @@ class DraftFigures:
     #: Share of steps that accepted a guess; and that accepted one of each source.
     iteration_hit_rate: float
     iteration_hit_rate_by_source: Mapping[str, float]
-    #: Share of guesses that were accepted; 0 when there were none.
+    #: Share of guesses that were accepted, 0 when there were none; and of each source that made any.
     token_hit_rate: float
+    token_hit_rate_by_source: Mapping[str, float]
     drafted: int
     accepted_by_source: Mapping[str, int]
 
@@ -133,14 +134,17 @@ def draft_figures(good: Sequence[RequestRecord]) -> DraftFigures | None:
     accepted = sum(speculation.accepted_tokens for _, speculation in told)
     hits: Counter[str] = Counter()
     sources: Counter[str] = Counter()
+    guesses: Counter[str] = Counter()
     for _, speculation in told:
         hits.update(speculation.hit_steps_by_source)
         sources.update(speculation.accepted_by_source)
+        guesses.update(speculation.drafted_by_source)
     return DraftFigures(
         mean_accepted_length=sum(max(0, record.output_tokens - 1) for record, _ in told) / steps,
         iteration_hit_rate=sum(speculation.hit_steps for _, speculation in told) / steps,
         iteration_hit_rate_by_source={name: count / steps for name, count in sorted(hits.items())},
         token_hit_rate=accepted / drafted if drafted else 0.0,
+        token_hit_rate_by_source={name: sources[name] / count for name, count in sorted(guesses.items())},
         drafted=drafted,
         accepted_by_source=dict(sorted(sources.items())),
     )

@@ -107,6 +107,7 @@ def _note_receipt(receipt: common_pb2.Receipt, recorder: Recorder) -> None:
         dict(receipt.accepted_by_source),
         receipt.hit_steps,
         dict(receipt.hit_steps_by_source),
+        dict(receipt.drafted_by_source),
     )
 
 
@@ -199,4 +200,5 @@ def _speculation_of(receipt: Mapping[str, object]) -> Speculation:
         by_source("accepted_by_source"),
         number("hit_steps"),
         by_source("hit_steps_by_source"),
+        by_source("drafted_by_source"),
     )
