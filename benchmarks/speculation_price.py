@@ -129,23 +129,37 @@ class Settled:
 
     def __init__(self, turns: Iterable[Turn]) -> None:
         by_shape: dict[tuple[int, int], list[float]] = {}
+        by_rows: dict[int, list[float]] = {}
         for turn in turns:
             for step in turn.steps:
                 by_shape.setdefault((step.num_sequences, step.num_guesses), []).append(step.computing_s)
-        #: By number of sequences: numbers of guesses, in order, and the steps' times.
-        self._known: dict[int, tuple[list[int], list[float]]] = {}
-        for (num_sequences, num_guesses), seconds in sorted(by_shape.items()):
-            # Rare ones are told from their neighbours, but for the ends, which have none.
-            if len(seconds) >= _ENOUGH or num_guesses == 0:
-                guesses, medians = self._known.setdefault(num_sequences, ([], []))
-                guesses.append(num_guesses)
-                medians.append(max([statistics.median(seconds), *medians[-1:]]))
+                by_rows.setdefault(step.num_sequences + step.num_guesses, []).append(step.computing_s)
+        #: By number of sequences: numbers of guesses that many steps had.
+        self._known: dict[int, list[int]] = {}
+        self._medians: dict[tuple[int, int], float] = {}
+        for shape, seconds in sorted(by_shape.items()):
+            if len(seconds) >= _ENOUGH:
+                self._known.setdefault(shape[0], []).append(shape[1])
+                self._medians[shape] = statistics.median(seconds)
+        self._rows = sorted(rows for rows, seconds in by_rows.items() if len(seconds) >= _ENOUGH)
+        self._row_medians = [statistics.median(by_rows[rows]) for rows in self._rows]
 
     def computing_s(self, step: Step) -> float:
+        """That of its shape; a rare one's is told from the nearest shape and what rows take."""
         known = self._known.get(step.num_sequences)
         if known is None:
-            return step.computing_s
-        return float(np.interp(step.num_guesses, *known))
+            return self._of_rows(step.num_sequences + step.num_guesses)
+        nearest = min(known, key=lambda guesses: abs(guesses - step.num_guesses))
+        seconds = self._medians[step.num_sequences, nearest]
+        if nearest == step.num_guesses:
+            return seconds
+        rows = step.num_sequences + step.num_guesses
+        return seconds * self._of_rows(rows) / self._of_rows(step.num_sequences + nearest)
+
+    def _of_rows(self, rows: int) -> float:
+        most = self._rows[-1]
+        # Beyond what was seen rows cost what they cost on average.
+        return float(np.interp(rows, self._rows, self._row_medians)) * max(1.0, rows / most)
 
     def tokens_per_second(self, turns: Sequence[Turn]) -> tuple[float, float]:
         """Of one setting's turns, and the share of the time that was drafting."""
