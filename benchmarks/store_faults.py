@@ -4,8 +4,8 @@
     python benchmarks/store_faults.py --state fleet.json --out benchmarks/results/store-faults.md
 
 Requests one after another, in each round the same prompts for all conditions, which take turns. Every answer
-is drawn by a seed of its own, so that none has another's text to copy. What hangs is stopped by SIGSTOP for its
-turn and goes on afterwards. `well` comes twice: what lies between the two is what cannot be told here.
+is drawn by a seed of its own, so that none has another's text to copy. What hangs is stopped by SIGSTOP for
+its turn and goes on afterwards. `well` comes twice: what lies between the two is what cannot be told here.
 
 A gap is the time between two messages with tokens, divided by the tokens of the second.
 """
