@@ -66,8 +66,8 @@ class StepCost {
 
  private:
   static constexpr int kNumFeatures = 4;
-  // Weight of the past after one step; 0.995 remembers about two hundred steps.
-  static constexpr double kForgetting = .995, kRegionForgetting = .99;
+  // Weight of the past after one step; .998 remembers about five hundred steps.
+  static constexpr double kForgetting = .998, kRegionForgetting = .997;
   // How far the prior counts: as a share of what was observed, and as steps of its own. The latter win when nothing is
   // learnt for long, so that a price that was thought too high is asked for again.
   static constexpr double kRidge = .005, kPriorSteps = .1;

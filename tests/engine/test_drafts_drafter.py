@@ -254,11 +254,11 @@ def test_a_batch_whose_drafts_do_not_pay_for_themselves_rests():
     drafter = Drafter(None, DraftPolicy(row_cost=0.001))
     drafter.step_cost.observe(16, 800, 0, 1e-3)
     drafter.step_cost.mean_seconds = 1e-6  # far less than drafting takes
-    drafted = [drafter.propose(requests, 15)[-1] is not None for _ in range(256 + 256 + 256 + 512)]
-    assert all(drafted[:255]), "it does so for a while before it is judged"
-    assert sum(drafted[256:512]) == 16, "then every sixteenth step"
-    assert all(drafted[512:767]), "once more"
-    assert sum(drafted[768:]) == 32, "and then longer"
+    drafted = [drafter.propose(requests, 15)[-1] is not None for _ in range(32 + 32 + 32 + 64)]
+    assert all(drafted[:31]), "it does so for a while before it is judged"
+    assert sum(drafted[32:64]) == 2, "then every sixteenth step"
+    assert all(drafted[64:95]), "once more"
+    assert sum(drafted[96:]) == 4, "and then longer"
     # Text that can be guessed ends the rest.
     drafter.step_cost.mean_seconds = 1.0
     sure = request_at(story + story[:20], 79, "sure")

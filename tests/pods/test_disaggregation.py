@@ -399,6 +399,8 @@ async def test_a_request_says_how_it_is_drafted_for(tiny_model: Path) -> None:
     for receipt in receipts.values():
         assert receipt.drafted_tokens > 0
         assert receipt.accepted_tokens + receipt.decode_steps == 63
+        assert sum(receipt.drafted_by_source.values()) == receipt.drafted_tokens
+        assert all(receipt.drafted_by_source[name] >= n for name, n in receipt.accepted_by_source.items())
         by_source = dict(receipt.hit_steps_by_source)
         assert set(by_source) == set(receipt.accepted_by_source)
         assert "global" not in by_source, "there is nobody else's text"

@@ -43,8 +43,10 @@ if TYPE_CHECKING:  # the request module needs this package's tree
 _VAIN_BEFORE_REST = 2
 _MOST_REST_BITS = 4
 _LONGEST_REST = (1 << _MOST_REST_BITS) - 1
-#: Steps after which it is told whether drafting pays for itself; and how many such periods it rests at most.
+#: Tokens of plain decoding after which it is told whether drafting pays for itself, in so many steps at least;
+#: and how many such periods it rests at most.
 _PERIOD = 256
+_LEAST_STEPS = 32
 _MOST_PERIODS = 8
 #: Indexing a prompt, or losing the processor, is no measure of a step's work.
 _MOST_OWN_SECONDS = 2e-4
@@ -63,14 +65,14 @@ class _Worth:
 
     def __init__(self) -> None:
         self.is_given = True
-        self._steps_left = _PERIOD
+        self._left = _PERIOD
         self._periods_of_rest = 1
         self._balance = 0.0
 
-    def step(self) -> None:
+    def step(self, num_sequences: int) -> None:
         """Another step begins."""
-        self._steps_left -= 1
-        if self._steps_left == 0:
+        self._left -= min(num_sequences, _PERIOD // _LEAST_STEPS)
+        if self._left <= 0:
             self._decide(is_worth_it=not self.is_given or self._balance > 0.0)
 
     def note(self, gain: float, cost: float) -> None:
@@ -86,9 +88,9 @@ class _Worth:
         if is_worth_it:
             if self.is_given:
                 self._periods_of_rest = 1
-            self._steps_left = _PERIOD
+            self._left = _PERIOD
         else:
-            self._steps_left = _PERIOD * self._periods_of_rest
+            self._left = _PERIOD * self._periods_of_rest
             self._periods_of_rest = min(2 * self._periods_of_rest, _MOST_PERIODS)
         self.is_given = is_worth_it
         self._balance = 0.0
@@ -212,7 +214,7 @@ class Drafter:
         trees: list[DraftTree | None] = [None] * len(requests)
         if self._strategy is Strategy.OFF or max_nodes < 1:
             return trees
-        self._worth.step()
+        self._worth.step(len(requests))
         drafted: list[tuple[int, _Sequence]] = []
         jobs: list[Job] = []
         for n, request in enumerate(requests):
