@@ -259,10 +259,19 @@ def test_a_batch_whose_drafts_do_not_pay_for_themselves_rests():
     assert sum(drafted[32:64]) == 2, "then every sixteenth step"
     assert all(drafted[64:95]), "once more"
     assert sum(drafted[96:]) == 4, "and then longer"
-    # Text that can be guessed ends the rest.
-    drafter.step_cost.mean_seconds = 1.0
+
+
+def test_text_that_can_be_guessed_ends_the_rest():
+    story = noise(60)
+    drafter = Drafter(None, DraftPolicy())
+    random_text = request_at(noise(300, seed=1, vocabulary=10**6), 299, "n")
+    for _ in range(256 + 100):
+        assert drafter.propose([random_text], 15) == [None]
     sure = request_at(story + story[:20], 79, "sure")
-    assert all(drafter.propose([sure], 15)[0] is not None for _ in range(256))
+    drafted = [drafter.propose([sure], 15)[0] is not None for _ in range(100)]
+    first = drafted.index(True)
+    assert 0 < first < 16, "it rested"
+    assert all(drafted[first:])
 
 
 def test_requests_that_are_not_decoding_are_left_alone():

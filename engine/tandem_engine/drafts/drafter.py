@@ -43,8 +43,8 @@ if TYPE_CHECKING:  # the request module needs this package's tree
 _VAIN_BEFORE_REST = 2
 _MOST_REST_BITS = 4
 _LONGEST_REST = (1 << _MOST_REST_BITS) - 1
-#: Tokens of plain decoding after which it is told whether drafting pays for itself, in so many steps at least;
-#: and how many such periods it rests at most.
+#: Tokens of plain decoding after which it is told whether drafting pays for itself, in so many steps at
+#: least; and how many such periods it rests at most.
 _PERIOD = 256
 _LEAST_STEPS = 32
 _MOST_PERIODS = 8
