@@ -31,7 +31,7 @@ def taught(tenant: str) -> Drafter:
     request.output_token_ids = [1]
     for token in [2, 3, 4, 5, 1] * 10:
         drafter.propose([request], 8)
-        drafter.extend(request, [token])
+        drafter.extend([(request, [token], ())])
         request.output_token_ids.append(token)
         request.num_computed_tokens += 1
     return drafter
@@ -51,6 +51,16 @@ async def test_a_new_pod_s_learner_becomes_the_one_that_was_sent():
 async def test_tenants_have_learners_of_their_own():
     drafter = taught("acme")
     assert (await DrafterTables(drafter, "beta", at_once).read())[0] == 0
+
+
+async def test_after_a_purge_nothing_learnt_of_the_tenant_is_left():
+    drafter = taught("acme")
+    kept = DrafterTables(drafter, "beta", at_once)
+    await kept.load((await DrafterTables(taught("beta"), "beta", at_once).read())[1])
+    tables = DrafterTables(drafter, "acme", at_once)
+    await tables.forget()
+    assert (await tables.read())[0] == 0
+    assert (await kept.read())[0] > 0
 
 
 async def test_other_bytes_change_nothing():

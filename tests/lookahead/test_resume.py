@@ -97,7 +97,8 @@ async def test_a_broken_download_goes_on_at_the_chunk_where_it_broke_off(fleet):
 async def test_a_purge_empties_every_replica_every_mirror_and_redis_and_no_other_tenant(fleet):
     process = await fleet.redis()
     services = [await fleet.service(redis_url=process.url, snapshot_interval_s=0.1) for _ in range(2)]
-    pods = [await fleet.pod(service) for service in services]
+    learnt = [Learnt(1000, b"learnt much") for _ in services]
+    pods = [await fleet.pod(service, tables=tables) for service, tables in zip(services, learnt, strict=True)]
     neighbour, spared = await fleet.pod(services[0], namespace=OTHER)
     absent, left = await fleet.pod(services[1])
     pods[0][0].push("r1", 0, ANSWER)
@@ -107,6 +108,7 @@ async def test_a_purge_empties_every_replica_every_mirror_and_redis_and_no_other
     await absent.close()
     assert await purge(services[0], "acme") == 1
     await fleet.until(lambda: all(mirror.num_tokens == 0 for mirror in mirrors))
+    await fleet.until(lambda: all(tables.payload == b"nothing yet" for tables in learnt))
     assert left.num_tokens == 20
     # It was away, and its last spans had not even been sent.
     returned, _ = await fleet.pod(services[1], mirror=left)
@@ -166,6 +168,9 @@ class Learnt:
             self.refused.append(payload)
             raise ValueError("no tables")
         self.payload = payload
+
+    async def forget(self) -> None:
+        self.num_observations, self.payload = 0, b"nothing yet"
 
 
 async def test_what_one_pod_has_learnt_a_new_one_begins_with_also_behind_another_replica(fleet):

@@ -270,6 +270,17 @@ class Drafter:
         """Drops what is known of a finished request; unknown ids are ignored."""
         self._sequences.pop(request_id, None)
 
+    def forget_tenant(self, tenant: str) -> None:
+        """Drops what was learnt of a tenant's texts; its mirror is its owner's to empty.
+
+        Requests under way keep the successors that the model thought likely until they end.
+        """
+        learner = self._learners.get(tenant)
+        if learner is not None:
+            # Not another one: what was counted goes on being counted.
+            learner.load_bytes(Learner().to_bytes())
+        self._recyclers.pop(tenant, None)
+
     @property
     def num_sequences(self) -> int:
         """Requests whose text is held; 0 when idle."""

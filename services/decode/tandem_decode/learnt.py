@@ -37,3 +37,7 @@ class DrafterTables:
     async def load(self, payload: bytes) -> None:
         """Replaces what was learnt here. Raises ValueError, with nothing changed, for other bytes."""
         await self._on_engine(lambda: self._drafter.learner(self._tenant).load_bytes(payload))
+
+    async def forget(self) -> None:
+        """Drops what was learnt here, and which tokens the model thought likely."""
+        await self._on_engine(lambda: self._drafter.forget_tenant(self._tenant))

@@ -7,7 +7,7 @@
     service gone    backoff 0.1 .. 2 s; spans wait in a bounded queue; what was sent in the last seconds is
                     sent again, which is harmless; drafting goes on with the mirror as it is; a snapshot
                     of which a part has arrived goes on behind it
-    text purged     the mirror is emptied, and so are the queues
+    text purged     the mirror is emptied, and so are the queues and what was learnt
 
 Nothing here ever raises into the pod. One client per namespace (tenant).
 """
@@ -56,6 +56,9 @@ class LearntTables(Protocol):
 
     async def load(self, payload: bytes) -> None:
         """Replaces what was learnt here. Raises ValueError, with nothing changed, when it cannot be read."""
+
+    async def forget(self) -> None:
+        """Drops everything that is kept of the tenant."""
 
 
 @dataclass
@@ -293,6 +296,9 @@ class LookaheadClient:
             for queue in (self._pushed, self._unsent, self._sent):
                 queue.clear()
             self._learnt = None
+            self._num_observations = 0
+            if self._tables is not None:
+                await self._tables.forget()
         try:
             await asyncio.to_thread(self._mirror.apply_snapshot, b"".join(chunks), chunk.position)
         except ValueError as error:
