@@ -314,9 +314,10 @@ void teach(Sequence& sequence, Learner& learner, const int32_t* emitted, int cou
       const Candidate& candidate = node.candidates[k];
       const bool right = candidate.token == emitted[i];
       learner.teach(candidate.evidence, candidate.mixed, right, rate);
-      if (candidate.child < 0) continue;
       learner.teach_acceptance(candidate.logit, node.depth + 1, sequence.regime, right);
-      if (right) at = candidate.child;
+      if (candidate.child < 0)
+        learner.teach_reached(node.product * candidate.chance, node.depth + 1, sequence.regime, right);
+      else if (right) at = candidate.child;
     }
   }
   if (at >= 0) accepted |= uint64_t(1) << at;

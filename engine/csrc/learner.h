@@ -5,8 +5,8 @@
 //   mixing    logistic: the logits of the cells that speak about a candidate, times weights, summed (after Mahoney's
 //             PAQ). The weights are sums of a base and of rows that the candidate's own standing chooses, so that a
 //             candidate of the longest match is weighed otherwise than one that only shorter matches know.
-//   accept    how often candidates that were sent were accepted once their parent was, by their mixed logit, depth,
-//             and how well the sequence is doing
+//   accept    how often candidates were right once their parent was accepted, by their mixed logit, depth, and how well
+//             the sequence is doing
 //   reach     how often they were accepted at all, by the product of those chances along the path, which hang together
 //
 // Every candidate considered at a node that was reached teaches, sent or not, so that what fell silent is heard again.
