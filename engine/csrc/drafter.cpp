@@ -315,9 +315,10 @@ void teach(Sequence& sequence, Learner& learner, const int32_t* emitted, int cou
       const bool right = candidate.token == emitted[i];
       learner.teach(candidate.evidence, candidate.mixed, right, rate);
       learner.teach_acceptance(candidate.logit, node.depth + 1, sequence.regime, right);
-      if (candidate.child < 0)
-        learner.teach_reached(node.product * candidate.chance, node.depth + 1, sequence.regime, right);
-      else if (right) at = candidate.child;
+      // Deeper ones count only where their parent was accepted, which would make them look likelier than they were.
+      if (candidate.child < 0 && node.depth == 0)
+        learner.teach_reached(candidate.chance, 1, sequence.regime, right);
+      if (candidate.child >= 0 && right) at = candidate.child;
     }
   }
   if (at >= 0) accepted |= uint64_t(1) << at;
