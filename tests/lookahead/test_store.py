@@ -145,7 +145,7 @@ async def test_an_older_snapshot_never_takes_a_newer_one_s_place(store):
 
 
 async def test_an_unfinished_upload_is_no_snapshot_and_goes_away(store, url, monkeypatch):
-    monkeypatch.setattr(store_module, "_UPLOAD_S", 1)
+    monkeypatch.setattr(store_module, "_UPLOAD_S", 3)
     monkeypatch.setattr(store_module, "_CHUNK_BYTES", 10)
     await store.generation(KEY, ours="g1")
     await store.take_lease(KEY, "me", lasting_ms=60_000)
@@ -163,6 +163,22 @@ async def test_an_unfinished_upload_is_no_snapshot_and_goes_away(store, url, mon
             return not await uploads()
 
         await until_async(is_gone)
+
+
+async def test_an_upload_that_expires_half_way_is_given_up_and_leaves_nothing(store, url, monkeypatch):
+    monkeypatch.setattr(store_module, "_CHUNK_BYTES", 10)
+    await store.generation(KEY, ours="g1")
+    await store.take_lease(KEY, "me", lasting_ms=60_000)
+    async with redis.Redis.from_url(url) as client:
+
+        async def expired() -> bool:
+            return any([await client.delete(key) async for key in client.scan_iter("*:upload:*")])
+
+        slow = asyncio.create_task(store.publish(KEY, snapshot("5-0", payload=bytes(1_000_000)), "me"))
+        await until_async(expired)
+        assert await slow == "late"
+        assert [key async for key in client.scan_iter("*:upload:*")] == []
+    assert await store.latest_snapshot(KEY) is None
 
 
 async def test_a_snapshot_of_many_chunks_is_read_as_one_even_while_it_is_replaced(store, monkeypatch):

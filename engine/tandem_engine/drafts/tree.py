@@ -21,7 +21,9 @@ MAX_TREE_NODES = 64
 
 @dataclass(frozen=True)
 class DraftTree:
-    """Guessed tokens with their parents and where each came from ("prompt", "output", "global")."""
+    """Guessed tokens with their parents and where each came from: "prompt", "output", "global" or
+    "recycled".
+    """
 
     token_ids: tuple[int, ...]
     parents: tuple[int, ...]

@@ -42,6 +42,14 @@ for at = 2, #ARGV, 2 do redis.call('HSET', KEYS[1], ARGV[at], ARGV[at + 1]) end
 return redis.call('EXPIRE', KEYS[1], ARGV[1])
 """
 
+#: upload | index, chunk -> whether the upload was still there. Plain HSET would bring an expired one back,
+#: with neither its first fields nor an expiry.
+ADD_CHUNK = """
+if redis.call('EXISTS', KEYS[1]) == 0 then return 0 end
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
+return 1
+"""
+
 #: upload, snapshot, compactor, generation | owner, generation, ms, seq -> "ok" or what has come between.
 PUBLISH = """
 local function refuse(cause)

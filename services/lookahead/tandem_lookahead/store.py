@@ -224,7 +224,8 @@ class RedisStore:
             flat = [part for field in fields.items() for part in field]
             await self._redis.eval(scripts.BEGIN_UPLOAD, 1, upload, _UPLOAD_S, *flat)
             for index, chunk in enumerate(chunks):
-                await self._redis.hset(upload, str(index), chunk)
+                if not await self._redis.eval(scripts.ADD_CHUNK, 1, upload, str(index), chunk):
+                    return "late"
             names = ("snapshot", "compactor", "generation")
             outcome: bytes = await self._redis.eval(
                 scripts.PUBLISH,
