@@ -4,7 +4,8 @@
 //            with forgetting, no coefficient negative. Rows are the tokens a step computes, context the cached tokens
 //            it reads.
 //   region   batch size and context, each to a power of two: what was seen there relative to the model, by number of
-//            guesses, for what is not linear (tiles of rows, a GPU's idle units)
+//            guesses, for what is not linear (tiles of rows, a GPU's idle units); where little was seen, drawn to what
+//            was seen with that batch size in any context
 //
 // Only how times compare is learnt, within a few steps at a time, since a machine's speed changes with what else runs
 // on it. The unit is that of the prior: about a step of one row without context.
@@ -49,16 +50,12 @@ class StepCost {
 
   // Times of a step with 0 .. count - 1 guesses, never less for more; their ratios count.
   void curve(int num_sequences, int64_t context, int count, double* seconds) const {
-    const auto found = regions.find(region_of(num_sequences, context));
-    Correction correction;
-    correction.fill(1);
-    if (found != regions.end()) correction = found->second.correction();
+    const Correction correction = correction_of(num_sequences, context);
     int high = 1;
     double most = 0;
     for (int guesses = 0; guesses < count; ++guesses) {
       while (high < kNumKnots - 1 && guesses > kKnots[high]) ++high;
-      const double share = share_of(high, guesses);
-      const double by = correction[high - 1] * (1 - share) + correction[high] * share;
+      const double by = between(correction, high, guesses);
       most = std::max(most, dot(features(num_sequences, context, guesses), coefficients) * by);
       seconds[guesses] = most;
     }
@@ -67,13 +64,14 @@ class StepCost {
  private:
   static constexpr int kNumFeatures = 4;
   // Weight of the past after one step; .998 remembers about five hundred steps.
-  static constexpr double kForgetting = .998, kRegionForgetting = .997;
+  static constexpr double kForgetting = .998;
   // How far the prior counts: as a share of what was observed, and as steps of its own. The latter win when nothing is
   // learnt for long, so that a price that was thought too high is asked for again.
   static constexpr double kRidge = .005, kPriorSteps = .1;
-  // Observations that weigh as much as the model does in a region.
-  static constexpr double kRegionPrior = 4;
+  // Observations that weigh as much as what a region is drawn to.
+  static constexpr double kRegionPrior = 1;
   static constexpr double kMaxSurprise = 2;
+  static constexpr int kAnyContext = -1;
   // Numbers of guesses between which a region's ratios are interpolated.
   static constexpr std::array<double, 20> kKnots = {0,  1,  2,  3,  4,  6,   8,   12,  16,  24,
                                                     32, 48, 64, 96, 128, 192, 256, 512, 1024, 8192};
@@ -82,41 +80,51 @@ class StepCost {
   using Features = std::array<double, kNumFeatures>;
   using Products = std::array<Features, kNumFeatures>;
   using Correction = std::array<double, kNumKnots>;
+  using RegionKey = std::pair<int, int>;
 
-  // Seconds seen over seconds expected, at each knot, and how much was seen there.
+  // The steps that were seen there, by the knots beside them.
   struct Region {
-    Correction ratios, weights{};
-    Region() { ratios.fill(1); }
+    Correction weights{}, seconds{};
+    std::array<Features, kNumKnots> features{};
 
-    void add(double num_guesses, double ratio) {
-      const int high = std::clamp<int>(
-          int(std::lower_bound(kKnots.begin(), kKnots.end(), num_guesses) - kKnots.begin()), 1, kNumKnots - 1);
+    void add(const Features& x, double num_guesses, double took) {
+      const int high = knot_above(num_guesses);
       const double share = share_of(high, num_guesses);
       for (const auto& [knot, part] : {std::pair(high - 1, 1 - share), std::pair(high, share)}) {
-        if (part <= 0) continue;
         weights[knot] += part;
-        ratios[knot] += part * (ratio - ratios[knot]) / weights[knot];
+        seconds[knot] += part * took;
+        for (int i = 0; i < kNumFeatures; ++i) features[knot][i] += part * x[i];
       }
     }
 
-    Correction correction() const {
-      Correction known;
+    void forget(double past) {
+      for (int k = 0; k < kNumKnots; ++k) {
+        weights[k] *= past;
+        seconds[k] *= past;
+        for (double& x : features[k]) x *= past;
+      }
+    }
+
+    // What they took over what the model says of them, drawn to `prior`.
+    Correction correction(const Features& coefficients, const Correction& prior) const {
+      Correction known;  // beside the prior
       int num_known = 0, at[kNumKnots];
       for (int k = 0; k < kNumKnots; ++k) {
-        known[k] = 1 + (ratios[k] - 1) * weights[k] / (weights[k] + kRegionPrior);
-        if (weights[k] > .5) at[num_known++] = k;
+        if (weights[k] <= .5) continue;
+        const double ratio = seconds[k] / dot(features[k], coefficients) / prior[k];
+        known[k] = 1 + (ratio - 1) * weights[k] / (weights[k] + kRegionPrior);
+        at[num_known++] = k;
       }
       // Where nothing was seen, as where something was: what makes a region slow does so for all its steps.
-      Correction all = known;
+      Correction all = prior;
       for (int k = 0, next = 0; num_known && k < kNumKnots; ++k) {
         while (next < num_known && at[next] < k) ++next;
-        if (next < num_known && at[next] == k) continue;
-        if (next == 0) all[k] = known[at[0]];
-        else if (next == num_known) all[k] = known[at[num_known - 1]];
+        if (next == 0) all[k] *= known[at[0]];
+        else if (next == num_known) all[k] *= known[at[num_known - 1]];
         else {
           const int low = at[next - 1], high = at[next];
           const double share = (kKnots[k] - kKnots[low]) / (kKnots[high] - kKnots[low]);
-          all[k] = known[low] * (1 - share) + known[high] * share;
+          all[k] *= known[low] * (1 - share) + known[high] * share;
         }
       }
       return all;
@@ -127,7 +135,7 @@ class StepCost {
   Features coefficients;
   Products prior_products{}, products{};
   Features targets{};
-  std::map<std::pair<int, int>, Region> regions;
+  std::map<RegionKey, Region> regions;
 
   // One, rows, context, rows * context per sequence; context in thousands.
   static Features features(double num_sequences, double context, double num_guesses) {
@@ -135,9 +143,10 @@ class StepCost {
     return {1, rows, thousands, rows * thousands / num_sequences};
   }
 
-  static std::pair<int, int> region_of(int num_sequences, int64_t context) {
+  // Of the batch size in any context, and in such a one.
+  static std::array<RegionKey, 2> regions_of(int num_sequences, int64_t context) {
     const auto bits = [](int64_t x) { return x ? 64 - __builtin_clzll(x) : 0; };
-    return {bits(num_sequences), bits(context)};
+    return {RegionKey(bits(num_sequences), kAnyContext), RegionKey(bits(num_sequences), bits(context))};
   }
 
   static double squared(double x) { return x * x; }
@@ -158,35 +167,61 @@ class StepCost {
     return std::min(1., (guesses - kKnots[high - 1]) / (kKnots[high] - kKnots[high - 1]));
   }
 
+  static int knot_above(double guesses) {
+    const auto found = std::lower_bound(kKnots.begin(), kKnots.end(), guesses);
+    return std::clamp<int>(int(found - kKnots.begin()), 1, kNumKnots - 1);
+  }
+
+  static double between(const Correction& correction, int high, double guesses) {
+    const double share = share_of(high, guesses);
+    return correction[high - 1] * (1 - share) + correction[high] * share;
+  }
+
+  Correction correction_of(int num_sequences, int64_t context) const {
+    Correction correction;
+    correction.fill(1);
+    for (const auto& key : regions_of(num_sequences, context)) {
+      const auto found = regions.find(key);
+      if (found != regions.end()) correction = found->second.correction(coefficients, correction);
+    }
+    return correction;
+  }
+
   void forget(int num_steps) {
-    const double past = std::pow(kForgetting, num_steps), region_past = std::pow(kRegionForgetting, num_steps);
+    const double past = std::pow(kForgetting, num_steps);
     for (Features& row : products)
       for (double& x : row) x *= past;
     for (double& x : targets) x *= past;
-    for (auto& [key, region] : regions)
-      for (double& x : region.weights) x *= region_past;
+    for (auto& [key, region] : regions) region.forget(past);
   }
 
   void compare(const Step* steps, int count) {
-    std::vector<double> ratios(count);
-    for (int i = 0; i < count; ++i) ratios[i] = steps[i].seconds / expected(steps[i]);
-    std::vector<double> sorted = ratios;
-    std::nth_element(sorted.begin(), sorted.begin() + count / 2, sorted.end());
-    const double median = sorted[count / 2];
+    // The machine's speed of the moment is the median of how these steps compare with all that is known. Beside the
+    // model alone, steps that all have many guesses would look as if these cost what the model says.
+    std::vector<double> corrections(count), surprises(count);
     for (int i = 0; i < count; ++i) {
       const Step& step = steps[i];
-      // Relative to one another; one that took much longer was held up.
-      const double ratio = std::clamp(ratios[i] / median, 1 / kMaxSurprise, kMaxSurprise);
-      regions[region_of(step.num_sequences, step.context)].add(step.num_guesses, ratio);
-      // Errors count relative to the step: short ones are as dear as long ones.
+      const Correction known = correction_of(int(step.num_sequences), int64_t(step.context));
+      corrections[i] = between(known, knot_above(step.num_guesses), step.num_guesses);
+      surprises[i] = step.seconds / (modelled(step) * corrections[i]);
+    }
+    std::vector<double> sorted = surprises;
+    std::nth_element(sorted.begin(), sorted.begin() + count / 2, sorted.end());
+    const double speed = sorted[count / 2];
+    for (int i = 0; i < count; ++i) {
+      const Step& step = steps[i];
+      // One that took much longer was held up.
+      const double surprise = std::clamp(surprises[i] / speed, 1 / kMaxSurprise, kMaxSurprise);
       const Features x = features(step.num_sequences, step.context, step.num_guesses);
-      const double seconds = dot(x, coefficients);
-      add_products(products, x, 1 / squared(seconds));
-      for (int k = 0; k < kNumFeatures; ++k) targets[k] += x[k] / seconds * ratio;
+      const double expected = dot(x, coefficients), took = surprise * corrections[i] * expected;
+      for (const auto& key : regions_of(step.num_sequences, step.context)) regions[key].add(x, step.num_guesses, took);
+      // Errors count relative to the step: short ones are as dear as long ones.
+      add_products(products, x, 1 / squared(expected));
+      for (int k = 0; k < kNumFeatures; ++k) targets[k] += x[k] * took / squared(expected);
     }
   }
 
-  double expected(const Step& step) const {
+  double modelled(const Step& step) const {
     return dot(features(step.num_sequences, step.context, step.num_guesses), coefficients);
   }
 

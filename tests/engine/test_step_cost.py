@@ -69,6 +69,20 @@ def test_leaps_are_found_where_steps_were_seen():
     assert curve[48] / curve[0] == pytest.approx(tiled(4, 0, 48) / tiled(4, 0, 0), rel=0.1)
 
 
+def test_leaps_that_one_context_has_shown_are_expected_in_another():
+    """Seen at 2,000 tokens; at 3,000 only steps with no guesses or eight were."""
+    cost = measured(tiled, 4, 2000, steps=2000)
+    source = random.Random(1)
+    for _ in range(32):
+        q = source.choice([0, 8])
+        cost.observe(4, 3000, q, tiled(4, 3000, q))
+    curve = cost.curve(4, 3000, 48)
+    # A straight line would have 1.21 and 1.32.
+    assert curve[4] / curve[0] < 1.15
+    assert curve[6] / curve[0] > 1.38
+    assert curve[48] / curve[0] == pytest.approx(tiled(4, 0, 48) / tiled(4, 0, 0), rel=0.15)
+
+
 def test_more_guesses_never_cost_less():
     cost = measured(linear, 2, 1000, noise=0.6, hiccups=0.1)
     curve = cost.curve(2, 1000, 24)
@@ -83,7 +97,7 @@ def test_a_price_that_was_too_high_is_asked_for_again():
         cost.curve(1, 500, 12)
     dear = cost.curve(1, 500, 12)
     assert dear[1] / dear[0] > 2
-    for _ in range(3000):
+    for _ in range(5000):
         cost.observe(1, 500, 0, 0.01)
         cost.curve(1, 500, 12)
     again = cost.curve(1, 500, 12)
