@@ -145,21 +145,22 @@ class Settled:
         self._row_medians = [statistics.median(by_rows[rows]) for rows in self._rows]
 
     def computing_s(self, step: Step) -> float:
-        """That of its shape; a rare one's is told from the nearest shape and what rows take."""
+        """That of its shape; a rare one's is told from the nearest shape and what rows take.
+
+        One with more rows than were often seen counts as it was.
+        """
+        rows = step.num_sequences + step.num_guesses
         known = self._known.get(step.num_sequences)
+        if not self._rows or not self._rows[0] <= rows <= self._rows[-1]:
+            return step.computing_s
         if known is None:
-            return self._of_rows(step.num_sequences + step.num_guesses)
+            return self._of_rows(rows)
         nearest = min(known, key=lambda guesses: abs(guesses - step.num_guesses))
         seconds = self._medians[step.num_sequences, nearest]
-        if nearest == step.num_guesses:
-            return seconds
-        rows = step.num_sequences + step.num_guesses
         return seconds * self._of_rows(rows) / self._of_rows(step.num_sequences + nearest)
 
     def _of_rows(self, rows: int) -> float:
-        most = self._rows[-1]
-        # Beyond what was seen rows cost what they cost on average.
-        return float(np.interp(rows, self._rows, self._row_medians)) * max(1.0, rows / most)
+        return float(np.interp(rows, self._rows, self._row_medians))
 
     def tokens_per_second(self, turns: Sequence[Turn]) -> tuple[float, float]:
         """Of one setting's turns, and the share of the time that was drafting."""
