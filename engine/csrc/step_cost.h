@@ -68,8 +68,9 @@ class StepCost {
   // How far the prior counts: as a share of what was observed, and as steps of its own. The latter win when nothing is
   // learnt for long, so that a price that was thought too high is asked for again.
   static constexpr double kRidge = .005, kPriorSteps = .1;
-  // Observations that weigh as much as what a region is drawn to.
-  static constexpr double kRegionPrior = 1;
+  // Sequences for each observation that weighs as much as what a region is drawn to; one at least. In a large batch a
+  // few guesses change less than steps differ by chance.
+  static constexpr double kSequencesPerPrior = 8;
   static constexpr double kMaxSurprise = 2;
   static constexpr int kAnyContext = -1;
   // Numbers of guesses between which a region's ratios are interpolated.
@@ -105,14 +106,14 @@ class StepCost {
       }
     }
 
-    // What they took over what the model says of them, drawn to `prior`.
-    Correction correction(const Features& coefficients, const Correction& prior) const {
+    // What they took over what the model says of them, drawn to `prior` as if that were so many steps.
+    Correction correction(const Features& coefficients, const Correction& prior, double prior_weight) const {
       Correction known;  // beside the prior
       int num_known = 0, at[kNumKnots];
       for (int k = 0; k < kNumKnots; ++k) {
         if (weights[k] <= .5) continue;
         const double ratio = seconds[k] / dot(features[k], coefficients) / prior[k];
-        known[k] = 1 + (ratio - 1) * weights[k] / (weights[k] + kRegionPrior);
+        known[k] = 1 + (ratio - 1) * weights[k] / (weights[k] + prior_weight);
         at[num_known++] = k;
       }
       // Where nothing was seen, as where something was: what makes a region slow does so for all its steps.
@@ -180,9 +181,10 @@ class StepCost {
   Correction correction_of(int num_sequences, int64_t context) const {
     Correction correction;
     correction.fill(1);
+    const double prior_weight = std::max(1., num_sequences / kSequencesPerPrior);
     for (const auto& key : regions_of(num_sequences, context)) {
       const auto found = regions.find(key);
-      if (found != regions.end()) correction = found->second.correction(coefficients, correction);
+      if (found != regions.end()) correction = found->second.correction(coefficients, correction, prior_weight);
     }
     return correction;
   }

@@ -23,7 +23,7 @@ class StepCost:
     Where the drafter was not compiled only the mean is kept.
     """
 
-    def __init__(self, row_cost: float = 0.03) -> None:
+    def __init__(self, row_cost: float = 0.1) -> None:
         self._library = native.LIBRARY
         if not 0.0 <= row_cost < 10.0:
             raise ValueError(f"row_cost is {row_cost}; it is a share of a step, in [0, 10)")

@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # the request module needs this package's tree
     from tandem_engine.request import Request
 
 
-#: After so many drafts in vain in a row one is made every second step, after twice as many every fourth.
+#: After so many drafts in vain in a row one is made every second step, after as many again every fourth.
 _VAIN_BEFORE_REST = 2
 _MOST_REST_BITS = 4
 _LONGEST_REST = (1 << _MOST_REST_BITS) - 1
@@ -112,8 +112,9 @@ class DraftPolicy:
     """What a pod may draft, and the first estimate of its price."""
 
     strategy: Strategy = Strategy.GLOBAL
-    #: Time of one more row of a step relative to a step without drafts.
-    row_cost: float = 0.03
+    #: Time of one more row of a step relative to a step without drafts. Rather too much than too little: a
+    #: likely guess shows soon what rows cost, while dear ones in text that nobody can guess cost steps.
+    row_cost: float = 0.1
 
 
 class _Sequence:
@@ -155,8 +156,7 @@ class _Sequence:
             self.num_vain = 0
         elif is_vain:
             self.num_vain += 1
-        bits = (self.num_vain // _VAIN_BEFORE_REST).bit_length()
-        self.rest_mask = (1 << min(bits, _MOST_REST_BITS)) - 1
+        self.rest_mask = (1 << min(self.num_vain // _VAIN_BEFORE_REST, _MOST_REST_BITS)) - 1
 
 
 class Drafter:
