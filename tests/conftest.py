@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tandem_engine import store
 from tandem_engine.drafts import native
+from tandem_engine.step_cost import StepCost
 
 #: Larger development data, read when it lies beside the repository; the small sample ships with the package.
 _SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -35,6 +36,12 @@ class Corpus:
         while sum(map(len, parts)) < num_chars:
             parts.append(self.dialogues[(index + len(parts)) % len(self.dialogues)])
         return f"Ticket {index}.\n" + "\n\n".join(parts)[:num_chars]
+
+
+@pytest.fixture
+def steady_price(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What drafts cost stays as a new pod thinks it, so that no moment's load decides what is drafted."""
+    monkeypatch.setattr(StepCost, "observe", lambda self, *step: None)
 
 
 @pytest.fixture(scope="session")

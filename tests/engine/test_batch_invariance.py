@@ -23,6 +23,7 @@ def generate(model_dir: Path, corpus, dtype: str, *, alone: bool, **options: obj
 
 
 @pytest.mark.drafts
+@pytest.mark.usefixtures("steady_price")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_same_bits_in_any_company(model_dir: Path, corpus, dtype: str) -> None:
     plain = generate(model_dir, corpus, dtype, alone=True, speculation="off", chunk_size=512)

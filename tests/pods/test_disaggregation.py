@@ -382,6 +382,7 @@ async def test_a_stop_string_cuts_the_same_with_drafts_and_without(tiny_model: P
 
 
 @pytest.mark.drafts
+@pytest.mark.usefixtures("steady_price")
 async def test_a_request_says_how_it_is_drafted_for(tiny_model: Path) -> None:
     """The same tokens each time; the receipt tells what the drafts were worth."""
     async with run_fleet(tiny_model) as fleet:
