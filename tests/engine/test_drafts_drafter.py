@@ -246,6 +246,33 @@ def test_text_that_nobody_can_guess_is_soon_drafted_for_rarely(monkeypatch):
     assert replay.steps < 60
 
 
+def test_a_price_that_was_measured_too_high_is_measured_again():
+    """Once, steps with guesses were held up; the text could be guessed all along."""
+    text = list(range(100, 120)) * 100
+    drafter = Drafter(None, DraftPolicy(row_cost=0.1))
+
+    def price_of_15() -> float:
+        curve = drafter.step_cost.curve(1, 100, 15)
+        return curve[15] / curve[0] - 1
+
+    for guesses in [0, 1] * 64:
+        drafter.step_cost.observe(1, 100, guesses, 1e-2 * (1 + 3 * guesses))
+    before = price_of_15()
+    request = request_at(text, 99)
+    drafted = []
+    for step, token in enumerate(text[100:740], start=1):
+        tree = drafter.propose([request], 15)[0]
+        guesses = len(tree) if tree is not None else 0
+        if guesses:
+            drafted.append(step)
+        drafter.step_cost.observe(1, 100, guesses, 1e-2 * (1 + 0.02 * guesses))
+        drafter.extend([(request, [token], ())])
+        request.output_token_ids.append(token)
+        request.num_computed_tokens += 1
+    assert drafted == [128, 256, 384, 512, 640]
+    assert price_of_15() < before / 2
+
+
 def test_a_batch_whose_drafts_do_not_pay_for_themselves_rests():
     """One of sixteen can be guessed, which gains a twentieth; drafting for all takes half a step."""
     story = noise(60)

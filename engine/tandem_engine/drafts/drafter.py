@@ -48,6 +48,9 @@ _LONGEST_REST = (1 << _MOST_REST_BITS) - 1
 _PERIOD = 256
 _LEAST_STEPS = 32
 _MOST_PERIODS = 8
+#: Steps without a draft after which one is made at the price that a new pod would pay: a price that was once
+#: measured too high would not be measured again.
+_STEPS_TO_RETRIAL = 128
 #: Indexing a prompt, or losing the processor, is no measure of a step's work.
 _MOST_OWN_SECONDS = 2e-4
 #: A request, the tokens that a step has emitted for it, and the row of logits that each was chosen from.
@@ -173,7 +176,10 @@ class Drafter:
         self._sequences: dict[str, _Sequence] = {}
         #: What the engine measures; it reports its steps here.
         self.step_cost = StepCost(policy.row_cost)
+        self._first_cost = StepCost(policy.row_cost)
         self._num_steps = 0
+        #: The step of the last draft, or of the last that was allowed the first price.
+        self._last_trial = 0
         #: Seconds that drafting for a sequence takes, and learning from what came of it.
         self._proposing = _Mean(0.0, 0.05)
         self._learning = _Mean(0.0, 0.05)
@@ -232,13 +238,17 @@ class Drafter:
             return trees
         context = sum([request.num_computed_tokens for request in requests])
         max_guesses = min(max_nodes, MAX_TREE_NODES - 1)
-        seconds = self.step_cost.curve(len(requests), context, max_guesses * len(jobs))
+        is_trial = self._num_steps - self._last_trial >= _STEPS_TO_RETRIAL
+        cost = self._first_cost if is_trial else self.step_cost
+        seconds = cost.curve(len(requests), context, max_guesses * len(jobs))
         own_seconds = self._proposing.value + self._learning.value
         own_share = own_seconds / (self.step_cost.mean_seconds or 1.0)
         made = native.draft_jobs(jobs, max_guesses, len(requests), seconds, own_share * seconds[0])
         self._worth.note(made.gain - 1.0, own_share * len(jobs))
         for (n, sequence), tree, is_vain in zip(drafted, made.trees(), made.is_vain, strict=True):
             trees[n] = tree
+            if tree is not None or is_trial:
+                self._last_trial = self._num_steps
             sequence.judge(is_drafted=tree is not None, is_vain=bool(is_vain))
         self._proposing.add(min((time.perf_counter() - begun) / len(jobs), _MOST_OWN_SECONDS))
         return trees
