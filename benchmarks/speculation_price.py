@@ -12,6 +12,9 @@ Five workloads, one engine in this process with the default model and numerics:
     dialogue   answers to customers, greedily; what was generated before is shared
     repeated   the same, each for the second time
 
+Six more, by name, on which nothing was tuned: correct, email, german, program,
+questions, table (see TASKS).
+
 Settings take turns with the same requests, in rounds, so that the machine's moods fall on all alike. Tokens
 do not depend on drafts, so that every setting does the same work; tokens per second count from the step after
 the last prompt was computed. `fixed N` drafts the N likeliest guesses of each sequence, whatever they cost.
@@ -54,6 +57,20 @@ _ENOUGH = 12
 #: Drafting for a sequence that rests takes next to nothing, and now and then a look.
 _LOOKING_S = 5e-4
 WORKLOADS = ("random", "story", "copy", "dialogue", "repeated")
+#: What is asked of what a customer has said, and at which temperature.
+TASKS = {
+    "random": ("Write something about this:\n\n{}", 2.0),
+    "story": ("Write a story about a customer who says:\n\n{}", 0.8),
+    "copy": ("Repeat the following text word by word:\n\n{}", 0.0),
+    "dialogue": ("{}", 0.0),
+    "repeated": ("{}", 0.0),
+    "correct": ("Correct the spelling and grammar of this text:\n\n{}", 0.0),
+    "email": ("Answer this message with an e-mail that has a subject:\n\n{}", 0.6),
+    "german": ("Translate into German:\n\n{}", 0.0),
+    "program": ("Write a Python program that handles requests like this:\n\n{}", 0.2),
+    "questions": ("Which questions should an agent ask before helping with this?\n\n{}", 0.4),
+    "table": ("Put the facts of this message into a table:\n\n{}", 0.0),
+}
 SETTINGS = ("off", "adaptive", "fixed 1", "fixed 3", "fixed 7", "fixed 15")
 
 
@@ -193,17 +210,12 @@ class Bench:
         self, workload: str, batch: int, round_number: int
     ) -> list[tuple[list[int], SamplingParams]]:
         """Prompts of about 200 tokens; other ones in every round."""
+        task, temperature = TASKS[workload]
         prompts = []
         for i in range(batch):
             dialogue = self._dialogues[(round_number * batch + i) % len(self._dialogues)]
             said = " ".join(turn.content for turn in question(dialogue)[-2:])[:700]
-            task = {
-                "random": f"Write something about this:\n\n{said}",
-                "story": f"Write a story about a customer who says:\n\n{said}",
-                "copy": f"Repeat the following text word by word:\n\n{said}",
-            }.get(workload, said)
-            prompts.append(self._llm.render_chat([{"role": "user", "content": task}]))
-        temperature = {"random": 2.0, "story": 0.8}.get(workload, 0.0)
+            prompts.append(self._llm.render_chat([{"role": "user", "content": task.format(said)}]))
         sampling = SamplingParams(max_tokens=self._max_tokens, temperature=temperature, ignore_eos=True)
         return [
             (prompt, replace(sampling, seed=round_number * batch + i)) for i, prompt in enumerate(prompts)
@@ -308,6 +320,9 @@ def main() -> None:
         parser.error(
             f"--settings {options.settings}: wanted off first, then any of {', '.join(SETTINGS[1:])}"
         )
+    workloads = options.workloads.split(",")
+    if not set(workloads) <= set(TASKS):
+        parser.error(f"--workloads {options.workloads}: wanted some of {', '.join(TASKS)}")
     bench = Bench(store.pull(options.model), options.dataset, options.max_tokens, max(batches))
     head = [
         "workload",
@@ -322,7 +337,7 @@ def main() -> None:
         "drafting",
     ]
     rows = []
-    for workload in options.workloads.split(","):
+    for workload in workloads:
         for batch in batches:
             found = bench.compare(workload, batch, names, options.rounds)
             print(*("  ".join(row) for row in found), sep="\n", flush=True)

@@ -181,7 +181,7 @@ void set_root(Sequence& sequence, const Sources& sources, int max_guesses) {
   root.hashes = Hashes(root.context + root.num_context, root.num_context);
   root.parent = root.candidate = -1;
   root.depth = 0;
-  root.product = root.reach = 1;
+  root.product = root.reach = root.worth = 1;
   sequence.text.prefetch(root.hashes);
   if (sources.corpus) sources.corpus->text.prefetch(root.hashes);
 }
@@ -210,7 +210,7 @@ int advance(const TextIndex& index, const Occurrence* from, int count, const Nod
   return going_on ? going_on : index.find(node.hashes, node.context, node.num_context, limit, kMaxFound / 2, found);
 }
 
-Node& add_child(Sequence& sequence, int parent_at, int candidate_at, float reach) {
+Node& add_child(Sequence& sequence, int parent_at, int candidate_at, float reach, float worth) {
   const int at = sequence.num_nodes++;
   Node& parent = sequence.nodes[parent_at];
   Node& node = sequence.nodes[at];
@@ -222,6 +222,7 @@ Node& add_child(Sequence& sequence, int parent_at, int candidate_at, float reach
   node.depth = int16_t(parent.depth + 1);
   node.product = parent.product * candidate.chance;
   node.reach = reach;
+  node.worth = worth;
   node.voted = false;
   node.num_candidates = 0;
   const int kept = std::min(parent.num_context, TextIndex::kMaxLength - 1);
@@ -247,10 +248,10 @@ void expand(Sequence& sequence, int at, const Sources& sources, const Learner& l
 }
 
 // How likely a node's best child is once the node is, before anything is known of it: what is copied goes on being so.
-float onward(const Node& node, const Candidate& taken) { return node.reach * (.55f + .4f * taken.chance); }
+float onward(const Candidate& taken) { return .55f + .4f * taken.chance; }
 
 // Guesses less likely than this are not worth the drafter's own time, however cheap a row.
-constexpr float kLeastReach = .004f;
+constexpr float kLeastWorth = .004f;
 
 // For each number of guesses, the least seconds that one more takes when any number more may be added: where steps take
 // longer in leaps, a leap is shared by those who take it together.
@@ -267,12 +268,12 @@ void cheapest_onward(const double* seconds, int count, std::vector<double>& pric
 }
 
 // Less than this, as a multiple of the tokens per second without guesses, is not worth the doubt about the times.
-constexpr double kLeastGain = 1.02;
+constexpr double kLeastGain = 1.03;
 
 struct Entry {
   // What comes first is chosen by the product of chances along the path, which tells neighbours apart better than the
-  // probability that was learnt from such products, by which guesses are priced.
-  float order, reach;
+  // probability that was learnt from such products; `worth` prices it.
+  float order, reach, worth;
   int32_t sequence;
   int16_t node, candidate;  // candidate -1: the node is to be expanded
 
@@ -325,7 +326,8 @@ void teach(Sequence& sequence, Learner& learner, const int32_t* emitted, int cou
   for (int n = 1; n < sequence.num_nodes; ++n) {
     const Node& node = sequence.nodes[n];
     learner.teach_reached(node.product, node.depth, sequence.regime, accepted >> n & 1);
-    learner.count(node.reach, accepted >> n & 1);
+    learner.teach_sent(node.reach, accepted >> n & 1);
+    learner.count(node.worth, accepted >> n & 1);
   }
   sequence.num_nodes = 0;
   sequence.tokens_per_step += .3f * (count - sequence.tokens_per_step);
@@ -386,10 +388,11 @@ double tandem_draft(TandemDraft* const* drafts, TandemDraftStep* steps, int32_t 
     const Node& node = drafts[n]->sequence->nodes[at];
     if (k == node.num_candidates) return;
     const Sequence& sequence = *drafts[n]->sequence;
-    const float reached = drafts[n]->learner->reached(node.product * node.candidates[k].chance, node.depth + 1,
-                                                      sequence.regime);
-    const float reach = std::min(node.reach, reached);
-    if (reach >= kLeastReach) push({node.product * node.candidates[k].chance, reach, n, int16_t(at), int16_t(k)});
+    const Learner& learner = *drafts[n]->learner;
+    const float product = node.product * node.candidates[k].chance;
+    const float reach = std::min(node.reach, learner.reached(product, node.depth + 1, sequence.regime));
+    const float worth = std::min(node.worth, learner.accepted_of_sent(reach));
+    if (worth >= kLeastWorth) push({product, reach, worth, n, int16_t(at), int16_t(k)});
   };
   for (int n = 0; n < count; ++n) {
     const TandemDraft& draft = *drafts[n];
@@ -416,7 +419,7 @@ double tandem_draft(TandemDraft* const* drafts, TandemDraftStep* steps, int32_t 
   while (!heap.empty() && rows + 1 < num_seconds) {
     const Entry entry = heap.front();
     // Those that come are hardly likelier.
-    if (entry.reach <= best * prices[rows]) break;
+    if (entry.worth <= best * prices[rows]) break;
     std::pop_heap(heap.begin(), heap.end());
     heap.pop_back();
     const TandemDraft& draft = *drafts[entry.sequence];
@@ -432,14 +435,15 @@ double tandem_draft(TandemDraft* const* drafts, TandemDraftStep* steps, int32_t 
     }
     offer(entry.sequence, entry.node, entry.candidate + 1);
     const int at = sequence.num_nodes;
-    const Node& node = add_child(sequence, entry.node, entry.candidate, entry.reach);
+    const Node& node = add_child(sequence, entry.node, entry.candidate, entry.reach, entry.worth);
     const Candidate& taken = sequence.nodes[node.parent].candidates[node.candidate];
     added.push_back(entry.sequence);
-    expected += entry.reach;
+    expected += entry.worth;
     ++rows;
     if (expected > best * seconds[rows]) best = expected / seconds[rows], best_rows = rows;
-    if (node.depth < steps[entry.sequence].room && num_guesses + 1 < limit && onward(node, taken) >= kLeastReach)
-      push({onward(node, taken) * node.product / node.reach, onward(node, taken), entry.sequence, int16_t(at), -1});
+    const float worth = node.worth * onward(taken);
+    if (node.depth < steps[entry.sequence].room && num_guesses + 1 < limit && worth >= kLeastWorth)
+      push({node.product * onward(taken), node.reach, worth, entry.sequence, int16_t(at), -1});
   }
   if (best < kLeastGain * before) best = before, best_rows = 0;
   for (; rows > best_rows; --rows) {
@@ -458,7 +462,7 @@ double tandem_draft(TandemDraft* const* drafts, TandemDraftStep* steps, int32_t 
     for (int at = 1; at < sequence->num_nodes; ++at) {
       const Node& node = sequence->nodes[at];
       const Candidate& taken = sequence->nodes[node.parent].candidates[node.candidate];
-      *guesses++ = {node.token, node.parent, taken.source, node.reach};
+      *guesses++ = {node.token, node.parent, taken.source, node.worth};
     }
   }
   return best / before;

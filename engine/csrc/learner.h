@@ -8,6 +8,8 @@
 //   accept    how often candidates were right once their parent was accepted, by their mixed logit, depth, and how well
 //             the sequence is doing
 //   reach     how often they were accepted at all, by the product of those chances along the path, which hang together
+//   sent      how often they were accepted when they were sent, by that probability: what is chosen because it looks
+//             likeliest, and in steps that look worth it, is on the whole less likely than it looks
 //
 // Every candidate considered at a node that was reached teaches, sent or not, so that what fell silent is heard again.
 #pragma once
@@ -80,10 +82,10 @@ class Learner {
       base[i] = .3f;
     }
     for (int i = kRecycled; i < kBias; ++i) base[i] = .15f;
+    for (int b = 0; b < kNumBins; ++b) sent[b] = {squash((b - kNumBins / 2) * .5f), 0};
     for (auto* table : {&accept, &reach})
       for (auto& regime : *table)
-        for (auto& depth : regime)
-          for (int b = 0; b < kNumBins; ++b) depth[b] = {squash((b - kNumBins / 2) * .5f), 0};
+        for (auto& depth : regime) std::copy(std::begin(sent), std::end(sent), depth);
     // The better a sequence is doing, the more acceptances along a path hang together: a chain of them is likelier than
     // the product of its links.
     for (int regime = 0; regime < kNumRegimes; ++regime)
@@ -145,6 +147,10 @@ class Learner {
     update(reach[regime][depth_of(depth)], logit_of(product), accepted);
   }
 
+  // How often guesses that were sent were accepted, of those that such a reach was predicted of.
+  float accepted_of_sent(float reach) const { return look_up(sent, logit_of(reach)); }
+  void teach_sent(float reach, bool accepted) { update(sent, logit_of(reach), accepted, kSentDoubt, kSentMemory); }
+
   int64_t num_nodes_taught() const { return num_taught; }
 
   // The tables are this object's first bytes; what was counted is behind them.
@@ -161,7 +167,8 @@ class Learner {
            all(weights, [&](auto& row) { return all(row, small); }) &&
            all(cells, [&](auto& row) { return all(row, rate); }) &&
            all(accept, [&](auto& regime) { return all(regime, [&](auto& row) { return all(row, rate); }); }) &&
-           all(reach, [&](auto& regime) { return all(regime, [&](auto& row) { return all(row, rate); }); });
+           all(reach, [&](auto& regime) { return all(regime, [&](auto& row) { return all(row, rate); }); }) &&
+           all(sent, rate);
   }
 
   // What was predicted of guesses that were sent, and what came of them, by tenths of the prediction.
@@ -184,6 +191,8 @@ class Learner {
   struct Rate {
     float rate, count;
   };
+  // What a rate counts for before anything was seen, and how many of the latest it is of.
+  static constexpr float kDoubt = 4, kMemory = 100, kSentDoubt = 40, kSentMemory = 300;
   // Bins of half a logit, between whose middles rates are interpolated.
   struct Bin {
     int low;
@@ -201,6 +210,7 @@ class Learner {
   Rate cells[kNumInputs][kNumCells] = {};
   Rate accept[kNumRegimes][kNumDepths][kNumBins];
   Rate reach[kNumRegimes][kNumDepths][kNumBins];
+  Rate sent[kNumBins];
   int64_t num_taught = 0;
 
   void set(int input, int cell, float rate) {
@@ -213,13 +223,13 @@ class Learner {
     return row[bin.low].rate * (1 - bin.share) + row[bin.low + 1].rate * bin.share;
   }
 
-  static void update(Rate* row, float at, bool accepted) {
+  static void update(Rate* row, float at, bool accepted, float doubt = kDoubt, float memory = kMemory) {
     const Bin bin(at);
     for (int high = 0; high < 2; ++high) {
       const float share = high ? bin.share : 1 - bin.share;
       Rate& seen = row[bin.low + high];
-      seen.count = std::min(seen.count + share, 100.f);
-      seen.rate += share * ((accepted ? 1.f : 0.f) - seen.rate) / (seen.count + 4);
+      seen.count = std::min(seen.count + share, memory);
+      seen.rate += share * ((accepted ? 1.f : 0.f) - seen.rate) / (seen.count + doubt);
       seen.rate = std::clamp(seen.rate, .0005f, .9995f);
     }
   }

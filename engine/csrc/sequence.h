@@ -38,6 +38,7 @@ struct Node {
   bool voted;
   float product;  // of the chances along the path
   float reach;    // probability that verification gets here, learnt from such products
+  float worth;    // the same, learnt from guesses that were sent: what a row for it is worth
   int num_local, num_global, num_candidates;
   Occurrence local[kMaxFound], global[kMaxFound];
   Candidate candidates[kMaxCandidates];  // the likeliest first

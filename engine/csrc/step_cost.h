@@ -68,10 +68,12 @@ class StepCost {
   // How far the prior counts: as a share of what was observed, and as steps of its own. The latter win when nothing is
   // learnt for long, so that a price that was thought too high is asked for again.
   static constexpr double kRidge = .005, kPriorSteps = .1;
-  // Sequences for each observation that weighs as much as what a region is drawn to; one at least. In a large batch a
-  // few guesses change less than steps differ by chance.
-  static constexpr double kSequencesPerPrior = 8;
-  static constexpr double kMaxSurprise = 2;
+  // What a region is drawn to weighs as much as so many steps, and in a large batch, where a few guesses change less
+  // than steps differ by chance, as one for every eight sequences. Were it less, numbers of guesses whose few steps
+  // happened to be short would look cheap, and be chosen for that.
+  static constexpr double kLeastPrior = 3, kSequencesPerPrior = 8;
+  // A step counts at most for so much more or less than was expected: what holds steps up has nothing to do with them.
+  static constexpr double kMaxSurprise = 1.25;
   static constexpr int kAnyContext = -1;
   // Numbers of guesses between which a region's ratios are interpolated.
   static constexpr std::array<double, 20> kKnots = {0,  1,  2,  3,  4,  6,   8,   12,  16,  24,
@@ -181,7 +183,7 @@ class StepCost {
   Correction correction_of(int num_sequences, int64_t context) const {
     Correction correction;
     correction.fill(1);
-    const double prior_weight = std::max(1., num_sequences / kSequencesPerPrior);
+    const double prior_weight = std::max(kLeastPrior, num_sequences / kSequencesPerPrior);
     for (const auto& key : regions_of(num_sequences, context)) {
       const auto found = regions.find(key);
       if (found != regions.end()) correction = found->second.correction(coefficients, correction, prior_weight);
@@ -212,7 +214,6 @@ class StepCost {
     const double speed = sorted[count / 2];
     for (int i = 0; i < count; ++i) {
       const Step& step = steps[i];
-      // One that took much longer was held up.
       const double surprise = std::clamp(surprises[i] / speed, 1 / kMaxSurprise, kMaxSurprise);
       const Features x = features(step.num_sequences, step.context, step.num_guesses);
       const double expected = dot(x, coefficients), took = surprise * corrections[i] * expected;

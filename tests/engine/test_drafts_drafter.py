@@ -251,13 +251,8 @@ def test_a_price_that_was_measured_too_high_is_measured_again():
     text = list(range(100, 120)) * 100
     drafter = Drafter(None, DraftPolicy(row_cost=0.1))
 
-    def price_of_15() -> float:
-        curve = drafter.step_cost.curve(1, 100, 15)
-        return curve[15] / curve[0] - 1
-
     for guesses in [0, 1] * 64:
         drafter.step_cost.observe(1, 100, guesses, 1e-2 * (1 + 3 * guesses))
-    before = price_of_15()
     request = request_at(text, 99)
     drafted = []
     for step, token in enumerate(text[100:740], start=1):
@@ -269,8 +264,8 @@ def test_a_price_that_was_measured_too_high_is_measured_again():
         drafter.extend([(request, [token], ())])
         request.output_token_ids.append(token)
         request.num_computed_tokens += 1
-    assert drafted == [128, 256, 384, 512, 640]
-    assert price_of_15() < before / 2
+    assert drafted[:4] == [128, 256, 384, 512], "trials, at the price of a new pod"
+    assert drafted[-60:] == list(range(581, 641)), "in the end it pays"
 
 
 def test_a_batch_whose_drafts_do_not_pay_for_themselves_rests():

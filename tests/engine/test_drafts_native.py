@@ -269,6 +269,26 @@ def test_chances_come_true_once_learnt() -> None:
     assert predicted == pytest.approx(accepted, rel=0.05)
 
 
+def test_a_guess_is_judged_by_what_became_of_those_that_were_sent() -> None:
+    """Half of all candidates are right, but none of those that were chosen."""
+    learner = Learner()
+
+    def job(seed: int) -> tuple[Job, int]:
+        story = noise(40, seed)
+        return Job(text_of(story + story[:10]), learner), story[10]
+
+    for n in range(400):
+        sent, _ = job(n)
+        assert draft([sent], 1, FREE[:2]) != [None]
+        learn([sent], [[VOCABULARY]])
+        unsent, right = job(n)
+        assert draft([unsent], 1, [1.0, 9.0]) == [None]
+        learn([unsent], [[right]])
+    (guesses,) = draft([job(400)[0]], 1, FREE[:2])
+    assert guesses is not None
+    assert guesses.reach[0] < 0.2
+
+
 def test_predictions_are_counted_beside_what_came_of_them() -> None:
     story, learner = noise(40), Learner()
     text = text_of(story + story[:10])

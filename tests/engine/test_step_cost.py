@@ -83,6 +83,19 @@ def test_leaps_that_one_context_has_shown_are_expected_in_another():
     assert curve[48] / curve[0] == pytest.approx(tiled(4, 0, 48) / tiled(4, 0, 0), rel=0.15)
 
 
+def test_steps_that_were_held_up_change_little():
+    """One step of three with guesses takes five times as long, by chance: it counts for a quarter more."""
+    cost, source = StepCost(), random.Random(0)
+    for step in range(600):
+        q = (0, 4)[step % 2]
+        is_held_up = q > 0 and source.random() < 1 / 3
+        cost.observe(2, 1000, q, linear(2, 1000, q) * (5.0 if is_held_up else 1.0))
+    curve = cost.curve(2, 1000, 4)
+    truth = linear(2, 1000, 4) / linear(2, 1000, 0)
+    # Its mean is 2.3 times the truth.
+    assert truth < curve[4] / curve[0] < 1.25 * truth
+
+
 def test_more_guesses_never_cost_less():
     cost = measured(linear, 2, 1000, noise=0.6, hiccups=0.1)
     curve = cost.curve(2, 1000, 24)

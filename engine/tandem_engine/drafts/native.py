@@ -243,7 +243,7 @@ class Recycler:
 #: What `Learner.to_bytes` begins with: a mark, the version of the tables' layout, their digest.
 _LEARNER_HEADER = struct.Struct("<4sI16s")
 _LEARNER_MARK = b"TLKL"
-_LEARNER_VERSION = 1
+_LEARNER_VERSION = 2
 
 
 @dataclass(frozen=True)
