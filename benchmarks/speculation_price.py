@@ -21,8 +21,8 @@ the last prompt was computed. `fixed N` drafts the N likeliest guesses of each s
 
 wall      tokens per second beside those without drafts, as the clock said: median over the rounds, and range
 settled   the same of settled times: what a step computes takes as long as the median step, of any setting,
-          with as many sequences and guesses; the drafter takes what it took, but for steps that held it up.
-          This is what remains when the machine is not kept from its work.
+          with as many sequences and guesses, once each turn's mood is taken out; the drafter takes what it
+          took, but for steps that held it up. This is what remains when nothing keeps the machine from work.
 drafting  the share of that time that the drafter itself took, its learning and the likeliest tokens included
 """
 
@@ -32,7 +32,7 @@ import argparse
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -54,6 +54,8 @@ from tandem_engine.step_cost import StepCost
 MAX_NODES = 16
 #: Steps of one shape whose median is a time to go by.
 _ENOUGH = 12
+#: Rounds of taking out the turns' moods; they hardly change after three.
+_POLISHED = 5
 #: Drafting for a sequence that rests takes next to nothing, and now and then a look.
 _LOOKING_S = 5e-4
 WORKLOADS = ("random", "story", "copy", "dialogue", "repeated")
@@ -108,6 +110,10 @@ class Step:
     computing_s: float
     drafting_s: float
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.num_sequences, self.num_guesses
+
 
 class Clock:
     """Takes the time that an engine's drafter takes: before a step is computed and after it."""
@@ -142,22 +148,34 @@ class Turn:
 
 
 class Settled:
-    """Times of steps that nothing held up, from many steps of all settings."""
+    """Times of steps that nothing held up, from many steps of all settings.
 
-    def __init__(self, turns: Iterable[Turn]) -> None:
-        by_shape: dict[tuple[int, int], list[float]] = {}
-        by_rows: dict[int, list[float]] = {}
-        for turn in turns:
-            for step in turn.steps:
-                by_shape.setdefault((step.num_sequences, step.num_guesses), []).append(step.computing_s)
-                by_rows.setdefault(step.num_sequences + step.num_guesses, []).append(step.computing_s)
+    A step takes what its shape takes times the mood of its turn. Both are medians, each beside the other
+    (median polish, after Tukey), since a shape may have been seen in a few turns only.
+    """
+
+    def __init__(self, turns: Sequence[Turn]) -> None:
+        moods = [1.0] * len(turns)
+        for _ in range(_POLISHED):
+            by_shape: dict[tuple[int, int], list[float]] = {}
+            by_rows: dict[int, list[float]] = {}
+            for turn, mood in zip(turns, moods, strict=True):
+                for step in turn.steps:
+                    seconds = step.computing_s / mood
+                    by_shape.setdefault(step.shape, []).append(seconds)
+                    by_rows.setdefault(sum(step.shape), []).append(seconds)
+            medians = {shape: statistics.median(seconds) for shape, seconds in by_shape.items()}
+            moods = [
+                statistics.median([step.computing_s / medians[step.shape] for step in turn.steps])
+                for turn in turns
+            ]
         #: By number of sequences: numbers of guesses that many steps had.
         self._known: dict[int, list[int]] = {}
         self._medians: dict[tuple[int, int], float] = {}
         for shape, seconds in sorted(by_shape.items()):
             if len(seconds) >= _ENOUGH:
                 self._known.setdefault(shape[0], []).append(shape[1])
-                self._medians[shape] = statistics.median(seconds)
+                self._medians[shape] = medians[shape]
         self._rows = sorted(rows for rows, seconds in by_rows.items() if len(seconds) >= _ENOUGH)
         self._row_medians = [statistics.median(by_rows[rows]) for rows in self._rows]
 
@@ -258,16 +276,16 @@ class Bench:
             for setting in settings[first:] + settings[:first]:
                 if workload == "repeated":
                     taught = self.turn(setting, wanted)
-                    self._share(setting, taught)
+                    self.share(setting, taught)
                 turn = self.turn(setting, wanted)
                 if workload == "dialogue":
-                    self._share(setting, turn)
+                    self.share(setting, turn)
                 if round_number >= 0:
                     turns[setting.name].append(turn)
         for number in range(rounds):
             if len({turns[name][number].texts for name in names}) != 1:
                 raise SystemExit(f"{workload}, batch {batch}: the texts differ between settings")
-        settled = Settled(itertools.chain(*turns.values()))
+        settled = Settled(list(itertools.chain(*turns.values())))
         base, _ = settled.tokens_per_second(turns["off"])
         rows = []
         for name in names:
@@ -295,7 +313,8 @@ class Bench:
             )
         return rows
 
-    def _share(self, setting: Setting, turn: Turn) -> None:
+    def share(self, setting: Setting, turn: Turn) -> None:
+        """What was generated is there to be copied, for this setting."""
         for number, text in enumerate(turn.texts):
             setting.mirror.apply_delta([AcceptedSpan(f"{self._count}-{number}", 0, text)], "1")
 
