@@ -20,6 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from tandem_proto.v1 import gateway_pb2, gateway_pb2_grpc
 from tandem_service.channels import open_channel
+from tandem_service.health import HealthServicer
 from tandem_service.interceptors import REQUEST_ID_KEY, current_request_id
 from tandem_service.server import PodServer
 from tandem_service.settings import PodSettings
@@ -137,6 +138,17 @@ async def test_a_health_watcher_hears_each_change_and_the_end():
         status = health_pb2.HealthCheckResponse
         assert seen == [status.NOT_SERVING, status.SERVING, status.NOT_SERVING]
         assert time.monotonic() - started < 3.0, "a watcher must not hold up the drain"
+
+
+async def test_a_health_watcher_hears_the_end_that_came_while_it_was_told_something_else():
+    health = HealthServicer([SERVICE])
+    watch = health.Watch(health_pb2.HealthCheckRequest(service=SERVICE), None)
+    status = health_pb2.HealthCheckResponse
+    assert (await anext(watch)).status == status.NOT_SERVING
+    health.set_serving(True)
+    assert (await anext(watch)).status == status.SERVING
+    health.close()
+    assert [answer.status async for answer in watch] == [status.NOT_SERVING]
 
 
 async def test_reflection_lists_the_services():

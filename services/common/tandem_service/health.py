@@ -69,7 +69,8 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # t
             if status != told:
                 told = status
                 yield health_pb2.HealthCheckResponse(status=status)
-            if self._closed:
+                # It may have changed while that was sent, for the last time perhaps.
+            elif self._closed:
                 return
-            if changed is self._changed:
+            else:
                 await changed.wait()
