@@ -3,7 +3,7 @@
     python build_native.py
 
     kernels/csrc   the CPU kernels, once per instruction set; x86-64 alone
-    engine/csrc    the drafter
+    drafting/csrc    the drafter
 
 Run at install time by the hatchling hook (hatch_build.py). Needs nothing but g++ (or $CXX: a compiler whose
 OpenMP is libgomp, which torch has loaded). Without one nothing is built: the engine then computes with torch
@@ -47,7 +47,7 @@ class Library:
 
 def libraries() -> list[Library]:
     """What can be built for this machine's processor."""
-    found = [Library(_ROOT / "engine/csrc", _ROOT / "engine/tandem_engine/drafts/tandem_drafts.so")]
+    found = [Library(_ROOT / "drafting/csrc", _ROOT / "drafting/tandem_drafting/tandem_drafting.so")]
     if platform.machine() in ("x86_64", "AMD64"):
         kernels = _ROOT / "kernels"
         found += [

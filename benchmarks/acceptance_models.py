@@ -14,8 +14,8 @@ dialogues. The tree grows by the likeliest candidate, whose chance is the produc
     boosting   gradient boosting on histograms
 
 Features of a candidate: for both sources and every match length its count and the sum of all counts; how long
-ago it followed; its depth. What Tandem's drafter does is mixing, learnt online (engine/csrc/learner.h); here
-all are fitted offline, once, so that they compare.
+ago it followed; its depth. What Tandem's drafter does is mixing, learnt online (drafting/csrc/learner.h);
+here all are fitted offline, once, so that they compare.
 """
 
 from __future__ import annotations

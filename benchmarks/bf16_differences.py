@@ -20,9 +20,10 @@ from pathlib import Path
 
 import torch
 from tandem_cli.bench.dataset import load_dialogues, sample_dialogues
+from tandem_core.sampling import SamplingParams
+from tandem_drafting.drafter import drafter_for
 from tandem_engine import store
 from tandem_engine.llm import LLM, Completion
-from tandem_engine.request import SamplingParams
 
 OUTPUT_TOKENS = 64
 
@@ -80,7 +81,11 @@ def _generate(
     model_dir: Path, run: Run, dialogues: Sequence, options: argparse.Namespace
 ) -> list[Completion]:
     llm = LLM(
-        model_dir, dtype=run.dtype, chunk_size=run.chunk_size, speculation=run.speculation, num_blocks=128
+        model_dir,
+        dtype=run.dtype,
+        chunk_size=run.chunk_size,
+        drafter=drafter_for(run.speculation),
+        num_blocks=128,
     )
     sampling = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True, logprobs=2)
     prompts = [

@@ -1,4 +1,4 @@
-"""How long drafting takes, apart from any model: the calls of tandem_engine.drafts.native, timed.
+"""How long drafting takes, apart from any model: the calls of tandem_drafting.native, timed.
 
     python benchmarks/drafting.py --dataset retail_dialogues.jsonl --policy retail_policy.md --out FILE.md
 
@@ -19,9 +19,10 @@ from pathlib import Path
 from reporting import describe_command, describe_machine, markdown_table
 from tandem_cli.bench.dataset import load_dialogues, sample_dialogues
 from tandem_cli.bench.replay import Answer, read_conversations
+from tandem_core.model.manifest import ModelManifest
+from tandem_drafting.native import Corpus, Job, Learner, Text, draft_jobs, learn
 from tandem_engine import store
-from tandem_engine.drafts.native import Corpus, Job, Learner, Text, draft_jobs, learn
-from tandem_engine.drafts.tree import DraftTree
+from tandem_engine.draft_tree import DraftTree
 
 MAX_GUESSES = 16
 #: Sequences, and time of a row as a share of the step without guesses.
@@ -144,7 +145,7 @@ def main() -> None:
     policy = options.policy.read_text() if options.policy is not None else None
     conversations = read_conversations(folder, dialogues, policy)
     answers = [answer for conversation in conversations for answer in conversation.answers]
-    vocab_size = store.ModelManifest.read(folder).vocab_size
+    vocab_size = ModelManifest.read(folder).vocab_size
     rows = []
     for num_lanes, row in CASES:
         if num_lanes > len(answers):

@@ -35,8 +35,8 @@ from peers.report import Report
 from peers.statistics import cell, phases
 from peers.worker import Worker
 from reporting import describe_command, describe_machine
+from tandem_core.model.tokenizer import Tokenizer
 from tandem_engine import store
-from tandem_engine.tokenizer import Tokenizer
 
 OUTPUT_TOKENS = 64
 SHORT_TOKENS, LONG_TOKENS = 256, 3840

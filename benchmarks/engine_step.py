@@ -26,15 +26,17 @@ import torch
 from peers.prompts import PromptMaker
 from peers.transformers import load
 from reporting import describe_command, describe_machine, markdown_table
+from tandem_core.model.manifest import ModelManifest
+from tandem_core.model.tokenizer import Tokenizer
+from tandem_core.prefix_hash import cache_salt
+from tandem_core.sampling import SamplingParams
 from tandem_engine import store
 from tandem_engine.assemble import EngineConfig, assemble
-from tandem_engine.drafts.drafter import Emitted, FindLikeliest
-from tandem_engine.drafts.tree import DraftTree
+from tandem_engine.draft_source import Emitted
+from tandem_engine.draft_tree import DraftTree
 from tandem_engine.engine import Engine
-from tandem_engine.request import Request, SamplingParams
-from tandem_engine.salt import cache_salt
-from tandem_engine.step_cost import StepCost
-from tandem_engine.tokenizer import Tokenizer
+from tandem_engine.request import Request
+from torch import Tensor
 
 ROWS = (1, 8, 16)
 CONTEXTS = (512, 4096)
@@ -95,7 +97,6 @@ class _RandomDrafts:
     """A drafter that proposes `num_nodes` random tokens in a binary tree."""
 
     def __init__(self, vocab_size: int) -> None:
-        self.step_cost = StepCost()
         self.num_nodes = 0
         self._vocab_size = vocab_size
         self._random = random.Random(0)
@@ -105,7 +106,10 @@ class _RandomDrafts:
             return [None] * len(requests)
         return [self._tree() for _ in requests]
 
-    def extend(self, emitted: Sequence[Emitted], likeliest: FindLikeliest | None = None) -> None:
+    def observe_step(self, num_sequences: int, context: int, num_guesses: int, seconds: float) -> None:
+        """Learns nothing."""
+
+    def extend(self, emitted: Sequence[Emitted], logits: Tensor) -> None:
         """Learns nothing."""
 
     def forget(self, request_id: str) -> None:
@@ -118,7 +122,7 @@ class _RandomDrafts:
 
 def _tandem(config: EngineConfig, prompt: list[int], max_steps: int) -> Step:
     """An engine whose one request has computed the prompt."""
-    manifest = store.ModelManifest.read(config.model)
+    manifest = ModelManifest.read(config.model)
     drafts = _RandomDrafts(manifest.vocab_size)
     engine: Engine = assemble(config, drafts).engine
     engine.add(
@@ -144,7 +148,7 @@ def _tandem(config: EngineConfig, prompt: list[int], max_steps: int) -> Step:
 
 def _transformers(model_dir: Path, dtype: str, prompt: list[int]) -> Step:
     """A model with the prompt in its cache, to which nothing is added for long."""
-    model = load(model_dir / store.ModelManifest.read(model_dir).weights, getattr(torch, dtype))
+    model = load(model_dir / ModelManifest.read(model_dir).weights, getattr(torch, dtype))
     source = random.Random(0)
     with torch.inference_mode():
         cache = model(torch.tensor([prompt]), use_cache=True, logits_to_keep=1).past_key_values

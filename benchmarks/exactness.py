@@ -38,27 +38,28 @@ import torch
 from reporting import describe_command, describe_machine, markdown_table
 from safetensors.torch import save_file
 from tandem_cli.bench.dataset import load_dialogues, sample_dialogues
+from tandem_core.model.manifest import ModelManifest
+from tandem_core.model.tokenizer import Tokenizer
+from tandem_core.sampling import SamplingParams
+from tandem_core.speculation import SpeculationMode
+from tandem_drafting.drafter import Drafter, DraftPolicy
+from tandem_drafting.mirror import GlobalMirror
+from tandem_drafting.spans import AcceptedSpan
+from tandem_drafting.step_cost import StepCost
 from tandem_engine import store
 from tandem_engine.assemble import EngineConfig, assemble
-from tandem_engine.drafts.drafter import Drafter, DraftPolicy
-from tandem_engine.drafts.mirror import GlobalMirror
-from tandem_engine.drafts.spans import AcceptedSpan
-from tandem_engine.drafts.strategy import Strategy
-from tandem_engine.drafts.tree import DraftTree
+from tandem_engine.draft_tree import DraftTree
 from tandem_engine.engine import StepOutput
 from tandem_engine.models.config import ModelConfig
 from tandem_engine.models.layout import WeightForm, stored_tensors
-from tandem_engine.request import Request, SamplingParams
-from tandem_engine.step_cost import StepCost
+from tandem_engine.request import Request
 from tandem_engine.store.convert import open_source
-from tandem_engine.store.manifest import ModelManifest
-from tandem_engine.tokenizer import Tokenizer
 
 #: Requests under way at a time, piece by piece, and how many requests such a piece has.
 BATCHES = ((1, 6), (4, 16), (16, 32), (64, 96))
 MAX_ROWS = 256
 CUT_VOCABULARY = 8192
-STRATEGIES = (Strategy.LOCAL, Strategy.GLOBAL)
+STRATEGIES = (SpeculationMode.LOCAL, SpeculationMode.GLOBAL)
 #: Every request takes one of them, with a seed of its own.
 SAMPLING = {
     "greedy": SamplingParams(temperature=0.0),
@@ -137,7 +138,7 @@ class Generator:
         self._engine = assemble(config, Eager(self._mirror)).engine
         self._num_requests = 0
 
-    def run(self, piece: Piece, strategy: Strategy) -> Run:
+    def run(self, piece: Piece, strategy: SpeculationMode) -> Run:
         requests = [
             Request(self._name(), list(prompt), sampling, speculation=strategy)
             for prompt, sampling in zip(piece.prompts, piece.sampling, strict=True)
@@ -151,7 +152,7 @@ class Generator:
                 drafted += len(output.drafted_sources)
                 accepted += len(output.accepted_sources)
                 live -= output.finished
-                if strategy is Strategy.GLOBAL:
+                if strategy is SpeculationMode.GLOBAL:
                     self._share(output)
         return Run([request.output_token_ids for request in requests], drafted, accepted)
 
@@ -196,7 +197,7 @@ def count_differing(one: Sequence[Sequence[int]], other: Sequence[Sequence[int]]
 
 
 def compare(generator: Generator, piece: Piece, number: int, model: str) -> Outcome:
-    plain = generator.run(piece, Strategy.OFF)
+    plain = generator.run(piece, SpeculationMode.OFF)
     runs = {strategy.value: generator.run(piece, strategy) for strategy in STRATEGIES}
     lengths = [len(text) for text in plain.texts]
     names = list(SAMPLING)

@@ -31,7 +31,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from reporting import describe_command, describe_machine, markdown_table
-from tandem_engine.drafts.tree import DraftTree
+from tandem_engine.draft_tree import DraftTree
 from tandem_kernels import (
     interleave,
     pack_quantized,

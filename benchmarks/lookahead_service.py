@@ -37,8 +37,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from reporting import describe_command, describe_machine, markdown_table
 from slow_door import SlowDoor
 from tandem_decode.lookahead_client import LookaheadClient
-from tandem_engine.drafts.mirror import GlobalMirror
-from tandem_engine.drafts.spans import AcceptedSpan
+from tandem_drafting.mirror import GlobalMirror
+from tandem_drafting.spans import AcceptedSpan
 from tandem_lookahead.redis_process import find_binary
 from tandem_lookahead.text import NamespaceText, TextPolicy
 from tandem_proto.v1 import lookahead_pb2 as pb

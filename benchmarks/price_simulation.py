@@ -33,11 +33,12 @@ from pathlib import Path
 import numpy as np
 from reporting import describe_command, describe_machine, markdown_table
 from speculation_price import TASKS, Bench, Setting
+from tandem_core.sampling import SamplingParams
+from tandem_drafting.spans import AcceptedSpan
+from tandem_drafting.step_cost import StepCost
 from tandem_engine import store
-from tandem_engine.drafts.spans import AcceptedSpan
-from tandem_engine.drafts.tree import DraftTree
-from tandem_engine.request import Request, SamplingParams
-from tandem_engine.step_cost import StepCost
+from tandem_engine.draft_tree import DraftTree
+from tandem_engine.request import Request
 
 FIXED = ("fixed 1", "fixed 3", "fixed 7")
 #: Texts of a task, and their tokens.

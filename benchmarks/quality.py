@@ -23,10 +23,11 @@ from pathlib import Path
 import torch
 from reporting import describe_command, describe_machine, markdown_table
 from tandem_cli.bench.dataset import load_dialogues, sample_dialogues
+from tandem_core.model.manifest import ModelManifest
+from tandem_core.model.tokenizer import Tokenizer
 from tandem_engine import store
 from tandem_engine.models import AttentionMetadata, Decoder, Quantization, load_decoder
 from tandem_engine.models.layout import WeightForm
-from tandem_engine.tokenizer import Tokenizer
 from tandem_kernels import native, runs_packed
 
 BLOCK_SIZE = 64
@@ -131,7 +132,7 @@ def _logits(decoder: Decoder, text: Sequence[int]) -> torch.Tensor:
 def _transformers(folder: Path) -> Logits:
     from transformers import AutoModelForCausalLM, GgufConfig
 
-    weights = folder / store.ModelManifest.read(folder).weights
+    weights = folder / ModelManifest.read(folder).weights
     model = AutoModelForCausalLM.from_pretrained(
         weights.parent,
         gguf_file=weights.name,

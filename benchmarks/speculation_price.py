@@ -40,16 +40,19 @@ import numpy as np
 from reporting import describe_command, describe_machine, markdown_table
 from tandem_cli.bench.dataset import load_dialogues, sample_dialogues
 from tandem_cli.bench.workload import question
+from tandem_core.prefix_hash import cache_salt
+from tandem_core.sampling import SamplingParams
+from tandem_drafting.drafter import Drafter, DraftPolicy
+from tandem_drafting.mirror import GlobalMirror
+from tandem_drafting.spans import AcceptedSpan
+from tandem_drafting.step_cost import StepCost
 from tandem_engine import store
-from tandem_engine.drafts.drafter import Drafter, DraftPolicy, Emitted, FindLikeliest
-from tandem_engine.drafts.mirror import GlobalMirror
-from tandem_engine.drafts.spans import AcceptedSpan
-from tandem_engine.drafts.tree import DraftTree
+from tandem_engine.draft_source import Emitted
+from tandem_engine.draft_tree import DraftTree
 from tandem_engine.engine import Engine
 from tandem_engine.llm import LLM
-from tandem_engine.request import Request, SamplingParams
-from tandem_engine.salt import cache_salt
-from tandem_engine.step_cost import StepCost
+from tandem_engine.request import Request
+from torch import Tensor
 
 MAX_NODES = 16
 #: Steps of one shape whose median is a time to go by.
@@ -93,8 +96,11 @@ class Setting:
     def propose(self, requests: Sequence[Request], max_nodes: int) -> list[DraftTree | None]:
         return self._drafter.propose(requests, min(max_nodes, self._max_nodes))
 
-    def extend(self, emitted: Sequence[Emitted], likeliest: FindLikeliest | None = None) -> None:
-        self._drafter.extend(emitted, likeliest)
+    def observe_step(self, num_sequences: int, context: int, num_guesses: int, seconds: float) -> None:
+        self.step_cost.observe(num_sequences, context, num_guesses, seconds)
+
+    def extend(self, emitted: Sequence[Emitted], logits: Tensor) -> None:
+        self._drafter.extend(emitted, logits)
 
     def forget(self, request_id: str) -> None:
         self._drafter.forget(request_id)
@@ -213,7 +219,7 @@ class Settled:
 
 class Bench:
     def __init__(self, model_dir: Path, dataset: Path | None, max_tokens: int, max_batch: int) -> None:
-        self._llm = LLM(model_dir, speculation="off", max_batch=max_batch, max_draft_nodes=MAX_NODES)
+        self._llm = LLM(model_dir, max_batch=max_batch, max_draft_nodes=MAX_NODES)
         self._engine = self._llm.engine
         self._clock = Clock(self._engine)
         self._dialogues = load_dialogues(dataset) if dataset is not None else sample_dialogues()

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from tandem_drafting import native
+from tandem_drafting.step_cost import StepCost
 from tandem_engine import store
-from tandem_engine.drafts import native
-from tandem_engine.step_cost import StepCost
 
 #: Larger development data, read when it lies beside the repository; the small sample ships with the package.
 _SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tandem_core.model.manifest import ModelManifest
 from tandem_engine import store
 
 from peers import environments
@@ -44,7 +45,7 @@ class Peer:
 
 def lineup(model_dir: Path, dtype: str, fleets: Sequence[str]) -> list[Peer]:
     """All peers; `fleets` holds the flags of `tandem up` for each pair of fleets, without and with drafts."""
-    gguf = str(model_dir / store.ModelManifest.read(model_dir).weights)
+    gguf = str(model_dir / ModelManifest.read(model_dir).weights)
     peers = [
         Peer("transformers", "transformers", (gguf, "--dtype", dtype), concurrent=False),
         Peer("transformers, prompt lookup", "transformers", (gguf, "--dtype", dtype, "--drafts"),
@@ -73,7 +74,7 @@ def lineup(model_dir: Path, dtype: str, fleets: Sequence[str]) -> list[Peer]:
 def huggingface_folder() -> Path:
     """The default model as bfloat16 safetensors in Hugging Face's layout, which is what vLLM reads."""
     model_dir = store.pull(store.DEFAULT_MODEL)
-    manifest = store.ModelManifest.read(model_dir)
+    manifest = ModelManifest.read(model_dir)
     folder = cache_home() / "models" / manifest.revision
     if (folder / "config.json").exists():
         return folder

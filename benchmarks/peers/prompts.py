@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tandem_cli.bench.dataset import load_dialogues, sample_dialogues, sample_policy
-from tandem_engine.tokenizer import Tokenizer
+from tandem_core.model.tokenizer import Tokenizer
 
 #: From this length on a prompt opens with the agent's policy, as a bot's prompts do.
 _POLICY_FROM_TOKENS = 1000

@@ -7,10 +7,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from tandem_core.errors import ModelLoadError
+from tandem_core.model.manifest import ModelManifest
+from tandem_core.model.tokenizer import Tokenizer
 
 from tandem_engine.block_manager import BlockManager
-from tandem_engine.engine import DraftSource, Engine
-from tandem_engine.errors import ModelLoadError
+from tandem_engine.draft_source import DraftSource
+from tandem_engine.engine import Engine
 from tandem_engine.kv_pool import KVPool, KVShape, default_num_blocks
 from tandem_engine.models import load_decoder
 from tandem_engine.models.decoder import Decoder
@@ -18,9 +21,7 @@ from tandem_engine.numerics import Numerics, pick_numerics
 from tandem_engine.runner import ModelRunner
 from tandem_engine.sampling.verify import Verifier
 from tandem_engine.scheduler import Scheduler, SchedulerConfig
-from tandem_engine.store import ModelManifest
 from tandem_engine.store.convert import LAYOUT_VERSION
-from tandem_engine.tokenizer import Tokenizer
 from tandem_engine.transport.layout import KVLayout
 
 #: Rows that occupy a CPU's multipliers: 128 cost a quarter of 512.

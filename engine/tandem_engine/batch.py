@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tandem_engine.drafts.tree import DraftTree
-from tandem_engine.errors import InvariantError
+from tandem_core.errors import InvariantError
+
+from tandem_engine.draft_tree import DraftTree
 from tandem_engine.request import Request
 
 

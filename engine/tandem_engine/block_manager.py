@@ -31,6 +31,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from tandem_core.errors import InvariantError
+
 from tandem_engine.block_pool import (
     BlockContent,
     BlockHasher,
@@ -39,7 +41,6 @@ from tandem_engine.block_pool import (
     hash_block,
     hash_salt,
 )
-from tandem_engine.errors import InvariantError
 from tandem_engine.request import Request
 
 __all__ = ["BlockBooks", "BlockHold", "BlockManager"]

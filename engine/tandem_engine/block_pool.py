@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NewType
 
-from tandem_engine.errors import InvariantError
+from tandem_core.errors import InvariantError
 
 #: Hash of a block together with everything before it.
 ChainHash = NewType("ChainHash", bytes)

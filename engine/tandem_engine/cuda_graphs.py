@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from tandem_engine.batch import Batch
-from tandem_engine.drafts.tree import MAX_TREE_NODES
+from tandem_engine.draft_tree import MAX_TREE_NODES
 from tandem_engine.kv_pool import KVPool
 from tandem_engine.models.decoder import Decoder
 from tandem_engine.models.metadata import AttentionMetadata

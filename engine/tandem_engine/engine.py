@@ -18,33 +18,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Protocol
 
+from tandem_core.errors import InvalidRequestError
+from tandem_core.sampling import TokenLogprobs
 from torch import Tensor
 
 from tandem_engine.batch import Batch
 from tandem_engine.block_manager import BlockManager
-from tandem_engine.drafts.drafter import Emitted, FindLikeliest
-from tandem_engine.drafts.native import NUM_RECYCLED
-from tandem_engine.drafts.tree import MAX_TREE_NODES, DraftTree
-from tandem_engine.errors import InvalidRequestError
-from tandem_engine.request import Request, TokenLogprobs
+from tandem_engine.draft_source import DraftSource, Emitted
+from tandem_engine.draft_tree import MAX_TREE_NODES
+from tandem_engine.request import Request
 from tandem_engine.runner import ModelRunner
-from tandem_engine.sampling.likeliest import likeliest_of
 from tandem_engine.sampling.verify import Verified, Verifier
 from tandem_engine.scheduler import Progress, Scheduler
-from tandem_engine.step_cost import StepCost
-
-
-class DraftSource(Protocol):
-    """What the engine asks of a drafter (tandem_engine.drafts.drafter)."""
-
-    step_cost: StepCost
-
-    def propose(self, requests: Sequence[Request], max_nodes: int) -> list[DraftTree | None]: ...
-    def extend(self, emitted: Sequence[Emitted], likeliest: FindLikeliest | None = None) -> None: ...
-    def forget(self, request_id: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -93,8 +79,9 @@ class Engine:
         self.scheduler = scheduler
         #: For transfers, which hold blocks beside the requests that own them.
         self.blocks = blocks
-        self.step_cost = drafter.step_cost if drafter is not None else StepCost()
         self.num_steps = 0
+        #: Recent mean duration of a decode step; 0 before any.
+        self.decode_step_seconds = 0.0
         #: Recent prefill speed in tokens per second; 0 before any prefill.
         self.prefill_tokens_per_second = 0.0
         self._runner = runner
@@ -205,11 +192,10 @@ class Engine:
         sampling = [s for s in batch.sequences if s.samples]
         for sequence, seen, done in zip(sampling, verified, progress, strict=True):
             rows = [first_row + node for node in seen.path[: len(done.new_token_ids)]]
-            emitted.append((done.request, done.new_token_ids, rows))
+            emitted.append(Emitted(done.request, done.new_token_ids, rows))
             first_row += sequence.num_logits_rows
         if emitted:
-            has_enough = self._vocab_size >= NUM_RECYCLED
-            self._drafter.extend(emitted, partial(likeliest_of, logits) if has_enough else None)
+            self._drafter.extend(emitted, logits)
         for done in progress:
             if done.finished:
                 self._drafter.forget(done.request.request_id)
@@ -219,7 +205,11 @@ class Engine:
         sequences = batch.sequences
         drafted = sum([len(s.draft) for s in sequences if s.draft is not None])
         if batch.num_tokens == len(sequences) + drafted and all(s.samples for s in sequences):
-            self.step_cost.observe(len(sequences), sum([s.start for s in sequences]), drafted, step_s)
+            old = self.decode_step_seconds
+            self.decode_step_seconds = step_s if old == 0.0 else 0.98 * old + 0.02 * step_s
+            if self._drafter is not None:
+                context = sum([s.start for s in sequences])
+                self._drafter.observe_step(len(sequences), context, drafted, step_s)
         elif drafted == 0:
             speed = batch.num_tokens / computing_s
             old = self.prefill_tokens_per_second

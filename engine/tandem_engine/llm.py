@@ -13,14 +13,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tandem_core.errors import InvalidRequestError
+from tandem_core.model.detokenizer import StreamingDetokenizer
+from tandem_core.prefix_hash import cache_salt
+from tandem_core.sampling import FinishReason, SamplingParams, TokenLogprobs
+
 from tandem_engine.assemble import EngineConfig, assemble
-from tandem_engine.detokenizer import StreamingDetokenizer
-from tandem_engine.drafts.drafter import Drafter, DraftPolicy
-from tandem_engine.drafts.strategy import Strategy
+from tandem_engine.draft_source import DraftSource
 from tandem_engine.engine import StepOutput
-from tandem_engine.errors import InvalidRequestError
-from tandem_engine.request import FinishReason, Request, SamplingParams, TokenLogprobs
-from tandem_engine.salt import cache_salt
+from tandem_engine.request import Request
 
 Prompt = str | Sequence[int]
 
@@ -53,13 +54,11 @@ class Completion:
 class LLM:
     """A model folder, loaded and ready. Raises ModelLoadError.
 
-    speculation: "off", or "local" for drafts from each sequence's own text.
+    drafter: where drafts come from; None: none are made.
     """
 
-    def __init__(self, model_dir: Path, *, speculation: str = "local", **sizes: object) -> None:
+    def __init__(self, model_dir: Path, *, drafter: DraftSource | None = None, **sizes: object) -> None:
         config = EngineConfig(model=Path(model_dir), **sizes)  # type: ignore[arg-type]
-        strategy = Strategy(speculation)
-        drafter = None if strategy is Strategy.OFF else Drafter(None, DraftPolicy(strategy=strategy))
         self._parts = assemble(config, drafter)
         self.engine = self._parts.engine
         self.tokenizer = self._parts.tokenizer

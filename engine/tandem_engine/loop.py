@@ -16,8 +16,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
+from tandem_core.errors import InvariantError
+
 from tandem_engine.engine import Engine, StepOutput
-from tandem_engine.errors import InvariantError
 
 T = TypeVar("T")
 #: Called on the engine's thread with an output, or with the exception that ended the engine.

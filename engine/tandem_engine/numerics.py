@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from tandem_core.errors import ModelLoadError
 from tandem_kernels import runs_packed
 
-from tandem_engine.errors import ModelLoadError
 from tandem_engine.models import Quantization, pick_dtype
 from tandem_engine.store import source_bits
 

@@ -19,8 +19,8 @@ from exactness import (
     read_log,
     report,
 )
-from tandem_engine.drafts.strategy import Strategy
-from tandem_engine.request import SamplingParams
+from tandem_core.sampling import SamplingParams
+from tandem_core.speculation import SpeculationMode
 from toy_models import SIZES, prompt_of
 
 CORPUS = [prompt_of(200, start) for start in (0, 11, 23)]
@@ -57,7 +57,7 @@ def test_a_changed_seed_is_seen_as_tokens_that_differ(generator: Generator) -> N
     prompts = tuple(tuple(prompt_of(20, start)) for start in (1, 2))
     one = Piece(2, prompts, (dataclasses.replace(sampling, seed=1), dataclasses.replace(sampling, seed=2)))
     other = Piece(2, prompts, (one.sampling[0], dataclasses.replace(sampling, seed=3)))
-    texts = [generator.run(piece, Strategy.OFF).texts for piece in (one, other)]
+    texts = [generator.run(piece, SpeculationMode.OFF).texts for piece in (one, other)]
     assert texts[0][0] == texts[1][0]
     assert 0 < count_differing(*texts) <= 20
 
@@ -100,8 +100,8 @@ def test_a_cut_model_keeps_the_weights_it_keeps(
         folder = tmp_path / str(layers)
         folder.mkdir()
         texts[layers] = (
-            Generator(cut_model(tiny_model, layers, folder), **ENGINE).run(piece, Strategy.OFF).texts
+            Generator(cut_model(tiny_model, layers, folder), **ENGINE).run(piece, SpeculationMode.OFF).texts
         )
-    whole = generator.run(piece, Strategy.OFF).texts
+    whole = generator.run(piece, SpeculationMode.OFF).texts
     assert count_differing(texts[3], whole) == 0
     assert count_differing(texts[1], whole) > 0

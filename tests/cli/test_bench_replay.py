@@ -20,9 +20,9 @@ from tandem_cli.bench.replay import (
 from tandem_cli.bench.replay_drafters import DRAFTERS
 from tandem_cli.bench.replay_run import ReplayConfig, run
 from tandem_cli.main import app
-from tandem_engine.drafts import native
-from tandem_engine.drafts.native import Guesses
-from tandem_engine.drafts.tree import DraftTree
+from tandem_drafting import native
+from tandem_drafting.native import Guesses
+from tandem_engine.draft_tree import DraftTree
 from toy_tokenizers import without_merges
 from typer.testing import CliRunner
 

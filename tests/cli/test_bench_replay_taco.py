@@ -7,7 +7,7 @@ from tandem_cli.bench.cost_model import CostModel
 from tandem_cli.bench.replay import Answer, Conversation, replay
 from tandem_cli.bench.replay_drafters import Chain, Forest
 from tandem_cli.bench.replay_taco import taco_table
-from tandem_engine.drafts.native import Corpus
+from tandem_drafting.native import Corpus
 
 pytestmark = pytest.mark.drafts
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from tandem_decode.lookahead_client import LookaheadClient
-from tandem_engine.drafts.mirror import GlobalMirror
+from tandem_drafting.mirror import GlobalMirror
 from tandem_lookahead.main import LookaheadPod
 from tandem_lookahead.settings import LookaheadSettings
 from tandem_proto.v1 import lookahead_pb2 as pb

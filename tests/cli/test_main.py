@@ -19,6 +19,7 @@ from tandem_cli.fleet import FleetOptions
 from tandem_cli.log_view import LogView
 from tandem_cli.state_file import PodRecord, StateFile, read_state
 from tandem_cli.up import banner
+from tandem_core.model import registry
 from tandem_proto.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
 TANDEM = str(Path(sys.executable).parent / "tandem")
@@ -101,19 +102,18 @@ def test_an_empty_store_says_how_to_fill_it(tmp_path: Path) -> None:
 
 
 def test_models_are_found_where_the_store_finds_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tandem_engine import store
 
     monkeypatch.setenv("TANDEM_HOME", str(tmp_path))
     folder = fake_model(tmp_path / "models" / "org--name")
-    assert models.home() == store.cache_root()
-    assert models.find("org/name") == store.resolve("org/name") == folder
-    assert models.find(str(folder)) == store.resolve(folder) == folder.resolve()
+    assert models.home() == registry.cache_root()
+    assert models.find("org/name") == registry.resolve("org/name") == folder
+    assert models.find(str(folder)) == registry.resolve(folder) == folder.resolve()
     assert models.find("other") is None
     monkeypatch.delenv("TANDEM_HOME")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert models.home() == store.cache_root()
+    assert models.home() == registry.cache_root()
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert models.home() == store.cache_root()
+    assert models.home() == registry.cache_root()
 
 
 def test_the_state_file_round_trips_and_goes(tmp_path: Path) -> None:
@@ -156,12 +156,11 @@ def test_the_banner_holds_commands_for_the_chosen_ports() -> None:
 
 @pytest.mark.timeout(120)
 def test_generate_prints_what_the_engine_alone_computes(model_dir: Path) -> None:
-    from tandem_engine import store
+    from tandem_core.sampling import SamplingParams
     from tandem_engine.llm import LLM
-    from tandem_engine.request import SamplingParams
 
     question = "Name three primary colours."
-    printed = tandem("generate", "--max-tokens", "12", question, home=store.cache_root(), timeout_s=100)
+    printed = tandem("generate", "--max-tokens", "12", question, home=registry.cache_root(), timeout_s=100)
     assert printed.returncode == 0, printed.stderr
     sampling = SamplingParams(max_tokens=12, temperature=0.0)
     alone = LLM(model_dir).chat([{"role": "user", "content": question}], sampling)

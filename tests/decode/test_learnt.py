@@ -7,9 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tandem_core.sampling import SamplingParams
 from tandem_decode.learnt import DrafterTables
-from tandem_engine.drafts.drafter import Drafter, DraftPolicy
-from tandem_engine.request import Request, SamplingParams
+from tandem_drafting.drafter import Drafter, DraftPolicy
+from tandem_engine.draft_source import Emitted
+from tandem_engine.request import Request
 
 pytestmark = pytest.mark.drafts
 
@@ -31,7 +33,7 @@ def taught(tenant: str) -> Drafter:
     request.output_token_ids = [1]
     for token in [2, 3, 4, 5, 1] * 10:
         drafter.propose([request], 8)
-        drafter.extend([(request, [token], ())])
+        drafter.extend([Emitted(request, [token], ())])
         request.output_token_ids.append(token)
         request.num_computed_tokens += 1
     return drafter

@@ -4,7 +4,7 @@ import asyncio
 
 import grpc.aio
 from tandem_decode.lookahead_client import LookaheadClient
-from tandem_engine.drafts.mirror import GlobalMirror
+from tandem_drafting.mirror import GlobalMirror
 from tandem_proto.v1 import lookahead_pb2 as pb
 from waiting import until
 

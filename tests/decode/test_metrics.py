@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 from tandem_decode.metrics import DecodeMetrics
-from tandem_engine.drafts.native import Reliability
+from tandem_drafting.native import Reliability
 
 
 def test_the_reliability_curve_is_three_series_by_tenth() -> None:

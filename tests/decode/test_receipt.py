@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from tandem_core.sampling import SamplingParams
 from tandem_decode.receipt import RequestRecord
 from tandem_engine.engine import StepOutput
-from tandem_engine.request import Request, SamplingParams
+from tandem_engine.request import Request
 
 
 def test_steps_guesses_and_hits_are_counted_by_source() -> None:

@@ -5,15 +5,19 @@ whatever was computed beside it, drafted, or cut into chunks."""
 from pathlib import Path
 
 import pytest
+from tandem_core.sampling import SamplingParams
+from tandem_drafting.drafter import drafter_for
 from tandem_engine.llm import LLM, Completion
-from tandem_engine.request import SamplingParams
 from tandem_kernels import native
 
 pytestmark = pytest.mark.skipif(native.LIBRARY is None, reason="torch's products depend on the batch")
 CHARS = (200, 700, 1500, 2600, 5000)
 
 
-def generate(model_dir: Path, corpus, dtype: str, *, alone: bool, **options: object) -> list[Completion]:
+def generate(
+    model_dir: Path, corpus, dtype: str, *, alone: bool, speculation: str, **options: object
+) -> list[Completion]:
+    options["drafter"] = drafter_for(speculation)
     llm = LLM(model_dir, dtype=dtype, num_blocks=200, **options)
     prompts = [llm.tokenizer.encode(corpus.prompt(i, n)) for i, n in enumerate(CHARS)]
     sampling = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True, logprobs=1)

@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 
 import pytest
+from tandem_core.errors import InvariantError
+from tandem_core.sampling import SamplingParams
 from tandem_engine.block_manager import BlockBooks, BlockManager
 from tandem_engine.block_pool import ChainHash
-from tandem_engine.errors import InvariantError
-from tandem_engine.request import Request, SamplingParams
+from tandem_engine.request import Request
 
 BLOCK = 4
 

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tandem_engine import store
-from tandem_engine.drafts import native
+from tandem_core.model.manifest import ModelManifest
+from tandem_core.sampling import SamplingParams
+from tandem_drafting import native
+from tandem_drafting.drafter import drafter_for
 from tandem_engine.llm import LLM, Completion
-from tandem_engine.request import SamplingParams
 
 NUM_TOKENS = 64
 QUESTIONS = (
@@ -33,8 +34,9 @@ PROMPT_CHARS = (600, 900, 1200, 1600, 2000, 2500, 3000, 4000, 5000, 6000, 10_000
 MAX_PROMPT_TOKENS = 4000
 
 
-def make_llm(model_dir: Path, **options: object) -> LLM:
-    return LLM(model_dir, **{"dtype": "float32", "num_blocks": 400, "speculation": "local", **options})
+def make_llm(model_dir: Path, speculation: str = "local", **options: object) -> LLM:
+    options["drafter"] = drafter_for(speculation)
+    return LLM(model_dir, **{"dtype": "float32", "num_blocks": 400, **options})
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +81,7 @@ def transformers_model(model_dir: Path):
     """transformers' own reading of the same source file, in fp32."""
     from transformers import AutoModelForCausalLM, GgufConfig
 
-    weights = model_dir / store.ModelManifest.read(model_dir).weights
+    weights = model_dir / ModelManifest.read(model_dir).weights
     model = AutoModelForCausalLM.from_pretrained(
         weights.parent,
         gguf_file=weights.name,

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tandem_engine.errors import InvalidRequestError
+from tandem_core.errors import InvalidRequestError
+from tandem_core.sampling import FinishReason, SamplingParams
 from tandem_engine.llm import LLM
-from tandem_engine.request import FinishReason, SamplingParams
 from toy_models import SIZES, prompt_of
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)

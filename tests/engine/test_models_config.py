@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tandem_engine.errors import ModelLoadError
+from tandem_core.errors import ModelLoadError
 from tandem_engine.models import ModelConfig
 from tandem_engine.models.layout import WeightForm, stored_tensors
 

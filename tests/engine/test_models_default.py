@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from tandem_core.model.manifest import ModelManifest
+from tandem_core.model.tokenizer import Tokenizer
 from tandem_engine.models import AttentionMetadata, Decoder, ModelConfig, Quantization, load_decoder
-from tandem_engine.store import DEFAULT_MODEL, ModelManifest, ensure_weights, pull
+from tandem_engine.store import DEFAULT_MODEL, ensure_weights, pull
 from tandem_engine.store.gguf_source import GgufSource
-from tandem_engine.tokenizer import Tokenizer
 from tandem_kernels import native, unpack_quantized
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel

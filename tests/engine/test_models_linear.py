@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tandem_engine.errors import ModelLoadError
+from tandem_core.errors import ModelLoadError
 from tandem_engine.models import pick_dtype
 from tandem_engine.models.linear import PackedLinear, PlainLinear, UpcastLinear, cpu_has_bf16, linear_policy
 from tandem_kernels import native, pack_weight

@@ -7,14 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from tandem_core.errors import ModelLoadError
+from tandem_core.model.manifest import ModelManifest
+from tandem_core.sampling import SamplingParams
+from tandem_drafting.drafter import drafter_for
 from tandem_engine.assemble import EngineConfig, assemble
-from tandem_engine.errors import ModelLoadError
 from tandem_engine.llm import LLM
 from tandem_engine.models import Quantization, load_decoder, pick_dtype
 from tandem_engine.models.linear import PlainLinear
 from tandem_engine.numerics import pick_numerics
-from tandem_engine.request import SamplingParams
-from tandem_engine.store import DEFAULT_MODEL, ModelManifest, pull, source_bits
+from tandem_engine.store import DEFAULT_MODEL, pull, source_bits
 from tandem_kernels import native
 
 compiled = pytest.mark.skipif(native.LIBRARY is None, reason="no compiled kernels on this machine")
@@ -70,10 +72,8 @@ def test_quantized_results_do_not_depend_on_company_chunks_or_drafts(
     greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=1)
     prompts = [[50 + i % 40 for i in range(90)], list(range(500, 570)), [7, 8, 9] * 30]
     options = {"quantization": quantization, "dtype": dtype, "num_blocks": 40, "deterministic": True}
-    alone = [
-        LLM(folder, speculation="off", chunk_size=512, **options).generate([p], greedy)[0] for p in prompts
-    ]
-    together = LLM(folder, speculation="local", chunk_size=48, **options).generate(prompts, greedy)
+    alone = [LLM(folder, chunk_size=512, **options).generate([p], greedy)[0] for p in prompts]
+    together = LLM(folder, drafter=drafter_for("local"), chunk_size=48, **options).generate(prompts, greedy)
     for a, b in zip(alone, together, strict=True):
         assert a.token_ids == b.token_ids
         assert [t.logprob for t in a.logprobs] == [t.logprob for t in b.logprobs]

@@ -7,10 +7,11 @@ import random
 
 import pytest
 import torch
+from tandem_core.errors import InvariantError
+from tandem_core.sampling import SamplingParams
 from tandem_engine.batch import Batch, ScheduledSequence
-from tandem_engine.drafts.tree import DraftTree
-from tandem_engine.errors import InvariantError
-from tandem_engine.request import Request, SamplingParams
+from tandem_engine.draft_tree import DraftTree
+from tandem_engine.request import Request
 from tandem_engine.sampling import Verifier
 from tandem_engine.sampling.device import choose_tokens
 

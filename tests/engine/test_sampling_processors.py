@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tandem_engine.errors import InvariantError
-from tandem_engine.request import SamplingParams
+from tandem_core.errors import InvariantError
+from tandem_core.sampling import SamplingParams
 from tandem_engine.sampling import processors
 from tandem_engine.sampling.processors import Row, TokenHistory, TokenIds
 from transformers import (

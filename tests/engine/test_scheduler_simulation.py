@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tandem_core.sampling import FinishReason, SamplingParams
 from tandem_engine.batch import Batch, ScheduledSequence
 from tandem_engine.block_manager import BlockHold, BlockManager
-from tandem_engine.drafts.tree import DraftTree
-from tandem_engine.request import FinishReason, Request, RequestStatus, SamplingParams
+from tandem_engine.draft_tree import DraftTree
+from tandem_engine.request import Request, RequestStatus
 from tandem_engine.scheduler import Reservation, Scheduler, SchedulerConfig
 
 BLOCK = 4

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tandem_engine.errors import ModelLoadError
+from tandem_core.errors import ModelLoadError
+from tandem_core.model.manifest import ModelManifest
 from tandem_engine.models import ModelConfig, Quantization
-from tandem_engine.store import ModelManifest, ensure_weights
+from tandem_engine.store import ensure_weights
 from tandem_engine.store.gguf_source import GgufSource
 from tandem_engine.store.safetensors_source import SafetensorsSource
 from tandem_kernels import pack_weight, quantize_weight, unpack_quantized

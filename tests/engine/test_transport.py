@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from tandem_engine.errors import InvalidRequestError, InvariantError, LayoutMismatchError, TransferError
+from tandem_core.errors import InvalidRequestError, InvariantError
+from tandem_engine.errors import LayoutMismatchError, TransferError
 from tandem_engine.transport.base import (
     BlockStore,
     DropCause,

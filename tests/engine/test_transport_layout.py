@@ -3,7 +3,8 @@
 import dataclasses
 
 import pytest
-from tandem_engine.errors import InvariantError, LayoutMismatchError
+from tandem_core.errors import InvariantError
+from tandem_engine.errors import LayoutMismatchError
 from tandem_engine.transport.layout import KVLayout
 
 LAYOUT = KVLayout(

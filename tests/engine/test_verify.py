@@ -14,10 +14,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tandem_core.errors import InvariantError
+from tandem_core.sampling import SamplingParams
 from tandem_engine.batch import Batch, ScheduledSequence
-from tandem_engine.drafts.tree import DraftTree
-from tandem_engine.errors import InvariantError
-from tandem_engine.request import Request, SamplingParams
+from tandem_engine.draft_tree import DraftTree
+from tandem_engine.request import Request
 from tandem_engine.sampling import Verified, Verifier
 
 VOCAB = 5

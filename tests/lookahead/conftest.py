@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from tandem_decode.lookahead_client import LearntTables, LookaheadClient
-from tandem_engine.drafts.mirror import GlobalMirror
+from tandem_drafting.mirror import GlobalMirror
 from tandem_lookahead.main import LookaheadPod
 from tandem_lookahead.redis_process import RedisProcess
 from tandem_lookahead.settings import LookaheadSettings

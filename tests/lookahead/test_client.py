@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from tandem_decode.lookahead_client import LookaheadClient, joined
-from tandem_engine.drafts.mirror import GlobalMirror
-from tandem_engine.drafts.spans import AcceptedSpan
+from tandem_drafting.mirror import GlobalMirror
+from tandem_drafting.spans import AcceptedSpan
 from tandem_proto.v1 import lookahead_pb2 as pb
 
 NOWHERE = "127.0.0.1:1"

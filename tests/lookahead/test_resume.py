@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 import pytest
 import redis.asyncio as redis
-from tandem_engine.drafts.mirror import GlobalMirror
+from tandem_drafting.mirror import GlobalMirror
 from tandem_lookahead.codec import SNAPSHOT_CHUNK_BYTES
 from tandem_proto.v1 import lookahead_pb2 as pb
 from tandem_proto.v1 import lookahead_pb2_grpc

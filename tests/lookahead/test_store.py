@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 import redis.asyncio as redis
-from tandem_engine.drafts.spans import AcceptedSpan
+from tandem_drafting.spans import AcceptedSpan
 from tandem_lookahead import store as store_module
 from tandem_lookahead.codec import Tables
 from tandem_lookahead.connection import RedisAddress

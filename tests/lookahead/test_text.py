@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tandem_engine.drafts.spans import AcceptedSpan
-from tandem_engine.drafts.text_store import TextStore
+from tandem_drafting.spans import AcceptedSpan
+from tandem_drafting.text_store import TextStore
 from tandem_lookahead import text_bytes
 from tandem_lookahead.text import BYTES_PER_RUN, BYTES_PER_TOKEN, NamespaceText, TextPolicy
 

@@ -15,13 +15,14 @@ from pathlib import Path
 import grpc
 import pytest
 from pod_books import held
+from tandem_core.sampling import SamplingParams
 from tandem_decode import handoff
 from tandem_decode.main import open_pod as open_decode
 from tandem_decode.settings import DecodeSettings
+from tandem_drafting.drafter import drafter_for
 from tandem_engine.assemble import EngineConfig, assemble
 from tandem_engine.batch import Batch
 from tandem_engine.llm import LLM
-from tandem_engine.request import SamplingParams
 from tandem_engine.transport.layout import KVLayout
 from tandem_prefill.main import open_pod as open_prefill
 from tandem_prefill.settings import PrefillSettings
@@ -111,7 +112,7 @@ async def run(fleet: Fleet, message) -> tuple[list[int], common_pb2.Receipt]:
 async def test_apart_equals_together(tiny_model: Path, sampling: dict[str, float]) -> None:
     lengths = (33, 64, 65, 200, 437)
     prompts = [prompt_of(n, start=i) for i, n in enumerate(lengths)]
-    alone = LLM(tiny_model, speculation="off", **SIZES)
+    alone = LLM(tiny_model, **SIZES)
     params = SamplingParams(**{"temperature": 0.0, "max_tokens": 24, "ignore_eos": True, **sampling})
     want = [alone.generate([p], params)[0].token_ids for p in prompts]
     async with run_fleet(tiny_model) as fleet:
@@ -366,12 +367,12 @@ async def test_the_harshest_penalties_do_not_end_a_pod(tiny_model: Path) -> None
 async def test_a_stop_string_cuts_the_same_with_drafts_and_without(tiny_model: Path) -> None:
     """Tokens that a draft brought beyond the stop string are neither sent nor counted."""
     prompt = prompt_of(90)
-    plain = LLM(tiny_model, speculation="off", **SIZES)
+    plain = LLM(tiny_model, **SIZES)
     params = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
     whole = plain.generate([prompt], SamplingParams(**params))[0].text
     stop = whole[15:17]
     want = plain.generate([prompt], SamplingParams(**params, stop=(stop,)))[0]
-    drafted = LLM(tiny_model, speculation="local", **SIZES)
+    drafted = LLM(tiny_model, drafter=drafter_for("local"), **SIZES)
     assert drafted.generate([prompt], SamplingParams(**params, stop=(stop,)))[0].token_ids == want.token_ids
     async with run_fleet(tiny_model) as fleet:
         tokens, receipt = await run(

@@ -4,8 +4,8 @@ import asyncio
 
 import structlog
 from prometheus_client import CollectorRegistry
+from tandem_pod.books import BookGauges, refreshing
 from tandem_proto.v1 import common_pb2
-from tandem_service.books import BookGauges, refreshing
 
 BOOKS = common_pb2.Books(
     blocks_free=1,
@@ -40,7 +40,7 @@ async def test_the_status_is_shown_at_once_and_no_more_after_the_end():
 
 
 async def test_a_status_that_fails_does_not_end_the_refreshing(monkeypatch):
-    monkeypatch.setattr("tandem_service.books._INTERVAL_S", 0.01)
+    monkeypatch.setattr("tandem_pod.books._INTERVAL_S", 0.01)
     answers = iter([RuntimeError("the engine is gone"), common_pb2.PodStatus(books=BOOKS)])
     shown = asyncio.Event()
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tandem_engine.errors import ModelLoadError
+from tandem_core.errors import ModelLoadError
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 

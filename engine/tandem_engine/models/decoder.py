@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from tandem_core.errors import InvariantError
 from tandem_kernels import (
     DecoderLayers,
     LayerWeights,
@@ -26,7 +27,6 @@ from tandem_kernels import (
 )
 from torch import Tensor
 
-from tandem_engine.errors import InvariantError
 from tandem_engine.models.config import ModelConfig
 from tandem_engine.models.linear import Linear, PackedLinear
 from tandem_engine.models.metadata import AttentionMetadata

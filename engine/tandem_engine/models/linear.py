@@ -25,10 +25,9 @@ from typing import Protocol
 
 import torch
 import torch.nn.functional as F
+from tandem_core.errors import ModelLoadError
 from tandem_kernels import PackedProjection, packed_linear, runs_packed, unpack_quantized
 from torch import Tensor
-
-from tandem_engine.errors import ModelLoadError
 
 
 class Linear(Protocol):

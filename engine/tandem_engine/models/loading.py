@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from tandem_core.errors import ModelLoadError
 from tandem_kernels import runs_packed
 from torch import Tensor
 
-from tandem_engine.errors import ModelLoadError
 from tandem_engine.models.config import ModelConfig
 from tandem_engine.models.decoder import Decoder
 from tandem_engine.models.layout import FileTensor, Quantization, WeightForm, stored_tensors

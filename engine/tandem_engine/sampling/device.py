@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from typing import cast
 
 import torch
+from tandem_core.errors import InvariantError
 from tandem_kernels import draw_tokens
 from torch import Tensor
 
 from tandem_engine.batch import ScheduledSequence
-from tandem_engine.errors import InvariantError
 from tandem_engine.sampling.processors import MIN_TEMPERATURE
 from tandem_engine.sampling.rng import position_key
 

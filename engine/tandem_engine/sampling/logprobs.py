@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
+from tandem_core.sampling import TokenLogprobs
 from torch import Tensor
-
-from tandem_engine.request import TokenLogprobs
 
 
 def token_logprobs(rows: Tensor, token_ids: tuple[int, ...], num_top: int) -> tuple[TokenLogprobs, ...]:

@@ -21,9 +21,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
-
-from tandem_engine.errors import InvariantError
-from tandem_engine.request import SamplingParams
+from tandem_core.errors import InvariantError
+from tandem_core.sampling import SamplingParams
 
 Row = npt.NDArray[np.float32]
 TokenIds = npt.NDArray[np.int64]

@@ -18,11 +18,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
+from tandem_core.errors import InvariantError
+from tandem_core.sampling import TokenLogprobs
 from torch import Tensor
 
 from tandem_engine.batch import Batch, ScheduledSequence
-from tandem_engine.errors import InvariantError
-from tandem_engine.request import TokenLogprobs
 from tandem_engine.sampling.device import choose_tokens
 from tandem_engine.sampling.logprobs import token_logprobs
 from tandem_engine.sampling.sampler import TokenChooser, end_token_ids

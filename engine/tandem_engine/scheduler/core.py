@@ -25,10 +25,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tandem_core.errors import InvalidRequestError, InvariantError
+from tandem_core.sampling import FinishReason
+
 from tandem_engine.batch import Batch, ScheduledSequence
 from tandem_engine.block_manager import BlockManager
-from tandem_engine.errors import CapacityError, InvalidRequestError, InvariantError
-from tandem_engine.request import FinishReason, Request, RequestStatus
+from tandem_engine.errors import CapacityError
+from tandem_engine.request import Request, RequestStatus
 from tandem_engine.scheduler.config import Reservation, SchedulerBooks, SchedulerConfig
 from tandem_engine.scheduler.finishing import Progress, VerifiedTokens, append_tokens, token_limit
 from tandem_engine.scheduler.queues import RequestQueues

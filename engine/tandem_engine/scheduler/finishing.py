@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from tandem_engine.request import FinishReason, Request
+from tandem_core.sampling import FinishReason
+
+from tandem_engine.request import Request
 
 
 class VerifiedTokens(Protocol):

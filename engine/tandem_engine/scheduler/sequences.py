@@ -3,10 +3,11 @@ verification that comes back fits what was asked."""
 
 from __future__ import annotations
 
+from tandem_core.errors import InvariantError
+
 from tandem_engine.batch import ScheduledSequence
 from tandem_engine.block_manager import BlockManager
-from tandem_engine.drafts.tree import DraftTree
-from tandem_engine.errors import InvariantError
+from tandem_engine.draft_tree import DraftTree
 from tandem_engine.request import Request
 from tandem_engine.scheduler.finishing import VerifiedTokens, token_limit
 

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from tandem_core.errors import ModelLoadError
+from tandem_core.model.manifest import ModelManifest
 from tandem_kernels import QuantizedWeight, join_rows, pack_quantized, pack_weight, quantize_weight
 from torch import Tensor
 
-from tandem_engine.errors import ModelLoadError
 from tandem_engine.models.config import ModelConfig
 from tandem_engine.models.layout import (
     FileTensor,
@@ -32,7 +33,6 @@ from tandem_engine.models.layout import (
 )
 from tandem_engine.store.files import Progress, atomic_write, locked, no_progress
 from tandem_engine.store.gguf_source import GgufSource
-from tandem_engine.store.manifest import ModelManifest
 from tandem_engine.store.safetensors_source import SafetensorsSource
 
 #: Changes when layout.py does: files of another layout are made again.

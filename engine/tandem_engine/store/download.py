@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+from tandem_core.errors import ModelLoadError
 
-from tandem_engine.errors import ModelLoadError
 from tandem_engine.store.files import Progress, atomic_write, sha256_of
 
 _DEFAULT_INDEX = "https://pypi.org/simple"

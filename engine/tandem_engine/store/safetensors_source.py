@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
+from tandem_core.errors import ModelLoadError
 from torch import Tensor
 
-from tandem_engine.errors import ModelLoadError
 from tandem_engine.store.files import Progress, no_progress, sha256_of
 
 

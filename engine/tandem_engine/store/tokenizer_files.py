@@ -10,7 +10,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from tandem_engine.errors import ModelLoadError
+from tandem_core.errors import ModelLoadError
+
 from tandem_engine.store.files import sha256_of
 
 

@@ -31,8 +31,7 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-
-from tandem_engine.errors import InvalidRequestError
+from tandem_core.errors import InvalidRequestError
 
 TRANSFER_ID_BYTES = 16
 

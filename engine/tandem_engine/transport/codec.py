@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 from tandem_proto.v1 import prefill_pb2 as pb
 
 from tandem_engine.errors import TransferError
-from tandem_engine.transport.base import TRANSFER_ID_BYTES
+from tandem_engine.transport.base import TRANSFER_ID_BYTES, Ticket
 
 #: No honest header comes near; a longer one is not parsed.
 MAX_HEADER_BYTES = 1024
@@ -123,3 +123,29 @@ def decode(header: bytes) -> Message:
     if len(message.transfer_id) != TRANSFER_ID_BYTES:
         raise MalformedError(f"a transfer id of {len(message.transfer_id)} bytes")
     return message
+
+
+def ticket_to_proto(ticket: Ticket) -> pb.KvTicket:
+    return pb.KvTicket(
+        transfer_id=ticket.transfer_id,
+        epoch=ticket.epoch,
+        endpoint=ticket.endpoint,
+        public_key=ticket.public_key,
+        layout_fingerprint=ticket.layout_fingerprint,
+        layout_description=ticket.layout_description,
+        wanted_blocks=ticket.wanted_blocks,
+        credit_bytes=ticket.credit_bytes,
+    )
+
+
+def ticket_from_proto(message: pb.KvTicket) -> Ticket:
+    return Ticket(
+        transfer_id=message.transfer_id,
+        epoch=message.epoch,
+        endpoint=message.endpoint,
+        public_key=message.public_key,
+        layout_fingerprint=message.layout_fingerprint,
+        layout_description=message.layout_description,
+        wanted_blocks=tuple(message.wanted_blocks),
+        credit_bytes=message.credit_bytes,
+    )

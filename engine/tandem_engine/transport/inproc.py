@@ -10,7 +10,8 @@ from __future__ import annotations
 import secrets
 import threading
 
-from tandem_engine.errors import InvalidRequestError
+from tandem_core.errors import InvalidRequestError
+
 from tandem_engine.transport.base import DEFAULT_CREDIT_BYTES, BlockStore, Outgoing, Ticket
 from tandem_engine.transport.codec import Credit, Frame, Reject
 from tandem_engine.transport.incoming import BookedReceiver, IncomingBook

@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 import xxhash
+from tandem_core.errors import InvariantError
 
-from tandem_engine.errors import InvariantError, LayoutMismatchError
+from tandem_engine.errors import LayoutMismatchError
 
 #: Raised when the bytes on the wire change their meaning: header fields, digest, order within a block.
 WIRE_VERSION = 1

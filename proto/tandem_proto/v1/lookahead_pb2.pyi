@@ -275,7 +275,7 @@ Global___SyncWelcome: _TypeAlias = SyncWelcome  # noqa: Y015
 
 @_typing.final
 class SnapshotChunk(_message.Message):
-    """A piece of a namespace's shared text; chunks arrive in order. Layout: tandem_engine.drafts.text_store."""
+    """A piece of a namespace's shared text; chunks arrive in order. Layout: tandem_drafting.text_store."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tandem_engine.errors import ModelLoadError
+from tandem_core.errors import ModelLoadError
 from tandem_engine.numerics import pick_numerics
 from tandem_engine.store import ensure_weights
 from tandem_kernels import runs_packed

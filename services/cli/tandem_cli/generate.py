@@ -26,9 +26,10 @@ class GenerateOptions:
 
 def run(options: GenerateOptions, prompt: str) -> None:
     """Write the answer to stdout as it grows. Raises PromptError."""
-    from tandem_engine.errors import TandemError
+    from tandem_core.errors import TandemError
+    from tandem_core.sampling import SamplingParams
+    from tandem_drafting.drafter import drafter_for
     from tandem_engine.llm import LLM
-    from tandem_engine.request import SamplingParams
     from tandem_gateway import errors as gateway_errors
     from tandem_gateway.model import ModelFolderError, ServedModel
     from tandem_gateway.request import Message
@@ -47,7 +48,7 @@ def run(options: GenerateOptions, prompt: str) -> None:
         )
         llm = LLM(
             options.model_dir,
-            speculation=options.speculation,
+            drafter=drafter_for(options.speculation),
             dtype=options.dtype,
             quantization=options.quantization,
         )

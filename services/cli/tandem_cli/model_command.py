@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from tandem_core.model import registry
+from tandem_core.model.manifest import ModelManifest
 
 from tandem_cli.options import DEFAULT_MODEL, fail
 
@@ -36,11 +38,10 @@ def list_models() -> None:
     """The models on this machine."""
     from rich.console import Console
     from rich.table import Table
-    from tandem_engine import store
-    from tandem_engine.errors import ModelLoadError
+    from tandem_core.errors import ModelLoadError
 
     try:
-        manifests = store.list_models()
+        manifests = registry.list_models()
     except ModelLoadError as error:
         fail(str(error))
     if not manifests:
@@ -69,12 +70,11 @@ def show_model(
     import dataclasses
     import json
 
-    from tandem_engine import store
-    from tandem_engine.errors import ModelLoadError
+    from tandem_core.errors import ModelLoadError
 
     try:
-        folder = store.resolve(name)
-        manifest = store.ModelManifest.read(folder)
+        folder = registry.resolve(name)
+        manifest = ModelManifest.read(folder)
     except ModelLoadError as error:
         fail(str(error))
     weights = {path.name: path.stat().st_size for path in sorted(folder.glob("model-*.safetensors"))}

@@ -21,7 +21,7 @@ class ModelError(Exception):
 
 
 def home() -> Path:
-    """Tandem's folder in the user's cache, as `tandem_engine.store.cache_root` finds it."""
+    """Tandem's folder in the user's cache, as `tandem_core.model.registry.cache_root` finds it."""
     if chosen := os.environ.get("TANDEM_HOME"):
         return Path(chosen).expanduser()
     if xdg := os.environ.get("XDG_CACHE_HOME"):
@@ -30,7 +30,7 @@ def home() -> Path:
 
 
 def find(name_or_path: str) -> Path | None:
-    """The folder of a model on this machine, as `tandem_engine.store.resolve` finds it; None: not here."""
+    """The folder of a model on this machine, as model.registry.resolve finds it; None: not here."""
     path = Path(name_or_path).expanduser()
     if (path / _MANIFEST).is_file():
         return path.resolve()
@@ -46,8 +46,8 @@ def obtain(name_or_path: str) -> Path:
 
 def pull(reference: str) -> Path:
     """The folder of the pulled model. Raises ModelError."""
+    from tandem_core.errors import ModelLoadError
     from tandem_engine import store
-    from tandem_engine.errors import ModelLoadError
 
     from tandem_cli.progress import ProgressView
 

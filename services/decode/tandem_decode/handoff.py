@@ -22,7 +22,7 @@ from typing import TypeVar
 
 import grpc
 import structlog
-from tandem_engine import codec
+from tandem_core import codec
 from tandem_engine.aio import wait_for_future
 from tandem_engine.block_manager import BlockHold
 from tandem_engine.errors import TransferError
@@ -30,6 +30,7 @@ from tandem_engine.loop import EngineLoop
 from tandem_engine.request import Request
 from tandem_engine.scheduler import Reservation
 from tandem_engine.transport.base import Incoming, KVReceiver
+from tandem_engine.transport.codec import ticket_to_proto
 from tandem_proto.v1 import decode_pb2, prefill_pb2
 
 from tandem_decode.prefill_client import PrefillCall, PrefillClient
@@ -137,7 +138,7 @@ class Handoff:
                 tenant=message.tenant,
                 prompt_token_ids=message.prompt_token_ids,
                 sampling=message.sampling,
-                ticket=codec.ticket_to_proto(incoming.ticket),
+                ticket=ticket_to_proto(incoming.ticket),
             ),
         )
         try:

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from tandem_engine.drafts.drafter import Drafter
-from tandem_engine.drafts.native import Learner
+from tandem_drafting.drafter import Drafter
+from tandem_drafting.native import Learner
 
 #: Runs a function between two steps of the engine, whose thread alone may touch a learner.
 OnEngine = Callable[[Callable[[], Any]], "asyncio.Future[Any]"]

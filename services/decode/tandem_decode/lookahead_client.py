@@ -24,9 +24,9 @@ from typing import Protocol
 import grpc.aio
 import structlog
 import xxhash
-from tandem_engine.drafts.mirror import GlobalMirror
-from tandem_engine.drafts.padding import num_padding_bytes
-from tandem_engine.drafts.spans import AcceptedSpan
+from tandem_drafting.mirror import GlobalMirror
+from tandem_drafting.padding import num_padding_bytes
+from tandem_drafting.spans import AcceptedSpan
 from tandem_proto.v1 import lookahead_pb2 as pb
 from tandem_proto.v1 import lookahead_pb2_grpc
 from tandem_service.channels import open_channel

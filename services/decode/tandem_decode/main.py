@@ -9,17 +9,18 @@ from contextlib import asynccontextmanager
 
 import grpc
 import structlog
+from tandem_core.errors import InvalidRequestError
+from tandem_core.speculation import SpeculationMode
+from tandem_drafting import native
+from tandem_drafting.drafter import Drafter, DraftPolicy
+from tandem_drafting.mirror import GlobalMirror
 from tandem_engine.assemble import EngineConfig, EngineParts, assemble
-from tandem_engine.drafts import native
-from tandem_engine.drafts.drafter import Drafter, DraftPolicy
-from tandem_engine.drafts.mirror import GlobalMirror
-from tandem_engine.drafts.strategy import Strategy
-from tandem_engine.errors import CapacityError, InvalidRequestError
+from tandem_engine.errors import CapacityError
 from tandem_engine.loop import EngineLoop
 from tandem_engine.transport.zeromq import ReceiverOptions, ZmqReceiver
+from tandem_pod.books import refreshing
 from tandem_proto.v1 import common_pb2, decode_pb2_grpc, lookahead_pb2
 from tandem_service import logs, settings
-from tandem_service.books import refreshing
 from tandem_service.channels import open_channel
 from tandem_service.server import PodServer
 
@@ -56,7 +57,7 @@ async def _serve(pod: DecodeSettings) -> None:
 async def open_pod(pod: DecodeSettings) -> AsyncIterator[PodServer]:
     """A pod that serves until the context ends. Raises ModelLoadError, CapacityError, OSError."""
     server = PodServer(pod, role="decode", service_names=[SERVICE], status_codes=STATUS_CODES)
-    drafter = Drafter(None, DraftPolicy(strategy=Strategy(pod.speculation)))
+    drafter = Drafter(None, DraftPolicy(strategy=SpeculationMode(pod.speculation)))
     parts = await asyncio.to_thread(_assemble, pod, drafter)
     loop = EngineLoop(parts.engine, on_failure=_die)
     receiver = ZmqReceiver(parts.layout, parts.pool, ReceiverOptions(host=pod.kv_host, port=pod.kv_port))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from tandem_engine.drafts.native import Reliability
+from tandem_drafting.native import Reliability
 from tandem_engine.transport.base import Counters, DropCause
-from tandem_service.books import BookGauges
+from tandem_pod.books import BookGauges
 from tandem_service.metrics import LATENCY_BUCKETS_S, TOKEN_BUCKETS_S
 
 

@@ -14,16 +14,18 @@ from collections.abc import AsyncIterator, Callable
 from typing import TypeVar
 
 import grpc
-from tandem_engine import codec
+from tandem_core import codec
+from tandem_core.errors import InvalidRequestError
+from tandem_core.model.detokenizer import StreamingDetokenizer
+from tandem_core.prefix_hash import cache_salt
+from tandem_core.sampling import FinishReason
+from tandem_core.speculation import SpeculationMode
 from tandem_engine.assemble import EngineParts
-from tandem_engine.detokenizer import StreamingDetokenizer
-from tandem_engine.drafts.strategy import Strategy
 from tandem_engine.engine import StepOutput
-from tandem_engine.errors import InvalidRequestError
 from tandem_engine.loop import EngineLoop
-from tandem_engine.request import FinishReason, Request
-from tandem_engine.salt import cache_salt
+from tandem_engine.request import Request
 from tandem_engine.transport.base import KVReceiver
+from tandem_pod.codec import books_to_proto
 from tandem_proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 
 from tandem_decode.handoff import Handoff, HandoffResult
@@ -190,7 +192,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
 
     def _status(self) -> common_pb2.PodStatus:
         engine, manifest = self._loop.engine, self._parts.manifest
-        books = codec.books_to_proto(self._loop)
+        books = books_to_proto(self._loop)
         books.transfers_open = self._receiver.open_transfers
         books.credit_bytes_outstanding = self._receiver.credit_outstanding_bytes
         books.streams_open = self._streams
@@ -203,7 +205,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             block_size=self._parts.layout.block_size,
             books=books,
             kv_free_ratio=(books.blocks_free + books.blocks_cached) / books.blocks_total,
-            step_seconds=engine.step_cost.mean_seconds,
+            step_seconds=engine.decode_step_seconds,
             prefill_tokens_per_second=engine.prefill_tokens_per_second,
             requests_total=self._requests,
             drafted_tokens_total=self._drafted,
@@ -214,10 +216,10 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         return asyncio.wrap_future(self._loop.call(function))
 
 
-def _strategy(name: str) -> Strategy | None:
+def _strategy(name: str) -> SpeculationMode | None:
     """None for "": as the pod drafts."""
     try:
-        return Strategy(name) if name else None
+        return SpeculationMode(name) if name else None
     except ValueError:
-        known = ", ".join(strategy.value for strategy in Strategy)
+        known = ", ".join(strategy.value for strategy in SpeculationMode)
         raise InvalidRequestError("speculation", f"{name!r} is unknown; use one of {known}") from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from pydantic import Field
-from tandem_service.engine_settings import EnginePodSettings
+from tandem_pod.settings import EnginePodSettings
 from tandem_service.settings import Port
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from tandem_engine.drafts.drafter import Drafter
-from tandem_engine.drafts.mirror import GlobalMirror
+from tandem_drafting.drafter import Drafter
+from tandem_drafting.mirror import GlobalMirror
 
 from tandem_decode.lookahead_client import LookaheadClient
 

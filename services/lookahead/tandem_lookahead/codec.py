@@ -12,8 +12,8 @@ from urllib.parse import quote, unquote
 
 import xxhash
 from google.protobuf.message import DecodeError
-from tandem_engine.drafts.padding import num_padding_bytes
-from tandem_engine.drafts.spans import AcceptedSpan
+from tandem_drafting.padding import num_padding_bytes
+from tandem_drafting.spans import AcceptedSpan
 from tandem_proto.v1 import lookahead_pb2 as pb
 
 #: Token ids are stored as int32.

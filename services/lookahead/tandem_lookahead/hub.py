@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 import structlog
-from tandem_engine.drafts.spans import AcceptedSpan
+from tandem_drafting.spans import AcceptedSpan
 
 from tandem_lookahead.codec import Hello, Namespace, Tables
 from tandem_lookahead.compactor import Compactor

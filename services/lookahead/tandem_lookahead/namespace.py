@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from tandem_engine.drafts.spans import AcceptedSpan
+from tandem_drafting.spans import AcceptedSpan
 
 from tandem_lookahead import text_bytes
 from tandem_lookahead.codec import (

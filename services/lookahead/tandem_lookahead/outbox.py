@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tandem_engine.drafts.spans import AcceptedSpan
+from tandem_drafting.spans import AcceptedSpan
 
 from tandem_lookahead.namespace import NamespaceForest
 from tandem_lookahead.store import EntryKind, RedisStore, WrongGenerationError

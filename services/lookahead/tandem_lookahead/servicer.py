@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
 import grpc
-from tandem_engine.drafts.spans import AcceptedSpan
-from tandem_engine.drafts.text_store import TextStore
+from tandem_drafting.spans import AcceptedSpan
+from tandem_drafting.text_store import TextStore
 from tandem_proto.v1 import lookahead_pb2 as pb
 from tandem_proto.v1 import lookahead_pb2_grpc
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from redis.exceptions import RedisError
-from tandem_engine.drafts.spans import AcceptedSpan
+from tandem_drafting.spans import AcceptedSpan
 
 from tandem_lookahead import scripts
 from tandem_lookahead.codec import Tables, pack_spans, unpack_spans

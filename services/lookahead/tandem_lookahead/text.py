@@ -24,10 +24,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import xxhash
-from tandem_engine.drafts import native
-from tandem_engine.drafts.promoter import Promoter, Stretch
-from tandem_engine.drafts.spans import AcceptedSpan
-from tandem_engine.drafts.text_store import TextStore
+from tandem_drafting import native
+from tandem_drafting.promoter import Promoter, Stretch
+from tandem_drafting.spans import AcceptedSpan
+from tandem_drafting.text_store import TextStore
 
 #: What a token and a run take in memory, about; counted rather than measured, so that replicas agree.
 BYTES_PER_TOKEN = 32

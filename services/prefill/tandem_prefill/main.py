@@ -9,13 +9,14 @@ from contextlib import asynccontextmanager
 
 import grpc
 import structlog
+from tandem_core.errors import InvalidRequestError
 from tandem_engine.assemble import EngineConfig, EngineParts, assemble
-from tandem_engine.errors import CapacityError, InvalidRequestError, LayoutMismatchError, TransferError
+from tandem_engine.errors import CapacityError, LayoutMismatchError, TransferError
 from tandem_engine.loop import EngineLoop
 from tandem_engine.transport.zeromq import ZmqSender
+from tandem_pod.books import refreshing
 from tandem_proto.v1 import prefill_pb2_grpc
 from tandem_service import logs, settings
-from tandem_service.books import refreshing
 from tandem_service.priority import step_back
 from tandem_service.server import PodServer
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from tandem_service.books import BookGauges
+from tandem_pod.books import BookGauges
 from tandem_service.metrics import LATENCY_BUCKETS_S
 
 

@@ -17,14 +17,17 @@ from dataclasses import replace
 from typing import TypeVar
 
 import grpc
-from tandem_engine import codec
+from tandem_core import codec
+from tandem_core.prefix_hash import cache_salt
+from tandem_core.sampling import SamplingParams
 from tandem_engine.aio import wait_for_future
 from tandem_engine.assemble import EngineParts
 from tandem_engine.engine import StepOutput
 from tandem_engine.loop import EngineLoop
-from tandem_engine.request import Request, SamplingParams
-from tandem_engine.salt import cache_salt
+from tandem_engine.request import Request
 from tandem_engine.transport.base import KVSender, Outgoing, TransferState
+from tandem_engine.transport.codec import ticket_from_proto
+from tandem_pod.codec import books_to_proto
 from tandem_proto.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 
 from tandem_prefill.metrics import PrefillMetrics
@@ -60,7 +63,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
         self._parts.layout.check(request.ticket.layout_fingerprint, request.ticket.layout_description)
         prompt = self._to_request(request)
-        outgoing = self._sender.open(codec.ticket_from_proto(request.ticket))
+        outgoing = self._sender.open(ticket_from_proto(request.ticket))
         self._streams += 1
         self._requests += 1
         arrived = time.monotonic_ns()
@@ -170,7 +173,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         )
 
     def _status(self) -> common_pb2.PodStatus:
-        books = codec.books_to_proto(self._loop)
+        books = books_to_proto(self._loop)
         books.transfers_open = max(self._sender.open_transfers, self._shipper.num_open)
         books.streams_open = self._streams
         return common_pb2.PodStatus(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from pydantic import Field
-from tandem_service.engine_settings import EnginePodSettings
+from tandem_pod.settings import EnginePodSettings
 
 
 class PrefillSettings(EnginePodSettings):

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from tandem_engine.drafts.native import Guesses
+from tandem_drafting.native import Guesses
 from tandem_gateway.errors import InvalidRequestError
 from tandem_gateway.model import ModelFolderError, ServedModel
 from tandem_gateway.request import Message

@@ -15,8 +15,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 
-from tandem_engine.drafts.native import Corpus, Guesses, Job, Learner, Text, draft, learn
-from tandem_engine.drafts.tree import DraftTree
+from tandem_drafting.native import Corpus, Guesses, Job, Learner, Text, draft, learn
+from tandem_engine.draft_tree import DraftTree
 
 from tandem_cli.bench.replay import ReplayDrafter
 from tandem_cli.bench.suffix_index import SuffixIndex
@@ -31,7 +31,7 @@ Price = Callable[[int], Sequence[float]]
 
 
 class Forest:
-    """`tandem_engine.drafts.native`. Without a price it always drafts as much as it may.
+    """`tandem_drafting.native`. Without a price it always drafts as much as it may.
 
     `max_chain`: guesses of a draft in one line; 0: trees.
     """

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from tandem_engine.drafts import native
+from tandem_drafting import native
 from tandem_gateway.model import ServedModel
 
 from tandem_cli import models

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from tandem_engine.drafts.native import Corpus
+from tandem_drafting.native import Corpus
 
 from tandem_cli.bench.cost_model import H200, LLAMA_8B, CostModel
 from tandem_cli.bench.replay import Conversation, Figures, ReplayDrafter, replay

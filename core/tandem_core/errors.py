@@ -1,0 +1,27 @@
+"""Exceptions that all parts share; the engine adds its own (tandem_engine.errors).
+
+TandemError
+├── InvalidRequestError      the caller's input; names field, limit and remedy (INVALID_ARGUMENT, 400)
+├── ModelLoadError           a model file is missing, damaged or of an unsupported kind
+└── InvariantError           our own bug: a part broke its contract
+"""
+
+
+class TandemError(Exception):
+    """Base of all of Tandem's own errors."""
+
+
+class InvalidRequestError(TandemError):
+    """The request cannot be served as it is. The message names the field, the limit and the remedy."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(f"{field}: {message}")
+        self.field = field
+
+
+class ModelLoadError(TandemError):
+    """A model could not be found, read or understood. One sentence, with the remedy."""
+
+
+class InvariantError(TandemError):
+    """A part broke its contract; never caused by input."""

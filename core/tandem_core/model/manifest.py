@@ -1,0 +1,65 @@
+"""tandem.json: what every part may know about a model without opening its weights.
+
+Written once, when the store makes the model folder; read by the engine, the gateway (through its own code,
+it knows no engine) and the command line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandem_core.errors import ModelLoadError
+
+MANIFEST_NAME = "tandem.json"
+
+
+@dataclass(frozen=True)
+class ModelManifest:
+    name: str
+    #: SHA-256 (hex) of the source weights: two pods with equal revisions compute the same model.
+    revision: str
+    #: Where the model came from, for people: a package, a hub id with its commit, or a path.
+    source: str
+    #: SPDX id, or "unknown".
+    license: str
+    #: llama, mistral, qwen2 or qwen3.
+    architecture: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    #: "" when the model has none.
+    bos_token: str
+    eos_token: str
+    #: Jinja with Hugging Face's conventions; "" for a base model.
+    chat_template: str
+    #: SHA-256 (hex) of tokenizer.json.
+    tokenizer_hash: str
+    #: Whether a raw prompt starts with bos_token (a chat template writes its own).
+    add_bos: bool
+    #: GGUF file or folder of safetensors to convert from; relative paths start at the model folder.
+    weights: str
+    #: 4 or 8: the projections come quantized in groups of 32, with so many bits (at most); 0: they do not.
+    #: None: written before this was noted (store.source_bits finds it out).
+    weight_bits: int | None = None
+
+    def write(self, folder: Path) -> None:
+        text = json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False)
+        (folder / MANIFEST_NAME).write_text(text + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> ModelManifest:
+        """The manifest of a model folder. Raises ModelLoadError."""
+        path = folder / MANIFEST_NAME
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+            return cls(**{**raw, "eos_token_ids": tuple(raw["eos_token_ids"])})
+        except FileNotFoundError:
+            raise ModelLoadError(
+                f"{folder} is not a model folder (it has no {MANIFEST_NAME}); "
+                f"make one with `tandem model pull {folder}`"
+            ) from None
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise ModelLoadError(f"{path} cannot be read ({error}); pull the model again") from error

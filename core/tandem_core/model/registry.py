@@ -1,0 +1,53 @@
+"""Where models live on this machine, and how a name becomes a folder.
+
+$TANDEM_HOME | $XDG_CACHE_HOME/tandem | ~/.cache/tandem
+  downloads/            unfinished downloads (*.part), resumed by the next pull
+  models/
+    <name>/             complete: appears by one rename
+    .<name>.lock        held while a process makes or replaces <name>
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from tandem_core.errors import ModelLoadError
+from tandem_core.model.manifest import MANIFEST_NAME, ModelManifest
+
+
+def cache_root() -> Path:
+    if home := os.environ.get("TANDEM_HOME"):
+        return Path(home).expanduser()
+    if xdg := os.environ.get("XDG_CACHE_HOME"):
+        return Path(xdg).expanduser() / "tandem"
+    return Path.home() / ".cache" / "tandem"
+
+
+def models_root() -> Path:
+    return cache_root() / "models"
+
+
+def folder_name(model_name: str) -> str:
+    """A model's name as one path component: hub ids hold a slash."""
+    return model_name.replace("/", "--")
+
+
+def list_models() -> list[ModelManifest]:
+    """Every complete model in the store, by name."""
+    found = models_root().glob(f"*/{MANIFEST_NAME}")
+    return sorted((ModelManifest.read(p.parent) for p in found), key=lambda m: m.name)
+
+
+def resolve(name_or_path: str | Path) -> Path:
+    """The model folder of a stored model's name, or of a path to one. Raises ModelLoadError."""
+    path = Path(name_or_path).expanduser()
+    if (path / MANIFEST_NAME).is_file():
+        return path.resolve()
+    stored = models_root() / folder_name(str(name_or_path))
+    if (stored / MANIFEST_NAME).is_file():
+        return stored
+    raise ModelLoadError(
+        f"there is no model {str(name_or_path)!r} on this machine; "
+        f"get it with `tandem model pull {name_or_path}`"
+    )

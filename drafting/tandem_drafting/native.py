@@ -1,0 +1,445 @@
+"""The drafter written in C++ (drafting/csrc), loaded through ctypes.
+
+    Text       one sequence: prompt, output, and the tree drafted last
+    Corpus     what a namespace's requests have generated
+    Recycler   successors the model thought likely before
+    Learner    how likely a guess is to be accepted, given what speaks for it
+    Job        what one sequence draws on
+    draft      trees for a batch of sequences, at one price
+    learn      what a step has emitted for them
+
+Calls run without the interpreter's lock. An object must not be used by two threads at once, but for a
+Corpus, to which one thread may add while others draft from it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import logging
+import struct
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from tandem_engine.draft_tree import MAX_TREE_NODES, DraftTree
+
+log = logging.getLogger(__name__)
+
+#: Where guesses come from, by the number the library gives them.
+SOURCES = ("prompt", "output", "global", "recycled")
+#: Likeliest successors that a Recycler takes.
+NUM_RECYCLED = 4
+#: Parts in which predictions are compared with what came of them.
+NUM_TENTHS = 10
+
+_POINTER, _INT32, _INT64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+_DOUBLE = ctypes.c_double
+_MAX_GUESSES = MAX_TREE_NODES - 1
+
+
+class _Draft(ctypes.Structure):
+    """TandemDraft of drafting/csrc/drafter.cpp, field by field."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("text", "corpus", "recycler", "learner")),
+        ("max_chain", _INT32),
+    )
+
+
+#: Words of 32 bits: TandemDraftStep's room, own_run, num_guesses and is_vain, and TandemGuess' token, parent,
+#: source and reach.
+_STEP_WORDS = _GUESS_WORDS = 4
+
+
+_SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
+    "tandem_draft": (
+        _DOUBLE,
+        (_POINTER, _POINTER, _INT32, _INT32, _DOUBLE, _POINTER, _INT32, _DOUBLE, _POINTER),
+    ),
+    "tandem_draft_learn": (None, (_POINTER, _INT32, _POINTER, _POINTER, _POINTER)),
+    "tandem_draft_likeliest": (None, (_POINTER, _INT64, _POINTER, _INT32, _POINTER)),
+    "tandem_draft_sequence_new": (_POINTER, (_INT64,)),
+    "tandem_draft_sequence_free": (None, (_POINTER,)),
+    "tandem_draft_sequence_extend": (None, (_POINTER, _POINTER, _INT64)),
+    "tandem_draft_sequence_bytes": (_INT64, (_POINTER,)),
+    "tandem_draft_corpus_new": (_POINTER, (_INT64, _INT32)),
+    "tandem_draft_corpus_free": (None, (_POINTER,)),
+    "tandem_draft_corpus_add": (_INT32, (_POINTER, _INT32, _POINTER, _INT64, _INT64)),
+    "tandem_draft_corpus_size": (_INT64, (_POINTER,)),
+    "tandem_draft_corpus_bytes": (_INT64, (_POINTER,)),
+    "tandem_draft_learner_new": (_POINTER, ()),
+    "tandem_draft_learner_free": (None, (_POINTER,)),
+    "tandem_draft_learner_bytes": (_INT64, (_POINTER,)),
+    "tandem_draft_learner_read": (None, (_POINTER, _POINTER)),
+    "tandem_draft_learner_write": (_INT32, (_POINTER, _POINTER)),
+    "tandem_draft_learner_num_taught": (_INT64, (_POINTER,)),
+    "tandem_draft_learner_tally": (None, (_POINTER, _POINTER)),
+    "tandem_draft_recycler_new": (_POINTER, ()),
+    "tandem_draft_recycler_free": (None, (_POINTER,)),
+    "tandem_draft_recycler_bytes": (_INT64, (_POINTER,)),
+    "tandem_step_cost_new": (_POINTER, (_DOUBLE,)),
+    "tandem_step_cost_free": (None, (_POINTER,)),
+    "tandem_step_cost_observe": (None, (_POINTER, _POINTER, _INT32)),
+    "tandem_step_cost_curve": (None, (_POINTER, _INT32, _INT64, _INT32, _POINTER)),
+}
+
+
+def _load() -> ctypes.CDLL | None:
+    try:
+        library = ctypes.CDLL(str(Path(__file__).with_name("tandem_drafting.so")))
+    except OSError as error:
+        log.warning("the drafter was not compiled (%s); decoding goes on without drafts", error)
+        return None
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, list(arguments)
+    return library
+
+
+#: The loaded library, or None: it was not compiled.
+LIBRARY = _load()
+
+
+def library() -> ctypes.CDLL:
+    if LIBRARY is None:
+        raise RuntimeError("the drafter was not compiled; install g++ and reinstall, or turn speculation off")
+    return LIBRARY
+
+
+def _ids(token_ids: Sequence[int]) -> array[int]:
+    return token_ids if isinstance(token_ids, array) else array("i", token_ids)
+
+
+class Text:
+    """One sequence's prompt and output, indexed; O(1) amortised per token."""
+
+    def __init__(self, num_prompt_tokens: int) -> None:
+        self._library = library()
+        self.handle = self._library.tandem_draft_sequence_new(num_prompt_tokens)
+        #: Tokens appended.
+        self.num_tokens = 0
+
+    def __del__(self) -> None:
+        if hasattr(self, "handle"):
+            self._library.tandem_draft_sequence_free(self.handle)
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Appends tokens."""
+        ids = _ids(token_ids)
+        self._library.tandem_draft_sequence_extend(self.handle, ids.buffer_info()[0], len(ids))
+        self.num_tokens += len(ids)
+
+    @property
+    def memory_bytes(self) -> int:
+        return int(self._library.tandem_draft_sequence_bytes(self.handle))
+
+
+class Corpus:
+    """Runs of generated text, at most `capacity` tokens with one more for each run."""
+
+    def __init__(self, capacity: int, vocab_size: int) -> None:
+        if not 0 < capacity < 2**31:
+            raise ValueError(f"capacity is {capacity} tokens, wanted 1 .. 2147483647")
+        self._library = library()
+        self.capacity = capacity
+        self.vocab_size = vocab_size
+        self.handle = self._library.tandem_draft_corpus_new(capacity, vocab_size)
+
+    def __del__(self) -> None:
+        if hasattr(self, "handle"):
+            self._library.tandem_draft_corpus_free(self.handle)
+
+    def add(self, run: int, token_ids: Sequence[int], num_context: int = 0) -> bool:
+        """Adds tokens to a run, named by a number of 31 bits.
+
+        Where other runs were added to since, the first `num_context` tokens should be the run's last ones so
+        far: they are what the new ones follow, and not counted again.
+
+        False, with nothing added, when there is no room or a token is none of the vocabulary's.
+        """
+        ids = _ids(token_ids)
+        return bool(
+            self._library.tandem_draft_corpus_add(
+                self.handle, run, ids.buffer_info()[0], len(ids), num_context
+            )
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Room taken, in tokens; a run takes one for its beginning."""
+        return int(self._library.tandem_draft_corpus_size(self.handle))
+
+    @property
+    def memory_bytes(self) -> int:
+        return int(self._library.tandem_draft_corpus_bytes(self.handle))
+
+
+class Likeliest:
+    """For some rows of logits the NUM_RECYCLED likeliest tokens, the likeliest first, and their logits."""
+
+    #: As Likeliest of drafting/csrc/recycler.h: int32 tokens, float32 logits.
+    _WORDS = 2 * NUM_RECYCLED
+
+    def __init__(self, words: array[int], start: int, stop: int) -> None:
+        self._words = words
+        self._start, self._stop = start, stop
+        self.address = words.buffer_info()[0] + 4 * self._WORDS * start
+
+    def __len__(self) -> int:
+        return self._stop - self._start
+
+    def part(self, start: int, stop: int) -> Likeliest:
+        """Rows [start, stop), sharing the memory."""
+        return Likeliest(self._words, self._start + start, self._start + stop)
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """By row."""
+        rows = range(self._start * self._WORDS, self._stop * self._WORDS, self._WORDS)
+        return [self._words[at : at + NUM_RECYCLED].tolist() for at in rows]
+
+    @staticmethod
+    def of_tokens(tokens: npt.ArrayLike, logits: npt.ArrayLike) -> Likeliest:
+        """From tables [rows, NUM_RECYCLED], the likeliest first: what a device has found."""
+        chosen = np.asarray(tokens, np.int32)
+        words = np.concatenate((chosen, np.asarray(logits, np.float32).view(np.int32)), axis=1)
+        return Likeliest(array("i", words.tobytes()), 0, len(chosen))
+
+    @staticmethod
+    def of_logits(logits_address: int, vocab_size: int, rows: Sequence[int]) -> Likeliest:
+        """Of rows of logits [.., vocab_size], float32, contiguous, at an address of this process."""
+        if vocab_size < NUM_RECYCLED:
+            raise ValueError(f"a vocabulary of {vocab_size} tokens; wanted {NUM_RECYCLED} or more")
+        words = array("i", bytes(4 * Likeliest._WORDS * len(rows)))
+        wanted = _ids(rows)
+        library().tandem_draft_likeliest(
+            logits_address, vocab_size, wanted.buffer_info()[0], len(wanted), words.buffer_info()[0]
+        )
+        return Likeliest(words, 0, len(wanted))
+
+
+class Recycler:
+    """The model's likeliest successors of the contexts it was lately asked for; `learn` fills it."""
+
+    def __init__(self) -> None:
+        self._library = library()
+        self.handle = self._library.tandem_draft_recycler_new()
+
+    def __del__(self) -> None:
+        if hasattr(self, "handle"):
+            self._library.tandem_draft_recycler_free(self.handle)
+
+    @property
+    def memory_bytes(self) -> int:
+        return int(self._library.tandem_draft_recycler_bytes(self.handle))
+
+
+#: What `Learner.to_bytes` begins with: a mark, the version of the tables' layout, their digest.
+_LEARNER_HEADER = struct.Struct("<4sI16s")
+_LEARNER_MARK = b"TLKL"
+_LEARNER_VERSION = 2
+
+
+@dataclass(frozen=True)
+class Reliability:
+    """Of guesses that were sent with a predicted acceptance within one tenth: what came of them."""
+
+    num_guesses: float
+    #: Sum of the predictions: how many should have been accepted.
+    predicted: float
+    accepted: float
+
+
+class Learner:
+    """What is learnt of a namespace's texts; begins with what is sensible anywhere."""
+
+    def __init__(self) -> None:
+        self._library = library()
+        self.handle = self._library.tandem_draft_learner_new()
+
+    def __del__(self) -> None:
+        if hasattr(self, "handle"):
+            self._library.tandem_draft_learner_free(self.handle)
+
+    @property
+    def num_taught(self) -> int:
+        """Verified nodes that have taught it, those of the tables it was given included."""
+        return int(self._library.tandem_draft_learner_num_taught(self.handle))
+
+    def reliability(self) -> list[Reliability]:
+        """By tenths of the prediction, since this object was made; any thread may ask."""
+        tally = array("d", bytes(8 * 3 * NUM_TENTHS))
+        self._library.tandem_draft_learner_tally(self.handle, tally.buffer_info()[0])
+        return [Reliability(*tally[at : at + 3]) for at in range(0, len(tally), 3)]
+
+    def to_bytes(self) -> bytes:
+        """Everything learnt, about 100 KB, for `load_bytes` anywhere with the same version."""
+        buffer = ctypes.create_string_buffer(int(self._library.tandem_draft_learner_bytes(self.handle)))
+        self._library.tandem_draft_learner_read(self.handle, buffer)
+        digest = xxhash.xxh3_128_digest(buffer.raw)
+        return _LEARNER_HEADER.pack(_LEARNER_MARK, _LEARNER_VERSION, digest) + buffer.raw
+
+    def load_bytes(self, payload: bytes) -> None:
+        """Replaces what was learnt. Raises ValueError, nothing changed, for what `to_bytes` did not give."""
+        tables = payload[_LEARNER_HEADER.size :]
+        if payload[:4] != _LEARNER_MARK or len(payload) < _LEARNER_HEADER.size:
+            raise ValueError("these bytes are no learnt tables")
+        _, version, digest = _LEARNER_HEADER.unpack_from(payload)
+        if version != _LEARNER_VERSION:
+            raise ValueError(f"learnt tables of version {version}; this program reads {_LEARNER_VERSION}")
+        size = int(self._library.tandem_draft_learner_bytes(self.handle))
+        if len(tables) != size or xxhash.xxh3_128_digest(tables) != digest:
+            raise ValueError(
+                f"learnt tables are damaged: {len(tables)} bytes, wanted {size} and their digest"
+            )
+        if not self._library.tandem_draft_learner_write(self.handle, tables):
+            raise ValueError("learnt tables hold what cannot have been learnt")
+
+
+class Job:
+    """What one sequence of a batch draws on; kept from step to step.
+
+    text: None drafts nothing. room: the deepest guess that could be emitted; 0: no draft. own_run: the run of
+    the corpus that this sequence has generated itself; -1: none. max_chain: most guesses of a draft in one
+    line; 0: a tree.
+    """
+
+    __slots__ = ("_call", "_corpus", "address", "learner", "own_run", "recycler", "room", "text")
+
+    def __init__(
+        self,
+        text: Text | None,
+        learner: Learner,
+        corpus: Corpus | None = None,
+        recycler: Recycler | None = None,
+        *,
+        room: int = _MAX_GUESSES,
+        own_run: int = -1,
+        max_chain: int = 0,
+    ) -> None:
+        self.text, self.learner, self.recycler = text, learner, recycler
+        self.room, self.own_run = room, own_run
+        self._call = call = _Draft()
+        call.text = text.handle if text is not None else None
+        call.learner, call.max_chain = learner.handle, max_chain
+        call.recycler = recycler.handle if recycler is not None else None
+        self.address = ctypes.addressof(call)
+        self._corpus: Corpus | None = None
+        self.set_corpus(corpus)
+
+    def set_corpus(self, corpus: Corpus | None) -> None:
+        """What others have generated; another object when that has grown."""
+        if corpus is not self._corpus:
+            self._corpus = corpus
+            self._call.corpus = corpus.handle if corpus is not None else None
+
+
+@dataclass(frozen=True)
+class Guesses:
+    """A tree, and the probability that verification gets to each of its guesses."""
+
+    tree: DraftTree
+    reach: tuple[float, ...]
+
+
+class Drafted:
+    """What `draft_jobs` has made, by job."""
+
+    def __init__(self, gain: float, steps: array[int], guesses: array[int]) -> None:
+        #: How many times as many tokens per second the step is to give as without guesses.
+        self.gain = gain
+        self._counts = steps[2::_STEP_WORDS]
+        self._total = sum(self._counts)
+        self._guesses = guesses
+        #: Whether the draft was not worth making, nor near to it.
+        self.is_vain: Sequence[int] = steps[3::_STEP_WORDS]
+
+    def trees(self) -> list[DraftTree | None]:
+        """None where nothing pays."""
+        trees: list[DraftTree | None] = [None] * len(self._counts)
+        if self._total == 0:
+            return trees
+        # All at once: reading arrays bit by bit takes longer than drafting.
+        words = self._guesses[: self._total * _GUESS_WORDS].tolist()
+        tokens, parents = words[0::_GUESS_WORDS], words[1::_GUESS_WORDS]
+        sources = [SOURCES[source] for source in words[2::_GUESS_WORDS]]
+        end = 0
+        for n, count in enumerate(self._counts):
+            if count:
+                begin, end = end, end + count
+                trees[n] = DraftTree(
+                    tuple(tokens[begin:end]), tuple(parents[begin:end]), tuple(sources[begin:end])
+                )
+        return trees
+
+    def reach(self) -> list[tuple[float, ...]]:
+        """For each guess the probability that verification gets to it."""
+        reach = array("f", self._guesses[: self._total * _GUESS_WORDS].tobytes())[3::_GUESS_WORDS]
+        ends = list(itertools.accumulate(self._counts, initial=0))
+        return [tuple(reach[begin:end]) for begin, end in itertools.pairwise(ends)]
+
+
+def draft_jobs(
+    jobs: Sequence[Job], max_guesses: int, expected: float, seconds: array[float], own_seconds: float = 0.0
+) -> Drafted:
+    """Makes each job's draft, of at most `max_guesses`.
+
+    `expected` tokens come of the step without guesses; `seconds[q]` is what it takes with q guesses in the
+    whole batch, up to the most there may be, never less for more. As many of the likeliest guesses are made
+    as give the most tokens per second. own_seconds is what drafting takes for one sequence; it only tells
+    what was in vain.
+    """
+    addresses = array("q", [job.address for job in jobs])
+    steps = array("i", [word for job in jobs for word in (job.room, job.own_run, 0, 0)])
+    room = min(max_guesses * len(jobs), len(seconds) - 1)
+    guesses = array("i", bytes(4 * _GUESS_WORDS * room))
+    gain = library().tandem_draft(
+        addresses.buffer_info()[0],
+        steps.buffer_info()[0],
+        len(jobs),
+        max_guesses,
+        expected,
+        seconds.buffer_info()[0],
+        len(seconds),
+        own_seconds,
+        guesses.buffer_info()[0],
+    )
+    return Drafted(gain, steps, guesses)
+
+
+def draft(jobs: Sequence[Job], max_guesses: int, seconds: Sequence[float]) -> list[Guesses | None]:
+    """`draft_jobs` for a batch of nothing else: each job's guesses, None where nothing pays."""
+    drafted = draft_jobs(jobs, max_guesses, len(jobs), array("d", seconds))
+    return [
+        Guesses(tree, reach) if tree is not None else None
+        for tree, reach in zip(drafted.trees(), drafted.reach(), strict=True)
+    ]
+
+
+def learn(jobs: Sequence[Job], emitted: Sequence[Sequence[int]], likeliest: Likeliest | None = None) -> None:
+    """What a step has emitted for each job: compared with its draft, and appended to its text.
+
+    likeliest: of the logits that each of all these tokens was chosen from, for the jobs that have a recycler.
+    """
+    tokens, ends = array("i"), array("i")
+    for job, ids in zip(jobs, emitted, strict=True):
+        if job.text is None:
+            raise ValueError("a job without a text has nothing that could go on")
+        tokens.extend(ids)
+        ends.append(len(tokens))
+        job.text.num_tokens += len(ids)
+    if likeliest is not None and len(likeliest) != len(tokens):
+        raise ValueError(f"the likeliest tokens of {len(likeliest)} places, wanted {len(tokens)}")
+    addresses = array("q", [job.address for job in jobs])
+    library().tandem_draft_learn(
+        addresses.buffer_info()[0],
+        len(jobs),
+        tokens.buffer_info()[0],
+        ends.buffer_info()[0],
+        likeliest.address if likeliest is not None else None,
+    )

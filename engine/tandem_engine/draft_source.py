@@ -1,0 +1,49 @@
+"""The interface between the engine and whatever makes drafts: n-gram lookup (tandem_drafting), a draft model.
+
+Per decode step the engine calls, in this order and from its one thread:
+
+    propose        a tree of guesses for each decoding request, or None
+    (engine)       verifies the trees and accepts a path of each
+    observe_step   how long the step took
+    extend         what the step has emitted, and the logits that it was chosen from
+    forget         requests that have ended
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from tandem_engine.draft_tree import DraftTree
+from tandem_engine.request import Request
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """What one step has emitted for a request."""
+
+    request: Request
+    token_ids: Sequence[int]
+    #: For each token the row of the step's logits that it was chosen from.
+    logits_rows: Sequence[int]
+
+
+class DraftSource(Protocol):
+    def propose(self, requests: Sequence[Request], max_nodes: int) -> list[DraftTree | None]:
+        """One tree of at most `max_nodes` guesses per request, None where none is worth its cost."""
+        ...
+
+    def observe_step(self, num_sequences: int, context: int, num_guesses: int, seconds: float) -> None:
+        """The duration of a step that only decoded; context: cached tokens of all its sequences."""
+        ...
+
+    def extend(self, emitted: Sequence[Emitted], logits: Tensor) -> None:
+        """logits [rows, vocab] float32 of the step; valid during the call."""
+        ...
+
+    def forget(self, request_id: str) -> None:
+        """Drops what is kept of a request; unknown ids are ignored."""
+        ...

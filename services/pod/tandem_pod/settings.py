@@ -1,0 +1,36 @@
+"""Settings that prefill and decode pods share: the model and the size of the engine around it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+from tandem_service.settings import PodSettings
+
+
+class EnginePodSettings(PodSettings):
+    """A pod that runs the engine."""
+
+    model: Path
+    """folder of a model, as `tandem model pull` prints it"""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """element type of weights and KV; auto: bfloat16 where this machine computes it natively"""
+    quantization: Literal["auto", "none", "w8a8", "w4a8"] = "auto"
+    """weights of 8 or 4 bits by activations of 8 (CPU); auto: as the weights come, unless a dtype is named"""
+    deterministic: bool = False
+    """refuse to start where results would depend on the batch, by a bit"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """where to compute; auto: the GPU if there is one"""
+    threads: Annotated[int, Field(ge=0)] = 0
+    """CPU threads for the model; 0: one per core"""
+    num_blocks: Annotated[int, Field(ge=0)] = 0
+    """KV blocks in the pool; 0: as many as fit in 3 GiB or a quarter of the free memory"""
+    block_size: Annotated[int, Field(ge=16, le=128, multiple_of=16)] = 64
+    """tokens per KV block"""
+    chunk_size: Annotated[int, Field(ge=16)] = 512
+    """most prompt tokens computed in one step"""
+    max_batch: Annotated[int, Field(ge=1)] = 16
+    """most sequences in one step"""
+    prefix_cache: bool = True
+    """keep the KV of finished requests for later ones with the same beginning"""

@@ -1,0 +1,89 @@
+"""Tokens are the same as Hugging Face's, and every token's bytes join to the text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import toy_tokenizers
+from tandem_core.errors import ModelLoadError
+from tandem_core.model.manifest import ModelManifest
+from tandem_core.model.tokenizer import Tokenizer
+from tokenizers import AddedToken, decoders, models, normalizers
+from tokenizers import Tokenizer as RustTokenizer
+
+TEXTS = ["hello world", "  two  spaces\n\ttab", "naïve café — 東京 🙂", "Ünïcödé\r\n", "a\x00b"]
+
+
+def byte_level() -> RustTokenizer:
+    return toy_tokenizers.trained(["hello world hello there 東京 東京 🙂🙂"] * 5, 320)
+
+
+def sentencepiece() -> RustTokenizer:
+    """As Llama 2's: the space is a visible character, unknown characters fall back to bytes."""
+    pieces = ["<unk>", *(f"<0x{b:02X}>" for b in range(256)), "\u2581", *"abcdehlorstuw"]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    tokenizer = RustTokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
+    tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return tokenizer
+
+
+def make_folder(folder: Path, tokenizer: RustTokenizer, add_bos: bool) -> Path:
+    tokenizer.add_special_tokens([AddedToken("<s>", special=True), AddedToken("<|im_end|>", special=True)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    ModelManifest(
+        name="tiny", revision="", source="test", license="unknown", architecture="llama", max_model_len=1,
+        vocab_size=1, eos_token_ids=(tokenizer.token_to_id("<|im_end|>"),), bos_token="<s>",
+        eos_token="<|im_end|>", chat_template="", tokenizer_hash="", add_bos=add_bos, weights="",
+    ).write(folder)  # fmt: skip
+    return folder
+
+
+@pytest.fixture(params=[byte_level, sentencepiece])
+def tokenizer(request: pytest.FixtureRequest, tmp_path: Path) -> Tokenizer:
+    return Tokenizer(make_folder(tmp_path, request.param(), add_bos=False))
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_token_bytes_join_to_the_text(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text)
+    assert b"".join(tokenizer.token_bytes(i) for i in ids) == text.encode()
+    assert tokenizer.decode(ids) == text
+
+
+def test_a_character_split_over_tokens_has_bytes_of_its_own_in_each(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("é")
+    assert len(ids) == 2
+    assert [tokenizer.token_bytes(i) for i in ids] == [b"\xc3", b"\xa9"]
+
+
+def test_control_tokens_are_one_id_and_are_skipped_in_text(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("hello<|im_end|>")
+    assert ids[-1] in tokenizer.eos_token_ids
+    assert tokenizer.is_special(ids[-1])
+    assert not tokenizer.is_special(ids[0])
+    assert tokenizer.token_bytes(ids[-1]) == b"<|im_end|>"
+    assert tokenizer.decode(ids) == "hello"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "hello<|im_end|>"
+
+
+def test_bos_goes_before_raw_prompts_only(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(make_folder(tmp_path, byte_level(), add_bos=True))
+    assert tokenizer.encode("hello") == [
+        tokenizer.bos_token_id,
+        *tokenizer.encode("hello", is_rendered_chat=True),
+    ]
+
+
+def test_ids_outside_the_vocabulary_have_no_bytes(tokenizer: Tokenizer) -> None:
+    assert tokenizer.token_bytes(tokenizer.vocab_size + 5) == b""
+
+
+def test_a_damaged_file_is_one_clear_error(tmp_path: Path) -> None:
+    make_folder(tmp_path, byte_level(), add_bos=False)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelLoadError, match="pull the model again"):
+        Tokenizer(tmp_path)

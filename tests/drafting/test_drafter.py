@@ -1,0 +1,316 @@
+"""The drafter: valid trees, worth their rows, learning from what is accepted."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tandem_core.sampling import SamplingParams
+from tandem_core.speculation import SpeculationMode
+from tandem_drafting import native
+from tandem_drafting.drafter import Drafter, DraftPolicy
+from tandem_drafting.mirror import GlobalMirror
+from tandem_drafting.spans import AcceptedSpan
+from tandem_engine.draft_source import Emitted
+from tandem_engine.request import Request
+
+pytestmark = pytest.mark.drafts
+
+
+def request_at(text: list[int], num_prompt: int, request_id: str = "r", **options) -> Request:
+    """A request that has just been given its first output token."""
+    sampling = SamplingParams(max_tokens=options.pop("max_tokens", 10_000))
+    request = Request(request_id, text[:num_prompt], sampling, **options)
+    request.output_token_ids = text[num_prompt : num_prompt + 1]
+    request.num_computed_tokens = num_prompt
+    return request
+
+
+class Replay:
+    """Decodes a given text as greedy verification would, and counts."""
+
+    def __init__(self, drafter: Drafter, text: list[int], num_prompt: int) -> None:
+        self.drafter, self.text = drafter, text
+        self.request = request_at(text, num_prompt)
+        self.steps = self.drafted = self.accepted = 0
+
+    def run(self, max_nodes: int = 15) -> Replay:
+        while self.request.num_tokens < len(self.text):
+            (tree,) = self.drafter.propose([self.request], max_nodes)
+            children = tree.children() if tree is not None else [{}]
+            node = 0
+            emitted: list[int] = []
+            while self.request.num_tokens + len(emitted) < len(self.text):
+                token = self.text[self.request.num_tokens + len(emitted)]
+                emitted.append(token)
+                if token not in children[node]:
+                    break
+                node = children[node][token]
+            self.drafter.extend([Emitted(self.request, emitted, ())])
+            self.request.output_token_ids += emitted
+            self.request.num_computed_tokens = self.request.num_tokens - 1
+            self.steps += 1
+            self.drafted += len(tree) if tree is not None else 0
+            self.accepted += len(emitted) - 1
+        return self
+
+
+def noise(length: int, seed: int = 0, vocabulary: int = 1000) -> list[int]:
+    source = random.Random(seed)
+    return [source.randrange(vocabulary) for _ in range(length)]
+
+
+texts = st.lists(st.integers(0, 4), min_size=4, max_size=60)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(texts, min_size=1, max_size=4), st.integers(0, 80), st.floats(0, 0.2), st.integers(1, 12))
+def test_every_tree_is_valid(batch, max_nodes, row_cost, room):
+    mirror = GlobalMirror()
+    mirror.apply_delta([AcceptedSpan("x", 0, tuple(batch[0]))], "1")
+    drafter = Drafter(mirror, DraftPolicy(row_cost=row_cost))
+    requests = [
+        request_at(text, len(text) - 1, request_id=str(i), max_tokens=room) for i, text in enumerate(batch)
+    ]
+    trees = drafter.propose(requests, max_nodes)
+    assert len(trees) == len(requests)
+    for tree in trees:
+        if tree is None:
+            continue
+        assert 1 <= len(tree) <= min(max_nodes, 63)
+        assert max(tree.depths()) <= room - 1  # the bonus token needs room too
+        # No guess twice under one parent, and known sources only; DraftTree checks the order itself.
+        assert len({*zip(tree.token_ids, tree.parents, strict=True)}) == len(tree)
+        assert {*tree.sources} <= {"prompt", "output", "global", "recycled"}
+
+
+def test_a_repeated_text_is_copied():
+    text = noise(300)
+    replay = Replay(Drafter(None, DraftPolicy()), text + text, len(text)).run()
+    assert replay.accepted / replay.drafted > 0.9
+    assert replay.steps < 300 / 10
+
+
+def test_random_text_is_soon_left_alone():
+    drafter = Drafter(None, DraftPolicy())
+    replay = Replay(drafter, noise(2000), 1000).run()
+    assert replay.drafted / replay.steps < 0.1
+
+
+def test_drafting_resumes_when_the_text_becomes_predictable():
+    """Silence is no dead end: what was considered but not sent is judged as well."""
+    passage = noise(200, seed=1)
+    text = noise(2000) + passage * 4
+    replay = Replay(Drafter(None, DraftPolicy()), text, 1000).run()
+    assert replay.accepted > 3 * len(passage) * 0.7
+
+
+def test_another_request_s_text_is_copied_through_the_mirror():
+    text = noise(300)
+    mirror = GlobalMirror()
+    mirror.apply_delta([AcceptedSpan("earlier", 0, tuple(text))], "1")
+    warm = Replay(Drafter(mirror, DraftPolicy()), text, 10).run()
+    cold = Replay(Drafter(None, DraftPolicy()), text, 10).run()
+    assert warm.accepted > 200 > 10 > cold.accepted
+    snapshot, position = mirror.snapshot()
+    mirror.apply_snapshot(snapshot, position)
+    assert Replay(Drafter(mirror, DraftPolicy()), text, 10).run().accepted > 200
+
+
+def test_alternatives_share_their_beginning():
+    """After "1 2 3" came 4 and 5 equally often: one tree holds both, under the shared 3."""
+    text = [token for i in range(8) for token in (100 + i, 1, 2, 3, 4 + i % 2)] + [1, 2]
+    drafter = Drafter(None, DraftPolicy(row_cost=0.01))
+    (tree,) = drafter.propose([request_at(text, len(text) - 1)], 15)
+    assert tree is not None
+    root = tree.children()[0]
+    assert {4, 5} <= set(tree.children()[root[3]])
+
+
+@pytest.mark.parametrize(("strategy", "source"), [("off", None), ("local", "prompt"), ("global", "global")])
+def test_the_strategy_names_the_sources(strategy, source):
+    text = [1, 2, 3, 4, 5, 6, 7] + ([50, 51, 1, 2, 3] if source != "global" else [50, 51, 52])
+    mirror = GlobalMirror()
+    mirror.apply_delta([AcceptedSpan("x", 0, (50, 51, 52, 53, 54))] * 3, "1")
+    drafter = Drafter(mirror, DraftPolicy(SpeculationMode(strategy)))
+    (tree,) = drafter.propose([request_at(text, len(text) - 1)], 15)
+    assert (tree.sources[0] if tree is not None else None) == source
+
+
+def test_a_chain_is_one_line_of_at_most_seven():
+    text = [token for i in range(8) for token in (100 + i, *range(1, 13), 20 + i % 2)] + [1, 2]
+    drafter = Drafter(None, DraftPolicy(SpeculationMode.CHAIN, row_cost=0.001))
+    (tree,) = drafter.propose([request_at(text, len(text) - 1)], 15)
+    assert tree is not None
+    assert tree.token_ids == (3, 4, 5, 6, 7, 8, 9)
+    assert tree.parents == (0, 1, 2, 3, 4, 5, 6)
+
+
+def test_a_request_may_ask_for_another_strategy():
+    text = [1, 2, 3, 4, 5, 6, 7, 50, 51, 1, 2, 3]
+    mirror = GlobalMirror()
+    mirror.apply_delta([AcceptedSpan("x", 0, (90, 1, 2, 3, 9, 9))] * 3, "1")
+    wanted = [None, SpeculationMode.OFF, SpeculationMode.LOCAL]
+    requests = [
+        request_at(text, len(text) - 1, str(n), speculation=strategy) for n, strategy in enumerate(wanted)
+    ]
+    of_pod, off, local = Drafter(mirror, DraftPolicy(row_cost=0.001)).propose(requests, 15)
+    assert of_pod is not None and local is not None
+    assert "global" in of_pod.sources
+    assert off is None
+    assert "global" not in local.sources
+
+
+@pytest.mark.parametrize("allowed", [SpeculationMode.OFF, SpeculationMode.LOCAL])
+def test_a_request_gets_no_more_than_its_pod_allows(allowed):
+    text = [1, 2, 3, 4, 5, 6, 7, 50, 51, 1, 2, 3]
+    mirror = GlobalMirror()
+    mirror.apply_delta([AcceptedSpan("x", 0, (90, 1, 2, 3, 9, 9))], "1")
+    drafter = Drafter(mirror, DraftPolicy(allowed, row_cost=0.001))
+    (tree,) = drafter.propose([request_at(text, len(text) - 1, speculation=SpeculationMode.GLOBAL)], 15)
+    if allowed is SpeculationMode.OFF:
+        assert tree is None
+    else:
+        assert tree is not None
+        assert "global" not in tree.sources
+
+
+def test_sources_tell_prompt_from_output():
+    drafter = Drafter(None, DraftPolicy())
+    prompt, output = [1, 2, 3, 4, 5, 6], [30, 31, 32, 33, 30, 31]
+    request = request_at(prompt + output, len(prompt))
+    request.output_token_ids = output
+    request.num_computed_tokens = request.num_tokens - 1
+    (tree,) = drafter.propose([request], 15)
+    assert tree is not None
+    assert (tree.token_ids[0], tree.sources[0]) == (32, "output")
+
+
+def test_a_tenant_s_forest_serves_no_other_tenant():
+    mirror = GlobalMirror(tenant="acme")
+    mirror.apply_delta([AcceptedSpan(str(i), 0, (1, 2, 3, 4)) for i in range(5)], "1")
+    drafter = Drafter(mirror, DraftPolicy())
+    own = request_at([9, 1, 2], 2, "own", tenant="acme")
+    foreign = request_at([9, 1, 2], 2, "foreign", tenant="evil")
+    drafts = drafter.propose([own, foreign], 15)
+    assert drafts[0] is not None
+    assert drafts[1] is None
+
+
+def test_dearer_rows_and_larger_batches_draft_less():
+    text = noise(60, vocabulary=6)
+
+    def num_rows(batch_size: int, row_cost: float) -> float:
+        drafter = Drafter(None, DraftPolicy(row_cost=row_cost))
+        requests = [request_at(text, 59, str(i)) for i in range(batch_size)]
+        trees = drafter.propose(requests, 63)
+        return sum(len(tree) for tree in trees if tree is not None) / batch_size
+
+    assert num_rows(1, 0.0) > num_rows(1, 0.05) > num_rows(1, 5.0) == 0
+    assert num_rows(1, 0.03) > num_rows(16, 0.03)
+
+
+class Looks:
+    """How often anything is drafted for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        self._draft_jobs = native.draft_jobs
+        monkeypatch.setattr(native, "draft_jobs", self._counted)
+
+    def _counted(self, *args: object) -> native.Drafted:
+        self.count += 1
+        return self._draft_jobs(*args)
+
+
+def test_text_that_nobody_can_guess_is_soon_drafted_for_rarely(monkeypatch):
+    text = noise(400, vocabulary=10**6)
+    drafter, looks = Drafter(None, DraftPolicy()), Looks(monkeypatch)
+    request = request_at(text, 100)
+    looked = []
+    for token in text[101:]:
+        before = looks.count
+        drafter.propose([request], 15)
+        looked.append(looks.count > before)
+        drafter.extend([Emitted(request, [token], ())])
+        request.output_token_ids.append(token)
+        request.num_computed_tokens += 1
+    assert all(looked[:2])
+    assert sum(looked[-80:]) == 5
+    # As soon as the text repeats itself, a draft that pays ends the rest.
+    replay = Replay(drafter, text[:400] + text[150:390], 100)
+    replay.request = request
+    before = request.num_tokens
+    replay.run()
+    assert request.num_tokens - before == 240
+    assert replay.steps < 60
+
+
+def test_a_price_that_was_measured_too_high_is_measured_again():
+    """Once, steps with guesses were held up; the text could be guessed all along."""
+    text = list(range(100, 120)) * 100
+    drafter = Drafter(None, DraftPolicy(row_cost=0.1))
+
+    for guesses in [0, 1] * 64:
+        drafter.step_cost.observe(1, 100, guesses, 1e-2 * (1 + 3 * guesses))
+    request = request_at(text, 99)
+    drafted = []
+    for step, token in enumerate(text[100:740], start=1):
+        tree = drafter.propose([request], 15)[0]
+        guesses = len(tree) if tree is not None else 0
+        if guesses:
+            drafted.append(step)
+        drafter.step_cost.observe(1, 100, guesses, 1e-2 * (1 + 0.02 * guesses))
+        drafter.extend([Emitted(request, [token], ())])
+        request.output_token_ids.append(token)
+        request.num_computed_tokens += 1
+    assert drafted[:4] == [128, 256, 384, 512], "trials, at the price of a new pod"
+    assert drafted[-60:] == list(range(581, 641)), "in the end it pays"
+
+
+def test_a_batch_whose_drafts_do_not_pay_for_themselves_rests():
+    """One of sixteen can be guessed, which gains a twentieth; drafting for all takes half a step."""
+    story = noise(60)
+    requests = [request_at(noise(30, seed=n, vocabulary=10**6), 29, f"n{n}") for n in range(15)]
+    requests.append(request_at(story + story[:20], 79))
+    drafter = Drafter(None, DraftPolicy(row_cost=0.001))
+    drafter.step_cost.observe(16, 800, 0, 1e-3)
+    drafter.step_cost.mean_seconds = 1e-6  # far less than drafting takes
+    drafted = [drafter.propose(requests, 15)[-1] is not None for _ in range(32 + 32 + 32 + 64)]
+    assert all(drafted[:31]), "it does so for a while before it is judged"
+    assert sum(drafted[32:64]) == 2, "then every sixteenth step"
+    assert all(drafted[64:95]), "once more"
+    assert sum(drafted[96:]) == 4, "and then longer"
+
+
+def test_text_that_can_be_guessed_ends_the_rest():
+    story = noise(60)
+    drafter = Drafter(None, DraftPolicy())
+    random_text = request_at(noise(300, seed=1, vocabulary=10**6), 299, "n")
+    for _ in range(256 + 100):
+        assert drafter.propose([random_text], 15) == [None]
+    sure = request_at(story + story[:20], 79, "sure")
+    drafted = [drafter.propose([sure], 15)[0] is not None for _ in range(100)]
+    first = drafted.index(True)
+    assert 0 < first < 16, "it rested"
+    assert all(drafted[first:])
+
+
+def test_requests_that_are_not_decoding_are_left_alone():
+    drafter = Drafter(None, DraftPolicy())
+    prefilling = Request("p", [1, 2, 1, 2, 1], SamplingParams())
+    last_token = request_at([1, 2, 1, 2, 1], 4, "l", max_tokens=2)  # only the bonus token fits
+    assert drafter.propose([prefilling, last_token], 15) == [None, None]
+
+
+def test_a_forgotten_request_leaves_nothing_behind():
+    drafter = Drafter(None, DraftPolicy())
+    request = request_at([1, 2, 1, 2], 3)
+    drafter.propose([request], 15)
+    assert drafter.num_sequences == 1
+    drafter.forget("r")
+    drafter.forget("r")
+    drafter.extend([Emitted(request, [1], ())])
+    assert drafter.num_sequences == 0
