@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+from drafting_research.replaying import Conversation, read_conversations
 from reporting import describe_command, describe_machine, markdown_table
 from tandem_cli.bench.dataset import load_dialogues, sample_dialogues
-from tandem_cli.bench.replay import Conversation, read_conversations
 from tandem_engine import store
 
 #: Match lengths that are looked up, and how many of the latest places of each count.

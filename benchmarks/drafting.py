@@ -16,9 +16,9 @@ from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from drafting_research.replaying import Answer, read_conversations
 from reporting import describe_command, describe_machine, markdown_table
 from tandem_cli.bench.dataset import load_dialogues, sample_dialogues
-from tandem_cli.bench.replay import Answer, read_conversations
 from tandem_core.model.manifest import ModelManifest
 from tandem_drafting.native import Corpus, Job, Learner, Text, draft_jobs, learn
 from tandem_engine import store

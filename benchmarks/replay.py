@@ -1,18 +1,22 @@
-"""`tandem bench replay`: what to replay, and its tables."""
+"""Replays known answers through drafters: accepted tokens, hit rates, drafting time. No model runs.
+
+    python benchmarks/replay.py --data FILE.jsonl --nodes 8,16,32 --sources local,suffix,forest --calibration
+    python benchmarks/replay.py --data FILE.jsonl --taco --batch 1,8,16,32,64,128
+
+Every combination of sources, nodes and batch sizes is a replay of its own; definitions of the figures are in
+`drafting_research/replaying.py`, the drafters in `drafting_research/drafters.py`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from tandem_drafting import native
-from tandem_gateway.model import ServedModel
-
-from tandem_cli import models
-from tandem_cli.bench.dataset import DatasetError, load_dialogues, sample_dialogues, sample_policy
-from tandem_cli.bench.replay import (
+from drafting_research.drafters import DRAFTERS
+from drafting_research.replaying import (
     Conversation,
     Figures,
     PassFigures,
@@ -20,24 +24,27 @@ from tandem_cli.bench.replay import (
     replay,
     replay_cold,
 )
-from tandem_cli.bench.replay_drafters import DRAFTERS
-from tandem_cli.bench.replay_taco import taco_table
-from tandem_cli.bench.report import markdown_table
+from drafting_research.taco import taco_table
+from reporting import markdown_table
+from tandem_cli import models
+from tandem_cli.bench.dataset import DatasetError, load_dialogues, sample_dialogues, sample_policy
+from tandem_drafting import native
+from tandem_gateway.model import ServedModel
 
-#: The compiled drafters, which tell how likely their guesses are to be accepted.
+#: The compiled drafters, which predict how likely a guess is to be accepted.
 _CALIBRATED = frozenset({"local", "forest", "line"})
 
 
 @dataclass(frozen=True)
 class ReplayConfig:
-    """One call of the command; every combination of sources, nodes and batches is replayed on its own."""
+    """The options of the command, parsed."""
 
     data: Path | None
     nodes: tuple[int, ...]
     sources: tuple[str, ...]
     passes: int
     batches: tuple[int, ...]
-    #: Whether TACO-LLM's table is wanted instead, at `batches`; sources and nodes are given by it.
+    #: Print TACO-LLM's table at `batches` instead; it has sources and nodes of its own.
     as_taco: bool
     policy: Path | None
     model: str
@@ -144,3 +151,52 @@ def _calibration(title: str, figures: Figures) -> str:
     rows.append([f"**{predicted:.4f}**", f"**{accepted:.4f}**", "", f"**{total}**"])
     head = ("predicted", "accepted", "± error", "guesses")
     return f"\nCalibration: {title}\n\n" + markdown_table(head, rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--data", type=Path, help="dialogues as JSON lines; default: the built-in sample")
+    parser.add_argument("--nodes", action="extend", type=_numbers(63), metavar="N,...",
+                        help="guesses per step, 1 to 63; default: 16")  # fmt: skip
+    parser.add_argument("--sources", default="chain,global-chain,suffix,local,forest",
+                        help=f"drafters, with commas: {', '.join(DRAFTERS)}")  # fmt: skip
+    parser.add_argument("--passes", type=int, default=2, help="how often the file is replayed; default: 2")
+    parser.add_argument("--batch", action="extend", type=_numbers(100_000), metavar="N,...",
+                        help="dialogues at a time; default: 1")  # fmt: skip
+    parser.add_argument("--taco", action="store_true", help="TACO-LLM's published table beside ours, instead")
+    parser.add_argument("--policy", type=Path, help="text of the system prompt; default with --data: none")
+    parser.add_argument("--model", default="smollm2-135m-instruct", help="its tokenizer and chat template")
+    parser.add_argument("--calibration", action="store_true", help="also predicted beside actual acceptance")
+    parser.add_argument("--output", type=Path, help="write the tables here as Markdown")
+    options = parser.parse_args(arguments)
+    config = ReplayConfig(
+        data=options.data,
+        nodes=tuple(options.nodes or (16,)),
+        sources=tuple(name.strip() for name in options.sources.split(",") if name.strip()),
+        passes=options.passes,
+        batches=tuple(options.batch or (1,)),
+        as_taco=options.taco,
+        policy=options.policy,
+        model=options.model,
+    )
+    try:
+        report = run(config, calibration=options.calibration)
+    except DatasetError as error:
+        parser.error(str(error))
+    print(report)
+    if options.output is not None:
+        options.output.write_text(report + "\n", encoding="utf-8")
+
+
+def _numbers(at_most: int) -> Callable[[str], list[int]]:
+    def parse(text: str) -> list[int]:
+        names = [name.strip() for name in text.split(",") if name.strip()]
+        if not names or not all(name.isdecimal() and 1 <= int(name) <= at_most for name in names):
+            raise argparse.ArgumentTypeError(f"{text!r}: give whole numbers from 1 to {at_most}")
+        return [int(name) for name in names]
+
+    return parse
+
+
+if __name__ == "__main__":
+    main()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tandem_cli.bench.cost_model import H200, LLAMA_8B, Accelerator, CostModel, ModelShape
+from drafting_research.cost_model import H200, LLAMA_8B, Accelerator, CostModel, ModelShape
 
 #: 1 B/s and 1 operation/s; one layer of one head of size 1: a key and a value are 2 bytes.
 TOY = ModelShape("toy", 100.0, 1.0, 1, 1, 1, 1, 1.0)

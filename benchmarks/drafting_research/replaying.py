@@ -23,12 +23,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from tandem_cli.bench.dataset import DatasetError, Dialogue
 from tandem_drafting.native import Guesses
 from tandem_gateway.errors import InvalidRequestError
 from tandem_gateway.model import ModelFolderError, ServedModel
 from tandem_gateway.request import Message
-
-from tandem_cli.bench.dataset import DatasetError, Dialogue
 
 #: Calibration is reported by tenths of the predicted probability.
 NUM_DECILES = 10

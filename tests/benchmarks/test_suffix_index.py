@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 
+from drafting_research.suffix_index import SuffixIndex
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tandem_cli.bench.suffix_index import SuffixIndex
 
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=80)
 

@@ -1,4 +1,4 @@
-"""`tandem bench replay`: what is measured, on dialogues whose answers can be worked out by hand."""
+"""`benchmarks/replay.py`: what is measured, on dialogues whose answers can be worked out by hand."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tandem_cli.bench.dataset import DatasetError, Dialogue, Turn
-from tandem_cli.bench.replay import (
+from drafting_research.drafters import DRAFTERS
+from drafting_research.replaying import (
     Answer,
     Conversation,
     ReplayDrafter,
@@ -17,14 +17,11 @@ from tandem_cli.bench.replay import (
     replay,
     replay_cold,
 )
-from tandem_cli.bench.replay_drafters import DRAFTERS
-from tandem_cli.bench.replay_run import ReplayConfig, run
-from tandem_cli.main import app
-from tandem_drafting import native
+from replay import ReplayConfig, main, run
+from tandem_cli.bench.dataset import DatasetError, Dialogue, Turn
 from tandem_drafting.native import Guesses
 from tandem_engine.draft_tree import DraftTree
 from toy_tokenizers import without_merges
-from typer.testing import CliRunner
 
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
@@ -193,22 +190,18 @@ def test_the_report_has_a_row_for_every_combination(folder: Path, tmp_path: Path
         run(replace(config, sources=("forests",)))
 
 
-def replay_command(*arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["bench", "replay", *arguments])
-    return result.exit_code, result.output
-
-
 @pytest.mark.drafts
-def test_the_command_takes_numbers_with_commas_and_options_again(folder: Path, tmp_path: Path) -> None:
+def test_the_command_takes_numbers_with_commas_and_options_again(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     common = ("--model", str(folder), "--passes", "1", "--sources", "chain,line")
-    code, output = replay_command(*common, "--nodes", "4,8", "--nodes", "12", "--batch", "1,5")
-    assert code == 0
+    main([*common, "--nodes", "4,8", "--nodes", "12", "--batch", "1,5"])
+    output = capsys.readouterr().out
     counts = [output.count(f"| {source} | {n} |") for source in ("chain", "line") for n in (4, 8, 12)]
     # Cold once; then the first pass of each batch in all, by first trials and by further ones.
     assert counts == [1 + 2 * 3] * 6
-    code, output = replay_command(*common, "--taco", "--batch", "1,8", "--output", str(tmp_path / "t.md"))
-    assert code == 0
-    assert output.count("**TACO, published**") == 2
+    main([*common, "--taco", "--batch", "1,8", "--output", str(tmp_path / "t.md")])
+    assert capsys.readouterr().out.count("**TACO, published**") == 2
     assert "| 8 | forest | pass 1 |" in (tmp_path / "t.md").read_text()
 
 
@@ -216,22 +209,20 @@ def test_the_command_takes_numbers_with_commas_and_options_again(folder: Path, t
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (("--nodes", "64"), "--nodes '64': give whole numbers from 1 to 63"),
-        (("--batch", "1;8"), "--batch '1;8': give whole numbers"),
-        (("--data", "bad.jsonl"), "bad.jsonl:2: no JSON"),
+        (("--nodes", "64"), "--nodes: '64': give whole numbers from 1 to 63"),
+        (("--batch", "1;8"), "--batch: '1;8': give whole numbers"),
+        (("--data", "{folder}/bad.jsonl"), "bad.jsonl:2: no JSON"),
     ],
 )
 def test_what_cannot_be_replayed_is_refused_in_one_sentence(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], complaint: str
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, str],
+    complaint: str,
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("bad.jsonl").write_text('{"turns": [{"role": "user", "content": "x"}]}\n{"turns"\n')
-    code, output = replay_command("--model", str(folder), *arguments)
-    assert code == 2
-    assert complaint in " ".join(output.split())
-
-
-def test_without_the_compiled_drafter_the_forest_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "LIBRARY", None)
-    with pytest.raises(DatasetError, match="install g\\+\\+"):
-        run(ReplayConfig(None, (4,), ("chain", "local"), 1, (1,), False, None, "unread"))
+    (tmp_path / "bad.jsonl").write_text('{"turns": [{"role": "user", "content": "x"}]}\n{"turns"\n')
+    with pytest.raises(SystemExit) as exit:
+        main(["--model", str(folder), arguments[0], arguments[1].format(folder=tmp_path)])
+    assert exit.value.code == 2
+    assert complaint in " ".join(capsys.readouterr().err.split())

@@ -1,4 +1,4 @@
-"""The drafters that `tandem bench replay` compares.
+"""The drafters that `benchmarks/replay.py` compares.
 
 chain          the text behind the longest earlier match in the sequence, copied: prompt lookup
 global-chain   the same, or behind a longer match in earlier answers (TACO-LLM's linear lookahead)
@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from tandem_drafting.native import Corpus, Guesses, Job, Learner, Text, draft, learn
 from tandem_engine.draft_tree import DraftTree
 
-from tandem_cli.bench.replay import ReplayDrafter
-from tandem_cli.bench.suffix_index import SuffixIndex
+from drafting_research.replaying import ReplayDrafter
+from drafting_research.suffix_index import SuffixIndex
 
 _CHAIN_ORDERS = range(8, 0, -1)
 #: SuffixDecoding: a match of p tokens may be followed by a tree of at most so many times p.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from tandem_cli.bench.cost_model import CostModel
-from tandem_cli.bench.replay import Answer, Conversation, replay
-from tandem_cli.bench.replay_drafters import Chain, Forest
-from tandem_cli.bench.replay_taco import taco_table
+from drafting_research.cost_model import CostModel
+from drafting_research.drafters import Chain, Forest
+from drafting_research.replaying import Answer, Conversation, replay
+from drafting_research.taco import taco_table
 from tandem_drafting.native import Corpus
 
 pytestmark = pytest.mark.drafts

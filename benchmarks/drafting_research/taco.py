@@ -18,12 +18,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from reporting import markdown_table
 from tandem_drafting.native import Corpus
 
-from tandem_cli.bench.cost_model import H200, LLAMA_8B, CostModel
-from tandem_cli.bench.replay import Conversation, Figures, ReplayDrafter, replay
-from tandem_cli.bench.replay_drafters import Chain, Forest
-from tandem_cli.bench.report import markdown_table
+from drafting_research.cost_model import H200, LLAMA_8B, CostModel
+from drafting_research.drafters import Chain, Forest
+from drafting_research.replaying import Conversation, Figures, ReplayDrafter, replay
 
 LINE = 7
 TREE = 16
@@ -82,7 +82,7 @@ def taco_table(
             "TACO-LLM's table. Speed-up, of TACO: end to end, as published; ours: of decoding, modelled for "
             f"one {H200.name} ({H200.bytes_per_s / 1e12:g} TB/s, {H200.operations_per_s / 1e12:.0f} TFLOP/s) "
             f"with {LLAMA_8B.name}, {context:.0f} tokens of context: MAT x T(batch) / T(rows), "
-            "T = max(memory, products) as in bench/cost_model.py. Drafting counted: with the drafting time "
+            "T = max(memory, products) as in cost_model.py. Drafting counted: with the drafting time "
             "measured here, as if the GPU waited for it; chain and global-chain are Python, whose time says "
             "nothing. Line and forest draft what pays on the modelled GPU.",
             "",

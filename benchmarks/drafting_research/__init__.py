@@ -1,0 +1,1 @@
+"""Drafting without a model: what `benchmarks/replay.py` runs, imported by other drafting benchmarks too."""
