@@ -43,11 +43,11 @@ from tandem_engine.block_pool import (
 )
 from tandem_engine.request import Request
 
-__all__ = ["BlockBooks", "BlockHold", "BlockManager"]
+__all__ = ["BlockHold", "BlockManager", "BlockUsage"]
 
 
 @dataclass(frozen=True)
-class BlockBooks:
+class BlockUsage:
     """How the pool's blocks are used; `total == free + used`."""
 
     total: int
@@ -80,7 +80,7 @@ class _BlockTable:
 
 
 class BlockManager:
-    """Owns the pool's books. A shortage is an ordinary answer (None); a broken promise raises.
+    """Accounts for every block of the pool. A shortage is an ordinary answer (None); a broken promise raises.
 
     `hasher` is exchangeable so that tests can force collisions.
     """
@@ -230,14 +230,14 @@ class BlockManager:
         for block_id in reversed(hold.block_ids):
             self._pool.drop(block_id)
 
-    # -- books ----------------------------------------------------------------------------------------
+    # -- accounting -----------------------------------------------------------------------------------
 
-    def books(self) -> BlockBooks:
+    def usage(self) -> BlockUsage:
         free = self._pool.num_free
-        return BlockBooks(self.num_blocks, free, self._pool.num_free_findable, self.num_blocks - free)
+        return BlockUsage(self.num_blocks, free, self._pool.num_free_findable, self.num_blocks - free)
 
     def check(self) -> list[str]:
-        """Audit everything; one sentence per fault, empty when the books balance. O(num_blocks)."""
+        """Audit everything; one sentence per fault, empty when every invariant holds. O(num_blocks)."""
         owners: Counter[int] = Counter()
         faults = []
         for request_id, table in self._tables.items():

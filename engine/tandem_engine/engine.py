@@ -30,7 +30,7 @@ from tandem_engine.draft_tree import MAX_TREE_NODES
 from tandem_engine.request import Request
 from tandem_engine.runner import ModelRunner
 from tandem_engine.sampling.verify import Verified, Verifier
-from tandem_engine.scheduler import Progress, Scheduler
+from tandem_engine.scheduler import RequestUpdate, Scheduler
 
 
 @dataclass(frozen=True)
@@ -138,18 +138,18 @@ class Engine:
         verified = self._verifier.verify(batch, logits)
         self._runner.compact(batch, [v.path for v in verified])
         computed = time.perf_counter()
-        progress = self.scheduler.update(batch, verified)
-        outputs = self._outputs(batch, verified, progress)
+        updates = self.scheduler.update(batch, verified)
+        outputs = self._outputs(batch, verified, updates)
         # Drafting has a price of its own, which the drafter keeps an eye on.
         self._account(batch, computed - started, time.perf_counter() - drafted)
-        self._learn(batch, verified, progress, logits)
+        self._learn(batch, verified, updates, logits)
         return outputs
 
-    def adopted(self, progress: Progress) -> StepOutput:
+    def adopted(self, update: RequestUpdate) -> StepOutput:
         """Accounts for a first token that came from a prefill pod, as if a step here had made it."""
-        if self._drafter is not None and progress.finished:
-            self._drafter.forget(progress.request.request_id)
-        return StepOutput(progress.request, progress.new_token_ids, (), (), (), progress.finished)
+        if self._drafter is not None and update.finished:
+            self._drafter.forget(update.request.request_id)
+        return StepOutput(update.request, update.new_token_ids, (), (), (), update.finished)
 
     def _draft(self) -> None:
         if self._drafter is None:
@@ -163,11 +163,11 @@ class Engine:
             request.draft = tree
 
     def _outputs(
-        self, batch: Batch, verified: Sequence[Verified], progress: Sequence[Progress]
+        self, batch: Batch, verified: Sequence[Verified], updates: Sequence[RequestUpdate]
     ) -> list[StepOutput]:
         outputs = []
         sampling = [s for s in batch.sequences if s.samples]
-        for sequence, seen, done in zip(sampling, verified, progress, strict=True):
+        for sequence, seen, done in zip(sampling, verified, updates, strict=True):
             n = len(done.new_token_ids)
             outputs.append(
                 StepOutput(
@@ -182,7 +182,7 @@ class Engine:
         return outputs
 
     def _learn(
-        self, batch: Batch, verified: Sequence[Verified], progress: Sequence[Progress], logits: Tensor
+        self, batch: Batch, verified: Sequence[Verified], updates: Sequence[RequestUpdate], logits: Tensor
     ) -> None:
         """Tells the drafter what came of its drafts, and what else was likely at each place."""
         if self._drafter is None:
@@ -190,13 +190,13 @@ class Engine:
         emitted: list[Emitted] = []
         first_row = 0
         sampling = [s for s in batch.sequences if s.samples]
-        for sequence, seen, done in zip(sampling, verified, progress, strict=True):
+        for sequence, seen, done in zip(sampling, verified, updates, strict=True):
             rows = [first_row + node for node in seen.path[: len(done.new_token_ids)]]
             emitted.append(Emitted(done.request, done.new_token_ids, rows))
             first_row += sequence.num_logits_rows
         if emitted:
             self._drafter.extend(emitted, logits)
-        for done in progress:
+        for done in updates:
             if done.finished:
                 self._drafter.forget(done.request.request_id)
 

@@ -3,8 +3,8 @@
     caches[layer]   [num_blocks + 1, 2, num_kv_heads, block_size, head_size]
                      block           K|V
 
-One (layer, block) is one contiguous piece, so that a KV transfer copies it as it is. The pool knows
-neither requests nor hashes: who owns which block is the block manager's business.
+One (layer, block) is contiguous, so a KV transfer copies it unchanged. The pool knows neither requests nor
+hashes: the block manager decides who owns which block.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from tandem_kernels import gather_blocks, move_slots_in_layers, scatter_blocks
 
 from tandem_engine.errors import CapacityError
-from tandem_engine.presence import Presence
+from tandem_engine.prefault import Prefaulter
 
-#: Without a given size the pool takes this much, or a quarter of the free memory if that is less.
+#: Default pool size: this much, or a quarter of the free memory if that is less.
 DEFAULT_POOL_BYTES = 3 << 30
 _HUGE_PAGE = 2 << 20
 
@@ -38,7 +38,7 @@ class KVShape:
     head_size: int
     block_size: int
     dtype: torch.dtype
-    #: Whether blocks lie as the compiled attention reads them (tandem_kernels.interleaved_cache).
+    #: Whether blocks have the layout of the compiled attention (tandem_kernels.interleaved_cache).
     interleaved: bool = False
 
     @property
@@ -71,20 +71,20 @@ class KVPool:
     def __init__(self, shape: KVShape, num_blocks: int, device: torch.device) -> None:
         self.shape = shape
         self.num_blocks = num_blocks
-        # One block more than anyone is told of: rows that pad a step write their KV there.
+        # One extra block, which the block manager does not know: padding rows of a step write their KV there.
         cache_shape = (num_blocks + 1, 2, shape.num_kv_heads, shape.block_size, shape.head_size)
         self.caches = [_zeros(cache_shape, shape.dtype, device) for _ in range(shape.num_layers)]
-        self._presence = Presence(self.caches) if device.type == "cpu" else None
+        self._prefaulter = Prefaulter(self.caches) if device.type == "cpu" else None
 
     @property
     def scratch_slot(self) -> int:
-        """A slot in a block that nobody can own; what is there is never read."""
+        """A slot in the extra block, which nobody owns; it is never read."""
         return self.num_blocks * self.shape.block_size
 
     def will_use(self, block_id: int) -> None:
-        """Says that blocks up to this one are about to be written."""
-        if self._presence is not None:
-            self._presence.will_use(block_id)
+        """Announces that blocks up to this one are about to be written."""
+        if self._prefaulter is not None:
+            self._prefaulter.will_use(block_id)
 
     def gather(self, layer: int, block_ids: Sequence[int]) -> NDArray[np.uint8]:
         """Copies blocks of one layer out: [len(block_ids) * block_bytes] uint8, contiguous."""
@@ -97,7 +97,7 @@ class KVPool:
         return payload
 
     def scatter(self, layer: int, block_ids: Sequence[int], payload: memoryview) -> None:
-        """Writes what `gather` of the same shape gave into blocks of one layer."""
+        """Writes the result of a `gather` of the same shape into blocks of one layer."""
         cache = self.caches[layer]
         received = np.frombuffer(payload, dtype=np.uint8)
         if cache.device.type == "cpu":
@@ -118,16 +118,16 @@ class KVPool:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros, not garbage: a slot never written must not hold a NaN that a mask would let through as 0 * NaN.
+    """Zeros, because a NaN in a slot that was never written would pass through a mask as 0 * NaN.
 
-    On the CPU the memory comes straight from the system, whose zeros cost nothing until a page is first
-    written (torch's are written at once, which takes seconds for a pool of gigabytes), in huge pages where
-    there are some: a prompt of 4K tokens then faults 50 times, not 25,000.
+    On the CPU the memory is an anonymous mapping: its zeros cost nothing until a page is first written, while
+    torch.zeros writes at once, which takes seconds for gigabytes. With huge pages a prompt of 4K tokens
+    faults 50 times, not 25,000.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
-    # Private: the system has no huge pages for shared memory, which is Python's default.
+    # Private, because shared memory, Python's default, gets no huge pages.
     memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 from tandem_core.errors import InvariantError
 from tandem_core.sampling import SamplingParams
-from tandem_engine.block_manager import BlockBooks, BlockManager
+from tandem_engine.block_manager import BlockManager, BlockUsage
 from tandem_engine.block_pool import ChainHash
 from tandem_engine.request import Request
 
@@ -42,7 +42,7 @@ class TestTables:
         assert manager.block_ids("a") == first
         assert manager.allocate(request, 9)
         assert manager.block_ids("a")[:2] == first
-        assert manager.books() == BlockBooks(total=8, free=5, cached=0, used=3)
+        assert manager.usage() == BlockUsage(total=8, free=5, cached=0, used=3)
 
     def test_a_shortage_is_an_answer_and_changes_nothing(self, manager):
         a, b = make_request("a", range(20)), make_request("b", range(100, 120))
@@ -55,9 +55,9 @@ class TestTables:
     def test_what_rejected_drafts_needed_comes_back(self, manager):
         request = make_request("a", range(4))
         assert manager.allocate(request, 4 + 9)
-        assert manager.books().used == 4
+        assert manager.usage().used == 4
         manager.trim(request, 5)
-        assert manager.books().used == 2
+        assert manager.usage().used == 2
 
     def test_trim_never_takes_verified_blocks(self, manager):
         request = make_request("a", range(9))
@@ -91,7 +91,7 @@ class TestPrefixCache:
         compute(manager, a)
         blocks = manager.block_ids("a")
         manager.free(a)
-        assert manager.books() == BlockBooks(total=8, free=8, cached=2, used=0)
+        assert manager.usage() == BlockUsage(total=8, free=8, cached=2, used=0)
         b = make_request("b", range(10))
         assert compute(manager, b) == 8
         assert manager.block_ids("b")[:2] == blocks[:2]
@@ -104,10 +104,10 @@ class TestPrefixCache:
         a = make_request("a", range(9), salt=b"s")
         compute(manager, a)
         manager.free(a)
-        before = manager.books()
+        before = manager.usage()
         assert manager.count_cached(list(range(9)), b"s") == 8
         assert manager.count_cached(list(range(9)), b"t") == 0
-        assert manager.books() == before
+        assert manager.usage() == before
 
     def test_different_salts_share_nothing(self, manager):
         compute(manager, make_request("a", range(9), salt=b"tenant-1"))
@@ -149,7 +149,7 @@ class TestPrefixCache:
             manager.commit(request)
         manager.free(b)
         manager.free(a)
-        assert manager.books().cached == 2
+        assert manager.usage().cached == 2
 
     def test_a_hash_collision_is_a_miss(self):
         def same_for_all(parent: ChainHash, token_ids: Sequence[int]) -> ChainHash:
@@ -217,19 +217,19 @@ class TestHolds:
         assert manager.allocate(a, 8)
         hold = manager.hold(manager.block_ids("a"))
         manager.free(a)
-        assert manager.books().used == 2
+        assert manager.usage().used == 2
         assert manager.check() == []
         manager.release(hold)
-        assert manager.books() == BlockBooks(total=8, free=8, cached=0, used=0)
+        assert manager.usage() == BlockUsage(total=8, free=8, cached=0, used=0)
 
     def test_the_order_of_letting_go_does_not_matter(self, manager):
         a = make_request("a", range(8))
         compute(manager, a)
         hold = manager.hold(manager.block_ids("a"))
         manager.release(hold)
-        assert manager.books().used == 2
+        assert manager.usage().used == 2
         manager.free(a)
-        assert manager.books() == BlockBooks(total=8, free=8, cached=2, used=0)
+        assert manager.usage() == BlockUsage(total=8, free=8, cached=2, used=0)
 
     def test_two_transfers_of_the_same_blocks_are_told_apart(self, manager):
         a = make_request("a", range(8))
@@ -239,9 +239,9 @@ class TestHolds:
         manager.release(first)
         with pytest.raises(InvariantError, match="released before"):
             manager.release(first)
-        assert manager.books().used == 2
+        assert manager.usage().used == 2
         manager.release(second)
-        assert manager.books().used == 0
+        assert manager.usage().used == 0
 
     def test_only_owned_blocks_can_be_held(self, manager):
         with pytest.raises(InvariantError, match="belongs to no request"):

@@ -218,20 +218,17 @@ class Simulation:
         if batch is not None:
             assert batch.num_tokens <= self.scheduler.config.max_tokens_per_step
             verified = self.model.run(batch)
-            if self.rng.random() < 0.05:
-                self.scheduler.abandon(batch)
-            else:
-                progress = self.scheduler.update(batch, verified)
-                self.num_drafted_tokens += sum(max(len(p.new_token_ids) - 1, 0) for p in progress)
+            updates = self.scheduler.update(batch, verified)
+            self.num_drafted_tokens += sum(max(len(u.new_token_ids) - 1, 0) for u in updates)
             self.audit()
         self.live = [r for r in self.live if r.finish_reason is None]
         return batch is not None
 
     def audit(self) -> None:
         assert self.scheduler.check() == []
-        books = self.blocks.books()
-        assert books.free + books.used == books.total
-        assert books.cached <= books.free
+        usage = self.blocks.usage()
+        assert usage.free + usage.used == usage.total
+        assert usage.cached <= usage.free
 
     def run(self, num_requests: int, abort_rate: float) -> None:
         idle = 0
@@ -240,14 +237,14 @@ class Simulation:
                 self.new_request()
             ran = self.step(abort_rate)
             idle = 0 if ran else idle + 1
-            assert idle < 200, f"stuck: {self.scheduler.books()}, {self.blocks.books()}"
+            assert idle < 200, f"stuck: {self.scheduler.counts()}, {self.blocks.usage()}"
         for request in self.all:
             expected = oracle(request)
             if request.finish_reason is FinishReason.CANCELLED:
                 assert request.output_token_ids == expected[: len(request.output_token_ids)]
             else:
                 assert request.output_token_ids == expected
-        assert self.blocks.books().used == 0
+        assert self.blocks.usage().used == 0
         assert not self.scheduler.has_work()
 
 

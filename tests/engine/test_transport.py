@@ -1,4 +1,4 @@
-"""What every KV transport promises, demanded of each of them through the abstract face."""
+"""What every KV transport guarantees; each test runs over each transport."""
 
 from __future__ import annotations
 
@@ -11,20 +11,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+from inproc_transport import InprocNetwork, InprocReceiver, InprocSender
 from tandem_core.errors import InvalidRequestError, InvariantError
 from tandem_engine.errors import LayoutMismatchError, TransferError
-from tandem_engine.transport.base import (
-    BlockStore,
-    DropCause,
-    Incoming,
-    KVReceiver,
-    KVSender,
-    Outgoing,
-    Ticket,
-    TransferState,
-)
-from tandem_engine.transport.inproc import InprocNetwork, InprocReceiver, InprocSender
+from tandem_engine.transport.base import BlockStore, DropCause, Ticket, TransferState
+from tandem_engine.transport.incoming import KVReceiver
 from tandem_engine.transport.layout import KVLayout
+from tandem_engine.transport.outgoing import KVSender, OutgoingTransfer
 from tandem_engine.transport.zeromq import ReceiverOptions, ZmqReceiver, ZmqSender
 from waiting import wait_until
 
@@ -99,13 +92,13 @@ def wire(request: pytest.FixtureRequest) -> Iterator[Wire]:
         end.close()
 
 
-def put_all(outgoing: Outgoing, blocks: range) -> None:
+def put_all(outgoing: OutgoingTransfer, blocks: range) -> None:
     """Every layer of these logical blocks, which are the physical blocks of the same number."""
     for layer in range(LAYOUT.num_layers):
         outgoing.put(layer, blocks.start, blocks)
 
 
-def assert_books_are_empty(sender: KVSender, receiver: KVReceiver) -> None:
+def assert_no_open_transfers(sender: KVSender, receiver: KVReceiver) -> None:
     assert sender.open_transfers == 0
     assert receiver.open_transfers == 0
     assert receiver.credit_outstanding_bytes == 0
@@ -130,7 +123,7 @@ def test_every_byte_arrives_whatever_the_order_of_layers_and_runs(wire: Wire) ->
     assert outgoing.sent_bytes == sender.sent_bytes == 10 * LAYOUT.num_layers * BLOCK
     assert receiver.counters.accepted_bytes == outgoing.sent_bytes
     assert set(receiver.counters.dropped.values()) == {0}
-    assert_books_are_empty(sender, receiver)
+    assert_no_open_transfers(sender, receiver)
 
 
 def test_only_wanted_blocks_travel_and_each_once(wire: Wire) -> None:
@@ -191,7 +184,7 @@ def test_put_does_not_wait_for_a_gather_that_is_under_way(wire: Wire) -> None:
     outgoing.finish().result(PATIENCE_S)
 
 
-def test_close_ends_writing_at_once_and_stops_the_sender(wire: Wire) -> None:
+def test_abort_ends_writing_at_once_and_stops_the_sender(wire: Wire) -> None:
     source, target = ByteStore(seed=5), ByteStore()
     receiver, sender = wire.receiver(target), wire.sender(source)
     target.before_scatter = lambda: time.sleep(0.005)
@@ -200,22 +193,22 @@ def test_close_ends_writing_at_once_and_stops_the_sender(wire: Wire) -> None:
     put_all(outgoing, range(NUM_BLOCKS))
     finished = outgoing.finish()
     wait_until(lambda: incoming.progress().verified_pairs >= 4)
-    incoming.close()
-    at_close = target.data.copy()
+    incoming.abort()
+    at_abort = target.data.copy()
     assert receiver.credit_outstanding_bytes == 0
     with pytest.raises(TransferError, match="rejected"):
         finished.result(PATIENCE_S)
     time.sleep(0.05)
-    assert np.array_equal(target.data, at_close)
+    assert np.array_equal(target.data, at_abort)
     assert not np.array_equal(target.data, source.data)
     assert incoming.state is outgoing.state is TransferState.FAILED
-    with pytest.raises(TransferError, match="closed"):
+    with pytest.raises(TransferError, match="aborted"):
         incoming.done.result(0)
-    with pytest.raises(TransferError, match="closed"):
+    with pytest.raises(TransferError, match="aborted"):
         incoming.reopen()
     assert receiver.counters.dropped[DropCause.UNKNOWN] >= 1
-    assert_books_are_empty(sender, receiver)
-    incoming.close()
+    assert_no_open_transfers(sender, receiver)
+    incoming.abort()
 
 
 def test_abort_ends_reading_at_once(wire: Wire) -> None:
@@ -241,8 +234,8 @@ def test_abort_ends_reading_at_once(wire: Wire) -> None:
         outgoing.done.result(0)
     assert outgoing.in_flight_bytes == sender.open_transfers == 0
     assert not incoming.done.done()
-    incoming.close()
-    assert_books_are_empty(sender, receiver)
+    incoming.abort()
+    assert_no_open_transfers(sender, receiver)
 
 
 def test_a_retry_keeps_complete_blocks_and_asks_only_for_the_others(wire: Wire) -> None:
@@ -275,8 +268,8 @@ def test_a_retry_keeps_complete_blocks_and_asks_only_for_the_others(wire: Wire) 
     last.finish().result(PATIENCE_S)
     assert last.sent_bytes == 0
     old.abort()
-    assert_books_are_empty(first, receiver)
-    assert_books_are_empty(second, receiver)
+    assert_no_open_transfers(first, receiver)
+    assert_no_open_transfers(second, receiver)
 
 
 def test_a_retry_may_send_layers_again_after_the_missing_ones(wire: Wire) -> None:
@@ -294,7 +287,7 @@ def test_a_retry_may_send_layers_again_after_the_missing_ones(wire: Wire) -> Non
     new.finish().result(PATIENCE_S)
     incoming.done.result(PATIENCE_S)
     assert set(receiver.counters.dropped.values()) == {0}
-    assert_books_are_empty(sender, receiver)
+    assert_no_open_transfers(sender, receiver)
 
 
 def test_frames_of_the_epoch_before_a_retry_are_never_written(wire: Wire) -> None:
@@ -309,7 +302,7 @@ def test_frames_of_the_epoch_before_a_retry_are_never_written(wire: Wire) -> Non
     assert not target.data.any()
     assert receiver.counters.dropped[DropCause.STALE_EPOCH] >= 1
     assert incoming.progress().verified_pairs == 0
-    incoming.close()
+    incoming.abort()
 
 
 def test_a_transfer_of_nothing_is_complete_at_once(wire: Wire) -> None:
@@ -318,7 +311,7 @@ def test_a_transfer_of_nothing_is_complete_at_once(wire: Wire) -> None:
     assert incoming.done.result(0) is None
     outgoing = sender.open(incoming.ticket)
     outgoing.finish().result(0)
-    assert_books_are_empty(sender, receiver)
+    assert_no_open_transfers(sender, receiver)
 
 
 def test_finishing_without_all_wanted_blocks_fails(wire: Wire) -> None:
@@ -328,8 +321,8 @@ def test_finishing_without_all_wanted_blocks_fails(wire: Wire) -> None:
     put_all(outgoing, range(1))
     with pytest.raises(TransferError, match=r"4 of 8 wanted .* never put"):
         outgoing.finish().result(PATIENCE_S)
-    incoming.close()
-    assert_books_are_empty(sender, receiver)
+    incoming.abort()
+    assert_no_open_transfers(sender, receiver)
 
 
 def test_putting_after_finish_or_outside_the_layers_is_our_own_bug(wire: Wire) -> None:
@@ -401,7 +394,7 @@ def test_a_store_that_fails_fails_its_transfer_and_no_other(wire: Wire) -> None:
         if not store_is_source:
             with pytest.raises(TransferError, match="on fire"):
                 incoming.done.result(PATIENCE_S)
-        incoming.close()
+        incoming.abort()
         source.before_gather = target.before_scatter = lambda: None
 
     incoming = receiver.open({0: 0})
@@ -409,7 +402,7 @@ def test_a_store_that_fails_fails_its_transfer_and_no_other(wire: Wire) -> None:
     put_all(outgoing, range(1))
     outgoing.finish().result(PATIENCE_S)
     assert np.array_equal(target.data[:, 0], source.data[:, 0])
-    assert_books_are_empty(sender, receiver)
+    assert_no_open_transfers(sender, receiver)
 
 
 def test_closing_either_end_fails_what_is_open_in_under_a_second(wire: Wire) -> None:
@@ -431,10 +424,10 @@ def test_closing_either_end_fails_what_is_open_in_under_a_second(wire: Wire) -> 
                 done.result(0)
         with pytest.raises(TransferError):
             receiver.open({0: 0})
-        assert_books_are_empty(sender, receiver)
+        assert_no_open_transfers(sender, receiver)
 
 
-def test_a_hundred_concurrent_transfers_with_faults_leave_the_books_at_zero(wire: Wire) -> None:
+def test_a_hundred_concurrent_transfers_with_faults_leave_nothing_open(wire: Wire) -> None:
     sources = [ByteStore(seed=20), ByteStore(seed=20), ByteStore(seed=20)]
     target = ByteStore()
     receiver = wire.receiver(target, credit_bytes=3 * BLOCK)
@@ -443,7 +436,7 @@ def test_a_hundred_concurrent_transfers_with_faults_leave_the_books_at_zero(wire
     outcomes: list[str] = []
     lock = threading.Lock()
 
-    def send(ticket: Ticket, plan: random.Random) -> Outgoing:
+    def send(ticket: Ticket, plan: random.Random) -> OutgoingTransfer:
         outgoing = plan.choice(senders).open(ticket)
         layers = plan.sample(range(LAYOUT.num_layers), LAYOUT.num_layers)
         for layer in layers:
@@ -453,16 +446,16 @@ def test_a_hundred_concurrent_transfers_with_faults_leave_the_books_at_zero(wire
 
     def run(block: int, fate: str, plan: random.Random) -> None:
         # Concurrent transfers own different destination blocks, as a block manager sees to.
-        incoming: Incoming = receiver.open({block: block})
+        incoming = receiver.open({block: block})
         outgoing = send(incoming.ticket, plan)
         if fate == "retried":
             outgoing.abort()
             outgoing = send(incoming.reopen(), plan)
         elif fate == "closed":
-            incoming.close()
+            incoming.abort()
         elif fate == "aborted":
             outgoing.abort()
-            incoming.close()
+            incoming.abort()
         finished = outgoing.finish()
         try:
             incoming.done.result(PATIENCE_S)
@@ -491,4 +484,4 @@ def test_a_hundred_concurrent_transfers_with_faults_leave_the_books_at_zero(wire
     assert outcomes.count("normal arrived") == 40
     assert outcomes.count("retried arrived") == 20
     for sender in senders:
-        assert_books_are_empty(sender, receiver)
+        assert_no_open_transfers(sender, receiver)

@@ -23,7 +23,7 @@ from tandem_engine.transport.codec import (
     digest,
     encode,
 )
-from tandem_engine.transport.incoming import Dropped, IncomingBook
+from tandem_engine.transport.incoming import Dropped, KVReceiver
 from tandem_engine.transport.layout import KVLayout
 from tandem_engine.transport.zeromq import ReceiverOptions, SenderOptions, ZmqReceiver, ZmqSender
 from waiting import wait_until
@@ -271,11 +271,11 @@ def test_a_retry_cannot_write_a_block_that_is_complete(
     assert store.data[0, 0].tobytes() == PAYLOAD
 
 
-def test_a_frame_found_before_close_but_judged_after_it_is_not_written(store: ByteStore) -> None:
-    """The order of events that threads cannot be made to show: lookup, close, accept."""
-    transfer = IncomingBook(LAYOUT, store, 8 * BLOCK).open({0: 0}, None, "tcp://127.0.0.1:1", "")
+def test_a_frame_looked_up_before_abort_but_accepted_after_it_is_not_written(store: ByteStore) -> None:
+    """Fixes the order lookup, abort, accept, which threads would not show reliably."""
+    transfer = KVReceiver(LAYOUT, store, 8 * BLOCK, endpoint="tcp://127.0.0.1:1", public_key="").open({0: 0})
     frame = frame_for(transfer.ticket, PAYLOAD)
-    transfer.close()
+    transfer.abort()
     with pytest.raises(Dropped) as caught:
         transfer.accept(frame, memoryview(PAYLOAD))
     assert caught.value.cause is DropCause.UNKNOWN

@@ -24,9 +24,9 @@ from tandem_engine.assemble import EngineConfig, assemble
 from tandem_engine.batch import Batch
 from tandem_engine.llm import LLM
 from tandem_engine.transport.layout import KVLayout
+from tandem_prefill.kv_streaming import KVStreamer
 from tandem_prefill.main import open_pod as open_prefill
 from tandem_prefill.settings import PrefillSettings
-from tandem_prefill.shipping import Shipper
 from tandem_proto.v1 import (
     common_pb2,
     decode_pb2,
@@ -160,14 +160,14 @@ async def test_a_pod_whose_engine_hangs_is_left_in_spite_of_its_heartbeats(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hanging, mended = threading.Event(), threading.Event()
-    on_layer_done = Shipper.on_layer_done
+    on_layer_done = KVStreamer.on_layer_done
 
-    def hang(shipper: Shipper, batch: Batch, layer: int) -> None:
+    def hang(streamer: KVStreamer, batch: Batch, layer: int) -> None:
         hanging.set()
         mended.wait()
-        on_layer_done(shipper, batch, layer)
+        on_layer_done(streamer, batch, layer)
 
-    monkeypatch.setattr(Shipper, "on_layer_done", hang)
+    monkeypatch.setattr(KVStreamer, "on_layer_done", hang)
     monkeypatch.setattr(handoff, "ENGINE_STALL_TIMEOUT_S", 0.6)
     async with run_fleet(tiny_model) as fleet:
         try:
@@ -184,13 +184,13 @@ async def test_a_pod_whose_engine_hangs_is_left_in_spite_of_its_heartbeats(
 async def test_a_request_that_waits_its_turn_at_a_slow_pod_does_not_leave_it(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    on_layer_done = Shipper.on_layer_done
+    on_layer_done = KVStreamer.on_layer_done
 
-    def slow(shipper: Shipper, batch: Batch, layer: int) -> None:
+    def slow(streamer: KVStreamer, batch: Batch, layer: int) -> None:
         time.sleep(0.15)
-        on_layer_done(shipper, batch, layer)
+        on_layer_done(streamer, batch, layer)
 
-    monkeypatch.setattr(Shipper, "on_layer_done", slow)
+    monkeypatch.setattr(KVStreamer, "on_layer_done", slow)
     # 200 tokens are twelve layers here (four chunks of three): the second request waits about 1.8 s.
     monkeypatch.setattr(handoff, "ENGINE_STALL_TIMEOUT_S", 1.0)
     async with run_fleet(tiny_model, max_batch=1) as fleet:

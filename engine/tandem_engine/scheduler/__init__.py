@@ -1,14 +1,14 @@
-"""Decides what each step computes. `core` tells the life cycle; it is all that other parts need to read.
+"""Decides what each step computes. `core` describes the life cycle; other parts need to read only it.
 
-core        Scheduler: requests enter and leave, steps are made and booked
-queues      who waits, runs, or is being filled; admission and preemption
-sequences   what one sequence computes in a step, and whether what came back fits it
+core        Scheduler: requests enter and leave; steps are planned and applied
+queues      which requests wait, run or receive KV; admission and preemption
+sequences   what one sequence computes in a step, and a check of the result
 finishing   when a text ends
-config      limits, reservations, books
+config      limits, reservations, counts
 """
 
-from tandem_engine.scheduler.config import Reservation, SchedulerBooks, SchedulerConfig
+from tandem_engine.scheduler.config import RequestCounts, Reservation, SchedulerConfig
 from tandem_engine.scheduler.core import Scheduler
-from tandem_engine.scheduler.finishing import Progress, VerifiedTokens
+from tandem_engine.scheduler.finishing import RequestUpdate, VerifiedTokens
 
-__all__ = ["Progress", "Reservation", "Scheduler", "SchedulerBooks", "SchedulerConfig", "VerifiedTokens"]
+__all__ = ["RequestCounts", "RequestUpdate", "Reservation", "Scheduler", "SchedulerConfig", "VerifiedTokens"]

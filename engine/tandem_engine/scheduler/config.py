@@ -20,8 +20,8 @@ class SchedulerConfig:
     max_tokens_per_step: int = 512
     #: Of one prompt in one step.
     chunk_size: int = 512
-    #: A step that has this many prompt tokens takes no further prompt. Where they occupy the processor,
-    #: another prompt would come no sooner for it, and the first one's token later. None: no such limit.
+    #: A step with this many prompt tokens takes no further prompt. If they saturate the processor, a second
+    #: prompt would not finish sooner, and the first one later. None: no such limit.
     enough_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:
@@ -52,8 +52,8 @@ class Reservation:
 
 
 @dataclass(frozen=True)
-class SchedulerBooks:
-    """Requests by state; those with KV that wait for a place in the batch count as waiting."""
+class RequestCounts:
+    """Number of requests by state; those that have KV and wait for a place in the batch count as waiting."""
 
     waiting: int
     running: int

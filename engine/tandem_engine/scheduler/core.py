@@ -32,8 +32,8 @@ from tandem_engine.batch import Batch, ScheduledSequence
 from tandem_engine.block_manager import BlockManager
 from tandem_engine.errors import CapacityError
 from tandem_engine.request import Request, RequestStatus
-from tandem_engine.scheduler.config import Reservation, SchedulerBooks, SchedulerConfig
-from tandem_engine.scheduler.finishing import Progress, VerifiedTokens, append_tokens, token_limit
+from tandem_engine.scheduler.config import RequestCounts, Reservation, SchedulerConfig
+from tandem_engine.scheduler.finishing import RequestUpdate, VerifiedTokens, append_tokens, token_limit
 from tandem_engine.scheduler.queues import RequestQueues
 from tandem_engine.scheduler.sequences import check_verified, decode_sequence, fit_draft, prefill_sequence
 
@@ -46,8 +46,8 @@ class Scheduler:
         self._blocks = block_manager
         self._queues = RequestQueues(block_manager, config)
         self._in_flight: Batch | None = None
-        #: Finished while a step still writes to their blocks, which are freed when it is over.
-        self._doomed: list[Request] = []
+        #: Requests that finished during a step; their blocks are freed when it ends.
+        self._freed_after_step: list[Request] = []
 
     # -- entering and leaving -------------------------------------------------------------------------
 
@@ -76,7 +76,7 @@ class Scheduler:
 
     def adopt(
         self, request: Request, num_computed_tokens: int, first_token: tuple[int, ...] | None
-    ) -> Progress | None:
+    ) -> RequestUpdate | None:
         """End a reservation: the KV of [0, num_computed_tokens) is here and checked.
 
         With the token(s) that the prefill pod sampled, the whole prompt must be computed; they are
@@ -104,10 +104,10 @@ class Scheduler:
             return None
         request.num_computed_tokens = num_computed_tokens
         self._blocks.commit(request)
-        progress = append_tokens(request, first_token, self.config.max_model_len)
-        if progress.finished:
-            self._leave(request)
-        return progress
+        update = append_tokens(request, first_token, self.config.max_model_len)
+        if update.finished:
+            self._retire(request)
+        return update
 
     def abort(self, request_id: str) -> Request | None:
         """Drop a request in whatever state; None when it is unknown or already finished."""
@@ -119,7 +119,7 @@ class Scheduler:
         if request is not None:
             request.finish_reason = reason
             request.stop_reason = stop_reason
-            self._leave(request)
+            self._retire(request)
         return request
 
     # -- a step ---------------------------------------------------------------------------------------
@@ -128,10 +128,10 @@ class Scheduler:
         """The next step's work; None when nothing can run (idle, or all wait for KV or its blocks).
 
         The draft of each running request is used, shrunk or dropped, and cleared. The batch must come
-        back through `update` or `abandon` before the next call.
+        back through `update` before the next call.
         """
         if self._in_flight is not None:
-            raise InvariantError("the last batch has not come back through update() or abandon()")
+            raise InvariantError("the last batch has not come back through update()")
         self._queues.admit()
         able = self._queues.secure_next_tokens()
         decoding = [r for r in able if r.is_decoding]
@@ -158,8 +158,8 @@ class Scheduler:
         self._in_flight = Batch(tuple(sequences)) if sequences else None
         return self._in_flight
 
-    def update(self, batch: Batch, verified: Sequence[VerifiedTokens]) -> list[Progress]:
-        """Book a finished step. `verified` has one item per sampling sequence, in batch order; so has the
+    def update(self, batch: Batch, verified: Sequence[VerifiedTokens]) -> list[RequestUpdate]:
+        """Apply a finished step. `verified` has one item per sampling sequence, in batch order; so has the
         result. A request that was aborted meanwhile emits nothing and is finished.
 
         The model runner has by now moved the accepted nodes' KV to [start, start + len(path)).
@@ -169,21 +169,14 @@ class Scheduler:
             raise InvariantError(f"{len(sampling)} sequences sample, but {len(verified)} were verified")
         for sequence, result in zip(sampling, verified, strict=True):
             check_verified(sequence, result)
-        self._land(batch)
+        self._end_step(batch)
         for sequence in batch.sequences:
             if not sequence.samples and sequence.request.status is RequestStatus.RUNNING:
                 sequence.request.num_computed_tokens = sequence.start + sequence.num_new_tokens
                 self._blocks.commit(sequence.request)
-        return [self._book(s, v) for s, v in zip(sampling, verified, strict=True)]
+        return [self._apply(s, v) for s, v in zip(sampling, verified, strict=True)]
 
-    def abandon(self, batch: Batch) -> None:
-        """Forget a step that failed: nothing of it counts as computed. Its requests may run again."""
-        self._land(batch)
-        for sequence in batch.sequences:
-            if sequence.request.status is RequestStatus.RUNNING:
-                self._blocks.trim(sequence.request, sequence.request.num_tokens)
-
-    # -- books ----------------------------------------------------------------------------------------
+    # -- accounting -----------------------------------------------------------------------------------
 
     def decoding(self) -> list[Request]:
         """Requests in the batch that decode: those worth a draft before the next `schedule`."""
@@ -193,15 +186,18 @@ class Scheduler:
         """Whether schedule() is worth calling; requests that wait for KV are not work."""
         return self._queues.has_work
 
-    def books(self) -> SchedulerBooks:
-        return self._queues.books()
+    def counts(self) -> RequestCounts:
+        return self._queues.counts()
 
     def check(self) -> list[str]:
-        """Audit queues and blocks; one sentence per fault, empty when the books balance."""
+        """Audit queues and blocks; one sentence per fault, empty when every invariant holds."""
         faults = self._queues.check() + self._blocks.check()
-        if self._queues.block_owners() | {r.request_id for r in self._doomed} != self._blocks.owners():
+        if (
+            self._queues.block_owners() | {r.request_id for r in self._freed_after_step}
+            != self._blocks.owners()
+        ):
             faults.append("the block tables and the requests that should own one differ")
-        if self._doomed and self._in_flight is None:
+        if self._freed_after_step and self._in_flight is None:
             faults.append("finished requests keep blocks although no step is under way")
         return faults
 
@@ -226,35 +222,35 @@ class Scheduler:
                 f"lower max_tokens, shorten the prompt, or give the pod more blocks"
             )
 
-    def _book(self, sequence: ScheduledSequence, verified: VerifiedTokens) -> Progress:
+    def _apply(self, sequence: ScheduledSequence, verified: VerifiedTokens) -> RequestUpdate:
         request = sequence.request
         if request.status is not RequestStatus.RUNNING:
-            return Progress(request, (), finished=True)
-        progress = append_tokens(request, verified.token_ids, self.config.max_model_len)
+            return RequestUpdate(request, (), finished=True)
+        update = append_tokens(request, verified.token_ids, self.config.max_model_len)
         num_valid = sequence.num_new_tokens if sequence.draft is None else len(verified.path)
         # A text that ended inside the accepted path leaves KV beyond its end.
         request.num_computed_tokens = min(sequence.start + num_valid, request.num_tokens)
         self._blocks.commit(request)
-        if progress.finished:
-            self._leave(request)
+        if update.finished:
+            self._retire(request)
         else:
             self._blocks.trim(request, request.num_tokens)
-        return progress
+        return update
 
-    def _land(self, batch: Batch) -> None:
+    def _end_step(self, batch: Batch) -> None:
         """The step is over: blocks of requests that finished during it can be reused."""
         if batch is not self._in_flight:
             raise InvariantError("this batch is not the one in flight")
         self._in_flight = None
-        for request in self._doomed:
+        for request in self._freed_after_step:
             self._blocks.free(request)
-        self._doomed.clear()
+        self._freed_after_step.clear()
 
-    def _leave(self, request: Request) -> None:
+    def _retire(self, request: Request) -> None:
         """Take a finished request out of its queue and give its blocks back, after the step in flight if
         that may still write to them."""
         self._queues.remove(request)
         if self._in_flight is not None and any(s.request is request for s in self._in_flight.sequences):
-            self._doomed.append(request)
+            self._freed_after_step.append(request)
         elif self._blocks.has_table(request.request_id):
             self._blocks.free(request)

@@ -34,8 +34,8 @@ class VerifiedTokens(Protocol):
 
 
 @dataclass(frozen=True)
-class Progress:
-    """What one step did for one request."""
+class RequestUpdate:
+    """What one step did to one request."""
 
     request: Request
     #: Appended to the output; shorter than what was verified when one of them ended the text.
@@ -48,7 +48,7 @@ def token_limit(request: Request, max_model_len: int) -> int:
     return min(request.num_prompt_tokens + request.sampling.max_tokens, max_model_len)
 
 
-def append_tokens(request: Request, token_ids: Sequence[int], max_model_len: int) -> Progress:
+def append_tokens(request: Request, token_ids: Sequence[int], max_model_len: int) -> RequestUpdate:
     """Append up to and including the first token that ends the text; sets the finish reason then."""
     limit = token_limit(request, max_model_len)
     for count, token_id in enumerate(token_ids, start=1):
@@ -59,8 +59,8 @@ def append_tokens(request: Request, token_ids: Sequence[int], max_model_len: int
         elif request.num_tokens >= limit:
             request.finish_reason = FinishReason.LENGTH
         if request.finish_reason is not None:
-            return Progress(request, tuple(token_ids[:count]), finished=True)
-    return Progress(request, tuple(token_ids), finished=False)
+            return RequestUpdate(request, tuple(token_ids[:count]), finished=True)
+    return RequestUpdate(request, tuple(token_ids), finished=False)
 
 
 def _ends_text(request: Request, token_id: int) -> bool:

@@ -16,7 +16,7 @@ from bisect import insort
 
 from tandem_engine.block_manager import BlockManager
 from tandem_engine.request import Request, RequestStatus
-from tandem_engine.scheduler.config import SchedulerBooks, SchedulerConfig
+from tandem_engine.scheduler.config import RequestCounts, SchedulerConfig
 
 
 class RequestQueues:
@@ -166,10 +166,10 @@ class RequestQueues:
         victim.status = RequestStatus.WAITING
         insort(self._waiting, victim, key=self._arrival)
 
-    # -- books ----------------------------------------------------------------------------------------
+    # -- accounting -----------------------------------------------------------------------------------
 
-    def books(self) -> SchedulerBooks:
-        return SchedulerBooks(
+    def counts(self) -> RequestCounts:
+        return RequestCounts(
             waiting=len(self._waiting) + len(self._ready),
             running=len(self._running),
             waiting_for_kv=len(self._reserved),

@@ -7,7 +7,7 @@ Where the folders are and how they are found is in tandem_core.model.
 """
 
 from tandem_engine.store.convert import ensure_weights, source_bits
-from tandem_engine.store.files import Progress
+from tandem_engine.store.files import OnProgress
 from tandem_engine.store.pull import CATALOGUE, DEFAULT_MODEL, pull
 
-__all__ = ["CATALOGUE", "DEFAULT_MODEL", "Progress", "ensure_weights", "pull", "source_bits"]
+__all__ = ["CATALOGUE", "DEFAULT_MODEL", "OnProgress", "ensure_weights", "pull", "source_bits"]

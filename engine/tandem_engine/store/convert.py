@@ -31,7 +31,7 @@ from tandem_engine.models.layout import (
     WeightForm,
     stored_tensors,
 )
-from tandem_engine.store.files import Progress, atomic_write, locked, no_progress
+from tandem_engine.store.files import OnProgress, atomic_write, locked, no_progress
 from tandem_engine.store.gguf_source import GgufSource
 from tandem_engine.store.safetensors_source import SafetensorsSource
 
@@ -58,7 +58,7 @@ class WeightSource(Protocol):
 def ensure_weights(
     folder: Path,
     dtype: torch.dtype,
-    progress: Progress = no_progress,
+    progress: OnProgress = no_progress,
     *,
     packed: bool = False,
     quantization: Quantization = Quantization.NONE,
@@ -124,7 +124,7 @@ def write_weights(
     source: WeightSource,
     form: WeightForm,
     revision: str,
-    progress: Progress = no_progress,
+    progress: OnProgress = no_progress,
 ) -> None:
     """Convert every tensor and replace path in one rename. Raises ModelLoadError before anything is kept."""
     stored = list(stored_tensors(config, form))

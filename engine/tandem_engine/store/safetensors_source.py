@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from tandem_core.errors import ModelLoadError
 from torch import Tensor
 
-from tandem_engine.store.files import Progress, no_progress, sha256_of
+from tandem_engine.store.files import OnProgress, no_progress, sha256_of
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -33,7 +33,7 @@ def weight_files(path: Path) -> list[Path]:
     return files
 
 
-def revision_of(path: Path, progress: Progress = no_progress) -> str:
+def revision_of(path: Path, progress: OnProgress = no_progress) -> str:
     """One SHA-256 over the names and digests of all weight files."""
     digest = hashlib.sha256()
     for file in weight_files(path):

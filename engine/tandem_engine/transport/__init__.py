@@ -1,5 +1,8 @@
-"""Ships KV blocks from the pod that computed them to the pod that decodes with them.
+"""Sends KV blocks from the pod that computed them to the pod that decodes with them.
 
-`base` is the face that pods program against; `zeromq` and `inproc` are the transports behind it, both made of
-`outgoing` (what to send), `incoming` (what to write) and `codec` (the messages).
+base      tickets, states and limits
+outgoing  KVSender: what a prefill pod sends next
+incoming  KVReceiver: what a decode pod writes into its pool
+codec     the messages
+zeromq    both ends over ZeroMQ
 """

@@ -1,29 +1,28 @@
-"""The face of every KV transport: tickets, states, and the two ends of a transfer.
+"""What both ends of a KV transfer share: ticket, states, limits.
 
 Life of a transfer:
 
     decode pod                                     prefill pod
-    KVReceiver.open(dest) -> Incoming
-      BOOTSTRAPPING  -- ticket, on the Prefill call -->  KVSender.open(ticket) -> Outgoing
+    KVReceiver.open(dest) -> IncomingTransfer
+      BOOTSTRAPPING  -- ticket, on the Prefill call -->  KVSender.open(ticket) -> OutgoingTransfer
                                                            WAITING_FOR_INPUT
-                                                         Outgoing.put(layer, ...) as layers finish
+                                                         put(layer, ...) as layers finish
       TRANSFERRING  <-- frames, within the byte credit --  TRANSFERRING
       verify, scatter -- credit ------------------------>
-      SUCCESS once every wanted block has all layers     Outgoing.finish() -> SUCCESS once all was credited
-      FAILED on close() before that                      FAILED on reject, stall or abort()
+      SUCCESS once every wanted block has all layers     finish() -> SUCCESS once all bytes are credited
+      FAILED on abort() before that                      FAILED on reject, stall or abort()
 
-When a prefill pod dies, the decode pod calls `Incoming.reopen()`: the next epoch's ticket asks only for the
-blocks that are not complete, and frames of the old epoch are dropped from then on.
+When a prefill pod dies, the decode pod calls `IncomingTransfer.reopen()`: the next epoch's ticket asks only
+for the blocks that are incomplete, and frames of the old epoch are dropped from then on.
 
-Ownership: a destination block belongs to the request and to the transfer. `Incoming.close()` ends the
-transfer's hold at once: when it has returned, no byte of the transfer is written any more. In the same way
-no source block is gathered any more once `Outgoing.abort()` has returned or `done` is settled.
+Ownership: a block in transfer belongs to its request and to the transfer. After `IncomingTransfer.abort()`
+returns, no byte of the transfer is written. After `OutgoingTransfer.abort()` returns, or `done` is settled,
+no block of the transfer is read.
 """
 
 from __future__ import annotations
 
 import enum
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -39,12 +38,11 @@ TRANSFER_ID_BYTES = 16
 #: refuse more.
 MAX_FRAME_BYTES = 4 << 20
 
-#: Payload bytes in flight per transfer, which also bounds what a slow decode pod holds for each. Loopback
-#: throughput was the same, within noise, from 8 to 32 MiB with frames of 1 to 8 MiB, and a third lower at 2.
+#: Payload bytes in flight per transfer; also the most that a slow decode pod buffers per transfer. Loopback
+#: throughput is the same within noise from 8 to 32 MiB with frames of 1 to 8 MiB, and a third lower at 2 MiB.
 DEFAULT_CREDIT_BYTES = 8 << 20
 
-#: A sender makes frames of at most this share of the credit, so that gathering one, shipping others and
-#: writing another overlap.
+#: A frame is at most the credit divided by this, so that reading, sending and writing of frames overlap.
 MIN_FRAMES_IN_FLIGHT = 4
 
 ByteArray = npt.NDArray[np.uint8]
@@ -89,11 +87,11 @@ class Counters:
 class Ticket:
     """A decode pod's permission to write into its KV blocks.
 
-    The transfer id is what allows writing: it goes to the prefill pod and into no log.
+    The transfer id authorizes writing, so it is never logged.
     """
 
     transfer_id: bytes
-    #: Counts the attempts, from 1.
+    #: Number of the attempt, from 1.
     epoch: int
     endpoint: str
     #: Z85 CURVE key of the receiver; empty when its transport does not encrypt.
@@ -119,7 +117,7 @@ class Ticket:
 
 
 @dataclass(frozen=True)
-class Progress:
+class TransferProgress:
     """How far an incoming transfer is, over all its epochs."""
 
     #: (layer, block) pairs verified and written, of how many.
@@ -135,7 +133,7 @@ class BlockStore(Protocol):
     def gather(self, layer: int, block_ids: Sequence[int]) -> memoryview | ByteArray:
         """The bytes of these physical blocks, in order: contiguous, `len(block_ids) * block_bytes` long.
 
-        The result may alias the pool: the digest catches a block that changes while it is on its way.
+        The result may alias the pool: the digest detects a block that changes on the way.
         """
 
     def scatter(self, layer: int, block_ids: Sequence[int], payload: memoryview) -> None:
@@ -161,121 +159,9 @@ class Transfer:
 
     @property
     def done(self) -> Future[None]:
-        """Settled once. Incoming: over all epochs, None when every wanted block is there, TransferError when
-        closed. Outgoing: None after `finish` when all is acknowledged, else TransferError.
+        """Settled once. Incoming, over all epochs: None when every wanted block is there, TransferError when
+        aborted. Outgoing: None after `finish` when all bytes are credited, else TransferError.
 
-        Callbacks run on the transport's thread or on the caller of `close` or `abort`; keep them short.
+        Callbacks run on the transport's thread or on the thread that calls `abort`; keep them short.
         """
         return self._done
-
-
-class Incoming(Transfer, ABC):
-    """The decode pod's end of one transfer."""
-
-    @abstractmethod
-    def progress(self) -> Progress: ...
-
-    @abstractmethod
-    def reopen(self) -> Ticket:
-        """The next epoch's ticket, for what is still missing; nothing may be missing, then it wants no block.
-
-        Raises TransferError when the transfer has been closed.
-        """
-
-    @abstractmethod
-    def close(self) -> None:
-        """End the transfer at once; idempotent. After it returns no byte of the transfer is written."""
-
-
-class KVReceiver(ABC):
-    """The decode pod's end of all its transfers."""
-
-    @property
-    @abstractmethod
-    def endpoint(self) -> str: ...
-
-    @property
-    @abstractmethod
-    def public_key(self) -> str: ...
-
-    @abstractmethod
-    def open(self, dest: Mapping[int, int], transfer_id: bytes | None = None) -> Incoming:
-        """Expect blocks: `dest` maps each wanted logical block of the prompt to a physical block.
-
-        An empty `dest` gives a transfer that is complete at once. `transfer_id` (16 bytes) is drawn at
-        random when not given. Raises TransferError when it is in use or the receiver is closed,
-        InvariantError when two blocks share a physical one.
-        """
-
-    @property
-    @abstractmethod
-    def counters(self) -> Counters: ...
-
-    @property
-    @abstractmethod
-    def open_transfers(self) -> int: ...
-
-    @property
-    @abstractmethod
-    def credit_outstanding_bytes(self) -> int:
-        """Bytes that senders may have in flight towards this pod; zero when no transfer is open."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Fail what is open and stop; idempotent."""
-
-
-class Outgoing(Transfer, ABC):
-    """The prefill pod's end of one transfer."""
-
-    @property
-    @abstractmethod
-    def sent_bytes(self) -> int:
-        """Payload bytes sent."""
-
-    @property
-    @abstractmethod
-    def in_flight_bytes(self) -> int:
-        """Payload bytes sent and not yet credited back; at most the ticket's credit."""
-
-    @abstractmethod
-    def put(self, layer: int, first_block: int, block_ids: Sequence[int]) -> None:
-        """Queue one layer of consecutive blocks; returns at once.
-
-        `first_block` is the logical index of the first, `block_ids` the physical blocks. They must stay
-        unchanged until `done` is settled. What is not wanted or was put before is skipped; on a failed
-        transfer this does nothing (see `done`).
-        """
-
-    @abstractmethod
-    def finish(self) -> Future[None]:
-        """Nothing more will be put. Returns `done`, which fails if a wanted block was never put."""
-
-    @abstractmethod
-    def abort(self, reason: str = "aborted") -> None:
-        """Fail the transfer at once; idempotent. After it returns no block of it is gathered."""
-
-
-class KVSender(ABC):
-    """The prefill pod's end of all its transfers."""
-
-    @abstractmethod
-    def open(self, ticket: Ticket) -> Outgoing:
-        """Take up a ticket.
-
-        Raises LayoutMismatchError when the decode pod's layout differs, InvalidRequestError for an endpoint
-        or credit that cannot work, TransferError when the ticket is in use or the sender is closed.
-        """
-
-    @property
-    @abstractmethod
-    def open_transfers(self) -> int: ...
-
-    @property
-    @abstractmethod
-    def sent_bytes(self) -> int:
-        """Payload bytes sent since the start."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Abort what is open and stop; idempotent."""

@@ -1,7 +1,7 @@
 """Messages of the KV wire, to and from protobuf: the only place in the engine that knows the .proto.
 
-A frame travels as [header, payload]; credits and rejects as [header] alone. The digest binds a payload to its
-place: the same bytes offered for another transfer, epoch, layer or range do not verify.
+A frame travels as [header, payload]; credits and rejects as [header] alone. The digest covers the payload and
+its block range: the same bytes sent for another transfer, epoch, layer or range do not verify.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from tandem_proto.v1 import prefill_pb2 as pb
 from tandem_engine.errors import TransferError
 from tandem_engine.transport.base import TRANSFER_ID_BYTES, Ticket
 
-#: No honest header comes near; a longer one is not parsed.
+#: Well-formed headers are far shorter; a longer one is not parsed.
 MAX_HEADER_BYTES = 1024
 
-_PLACE = struct.Struct("<16sIIII")
+_BLOCK_RANGE = struct.Struct("<16sIIII")
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Credit:
-    """`num_bytes` of payload were taken in: as much may be sent again."""
+    """`num_bytes` of payload were received: as many may be sent again."""
 
     transfer_id: bytes
     epoch: int
@@ -70,8 +70,8 @@ def digest(
     num_blocks: int,
     payload: memoryview,
 ) -> bytes:
-    """xxh3-128 (16 bytes) over the place, as little-endian uint32 after the id, and the payload."""
-    hasher = xxhash.xxh3_128(_PLACE.pack(transfer_id, epoch, layer, first_block, num_blocks))
+    """xxh3-128 (16 bytes) over the block range, as little-endian uint32 after the id, and the payload."""
+    hasher = xxhash.xxh3_128(_BLOCK_RANGE.pack(transfer_id, epoch, layer, first_block, num_blocks))
     hasher.update(payload)
     return hasher.digest()
 

@@ -1,12 +1,12 @@
-"""The decode pod's half of the protocol, without a wire: which frame may be written, and the books.
+"""The decode pod's end of KV transfers, without a wire: decides which frames are written into the pool.
 
     frame -> known? -> epoch? -> range wanted? -> length? -> not seen? -> digest? -> scatter -> credit
                |          |           |             |            |           |
              reject     reject      reject        reject    credit only    reject      (all: dropped, counted)
 
-Both transports feed `IncomingBook.accept` and send back what it returns. A frame is judged and written
-under its transfer's lock, which `close` and `reopen` take too: once they return, an older frame is either
-completely written or never will be.
+A transport derives from `KVReceiver`, passes received frames to `accept` and sends back what it returns. A
+frame is checked and written under its transfer's lock, which `abort` and `reopen` take too: once they
+return, an older frame is either completely written or never will be.
 """
 
 from __future__ import annotations
@@ -26,26 +26,25 @@ from tandem_engine.transport.base import (
     BlockStore,
     Counters,
     DropCause,
-    Incoming,
-    KVReceiver,
-    Progress,
     Ticket,
+    Transfer,
+    TransferProgress,
     TransferState,
 )
 from tandem_engine.transport.codec import Credit, Frame, Reject, digest
 from tandem_engine.transport.layout import KVLayout
 
 
-class Dropped(Exception):  # noqa: N818 (a verdict, not an error)
-    """The verdict that a frame is not to be written, because of `cause`."""
+class Dropped(Exception):  # noqa: N818 (control flow, not an error)
+    """The frame must not be written, because of `cause`."""
 
     def __init__(self, cause: DropCause, detail: str) -> None:
         super().__init__(f"{cause.value}: {detail}")
         self.cause = cause
 
 
-class IncomingTransfer(Incoming):
-    """One transfer; `verified[layer, row]` says what is written, `row` counting the destination's blocks."""
+class IncomingTransfer(Transfer):
+    """One transfer; `_verified[layer, row]` says what is written, `row` counting the destination's blocks."""
 
     def __init__(
         self,
@@ -64,7 +63,7 @@ class IncomingTransfer(Incoming):
         self._physical = tuple(dest[block] for block in self._blocks)
         self._row = {block: row for row, block in enumerate(self._blocks)}
         self._verified: npt.NDArray[np.bool_] = np.zeros((layout.num_layers, len(self._blocks)), dtype=bool)
-        # What came in this epoch. A retry resends whole blocks, so that a layer verified before comes
+        # Received in this epoch. A retry resends whole blocks, so a layer verified in an earlier epoch comes
         # again without being a duplicate.
         self._seen = np.zeros_like(self._verified)
         self._wanted: npt.NDArray[np.bool_] = np.ones(len(self._blocks), dtype=bool)
@@ -73,19 +72,23 @@ class IncomingTransfer(Incoming):
         if not self._blocks:
             self._done.set_result(None)
 
-    def progress(self) -> Progress:
+    def progress(self) -> TransferProgress:
         with self._lock:
             complete = self._complete_rows()
-            return Progress(
+            return TransferProgress(
                 int(self._verified.sum()),
                 self._verified.size,
                 tuple(block for block, row in self._row.items() if complete[row]),
             )
 
     def reopen(self) -> Ticket:
+        """The next epoch's ticket, for the incomplete blocks, of which there may be none.
+
+        Raises TransferError when the transfer was aborted.
+        """
         with self._lock:
             if self._state is TransferState.FAILED:
-                raise TransferError("a closed transfer cannot be reopened; open a new one")
+                raise TransferError("an aborted transfer cannot be reopened; open a new one")
             complete = self._complete_rows()
             missing = tuple(block for block, row in self._row.items() if not complete[row])
             self._ticket = dataclasses.replace(
@@ -100,11 +103,12 @@ class IncomingTransfer(Incoming):
     def _complete_rows(self) -> npt.NDArray[np.bool_]:
         return np.asarray(self._verified.all(axis=0), dtype=np.bool_)
 
-    def close(self) -> None:
-        self.fail(TransferError("the transfer was closed before it was complete"))
+    def abort(self) -> None:
+        """Ends the transfer at once; idempotent. After it returns, no byte of the transfer is written."""
+        self.fail(TransferError("the transfer was aborted before it was complete"))
 
     def fail(self, error: Exception) -> None:
-        """End the transfer with `error`, unless it has ended."""
+        """Ends the transfer with `error`, unless it has ended."""
         with self._lock:
             if self._state.is_final:
                 return
@@ -113,23 +117,23 @@ class IncomingTransfer(Incoming):
         self._done.set_exception(error)
 
     def accept(self, frame: Frame, payload: memoryview) -> None:
-        """Judge and write one frame; raises Dropped, or whatever the store raises."""
+        """Checks and writes one frame; raises Dropped, or what the store raises."""
         with self._lock:
-            rows = self._judge(frame, payload)
+            rows = self._check(frame, payload)
             ids = self._physical[rows.start : rows.stop]
             self._store.scatter(frame.layer, ids, payload)
             self._verified[frame.layer, rows] = True
             self._seen[frame.layer, rows] = True
-            # Not `_verified`: a retry sends every layer of its blocks, and a transfer that ended before the
-            # last of them would refuse them and so fail an honest sender.
+            # Not `_verified`: a retry sends every layer of its blocks. A transfer that ended before the
+            # last of them would reject the rest and fail a correct sender.
             complete = bool(self._seen[:, self._wanted].all())
             self._state = TransferState.SUCCESS if complete else TransferState.TRANSFERRING
         if complete:
             self._on_final(self._ticket.transfer_id)
             self._done.set_result(None)
 
-    def _judge(self, frame: Frame, payload: memoryview) -> slice:
-        """The rows the frame fills; raises Dropped. The lock is held."""
+    def _check(self, frame: Frame, payload: memoryview) -> slice:
+        """The rows that the frame fills; raises Dropped. The caller holds the lock."""
         if self._state.is_final:
             raise Dropped(DropCause.UNKNOWN, "the transfer has ended")
         if frame.epoch != self._ticket.epoch:
@@ -150,7 +154,7 @@ class IncomingTransfer(Incoming):
         return rows
 
     def _rows(self, frame: Frame) -> slice:
-        """Rows of the frame's blocks: ascending blocks that follow each other have rows that do, too."""
+        """Rows of the frame's blocks; consecutive wanted blocks have consecutive rows."""
         where = f"layer {frame.layer}, {frame.num_blocks} blocks from {frame.first_block}"
         first = self._row.get(frame.first_block)
         last = self._row.get(frame.first_block + frame.num_blocks - 1)
@@ -166,11 +170,16 @@ class IncomingTransfer(Incoming):
         return slice(first, last + 1)
 
 
-class IncomingBook:
-    """All incoming transfers of a pod, by id, and what was dropped and why."""
+class KVReceiver:
+    """All incoming transfers of a pod, by id. A transport derives from it and adds the wire."""
 
-    def __init__(self, layout: KVLayout, store: BlockStore, credit_bytes: int) -> None:
-        # A frame holds at least one block: with less credit than that nothing could ever be sent.
+    def __init__(
+        self, layout: KVLayout, store: BlockStore, credit_bytes: int, *, endpoint: str, public_key: str
+    ) -> None:
+        #: What tickets tell the senders.
+        self.endpoint = endpoint
+        self.public_key = public_key
+        # A frame holds at least one block: with less credit nothing could be sent.
         self._credit_bytes = max(credit_bytes, layout.block_bytes)
         self._layout = layout
         self._store = store
@@ -181,17 +190,20 @@ class IncomingBook:
         self._bytes = 0
         self._dropped = dict.fromkeys(DropCause, 0)
 
-    def open(
-        self, dest: Mapping[int, int], transfer_id: bytes | None, endpoint: str, public_key: str
-    ) -> IncomingTransfer:
-        """See `KVReceiver.open`."""
+    def open(self, dest: Mapping[int, int], transfer_id: bytes | None = None) -> IncomingTransfer:
+        """Expects blocks: `dest` maps each wanted logical block of the prompt to a physical block.
+
+        With an empty `dest` the transfer is complete at once. Without `transfer_id` (16 bytes) a random one
+        is drawn. Raises TransferError when the id is in use or the receiver is closed, InvariantError when
+        two logical blocks share a physical one.
+        """
         if len(set(dest.values())) < len(dest):
             raise InvariantError("two logical blocks were given the same physical block")
         ticket = Ticket(
             transfer_id=secrets.token_bytes(TRANSFER_ID_BYTES) if transfer_id is None else transfer_id,
             epoch=1,
-            endpoint=endpoint,
-            public_key=public_key,
+            endpoint=self.endpoint,
+            public_key=self.public_key,
             layout_fingerprint=self._layout.fingerprint,
             layout_description=self._layout.description,
             wanted_blocks=tuple(sorted(dest)),
@@ -208,7 +220,7 @@ class IncomingBook:
         return transfer
 
     def accept(self, frame: Frame, payload: memoryview) -> Credit | Reject:
-        """Write the frame or drop it; returns what its sender is to be told. Never raises."""
+        """Writes the frame or drops it; returns the reply to its sender. Never raises."""
         with self._lock:
             transfer = self._transfers.get(frame.transfer_id)
         try:
@@ -219,8 +231,8 @@ class IncomingBook:
             self.count_drop(dropped.cause)
             if dropped.cause is not DropCause.DUPLICATE:
                 return Reject(frame.transfer_id, frame.epoch, str(dropped))
-            # The sender holds the bytes against its credit; they are as much taken in as any.
-        except Exception as error:  # the store's; it must not end the thread that serves all transfers
+            # The sender counts a duplicate's bytes as in flight, so it gets credit for them, too.
+        except Exception as error:  # the store's; it must not end the thread of all transfers
             assert transfer is not None
             failure = TransferError(f"writing a received block failed: {error}")
             failure.__cause__ = error
@@ -248,11 +260,12 @@ class IncomingBook:
 
     @property
     def credit_outstanding_bytes(self) -> int:
+        """Bytes that senders may have in flight towards this pod; zero when no transfer is open."""
         with self._lock:
             return sum(transfer.ticket.credit_bytes for transfer in self._transfers.values())
 
     def close(self) -> None:
-        """Fail what is open; nothing can be opened afterwards."""
+        """Fails open transfers; nothing can be opened afterwards. Idempotent."""
         with self._lock:
             self._closed = True
             transfers = list(self._transfers.values())
@@ -262,35 +275,3 @@ class IncomingBook:
     def _forget(self, transfer_id: bytes) -> None:
         with self._lock:
             self._transfers.pop(transfer_id, None)
-
-
-class BookedReceiver(KVReceiver):
-    """What the receivers of all transports have in common; a transport adds the wire and `close`."""
-
-    def __init__(self, book: IncomingBook, endpoint: str, public_key: str) -> None:
-        self._book = book
-        self._endpoint = endpoint
-        self._public_key = public_key
-
-    @property
-    def endpoint(self) -> str:
-        return self._endpoint
-
-    @property
-    def public_key(self) -> str:
-        return self._public_key
-
-    def open(self, dest: Mapping[int, int], transfer_id: bytes | None = None) -> Incoming:
-        return self._book.open(dest, transfer_id, self._endpoint, self._public_key)
-
-    @property
-    def counters(self) -> Counters:
-        return self._book.counters
-
-    @property
-    def open_transfers(self) -> int:
-        return self._book.open_transfers
-
-    @property
-    def credit_outstanding_bytes(self) -> int:
-        return self._book.credit_outstanding_bytes

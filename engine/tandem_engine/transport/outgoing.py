@@ -1,11 +1,11 @@
-"""The prefill pod's half of the protocol, without a wire: what may be sent next, and the books.
+"""The prefill pod's end of KV transfers, without a wire: decides what is sent next.
 
     put -> runs of wanted blocks, one frame each -> take_frame (gather, digest; within the credit) -> wire
                                                     credit <- wire: room for more
                                                     reject <- wire: FAILED, the queue is dropped
 
-Both transports ask `OutgoingBook.take_frame` for work and hand it what comes back. Blocks are gathered only
-when their frame can leave, so a slow decode pod costs the prefill pod no copies.
+A transport derives from `KVSender`, asks `take_frame` for work and passes replies to `on_reply`. Blocks are
+read only when their frame can leave, so a slow decode pod costs the prefill pod no copies.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from tandem_engine.transport.base import (
     MAX_FRAME_BYTES,
     MIN_FRAMES_IN_FLIGHT,
     BlockStore,
-    KVSender,
-    Outgoing,
     Ticket,
+    Transfer,
     TransferState,
 )
 from tandem_engine.transport.codec import Credit, Frame, Reject, digest
@@ -43,7 +42,7 @@ class _Run:
     block_ids: tuple[int, ...]
 
 
-class OutgoingTransfer(Outgoing):
+class OutgoingTransfer(Transfer):
     """One transfer."""
 
     def __init__(
@@ -70,17 +69,25 @@ class OutgoingTransfer(Outgoing):
         self._finishing = False
         self._in_flight_bytes = 0
         self._sent_bytes = 0
-        self._last_heard = 0.0
+        self._last_credit_at = 0.0
 
     @property
     def sent_bytes(self) -> int:
+        """Payload bytes sent."""
         return self._sent_bytes
 
     @property
     def in_flight_bytes(self) -> int:
+        """Payload bytes sent and not yet credited; at most the ticket's credit."""
         return self._in_flight_bytes
 
     def put(self, layer: int, first_block: int, block_ids: Sequence[int]) -> None:
+        """Queues one layer of consecutive blocks; returns at once.
+
+        `first_block` is the logical index of the first, `block_ids` the physical blocks. They must stay
+        unchanged until `done` is settled. Blocks that are not wanted or were put before are skipped; on a
+        failed transfer this does nothing (see `done`).
+        """
         if not 0 <= layer < self._layout.num_layers:
             raise InvariantError(f"layer {layer} of {self._layout.num_layers} was put")
         with self._lock:
@@ -107,6 +114,7 @@ class OutgoingTransfer(Outgoing):
         self._on_work()
 
     def finish(self) -> Future[None]:
+        """Nothing more will be put. Returns `done`, which fails if a wanted block was never put."""
         with self._lock:
             self._finishing = True
             missing = self._queued.size - int(self._queued.sum())
@@ -117,10 +125,11 @@ class OutgoingTransfer(Outgoing):
         return self._done
 
     def abort(self, reason: str = "aborted") -> None:
+        """Fails the transfer at once; idempotent. After it returns no block of it is read."""
         self.fail(TransferError(f"KV transfer failed: {reason}"))
 
     def fail(self, error: Exception) -> None:
-        """End the transfer with `error`, unless it has ended."""
+        """Ends the transfer with `error`, unless it has ended."""
         with self._lock:
             if self._state.is_final:
                 return
@@ -128,7 +137,7 @@ class OutgoingTransfer(Outgoing):
             self._runs.clear()
             self._in_flight_bytes = 0
         with self._gathering:
-            pass  # a gather that had begun is over
+            pass  # wait until a running gather is over
         self._on_final(self)
         self._done.set_exception(error)
 
@@ -145,27 +154,28 @@ class OutgoingTransfer(Outgoing):
                     return None
                 self._runs.popleft()
                 if self._in_flight_bytes == 0:
-                    self._last_heard = time.monotonic()
+                    self._last_credit_at = time.monotonic()
                 self._in_flight_bytes += num_bytes
                 self._sent_bytes += num_bytes
             gathered = self._store.gather(run.layer, run.block_ids)
             payload = gathered.reshape(-1).data if isinstance(gathered, np.ndarray) else gathered
             if payload.nbytes != num_bytes:
                 raise InvariantError(f"the block store gathered {payload.nbytes} bytes, not {num_bytes}")
-            place = (self._ticket.transfer_id, self._ticket.epoch, run.layer, run.first_block)
-            frame = Frame(*place, num_blocks, digest(*place, num_blocks, payload))
+            ticket = self._ticket
+            block_range = (ticket.transfer_id, ticket.epoch, run.layer, run.first_block, num_blocks)
+            frame = Frame(*block_range, digest(*block_range, payload))
         return frame, payload
 
     def on_credit(self, num_bytes: int) -> None:
         with self._lock:
             self._in_flight_bytes = max(0, self._in_flight_bytes - num_bytes)
-            self._last_heard = time.monotonic()
+            self._last_credit_at = time.monotonic()
         self._settle_if_complete()
 
     def stalled_for_s(self) -> float:
-        """Seconds since the receiver was last heard while it owes credit; 0 when it owes none."""
+        """Seconds without credit while the receiver owes some; 0 when it owes none."""
         with self._lock:
-            return time.monotonic() - self._last_heard if self._in_flight_bytes else 0.0
+            return time.monotonic() - self._last_credit_at if self._in_flight_bytes else 0.0
 
     def _settle_if_complete(self) -> None:
         with self._lock:
@@ -176,8 +186,9 @@ class OutgoingTransfer(Outgoing):
         self._done.set_result(None)
 
 
-class OutgoingBook:
-    """All outgoing transfers of a pod, by id and epoch, served in turn."""
+class KVSender:
+    """All outgoing transfers of a pod, by id and epoch, served in turn. A transport derives from it and
+    adds the wire; `on_work` wakes its thread."""
 
     def __init__(self, layout: KVLayout, store: BlockStore, on_work: Callable[[], None]) -> None:
         self._layout = layout
@@ -189,7 +200,11 @@ class OutgoingBook:
         self._sent_bytes = 0
 
     def open(self, ticket: Ticket) -> OutgoingTransfer:
-        """See `KVSender.open`."""
+        """Starts the sending end of a ticket.
+
+        Raises LayoutMismatchError when the decode pod's layout differs, InvalidRequestError for an endpoint
+        or credit that cannot work, TransferError when the ticket is in use or the sender is closed.
+        """
         self._layout.check(ticket.layout_fingerprint, ticket.layout_description)
         if ticket.credit_bytes < self._layout.block_bytes:
             raise InvalidRequestError(
@@ -207,10 +222,10 @@ class OutgoingBook:
         return transfer
 
     def take_frame(self, transfer: OutgoingTransfer) -> tuple[Frame, memoryview] | None:
-        """The transfer's next frame, or None. Never raises: a store that does fails the transfer."""
+        """The transfer's next frame, or None. Never raises: an error of the store fails the transfer."""
         try:
             taken = transfer.take_frame()
-        except Exception as error:  # the store's; it must not end the thread that serves all transfers
+        except Exception as error:  # the store's; it must not end the thread of all transfers
             failure = TransferError(f"reading blocks to send failed: {error}")
             failure.__cause__ = error
             transfer.fail(failure)
@@ -221,7 +236,7 @@ class OutgoingBook:
         return taken
 
     def on_reply(self, reply: Credit | Reject) -> None:
-        """Take a receiver's answer; one for a transfer that has ended here is ignored."""
+        """Applies a receiver's reply; one for a transfer that has ended here is ignored."""
         with self._lock:
             transfer = self._transfers.get((reply.transfer_id, reply.epoch))
         if transfer is None:
@@ -244,11 +259,12 @@ class OutgoingBook:
 
     @property
     def sent_bytes(self) -> int:
+        """Payload bytes sent since the start."""
         with self._lock:
             return self._sent_bytes
 
     def close(self) -> None:
-        """Abort what is open; nothing can be opened afterwards."""
+        """Aborts open transfers; nothing can be opened afterwards. Idempotent."""
         with self._lock:
             self._closed = True
         for transfer in self.transfers:
@@ -257,18 +273,3 @@ class OutgoingBook:
     def _forget(self, transfer: OutgoingTransfer) -> None:
         with self._lock:
             self._transfers.pop((transfer.ticket.transfer_id, transfer.ticket.epoch), None)
-
-
-class BookedSender(KVSender):
-    """What the senders of all transports have in common; a transport adds the wire, `open` and `close`."""
-
-    def __init__(self, book: OutgoingBook) -> None:
-        self._book = book
-
-    @property
-    def open_transfers(self) -> int:
-        return self._book.open_transfers
-
-    @property
-    def sent_bytes(self) -> int:
-        return self._book.sent_bytes

@@ -1,12 +1,12 @@
 """KV transfer over ZeroMQ: one ROUTER per decode pod, one DEALER per peer on the prefill pod.
 
     prefill pod                                             decode pod
-    kv-sender thread: gather, digest -> DEALER  == tcp ==>  ROUTER -> kv-receiver thread: judge, scatter
+    kv-sender thread: gather, digest -> DEALER  == tcp ==>  ROUTER -> kv-receiver thread: check, scatter
                                    [header, payload]
-                      OutgoingBook <- DEALER    <== tcp ==  ROUTER <- credit or reject  [header]
+                          KVSender <- DEALER    <== tcp ==  ROUTER <- credit or reject  [header]
 
-Each thread alone touches its sockets; other threads reach it through the books and a wake-up pipe. Payloads
-cross without a copy of ours: the gathered array is handed to ZeroMQ, the received buffer to the store.
+Only these two threads touch the sockets; other threads reach them through the transfers and a wake-up pipe.
+Payloads are not copied here: the gathered array goes to ZeroMQ, the received buffer to the store.
 
 CURVE (on by default) encrypts and proves the receiver to the sender. It does not prove the sender: any client
 key is let in, and the 128-bit transfer id, which travels on the gRPC call, is what allows writing. A sender
@@ -31,7 +31,6 @@ from tandem_engine.transport.base import (
     MAX_FRAME_BYTES,
     BlockStore,
     DropCause,
-    Outgoing,
     Ticket,
 )
 from tandem_engine.transport.codec import (
@@ -43,21 +42,21 @@ from tandem_engine.transport.codec import (
     decode,
     encode,
 )
-from tandem_engine.transport.incoming import BookedReceiver, IncomingBook
+from tandem_engine.transport.incoming import KVReceiver
 from tandem_engine.transport.layout import KVLayout
-from tandem_engine.transport.outgoing import BookedSender, OutgoingBook, OutgoingTransfer
+from tandem_engine.transport.outgoing import KVSender, OutgoingTransfer
 
 #: Room for CURVE's nonce, tag and flags around a message of the largest size.
 _ENCRYPTION_BYTES = 256
 
-#: Messages a peer may have waiting in the receiver; honest ones are held to far less by the byte credit.
+#: Messages of one peer that may wait in the receiver; the byte credit keeps correct peers far below it.
 _RECEIVE_QUEUE = 64
 
 #: A connection that answers no ping for this long is dropped, so that a vanished host frees its socket.
 _HEARTBEAT_INTERVAL_MS = 500
 _HEARTBEAT_TIMEOUT_MS = 1500
 
-#: How often stalls and idle peers are looked for while there is anything to look for.
+#: How often the sender looks for stalled transfers and idle peers, while there are any.
 _TICK_MS = 100
 
 
@@ -137,8 +136,8 @@ class ReceiverOptions:
     credit_bytes: int = DEFAULT_CREDIT_BYTES
 
 
-class ZmqReceiver(BookedReceiver):
-    """See `KVReceiver`. Raises zmq.ZMQError when the address cannot be bound."""
+class ZmqReceiver(KVReceiver):
+    """Raises zmq.ZMQError when the address cannot be bound."""
 
     def __init__(
         self, layout: KVLayout, store: BlockStore, options: ReceiverOptions = ReceiverOptions()
@@ -161,11 +160,11 @@ class ZmqReceiver(BookedReceiver):
             raise
         bound = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         endpoint = f"tcp://{options.advertised_host or options.host}:{bound.rpartition(':')[2]}"
-        super().__init__(IncomingBook(layout, store, options.credit_bytes), endpoint, public_key)
+        super().__init__(layout, store, options.credit_bytes, endpoint=endpoint, public_key=public_key)
         self._worker.start("kv-receiver", self._serve)
 
     def close(self) -> None:
-        self._book.close()
+        super().close()
         self._worker.close()
 
     def _serve(self) -> None:
@@ -193,9 +192,9 @@ class ZmqReceiver(BookedReceiver):
             if not isinstance(frame, Frame):
                 raise MalformedError("only frames travel to the decode pod")
         except MalformedError:
-            self._book.count_drop(DropCause.MALFORMED)
+            self.count_drop(DropCause.MALFORMED)
             return
-        reply = self._book.accept(frame, parts[2].buffer)
+        reply = self.accept(frame, parts[2].buffer)
         # A peer that has gone gets no answer, and its sender notices by itself.
         with contextlib.suppress(zmq.ZMQError):
             self._router.send_multipart([parts[0].bytes, encode(reply)], zmq.DONTWAIT)
@@ -220,12 +219,10 @@ class SenderOptions:
     idle_s: float = 60.0
 
 
-class ZmqSender(BookedSender):
-    """See `KVSender`."""
-
+class ZmqSender(KVSender):
     def __init__(self, layout: KVLayout, store: BlockStore, options: SenderOptions = SenderOptions()) -> None:
         self._worker = _Worker()
-        super().__init__(OutgoingBook(layout, store, self._worker.pipe.wake))
+        super().__init__(layout, store, self._worker.pipe.wake)
         self._options = options
         self._client_public, self._client_secret = zmq.curve_keypair()
         #: By endpoint and public key: a restarted receiver has another key, hence another connection.
@@ -233,15 +230,15 @@ class ZmqSender(BookedSender):
         self._poller = zmq.Poller()
         self._worker.start("kv-sender", self._serve)
 
-    def open(self, ticket: Ticket) -> Outgoing:
+    def open(self, ticket: Ticket) -> OutgoingTransfer:
         if not ticket.endpoint.startswith("tcp://"):
             raise InvalidRequestError("ticket.endpoint", f"{ticket.endpoint!r} is not tcp://host:port")
         if ticket.public_key and len(ticket.public_key) != 40:
             raise InvalidRequestError("ticket.public_key", "must be 40 characters of Z85, or empty")
-        return self._book.open(ticket)
+        return super().open(ticket)
 
     def close(self) -> None:
-        self._book.close()
+        super().close()
         self._worker.close()
 
     def _serve(self) -> None:
@@ -258,8 +255,8 @@ class ZmqSender(BookedSender):
     def _send_round(self) -> bool:
         """One frame of each transfer that has one and may send it; whether any did."""
         busy = False
-        for transfer in self._book.transfers:
-            taken = self._book.take_frame(transfer)
+        for transfer in self.transfers:
+            taken = self.take_frame(transfer)
             if taken is None:
                 continue
             frame, payload = taken
@@ -284,7 +281,7 @@ class ZmqSender(BookedSender):
                 except MalformedError:
                     continue
                 if isinstance(reply, Credit | Reject):
-                    self._book.on_reply(reply)
+                    self.on_reply(reply)
 
     def _connect(self, transfer: OutgoingTransfer) -> zmq.Socket[bytes]:
         key = (transfer.ticket.endpoint, transfer.ticket.public_key)

@@ -7,8 +7,8 @@
                   or refuses its settings (exit code 2), fails the whole: `failed` resolves
     stop()        SIGTERM stage by stage, each stage given `grace_s` to drain; then SIGKILL for what is left
 
-Children live in sessions of their own, so that Ctrl-C in the terminal reaches only the supervisor, and are
-tethered to it: should it be killed -9, the kernel ends them.
+Children run in sessions of their own, so Ctrl-C in the terminal reaches only the supervisor. When the
+supervisor dies, even by SIGKILL, the kernel ends them (`parent_death`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tandem_service import tether
+from tandem_service import parent_death
 
 #: Exit code of a pod that does not accept its settings; starting it again cannot help.
 EXIT_BAD_SETTINGS = 2
@@ -203,7 +203,7 @@ class Supervisor:
         """One life of the process; returns its exit code (negative: the signal that ended it)."""
         spec = child.spec
         process = subprocess.Popen(  # noqa: ASYNC220  # vfork and exec: no time passes in the loop
-            [*tether.prefix(spec.death_signal), *spec.command],
+            [*parent_death.command_prefix(spec.death_signal), *spec.command],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -29,8 +29,8 @@ from tandem_engine.errors import TransferError
 from tandem_engine.loop import EngineLoop
 from tandem_engine.request import Request
 from tandem_engine.scheduler import Reservation
-from tandem_engine.transport.base import Incoming, KVReceiver
 from tandem_engine.transport.codec import ticket_to_proto
+from tandem_engine.transport.incoming import IncomingTransfer, KVReceiver
 from tandem_proto.v1 import decode_pb2, prefill_pb2
 
 from tandem_decode.prefill_client import PrefillCall, PrefillClient
@@ -95,7 +95,7 @@ class Handoff:
         closes the transfer and releases the writer's hold; the request's own blocks are the caller's.
         """
         started = time.monotonic_ns()
-        incoming: Incoming | None = None
+        incoming: IncomingTransfer | None = None
         first: prefill_pb2.PrefillFinished | None = None
         # A list, because a call that was cancelled here may still run on the engine's thread; the release
         # below is queued behind it and sees what it held.
@@ -118,7 +118,7 @@ class Handoff:
         finally:
             if incoming is not None:
                 complete_blocks = _leading(incoming.progress().complete_blocks, reservation)
-                incoming.close()
+                incoming.abort()
             # Shielded: a cancelled request must still give its blocks back.
             await asyncio.shield(self._on_engine(lambda: self._release(holds)))
         await self._on_engine(lambda: self._adopt(request, reservation, complete_blocks, first))
@@ -128,7 +128,7 @@ class Handoff:
         self,
         target: str,
         message: decode_pb2.DecodeRequest,
-        incoming: Incoming,
+        incoming: IncomingTransfer,
         result: HandoffResult,
     ) -> tuple[prefill_pb2.PrefillFinished, HandoffResult]:
         call = self._client.prefill(
@@ -187,7 +187,7 @@ class Handoff:
                     f"the prefill pod's engine has not moved for {ENGINE_STALL_TIMEOUT_S:g} s; it may hang"
                 )
 
-    async def _frames(self, incoming: Incoming) -> None:
+    async def _frames(self, incoming: IncomingTransfer) -> None:
         """Waits until every wanted block is here; gives up when nothing arrives for the heartbeat time."""
         deadline = time.monotonic() + TRAILING_FRAMES_TIMEOUT_S
         seen = -1

@@ -24,7 +24,7 @@ from tandem_engine.assemble import EngineParts
 from tandem_engine.engine import StepOutput
 from tandem_engine.loop import EngineLoop
 from tandem_engine.request import Request
-from tandem_engine.transport.base import KVReceiver
+from tandem_engine.transport.incoming import KVReceiver
 from tandem_pod.codec import books_to_proto
 from tandem_proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO
 
 import structlog
-from tandem_service import tether
+from tandem_service import parent_death
 
 from tandem_lookahead.tasks import end_tasks
 
@@ -123,7 +123,7 @@ class RedisProcess:
     async def _spawn(self) -> None:
         with (self._data_dir / "redis.log").open("ab") as log:
             self._child = await asyncio.create_subprocess_exec(
-                *(*tether.prefix(signal.SIGKILL), str(self._binary)),
+                *(*parent_death.command_prefix(signal.SIGKILL), str(self._binary)),
                 *("--port", "0", "--unixsocket", str(self._socket), "--unixsocketperm", "700"),
                 *("--dir", str(self._data_dir), "--daemonize", "no", "--save", ""),
                 *("--appendonly", "yes", "--appendfsync", "everysec"),

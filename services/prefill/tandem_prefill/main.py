@@ -20,10 +20,10 @@ from tandem_service import logs, settings
 from tandem_service.priority import step_back
 from tandem_service.server import PodServer
 
+from tandem_prefill.kv_streaming import KVStreamer
 from tandem_prefill.metrics import PrefillMetrics
 from tandem_prefill.servicer import PrefillServicer
 from tandem_prefill.settings import PrefillSettings
-from tandem_prefill.shipping import Shipper
 
 SERVICE = "tandem.v1.PrefillService"
 STATUS_CODES: dict[type[Exception], grpc.StatusCode] = {
@@ -52,12 +52,12 @@ async def open_pod(pod: PrefillSettings) -> AsyncIterator[PodServer]:
     """A pod that serves until the context ends. Raises ModelLoadError, CapacityError, OSError."""
     server = PodServer(pod, role="prefill", service_names=[SERVICE], status_codes=STATUS_CODES)
     parts = await asyncio.to_thread(_assemble, pod)
-    shipper = Shipper(parts.engine.blocks, parts.layout.num_layers)
-    parts.engine.layer_listener = shipper.on_layer_done
+    streamer = KVStreamer(parts.engine.blocks, parts.layout.num_layers)
+    parts.engine.layer_listener = streamer.on_layer_done
     loop = EngineLoop(parts.engine, on_failure=_die)
     sender = ZmqSender(parts.layout, parts.pool)
     metrics = PrefillMetrics(server.registry)
-    servicer = PrefillServicer(parts, loop, sender, shipper, metrics, pod.pod_id)
+    servicer = PrefillServicer(parts, loop, sender, streamer, metrics, pod.pod_id)
     prefill_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server.grpc_server)  # type: ignore[no-untyped-call]
     loop.start()
     await server.start()

@@ -25,13 +25,14 @@ from tandem_engine.assemble import EngineParts
 from tandem_engine.engine import StepOutput
 from tandem_engine.loop import EngineLoop
 from tandem_engine.request import Request
-from tandem_engine.transport.base import KVSender, Outgoing, TransferState
+from tandem_engine.transport.base import TransferState
 from tandem_engine.transport.codec import ticket_from_proto
+from tandem_engine.transport.outgoing import KVSender, OutgoingTransfer
 from tandem_pod.codec import books_to_proto
 from tandem_proto.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 
+from tandem_prefill.kv_streaming import KVStreamer
 from tandem_prefill.metrics import PrefillMetrics
-from tandem_prefill.shipping import Shipper
 
 T = TypeVar("T")
 _HEARTBEAT_S = 0.25
@@ -43,14 +44,14 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         parts: EngineParts,
         loop: EngineLoop,
         sender: KVSender,
-        shipper: Shipper,
+        streamer: KVStreamer,
         metrics: PrefillMetrics,
         pod_id: str,
     ) -> None:
         self._parts = parts
         self._loop = loop
         self._sender = sender
-        self._shipper = shipper
+        self._streamer = streamer
         self._metrics = metrics
         self._pod_id = pod_id
         self._streams = 0
@@ -152,29 +153,29 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     def _start(
         self,
         request: Request,
-        outgoing: Outgoing,
+        outgoing: OutgoingTransfer,
         listener: Callable[[StepOutput | Exception], object],
     ) -> None:
         self._loop.listen(request.request_id, lambda output: (listener(output), None)[1])
-        self._shipper.open(request.request_id, outgoing)
+        self._streamer.open(request.request_id, outgoing)
         self._loop.engine.add(request)
 
     def _end(self, request_id: str) -> None:
         self._loop.forget(request_id)
-        self._shipper.close(request_id)
+        self._streamer.close(request_id)
 
-    def _progress(self, request: Request, outgoing: Outgoing) -> prefill_pb2.PrefillResponse:
+    def _progress(self, request: Request, outgoing: OutgoingTransfer) -> prefill_pb2.PrefillResponse:
         return prefill_pb2.PrefillResponse(
             progress=prefill_pb2.PrefillProgress(
                 computed_tokens=request.num_computed_tokens,
                 sent_bytes=outgoing.sent_bytes,
-                computed_layers=self._shipper.num_computed_layers,
+                computed_layers=self._streamer.num_computed_layers,
             )
         )
 
     def _status(self) -> common_pb2.PodStatus:
         books = books_to_proto(self._loop)
-        books.transfers_open = max(self._sender.open_transfers, self._shipper.num_open)
+        books.transfers_open = max(self._sender.open_transfers, self._streamer.num_open)
         books.streams_open = self._streams
         return common_pb2.PodStatus(
             pod_id=self._pod_id,

@@ -1,4 +1,4 @@
-"""A tethered command is the command itself, and the kernel ends it with its parent."""
+"""The command keeps its pid and output, and the kernel ends it with its parent."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tandem_service import tether
+from tandem_service import parent_death
 
 PARENT = """
 import signal, subprocess, sys, time
-from tandem_service import tether
-child = subprocess.Popen([*tether.prefix(signal.Signals(int(sys.argv[1]))), *sys.argv[2:]], stdout=sys.stdout)
+from tandem_service import parent_death
+prefix = parent_death.command_prefix(signal.Signals(int(sys.argv[1])))
+child = subprocess.Popen([*prefix, *sys.argv[2:]], stdout=sys.stdout)
 time.sleep(60)
 """
 #: Says that it runs, and with which signal it ends.
@@ -29,7 +30,7 @@ time.sleep(60)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's tie is Linux's")
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG exists on Linux only")
 @pytest.mark.parametrize(
     ("death_signal", "heard"), [(signal.SIGTERM, str(int(signal.SIGTERM))), (signal.SIGKILL, None)]
 )
@@ -56,9 +57,9 @@ def test_a_parent_killed_with_sigkill_takes_its_child_along(
     assert (said.read_text() if said.exists() else None) == heard
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's tie is Linux's")
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG exists on Linux only")
 def test_a_command_whose_parent_is_gone_already_never_starts(tmp_path: Path) -> None:
-    *head, _ = tether.prefix(signal.SIGKILL)
+    *head, _ = parent_death.command_prefix(signal.SIGKILL)
     # Not this process: as if the parent had died between fork and the request.
     ended = subprocess.run([*head, "0", "touch", str(tmp_path / "started")], check=False)
     assert ended.returncode == 0
@@ -67,14 +68,19 @@ def test_a_command_whose_parent_is_gone_already_never_starts(tmp_path: Path) -> 
 
 def test_the_commands_exit_code_and_output_are_its_own() -> None:
     ended = subprocess.run(
-        [*tether.prefix(signal.SIGKILL), "sh", "-c", "echo hello; exit 7"], capture_output=True, check=False
+        [*parent_death.command_prefix(signal.SIGKILL), "sh", "-c", "echo hello; exit 7"],
+        capture_output=True,
+        check=False,
     )
     assert (ended.stdout, ended.returncode) == (b"hello\n", 7)
 
 
 def test_a_command_that_does_not_exist_is_named() -> None:
     ended = subprocess.run(
-        [*tether.prefix(signal.SIGKILL), "no-such-command"], capture_output=True, text=True, check=False
+        [*parent_death.command_prefix(signal.SIGKILL), "no-such-command"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert ended.returncode == 1
     assert ended.stderr.strip() == "cannot start no-such-command: No such file or directory"

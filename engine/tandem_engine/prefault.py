@@ -1,8 +1,8 @@
-"""The KV pool's memory is made present shortly before it is written.
+"""Pre-faults KV pool pages ahead of use.
 
-The system gives a page its memory when it is first touched, and clears it: 100 ms for a prompt of 4K tokens,
-400 in a virtual machine whose host does the same, on the threads that compute or receive. Here a thread of
-lowest priority goes ahead of them: by AHEAD_BYTES, so that a pool takes hardly more memory than it uses.
+The kernel allocates and clears a page when it is first touched: 100 ms for a prompt of 4K tokens, 400 ms in a
+virtual machine whose host does the same, on the threads that compute or receive. Here a thread of lowest
+priority touches pages first, at most AHEAD_BYTES ahead, so a pool takes little more memory than it uses.
 """
 
 from __future__ import annotations
@@ -23,30 +23,33 @@ _PAGE = 4096
 _MADV_POPULATE_WRITE = 23
 
 
-class Presence:
-    """Follows the highest block used of caches [num_blocks, ...] on the CPU."""
+class Prefaulter:
+    """Stays ahead of the highest block used in caches [num_blocks, ...] on the CPU."""
 
     def __init__(self, caches: Sequence[torch.Tensor]) -> None:
         self._caches = tuple(caches)
         self._num_blocks = len(caches[0])
         self._block_bytes = caches[0].nbytes // self._num_blocks
         self._ahead = max(1, AHEAD_BYTES // (self._block_bytes * len(caches)))
-        self._present = 0
-        #: The thread at work, or the last one; for tests.
+        self._num_faulted = 0
+        #: The running thread, or the last one; for tests.
         self.worker: threading.Thread | None = None
         self.will_use(0)
 
     def will_use(self, block_id: int) -> None:
-        """Block block_id is about to be written; costs nothing while memory lies far enough ahead."""
-        if self._present == self._num_blocks or block_id + self._ahead // 2 < self._present:
+        """Block block_id is about to be written. Does nothing while enough memory ahead of it is faulted
+        in."""
+        if self._num_faulted == self._num_blocks or block_id + self._ahead // 2 < self._num_faulted:
             return
-        first = max(self._present, block_id - self._ahead)
-        self._present = min(self._num_blocks, block_id + self._ahead)
-        if first < self._present:
-            self.worker = threading.Thread(target=self._populate, args=(first, self._present), daemon=True)
+        first = max(self._num_faulted, block_id - self._ahead)
+        self._num_faulted = min(self._num_blocks, block_id + self._ahead)
+        if first < self._num_faulted:
+            self.worker = threading.Thread(
+                target=self._fault_in, args=(first, self._num_faulted), daemon=True
+            )
             self.worker.start()
 
-    def _populate(self, first: int, end: int) -> None:
+    def _fault_in(self, first: int, end: int) -> None:
         # On Linux a nice value belongs to a thread.
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
@@ -58,5 +61,5 @@ class Presence:
             while at < last:
                 size = min(_PIECE, -(-(last - at) // _PAGE) * _PAGE)
                 if libc.madvise(at, size, _MADV_POPULATE_WRITE):
-                    return  # an older kernel, or no memory: then pages come when they are touched
+                    return  # an older kernel, or no memory: pages are faulted in on first touch
                 at += size

@@ -1,4 +1,4 @@
-"""Memory is present ahead of its use, and not much more than that."""
+"""Memory is faulted in ahead of use, and not much further."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from tandem_engine import presence
+from tandem_engine import prefault
 from tandem_engine.kv_pool import KVPool, KVShape
-from tandem_engine.presence import Presence
+from tandem_engine.prefault import Prefaulter
 
 BLOCK_BYTES = 1 << 20
 
@@ -25,46 +25,46 @@ def resident_mib() -> float:
     return psutil.Process().memory_info().rss / 2**20
 
 
-def settled(of: Presence) -> None:
-    assert of.worker is not None
-    of.worker.join(30)
-    assert not of.worker.is_alive()
+def settled(prefaulter: Prefaulter) -> None:
+    assert prefaulter.worker is not None
+    prefaulter.worker.join(30)
+    assert not prefaulter.worker.is_alive()
 
 
 @pytest.fixture
 def ahead_16_mib(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(presence, "AHEAD_BYTES", 16 << 20)
+    monkeypatch.setattr(prefault, "AHEAD_BYTES", 16 << 20)
 
 
 @pytest.mark.usefixtures("ahead_16_mib")
-def test_memory_comes_ahead_of_use_and_follows_it() -> None:
+def test_memory_is_faulted_in_ahead_of_use() -> None:
     caches = [fresh(64), fresh(64)]
     before = resident_mib()
-    follows = Presence(caches)
-    settled(follows)
+    prefaulter = Prefaulter(caches)
+    settled(prefaulter)
     if resident_mib() - before < 4:
         pytest.skip("this kernel does not populate memory on request")
     assert 12 <= resident_mib() - before <= 24, "8 blocks of two caches"
-    follows.will_use(20)
-    settled(follows)
+    prefaulter.will_use(20)
+    settled(prefaulter)
     assert 24 <= resident_mib() - before <= 72, "up to 8 blocks beyond the 20th"
-    follows.will_use(63)
-    settled(follows)
+    prefaulter.will_use(63)
+    settled(prefaulter)
     assert (caches[0] == 0).all() and (caches[1] == 0).all()
 
 
 @pytest.mark.usefixtures("ahead_16_mib")
-def test_what_lies_far_enough_ahead_starts_nothing() -> None:
-    follows = Presence([fresh(64)])
-    first = follows.worker
-    follows.will_use(3)
-    assert follows.worker is first
-    follows.will_use(15)
-    assert follows.worker is not first
-    settled(follows)
+def test_no_thread_starts_while_enough_memory_is_ahead() -> None:
+    prefaulter = Prefaulter([fresh(64)])
+    first = prefaulter.worker
+    prefaulter.will_use(3)
+    assert prefaulter.worker is first
+    prefaulter.will_use(15)
+    assert prefaulter.worker is not first
+    settled(prefaulter)
 
 
-def test_populating_changes_nothing_that_is_there() -> None:
+def test_prefaulting_leaves_written_blocks_unchanged() -> None:
     shape = KVShape(num_layers=2, num_kv_heads=1, head_size=16, block_size=16, dtype=torch.float32)
     pool = KVPool(shape, 40, torch.device("cpu"))
     payload = np.random.default_rng(1).bytes(2 * shape.block_bytes)
