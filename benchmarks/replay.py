@@ -28,8 +28,9 @@ from drafting_research.taco import taco_table
 from reporting import markdown_table
 from tandem_cli import models
 from tandem_cli.bench.dataset import DatasetError, load_dialogues, sample_dialogues, sample_policy
+from tandem_core.errors import ModelLoadError
+from tandem_core.model.manifest import ModelManifest
 from tandem_drafting import native
-from tandem_gateway.model import ServedModel
 
 #: The compiled drafters, which predict how likely a guess is to be accepted.
 _CALIBRATED = frozenset({"local", "forest", "line"})
@@ -61,11 +62,11 @@ def run(config: ReplayConfig, *, calibration: bool = False) -> str:
         )
     try:
         folder = models.obtain(config.model)
-    except models.ModelError as error:
+    except ModelLoadError as error:
         raise DatasetError(str(error)) from error
     dialogues = load_dialogues(config.data) if config.data is not None else sample_dialogues()
     conversations = read_conversations(folder, dialogues, _policy(config))
-    vocab_size = ServedModel.load(folder).manifest.vocab_size
+    vocab_size = ModelManifest.read(folder).vocab_size
     answers = [answer for conversation in conversations for answer in conversation.answers]
     num_tokens = sum(len(answer.target) for answer in answers)
     room = (num_tokens + len(answers)) * config.passes + 1

@@ -40,6 +40,7 @@ import numpy as np
 from reporting import describe_command, describe_machine, markdown_table
 from tandem_cli.bench.dataset import load_dialogues, sample_dialogues
 from tandem_cli.bench.workload import question
+from tandem_core.model.chat_template import Message
 from tandem_core.prefix_hash import cache_salt
 from tandem_core.sampling import SamplingParams
 from tandem_drafting.drafter import Drafter, DraftPolicy
@@ -239,7 +240,7 @@ class Bench:
         for i in range(batch):
             dialogue = self._dialogues[(round_number * batch + i) % len(self._dialogues)]
             said = " ".join(turn.content for turn in question(dialogue)[-2:])[:700]
-            prompts.append(self._llm.render_chat([{"role": "user", "content": task.format(said)}]))
+            prompts.append(self._llm.tokenizer.encode_chat([Message("user", task.format(said))]))
         sampling = SamplingParams(max_tokens=self._max_tokens, temperature=temperature, ignore_eos=True)
         return [
             (prompt, replace(sampling, seed=round_number * batch + i)) for i, prompt in enumerate(prompts)

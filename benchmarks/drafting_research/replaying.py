@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Protocol
 
 from tandem_cli.bench.dataset import DatasetError, Dialogue
+from tandem_core.errors import InvalidRequestError, ModelLoadError
+from tandem_core.model.chat_template import Message
+from tandem_core.model.tokenizer import Tokenizer
 from tandem_drafting.native import Guesses
-from tandem_gateway.errors import InvalidRequestError
-from tandem_gateway.model import ModelFolderError, ServedModel
-from tandem_gateway.request import Message
 
 #: Calibration is reported by tenths of the predicted probability.
 NUM_DECILES = 10
@@ -194,10 +194,10 @@ def read_conversations(folder: Path, dialogues: Iterable[Dialogue], policy: str 
     Raises DatasetError when there is no assistant's turn to replay, or the template refuses a dialogue.
     """
     try:
-        model = ServedModel.load(folder)
-    except ModelFolderError as error:
+        tokenizer = Tokenizer(folder)
+    except ModelLoadError as error:
         raise DatasetError(str(error)) from error
-    ending = _encode(model, model.manifest.eos_token)
+    ending = tokenizer.encode(tokenizer.manifest.eos_token, add_special_tokens=False)
     conversations = []
     groups: set[str] = set()
     for dialogue in dialogues:
@@ -206,10 +206,11 @@ def read_conversations(folder: Path, dialogues: Iterable[Dialogue], policy: str 
         for turn in dialogue.turns:
             if turn.role == "assistant" and messages:
                 try:
-                    prompt = model.encode_chat(messages)
+                    prompt = tuple(tokenizer.encode_chat(messages))
                 except InvalidRequestError as error:
                     raise DatasetError(f"dialogue {dialogue.id}: {error}") from error
-                answers.append(Answer(prompt, (*_encode(model, turn.content), *ending)))
+                said = tokenizer.encode(turn.content, add_special_tokens=False)
+                answers.append(Answer(prompt, (*said, *ending)))
             messages.append(Message(turn.role, turn.content))
         # A dialogue without a group is a group of its own.
         is_first = not dialogue.group or dialogue.group not in groups
@@ -221,11 +222,6 @@ def read_conversations(folder: Path, dialogues: Iterable[Dialogue], policy: str 
             "no dialogue has an assistant's turn after another's, so there is nothing to replay"
         )
     return conversations
-
-
-def _encode(model: ServedModel, text: str) -> tuple[int, ...]:
-    ids = model.encode_text(text)
-    return ids[1:] if ids and model.manifest.add_bos else ids
 
 
 def replay(

@@ -1,4 +1,4 @@
-"""The engine alone, in one process: the yardstick for everything distributed, and the plain way to try it.
+"""Runs the engine in one process, without pods: the reference that served results are compared with.
 
 llm = LLM(folder)
 for completion in llm.generate(["Once upon a time"], SamplingParams(temperature=0.0)): ...
@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tandem_core.errors import InvalidRequestError
+from tandem_core.model.chat_template import Message
 from tandem_core.model.detokenizer import StreamingDetokenizer
 from tandem_core.prefix_hash import cache_salt
 from tandem_core.sampling import FinishReason, SamplingParams, TokenLogprobs
@@ -54,7 +54,7 @@ class Completion:
 class LLM:
     """A model folder, loaded and ready. Raises ModelLoadError.
 
-    drafter: where drafts come from; None: none are made.
+    drafter: where drafts come from; None: no drafts.
     """
 
     def __init__(self, model_dir: Path, *, drafter: DraftSource | None = None, **sizes: object) -> None:
@@ -64,7 +64,7 @@ class LLM:
         self.tokenizer = self._parts.tokenizer
         self.manifest = self._parts.manifest
         self._ids = itertools.count()
-        #: What the engine has, by request id; several generators share it.
+        #: Unfinished requests by id; concurrent streams share the engine.
         self._live: dict[str, _Run] = {}
 
     def generate(
@@ -89,7 +89,7 @@ class LLM:
     def stream(self, prompt: Prompt, sampling: SamplingParams) -> Iterator[str]:
         """Yields text as it becomes final. Closing the iterator early frees the request.
 
-        Several iterators may be read in turn: whichever waits for text computes for all of them.
+        Several iterators may be read in turn: the one that waits for text computes for all of them.
         """
         run = _Run(self._request(prompt, sampling), self)
         num_read = 0
@@ -107,28 +107,9 @@ class LLM:
         finally:
             self._end(run)
 
-    def chat(self, messages: Sequence[Mapping[str, str]], sampling: SamplingParams) -> Completion:
-        """Completes a conversation of {"role", "content"} messages under the model's chat template."""
-        return self.generate([self.render_chat(messages)], sampling)[0]
-
-    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a conversation, ready for the assistant's turn.
-
-        Raises InvalidRequestError when the model has no chat template.
-        """
-        # transformers is slow to import and only its template rendering is wanted here.
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        if not self.manifest.chat_template:
-            raise InvalidRequestError("messages", f"{self.manifest.name} has no chat template; send a prompt")
-        rendered, _ = render_jinja_template(
-            conversations=[list(messages)],
-            chat_template=self.manifest.chat_template,
-            add_generation_prompt=True,
-            bos_token=self.manifest.bos_token,
-            eos_token=self.manifest.eos_token,
-        )
-        return self.tokenizer.encode(rendered[0], is_rendered_chat=True)
+    def chat(self, messages: Sequence[Message], sampling: SamplingParams) -> Completion:
+        """Completes a conversation under the model's chat template."""
+        return self.generate([self.tokenizer.encode_chat(messages)], sampling)[0]
 
     def _request(self, prompt: Prompt, sampling: SamplingParams) -> Request:
         return Request(
@@ -144,7 +125,7 @@ class LLM:
         self._live[run.request.request_id] = run
 
     def _step(self) -> None:
-        """One step for everything that runs, whoever asked for it."""
+        """One engine step for all unfinished requests."""
         for output in self.engine.step():
             run = self._live[output.request.request_id]
             run.take(output)
@@ -152,13 +133,13 @@ class LLM:
                 self._end(run)
 
     def _end(self, run: _Run) -> None:
-        """Frees the request; does nothing when called again."""
+        """Frees the request. A second call does nothing."""
         if self._live.pop(run.request.request_id, None) is not None:
             self.engine.abort(run.request.request_id)
 
 
 class _Run:
-    """One request on its way to a completion."""
+    """An unfinished request and its completion so far."""
 
     def __init__(self, request: Request, llm: LLM) -> None:
         self.request = request

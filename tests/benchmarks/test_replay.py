@@ -17,6 +17,7 @@ from drafting_research.replaying import (
     replay,
     replay_cold,
 )
+from model_folders import make_folder
 from replay import ReplayConfig, main, run
 from tandem_cli.bench.dataset import DatasetError, Dialogue, Turn
 from tandem_drafting.native import Guesses
@@ -32,17 +33,17 @@ TEMPLATE = (
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model without weights: one token a byte."""
-    folder = tmp_path_factory.mktemp("model")
     special = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
     tokenizer = without_merges(256 + len(special), special)
     tokenizer.add_special_tokens(special)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    manifest = {
-        "name": "toy", "revision": "1", "max_model_len": 4096, "vocab_size": 260, "eos_token": "<|end|>",
-        "chat_template": TEMPLATE,
-    }  # fmt: skip
-    (folder / "tandem.json").write_text(json.dumps(manifest))
-    return folder
+    return make_folder(
+        tmp_path_factory.mktemp("model"),
+        tokenizer,
+        max_model_len=4096,
+        vocab_size=260,
+        eos_token="<|end|>",
+        chat_template=TEMPLATE,
+    )
 
 
 def dialogue(name: str, group: str, *turns: tuple[str, str]) -> Dialogue:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from model_folders import make_folder
 from tandem_cli import models
 from tandem_cli.chat import ChatOptions, Conversation, GatewayError, open_stub
 from tandem_cli.fleet import FleetOptions
@@ -40,8 +41,7 @@ def tandem(*arguments: str, home: Path, timeout_s: float = 60) -> subprocess.Com
 
 def fake_model(folder: Path) -> Path:
     """A model folder as far as `tandem up` looks at it before it starts pods."""
-    folder.mkdir(parents=True)
-    (folder / "tandem.json").write_text(json.dumps({"name": folder.name}))
+    make_folder(folder, name=folder.name)
     (folder / "model-float32.safetensors").touch()
     models.note_prepared(folder, "auto", "auto", "model-float32.safetensors")
     return folder
@@ -101,21 +101,6 @@ def test_an_empty_store_says_how_to_fill_it(tmp_path: Path) -> None:
     assert "tandem model pull" in tandem("model", "list", home=tmp_path).stdout
 
 
-def test_models_are_found_where_the_store_finds_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-
-    monkeypatch.setenv("TANDEM_HOME", str(tmp_path))
-    folder = fake_model(tmp_path / "models" / "org--name")
-    assert models.home() == registry.cache_root()
-    assert models.find("org/name") == registry.resolve("org/name") == folder
-    assert models.find(str(folder)) == registry.resolve(folder) == folder.resolve()
-    assert models.find("other") is None
-    monkeypatch.delenv("TANDEM_HOME")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert models.home() == registry.cache_root()
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert models.home() == registry.cache_root()
-
-
 def test_the_state_file_round_trips_and_goes(tmp_path: Path) -> None:
     state = StateFile(tmp_path / "run" / "1.json")
     pods = [PodRecord("decode", "decode-0", 7, {"grpc": 1}), PodRecord("decode", "decode-1", None, {})]
@@ -156,6 +141,7 @@ def test_the_banner_holds_commands_for_the_chosen_ports() -> None:
 
 @pytest.mark.timeout(120)
 def test_generate_prints_what_the_engine_alone_computes(model_dir: Path) -> None:
+    from tandem_core.model.chat_template import Message
     from tandem_core.sampling import SamplingParams
     from tandem_engine.llm import LLM
 
@@ -163,7 +149,7 @@ def test_generate_prints_what_the_engine_alone_computes(model_dir: Path) -> None
     printed = tandem("generate", "--max-tokens", "12", question, home=registry.cache_root(), timeout_s=100)
     assert printed.returncode == 0, printed.stderr
     sampling = SamplingParams(max_tokens=12, temperature=0.0)
-    alone = LLM(model_dir).chat([{"role": "user", "content": question}], sampling)
+    alone = LLM(model_dir).chat([Message("user", question)], sampling)
     assert alone.text.strip()
     assert printed.stdout == alone.text + "\n"
 

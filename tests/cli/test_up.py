@@ -6,7 +6,6 @@ test live as console scripts beside a Python of their own, which is where `tande
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -18,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from model_folders import make_folder
 from processes import is_alive
 from tandem_cli.models import note_prepared
 from tandem_cli.state_file import FleetRecord, read_state
@@ -71,9 +71,7 @@ def installation(tmp_path: Path) -> Path:
         script = venv / f"bin/tandem-{role}"
         script.write_text(POD.format(python=python))
         script.chmod(0o755)
-    model = tmp_path / "home/models/m"
-    model.mkdir(parents=True)
-    (model / "tandem.json").write_text(json.dumps({"name": "m"}))
+    model = make_folder(tmp_path / "home/models/m", name="m")
     (model / "model-float32.safetensors").touch()
     note_prepared(model, "auto", "auto", "model-float32.safetensors")
     return python

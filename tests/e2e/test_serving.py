@@ -15,6 +15,7 @@ import grpc
 import httpx
 import openai
 import pytest
+from tandem_core.model.chat_template import Message
 from tandem_core.sampling import SamplingParams
 from tandem_engine.llm import LLM
 from tandem_proto.v1 import common_pb2, gateway_pb2
@@ -87,7 +88,10 @@ def test_the_same_text_over_grpc_over_http_and_in_one_process(
     assert 2000 <= receipt.prompt_tokens <= 4000
     assert receipt.output_tokens >= 1
     alone = LLM(model_dir, dtype="float32", num_blocks=100)
-    assert text == alone.chat(messages, SamplingParams(temperature=0.0, max_tokens=48)).text
+    assert (
+        text
+        == alone.chat([Message(**m) for m in messages], SamplingParams(temperature=0.0, max_tokens=48)).text
+    )
     over_http = client(fleet).chat.completions.create(
         model=MODEL, messages=messages, temperature=0.0, max_tokens=48
     )
@@ -104,7 +108,9 @@ def test_seeded_sampling_is_the_same_apart_and_together(fleet: RunningFleet, cor
         for _ in range(2)
     ]
     alone = LLM(model_dir, dtype="float32", num_blocks=100)
-    want = alone.chat(messages, SamplingParams(temperature=0.8, seed=7, max_tokens=48)).text
+    want = alone.chat(
+        [Message(**m) for m in messages], SamplingParams(temperature=0.8, seed=7, max_tokens=48)
+    ).text
     assert texts == [want, want], "cold and hot, apart, with drafts"
 
 

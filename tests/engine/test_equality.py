@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tandem_core.model.chat_template import Message
 from tandem_core.model.manifest import ModelManifest
 from tandem_core.sampling import SamplingParams
 from tandem_drafting import native
@@ -46,7 +47,7 @@ def llm(model_dir: Path) -> LLM:
 
 @pytest.fixture(scope="module")
 def prompts(llm: LLM, corpus) -> tuple[tuple[int, ...], ...]:
-    asked = [tuple(llm.render_chat([{"role": "user", "content": q}])) for q in QUESTIONS]
+    asked = [tuple(llm.tokenizer.encode_chat([Message("user", q)])) for q in QUESTIONS]
     told = [
         tuple(llm.tokenizer.encode(corpus.prompt(i, n))[:MAX_PROMPT_TOKENS])
         for i, n in enumerate(PROMPT_CHARS)

@@ -141,6 +141,6 @@ def test_logits_equal_transformers(
 def test_tokens_equal_transformers(folder: Path, reference_tokenizer) -> None:
     text = reference_tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
     tokenizer = Tokenizer(folder)
-    ids = tokenizer.encode(text, is_rendered_chat=True)
+    ids = tokenizer.encode(text, add_special_tokens=False)
     assert ids == prompt_ids(reference_tokenizer)
     assert b"".join(tokenizer.token_bytes(i) for i in ids) == text.encode()

@@ -18,6 +18,7 @@ import httpx
 import openai
 import pytest
 import toy_tokenizers
+from model_folders import make_folder
 from tandem_gateway.process import GatewayProcess
 from tandem_gateway.settings import GatewaySettings
 from tandem_proto.v1 import (
@@ -48,32 +49,23 @@ CHAT_TEMPLATE = (
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """tokenizer.json (byte-level BPE) and tandem.json, as the model store writes them."""
+    """tokenizer.json (byte-level BPE) and tandem.json, as `tandem model pull` writes them."""
     tokenizer = toy_tokenizers.trained(
         ["the order of the customer has not arrived yet"] * 20,
         400,
         ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
     )
-    folder = tmp_path_factory.mktemp("model") / MODEL
-    folder.mkdir()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    manifest = {
-        "name": MODEL,
-        "revision": REVISION,
-        "source": "test",
-        "license": "apache-2.0",
-        "architecture": "llama",
-        "max_model_len": MAX_MODEL_LEN,
-        "vocab_size": tokenizer.get_vocab_size(),
-        "eos_token_ids": [2],
-        "bos_token": "<|im_start|>",
-        "eos_token": "<|im_end|>",
-        "chat_template": CHAT_TEMPLATE,
-        "tokenizer_hash": "cd" * 32,
-        "add_bos": False,
-    }
-    (folder / "tandem.json").write_text(json.dumps(manifest))
-    return folder
+    return make_folder(
+        tmp_path_factory.mktemp("model"),
+        tokenizer,
+        name=MODEL,
+        revision=REVISION,
+        max_model_len=MAX_MODEL_LEN,
+        vocab_size=tokenizer.get_vocab_size(),
+        bos_token="<|im_start|>",
+        eos_token="<|im_end|>",
+        chat_template=CHAT_TEMPLATE,
+    )
 
 
 @dataclass

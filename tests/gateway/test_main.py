@@ -25,7 +25,7 @@ def test_model_and_decode_pods_are_required(monkeypatch, capsys, model_folder):
 
 def test_a_missing_model_folder_is_named(monkeypatch, capsys, tmp_path):
     error = _run(monkeypatch, capsys, "--model", str(tmp_path / "none"), "--decode", "a:1")
-    assert "none is no model folder" in error
+    assert "none is not a model folder" in error
     assert "tandem model pull" in error
 
 

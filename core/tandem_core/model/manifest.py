@@ -1,7 +1,7 @@
 """tandem.json: what every part may know about a model without opening its weights.
 
-Written once, when the store makes the model folder; read by the engine, the gateway (through its own code,
-it knows no engine) and the command line.
+`tandem model pull` writes it once, last, into the model folder. The engine, the gateway and the command line
+read it.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class ModelManifest:
     add_bos: bool
     #: GGUF file or folder of safetensors to convert from; relative paths start at the model folder.
     weights: str
-    #: 4 or 8: the projections come quantized in groups of 32, with so many bits (at most); 0: they do not.
-    #: None: written before this was noted (store.source_bits finds it out).
+    #: 4 or 8: the projections come quantized in groups of 32, with at most so many bits. 0: they do not.
+    #: None: the manifest predates this field (model_loader.source_bits fills it in).
     weight_bits: int | None = None
 
     def write(self, folder: Path) -> None:

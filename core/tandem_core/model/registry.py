@@ -1,7 +1,6 @@
-"""Where models live on this machine, and how a name becomes a folder.
+"""Where models are stored on this machine, and which folder a model's name means.
 
 $TANDEM_HOME | $XDG_CACHE_HOME/tandem | ~/.cache/tandem
-  downloads/            unfinished downloads (*.part), resumed by the next pull
   models/
     <name>/             complete: appears by one rename
     .<name>.lock        held while a process makes or replaces <name>
@@ -15,8 +14,11 @@ from pathlib import Path
 from tandem_core.errors import ModelLoadError
 from tandem_core.model.manifest import MANIFEST_NAME, ModelManifest
 
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
 
 def cache_root() -> Path:
+    """Tandem's own folder, for everything that it keeps on this machine."""
     if home := os.environ.get("TANDEM_HOME"):
         return Path(home).expanduser()
     if xdg := os.environ.get("XDG_CACHE_HOME"):
@@ -34,20 +36,25 @@ def folder_name(model_name: str) -> str:
 
 
 def list_models() -> list[ModelManifest]:
-    """Every complete model in the store, by name."""
+    """Every complete model on this machine, by name."""
     found = models_root().glob(f"*/{MANIFEST_NAME}")
     return sorted((ModelManifest.read(p.parent) for p in found), key=lambda m: m.name)
 
 
-def resolve(name_or_path: str | Path) -> Path:
-    """The model folder of a stored model's name, or of a path to one. Raises ModelLoadError."""
+def find(name_or_path: str | Path) -> Path | None:
+    """The folder of a stored model by name, or of a path to a model folder; None: not on this machine."""
     path = Path(name_or_path).expanduser()
     if (path / MANIFEST_NAME).is_file():
         return path.resolve()
     stored = models_root() / folder_name(str(name_or_path))
-    if (stored / MANIFEST_NAME).is_file():
-        return stored
-    raise ModelLoadError(
-        f"there is no model {str(name_or_path)!r} on this machine; "
-        f"get it with `tandem model pull {name_or_path}`"
-    )
+    return stored if (stored / MANIFEST_NAME).is_file() else None
+
+
+def resolve(name_or_path: str | Path) -> Path:
+    """`find`, but raises ModelLoadError when the model is not on this machine."""
+    if (folder := find(name_or_path)) is None:
+        raise ModelLoadError(
+            f"there is no model {str(name_or_path)!r} on this machine; "
+            f"get it with `tandem model pull {name_or_path}`"
+        )
+    return folder

@@ -1,8 +1,8 @@
-"""Text to token ids and back, over the `tokenizers` library alone.
+"""Text and conversations to token ids and back, over the `tokenizers` library.
 
-Loaded once per process from a model folder; immutable and thread-safe afterwards. Streaming text is the
-detokenizer's work (detokenizer.py): it needs the exact bytes of single tokens, which `token_bytes` gives for
-the two families in use, byte-level BPE (GPT-2, Llama 3, Qwen) and SentencePiece with byte fallback.
+One Tokenizer per process, loaded from a model folder; immutable and thread-safe afterwards. The gateway and
+the engine's LLM encode with it, so both turn the same input into the same tokens. Streaming text is made by
+detokenizer.py.
 """
 
 from __future__ import annotations
@@ -10,21 +10,23 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer as RustTokenizer
 
-from tandem_core.errors import ModelLoadError
+from tandem_core.errors import InvalidRequestError, ModelLoadError
+from tandem_core.model.chat_template import ChatTemplate, Message, Segment
 from tandem_core.model.manifest import ModelManifest
 
 _SPIECE_SPACE = "\u2581"
 
 
 class Tokenizer:
-    """A model's tokenizer with the ids that matter to serving."""
+    """A model's tokenizer and chat template, with its manifest."""
 
     def __init__(self, folder: Path) -> None:
         """Read tokenizer.json and tandem.json of a model folder. Raises ModelLoadError."""
-        manifest = ModelManifest.read(folder)
+        self.manifest = manifest = ModelManifest.read(folder)
         path = folder / "tokenizer.json"
         try:
             text = path.read_text(encoding="utf-8")
@@ -33,40 +35,83 @@ class Tokenizer:
             raise ModelLoadError(f"{path} cannot be read ({error}); pull the model again") from error
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        self._is_byte_level = _uses(json.loads(text), "ByteLevel")
+        self._is_byte_level = _has_byte_level_decoder(json.loads(text))
         self._added = self._tokenizer.get_added_tokens_decoder()
-        self.eos_token_ids = frozenset(manifest.eos_token_ids)
-        self.bos_token_id: int | None = self._tokenizer.token_to_id(manifest.bos_token)
-        self._add_bos = manifest.add_bos
+        bos_id: int | None = self._tokenizer.token_to_id(manifest.bos_token)
+        self._bos_id = bos_id if manifest.add_bos else None
+        self._newline_ids = self.encode("\n", add_special_tokens=False)
+        self._chat_template = None
+        if template := manifest.chat_template:
+            control = [
+                token.content
+                for token in self._added.values()
+                if token.special or (token.content in template and not token.content.isspace())
+            ]
+            self._chat_template = ChatTemplate(
+                template,
+                bos_token=manifest.bos_token,
+                eos_token=manifest.eos_token,
+                control_tokens=control,
+            )
 
-    @property
-    def vocab_size(self) -> int:
-        """Ids this tokenizer knows; the model's vocabulary may be padded beyond it."""
-        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
-
-    def encode(self, text: str, *, is_rendered_chat: bool = False) -> list[int]:
-        """Token ids. A raw prompt gets the model's own BOS; a rendered chat template wrote it already.
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a plain text, by default with the special tokens that the model expects around one.
 
         Special tokens written out in the text ("<|im_end|>") become their ids.
         """
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        if self._add_bos and not is_rendered_chat and self.bos_token_id is not None:
-            ids.insert(0, self.bos_token_id)
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        if add_special_tokens and self._bos_id is not None and ids[:1] != [self._bos_id]:
+            ids.insert(0, self._bos_id)
         return ids
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a conversation, ready for the assistant's turn.
+
+        Control tokens that a message contains are encoded as plain text. Raises InvalidRequestError when
+        the model has no chat template or its template refuses the messages.
+        """
+        if self._chat_template is None:
+            raise InvalidRequestError(
+                "messages",
+                f"the model {self.manifest.name} has no chat template; "
+                "send a plain prompt (Generate or /v1/completions)",
+            )
+        ids: list[int] = []
+        for index, segment in enumerate(self._chat_template.render(messages)):
+            ids += self._encode_segment(segment, is_first=index == 0)
+        return ids
+
+    def _encode_segment(self, segment: Segment, *, is_first: bool) -> list[int]:
+        def encode(text: str) -> list[int]:
+            if segment.is_quoted:
+                return self._encode_quoted(text)
+            return self.encode(text, add_special_tokens=False)
+
+        if is_first:
+            return encode(segment.text)
+        # After a newline, because SentencePiece-like tokenizers put a space before the start of a text.
+        ids = encode("\n" + segment.text)
+        count = len(self._newline_ids)
+        return ids[count:] if ids[:count] == self._newline_ids else encode(segment.text)
+
+    def _encode_quoted(self, text: str) -> list[int]:
+        """Encode without matching any added token."""
+        tokenizer = self._tokenizer
+        if tokenizer.normalizer is not None:
+            text = tokenizer.normalizer.normalize_str(text)
+        pieces = [text]
+        if tokenizer.pre_tokenizer is not None:
+            pieces = [piece for piece, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
+        return [token.id for piece in pieces for token in tokenizer.model.tokenize(piece)]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of a whole sequence; bytes that are no UTF-8 become U+FFFD."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
-    def is_special(self, token_id: int) -> bool:
-        """Whether the id is a control token, which decode skips."""
-        added = self._added.get(token_id)
-        return added is not None and bool(added.special)
-
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes one token stands for, in the middle of a text; b"" for an unknown id.
+        """The bytes of one token in the middle of a text; b"" for an unknown id.
 
-        SentencePiece's leading space at the start of a text is the detokenizer's business.
+        Exact for byte-level BPE (GPT-2, Llama 3, Qwen) and for SentencePiece with byte fallback.
         """
         if (added := self._added.get(token_id)) is not None:
             return str(added.content).encode()
@@ -80,12 +125,10 @@ class Tokenizer:
         return piece.replace(_SPIECE_SPACE, " ").encode()
 
 
-def _uses(node: object, kind: str) -> bool:
-    """Whether a decoder of this type occurs in a parsed tokenizer.json, alone or within a sequence."""
-    if not isinstance(node, dict):
-        return False
-    decoder = node.get("decoder") or {}
-    return decoder.get("type") == kind or any(d.get("type") == kind for d in decoder.get("decoders", []))
+def _has_byte_level_decoder(parsed: dict[str, Any]) -> bool:
+    """Whether a parsed tokenizer.json has a ByteLevel decoder, alone or in a sequence."""
+    decoder = parsed.get("decoder") or {}
+    return any(d.get("type") == "ByteLevel" for d in [decoder, *decoder.get("decoders", [])])
 
 
 def _byte_alphabet() -> dict[str, bytes]:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tandem_core.errors import ModelLoadError
 from tandem_core.model.manifest import MANIFEST_NAME, ModelManifest
-from tandem_core.model.registry import cache_root, folder_name, models_root
+from tandem_core.model.registry import DEFAULT_MODEL, cache_root, folder_name, models_root
 
 from tandem_engine.models.config import ModelConfig
 from tandem_engine.store.convert import quantized_bits
@@ -28,8 +28,6 @@ from tandem_engine.store.files import OnProgress, locked, no_progress, sha256_of
 from tandem_engine.store.gguf_source import GgufSource
 from tandem_engine.store.safetensors_source import revision_of
 from tandem_engine.store.tokenizer_files import write_tokenizer
-
-DEFAULT_MODEL = "smollm2-135m-instruct"
 
 CATALOGUE = {
     DEFAULT_MODEL: WheelFile(

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from tandem_core.model.registry import DEFAULT_MODEL
 
 from tandem_cli import bench_command, lookahead_command, model_command
 from tandem_cli.options import (
-    DEFAULT_MODEL,
     DEFAULT_TARGET,
     ApiKeyOption,
     MaxTokensOption,
@@ -107,6 +107,10 @@ def up(
     ] = None,
 ) -> None:
     """Run the whole system on this machine until Ctrl-C."""
+    from tandem_core.errors import ModelLoadError
+    from tandem_core.model.manifest import ModelManifest
+    from tandem_core.model.registry import cache_root
+
     from tandem_cli import fleet, models, up
 
     try:
@@ -126,13 +130,13 @@ def up(
             speculation=speculation.value,
             api_keys_file=api_keys_file,
             log_format=log_format.value,
-            lookahead_dir=models.home() / "lookahead" / str(grpc_port),
+            lookahead_dir=cache_root() / "lookahead" / str(grpc_port),
             pod_flags=tuple(fleet.PodFlag.parse(text) for text in settings or ()),
         )
         code = up.run_fleet(
-            options, models.name_of(folder), state_file or models.home() / "run" / f"{grpc_port}.json"
+            options, ModelManifest.read(folder).name, state_file or cache_root() / "run" / f"{grpc_port}.json"
         )
-    except (fleet.OptionError, fleet.PortInUseError, models.ModelError) as error:
+    except (fleet.OptionError, fleet.PortInUseError, ModelLoadError) as error:
         fail(str(error), code=2 if isinstance(error, fleet.OptionError) else 1)
     raise typer.Exit(code)
 
@@ -190,6 +194,8 @@ def generate(
     ] = OwnSpeculation.LOCAL,
 ) -> None:
     """Generate in this one process, without any pod."""
+    from tandem_core.errors import ModelLoadError
+
     from tandem_cli import generate, models
 
     try:
@@ -205,7 +211,7 @@ def generate(
             speculation.value,
         )
         generate.run(options, prompt)
-    except (models.ModelError, generate.PromptError) as error:
+    except (ModelLoadError, generate.PromptError) as error:
         fail(str(error))
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from tandem_core.errors import ModelLoadError
 from tandem_core.model import registry
 from tandem_core.model.manifest import ModelManifest
 
-from tandem_cli.options import DEFAULT_MODEL, fail
+from tandem_cli.options import fail
 
 app = typer.Typer(help="Get models and look at them.", no_args_is_help=True)
 
@@ -17,19 +18,18 @@ app = typer.Typer(help="Get models and look at them.", no_args_is_help=True)
 def pull_model(
     reference: Annotated[
         str, typer.Argument(help="A name of the catalogue, a Hugging Face id, a folder, a GGUF file.")
-    ] = DEFAULT_MODEL,
+    ] = registry.DEFAULT_MODEL,
 ) -> None:
     """Download a model, or take in a local one, and print its folder."""
     from pathlib import Path
 
     from tandem_cli import models
 
-    is_path = Path(reference).expanduser().exists()
     try:
-        # A local source is compared with what the store has under its name; a known name needs no look.
-        folder = models.find(reference) if not is_path else None
-        typer.echo(folder or models.pull(reference))
-    except models.ModelError as error:
+        # `pull` compares a local source with the stored model of its name; a stored name needs no check.
+        is_local = Path(reference).expanduser().exists()
+        typer.echo(models.pull(reference) if is_local else models.obtain(reference))
+    except ModelLoadError as error:
         fail(str(error))
 
 
@@ -38,14 +38,13 @@ def list_models() -> None:
     """The models on this machine."""
     from rich.console import Console
     from rich.table import Table
-    from tandem_core.errors import ModelLoadError
 
     try:
         manifests = registry.list_models()
     except ModelLoadError as error:
         fail(str(error))
     if not manifests:
-        typer.echo(f"no models yet; get one with `tandem model pull {DEFAULT_MODEL}`")
+        typer.echo(f"no models yet; get one with `tandem model pull {registry.DEFAULT_MODEL}`")
         return
     table = Table(box=None)
     for title in ("name", "architecture", "context", "licence", "revision", "source"):
@@ -64,13 +63,13 @@ def list_models() -> None:
 
 @app.command("show")
 def show_model(
-    name: Annotated[str, typer.Argument(help="Name of a pulled model, or its folder.")] = DEFAULT_MODEL,
+    name: Annotated[
+        str, typer.Argument(help="Name of a pulled model, or its folder.")
+    ] = registry.DEFAULT_MODEL,
 ) -> None:
-    """Everything the store knows about a model, as JSON."""
+    """Everything that is known about a model, as JSON."""
     import dataclasses
     import json
-
-    from tandem_core.errors import ModelLoadError
 
     try:
         folder = registry.resolve(name)

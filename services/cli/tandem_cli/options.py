@@ -7,7 +7,6 @@ from typing import Annotated, NoReturn
 
 import typer
 
-DEFAULT_MODEL = "smollm2-135m-instruct"
 DEFAULT_TARGET = "127.0.0.1:50051"
 
 ModelOption = Annotated[str, typer.Option(help="Name of a pulled model, a Hugging Face id, or a path.")]

@@ -6,6 +6,7 @@ import dataclasses
 from types import MappingProxyType
 from typing import Any
 
+from tandem_core.model.chat_template import Message
 from tandem_proto.v1 import common_pb2, decode_pb2, gateway_pb2
 
 from tandem_gateway.request import (
@@ -15,7 +16,6 @@ from tandem_gateway.request import (
     Event,
     FinishReason,
     Job,
-    Message,
     PodLoad,
     PositionLogprobs,
     Receipt,

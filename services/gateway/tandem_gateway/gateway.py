@@ -16,6 +16,9 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 
 import structlog
+from tandem_core import errors
+from tandem_core.model.chat_template import Message
+from tandem_core.model.tokenizer import Tokenizer
 
 from tandem_gateway.admission import Admission
 from tandem_gateway.auth import Caller
@@ -26,10 +29,9 @@ from tandem_gateway.errors import (
     UnknownModelError,
 )
 from tandem_gateway.metrics import GatewayMetrics
-from tandem_gateway.model import ServedModel
 from tandem_gateway.predictor import Predictor
 from tandem_gateway.relay import Relay
-from tandem_gateway.request import NS_PER_S, Chunk, End, Event, Job, Message, SamplingOptions
+from tandem_gateway.request import NS_PER_S, Chunk, End, Event, Job, SamplingOptions
 from tandem_gateway.slo import choose_slo
 
 #: Longer texts are tokenized in a thread, so that the event loop goes on relaying meanwhile.
@@ -64,14 +66,15 @@ class Gateway:
     def __init__(
         self,
         *,
-        model: ServedModel,
+        tokenizer: Tokenizer,
         admission: Admission,
         relay: Relay,
         predictor: Predictor,
         metrics: GatewayMetrics,
         limits: Limits,
     ) -> None:
-        self.model = model
+        self.tokenizer = tokenizer
+        self.manifest = tokenizer.manifest
         self.limits = limits
         self.admission = admission
         self.num_received = 0
@@ -101,40 +104,43 @@ class Gateway:
             raise InvalidRequestError(
                 "messages", f"{len(messages)} messages are over the limit of {limit}; send fewer"
             )
-        if sum(len(message.content) for message in messages) > _INLINE_CHARS:
-            token_ids = await asyncio.to_thread(self.model.encode_chat, messages)
-        else:
-            token_ids = self.model.encode_chat(messages)
+        try:
+            if sum(len(message.content) for message in messages) > _INLINE_CHARS:
+                token_ids = await asyncio.to_thread(self.tokenizer.encode_chat, messages)
+            else:
+                token_ids = self.tokenizer.encode_chat(messages)
+        except errors.InvalidRequestError as error:
+            raise InvalidRequestError(error.field, str(error).removeprefix(f"{error.field}: ")) from error
         return self._job(ask, token_ids, field="messages")
 
     async def prepare_text(self, ask: Ask, text: str) -> Job:
         """Check and tokenize a plain text. Raises InvalidRequestError and its kin."""
         self.check_model(ask.model)
         if len(text) > _INLINE_CHARS:
-            token_ids = await asyncio.to_thread(self.model.encode_text, text)
+            token_ids = await asyncio.to_thread(self.tokenizer.encode, text)
         else:
-            token_ids = self.model.encode_text(text)
+            token_ids = self.tokenizer.encode(text)
         return self._job(ask, token_ids, field="prompt")
 
     async def prepare_tokens(self, ask: Ask, token_ids: Sequence[int]) -> Job:
         """Check a prompt of token ids. Raises InvalidRequestError and its kin."""
         self.check_model(ask.model)
-        vocab_size = self.model.manifest.vocab_size
+        vocab_size = self.manifest.vocab_size
         for token_id in token_ids:
             if not 0 <= token_id < vocab_size:
                 raise InvalidRequestError("prompt", f"token id {token_id} is outside [0, {vocab_size})")
-        return self._job(ask, tuple(token_ids), field="prompt")
+        return self._job(ask, token_ids, field="prompt")
 
     def check_model(self, name: str) -> None:
         """Raises UnknownModelError unless `name` is the served model or empty."""
-        served = self.model.manifest.name
+        served = self.manifest.name
         if name and name != served:
             raise UnknownModelError(name, served)
 
-    def _job(self, ask: Ask, token_ids: tuple[int, ...], *, field: str) -> Job:
+    def _job(self, ask: Ask, token_ids: Sequence[int], *, field: str) -> Job:
         if not token_ids:
             raise InvalidRequestError(field, "is empty; send at least one token")
-        manifest = self.model.manifest
+        manifest = self.manifest
         slo = choose_slo(ask.slo_class, ask.caller)
         sampling = ask.options.resolve(
             prompt_field=field,
@@ -148,7 +154,7 @@ class Gateway:
         return Job(
             request_id=ask.request_id,
             tenant=ask.caller.tenant,
-            prompt_token_ids=token_ids,
+            prompt_token_ids=tuple(token_ids),
             sampling=sampling,
             slo=slo,
             arrived=ask.arrived,

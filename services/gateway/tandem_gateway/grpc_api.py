@@ -80,7 +80,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         self, request: gateway_pb2.ListModelsRequest, context: _Context
     ) -> gateway_pb2.ListModelsResponse:
         self._caller(context)
-        manifest = self._gateway.model.manifest
+        manifest = self._gateway.manifest
         model = gateway_pb2.ModelInfo(
             name=manifest.name, revision=manifest.revision, max_model_len=manifest.max_model_len
         )

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import sys
 
+from tandem_core.errors import ModelLoadError
 from tandem_service import logs
 from tandem_service.settings import load
 
 from tandem_gateway.auth import KeyFileError
-from tandem_gateway.model import ModelFolderError
 from tandem_gateway.process import GatewayProcess
 from tandem_gateway.settings import GatewaySettings
 
@@ -26,6 +26,6 @@ def main() -> None:
     logs.configure(settings, "gateway")
     try:
         asyncio.run(_serve(settings))
-    except (ModelFolderError, KeyFileError, OSError) as error:
+    except (ModelLoadError, KeyFileError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from error

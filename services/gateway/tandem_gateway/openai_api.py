@@ -68,7 +68,7 @@ class OpenAiApi:
         return JSONResponse(self._model_json())
 
     def _model_json(self) -> dict[str, str | int]:
-        manifest = self._gateway.model.manifest
+        manifest = self._gateway.manifest
         return {
             "id": manifest.name,
             "object": "model",
@@ -109,8 +109,7 @@ class OpenAiApi:
     async def _answer(
         self, request: Request, body: ChatBody | CompletionBody, job: Job, kind: type[Renderer]
     ) -> Response:
-        model = self._gateway.model
-        renderer = kind(job, model.manifest.name, model.token_bytes)
+        renderer = kind(job, self._gateway.manifest.name, self._gateway.tokenizer.token_bytes)
         events = self._gateway.run(job)
         try:
             if not body.stream:

@@ -13,9 +13,10 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from tandem_core.model.chat_template import Message
 
 from tandem_gateway.errors import InvalidRequestError, UnsupportedFieldError
-from tandem_gateway.request import Message, SamplingOptions
+from tandem_gateway.request import SamplingOptions
 
 #: Fields of the API that change nothing here: bookkeeping on OpenAI's side.
 _IGNORED = frozenset(

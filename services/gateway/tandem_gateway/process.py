@@ -1,6 +1,6 @@
 """The gateway process put together: parts, both servers, start and drain.
 
-GatewayProcess(settings)  reads model folder and keys   ModelFolderError, KeyFileError
+GatewayProcess(settings)  reads model folder and keys   ModelLoadError, KeyFileError
 await start()             both ports bound, pods being looked at
 await serve_until_signal()
     SERVING follows whether a decode pod is healthy; SIGTERM drains gRPC and HTTP side by side
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 
+from tandem_core.model.tokenizer import Tokenizer
 from tandem_proto.v1 import gateway_pb2_grpc
 from tandem_service.discovery import DnsDiscovery
 from tandem_service.server import PodServer
@@ -23,7 +24,6 @@ from tandem_gateway.grpc_api import SERVICE_NAME, STATUS_CODES, GatewayServicer
 from tandem_gateway.http_app import make_app
 from tandem_gateway.http_server import HttpServer
 from tandem_gateway.metrics import GatewayMetrics
-from tandem_gateway.model import ServedModel
 from tandem_gateway.predictor import Predictor
 from tandem_gateway.relay import Relay
 from tandem_gateway.routing import Router
@@ -35,7 +35,7 @@ class GatewayProcess:
 
     def __init__(self, settings: GatewaySettings) -> None:
         self._settings = settings
-        model = ServedModel.load(settings.model)
+        tokenizer = Tokenizer(settings.model)
         keys = ApiKeys.load(settings.api_keys_file)
         self._server = PodServer(
             settings,
@@ -47,7 +47,7 @@ class GatewayProcess:
         metrics = GatewayMetrics(self._server.registry)
         self._fleet = Fleet(
             {Role.DECODE: DnsDiscovery(settings.decode), Role.PREFILL: DnsDiscovery(settings.prefill)},
-            model_revision=model.manifest.revision,
+            model_revision=tokenizer.manifest.revision,
             poll_interval_s=settings.poll_interval_s,
             metrics=metrics,
         )
@@ -57,7 +57,7 @@ class GatewayProcess:
         )
         metrics.watch(admission, predictor)
         gateway = Gateway(
-            model=model,
+            tokenizer=tokenizer,
             admission=admission,
             relay=Relay(self._fleet, Router(self._fleet), metrics, failover_wait_s=settings.failover_wait_s),
             predictor=predictor,

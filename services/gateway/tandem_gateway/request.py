@@ -169,14 +169,6 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Message:
-    """One turn of a chat."""
-
-    role: str
-    content: str
-
-
-@dataclass(frozen=True)
 class Job:
     """A request that passed every check. `arrived` and `deadline` are monotonic seconds."""
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from pathlib import Path
 
 import structlog
+from tandem_core.model.registry import cache_root
 from tandem_proto.v1 import lookahead_pb2_grpc
 from tandem_service import logs, settings
 from tandem_service.server import PodServer
@@ -32,7 +32,7 @@ class LookaheadPod:
             options, role="lookahead", service_names=[SERVICE_NAME], status_codes=STATUS_CODES
         )
         #: None when Redis is somebody else's.
-        self.redis = None if redis_url else RedisProcess(options.data_dir or default_data_dir())
+        self.redis = None if redis_url else RedisProcess(options.data_dir or cache_root() / "lookahead")
         self._options = options
         self._redis_url = redis_url
         self._hub: LookaheadHub | None = None
@@ -81,15 +81,6 @@ class LookaheadPod:
         await self.server.draining.wait()
         if self._hub is not None:
             await self._hub.stop()
-
-
-def default_data_dir() -> Path:
-    """`$TANDEM_HOME/lookahead`, `$XDG_CACHE_HOME/tandem/lookahead` or `~/.cache/tandem/lookahead`."""
-    home = os.environ.get("TANDEM_HOME")
-    if home:
-        return Path(home) / "lookahead"
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "tandem" / "lookahead"
 
 
 async def serve(options: LookaheadSettings) -> None:

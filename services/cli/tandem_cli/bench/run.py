@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
+from tandem_core.model import registry
 from tandem_gateway.request import SloTarget
 from tandem_gateway.slo import SLO_CLASSES
 
-from tandem_cli import models
 from tandem_cli.bench import dataset as dialogues
 from tandem_cli.bench.loadgen import ClosedLoop, OpenLoop, Schedule, run_load
 from tandem_cli.bench.plot import draw
@@ -111,7 +111,7 @@ def make_prompts(config: BenchConfig, first: int = 0) -> list[Prompt]:
         )
     except (OSError, UnicodeDecodeError) as error:
         raise BenchError(f"--policy {config.policy} cannot be read: {error}") from error
-    folder = models.find(config.model) if config.model else None
+    folder = registry.find(config.model) if config.model else None
     material = Material(
         conversations,
         policy,

@@ -1,9 +1,8 @@
-"""Chat templates, rendered as transformers' `apply_chat_template` renders them, safe against their users.
+"""Renders chat templates as transformers' `apply_chat_template(sanitize_control_tokens=True)` does.
 
 The environment (sandbox, trimming, filters, globals) equals transformers' own, so templates from the hub
-give the same text. One thing is stricter: a control token such as `<|im_end|>` inside a message's content
-is kept apart from those that the template writes, and is to be encoded as plain text. Otherwise a user
-could close his turn and speak as the system. (transformers does that with `sanitize_control_tokens=True`.)
+give the same text. A control token such as `<|im_end|>` inside a message becomes a quoted segment, which the
+tokenizer encodes as plain text. Otherwise a user could close his turn and speak as the system.
 """
 
 from __future__ import annotations
@@ -23,20 +22,25 @@ from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from tandem_gateway.errors import InvalidRequestError
-from tandem_gateway.request import Message
+from tandem_core.errors import InvalidRequestError, ModelLoadError
+
+
+@dataclass(frozen=True)
+class Message:
+    role: str
+    content: str
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A piece of the rendered prompt; `is_quoted` when it is a control token that a user wrote."""
+    """A part of the rendered prompt; `is_quoted` when it is a control token that a message contains."""
 
     text: str
     is_quoted: bool
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks the assistant's text for training; here it is itself."""
+    """`{% generation %}...{% endgeneration %}` marks text for training; here it changes nothing."""
 
     tags = {"generation"}  # noqa: RUF012  # jinja2's own declaration
 
@@ -71,7 +75,7 @@ def _tojson(
 
 
 class _Dict:
-    """`dict` for templates without its attributes, through which a template could reach further."""
+    """`dict` for templates, without the attributes through which a template could leave the sandbox."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -115,7 +119,13 @@ class ChatTemplate:
     """One compiled template. `control_tokens` are the strings that must not take effect in a message."""
 
     def __init__(self, source: str, *, bos_token: str, eos_token: str, control_tokens: Iterable[str]) -> None:
-        self._template = _environment().from_string(source)
+        """Raises ModelLoadError when the template is not valid Jinja."""
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise ModelLoadError(
+                f"the model's chat template cannot be compiled ({error}); pull a model with a valid template"
+            ) from error
         self._special_tokens = {"bos_token": bos_token, "eos_token": eos_token}
         longest_first = sorted(set(control_tokens), key=len, reverse=True)
         self._control = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
@@ -130,8 +140,8 @@ class ChatTemplate:
             Message(message.role, self._control.sub(rf"{opening}\g<0>{closing}", message.content))
             for message in messages
         ]
-        # Odd pieces are quoted control tokens. A template may cut between a pair of marks (split, slices):
-        # a lone mark is dropped, but still parts the text, so that nothing can join into a control token.
+        # Odd pieces are quoted control tokens. A template may cut between a pair of marks (split, slices).
+        # A lone mark is dropped but still separates the text, so the parts cannot join to a control token.
         marks = re.compile(f"{opening}({self._control.pattern}){closing}|[{opening}{closing}]")
         pieces = marks.split(self._render(quoted))
         return [Segment(piece, is_quoted=index % 2 == 1) for index, piece in enumerate(pieces) if piece]
@@ -152,7 +162,7 @@ class ChatTemplate:
 
 
 def _unused_characters(messages: Sequence[Message]) -> tuple[str, str]:
-    """Two private-use characters that no message contains, so that any text can be marked with them."""
+    """Two private-use characters that no message contains: the marks around quoted control tokens."""
     used = set().union(*(message.content for message in messages))
     free = (chr(code) for code in range(0xF0000, 0xFFFFE) if chr(code) not in used)
     try:
