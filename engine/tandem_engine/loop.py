@@ -1,15 +1,16 @@
-"""The thread that owns an engine, and the way others talk to it.
+"""The thread that owns an engine, and how other threads reach it.
 
-All engine state is touched by this one thread. Others hand it functions with `call`, which run between
-steps and resolve a future; each request's outputs go to the listener given when it was added. The thread
-sleeps while there is nothing to do.
+Only this thread touches the engine's state. Other threads pass it functions with `call`; they run between
+steps and resolve a future. Each request's outputs go to the listener given for it. The thread sleeps while
+there is nothing to do.
 
-If a step raises, that is our own bug and the state may be broken: every listener hears of it, `failed` is
-set, and the process is expected to exit and be restarted.
+An exception in a step is a bug, and the state may be broken: every listener receives it, `failed` is set,
+and the process is expected to exit and be restarted.
 """
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import threading
 from collections.abc import Callable
@@ -24,8 +25,8 @@ T = TypeVar("T")
 #: Called on the engine's thread with an output, or with the exception that ended the engine.
 Listener = Callable[[StepOutput | Exception], None]
 
-#: How long the thread naps when work exists but none can be scheduled (all blocks are in transfers).
-_STARVED_NAP_S = 0.005
+#: How long the thread waits when there is work but none can be scheduled (all blocks are in transfers).
+_NOTHING_SCHEDULED_WAIT_S = 0.005
 
 
 class EngineLoop:
@@ -44,7 +45,7 @@ class EngineLoop:
         self._thread.start()
 
     def close(self) -> None:
-        """Stops after the current step; requests still running are dropped."""
+        """Stops after the current step; drops running requests."""
         self._closing = True
         self._calls.put(None)
         self._thread.join()
@@ -66,6 +67,10 @@ class EngineLoop:
         else:
             self._calls.put(run)
         return future
+
+    def call_async(self, function: Callable[[], T]) -> asyncio.Future[T]:
+        """The same for callers on an event loop."""
+        return asyncio.wrap_future(self.call(function))
 
     # The rest is called on the engine's thread only (through `call`).
 
@@ -94,17 +99,17 @@ class EngineLoop:
                 for output in self.engine.step():
                     self.publish(output)
                 if self.engine.num_steps == steps_before and self.engine.has_work():
-                    self._drain(block=True, timeout=_STARVED_NAP_S)
+                    self._drain(block=True, timeout=_NOTHING_SCHEDULED_WAIT_S)
         except Exception as error:
             self.failed = error
-            # First: a pod exits here, and its clients see a lost connection, which is tried elsewhere.
+            # First, because a pod exits here: its clients see a lost connection and retry elsewhere.
             if self._on_failure is not None:
                 self._on_failure(error)
             for listener in list(self._listeners.values()):
                 listener(error)
 
     def _drain(self, *, block: bool, timeout: float | None = None) -> None:
-        """Runs the waiting calls; with block, waits for the first one."""
+        """Runs the queued calls; with block, waits for the first one."""
         while True:
             try:
                 call = self._calls.get(block=block, timeout=timeout)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import grpc
 import httpx
-import pod_books
+import pod_usage
 import psutil
 import pytest
 from processes import free_port
@@ -61,8 +61,8 @@ class RunningFleet:
                 return child.pid
         raise AssertionError("the lookahead service runs no store")
 
-    def books(self) -> dict[str, common_pb2.Books]:
-        books = {}
+    def usage(self) -> dict[str, common_pb2.ResourceUsage]:
+        usage = {}
         for pod in self.state.pods:
             channel = grpc.insecure_channel(f"127.0.0.1:{pod.ports['grpc']}")
             if pod.role == "decode":
@@ -73,15 +73,15 @@ class RunningFleet:
                 answer = stub.GetPrefillStatus(prefill_pb2.GetPrefillStatusRequest(), timeout=10)
             else:
                 continue
-            books[pod.name] = answer.status.books
+            usage[pod.name] = answer.status.usage
             channel.close()
-        return books
+        return usage
 
     def assert_idle(self, within_s: float = 10.0) -> None:
         """Every block, credit and stream is given back, on both roles."""
         deadline = time.monotonic() + within_s
         while True:
-            held = {name: pod_books.held(books) for name, books in self.books().items()}
+            held = {name: pod_usage.held(usage) for name, usage in self.usage().items()}
             view = self.gateway().GetFleetStatus(gateway_pb2.GetFleetStatusRequest(), timeout=10)
             held["gateway"] = {} if not view.requests_running + view.requests_queued else {"requests": view}
             if not any(held.values()):

@@ -82,7 +82,7 @@ def _wait_back(fleet: RunningFleet, what: str, killed: int) -> None:
     while time.monotonic() < deadline:
         try:
             pid = fleet.redis_pid() if what == "redis" else fleet.pid(what)
-            if pid != killed and (what == "redis" or fleet.books()):
+            if pid != killed and (what == "redis" or fleet.usage()):
                 return
         except Exception as error:
             last = error

@@ -1,5 +1,5 @@
 """The whole system as its users see it: real processes, gRPC and HTTP, customer-service dialogues of 2K-4K
-tokens, and everything users do wrong. Afterwards every pod's books are balanced."""
+tokens, and everything users do wrong. Afterwards no pod holds anything."""
 
 from __future__ import annotations
 

@@ -148,11 +148,11 @@ class FakePod(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.PrefillSer
         return prefill_pb2.GetPrefillStatusResponse(status=self._status("prefill"))
 
     def _status(self, role: str) -> common_pb2.PodStatus:
-        books = common_pb2.Books(
+        usage = common_pb2.ResourceUsage(
             blocks_total=self.total_blocks, blocks_free=self.free_blocks, requests_running=self.num_running
         )
         return common_pb2.PodStatus(
-            pod_id=self.name, role=role, model=MODEL, model_revision=self.revision, block_size=64, books=books
+            pod_id=self.name, role=role, model=MODEL, model_revision=self.revision, block_size=64, usage=usage
         )
 
 

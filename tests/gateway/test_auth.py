@@ -49,8 +49,9 @@ async def test_a_key_is_held_to_its_classes(pods, gateway, keys_file):
     pod = await pods()
     front = await gateway(pod, api_keys_file=keys_file)
     async with front.openai_client("slow-key") as client:
-        await client.chat.completions.create(model="", messages=USER)
-        assert pod.requests[0].slo.name == "batch", "its first class is its default"
+        answer = await client.chat.completions.create(model="", messages=USER)
+        receipt = answer.usage.tandem_receipt
+        assert receipt["slo"]["name"] == "batch", "its first class is its default"
         with pytest.raises(openai.PermissionDeniedError, match="may use batch"):
             await client.chat.completions.create(
                 model="", messages=USER, extra_body={"slo_class": "interactive"}

@@ -71,12 +71,10 @@ async def test_given_parameters_reach_the_pod(pods, gateway):
     request = gateway_pb2.GenerateRequest(
         text="the order", sampling=sampling, slo_class="chat", speculation="off"
     )
-    await _collect(front.grpc.Generate(request))
+    _, end = await _collect(front.grpc.Generate(request))
     assert pod.requests[0].speculation == "off"
     assert pod.requests[0].sampling == sampling
-    assert pod.requests[0].slo == common_pb2.SloTarget(
-        name="chat", ttft_ns=1_000_000_000, tpot_ns=150_000_000
-    )
+    assert end.receipt.slo == common_pb2.SloTarget(name="chat", ttft_ns=1_000_000_000, tpot_ns=150_000_000)
 
 
 async def test_generate_takes_token_ids_as_they_are(pods, gateway):
@@ -245,6 +243,6 @@ async def test_the_fleet_view_shows_pods_and_their_reports(pods, gateway):
             if by_target[prefill.target].healthy:
                 break
             await asyncio.sleep(0.02)
-    assert by_target[decode.target].status.books.requests_running == 3
+    assert by_target[decode.target].status.usage.requests_running == 3
     assert by_target[prefill.target].role == "prefill"
     assert not by_target["127.0.0.1:1"].healthy

@@ -93,7 +93,7 @@ async def test_completions_whole_and_streamed(pods, gateway):
 async def test_parameters_of_the_body_reach_the_pod(pods, gateway):
     pod = await pods()
     front = await gateway(pod)
-    await front.openai.chat.completions.create(
+    answer = await front.openai.chat.completions.create(
         model="tiny-chat",
         messages=[
             {"role": "developer", "content": "be brief"},
@@ -113,7 +113,7 @@ async def test_parameters_of_the_body_reach_the_pod(pods, gateway):
     assert list(sampling.stop) == ["END"]
     assert list(sampling.stop_token_ids) == [7]
     assert dict(sampling.logit_bias) == {5: -1.0}
-    assert pod.requests[0].slo.name == "batch"
+    assert answer.usage.tandem_receipt["slo"]["name"] == "batch"
     assert pod.requests[0].speculation == "chain"
 
 

@@ -1,5 +1,5 @@
-"""A prefill pod and a decode pod over real gRPC and ZeroMQ, with a tiny random model: what is computed apart
-is what is computed together, and whatever goes wrong, the request ends well and the books balance."""
+"""A prefill pod and a decode pod over real gRPC and ZeroMQ, with a tiny random model. Disaggregated results
+equal those of one engine, and whatever fails, the request completes and nothing stays held."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from pod_books import held
+from pod_usage import held
 from tandem_core.sampling import SamplingParams
 from tandem_decode import handoff
 from tandem_decode.main import open_pod as open_decode
@@ -44,15 +44,15 @@ class Fleet:
     prefill_target: str
     layout: KVLayout
 
-    async def books(self) -> tuple[common_pb2.Books, common_pb2.Books]:
+    async def usage(self) -> tuple[common_pb2.ResourceUsage, common_pb2.ResourceUsage]:
         decode = await self.decode.GetDecodeStatus(decode_pb2.GetDecodeStatusRequest())
         prefill = await self.prefill.GetPrefillStatus(prefill_pb2.GetPrefillStatusRequest())
-        return decode.status.books, prefill.status.books
+        return decode.status.usage, prefill.status.usage
 
     async def assert_idle(self) -> None:
         """Within a second nothing is held any more on either side."""
         for _ in range(50):
-            kept = [held(books) for books in await self.books()]
+            kept = [held(usage) for usage in await self.usage()]
             if kept == [{}, {}]:
                 return
             await asyncio.sleep(0.02)
@@ -434,11 +434,11 @@ def _blocks(samples: dict[str, float]) -> dict[str, float]:
 def _busy(samples: dict[str, float]) -> dict[str, float]:
     """The gauges that are zero on an idle pod and are not."""
     states = [f'tandem_requests{{state="{state}"}}' for state in ("waiting", "running", "transferring")]
-    names = ('tandem_kv_blocks{state="used"}', "tandem_books_violations", *states)
+    names = ('tandem_kv_blocks{state="used"}', "tandem_invariant_violations", *states)
     return {name: samples[name] for name in names if samples[name]}
 
 
-async def test_the_gauges_of_both_pods_follow_their_books(tiny_model: Path) -> None:
+async def test_the_gauges_of_both_pods_follow_their_status(tiny_model: Path) -> None:
     options = {"model": tiny_model, "metrics_port": 0, **SIZES}
     decode = DecodeSettings(
         pod_id="d0", local_prefill_tokens=32, idle_prefill_tokens=0, speculation="local", **options
@@ -462,4 +462,4 @@ async def test_the_gauges_of_both_pods_follow_their_books(tiny_model: Path) -> N
         assert seen[0]['tandem_kv_dropped_frames{cause="bad_digest"}'] == 0
         assert seen[0]["tandem_lookahead_connected"] == 0
         assert seen[0]["tandem_lookahead_dropped_spans"] == 0
-    assert "book-gauges" not in {task.get_name() for task in asyncio.all_tasks()}
+    assert "pod-gauges" not in {task.get_name() for task in asyncio.all_tasks()}

@@ -1,4 +1,4 @@
-"""A process that steps back gets little beside one that does not, also in a session of its own."""
+"""Lowering the priority sets the nice value of the process and of its session."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tandem_service import priority
 
 SCRIPT = """
 import os
-from tandem_service.priority import step_back
-step_back({nice})
+from tandem_service.priority import lower_priority
+lower_priority({nice})
 print(os.nice(0))
 try:
     print(open("/proc/self/autogroup").read().split()[-1])
@@ -22,7 +22,7 @@ except OSError:
 """
 
 
-def stepped_back(nice: int) -> list[str]:
+def nice_values(nice: int) -> list[str]:
     process = subprocess.run(
         [sys.executable, "-P", "-c", SCRIPT.format(nice=nice)],
         capture_output=True,
@@ -33,25 +33,25 @@ def stepped_back(nice: int) -> list[str]:
     return process.stdout.split()
 
 
-def test_the_process_and_its_session_step_back() -> None:
+def test_the_process_and_its_session_get_the_nice_value() -> None:
     before = os.nice(0)
-    own, group = stepped_back(6)
+    own, group = nice_values(6)
     assert int(own) == min(before + 6, 19)
     if group != "none" and Path("/proc/sys/kernel/sched_autogroup_enabled").read_text().strip() == "1":
         assert group == "6"
 
 
 def test_zero_changes_nothing() -> None:
-    own, group = stepped_back(0)
+    own, group = nice_values(0)
     assert int(own) == os.nice(0)
     assert group in ("0", "none")
 
 
-def test_where_the_kernel_refuses_the_nice_value_must_do(
+def test_without_autogroup_only_the_nice_value_is_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(priority, "_AUTOGROUP", tmp_path / "absent" / "autogroup")
     given: list[int] = []
     monkeypatch.setattr(os, "nice", given.append)
-    priority.step_back(3)
+    priority.lower_priority(3)
     assert given == [3]

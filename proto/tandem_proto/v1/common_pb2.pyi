@@ -34,7 +34,7 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """The caller cancelled, disconnected or ran out of its deadline."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
-    """Why a text ended."""
+    """Why generation ended."""
 
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
 FINISH_REASON_STOP: FinishReason.ValueType  # 1
@@ -264,7 +264,7 @@ Global___PositionLogprobs: _TypeAlias = PositionLogprobs  # noqa: Y015
 
 @_typing.final
 class Receipt(_message.Message):
-    """Where the time went and where the tokens came from; the last thing a request gets."""
+    """Where the time went and where the tokens came from; the last message of a request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -376,7 +376,7 @@ class Receipt(_message.Message):
     prefill_pod: _builtins.str
     decode_pod: _builtins.str
     transfer_bytes: _builtins.int
-    """KV bytes shipped for this request."""
+    """KV bytes transferred for this request."""
     seed: _builtins.int
     slo_met: _builtins.bool
     slo_miss_reason: _builtins.str
@@ -435,8 +435,8 @@ class Receipt(_message.Message):
 Global___Receipt: _TypeAlias = Receipt  # noqa: Y015
 
 @_typing.final
-class Books(_message.Message):
-    """A pod's own account of what it holds; all zero but blocks_total, blocks_free and blocks_cached when nothing runs."""
+class ResourceUsage(_message.Message):
+    """What a pod holds. When nothing runs, all but blocks_total, blocks_free and blocks_cached is zero."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -454,7 +454,7 @@ class Books(_message.Message):
     blocks_free: _builtins.int
     """Neither used by a request nor kept for the prefix cache."""
     blocks_cached: _builtins.int
-    """Kept for the prefix cache, free to be taken."""
+    """Kept for the prefix cache; can be allocated."""
     blocks_used: _builtins.int
     """Referenced by a request or by a transfer."""
     requests_waiting: _builtins.int
@@ -465,7 +465,7 @@ class Books(_message.Message):
     streams_open: _builtins.int
     @_builtins.property
     def violations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Broken invariants found by the pod's own check; empty when the books balance."""
+        """Broken invariants that the pod's own check found; empty when every invariant holds."""
 
     def __init__(
         self,
@@ -487,11 +487,11 @@ class Books(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Books: _TypeAlias = Books  # noqa: Y015
+Global___ResourceUsage: _TypeAlias = ResourceUsage  # noqa: Y015
 
 @_typing.final
 class PodStatus(_message.Message):
-    """What a pod tells of itself."""
+    """A pod's description of itself."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -501,7 +501,7 @@ class PodStatus(_message.Message):
     MODEL_REVISION_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
-    BOOKS_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
     KV_FREE_RATIO_FIELD_NUMBER: _builtins.int
     STEP_SECONDS_FIELD_NUMBER: _builtins.int
     PREFILL_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
@@ -515,7 +515,7 @@ class PodStatus(_message.Message):
     max_model_len: _builtins.int
     block_size: _builtins.int
     kv_free_ratio: _builtins.float
-    """Free and reclaimable blocks as a share of all, in [0, 1]."""
+    """Free and cached blocks as a share of all, in [0, 1]."""
     step_seconds: _builtins.float
     """Recent mean seconds per decode step and prefill tokens per second; 0 before any were seen."""
     prefill_tokens_per_second: _builtins.float
@@ -523,7 +523,7 @@ class PodStatus(_message.Message):
     drafted_tokens_total: _builtins.int
     accepted_tokens_total: _builtins.int
     @_builtins.property
-    def books(self) -> Global___Books: ...
+    def usage(self) -> Global___ResourceUsage: ...
     def __init__(
         self,
         *,
@@ -533,7 +533,7 @@ class PodStatus(_message.Message):
         model_revision: _builtins.str = ...,
         max_model_len: _builtins.int = ...,
         block_size: _builtins.int = ...,
-        books: Global___Books | None = ...,
+        usage: Global___ResourceUsage | None = ...,
         kv_free_ratio: _builtins.float = ...,
         step_seconds: _builtins.float = ...,
         prefill_tokens_per_second: _builtins.float = ...,
@@ -541,9 +541,9 @@ class PodStatus(_message.Message):
         drafted_tokens_total: _builtins.int = ...,
         accepted_tokens_total: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["books", b"books"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens_total", b"accepted_tokens_total", "block_size", b"block_size", "books", b"books", "drafted_tokens_total", b"drafted_tokens_total", "kv_free_ratio", b"kv_free_ratio", "max_model_len", b"max_model_len", "model", b"model", "model_revision", b"model_revision", "pod_id", b"pod_id", "prefill_tokens_per_second", b"prefill_tokens_per_second", "requests_total", b"requests_total", "role", b"role", "step_seconds", b"step_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens_total", b"accepted_tokens_total", "block_size", b"block_size", "drafted_tokens_total", b"drafted_tokens_total", "kv_free_ratio", b"kv_free_ratio", "max_model_len", b"max_model_len", "model", b"model", "model_revision", b"model_revision", "pod_id", b"pod_id", "prefill_tokens_per_second", b"prefill_tokens_per_second", "requests_total", b"requests_total", "role", b"role", "step_seconds", b"step_seconds", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -28,18 +28,12 @@ class DecodeRequest(_message.Message):
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     PREFILL_TARGETS_FIELD_NUMBER: _builtins.int
-    SLO_FIELD_NUMBER: _builtins.int
-    SHARE_PROMPT_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     tenant: _builtins.str
     """Tenant of the caller; isolates caches. Empty: the default tenant."""
-    share_prompt: _builtins.bool
-    """Whether the prompt may enter the tenant's global lookahead forest. Not used yet: prompts are never shared."""
     speculation: _builtins.str
-    """How to draft: "off", "local", "chain" or "global"; empty: as the pod does. A pod goes no further than its own
-    setting allows.
-    """
+    """How to draft: "off", "local", "chain" or "global"; empty: the pod's own mode, which is also an upper limit."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -50,8 +44,6 @@ class DecodeRequest(_message.Message):
     def prefill_targets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """gRPC targets of prefill pods in order of preference; empty: the decode pod computes the prompt itself."""
 
-    @_builtins.property
-    def slo(self) -> _common_pb2.SloTarget: ...
     def __init__(
         self,
         *,
@@ -60,13 +52,11 @@ class DecodeRequest(_message.Message):
         prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         sampling: _common_pb2.SamplingParams | None = ...,
         prefill_targets: _abc.Iterable[_builtins.str] | None = ...,
-        slo: _common_pb2.SloTarget | None = ...,
-        share_prompt: _builtins.bool = ...,
         speculation: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "slo", b"slo"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefill_targets", b"prefill_targets", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "share_prompt", b"share_prompt", "slo", b"slo", "speculation", b"speculation", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefill_targets", b"prefill_targets", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -139,7 +129,7 @@ class DecodeFinished(_message.Message):
     RECEIPT_FIELD_NUMBER: _builtins.int
     reason: _common_pb2.FinishReason.ValueType
     stop_reason: _builtins.str
-    """The matched stop string or token, for humans and for the OpenAI field `stop_reason`."""
+    """The matched stop string or token, for logs and the OpenAI field `stop_reason`."""
     @_builtins.property
     def receipt(self) -> _common_pb2.Receipt: ...
     def __init__(

@@ -51,15 +51,15 @@ class DecodeServiceServicer:
 
     def Decode(self, request, context):
         """Runs one request to its end; cancelling the call frees all it holds.
-        FAILED_PRECONDITION when the pod's KV blocks could never hold prompt and max_tokens, whatever else ends;
-        the message names the limit, and a pod with more blocks may take the request.
+        FAILED_PRECONDITION when the pod's KV blocks could never hold prompt and max_tokens; the message names the
+        limit, and a pod with more blocks may take the request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetDecodeStatus(self, request, context):
-        """The pod's state and books.
+        """The pod's description and resource usage.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -81,7 +81,7 @@ class GatewayServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetFleetStatus(self, request, context):
-        """Queue, pods and their books, as the gateway sees them.
+        """Queue and pods, as the gateway sees them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

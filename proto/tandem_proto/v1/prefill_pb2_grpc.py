@@ -50,7 +50,7 @@ class PrefillServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Prefill(self, request, context):
-        """Computes the prompt, ships the wanted blocks over the ticket's endpoint and samples the first token.
+        """Computes the prompt, sends the wanted blocks to the ticket's endpoint and samples the first token.
         The stream carries a heartbeat at least every 500 ms. Cancelling it stops the work and frees the blocks.
         FAILED_PRECONDITION when the layout fingerprints differ (the message names both sides), or the pod's KV
         blocks could never hold the prompt.
@@ -60,7 +60,7 @@ class PrefillServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetPrefillStatus(self, request, context):
-        """The pod's state and books.
+        """The pod's description and resource usage.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,7 +1,8 @@
-"""A process steps back behind others of its machine that have deadlines.
+"""Lowers the CPU priority of a process, so that decode pods on the same machine run first.
 
-A prompt is seconds of arithmetic on every core; beside it, a decode step waits for each of its threads to get
-a core back, 300 times. Given little weight, prefill still takes all that decoding leaves.
+A prefill step occupies every core for seconds. Beside it with equal priority, a decode step waits up to 300
+times for a thread to get its core back. At low priority prefill still gets all CPU time that decoding
+leaves.
 """
 
 from __future__ import annotations
@@ -10,16 +11,16 @@ import contextlib
 import os
 from pathlib import Path
 
-#: Where the kernel groups processes by session ("autogroup"), nice values count within a group alone, and
-#: this file sets the group's own.
+#: If the kernel groups processes by session ("autogroup"), nice values only count within a group, and this
+#: file sets the nice value of the group.
 _AUTOGROUP = Path("/proc/self/autogroup")
 
 
-def step_back(nice: int) -> None:
-    """Raise this process's nice value by `nice` (0 changes nothing); threads started later inherit it."""
+def lower_priority(nice: int) -> None:
+    """Raises this process's nice value by `nice` (0 changes nothing); threads started later inherit it."""
     if nice == 0:
         return
     os.nice(nice)
-    # Absent in kernels without it, and refused where a container forbids it: then the value above must do.
+    # Absent without autogroup, and read-only in some containers; then only the nice value above applies.
     with contextlib.suppress(OSError):
         _AUTOGROUP.write_text(str(nice))

@@ -1,14 +1,14 @@
 """Getting a prompt's KV from a prefill pod: reserve, ticket, transfer, adopt.
 
-    Bootstrapping     blocks are reserved here; a ticket says where the KV may be written
-    WaitingForInput   the prefill pod has the ticket and has sent nothing yet
-    Transferring      frames arrive; the receiver checks and scatters them
-    Success           every wanted block arrived and the first token is known -> the sequence decodes
-    Failed            no prefill pod is left: what arrived is kept, the rest is computed here
+    BOOTSTRAPPING       blocks are reserved here; a ticket says where the KV may be written
+    WAITING_FOR_INPUT   the prefill pod has the ticket and has sent nothing yet
+    TRANSFERRING        frames arrive; the receiver checks and writes them
+    SUCCESS             every wanted block arrived and the first token is known -> the sequence decodes
+    FAILED              no prefill pod is left: received blocks are kept, the rest is computed here
 
-While frames may arrive the blocks have two owners, the request and the writer (a hold). The writer's hold
-is released only after the receiver has closed the transfer, when no byte can be written any more; so a
-cancelled request can never have its blocks reused under a late frame.
+While frames may arrive, the blocks have two owners: the request and the writer (a hold). The writer's hold is
+released after the transfer was aborted, when no byte can be written any more. So blocks of a cancelled
+request are never reused while a late frame may still be written.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import grpc
 import structlog
@@ -35,26 +34,25 @@ from tandem_proto.v1 import decode_pb2, prefill_pb2
 
 from tandem_decode.prefill_client import PrefillCall, PrefillClient
 
-T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
-#: A prefill pod sends a heartbeat every 0.25 s; without any for this long it is taken for dead.
+#: A prefill pod sends a heartbeat every 0.25 s; without any for this long it counts as dead.
 HEARTBEAT_TIMEOUT_S = 1.5
-#: A prefill pod whose engine computes no layer of any request for this long, while ours waits there, is taken
-#: for hung, whatever its heartbeats. A layer of a prompt chunk takes well under a second even on a slow CPU;
-#: the rest is room for a pod's first layer, which may compile kernels and read weights from disk.
+#: A prefill pod whose engine computes no layer of any request for this long counts as hung, even with
+#: heartbeats. A layer of a prompt chunk takes well under a second on a slow CPU; the first layer after a
+#: start takes longer, as it may compile kernels and read weights from disk.
 ENGINE_STALL_TIMEOUT_S = 10.0
-#: How long frames may trail the first token, on a transfer that is still making progress.
+#: How long after the first token the last frame may arrive, if frames keep arriving.
 TRAILING_FRAMES_TIMEOUT_S = 10.0
-#: How often a request that found no free blocks asks again.
+#: How often a request that found no free blocks retries.
 RESERVE_RETRY_S = 0.02
 
 
 @dataclass(frozen=True)
 class HandoffResult:
-    """How the prompt got computed; feeds the receipt."""
+    """How the prompt was computed; part of the receipt."""
 
-    #: The prefill pod that did it; empty when it was computed here.
+    #: The prefill pod that computed it; empty when it was computed here.
     prefill_pod: str = ""
     #: Prompt tokens the prefill pod found in its own cache.
     remote_cached_tokens: int = 0
@@ -85,20 +83,20 @@ class Handoff:
         #: Payload bytes of one block in one layer.
         self._block_bytes = block_bytes
         self._vocab_size = vocab_size
-        self._endings: set[asyncio.Task[None]] = set()
+        self._reading_to_end: set[asyncio.Task[None]] = set()
         self._reserving = asyncio.Lock()
 
     async def run(self, request: Request, message: decode_pb2.DecodeRequest) -> HandoffResult:
-        """Fills the prompt's KV from the message's prefill targets and lets the request decode.
+        """Gets the prompt's KV from the message's prefill targets and lets the request decode.
 
-        Never fails because of a prefill pod: what no pod delivers is computed here. When cancelled it
-        closes the transfer and releases the writer's hold; the request's own blocks are the caller's.
+        Never fails because of a prefill pod: what no pod delivers is computed here. When cancelled, it aborts
+        the transfer and releases the writer's hold; the caller releases the request's own blocks.
         """
         started = time.monotonic_ns()
         incoming: IncomingTransfer | None = None
         first: prefill_pb2.PrefillFinished | None = None
-        # A list, because a call that was cancelled here may still run on the engine's thread; the release
-        # below is queued behind it and sees what it held.
+        # A list, because a reservation that was cancelled here may still run on the engine's thread. The
+        # release below is queued behind it and sees its hold.
         holds: list[BlockHold] = []
         complete_blocks = 0
         try:
@@ -117,11 +115,11 @@ class Handoff:
                     log.warning("prefill failed; trying elsewhere", target=target, error=_describe(error))
         finally:
             if incoming is not None:
-                complete_blocks = _leading(incoming.progress().complete_blocks, reservation)
+                complete_blocks = _num_leading_valid(incoming.progress().complete_blocks, reservation)
                 incoming.abort()
-            # Shielded: a cancelled request must still give its blocks back.
-            await asyncio.shield(self._on_engine(lambda: self._release(holds)))
-        await self._on_engine(lambda: self._adopt(request, reservation, complete_blocks, first))
+            # Shielded: a cancelled request must still release the hold.
+            await asyncio.shield(self._loop.call_async(lambda: self._release(holds)))
+        await self._loop.call_async(lambda: self._adopt(request, reservation, complete_blocks, first))
         return result
 
     async def _attempt(
@@ -147,15 +145,15 @@ class Handoff:
             if finished.first_token_id >= self._vocab_size:
                 raise TransferError(f"first token {finished.first_token_id} is outside the vocabulary")
             token_known = time.monotonic_ns()
-            await self._frames(incoming)
+            await self._last_frame(incoming)
             now = time.monotonic_ns()
         except BaseException:
             call.cancel()
             raise
         # The pod ends the stream when its last frame is credited. Dropping the call now would cancel it.
-        ending = asyncio.create_task(_read_to_end(call))
-        self._endings.add(ending)
-        ending.add_done_callback(self._endings.discard)
+        reading = asyncio.create_task(_read_to_end(call))
+        self._reading_to_end.add(reading)
+        reading.add_done_callback(self._reading_to_end.discard)
         return finished, replace(
             result,
             prefill_pod=finished.pod_id,
@@ -167,12 +165,13 @@ class Handoff:
         )
 
     async def _first_token(self, call: PrefillCall) -> prefill_pb2.PrefillFinished:
-        """Waits for it as long as heartbeats come and show that the pod's engine moves."""
+        """Waits while heartbeats arrive and show that the pod's engine computes layers."""
         responses = aiter(call)
-        computed_layers, moved_at = 0, time.monotonic()
+        computed_layers, last_layer_at = 0, time.monotonic()
         while True:
             try:
-                # Not asyncio.wait_for: before Python 3.12 it swallows a cancellation that meets the result.
+                # Not asyncio.wait_for: before Python 3.12 it swallows a cancellation that coincides with
+                # the result.
                 async with asyncio.timeout(HEARTBEAT_TIMEOUT_S):
                     response = await anext(responses)
             except StopAsyncIteration:
@@ -181,28 +180,29 @@ class Handoff:
                 return response.finished
             now = time.monotonic()
             if response.progress.computed_layers != computed_layers:
-                computed_layers, moved_at = response.progress.computed_layers, now
-            elif now - moved_at > ENGINE_STALL_TIMEOUT_S:
+                computed_layers, last_layer_at = response.progress.computed_layers, now
+            elif now - last_layer_at > ENGINE_STALL_TIMEOUT_S:
                 raise TransferError(
-                    f"the prefill pod's engine has not moved for {ENGINE_STALL_TIMEOUT_S:g} s; it may hang"
+                    f"the prefill pod's engine computed no layer for {ENGINE_STALL_TIMEOUT_S:g} s; it hangs"
                 )
 
-    async def _frames(self, incoming: IncomingTransfer) -> None:
-        """Waits until every wanted block is here; gives up when nothing arrives for the heartbeat time."""
+    async def _last_frame(self, incoming: IncomingTransfer) -> None:
+        """Waits until every wanted block is here. Raises TransferError when no frame arrives for the
+        heartbeat time."""
         deadline = time.monotonic() + TRAILING_FRAMES_TIMEOUT_S
         seen = -1
         while not await wait_for_future(incoming.done, HEARTBEAT_TIMEOUT_S):
             verified = incoming.progress().verified_pairs
             if verified == seen or time.monotonic() > deadline:
-                raise TransferError("the KV frames stopped coming before the last block")
+                raise TransferError("no more KV frames arrived before the last block")
             seen = verified
         incoming.done.result()
 
     async def _reserve(self, request: Request, holds: list[BlockHold]) -> Reservation:
-        # One asks at a time, in order of arrival: small prompts cannot starve a large one.
+        # One request tries at a time, in order of arrival: small prompts cannot starve a large one.
         async with self._reserving:
             while True:
-                reservation = await self._on_engine(lambda: self._try_reserve(request, holds))
+                reservation = await self._loop.call_async(lambda: self._try_reserve(request, holds))
                 if reservation is not None:
                     return reservation
                 await asyncio.sleep(RESERVE_RETRY_S)
@@ -232,13 +232,10 @@ class Handoff:
             computed = min(complete_blocks * block_size, request.num_prompt_tokens - 1)
             engine.scheduler.adopt(request, max(computed, reservation.num_cached_tokens), None)
             return
-        progress = engine.scheduler.adopt(request, request.num_prompt_tokens, (first.first_token_id,))
+        update = engine.scheduler.adopt(request, request.num_prompt_tokens, (first.first_token_id,))
         logprobs = (codec.logprobs_from_proto(first.logprobs),) if first.HasField("logprobs") else ()
-        if progress is not None:
-            self._loop.publish(replace(engine.adopted(progress), logprobs=logprobs))
-
-    def _on_engine(self, function: Callable[[], T]) -> Awaitable[T]:
-        return asyncio.wrap_future(self._loop.call(function))
+        if update is not None:
+            self._loop.publish(replace(engine.adopted(update), logprobs=logprobs))
 
 
 async def _read_to_end(call: PrefillCall) -> None:
@@ -248,8 +245,8 @@ async def _read_to_end(call: PrefillCall) -> None:
                 pass
 
 
-def _leading(complete: Sequence[int], reservation: Reservation) -> int:
-    """Blocks valid from the start of the prompt: those cached here, then those received, without a gap."""
+def _num_leading_valid(complete: Sequence[int], reservation: Reservation) -> int:
+    """Number of leading blocks of the prompt that are cached here or were received."""
     done = set(complete)
     wanted = set(reservation.wanted_blocks)
     count = 0

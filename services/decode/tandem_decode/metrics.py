@@ -1,4 +1,4 @@
-"""What a decode pod counts."""
+"""Metrics of the decode pod."""
 
 from __future__ import annotations
 
@@ -7,27 +7,29 @@ from collections.abc import Sequence
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from tandem_drafting.native import Reliability
 from tandem_engine.transport.base import Counters, DropCause
-from tandem_pod.books import BookGauges
+from tandem_pod.status import PodGauges
 from tandem_service.metrics import LATENCY_BUCKETS_S, TOKEN_BUCKETS_S
 
 
 class DecodeMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.requests = Counter(
-            "tandem_decode_requests", "Requests, by how they ended", ["outcome"], registry=registry
+            "tandem_decode_requests", "Requests by outcome", ["outcome"], registry=registry
         )
         self.output_tokens = Counter("tandem_decode_output_tokens", "Tokens emitted", registry=registry)
         self.drafted_tokens = Counter("tandem_decode_drafted_tokens", "Guesses verified", registry=registry)
         self.accepted_tokens = Counter(
             "tandem_decode_accepted_tokens", "Guesses accepted, by source", ["source"], registry=registry
         )
-        self.received_bytes = Counter("tandem_kv_received_bytes", "KV payload bytes taken", registry=registry)
+        self.received_bytes = Counter(
+            "tandem_kv_received_bytes", "KV payload bytes received", registry=registry
+        )
         self.prefill_retries = Counter(
             "tandem_decode_prefill_retries", "Prefill attempts that failed", registry=registry
         )
         self.local_prefills = Counter(
             "tandem_decode_local_prefills",
-            "Prompts computed on this pod, by why",
+            "Prompts computed on this pod, by reason",
             ["reason"],
             registry=registry,
         )
@@ -43,10 +45,10 @@ class DecodeMetrics:
             buckets=TOKEN_BUCKETS_S,
             registry=registry,
         )
-        self.books = BookGauges(registry)
+        self.pod = PodGauges(registry)
         self._dropped_frames = Gauge(
             "tandem_kv_dropped_frames",
-            "KV frames refused since the start, by why",
+            "KV frames dropped since the start, by cause",
             ["cause"],
             registry=registry,
         )
@@ -55,7 +57,7 @@ class DecodeMetrics:
         )
         self._lookahead_dropped_spans = Gauge(
             "tandem_lookahead_dropped_spans",
-            "Spans of output since the start that a full queue kept from the lookahead service",
+            "Spans of output dropped since the start because the queue to the lookahead service was full",
             registry=registry,
         )
 

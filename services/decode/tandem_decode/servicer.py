@@ -1,22 +1,23 @@
-"""DecodeService: one call is one request, from its prompt to its receipt.
+"""DecodeService: one call runs one request, from its prompt to its receipt.
 
-    validate -> compute the prompt (a handoff, or here) -> relay every step's tokens as text -> receipt
+    validate -> compute the prompt (on a prefill pod, or here) -> stream every step's tokens as text ->
+    receipt
 
-The call owns the request. However it ends (the text, a stop string, cancellation, a fault), `_end` runs on
-the engine's thread and nothing of the request is left.
+The call owns the request. However it ends (end of text, a stop string, cancellation, an error), the engine
+forgets the request and releases everything it held.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable
-from typing import TypeVar
+from collections.abc import AsyncIterator
 
 import grpc
 from tandem_core import codec
 from tandem_core.errors import InvalidRequestError
 from tandem_core.model.detokenizer import StreamingDetokenizer
+from tandem_core.model.tokenizer import Tokenizer
 from tandem_core.prefix_hash import cache_salt
 from tandem_core.sampling import FinishReason
 from tandem_core.speculation import SpeculationMode
@@ -25,7 +26,7 @@ from tandem_engine.engine import StepOutput
 from tandem_engine.loop import EngineLoop
 from tandem_engine.request import Request
 from tandem_engine.transport.incoming import KVReceiver
-from tandem_pod.codec import books_to_proto
+from tandem_pod.status import pod_status
 from tandem_proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 
 from tandem_decode.handoff import Handoff, HandoffResult
@@ -34,7 +35,50 @@ from tandem_decode.receipt import RequestRecord
 from tandem_decode.settings import DecodeSettings
 from tandem_decode.sharing import Sharing
 
-T = TypeVar("T")
+
+class _OutputQueue:
+    """One request's step outputs, from the engine's thread to the event loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[StepOutput | Exception] = asyncio.Queue()
+
+    def put(self, output: StepOutput | Exception) -> None:
+        self._loop.call_soon_threadsafe(self._queue.put_nowait, output)
+
+    async def get(self) -> StepOutput:
+        """Raises the exception that ended the engine."""
+        output = await self._queue.get()
+        if isinstance(output, Exception):
+            raise output
+        return output
+
+
+class _TextStream:
+    """One request's outputs as text, up to the first stop string or the engine's own end."""
+
+    def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
+        self._request = request
+        self._detokenizer = StreamingDetokenizer(
+            tokenizer, request.sampling.stop, min_tokens=request.sampling.min_tokens
+        )
+        self.num_tokens = 0
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason = ""
+
+    def push(self, output: StepOutput) -> tuple[StepOutput, str]:
+        """The output up to a stop string, and the text that became final with it."""
+        text = self._detokenizer.push(output.token_ids)
+        # Tokens that a draft added after a stop string would not exist without the draft.
+        output = output.truncated(self._detokenizer.num_tokens - self.num_tokens)
+        self.num_tokens = self._detokenizer.num_tokens
+        if self._detokenizer.stopped is not None:
+            self.finish_reason, self.stop_reason = FinishReason.STOP, self._detokenizer.stopped
+        elif output.finished:
+            self.finish_reason = self._request.finish_reason or FinishReason.STOP
+            self.stop_reason = self._request.stop_reason
+            text += self._detokenizer.flush()
+        return output, text
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
@@ -55,8 +99,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         self._handoff = handoff
         self._sharing = sharing
         self._metrics = metrics
-        self._streams = 0
-        self._requests = 0
+        self._num_open_calls = 0
+        self._num_calls = 0
         self._drafted = 0
         self._accepted = 0
 
@@ -69,40 +113,22 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         self._sharing.open(state.tenant)
         self._sharing.push_prompt(state.tenant, state.request_id, state.prompt_token_ids)
         record = RequestRecord(state, request.request_id, self._settings.pod_id)
-        self._streams += 1
-        self._requests += 1
+        self._num_open_calls += 1
+        self._num_calls += 1
         outcome = "failed"
         try:
-            outputs: asyncio.Queue[StepOutput | Exception] = asyncio.Queue()
-            event_loop = asyncio.get_running_loop()
-            await self._on_engine(
-                lambda: self._loop.listen(
-                    state.request_id,
-                    lambda output: (event_loop.call_soon_threadsafe(outputs.put_nowait, output), None)[1],
-                )
-            )
+            outputs = _OutputQueue()
+            await self._loop.call_async(lambda: self._loop.listen(state.request_id, outputs.put))
             record.handed_off(await self._compute_prompt(state, request))
-            detokenizer = StreamingDetokenizer(
-                self._parts.tokenizer, state.sampling.stop, min_tokens=state.sampling.min_tokens
-            )
-            reason, stop_reason, num_tokens = None, "", 0
-            while reason is None:
-                output = await outputs.get()
-                if isinstance(output, Exception):
-                    raise output
-                text = detokenizer.push(output.token_ids)
-                # What a draft brought beyond a stop string would not be there without the draft.
-                output = output.truncated(detokenizer.num_tokens - num_tokens)
-                self._sharing.push(state.tenant, state.request_id, num_tokens, output.token_ids)
-                num_tokens = detokenizer.num_tokens
+            stream = _TextStream(state, self._parts.tokenizer)
+            while stream.finish_reason is None:
+                offset = stream.num_tokens
+                output, text = stream.push(await outputs.get())
+                self._sharing.push(state.tenant, state.request_id, offset, output.token_ids)
                 record.step(output)
-                if detokenizer.stopped is not None:
-                    reason, stop_reason = FinishReason.STOP, detokenizer.stopped
-                    # Not waited for: the engine shall not spend another step on it.
+                if stream.finish_reason is not None and not output.finished:
+                    # Not awaited: after a stop string the engine must not spend another step on the request.
                     self._loop.call(lambda: self._loop.forget(state.request_id))
-                elif output.finished:
-                    reason, stop_reason = state.finish_reason or FinishReason.STOP, state.stop_reason
-                    text += detokenizer.flush()
                 yield decode_pb2.DecodeResponse(
                     chunk=decode_pb2.DecodeChunk(
                         text=text,
@@ -110,11 +136,11 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                         logprobs=codec.logprobs_to_proto(output.logprobs, self._parts.tokenizer),
                     )
                 )
-            outcome = reason.value
+            outcome = stream.finish_reason.value
             yield decode_pb2.DecodeResponse(
                 finished=decode_pb2.DecodeFinished(
-                    reason=codec.finish_reason_to_proto(reason),
-                    stop_reason=stop_reason,
+                    reason=codec.finish_reason_to_proto(stream.finish_reason),
+                    stop_reason=stream.stop_reason,
                     receipt=record.receipt(),
                 )
             )
@@ -122,10 +148,10 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             outcome = "cancelled"
             raise
         finally:
-            self._streams -= 1
+            self._num_open_calls -= 1
             self._count(record, outcome)
-            # Shielded: the call may be gone, the blocks must still come back.
-            await asyncio.shield(self._on_engine(lambda: self._loop.forget(state.request_id)))
+            # Shielded: a cancelled call must still release its blocks.
+            await asyncio.shield(self._loop.call_async(lambda: self._loop.forget(state.request_id)))
 
     async def GetDecodeStatus(  # noqa: N802
         self,
@@ -135,11 +161,11 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         return decode_pb2.GetDecodeStatusResponse(status=await self.status())
 
     async def _compute_prompt(self, state: Request, message: decode_pb2.DecodeRequest) -> HandoffResult:
-        """Hands the prompt to a prefill pod unless too little of it is uncached to be worth the way."""
+        """Hands the prompt to a prefill pod, unless few of its tokens are uncached."""
         engine = self._loop.engine
         if message.prefill_targets:
             engine.check_tokens(state)
-            cached, busy = await self._on_engine(
+            cached, busy = await self._loop.call_async(
                 lambda: (
                     engine.blocks.count_cached(state.prompt_token_ids, state.cache_salt),
                     engine.has_work(),
@@ -153,25 +179,25 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             self._metrics.local_prefills.labels("short").inc()
         else:
             self._metrics.local_prefills.labels("no prefill pod").inc()
-        await self._on_engine(lambda: engine.add(state))
+        await self._loop.call_async(lambda: engine.add(state))
         return HandoffResult()
 
     async def status(self) -> common_pb2.PodStatus:
-        """The pod's state and books, read between two steps of the engine."""
-        return await self._on_engine(self._status)
+        """The pod's status, read between two steps of the engine."""
+        return await self._loop.call_async(self._status)
 
     def _to_request(self, message: decode_pb2.DecodeRequest) -> Request:
         room = self._parts.manifest.max_model_len - len(message.prompt_token_ids)
         return Request(
-            # Unique per call: the caller's id may come twice, here or at another gateway, and two calls must
-            # not share a listener, a block table or a place in the forest.
+            # Unique per call: callers may use an id twice, and two calls must not share a listener, a block
+            # table or a text at the lookahead service.
             request_id=f"{message.request_id}#{secrets.token_hex(8)}",
             prompt_token_ids=list(message.prompt_token_ids),
             sampling=codec.sampling_from_proto(message.sampling, default_max_tokens=max(room, 1)),
             cache_salt=cache_salt(message.tenant, self._parts.manifest.revision),
             eos_token_ids=self._parts.eos_token_ids,
             tenant=message.tenant,
-            speculation=_strategy(message.speculation),
+            speculation=_speculation_mode(message.speculation),
         )
 
     def _count(self, record: RequestRecord, outcome: str) -> None:
@@ -191,35 +217,21 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         self._accepted += receipt.accepted_tokens
 
     def _status(self) -> common_pb2.PodStatus:
-        engine, manifest = self._loop.engine, self._parts.manifest
-        books = books_to_proto(self._loop)
-        books.transfers_open = self._receiver.open_transfers
-        books.credit_bytes_outstanding = self._receiver.credit_outstanding_bytes
-        books.streams_open = self._streams
-        return common_pb2.PodStatus(
-            pod_id=self._settings.pod_id,
-            role="decode",
-            model=manifest.name,
-            model_revision=manifest.revision,
-            max_model_len=manifest.max_model_len,
-            block_size=self._parts.layout.block_size,
-            books=books,
-            kv_free_ratio=(books.blocks_free + books.blocks_cached) / books.blocks_total,
-            step_seconds=engine.decode_step_seconds,
-            prefill_tokens_per_second=engine.prefill_tokens_per_second,
-            requests_total=self._requests,
-            drafted_tokens_total=self._drafted,
-            accepted_tokens_total=self._accepted,
-        )
-
-    def _on_engine(self, function: Callable[[], T]) -> asyncio.Future[T]:
-        return asyncio.wrap_future(self._loop.call(function))
+        status = pod_status(self._parts, pod_id=self._settings.pod_id, role="decode")
+        status.usage.transfers_open = self._receiver.open_transfers
+        status.usage.credit_bytes_outstanding = self._receiver.credit_outstanding_bytes
+        status.usage.streams_open = self._num_open_calls
+        status.step_seconds = self._loop.engine.decode_step_seconds
+        status.requests_total = self._num_calls
+        status.drafted_tokens_total = self._drafted
+        status.accepted_tokens_total = self._accepted
+        return status
 
 
-def _strategy(name: str) -> SpeculationMode | None:
-    """None for "": as the pod drafts."""
+def _speculation_mode(name: str) -> SpeculationMode | None:
+    """None for "": the pod's own mode."""
     try:
         return SpeculationMode(name) if name else None
     except ValueError:
-        known = ", ".join(strategy.value for strategy in SpeculationMode)
+        known = ", ".join(mode.value for mode in SpeculationMode)
         raise InvalidRequestError("speculation", f"{name!r} is unknown; use one of {known}") from None

@@ -86,7 +86,6 @@ def job_to_proto(job: Job, prefill_targets: tuple[str, ...]) -> decode_pb2.Decod
         prompt_token_ids=job.prompt_token_ids,
         sampling=sampling_to_proto(job.sampling),
         prefill_targets=prefill_targets,
-        slo=slo_to_proto(job.slo),
         speculation=job.speculation,
     )
 
@@ -114,13 +113,13 @@ def event_from_proto(response: decode_pb2.DecodeResponse) -> Event:
 
 
 def load_from_proto(status: common_pb2.PodStatus) -> PodLoad:
-    books = status.books
+    usage = status.usage
     return PodLoad(
-        # Cached blocks are given up when a request needs them.
-        free_blocks=books.blocks_free + books.blocks_cached,
-        total_blocks=books.blocks_total,
+        # Cached blocks are evicted when a request needs them.
+        free_blocks=usage.blocks_free + usage.blocks_cached,
+        total_blocks=usage.blocks_total,
         block_size=status.block_size,
-        num_requests=books.requests_waiting + books.requests_running,
+        num_requests=usage.requests_waiting + usage.requests_running,
     )
 
 

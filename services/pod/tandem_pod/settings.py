@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
+from tandem_engine.assemble import EngineConfig
 from tandem_service.settings import PodSettings
 
 
@@ -17,9 +18,9 @@ class EnginePodSettings(PodSettings):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """element type of weights and KV; auto: bfloat16 where this machine computes it natively"""
     quantization: Literal["auto", "none", "w8a8", "w4a8"] = "auto"
-    """weights of 8 or 4 bits by activations of 8 (CPU); auto: as the weights come, unless a dtype is named"""
+    """8-bit or 4-bit weights with 8-bit activations (CPU); auto: as stored, unless a dtype is given"""
     deterministic: bool = False
-    """refuse to start where results would depend on the batch, by a bit"""
+    """refuse to start if a result could depend on the batch"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where to compute; auto: the GPU if there is one"""
     threads: Annotated[int, Field(ge=0)] = 0
@@ -34,3 +35,19 @@ class EnginePodSettings(PodSettings):
     """most sequences in one step"""
     prefix_cache: bool = True
     """keep the KV of finished requests for later ones with the same beginning"""
+
+    def engine_config(self, *, max_draft_nodes: int) -> EngineConfig:
+        return EngineConfig(
+            model=self.model,
+            dtype=self.dtype,
+            quantization=self.quantization,
+            deterministic=self.deterministic,
+            device=self.device,
+            threads=self.threads,
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            chunk_size=self.chunk_size,
+            max_batch=self.max_batch,
+            prefix_cache=self.prefix_cache,
+            max_draft_nodes=max_draft_nodes,
+        )

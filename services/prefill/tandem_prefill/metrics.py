@@ -1,18 +1,22 @@
-"""What a prefill pod counts."""
+"""Metrics of the prefill pod."""
 
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from tandem_pod.books import BookGauges
+from tandem_pod.status import PodGauges
 from tandem_service.metrics import LATENCY_BUCKETS_S
 
 
 class PrefillMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.requests = Counter(
-            "tandem_prefill_requests", "Prompts, by how they ended", ["outcome"], registry=registry
+            "tandem_prefill_requests", "Prompts by outcome", ["outcome"], registry=registry
         )
-        self.prompt_tokens = Counter("tandem_prefill_prompt_tokens", "Prompt tokens done", registry=registry)
+        self.prompt_tokens = Counter(
+            "tandem_prefill_prompt_tokens",
+            "Prompt tokens computed or found in the prefix cache",
+            registry=registry,
+        )
         self.cached_tokens = Counter(
             "tandem_prefill_cached_tokens", "Prompt tokens found in the prefix cache", registry=registry
         )
@@ -23,4 +27,4 @@ class PrefillMetrics:
             buckets=LATENCY_BUCKETS_S,
             registry=registry,
         )
-        self.books = BookGauges(registry)
+        self.pod = PodGauges(registry)

@@ -9,7 +9,7 @@ from tandem_pod.settings import EnginePodSettings
 
 
 class PrefillSettings(EnginePodSettings):
-    """tandem-prefill: computes prompts and ships their KV."""
+    """tandem-prefill: computes prompts and sends their KV to decode pods."""
 
     nice: Annotated[int, Field(ge=0, le=19)] = 0
     """CPU priority given up to decode pods on the same machine; `tandem up` sets 6"""

@@ -1,0 +1,71 @@
+"""The life of a process around an engine: start the engine's thread, serve until a signal, stop in reverse
+order."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
+import grpc
+import structlog
+from tandem_core.errors import InvalidRequestError
+from tandem_engine.errors import CapacityError, LayoutMismatchError, TransferError
+from tandem_engine.loop import EngineLoop
+from tandem_engine.transport.incoming import KVReceiver
+from tandem_engine.transport.outgoing import KVSender
+from tandem_proto.v1 import common_pb2
+from tandem_service.server import PodServer
+
+from tandem_pod.status import refreshing_gauges
+
+STATUS_CODES: dict[type[Exception], grpc.StatusCode] = {
+    InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
+    # Not RESOURCE_EXHAUSTED, after which callers retry the same pod: a pod with more blocks may take the
+    # request.
+    CapacityError: grpc.StatusCode.FAILED_PRECONDITION,
+    LayoutMismatchError: grpc.StatusCode.FAILED_PRECONDITION,
+    TransferError: grpc.StatusCode.UNAVAILABLE,
+}
+
+
+async def serve(pod: AbstractAsyncContextManager[PodServer]) -> None:
+    """Runs a pod until SIGTERM or SIGINT."""
+    async with pod as server:
+        await server.serve_until_signal()
+
+
+def exit_process(error: Exception) -> None:
+    """For `EngineLoop.on_failure`: the engine's state may be broken, so the supervisor must start a new
+    process."""
+    structlog.get_logger("tandem.engine").critical("the engine failed", exc_info=error)
+    os._exit(70)
+
+
+@asynccontextmanager
+async def running(loop: EngineLoop, transport: KVReceiver | KVSender) -> AsyncIterator[None]:
+    """The engine's thread runs until the context ends; then the transport is closed, too."""
+    loop.start()
+    try:
+        yield
+    finally:
+        await asyncio.to_thread(loop.close)
+        await asyncio.to_thread(transport.close)
+
+
+@asynccontextmanager
+async def serving(
+    server: PodServer,
+    status: Callable[[], Awaitable[common_pb2.PodStatus]],
+    show: Callable[[common_pb2.PodStatus], None],
+) -> AsyncIterator[None]:
+    """The server answers calls and `show` updates the gauges until the context ends; then the server
+    drains."""
+    await server.start()
+    server.set_serving(True)
+    try:
+        async with refreshing_gauges(status, show):
+            yield
+    finally:
+        await server.stop()

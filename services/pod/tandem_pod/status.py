@@ -1,0 +1,103 @@
+"""The status of a pod that runs the engine: as the message of the status call, and as gauges.
+
+A task updates the gauges once a second from the message of the status call. They are not computed at each
+scrape, because a scrape runs on a thread of its own and must not wait for a long engine step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import structlog
+from prometheus_client import CollectorRegistry, Gauge
+from tandem_engine.assemble import EngineParts
+from tandem_proto.v1 import common_pb2
+
+_INTERVAL_S = 1.0
+
+
+def pod_status(parts: EngineParts, *, pod_id: str, role: str) -> common_pb2.PodStatus:
+    """What every pod with an engine reports; the caller adds transfers, streams and what only its role has.
+
+    Call it on the engine's thread. Checks all invariants when nothing is running.
+    """
+    engine, manifest = parts.engine, parts.manifest
+    blocks, requests = engine.blocks.usage(), engine.scheduler.counts()
+    return common_pb2.PodStatus(
+        pod_id=pod_id,
+        role=role,
+        model=manifest.name,
+        model_revision=manifest.revision,
+        max_model_len=manifest.max_model_len,
+        block_size=parts.layout.block_size,
+        usage=common_pb2.ResourceUsage(
+            blocks_total=blocks.total,
+            blocks_free=blocks.free - blocks.cached,
+            blocks_cached=blocks.cached,
+            blocks_used=blocks.used,
+            requests_waiting=requests.waiting + requests.waiting_for_kv,
+            requests_running=requests.running,
+            violations=[] if engine.has_work() else engine.scheduler.check(),
+        ),
+        kv_free_ratio=blocks.free / blocks.total,
+        prefill_tokens_per_second=engine.prefill_tokens_per_second,
+    )
+
+
+class PodGauges:
+    """The gauges that decode and prefill pods share."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._blocks = Gauge(
+            "tandem_kv_blocks",
+            "KV blocks: free, kept for the prefix cache, or used by requests and transfers",
+            ["state"],
+            registry=registry,
+        )
+        self._requests = Gauge(
+            "tandem_requests",
+            "Requests: waiting for the batch, for blocks or for KV; running; with an open KV transfer",
+            ["state"],
+            registry=registry,
+        )
+        self._violations = Gauge(
+            "tandem_invariant_violations",
+            "Broken invariants found by the pod's last check of blocks and queues",
+            registry=registry,
+        )
+
+    def show(self, status: common_pb2.PodStatus) -> None:
+        usage = status.usage
+        self._blocks.labels("free").set(usage.blocks_free)
+        self._blocks.labels("cached").set(usage.blocks_cached)
+        self._blocks.labels("used").set(usage.blocks_used)
+        self._requests.labels("waiting").set(usage.requests_waiting)
+        self._requests.labels("running").set(usage.requests_running)
+        self._requests.labels("transferring").set(usage.transfers_open)
+        self._violations.set(len(usage.violations))
+
+
+@asynccontextmanager
+async def refreshing_gauges(
+    status: Callable[[], Awaitable[common_pb2.PodStatus]],
+    show: Callable[[common_pb2.PodStatus], None],
+    interval_s: float = _INTERVAL_S,
+) -> AsyncIterator[None]:
+    """Shows the status at once and every `interval_s` seconds until the context ends."""
+
+    async def refresh() -> None:
+        while True:
+            try:
+                show(await status())
+            except Exception:
+                structlog.get_logger("tandem.status").exception("cannot read the pod's status for its gauges")
+            await asyncio.sleep(interval_s)
+
+    task = asyncio.create_task(refresh(), name="pod-gauges")
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
