@@ -32,7 +32,7 @@ import numpy as np
 from drafting_research.replaying import Conversation, read_conversations
 from reporting import describe_command, describe_machine, markdown_table
 from tandem_cli.bench.dataset import load_dialogues, sample_dialogues
-from tandem_engine import store
+from tandem_engine import model_loader
 
 #: Match lengths that are looked up, and how many of the latest places of each count.
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -431,7 +431,7 @@ def main() -> None:
         parser.error("scikit-learn is not installed: pip install scikit-learn")
     dialogues = load_dialogues(options.dataset) if options.dataset is not None else sample_dialogues()
     policy = options.policy.read_text() if options.policy is not None else None
-    rows = compare(read_conversations(store.pull(options.model), dialogues, policy))
+    rows = compare(read_conversations(model_loader.pull(options.model), dialogues, policy))
     head = ["model", "log loss"]
     head += [f"MAT {which}, {nodes} nodes" for which in ("first", "repeated") for nodes in NODES]
     table = markdown_table([*head, "fitting"], rows)

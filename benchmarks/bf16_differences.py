@@ -22,7 +22,7 @@ import torch
 from tandem_cli.bench.dataset import load_dialogues, sample_dialogues
 from tandem_core.sampling import SamplingParams
 from tandem_drafting.drafter import drafter_for
-from tandem_engine import store
+from tandem_engine import model_loader
 from tandem_engine.llm import LLM, Completion
 
 OUTPUT_TOKENS = 64
@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=200)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    model_dir = store.pull(store.DEFAULT_MODEL)
+    model_dir = model_loader.pull(model_loader.DEFAULT_MODEL)
     dialogues = load_dialogues(options.dataset) if options.dataset else sample_dialogues()
     texts = {run: _generate(model_dir, run, dialogues, options) for run in RUNS}
     rows = [

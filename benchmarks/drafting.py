@@ -21,7 +21,7 @@ from reporting import describe_command, describe_machine, markdown_table
 from tandem_cli.bench.dataset import load_dialogues, sample_dialogues
 from tandem_core.model.manifest import ModelManifest
 from tandem_drafting.native import Corpus, Job, Learner, Text, draft_jobs, learn
-from tandem_engine import store
+from tandem_engine import model_loader
 from tandem_engine.draft_tree import DraftTree
 
 MAX_GUESSES = 16
@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--policy", type=Path, help="a system prompt for all of them")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    folder = store.pull(options.model)
+    folder = model_loader.pull(options.model)
     dialogues = load_dialogues(options.dataset) if options.dataset is not None else sample_dialogues()
     policy = options.policy.read_text() if options.policy is not None else None
     conversations = read_conversations(folder, dialogues, policy)

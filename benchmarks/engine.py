@@ -36,7 +36,7 @@ from peers.statistics import cell, phases
 from peers.worker import Worker
 from reporting import describe_command, describe_machine
 from tandem_core.model.tokenizer import Tokenizer
-from tandem_engine import store
+from tandem_engine import model_loader
 
 OUTPUT_TOKENS = 64
 SHORT_TOKENS, LONG_TOKENS = 256, 3840
@@ -81,13 +81,13 @@ def main() -> None:
     options = _options()
     # A terminated benchmark ends its peers too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    model_dir = store.pull(store.DEFAULT_MODEL)
+    model_dir = model_loader.pull(model_loader.DEFAULT_MODEL)
     plan = QUICK if options.quick else FULL
     report = Report(
         command=describe_command(),
         hardware=describe_machine(),
-        method=f"{store.DEFAULT_MODEL}; {OUTPUT_TOKENS} output tokens, greedy, end tokens ignored; medians "
-        "over different prompts; the systems take turns on the same prompts.",
+        method=f"{model_loader.DEFAULT_MODEL}; {OUTPUT_TOKENS} output tokens, greedy, end tokens ignored; "
+        "medians over different prompts; the systems take turns on the same prompts.",
     )
     prompts = PromptMaker(Tokenizer(model_dir), options.dataset)
     chosen = [

@@ -30,7 +30,7 @@ from tandem_core.model.manifest import ModelManifest
 from tandem_core.model.tokenizer import Tokenizer
 from tandem_core.prefix_hash import cache_salt
 from tandem_core.sampling import SamplingParams
-from tandem_engine import store
+from tandem_engine import model_loader
 from tandem_engine.assemble import EngineConfig, assemble
 from tandem_engine.draft_source import Emitted
 from tandem_engine.draft_tree import DraftTree
@@ -54,7 +54,7 @@ class Result:
 
 def main() -> None:
     options = _options()
-    model_dir = store.pull(store.DEFAULT_MODEL)
+    model_dir = model_loader.pull(model_loader.DEFAULT_MODEL)
     prompts = PromptMaker(Tokenizer(model_dir), None)
     configs = options.config or ["dtype=bfloat16"]
     results: list[Result] = []
@@ -182,7 +182,10 @@ def _measure(systems: dict[str, Step], context: int, num_steps: int) -> list[Res
 def _report(results: list[Result], options: argparse.Namespace) -> None:
     command = describe_command()
     hardware = f"{describe_machine()}, torch {torch.__version__}, {torch.get_num_threads()} threads"
-    method = f"{store.DEFAULT_MODEL}; one sequence; medians of {options.steps} steps; the systems take turns."
+    method = (
+        f"{model_loader.DEFAULT_MODEL}; one sequence; medians of {options.steps} steps; "
+        "the systems take turns."
+    )
     text = f"Command: `{command}`  \nHardware: {hardware}  \n{method}\n\n{step_table(results)}\n"
     options.out.parent.mkdir(parents=True, exist_ok=True)
     document = {"command": command, "hardware": hardware, "results": [asdict(r) for r in results]}

@@ -46,14 +46,14 @@ from tandem_drafting.drafter import Drafter, DraftPolicy
 from tandem_drafting.mirror import GlobalMirror
 from tandem_drafting.spans import AcceptedSpan
 from tandem_drafting.step_cost import StepCost
-from tandem_engine import store
+from tandem_engine import model_loader
 from tandem_engine.assemble import EngineConfig, assemble
 from tandem_engine.draft_tree import DraftTree
 from tandem_engine.engine import StepOutput
+from tandem_engine.model_loader.convert import open_source
 from tandem_engine.models.config import ModelConfig
 from tandem_engine.models.layout import WeightForm, stored_tensors
 from tandem_engine.request import Request
-from tandem_engine.store.convert import open_source
 
 #: Requests under way at a time, piece by piece, and how many requests such a piece has.
 BATCHES = ((1, 6), (4, 16), (16, 32), (64, 96))
@@ -293,7 +293,7 @@ def read_log(path: Path) -> list[Outcome]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--model", default=store.DEFAULT_MODEL)
+    parser.add_argument("--model", default=model_loader.DEFAULT_MODEL)
     parser.add_argument("--cut", type=int, default=0, metavar="LAYERS", help="keep so many layers; 0: all")
     parser.add_argument(
         "--tokens", type=int, default=10_000, help="to generate without drafts, by this model"
@@ -308,7 +308,7 @@ def main() -> None:
     logged = read_log(options.log)
     options.log.write_text("".join(json.dumps(dataclasses.asdict(outcome)) + "\n" for outcome in logged))
     with ExitStack() as stack:
-        folder = store.pull(options.model)
+        folder = model_loader.pull(options.model)
         if options.cut:
             folder = cut_model(folder, options.cut, Path(stack.enter_context(tempfile.TemporaryDirectory())))
         logged += _generate(folder, options, logged)

@@ -36,7 +36,7 @@ from speculation_price import TASKS, Bench, Setting
 from tandem_core.sampling import SamplingParams
 from tandem_drafting.spans import AcceptedSpan
 from tandem_drafting.step_cost import StepCost
-from tandem_engine import store
+from tandem_engine import model_loader
 from tandem_engine.draft_tree import DraftTree
 from tandem_engine.request import Request
 
@@ -256,7 +256,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.command == "record":
         batches = [int(batch) for batch in options.batches.split(",")]
-        bench = Bench(store.pull(options.model), options.dataset, _MAX_TOKENS, max(16, *batches))
+        bench = Bench(model_loader.pull(options.model), options.dataset, _MAX_TOKENS, max(16, *batches))
         record(bench, batches, options.out)
         return
     recorded = json.loads(options.recorded.read_text())

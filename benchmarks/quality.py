@@ -25,8 +25,9 @@ from reporting import describe_command, describe_machine, markdown_table
 from tandem_cli.bench.dataset import load_dialogues, sample_dialogues
 from tandem_core.model.manifest import ModelManifest
 from tandem_core.model.tokenizer import Tokenizer
-from tandem_engine import store
-from tandem_engine.models import AttentionMetadata, Decoder, Quantization, load_decoder
+from tandem_engine import model_loader
+from tandem_engine.model_loader import load_decoder
+from tandem_engine.models import AttentionMetadata, Decoder, Quantization
 from tandem_engine.models.layout import WeightForm
 from tandem_kernels import native, runs_packed
 
@@ -64,7 +65,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512, help="most tokens of one dialogue")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    folder = store.pull(store.DEFAULT_MODEL)
+    folder = model_loader.pull(model_loader.DEFAULT_MODEL)
     dialogues = load_dialogues(options.dataset) if options.dataset else sample_dialogues()
     tokenizer = Tokenizer(folder)
     texts = [tokenizer.encode(d.as_text())[: options.tokens] for d in dialogues[: options.dialogues]]
@@ -79,7 +80,7 @@ def main() -> None:
     rows = [score.row(*about) for score, *about in zip(scores, names, sizes, strict=True)]
     table = markdown_table(["numerics", "perplexity", "top-1", "KL from float32", "file"], rows)
     report = (
-        f"Command: `{describe_command()}`  \nHardware: {describe_machine()}; {store.DEFAULT_MODEL}; "
+        f"Command: `{describe_command()}`  \nHardware: {describe_machine()}; {model_loader.DEFAULT_MODEL}; "
         f"{len(texts)} dialogues, {scores[0].tokens} predicted tokens.\n\n{table}\n"
     )
     options.out.write_text(report)

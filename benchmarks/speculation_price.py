@@ -47,7 +47,7 @@ from tandem_drafting.drafter import Drafter, DraftPolicy
 from tandem_drafting.mirror import GlobalMirror
 from tandem_drafting.spans import AcceptedSpan
 from tandem_drafting.step_cost import StepCost
-from tandem_engine import store
+from tandem_engine import model_loader
 from tandem_engine.draft_source import Emitted
 from tandem_engine.draft_tree import DraftTree
 from tandem_engine.engine import Engine
@@ -349,7 +349,7 @@ def main() -> None:
     workloads = options.workloads.split(",")
     if not set(workloads) <= set(TASKS):
         parser.error(f"--workloads {options.workloads}: wanted some of {', '.join(TASKS)}")
-    bench = Bench(store.pull(options.model), options.dataset, options.max_tokens, max(batches))
+    bench = Bench(model_loader.pull(options.model), options.dataset, options.max_tokens, max(batches))
     head = [
         "workload",
         "batch",

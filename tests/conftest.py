@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tandem_drafting import native
 from tandem_drafting.step_cost import StepCost
-from tandem_engine import store
+from tandem_engine import model_loader
 
 #: Larger development data, read when it lies beside the repository; the small sample ships with the package.
 _SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -47,7 +47,7 @@ def steady_price(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def model_dir() -> Path:
     """The default model's folder; fetched on first use."""
-    return store.pull(store.DEFAULT_MODEL)
+    return model_loader.pull(model_loader.DEFAULT_MODEL)
 
 
 @pytest.fixture(scope="session")
@@ -58,7 +58,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     checkpoint = toy_models.save_llama(tmp_path_factory.mktemp("checkpoints"), seed=3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TANDEM_HOME", str(tmp_path_factory.mktemp("home")))
-        return store.pull(str(checkpoint))
+        return model_loader.pull(str(checkpoint))
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tandem_core.model.manifest import ModelManifest
-from tandem_engine import store
+from tandem_engine import model_loader
 
 from peers import environments
 from peers.environments import Environment, PeerUnavailableError, cache_home
@@ -73,7 +73,7 @@ def lineup(model_dir: Path, dtype: str, fleets: Sequence[str]) -> list[Peer]:
 
 def huggingface_folder() -> Path:
     """The default model as bfloat16 safetensors in Hugging Face's layout, which is what vLLM reads."""
-    model_dir = store.pull(store.DEFAULT_MODEL)
+    model_dir = model_loader.pull(model_loader.DEFAULT_MODEL)
     manifest = ModelManifest.read(model_dir)
     folder = cache_home() / "models" / manifest.revision
     if (folder / "config.json").exists():

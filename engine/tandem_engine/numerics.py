@@ -14,8 +14,8 @@ import torch
 from tandem_core.errors import ModelLoadError
 from tandem_kernels import runs_packed
 
+from tandem_engine.model_loader import source_bits
 from tandem_engine.models import Quantization, pick_dtype
-from tandem_engine.store import source_bits
 
 
 @dataclass(frozen=True)

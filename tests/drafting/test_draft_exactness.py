@@ -24,7 +24,7 @@ from tandem_drafting.drafter import Drafter, DraftPolicy, drafter_for
 from tandem_drafting.mirror import GlobalMirror
 from tandem_drafting.spans import AcceptedSpan
 from tandem_drafting.step_cost import StepCost
-from tandem_engine import store
+from tandem_engine import model_loader
 from tandem_engine.assemble import EngineConfig, assemble
 from tandem_engine.draft_source import DraftSource, Emitted
 from tandem_engine.draft_tree import DraftTree
@@ -167,7 +167,7 @@ def folder(model: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) ->
     save_checkpoint(model, checkpoint)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TANDEM_HOME", str(tmp_path_factory.mktemp("home")))
-        return store.pull(str(checkpoint))
+        return model_loader.pull(str(checkpoint))
 
 
 #: Of the next token, behind each beginning of a text.

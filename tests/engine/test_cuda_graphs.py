@@ -16,7 +16,7 @@ from tandem_engine.batch import Batch, ScheduledSequence
 from tandem_engine.cuda_graphs import MAX_ROWS, Bucket, StaticInputs, bucket_for, compute
 from tandem_engine.draft_tree import DraftTree
 from tandem_engine.kv_pool import KVPool, KVShape
-from tandem_engine.models import load_decoder
+from tandem_engine.model_loader import load_decoder
 from tandem_engine.request import Request
 from tandem_engine.runner import ModelRunner
 from tandem_kernels import native

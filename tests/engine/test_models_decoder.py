@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tandem_engine.models import AttentionMetadata, Decoder, load_decoder
-from tandem_engine.store import pull
+from tandem_engine.model_loader import load_decoder, pull
+from tandem_engine.models import AttentionMetadata, Decoder
 from tandem_kernels import native
 from torch import Tensor
 from toy_models import save_checkpoint

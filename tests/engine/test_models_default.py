@@ -12,9 +12,9 @@ import torch
 from safetensors import safe_open
 from tandem_core.model.manifest import ModelManifest
 from tandem_core.model.tokenizer import Tokenizer
-from tandem_engine.models import AttentionMetadata, Decoder, ModelConfig, Quantization, load_decoder
-from tandem_engine.store import DEFAULT_MODEL, ensure_weights, pull
-from tandem_engine.store.gguf_source import GgufSource
+from tandem_engine.model_loader import DEFAULT_MODEL, ensure_weights, load_decoder, pull
+from tandem_engine.model_loader.gguf_source import GgufSource
+from tandem_engine.models import AttentionMetadata, Decoder, ModelConfig, Quantization
 from tandem_kernels import native, unpack_quantized
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel

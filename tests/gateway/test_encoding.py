@@ -12,7 +12,7 @@ import torch
 from tandem_core.model.chat_template import Message
 from tandem_core.model.manifest import ModelManifest
 from tandem_core.sampling import SamplingParams
-from tandem_engine import store
+from tandem_engine import model_loader
 from tandem_engine.draft_source import Emitted
 from tandem_engine.draft_tree import DraftTree
 from tandem_engine.llm import LLM
@@ -57,7 +57,7 @@ def folder(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     save_checkpoint(LlamaForCausalLM(config), checkpoint)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TANDEM_HOME", str(tmp_path_factory.mktemp("home")))
-        folder = store.pull(str(checkpoint))
+        folder = model_loader.pull(str(checkpoint))
     shutil.copy(model_folder / "tokenizer.json", folder)
     replace(manifest, add_bos=True, weights=ModelManifest.read(folder).weights).write(folder)
     return folder

@@ -4,7 +4,6 @@ from tandem_engine.models.config import ModelConfig, RopeConfig
 from tandem_engine.models.decoder import Decoder
 from tandem_engine.models.layout import Quantization
 from tandem_engine.models.linear import pick_dtype
-from tandem_engine.models.loading import load_decoder
 from tandem_engine.models.metadata import AttentionMetadata
 
 __all__ = [
@@ -13,6 +12,5 @@ __all__ = [
     "ModelConfig",
     "Quantization",
     "RopeConfig",
-    "load_decoder",
     "pick_dtype",
 ]

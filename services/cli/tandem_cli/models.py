@@ -22,12 +22,12 @@ def obtain(name_or_path: str) -> Path:
 
 def pull(reference: str) -> Path:
     """The folder of the pulled model; shows progress on stderr. Raises ModelLoadError."""
-    from tandem_engine import store
+    from tandem_engine import model_loader
 
     from tandem_cli.progress import ProgressView
 
     with ProgressView() as progress:
-        return store.pull(reference, progress)
+        return model_loader.pull(reference, progress)
 
 
 def prepare_weights(folder: Path, dtype: str, quantization: str) -> None:

@@ -9,7 +9,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 
 
 class ProgressView:
-    """A `tandem_engine.store.OnProgress` to be used as a context manager; writes to stderr."""
+    """A `tandem_engine.model_loader.OnProgress` to be used as a context manager; writes to stderr."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True)

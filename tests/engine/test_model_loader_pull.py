@@ -13,8 +13,7 @@ from tandem_core.errors import ModelLoadError
 from tandem_core.model.manifest import ModelManifest
 from tandem_core.model.registry import list_models, resolve
 from tandem_core.model.tokenizer import Tokenizer
-from tandem_engine.models import load_decoder
-from tandem_engine.store import pull
+from tandem_engine.model_loader import load_decoder, pull
 from toy_models import save_checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 

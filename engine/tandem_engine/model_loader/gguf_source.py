@@ -146,12 +146,15 @@ class GgufSource:
         def number(key: str, default: float | None = None) -> Any:
             return self._field(f"{arch}.{key}", default)
 
-        rows, _ = self.get_shape("model.embed_tokens.weight")
+        embeddings = "model.embed_tokens.weight"
+        if embeddings not in self._tensors:
+            raise ModelLoadError(f"{self._path} lacks {embeddings}; download another conversion of the model")
         head_dim = int(number("embedding_length")) // self._heads()
         config: dict[str, Any] = {
             "model_type": arch,
             "architectures": [f"{arch.capitalize()}ForCausalLM"],
-            "vocab_size": rows,
+            # gguf lists dimensions innermost first.
+            "vocab_size": int(self._tensors[embeddings].shape[-1]),
             "hidden_size": int(number("embedding_length")),
             "intermediate_size": int(number("feed_forward_length")),
             "num_hidden_layers": int(number("block_count")),
@@ -189,8 +192,3 @@ class GgufSource:
             key = f"{arch}.rope.scaling.original_context_length"
             rope["original_max_position_embeddings"] = int(self._field(key))
         return rope
-
-    def get_shape(self, name: str) -> tuple[int, ...]:
-        if name not in self._tensors:
-            raise ModelLoadError(f"{self._path} lacks {name}; download another conversion of the model")
-        return tuple(int(n) for n in reversed(self._tensors[name].shape))

@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from tandem_core.errors import ModelLoadError
 from tandem_core.model.manifest import ModelManifest
+from tandem_engine.model_loader import ensure_weights
+from tandem_engine.model_loader.gguf_source import GgufSource
+from tandem_engine.model_loader.safetensors_source import SafetensorsSource
 from tandem_engine.models import ModelConfig, Quantization
-from tandem_engine.store import ensure_weights
-from tandem_engine.store.gguf_source import GgufSource
-from tandem_engine.store.safetensors_source import SafetensorsSource
 from tandem_kernels import pack_weight, quantize_weight, unpack_quantized
 
 CONFIG: dict[str, Any] = {
@@ -150,8 +150,8 @@ def test_a_damaged_or_outdated_file_is_made_again(folder: Path, damage: str) -> 
 
 CONVERT = """
 import pathlib, sys, torch
-from tandem_engine.models import load_decoder
-from tandem_engine.store import ensure_weights
+from tandem_engine.model_loader import load_decoder
+from tandem_engine.model_loader import ensure_weights
 folder, stages = pathlib.Path(sys.argv[1]), []
 print("ready", flush=True)
 sys.stdin.readline()

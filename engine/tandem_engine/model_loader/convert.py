@@ -22,6 +22,9 @@ from tandem_core.model.manifest import ModelManifest
 from tandem_kernels import QuantizedWeight, join_rows, pack_quantized, pack_weight, quantize_weight
 from torch import Tensor
 
+from tandem_engine.model_loader.files import OnProgress, atomic_write, locked, no_progress
+from tandem_engine.model_loader.gguf_source import GgufSource
+from tandem_engine.model_loader.safetensors_source import SafetensorsSource
 from tandem_engine.models.config import ModelConfig
 from tandem_engine.models.layout import (
     FileTensor,
@@ -31,9 +34,6 @@ from tandem_engine.models.layout import (
     WeightForm,
     stored_tensors,
 )
-from tandem_engine.store.files import OnProgress, atomic_write, locked, no_progress
-from tandem_engine.store.gguf_source import GgufSource
-from tandem_engine.store.safetensors_source import SafetensorsSource
 
 #: Changes when layout.py does: files of another layout are made again.
 LAYOUT_VERSION = "1"

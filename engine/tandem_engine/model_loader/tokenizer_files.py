@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tandem_core.errors import ModelLoadError
 
-from tandem_engine.store.files import sha256_of
+from tandem_engine.model_loader.files import sha256_of
 
 
 @dataclass(frozen=True)

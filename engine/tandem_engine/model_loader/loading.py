@@ -1,8 +1,8 @@
-"""From a model folder to a decoder that is ready to run.
+"""Loads a decoder from a model folder.
 
-The weight file is mapped, not read: pages come from the page cache, are shared by every process that maps
-the same file, and are evicted before anything else under memory pressure. `ensure_weights` makes the file
-on the first demand for a dtype; loading after that only checks names and shapes.
+The weight file is mapped, not read: its pages are in the page cache, all processes that map the file share
+them, and the kernel evicts them first under memory pressure. `ensure_weights` makes the file on the first
+demand for a dtype; later loads only check names and shapes.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from tandem_core.errors import ModelLoadError
 from tandem_kernels import runs_packed
 from torch import Tensor
 
+from tandem_engine.model_loader.convert import ensure_weights
 from tandem_engine.models.config import ModelConfig
 from tandem_engine.models.decoder import Decoder
 from tandem_engine.models.layout import FileTensor, Quantization, WeightForm, stored_tensors
@@ -28,9 +29,6 @@ def load_decoder(
     quantization: Quantization = Quantization.NONE,
 ) -> Decoder:
     """The model of `folder` in `dtype`. Raises ModelLoadError."""
-    # Imported here, as the store in turn reads this package's config and layout.
-    from tandem_engine.store.convert import ensure_weights
-
     config = ModelConfig.from_folder(folder)
     target = torch.device(device)
     form = WeightForm(dtype, runs_packed(dtype, target), quantization)

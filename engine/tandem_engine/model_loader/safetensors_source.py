@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from tandem_core.errors import ModelLoadError
 from torch import Tensor
 
-from tandem_engine.store.files import OnProgress, no_progress, sha256_of
+from tandem_engine.model_loader.files import OnProgress, no_progress, sha256_of
 
 
 def weight_files(path: Path) -> list[Path]:
