@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from tandem_kernels.turbo_attention import turbo_attention
+from tandem_kernels import Attention, AttentionLayer, AttentionMetadata, make_attention
 
 if TYPE_CHECKING:
     from tandem_kernels.turbo_attention.triton_plan import AttentionPlan
@@ -195,14 +195,13 @@ class Step:
     def kv_scale(self) -> float | None:
         return 1 / 30 if self.cache.dtype == torch.int8 else None
 
-    def attend(
-        self, block_table: torch.Tensor, backend: str, plan: AttentionPlan | None = None
-    ) -> torch.Tensor:
-        return turbo_attention(
-            self.query, self.cache, block_table, self.seq_lens, self.query_start_loc, self.ancestor_bits,
-            scale=self.query.shape[2] ** -0.5, k_scale=self.kv_scale, v_scale=self.kv_scale,
-            backend=backend, plan=plan,
-        )  # fmt: skip
+    def layer(self, block_table: torch.Tensor, attention: Attention) -> Call:
+        """A call of one layer over these blocks, with the step prepared."""
+        attention.prepare(
+            AttentionMetadata(block_table, self.seq_lens, self.query_start_loc, self.ancestor_bits)
+        )
+        layer = AttentionLayer(self.query.shape[2] ** -0.5, k_scale=self.kv_scale, v_scale=self.kv_scale)
+        return lambda: attention.run(self.query, self.cache, layer)
 
 
 def random_tree(num_nodes: int) -> tuple[list[int], torch.Tensor]:
@@ -314,11 +313,17 @@ def copy_speed(pool: Pool) -> float:
 
 def tandem_calls(step: Step, backend: str) -> list[Call]:
     """One call per block table; on CUDA with the step's work list planned beforehand."""
-    plan = None
-    if step.query.is_cuda:
-        plan = attention_plan(step)
-        plan.update(step.seq_lens, step.query_start_loc)
-    return [lambda table=table: step.attend(table, backend, plan) for table in step.block_tables]
+    if not step.query.is_cuda:
+        size, device = step.query.shape[2], step.query.device
+        return [
+            step.layer(table, make_attention(step.query.dtype, size, device, backend=backend))
+            for table in step.block_tables
+        ]
+    # Imported on demand: it needs Triton.
+    from tandem_kernels.turbo_attention.triton_backend import TritonAttention
+
+    plan = attention_plan(step)
+    return [step.layer(table, TritonAttention([plan])) for table in step.block_tables]
 
 
 def planning_us(step: Step) -> float:

@@ -33,6 +33,8 @@ import torch.nn.functional as F
 from reporting import describe_command, describe_machine, markdown_table
 from tandem_engine.draft_tree import DraftTree
 from tandem_kernels import (
+    AttentionLayer,
+    AttentionMetadata,
     interleave,
     pack_quantized,
     pack_weight,
@@ -151,6 +153,7 @@ def _attention_lines(context: int, num_seqs: int, num_rows: int, num_layers: int
     seq_lens = torch.full((num_seqs,), context, dtype=torch.int32)
     starts = torch.arange(num_seqs + 1, dtype=torch.int32) * num_rows
     bits = torch.tensor(tree_bits * num_seqs) if is_tree else None
+    metadata = AttentionMetadata(block_table, seq_lens, starts, bits)
     folded = _fold(query.view(num_seqs, num_rows, NUM_HEADS, HEAD_SIZE))
     mask = _mask(tree_bits, context) if num_rows > 1 else None
 
@@ -159,11 +162,8 @@ def _attention_lines(context: int, num_seqs: int, num_rows: int, num_layers: int
         caches = [interleave(cache) for cache in caches]
 
     def ours(cache: torch.Tensor, kv_scale: float | None) -> torch.Tensor:
-        return turbo_attention(
-            query, cache, block_table, seq_lens, starts, bits,
-            scale=HEAD_SIZE**-0.5, k_scale=kv_scale, v_scale=kv_scale,
-            interleaved=interleaved and kv_scale is None,
-        )  # fmt: skip
+        layer = AttentionLayer(HEAD_SIZE**-0.5, k_scale=kv_scale, v_scale=kv_scale)
+        return turbo_attention(query, cache, metadata, layer, interleaved=interleaved and kv_scale is None)
 
     def torchs(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         return F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask)

@@ -27,9 +27,9 @@ from tandem_core.model.manifest import ModelManifest
 from tandem_core.model.tokenizer import Tokenizer
 from tandem_engine import model_loader
 from tandem_engine.model_loader import load_decoder
-from tandem_engine.models import AttentionMetadata, Decoder, Quantization
+from tandem_engine.models import Decoder, ModelInputs, Quantization
 from tandem_engine.models.layout import WeightForm
-from tandem_kernels import native, runs_packed
+from tandem_kernels import AttentionMetadata, native, runs_packed
 
 BLOCK_SIZE = 64
 Logits = Callable[[Sequence[int]], torch.Tensor]
@@ -125,9 +125,10 @@ def _logits(decoder: Decoder, text: Sequence[int]) -> torch.Tensor:
         block_table=torch.arange(num_blocks, dtype=torch.int32).unsqueeze(0),
         seq_lens=torch.tensor([n], dtype=torch.int32),
         query_start_loc=torch.tensor([0, n], dtype=torch.int32),
-        slot_mapping=torch.arange(n),
     )
-    return decoder.logits(decoder.forward(torch.tensor(text), torch.arange(n), caches, metadata))
+    positions = torch.arange(n)
+    inputs = ModelInputs(torch.tensor(text), positions, positions, metadata)
+    return decoder.logits(decoder.forward(inputs, caches))
 
 
 def _transformers(folder: Path) -> Logits:

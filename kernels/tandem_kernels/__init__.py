@@ -43,9 +43,18 @@ from tandem_kernels.rope_store import rope_store
 from tandem_kernels.scatter_blocks import scatter_blocks
 from tandem_kernels.silu_mul import silu_mul
 from tandem_kernels.store_kv import store_kv
-from tandem_kernels.turbo_attention import turbo_attention
+from tandem_kernels.turbo_attention import (
+    Attention,
+    AttentionLayer,
+    AttentionMetadata,
+    make_attention,
+    turbo_attention,
+)
 
 __all__ = [
+    "Attention",
+    "AttentionLayer",
+    "AttentionMetadata",
     "DecoderLayers",
     "LayerWeights",
     "PackedProjection",
@@ -56,6 +65,7 @@ __all__ = [
     "gather_blocks",
     "interleave",
     "join_rows",
+    "make_attention",
     "move_slots",
     "move_slots_in_layers",
     "pack_quantized",

@@ -1,7 +1,7 @@
-"""A decoder's layers in one compiled call: Python and the interpreter's lock cost once a step, not 300 times.
+"""A decoder's layers in one compiled call: the cost of Python and its lock falls once a step, not 300 times.
 
-The layers are those of `tandem_engine.models.decoder`, made of this package's operators in the same order on
-the same numbers (csrc/decoder.cpp); the results are the same bits as theirs, called one by one.
+The layers are those of `tandem_engine.models.decoder`: this package's operators in the same order on the same
+numbers (csrc/decoder.cpp). The results have the same bits as the operators called one by one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 
 from tandem_kernels import native
 from tandem_kernels.packed_linear import native_weight, shape_of_packed
-from tandem_kernels.turbo_attention.inputs import AttentionInputs
+from tandem_kernels.turbo_attention import AttentionMetadata
+from tandem_kernels.turbo_attention.cpu_native import NativeAttention, native_step
 
 
 @dataclass(frozen=True)
@@ -47,13 +48,21 @@ class DecoderLayers:
         layers: their weights; widths are multiples of 16.
         head_size: D, a multiple of 16 up to 256.
         eps: of the norms.
-        scale: of attention's dot products.
+        scale, softcap: as of `AttentionLayer`, the same in all layers.
     """
 
-    def __init__(self, layers: Sequence[LayerWeights], *, head_size: int, eps: float, scale: float) -> None:
+    def __init__(
+        self,
+        layers: Sequence[LayerWeights],
+        *,
+        head_size: int,
+        eps: float,
+        scale: float,
+        softcap: float | None = None,
+    ) -> None:
         self._weights = tuple(layers)  # the array below holds bare pointers
         self._array = (native.Layer * len(layers))(*(_native_layer(layer) for layer in layers))
-        self._head_size, self._eps, self._scale = head_size, eps, scale
+        self._head_size, self._eps, self._scale, self._softcap = head_size, eps, scale, softcap
         first = layers[0]
         self.dtype = first.input_norm.dtype
         self._num_heads = shape_of_packed(first.o.packed)[1] // head_size
@@ -65,10 +74,9 @@ class DecoderLayers:
         hidden_size = layers[0].input_norm.shape[0]
         _, intermediate_size = shape_of_packed(layers[0].down.packed)
         return (
-            native.LIBRARY is not None
-            and layers[0].input_norm.dtype in (torch.float32, torch.bfloat16)
-            and not (head_size % 16 or hidden_size % 16 or intermediate_size % 16)
-            and head_size <= 256
+            layers[0].input_norm.dtype in (torch.float32, torch.bfloat16)
+            and not (hidden_size % 16 or intermediate_size % 16)
+            and NativeAttention.covers(layers[0].input_norm.dtype, head_size)
         )
 
     def run(
@@ -81,10 +89,7 @@ class DecoderLayers:
         rotations: torch.Tensor,
         kv_caches: Sequence[torch.Tensor],
         slot_mapping: torch.Tensor,
-        block_table: torch.Tensor,
-        seq_lens: torch.Tensor,
-        query_start_loc: torch.Tensor,
-        ancestor_bits: torch.Tensor | None,
+        metadata: AttentionMetadata,
         *,
         interleaved: bool = False,
     ) -> None:
@@ -95,7 +100,8 @@ class DecoderLayers:
             delta: [T, H] of the weights' dtype, dense: the last layer's contribution, which the next norm
                 adds to hidden; read unless first_layer is 0, and written.
             positions, rotations, slot_mapping: as of `rope_store`.
-            kv_caches: per layer (of all), as of `turbo_attention`, whose are the others as well.
+            kv_caches: per layer (of all) [num_blocks, 2, Hkv, block_size, D], contiguous, the weights' dtype.
+            metadata: the step's sequences.
             interleaved: the caches lie as `interleave` says; blocks are then multiples of 64 tokens.
 
         Raises:
@@ -103,11 +109,6 @@ class DecoderLayers:
             IndexError: a position or a slot is out of range.
         """
         num_tokens, hidden_size = hidden.shape
-        query = torch.empty(num_tokens, self._num_heads, self._head_size, dtype=self.dtype)  # for the checks
-        inputs = AttentionInputs(
-            query, kv_caches[first_layer], block_table, seq_lens, query_start_loc, ancestor_bits,
-            self._scale, None, None, None, None, None,
-        )  # fmt: skip
         for name, tensor, dtype, shape in (
             ("hidden", hidden, torch.float32, (num_tokens, hidden_size)),
             ("delta", delta, self.dtype, (num_tokens, hidden_size)),
@@ -120,11 +121,21 @@ class DecoderLayers:
                     f"{name} has shape {list(tensor.shape)} and dtype {tensor.dtype}, wanted a dense "
                     f"{list(shape)} of {dtype}"
                 )
-        if interleaved and inputs.block_size % 64:
+        if metadata.ancestor_bits is not None and len(metadata.ancestor_bits) != num_tokens:
             raise ValueError(
-                f"kv_caches have blocks of {inputs.block_size} tokens, interleaved they want a multiple of 64"
+                f"ancestor_bits has shape {list(metadata.ancestor_bits.shape)}, wanted [{num_tokens}]"
             )
-        first = kv_caches[first_layer]
+        first = kv_caches[0]
+        num_blocks, _, _, block_size, head_size = first.shape
+        if first.shape[1] != 2 or head_size != self._head_size or self._num_heads % first.shape[2]:
+            raise ValueError(
+                f"kv_caches have shape {list(first.shape)}, wanted [num_blocks, 2, Hkv, block_size, "
+                f"{self._head_size}] with Hkv a divisor of {self._num_heads}"
+            )
+        if interleaved and block_size % 64:
+            raise ValueError(
+                f"kv_caches have blocks of {block_size} tokens, interleaved they want a multiple of 64"
+            )
         for n, cache in enumerate(kv_caches):
             if cache.shape != first.shape or cache.dtype != self.dtype or not cache.is_contiguous():
                 raise ValueError(
@@ -133,6 +144,9 @@ class DecoderLayers:
                 )
         for layer, cache in zip(self._array, kv_caches, strict=True):
             layer.cache = cache.data_ptr()
+        attention = native_step(metadata, first, num_tokens, self._num_heads, self.dtype)
+        attention.scale, attention.softcap = self._scale, self._softcap or 0.0
+        attention.interleaved = interleaved
         call = native.LayersCall(
             layers=ctypes.addressof(self._array),
             hidden=hidden.data_ptr(),
@@ -141,26 +155,7 @@ class DecoderLayers:
             slots=slot_mapping.data_ptr(),
             rotations=rotations.data_ptr(),
             num_positions=rotations.shape[0],
-            attention=native.AttentionCall(
-                block_table=block_table.data_ptr(),
-                seq_lens=seq_lens.data_ptr(),
-                query_start_loc=query_start_loc.data_ptr(),
-                ancestor_bits=None if ancestor_bits is None else ancestor_bits.data_ptr(),
-                cache_strides=kv_caches[first_layer].stride()[:3],
-                num_seqs=seq_lens.shape[0],
-                max_blocks=block_table.shape[1],
-                num_blocks=kv_caches[first_layer].shape[0],
-                num_tokens=num_tokens,
-                num_heads=self._num_heads,
-                num_kv_heads=inputs.num_kv_heads,
-                head_size=self._head_size,
-                block_size=inputs.block_size,
-                query_dtype=native.DTYPE[self.dtype],
-                cache_dtype=native.DTYPE[kv_caches[first_layer].dtype],
-                scale=self._scale,
-                num_threads=torch.get_num_threads(),
-                interleaved=interleaved,
-            ),
+            attention=attention,
             first_layer=first_layer,
             end_layer=end_layer,
             hidden_size=hidden_size,
@@ -170,15 +165,12 @@ class DecoderLayers:
         assert native.LIBRARY is not None
         wrong = native.LIBRARY.tandem_decoder_layers(ctypes.byref(call))
         if wrong == -2:
-            raise ValueError(
-                "the step's metadata is inconsistent: query_start_loc must rise from 0 to the number of "
-                "tokens, no sequence be longer than its blocks, every block be in the cache, every node see "
-                "itself"
-            )
+            metadata.check_values(num_tokens, block_size, num_blocks)  # says what is wrong
+            raise AssertionError("the compiled kernels refused consistent metadata")
         if wrong >= 0:
             raise IndexError(
                 f"token {wrong} has position {positions[wrong]} and slot {slot_mapping[wrong]}, wanted them "
-                f"below {rotations.shape[0]} and {kv_caches[first_layer].shape[0] * inputs.block_size}"
+                f"below {rotations.shape[0]} and {num_blocks * block_size}"
             )
 
 

@@ -1,7 +1,7 @@
-"""One token per row of logits, greedily or at random, all rows in one call and none on the host.
+"""One token per row of logits, greedily or at random, all rows in one call on the device.
 
     row        = (logits - max) / temperature
-    top-k      the k largest, and what equals the k-th, stay
+    top-k      the k largest stay, and those equal to the k-th
     top-p      then: the fewest most likely tokens that weigh p of the rest together; of equals, lower ids
     min-p      then: tokens at least min_p times as likely as the most likely one
     race       token t arrives at time -log(1 - u_t) / exp(row_t); the first wins (Gumbel-max)
@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import torch
 
-GAMMA = 0x9E3779B97F4A7C15
-FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+from tandem_kernels.splitmix64 import uniforms
 
 
 def draw_tokens(
@@ -63,17 +62,6 @@ def draw_tokens(
         from tandem_kernels.gpu import draw_tokens as gpu
 
         return gpu.draw_tokens(logits, keys, temperature, top_k, top_p, log_min_p)
-    return _draw_tokens(logits, keys, temperature, top_k, top_p, log_min_p)
-
-
-def _draw_tokens(
-    logits: torch.Tensor,
-    keys: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    log_min_p: torch.Tensor,
-) -> torch.Tensor:
     vocab_size = logits.shape[1]
     largest = logits.amax(1, keepdim=True)
     is_greedy = temperature == 0.0
@@ -92,20 +80,7 @@ def _draw_tokens(
     in_nucleus = heavier | equal | (top_p >= 1.0)[:, None]
     weights = torch.where(in_nucleus & (row >= log_min_p[:, None]), weights, 0.0)
 
-    times = -torch.log1p(-_uniforms(keys, vocab_size)) / weights.double()
+    times = -torch.log1p(-uniforms(keys, vocab_size)) / weights.double()
     drawn = torch.where(weights > 0.0, times, torch.inf).argmin(1)
     drawn = torch.where(largest[:, 0].isfinite(), drawn, -1)
     return torch.where(is_greedy, logits.argmax(1), drawn)
-
-
-def _uniforms(keys: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """[R, V] float64; int64 wraps as uint64 does, but shifts repeat the sign."""
-
-    def signed(bits: int) -> int:
-        return bits - (1 << 64)
-
-    z = torch.arange(1, vocab_size + 1, device=keys.device) * signed(GAMMA) + keys[:, None]
-    for shift, factor in zip((30, 27), FACTORS, strict=True):
-        z = (z ^ (z >> shift & (1 << 64 - shift) - 1)) * signed(factor)
-    z = z ^ (z >> 31 & (1 << 33) - 1)
-    return ((z >> 12 & (1 << 52) - 1).double() + 0.5) * 2.0**-52

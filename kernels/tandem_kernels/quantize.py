@@ -8,6 +8,8 @@ the largest |x| of the head's D elements over LARGEST, kept in [num_blocks, Hkv,
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 import torch
 
 #: The largest magnitude of each quantised dtype; int8's -128 is left out, to be symmetric.
@@ -19,7 +21,8 @@ SMALLEST_SCALE = 2.0**-100
 Scale = float | torch.Tensor | None
 
 
-def is_per_token(scale: Scale) -> bool:
+def is_per_token(scale: Scale) -> TypeGuard[torch.Tensor]:
+    """Whether the scale is [num_blocks, Hkv, block_size]."""
     return isinstance(scale, torch.Tensor) and scale.dim() == 3
 
 

@@ -64,7 +64,6 @@ def _quantized(
 ) -> torch.Tensor:
     """x [T, Hkv, D] in dtype; scales per token are computed and put into their slots."""
     if is_per_token(scale):
-        assert isinstance(scale, torch.Tensor)
         own = token_scales(x, dtype)
         scale.permute(0, 2, 1).index_put_((block_ids, offsets), own)
         return quantize(x, own[:, :, None], dtype)

@@ -18,7 +18,7 @@ from tandem_engine.draft_tree import DraftTree
 from tandem_engine.kv_pool import KVPool, KVShape
 from tandem_engine.model_loader import load_decoder
 from tandem_engine.request import Request
-from tandem_engine.runner import ModelRunner
+from tandem_engine.runner import ModelRunner, model_inputs
 from tandem_kernels import native
 from toy_models import VOCABULARY
 
@@ -63,9 +63,8 @@ def decode_batch(rng: random.Random, num_seqs: int, all_blocks: list[int]) -> Ba
 
 def tensors(inputs: StaticInputs) -> list[torch.Tensor]:
     """All that a step reads on the device."""
-    metadata = [value for value in vars(inputs.metadata).values() if isinstance(value, torch.Tensor)]
-    assert len(metadata) == 5
-    return [inputs.input_ids, inputs.positions, *metadata]
+    step = inputs.inputs
+    return [step.input_ids, step.positions, step.slot_mapping, *vars(step.attention).values()]
 
 
 def make_runner(folder: Path, dtype: torch.dtype, num_blocks: int, device: str = "cpu") -> ModelRunner:
@@ -92,11 +91,11 @@ def test_padded_steps_equal_unpadded_ones(tiny_model: Path, dtype: torch.dtype) 
     blocks = rng.sample(range(num_seqs * MAX_BLOCKS), num_seqs * MAX_BLOCKS)
     padded, plain = (make_runner(tiny_model, dtype, len(blocks)) for _ in range(2))
     # Larger than any batch below, so that one set of buffers serves them all, one after another.
-    inputs = StaticInputs(Bucket(64, 8), MAX_BLOCKS + 1, BLOCK_SIZE, padded.pool.scratch_slot, CPU)
+    inputs = StaticInputs(Bucket(64, 8), MAX_BLOCKS + 1, padded.pool.scratch_slot, CPU)
     for _ in range(12):
         batch = decode_batch(rng, rng.randint(1, num_seqs), blocks)
-        inputs.load(batch)
-        logits = compute(padded.decoder, padded.pool.caches, inputs)
+        inputs.load(model_inputs(batch, BLOCK_SIZE))
+        logits = compute(padded.decoder, padded.pool.caches, inputs.inputs)
         assert logits.shape == (64, VOCABULARY)
         expected = plain.execute(batch)
         assert_same(logits[: batch.num_tokens], expected)
@@ -110,9 +109,9 @@ def test_padding_rows_write_to_the_scratch_slot_alone(tiny_model: Path) -> None:
     runner = make_runner(tiny_model, torch.float32, MAX_BLOCKS)
     before = [cache.clone() for cache in runner.pool.caches]
     batch = Batch((sequence(20, None, list(range(MAX_BLOCKS)), rng),))
-    inputs = StaticInputs(Bucket(4, 2), MAX_BLOCKS, BLOCK_SIZE, runner.pool.scratch_slot, CPU)
-    inputs.load(batch)
-    compute(runner.decoder, runner.pool.caches, inputs)
+    inputs = StaticInputs(Bucket(4, 2), MAX_BLOCKS, runner.pool.scratch_slot, CPU)
+    inputs.load(model_inputs(batch, BLOCK_SIZE))
+    compute(runner.decoder, runner.pool.caches, inputs.inputs)
     assert runner.pool.scratch_slot // BLOCK_SIZE == MAX_BLOCKS
     for cache, old in zip(runner.pool.caches, before, strict=True):
         changed = (cache != old).any(dim=(1, 2, 4)).nonzero().tolist()
@@ -121,23 +120,25 @@ def test_padding_rows_write_to_the_scratch_slot_alone(tiny_model: Path) -> None:
 
 def test_the_buffers_stay_where_they_are() -> None:
     rng = random.Random(3)
-    inputs = StaticInputs(Bucket(8, 4), MAX_BLOCKS, BLOCK_SIZE, 999, CPU)
+    inputs = StaticInputs(Bucket(8, 4), MAX_BLOCKS, 999, CPU)
     kept = tensors(inputs)
     addresses = [tensor.data_ptr() for tensor in kept]
     for num_seqs in (4, 1):
-        inputs.load(Batch(tuple(sequence(30, None, list(range(MAX_BLOCKS)), rng) for _ in range(num_seqs))))
-        assert inputs.metadata.seq_lens.tolist() == [31] * num_seqs + [0] * (4 - num_seqs)
-        assert inputs.metadata.query_start_loc.tolist() == [*range(num_seqs), *[num_seqs] * (5 - num_seqs)]
-        assert inputs.metadata.slot_mapping.tolist() == [30] * num_seqs + [999] * (8 - num_seqs)
+        batch = Batch(tuple(sequence(30, None, list(range(MAX_BLOCKS)), rng) for _ in range(num_seqs)))
+        inputs.load(model_inputs(batch, BLOCK_SIZE))
+        metadata = inputs.inputs.attention
+        assert metadata.seq_lens.tolist() == [31] * num_seqs + [0] * (4 - num_seqs)
+        assert metadata.query_start_loc.tolist() == [*range(num_seqs), *[num_seqs] * (5 - num_seqs)]
+        assert inputs.inputs.slot_mapping.tolist() == [30] * num_seqs + [999] * (8 - num_seqs)
     assert [tensor.data_ptr() for tensor in kept] == addresses
 
 
 @pytest.mark.parametrize("bucket", [Bucket(1, 1), Bucket(6, 1), Bucket(6, 6), Bucket(16, 12)], ids=str)
 def test_every_input_is_aligned_as_triton_wants_it(bucket: Bucket) -> None:
-    inputs = StaticInputs(bucket, MAX_BLOCKS, BLOCK_SIZE, 0, CPU)
-    start = inputs.input_ids.data_ptr()
+    inputs = StaticInputs(bucket, MAX_BLOCKS, 0, CPU)
+    start = inputs.inputs.input_ids.data_ptr()
     for tensor in tensors(inputs):
-        if tensor is not inputs.metadata.block_table:
+        if tensor is not inputs.inputs.attention.block_table:
             assert (tensor.data_ptr() - start) % 16 == 0
         assert tensor.is_contiguous()
 

@@ -57,6 +57,7 @@ def test_windows_without_layer_types_start_at_max_window_layers() -> None:
         ({"partial_rotary_factor": 0.5}, "partial rotary"),
         ({"num_key_value_heads": 3}, "does not divide"),
         ({"head_dim": 15}, "odd"),
+        ({"attn_logit_softcapping": 0.0}, "attn_logit_softcapping is 0.0, which is not positive"),
         ({"hidden_size": "wide"}, "pull the model again"),
         ({"layer_types": ["sliding_attention"], "model_type": "mistral", "sliding_window": 4}, "layer types"),
     ],

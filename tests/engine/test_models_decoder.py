@@ -6,13 +6,14 @@ and run over a paged cache in shuffled blocks.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from tandem_engine.model_loader import load_decoder, pull
-from tandem_engine.models import AttentionMetadata, Decoder
-from tandem_kernels import native
+from tandem_engine.models import Decoder, ModelInputs
+from tandem_kernels import AttentionMetadata, native
 from torch import Tensor
 from toy_models import save_checkpoint
 from transformers import (
@@ -26,6 +27,9 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
 BLOCK_SIZE = 16
 SIZES = {
@@ -52,6 +56,16 @@ LLAMA3 = {
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
 YARN_MSCALE = YARN | {"mscale": 1.0, "mscale_all_dim": 0.5, "beta_fast": 8, "beta_slow": 2}
 
+
+def softcapped(model: PreTrainedModel) -> PreTrainedModel:
+    """With Gemma 2's attention: transformers applies no softcap in other models."""
+    cap = model.config.attn_logit_softcapping
+    ALL_ATTENTION_FUNCTIONS.register("softcapped", partial(eager_attention_forward, softcap=cap))
+    ALL_MASK_ATTENTION_FUNCTIONS.register("softcapped", eager_mask)
+    model.config._attn_implementation = "softcapped"
+    return model
+
+
 VARIANTS = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
     "llama-tied-mha": lambda: LlamaForCausalLM(
@@ -68,6 +82,7 @@ VARIANTS = {
     "llama-llama3": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=LLAMA3)),
     "llama-yarn": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=YARN)),
     "llama-yarn-mscale": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=YARN_MSCALE)),
+    "llama-softcap": lambda: softcapped(LlamaForCausalLM(LlamaConfig(**SIZES, attn_logit_softcapping=0.5))),
     "mistral-window": lambda: MistralForCausalLM(MistralConfig(**SIZES, head_dim=16, sliding_window=9)),
     "mistral-no-window": lambda: MistralForCausalLM(MistralConfig(**SIZES, head_dim=16, sliding_window=None)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
@@ -118,14 +133,17 @@ class PagedModel:
             slots.append(self.block_table[b][p // BLOCK_SIZE].long() * BLOCK_SIZE + p % BLOCK_SIZE)
             self.lengths[b] += len(chunk)
         sizes = [len(c) for c in chunks]
-        metadata = AttentionMetadata(
-            block_table=self.block_table,
-            seq_lens=torch.tensor(self.lengths, dtype=torch.int32),
-            query_start_loc=torch.tensor([0, *torch.tensor(sizes).cumsum(0)], dtype=torch.int32),
+        inputs = ModelInputs(
+            input_ids=torch.tensor([t for c in chunks for t in c]),
+            positions=torch.cat(positions),
             slot_mapping=torch.cat(slots),
+            attention=AttentionMetadata(
+                block_table=self.block_table,
+                seq_lens=torch.tensor(self.lengths, dtype=torch.int32),
+                query_start_loc=torch.tensor([0, *torch.tensor(sizes).cumsum(0)], dtype=torch.int32),
+            ),
         )
-        tokens = torch.tensor([t for c in chunks for t in c])
-        hidden = self.decoder.forward(tokens, torch.cat(positions), self.kv, metadata, on_layer_done)
+        hidden = self.decoder.forward(inputs, self.kv, on_layer_done)
         return list(self.decoder.logits(hidden).split(sizes))
 
 
@@ -172,7 +190,7 @@ def test_logits_equal_transformers(stored, variant: str) -> None:
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("variant", ["llama-biases", "qwen3-tied-biases"])
+@pytest.mark.parametrize("variant", ["llama-biases", "llama-softcap", "qwen3-tied-biases"])
 def test_without_compiled_kernels_torch_computes_the_same(
     stored, variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,18 +226,18 @@ def test_a_tree_of_drafts_sees_only_ancestors(stored) -> None:
     paged.step([prompt[:20]])
     root, left, right = prompt[20], 5, 9
     slots = paged.block_table[0][1].long() * BLOCK_SIZE + torch.tensor([4, 5, 6])
-    metadata = AttentionMetadata(
-        block_table=paged.block_table,
-        seq_lens=torch.tensor([23], dtype=torch.int32),
-        query_start_loc=torch.tensor([0, 3], dtype=torch.int32),
+    inputs = ModelInputs(
+        input_ids=torch.tensor([root, left, right]),
+        positions=torch.tensor([20, 21, 21]),
         slot_mapping=slots,
-        ancestor_bits=torch.tensor([0b001, 0b011, 0b101]),
+        attention=AttentionMetadata(
+            block_table=paged.block_table,
+            seq_lens=torch.tensor([23], dtype=torch.int32),
+            query_start_loc=torch.tensor([0, 3], dtype=torch.int32),
+            ancestor_bits=torch.tensor([0b001, 0b011, 0b101]),
+        ),
     )
-    decoder = paged.decoder
-    hidden = decoder.forward(
-        torch.tensor([root, left, right]), torch.tensor([20, 21, 21]), paged.kv, metadata
-    )
-    ours = decoder.logits(hidden)
+    ours = paged.decoder.logits(paged.decoder.forward(inputs, paged.kv))
     torch.testing.assert_close(ours[1], reference_logits(model, [*prompt, left])[-1], atol=1e-4, rtol=0)
     torch.testing.assert_close(ours[2], reference_logits(model, [*prompt, right])[-1], atol=1e-4, rtol=0)
 

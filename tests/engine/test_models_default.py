@@ -14,8 +14,8 @@ from tandem_core.model.manifest import ModelManifest
 from tandem_core.model.tokenizer import Tokenizer
 from tandem_engine.model_loader import DEFAULT_MODEL, ensure_weights, load_decoder, pull
 from tandem_engine.model_loader.gguf_source import GgufSource
-from tandem_engine.models import AttentionMetadata, Decoder, ModelConfig, Quantization
-from tandem_kernels import native, unpack_quantized
+from tandem_engine.models import Decoder, ModelConfig, ModelInputs, Quantization
+from tandem_kernels import AttentionMetadata, native, unpack_quantized
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -72,9 +72,9 @@ def run_chunks(decoder: Decoder, ids: list[int], chunk_size: int) -> Tensor:
             block_table=torch.arange(shape[0], dtype=torch.int32).unsqueeze(0),
             seq_lens=torch.tensor([end], dtype=torch.int32),
             query_start_loc=torch.tensor([0, len(chunk)], dtype=torch.int32),
-            slot_mapping=torch.arange(start, end),
         )
-        rows.append(decoder.logits(decoder.forward(chunk, torch.arange(start, end), kv, metadata)))
+        positions = torch.arange(start, end)
+        rows.append(decoder.logits(decoder.forward(ModelInputs(chunk, positions, positions, metadata), kv)))
     return torch.cat(rows)
 
 

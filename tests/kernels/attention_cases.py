@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
-from tandem_kernels import native, turbo_attention
+from tandem_kernels import Attention, AttentionLayer, AttentionMetadata, native, turbo_attention
 
 #: Instruction sets whose compiled kernels are here and run on this processor.
 NATIVE = [
@@ -25,22 +25,41 @@ CPU_BACKENDS = ["torch", *NATIVE]
 
 
 @contextmanager
-def native_library(name: str) -> Iterator[None]:
-    """Lets the kernels use one instruction set's library, or none of them ("off")."""
+def native_library(name: str | None) -> Iterator[None]:
+    """Lets the kernels use one instruction set's library, none of them ("off"), or the chosen one (None)."""
     chosen = native.LIBRARY
-    native.LIBRARY = None if name == "off" else native.load(name)
+    if name is not None:
+        native.LIBRARY = None if name == "off" else native.load(name)
     try:
         yield
     finally:
         native.LIBRARY = chosen
 
 
-def attend(*args: object, backend: str, **options: object) -> torch.Tensor:
-    """turbo_attention, where backend may also be a name of NATIVE."""
-    if backend not in NATIVE:
-        return turbo_attention(*args, backend=backend, **options)
-    with native_library(backend):
-        return turbo_attention(*args, backend="cpu", **options)
+def attend(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    ancestor_bits: torch.Tensor | None = None,
+    *,
+    backend: str | Attention = "auto",
+    out: torch.Tensor | None = None,
+    interleaved: bool = False,
+    **layer: object,
+) -> torch.Tensor:
+    """turbo_attention, where backend may also be a name of NATIVE or the backend itself."""
+    metadata = AttentionMetadata(block_table, seq_lens, query_start_loc, ancestor_bits)
+    constants = AttentionLayer(**layer)
+    if isinstance(backend, Attention):
+        backend.prepare(metadata)
+        return backend.run(query, kv_cache, constants, out)
+    with native_library(backend if backend in NATIVE else None):
+        return turbo_attention(
+            query, kv_cache, metadata, constants,
+            out=out, backend="cpu" if backend in NATIVE else backend, interleaved=interleaved,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -54,7 +73,7 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Options:
-    """The keyword arguments of turbo_attention that change the result."""
+    """What differs between the layers of models."""
 
     window: int | None = None
     softcap: float | None = None
@@ -100,7 +119,7 @@ class Case:
         moved = {n: t.to(device) for n, t in tensors.items() if isinstance(t, torch.Tensor)}
         return replace(self, **moved)
 
-    def run(self, backend: str, dtype: torch.dtype | None = None, **options: object) -> torch.Tensor:
+    def run(self, backend: str | Attention, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The result of a backend, with query and cache cast to dtype first."""
         cache = self.kv_cache
         if dtype is not None and cache.dtype == self.query.dtype:
@@ -119,7 +138,6 @@ class Case:
             k_scale=self.k_scale,
             v_scale=self.v_scale,
             backend=backend,
-            **options,
         )
 
 
@@ -233,7 +251,7 @@ def naive_same_dtype(case: Case) -> torch.Tensor:
     return out
 
 
-def assert_as_good_as_torch(case: Case, backend: str, device: str = "cpu", **options: object) -> None:
+def assert_as_good_as_torch(case: Case, backend: str | Attention, device: str = "cpu") -> None:
     """The error against float64 is at most twice that of plain torch in the same dtype, plus a floor.
 
     The floor is the rounding of the result itself in half precision, and a few float32 roundings of the
@@ -241,7 +259,7 @@ def assert_as_good_as_torch(case: Case, backend: str, device: str = "cpu", **opt
     """
     exact = case.run("reference", torch.float64)
     assert exact.isfinite().all()
-    result = case.to(device).run(backend, **options).cpu()
+    result = case.to(device).run(backend).cpu()
     assert result.dtype == case.query.dtype
     error = (result.double() - exact).abs().max().item()
     allowed = (naive_same_dtype(case).double() - exact).abs().max().item()

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import triton
-from tandem_kernels.draw_tokens import FACTORS, GAMMA
 from tandem_kernels.gpu import add_rms_norm, copy_blocks, draw_tokens, rope_store, silu_mul
 from tandem_kernels.quantize import SMALLEST_SCALE
+from tandem_kernels.splitmix64 import FACTORS, GAMMA
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 

@@ -6,6 +6,8 @@ import pytest
 import torch
 from attention_cases import NATIVE, native_library
 from tandem_kernels import (
+    AttentionLayer,
+    AttentionMetadata,
     DecoderLayers,
     LayerWeights,
     PackedProjection,
@@ -25,7 +27,7 @@ from tandem_kernels import (
 
 pytestmark = pytest.mark.skipif(native.LIBRARY is None, reason="no compiled kernels on this machine")
 HIDDEN, INNER, HEADS, KV_HEADS, D = 96, 160, 6, 2, 32
-BLOCK, NUM_BLOCKS, EPS = 64, 12, 1e-5
+BLOCK, NUM_BLOCKS, EPS, SOFTCAP = 64, 12, 1e-5, 2.0
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -86,8 +88,8 @@ class Step:
         shape = (NUM_BLOCKS, 2, KV_HEADS, BLOCK, D)
         return [random(*shape, dtype=self.dtype, seed=50 + n) for n in range(3)]
 
-    def metadata(self) -> tuple[torch.Tensor, ...]:
-        return self.block_table, self.seq_lens, self.query_start_loc, self.bits
+    def metadata(self) -> AttentionMetadata:
+        return AttentionMetadata(self.block_table, self.seq_lens, self.query_start_loc, self.bits)
 
 
 def one_by_one(step: Step, weights: list[LayerWeights], caches: list[torch.Tensor]) -> torch.Tensor:
@@ -103,7 +105,7 @@ def one_by_one(step: Step, weights: list[LayerWeights], caches: list[torch.Tenso
             qkv, step.positions, step.rotations, cache, step.slots, q_norm=layer.q_norm, k_norm=layer.k_norm,
             eps=EPS,
         )  # fmt: skip
-        attended = turbo_attention(query, cache, *metadata, scale=D**-0.5, window=layer.window)
+        attended = turbo_attention(query, cache, metadata, AttentionLayer(D**-0.5, layer.window, SOFTCAP))
         delta = linear(attended.view(-1, HEADS * D), layer.o)
         normed = add_rms_norm(hidden, delta, layer.post_norm, EPS)
         delta = linear(silu_mul(linear(normed, layer.gate_up)), layer.down)
@@ -126,14 +128,14 @@ def test_one_call_gives_the_bits_of_many(
         with native_library(library):
             expected_caches = step.caches()
             expected = one_by_one(step, weights, expected_caches)
-            compiled = DecoderLayers(weights, head_size=D, eps=EPS, scale=D**-0.5)
+            compiled = DecoderLayers(weights, head_size=D, eps=EPS, scale=D**-0.5, softcap=SOFTCAP)
             for spans in ([(0, 3)], [(0, 1), (1, 2), (2, 3)]):
                 hidden, delta = step.hidden.clone(), torch.full((25, HIDDEN), torch.nan).to(dtype)
                 caches = step.caches()
                 for first, end in spans:
                     compiled.run(
                         first, end, hidden, delta, step.positions, step.rotations, caches, step.slots,
-                        *step.metadata(),
+                        step.metadata(),
                     )  # fmt: skip
                 assert torch.equal(hidden + delta, expected)
                 assert all(map(torch.equal, caches, expected_caches))
@@ -142,7 +144,7 @@ def test_one_call_gives_the_bits_of_many(
             hidden, delta = step.hidden.clone(), torch.empty(25, HIDDEN, dtype=dtype)
             caches = [interleave(cache) for cache in step.caches()]
             compiled.run(
-                0, 3, hidden, delta, step.positions, step.rotations, caches, step.slots, *step.metadata(),
+                0, 3, hidden, delta, step.positions, step.rotations, caches, step.slots, step.metadata(),
                 interleaved=True,
             )  # fmt: skip
             assert torch.equal(hidden + delta, expected)
@@ -153,14 +155,13 @@ def test_one_call_gives_the_bits_of_many(
 
 def test_what_does_not_fit_is_said_and_changes_nothing() -> None:
     step, weights = Step(torch.float32), layers(torch.float32, None, rich=False)
-    compiled = DecoderLayers(weights, head_size=D, eps=EPS, scale=D**-0.5)
+    compiled = DecoderLayers(weights, head_size=D, eps=EPS, scale=D**-0.5, softcap=SOFTCAP)
     hidden, delta, caches = step.hidden.clone(), torch.zeros(25, HIDDEN), step.caches()
 
     def run(**changed: object) -> None:
         arguments = {
             "hidden": hidden, "delta": delta, "positions": step.positions, "rotations": step.rotations,
-            "kv_caches": caches, "slot_mapping": step.slots, "block_table": step.block_table,
-            "seq_lens": step.seq_lens, "query_start_loc": step.query_start_loc, "ancestor_bits": step.bits,
+            "kv_caches": caches, "slot_mapping": step.slots, "metadata": step.metadata(),
         }  # fmt: skip
         compiled.run(0, 3, **(arguments | changed))
 
@@ -172,8 +173,9 @@ def test_what_does_not_fit_is_said_and_changes_nothing() -> None:
         run(kv_caches=[caches[0], caches[1].bfloat16(), caches[2]])
     with pytest.raises(ValueError, match=r"kv_caches\[2\] has shape"):
         run(kv_caches=[*caches[:2], caches[2].transpose(0, 3).contiguous().transpose(0, 3)])
-    with pytest.raises(ValueError, match="metadata is inconsistent"):
-        run(block_table=step.block_table + NUM_BLOCKS)
+    elsewhere = dataclasses.replace(step.metadata(), block_table=step.block_table + NUM_BLOCKS)
+    with pytest.raises(ValueError, match=r"block_table\[0\] names blocks .* wanted ids in \[0, 12\)"):
+        run(metadata=elsewhere)
     with pytest.raises(IndexError, match="token 3 has position 256"):
         run(positions=step.positions.index_fill(0, torch.tensor([3]), 256))
     with pytest.raises(IndexError, match=f"slot {NUM_BLOCKS * BLOCK}, wanted them below"):

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 from draw_cases import KINDS, draw_case, draw_logits
-from tandem_kernels.draw_tokens import _uniforms, draw_tokens
+from tandem_kernels import draw_tokens
+from tandem_kernels.splitmix64 import uniforms
 
 
 def constant(num_rows: int, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0):
@@ -28,7 +29,7 @@ def test_greedy_takes_the_lowest_of_equals() -> None:
 def test_unfiltered_rows_run_the_race(kind: str) -> None:
     logits = draw_logits(kind, 500, 40, torch.Generator().manual_seed(1))
     drawn = draw_tokens(logits, *constant(40, 0.8))
-    times = -torch.log1p(-_uniforms(torch.arange(40), 500)) / torch.exp(logits.double() / 0.8)
+    times = -torch.log1p(-uniforms(torch.arange(40), 500)) / torch.exp(logits.double() / 0.8)
     assert drawn.tolist() == times.argmin(1).tolist()
 
 

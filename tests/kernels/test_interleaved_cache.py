@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from attention_cases import native_library
+from attention_cases import attend, native_library
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tandem_kernels import (
@@ -12,7 +12,6 @@ from tandem_kernels import (
     move_slots_in_layers,
     native,
     runs_interleaved,
-    turbo_attention,
 )
 
 NUM_BLOCKS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_SIZE = 3, 2, 64, 32
@@ -108,8 +107,8 @@ def test_attention_reads_the_same_bits_from_either(dtype: torch.dtype, rows: int
     threads = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
-        plain = turbo_attention(query, cache, *metadata, bits, scale=0.125)
-        lying = turbo_attention(query, interleave(cache), *metadata, bits, scale=0.125, interleaved=True)
+        plain = attend(query, cache, *metadata, bits, scale=0.125)
+        lying = attend(query, interleave(cache), *metadata, bits, scale=0.125, interleaved=True)
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(plain, lying)
@@ -120,8 +119,6 @@ def test_what_cannot_be_read_interleaved_is_refused() -> None:
     metadata = torch.zeros(1, 1).int(), torch.tensor([1]).int(), torch.tensor([0, 1]).int()
     for cache in (torch.zeros(1, 2, 1, 32, 64), torch.zeros(1, 2, 1, 64, 64).to(torch.int8)):
         with pytest.raises(ValueError, match="cannot be read interleaved"):
-            turbo_attention(query, cache, *metadata, scale=1.0, interleaved=True)
+            attend(query, cache, *metadata, scale=1.0, interleaved=True)
     with pytest.raises(ValueError, match='only "cpu"'):
-        turbo_attention(
-            query, torch.zeros(1, 2, 1, 64, 64), *metadata, scale=1.0, interleaved=True, backend="torch"
-        )
+        attend(query, torch.zeros(1, 2, 1, 64, 64), *metadata, scale=1.0, interleaved=True, backend="torch")

@@ -110,13 +110,13 @@ def test_the_package_works_without_triton() -> None:
 import sys
 sys.modules["triton"] = None  # any import of it fails
 import torch
-from tandem_kernels import turbo_attention
+from tandem_kernels import AttentionLayer, AttentionMetadata, turbo_attention
 query, cache = torch.randn(1, 1, 16), torch.randn(1, 2, 1, 16, 16)
 one, both = torch.tensor([1], dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
-arguments = (query, cache, torch.tensor([[0]], dtype=torch.int32), one, both)
-turbo_attention(*arguments, scale=1.0)
+metadata = AttentionMetadata(torch.tensor([[0]], dtype=torch.int32), one, both)
+turbo_attention(query, cache, metadata, AttentionLayer(1.0))
 try:
-    turbo_attention(*arguments, scale=1.0, backend="triton")
+    turbo_attention(query, cache, metadata, AttentionLayer(1.0), backend="triton")
 except ImportError as error:
     print(error)
 """

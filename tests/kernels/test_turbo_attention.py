@@ -18,7 +18,6 @@ from attention_cases import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tandem_kernels import turbo_attention
 from tandem_kernels.turbo_attention import cpu_torch
 
 BACKENDS = ["reference", *CPU_BACKENDS]
@@ -427,7 +426,7 @@ def test_errors_name_the_argument_what_it_is_and_what_is_wanted(library: str) ->
             name: getattr(case, name)
             for name in ("query", "kv_cache", "block_table", "seq_lens", "query_start_loc", "ancestor_bits")
         }
-        turbo_attention(**{"scale": 0.125, **arguments, **changed})
+        attend(**{"scale": 0.125, **arguments, **changed})
 
     ids = torch.int32
     for message, changed in {

@@ -15,7 +15,7 @@ import torch
 from attention_cases import Case, Options, Sequence, Shape, assert_as_good_as_torch, make_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tandem_kernels import turbo_attention
+from tandem_kernels.turbo_attention.triton_backend import TritonAttention
 from tandem_kernels.turbo_attention.triton_plan import AttentionPlan
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
@@ -70,9 +70,12 @@ def swapped(plan: AttentionPlan) -> AttentionPlan:
 
 def check(case: Case, make_plan: Callable[[Case], AttentionPlan] | None = None) -> None:
     """The case is as good as torch's, and its plan is left clean."""
-    plan = None if make_plan is None else make_plan(case.to(DEVICE))
-    assert_as_good_as_torch(case, "triton", DEVICE, plan=plan)
-    assert plan is None or not plan.counters.any()
+    if make_plan is None:
+        assert_as_good_as_torch(case, "triton", DEVICE)
+        return
+    plan = make_plan(case.to(DEVICE))
+    assert_as_good_as_torch(case, TritonAttention([plan]), DEVICE)
+    assert not plan.counters.any()
 
 
 # How exact
@@ -198,17 +201,18 @@ def test_very_many_batches(drawn: tuple[Case, int, int | None, bool]) -> None:
 def test_neither_a_second_run_nor_the_order_of_arrival_changes_a_bit(swap: bool) -> None:
     case = make_case(LONG[:3], Shape(1, 3, 16), Options(sinks=True), torch.float16).to(DEVICE)
     plan = swapped(plan_for(case)) if swap else plan_for(case)
-    first = case.run("triton", plan=plan)
+    attention = TritonAttention([plan])
+    first = case.run(attention)
     for num_programs in (plan.num_programs, 1, 3):
         plan.num_programs = num_programs
-        assert torch.equal(case.run("triton", plan=plan), first)
+        assert torch.equal(case.run(attention), first)
         assert not plan.counters.any()
 
 
 @pytest.mark.parametrize("options", [Options(sinks=True), Options(window=90, scales=True)], ids=str)
 def test_a_sequence_gives_the_same_bits_alone_and_in_a_batch(options: Options) -> None:
     case = make_case(LONG[:5], Shape(1, 3, 16), options, torch.float16).to(DEVICE)
-    together = case.run("triton", plan=plan_for(case))
+    together = case.run(TritonAttention([plan_for(case)]))
     assert case.ancestor_bits is not None
     for b in range(5):
         start, stop = case.query_start_loc[b : b + 2].tolist()
@@ -220,17 +224,17 @@ def test_a_sequence_gives_the_same_bits_alone_and_in_a_batch(options: Options) -
             query_start_loc=torch.tensor([0, stop - start], dtype=torch.int32, device=DEVICE),
             ancestor_bits=case.ancestor_bits[start:stop],
         )
-        assert torch.equal(alone.run("triton", plan=plan_for(alone)), together[start:stop])
+        assert torch.equal(alone.run(TritonAttention([plan_for(alone)])), together[start:stop])
 
 
 def test_a_plan_serves_all_layers_and_steps() -> None:
     steps = [make_case(LONG[:3], Shape(1, 2, 16), seed=1), make_case(LONG[1:2], Shape(1, 2, 16), seed=2)]
     plan = plan_for(steps[0].to(DEVICE))
+    attention = TritonAttention([plan])
     for step in (steps[0], steps[1], steps[0]):
-        on_device = step.to(DEVICE)
-        plan.update(on_device.seq_lens, on_device.query_start_loc)
         for _layer in range(2):
-            check(step, lambda case: plan)
+            assert_as_good_as_torch(step, attention, DEVICE)
+            assert not plan.counters.any()
 
 
 # What a plan lists, and what is read
@@ -326,7 +330,10 @@ def test_a_plan_for_another_model_or_a_smaller_step_is_refused() -> None:
         ("plan is for head_size 16, wanted this call's 32", make_case([Sequence(3, 2)], Shape(1, 2, 32))),
         ("plan is for group_size 2, wanted this call's 3", make_case([Sequence(3, 2)], Shape(1, 3, 16))),
         ("plan is for num_kv_heads 1, wanted this call's 2", make_case([Sequence(3, 2)], Shape(2, 2, 16))),
-        ("plan is for window None", make_case([Sequence(3, 2)], Shape(1, 2, 16), Options(window=3))),
+        (
+            r"plans are for windows \[None\], wanted this layer's 3",
+            make_case([Sequence(3, 2)], Shape(1, 2, 16), Options(window=3)),
+        ),
         (
             "plan is for dtype torch.float32",
             make_case([Sequence(3, 2)], Shape(1, 2, 16), dtype=torch.float16),
@@ -334,17 +341,8 @@ def test_a_plan_for_another_model_or_a_smaller_step_is_refused() -> None:
         ("plan is for 57 new tokens at most", make_case([Sequence(3, 58)], Shape(1, 2, 16))),
     ):
         with pytest.raises(ValueError, match=message):
-            other.to(DEVICE).run("triton", plan=plan_for(case))
+            other.to(DEVICE).run(TritonAttention([plan_for(case)]))
     with pytest.raises(ValueError, match="seq_lens has 5 sequences, wanted at most max_seqs = 4"):
         plan_for(case).update(case.seq_lens.expand(5), case.query_start_loc)
     with pytest.raises(ValueError, match="split_size is 100, wanted a positive multiple of 32 keys"):
         plan_for(case, split_size=100)
-
-
-def test_a_plan_is_no_concern_of_other_backends() -> None:
-    case = make_case([Sequence(3, 2)], Shape(1, 2, 16))
-    result = turbo_attention(
-        case.query, case.kv_cache, case.block_table, case.seq_lens, case.query_start_loc,
-        scale=0.25, backend="reference", plan=plan_for(case.to(DEVICE)),
-    )  # fmt: skip
-    assert torch.equal(result, case.run("reference"))

@@ -2,14 +2,14 @@
 
 from tandem_engine.models.config import ModelConfig, RopeConfig
 from tandem_engine.models.decoder import Decoder
+from tandem_engine.models.inputs import ModelInputs
 from tandem_engine.models.layout import Quantization
 from tandem_engine.models.linear import pick_dtype
-from tandem_engine.models.metadata import AttentionMetadata
 
 __all__ = [
-    "AttentionMetadata",
     "Decoder",
     "ModelConfig",
+    "ModelInputs",
     "Quantization",
     "RopeConfig",
     "pick_dtype",

@@ -1,8 +1,8 @@
 """The shape of a llama-family model, read from Hugging Face's config.json.
 
-One decoder serves llama, mistral, qwen2, qwen3 and what shares their config (smollm, many fine-tunes):
-they differ in biases, QK norm, window and RoPE, all of which are plain values here. A config that asks for
-anything else is refused when it is read, never run approximately.
+One decoder serves llama, mistral, qwen2, qwen3 and the models that share their config (smollm, many
+fine-tunes). They differ in biases, QK norm, window, softcap and RoPE, all of which are plain values here. A
+config that asks for anything else is refused when it is read, never run approximately.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ class ModelConfig:
     rope: RopeConfig
     #: Per layer: a query sees this many latest keys, itself included; None: all of them.
     windows: tuple[int | None, ...]
+    #: Attention logits become softcap * tanh(logits / softcap); None: they stay as they are.
+    attn_logit_softcapping: float | None = None
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
@@ -71,6 +73,11 @@ class ModelConfig:
         if self.head_dim % 2:
             raise ModelLoadError(
                 f"head size {self.head_dim} is odd, but RoPE rotates pairs; use another model"
+            )
+        if self.attn_logit_softcapping is not None and not self.attn_logit_softcapping > 0:
+            raise ModelLoadError(
+                f"attn_logit_softcapping is {self.attn_logit_softcapping}, which is not positive; "
+                "the model's config.json is damaged, pull it again"
             )
         if len(self.windows) != self.num_layers:
             raise ModelLoadError(
@@ -126,6 +133,7 @@ class ModelConfig:
         num_heads, num_layers = int(raw["num_attention_heads"]), int(raw["num_hidden_layers"])
         hidden_size = int(raw["hidden_size"])
         attention_bias = bool(raw.get("attention_bias", False))
+        softcap = raw.get("attn_logit_softcapping")
         return cls(
             architecture=architecture,
             vocab_size=int(raw["vocab_size"]),
@@ -139,6 +147,7 @@ class ModelConfig:
             rms_norm_eps=float(raw["rms_norm_eps"]),
             rope=_parse_rope(raw),
             windows=_parse_windows(architecture, raw, num_layers),
+            attn_logit_softcapping=None if softcap is None else float(softcap),
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
             qkv_bias=architecture == "qwen2" or (architecture != "mistral" and attention_bias),
             o_bias=architecture in ("llama", "qwen3") and attention_bias,

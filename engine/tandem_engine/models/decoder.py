@@ -1,9 +1,9 @@
-"""The decoder: token ids in, hidden states out, keys and values left in the paged cache.
+"""The decoder: token ids in, hidden states out, keys and values written to the paged cache.
 
-Per step: the runner builds AttentionMetadata -> `forward` -> it picks the rows that sample -> `logits`.
-With packed weights on a CPU all layers are one compiled call (tandem_kernels.DecoderLayers); else a layer is
-a dozen operators, its projections fused, and what lies between the matrix products one operator each. The
-decoder never looks at requests, and attention is the kernels' business.
+Per step: the runner builds ModelInputs -> `forward` -> the runner picks the rows that sample -> `logits`.
+With packed weights on a CPU all layers are one compiled call (tandem_kernels.DecoderLayers). Otherwise a
+layer is a dozen operators, with fused projections and one operator for each part between the matrix products.
+The decoder knows no requests.
 
 Not covered: tensor parallelism, LoRA, mixture of experts.
 """
@@ -17,30 +17,33 @@ import torch
 import torch.nn.functional as F
 from tandem_core.errors import InvariantError
 from tandem_kernels import (
+    Attention,
+    AttentionLayer,
     DecoderLayers,
     LayerWeights,
     add_rms_norm,
+    make_attention,
     rope_store,
     runs_interleaved,
     silu_mul,
-    turbo_attention,
 )
 from torch import Tensor
 
 from tandem_engine.models.config import ModelConfig
+from tandem_engine.models.inputs import ModelInputs
 from tandem_engine.models.linear import Linear, PackedLinear
-from tandem_engine.models.metadata import AttentionMetadata
 from tandem_engine.models.rope import rotation_table
 
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """One layer's projections and norms; `q_norm` and `k_norm` are None without QK norm."""
+    """One layer's projections, norms and attention; `q_norm` and `k_norm` are None without QK norm."""
 
     input_norm: Tensor
     qkv_proj: Linear
     q_norm: Tensor | None
     k_norm: Tensor | None
+    attention: AttentionLayer
     o_proj: Linear
     post_norm: Tensor
     gate_up_proj: Linear
@@ -72,28 +75,40 @@ class Decoder:
                 qkv_proj=linear(f"{layer}.qkv_proj"),
                 q_norm=tensors.get(f"{layer}.q_norm.weight"),
                 k_norm=tensors.get(f"{layer}.k_norm.weight"),
+                attention=AttentionLayer(
+                    scale=config.head_dim**-0.5,
+                    window=window,
+                    softcap=config.attn_logit_softcapping,
+                    sinks=tensors.get(f"{layer}.sinks"),
+                    k_scale=tensors.get(f"{layer}.k_scale"),
+                    v_scale=tensors.get(f"{layer}.v_scale"),
+                ),
                 o_proj=linear(f"{layer}.o_proj"),
                 post_norm=tensors[f"{layer}.post_norm.weight"],
                 gate_up_proj=linear(f"{layer}.gate_up_proj"),
                 down_proj=linear(f"{layer}.down_proj"),
             )
-            for layer in (f"layers.{n}" for n in range(config.num_layers))
+            for layer, window in ((f"layers.{n}", window) for n, window in enumerate(config.windows))
         )
         self._norm = tensors["norm.weight"]
         self._lm_head = make_linear(tensors.get("lm_head.weight", self.embed_tokens), None)
         self._rotations = rotation_table(config.rope, config.head_dim, config.max_model_len).to(self.device)
-        self._scale = config.head_dim**-0.5
+        self._attention = make_attention(self.dtype, config.head_dim, self.device)
         self._compiled = self._compile()
 
     def _compile(self) -> DecoderLayers | None:
         """All layers as one call, where the kernels cover these weights."""
-        windows = self.config.windows
-        layers = [_packed_layer(*pair) for pair in zip(self._layers, windows, strict=True)]
+        config = self.config
+        layers = [_packed_layer(layer) for layer in self._layers]
         packed = [layer for layer in layers if layer is not None]
-        if len(packed) < len(layers) or not DecoderLayers.supports(packed, self.config.head_dim):
+        if len(packed) < len(layers) or not DecoderLayers.supports(packed, config.head_dim):
             return None
         return DecoderLayers(
-            packed, head_size=self.config.head_dim, eps=self.config.rms_norm_eps, scale=self._scale
+            packed,
+            head_size=config.head_dim,
+            eps=config.rms_norm_eps,
+            scale=self._layers[0].attention.scale,
+            softcap=config.attn_logit_softcapping,
         )
 
     @property
@@ -108,27 +123,30 @@ class Decoder:
     @torch.inference_mode()
     def forward(
         self,
-        input_ids: Tensor,
-        positions: Tensor,
+        inputs: ModelInputs,
         kv_caches: Sequence[Tensor],
-        metadata: AttentionMetadata,
         on_layer_done: Callable[[int], None] | None = None,
+        *,
+        attention: Attention | None = None,
+        interleaved: bool = False,
     ) -> Tensor:
-        """Run T new tokens through every layer.
+        """Run T new tokens through every layer; returns normed hidden states [T, H] of the weights' dtype.
 
-        input_ids, positions: [T] int64, positions < max_model_len. kv_caches: per layer
-        [num_blocks, 2, Hkv, block_size, D], written at metadata.slot_mapping. on_layer_done(n) is called
-        once layer n's keys and values are in the cache and attention has read them, so that they can be
-        sent while the next layer runs. Returns normed hidden states [T, hidden] of the weights' dtype.
+        Args:
+            kv_caches: per layer [num_blocks, 2, Hkv, block_size, D], written at inputs.slot_mapping.
+            on_layer_done: called with n once layer n's keys and values are in the cache and attention has
+                read them, so that they can be sent while the next layer runs.
+            attention: a backend other than the default for this dtype and device.
+            interleaved: how the caches lie (`reads_interleaved`).
         """
         eps = self.config.rms_norm_eps
-        hidden = F.embedding(input_ids, self.embed_tokens).float()
-        delta: Tensor | None
-        if metadata.interleaved and self._compiled is None:
+        hidden = F.embedding(inputs.input_ids, self.embed_tokens).float()
+        if interleaved and self._compiled is None:
             raise InvariantError("only compiled layers read an interleaved cache")
+        delta: Tensor | None
         if self._compiled is not None:
             delta = torch.empty_like(hidden, dtype=self.dtype)
-            # Layer by layer only for someone who listens.
+            # Layer by layer only for a listener.
             step = len(self._layers) if on_layer_done is None else 1
             for first in range(0, len(self._layers), step):
                 self._compiled.run(
@@ -136,63 +154,46 @@ class Decoder:
                     first + step,
                     hidden,
                     delta,
-                    positions,
+                    inputs.positions,
                     self._rotations,
                     kv_caches,
-                    metadata.slot_mapping,
-                    metadata.block_table,
-                    metadata.seq_lens,
-                    metadata.query_start_loc,
-                    metadata.ancestor_bits,
-                    interleaved=metadata.interleaved,
+                    inputs.slot_mapping,
+                    inputs.attention,
+                    interleaved=interleaved,
                 )
                 if on_layer_done is not None:
                     on_layer_done(first)
             return add_rms_norm(hidden, delta, self._norm, eps)
-        # What the layer before contributes; it joins the residual stream with the next norm.
+        attention = attention or self._attention
+        attention.prepare(inputs.attention)
+        # The previous layer's contribution; it joins the residual stream with the next norm.
         delta = None
         for n, layer in enumerate(self._layers):
             normed = add_rms_norm(hidden, delta, layer.input_norm, eps)
-            delta = self._attention(n, layer, normed, positions, kv_caches[n], metadata)
+            query = self._store_kv(layer, normed, inputs, kv_caches[n])
+            attended = attention.run(query, kv_caches[n], layer.attention)
+            delta = layer.o_proj(attended.view(-1, self.config.q_size))
             normed = add_rms_norm(hidden, delta, layer.post_norm, eps)
             delta = layer.down_proj(silu_mul(layer.gate_up_proj(normed)))
             if on_layer_done is not None:
                 on_layer_done(n)
         return add_rms_norm(hidden, delta, self._norm, eps)
 
-    def _attention(
-        self,
-        n: int,
-        layer: DecoderLayer,
-        normed: Tensor,
-        positions: Tensor,
-        kv_cache: Tensor,
-        metadata: AttentionMetadata,
-    ) -> Tensor:
-        """normed [T, hidden] -> attention's contribution to the residual [T, hidden]."""
+    def _store_kv(self, layer: DecoderLayer, normed: Tensor, inputs: ModelInputs, kv_cache: Tensor) -> Tensor:
+        """normed [T, H] -> queries [T, Hq, D]; keys and values go into the cache."""
         config = self.config
-        query = rope_store(
+        return rope_store(
             layer.qkv_proj(normed).view(-1, config.num_heads + 2 * config.num_kv_heads, config.head_dim),
-            positions,
+            inputs.positions,
             self._rotations,
             kv_cache,
-            metadata.slot_mapping,
+            inputs.slot_mapping,
             q_norm=layer.q_norm,
             k_norm=layer.k_norm,
             eps=config.rms_norm_eps,
+            k_scale=layer.attention.k_scale,
+            v_scale=layer.attention.v_scale,
         )
-        attended = turbo_attention(
-            query,
-            kv_cache,
-            metadata.block_table,
-            metadata.seq_lens,
-            metadata.query_start_loc,
-            metadata.ancestor_bits,
-            scale=self._scale,
-            window=config.windows[n],
-            plan=None if metadata.plans is None else metadata.plans[config.windows[n]],
-        )
-        return layer.o_proj(attended.view(-1, config.q_size))
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -200,14 +201,16 @@ class Decoder:
         return self._lm_head(hidden, torch.float32)
 
 
-def _packed_layer(layer: DecoderLayer, window: int | None) -> LayerWeights | None:
-    """The layer's weights for the compiled call, if all its projections are packed."""
+def _packed_layer(layer: DecoderLayer) -> LayerWeights | None:
+    """The layer's weights for the compiled call; None if that does not cover the layer."""
     qkv, o, gate_up, down = layer.qkv_proj, layer.o_proj, layer.gate_up_proj, layer.down_proj
+    attention = layer.attention
     if not (
         isinstance(qkv, PackedLinear)
         and isinstance(o, PackedLinear)
         and isinstance(gate_up, PackedLinear)
         and isinstance(down, PackedLinear)
+        and attention.sinks is attention.k_scale is attention.v_scale is None
     ):
         return None
     return LayerWeights(
@@ -219,5 +222,5 @@ def _packed_layer(layer: DecoderLayer, window: int | None) -> LayerWeights | Non
         post_norm=layer.post_norm,
         gate_up=gate_up.projection,
         down=down.projection,
-        window=window,
+        window=attention.window,
     )

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tandem_kernels.draw_tokens import FACTORS, GAMMA
+from tandem_kernels.splitmix64 import FACTORS, GAMMA
 
 BLOCK = 4096
 NUM_WARPS = 16
@@ -25,14 +25,7 @@ NUM_WARPS = 16
 ROWS_PER_LAUNCH = 128
 
 
-def draw_tokens(
-    logits: torch.Tensor,
-    keys: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    log_min_p: torch.Tensor,
-) -> torch.Tensor:
+def draw_tokens(logits: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
     """Return token ids [R] int64; arguments as the public operator has checked them, all dense."""
     num_rows, vocab_size = logits.shape
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
@@ -43,8 +36,7 @@ def draw_tokens(
     for first in range(0, num_rows, ROWS_PER_LAUNCH):
         rows = slice(first, first + ROWS_PER_LAUNCH)
         draw_tokens_kernel[(min(num_rows - first, ROWS_PER_LAUNCH),)](
-            logits[rows], scratch, out[rows], keys[rows], temperature[rows], top_k[rows], top_p[rows],
-            log_min_p[rows], vocab_size,
+            logits[rows], scratch, out[rows], *(p[rows] for p in parameters), vocab_size,
             BLOCK=BLOCK, GAMMA_BITS=GAMMA, FACTOR_1=FACTORS[0], FACTOR_2=FACTORS[1], num_warps=NUM_WARPS,
         )  # fmt: skip
     return out

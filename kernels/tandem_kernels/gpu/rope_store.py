@@ -85,7 +85,6 @@ def choose_tile(total_heads: int, block_dim: int) -> tuple[int, int]:
 def _scale_tensor(scale: Scale, kv_cache: torch.Tensor) -> torch.Tensor:
     """[Hkv] float32, or the tensor of scales per token itself."""
     if is_per_token(scale):
-        assert isinstance(scale, torch.Tensor)
         return scale
     if isinstance(scale, torch.Tensor):
         return scale.expand(kv_cache.shape[2]).contiguous()

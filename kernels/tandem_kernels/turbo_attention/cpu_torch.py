@@ -1,6 +1,6 @@
-"""turbo_attention on the CPU in few torch calls: one copy of K and V, then torch's fused attention.
+"""Attention on the CPU in few torch calls: one copy of K and V, then torch's fused attention.
 
-    plan      the step's metadata -> groups of sequences (`cpu_torch_plan`), once for all layers
+    plan      the step's metadata -> groups of sequences (`cpu_torch_plan`), once for all layers of a window
     copy      a group's blocks -> [2, B, Hkv, keys, D], one index_select; consecutive keys make the matrix
               products large, and the copy costs less than the products save
     attend    query heads folded into rows, so that K and V are not repeated; the context without a mask,
@@ -15,29 +15,55 @@ from __future__ import annotations
 
 import torch
 
-from tandem_kernels.turbo_attention.cpu_torch_plan import Group, plan_for
-from tandem_kernels.turbo_attention.inputs import AttentionInputs, is_per_token
+from tandem_kernels.quantize import is_per_token
+from tandem_kernels.turbo_attention.cpu_torch_plan import Geometry, Group, plan
+from tandem_kernels.turbo_attention.interface import (
+    Attention,
+    AttentionLayer,
+    AttentionMetadata,
+    scale_per_kv_head,
+)
 
 # What F.scaled_dot_product_attention calls; it alone returns the log-sum-exp.
 _flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
-def attend(inputs: AttentionInputs, out: torch.Tensor | None) -> torch.Tensor:
-    """Return out [T, Hq, D], or a new tensor when None; see `turbo_attention`."""
-    if inputs.query.device.type != "cpu":
-        raise ValueError(f'query is on {inputs.query.device}, wanted a CPU tensor for backend "torch"')
-    dtype = compute_dtype(inputs.query.dtype)
-    if inputs.softcap is not None and dtype == torch.bfloat16:
-        dtype = torch.float32  # these logits pass through memory, where bfloat16 would round them
-    groups = plan_for(inputs, dtype)
-    if out is None and len(groups) == 1 and groups[0].covers(inputs.query.shape[0]):
-        return _cast(_attend_group(inputs, groups[0], dtype), inputs.query.dtype)
-    if out is None:
-        out = torch.empty_like(inputs.query, memory_format=torch.contiguous_format)
-    for group in groups:
-        rows = _attend_group(inputs, group, dtype)
-        out[group.output_rows] = (rows if group.kept_rows is None else rows[group.kept_rows]).to(out.dtype)
-    return out
+class TorchAttention(Attention):
+    """CPU tensors."""
+
+    def __init__(self) -> None:
+        #: The step's plans. The first layer of a geometry makes one, the others use it.
+        self._plans: dict[Geometry, tuple[Group, ...]] = {}
+
+    def prepare(self, metadata: AttentionMetadata) -> None:
+        super().prepare(metadata)
+        self._plans.clear()
+
+    def _run(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, layer: AttentionLayer, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        if query.device.type != "cpu":
+            raise ValueError(f'query is on {query.device}, wanted a CPU tensor for backend "torch"')
+        dtype = compute_dtype(query.dtype)
+        if layer.softcap is not None and dtype == torch.bfloat16:
+            dtype = torch.float32  # these logits pass through memory, where bfloat16 would round them
+        num_blocks, _, num_kv_heads, block_size, head_size = kv_cache.shape
+        group_size = query.shape[1] // num_kv_heads
+        geometry = Geometry(num_kv_heads, group_size, block_size, head_size, layer.window, dtype)
+        if geometry not in self._plans:
+            self.metadata.check_values(len(query), block_size, num_blocks)
+            self._plans[geometry] = plan(self.metadata, geometry)
+        groups = self._plans[geometry]
+        if out is None and len(groups) == 1 and groups[0].covers(len(query)):
+            return _cast(_attend_group(query, kv_cache, layer, groups[0], dtype), query.dtype)
+        if out is None:
+            out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        for group in groups:
+            rows = _attend_group(query, kv_cache, layer, group, dtype)
+            out[group.output_rows] = (rows if group.kept_rows is None else rows[group.kept_rows]).to(
+                out.dtype
+            )
+        return out
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -47,46 +73,49 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32
 
 
-def _attend_group(inputs: AttentionInputs, group: Group, dtype: torch.dtype) -> torch.Tensor:
+def _attend_group(
+    query: torch.Tensor, kv_cache: torch.Tensor, layer: AttentionLayer, group: Group, dtype: torch.dtype
+) -> torch.Tensor:
     """Attention output [B * num_tokens, Hq, D] of one group, padding rows included."""
-    batch, num_tokens, num_kv_heads, group_size = (
-        group.batch, group.num_tokens, inputs.num_kv_heads, inputs.group_size,
-    )  # fmt: skip
-    head_size = inputs.query.shape[2]
+    batch, num_tokens = group.batch, group.num_tokens
+    num_kv_heads, head_size = kv_cache.shape[2], kv_cache.shape[4]
+    group_size = query.shape[1] // num_kv_heads
     num_rows = num_tokens * group_size
 
-    key, value = _cast(_copy_blocks(inputs.kv_cache, group), dtype).unbind(0)
-    if is_per_token(inputs.k_scale):
-        key = key * _copy_scales(inputs.k_scale, group).to(dtype)
-    if is_per_token(inputs.v_scale):
-        value = value * _copy_scales(inputs.v_scale, group).to(dtype)
+    key, value = _cast(_copy_blocks(kv_cache, group), dtype).unbind(0)
+    if is_per_token(layer.k_scale):
+        key = key * _copy_scales(layer.k_scale, group).to(dtype)
+    if is_per_token(layer.v_scale):
+        value = value * _copy_scales(layer.v_scale, group).to(dtype)
     for b, end in group.cleared:
         key[b, :, end:] = 0
         value[b, :, end:] = 0
-    query = _cast(inputs.query[group.token_rows], dtype)
+    query = _cast(query[group.token_rows], dtype)
     query = query.view(batch, num_tokens, num_kv_heads, group_size, head_size).transpose(1, 2)
     query = query.reshape(batch, num_kv_heads, num_rows, head_size)
-    if inputs.k_scale is not None and not is_per_token(inputs.k_scale):
-        query = query * inputs.scale_per_kv_head(inputs.k_scale, dtype)[:, None, None]
+    if layer.k_scale is not None and not is_per_token(layer.k_scale):
+        k_scale = scale_per_kv_head(layer.k_scale, num_kv_heads, dtype, query.device)
+        query = query * k_scale[:, None, None]
 
     parts = [
         _attend_keys(
-            inputs, _part(query, tile.rows), _part(key, tile.keys), _part(value, tile.keys), tile.mask
+            layer, _part(query, tile.rows), _part(key, tile.keys), _part(value, tile.keys), tile.mask
         )
         for tile in group.tiles
     ]
     output, lse = parts[0] if len(parts) == 1 else (torch.cat(p, 2) for p in zip(*parts, strict=True))
     if group.context is not None:
         context_output, context_lse = _attend_keys(
-            inputs, query, _part(key, group.context), _part(value, group.context), None
+            layer, query, _part(key, group.context), _part(value, group.context), None
         )
         share = (context_lse - lse).sigmoid_().unsqueeze(-1)
         output = torch.lerp(output.to(lse.dtype), context_output.to(lse.dtype), share)
         lse = torch.logaddexp(lse, context_lse)
-    if inputs.v_scale is not None and not is_per_token(inputs.v_scale):
-        output = output * inputs.scale_per_kv_head(inputs.v_scale, dtype)[:, None, None]
-    if inputs.sinks is not None:
-        sinks = inputs.sinks.to(lse.dtype).view(num_kv_heads, 1, group_size)
+    if layer.v_scale is not None and not is_per_token(layer.v_scale):
+        v_scale = scale_per_kv_head(layer.v_scale, num_kv_heads, dtype, query.device)
+        output = output * v_scale[:, None, None]
+    if layer.sinks is not None:
+        sinks = layer.sinks.to(lse.dtype).view(num_kv_heads, 1, group_size)
         shares = (lse.view(batch, num_kv_heads, num_tokens, group_size) - sinks).sigmoid_()
         output = output * shares.view(batch, num_kv_heads, num_rows, 1).to(dtype)
     output = output.view(batch, num_kv_heads, num_tokens, group_size, head_size).transpose(1, 2)
@@ -124,17 +153,17 @@ def _part(tensor: torch.Tensor, range_: slice) -> torch.Tensor:
 
 
 def _attend_keys(
-    inputs: AttentionInputs,
+    layer: AttentionLayer,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [B, Hkv, rows, D] and log-sum-exp [B, Hkv, rows] over these keys alone."""
-    if inputs.softcap is None:
-        output, lse = _flash_attention(query, key, value, attn_mask=mask, scale=inputs.scale)
+    if layer.softcap is None:
+        output, lse = _flash_attention(query, key, value, attn_mask=mask, scale=layer.scale)
         return output, lse
-    logits = (query @ key.transpose(2, 3)).mul_(inputs.scale / inputs.softcap).tanh_().mul_(inputs.softcap)
+    logits = (query @ key.transpose(2, 3)).mul_(layer.scale / layer.softcap).tanh_().mul_(layer.softcap)
     if mask is not None:
         logits += mask
     lse = logits.logsumexp(-1)

@@ -1,7 +1,6 @@
-"""How one CPU attention call is carried out: which cache rows to copy, which keys each row sees.
+"""How the torch backend computes a step: which cache rows to copy, which keys each row sees.
 
-All of it follows from the step's metadata, which every layer of the model shares, so a plan is made for the
-first layer and found again by the others (`plan_for` remembers the last few by value).
+All of it follows from the step's metadata and the layers' geometry, so layers share a plan.
 
     group     sequences computed together, padded to the same number of rows and key blocks
       context   keys that all its rows see, attended without a mask
@@ -14,14 +13,12 @@ share a K/V head are rows of one matrix, row = token * group_size + head within 
 
 from __future__ import annotations
 
-import functools
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from tandem_kernels.turbo_attention.inputs import MAX_TREE_NODES, AttentionInputs
+from tandem_kernels.turbo_attention.interface import MAX_TREE_NODES, AttentionMetadata
 
 #: New tokens per tile of a prefill chunk; keys after a tile's last token are skipped.
 TILE_TOKENS = 128
@@ -43,7 +40,6 @@ class Geometry:
     group_size: int
     block_size: int
     head_size: int
-    num_blocks: int
     window: int | None
     dtype: torch.dtype
 
@@ -86,14 +82,14 @@ class Group:
         return self.kept_rows is None and self.batch * self.num_tokens == num_rows
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Sequence:
     start: int
     num_new: int
     context_len: int
-    blocks: tuple[int, ...]
+    blocks: list[int]
     #: None: causal.
-    bits: tuple[int, ...] | None
+    bits: list[int] | None
     #: The first slot any row sees, rounded down to a block.
     first_slot: int
 
@@ -102,78 +98,22 @@ class _Sequence:
         return self.context_len + self.num_new - self.first_slot
 
 
-def plan_for(inputs: AttentionInputs, dtype: torch.dtype) -> tuple[Group, ...]:
-    """The plan for this call, computing in dtype; raises ValueError for inconsistent metadata."""
-    geometry = Geometry(
-        num_kv_heads=inputs.num_kv_heads,
-        group_size=inputs.group_size,
-        block_size=inputs.block_size,
-        head_size=inputs.query.shape[2],
-        num_blocks=inputs.kv_cache.shape[0],
-        window=inputs.window,
-        dtype=dtype,
-    )
-    bits = inputs.ancestor_bits
-    return _plan(
-        geometry,
-        inputs.query.shape[0],
-        inputs.seq_lens.numpy().tobytes(),
-        inputs.query_start_loc.numpy().tobytes(),
-        inputs.block_table.numpy().tobytes(),
-        None if bits is None else bits.numpy().tobytes(),
-    )
-
-
-@functools.lru_cache(maxsize=4)
-def _plan(
-    geometry: Geometry,
-    num_rows: int,
-    seq_lens: bytes,
-    query_start_loc: bytes,
-    block_table: bytes,
-    ancestor_bits: bytes | None,
-) -> tuple[Group, ...]:
-    lens = memoryview(seq_lens).cast("i").tolist()
-    starts = memoryview(query_start_loc).cast("i").tolist()
-    table = memoryview(block_table).cast("i")
-    bits = None if ancestor_bits is None else memoryview(ancestor_bits).cast("q").tolist()
-    max_blocks = len(table) // len(lens) if lens else 0
-    if starts[0] != 0 or starts[-1] > num_rows or any(a > b for a, b in itertools.pairwise(starts)):
-        raise ValueError(
-            f"query_start_loc is {starts}, wanted non-decreasing from 0 to T = {num_rows} at most"
-        )
+def plan(metadata: AttentionMetadata, geometry: Geometry) -> tuple[Group, ...]:
+    """The groups of a step whose values have been checked."""
+    starts = metadata.query_start_loc.tolist()
     sequences = []
-    for b, seq_len in enumerate(lens):
+    for b, seq_len in enumerate(metadata.seq_lens.tolist()):
         num_new = starts[b + 1] - starts[b]
-        if num_new > seq_len:
-            raise ValueError(f"seq_lens[{b}] is {seq_len}, wanted at least its {num_new} new tokens")
-        if seq_len > max_blocks * geometry.block_size:
-            raise ValueError(
-                f"block_table has {max_blocks} blocks a sequence, "
-                f"wanted enough for the {seq_len} tokens of sequence {b}"
-            )
         if num_new == 0:
             continue
-        own_bits = None
-        if bits is not None and num_new <= MAX_TREE_NODES and bits[starts[b]] != 0:
-            own_bits = tuple(bits[starts[b] : starts[b + 1]])
-            for node, node_bits in enumerate(own_bits):
-                if not node_bits >> node & 1:
-                    raise ValueError(
-                        f"ancestor_bits[{starts[b] + node}] is {node_bits:#x}, "
-                        f"wanted bit {node} set: a node of a tree sees itself"
-                    )
         first_slot = 0
         if geometry.window is not None:
             first_slot = max(0, seq_len - num_new - geometry.window + 1)
             first_slot -= first_slot % geometry.block_size
-        first_block = b * max_blocks + first_slot // geometry.block_size
-        blocks = tuple(table[first_block : b * max_blocks - (-seq_len // geometry.block_size)].tolist())
-        if not all(0 <= block < geometry.num_blocks for block in blocks):
-            raise ValueError(
-                f"block_table[{b}] names blocks {blocks}, wanted ids in [0, {geometry.num_blocks})"
-            )
-        sequences.append(_Sequence(starts[b], num_new, seq_len - num_new, blocks, own_bits, first_slot))
+        used = slice(first_slot // geometry.block_size, -(-seq_len // geometry.block_size))
+        blocks = metadata.block_table[b, used].tolist()
+        bits = metadata.tree_bits(starts[b], starts[b + 1])
+        sequences.append(_Sequence(starts[b], num_new, seq_len - num_new, blocks, bits, first_slot))
     return tuple(_group(members, geometry) for members in _partition(sequences, geometry))
 
 

@@ -1,14 +1,15 @@
 """The definition of turbo_attention in plain torch, one sequence at a time, slow and meant to be read.
 
 Computes in float32 (float64 when the query is). It says what a row sees once, in `visible_slots`; the other
-backends are tested against it and share no code with it.
+backends are tested against it and share nothing with it but the interface.
 """
 
 from __future__ import annotations
 
 import torch
 
-from tandem_kernels.turbo_attention.inputs import MAX_TREE_NODES, AttentionInputs, is_per_token
+from tandem_kernels.quantize import Scale, is_per_token
+from tandem_kernels.turbo_attention.interface import Attention, AttentionLayer, scale_per_kv_head
 
 
 def visible_slots(context_len: int, bits: list[int] | None, num_new: int, window: int | None) -> torch.Tensor:
@@ -30,56 +31,51 @@ def visible_slots(context_len: int, bits: list[int] | None, num_new: int, window
     return visible
 
 
-def attend(inputs: AttentionInputs, out: torch.Tensor | None) -> torch.Tensor:
-    """Return out [T, Hq, D], or a new tensor when None; see `turbo_attention`."""
-    if out is None:
-        out = torch.empty_like(inputs.query, memory_format=torch.contiguous_format)
-    dtype = torch.float64 if inputs.query.dtype == torch.float64 else torch.float32
-    starts = inputs.query_start_loc.tolist()
-    for b, seq_len in enumerate(inputs.seq_lens.tolist()):
-        start, stop = starts[b], starts[b + 1]
-        num_new = stop - start
-        if num_new == 0:
-            continue
-        bits = None
-        if inputs.ancestor_bits is not None and num_new <= MAX_TREE_NODES:
-            bits = inputs.ancestor_bits[start:stop].tolist()
-            if bits[0] == 0:
-                bits = None
-        visible = visible_slots(seq_len - num_new, bits, num_new, inputs.window).to(inputs.query.device)
+class ReferenceAttention(Attention):
+    """Any device and dtype."""
 
-        num_blocks = -(-seq_len // inputs.block_size)
-        block_ids = inputs.block_table[b, :num_blocks].long()
-        # [n, 2, Hkv, bs, D] -> [2, Hkv, seq_len, D]
-        blocks = inputs.kv_cache[block_ids]
-        key, value = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :seq_len].to(dtype)
-        key = key * _factors(inputs, inputs.k_scale, block_ids, seq_len, dtype)
-        value = value * _factors(inputs, inputs.v_scale, block_ids, seq_len, dtype)
-        key = key.repeat_interleave(inputs.group_size, dim=0)
-        value = value.repeat_interleave(inputs.group_size, dim=0)
-        query = inputs.query[start:stop].to(dtype).transpose(0, 1)
+    def _run(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, layer: AttentionLayer, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        if out is None:
+            out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+        _, _, num_kv_heads, block_size, _ = kv_cache.shape
+        group_size = query.shape[1] // num_kv_heads
+        starts = self.metadata.query_start_loc.tolist()
+        for b, seq_len in enumerate(self.metadata.seq_lens.tolist()):
+            start, stop = starts[b], starts[b + 1]
+            num_new = stop - start
+            if num_new == 0:
+                continue
+            bits = self.metadata.tree_bits(start, stop)
+            visible = visible_slots(seq_len - num_new, bits, num_new, layer.window).to(query.device)
 
-        logits = query @ key.transpose(1, 2) * inputs.scale
-        if inputs.softcap is not None:
-            logits = inputs.softcap * torch.tanh(logits / inputs.softcap)
-        logits = logits.masked_fill(~visible, -torch.inf)
-        if inputs.sinks is not None:
-            sink_column = inputs.sinks.to(dtype)[:, None, None].expand(-1, num_new, 1)
-            logits = torch.cat((logits, sink_column), dim=2)
-        weights = logits.softmax(dim=2)[:, :, :seq_len]
-        out[start:stop] = (weights @ value).transpose(0, 1).to(out.dtype)
-    return out
+            block_ids = self.metadata.block_table[b, : -(-seq_len // block_size)].long()
+            # [n, 2, Hkv, bs, D] -> [2, Hkv, seq_len, D]
+            blocks = kv_cache[block_ids]
+            key, value = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :seq_len].to(dtype)
+            key = key * _factors(layer.k_scale, key, block_ids)
+            value = value * _factors(layer.v_scale, value, block_ids)
+            key = key.repeat_interleave(group_size, dim=0)
+            value = value.repeat_interleave(group_size, dim=0)
+
+            logits = query[start:stop].to(dtype).transpose(0, 1) @ key.transpose(1, 2) * layer.scale
+            if layer.softcap is not None:
+                logits = layer.softcap * torch.tanh(logits / layer.softcap)
+            logits = logits.masked_fill(~visible, -torch.inf)
+            if layer.sinks is not None:
+                sink_column = layer.sinks.to(dtype)[:, None, None].expand(-1, num_new, 1)
+                logits = torch.cat((logits, sink_column), dim=2)
+            weights = logits.softmax(dim=2)[:, :, :seq_len]
+            out[start:stop] = (weights @ value).transpose(0, 1).to(out.dtype)
+        return out
 
 
-def _factors(
-    inputs: AttentionInputs,
-    factor: float | torch.Tensor | None,
-    block_ids: torch.Tensor,
-    seq_len: int,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """k_scale or v_scale to multiply [Hkv, seq_len, D] with: [Hkv, 1 or seq_len, 1] of dtype."""
+def _factors(factor: Scale, tensor: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:
+    """k_scale or v_scale to multiply tensor [Hkv, seq_len, D] with: [Hkv, 1 or seq_len, 1] of its dtype."""
+    num_kv_heads, seq_len, _ = tensor.shape
     if is_per_token(factor):
         # [n, Hkv, bs] -> [Hkv, seq_len, 1]
-        return factor[block_ids].transpose(0, 1).flatten(1)[:, :seq_len, None].to(dtype)
-    return inputs.scale_per_kv_head(factor, dtype)[:, None, None]
+        return factor[block_ids].transpose(0, 1).flatten(1)[:, :seq_len, None].to(tensor.dtype)
+    return scale_per_kv_head(factor, num_kv_heads, tensor.dtype, tensor.device)[:, None, None]

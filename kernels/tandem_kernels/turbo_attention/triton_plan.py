@@ -6,9 +6,9 @@
 
     item           sequence, first row, begin, end, split, num_splits, tile, first partial row
 
-Where splits begin follows from their slots alone, and whether there are any from the sequence's own number of
-new tokens, so a sequence's result does not depend on its company. Chunks come first in the list, for their
-items take longest.
+The slots alone decide where splits begin, and the sequence's own number of new tokens decides whether there
+are any, so a sequence's result does not depend on the rest of the batch. Chunks come first in the list,
+because their items take longest.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tandem_kernels.turbo_attention.inputs import MAX_TREE_NODES
+from tandem_kernels.turbo_attention.interface import MAX_TREE_NODES
 from tandem_kernels.turbo_attention.triton_kernel import ITEM_FIELDS
 from tandem_kernels.turbo_attention.triton_tiles import SPLIT_SIZE, Tiles, choose_tiles
 
@@ -32,8 +32,8 @@ class AttentionPlan:
     """Which program of the kernel attends to what in the current step.
 
     All layers of a step, and the steps after it, may use one plan, but not two launches at the same time: the
-    partial results lie in its workspace. `update` and the launches are ordered by their CUDA stream and can
-    be captured into a CUDA graph. Layers with another window need another plan.
+    plan's workspace holds the partial results. The CUDA stream orders `update` and the launches, and a CUDA
+    graph can capture them. Layers with another window need another plan.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class AttentionPlan:
             self.num_programs = multiprocessors * self.tiles.programs_per_multiprocessor
 
     def update(self, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:
-        """Fill the work list for a step; seq_lens [B] and query_start_loc [B + 1] as in `turbo_attention`.
+        """Fill the work list for a step; seq_lens [B] and query_start_loc [B + 1] as in `AttentionMetadata`.
 
         No sequence may be longer than max_seq_len (keys past it are left out), nor may the step exceed
         max_tokens; neither can be checked without waiting for the device.
