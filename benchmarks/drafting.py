@@ -20,7 +20,14 @@ from drafting_research.replaying import Answer, read_conversations
 from reporting import describe_command, describe_machine, markdown_table
 from tandem_cli.bench.dataset import load_dialogues, sample_dialogues
 from tandem_core.model.manifest import ModelManifest
-from tandem_drafting.native import Corpus, Job, Learner, Text, draft_jobs, learn
+from tandem_drafting.native import (
+    AcceptanceModel,
+    CorpusIndex,
+    SequenceIndex,
+    SequenceInput,
+    draft_batch,
+    learn,
+)
 from tandem_engine import model_loader
 from tandem_engine.draft_tree import DraftTree
 
@@ -43,9 +50,9 @@ HEAD = (
 class Lane:
     """One sequence after another."""
 
-    def __init__(self, answers: Iterator[Answer], learner: Learner, corpus: Corpus) -> None:
+    def __init__(self, answers: Iterator[Answer], learner: AcceptanceModel, corpus: CorpusIndex) -> None:
         self._answers, self._learner, self._corpus = answers, learner, corpus
-        self.job: Job | None = None
+        self.job: SequenceInput | None = None
 
     def begin(self, run: int) -> bool:
         """Takes the next answer; False when there is none."""
@@ -55,10 +62,10 @@ class Lane:
             return False
         self._run = run
         self._target, self._position = answer.target, 1
-        text = Text(len(answer.prompt))
+        text = SequenceIndex(len(answer.prompt))
         text.extend(answer.prompt)
         text.extend(answer.target[:1])
-        self.job = Job(text, self._learner, self._corpus)
+        self.job = SequenceInput(text, self._learner, self._corpus)
         return True
 
     @property
@@ -87,8 +94,8 @@ class Lane:
 
 def measure(answers: Sequence[Answer], vocab_size: int, num_lanes: int, row: float) -> list[str]:
     """One row of the table."""
-    corpus = Corpus(sum(len(answer.target) + 1 for answer in answers), vocab_size)
-    learner = Learner()
+    corpus = CorpusIndex(sum(len(answer.target) + 1 for answer in answers), vocab_size)
+    learner = AcceptanceModel()
     waiting = iter(answers)
     lanes = [Lane(waiting, learner, corpus) for _ in range(num_lanes)]
     runs = 0
@@ -105,7 +112,7 @@ def measure(answers: Sequence[Answer], vocab_size: int, num_lanes: int, row: flo
             lane.job.room = max(lane.room, 0)
             jobs.append(lane.job)
         begun = time.perf_counter()
-        trees = draft_jobs(jobs, MAX_GUESSES, len(jobs), seconds).trees()
+        trees = draft_batch(jobs, MAX_GUESSES, len(jobs), seconds).trees()
         drafted = time.perf_counter()
         emitted = [lane.verify(tree) for lane, tree in zip(lanes, trees, strict=True)]
         verified = time.perf_counter()

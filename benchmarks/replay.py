@@ -30,7 +30,6 @@ from tandem_cli import models
 from tandem_cli.bench.dataset import DatasetError, load_dialogues, sample_dialogues, sample_policy
 from tandem_core.errors import ModelLoadError
 from tandem_core.model.manifest import ModelManifest
-from tandem_drafting import native
 
 #: The compiled drafters, which predict how likely a guess is to be accepted.
 _CALIBRATED = frozenset({"local", "forest", "line"})
@@ -56,10 +55,6 @@ def run(config: ReplayConfig, *, calibration: bool = False) -> str:
     unknown = [name for name in config.sources if name not in DRAFTERS]
     if unknown:
         raise DatasetError(f"--sources names {unknown[0]!r}; there are {', '.join(DRAFTERS)}")
-    if native.LIBRARY is None and (config.as_taco or not _CALIBRATED.isdisjoint(config.sources)):
-        raise DatasetError(
-            "--sources names a drafter that was not compiled; install g++ and reinstall, or give chain"
-        )
     try:
         folder = models.obtain(config.model)
     except ModelLoadError as error:

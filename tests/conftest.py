@@ -7,20 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tandem_drafting import native
 from tandem_drafting.step_cost import StepCost
 from tandem_engine import model_loader
 
 #: Larger development data, read when it lies beside the repository; the small sample ships with the package.
 _SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Without a compiler nothing is drafted; test_drafts_fuzz.py sees to it that there is no other reason."""
-    if native.LIBRARY is None:
-        for item in items:
-            if "drafts" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="the drafter was not compiled"))
 
 
 @dataclass(frozen=True)

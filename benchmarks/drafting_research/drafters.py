@@ -15,7 +15,15 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 
-from tandem_drafting.native import Corpus, Guesses, Job, Learner, Text, draft, learn
+from tandem_drafting.native import (
+    AcceptanceModel,
+    CorpusIndex,
+    Guesses,
+    SequenceIndex,
+    SequenceInput,
+    draft,
+    learn,
+)
 from tandem_engine.draft_tree import DraftTree
 
 from drafting_research.replaying import ReplayDrafter
@@ -40,7 +48,7 @@ class Forest:
         self,
         name: str,
         num_nodes: int,
-        corpus: Corpus | None,
+        corpus: CorpusIndex | None,
         *,
         max_chain: int = 0,
         price: Price | None = None,
@@ -50,14 +58,14 @@ class Forest:
         self._corpus = corpus
         self._max_chain = max_chain
         self._price = price or self._nothing
-        self._learner = Learner()
-        self._jobs: dict[int, Job] = {}
+        self._learner = AcceptanceModel()
+        self._jobs: dict[int, SequenceInput] = {}
         self._num_runs = 0
 
     def begin(self, sequence: int, prompt: Sequence[int]) -> None:
-        text = Text(len(prompt))
+        text = SequenceIndex(len(prompt))
         text.extend(prompt)
-        self._jobs[sequence] = Job(text, self._learner, self._corpus, max_chain=self._max_chain)
+        self._jobs[sequence] = SequenceInput(text, self._learner, self._corpus, max_chain=self._max_chain)
 
     def draft(self, sequences: Sequence[int], rooms: Sequence[int]) -> list[Guesses | None]:
         jobs = [self._jobs[sequence] for sequence in sequences]
@@ -238,6 +246,6 @@ DRAFTERS: dict[str, Callable[[int, int, int], ReplayDrafter]] = {
     "global-chain": lambda nodes, vocab, room: Chain("global-chain", nodes, is_global=True),
     "suffix": lambda nodes, vocab, room: SuffixTrees("suffix", nodes),
     "local": lambda nodes, vocab, room: Forest("local", nodes, None),
-    "forest": lambda nodes, vocab, room: Forest("forest", nodes, Corpus(room, vocab)),
-    "line": lambda nodes, vocab, room: Forest("line", nodes, Corpus(room, vocab), max_chain=nodes),
+    "forest": lambda nodes, vocab, room: Forest("forest", nodes, CorpusIndex(room, vocab)),
+    "line": lambda nodes, vocab, room: Forest("line", nodes, CorpusIndex(room, vocab), max_chain=nodes),
 }

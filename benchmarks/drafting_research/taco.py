@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from reporting import markdown_table
-from tandem_drafting.native import Corpus
+from tandem_drafting.native import CorpusIndex
 
 from drafting_research.cost_model import H200, LLAMA_8B, CostModel
 from drafting_research.drafters import Chain, Forest
@@ -99,8 +99,8 @@ def _drafters(context: float, vocab_size: int, room: int) -> list[Callable[[], R
 
     return [
         lambda: Chain("global-chain", LINE, is_global=True),
-        lambda: Forest("line", LINE, Corpus(room, vocab_size), max_chain=LINE, price=price_of(LINE)),
-        lambda: Forest("forest", TREE, Corpus(room, vocab_size), price=price_of(TREE)),
+        lambda: Forest("line", LINE, CorpusIndex(room, vocab_size), max_chain=LINE, price=price_of(LINE)),
+        lambda: Forest("forest", TREE, CorpusIndex(room, vocab_size), price=price_of(TREE)),
     ]
 
 

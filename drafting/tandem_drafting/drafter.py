@@ -6,8 +6,8 @@
               what else the model thought likely
     forget    the request is over
 
-The work is done in C++ (drafting/csrc, through native.py), in one call for the whole batch, since crossing
-over takes as long as drafting; where that was not compiled, nothing is drafted.
+C++ does the work (drafting/csrc, through native.py), in one call for the whole batch: a call costs as much
+as drafting for one sequence.
 
 A draft never changes what is generated, only how fast: any tree is valid, a wrong one costs its rows.
 
@@ -36,7 +36,14 @@ from torch import Tensor
 from tandem_drafting import native
 from tandem_drafting.likeliest import likeliest_of
 from tandem_drafting.mirror import GlobalMirror
-from tandem_drafting.native import NUM_RECYCLED, Job, Learner, Recycler, Reliability, Text
+from tandem_drafting.native import (
+    NUM_RECYCLED,
+    AcceptanceModel,
+    Recycler,
+    Reliability,
+    SequenceIndex,
+    SequenceInput,
+)
 from tandem_drafting.step_cost import StepCost
 
 #: After so many drafts in vain in a row one is made every second step, after as many again every fourth.
@@ -123,22 +130,22 @@ class _Sequence:
     def __init__(
         self,
         request: Request,
-        learner: Learner,
+        learner: AcceptanceModel,
         recycler: Recycler,
         mirror: GlobalMirror | None,
         *,
         max_chain: int,
     ) -> None:
-        self.text = Text(request.num_prompt_tokens)
+        self.text = SequenceIndex(request.num_prompt_tokens)
         self.mirror = mirror
-        self.job = Job(self.text, learner, recycler=recycler, max_chain=max_chain)
+        self.job = SequenceInput(self.text, learner, recycler=recycler, max_chain=max_chain)
         #: Whether the last step was drafted for, so that there is something to learn.
         self.is_drafted = False
         #: Drafts in a row that were in vain; and which bits of a step's number must be 0 for a draft.
         self.num_vain = 0
         self.rest_mask = 0
 
-    def prepare(self, request: Request, room: int) -> Job:
+    def prepare(self, request: Request, room: int) -> SequenceInput:
         """The job, with the text up to date."""
         text, job = self.text, self.job
         if text.num_tokens != request.num_tokens:
@@ -163,12 +170,12 @@ class Drafter:
     """Owns the sequences' texts and what was learnt. Used by one thread; mirrors are written by others."""
 
     def __init__(self, mirror: GlobalMirror | None, policy: DraftPolicy) -> None:
-        self._strategy = policy.strategy if native.LIBRARY is not None else SpeculationMode.OFF
+        self._strategy = policy.strategy
         self._mirrors: dict[str, GlobalMirror] = {}
         if mirror is not None:
             self.attach(mirror)
         #: By tenant: what is learnt from one's texts serves no other's.
-        self._learners: dict[str, Learner] = {}
+        self._learners: dict[str, AcceptanceModel] = {}
         self._recyclers: dict[str, Recycler] = {}
         self._sequences: dict[str, _Sequence] = {}
         #: What the engine measures; it reports its steps here.
@@ -186,11 +193,11 @@ class Drafter:
         """Uses a mirror for its tenant's requests that begin from now on, and for no other's."""
         self._mirrors[mirror.tenant] = mirror
 
-    def learner(self, tenant: str) -> Learner:
+    def learner(self, tenant: str) -> AcceptanceModel:
         """What was learnt of a tenant's texts; to be used on the engine's thread alone."""
         learner = self._learners.get(tenant)
         if learner is None:
-            learner = self._learners[tenant] = Learner()
+            learner = self._learners[tenant] = AcceptanceModel()
         return learner
 
     def reliability(self) -> list[Reliability]:
@@ -219,7 +226,7 @@ class Drafter:
             return trees
         self._worth.step(len(requests))
         drafted: list[tuple[int, _Sequence]] = []
-        jobs: list[Job] = []
+        jobs: list[SequenceInput] = []
         for n, request in enumerate(requests):
             room = request.sampling.max_tokens - len(request.output_token_ids) - 1
             if room < 1 or request.speculation is SpeculationMode.OFF or not request.is_decoding:
@@ -240,7 +247,7 @@ class Drafter:
         seconds = cost.curve(len(requests), context, max_guesses * len(jobs))
         own_seconds = self._proposing.value + self._learning.value
         own_share = own_seconds / (self.step_cost.mean_seconds or 1.0)
-        made = native.draft_jobs(jobs, max_guesses, len(requests), seconds, own_share * seconds[0])
+        made = native.draft_batch(jobs, max_guesses, len(requests), seconds, own_share * seconds[0])
         self._worth.note(made.gain - 1.0, own_share * len(jobs))
         for (n, sequence), tree, is_vain in zip(drafted, made.trees(), made.is_vain, strict=True):
             trees[n] = tree
@@ -261,7 +268,7 @@ class Drafter:
         May be called before or after the tokens are appended to the request.
         """
         begun = time.perf_counter()
-        jobs: list[Job] = []
+        jobs: list[SequenceInput] = []
         token_ids: list[Sequence[int]] = []
         wanted: list[int] = []
         for one in emitted:
@@ -291,7 +298,7 @@ class Drafter:
         learner = self._learners.get(tenant)
         if learner is not None:
             # Not another one: what was counted goes on being counted.
-            learner.load_bytes(Learner().to_bytes())
+            learner.load_bytes(AcceptanceModel().to_bytes())
         self._recyclers.pop(tenant, None)
 
     @property

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterable, Sequence
 
 from tandem_drafting import native
-from tandem_drafting.native import Corpus
+from tandem_drafting.native import CorpusIndex
 from tandem_drafting.spans import AcceptedSpan, RequestNames
 from tandem_drafting.text_store import Run, TextStore
 
@@ -44,12 +44,12 @@ class GlobalMirror:
         self._writing = threading.Lock()
         self._position = ""
         self._store = TextStore(max_tokens)
-        self._corpus: Corpus | None = None
+        self._corpus: CorpusIndex | None = None
         self._last_run = -1
         self._rebuild()
 
     @property
-    def corpus(self) -> Corpus | None:
+    def corpus(self) -> CorpusIndex | None:
         """What to draft from; stays readable after a swap. None where the drafter was not compiled."""
         return self._corpus
 
@@ -133,7 +133,7 @@ class GlobalMirror:
         if native.LIBRARY is None:
             return
         held = self._store.num_tokens + self._store.num_runs
-        corpus = Corpus(max(_FIRST_CAPACITY, held * 3 // 2), self._vocab_size)
+        corpus = CorpusIndex(max(_FIRST_CAPACITY, held * 3 // 2), self._vocab_size)
         self._last_run = -1
         for run in self._store.runs():
             corpus.add(run.number, run.tokens)

@@ -1,22 +1,21 @@
 """The drafter written in C++ (drafting/csrc), loaded through ctypes.
 
-    Text       one sequence: prompt, output, and the tree drafted last
-    Corpus     what a namespace's requests have generated
-    Recycler   successors the model thought likely before
-    Learner    how likely a guess is to be accepted, given what speaks for it
-    Job        what one sequence draws on
-    draft      trees for a batch of sequences, at one price
-    learn      what a step has emitted for them
+    SequenceIndex     one sequence: prompt, output and its last draft
+    CorpusIndex       sequences that a tenant's requests generated
+    Recycler          likely next tokens from earlier logits
+    AcceptanceModel   predicts the acceptance of a guess
+    SequenceInput     the inputs of one sequence's draft
+    draft_batch       drafts for a batch
+    learn             takes the tokens that a step emitted
 
-Calls run without the interpreter's lock. An object must not be used by two threads at once, but for a
-Corpus, to which one thread may add while others draft from it.
+Calls release the GIL. An object belongs to one thread, except that one thread may add to a CorpusIndex
+while others draft from it.
 """
 
 from __future__ import annotations
 
 import ctypes
 import itertools
-import logging
 import struct
 from array import array
 from collections.abc import Sequence
@@ -27,8 +26,6 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 from tandem_engine.draft_tree import MAX_TREE_NODES, DraftTree
-
-log = logging.getLogger(__name__)
 
 #: Where guesses come from, by the number the library gives them.
 SOURCES = ("prompt", "output", "global", "recycled")
@@ -89,37 +86,32 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
 }
 
 
-def _load() -> ctypes.CDLL | None:
+def _load() -> ctypes.CDLL:
+    path = Path(__file__).with_name("tandem_drafting.so")
     try:
-        library = ctypes.CDLL(str(Path(__file__).with_name("tandem_drafting.so")))
+        library = ctypes.CDLL(str(path))
     except OSError as error:
-        log.warning("the drafter was not compiled (%s); decoding goes on without drafts", error)
-        return None
+        raise ImportError(
+            f"cannot load the compiled drafter ({error}); reinstall Tandem, in a checkout run build_native.py"
+        ) from error
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, list(arguments)
     return library
 
 
-#: The loaded library, or None: it was not compiled.
 LIBRARY = _load()
-
-
-def library() -> ctypes.CDLL:
-    if LIBRARY is None:
-        raise RuntimeError("the drafter was not compiled; install g++ and reinstall, or turn speculation off")
-    return LIBRARY
 
 
 def _ids(token_ids: Sequence[int]) -> array[int]:
     return token_ids if isinstance(token_ids, array) else array("i", token_ids)
 
 
-class Text:
+class SequenceIndex:
     """One sequence's prompt and output, indexed; O(1) amortised per token."""
 
     def __init__(self, num_prompt_tokens: int) -> None:
-        self._library = library()
+        self._library = LIBRARY
         self.handle = self._library.tandem_draft_sequence_new(num_prompt_tokens)
         #: Tokens appended.
         self.num_tokens = 0
@@ -139,13 +131,13 @@ class Text:
         return int(self._library.tandem_draft_sequence_bytes(self.handle))
 
 
-class Corpus:
+class CorpusIndex:
     """Runs of generated text, at most `capacity` tokens with one more for each run."""
 
     def __init__(self, capacity: int, vocab_size: int) -> None:
         if not 0 < capacity < 2**31:
             raise ValueError(f"capacity is {capacity} tokens, wanted 1 .. 2147483647")
-        self._library = library()
+        self._library = LIBRARY
         self.capacity = capacity
         self.vocab_size = vocab_size
         self.handle = self._library.tandem_draft_corpus_new(capacity, vocab_size)
@@ -179,10 +171,10 @@ class Corpus:
         return int(self._library.tandem_draft_corpus_bytes(self.handle))
 
 
-class Likeliest:
+class TopTokens:
     """For some rows of logits the NUM_RECYCLED likeliest tokens, the likeliest first, and their logits."""
 
-    #: As Likeliest of drafting/csrc/recycler.h: int32 tokens, float32 logits.
+    #: As TopTokens of drafting/csrc/recycler.h: int32 tokens, float32 logits.
     _WORDS = 2 * NUM_RECYCLED
 
     def __init__(self, words: array[int], start: int, stop: int) -> None:
@@ -193,9 +185,9 @@ class Likeliest:
     def __len__(self) -> int:
         return self._stop - self._start
 
-    def part(self, start: int, stop: int) -> Likeliest:
+    def part(self, start: int, stop: int) -> TopTokens:
         """Rows [start, stop), sharing the memory."""
-        return Likeliest(self._words, self._start + start, self._start + stop)
+        return TopTokens(self._words, self._start + start, self._start + stop)
 
     @property
     def tokens(self) -> list[list[int]]:
@@ -204,30 +196,30 @@ class Likeliest:
         return [self._words[at : at + NUM_RECYCLED].tolist() for at in rows]
 
     @staticmethod
-    def of_tokens(tokens: npt.ArrayLike, logits: npt.ArrayLike) -> Likeliest:
+    def of_tokens(tokens: npt.ArrayLike, logits: npt.ArrayLike) -> TopTokens:
         """From tables [rows, NUM_RECYCLED], the likeliest first: what a device has found."""
         chosen = np.asarray(tokens, np.int32)
         words = np.concatenate((chosen, np.asarray(logits, np.float32).view(np.int32)), axis=1)
-        return Likeliest(array("i", words.tobytes()), 0, len(chosen))
+        return TopTokens(array("i", words.tobytes()), 0, len(chosen))
 
     @staticmethod
-    def of_logits(logits_address: int, vocab_size: int, rows: Sequence[int]) -> Likeliest:
+    def of_logits(logits_address: int, vocab_size: int, rows: Sequence[int]) -> TopTokens:
         """Of rows of logits [.., vocab_size], float32, contiguous, at an address of this process."""
         if vocab_size < NUM_RECYCLED:
             raise ValueError(f"a vocabulary of {vocab_size} tokens; wanted {NUM_RECYCLED} or more")
-        words = array("i", bytes(4 * Likeliest._WORDS * len(rows)))
+        words = array("i", bytes(4 * TopTokens._WORDS * len(rows)))
         wanted = _ids(rows)
-        library().tandem_draft_likeliest(
+        LIBRARY.tandem_draft_likeliest(
             logits_address, vocab_size, wanted.buffer_info()[0], len(wanted), words.buffer_info()[0]
         )
-        return Likeliest(words, 0, len(wanted))
+        return TopTokens(words, 0, len(wanted))
 
 
 class Recycler:
     """The model's likeliest successors of the contexts it was lately asked for; `learn` fills it."""
 
     def __init__(self) -> None:
-        self._library = library()
+        self._library = LIBRARY
         self.handle = self._library.tandem_draft_recycler_new()
 
     def __del__(self) -> None:
@@ -239,7 +231,7 @@ class Recycler:
         return int(self._library.tandem_draft_recycler_bytes(self.handle))
 
 
-#: What `Learner.to_bytes` begins with: a mark, the version of the tables' layout, their digest.
+#: What `AcceptanceModel.to_bytes` begins with: a mark, the version of the tables' layout, their digest.
 _LEARNER_HEADER = struct.Struct("<4sI16s")
 _LEARNER_MARK = b"TLKL"
 _LEARNER_VERSION = 2
@@ -255,11 +247,11 @@ class Reliability:
     accepted: float
 
 
-class Learner:
+class AcceptanceModel:
     """What is learnt of a namespace's texts; begins with what is sensible anywhere."""
 
     def __init__(self) -> None:
-        self._library = library()
+        self._library = LIBRARY
         self.handle = self._library.tandem_draft_learner_new()
 
     def __del__(self) -> None:
@@ -301,7 +293,7 @@ class Learner:
             raise ValueError("learnt tables hold what cannot have been learnt")
 
 
-class Job:
+class SequenceInput:
     """What one sequence of a batch draws on; kept from step to step.
 
     text: None drafts nothing. room: the deepest guess that could be emitted; 0: no draft. own_run: the run of
@@ -313,9 +305,9 @@ class Job:
 
     def __init__(
         self,
-        text: Text | None,
-        learner: Learner,
-        corpus: Corpus | None = None,
+        text: SequenceIndex | None,
+        learner: AcceptanceModel,
+        corpus: CorpusIndex | None = None,
         recycler: Recycler | None = None,
         *,
         room: int = _MAX_GUESSES,
@@ -329,10 +321,10 @@ class Job:
         call.learner, call.max_chain = learner.handle, max_chain
         call.recycler = recycler.handle if recycler is not None else None
         self.address = ctypes.addressof(call)
-        self._corpus: Corpus | None = None
+        self._corpus: CorpusIndex | None = None
         self.set_corpus(corpus)
 
-    def set_corpus(self, corpus: Corpus | None) -> None:
+    def set_corpus(self, corpus: CorpusIndex | None) -> None:
         """What others have generated; another object when that has grown."""
         if corpus is not self._corpus:
             self._corpus = corpus
@@ -348,7 +340,7 @@ class Guesses:
 
 
 class Drafted:
-    """What `draft_jobs` has made, by job."""
+    """What `draft_batch` has made, by job."""
 
     def __init__(self, gain: float, steps: array[int], guesses: array[int]) -> None:
         #: How many times as many tokens per second the step is to give as without guesses.
@@ -384,8 +376,12 @@ class Drafted:
         return [tuple(reach[begin:end]) for begin, end in itertools.pairwise(ends)]
 
 
-def draft_jobs(
-    jobs: Sequence[Job], max_guesses: int, expected: float, seconds: array[float], own_seconds: float = 0.0
+def draft_batch(
+    jobs: Sequence[SequenceInput],
+    max_guesses: int,
+    expected: float,
+    seconds: array[float],
+    own_seconds: float = 0.0,
 ) -> Drafted:
     """Makes each job's draft, of at most `max_guesses`.
 
@@ -398,7 +394,7 @@ def draft_jobs(
     steps = array("i", [word for job in jobs for word in (job.room, job.own_run, 0, 0)])
     room = min(max_guesses * len(jobs), len(seconds) - 1)
     guesses = array("i", bytes(4 * _GUESS_WORDS * room))
-    gain = library().tandem_draft(
+    gain = LIBRARY.tandem_draft(
         addresses.buffer_info()[0],
         steps.buffer_info()[0],
         len(jobs),
@@ -412,16 +408,18 @@ def draft_jobs(
     return Drafted(gain, steps, guesses)
 
 
-def draft(jobs: Sequence[Job], max_guesses: int, seconds: Sequence[float]) -> list[Guesses | None]:
-    """`draft_jobs` for a batch of nothing else: each job's guesses, None where nothing pays."""
-    drafted = draft_jobs(jobs, max_guesses, len(jobs), array("d", seconds))
+def draft(jobs: Sequence[SequenceInput], max_guesses: int, seconds: Sequence[float]) -> list[Guesses | None]:
+    """`draft_batch` for a batch of nothing else: each job's guesses, None where nothing pays."""
+    drafted = draft_batch(jobs, max_guesses, len(jobs), array("d", seconds))
     return [
         Guesses(tree, reach) if tree is not None else None
         for tree, reach in zip(drafted.trees(), drafted.reach(), strict=True)
     ]
 
 
-def learn(jobs: Sequence[Job], emitted: Sequence[Sequence[int]], likeliest: Likeliest | None = None) -> None:
+def learn(
+    jobs: Sequence[SequenceInput], emitted: Sequence[Sequence[int]], likeliest: TopTokens | None = None
+) -> None:
     """What a step has emitted for each job: compared with its draft, and appended to its text.
 
     likeliest: of the logits that each of all these tokens was chosen from, for the jobs that have a recycler.
@@ -436,7 +434,7 @@ def learn(jobs: Sequence[Job], emitted: Sequence[Sequence[int]], likeliest: Like
     if likeliest is not None and len(likeliest) != len(tokens):
         raise ValueError(f"the likeliest tokens of {len(likeliest)} places, wanted {len(tokens)}")
     addresses = array("q", [job.address for job in jobs])
-    library().tandem_draft_learn(
+    LIBRARY.tandem_draft_learn(
         addresses.buffer_info()[0],
         len(jobs),
         tokens.buffer_info()[0],

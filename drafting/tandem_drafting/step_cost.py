@@ -19,23 +19,20 @@ class StepCost:
     """Online estimate of the seconds of a decode step; belongs to the engine's thread.
 
     row_cost: time of one more row relative to a step without guesses, before anything was measured.
-
-    Where the drafter was not compiled only the mean is kept.
     """
 
     def __init__(self, row_cost: float = 0.1) -> None:
         self._library = native.LIBRARY
         if not 0.0 <= row_cost < 10.0:
             raise ValueError(f"row_cost is {row_cost}; it is a share of a step, in [0, 10)")
-        if self._library is not None:
-            self._handle = self._library.tandem_step_cost_new(row_cost)
+        self._handle = self._library.tandem_step_cost_new(row_cost)
         self._seconds = array("d")
         self._pending = array("d")
         #: Recent mean duration of a decode step; 0 before any was seen.
         self.mean_seconds = 0.0
 
     def __del__(self) -> None:
-        if self._library is not None and hasattr(self, "_handle"):
+        if hasattr(self, "_handle"):
             self._library.tandem_step_cost_free(self._handle)
 
     def observe(self, num_sequences: int, context: int, num_guesses: int, seconds: float) -> None:
@@ -45,8 +42,7 @@ class StepCost:
         pending = self._pending
         pending.extend((num_sequences, context, num_guesses, seconds))
         if len(pending) == _TOGETHER * _STEP_WORDS:
-            if self._library is not None:
-                self._library.tandem_step_cost_observe(self._handle, pending.buffer_info()[0], _TOGETHER)
+            self._library.tandem_step_cost_observe(self._handle, pending.buffer_info()[0], _TOGETHER)
             self._pending = array("d")
 
     def curve(self, num_sequences: int, context: int, max_guesses: int) -> array[float]:
@@ -56,7 +52,7 @@ class StepCost:
         """
         if len(self._seconds) != max_guesses + 1:
             self._seconds = array("d", bytes(8 * (max_guesses + 1)))
-        native.library().tandem_step_cost_curve(
+        native.LIBRARY.tandem_step_cost_curve(
             self._handle, num_sequences, context, len(self._seconds), self._seconds.buffer_info()[0]
         )
         return self._seconds

@@ -7,7 +7,7 @@ from drafting_research.cost_model import CostModel
 from drafting_research.drafters import Chain, Forest
 from drafting_research.replaying import Answer, Conversation, replay
 from drafting_research.taco import taco_table
-from tandem_drafting.native import Corpus
+from tandem_drafting.native import CorpusIndex
 
 pytestmark = pytest.mark.drafts
 
@@ -59,9 +59,9 @@ def test_speed_up_is_that_of_the_cost_model() -> None:
 def test_a_line_is_a_line_and_a_price_shortens_it() -> None:
     """The same text drafted by lines: free, and at a price that no guess is worth."""
     conversations = dialogues(6)
-    free = Forest("line", 7, Corpus(2000, 1000), max_chain=7)
+    free = Forest("line", 7, CorpusIndex(2000, 1000), max_chain=7)
     dear = Forest(
-        "line", 7, Corpus(2000, 1000), max_chain=7, price=lambda n: [1.0 + q for q in range(7 * n + 1)]
+        "line", 7, CorpusIndex(2000, 1000), max_chain=7, price=lambda n: [1.0 + q for q in range(7 * n + 1)]
     )
     got = replay(free, conversations).everything
     assert got.mat > 2

@@ -217,8 +217,8 @@ class Looks:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
-        self._draft_jobs = native.draft_jobs
-        monkeypatch.setattr(native, "draft_jobs", self._counted)
+        self._draft_jobs = native.draft_batch
+        monkeypatch.setattr(native, "draft_batch", self._counted)
 
     def _counted(self, *args: object) -> native.Drafted:
         self.count += 1

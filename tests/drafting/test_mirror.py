@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tandem_drafting.mirror import GlobalMirror
-from tandem_drafting.native import Job, Learner, Text, draft
+from tandem_drafting.native import AcceptanceModel, SequenceIndex, SequenceInput, draft
 from tandem_drafting.spans import AcceptedSpan
 
 pytestmark = pytest.mark.drafts
@@ -24,9 +24,9 @@ def snapshot_of(*texts: list[int]) -> bytes:
 
 def guesses(mirror: GlobalMirror, text: list[int], own: str = "") -> set[int]:
     """Tokens that the corpus makes a drafter guess behind a text, at once or later."""
-    sequence = Text(len(text))
+    sequence = SequenceIndex(len(text))
     sequence.extend(text)
-    job = Job(sequence, Learner(), mirror.corpus, own_run=mirror.run_of(own))
+    job = SequenceInput(sequence, AcceptanceModel(), mirror.corpus, own_run=mirror.run_of(own))
     (found,) = draft([job], 16, FREE)
     return set(found.tree.token_ids) if found is not None else set()
 

@@ -14,15 +14,15 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tandem_drafting.native import (
-    Corpus,
+    AcceptanceModel,
+    CorpusIndex,
     Guesses,
-    Job,
-    Learner,
-    Likeliest,
     Recycler,
-    Text,
+    SequenceIndex,
+    SequenceInput,
+    TopTokens,
     draft,
-    draft_jobs,
+    draft_batch,
     learn,
 )
 
@@ -33,14 +33,18 @@ VOCABULARY = 1000
 FREE = [1.0 + 1e-9 * q for q in range(1024)]
 
 
-def text_of(tokens: Sequence[int], num_prompt: int = 0) -> Text:
-    text = Text(num_prompt)
+def text_of(tokens: Sequence[int], num_prompt: int = 0) -> SequenceIndex:
+    text = SequenceIndex(num_prompt)
     text.extend(tokens)
     return text
 
 
-def guesses_for(text: Text, *, corpus: Corpus | None = None, max_guesses: int = 16, **job) -> Guesses | None:
-    (guesses,) = draft([Job(text, job.pop("learner", Learner()), corpus, **job)], max_guesses, FREE)
+def guesses_for(
+    text: SequenceIndex, *, corpus: CorpusIndex | None = None, max_guesses: int = 16, **job
+) -> Guesses | None:
+    (guesses,) = draft(
+        [SequenceInput(text, job.pop("learner", AcceptanceModel()), corpus, **job)], max_guesses, FREE
+    )
     return guesses
 
 
@@ -66,33 +70,33 @@ def test_goes_on_as_the_text_did_before() -> None:
 
 def test_goes_on_as_another_request_did() -> None:
     story = noise(40)
-    corpus = Corpus(1000, VOCABULARY)
+    corpus = CorpusIndex(1000, VOCABULARY)
     assert corpus.add(0, story)
     ours = text_of(noise(30, seed=1) + story[:10])
     assert best_chain(guesses_for(ours, corpus=corpus, max_guesses=5)) == story[10:15]
-    assert guesses_for(ours, corpus=Corpus(1000, VOCABULARY)) is None
+    assert guesses_for(ours, corpus=CorpusIndex(1000, VOCABULARY)) is None
 
 
 def test_finds_its_way_back_behind_another_word() -> None:
     """The answer follows an earlier one but for a name, and no context of the name was ever seen."""
     story = noise(60)
-    corpus = Corpus(1000, VOCABULARY)
+    corpus = CorpusIndex(1000, VOCABULARY)
     corpus.add(0, story)
-    text, learner = text_of(story[:20]), Learner()
-    draft([Job(text, learner, corpus)], 4, FREE)
+    text, learner = text_of(story[:20]), AcceptanceModel()
+    draft([SequenceInput(text, learner, corpus)], 4, FREE)
     text.extend([VOCABULARY + 1, story[21]])
     assert story[22] in guesses_for(text, corpus=corpus, learner=learner).tree.token_ids
 
 
 def test_nothing_goes_on_from_one_run_into_the_next() -> None:
-    corpus = Corpus(1000, VOCABULARY)
+    corpus = CorpusIndex(1000, VOCABULARY)
     corpus.add(0, [1, 2, 3, 4])
     corpus.add(1, [5, 6, 7, 8])
     assert guesses_for(text_of([3, 4]), corpus=corpus) is None
 
 
 def test_a_run_goes_on_over_several_calls() -> None:
-    corpus = Corpus(1000, VOCABULARY)
+    corpus = CorpusIndex(1000, VOCABULARY)
     story = noise(40)
     for start in range(0, 40, 5):
         corpus.add(0, story[start : start + 5])
@@ -100,7 +104,7 @@ def test_a_run_goes_on_over_several_calls() -> None:
 
 
 def test_what_does_not_fit_a_corpus_is_left_out_whole() -> None:
-    corpus = Corpus(12, VOCABULARY)
+    corpus = CorpusIndex(12, VOCABULARY)
     assert corpus.add(0, [1] * 10)
     assert not corpus.add(1, [2, 3])
     assert not corpus.add(0, [1, VOCABULARY])
@@ -112,17 +116,17 @@ def test_what_does_not_fit_a_corpus_is_left_out_whole() -> None:
 def test_the_models_own_successors_are_guesses() -> None:
     """The model read 1 2 3, emitted 10 and then 20, and thought of others as well."""
     recycler, text = Recycler(), text_of([1, 2, 3])
-    likeliest = Likeliest.of_tokens(
+    likeliest = TopTokens.of_tokens(
         [[10, 11, 12, 13], [20, 21, 22, 23]], [[9.0, 5.0, 4.0, 3.0], [8.0, 7.5, 2.0, 1.0]]
     )
-    learn([Job(text, Learner(), recycler=recycler)], [[10, 20]], likeliest)
+    learn([SequenceInput(text, AcceptanceModel(), recycler=recycler)], [[10, 20]], likeliest)
     text.extend([7, 1, 2, 3])
     guesses = guesses_for(text, recycler=recycler)
     assert guesses.tree.token_ids[0] == 10
     assert {20, 11, 21} <= set(guesses.tree.token_ids)
     assert "recycled" in guesses.tree.sources
     with pytest.raises(ValueError, match="the likeliest tokens of 1 places, wanted 2"):
-        learn([Job(text, Learner(), recycler=recycler)], [[10, 20]], likeliest.part(0, 1))
+        learn([SequenceInput(text, AcceptanceModel(), recycler=recycler)], [[10, 20]], likeliest.part(0, 1))
 
 
 def test_other_requests_see_the_successors_that_two_requests_had() -> None:
@@ -132,10 +136,10 @@ def test_other_requests_see_the_successors_that_two_requests_had() -> None:
         guesses = guesses_for(text_of([1, 2, 3]), recycler=recycler)
         return set(guesses.tree.token_ids) if guesses is not None else set()
 
-    def has(text: Text, *tokens: int) -> None:
+    def has(text: SequenceIndex, *tokens: int) -> None:
         """After 1, 2, 3 the model thinks of these."""
-        likeliest = Likeliest.of_tokens([tokens], [[9.0, 5.0, 4.0, 3.0]])
-        learn([Job(text, Learner(), recycler=recycler)], [tokens[:1]], likeliest)
+        likeliest = TopTokens.of_tokens([tokens], [[9.0, 5.0, 4.0, 3.0]])
+        learn([SequenceInput(text, AcceptanceModel(), recycler=recycler)], [tokens[:1]], likeliest)
         text.extend([1, 2, 3])
 
     one, two = text_of([1, 2, 3]), text_of([1, 2, 3])
@@ -154,14 +158,14 @@ def test_the_likeliest_are_those_that_sorting_finds(vocab_size: int, num_rows: i
     # Few distinct values, so that there are ties: the lower token goes first.
     logits = np.random.default_rng(seed).integers(-9, 9, (num_rows, vocab_size)).astype(np.float32)
     rows = [num_rows - 1, 0]
-    found = Likeliest.of_logits(logits.ctypes.data, vocab_size, rows)
+    found = TopTokens.of_logits(logits.ctypes.data, vocab_size, rows)
     assert found.tokens == [np.argsort(-logits[row], kind="stable")[:4].tolist() for row in rows]
     assert found.part(1, 2).tokens == found.tokens[1:]
 
 
 def test_a_vocabulary_without_four_tokens_has_no_likeliest_four() -> None:
     with pytest.raises(ValueError, match="a vocabulary of 3 tokens; wanted 4 or more"):
-        Likeliest.of_logits(0, 3, [0])
+        TopTokens.of_logits(0, 3, [0])
 
 
 tokens = st.integers(0, 4)
@@ -179,11 +183,11 @@ texts = st.lists(tokens, min_size=1, max_size=60)
 def test_trees_hold_to_their_bounds(
     batch: list[list[int]], runs: list[list[int]], max_guesses: int, room: int, most: int
 ) -> None:
-    corpus = Corpus(2000, 5)
+    corpus = CorpusIndex(2000, 5)
     for number, run in enumerate(runs):
         assert corpus.add(number, run)
-    learner = Learner()
-    jobs = [Job(text_of(text, len(text) // 2), learner, corpus, room=room) for text in batch]
+    learner = AcceptanceModel()
+    jobs = [SequenceInput(text_of(text, len(text) // 2), learner, corpus, room=room) for text in batch]
     drafts = draft(jobs, max_guesses, FREE[: most + 1])
     assert drafts == draft(jobs, max_guesses, FREE[: most + 1]), "the same again"
     assert sum(len(d.tree) for d in drafts if d is not None) <= most
@@ -207,7 +211,7 @@ def test_trees_hold_to_their_bounds(
 
 def test_guesses_must_be_worth_their_price() -> None:
     story = noise(40)
-    job = Job(text_of(story + story[:10]), Learner())
+    job = SequenceInput(text_of(story + story[:10]), AcceptanceModel())
     # A row as dear as a step pays for no guess, and at a tenth only the likely ones do.
     assert draft([job], 16, [1.0 + q for q in range(17)]) == [None]
     (dear,), (cheap,) = (draft([job], 16, [1.0 + price * q for q in range(17)]) for price in (0.2, 0.01))
@@ -221,7 +225,7 @@ def test_guesses_must_be_worth_their_price() -> None:
 def test_a_leap_in_the_price_is_shared_by_those_who_take_it() -> None:
     """One guess alone costs half a step, seven together no more: all or none."""
     story = noise(40)
-    job = Job(text_of(story + story[:10]), Learner())
+    job = SequenceInput(text_of(story + story[:10]), AcceptanceModel())
     (taken,) = draft([job], 16, [1.0] + [1.5] * 7 + [9.0] * 9)
     assert taken is not None
     assert len(taken.tree) == 7
@@ -232,10 +236,13 @@ def test_a_leap_in_the_price_is_shared_by_those_who_take_it() -> None:
 def test_it_tells_what_was_in_vain() -> None:
     """Random text: no guess is likely. A story: the guess is dear, but likely."""
     story, random_text = noise(40), text_of([token % 50 for token in noise(500, seed=2)])
-    unsure, sure = Job(random_text, Learner()), Job(text_of(story + story[:10]), Learner())
+    unsure, sure = (
+        SequenceInput(random_text, AcceptanceModel()),
+        SequenceInput(text_of(story + story[:10]), AcceptanceModel()),
+    )
     for price, own, vain in ((1.1, 0.0, True), (1e-6, 0.0, False), (1e-6, 0.5, True)):
         curve = array("d", [1.0 + price * q for q in range(17)])
-        seen = [draft_jobs([job], 16, 1, curve, own).is_vain for job in (unsure, sure)]
+        seen = [draft_batch([job], 16, 1, curve, own).is_vain for job in (unsure, sure)]
         assert seen == [array("i", [vain]), array("i", [False])]
 
 
@@ -243,8 +250,8 @@ def test_the_whole_batch_has_one_price() -> None:
     """The likelier sequence gets the rows."""
     story = noise(40)
     sure, unsure = text_of(story + story[:10]), text_of([1, 2, 1, 3, 1, 4, 1, 5, 1])
-    learner = Learner()
-    first, second = draft([Job(unsure, learner), Job(sure, learner)], 16, FREE[:2])
+    learner = AcceptanceModel()
+    first, second = draft([SequenceInput(unsure, learner), SequenceInput(sure, learner)], 16, FREE[:2])
     assert first is None
     assert second.tree.token_ids == (story[10],)
 
@@ -252,10 +259,10 @@ def test_the_whole_batch_has_one_price() -> None:
 def test_chances_come_true_once_learnt() -> None:
     """On a text in which each token has three followers of known frequency."""
     source = random.Random(5)
-    learner, text = Learner(), text_of([0])
+    learner, text = AcceptanceModel(), text_of([0])
     token, predicted, accepted, late = 0, 0.0, 0, 4000
     for step in range(6000):
-        (guesses,) = draft([Job(text, learner)], 3, FREE)
+        (guesses,) = draft([SequenceInput(text, learner)], 3, FREE)
         token = (token * 7 + source.choices([1, 2, 3], [0.7, 0.2, 0.1])[0]) % 97
         if guesses is not None and step >= late:
             for parent, guess, reach in zip(
@@ -264,18 +271,18 @@ def test_chances_come_true_once_learnt() -> None:
                 if parent == 0:
                     predicted += reach
                     accepted += guess == token
-        learn([Job(text, learner)], [[token]])
+        learn([SequenceInput(text, learner)], [[token]])
     assert accepted > 0.65 * (6000 - late)
     assert predicted == pytest.approx(accepted, rel=0.05)
 
 
 def test_a_guess_is_judged_by_what_became_of_those_that_were_sent() -> None:
     """Half of all candidates are right, but none of those that were chosen."""
-    learner = Learner()
+    learner = AcceptanceModel()
 
-    def job(seed: int) -> tuple[Job, int]:
+    def job(seed: int) -> tuple[SequenceInput, int]:
         story = noise(40, seed)
-        return Job(text_of(story + story[:10]), learner), story[10]
+        return SequenceInput(text_of(story + story[:10]), learner), story[10]
 
     for n in range(400):
         sent, _ = job(n)
@@ -290,28 +297,28 @@ def test_a_guess_is_judged_by_what_became_of_those_that_were_sent() -> None:
 
 
 def test_predictions_are_counted_beside_what_came_of_them() -> None:
-    story, learner = noise(40), Learner()
+    story, learner = noise(40), AcceptanceModel()
     text = text_of(story + story[:10])
-    (guesses,) = draft([Job(text, learner)], 4, FREE)
-    learn([Job(text, learner)], [[*story[10:13], VOCABULARY]])
+    (guesses,) = draft([SequenceInput(text, learner)], 4, FREE)
+    learn([SequenceInput(text, learner)], [[*story[10:13], VOCABULARY]])
     tenths = learner.reliability()
     assert [t.num_guesses for t in tenths] == [
         sum(int(reach * 10) == n for reach in guesses.reach) for n in range(10)
     ]
     assert sum(t.predicted for t in tenths) == pytest.approx(sum(guesses.reach), rel=1e-5)
     assert sum(t.accepted for t in tenths) == 3
-    other = Learner()
+    other = AcceptanceModel()
     other.load_bytes(learner.to_bytes())
     assert sum(t.num_guesses for t in other.reliability()) == 0, "counted here is what happened here"
 
 
 def test_what_was_learnt_can_be_carried_elsewhere() -> None:
-    story, learner = noise(30), Learner()
+    story, learner = noise(30), AcceptanceModel()
     text = text_of(story)
     for token in story * 5:
-        draft([Job(text, learner)], 8, FREE)
-        learn([Job(text, learner)], [[token]])
-    carried = Learner()
+        draft([SequenceInput(text, learner)], 8, FREE)
+        learn([SequenceInput(text, learner)], [[token]])
+    carried = AcceptanceModel()
     assert guesses_for(text, learner=carried) != guesses_for(text, learner=learner)
     carried.load_bytes(learner.to_bytes())
     assert guesses_for(text, learner=carried) == guesses_for(text, learner=learner)
@@ -319,7 +326,7 @@ def test_what_was_learnt_can_be_carried_elsewhere() -> None:
 
 
 def test_what_was_not_learnt_is_refused_and_changes_nothing() -> None:
-    learner = Learner()
+    learner = AcceptanceModel()
     good = learner.to_bytes()
     flipped = good[:-1] + bytes([good[-1] ^ 1])
     tables = np.frombuffer(good[24:], np.float32).copy()
@@ -340,7 +347,7 @@ def test_what_was_not_learnt_is_refused_and_changes_nothing() -> None:
 
 def test_a_corpus_may_be_added_to_while_others_draft_from_it() -> None:
     story = noise(5000, seed=3)
-    corpus = Corpus(200_000, VOCABULARY)
+    corpus = CorpusIndex(200_000, VOCABULARY)
     ends = threading.Event()
 
     def add() -> None:
@@ -351,7 +358,7 @@ def test_a_corpus_may_be_added_to_while_others_draft_from_it() -> None:
 
     writer = threading.Thread(target=add)
     writer.start()
-    learner, steps = Learner(), 0
+    learner, steps = AcceptanceModel(), 0
     followers = set(itertools.pairwise(story)) | {(story[-1], story[0])}
     while not ends.is_set() or steps < 200:
         start = (steps * 37) % 4900
@@ -361,11 +368,11 @@ def test_a_corpus_may_be_added_to_while_others_draft_from_it() -> None:
             path = (story[start + 19], *guesses.tree.token_ids)
             for node, parent in enumerate(guesses.tree.parents, start=1):
                 assert (path[parent], path[node]) in followers
-        learn([Job(text, learner)], [story[start + 20 : start + 22]])
+        learn([SequenceInput(text, learner)], [story[start + 20 : start + 22]])
         steps += 1
     writer.join()
 
 
 def test_memory_per_token_is_bounded() -> None:
-    corpus = Corpus(1_000_000, 49_152)
+    corpus = CorpusIndex(1_000_000, 49_152)
     assert corpus.memory_bytes / corpus.capacity <= 64

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tandem_drafting.drafter import Drafter
-from tandem_drafting.native import Learner
+from tandem_drafting.native import AcceptanceModel
 
 #: Runs a function between two steps of the engine, whose thread alone may touch a learner.
 OnEngine = Callable[[Callable[[], Any]], "asyncio.Future[Any]"]
@@ -22,7 +22,7 @@ class DrafterTables:
         self._drafter = drafter
         self._tenant = tenant
         self._on_engine = on_engine
-        self.format = Learner().to_bytes()[:_HEADER_BYTES].hex()
+        self.format = AcceptanceModel().to_bytes()[:_HEADER_BYTES].hex()
 
     async def read(self) -> tuple[int, bytes]:
         """The number of verified nodes that have taught the learner, and its bytes."""
