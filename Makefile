@@ -44,11 +44,14 @@ serve: $(VENV)/.runtime ## Download the default model and serve it (UP= adds fla
 	@$(BIN)/tandem model pull $(MODEL)
 	@exec $(BIN)/tandem up --model $(MODEL) $(UP)
 
+# One worker per core, each pinned to its core (tests/conftest.py); a file's tests stay together.
+PYTEST := $(BIN)/python -P -m pytest -n logical --dist loadfile
+
 test: $(VENV)/.dev ## Run the tests that need neither a GPU nor patience
-	$(BIN)/python -P -m pytest -m "not wide and not gpu" $(TEST)
+	$(PYTEST) -m "not wide and not gpu" $(TEST)
 
 test-all: $(VENV)/.dev ## Run all tests, the slow sweeps too
-	$(BIN)/python -P -m pytest $(TEST)
+	$(PYTEST) $(TEST)
 
 bench-engine: $(VENV)/.dev ## TTFT, TPOT and step times beside other systems (BENCH="--quick": minutes)
 	$(BIN)/python benchmarks/engine_step.py --out $(RESULTS)/engine-step $(STEP)

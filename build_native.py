@@ -67,7 +67,7 @@ def build() -> list[Path]:
     if compiler is None:
         print("tandem: no C++ compiler found; the CPU kernels fall back to torch", file=sys.stderr)
         return []
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         built = pool.map(lambda library: _build_one(compiler, library), libraries())
         return [path for path in built if path is not None]
 

@@ -67,7 +67,7 @@ def assemble(config: EngineConfig, drafter: DraftSource | None = None) -> Engine
 
     Sets the process's CPU thread count. Raises ModelLoadError and CapacityError.
     """
-    torch.set_num_threads(config.threads or os.cpu_count() or 1)
+    torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
     manifest = ModelManifest.read(config.model)
     device = _pick_device(config.device)
     numerics = pick_numerics(config.model, config.dtype, config.quantization, str(device))
