@@ -44,14 +44,20 @@ serve: $(VENV)/.runtime ## Download the default model and serve it (UP= adds fla
 	@$(BIN)/tandem model pull $(MODEL)
 	@exec $(BIN)/tandem up --model $(MODEL) $(UP)
 
-# One worker per core, each pinned to its core (tests/conftest.py); a file's tests stay together.
-PYTEST := $(BIN)/python -P -m pytest -n logical --dist loadfile
+# Tests of one process run on one worker per core, each pinned to its core (tests/conftest.py), a file's tests in the
+# same worker. Tests that start the whole system have the machine to themselves afterwards. Exit code 5: TEST selects
+# none of these.
+PARALLEL := -n logical --dist loadfile
+define pytest
+$(BIN)/python -P -m pytest $(PARALLEL) -m "not e2e $(1)" $(TEST) || [ $$? -eq 5 ]
+$(BIN)/python -P -m pytest -m "e2e $(1)" $(TEST) || [ $$? -eq 5 ]
+endef
 
 test: $(VENV)/.dev ## Run the tests that need neither a GPU nor patience
-	$(PYTEST) -m "not wide and not gpu" $(TEST)
+	$(call pytest,and not wide and not gpu)
 
 test-all: $(VENV)/.dev ## Run all tests, the slow sweeps too
-	$(PYTEST) $(TEST)
+	$(call pytest,)
 
 bench-engine: $(VENV)/.dev ## TTFT, TPOT and step times beside other systems (BENCH="--quick": minutes)
 	$(BIN)/python benchmarks/engine_step.py --out $(RESULTS)/engine-step $(STEP)
