@@ -39,7 +39,7 @@ from pathlib import Path
 import numpy as np
 from reporting import describe_command, describe_machine, markdown_table
 from tandem_cli.bench.dataset import load_dialogues, sample_dialogues
-from tandem_cli.bench.workload import question
+from tandem_cli.bench.prompts import question
 from tandem_core.model.chat_template import Message
 from tandem_core.prefix_hash import cache_salt
 from tandem_core.sampling import SamplingParams

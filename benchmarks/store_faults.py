@@ -26,7 +26,7 @@ import grpc
 import psutil
 from reporting import describe_command, describe_machine, markdown_table
 from tandem_cli.bench.dataset import sample_dialogues
-from tandem_cli.bench.workload import question
+from tandem_cli.bench.prompts import question
 from tandem_cli.state_file import read_state
 from tandem_proto.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 

@@ -1,4 +1,4 @@
-"""Modes side by side: who meets what in which order, and how the figures of the rounds become one row."""
+"""Comparisons: the order of the modes, and how the figures of the rounds become one row."""
 
 from __future__ import annotations
 
@@ -10,22 +10,21 @@ from pathlib import Path
 
 import grpc
 import pytest
-from tandem_cli.bench.compare import ComparisonConfig, Heat, Ratio, key_for, run_comparison, tabulate
-from tandem_cli.bench.compare_report import compare
+from tandem_cli.bench.options import BenchError, BenchOptions, Point
 from tandem_cli.bench.record import OK, RequestRecord, Speculation
-from tandem_cli.bench.run import BenchConfig, BenchError
-from tandem_cli.bench.stats import summarise
+from tandem_cli.bench.report import comparison_table
+from tandem_cli.bench.run import run_bench
+from tandem_cli.bench.stats import Run, summarise
 from tandem_cli.main import app
 from tandem_gateway.slo import SLO_CLASSES
 from tandem_proto.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 from typer.testing import CliRunner
 
-BASE = BenchConfig(
-    target="", transport="grpc", rate=None, concurrency=1, num_requests=2, dataset=None, policy=None,
-    input_tokens=None, model="", max_tokens=6, ignore_eos=False, temperature=0.0, seed=0,
-    slo_class="interactive", timeout_s=20.0,
+MODES = ("off", "local", "global")
+OPTIONS = BenchOptions(
+    concurrency="1,2", speculation="off,local,global", workload="json", num_requests=2, model="",
+    max_tokens=6, timeout=20.0,
 )  # fmt: skip
-CONFIG = ComparisonConfig(BASE, modes=("off", "local", "global"), workloads=("json",), loads=(1, 2), rounds=3)
 
 
 class Gateway(gateway_pb2_grpc.GatewayServiceServicer):
@@ -46,7 +45,7 @@ class Gateway(gateway_pb2_grpc.GatewayServiceServicer):
             receipt.MergeFrom(
                 common_pb2.Receipt(
                     decode_steps=1, drafted_tokens=8, accepted_tokens=2, accepted_by_source={"prompt": 2},
-                    hit_steps=1, hit_steps_by_source={"prompt": 1}, drafted_by_source={"prompt": 8},
+                    hit_steps=1,
                 )
             )  # fmt: skip
         yield gateway_pb2.ChatResponse(end=gateway_pb2.GeneratedEnd(receipt=receipt))
@@ -63,88 +62,84 @@ def gateway() -> Iterator[tuple[Gateway, str]]:
     server.stop(None)
 
 
-async def test_modes_take_turns_on_the_same_prompts_and_no_mode_meets_one_twice(
+def test_modes_take_turns_on_the_same_prompts_and_no_mode_sees_one_twice(
     gateway: tuple[Gateway, str],
 ) -> None:
     servicer, target = gateway
-    heats: list[Heat] = []
-    config = replace(CONFIG, base=replace(BASE, target=target))
-    assert await run_comparison(config, "bench-{speculation}", heats.append) == heats
-    order = [[heat.mode for heat in heats if (heat.concurrency, heat.round) == (1, n)] for n in range(3)]
+    runs = run_bench(replace(OPTIONS, target=target, api_key="bench-{speculation}"))
+    order = [[run.mode for run in runs if (run.point.concurrency, run.round) == (1, n)] for n in range(3)]
     assert order == [["off", "local", "global"], ["local", "global", "off"], ["global", "off", "local"]]
-    assert [heat.concurrency for heat in heats] == [1] * 9 + [2] * 9
+    assert [run.point.concurrency for run in runs] == [1] * 9 + [2] * 9
     warm_up, asked = servicer.seen[:3], servicer.seen[3:]
-    assert [mode for mode, _, _ in warm_up] == ["off", "local", "global"]
-    assert {key for _, key, _ in servicer.seen} == {f"Bearer bench-{mode}" for mode in config.modes}
-    prompts = [sorted(text for mode, _, text in asked if mode == name) for name in config.modes]
+    assert [mode for mode, _, _ in warm_up] == list(MODES)
+    assert {key for _, key, _ in servicer.seen} == {f"Bearer bench-{mode}" for mode in MODES}
+    prompts = [sorted(text for mode, _, text in asked if mode == name) for name in MODES]
     assert prompts[0] == prompts[1] == prompts[2]
     assert len(set(prompts[0])) == len(prompts[0]) == 2 * 3 * 2, "requests, rounds, loads"
 
 
-async def test_a_mode_that_is_refused_is_named_before_the_run(gateway: tuple[Gateway, str]) -> None:
-    config = replace(CONFIG, base=replace(BASE, target=gateway[1]), modes=("off", "chain"))
+def test_a_mode_that_is_refused_is_named_before_the_run(gateway: tuple[Gateway, str]) -> None:
+    options = replace(OPTIONS, target=gateway[1], speculation="off,chain")
     with pytest.raises(
         BenchError, match="speculation chain failed: INVALID_ARGUMENT: speculation: not today"
     ):
-        await run_comparison(config, None, lambda _: None)
+        run_bench(options)
     assert [mode for mode, _, _ in gateway[0].seen] == ["off", "chain"]
 
 
-def heat(mode: str, number: int, tpot_s: float, *, ttft_s: float = 1.0, steps: int = 10) -> Heat:
-    """One request of 11 tokens; a text of its own where the mode is `other`."""
-    figures = Speculation(steps, 20, 11 - 1 - steps, {"prompt": 10 - steps}, 3, {"prompt": 3})
+def run_of(mode: str, number: int, tpot_s: float, *, ttft_s: float = 1.0, steps: int = 10) -> Run:
+    """One request of 11 tokens; mode `other` has a different text."""
+    figures = Speculation(steps, 20, 11 - 1 - steps, {"prompt": 10 - steps}, 3)
     text, e2e_s = "b" if mode == "other" else "a", ttft_s + 10 * tpot_s
     record = RequestRecord(0, "d", OK, "", 0.0, ttft_s, e2e_s, (), 100, 11, text, figures)
-    return Heat("json", 4, number, mode, summarise([record], SLO_CLASSES["interactive"]), (record,))
+    return Run(Point("json", 4), number, mode, summarise([record], SLO_CLASSES["interactive"]), (record,))
 
 
-def test_ratios_are_formed_within_rounds_and_told_as_median_and_range() -> None:
-    """The machine is ten times slower in the second round; the modes' ratio is not."""
+def rows(table: str) -> list[dict[str, str]]:
+    head, _, *lines = ([cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines())
+    return [dict(zip(head, line, strict=True)) for line in lines]
+
+
+def test_ratios_are_formed_within_rounds_and_shown_as_median_and_range() -> None:
+    """The machine is ten times slower in the second round; the ratio of the modes is not affected."""
     off, fast = (0.01, 0.1, 0.02), (0.005, 0.06, 0.01)
-    heats = [heat("off", n, s) for n, s in enumerate(off)]
-    heats += [heat("local", n, s, steps=5) for n, s in enumerate(fast)]
-    first, second = tabulate(heats)
-    assert (first.mode, second.mode) == ("off", "local")
-    assert first.tpot_ratio == Ratio(1.0, 1.0, 1.0)
-    assert second.tpot_ratio is not None
-    assert second.tpot_ratio.median == pytest.approx(0.5)
-    assert (second.tpot_ratio.low, second.tpot_ratio.high) == (pytest.approx(0.5), pytest.approx(0.6))
-    assert second.tpot_s == pytest.approx(0.01)
-    assert second.drafts is not None
-    assert (second.drafts.mean_accepted_length, second.drafts.iteration_hit_rate) == (2.0, 0.6)
-    assert second.drafts.token_hit_rate == 0.25
-    assert second.accepted_per_step == {"prompt": 1.0}
+    runs = [run_of("off", n, s) for n, s in enumerate(off)]
+    runs += [run_of("local", n, s, steps=5) for n, s in enumerate(fast)]
+    first, second = rows(comparison_table(runs))
+    assert (first["speculation"], second["speculation"]) == ("off", "local")
+    assert first["TPOT ratio"] == "1.000 (1.00 to 1.00)"
+    assert second["TPOT ratio"] == "0.500 (0.50 to 0.60)"
+    assert (second["TPOT ms"], second["MAT"], second["token hit rate"]) == ("10.0", "2.00", "0.250")
 
 
 def test_texts_that_differ_are_counted() -> None:
-    rows = tabulate([heat("off", 0, 0.01), heat("local", 0, 0.01), heat("other", 0, 0.01)])
-    assert [row.num_same for row in rows] == [1, 1, 0]
+    runs = [run_of("off", 0, 0.01), run_of("local", 0, 0.01), run_of("other", 0, 0.01)]
+    assert [row["same text"] for row in rows(comparison_table(runs))] == ["1 of 1", "1 of 1", "0 of 1"]
 
 
-def test_where_nothing_met_its_objective_there_is_no_ratio_of_goodput() -> None:
-    rows = tabulate([heat("off", 0, 0.01, ttft_s=9.0), heat("local", 0, 0.01)])
-    assert rows[0].goodput_tokens_per_s == 0.0
-    assert [row.goodput_ratio for row in rows] == [None, None]
+def test_without_goodput_of_the_first_mode_there_is_no_ratio_of_it() -> None:
+    first, second = rows(comparison_table([run_of("off", 0, 0.01, ttft_s=9.0), run_of("local", 0, 0.01)]))
+    assert first["goodput tokens/s"] == "0.0"
+    assert (first["goodput ratio"], second["goodput ratio"]) == ("-", "-")
 
 
-def test_every_mode_has_a_key_of_its_own_if_it_is_to() -> None:
-    assert key_for("off", "bench-{speculation}") == "bench-off"
-    assert (key_for("off", "k"), key_for("off", None)) == ("k", None)
+def test_a_mode_has_a_key_of_its_own_where_the_key_names_it() -> None:
+    assert replace(OPTIONS, api_key="bench-{speculation}").key_for("off") == "bench-off"
+    assert (replace(OPTIONS, api_key="k").key_for("off"), OPTIONS.key_for("off")) == ("k", None)
 
 
 def test_a_comparison_is_printed_and_written(gateway: tuple[Gateway, str], tmp_path: Path) -> None:
-    config = replace(CONFIG, base=replace(BASE, target=gateway[1]), rounds=1)
-    heats = compare(config, api_key=None, output=tmp_path / "c.json", report=tmp_path / "c.md")
-    assert len(heats) == 6
-    table = [line for line in (tmp_path / "c.md").read_text().splitlines() if line.startswith("| json")]
+    options = replace(OPTIONS, target=gateway[1], rounds=1)
+    runs = run_bench(replace(options, output=tmp_path / "c.json", report=tmp_path / "c.md"))
+    assert len(runs) == 6
+    table = rows((tmp_path / "c.md").read_text().partition("\n\n")[2].rstrip())
     assert len(table) == 6
-    local = [cell.strip() for cell in table[1].split("|")]
-    assert local[1:4] == ["json", "1", "local"]
-    assert local[6:10] == ["3.00", "1.000", "0.250", "prompt 2.00 (0.25)"]
-    assert [line.split("|")[14].strip() for line in table[:3]] == ["2 of 2", "2 of 2", "0 of 2"]
+    assert [table[1][name] for name in ("workload", "concurrency", "speculation")] == ["json", "1", "local"]
+    assert (table[1]["MAT"], table[1]["token hit rate"]) == ("3.00", "0.250")
+    assert [row["same text"] for row in table[:3]] == ["2 of 2", "2 of 2", "0 of 2"]
     written = json.loads((tmp_path / "c.json").read_text())
-    assert [len(heat["requests"]) for heat in written["heats"]] == [2] * 6
-    assert written["config"]["modes"] == ["off", "local", "global"]
+    assert [len(run["requests"]) for run in written["runs"]] == [2] * 6
+    assert written["config"]["speculation"] == "off,local,global"
 
 
 def run(*arguments: str) -> tuple[int, str]:
@@ -169,7 +164,7 @@ def test_the_command_compares_where_several_values_are_given(gateway: tuple[Gate
         (("--concurrency", "0"), "--concurrency '0': give whole numbers"),
         (
             ("--concurrency", "1", "--speculation", "forest"),
-            "'forest' is unknown; use off, local, chain, global",
+            "'forest' is unknown; use off, local, global, chain",
         ),
         (("--concurrency", "1", "--workload", "poems"), "'poems' is unknown; use retail, random"),
         (("--concurrency", "1,4", "--plot", "x.png"), "--plot shows one run"),

@@ -17,12 +17,13 @@ import grpc
 import grpc.aio
 import pytest
 from tandem_cli.bench.loadgen import ClosedLoop, OpenLoop, run_load
+from tandem_cli.bench.options import BenchError, BenchOptions
 from tandem_cli.bench.record import OK, TIMEOUT, RequestRecord
-from tandem_cli.bench.run import BenchConfig, BenchError, make_prompts, run_bench
-from tandem_cli.bench.transports import GrpcTransport, HttpTransport, RequestOptions, Transport
+from tandem_cli.bench.run import make_prompts, run_bench
+from tandem_cli.bench.transports import GrpcTransport, HttpTransport, Transport
 from tandem_proto.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
-OPTIONS = RequestOptions("m", 6, 0.0, 3, "interactive", ignore_eos=True, api_key="secret")
+OPTIONS = BenchOptions(model="m", max_tokens=6, seed=3, ignore_eos=True, api_key="secret")
 
 
 class FakeGateway(gateway_pb2_grpc.GatewayServiceServicer):
@@ -70,29 +71,13 @@ async def serving(gateway: FakeGateway) -> AsyncIterator[str]:
         await server.stop(None)
 
 
-CONFIG = BenchConfig(
-    target="",
-    transport="grpc",
-    rate=None,
-    concurrency=2,
-    num_requests=5,
-    dataset=None,
-    policy=None,
-    input_tokens=None,
-    model="",
-    max_tokens=6,
-    ignore_eos=False,
-    temperature=0.0,
-    seed=0,
-    slo_class="interactive",
-    timeout_s=20.0,
-)
+CONFIG = BenchOptions(concurrency="2", num_requests=5, model="", max_tokens=6, timeout=20.0)
 
 
 async def load(
     transport: Transport, schedule: ClosedLoop | OpenLoop, num_requests: int, timeout_s: float = 20.0
 ) -> list[RequestRecord]:
-    prompts = make_prompts(replace(CONFIG, num_requests=num_requests))
+    prompts = make_prompts(replace(CONFIG, num_requests=num_requests), "retail")
     try:
         return await run_load(transport, prompts, schedule, timeout_s=timeout_s, on_done=lambda _: None)
     finally:
@@ -230,9 +215,18 @@ async def test_http_reads_events_usage_and_receipt(
     assert len(record.gaps_s) == 1
     assert record.speculation is not None
     assert record.speculation.accepted_by_source == {"a": 3}
-    assert record.speculation.drafted_by_source == {"a": 9}
+    assert (record.speculation.decode_steps, record.speculation.drafted_tokens) == (2, 9)
     assert bodies[0]["stream_options"] == {"include_usage": True}
     assert bodies[0]["slo_class"] == "interactive"
+
+
+async def test_http_sends_extra_fields_and_removes_those_set_to_none(
+    openai_server: tuple[str, list[dict[str, object]]],
+) -> None:
+    url, bodies = openai_server
+    await load(HttpTransport(url, OPTIONS, "local", {"ignore_eos": None, "top_k": 1}), ClosedLoop(1), 1)
+    assert "ignore_eos" not in bodies[0]
+    assert (bodies[0]["top_k"], bodies[0]["speculation"]) == (1, "local")
 
 
 async def test_http_errors_are_recorded_with_their_code(
@@ -258,18 +252,15 @@ def test_a_whole_run_writes_json_and_a_picture(tmp_path: Path, capsys: pytest.Ca
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
-        summary = run_bench(
-            replace(CONFIG, target=f"127.0.0.1:{port}"),
-            api_key=None,
-            output=tmp_path / "run.json",
-            plot=tmp_path / "run.png",
-        )
+        options = replace(CONFIG, target=f"127.0.0.1:{port}", api_key="secret")
+        (run,) = run_bench(replace(options, output=tmp_path / "run.json", plot=tmp_path / "run.png"))
     finally:
         server.stop(None)
-    assert (summary.num_sent, summary.num_ok, summary.attainment) == (5, 5, 1.0)
+    assert (run.summary.num_sent, run.summary.num_ok, run.summary.attainment) == (5, 5, 1.0)
     written = json.loads((tmp_path / "run.json").read_text())
     assert written["summary"]["num_ok"] == 5
-    assert written["config"]["concurrency"] == 2
+    assert written["config"]["concurrency"] == "2"
+    assert "secret" not in (tmp_path / "run.json").read_text()
     assert len(written["requests"]) == 5
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
     assert "attainment  100.0% of all sent (interactive)" in capsys.readouterr().out
@@ -279,15 +270,15 @@ def test_a_whole_run_writes_json_and_a_picture(tmp_path: Path, capsys: pytest.Ca
     ("config", "complaint"),
     [
         (replace(CONFIG, slo_class="gold"), "slo-class 'gold'"),
-        (replace(CONFIG, policy="/nonexistent/p.md"), "--policy"),
-        (replace(CONFIG, concurrency=None), "rate or a concurrency"),
+        (replace(CONFIG, policy=Path("/nonexistent/p.md")), "--policy"),
+        (replace(CONFIG, concurrency=None), "either --rate or --concurrency"),
     ],
 )
-def test_a_configuration_that_makes_no_run_is_refused_first(config: BenchConfig, complaint: str) -> None:
+def test_a_configuration_that_makes_no_run_is_refused_first(config: BenchOptions, complaint: str) -> None:
     with pytest.raises(BenchError, match=complaint):
-        run_bench(config, api_key=None, output=None, plot=None)
+        run_bench(config)
 
 
 def test_a_file_in_a_missing_folder_is_refused_before_the_run(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match="does not exist"):
-        run_bench(CONFIG, api_key=None, output=tmp_path / "no" / "x.json", plot=None)
+        run_bench(replace(CONFIG, output=tmp_path / "no" / "x.json"))

@@ -80,34 +80,15 @@ def test_attainment_counts_all_sent_and_goodput_only_what_met_the_objective() ->
 
 def test_accepted_length_pools_steps_and_leaves_out_the_prefills_token() -> None:
     records = [
-        record(
-            tokens=11,
-            speculation=Speculation(
-                5,
-                20,
-                5,
-                {"prompt": 3, "global": 2},
-                3,
-                {"prompt": 2, "global": 1},
-                {"prompt": 16, "global": 4},
-            ),
-        ),
-        record(
-            tokens=21,
-            speculation=Speculation(
-                10, 40, 10, {"prompt": 10}, 6, {"prompt": 6}, {"prompt": 30, "output": 10}
-            ),
-        ),
+        record(tokens=11, speculation=Speculation(5, 20, 5, {"prompt": 3, "global": 2}, 3)),
+        record(tokens=21, speculation=Speculation(10, 40, 10, {"prompt": 10}, 6)),
         record(tokens=99),
     ]
     summary = summarise(records, BATCH)
     assert summary.drafts is not None
     assert summary.drafts.mean_accepted_length == pytest.approx((10 + 20) / 15)
     assert summary.drafts.iteration_hit_rate == pytest.approx(9 / 15)
-    assert summary.drafts.iteration_hit_rate_by_source == pytest.approx({"global": 1 / 15, "prompt": 8 / 15})
     assert summary.drafts.token_hit_rate == pytest.approx(15 / 60)
-    by_source = {"global": 0.5, "output": 0.0, "prompt": 13 / 46}
-    assert summary.drafts.token_hit_rate_by_source == pytest.approx(by_source)
     assert summary.drafts.accepted_by_source == {"global": 2, "prompt": 13}
 
 

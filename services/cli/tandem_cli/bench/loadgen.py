@@ -1,10 +1,9 @@
 """Sends prompts on a schedule and collects the records.
 
 open loop    requests leave at the times of a seeded Poisson process, however slow the answers are
-closed loop  N requests are under way at any time
+closed loop  N requests are in flight at any time
 
-The whole run is bounded: at the deadline what is under way is cancelled and recorded as TIMEOUT, and what
-has not left is not sent.
+At the deadline of the run, requests in flight are cancelled and recorded as TIMEOUT; the others are not sent.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from tandem_cli.bench.prompts import Prompt
 from tandem_cli.bench.record import OK, TIMEOUT, Recorder, RequestRecord
 from tandem_cli.bench.transports import SendError, Transport
-from tandem_cli.bench.workload import Prompt
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ async def run_load(
     timeout_s: float,
     on_done: Callable[[RequestRecord], None],
 ) -> list[RequestRecord]:
-    """Records of all requests that were sent, by index. `on_done` hears of each as it ends."""
+    """Records of all requests that were sent, by index. Calls `on_done` with each as it ends."""
     run = _Run(transport, timeout_s, on_done)
     if isinstance(schedule, OpenLoop):
         await run.open_loop(prompts, schedule.departures_s(len(prompts)))

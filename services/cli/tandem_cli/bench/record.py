@@ -1,7 +1,6 @@
-"""What is noted about one request while it runs, and what remains of it afterwards.
+"""The record of one request, and the recorder that makes it.
 
-All times are seconds; those of a record count from the request's own sending, but `sent_s`, which counts
-from the start of the run.
+Times are in seconds since the request was sent, except `sent_s`, which is since the start of the run.
 """
 
 from __future__ import annotations
@@ -17,28 +16,26 @@ TIMEOUT = "TIMEOUT"
 
 @dataclass(frozen=True)
 class Speculation:
-    """The receipt's account of decoding."""
+    """Drafting figures of the receipt."""
 
     decode_steps: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     accepted_by_source: Mapping[str, int] = field(default_factory=dict)
-    #: Steps that accepted a guess, and that accepted one of each source.
+    #: Steps that accepted at least one guess.
     hit_steps: int = 0
-    hit_steps_by_source: Mapping[str, int] = field(default_factory=dict)
-    drafted_by_source: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class RequestRecord:
-    """One request, done. status: "OK", a gRPC code, "HTTP <code>" or "TIMEOUT"."""
+    """One finished request. status: "OK", a gRPC code, "HTTP <code>" or "TIMEOUT"."""
 
     index: int
     dialogue_id: str
     status: str
     error: str
     sent_s: float
-    #: None: no token came.
+    #: None: no token arrived.
     ttft_s: float | None
     e2e_s: float
     #: Gaps between messages that carried tokens.
@@ -61,7 +58,7 @@ class RequestRecord:
 
 
 class Recorder:
-    """Notes the events of one request as they happen; a transport calls it."""
+    """Records the events of one request; a transport calls it."""
 
     def __init__(self, index: int, dialogue_id: str, run_started_s: float) -> None:
         self._index = index
@@ -72,19 +69,19 @@ class Recorder:
         self._text: list[str] = []
         self._counted_tokens = 0
         self._ended_s: float | None = None
-        #: Set by the transport from the answer's usage or receipt, which know better than our counting.
+        #: Set by the transport from the answer's usage or receipt.
         self.prompt_tokens = 0
         self.output_tokens: int | None = None
         self.speculation: Speculation | None = None
 
     def tokens(self, num_tokens: int, text: str) -> None:
-        """A message with tokens has come."""
+        """A message with tokens has arrived."""
         self._arrivals_s.append(time.perf_counter() - self._sent)
         self._counted_tokens += num_tokens
         self._text.append(text)
 
     def end(self) -> None:
-        """The last message has come; what follows is the connection's."""
+        """The last message has arrived; closing the connection does not count."""
         self._ended_s = time.perf_counter() - self._sent
 
     def finish(self, status: str, error: str = "") -> RequestRecord:

@@ -1,7 +1,7 @@
-"""From records to the figures people compare: percentiles, throughput, goodput, attainment.
+"""Percentiles, throughput, goodput and attainment of a run.
 
-Attainment counts every request sent: one that failed or was refused has missed its objective. Goodput is
-what requests within their objectives produced, per second of the run.
+Attainment is the share of all requests sent that met their SLO; failed and refused requests count as missed.
+Goodput is the output of requests within their SLO, per second of the run.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from tandem_gateway.request import SloTarget
 
+from tandem_cli.bench.options import Point
 from tandem_cli.bench.record import RequestRecord
 
 
@@ -41,16 +42,14 @@ class Percentiles:
 
 @dataclass(frozen=True)
 class DraftFigures:
-    """What drafts were worth, over all requests; defined as bench.replay defines them."""
+    """Drafting, pooled over all requests."""
 
-    #: Tokens per verification pass, the first token of each request left out.
+    #: Tokens per verification pass, without the first token of each request.
     mean_accepted_length: float
-    #: Share of steps that accepted a guess; and that accepted one of each source.
+    #: Share of steps that accepted a guess.
     iteration_hit_rate: float
-    iteration_hit_rate_by_source: Mapping[str, float]
-    #: Share of guesses that were accepted, 0 when there were none; and of each source that made any.
+    #: Share of guesses that were accepted; 0 without guesses.
     token_hit_rate: float
-    token_hit_rate_by_source: Mapping[str, float]
     drafted: int
     accepted_by_source: Mapping[str, int]
 
@@ -77,8 +76,19 @@ class Summary:
     attainment: float
     goodput_requests_per_s: float
     goodput_tokens_per_s: float
-    #: None when no receipt told of a step.
+    #: None when no receipt reports a step.
     drafts: DraftFigures | None
+
+
+@dataclass(frozen=True)
+class Run:
+    """One speculation mode's requests of one round. mode "": the pods' default."""
+
+    point: Point
+    round: int
+    mode: str
+    summary: Summary
+    records: tuple[RequestRecord, ...]
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
@@ -125,26 +135,20 @@ def summarise(records: Sequence[RequestRecord], slo: SloTarget) -> Summary:
 
 
 def draft_figures(good: Sequence[RequestRecord]) -> DraftFigures | None:
-    """Over requests that succeeded; None when no receipt told of a step."""
+    """Over requests that succeeded; None when no receipt reports a step."""
     told = [(record, record.speculation) for record in good if record.speculation is not None]
     steps = sum(speculation.decode_steps for _, speculation in told)
     if steps == 0:
         return None
     drafted = sum(speculation.drafted_tokens for _, speculation in told)
     accepted = sum(speculation.accepted_tokens for _, speculation in told)
-    hits: Counter[str] = Counter()
     sources: Counter[str] = Counter()
-    guesses: Counter[str] = Counter()
     for _, speculation in told:
-        hits.update(speculation.hit_steps_by_source)
         sources.update(speculation.accepted_by_source)
-        guesses.update(speculation.drafted_by_source)
     return DraftFigures(
         mean_accepted_length=sum(max(0, record.output_tokens - 1) for record, _ in told) / steps,
         iteration_hit_rate=sum(speculation.hit_steps for _, speculation in told) / steps,
-        iteration_hit_rate_by_source={name: count / steps for name, count in sorted(hits.items())},
         token_hit_rate=accepted / drafted if drafted else 0.0,
-        token_hit_rate_by_source={name: sources[name] / count for name, count in sorted(guesses.items())},
         drafted=drafted,
         accepted_by_source=dict(sorted(sources.items())),
     )

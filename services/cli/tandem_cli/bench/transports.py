@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from types import MappingProxyType
 
 import grpc
 import grpc.aio
 import httpx
+from google.protobuf import json_format
 from tandem_proto.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 from tandem_service.channels import open_channel
 
+from tandem_cli.bench.options import BenchOptions
+from tandem_cli.bench.prompts import Prompt
 from tandem_cli.bench.record import Recorder, Speculation
-from tandem_cli.bench.workload import Prompt
 
 
 class SendError(Exception):
@@ -25,26 +27,8 @@ class SendError(Exception):
         self.status = status
 
 
-@dataclass(frozen=True)
-class RequestOptions:
-    """What all requests of a run have in common."""
-
-    #: "": whatever the gateway serves (gRPC only).
-    model: str
-    max_tokens: int
-    temperature: float
-    seed: int
-    slo_class: str
-    ignore_eos: bool
-    api_key: str | None
-    #: How to draft; "": as the pods do.
-    speculation: str = ""
-
-    def temperature_of(self, prompt: Prompt) -> float:
-        return self.temperature if prompt.temperature is None else prompt.temperature
-
-    def seed_of(self, prompt: Prompt) -> int:
-        return self.seed + prompt.seed_offset
+def temperature_of(options: BenchOptions, prompt: Prompt) -> float:
+    return options.temperature if prompt.temperature is None else prompt.temperature
 
 
 class Transport(ABC):
@@ -52,19 +36,20 @@ class Transport(ABC):
 
     @abstractmethod
     async def send(self, prompt: Prompt, recorder: Recorder) -> None:
-        """Send one request and note its events. Raises SendError."""
+        """Send one request and record its events. Raises SendError."""
 
     @abstractmethod
     async def close(self) -> None:
-        """Give the connections back."""
+        """Close the connections."""
 
 
 class GrpcTransport(Transport):
-    def __init__(self, target: str, options: RequestOptions) -> None:
+    def __init__(self, target: str, options: BenchOptions, mode: str = "") -> None:
         self._options = options
+        self._mode = mode
         self._channel = open_channel(target)
         self._stub = gateway_pb2_grpc.GatewayServiceStub(self._channel)  # type: ignore[no-untyped-call]
-        key = options.api_key
+        key = options.key_for(mode)
         self._metadata = (("authorization", f"Bearer {key}"),) if key else ()
 
     async def send(self, prompt: Prompt, recorder: Recorder) -> None:
@@ -76,12 +61,12 @@ class GrpcTransport(Transport):
             ],
             sampling=common_pb2.SamplingParams(
                 max_tokens=options.max_tokens,
-                temperature=options.temperature_of(prompt),
-                seed=options.seed_of(prompt),
+                temperature=temperature_of(options, prompt),
+                seed=options.seed + prompt.seed_offset,
                 ignore_eos=options.ignore_eos,
             ),
             slo_class=options.slo_class,
-            speculation=options.speculation,
+            speculation=self._mode,
         )
         try:
             async for response in self._stub.Chat(request, metadata=self._metadata):
@@ -106,17 +91,25 @@ def _note_receipt(receipt: common_pb2.Receipt, recorder: Recorder) -> None:
         receipt.accepted_tokens,
         dict(receipt.accepted_by_source),
         receipt.hit_steps,
-        dict(receipt.hit_steps_by_source),
-        dict(receipt.drafted_by_source),
     )
 
 
 class HttpTransport(Transport):
-    """OpenAI's protocol with server-sent events; works against other servers too, without receipts."""
+    """OpenAI's protocol with server-sent events; other servers send no receipts."""
 
-    def __init__(self, base_url: str, options: RequestOptions) -> None:
+    def __init__(
+        self,
+        base_url: str,
+        options: BenchOptions,
+        mode: str = "",
+        extra_body: Mapping[str, object] = MappingProxyType({}),
+    ) -> None:
+        """extra_body: fields that replace those of the body, for servers that differ; None removes one."""
         self._options = options
-        headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
+        self._mode = mode
+        self._extra_body = extra_body
+        key = options.key_for(mode)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._client = httpx.AsyncClient(
             base_url=base_url,
             headers=headers,
@@ -150,17 +143,18 @@ class HttpTransport(Transport):
             "stream": True,
             "stream_options": {"include_usage": True},
             "max_tokens": options.max_tokens,
-            "temperature": options.temperature_of(prompt),
-            "seed": options.seed_of(prompt),
+            "temperature": temperature_of(options, prompt),
+            "seed": options.seed + prompt.seed_offset,
         }
-        # Only what was asked for: a peer's server may refuse fields it does not know.
+        # Only if given: other servers may refuse unknown fields.
         if options.slo_class:
             body["slo_class"] = options.slo_class
-        if options.speculation:
-            body["speculation"] = options.speculation
+        if self._mode:
+            body["speculation"] = self._mode
         if options.ignore_eos:
             body["ignore_eos"] = True
-        return body
+        body |= self._extra_body
+        return {name: value for name, value in body.items() if value is not None}
 
     @staticmethod
     def _take_event(data: str, recorder: Recorder) -> None:
@@ -173,32 +167,11 @@ class HttpTransport(Transport):
         for choice in event.get("choices") or []:
             text = (choice.get("delta") or {}).get("content")
             if text:
-                # How many tokens the text is, only the usage at the end tells.
+                # A chunk may hold several tokens; the usage at the end has their number.
                 recorder.tokens(1, text)
         if usage := event.get("usage"):
+            if receipt := usage.get("tandem_receipt"):
+                parsed = json_format.ParseDict(receipt, common_pb2.Receipt(), ignore_unknown_fields=True)
+                _note_receipt(parsed, recorder)
             recorder.prompt_tokens = int(usage["prompt_tokens"])
             recorder.output_tokens = int(usage["completion_tokens"])
-            if receipt := usage.get("tandem_receipt"):
-                recorder.speculation = _speculation_of(receipt)
-
-
-def _speculation_of(receipt: Mapping[str, object]) -> Speculation:
-    """From the receipt in a usage chunk; what it does not name counts as 0."""
-
-    def number(key: str) -> int:
-        value = receipt.get(key, 0)
-        return int(value) if isinstance(value, int | str) else 0
-
-    def by_source(key: str) -> dict[str, int]:
-        counts = receipt.get(key)
-        return {str(name): int(count) for name, count in counts.items()} if isinstance(counts, dict) else {}
-
-    return Speculation(
-        number("decode_steps"),
-        number("drafted_tokens"),
-        number("accepted_tokens"),
-        by_source("accepted_by_source"),
-        number("hit_steps"),
-        by_source("hit_steps_by_source"),
-        by_source("drafted_by_source"),
-    )

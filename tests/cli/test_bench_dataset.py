@@ -1,4 +1,4 @@
-"""Data sets and the prompts made from them."""
+"""Dialogues from JSON lines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from tandem_cli.bench.dataset import (
     sample_dialogues,
     sample_policy,
 )
-from tandem_cli.bench.workload import PromptMaker, cut_to_tokens, estimate_tokens, question
 
 DISPLAY = (
     "user: Hi, two things:\n1. my order\n2. user: is no turn here"
@@ -95,56 +94,3 @@ def test_the_built_in_sample_is_usable() -> None:
     assert len({dialogue.id for dialogue in dialogues}) == 12
     assert all(dialogue.turns[-1].role == "assistant" for dialogue in dialogues)
     assert "Returns" in sample_policy()
-
-
-def test_the_question_is_the_last_one_with_an_answer() -> None:
-    turns = (Turn("user", "a"), Turn("assistant", "b"), Turn("user", "c"), Turn("assistant", "d"))
-    assert question(Dialogue("", "", turns)) == turns[:3]
-    assert question(Dialogue("", "", (*turns, Turn("user", "bye")))) == turns[:3]
-    assert question(Dialogue("", "", (Turn("user", "alone"),))) == (Turn("user", "alone"),)
-
-
-def make(input_tokens: int | None, seed: int = 0) -> PromptMaker:
-    return PromptMaker(
-        sample_dialogues(), sample_policy(), input_tokens=input_tokens, count=estimate_tokens, seed=seed
-    )
-
-
-@pytest.mark.parametrize("wanted", [300, 1000, 4000, 12000])
-def test_prompts_have_about_the_wanted_length(wanted: int) -> None:
-    for index in range(5):
-        prompt = make(wanted).make(index)
-        length = sum(estimate_tokens(turn.content) for turn in prompt.messages)
-        assert wanted * 0.95 - 20 <= length <= wanted + 5
-        assert prompt.messages[0].role == "system"
-        assert prompt.messages[-1].role == "user"
-
-
-def test_prompts_share_the_policy_and_differ_behind_it() -> None:
-    first, second = make(2000).make(0), make(2000).make(12)
-    policy = sample_policy().strip()
-    assert first.dialogue_id == second.dialogue_id
-    assert first.messages[0].content.startswith(policy)
-    assert second.messages[0].content.startswith(policy)
-    assert first.messages[0].content != second.messages[0].content
-
-
-def test_equal_seeds_give_equal_prompts() -> None:
-    assert [make(1500, 7).make(i) for i in range(3)] == [make(1500, 7).make(i) for i in range(3)]
-    assert [make(1500, 7).make(i) for i in range(3)] != [make(1500, 8).make(i) for i in range(3)]
-
-
-def test_each_dialogue_is_used_before_any_is_used_again() -> None:
-    maker = make(None)
-    assert len({maker.make(index).dialogue_id for index in range(12)}) == 12
-
-
-def test_without_a_wanted_length_policy_and_dialogue_stay_as_they_are() -> None:
-    prompt = make(None).make(0)
-    assert prompt.messages[0].content == sample_policy().strip()
-
-
-@pytest.mark.parametrize(("limit", "expected"), [(0, 0), (3, 12), (1000, 40)])
-def test_text_is_cut_to_the_limit_within_a_few_characters(limit: int, expected: int) -> None:
-    cut = cut_to_tokens("x" * 40, limit, lambda text: (len(text) + 3) // 4)
-    assert expected - 8 <= len(cut) <= expected

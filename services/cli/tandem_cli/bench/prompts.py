@@ -1,0 +1,199 @@
+"""Chat prompts of five workloads, made from dialogues. Equal seeds give equal prompts.
+
+    retail     customer-service dialogues after their policy: phrases recur
+    random     made-up words, and an answer sampled at temperature 2: nothing recurs
+    copy       a passage to repeat: the answer is in the prompt
+    faq        a few questions, repeated: the answer is in earlier requests
+    json       orders to write as JSON objects: the form of the answer recurs, its values do not
+
+A retail prompt of a given length:
+
+    system:  policy
+             ## Earlier conversations        other dialogues, drawn per prompt, up to the wanted length
+    user, assistant, tool, ...               one dialogue up to the last question that has an answer
+
+Answers are the served model's own; a small model repeats itself more than a large one.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandem_cli.bench.dataset import Dialogue, Turn
+
+TokenCounter = Callable[[str], int]
+
+_EARLIER = "\n\n## Earlier conversations\n\n"
+#: English text in common tokenizers.
+_CHARACTERS_PER_TOKEN = 4.0
+#: Tokens of a passage to copy, and of random words, where no length is given.
+_DEFAULT_TOKENS = 160
+_RANDOM_TEMPERATURE = 2.0
+
+
+def estimate_tokens(text: str) -> int:
+    """Tokens of a text by its length, for use without a tokenizer."""
+    return round(len(text) / _CHARACTERS_PER_TOKEN)
+
+
+def tokenizer_counter(model_dir: Path) -> TokenCounter:
+    """Counts with the tokenizer of a model folder."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    dialogue_id: str
+    messages: tuple[Turn, ...]
+    #: None: the run's.
+    temperature: float | None = None
+    #: Added to the run's seed.
+    seed_offset: int = 0
+
+
+@dataclass(frozen=True)
+class Material:
+    """Input of the workloads. input_tokens: length of all contents together, without the chat template;
+    None: the workload's own length."""
+
+    dialogues: Sequence[Dialogue]
+    policy: str
+    input_tokens: int | None
+    count: TokenCounter
+    seed: int
+
+
+def _retail(material: Material, index: int) -> Prompt:
+    """Every dialogue is used once before any is used again."""
+    order = list(range(len(material.dialogues)))
+    random.Random(material.seed).shuffle(order)
+    chosen = order[index % len(order)]
+    turns, system = question(material.dialogues[chosen]), material.policy.strip()
+    if material.input_tokens is not None:
+        turns, system = _fit(material, material.input_tokens, turns, chosen, index)
+    messages = (Turn("system", system), *turns) if system else turns
+    return Prompt(material.dialogues[chosen].id, messages)
+
+
+def _fit(
+    material: Material, wanted: int, turns: tuple[Turn, ...], chosen: int, index: int
+) -> tuple[tuple[Turn, ...], str]:
+    """Turns and system prompt that together have about the wanted number of tokens."""
+    policy, count = material.policy.strip(), material.count
+
+    def count_turns() -> int:
+        return sum(count(turn.content) for turn in turns)
+
+    while len(turns) > 1 and count_turns() + count(policy) > wanted:
+        turns = turns[1:]
+    room = wanted - count_turns()
+    if count(policy) >= room:
+        return turns, cut_to_tokens(policy, room, count)
+    others = [other for number, other in enumerate(material.dialogues) if number != chosen]
+    random.Random(f"{material.seed}/{index}").shuffle(others)
+    system = policy + _EARLIER
+    # If all dialogues together are too short, they are used again.
+    while others and count(system) < room:
+        for other in others:
+            system += other.as_text() + "\n\n"
+            if count(system) >= room:
+                break
+    return turns, cut_to_tokens(system, room, count)
+
+
+def question(dialogue: Dialogue) -> tuple[Turn, ...]:
+    """The dialogue up to its last user turn that has an answer; without one, its last user turn."""
+    users = [index for index, turn in enumerate(dialogue.turns) if turn.role == "user"]
+    answered = [
+        index for index in users if any(turn.role == "assistant" for turn in dialogue.turns[index + 1 :])
+    ]
+    return dialogue.turns[: (answered or users)[-1] + 1]
+
+
+def cut_to_tokens(text: str, num_tokens: int, count: TokenCounter) -> str:
+    """The longest beginning of the text with at most `num_tokens` tokens, within a few."""
+    if num_tokens <= 0:
+        return ""
+    if count(text) <= num_tokens:
+        return text
+    low, high = 0, len(text)
+    while high - low > 8:
+        middle = (low + high) // 2
+        if count(text[:middle]) <= num_tokens:
+            low = middle
+        else:
+            high = middle
+    return text[:low]
+
+
+def _random(material: Material, index: int) -> Prompt:
+    generator = random.Random(f"random/{material.seed}/{index}")
+    length = material.input_tokens or _DEFAULT_TOKENS
+    # A made-up word has more than one token, so these are enough.
+    words = ("".join(generator.choices(_LETTERS, k=generator.randint(3, 9))) for _ in range(length))
+    text = cut_to_tokens(" ".join(words), length, material.count)
+    # With one seed for all, answers would choose the same token at the same position.
+    return Prompt(
+        f"random-{index}", (Turn("user", text),), temperature=_RANDOM_TEMPERATURE, seed_offset=index
+    )
+
+
+def _copy(material: Material, index: int) -> Prompt:
+    generator = random.Random(f"copy/{material.seed}/{index}")
+    dialogue = generator.choice(material.dialogues)
+    text = dialogue.as_text()
+    # There are more requests than dialogues, so each starts at another place.
+    start = text.find(" ", generator.randrange(max(len(text) // 2, 1))) + 1
+    passage = cut_to_tokens(text[start:], material.input_tokens or _DEFAULT_TOKENS, material.count)
+    asked = f"Repeat the following text word for word, and write nothing else.\n\n{passage}"
+    return Prompt(f"copy-{dialogue.id}-{index}", (Turn("user", asked),))
+
+
+def _faq(material: Material, index: int) -> Prompt:
+    number = index % len(_QUESTIONS)
+    system = Turn("system", material.policy.strip())
+    return Prompt(f"faq-{number}", (system, Turn("user", _QUESTIONS[number])))
+
+
+def _json(material: Material, index: int) -> Prompt:
+    generator = random.Random(f"json/{material.seed}/{index}")
+    orders = "\n".join(
+        f"{generator.choice(_NAMES)} from {generator.choice(_CITIES)} bought {generator.randint(2, 9)} "
+        f"{generator.choice(_GOODS)} for {generator.randint(5, 400)}.{generator.randint(0, 99):02d} euros."
+        for _ in range(5)
+    )
+    turns = (
+        Turn("user", f"{_TASK}\n\nMia from Bonn bought 2 lamps for 39.90 euros."),
+        Turn("assistant", _EXAMPLE),
+        Turn("user", f"{_TASK}\n\n{orders}"),
+    )
+    return Prompt(f"json-{index}", turns)
+
+
+#: A workload makes the prompt of a request from the material and the request's number.
+WORKLOADS: dict[str, Callable[[Material, int], Prompt]] = {
+    "retail": _retail,
+    "random": _random,
+    "copy": _copy,
+    "faq": _faq,
+    "json": _json,
+}
+
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+_QUESTIONS = (
+    "What can I do if my order has not arrived yet?",
+    "How do I return something, and when do I get my money back?",
+    "Can I still change the address of my order?",
+    "What do you need to know from me before you can help me?",
+)
+_TASK = "Write each order as a JSON object with the keys customer, city, quantity, item and price."
+_EXAMPLE = '[\n  {"customer": "Mia", "city": "Bonn", "quantity": 2, "item": "lamps", "price": 39.90}\n]'
+_NAMES = ("Ada", "Ben", "Chiara", "Deniz", "Emil", "Farah", "Goran", "Hana", "Ines", "Jonas", "Kim", "Lena")
+_CITIES = ("Turin", "Lyon", "Graz", "Porto", "Oslo", "Ghent", "Brno", "Cork", "Malmo", "Split")
+_GOODS = ("tents", "stoves", "packs", "ropes", "mugs", "maps", "boots", "jackets", "lanterns", "mats")
