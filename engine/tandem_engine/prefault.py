@@ -26,11 +26,11 @@ _MADV_POPULATE_WRITE = 23
 class Prefaulter:
     """Stays ahead of the highest block used in caches [num_blocks, ...] on the CPU."""
 
-    def __init__(self, caches: Sequence[torch.Tensor]) -> None:
+    def __init__(self, caches: Sequence[torch.Tensor], ahead_bytes: int = AHEAD_BYTES) -> None:
         self._caches = tuple(caches)
         self._num_blocks = len(caches[0])
         self._block_bytes = caches[0].nbytes // self._num_blocks
-        self._ahead = max(1, AHEAD_BYTES // (self._block_bytes * len(caches)))
+        self._ahead = max(1, ahead_bytes // (self._block_bytes * len(caches)))
         self._num_faulted = 0
         #: The running thread, or the last one; for tests.
         self.worker: threading.Thread | None = None

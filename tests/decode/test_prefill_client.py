@@ -1,32 +1,17 @@
-"""The client to prefill pods: one channel for all calls to a pod, and none to pods that are asked no more."""
+"""The client of prefill pods: one channel for all calls to a pod, closed when it is no longer used."""
 
 import asyncio
 from collections.abc import AsyncIterator
 
 import grpc
 import pytest
-from tandem_decode import prefill_client
+from fake_pods import FakePod
 from tandem_decode.prefill_client import PrefillClient
-from tandem_proto.v1 import prefill_pb2, prefill_pb2_grpc
+from tandem_proto.v1 import prefill_pb2
 from tandem_service.channels import open_channel
 from waiting import until
 
 REQUEST = prefill_pb2.PrefillRequest(request_id="r")
-
-
-class GatedPod(prefill_pb2_grpc.PrefillServiceServicer):
-    """Answers a call when the gate is open."""
-
-    def __init__(self) -> None:
-        self.gate = asyncio.Event()
-        self.server = grpc.aio.server()
-        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(self, self.server)
-        self.target = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
-
-    async def Prefill(self, request, context):  # noqa: N802
-        yield prefill_pb2.PrefillResponse(progress=prefill_pb2.PrefillProgress())
-        await self.gate.wait()
-        yield prefill_pb2.PrefillResponse(finished=prefill_pb2.PrefillFinished())
 
 
 class Channels:
@@ -44,11 +29,11 @@ class Channels:
 
 
 @pytest.fixture
-async def pod() -> AsyncIterator[GatedPod]:
-    pod = GatedPod()
-    await pod.server.start()
+async def pod() -> AsyncIterator[FakePod]:
+    pod = FakePod()
+    await pod.start()
     yield pod
-    await pod.server.stop(None)
+    await pod.stop()
 
 
 @pytest.fixture
@@ -57,9 +42,8 @@ def channels() -> Channels:
 
 
 @pytest.fixture
-async def client(channels: Channels, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[PrefillClient]:
-    monkeypatch.setattr(prefill_client, "IDLE_CHANNEL_S", 0.5)
-    client = PrefillClient(channels)
+async def client(channels: Channels) -> AsyncIterator[PrefillClient]:
+    client = PrefillClient(channels, idle_channel_s=0.5)
     yield client
     await client.close()
     assert all(channels.are_closed())

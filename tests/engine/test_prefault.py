@@ -8,11 +8,11 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from tandem_engine import prefault
 from tandem_engine.kv_pool import KVPool, KVShape
 from tandem_engine.prefault import Prefaulter
 
 BLOCK_BYTES = 1 << 20
+AHEAD_BYTES = 16 << 20
 
 
 def fresh(num_blocks: int) -> torch.Tensor:
@@ -31,16 +31,10 @@ def settled(prefaulter: Prefaulter) -> None:
     assert not prefaulter.worker.is_alive()
 
 
-@pytest.fixture
-def ahead_16_mib(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefault, "AHEAD_BYTES", 16 << 20)
-
-
-@pytest.mark.usefixtures("ahead_16_mib")
 def test_memory_is_faulted_in_ahead_of_use() -> None:
     caches = [fresh(64), fresh(64)]
     before = resident_mib()
-    prefaulter = Prefaulter(caches)
+    prefaulter = Prefaulter(caches, AHEAD_BYTES)
     settled(prefaulter)
     if resident_mib() - before < 4:
         pytest.skip("this kernel does not populate memory on request")
@@ -53,9 +47,8 @@ def test_memory_is_faulted_in_ahead_of_use() -> None:
     assert (caches[0] == 0).all() and (caches[1] == 0).all()
 
 
-@pytest.mark.usefixtures("ahead_16_mib")
 def test_no_thread_starts_while_enough_memory_is_ahead() -> None:
-    prefaulter = Prefaulter([fresh(64)])
+    prefaulter = Prefaulter([fresh(64)], AHEAD_BYTES)
     first = prefaulter.worker
     prefaulter.will_use(3)
     assert prefaulter.worker is first

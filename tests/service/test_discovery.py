@@ -1,10 +1,10 @@
-"""Discovery: fixed lists, names with several addresses, and DNS that fails for a while."""
+"""Discovery: addresses, names with several addresses, and DNS that fails for a while."""
 
 import asyncio
 import socket
 
 import pytest
-from tandem_service.discovery import DnsDiscovery, StaticDiscovery, parse_target
+from tandem_service.discovery import DnsDiscovery, parse_target
 
 
 @pytest.mark.parametrize("text", ["pod", "pod:", ":51200", "pod:0", "pod:x", "::1:51200", "pod:99999", ""])
@@ -18,8 +18,9 @@ def test_a_target_reads_back_as_it_was_written(text: str):
     assert str(parse_target(f" {text} ")) == text
 
 
-async def test_a_fixed_list_is_sorted_and_without_repeats():
-    assert await StaticDiscovery(["b:2", "a:1", "b:2"]).targets() == ("a:1", "b:2")
+async def test_targets_are_sorted_and_without_repeats():
+    targets = ["10.0.0.2:2", "10.0.0.1:1", "10.0.0.2:2"]
+    assert await DnsDiscovery(targets).targets() == ("10.0.0.1:1", "10.0.0.2:2")
 
 
 class _FakeDns:

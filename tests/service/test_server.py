@@ -24,6 +24,7 @@ from tandem_service.health import HealthServicer
 from tandem_service.interceptors import REQUEST_ID_KEY, current_request_id
 from tandem_service.server import PodServer
 from tandem_service.settings import PodSettings
+from waiting import until
 
 SERVICE = "tandem.v1.GatewayService"
 
@@ -288,12 +289,15 @@ CUT_SHORT = b"\x0a\x7fx"
 async def test_bytes_that_are_no_message_are_the_callers_fault_and_counted(method: str, raw: bytes):
     async with running(metrics_port=0) as pod:
         path = f"/{SERVICE}/{method}"
-        with structlog.testing.capture_logs() as logs, pytest.raises(grpc.aio.AioRpcError) as info:
-            if method == "Chat":
-                async for _ in pod.channel.unary_stream(path)(raw):
-                    pass
-            else:
-                await pod.channel.unary_unary(path)(raw)
+        with structlog.testing.capture_logs() as logs:
+            with pytest.raises(grpc.aio.AioRpcError) as info:
+                if method == "Chat":
+                    async for _ in pod.channel.unary_stream(path)(raw):
+                        pass
+                else:
+                    await pod.channel.unary_unary(path)(raw)
+            # The client may receive the status before the server logs the call.
+            await until(lambda: any(entry["event"] == "call" for entry in logs))
         assert info.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert info.value.details().startswith("the request is not a valid protobuf message")
         assert "UTF-8" in info.value.details()

@@ -23,9 +23,9 @@ no block of the transfer is read.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -72,15 +72,6 @@ class DropCause(enum.Enum):
     BAD_RANGE = "bad_range"
     BAD_LENGTH = "bad_length"
     MALFORMED = "malformed"
-
-
-@dataclass(frozen=True)
-class Counters:
-    """What a receiver has seen since it started."""
-
-    accepted_frames: int = 0
-    accepted_bytes: int = 0
-    dropped: Mapping[DropCause, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,6 @@ from tandem_engine.errors import TransferError
 from tandem_engine.transport.base import (
     TRANSFER_ID_BYTES,
     BlockStore,
-    Counters,
     DropCause,
     Ticket,
     Transfer,
@@ -186,8 +185,6 @@ class KVReceiver:
         self._lock = threading.Lock()
         self._transfers: dict[bytes, IncomingTransfer] = {}
         self._closed = False
-        self._frames = 0
-        self._bytes = 0
         self._dropped = dict.fromkeys(DropCause, 0)
 
     def open(self, dest: Mapping[int, int], transfer_id: bytes | None = None) -> IncomingTransfer:
@@ -238,10 +235,6 @@ class KVReceiver:
             failure.__cause__ = error
             transfer.fail(failure)
             return Reject(frame.transfer_id, frame.epoch, "the decode pod failed to write the blocks")
-        else:
-            with self._lock:
-                self._frames += 1
-                self._bytes += payload.nbytes
         return Credit(frame.transfer_id, frame.epoch, payload.nbytes)
 
     def count_drop(self, cause: DropCause) -> None:
@@ -249,9 +242,10 @@ class KVReceiver:
             self._dropped[cause] += 1
 
     @property
-    def counters(self) -> Counters:
+    def dropped_frames(self) -> dict[DropCause, int]:
+        """Since the start; every cause has an entry."""
         with self._lock:
-            return Counters(self._frames, self._bytes, dict(self._dropped))
+            return dict(self._dropped)
 
     @property
     def open_transfers(self) -> int:

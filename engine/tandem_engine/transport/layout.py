@@ -1,8 +1,8 @@
-"""What two pods must agree on before one writes into the other's KV blocks.
+"""The KV layout that two pods must agree on before one writes into the other's KV blocks.
 
-A KV block is raw bytes: nothing in it says which model, dtype or shape it was made with. Reading it under
-another layout gives fluent nonsense, not an error. So every ticket carries the fingerprint of the layout
-that the decode pod expects, and the prefill pod compares it with its own before it sends a byte.
+A KV block is raw bytes without its model, dtype or shape. Reading it under another layout gives wrong text,
+not an error. So every ticket carries the fingerprint of the decode pod's layout, and the prefill pod
+compares it with its own before it sends anything.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tandem_core.errors import InvariantError
 
 from tandem_engine.errors import LayoutMismatchError
 
-#: Raised when the bytes on the wire change their meaning: header fields, digest, order within a block.
+#: Incremented when the bytes on the wire change meaning: header fields, digest, order within a block.
 WIRE_VERSION = 1
 
 #: Bytes per stored element, by the name torch gives the dtype.
@@ -35,7 +35,7 @@ class KVLayout:
     A block of one layer is `[2, num_kv_heads, block_size, head_size]` of `dtype`: keys, then values.
     """
 
-    #: Hash of the source weights: the same shape under other weights is another layout.
+    #: Hash of the source weights: the same shape with other weights is another layout.
     model_revision: str
     #: Stored element type, as torch names it, e.g. "bfloat16".
     dtype: str
@@ -76,7 +76,7 @@ class KVLayout:
         return xxhash.xxh3_128_hexdigest(self.description.encode())
 
     def check(self, other_fingerprint: str, other_description: str) -> None:
-        """Raise LayoutMismatchError, naming both sides and what differs, unless the layouts are equal."""
+        """Raises LayoutMismatchError, with both layouts and their differences, unless they are equal."""
         if other_fingerprint == self.fingerprint:
             return
         mine = {name: str(value) for name, value in asdict(self).items()}

@@ -197,7 +197,6 @@ class KVSender:
         self._lock = threading.Lock()
         self._transfers: dict[tuple[bytes, int], OutgoingTransfer] = {}
         self._closed = False
-        self._sent_bytes = 0
 
     def open(self, ticket: Ticket) -> OutgoingTransfer:
         """Starts the sending end of a ticket.
@@ -224,16 +223,12 @@ class KVSender:
     def take_frame(self, transfer: OutgoingTransfer) -> tuple[Frame, memoryview] | None:
         """The transfer's next frame, or None. Never raises: an error of the store fails the transfer."""
         try:
-            taken = transfer.take_frame()
+            return transfer.take_frame()
         except Exception as error:  # the store's; it must not end the thread of all transfers
             failure = TransferError(f"reading blocks to send failed: {error}")
             failure.__cause__ = error
             transfer.fail(failure)
             return None
-        if taken is not None:
-            with self._lock:
-                self._sent_bytes += taken[1].nbytes
-        return taken
 
     def on_reply(self, reply: Credit | Reject) -> None:
         """Applies a receiver's reply; one for a transfer that has ended here is ignored."""
@@ -256,12 +251,6 @@ class KVSender:
     def open_transfers(self) -> int:
         with self._lock:
             return len(self._transfers)
-
-    @property
-    def sent_bytes(self) -> int:
-        """Payload bytes sent since the start."""
-        with self._lock:
-            return self._sent_bytes
 
     def close(self) -> None:
         """Aborts open transfers; nothing can be opened afterwards. Idempotent."""

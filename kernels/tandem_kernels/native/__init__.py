@@ -85,7 +85,7 @@ class LayersCall(ctypes.Structure):
 
 
 def instruction_sets() -> list[str]:
-    """What this processor runs of what build.py compiles for, worst first."""
+    """The instruction sets of build_native.py that this processor supports, slowest first."""
     flags = _processor_flags()
     sets = []
     if {"avx2", "fma", "f16c"} <= flags:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -28,13 +26,3 @@ async def is_serving(target: str, timeout_s: float = 1.0) -> bool:
 async def probe(spec: ProcessSpec) -> bool:
     """`is_serving` of a supervised process."""
     return await is_serving(spec.health_target)
-
-
-async def wait_until_serving(target: str, timeout_s: float) -> bool:
-    """Polls until the server serves; False when the time is up."""
-    deadline = asyncio.get_running_loop().time() + timeout_s
-    while asyncio.get_running_loop().time() < deadline:
-        if await is_serving(target):
-            return True
-        await asyncio.sleep(0.1)
-    return False

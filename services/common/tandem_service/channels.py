@@ -1,4 +1,4 @@
-"""gRPC options that every channel and server of the fleet shares, and the one way to open a channel."""
+"""gRPC options of every channel and server, and the function that opens channels."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import grpc.aio
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 
-#: A dead host (no RST arrives) is noticed in about two seconds: a ping each second, one second to answer.
+#: Detects a dead host (which sends no RST) in about two seconds: a ping each second, one second to answer.
 _KEEPALIVE_MS = 1000
 
 _COMMON_OPTIONS = (
@@ -20,25 +20,25 @@ _COMMON_OPTIONS = (
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     *_COMMON_OPTIONS,
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    # A restarted pod is used again within a second; gRPC's default backs off for two minutes.
+    # Reconnects to a restarted pod within a second; gRPC's default backs off for up to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 1000),
-    # Pods are named by address; an HTTP proxy from the environment must not come between them.
+    # Pods are reached by address, without an HTTP proxy from the environment.
     ("grpc.enable_http_proxy", 0),
-    # A channel of its own per caller: closing one must not depend on another's subchannel.
+    # Channels share no subchannels, so closing one does not depend on another.
     ("grpc.use_local_subchannel_pool", 1),
 )
 
 
 def server_options(max_request_bytes: int) -> tuple[tuple[str, int], ...]:
-    """A larger request is answered with RESOURCE_EXHAUSTED, before it is parsed or reaches an interceptor."""
+    """A larger request fails with RESOURCE_EXHAUSTED before it is parsed or reaches an interceptor."""
     return (
         *_COMMON_OPTIONS,
         ("grpc.max_receive_message_length", max_request_bytes),
-        # Two servers on one port would share the calls between them without anyone noticing.
+        # With SO_REUSEPORT two servers on one port would silently share its calls.
         ("grpc.so_reuseport", 0),
-        # Accept the pings above; the default punishes them with GOAWAY "too_many_pings".
+        # Accept the pings above; by default the server answers them with GOAWAY "too_many_pings".
         ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
         ("grpc.http2.max_ping_strikes", 0),
     )

@@ -1,8 +1,8 @@
-"""Where the pods of a role are, now.
+"""Finds the current pods of a role.
 
-A consumer polls `Discovery.targets()` and opens or closes channels to match. Two ways exist: a fixed list,
-and DNS (a name with several addresses, such as a Kubernetes headless service, is one target per
-address and is asked again as pods come and go). A Kubernetes watch can join as a third class.
+A consumer polls `DnsDiscovery.targets()` and opens or closes channels to match. A name with several
+addresses, such as a Kubernetes headless service, is one target per address; it is resolved again as pods
+come and go.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import asyncio
 import ipaddress
 import socket
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,7 +19,7 @@ import structlog
 
 @dataclass(frozen=True)
 class Target:
-    """Host and port of a gRPC server; `str()` gives what gRPC wants (IPv6 in brackets)."""
+    """Host and port of a gRPC server; `str()` gives gRPC's form (IPv6 in brackets)."""
 
     host: str
     port: int
@@ -44,35 +43,17 @@ def parse_target(text: str) -> Target:
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     elif ":" in host:
-        separator = ""  # a bare IPv6 address: where the port begins is anyone's guess
+        separator = ""  # a bare IPv6 address: the port cannot be told apart
     if not separator or not host or not port.isdigit() or not 0 < int(port) <= 65535:
         raise ValueError(f"{text.strip()!r} is no host:port, such as 10.0.0.7:51200")
     return Target(host, int(port))
 
 
-class Discovery(ABC):
-    """Answers which gRPC targets serve a role at this moment."""
+class DnsDiscovery:
+    """A list of targets; a name stands for all its addresses and is resolved again every `refresh_s` seconds.
 
-    @abstractmethod
-    async def targets(self) -> tuple[str, ...]:
-        """`host:port` of every known pod, sorted, without repeats. Cheap enough to call every second."""
-
-
-class StaticDiscovery(Discovery):
-    """A fixed list. gRPC itself resolves names in it."""
-
-    def __init__(self, targets: Sequence[str]) -> None:
-        self._targets = tuple(sorted({str(parse_target(target)) for target in targets}))
-
-    async def targets(self) -> tuple[str, ...]:
-        return self._targets
-
-
-class DnsDiscovery(Discovery):
-    """A list in which a name stands for all the addresses it has, asked again every `refresh_s` seconds.
-
-    While DNS does not answer, the last good answer holds: a name server's bad minute must not empty the
-    fleet. A name with IPv4 addresses is used by those only, so that a dual-stack pod counts once.
+    While DNS does not answer, the last good answer is kept. If a name has IPv4 addresses, only those are
+    used, so that a dual-stack pod counts once.
     """
 
     def __init__(self, targets: Sequence[str], refresh_s: float = 5.0) -> None:
@@ -83,8 +64,9 @@ class DnsDiscovery(Discovery):
         self._log = structlog.get_logger("tandem.discovery")
 
     async def targets(self) -> tuple[str, ...]:
+        """`host:port` of every known pod, sorted, without repeats. Cheap enough to call every second."""
         if time.monotonic() >= self._next_refresh:
-            # Set before the lookups: a slow DNS must not be asked again by every caller meanwhile.
+            # Set before the lookups, so that other callers do not repeat them while DNS is slow.
             self._next_refresh = time.monotonic() + self._refresh_s
             await asyncio.gather(*(self._resolve(entry) for entry in self._entries))
         return tuple(sorted({target for known in self._known.values() for target in known}))

@@ -1,7 +1,7 @@
-"""grpc.health.v1 as the pod's server needs it: set without awaiting, and watchers end when it drains.
+"""grpc.health.v1 with a synchronous setter, whose Watch streams end when the server drains.
 
-The library's aio servicer keeps Watch streams open for ever, which would make each drain last its full
-limit, and its `set` is a coroutine.
+The library's aio servicer keeps Watch streams open for ever, so each drain would last its full limit; and
+its `set` is a coroutine.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Status = health_pb2.HealthCheckResponse.ServingStatus
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # the library has no types
-    """Knows the given services and "" (the whole server); all start NOT_SERVING.
+    """Serves the given services and "" (the whole server); all start NOT_SERVING.
 
-    Belongs to one event loop; call it from there only.
+    Call it from one event loop only.
     """
 
     def __init__(self, service_names: Iterable[str]) -> None:
@@ -37,13 +37,13 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # t
         self._notify()
 
     def close(self) -> None:
-        """NOT_SERVING for good; watchers hear it and their streams end."""
+        """NOT_SERVING from now on; watchers are told and their streams end."""
         self._serving = False
         self._closed = True
         self._notify()
 
     def _notify(self) -> None:
-        # Waiters hold the old event; whoever comes later waits for the next change.
+        # Current waiters hold the old event; later ones wait for the next change.
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -62,14 +62,14 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # t
     async def Watch(  # noqa: N802
         self, request: health_pb2.HealthCheckRequest, context: _Context
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        told: int | None = None
+        sent: int | None = None
         while True:
             changed = self._changed
             status = self._status(request.service)
-            if status != told:
-                told = status
+            if status != sent:
+                sent = status
                 yield health_pb2.HealthCheckResponse(status=status)
-                # It may have changed while that was sent, for the last time perhaps.
+                # The status may have changed while this was sent, so check again before waiting.
             elif self._closed:
                 return
             else:

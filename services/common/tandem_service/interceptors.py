@@ -1,11 +1,11 @@
-"""What happens around every call of a pod: request id, access log, counters, exception -> status.
+"""Wraps every gRPC call of a server: request id, access log, counters, exception -> status.
 
 call in -> request id from metadata, or a new one; bound to the log context; sent back at once
         -> handler
-        -> exception?  mapped type         -> its status, with the exception's own sentence
+        -> exception?  mapped type         -> its status, with the exception's message
                        undecodable bytes   -> INVALID_ARGUMENT; the handler is not called
                        context.abort()     -> passes
-                       cancellation        -> passes (the client left, or its deadline is over)
+                       cancellation        -> passes (the client left, or its deadline passed)
                        anything else       -> INTERNAL with the request id; the traceback is logged only
         -> one access line, one count
 """
@@ -30,10 +30,10 @@ from tandem_service.metrics import LATENCY_BUCKETS_S
 
 REQUEST_ID_KEY = "tandem-request-id"
 
-#: What may come in as a request id; anything else (log injection, megabytes) is replaced.
+#: Accepted request ids; any other (log injection, megabytes) is replaced.
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 
-#: Asked every second by somebody; logged at debug only.
+#: Called every second; logged at debug level only.
 _QUIET = re.compile(r"^/grpc\.|/Get\w*Status$")
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def new_request_id() -> str:
 
 
 def request_id_or_new(given: str) -> str:
-    """`given` when it is fit to be a request id, else a fresh one."""
+    """`given` if it is a valid request id, else a new one."""
     return given if _REQUEST_ID.fullmatch(given) else new_request_id()
 
 
@@ -74,7 +74,7 @@ class CallMetrics:
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
-    """See the module's picture. `status_codes` is looked up by the exception's nearest base class."""
+    """See the module's diagram. `status_codes` is looked up by the exception's nearest base class."""
 
     def __init__(
         self, status_codes: Mapping[type[Exception], grpc.StatusCode], registry: CollectorRegistry
@@ -118,9 +118,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         )
 
         async def stream(request: Any, context: _Context) -> AsyncIterator[Any]:
-            # The handler's generator is closed with this one, whoever else refers to it. This one gRPC runs
-            # to its end or cancels, but drops unclosed when the call ends during the write of a response.
-            # Nothing else refers to it, so it is finalized at once: the event loop closes it, in a new task.
+            # aclosing closes the handler's generator together with this one. gRPC runs this one to its end or
+            # cancels it, but drops it unclosed when the call ends while a response is written. As nothing
+            # else refers to it, it is then finalized at once: the event loop closes it in a new task.
             async with (
                 self._around(method, context),
                 aclosing(calls(_decoded(request), context)) as responses,
@@ -140,9 +140,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         request_id = request_id_or_new(_metadata_value(context, REQUEST_ID_KEY))
         started = time.monotonic()
         code = "OK"
-        # Asked now: after a cancellation the C object may be gone, and asking it is a segmentation fault.
+        # Read now: after a cancellation the C object may be gone, and reading it would crash the process.
         peer = context.peer()
-        # gRPC runs each call in a task of its own, so there is nothing to reset afterwards.
+        # gRPC runs each call in its own task, so nothing has to be reset afterwards.
         structlog.contextvars.bind_contextvars(request_id=request_id)
         try:
             await context.send_initial_metadata(((REQUEST_ID_KEY, request_id),))
@@ -179,9 +179,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
 def _decoder(handler: _Handler) -> Callable[[bytes], Any] | None:
     """The method's own deserializer, whose failure becomes a MalformedRequestError.
 
-    gRPC decodes a lone request before it calls the handler, and answers what is raised there with UNKNOWN,
-    uncounted. So the error is handed on in the request's place, for `_decoded` to raise inside the call. The
-    requests of a stream are decoded as the handler reads them, inside the call: there it is raised at once.
+    gRPC decodes a single request before it calls the handler and turns an exception there into UNKNOWN,
+    without counting the call. So the decoder returns the error in place of the request, and `_decoded`
+    raises it inside the call. Requests of a stream are decoded inside the call, as the handler reads them;
+    there it is raised at once.
     """
     deserialize = handler.request_deserializer
     if deserialize is None:

@@ -1,9 +1,8 @@
 """Structured logs: one line per event, with the role, the pod and the request id.
 
-`configure` is called once, first thing in `main`. Code then logs with
-`structlog.get_logger("tandem.<module>").info("what happened", key=value)`; the request id is bound to the
-context by the server's interceptor, so nobody passes it along. Libraries that use `logging` come
-out the same way.
+`main` calls `configure` once, first. Code then logs with
+`structlog.get_logger("tandem.<module>").info("what happened", key=value)`; the server's interceptor binds
+the request id to the context. Output of libraries that use `logging` has the same form.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from tandem_service.settings import CommonSettings
 
 
 class _AddOrigin:
-    """Adds role and pod to each line. An object, since `configure` makes one per process."""
+    """Adds role and pod to each line."""
 
     def __init__(self, role: str, pod_id: str) -> None:
         self._role = role
@@ -31,7 +30,7 @@ class _AddOrigin:
 
 
 def configure(settings: CommonSettings, role: str) -> None:
-    """Send structlog and `logging` to stderr as `settings.log_format`, from `settings.log_level` up."""
+    """Sends structlog and `logging` to stderr in `settings.log_format`, from `settings.log_level` up."""
     level = logging.getLevelNamesMapping()[settings.log_level.upper()]
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
@@ -68,6 +67,6 @@ def configure(settings: CommonSettings, role: str) -> None:
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(level)
-    # At debug gRPC's own loop writes a line per call, and asyncio one per selector.
+    # At debug level gRPC logs a line per call, and asyncio one per selector.
     for noisy in ("grpc._cython.cygrpc", "asyncio"):
         logging.getLogger(noisy).setLevel(max(level, logging.INFO))

@@ -32,11 +32,11 @@ from tandem_service.settings import CommonSettings
 
 
 class PodServer:
-    """A grpc.aio server with health, reflection, metrics, request ids and a graceful end.
+    """A grpc.aio server with health, reflection, metrics, request ids and a graceful stop.
 
     `service_names` are full names such as "tandem.v1.DecodeService". `status_codes` maps the service's
     exceptions to gRPC statuses, by nearest base class; see `interceptors`. A request of more than
-    `max_request_bytes` is RESOURCE_EXHAUSTED. Make it inside a running event loop and use it from there only.
+    `max_request_bytes` fails with RESOURCE_EXHAUSTED. Create and use it inside one running event loop.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class PodServer:
             interceptors=(CallInterceptor(status_codes, self.registry),),
             options=server_options(max_request_bytes),
         )
-        #: Set when the drain begins; a servicer with endless streams ends them then.
+        #: Set when the drain begins; a servicer with endless streams must end them then.
         self.draining = asyncio.Event()
         #: Bound ports, known after `start`.
         self.port = 0
@@ -71,7 +71,7 @@ class PodServer:
         )
 
     async def start(self) -> None:
-        """Bind and answer. Raises OSError, with the remedy, when a port is taken."""
+        """Binds the ports and starts serving. Raises OSError, with the remedy, when a port is taken."""
         settings = self._settings
         address = str(Target(settings.host, settings.listen_port()))
         try:
@@ -94,18 +94,18 @@ class PodServer:
         self._log.info("listening", host=settings.host, port=self.port, metrics_port=self.metrics_port)
 
     def set_serving(self, serving: bool) -> None:
-        """What grpc.health.v1 answers from now on, for the server and for each of its services."""
+        """Sets what grpc.health.v1 answers, for the server and for each of its services."""
         self._health.set_serving(serving)
 
     def request_stop(self) -> None:
-        """What a signal does: the first call begins the drain, the second cuts it short."""
+        """Signal handler: the first call begins the drain, the second ends it at once."""
         if self._stop_requested.is_set():
             self._stop_at_once.set()
         self._stop_requested.set()
 
     async def serve_until_signal(self) -> None:
-        """Wait for SIGTERM, SIGINT or `request_stop`, then drain and stop."""
-        # What is loaded by now stays; looking through it in full collections stops streams for 25 ms.
+        """Waits for SIGTERM, SIGINT or `request_stop`, then drains and stops."""
+        # Objects loaded by now stay alive; full collections that traverse them stop streams for 25 ms.
         gc.collect()
         gc.freeze()
         loop = asyncio.get_running_loop()
@@ -120,8 +120,8 @@ class PodServer:
                 loop.remove_signal_handler(signum)
 
     async def stop(self) -> None:
-        """NOT_SERVING, let running calls finish for at most `drain_s` seconds, cancel the rest, close;
-        does nothing when called again."""
+        """Reports NOT_SERVING, lets running calls finish for at most `drain_s` seconds, cancels the rest
+        and closes. Does nothing when called again."""
         if self.draining.is_set():
             return
         self._stop_requested.set()

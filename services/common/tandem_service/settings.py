@@ -1,9 +1,9 @@
-"""Typed settings of a process, from flags and environment; read once at start and passed on.
+"""Typed settings of a process, read once at start from flags and environment.
 
     flag `--kv-port 5600`  >  environment `TANDEM_KV_PORT=5600`  >  the default in the class
 
-A role derives its own class from `PodSettings`, adds fields with docstrings (they become the help text),
-and calls `load`. A bad value ends the process with one sentence and exit code 2.
+A role derives its own class from `PodSettings`, adds fields with docstrings (the help texts) and calls
+`load`. A bad value ends the process with one sentence and exit code 2.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 
 
 def _split_targets(value: object) -> tuple[str, ...]:
-    """ "a:1,b:2" (or several such strings) -> ("a:1", "b:2"); ValueError for what is no host:port."""
+    """ "a:1,b:2" (or several such strings) -> ("a:1", "b:2"); ValueError for anything else."""
     if isinstance(value, str):
         parts = value.split(",")
     elif isinstance(value, list | tuple):
@@ -41,7 +41,7 @@ Targets = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_targets)]
 
 
 class CommonSettings(BaseSettings):
-    """What every process has, whichever ports it listens on."""
+    """Settings of every process."""
 
     model_config = SettingsConfigDict(
         env_prefix=ENV_PREFIX,
@@ -99,7 +99,7 @@ def load(cls: type[SettingsT], argv: Sequence[str] | None = None) -> SettingsT:
         if first["type"] == "missing":
             message = f"{flag} is required; give it or set {ENV_PREFIX}{field.upper()}"
         elif field and field not in cls.model_fields:
-            message = f"{flag} is unknown; --help lists what there is"
+            message = f"{flag} is unknown; --help lists the flags"
         else:
             message = f"{flag} (or {ENV_PREFIX}{field.upper()}) is {first['input']!r}: {reason}"
     except SettingsError as error:

@@ -69,7 +69,7 @@ async def open_pod(pod: DecodeSettings) -> AsyncIterator[PodServer]:
 
     def show(status: common_pb2.PodStatus) -> None:
         metrics.pod.show(status)
-        metrics.show_transport(receiver.counters)
+        metrics.show_dropped_frames(receiver.dropped_frames)
         metrics.show_reliability(drafter.reliability())
         metrics.show_lookahead(connected=sharing.connected, dropped_spans=sharing.dropped_spans)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from tandem_drafting.native import Reliability
-from tandem_engine.transport.base import Counters, DropCause
+from tandem_engine.transport.base import DropCause
 from tandem_pod.status import PodGauges
 from tandem_service.metrics import LATENCY_BUCKETS_S, TOKEN_BUCKETS_S
 
@@ -83,9 +83,9 @@ class DecodeMetrics:
             self._guesses["predicted"].labels(label).set(tenth.predicted)
             self._guesses["accepted"].labels(label).set(tenth.accepted)
 
-    def show_transport(self, counters: Counters) -> None:
-        for cause in DropCause:
-            self._dropped_frames.labels(cause.value).set(counters.dropped.get(cause, 0))
+    def show_dropped_frames(self, dropped: Mapping[DropCause, int]) -> None:
+        for cause, num_frames in dropped.items():
+            self._dropped_frames.labels(cause.value).set(num_frames)
 
     def show_lookahead(self, *, connected: int, dropped_spans: int) -> None:
         self._lookahead_connected.set(connected)

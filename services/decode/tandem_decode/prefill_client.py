@@ -1,7 +1,7 @@
 """The channels to the prefill pods.
 
-Pods come and go, under ever new addresses. A target has one channel, which is opened by its first call,
-shared by all, and closed when it has had none for a while.
+Prefill pods are replaced, and new ones have new addresses. Each target has one channel: its first call
+opens it, all calls share it, and it is closed after a while without calls.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tandem_proto.v1 import prefill_pb2, prefill_pb2_grpc
 
 PrefillCall: TypeAlias = "grpc.aio.UnaryStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse]"
 
-#: How long a channel is kept without a call on it.
+#: How long a channel without calls is kept.
 IDLE_CHANNEL_S = 60.0
 
 
@@ -26,15 +26,18 @@ class _Link:
 
     channel: grpc.aio.Channel
     num_calls: int = 0
-    #: Closes the channel, when it has no call.
+    #: Closes the channel; set while it has no call.
     idle: asyncio.TimerHandle | None = None
 
 
 class PrefillClient:
-    """Calls prefill pods. Belongs to one event loop."""
+    """Calls prefill pods. Use it from one event loop only."""
 
-    def __init__(self, make_channel: Callable[[str], grpc.aio.Channel]) -> None:
+    def __init__(
+        self, make_channel: Callable[[str], grpc.aio.Channel], idle_channel_s: float = IDLE_CHANNEL_S
+    ) -> None:
         self._make_channel = make_channel
+        self._idle_channel_s = idle_channel_s
         self._links: dict[str, _Link] = {}
         self._closings: set[asyncio.Task[None]] = set()
 
@@ -62,7 +65,7 @@ class PrefillClient:
     def _ended(self, target: str, link: _Link) -> None:
         link.num_calls -= 1
         if link.num_calls == 0 and self._links.get(target) is link:
-            link.idle = asyncio.get_running_loop().call_later(IDLE_CHANNEL_S, self._close_idle, target)
+            link.idle = asyncio.get_running_loop().call_later(self._idle_channel_s, self._close_idle, target)
 
     def _close_idle(self, target: str) -> None:
         closing = asyncio.create_task(self._links.pop(target).channel.close(None))

@@ -1,4 +1,4 @@
-"""What happened to one request on this pod, added up into its receipt."""
+"""Adds up what happened to one request on this pod into its receipt."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tandem_decode.handoff import HandoffResult
 
 
 class RequestRecord:
-    """Collects a request's steps; the gateway adds what only it can see (its queue, TTFT, the SLO)."""
+    """Sums up a request's steps; the gateway adds its own queue, TTFT and the SLO."""
 
     def __init__(self, request: Request, request_id: str, pod_id: str) -> None:
         self._request = request
-        #: As the caller named it; the engine's own id is unique per call.
+        #: The caller's id; the engine's id is unique per call.
         self._request_id = request_id
         self._pod_id = pod_id
         self._arrived_ns = time.monotonic_ns()

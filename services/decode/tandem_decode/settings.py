@@ -23,6 +23,7 @@ class DecodeSettings(EnginePodSettings):
     draft_nodes: Annotated[int, Field(ge=0, le=63)] = 31
     """most guesses verified per sequence and step"""
     local_prefill_tokens: Annotated[int, Field(ge=0)] = 384
-    """prompts with fewer uncached tokens than this are computed here, though it delays those that decode"""
+    """prompts with fewer uncached tokens than this are computed here, although that delays decoding
+    requests"""
     idle_prefill_tokens: Annotated[int, Field(ge=0)] = 512
-    """the same while nothing decodes here, when it delays nobody"""
+    """the same limit while the pod is idle"""

@@ -140,7 +140,7 @@ def end_to_proto(end: End) -> gateway_pb2.GeneratedEnd:
 
 
 def receipt_from_proto(receipt: common_pb2.Receipt) -> Receipt:
-    """What a pod reports; the gateway's own fields (ttft, e2e, slo) are filled in by the relay."""
+    """What a pod reports; the gateway fills in its own fields (ttft, e2e, slo) afterwards."""
     names = {field.name for field in dataclasses.fields(Receipt)} - {"slo", "slo_met", "slo_miss_reason"}
     ours: dict[str, Any] = {name: getattr(receipt, name) for name in names}
     for name in Receipt().by_source():

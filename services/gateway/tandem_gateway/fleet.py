@@ -20,7 +20,7 @@ import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tandem_proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from tandem_service.channels import open_channel
-from tandem_service.discovery import Discovery
+from tandem_service.discovery import DnsDiscovery
 
 from tandem_gateway.codec import load_from_proto
 from tandem_gateway.metrics import GatewayMetrics
@@ -84,7 +84,7 @@ class Fleet:
 
     def __init__(
         self,
-        discoveries: Mapping[Role, Discovery],
+        discoveries: Mapping[Role, DnsDiscovery],
         *,
         model_revision: str,
         poll_interval_s: float,

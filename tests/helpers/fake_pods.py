@@ -1,0 +1,111 @@
+# ruff: noqa: N802  (the methods are named by the .proto)
+"""Stand-ins for decode and prefill pods: the real services on loopback, with scripted answers."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import grpc
+from tandem_proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from tandem_service.server import PodServer
+from tandem_service.settings import PodSettings
+
+MODEL = "tiny-chat"
+REVISION = "ab" * 32
+
+
+@dataclass
+class FakePod(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.PrefillServiceServicer):
+    """A decode pod that streams `words`, one chunk each; also a prefill pod that answers when `gate` is
+    set."""
+
+    name: str = "d-0"
+    words: tuple[str, ...] = ("Hello", " there", "!")
+    pause_s: float = 0.0
+    #: Fails with this status after `fail_after` chunks.
+    fail_with: grpc.StatusCode | None = None
+    fail_after: int = 0
+    total_blocks: int = 100
+    free_blocks: int = 100
+    num_running: int = 0
+    revision: str = REVISION
+    target: str = ""
+    requests: list[decode_pb2.DecodeRequest] = field(default_factory=list)
+    #: Opens the answers of the prefill service.
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    started: asyncio.Event = field(default_factory=asyncio.Event)
+    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+    server: PodServer | None = None
+
+    async def start(self, port: int = 0) -> None:
+        services = ["tandem.v1.DecodeService", "tandem.v1.PrefillService"]
+        settings = PodSettings(drain_s=0.0, pod_id=self.name, port=port)
+        self.server = PodServer(settings, role="decode", service_names=services, status_codes={})
+        decode_pb2_grpc.add_DecodeServiceServicer_to_server(self, self.server.grpc_server)
+        prefill_pb2_grpc.add_PrefillServiceServicer_to_server(self, self.server.grpc_server)
+        await self.server.start()
+        self.server.set_serving(True)
+        self.target = f"127.0.0.1:{self.server.port}"
+
+    async def stop(self) -> None:
+        if self.server is not None:
+            await self.server.stop()
+            self.server = None
+
+    async def Decode(self, request, context):
+        self.requests.append(request)
+        self.started.set()
+        wants_logprobs = request.sampling.HasField("logprobs")
+        try:
+            for index, word in enumerate(self.words):
+                if self.fail_with is not None and index >= self.fail_after:
+                    await context.abort(self.fail_with, f"prompt: {self.name} says no")
+                await asyncio.sleep(self.pause_s)
+                logprobs = []
+                if wants_logprobs:
+                    token = common_pb2.TokenLogprob(
+                        token_id=10 + index, logprob=-0.5, token_bytes=word.encode()
+                    )
+                    other = common_pb2.TokenLogprob(token_id=99, logprob=-1.5, token_bytes=b"\xe2\x82")
+                    top = [token, other][: request.sampling.logprobs]
+                    logprobs = [common_pb2.PositionLogprobs(chosen=token, top=top)]
+                yield decode_pb2.DecodeResponse(
+                    chunk=decode_pb2.DecodeChunk(text=word, token_ids=[10 + index], logprobs=logprobs)
+                )
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+        receipt = common_pb2.Receipt(
+            request_id=request.request_id,
+            queue_ns=1000,
+            prefill_ns=2000,
+            prompt_tokens=len(request.prompt_token_ids),
+            output_tokens=len(self.words),
+            decode_pod=self.name,
+            accepted_by_source={"prompt": 2},
+        )
+        yield decode_pb2.DecodeResponse(
+            finished=decode_pb2.DecodeFinished(
+                reason=common_pb2.FINISH_REASON_STOP, stop_reason="<|im_end|>", receipt=receipt
+            )
+        )
+
+    async def Prefill(self, request, context):
+        yield prefill_pb2.PrefillResponse(progress=prefill_pb2.PrefillProgress())
+        await self.gate.wait()
+        yield prefill_pb2.PrefillResponse(finished=prefill_pb2.PrefillFinished())
+
+    async def GetDecodeStatus(self, request, context):
+        return decode_pb2.GetDecodeStatusResponse(status=self._status("decode"))
+
+    async def GetPrefillStatus(self, request, context):
+        return prefill_pb2.GetPrefillStatusResponse(status=self._status("prefill"))
+
+    def _status(self, role: str) -> common_pb2.PodStatus:
+        usage = common_pb2.ResourceUsage(
+            blocks_total=self.total_blocks, blocks_free=self.free_blocks, requests_running=self.num_running
+        )
+        return common_pb2.PodStatus(
+            pod_id=self.name, role=role, model=MODEL, model_revision=self.revision, block_size=64, usage=usage
+        )
