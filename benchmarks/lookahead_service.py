@@ -10,7 +10,7 @@
                   catch-up    from the fault's end until every mirror has every span pushed before it
                   lost        spans that some mirror does not have even then
 
-Spans are shared at once in `faults` and `warm` (promotion_requests 1), so that each can be counted; else two
+Spans are shared at once in `faults` and `warm` (min_requests 1), so that each can be counted; else two
 requests must generate a text. Pods are real clients and mirrors, all in this process.
 """
 
@@ -36,11 +36,11 @@ import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from reporting import describe_command, describe_machine, markdown_table
 from slow_door import SlowDoor
-from tandem_decode.lookahead_client import LookaheadClient
+from tandem_cli.redis_server import find_server
+from tandem_drafting.lookahead_client import LookaheadClient
 from tandem_drafting.mirror import GlobalMirror
 from tandem_drafting.spans import AcceptedSpan
-from tandem_lookahead.redis_process import find_binary
-from tandem_lookahead.text import NamespaceText, TextPolicy
+from tandem_lookahead.corpus import CorpusPolicy, NamespaceCorpus
 from tandem_proto.v1 import lookahead_pb2 as pb
 from tandem_service.channels import open_channel
 
@@ -94,14 +94,14 @@ class Child:
 class Fleet:
     """Redis, two replicas, and as many pods as are asked for."""
 
-    def __init__(self, folder: Path, promotion_requests: int) -> None:
+    def __init__(self, folder: Path, min_requests: int) -> None:
         self.redis_port, *self.ports = _free_ports(3)
         self.redis = Child(
-            *(str(find_binary()[0]), "--port", str(self.redis_port), "--bind", "127.0.0.1"),
+            *(str(find_server()), "--port", str(self.redis_port), "--bind", "127.0.0.1"),
             *("--dir", str(folder), "--save", "", "--appendonly", "yes", "--appendfsync", "everysec"),
         )
         self.door = SlowDoor(self.redis_port)
-        self._promotion_requests = promotion_requests
+        self._min_requests = min_requests
         self.replicas: list[Child] = []
         self.pods: list[tuple[LookaheadClient, GlobalMirror]] = []
 
@@ -113,7 +113,7 @@ class Fleet:
                 Child(
                     *(sys.executable, "-P", "-m", "tandem_lookahead.main", "--port", str(port)),
                     *("--redis-url", f"redis://127.0.0.1:{self.door.port}/0", "--snapshot-interval-s", "2"),
-                    *("--promotion-requests", str(self._promotion_requests), "--drain-s", "1"),
+                    *("--min-requests", str(self._min_requests), "--drain-s", "1"),
                     *("--max-bytes", str(1 << 30)),
                 )
             )
@@ -145,9 +145,9 @@ class Fleet:
 
 
 @asynccontextmanager
-async def fleet(promotion_requests: int) -> AsyncIterator[Fleet]:
+async def fleet(min_requests: int) -> AsyncIterator[Fleet]:
     with tempfile.TemporaryDirectory() as folder:
-        running = Fleet(Path(folder), promotion_requests)
+        running = Fleet(Path(folder), min_requests)
         try:
             await running.start()
             yield running
@@ -175,7 +175,7 @@ def ingest_alone(num_requests: int) -> list[Row]:
     rows = []
     texts = answers(num_requests)
     for piece in (8, 64):
-        text = NamespaceText(TextPolicy(max_bytes=1 << 40))
+        text = NamespaceCorpus(CorpusPolicy(max_bytes=1 << 40))
         before = _resident()
         begun = time.perf_counter()
         for number, tokens in enumerate(texts):
@@ -198,7 +198,7 @@ async def ingest_through(num_requests: int) -> list[Row]:
         client, mirror = await running.pod(0)
         await until(lambda: mirror.position != "", "the first snapshot")
         texts = answers(num_requests)
-        reference = NamespaceText(TextPolicy(max_bytes=1 << 40))
+        reference = NamespaceCorpus(CorpusPolicy(max_bytes=1 << 40))
         for number, tokens in enumerate(texts):
             reference.add([AcceptedSpan(str(number), 0, tokens)], 0)
         begun = time.perf_counter()
@@ -430,7 +430,7 @@ def main() -> None:
     report = (
         "# The lookahead service under load and under fire\n\n"
         f"`{describe_command()}` on {describe_machine()}, shared with others; the script says what each "
-        f"line means. Redis: {find_binary()[1]}.\n\n{table}\n"
+        f"line means. Redis: {find_server().name}.\n\n{table}\n"
     )
     print(report)
     if options.out is not None:

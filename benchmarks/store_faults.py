@@ -23,7 +23,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
-import psutil
 from reporting import describe_command, describe_machine, markdown_table
 from tandem_cli.bench.dataset import sample_dialogues
 from tandem_cli.bench.prompts import question
@@ -36,15 +35,9 @@ HEAD = ("condition", "requests", "failed", "tokens", "median gap ms", "beside we
 
 def processes(state: Path) -> dict[str, int]:
     """Pids of what is stopped, by condition."""
-    (service,) = read_state(state).pids("lookahead")
-    stores = [
-        child.pid
-        for child in psutil.Process(service).children(recursive=True)
-        if any(name in " ".join(child.cmdline()) for name in ("valkey", "redis"))
-    ]
-    if len(stores) != 1:
-        raise SystemExit(f"--state {state}: the lookahead service runs {len(stores)} stores, wanted 1")
-    return {"store hangs": stores[0], "service hangs": service}
+    fleet = read_state(state)
+    (service,), (store,) = fleet.pids("lookahead"), fleet.pids("redis")
+    return {"store hangs": store, "service hangs": service}
 
 
 @contextmanager

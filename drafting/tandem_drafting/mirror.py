@@ -1,12 +1,12 @@
-"""A decode pod's copy of one namespace's shared text: read on the step path, written beside it.
+"""A decode pod's copy of one namespace's shared corpus, indexed for the drafter.
 
-    store    runs of tokens, as the lookahead service shares them
-    corpus   the same, indexed for the drafter; one reference, swapped as a whole
+    corpus   sequences of tokens, as the lookahead service shares them
+    index    the same text, indexed; one reference, replaced as a whole
 
-Nothing else ever enters: not even what this pod's own requests generate, before the service has shared it.
-The stream client applies snapshots and deltas from its own thread; the drafter reads the corpus meanwhile,
-without locks, and never waits for the service. A full corpus is built anew from what the store holds, half as
-large again. Without the service the mirror stays as it is and goes on being used.
+Only text from the service enters, so the output of this pod's own requests is here once the service has
+shared it. The stream client applies snapshots and deltas in a thread of its own. The drafter reads the index
+without locks and never waits for the service. A full index is rebuilt with half as much room again. Without
+the service the mirror stays in use unchanged.
 """
 
 from __future__ import annotations
@@ -14,128 +14,120 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 
-from tandem_drafting import native
 from tandem_drafting.native import CorpusIndex
+from tandem_drafting.shared_corpus import SharedCorpus, SharedSequence
 from tandem_drafting.spans import AcceptedSpan, RequestNames
-from tandem_drafting.text_store import Run, TextStore
 
 DEFAULT_MAX_TOKENS = 1_000_000
 _FIRST_CAPACITY = 1 << 16
-#: Tokens that go before a piece whose run was left for another one's; the longest match across the cut.
+#: Tokens repeated before a piece that does not follow the last indexed piece; the longest match across the
+#: cut.
 _NUM_CONTEXT = 8
 
 
 class GlobalMirror:
-    """The text of one tenant's namespace, 60 to 85 bytes a token once there are many.
+    """The shared text of one tenant's namespace, 60 to 85 bytes per token in a large corpus.
 
-    Tokens outside the vocabulary never enter: a draft of one would crash the model, and what comes over
-    the wire was made by others.
+    Tokens outside the vocabulary never enter: they come from other machines, and a draft with such a token
+    would crash the model.
     """
 
     def __init__(
         self, *, tenant: str = "", vocab_size: int = 1 << 17, max_tokens: int = DEFAULT_MAX_TOKENS
     ) -> None:
-        #: Only this tenant's requests may be drafted for from here.
+        #: Only requests of this tenant may get drafts from here.
         self.tenant = tenant
-        #: What this pod's requests are called outside.
+        #: Names of this pod's requests outside the pod.
         self.names = RequestNames()
         self._vocab_size = vocab_size
         self._max_tokens = max_tokens
         self._writing = threading.Lock()
         self._position = ""
-        self._store = TextStore(max_tokens)
-        self._corpus: CorpusIndex | None = None
-        self._last_run = -1
+        self._shared = SharedCorpus(max_tokens)
+        self._corpus: CorpusIndex
+        self._last_run: int
         self._rebuild()
 
     @property
-    def corpus(self) -> CorpusIndex | None:
-        """What to draft from; stays readable after a swap. None where the drafter was not compiled."""
+    def corpus(self) -> CorpusIndex:
+        """The index to draft from; readable after a swap."""
         return self._corpus
 
     @property
     def position(self) -> str:
-        """Position up to which this is current; empty before the first snapshot or delta."""
+        """The service's position of the last snapshot or delta; empty before the first."""
         return self._position
 
     @property
     def num_tokens(self) -> int:
         """Tokens held."""
-        return self._store.num_tokens
+        return self._shared.num_tokens
 
     @property
     def memory_bytes(self) -> int:
-        corpus = self._corpus
-        return self._store.memory_bytes + (corpus.memory_bytes if corpus is not None else 0)
+        return self._shared.memory_bytes + self._corpus.memory_bytes
 
     def run_of(self, request_id: str) -> int:
-        """The corpus' run that is nothing but what this request has generated; -1: none. Any thread may ask.
+        """Number of the sequence that holds only this request's output; -1: none. Thread-safe.
 
-        There is one where text is shared at once (`promotion_requests` of 1). A run that several requests
-        had to generate speaks for all of them, and goes by a name of its own.
+        There is one where text is shared at once (`min_requests` of 1). A sequence of several requests has a
+        name of its own.
         """
-        run = self._store.run(self.names.of(request_id))
-        return run.number if run is not None else -1
+        sequence = self._shared.sequence(self.names.of(request_id))
+        return sequence.number if sequence is not None else -1
 
     def count(self, ngram: Sequence[int]) -> int:
-        """How often an n-gram occurs; reads everything, for tests and questions of people."""
+        """Number of occurrences of an n-gram. Reads all text; for tests and statistics."""
         with self._writing:
-            return self._store.count(ngram)
+            return self._shared.count(ngram)
 
     def apply_snapshot(self, payload: bytes, position: str) -> None:
-        """Replaces everything. Raises ValueError on a damaged payload and then changes nothing."""
-        store = TextStore.from_bytes(payload, self._max_tokens)
-        if store.max_token >= self._vocab_size:
+        """Replaces all text. Raises ValueError for a damaged payload, and then changes nothing."""
+        shared = SharedCorpus.from_bytes(payload, self._max_tokens)
+        if shared.max_token >= self._vocab_size:
             raise ValueError(
-                f"snapshot holds token {store.max_token}, the vocabulary ends at {self._vocab_size}"
+                f"snapshot holds token {shared.max_token}, the vocabulary ends at {self._vocab_size}"
             )
         with self._writing:
-            self._store = store
+            self._shared = shared
             self._position = position
             self._rebuild()
 
     def apply_delta(self, spans: Iterable[AcceptedSpan], position: str) -> int:
-        """Adds spans shared after the present position; returns how many tokens were new.
-
-        Repetitions count once.
-        """
+        """Adds spans that were shared after the present position; returns the number of new tokens."""
         num_new = 0
         with self._writing:
             self._position = position
             for span in spans:
                 if any(not 0 <= token < self._vocab_size for token in span.token_ids):
                     continue
-                added = self._store.add(span)
+                added = self._shared.add(span)
                 if added is None:
                     continue
-                run, count = added
+                sequence, count = added
                 num_new += count
-                if not self._index(run, count):
+                if not self._index(sequence, count):
                     self._rebuild()
         return num_new
 
     def snapshot(self) -> tuple[bytes, str]:
-        """Everything held, as bytes, and the position it stands for."""
+        """All text as bytes, and its position."""
         with self._writing:
-            return self._store.to_bytes(), self._position
+            return self._shared.to_bytes(), self._position
 
-    def _index(self, run: Run, num_new: int) -> bool:
-        """Adds a run's last tokens to the corpus; False when that is full."""
-        if self._corpus is None:
-            return True
-        goes_on = run.number == self._last_run
-        num_context = 0 if goes_on else min(_NUM_CONTEXT, len(run.tokens) - num_new)
-        self._last_run = run.number
-        return self._corpus.add(run.number, run.tokens[-(num_new + num_context) :], num_context)
+    def _index(self, sequence: SharedSequence, num_new: int) -> bool:
+        """Adds a sequence's last tokens to the index; False when that is full."""
+        goes_on = sequence.number == self._last_run
+        num_context = 0 if goes_on else min(_NUM_CONTEXT, len(sequence.tokens) - num_new)
+        self._last_run = sequence.number
+        return self._corpus.add(sequence.number, sequence.tokens[-(num_new + num_context) :], num_context)
 
     def _rebuild(self) -> None:
-        """A corpus of what is held, with half as much room again."""
-        if native.LIBRARY is None:
-            return
-        held = self._store.num_tokens + self._store.num_runs
+        """Indexes all text anew, with half as much room again."""
+        held = self._shared.num_tokens + self._shared.num_sequences
         corpus = CorpusIndex(max(_FIRST_CAPACITY, held * 3 // 2), self._vocab_size)
         self._last_run = -1
-        for run in self._store.runs():
-            corpus.add(run.number, run.tokens)
-            self._last_run = run.number
+        for sequence in self._shared.sequences():
+            corpus.add(sequence.number, sequence.tokens)
+            self._last_run = sequence.number
         self._corpus = corpus

@@ -1,7 +1,4 @@
-"""Accepted tokens on their way to the lookahead service and back, and the names they travel under.
-
-A request's id is its caller's and stays in its pod: outside, its text goes by a name that the pod makes up.
-"""
+"""Accepted tokens between decode pods and the lookahead service, and the names that they travel under."""
 
 from __future__ import annotations
 
@@ -10,24 +7,27 @@ import secrets
 from dataclasses import dataclass
 from functools import lru_cache
 
-#: Requests whose names are remembered: more than a pod has at once.
+#: Number of remembered names; more than a pod has requests at once.
 _NUM_REMEMBERED = 4096
 
 
 @dataclass(frozen=True)
 class AcceptedSpan:
-    """Consecutive tokens of a run; `offset` is the first one's index in it."""
+    """Consecutive tokens of a sequence; `offset` is the index of the first one."""
 
-    #: From a pod: the request's name; to a pod: the shared run's.
+    #: Name of the sequence. From a pod: the request's name. To a pod: the shared sequence's.
     run: str
     offset: int
     token_ids: tuple[int, ...]
-    #: Of the request's prompt, not of what it generated.
+    #: The tokens are of the request's prompt, not of its output.
     is_prompt: bool = False
 
 
 class RequestNames:
-    """Names of requests: 64 bits that differ from pod to pod and tell nothing of the id."""
+    """Maps request ids to 64-bit names that differ between pods and say nothing about the id.
+
+    A request's id belongs to its caller and never leaves the pod.
+    """
 
     def __init__(self) -> None:
         key = secrets.token_bytes(16)
@@ -39,5 +39,5 @@ class RequestNames:
         self._name = name
 
     def of(self, request_id: str) -> str:
-        """The same name for the same id; any thread may ask."""
+        """Equal ids give equal names. Thread-safe."""
         return self._name(request_id)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import signal
 import socket
 import sys
 from dataclasses import replace
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 from tandem_cli.fleet import (
     FleetOptions,
+    FleetPlan,
     OptionError,
     PodFlag,
     PortInUseError,
@@ -39,12 +39,13 @@ def test_the_default_fleet_has_the_documented_ports() -> None:
         "decode-0": {"grpc": 51200, "kv": 51300, "metrics": 52200},
         "decode-1": {"grpc": 51201, "kv": 51301, "metrics": 52201},
         "lookahead": {"grpc": 51400, "metrics": 52400},
+        "redis": {},
     }
 
 
 def test_who_calls_others_is_stopped_first() -> None:
     stages = [{spec.role for spec in stage} for stage in plan_fleet(OPTIONS).stages]
-    assert stages == [{"gateway"}, {"decode"}, {"prefill"}, {"lookahead"}]
+    assert stages == [{"gateway"}, {"decode"}, {"prefill"}, {"lookahead"}, {"redis"}]
 
 
 @pytest.mark.parametrize("name", ["gateway", "decode-1", "prefill-0", "lookahead"])
@@ -69,7 +70,7 @@ def test_the_gateway_and_the_decode_pods_know_their_peers() -> None:
 @pytest.mark.parametrize("speculation", ["off", "local"])
 def test_no_lookahead_service_runs_when_nobody_would_ask_it(speculation: str) -> None:
     plan = plan_fleet(replace(OPTIONS, speculation=speculation))  # type: ignore[arg-type]
-    assert "lookahead" not in {spec.role for spec in plan.processes}
+    assert {"lookahead", "redis"}.isdisjoint(spec.role for spec in plan.processes)
     assert all("--lookahead" not in spec.command for spec in plan.processes)
 
 
@@ -86,10 +87,16 @@ def test_without_prefill_pods_the_gateway_is_told_of_none() -> None:
     assert "--prefill" not in plan.processes[0].command
 
 
-def test_the_lookahead_service_may_take_its_redis_along_when_the_supervisor_dies() -> None:
-    signals = {spec.role: spec.death_signal for spec in plan_fleet(OPTIONS).processes}
-    assert signals["lookahead"] is signal.SIGTERM
-    assert {signals[role] for role in ("gateway", "decode", "prefill")} == {signal.SIGKILL}
+def test_the_lookahead_service_uses_the_fleet_s_redis_or_the_given_one() -> None:
+    def redis_url(plan: FleetPlan) -> str:
+        (lookahead,) = (spec.command for spec in plan.processes if spec.role == "lookahead")
+        return lookahead[lookahead.index("--redis-url") + 1]
+
+    plan = plan_fleet(OPTIONS)
+    assert redis_url(plan) == plan.stages[-1][0].health_target
+    given = plan_fleet(replace(OPTIONS, redis_url="redis://elsewhere"))
+    assert redis_url(given) == "redis://elsewhere"
+    assert "redis" not in {spec.role for spec in given.processes}
 
 
 def test_an_extra_flag_reaches_all_pods_of_its_role_and_no_other() -> None:

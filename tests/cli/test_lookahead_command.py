@@ -10,7 +10,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from tandem_decode.lookahead_client import LookaheadClient
+from redis_servers import RedisServer
+from tandem_drafting.lookahead_client import LookaheadClient
 from tandem_drafting.mirror import GlobalMirror
 from tandem_lookahead.main import LookaheadPod
 from tandem_lookahead.settings import LookaheadSettings
@@ -24,10 +25,11 @@ ANSWER = tuple(range(100, 120))
 
 
 class Cluster:
-    """A service with a Redis of its own, and a decode pod's client of tenant acme."""
+    """A service with its own Redis server, and a decode pod's client of tenant acme."""
 
     def __init__(self, folder: Path) -> None:
-        self.pod = LookaheadPod(LookaheadSettings(data_dir=folder, pod_id="la0", drain_s=1.0), redis_url="")
+        self.redis = RedisServer(folder)
+        self.pod = LookaheadPod(LookaheadSettings(redis_url=self.redis.url, pod_id="la0", drain_s=1.0))
         self.mirror = GlobalMirror()
         self.client: LookaheadClient | None = None
 
@@ -36,6 +38,7 @@ class Cluster:
         return f"127.0.0.1:{self.pod.server.port}"
 
     async def start(self) -> None:
+        await self.redis.start()
         await self.pod.start()
         registry = self.pod.server.registry
         await until(lambda: registry.get_sample_value("tandem_lookahead_redis_connected") == 1)
@@ -54,6 +57,7 @@ class Cluster:
             await self.client.close()
         await self.pod.server.stop()
         await self.pod.close()
+        await self.redis.stop()
 
 
 @pytest.fixture
@@ -87,7 +91,7 @@ async def test_a_warm_namespace_moves_to_a_new_cluster_and_is_purged_in_the_old(
     assert "Redis" in shown.stdout
     (row,) = [line.split() for line in shown.stdout.splitlines() if "acme" in line]
     assert row[:6] == ["acme", "0123456789ab", "2", "42", "20", "0.0"]
-    file = str(tmp_path / "acme.tlkx")
+    file = str(tmp_path / "acme.snapshot")
     assert (await tandem("export", file, "--tenant", "acme", "--target", old.target)).returncode == 0
     imported = await tandem("import", file, "--target", new.target)
     assert "imported 20 tokens" in imported.stderr
@@ -102,13 +106,13 @@ async def test_a_warm_namespace_moves_to_a_new_cluster_and_is_purged_in_the_old(
 async def test_what_goes_wrong_is_one_sentence(clusters, tmp_path):
     old, new = clusters
     await old.say_twice()
-    file = tmp_path / "acme.tlkx"
+    file = tmp_path / "acme.snapshot"
     await tandem("export", str(file), "--tenant", "acme", "--target", old.target)
     good = file.read_bytes()
     for payload, words in (
-        (b"junk", "no export"),
+        (b"junk", "damaged"),
         (good[:-3], "damaged"),
-        (good[:-1] + b"\xff", "checksum"),
+        (good[:-1] + b"\xff", "digest"),
     ):
         file.write_bytes(payload)
         refused = await tandem("import", str(file), "--target", new.target)

@@ -133,9 +133,10 @@ def test_a_fleet_from_start_to_end(installation: Path) -> None:
             "gateway",
             "lookahead",
             "prefill-0",
+            "redis",
         ]
         pids = [pod.pid for pod in ready.pods if pod.pid is not None]
-        assert len(pids) == 5
+        assert len(pids) == 6
         assert all(is_alive(pid) for pid in pids)
         assert "curl -N http://127.0.0.1:" in fleet.log()
         assert "prefill-0  | listening" in fleet.log()

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize(("name", "at_least"), [("fuzz_drafts", 10_000), ("fuzz_promoter", 1_000)])
+@pytest.mark.parametrize(("name", "at_least"), [("fuzz_drafts", 10_000), ("fuzz_k_anonymity", 1_000)])
 def test_no_sanitizer_complains(name: str, at_least: int, tmp_path: Path) -> None:
     """Each program prints how much came of what it tried, so that it cannot pass by doing nothing."""
     compiler = shutil.which(os.environ.get("CXX", "g++"))

@@ -54,25 +54,18 @@ class RunningFleet:
         (pid,) = self.state.pids(role)
         return pid
 
-    def redis_pid(self) -> int:
-        """The embedded store, a descendant of the lookahead service."""
-        for child in psutil.Process(self.pid("lookahead")).children(recursive=True):
-            if any(name in " ".join(child.cmdline()) for name in ("valkey", "redis")):
-                return child.pid
-        raise AssertionError("the lookahead service runs no store")
-
     def usage(self) -> dict[str, common_pb2.ResourceUsage]:
         usage = {}
         for pod in self.state.pods:
+            if pod.role not in ("decode", "prefill"):
+                continue
             channel = grpc.insecure_channel(f"127.0.0.1:{pod.ports['grpc']}")
             if pod.role == "decode":
                 stub = decode_pb2_grpc.DecodeServiceStub(channel)
                 answer = stub.GetDecodeStatus(decode_pb2.GetDecodeStatusRequest(), timeout=10)
-            elif pod.role == "prefill":
+            else:
                 stub = prefill_pb2_grpc.PrefillServiceStub(channel)
                 answer = stub.GetPrefillStatus(prefill_pb2.GetPrefillStatusRequest(), timeout=10)
-            else:
-                continue
             usage[pod.name] = answer.status.usage
             channel.close()
         return usage

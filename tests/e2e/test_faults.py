@@ -45,7 +45,7 @@ def complete(
 
 
 def kill(fleet: RunningFleet, what: str) -> int:
-    pid = fleet.redis_pid() if what == "redis" else fleet.pid(what)
+    pid = fleet.pid(what)
     os.kill(pid, signal.SIGKILL)
     return pid
 
@@ -77,11 +77,11 @@ def test_a_prefill_pod_that_is_back_is_used_again(fleet: RunningFleet, corpus) -
 
 
 def _wait_back(fleet: RunningFleet, what: str, killed: int) -> None:
-    """The supervisor, or for Redis the service, has started a new one."""
+    """Until the supervisor has started a new one."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         try:
-            pid = fleet.redis_pid() if what == "redis" else fleet.pid(what)
+            pid = fleet.pid(what)
             if pid != killed and (what == "redis" or fleet.usage()):
                 return
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Redis in other shapes than a single server on a socket: as a cluster, or behind a door with TLS."""
+"""Redis servers for tests: one on a unix socket, a cluster, and a TLS port in front of a socket."""
 
 from __future__ import annotations
 
@@ -10,7 +10,36 @@ from pathlib import Path
 
 import redis.asyncio as redis
 from processes import free_port
-from tandem_lookahead.redis_process import find_binary
+from tandem_cli import health, redis_server
+from tandem_cli.supervisor import ProcessSpec, Supervisor
+
+
+class RedisServer:
+    """The server of `tandem up`, kept running by its supervisor."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.url = f"unix://{redis_server.socket_path(folder)}"
+        spec = ProcessSpec("redis", "redis", redis_server.command(folder), ports={}, health_target=self.url)
+        self._supervisor = Supervisor(
+            [[spec]],
+            probe=health.probe,
+            on_line=lambda *_: None,
+            on_event=lambda *_: None,
+            on_change=lambda: None,
+        )
+
+    @property
+    def pid(self) -> int | None:
+        (child,) = self._supervisor.children
+        return child.pid
+
+    async def start(self) -> None:
+        """Returns at once."""
+        self._supervisor.start()
+
+    async def stop(self) -> None:
+        await self._supervisor.stop()
 
 
 async def answers(client: redis.Redis) -> None:
@@ -27,7 +56,7 @@ async def answers(client: redis.Redis) -> None:
 @contextlib.asynccontextmanager
 async def cluster(folder: Path, num_nodes: int = 3) -> AsyncIterator[list[str]]:
     """Servers on loopback that divide the slots among them; yields their URLs."""
-    binary, _ = find_binary()
+    binary = redis_server.find_server()
     ports = [(free_port(), free_port()) for _ in range(num_nodes)]
     nodes = []
     try:

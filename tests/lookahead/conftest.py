@@ -1,18 +1,18 @@
-"""A real service in this process: its own Redis server, its own port, torn down with nothing left over."""
+"""A real service in this process and a real Redis server, stopped at the end of each test."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
-from tandem_decode.lookahead_client import LearntTables, LookaheadClient
+from redis_servers import RedisServer
+from tandem_drafting.lookahead_client import LookaheadClient
 from tandem_drafting.mirror import GlobalMirror
 from tandem_lookahead.main import LookaheadPod
-from tandem_lookahead.redis_process import RedisProcess
 from tandem_lookahead.settings import LookaheadSettings
 from tandem_proto.v1 import lookahead_pb2 as pb
 from waiting import until
@@ -23,8 +23,10 @@ NAMESPACE = pb.Namespace(tenant="acme", model_revision="rev1", tokenizer_hash="t
 class RunningService:
     """A lookahead pod and the task that runs it."""
 
-    def __init__(self, pod: LookaheadPod) -> None:
+    def __init__(self, pod: LookaheadPod, redis: RedisServer | None) -> None:
         self.pod = pod
+        #: The server that the fleet started for it.
+        self.redis = redis
         self._running: asyncio.Task[None] | None = None
 
     @property
@@ -43,7 +45,7 @@ class RunningService:
         await self.pod.close()
 
 
-def kill_redis(process: RedisProcess) -> int:
+def kill_redis(process: RedisServer) -> int:
     """kill -9 by pid; returns the pid that is gone."""
     pid = process.pid
     assert pid is not None
@@ -61,11 +63,11 @@ class Fleet:
         self._folder = folder
         self._services: list[RunningService] = []
         self._clients: list[LookaheadClient] = []
-        self._redis: list[RedisProcess] = []
+        self._redis: list[RedisServer] = []
+        self._default_redis: RedisServer | None = None
 
-    async def redis(self) -> RedisProcess:
-        """A Redis server that belongs to no service."""
-        process = RedisProcess(self._folder / f"redis{len(self._redis)}")
+    async def redis(self) -> RedisServer:
+        process = RedisServer(self._folder / f"redis{len(self._redis)}")
         self._redis.append(process)
         await process.start()
         return process
@@ -75,21 +77,22 @@ class Fleet:
         *,
         port: int = 0,
         redis_url: str = "",
-        data_dir: str = "data",
         expect_redis: bool = True,
-        promotion_requests: int = 1,
+        min_requests: int = 1,
         **options: object,
     ) -> RunningService:
-        """By default text is shared at once: most tests ask how it travels, not when it may."""
+        """By default services use one Redis server, and text is shared at once."""
+        if not redis_url and self._default_redis is None:
+            self._default_redis = await self.redis()
         settings = LookaheadSettings(
             port=port,
-            data_dir=self._folder / data_dir,
+            redis_url=redis_url or self._default_redis.url,
             drain_s=2.0,
-            promotion_requests=promotion_requests,
+            min_requests=min_requests,
             pod_id=f"la{len(self._services)}",
             **options,
         )
-        service = RunningService(LookaheadPod(settings, redis_url=redis_url))
+        service = RunningService(LookaheadPod(settings), None if redis_url else self._default_redis)
         self._services.append(service)
         await service.start()
         if expect_redis:
@@ -103,10 +106,10 @@ class Fleet:
         *,
         namespace: pb.Namespace = NAMESPACE,
         mirror: GlobalMirror | None = None,
-        tables: LearntTables | None = None,
+        on_purge: Callable[[], Awaitable[None]] | None = None,
     ) -> tuple[LookaheadClient, GlobalMirror]:
         """A connected decode pod's client and its mirror."""
-        return await self.pod_at(service.target, namespace=namespace, mirror=mirror, tables=tables)
+        return await self.pod_at(service.target, namespace=namespace, mirror=mirror, on_purge=on_purge)
 
     async def pod_at(
         self,
@@ -114,13 +117,11 @@ class Fleet:
         *,
         namespace: pb.Namespace = NAMESPACE,
         mirror: GlobalMirror | None = None,
-        tables: LearntTables | None = None,
+        on_purge: Callable[[], Awaitable[None]] | None = None,
     ) -> tuple[LookaheadClient, GlobalMirror]:
         """The same for a service in another process."""
         mirror = mirror or GlobalMirror()
-        client = LookaheadClient(
-            target, namespace, f"pod{len(self._clients)}", mirror, tables=tables, tables_interval_s=0.05
-        )
+        client = LookaheadClient(target, namespace, f"pod{len(self._clients)}", mirror, on_purge=on_purge)
         self._clients.append(client)
         client.start()
         await until(lambda: client.connected)

@@ -11,7 +11,7 @@ import redis.asyncio as redis
 from processes import free_port
 from redis_servers import answers
 from slow_door import SlowDoor
-from tandem_lookahead.redis_process import find_binary
+from tandem_cli.redis_server import find_server
 
 pytestmark = pytest.mark.drafts
 
@@ -71,7 +71,7 @@ async def test_redis_is_stopped_and_goes_on(fleet, process):
 
 async def test_redis_is_killed_and_restarted(fleet, process):
     talk = await talk_over(fleet, process.url)
-    fleet.kill_redis(process)  # its keeper starts another
+    fleet.kill_redis(process)  # its supervisor starts another
     await talk.go_on(0.5)
     await talk.all_is_heard()
 
@@ -95,7 +95,7 @@ async def test_redis_is_full_for_a_while(fleet, process):
 
 async def test_redis_is_far_away(fleet, tmp_path):
     port = free_port()
-    command = (str(find_binary()[0]), "--port", str(port), "--bind", "127.0.0.1", "--dir", str(tmp_path))
+    command = (str(find_server()), "--port", str(port), "--bind", "127.0.0.1", "--dir", str(tmp_path))
     quiet = asyncio.subprocess.DEVNULL
     child = await asyncio.create_subprocess_exec(*command, "--save", "", stdout=quiet, stderr=quiet)
     door = SlowDoor(port)

@@ -1,24 +1,26 @@
-"""How the room for all text is divided, and that no mishap ends the sharing."""
+"""How namespaces divide the memory, and that damaged data in Redis harms nobody else."""
 
 from __future__ import annotations
+
+import asyncio
 
 import pytest
 import redis.asyncio as redis
 from hypothesis import given
 from hypothesis import strategies as st
 from redis_servers import answers
-from tandem_lookahead.hub import fair_cap
-from tandem_lookahead.text import BYTES_PER_RUN, BYTES_PER_TOKEN
+from tandem_lookahead.corpus import BYTES_PER_SEQUENCE, BYTES_PER_TOKEN, fair_limit
 from tandem_proto.v1 import lookahead_pb2 as pb
 
 pytestmark = pytest.mark.drafts
 
 ANSWER = tuple(range(100, 120))
+NAMESPACE = pb.Namespace(tenant="acme", model_revision="rev1", tokenizer_hash="tok1")
 
 
 @given(st.lists(st.integers(0, 1000), max_size=8), st.integers(0, 4000))
 def test_who_holds_least_gives_up_last(sizes, total):
-    cap = fair_cap(sizes, total)
+    cap = fair_limit(sizes, total)
     held = sum(min(size, cap) for size in sizes)
     assert held <= total
     if sum(sizes) > total:  # no larger cap would do
@@ -34,11 +36,11 @@ async def test_a_large_tenant_does_not_push_out_a_small_one(fleet):
     )
     small.push("r", 0, ANSWER)
     await fleet.until(lambda: kept.num_tokens == 20)
-    count = 3 * room // (200 * BYTES_PER_TOKEN + BYTES_PER_RUN)
+    count = 3 * room // (200 * BYTES_PER_TOKEN + BYTES_PER_SEQUENCE)
     for number in range(count):
         large.push(f"r{number}", 0, range(200))
     registry = service.pod.server.registry
-    held = "tandem_lookahead_forest_memory_bytes"
+    held = "tandem_lookahead_corpus_memory_bytes"
     await fleet.until(lambda: other.num_tokens == 200 * count)
     large.push("last", 0, range(200))
     await fleet.until(lambda: 0 < registry.get_sample_value(held) <= room)
@@ -51,7 +53,7 @@ async def test_what_others_write_into_our_stream_harms_nobody(fleet):
     sender, mirror = await fleet.pod(service)
     sender.push("r1", 0, ANSWER)
     await fleet.until(lambda: mirror.num_tokens == 20)
-    async with redis.Redis.from_url(service.pod.redis.url) as client:
+    async with redis.Redis.from_url(service.redis.url) as client:
         (stream,) = [key async for key in client.scan_iter("*:stream")]
         for fields in ({"s": b"\xff"}, {"p": b"\xff"}, {"nonsense": b"1"}):
             await client.xadd(stream, fields)
@@ -70,3 +72,63 @@ async def test_a_name_that_is_no_namespace_s_harms_nobody(fleet):
     sender, mirror = await fleet.pod(service)
     sender.push("r1", 0, ANSWER)
     await fleet.until(lambda: mirror.num_tokens == 20)
+
+
+OTHER = pb.Namespace(tenant="beta", model_revision="rev1", tokenizer_hash="tok1")
+
+
+async def write_string(client: redis.Redis, key: bytes) -> None:
+    await client.set(key, b"garbage")
+
+
+async def write_payload(client: redis.Redis, key: bytes) -> None:
+    await client.hset(key, "0", b"TLKR\1\0\0\0\2")
+
+
+async def write_numbers(client: redis.Redis, key: bytes) -> None:
+    await client.hset(key, mapping={"chunks": b"many", "ms": b"soon"})
+
+
+async def write_truncated(client: redis.Redis, key: bytes) -> None:
+    payload = await client.hget(key, "0")
+    await client.hset(key, "0", payload[: len(payload) // 2])
+
+
+@pytest.mark.parametrize("write_garbage", [write_string, write_payload, write_numbers, write_truncated])
+@pytest.mark.parametrize("stream_is_left", [True, False])
+async def test_a_damaged_snapshot_of_one_tenant_does_not_stop_others(fleet, write_garbage, stream_is_left):
+    """The damaged namespace starts from its stream, or empty where that is gone; it publishes again."""
+    process = await fleet.redis()
+    one = await fleet.service(redis_url=process.url, snapshot_interval_s=0.1)
+    for namespace in (NAMESPACE, OTHER):
+        sender, mirror = await fleet.pod(one, namespace=namespace)
+        sender.push("r1", 0, ANSWER)
+        await fleet.until(lambda mirror=mirror: mirror.num_tokens == 20)
+        await sender.close()
+    await one.stop()  # publishes
+    async with redis.Redis.from_url(process.url) as client:
+        (key,) = [key async for key in client.scan_iter("*acme*:snapshot")]
+        if write_garbage is write_string:
+            await client.delete(key)
+        await write_garbage(client, key)
+        if not stream_is_left:
+            async for stream in client.scan_iter("*:stream"):
+                await client.xtrim(stream, maxlen=0, approximate=False)
+        two = await fleet.service(redis_url=process.url, snapshot_interval_s=0.1)
+        damaged_sender, damaged = await fleet.pod(two)
+        sender, mirror = await fleet.pod(two, namespace=OTHER)
+        await fleet.until(lambda: mirror.num_tokens == 20)
+        await fleet.until(lambda: damaged.position != "")
+        await fleet.until(lambda: damaged.num_tokens == (20 if stream_is_left else 0))
+        damaged_sender.push("r2", 0, ANSWER[:7])
+        sender.push("r2", 0, ANSWER[:7])
+        await fleet.until(lambda: mirror.num_tokens == 27)
+        await fleet.until(lambda: damaged.num_tokens == (27 if stream_is_left else 7))
+        registry = two.pod.server.registry
+        assert registry.get_sample_value("tandem_lookahead_snapshots_rejected_total") == 1
+        assert registry.get_sample_value("tandem_lookahead_redis_failures_total") == 0
+        async with asyncio.timeout(8):
+            while not await client.exists(key):  # noqa: ASYNC110  # another process
+                await asyncio.sleep(0.01)
+        published = pb.Snapshot.FromString(await client.hget(key, "0"))
+        assert pb.NamespaceCorpus.FromString(published.content).sequences

@@ -12,27 +12,25 @@ from pathlib import Path
 
 import pytest
 import redis.asyncio as redis
-from redis_servers import answers, cluster, tls_door
+from redis_servers import RedisServer, answers, cluster, tls_door
 from tandem_lookahead.connection import RedisAddress
-from tandem_lookahead.redis_process import RedisProcess
 from tandem_lookahead.store import RedisStore, StoreUnavailableError
 from tandem_proto.v1 import lookahead_pb2 as pb
 
 pytestmark = pytest.mark.drafts
 
 ANSWER = tuple(range(100, 120))
-#: All that the service ever says to Redis, scripts included (docs/sharing.md).
+#: All that the service ever says to Redis, scripts included (docs/lookahead.md).
 COMMANDS = """
     ping info client hello select sadd smembers eval get set del exists expire persist rename
-    hset hget hmget hgetall xadd xread xtrim xinfo bgrewriteaof
+    hset hget hmget xadd xread xtrim xinfo bgrewriteaof
 """
 
 
 async def shares_across_replicas(fleet, urls: list[str], **options: object) -> None:
     """Two replicas, two tenants, a snapshot, a restart: what a fleet does in its life."""
     one, two = [
-        await fleet.service(redis_url=url, snapshot_interval_s=0.1, promotion_requests=2, **options)
-        for url in urls
+        await fleet.service(redis_url=url, snapshot_interval_s=0.1, min_requests=2, **options) for url in urls
     ]
     for tenant in ("acme", "beta", "gamma"):  # in slots of their own, on a cluster
         namespace = pb.Namespace(tenant=tenant, model_revision="r", tokenizer_hash="t")
@@ -47,7 +45,7 @@ async def shares_across_replicas(fleet, urls: list[str], **options: object) -> N
     await fleet.until(lambda: registry.get_sample_value(published) + other.get_sample_value(published) >= 3)
     await one.stop()
     await two.stop()
-    three = await fleet.service(redis_url=urls[0], promotion_requests=2, **options)
+    three = await fleet.service(redis_url=urls[0], min_requests=2, **options)
     _, late = await fleet.pod(three, namespace=namespace)
     await fleet.until(lambda: late.count(ANSWER) == 1)
 
@@ -119,7 +117,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 
 
 @contextlib.asynccontextmanager
-async def behind_tls(process: RedisProcess, certificates: Certificates) -> AsyncIterator[str]:
+async def behind_tls(process: RedisServer, certificates: Certificates) -> AsyncIterator[str]:
     """The URL of a door to the server, which asks for a client's certificate."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=certificates.ca)
     context.load_cert_chain(*certificates.of("server"))

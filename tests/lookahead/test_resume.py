@@ -1,17 +1,17 @@
-"""What a pod gets when it joins, returns, or has been purged meanwhile; and what drafters have learnt."""
+"""What a pod gets when it joins, returns, or has been purged meanwhile."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-from dataclasses import dataclass, field
+from functools import partial
 
 import grpc
 import grpc.aio
 import pytest
 import redis.asyncio as redis
+from tandem_drafting.lookahead_protocol import SNAPSHOT_CHUNK_BYTES
 from tandem_drafting.mirror import GlobalMirror
-from tandem_lookahead.codec import SNAPSHOT_CHUNK_BYTES
 from tandem_proto.v1 import lookahead_pb2 as pb
 from tandem_proto.v1 import lookahead_pb2_grpc
 
@@ -77,7 +77,7 @@ async def test_a_broken_download_goes_on_at_the_chunk_where_it_broke_off(fleet):
     service = await fleet.service()
     sender, mirror = await fleet.pod(service)
     source = random.Random(0)
-    text = [source.randrange(49_152) for _ in range(700_000)]
+    text = [source.randrange(16_384, 49_152) for _ in range(900_000)]  # three bytes each
     for offset in range(0, len(text), 50_000):
         sender.push(f"r{offset}", 0, text[offset : offset + 50_000])
     await fleet.until(lambda: mirror.num_tokens == len(text))
@@ -97,8 +97,15 @@ async def test_a_broken_download_goes_on_at_the_chunk_where_it_broke_off(fleet):
 async def test_a_purge_empties_every_replica_every_mirror_and_redis_and_no_other_tenant(fleet):
     process = await fleet.redis()
     services = [await fleet.service(redis_url=process.url, snapshot_interval_s=0.1) for _ in range(2)]
-    learnt = [Learnt(1000, b"learnt much") for _ in services]
-    pods = [await fleet.pod(service, tables=tables) for service, tables in zip(services, learnt, strict=True)]
+    purged = [asyncio.Event() for _ in services]
+
+    async def forget(event: asyncio.Event) -> None:
+        event.set()
+
+    pods = [
+        await fleet.pod(service, on_purge=partial(forget, event))
+        for service, event in zip(services, purged, strict=True)
+    ]
     neighbour, spared = await fleet.pod(services[0], namespace=OTHER)
     absent, left = await fleet.pod(services[1])
     pods[0][0].push("r1", 0, ANSWER)
@@ -108,7 +115,7 @@ async def test_a_purge_empties_every_replica_every_mirror_and_redis_and_no_other
     await absent.close()
     assert await purge(services[0], "acme") == 1
     await fleet.until(lambda: all(mirror.num_tokens == 0 for mirror in mirrors))
-    await fleet.until(lambda: all(tables.payload == b"nothing yet" for tables in learnt))
+    assert all(event.is_set() for event in purged)
     assert left.num_tokens == 20
     # It was away, and its last spans had not even been sent.
     returned, _ = await fleet.pod(services[1], mirror=left)
@@ -149,72 +156,3 @@ async def test_without_redis_a_purge_is_refused_for_it_would_not_last(fleet, tmp
         await purge(service, "acme")
     assert refusal.value.code() is grpc.StatusCode.UNAVAILABLE
     assert "Redis" in refusal.value.details()
-
-
-@dataclass
-class Learnt:
-    """A drafter's tables, as far as the link can tell."""
-
-    num_observations: int = 0
-    payload: bytes = b"nothing yet"
-    format: str = "tables 1"
-    refused: list[bytes] = field(default_factory=list)
-
-    async def read(self) -> tuple[int, bytes]:
-        return self.num_observations, self.payload
-
-    async def load(self, payload: bytes) -> None:
-        if not payload.startswith(b"learnt"):
-            self.refused.append(payload)
-            raise ValueError("no tables")
-        self.payload = payload
-
-    async def forget(self) -> None:
-        self.num_observations, self.payload = 0, b"nothing yet"
-
-
-async def test_what_one_pod_has_learnt_a_new_one_begins_with_also_behind_another_replica(fleet):
-    process = await fleet.redis()
-    one, two = [await fleet.service(redis_url=process.url) for _ in range(2)]
-    expert, novice = Learnt(1000, b"learnt much"), Learnt(10, b"learnt little")
-    await fleet.pod(one, tables=expert)
-    await fleet.pod(two, tables=novice)
-    await asyncio.sleep(0.3)
-    for service in (one, two):
-        fresh = Learnt()
-        await fleet.pod(service, tables=fresh)
-        await fleet.until(lambda fresh=fresh: fresh.payload == b"learnt much")
-    stranger = Learnt(format="tables 2")
-    await fleet.pod(two, tables=stranger)
-    await asyncio.sleep(0.2)
-    assert (stranger.payload, stranger.refused) == (b"nothing yet", [])
-
-
-async def test_tables_that_cannot_be_read_do_no_harm(fleet):
-    service = await fleet.service()
-    await fleet.pod(service, tables=Learnt(1000, b"rubbish"))
-    await asyncio.sleep(0.2)
-    fresh = Learnt()
-    client, mirror = await fleet.pod(service, tables=fresh)
-    await fleet.until(lambda: fresh.refused == [b"rubbish"])
-    client.push("r1", 0, ANSWER)
-    await fleet.until(lambda: mirror.num_tokens == 20)
-    assert fresh.payload == b"nothing yet"
-
-
-async def test_tables_damaged_on_their_way_are_refused_by_name(fleet):
-    service = await fleet.service()
-
-    async def requests():
-        yield pb.SyncRequest(hello=pb.SyncHello(namespace=NAMESPACE))
-        yield pb.SyncRequest(
-            tables=pb.LearntTables(format="f", num_observations=5, payload=b"x", digest=b"y" * 16)
-        )
-        await asyncio.sleep(5)
-
-    async with grpc.aio.insecure_channel(service.target) as channel:
-        with pytest.raises(grpc.aio.AioRpcError) as refusal:
-            async for _ in lookahead_pb2_grpc.LookaheadServiceStub(channel).Sync(requests()):
-                pass
-    assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "tables.digest" in refusal.value.details()

@@ -9,7 +9,7 @@ from tandem_service.settings import load
 
 def test_two_requests_and_nobody_s_prompts_unless_told_otherwise():
     settings = load(LookaheadSettings, [])
-    assert (settings.promotion_requests, settings.share_prompts) == (2, ())
+    assert (settings.min_requests, settings.share_prompts) == (2, ())
 
 
 @pytest.mark.parametrize("text", ["acme,beta", " acme , beta ,"])
@@ -20,7 +20,7 @@ def test_tenants_are_listed_with_commas(text, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("flag", "value"), [("--promotion-requests", "0"), ("--max-bytes", "5"), ("--half-life-s", "0")]
+    ("flag", "value"), [("--min-requests", "0"), ("--max-bytes", "5"), ("--half-life-s", "0")]
 )
 def test_what_makes_no_sense_is_refused_by_name(flag, value, capsys):
     with pytest.raises(SystemExit):

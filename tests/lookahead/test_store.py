@@ -9,17 +9,17 @@ import pytest
 import redis.asyncio as redis
 from tandem_drafting.spans import AcceptedSpan
 from tandem_lookahead import store as store_module
-from tandem_lookahead.codec import Tables
 from tandem_lookahead.connection import RedisAddress
 from tandem_lookahead.store import (
     START,
+    EntryId,
     EntryKind,
     RedisStore,
     StoredSnapshot,
     StoreUnavailableError,
     WrongGenerationError,
 )
-from tandem_lookahead.tasks import end_tasks
+from tandem_service.tasks import end_tasks
 
 SPANS = (AcceptedSpan("a", 0, (1, 2, 3)),)
 KEY = "acme/rev1/tok1//"
@@ -55,22 +55,22 @@ async def until_async(condition: Callable[[], Awaitable[object]]) -> None:
             await asyncio.sleep(0.001)
 
 
-async def entries(store: RedisStore, after: str = START) -> list[store_module.Entry]:
+async def entries(store: RedisStore, after: EntryId = START) -> list[store_module.Entry]:
     return await store.read({KEY: after}, block_ms=50, limit=100)
 
 
 def snapshot(position: str, generation: str = "g1", payload: bytes = b"text") -> StoredSnapshot:
-    return StoredSnapshot(payload, f"v{position}", position, generation)
+    return StoredSnapshot(payload, f"v{position}", EntryId.parse(position), generation)
 
 
 async def test_what_is_appended_is_read_by_everybody(store):
     assert await store.generation(KEY, ours="g1") == "g1"
     assert await store.generation(KEY, ours="g2") == "g1"
     await store.append(KEY, "g1", EntryKind.SPANS, SPANS)
-    await store.append(KEY, "g1", EntryKind.SHARED, SPANS)
+    await store.append(KEY, "g1", EntryKind.IMPORT, SPANS)
     assert [(e.kind, e.spans) for e in await entries(store)] == [
         (EntryKind.SPANS, SPANS),
-        (EntryKind.SHARED, SPANS),
+        (EntryKind.IMPORT, SPANS),
     ]
     assert await store.namespaces() == [KEY]
 
@@ -91,19 +91,16 @@ async def test_after_a_purge_nothing_of_the_time_before_comes_in_or_stays(store,
     await store.append(KEY, "g1", EntryKind.SPANS, SPANS)
     (before,) = await entries(store)
     await store.take_lease(KEY, "me", lasting_ms=10_000)
-    assert await store.publish(KEY, snapshot(before.position), "me") == "ok"
-    await store.offer_tables(KEY, "g1", Tables("f", 5, b"t"))
+    assert await store.publish(KEY, snapshot(str(before.id)), "me") == "ok"
     await store.purge(KEY, "g2")
     with pytest.raises(WrongGenerationError):
         await store.append(KEY, "g1", EntryKind.SPANS, SPANS)
-    assert not await store.offer_tables(KEY, "g1", Tables("f", 9, b"t"))
     await store.take_lease(KEY, "me", lasting_ms=10_000)
     assert await store.publish(KEY, snapshot("9999999999999-0"), "me") == "purged"
     assert await store.latest_snapshot(KEY) is None
-    assert await store.tables(KEY) == []
     (purge,) = await entries(store)
     assert (purge.kind, purge.generation) == (EntryKind.PURGE, "g2")
-    assert purge.position > before.position
+    assert purge.id > before.id
     async with redis.Redis.from_url(url) as client:
         values = [await client.dump(key) async for key in client.scan_iter("*")]
     assert not any(b"text" in value or bytes([1, 2, 3]) in value for value in values)
@@ -133,7 +130,7 @@ async def test_a_holder_that_was_paused_cannot_publish(store):
     await store.take_lease(KEY, "next", lasting_ms=10_000)
     assert await store.publish(KEY, snapshot("7-0"), "next") == "ok"
     assert await store.publish(KEY, snapshot("5-0"), "paused") == "lease"
-    assert (await store.latest_snapshot(KEY)).position == "7-0"
+    assert (await store.latest_snapshot(KEY)).entry == (7, 0)
 
 
 async def test_an_older_snapshot_never_takes_a_newer_one_s_place(store):
@@ -195,19 +192,8 @@ async def test_a_snapshot_of_many_chunks_is_read_as_one_even_while_it_is_replace
     replacing = asyncio.create_task(replace())
     while not replacing.done():
         found = await store.latest_snapshot(KEY)
-        assert found.payload == payloads[found.position]
+        assert found.payload == payloads[str(found.entry)]
     await replacing
-
-
-async def test_of_learnt_tables_those_taught_most_are_kept_for_each_format(store):
-    await store.generation(KEY, ours="g1")
-    assert await store.offer_tables(KEY, "g1", Tables("old", 100, b"o"))
-    assert await store.offer_tables(KEY, "g1", Tables("new", 5, b"a"))
-    assert not await store.offer_tables(KEY, "g1", Tables("new", 5, b"b"))
-    assert not await store.offer_tables(KEY, "g1", Tables("new", 4, b"c"))
-    assert await store.offer_tables(KEY, "g1", Tables("new", 6, b"d"))
-    tables = {tables.format: tables for tables in await store.tables(KEY)}
-    assert tables == {"old": Tables("old", 100, b"o"), "new": Tables("new", 6, b"d")}
 
 
 async def test_a_damaged_entry_is_told_from_a_good_one(store, url):

@@ -65,7 +65,7 @@ class LookaheadServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Sync(self, request_iterator, context):
-        """One stream per decode pod and namespace: spans up, snapshot and deltas down.
+        """One stream per decode pod and namespace. The pod sends accepted spans, the service sends a snapshot and deltas.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -79,21 +79,22 @@ class LookaheadServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ExportNamespace(self, request, context):
-        """A namespace's shared text and learnt tables, to be imported elsewhere.
+        """A namespace's shared text, in pieces of one serialized Snapshot.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ImportNamespace(self, request_iterator, context):
-        """Adds what was exported; everybody who follows the namespace gets it.
+        """Adds an export to the namespace that it names; all pods of the namespace get it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PurgeTenant(self, request, context):
-        """Removes all that is held of a tenant, here, in Redis, and in every mirror, also of pods that are away now.
+        """Removes all text of a tenant from this replica, from Redis and from every mirror, including those of pods that are
+        disconnected now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,13 +1,12 @@
 """Which processes `tandem up` runs, with which flags and ports; plain data, nothing is started here.
 
-gateway    gRPC 50051, HTTP 8000
+gateway    gRPC 50051, HTTP 8000         redis  a unix socket, no port
 prefill i  base + i         decode j     base + 100 + j
 lookahead  base + 300       decode j's KV ingress  base + 200 + j       metrics  port + 1000
 """
 
 from __future__ import annotations
 
-import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from tandem_cli import redis_server
 from tandem_cli.log_view import LogFormat
 from tandem_cli.supervisor import ProcessSpec
 
@@ -67,8 +67,10 @@ class FleetOptions:
     speculation: Speculation = "global"
     api_keys_file: Path | None = None
     log_format: LogFormat = "console"
-    #: Where the lookahead service keeps what it learnt.
-    lookahead_dir: Path = Path("lookahead")
+    #: Folder of the Redis server's data.
+    redis_dir: Path = Path("lookahead")
+    #: Redis server to use; empty: the fleet runs one.
+    redis_url: str = ""
     pod_flags: tuple[PodFlag, ...] = field(default=())
 
     def __post_init__(self) -> None:
@@ -92,7 +94,9 @@ class FleetPlan:
 
 
 def plan_fleet(options: FleetOptions) -> FleetPlan:
-    """Processes of the fleet: gateway, decode pods, prefill pods, and lookahead when it is used."""
+    """Processes of the fleet: gateway, decode pods, prefill pods, and where drafts come from other requests'
+    text, the lookahead service and Redis. Raises RedisNotFoundError.
+    """
     return _Planner(options).plan()
 
 
@@ -109,10 +113,12 @@ class _Planner:
     def plan(self) -> FleetPlan:
         options = self._options
         prefill = tuple(self._prefill(index) for index in range(options.num_prefill))
-        lookahead = (self._lookahead(),) if options.speculation in ("chain", "global") else ()
+        shares_text = options.speculation in ("chain", "global")
+        lookahead = (self._lookahead(),) if shares_text else ()
+        redis = (self._redis(),) if shares_text and not options.redis_url else ()
         decode = tuple(self._decode(index, lookahead) for index in range(options.num_decode))
         gateway = (self._gateway(prefill, decode),)
-        return FleetPlan(tuple(stage for stage in (gateway, decode, prefill, lookahead) if stage))
+        return FleetPlan(tuple(stage for stage in (gateway, decode, prefill, lookahead, redis) if stage))
 
     def _prefill(self, index: int) -> ProcessSpec:
         port = self._options.base_port + index
@@ -132,8 +138,14 @@ class _Planner:
         return self._pod("decode", f"decode-{index}", ports, flags)
 
     def _lookahead(self) -> ProcessSpec:
-        flags = ["--data-dir", str(self._options.lookahead_dir)]
+        url = self._options.redis_url or f"unix://{redis_server.socket_path(self._options.redis_dir)}"
+        flags = ["--redis-url", url]
         return self._pod("lookahead", "lookahead", {"grpc": self._options.base_port + 300}, flags)
+
+    def _redis(self) -> ProcessSpec:
+        folder = self._options.redis_dir
+        url = f"unix://{redis_server.socket_path(folder)}"
+        return ProcessSpec("redis", "redis", redis_server.command(folder), ports={}, health_target=url)
 
     def _gateway(self, prefill: Sequence[ProcessSpec], decode: Sequence[ProcessSpec]) -> ProcessSpec:
         options = self._options
@@ -171,8 +183,6 @@ class _Planner:
             command=(str(_script(f"tandem-{role}")), *common, *flags, *extra),
             ports=ports,
             health_target=f"{reachable(options.host)}:{ports['grpc']}",
-            # The lookahead service may own a Redis process, which it takes along when asked to end.
-            death_signal=signal.SIGTERM if role == "lookahead" else signal.SIGKILL,
         )
 
 

@@ -1,4 +1,4 @@
-"""Asks a pod whether it serves, by grpc.health.v1."""
+"""Asks a process of the fleet whether it serves: pods by grpc.health.v1, Redis by a ping."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tandem_service.channels import open_channel
 
+from tandem_cli import redis_server
 from tandem_cli.supervisor import ProcessSpec
 
 
@@ -24,5 +25,7 @@ async def is_serving(target: str, timeout_s: float = 1.0) -> bool:
 
 
 async def probe(spec: ProcessSpec) -> bool:
-    """`is_serving` of a supervised process."""
+    """Whether a supervised process serves."""
+    if spec.health_target.startswith("unix://"):
+        return await redis_server.answers(spec.health_target.removeprefix("unix://"))
     return await is_serving(spec.health_target)

@@ -19,6 +19,7 @@ _COLOURS = {
     "decode": "\x1b[32m",
     "prefill": "\x1b[33m",
     "lookahead": "\x1b[35m",
+    "redis": "\x1b[34m",
     "up": "\x1b[1m",
 }
 _NAME_WIDTH = 10

@@ -1,4 +1,4 @@
-"""`tandem lookahead`: what the lookahead service holds, carrying it elsewhere, and removing it."""
+"""`tandem lookahead`: shows, exports, imports and removes the text that the lookahead service holds."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import typer
 
 from tandem_cli.options import fail
 
-app = typer.Typer(help="Look at, carry or remove what requests share.", no_args_is_help=True)
+app = typer.Typer(help="Show, export, import or remove shared text.", no_args_is_help=True)
 
-#: Where `tandem up` puts it.
+#: Address in the default fleet of `tandem up`.
 DEFAULT_SERVICE = "127.0.0.1:51400"
 ServiceOption = Annotated[str, typer.Option("--target", help="gRPC address of the lookahead service.")]
 
@@ -31,7 +31,7 @@ def stats(target: ServiceOption = DEFAULT_SERVICE) -> None:
         status = lookahead_admin.status(target)
     answers = "answers" if status.redis_connected else "does not answer"
     typer.echo(
-        f"{status.pod_id}: Redis ({status.redis_kind}) {answers}; {status.streams_open} streams of pods; "
+        f"{status.pod_id}: Redis {answers}; {status.streams_open} streams of pods; "
         f"{status.spans_received_total:,} spans received, {status.spans_dropped_total:,} dropped"
     )
     if not status.namespaces:
@@ -40,7 +40,7 @@ def stats(target: ServiceOption = DEFAULT_SERVICE) -> None:
     table = Table(box=None)
     for title in ("tenant", "revision"):
         table.add_column(title, overflow="fold")
-    for title in ("runs", "tokens", "shared", "MiB", "pods", "compacted", "lag", "learnt from"):
+    for title in ("sequences", "tokens", "shared", "MiB", "pods", "snapshot", "lag"):
         table.add_column(title, justify="right")
     for space in status.namespaces:
         table.add_row(
@@ -53,7 +53,6 @@ def stats(target: ServiceOption = DEFAULT_SERVICE) -> None:
             str(space.num_followers),
             f"{space.compaction_age_s:.0f} s ago" if space.HasField("compaction_age_s") else "not yet",
             f"{space.lag_s:.1f} s" if space.HasField("lag_s") else "?",
-            f"{space.table_observations:,}",
         )
     Console().print(table)
 
@@ -63,16 +62,16 @@ def export_namespace(
     file: Annotated[str, typer.Argument(help="File to write; - is the standard output.")],
     tenant: Annotated[str, typer.Option(help="Tenant, as the gateway knows it.")] = "default",
     revision: Annotated[
-        str, typer.Option(help="Beginning of the model's revision, if the tenant has several namespaces.")
+        str, typer.Option(help="Start of the model's revision, if the tenant has several namespaces.")
     ] = "",
     target: ServiceOption = DEFAULT_SERVICE,
 ) -> None:
-    """Write a namespace's shared text and learnt tables to a file."""
+    """Write a namespace's shared text to a file."""
     from tandem_cli import lookahead_admin
 
     with _failures(), _opened(file, "wb") as out:
         num_bytes = lookahead_admin.export_namespace(target, tenant, revision, out)
-    typer.echo(f"exported {num_bytes:,} bytes of text", err=True)
+    typer.echo(f"exported {num_bytes:,} bytes", err=True)
 
 
 @app.command("import")
@@ -80,7 +79,7 @@ def import_namespace(
     file: Annotated[str, typer.Argument(help="An export; - is the standard input.")],
     target: ServiceOption = DEFAULT_SERVICE,
 ) -> None:
-    """Add an export to what a service shares; every replica and pod gets it."""
+    """Add an export to a service; every replica and pod gets it."""
     from tandem_cli import lookahead_admin
 
     with _failures(), _opened(file, "rb") as source:
@@ -98,7 +97,7 @@ def purge(
     from tandem_cli import lookahead_admin
 
     if not yes:
-        typer.confirm(f"Remove everything that is held of tenant {tenant}? It cannot be undone.", abort=True)
+        typer.confirm(f"Remove all text of tenant {tenant}? This cannot be undone.", abort=True)
     with _failures():
         count = lookahead_admin.purge(target, tenant)
     if count == 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -111,7 +112,7 @@ def up(
     from tandem_core.model.manifest import ModelManifest
     from tandem_core.model.registry import cache_root
 
-    from tandem_cli import fleet, models, up
+    from tandem_cli import fleet, models, redis_server, up
 
     try:
         folder = models.obtain(model)
@@ -130,13 +131,19 @@ def up(
             speculation=speculation.value,
             api_keys_file=api_keys_file,
             log_format=log_format.value,
-            lookahead_dir=cache_root() / "lookahead" / str(grpc_port),
+            redis_dir=cache_root() / "lookahead" / str(grpc_port),
+            redis_url=os.environ.get("REDIS_URL", ""),
             pod_flags=tuple(fleet.PodFlag.parse(text) for text in settings or ()),
         )
         code = up.run_fleet(
             options, ModelManifest.read(folder).name, state_file or cache_root() / "run" / f"{grpc_port}.json"
         )
-    except (fleet.OptionError, fleet.PortInUseError, ModelLoadError) as error:
+    except (
+        fleet.OptionError,
+        fleet.PortInUseError,
+        ModelLoadError,
+        redis_server.RedisNotFoundError,
+    ) as error:
         fail(str(error), code=2 if isinstance(error, fleet.OptionError) else 1)
     raise typer.Exit(code)
 

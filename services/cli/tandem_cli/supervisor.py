@@ -44,10 +44,8 @@ class ProcessSpec:
     command: tuple[str, ...]
     #: Port by purpose ("grpc", "http", "kv", "metrics").
     ports: Mapping[str, int]
-    #: host:port of its grpc.health.v1.
+    #: host:port of its grpc.health.v1, or the URL of Redis' unix socket.
     health_target: str
-    #: Sent by the kernel when the supervisor dies.
-    death_signal: signal.Signals = signal.SIGKILL
 
 
 @dataclass(frozen=True)
@@ -113,7 +111,6 @@ class Supervisor:
         self._stopping = asyncio.Event()
         self._kill_now = asyncio.Event()
         self._keepers: dict[str, asyncio.Task[None]] = {}
-        self._sessions: set[int] = set()
         #: Resolves with StartupError when a process cannot be brought up.
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -160,10 +157,6 @@ class Supervisor:
                         self._on_event(child.spec, "did not end in time: killed")
                         child.process.kill()  # type: ignore[union-attr]
                 await asyncio.wait(keepers)
-        # What the processes left behind in their sessions, such as a Redis whose owner was killed -9.
-        for session in self._sessions:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(session, signal.SIGKILL)
         if not self.failed.done():
             self.failed.cancel()
 
@@ -203,7 +196,7 @@ class Supervisor:
         """One life of the process; returns its exit code (negative: the signal that ended it)."""
         spec = child.spec
         process = subprocess.Popen(  # noqa: ASYNC220  # vfork and exec: no time passes in the loop
-            [*parent_death.command_prefix(spec.death_signal), *spec.command],
+            [*parent_death.command_prefix(signal.SIGKILL), *spec.command],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -212,7 +205,6 @@ class Supervisor:
             env={**_POD_ENVIRONMENT, **os.environ, "PYTHONFAULTHANDLER": "1"},
         )
         child.process = process
-        self._sessions.add(process.pid)
         self._on_change()
         reader = asyncio.create_task(self._pump_lines(child, process))
         prober = asyncio.create_task(self._watch_ready(child))
@@ -221,11 +213,11 @@ class Supervisor:
         finally:
             prober.cancel()
             child.ready.clear()
-            # A grandchild may hold the pipe open; what the process itself wrote is here by now.
+            # Ends what the process left behind in its session. This also closes the pipe.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
             await asyncio.wait({reader}, timeout=0.5)
             reader.cancel()
-            if not session_exists(process.pid):
-                self._sessions.discard(process.pid)
             self._on_change()
         return code
 
@@ -271,17 +263,6 @@ class Supervisor:
 
 async def _finished(tasks: Sequence[asyncio.Task[None]]) -> bool:
     await asyncio.wait(tasks)
-    return True
-
-
-def session_exists(session: int) -> bool:
-    """Whether any process of the session is left; its id is not given to others while one is."""
-    try:
-        os.killpg(session, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
     return True
 
 

@@ -1,7 +1,7 @@
 """`tandem up`: the whole system on one machine, from a model's name to a clean end.
 
-model on disk -> ports free -> processes started together -> all SERVING -> banner
-... a pod dies: started again ... Ctrl-C or SIGTERM: gateway, decode, prefill, lookahead end in turn
+model on disk -> ports free -> processes started together -> all SERVING -> banner ... a process dies: started
+again ... Ctrl-C or SIGTERM: gateway, decode, prefill, lookahead, redis end in turn
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import sys
 import time
 from pathlib import Path
 
-from tandem_cli import health
-from tandem_cli.fleet import FleetOptions, FleetPlan, check_ports, plan_fleet, reachable
+from tandem_cli import health, redis_server
+from tandem_cli.fleet import FleetOptions, FleetPlan, PortInUseError, check_ports, plan_fleet, reachable
 from tandem_cli.log_view import LogView
 from tandem_cli.state_file import PodRecord, StateFile
 from tandem_cli.supervisor import ProcessSpec, StartupError, Supervisor
@@ -24,6 +24,10 @@ def run_fleet(options: FleetOptions, model_name: str, state_path: Path) -> int:
     """Serve until told to stop; returns the exit code. Raises PortInUseError before anything is started."""
     plan = plan_fleet(options)
     check_ports(plan, options.host)
+    socket = redis_server.socket_path(options.redis_dir)
+    if not options.redis_url and asyncio.run(redis_server.answers(str(socket))):
+        raise PortInUseError(f"another fleet's Redis server uses {options.redis_dir}; stop that fleet")
+    options.redis_dir.mkdir(parents=True, exist_ok=True)
     view = LogView(sys.stdout, options.log_format)
     return asyncio.run(_Fleet(options, plan, view, StateFile(state_path), model_name).run())
 

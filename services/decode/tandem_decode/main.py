@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from tandem_core.speculation import SpeculationMode
-from tandem_drafting import native
 from tandem_drafting.drafter import Drafter, DraftPolicy
+from tandem_drafting.lookahead_client import LookaheadClient
 from tandem_drafting.mirror import GlobalMirror
 from tandem_engine.assemble import EngineParts, assemble
 from tandem_engine.loop import EngineLoop
@@ -20,13 +20,11 @@ from tandem_service.channels import open_channel
 from tandem_service.server import PodServer
 
 from tandem_decode.handoff import Handoff
-from tandem_decode.learnt import DrafterTables
-from tandem_decode.lookahead_client import LookaheadClient
+from tandem_decode.lookahead_sync import LookaheadSync, MakeClient
 from tandem_decode.metrics import DecodeMetrics
 from tandem_decode.prefill_client import PrefillClient
 from tandem_decode.servicer import DecodeServicer
 from tandem_decode.settings import DecodeSettings
-from tandem_decode.sharing import MakeClient, Sharing
 
 SERVICE = "tandem.v1.DecodeService"
 
@@ -48,7 +46,7 @@ async def open_pod(pod: DecodeSettings) -> AsyncIterator[PodServer]:
     receiver = ZmqReceiver(parts.layout, parts.pool, ReceiverOptions(host=pod.kv_host, port=pod.kv_port))
     client = PrefillClient(open_channel)
     metrics = DecodeMetrics(server.registry)
-    sharing = Sharing(drafter, _client_maker(pod, parts, drafter, loop), parts.manifest.vocab_size)
+    lookahead = LookaheadSync(drafter, _client_maker(pod, parts, drafter, loop), parts.manifest.vocab_size)
     servicer = DecodeServicer(
         pod,
         parts,
@@ -61,24 +59,24 @@ async def open_pod(pod: DecodeSettings) -> AsyncIterator[PodServer]:
             block_bytes=parts.layout.block_bytes,
             vocab_size=parts.manifest.vocab_size,
         ),
-        sharing,
+        lookahead,
         metrics,
     )
     decode_pb2_grpc.add_DecodeServiceServicer_to_server(servicer, server.grpc_server)  # type: ignore[no-untyped-call]
-    sharing.open("default")  # the tenant of callers without a key: its text is here before its first request
+    lookahead.open("default")  # the tenant of callers without a key, connected before its first request
 
     def show(status: common_pb2.PodStatus) -> None:
         metrics.pod.show(status)
         metrics.show_dropped_frames(receiver.dropped_frames)
         metrics.show_reliability(drafter.reliability())
-        metrics.show_lookahead(connected=sharing.connected, dropped_spans=sharing.dropped_spans)
+        metrics.show_lookahead(connected=lookahead.connected, dropped_spans=lookahead.dropped_spans)
 
     async with running(loop, receiver):
         try:
             async with serving(server, servicer.status, show):
                 yield server
         finally:
-            await sharing.close()
+            await lookahead.close()
             await client.close()
 
 
@@ -94,10 +92,11 @@ def _client_maker(
             model_revision=parts.manifest.revision,
             tokenizer_hash=parts.manifest.tokenizer_hash,
         )
-        tables = None
-        if native.LIBRARY is not None:
-            tables = DrafterTables(drafter, tenant, loop.call_async)
-        client = LookaheadClient(pod.lookahead, namespace, pod.pod_id, mirror, tables=tables)
+
+        async def on_purge() -> None:
+            await loop.call_async(lambda: drafter.forget_tenant(tenant))
+
+        client = LookaheadClient(pod.lookahead, namespace, pod.pod_id, mirror, on_purge=on_purge)
         client.start()
         return client
 

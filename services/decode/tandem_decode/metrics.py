@@ -53,11 +53,11 @@ class DecodeMetrics:
             registry=registry,
         )
         self._lookahead_connected = Gauge(
-            "tandem_lookahead_connected", "Streams to the lookahead service that are up", registry=registry
+            "tandem_lookahead_connected", "Open streams to the lookahead service", registry=registry
         )
         self._lookahead_dropped_spans = Gauge(
             "tandem_lookahead_dropped_spans",
-            "Spans of output dropped since the start because the queue to the lookahead service was full",
+            "Spans since the start that were dropped because the queue to the lookahead service was full",
             registry=registry,
         )
 

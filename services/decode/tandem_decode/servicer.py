@@ -30,10 +30,10 @@ from tandem_pod.status import pod_status
 from tandem_proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 
 from tandem_decode.handoff import Handoff, HandoffResult
+from tandem_decode.lookahead_sync import LookaheadSync
 from tandem_decode.metrics import DecodeMetrics
 from tandem_decode.receipt import RequestRecord
 from tandem_decode.settings import DecodeSettings
-from tandem_decode.sharing import Sharing
 
 
 class _OutputQueue:
@@ -89,7 +89,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         loop: EngineLoop,
         receiver: KVReceiver,
         handoff: Handoff,
-        sharing: Sharing,
+        lookahead: LookaheadSync,
         metrics: DecodeMetrics,
     ) -> None:
         self._settings = settings
@@ -97,7 +97,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         self._loop = loop
         self._receiver = receiver
         self._handoff = handoff
-        self._sharing = sharing
+        self._lookahead = lookahead
         self._metrics = metrics
         self._num_open_calls = 0
         self._num_calls = 0
@@ -110,8 +110,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         context: grpc.aio.ServicerContext[decode_pb2.DecodeRequest, decode_pb2.DecodeResponse],
     ) -> AsyncIterator[decode_pb2.DecodeResponse]:
         state = self._to_request(request)
-        self._sharing.open(state.tenant)
-        self._sharing.push_prompt(state.tenant, state.request_id, state.prompt_token_ids)
+        self._lookahead.open(state.tenant)
+        self._lookahead.push_prompt(state.tenant, state.request_id, state.prompt_token_ids)
         record = RequestRecord(state, request.request_id, self._settings.pod_id)
         self._num_open_calls += 1
         self._num_calls += 1
@@ -124,7 +124,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             while stream.finish_reason is None:
                 offset = stream.num_tokens
                 output, text = stream.push(await outputs.get())
-                self._sharing.push(state.tenant, state.request_id, offset, output.token_ids)
+                self._lookahead.push(state.tenant, state.request_id, offset, output.token_ids)
                 record.step(output)
                 if stream.finish_reason is not None and not output.finished:
                     # Not awaited: after a stop string the engine must not spend another step on the request.
@@ -190,7 +190,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         room = self._parts.manifest.max_model_len - len(message.prompt_token_ids)
         return Request(
             # Unique per call: callers may use an id twice, and two calls must not share a listener, a block
-            # table or a text at the lookahead service.
+            # table or a sequence in the lookahead service.
             request_id=f"{message.request_id}#{secrets.token_hex(8)}",
             prompt_token_ids=list(message.prompt_token_ids),
             sampling=codec.sampling_from_proto(message.sampling, default_max_tokens=max(room, 1)),

@@ -19,7 +19,7 @@ class DecodeSettings(EnginePodSettings):
     lookahead: str = ""
     """host:port of the lookahead service; empty: drafts come from the sequence itself only"""
     speculation: Literal["off", "local", "chain", "global"] = "global"
-    """where drafts may come from; local: the sequence's own text; global: also the tenant's forest"""
+    """where drafts may come from; local: the sequence's own text; global: also the tenant's shared text"""
     draft_nodes: Annotated[int, Field(ge=0, le=63)] = 31
     """most guesses verified per sequence and step"""
     local_prefill_tokens: Annotated[int, Field(ge=0)] = 384

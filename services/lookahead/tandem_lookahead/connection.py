@@ -1,7 +1,6 @@
-"""How Redis is reached: a URL, and what TLS needs besides.
+"""Connects to Redis by redis://, rediss:// (TLS) or unix:// URLs, with user and password in the URL.
 
-redis://, rediss:// (TLS) and unix:// work, with user and password in the URL; a server that is part of a
-cluster is talked to as a cluster.
+A server that is part of a cluster gets a cluster client.
 """
 
 from __future__ import annotations
@@ -16,18 +15,18 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import NoPermissionError, ResponseError
 
-#: A dead Redis host is noticed in this time.
+#: A dead Redis host is detected in this time.
 _SOCKET_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True)
 class RedisAddress:
-    """Where Redis is; the files only matter for rediss://."""
+    """URL of Redis. The files matter for rediss:// only."""
 
     url: str
-    #: Certificates that its own must be signed by; None: the system's.
+    #: Certificates that verify the server's; None: the system's.
     ca_file: Path | None = None
-    #: Ours, where it asks for one.
+    #: Client certificate, if the server wants one.
     cert_file: Path | None = None
     key_file: Path | None = None
 
@@ -37,7 +36,7 @@ async def connect(address: RedisAddress) -> Any:
     options: dict[str, Any] = {
         "socket_connect_timeout": _SOCKET_TIMEOUT_S,
         "socket_timeout": _SOCKET_TIMEOUT_S,
-        "retry": Retry(NoBackoff(), 0),  # the hub retries, and meanwhile goes on without
+        "retry": Retry(NoBackoff(), 0),  # the hub retries
         "protocol": 2,
     }
     if address.url.startswith("rediss:"):
@@ -67,6 +66,6 @@ def is_cluster(client: object) -> bool:
 async def _is_part_of_cluster(client: Any) -> bool:
     try:
         info = await client.info("cluster")
-    except (NoPermissionError, ResponseError):  # may not be asked
+    except (NoPermissionError, ResponseError):  # not permitted
         return False
     return bool(info.get("cluster_enabled"))

@@ -1,49 +1,44 @@
-"""Joins pods, forests and Redis.
+"""Connects pods, namespaces and Redis.
 
-    pod -> submit -> outbox -> Redis stream -> tail (XREAD) -> forest -> followers (all replicas)
+    pod -> submit -> outbox -> Redis stream -> tail (XREAD) -> namespace -> followers (all replicas)
 
-On every (re)connection each namespace asks for its generation: text of another one was purged. A namespace
-that has no position, or whose next entries were trimmed, then starts from the latest snapshot.
+On every connection to Redis each namespace asks for its generation: text of another one was purged. A
+namespace without a position, or whose next entries were trimmed, then starts from the latest snapshot. A
+damaged snapshot is dropped, and its namespace starts from the stream; other namespaces are not affected.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import uuid
 from collections.abc import Sequence
 from itertools import groupby
 
 import structlog
 from tandem_drafting.spans import AcceptedSpan
+from tandem_proto.v1 import lookahead_pb2 as pb
+from tandem_service.tasks import end_tasks
 
-from tandem_lookahead.codec import Hello, Namespace, Tables
 from tandem_lookahead.compactor import Compactor
-from tandem_lookahead.follower import Follower
+from tandem_lookahead.corpus import CorpusPolicy, fair_limit
 from tandem_lookahead.metrics import LookaheadMetrics
-from tandem_lookahead.namespace import NamespaceForest
+from tandem_lookahead.namespace import Follower, Namespace, namespace_key, namespace_of_key
 from tandem_lookahead.outbox import Outbox
 from tandem_lookahead.settings import LookaheadSettings
-from tandem_lookahead.store import (
-    START,
-    EntryKind,
-    RedisStore,
-    StoreUnavailableError,
-    position_order,
-)
-from tandem_lookahead.tasks import end_tasks, happens
-from tandem_lookahead.text import TextPolicy
+from tandem_lookahead.store import START, EntryKind, RedisStore, StoreUnavailableError
 
-#: XREAD waits this long; a namespace opened meanwhile is read from the next time on.
+#: Limit of one XREAD. The next one also reads the namespaces that were opened meanwhile.
 _BLOCK_MS = 100
 _ENTRIES_PER_READ = 512
 #: What pods send within this time becomes one stream entry.
 _WRITE_PAUSE_S = 0.005
 _RETRY_S = 0.02
 _RETRY_LIMIT_S = 1.0
-#: How long a pod's hello waits for Redis before it is answered with what there is.
+#: How long a pod's hello waits for Redis.
 _SYNC_WAIT_S = 1.0
 _FINAL_WRITE_S = 3.0
-#: How long a purge waits until this replica has heard of it from the stream.
+#: How long a purge waits until this replica has read it from the stream.
 _PURGE_WAIT_S = 5.0
 
 
@@ -59,20 +54,20 @@ class LookaheadHub:
         self._settings = settings
         self._metrics = metrics
         self._log = structlog.get_logger("tandem.lookahead.hub")
-        self._policy = TextPolicy(
-            settings.promotion_requests, settings.max_bytes, half_life_s=settings.half_life_s
+        self._policy = CorpusPolicy(
+            settings.min_requests, settings.max_bytes, half_life_s=settings.half_life_s
         )
         self._compactor = Compactor(store, settings, metrics)
-        self._forests: dict[str, NamespaceForest] = {}
+        self._namespaces: dict[str, Namespace] = {}
         self._connected = asyncio.Event()
         self._opened = asyncio.Event()
         self._write_wanted = asyncio.Event()
         self._outbox = Outbox(settings.backlog_tokens)
         self._tasks: list[asyncio.Task[None]] = []
-        #: Redis may just not be up yet.
+        #: Redis may still be starting.
         self._is_new = True
         self._is_stopping = False
-        #: Spans that pods sent, and those given up because the backlog was full.
+        #: Spans that pods sent, and those dropped because the backlog was full.
         self.num_received = 0
         self.num_dropped = 0
 
@@ -82,8 +77,8 @@ class LookaheadHub:
         return self._connected.is_set()
 
     @property
-    def forests(self) -> list[NamespaceForest]:
-        return list(self._forests.values())
+    def namespaces(self) -> list[Namespace]:
+        return list(self._namespaces.values())
 
     async def start(self) -> None:
         """Returns at once, with or without Redis."""
@@ -91,12 +86,12 @@ class LookaheadHub:
             self._tasks.append(asyncio.create_task(work(), name=f"lookahead-{name}"))
 
     async def stop(self) -> None:
-        """Ends the pods' streams and leaves a snapshot behind if Redis answers; once is enough."""
+        """Ends the pods' streams, and publishes last snapshots if Redis answers. Can be called again."""
         if not self._tasks:
             return
         self._is_stopping = True
-        for forest in self.forests:
-            forest.close_followers()
+        for namespace in self.namespaces:
+            namespace.close_followers()
         await end_tasks(self._tasks)
         self._tasks.clear()
         if self.is_connected:
@@ -104,117 +99,105 @@ class LookaheadHub:
                 async with asyncio.timeout(_FINAL_WRITE_S):
                     while not self._outbox.is_empty:
                         await self._outbox.write(self._store)
-                    for forest in self.forests:
-                        if forest.synced.is_set() and forest.num_unpublished:
-                            await self._compactor.publish(forest)
+                    for namespace in self.namespaces:
+                        if namespace.synced.is_set() and namespace.num_unpublished:
+                            await self._compactor.publish(namespace)
             except (StoreUnavailableError, TimeoutError) as error:
                 self._log.warning("no last snapshot was published", error=str(error))
 
-    async def open(self, namespace: Namespace) -> NamespaceForest:
-        """The namespace's forest, with what Redis holds if it answers soon. Raises TooManyNamespacesError."""
-        forest = self._ensure(namespace)
-        if forest is None:
-            raise TooManyNamespacesError(
-                f"{len(self._forests)} namespaces are held already; raise --max-namespaces"
-            )
-        if not forest.synced.is_set() and (self.is_connected or self._is_new):
-            self._opened.set()
-            if not await happens(forest.synced, _SYNC_WAIT_S):
-                self._log.warning("redis is slow; answering without it", namespace=forest.key)
-        return forest
+    async def open(self, proto: pb.Namespace) -> Namespace:
+        """The namespace, with what Redis holds if it answers soon.
 
-    async def follow(self, forest: NamespaceForest, hello: Hello) -> Follower:
-        """A new follower of the forest, at its end already when the service is stopping."""
-        if hello.tables_format and self.is_connected:
+        Raises BadMessageError, TooManyNamespacesError.
+        """
+        namespace = self._ensure(proto)
+        if namespace is None:
+            raise TooManyNamespacesError(
+                f"{len(self._namespaces)} namespaces are held already; raise --max-namespaces"
+            )
+        if not namespace.synced.is_set() and (self.is_connected or self._is_new):
+            self._opened.set()
             try:
-                forest.tables |= {tables.format: tables for tables in await self._store.tables(forest.key)}
-            except StoreUnavailableError as error:
-                self._log.warning("learnt tables not read", namespace=forest.key, error=str(error))
-        follower = await forest.follow(hello)
+                await asyncio.wait_for(namespace.synced.wait(), _SYNC_WAIT_S)
+            except TimeoutError:
+                self._log.warning("redis is slow; answering without it", namespace=namespace.key)
+        return namespace
+
+    async def follow(self, namespace: Namespace, hello: pb.SyncHello) -> Follower:
+        """A new follower, closed already when the service is stopping."""
+        follower = await namespace.follow(hello)
         if self._is_stopping:
             follower.close()
         return follower
 
-    def submit(self, forest: NamespaceForest, spans: Sequence[AcceptedSpan]) -> None:
-        """Takes what a pod has sent; never waits, never raises."""
+    def submit(self, namespace: Namespace, spans: Sequence[AcceptedSpan]) -> None:
+        """Takes spans from a pod; never waits, never raises."""
         self.num_received += len(spans)
         self._metrics.spans_received.inc(len(spans))
-        allowed = [span for span in spans if forest.wants_prompts or not span.is_prompt]
+        allowed = [span for span in spans if namespace.wants_prompts or not span.is_prompt]
         self._metrics.prompts_refused.inc(len(spans) - len(allowed))
-        self._outbox.put(forest, allowed)
+        self._outbox.put(namespace, allowed)
         self._write_wanted.set()
 
-    async def offer_tables(self, forest: NamespaceForest, tables: Tables) -> None:
-        """Keeps a pod's learnt tables if they were taught more than those there are."""
-        held = forest.tables.get(tables.format)
-        if held is None or held.num_observations < tables.num_observations:
-            forest.tables[tables.format] = tables
-        if self.is_connected and forest.generation:
-            try:
-                await self._store.offer_tables(forest.key, forest.generation, tables)
-            except StoreUnavailableError as error:
-                self._log.warning("learnt tables not stored", namespace=forest.key, error=str(error))
-
-    async def add_shared(self, forest: NamespaceForest, spans: Sequence[AcceptedSpan]) -> None:
+    async def add_import(self, namespace: Namespace, spans: Sequence[AcceptedSpan]) -> None:
         """Adds imported text for all replicas. Raises StoreUnavailableError, WrongGenerationError."""
-        if not forest.synced.is_set():
+        if not namespace.synced.is_set():
             raise StoreUnavailableError("Redis does not answer; import again when it does")
-        await self._store.append(forest.key, forest.generation, EntryKind.SHARED, spans)
+        await self._store.append(namespace.key, namespace.generation, EntryKind.IMPORT, spans)
 
     async def purge(self, tenant: str) -> int:
-        """Removes all that is held of a tenant, and returns of how many namespaces; returns when this replica
-        and Redis have forgotten, the other replicas do so within moments. Raises StoreUnavailableError.
+        """Removes all text of a tenant; returns the number of its namespaces.
+
+        Returns when this replica and Redis have forgotten; other replicas follow within moments. Raises
+        StoreUnavailableError.
         """
         if not self.is_connected:
             raise StoreUnavailableError(
                 "Redis does not answer, and what it holds would come back; purge again when it does"
             )
-        keys = {*await self._store.namespaces(), *self._forests}
-        beginning = Namespace(tenant, "", "").key.partition("/")[0] + "/"
-        doomed = [key for key in sorted(keys) if key.startswith(beginning)]
-        for key in doomed:
+        keys = {*await self._store.namespaces(), *self._namespaces}
+        prefix = namespace_key(pb.Namespace(tenant=tenant)).partition("/")[0] + "/"
+        purged = [key for key in sorted(keys) if key.startswith(prefix)]
+        for key in purged:
             generation = uuid.uuid4().hex
-            forest = self._forests.get(key)
-            if forest is not None:
-                self._outbox.forget(forest)
+            namespace = self._namespaces.get(key)
+            if namespace is not None:
+                self._outbox.forget(namespace)
             await self._store.purge(key, generation)
-            if forest is not None:
-                await self._hear_of(forest, generation)
-        if doomed:
+            if namespace is not None:
+                await self._wait_for_generation(namespace, generation)
+        if purged:
             await self._store.forget_deleted()
-        return len(doomed)
+        return len(purged)
 
-    async def _hear_of(self, forest: NamespaceForest, generation: str) -> None:
+    async def _wait_for_generation(self, namespace: Namespace, generation: str) -> None:
         deadline = asyncio.get_running_loop().time() + _PURGE_WAIT_S
-        while forest.generation != generation:
+        while namespace.generation != generation:
             if asyncio.get_running_loop().time() > deadline:
                 raise StoreUnavailableError(
-                    "Redis has forgotten the tenant, but this replica has yet to hear of it; purge again"
+                    "Redis has forgotten the tenant, but this replica has not read that yet; purge again"
                 )
             await asyncio.sleep(_RETRY_S)
 
-    async def lag_s(self, forest: NamespaceForest) -> float | None:
-        """By how much the stream is ahead of the forest; None: Redis does not answer."""
-        if not self.is_connected or not forest.position:
+    async def lag_s(self, namespace: Namespace) -> float | None:
+        """How far the stream is ahead of the corpus; None: Redis does not answer."""
+        if not self.is_connected or not namespace.synced.is_set():
             return None
         try:
-            bounds = await self._store.bounds(forest.key)
+            bounds = await self._store.bounds(namespace.key)
         except StoreUnavailableError:
             return None
-        if bounds is None:
-            return 0.0
-        return max(0, position_order(bounds[1])[0] - position_order(forest.position)[0]) / 1000
+        return max(0, bounds[1].ms - namespace.entry.ms) / 1000 if bounds is not None else 0.0
 
-    def _ensure(self, namespace: Namespace) -> NamespaceForest | None:
-        forest = self._forests.get(namespace.key)
-        if forest is None and len(self._forests) < self._settings.max_namespaces:
-            wants_prompts = namespace.tenant in self._settings.share_prompts
-            forest = NamespaceForest(namespace, self._policy, wants_prompts=wants_prompts)
-            self._forests[namespace.key] = forest
-        return forest
+    def _ensure(self, proto: pb.Namespace) -> Namespace | None:
+        key = namespace_key(proto)
+        if key not in self._namespaces and len(self._namespaces) < self._settings.max_namespaces:
+            wants_prompts = proto.tenant in self._settings.share_prompts
+            self._namespaces[key] = Namespace(proto, self._policy, wants_prompts=wants_prompts)
+        return self._namespaces.get(key)
 
     async def _tail(self) -> None:
-        """Connects, keeps the forests in step with their streams, and begins anew when Redis is lost."""
+        """Connects to Redis, keeps the namespaces in step with their streams, and reconnects after a loss."""
         loop = asyncio.get_running_loop()
         begun = loop.time()
         retry_s = _RETRY_S
@@ -225,11 +208,10 @@ class LookaheadHub:
             except StoreUnavailableError as error:
                 self._is_new = self._is_new and loop.time() - begun < _SYNC_WAIT_S
                 self._lose_redis(str(error))
-                self._write_wanted.set()
-            except Exception as error:  # our own bug must not end the sharing of everything else
-                self._log.exception("following the streams failed; beginning anew")
+            except Exception as error:  # a bug must not end the sharing for good
+                self._log.exception("following the streams failed; reconnecting")
                 self._lose_redis(repr(error))
-                self._write_wanted.set()
+            self._write_wanted.set()
             if loop.time() - started > 5 * _RETRY_LIMIT_S:
                 retry_s = _RETRY_S
             await asyncio.sleep(retry_s)
@@ -237,79 +219,78 @@ class LookaheadHub:
 
     def _lose_redis(self, reason: str) -> None:
         if self.is_connected:
-            self._log.warning("redis lost; going on without it", reason=reason)
+            self._log.warning("redis lost; continuing without it", reason=reason)
             self._metrics.redis_failures.inc()
         self._connected.clear()
         self._metrics.redis_connected.set(0)
 
     async def _follow_streams(self) -> None:
-        """Returns when the writer has found Redis gone. Raises StoreUnavailableError."""
+        """Returns when the writer has lost Redis. Raises StoreUnavailableError."""
         await self._store.ping()
         await self._store.begin_reading()
-        for forest in self.forests:
-            forest.synced.clear()
+        for namespace in self.namespaces:
+            namespace.synced.clear()
         for key in await self._store.namespaces():
             try:
-                self._ensure(Namespace.of_key(key))
+                self._ensure(namespace_of_key(key))
             except ValueError as error:
-                self._log.warning("Redis lists what is no namespace of ours; ignored", error=str(error))
+                self._log.warning("ignored a name in Redis that is no namespace", error=str(error))
         self._connected.set()
         self._is_new = False
         self._metrics.redis_connected.set(1)
-        self._log.info("redis connected", namespaces=len(self._forests), backlog=self._outbox.num_backlog)
+        self._log.info("redis connected", namespaces=len(self._namespaces), backlog=self._outbox.num_backlog)
         while self.is_connected:
             self._opened.clear()
-            for forest in self.forests:
-                if not forest.synced.is_set():
-                    await self._sync(forest)
+            for namespace in self.namespaces:
+                if not namespace.synced.is_set():
+                    await self._sync(namespace)
             self._write_wanted.set()
             self._report()
-            if not self._forests:
+            after = {space.key: space.entry for space in self.namespaces if space.synced.is_set()}
+            if not after:
                 await self._store.ping()
-                await happens(self._opened, _BLOCK_MS / 1000)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._opened.wait(), _BLOCK_MS / 1000)
                 continue
-            positions = {forest.key: forest.position for forest in self.forests}
-            entries = await self._store.read(positions, block_ms=_BLOCK_MS, limit=_ENTRIES_PER_READ)
+            entries = await self._store.read(after, block_ms=_BLOCK_MS, limit=_ENTRIES_PER_READ)
             for key, group in groupby(entries, lambda entry: entry.namespace_key):
                 batch = list(group)
                 for entry in batch:
                     if entry.kind is EntryKind.DAMAGED:
                         self._metrics.entries_damaged.inc()
                     elif entry.kind is EntryKind.PURGE:
-                        self._outbox.forget(self._forests[key])
-                self._metrics.tokens_merged.inc(await self._forests[key].merge(batch))
+                        self._outbox.forget(self._namespaces[key])
+                self._metrics.tokens_merged.inc(await self._namespaces[key].merge(batch))
 
-    async def _sync(self, forest: NamespaceForest) -> None:
-        """Brings a forest to a position from which its stream can be read without a gap."""
-        ours = forest.generation or uuid.uuid4().hex
-        generation = await self._store.generation(forest.key, ours=ours)
-        if forest.generation not in ("", generation):
-            self._outbox.forget(forest)
-        await forest.begin(generation)
-        bounds = await self._store.bounds(forest.key)
-        first = bounds[0] if bounds is not None else START
-        if not forest.position or position_order(first) > position_order(forest.position):
-            snapshot = await self._store.latest_snapshot(forest.key)
-            # What we hold may be newer than what was published before the stream was trimmed or lost.
-            if (
-                snapshot is not None
-                and snapshot.generation == generation
-                and position_order(snapshot.position) > position_order(forest.position)
-            ):
-                try:
-                    await forest.restore(snapshot)
-                except ValueError as error:
-                    self._metrics.snapshots_rejected.inc()
-                    self._log.warning(
-                        "the published snapshot is damaged and ignored",
-                        namespace=forest.key,
-                        error=str(error),
-                    )
-        await forest.follow_on()
-        forest.synced.set()
+    async def _sync(self, namespace: Namespace) -> None:
+        """Brings a namespace to an entry from which its stream can be read without a gap."""
+        ours = namespace.generation or uuid.uuid4().hex
+        generation = await self._store.generation(namespace.key, ours=ours)
+        if namespace.generation not in ("", generation):
+            self._outbox.forget(namespace)
+        await namespace.begin(generation)
+        bounds = await self._store.bounds(namespace.key)
+        if namespace.entry < (bounds[0] if bounds is not None else START):
+            try:
+                snapshot = await self._store.latest_snapshot(namespace.key)
+                # The corpus may be newer than the snapshot when the stream was trimmed or lost.
+                if snapshot and snapshot.generation == generation and snapshot.entry > namespace.entry:
+                    await namespace.restore(snapshot)
+            except StoreUnavailableError:
+                raise
+            except Exception as error:  # whatever a damaged snapshot causes, other namespaces go on
+                self._metrics.snapshots_rejected.inc()
+                self._log.warning(
+                    "dropped a damaged snapshot; the namespace starts from its stream",
+                    namespace=namespace.key,
+                    error=str(error),
+                )
+                await self._store.drop_snapshot(namespace.key)
+        await namespace.catch_up_followers()
+        namespace.synced.set()
 
     async def _write(self) -> None:
-        """Moves fresh spans to the stream, or, without Redis, into the forests and the backlog."""
+        """Moves fresh spans to the stream; without Redis, into the corpora and the backlog."""
         while True:
             await self._write_wanted.wait()
             await asyncio.sleep(_WRITE_PAUSE_S)
@@ -330,33 +311,21 @@ class LookaheadHub:
     async def _compact(self) -> None:
         while True:
             await asyncio.sleep(self._settings.snapshot_interval_s)
-            for forest in self.forests:
+            for namespace in self.namespaces:
                 try:
                     if self.is_connected:
-                        await self._compactor.compact(forest)
+                        await self._compactor.compact(namespace)
                 except StoreUnavailableError as error:
-                    self._log.warning("snapshot not published", namespace=forest.key, error=str(error))
+                    self._log.warning("snapshot not published", namespace=namespace.key, error=str(error))
 
     def _report(self) -> None:
-        """Shows what is held, and divides the room among the namespaces."""
-        forests = self.forests
-        sizes = [forest.text.num_bytes for forest in forests]
-        cap = fair_cap(sizes, self._settings.max_total_bytes)
-        for forest in forests:
-            forest.limit(cap)
-        self._metrics.namespaces.set(len(forests))
-        self._metrics.tokens_held.set(sum(forest.text.num_tokens for forest in forests))
-        self._metrics.tokens_shared.set(sum(forest.text.num_shared_tokens for forest in forests))
+        """Sets the gauges, and divides the total memory among the namespaces."""
+        corpora = [namespace.corpus for namespace in self.namespaces]
+        sizes = [corpus.num_bytes for corpus in corpora]
+        limit = fair_limit(sizes, self._settings.max_total_bytes)
+        for namespace in self.namespaces:
+            namespace.limit(limit)
+        self._metrics.namespaces.set(len(corpora))
+        self._metrics.tokens_held.set(sum(corpus.num_tokens for corpus in corpora))
+        self._metrics.tokens_shared.set(sum(corpus.num_shared_tokens for corpus in corpora))
         self._metrics.memory_bytes.set(sum(sizes))
-
-
-def fair_cap(sizes: Sequence[int], total: int) -> int:
-    """The largest cap c for which the sizes, each cut to c, come to at most the total: who holds least loses
-    last."""
-    left, cap = total, total
-    for count, size in zip(range(len(sizes), 0, -1), sorted(sizes), strict=True):
-        cap = left // count
-        if size > cap:
-            return cap
-        left -= size
-    return total

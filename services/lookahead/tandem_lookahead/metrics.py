@@ -1,4 +1,4 @@
-"""What the service counts; served as /metrics by tandem_service."""
+"""The metrics of the service; tandem_service serves them at /metrics."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 
 class LookaheadMetrics:
-    """All of the service's own metrics, registered in one registry."""
+    """Registers them in one registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def counter(name: str, text: str) -> Counter:
@@ -16,19 +16,19 @@ class LookaheadMetrics:
             return Gauge(f"tandem_lookahead_{name}", text, registry=registry)
 
         self.spans_received = counter("spans_received", "Spans that pods sent")
-        self.tokens_merged = counter("tokens_merged", "Accepted tokens merged into a namespace's text")
+        self.tokens_merged = counter("tokens_merged", "Tokens merged into a namespace's corpus")
         self.prompts_refused = counter(
-            "prompts_refused", "Spans of prompts whose tenant does not share them, and which were dropped"
+            "prompts_refused", "Dropped spans of prompts of tenants that do not share"
         )
-        self.spans_dropped = counter("spans_dropped", "Spans given up because the backlog for Redis was full")
-        self.entries_damaged = counter("stream_entries_damaged", "Redis stream entries that were no spans")
+        self.spans_dropped = counter("spans_dropped", "Spans dropped because the backlog for Redis was full")
+        self.entries_damaged = counter("stream_entries_damaged", "Unreadable entries in Redis streams")
         self.snapshots_published = counter("snapshots_published", "Snapshots written to Redis")
         self.snapshots_rejected = counter(
-            "snapshots_rejected", "Damaged snapshots found in Redis and ignored"
+            "snapshots_rejected", "Damaged snapshots in Redis that were dropped"
         )
         self.snapshots_refused = Counter(
             "tandem_lookahead_snapshots_refused",
-            "Snapshots that were not published because something came between",
+            "Snapshots that Redis refused, by cause",
             ["cause"],
             registry=registry,
         )
@@ -38,8 +38,8 @@ class LookaheadMetrics:
         )
         self.redis_connected = gauge("redis_connected", "1 while Redis answers")
         self.streams_open = gauge("streams_open", "Streams of decode pods")
-        self.backlog_spans = gauge("backlog_spans", "Spans waiting for Redis to come back")
+        self.backlog_spans = gauge("backlog_spans", "Spans that wait for Redis")
         self.namespaces = gauge("namespaces", "Namespaces held")
-        self.tokens_held = gauge("forest_tokens", "Tokens of text held, over all namespaces")
-        self.tokens_shared = gauge("forest_shared_tokens", "Tokens of text that pods may have")
-        self.memory_bytes = gauge("forest_memory_bytes", "Memory of all text, as the caps count it")
+        self.tokens_held = gauge("corpus_tokens", "Tokens held, over all namespaces")
+        self.tokens_shared = gauge("corpus_shared_tokens", "Tokens shared with pods, over all namespaces")
+        self.memory_bytes = gauge("corpus_memory_bytes", "Memory of all text, as the limits count it")

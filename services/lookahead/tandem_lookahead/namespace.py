@@ -1,14 +1,13 @@
-"""One namespace in the service: its text, and the pods that follow what of it is shared.
+"""One namespace in the service: its corpus, and the pods that follow its shared text.
 
-    generation ""      Redis has not been heard of; pods keep what they have, and get what is shared here
-    begin              Redis' generation is known: every pod is brought there
-    merge              entries of the stream enter the text; what is shared now goes to every follower
-    restore            a published snapshot takes the text's place
-    forget             the text was purged: another generation begins, with nothing, for every follower too
-    follow             a pod joins: first what its mirror lacks, then every later update, with no gap between
+    generation ""      Redis has not answered yet; pods keep what they have, and get what is shared here
+    begin              sets Redis' generation; text of another generation was purged
+    merge              adds stream entries to the corpus; sends newly shared text to every follower
+    restore            replaces the corpus by a published snapshot
+    follow             adds a pod: first it gets what its mirror lacks, then every later delta, without a gap
 
-All of them hold one lock, so that a follower's first update and the next fit together. What was shared last
-is kept, so that a pod that returns gets only what it missed.
+All of them hold one lock, so that a follower's first message and the next ones fit together. A log keeps the
+latest deltas, so that a pod that reconnects gets only what it missed.
 """
 
 from __future__ import annotations
@@ -16,162 +15,275 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
+from urllib.parse import quote, unquote
 
+import xxhash
+from tandem_drafting.lookahead_protocol import SNAPSHOT_CHUNK_BYTES, BadMessageError, spans_to_proto
 from tandem_drafting.spans import AcceptedSpan
+from tandem_proto.v1 import lookahead_pb2 as pb
 
-from tandem_lookahead import text_bytes
-from tandem_lookahead.codec import (
-    Delta,
-    Hello,
-    Namespace,
-    Place,
-    SharedText,
-    Snapshot,
-    Tables,
-    TablesUpdate,
-    Welcome,
-)
-from tandem_lookahead.follower import Follower
-from tandem_lookahead.store import START, Entry, EntryKind, StoredSnapshot, position_order
-from tandem_lookahead.text import NamespaceText, TextPolicy
+from tandem_lookahead.corpus import CorpusPolicy, NamespaceCorpus
+from tandem_lookahead.store import NOWHERE, START, Entry, EntryId, EntryKind, StoredSnapshot
 
-#: Deltas kept for pods that return, and tokens in them.
+#: Messages that may wait for one pod. Beyond, its stream ends, and it resumes from its position.
+MAX_WAITING_MESSAGES = 4096
+_MAX_KEY_LENGTH = 512
+#: Deltas kept for pods that reconnect, and tokens in them.
 _MAX_LOGGED = 4096
 _MAX_LOGGED_TOKENS = 500_000
-#: A delta that has this many tokens gets no more.
+#: A delta with this many tokens gets no further span.
 _MAX_DELTA_TOKENS = 20_000
 
 
-@dataclass(frozen=True)
-class _Logged:
-    """What was shared at a position; unstored: while Redis was away, so that the position stayed."""
+class FollowerLaggingError(Exception):
+    """The pod reads too slowly; it should reconnect with its position (RESOURCE_EXHAUSTED)."""
 
-    delta: Delta
+
+def namespace_key(space: pb.Namespace) -> str:
+    """One string per namespace. Raises BadMessageError when it is too long."""
+    parts = (space.tenant, space.model_revision, space.tokenizer_hash, space.lora, space.template)
+    key = "/".join(quote(part, safe="") for part in parts)
+    if len(key) > _MAX_KEY_LENGTH:
+        raise BadMessageError(f"namespace: longer than {_MAX_KEY_LENGTH} characters once quoted")
+    return key
+
+
+def namespace_of_key(key: str) -> pb.Namespace:
+    """Raises ValueError for other strings."""
+    parts = [unquote(part) for part in key.split("/")]
+    if len(parts) != 5:
+        raise ValueError(f"{key!r} is no namespace's key")
+    tenant, model_revision, tokenizer_hash, lora, template = parts
+    return pb.Namespace(
+        tenant=tenant,
+        model_revision=model_revision,
+        tokenizer_hash=tokenizer_hash,
+        lora=lora,
+        template=template,
+    )
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far a pod is in the stream of one generation of a namespace's text."""
+
+    generation: str = ""
+    entry: EntryId = NOWHERE
+
+    def __str__(self) -> str:
+        """What pods keep; opaque to them."""
+        return f"{self.generation}/{self.entry}" if self.generation else ""
+
+    @classmethod
+    def parse(cls, text: str) -> Position:
+        """The beginning, if the text is unreadable."""
+        generation, slash, entry = text.partition("/")
+        return cls(generation, EntryId.parse(entry)) if slash else cls()
+
+
+@dataclass(frozen=True)
+class _Delta:
+    """Newly shared text, and the position after it.
+
+    Unstored text was shared while Redis was away; the position did not move.
+    """
+
+    spans: tuple[AcceptedSpan, ...]
+    position: Position
     is_unstored: bool
 
     @property
     def num_tokens(self) -> int:
-        return _num_tokens(self.delta.spans)
+        return _num_tokens(self.spans)
+
+    @cached_property
+    def message(self) -> pb.SyncResponse:
+        return _delta_message(self.spans, self.position)
 
 
-class NamespaceForest:
+@dataclass(frozen=True)
+class _EncodedCorpus:
+    """The shared corpus as bytes, and the position it stands for."""
+
+    payload: bytes
+    position: Position
+
+    def chunks(self, hello: pb.SyncHello, *, is_purge: bool) -> Iterator[pb.SyncResponse]:
+        """The messages that the pod has not received yet; at least one."""
+        version = xxhash.xxh3_64_hexdigest(self.payload)
+        num_chunks = -(-len(self.payload) // SNAPSHOT_CHUNK_BYTES)
+        first = min(hello.snapshot_chunks, num_chunks - 1) if hello.snapshot_version == version else 0
+        for index in range(first, num_chunks):
+            chunk = self.payload[index * SNAPSHOT_CHUNK_BYTES : (index + 1) * SNAPSHOT_CHUNK_BYTES]
+            yield pb.SyncResponse(
+                snapshot=pb.SnapshotChunk(
+                    version=version,
+                    index=index,
+                    num_chunks=num_chunks,
+                    payload=chunk,
+                    position=str(self.position),
+                    is_purge=is_purge,
+                )
+            )
+
+
+class Follower:
+    """Messages for one pod, in order."""
+
+    def __init__(self, hello: pb.SyncHello) -> None:
+        self.hello = hello
+        #: Where the pod will be after it has read the queued messages.
+        self.position = Position.parse(hello.have_position)
+        self.is_lagging = False
+        self._waiting: deque[Iterable[pb.SyncResponse]] = deque()
+        self._changed = asyncio.Event()
+        self._closed = False
+
+    def put(self, messages: Iterable[pb.SyncResponse], position: Position | None = None) -> None:
+        """Never blocks. Closes a follower that is too far behind."""
+        if len(self._waiting) >= MAX_WAITING_MESSAGES:
+            self.is_lagging = True
+            self._waiting.clear()
+            self.close()
+            return
+        self.position = position or self.position
+        self._waiting.append(messages)
+        self._changed.set()
+
+    def put_spans(self, spans: Sequence[AcceptedSpan]) -> None:
+        """Text that does not move the pod's position."""
+        self.put((_delta_message(spans, self.position),))
+
+    def close(self) -> None:
+        """Ends `messages` after the queued ones."""
+        self._closed = True
+        self._changed.set()
+
+    async def messages(self) -> AsyncIterator[pb.SyncResponse]:
+        """The queued messages, until closed. Raises FollowerLaggingError."""
+        while True:
+            while self._waiting:
+                for message in self._waiting.popleft():
+                    yield message
+            if self.is_lagging:
+                raise FollowerLaggingError(
+                    f"over {MAX_WAITING_MESSAGES} messages were waiting; reconnect with have_position"
+                )
+            if self._closed:
+                return
+            self._changed.clear()
+            await self._changed.wait()
+
+
+class Namespace:
     """See the module. Belongs to one event loop; heavy work runs in a thread."""
 
-    def __init__(self, namespace: Namespace, policy: TextPolicy, *, wants_prompts: bool) -> None:
-        self.namespace = namespace
-        self.key = namespace.key
+    def __init__(self, proto: pb.Namespace, policy: CorpusPolicy, *, wants_prompts: bool) -> None:
+        self.proto = proto
+        self.key = namespace_key(proto)
         self.wants_prompts = wants_prompts
-        #: Of Redis' text; "": not known.
+        #: Of Redis' text; "": unknown.
         self.generation = ""
-        #: Stream position merged up to; "" before the first.
-        self.position = ""
-        self._policy = policy
-        self._text = NamespaceText(policy)
-        self._lock = asyncio.Lock()
-        self._followers: set[Follower] = set()
-        self._log: deque[_Logged] = deque()
-        self._logged_tokens = 0
-        #: Behind this position the log is whole.
-        self._log_begin = (-1, 0)
-        #: As it was encoded for a pod last; good as long as the log goes on from there.
-        self._encoded: SharedText | None = None
-        #: Learnt tables by format.
-        self.tables: dict[str, Tables] = {}
-        #: Set while the forest holds what Redis holds.
+        #: Last stream entry merged.
+        self.entry = NOWHERE
+        #: Read only outside of this class.
+        self.corpus = NamespaceCorpus(policy)
+        #: Set while the corpus holds what Redis holds.
         self.synced = asyncio.Event()
-        #: When a snapshot was published or loaded last, and the tokens and stream entries merged since.
-        self.compacted_at: float | None = None
+        #: Time of the last published or loaded snapshot, and tokens and entries merged since.
+        self.snapshot_at: float | None = None
         self.num_unpublished = 0
         self.num_unpublished_entries = 0
         #: Tokens merged by this replica.
         self.num_merged = 0
-
-    @property
-    def text(self) -> NamespaceText:
-        """To look at, not to write to."""
-        return self._text
+        self._policy = policy
+        self._lock = asyncio.Lock()
+        self._followers: set[Follower] = set()
+        self._log: deque[_Delta] = deque()
+        self._logged_tokens = 0
+        #: The log is complete after this entry.
+        self._log_begin = NOWHERE
+        #: The latest encoding for a pod, as long as the log continues it.
+        self._encoded: _EncodedCorpus | None = None
 
     @property
     def num_followers(self) -> int:
         return len(self._followers)
 
     def limit(self, max_bytes: int) -> None:
-        """At most this much text is held from the next merge on."""
-        self._text.max_bytes = min(max_bytes, self._policy.max_bytes)
+        """Limits the corpus from the next merge on."""
+        self.corpus.max_bytes = min(max_bytes, self._policy.max_bytes)
 
     async def begin(self, generation: str) -> None:
-        """Redis' generation: text of another one is forgotten, unless there was none yet."""
+        """Sets Redis' generation. Forgets text of another one."""
         async with self._lock:
             if self.generation not in ("", generation):
                 self._forget()
             self.generation = generation
 
-    async def follow_on(self) -> None:
-        """Brings the followers to where the forest is, now that it holds what Redis holds."""
+    async def catch_up_followers(self) -> None:
+        """Brings the followers to the present position, now that the corpus holds what Redis holds."""
         async with self._lock:
-            self.position = self.position or START
+            self.entry = max(self.entry, START)
             for follower in self._followers:
                 await self._catch_up(follower)
 
     async def merge(self, entries: Sequence[Entry]) -> int:
-        """Takes stream entries, in order; returns how many tokens were new."""
+        """Merges stream entries, in order; returns the number of new tokens."""
         num_merged = 0
         async with self._lock:
             for is_purge, group in groupby(entries, lambda entry: entry.kind is EntryKind.PURGE):
-                if not is_purge:
-                    batch = list(group)
-                    num_new, deltas = await asyncio.to_thread(self._add, batch)
-                    num_merged += num_new
-                    self._count(num_new)
-                    self.num_unpublished_entries += len(batch)
-                    for delta in deltas:
-                        self._send(delta, is_unstored=False)
+                batch = list(group)
+                if is_purge:
+                    for entry in batch:
+                        await self._purge(entry)
                     continue
-                for entry in group:
-                    await self._purge(entry)
+                num_new, deltas = await asyncio.to_thread(self._add, batch)
+                num_merged += self._count(num_new)
+                self.num_unpublished_entries += len(batch)
+                for delta in deltas:
+                    self._send(delta)
         return num_merged
 
     async def merge_unstored(self, spans: Sequence[AcceptedSpan]) -> int:
-        """The same for spans that are not in the stream yet: nobody's position moves."""
+        """Merges spans that are not in the stream yet; no position moves. Returns the number of new
+        tokens."""
         async with self._lock:
-            num_new, shared = await asyncio.to_thread(self._text.add, spans, time.time())
-            self._count(num_new)
+            num_new, shared = await asyncio.to_thread(self.corpus.add, spans, time.time())
             if shared:
-                self._send(Delta(tuple(shared), self._place), is_unstored=True)
-            return num_new
+                self._send(_Delta(tuple(shared), self._position, is_unstored=True))
+            return self._count(num_new)
 
     async def restore(self, snapshot: StoredSnapshot) -> None:
-        """Raises ValueError when the payload is damaged; the forest then stays as it was."""
+        """Raises ValueError for a damaged payload; the corpus then stays as it was."""
         async with self._lock:
-            self._text = await asyncio.to_thread(text_bytes.from_bytes, snapshot.payload, self._policy)
-            self.position = snapshot.position
-            self.compacted_at = time.monotonic()
+            self.corpus = await asyncio.to_thread(NamespaceCorpus.from_bytes, snapshot.payload, self._policy)
+            self.entry = snapshot.entry
+            self.snapshot_at = time.monotonic()
             self.num_unpublished = self.num_unpublished_entries = 0
             self._clear_log()
 
     async def snapshot(self, version: str) -> StoredSnapshot:
-        """The whole text as it is now, for Redis."""
+        """The whole corpus as it is now, for Redis."""
         async with self._lock:
-            payload = await asyncio.to_thread(text_bytes.to_bytes, self._text)
-            return StoredSnapshot(payload, version, self.position, self.generation)
+            payload = await asyncio.to_thread(self.corpus.to_bytes)
+            return StoredSnapshot(payload, version, self.entry, self.generation)
 
-    async def shared(self) -> SharedText:
-        """What of it is shared, as it is now."""
+    async def export(self) -> bytes:
+        """The shared corpus as it is now."""
         async with self._lock:
-            return await self._encode()
+            return await asyncio.to_thread(lambda: self.corpus.shared().to_bytes(self.proto))
 
-    async def follow(self, hello: Hello) -> Follower:
+    async def follow(self, hello: pb.SyncHello) -> Follower:
         """A new follower; end it with `unfollow`."""
         async with self._lock:
             follower = Follower(hello)
-            follower.put(Welcome(self.wants_prompts))
+            follower.put((pb.SyncResponse(welcome=pb.SyncWelcome(wants_prompts=self.wants_prompts)),))
             await self._catch_up(follower)
-            tables = self.tables.get(hello.tables_format)
-            if tables is not None:
-                follower.put(TablesUpdate(tables))
             self._followers.add(follower)
         return follower
 
@@ -179,115 +291,105 @@ class NamespaceForest:
         self._followers.discard(follower)
 
     def close_followers(self) -> None:
-        """Ends every pod's stream; the service is stopping."""
+        """Ends every pod's stream."""
         for follower in self._followers:
             follower.close()
 
     @property
-    def _place(self) -> Place:
-        """Another threshold is another text for the pods, as another generation is."""
+    def _position(self) -> Position:
+        """Another `min_requests` gives pods another text, as another generation does."""
         if not self.generation:
-            return Place()
-        return Place(f"{self.generation}.{self._policy.promotion_requests}", self.position)
+            return Position()
+        return Position(f"{self.generation}.{self._policy.min_requests}", self.entry)
 
-    def _add(self, entries: Sequence[Entry]) -> tuple[int, list[Delta]]:
-        """How many tokens of the entries were new, and what is to be sent of them; moves the position."""
+    def _add(self, entries: Sequence[Entry]) -> tuple[int, list[_Delta]]:
+        """The number of new tokens, and the deltas to send. Moves the position."""
         num_merged, deltas = 0, []
         waiting: list[AcceptedSpan] = []
         for entry in entries:
-            add = self._text.add_shared if entry.kind is EntryKind.SHARED else self._text.add
-            num_new, shared = add(entry.spans, position_order(entry.position)[0] / 1000)
+            is_import = entry.kind is EntryKind.IMPORT
+            num_new, shared = self.corpus.add(entry.spans, entry.id.ms / 1000, is_import=is_import)
             num_merged += num_new
-            self.position = entry.position
+            self.entry = entry.id
             waiting += shared
             if waiting and (entry is entries[-1] or _num_tokens(waiting) > _MAX_DELTA_TOKENS):
-                deltas.append(Delta(tuple(waiting), self._place))
+                deltas.append(_Delta(tuple(waiting), self._position, is_unstored=False))
                 waiting = []
         return num_merged, deltas
 
     async def _purge(self, entry: Entry) -> None:
-        self.position = entry.position
-        if entry.generation == self.generation:
-            return  # it began before we came
-        self._forget()
-        self.generation = entry.generation
-        for follower in self._followers:
-            await self._catch_up(follower)
+        self.entry = entry.id
+        if entry.generation != self.generation:
+            self._forget()
+            self.generation = entry.generation
+            for follower in self._followers:
+                await self._catch_up(follower)
 
-    def _count(self, num_new: int) -> None:
+    def _count(self, num_new: int) -> int:
         self.num_unpublished += num_new
         self.num_merged += num_new
+        return num_new
 
     def _forget(self) -> None:
-        self._text = NamespaceText(self._policy)
+        self.corpus = NamespaceCorpus(self._policy)
         self._clear_log()
-        self.tables.clear()
         self.num_unpublished = self.num_unpublished_entries = 0
 
     def _clear_log(self) -> None:
         self._log.clear()
         self._logged_tokens = 0
-        self._log_begin = position_order(self.position)
+        self._log_begin = self.entry
         self._encoded = None
 
-    def _send(self, delta: Delta, *, is_unstored: bool) -> None:
-        """To every follower that is not past it, and into the log."""
-        logged = _Logged(delta, is_unstored)
-        self._log.append(logged)
-        self._logged_tokens += logged.num_tokens
+    def _send(self, delta: _Delta) -> None:
+        """Logs a delta, and sends it to every follower that is not past it."""
+        self._log.append(delta)
+        self._logged_tokens += delta.num_tokens
         while len(self._log) > _MAX_LOGGED or self._logged_tokens > _MAX_LOGGED_TOKENS:
-            gone = self._log.popleft()
-            self._logged_tokens -= gone.num_tokens
-            at = position_order(gone.delta.place.position)
-            # Of what was shared at one position, some may have gone and the rest not.
-            self._log_begin = (at[0], at[1] + 1) if gone.is_unstored else at
-        if self._encoded is not None and position_order(self._encoded.place.position) < self._log_begin:
+            dropped = self._log.popleft()
+            self._logged_tokens -= dropped.num_tokens
+            entry = dropped.position.entry
+            # The log may still hold other unstored deltas of this position.
+            self._log_begin = EntryId(entry.ms, entry.sequence + 1) if dropped.is_unstored else entry
+        if self._encoded is not None and self._encoded.position.entry < self._log_begin:
             self._encoded = None
         for follower in self._followers:
-            self._send_to(follower, logged)
+            self._send_to(follower, delta)
 
-    def _send_to(self, follower: Follower, logged: _Logged) -> None:
-        place, delta = follower.place, logged.delta
-        if delta.place.generation != place.generation:
-            # Not brought here yet: without Redis nobody is.
+    def _send_to(self, follower: Follower, delta: _Delta) -> None:
+        if delta.position.generation != follower.position.generation:
+            # Without Redis no follower has this generation.
             if not self.generation:
-                follower.put(Delta(delta.spans, place))
-            return
-        ours, theirs = position_order(delta.place.position), position_order(place.position)
-        if ours > theirs:
-            follower.put(delta)
-        elif logged.is_unstored:
-            follower.put(Delta(delta.spans, place))
+                follower.put_spans(delta.spans)
+        elif delta.position.entry > follower.position.entry:
+            follower.put((delta.message,), delta.position)
+        elif delta.is_unstored:
+            follower.put_spans(delta.spans)
 
     async def _catch_up(self, follower: Follower) -> None:
-        """Puts what the follower lacks: what the log has behind its place, else everything."""
-        place = follower.place
+        """Sends what the follower lacks: deltas of the log, or else the shared corpus."""
+        position, here = follower.position, self._position
         if not self.generation:
-            shared = [
-                AcceptedSpan(run.name, run.offset, tuple(run.tokens)) for run in self._text.shared().runs()
-            ]
-            if shared:
-                follower.put(Delta(tuple(shared), place))
+            spans = self.corpus.shared().spans()
+            if spans:
+                follower.put_spans(spans)
             return
-        begin = position_order(place.position)
-        if place.generation != self._place.generation or begin < self._log_begin:
-            text = self._encoded or await self._encode()
-            hello = follower.hello
-            first = hello.snapshot_chunks if hello.snapshot_version == text.version else 0
-            is_purge = place.generation not in ("", self._place.generation)
-            follower.put(Snapshot(text, min(first, text.num_chunks - 1), is_purge))
-            begin = position_order(text.place.position)
-        for logged in self._log:
-            at = position_order(logged.delta.place.position)
-            if at > begin or (at == begin and logged.is_unstored):
-                self._send_to(follower, logged)
+        begin = position.entry
+        if position.generation != here.generation or begin < self._log_begin:
+            if self._encoded is None:
+                payload = await asyncio.to_thread(lambda: self.corpus.shared().to_bytes())
+                self._encoded = _EncodedCorpus(payload, here)
+            is_purge = position.generation not in ("", here.generation)
+            follower.put(self._encoded.chunks(follower.hello, is_purge=is_purge), self._encoded.position)
+            begin = self._encoded.position.entry
+        for delta in self._log:
+            entry = delta.position.entry
+            if entry > begin or (entry == begin and delta.is_unstored):
+                self._send_to(follower, delta)
 
-    async def _encode(self) -> SharedText:
-        payload = await asyncio.to_thread(lambda: self._text.shared().to_bytes())
-        encoded = SharedText(payload, self._place)
-        if self.generation:
-            self._encoded = encoded
-        return encoded
+
+def _delta_message(spans: Iterable[AcceptedSpan], position: Position) -> pb.SyncResponse:
+    return pb.SyncResponse(delta=pb.Delta(spans=spans_to_proto(spans), position=str(position)))
 
 
 def _num_tokens(spans: Sequence[AcceptedSpan]) -> int:

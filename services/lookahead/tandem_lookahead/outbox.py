@@ -1,10 +1,8 @@
 """Spans on their way from pods to Redis.
 
-    put -> fresh -> stream            while Redis answers
-             `----> forest, backlog   while it does not: merged here at once, added to the stream later
-
-Spans that come back from the stream after having been merged here already are repetitions, which a
-namespace's text skips; so nothing needs to be remembered about what was delivered how.
+While Redis answers, they become stream entries. While it does not, they are merged here at once and wait;
+later they become stream entries too. Merging them again from the stream is harmless, because a corpus skips
+repetitions.
 """
 
 from __future__ import annotations
@@ -12,33 +10,26 @@ from __future__ import annotations
 import uuid
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from tandem_drafting.spans import AcceptedSpan
 
-from tandem_lookahead.namespace import NamespaceForest
+from tandem_lookahead.namespace import Namespace
 from tandem_lookahead.store import EntryKind, RedisStore, WrongGenerationError
 
 _SPANS_PER_WRITE = 1024
-#: An entry that has this many tokens gets no more.
+#: A stream entry with this many tokens gets no further span.
 _TOKENS_PER_WRITE = 50_000
-
-
-@dataclass(frozen=True)
-class _Pending:
-    forest: NamespaceForest
-    span: AcceptedSpan
 
 
 class Outbox:
     """Belongs to one event loop; one task writes."""
 
-    def __init__(self, backlog_tokens: int) -> None:
-        self._max_backlog_tokens = backlog_tokens
-        #: Neither merged nor stored.
-        self._fresh: deque[_Pending] = deque()
+    def __init__(self, max_backlog_tokens: int) -> None:
+        self._max_backlog_tokens = max_backlog_tokens
+        #: Neither merged here nor stored.
+        self._fresh: deque[tuple[Namespace, AcceptedSpan]] = deque()
         #: Merged here while Redis was away.
-        self._backlog: deque[_Pending] = deque()
+        self._backlog: deque[tuple[Namespace, AcceptedSpan]] = deque()
         self._backlog_tokens = 0
 
     @property
@@ -53,55 +44,56 @@ class Outbox:
     def is_empty(self) -> bool:
         return not self._fresh and not self._backlog
 
-    def put(self, forest: NamespaceForest, spans: Sequence[AcceptedSpan]) -> None:
-        self._fresh.extend(_Pending(forest, span) for span in spans)
+    def put(self, namespace: Namespace, spans: Sequence[AcceptedSpan]) -> None:
+        self._fresh.extend((namespace, span) for span in spans)
 
-    def forget(self, forest: NamespaceForest) -> None:
-        """Drops what waits of a namespace whose text was purged."""
-        self._fresh = deque(pending for pending in self._fresh if pending.forest is not forest)
-        self._backlog = deque(pending for pending in self._backlog if pending.forest is not forest)
-        self._backlog_tokens = sum(len(pending.span.token_ids) for pending in self._backlog)
+    def forget(self, namespace: Namespace) -> None:
+        """Drops the spans of a namespace whose text was purged."""
+        self._fresh = deque(pending for pending in self._fresh if pending[0] is not namespace)
+        self._backlog = deque(pending for pending in self._backlog if pending[0] is not namespace)
+        self._backlog_tokens = sum(len(span.token_ids) for _, span in self._backlog)
 
     async def write(self, store: RedisStore) -> None:
-        """What waits longest becomes one stream entry per namespace, and stays queued if that fails.
+        """Writes the oldest spans, one stream entry per namespace. They stay queued if that fails.
 
-        Raises StoreUnavailableError. What was already written then is written again, which is harmless.
+        Raises StoreUnavailableError. The next call may write some spans again, which is harmless.
         """
         queue = self._backlog or self._fresh
-        batches: dict[NamespaceForest, list[AcceptedSpan]] = {}
+        batches: dict[Namespace, list[AcceptedSpan]] = {}
         num_taken = num_tokens = 0
         while num_taken < min(len(queue), _SPANS_PER_WRITE) and num_tokens < _TOKENS_PER_WRITE:
-            pending = queue[num_taken]
-            batches.setdefault(pending.forest, []).append(pending.span)
-            num_tokens += len(pending.span.token_ids)
+            namespace, span = queue[num_taken]
+            batches.setdefault(namespace, []).append(span)
+            num_tokens += len(span.token_ids)
             num_taken += 1
         purged = []
-        for forest, spans in batches.items():
-            if not forest.generation:
-                await forest.begin(await store.generation(forest.key, ours=uuid.uuid4().hex))
+        for namespace, spans in batches.items():
+            if not namespace.generation:
+                await namespace.begin(await store.generation(namespace.key, ours=uuid.uuid4().hex))
             try:
-                await store.append(forest.key, forest.generation, EntryKind.SPANS, spans)
+                await store.append(namespace.key, namespace.generation, EntryKind.SPANS, spans)
             except WrongGenerationError:
-                purged.append(forest)
+                purged.append(namespace)
         for _ in range(min(num_taken, len(queue))):
-            pending = queue.popleft()
+            _, span = queue.popleft()
             if queue is self._backlog:
-                self._backlog_tokens -= len(pending.span.token_ids)
-        for forest in purged:
-            self.forget(forest)
+                self._backlog_tokens -= len(span.token_ids)
+        for namespace in purged:
+            self.forget(namespace)
 
     async def merge_unstored(self) -> tuple[int, int]:
-        """Moves what is fresh into the forests and the backlog: tokens merged, spans dropped."""
-        batches: dict[NamespaceForest, list[AcceptedSpan]] = {}
-        num_merged = num_dropped = 0
+        """Merges fresh spans here and keeps them in the backlog; the numbers of merged tokens and dropped
+        spans."""
+        batches: dict[Namespace, list[AcceptedSpan]] = {}
+        num_dropped = 0
         while self._fresh:
-            pending = self._fresh.popleft()
-            batches.setdefault(pending.forest, []).append(pending.span)
-            self._backlog.append(pending)
-            self._backlog_tokens += len(pending.span.token_ids)
+            namespace, span = self._fresh.popleft()
+            batches.setdefault(namespace, []).append(span)
+            self._backlog.append((namespace, span))
+            self._backlog_tokens += len(span.token_ids)
         while self._backlog_tokens > self._max_backlog_tokens:
-            self._backlog_tokens -= len(self._backlog.popleft().span.token_ids)
+            _, span = self._backlog.popleft()
+            self._backlog_tokens -= len(span.token_ids)
             num_dropped += 1
-        for forest, spans in batches.items():
-            num_merged += await forest.merge_unstored(spans)
+        num_merged = sum([await namespace.merge_unstored(spans) for namespace, spans in batches.items()])
         return num_merged, num_dropped

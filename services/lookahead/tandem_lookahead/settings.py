@@ -21,33 +21,31 @@ Tenants = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
 
 
 class LookaheadSettings(PodSettings):
-    """The service that shares accepted text."""
+    """Settings of `tandem-lookahead`."""
 
     redis_url: str = ""
-    """redis://, rediss:// (TLS) or unix:// URL, or a cluster's; empty: REDIS_URL, else a server of our own"""
+    """URL of Redis or of a Redis cluster: redis://, rediss:// (TLS) or unix://; empty: REDIS_URL"""
     redis_ca_file: Path | None = None
-    """certificates by which the server's own is judged (rediss://); unset: the system's"""
+    """certificates that verify the server's (rediss://); unset: the system's"""
     redis_cert_file: Path | None = None
-    """our certificate, where the server asks for one (rediss://)"""
+    """client certificate, if the server wants one (rediss://)"""
     redis_key_file: Path | None = None
-    """the key of our certificate, if it is not in the same file"""
-    data_dir: Path | None = None
-    """folder of our own Redis server's files; empty: $TANDEM_HOME/lookahead, else in the XDG cache folder"""
-    promotion_requests: Annotated[int, Field(ge=1, le=16)] = 2
-    """text is shared once so many distinct requests of a tenant have generated it; 1: at once"""
+    """key of the client certificate, if it is not in the same file"""
+    min_requests: Annotated[int, Field(ge=1, le=16)] = 2
+    """distinct requests of a tenant that must generate a text before it is shared; 1: shared at once"""
     share_prompts: Tenants = ()
-    """tenants whose prompts are shared like what they generate, as tenant,tenant...; empty: nobody's"""
+    """tenants whose prompts are shared like their outputs, as tenant,tenant...; empty: none"""
     max_bytes: Annotated[int, Field(ge=1 << 20)] = 64 << 20
-    """memory for the text of one namespace, 32 bytes a token; beyond, what is worth least goes"""
+    """memory for the text of one namespace, 32 bytes per token; beyond, the least valuable text is dropped"""
     max_total_bytes: Annotated[int, Field(ge=1 << 20)] = 1 << 30
-    """memory for the text of all namespaces; beyond, the largest give up some"""
+    """memory for the text of all namespaces; beyond, the largest ones drop text"""
     half_life_s: Annotated[float, Field(gt=0.0)] = 86_400.0
-    """seconds in which a use of a text comes to be worth half"""
+    """seconds after which a use of a text counts half"""
     max_namespaces: Annotated[int, Field(ge=1)] = 256
-    """most namespaces held at once"""
+    """most namespaces at once"""
     stream_length: Annotated[int, Field(ge=16)] = 20_000
-    """span batches kept in a namespace's Redis stream, about"""
+    """approximate number of entries kept in a namespace's Redis stream"""
     backlog_tokens: Annotated[int, Field(ge=0)] = 1_000_000
-    """tokens kept for Redis while it is away; beyond, the oldest are dropped from what is shared"""
+    """tokens kept for Redis while it does not answer; beyond, the oldest are dropped"""
     snapshot_interval_s: Annotated[float, Field(gt=0.0)] = 30.0
-    """seconds between published snapshots of a namespace that has changed"""
+    """seconds between published snapshots of a namespace that changed"""

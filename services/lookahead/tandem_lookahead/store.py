@@ -2,19 +2,18 @@
 
 Per namespace, in one hash slot:
 
-    tandem:lookahead:2:{NS}:stream      the truth, about `stream_length` entries of one field each:
-                                          s  spans that pods accepted        w  shared text, imported
-                                          p  the generation that begins here: what came before was purged
-    tandem:lookahead:2:{NS}:generation  of the text; every write is refused that comes from another one
+    tandem:lookahead:2:{NS}:stream      all text, about `stream_length` entries of one field each:
+                                          s  spans that pods accepted        w  imported text
+                                          p  the generation that starts here; earlier text was purged
+    tandem:lookahead:2:{NS}:generation  of the text; writes of another generation are refused
     tandem:lookahead:2:{NS}:snapshot    hash {version, generation, ms, seq, chunks, 0, 1, ...}: all text
-    tandem:lookahead:2:{NS}:upload:WHO  a snapshot being written by a replica; expires if it is not finished
+    tandem:lookahead:2:{NS}:upload:WHO  a snapshot that a replica is writing; expires if it is not finished
     tandem:lookahead:2:{NS}:compactor   lease of the replica that may publish
-    tandem:lookahead:2:{NS}:tables      hash {n:FORMAT, p:FORMAT}: learnt tables with the most observations
 
-and tandem:lookahead:2:namespaces, the set of all NS. What must not be half done is done by scripts
-(scripts.py).
+and tandem:lookahead:2:namespaces, the set of all NS. Scripts do what must be atomic (scripts.py).
 
-Every failure of Redis leaves here as StoreUnavailableError; the hub goes on without and tries again.
+Every failure of Redis leaves this module as StoreUnavailableError; the hub continues without Redis and
+retries.
 """
 
 from __future__ import annotations
@@ -24,23 +23,22 @@ import contextlib
 import enum
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Self
 
-from redis.exceptions import RedisError
+from google.protobuf.message import DecodeError
+from redis.exceptions import RedisError, ResponseError
+from tandem_drafting.lookahead_protocol import spans_from_proto, spans_to_proto
 from tandem_drafting.spans import AcceptedSpan
+from tandem_proto.v1 import lookahead_pb2 as pb
+from tandem_service.tasks import end_tasks
 
 from tandem_lookahead import scripts
-from tandem_lookahead.codec import Tables, pack_spans, unpack_spans
 from tandem_lookahead.connection import RedisAddress, connect, is_cluster
-from tandem_lookahead.tasks import end_tasks
 
 _PREFIX = "tandem:lookahead:2:"
 _CHUNK_BYTES = 4 << 20
-#: An upload that takes longer is given up.
+#: Limit of an upload.
 _UPLOAD_S = 60
-
-#: Position before every entry.
-START = "0-0"
 
 
 class StoreUnavailableError(Exception):
@@ -48,12 +46,37 @@ class StoreUnavailableError(Exception):
 
 
 class WrongGenerationError(Exception):
-    """The namespace's text was purged meanwhile; what was to be written is of the time before."""
+    """The namespace's text was purged; what was to be written is older."""
+
+
+class EntryId(NamedTuple):
+    """Id of a stream entry. Ids grow along a stream."""
+
+    ms: int
+    sequence: int
+
+    def __str__(self) -> str:
+        return f"{self.ms}-{self.sequence}"
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """NOWHERE for text that is no id."""
+        ms, _, sequence = text.partition("-")
+        try:
+            return cls(int(ms), int(sequence))
+        except ValueError:
+            return cls(*NOWHERE)
+
+
+#: Before every entry: no entry was read, not even from the beginning.
+NOWHERE = EntryId(-1, 0)
+#: XREAD from here reads the whole stream.
+START = EntryId(0, 0)
 
 
 class EntryKind(enum.Enum):
     SPANS = b"s"
-    SHARED = b"w"
+    IMPORT = b"w"
     PURGE = b"p"
     #: Unreadable.
     DAMAGED = b""
@@ -64,30 +87,21 @@ class Entry:
     """One entry of a namespace's stream."""
 
     namespace_key: str
-    position: str
+    id: EntryId
     kind: EntryKind
     spans: tuple[AcceptedSpan, ...] = ()
-    #: That begins with a purge.
+    #: Starts with a purge.
     generation: str = ""
 
 
 @dataclass(frozen=True)
 class StoredSnapshot:
-    """A namespace's whole text as bytes (text_bytes.py), and the stream position it includes."""
+    """A namespace's whole corpus as bytes, and the last stream entry that it includes."""
 
     payload: bytes
     version: str
-    position: str
+    entry: EntryId
     generation: str
-
-
-def position_order(position: str) -> tuple[int, int]:
-    """Sort key of a stream position; "" and anything unreadable come before all others."""
-    milliseconds, _, sequence = position.partition("-")
-    try:
-        return int(milliseconds), int(sequence or 0)
-    except ValueError:
-        return (-1, 0)
 
 
 class RedisStore:
@@ -112,19 +126,19 @@ class RedisStore:
                 await self._client.aclose()
 
     async def ping(self) -> None:
-        """Connects if need be."""
+        """Connects first if there is no connection."""
         with _failures():
             if self._client is None:
                 self._client = await connect(self._address)
             await self._client.ping()
 
     async def namespaces(self) -> list[str]:
-        """Keys of all namespaces that were ever written."""
+        """Keys of all namespaces ever written."""
         with _failures():
             return sorted(key.decode() for key in await self._redis.smembers(_PREFIX + "namespaces"))
 
     async def generation(self, namespace_key: str, *, ours: str) -> str:
-        """The generation of a namespace's text; ours if none is known."""
+        """The generation of a namespace's text; sets ours if there is none."""
         with _failures():
             await self._redis.set(_key(namespace_key, "generation"), ours, nx=True)
             found = await self._redis.get(_key(namespace_key, "generation"))
@@ -144,14 +158,14 @@ class RedisStore:
                 generation,
                 self._stream_length,
                 kind.value,
-                pack_spans(spans),
+                pb.SpanBatch(spans=spans_to_proto(spans)).SerializeToString(),
             )
         if position is None:
             raise WrongGenerationError(namespace_key)
 
     async def purge(self, namespace_key: str, generation: str) -> None:
-        """Removes everything of a namespace, and begins a generation in its stream."""
-        names = ("stream", "generation", "snapshot", "tables", "compactor")
+        """Removes everything of a namespace, and starts a generation in its stream."""
+        names = ("stream", "generation", "snapshot", "compactor")
         with _failures():
             await self._redis.sadd(_PREFIX + "namespaces", namespace_key)
             await self._redis.eval(
@@ -159,51 +173,51 @@ class RedisStore:
             )
 
     async def forget_deleted(self) -> None:
-        """Asks Redis to write its append-only file anew, without what was deleted."""
-        # Not every server has such a file, nor lets everybody ask.
+        """Asks Redis to rewrite its append-only file without what was deleted."""
+        # Not every server has such a file or permits the command.
         with contextlib.suppress(RedisError):
             await self._redis.bgrewriteaof()
 
-    async def read(self, positions: Mapping[str, str], *, block_ms: int, limit: int) -> list[Entry]:
-        """Entries after each namespace's position, at most `limit` each; waits for one up to `block_ms`."""
+    async def read(self, after: Mapping[str, EntryId], *, block_ms: int, limit: int) -> list[Entry]:
+        """Entries after each namespace's last one, at most `limit` each; waits for one up to `block_ms`."""
         if not self.is_cluster:
-            return await self._read(positions, block_ms=block_ms, limit=limit)
-        for key in positions.keys() - self._reads.keys():
-            one = {key: positions[key]}
+            return await self._read(after, block_ms=block_ms, limit=limit)
+        for key in after.keys() - self._reads.keys():
+            one = {key: after[key]}
             self._reads[key] = asyncio.create_task(self._read(one, block_ms=block_ms, limit=limit))
         done, _ = await asyncio.wait(self._reads.values(), return_when=asyncio.FIRST_COMPLETED)
         finished = [key for key, task in self._reads.items() if task in done]
         return [entry for key in finished for entry in self._reads.pop(key).result()]
 
-    async def _read(self, positions: Mapping[str, str], *, block_ms: int, limit: int) -> list[Entry]:
-        by_stream = {_key(key, "stream").encode(): key for key in positions}
+    async def _read(self, after: Mapping[str, EntryId], *, block_ms: int, limit: int) -> list[Entry]:
+        by_stream = {_key(key, "stream").encode(): key for key in after}
         with _failures():
             answer = await self._redis.xread(
-                {stream: positions[key] for stream, key in by_stream.items()}, count=limit, block=block_ms
+                {stream: str(after[key]) for stream, key in by_stream.items()}, count=limit, block=block_ms
             )
         return [
-            _entry(by_stream[stream], position, fields)
+            _entry(by_stream[stream], EntryId.parse(entry_id.decode()), fields)
             for stream, entries in answer or ()
-            for position, fields in entries
+            for entry_id, fields in entries
         ]
 
     async def begin_reading(self) -> None:
-        """Forgets reads that an earlier connection has left."""
+        """Forgets reads of an earlier connection."""
         await self._end_reads()
 
-    async def bounds(self, namespace_key: str) -> tuple[str, str] | None:
-        """Positions of the stream's first entry and of the last one ever; None: there is no stream."""
+    async def bounds(self, namespace_key: str) -> tuple[EntryId, EntryId] | None:
+        """Ids of the stream's first entry and of the last one ever written; None: there is no stream."""
         stream = _key(namespace_key, "stream")
         with _failures():
             if not await self._redis.exists(stream):
                 return None
             info = await self._redis.xinfo_stream(stream)
         first = info["first-entry"]
-        last = info["last-generated-id"].decode()
-        return (first[0].decode() if first is not None else last), last
+        last = EntryId.parse(info["last-generated-id"].decode())
+        return (EntryId.parse(first[0].decode()) if first is not None else last), last
 
     async def take_lease(self, namespace_key: str, owner: str, *, lasting_ms: int) -> bool:
-        """Whether this owner, and nobody else, may publish for so long."""
+        """Whether this owner alone may publish for so long."""
         with _failures():
             return bool(
                 await self._redis.eval(
@@ -212,12 +226,12 @@ class RedisStore:
             )
 
     async def publish(self, namespace_key: str, snapshot: StoredSnapshot, owner: str) -> str:
-        """Makes the snapshot the latest, in one step. "ok", or why not: the lease has passed to somebody
-        else, the text was purged, what is there is newer, or the upload took too long.
+        """Makes the snapshot the latest, atomically. Returns "ok" or the cause of a refusal: another owner
+        has the "lease", the text was "purged", the present one is "newer", or the upload was "late".
         """
         payload, upload = snapshot.payload, _key(namespace_key, f"upload:{owner}")
         chunks = [payload[at : at + _CHUNK_BYTES] for at in range(0, len(payload), _CHUNK_BYTES)] or [b""]
-        ms, seq = position_order(snapshot.position)
+        ms, seq = snapshot.entry
         with _failures():
             fields = {"version": snapshot.version, "generation": snapshot.generation}
             fields |= {"ms": str(ms), "seq": str(seq), "chunks": str(len(chunks))}
@@ -237,55 +251,39 @@ class RedisStore:
         return outcome.decode()
 
     async def latest_snapshot(self, namespace_key: str) -> StoredSnapshot | None:
-        """The latest snapshot, its payload unchecked; None when there is none or it is not all there."""
+        """The latest snapshot, its payload unchecked; None: there is none. Raises ValueError for a damaged
+        one."""
         name = _key(namespace_key, "snapshot")
         names = ("version", "generation", "ms", "seq", "chunks")
         with _failures():
-            version, generation, ms, seq, num_chunks = await self._redis.hmget(name, names)
-            if None in (version, generation, ms, seq) or num_chunks is None or not num_chunks.isdigit():
-                return None
-            chunks = []
-            for index in range(int(num_chunks)):
-                now, chunk = await self._redis.hmget(name, ("version", str(index)))
-                if now != version:  # another one has taken its place
-                    return await self.latest_snapshot(namespace_key)
-                if chunk is None:
+            try:
+                if not await self._redis.exists(name):
                     return None
-                chunks.append(chunk)
-        position = f"{ms.decode()}-{seq.decode()}"
-        return StoredSnapshot(b"".join(chunks), version.decode(), position, generation.decode())
+                version, generation, ms, seq, num_chunks = await self._redis.hmget(name, names)
+                if None in (version, generation, ms, seq, num_chunks):
+                    raise ValueError("a field of the snapshot is missing")
+                chunks = []
+                for index in range(int(num_chunks)):
+                    now, chunk = await self._redis.hmget(name, ("version", str(index)))
+                    if now != version:  # another replica replaced it
+                        return await self.latest_snapshot(namespace_key)
+                    if chunk is None:
+                        raise ValueError(f"chunk {index} of the snapshot is missing")
+                    chunks.append(chunk)
+            except ResponseError as error:
+                if not str(error).startswith("WRONGTYPE"):
+                    raise
+                raise ValueError("the snapshot is no hash") from error
+        entry = EntryId(int(ms), int(seq))
+        return StoredSnapshot(b"".join(chunks), version.decode(), entry, generation.decode())
 
-    async def snapshot_version(self, namespace_key: str) -> str:
-        """Of the latest snapshot; empty: there is none."""
+    async def has_snapshot(self, namespace_key: str) -> bool:
         with _failures():
-            version = await self._redis.hget(_key(namespace_key, "snapshot"), "version")
-        return version.decode() if version is not None else ""
+            return bool(await self._redis.exists(_key(namespace_key, "snapshot")))
 
-    async def offer_tables(self, namespace_key: str, generation: str, tables: Tables) -> bool:
-        """Keeps learnt tables if those there have been taught less; whether it did."""
+    async def drop_snapshot(self, namespace_key: str) -> None:
         with _failures():
-            return bool(
-                await self._redis.eval(
-                    scripts.OFFER_TABLES,
-                    2,
-                    _key(namespace_key, "tables"),
-                    _key(namespace_key, "generation"),
-                    generation,
-                    tables.format,
-                    tables.num_observations,
-                    tables.payload,
-                )
-            )
-
-    async def tables(self, namespace_key: str) -> list[Tables]:
-        """The learnt tables kept, one per format."""
-        with _failures():
-            fields = await self._redis.hgetall(_key(namespace_key, "tables"))
-        return [
-            Tables(name[2:].decode(), int(count), fields[b"p:" + name[2:]])
-            for name, count in fields.items()
-            if name.startswith(b"n:") and b"p:" + name[2:] in fields
-        ]
+            await self._redis.delete(_key(namespace_key, "snapshot"))
 
     @property
     def _redis(self) -> Any:
@@ -311,13 +309,12 @@ def _key(namespace_key: str, what: str) -> str:
     return f"{_PREFIX}{{{namespace_key}}}:{what}"
 
 
-def _entry(namespace_key: str, position: bytes, fields: Mapping[bytes, bytes]) -> Entry:
-    at = position.decode()
+def _entry(namespace_key: str, entry_id: EntryId, fields: Mapping[bytes, bytes]) -> Entry:
     try:
         ((name, payload),) = fields.items()
         kind = EntryKind(name)
         if kind is EntryKind.PURGE:
-            return Entry(namespace_key, at, kind, generation=payload.decode())
-        return Entry(namespace_key, at, kind, unpack_spans(payload))
-    except ValueError:
-        return Entry(namespace_key, at, EntryKind.DAMAGED)
+            return Entry(namespace_key, entry_id, kind, generation=payload.decode())
+        return Entry(namespace_key, entry_id, kind, spans_from_proto(pb.SpanBatch.FromString(payload).spans))
+    except (ValueError, DecodeError):
+        return Entry(namespace_key, entry_id, EntryKind.DAMAGED)

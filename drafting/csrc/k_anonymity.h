@@ -1,19 +1,19 @@
-// Finds, as requests generate, the text that k of them have generated: all of it that others may see.
+// The k-anonymity filter: finds the parts of requests' text that k requests generated, as they generate it.
 //
-//   run        tokens of one request, appended piece by piece
-//   stretch    [begin, end) of a run, all of which k requests hold, this one included; it grows at its end
-//   anchors    where else the end of a stretch that grows is held
+//   run          tokens of one request, appended piece by piece
+//   shared span  [begin, end) of a run that k requests hold, this one included; it can grow at its end
+//   anchors      positions in other runs that hold the end of a growing span
 //
-// Each new token of a run asks: do k - 1 other requests hold the stretch with this token too?
+// For each new token of a run the filter asks whether k - 1 other requests hold the last span with this token appended.
 //
-//   anchors that go on with the token     yes: the stretch grows
-//   else the longest end of the run that k - 1 others hold, found by the index of four tokens:
-//     it covers the stretch               yes: the stretch grows, with new anchors
-//     it has four tokens or more          another stretch begins with it, over at most kOverlap tokens of the last one
-//     it is shorter                       nothing
+//   the anchors continue with the token      yes: the span grows
+//   otherwise it searches the longest suffix of the run that k - 1 others hold, in the index of four tokens:
+//     the suffix covers the span             yes: the span grows, with new anchors
+//     the suffix has four tokens or more     a new span begins with it, and overlaps the last span by at most kOverlap
+//     the suffix is shorter                  nothing is shared
 //
-// Thus every stretch is, as a whole, text of k requests. A search looks at a bounded number of places, the latest
-// first; so a stretch may be cut or missed where a text is everywhere, but none is made up.
+// So each span, as a whole, is text of k requests. A search looks at a bounded number of positions, the latest first.
+// Where a text is frequent, a span may therefore be cut or missed, but a span of fewer than k requests never appears.
 #pragma once
 
 #include <algorithm>
@@ -24,42 +24,42 @@
 
 #include "text_index.h"
 
-class Promoter {
+class KAnonymityFilter {
  public:
-  // A shorter match says little of where the text is from, and is learnt by counting soon enough.
+  // Shorter matches say little about the origin of a text; the drafter's counts cover them.
   static constexpr int kLeast = 4;
-  // Tokens of the last stretch that another one repeats: what follows them needs something before it.
+  // Tokens of the last span that the next one repeats as context.
   static constexpr int kOverlap = 8;
 
-  struct Stretch {
+  struct SharedSpan {
     int32_t begin, end;
-    int32_t supporter;  // a run that holds it too; -1: none was asked
+    int32_t supporter;  // a run of another request that holds it; -1: no search was made
   };
 
-  // `k` requests, this one included; 1: everything is one stretch.
-  explicit Promoter(int k) : num_others(k - 1), heads(size_t(1) << kLeastBits, -1) {}
+  // `k` requests, this one included; with 1 each run is one span.
+  explicit KAnonymityFilter(int k) : num_others(k - 1), heads(size_t(1) << kLeastBits, -1) {}
 
-  // Appends tokens to a run, which begins with its first. Returns how many stretches are new or have grown, in the
-  // order of their beginnings; there must be room for one more than there are tokens.
-  int append(int32_t number, uint64_t request, const int32_t* tokens, int64_t count, Stretch* stretches) {
+  // Appends tokens to a run; the first append creates it. Returns the number of spans that are new or grew, in the
+  // order of their beginnings. `spans` needs room for one more than there are tokens.
+  int append(int32_t number, uint64_t request, const int32_t* tokens, int64_t count, SharedSpan* spans) {
     const uint32_t slot = slot_of(number, request, count);
-    int num_stretches = 0;
+    int num_spans = 0;
     for (int64_t i = 0; i < count; ++i) {
       runs[slot].tokens.push_back(tokens[i]);
       int32_t supporter = -1;
-      const int32_t begin = promote(slot, &supporter);
+      const int32_t begin = share(slot, &supporter);
       if (begin >= 0) {
         const int32_t end = int32_t(runs[slot].tokens.size());
-        if (num_stretches > 0 && stretches[num_stretches - 1].begin == begin) stretches[num_stretches - 1].end = end;
-        else stretches[num_stretches++] = {begin, end, supporter};
+        if (num_spans > 0 && spans[num_spans - 1].begin == begin) spans[num_spans - 1].end = end;
+        else spans[num_spans++] = {begin, end, supporter};
       }
       link(slot);
     }
-    return num_stretches;
+    return num_spans;
   }
 
-  // Appends tokens without a question: what was promoted of them is known, up to the stretch that ends last.
-  void restore(int32_t number, uint64_t request, const int32_t* tokens, int64_t count, Stretch last) {
+  // Appends tokens without a search: their shared spans are known, `last` is the one that ends last.
+  void restore(int32_t number, uint64_t request, const int32_t* tokens, int64_t count, SharedSpan last) {
     const uint32_t slot = slot_of(number, request, count);
     for (int64_t i = 0; i < count; ++i) {
       runs[slot].tokens.push_back(tokens[i]);
@@ -69,7 +69,7 @@ class Promoter {
     runs[slot].end = last.end;
   }
 
-  // Forgets a run; its text supports no other from now on.
+  // Forgets a run. Its text no longer supports other runs.
   void drop(int32_t number) {
     const auto at = slots.find(number);
     if (at == slots.end()) return;
@@ -81,7 +81,7 @@ class Promoter {
     if (many_entries || runs.size() > 2 * slots.size() + 1024) tidy(0);
   }
 
-  // Tokens [begin, end) of a run; nothing where there are none.
+  // Copies tokens [begin, end) of a run, as far as there are any.
   void read(int32_t number, int64_t begin, int64_t end, int32_t* tokens) const {
     const auto at = slots.find(number);
     if (at == slots.end()) return;
@@ -98,10 +98,10 @@ class Promoter {
   }
 
  private:
-  // Places looked at in one search: with a match, and in all.
+  // Positions that one search looks at: with a match, and in total.
   static constexpr int kMostFound = 128, kMostSteps = 1024;
   static constexpr size_t kMostAnchors = 16;
-  // Matches are not compared further back.
+  // Longest comparison of a match.
   static constexpr int32_t kMostCompared = 256;
   static constexpr int kLeastBits = 10;
 
@@ -113,10 +113,10 @@ class Promoter {
     int32_t number = -1;  // -1: dropped
     uint64_t request = 0;
     std::vector<int32_t> tokens;
-    int32_t begin = 0, end = 0;  // the stretch that ends last
+    int32_t begin = 0, end = 0;  // the span that ends last
     std::vector<Anchor> anchors;
   };
-  // A place where four tokens end; a chain has one hash, the latest first.
+  // A position where four tokens end. Entries with the same hash form a chain, the latest first.
   struct Entry {
     int32_t previous;
     uint32_t slot;
@@ -136,7 +136,7 @@ class Promoter {
   int shift = 64 - kLeastBits;
   int64_t num_dead = 0;  // entries of dropped runs
 
-  // The run's slot, which holds until there is room to be made again: for `count` more tokens there is.
+  // The run's slot, valid until the next call. Makes room for `count` more tokens.
   uint32_t slot_of(int32_t number, uint64_t request, int64_t count) {
     if (int64_t(entries.size()) + count > int64_t(heads.size())) tidy(count);
     const auto [at, is_new] = slots.try_emplace(number, uint32_t(runs.size()));
@@ -148,8 +148,8 @@ class Promoter {
     return at->second;
   }
 
-  // Where the stretch begins that ends with the run's last token; -1: none does.
-  int32_t promote(uint32_t slot, int32_t* supporter) {
+  // Begin of the span that ends with the run's last token; -1: there is none.
+  int32_t share(uint32_t slot, int32_t* supporter) {
     Run& run = runs[slot];
     const int32_t now = int32_t(run.tokens.size());
     if (num_others == 0) {
@@ -169,7 +169,7 @@ class Promoter {
     return run.begin;
   }
 
-  // Moves the anchors on to the run's last token; false, without anchors, when too few hold it.
+  // Advances the anchors to the run's last token. False, and no anchors are left, when too few of them hold it.
   bool goes_on(Run& run) {
     if (run.anchors.empty()) return false;
     const int32_t token = run.tokens.back();
@@ -196,12 +196,12 @@ class Promoter {
     return distinct >= num_others;
   }
 
-  // The longest end of the run that enough others hold, and where; 0: none of kLeast tokens.
+  // Length of the longest suffix of the run that enough others hold, and its anchors; 0: shorter than kLeast.
   int32_t search(Run& run) {
     run.anchors.clear();
     const int32_t now = int32_t(run.tokens.size());
     if (now < kLeast) return 0;
-    // A match this long cannot be bettered.
+    // No match can be longer.
     const int32_t enough = std::min(now, kMostCompared);
     Match found[kMostFound];
     int num_found = 0, num_long = 0;
@@ -228,7 +228,7 @@ class Promoter {
       run.anchors.clear();
       return 0;
     }
-    // Others that hold as much: some of them may go on where those do not.
+    // More matches of this length: some may continue where the first ones do not.
     for (int i = 0; i < num_found && found[i].length >= length && run.anchors.size() < kMostAnchors; ++i)
       if (!is_anchor(run, found[i].anchor)) run.anchors.push_back(found[i].anchor);
     return length;
@@ -246,7 +246,7 @@ class Promoter {
     return false;
   }
 
-  // How many tokens up to these positions are the same.
+  // Number of equal tokens up to these positions.
   static int32_t common(const std::vector<int32_t>& a, int32_t i, const std::vector<int32_t>& b, int32_t j) {
     const int32_t most = std::min({i + 1, j + 1, kMostCompared});
     int32_t length = 0;
@@ -256,7 +256,7 @@ class Promoter {
 
   size_t bucket(const int32_t* tokens) const { return hash_of(tokens, kLeast) >> shift; }
 
-  // Enters the run's last token.
+  // Indexes the run's last token.
   void link(uint32_t slot) {
     const std::vector<int32_t>& tokens = runs[slot].tokens;
     if (tokens.size() < kLeast) return;
@@ -270,7 +270,7 @@ class Promoter {
     entries.push_back(entry);
   }
 
-  // Leaves out what is of dropped runs, in the same order, and makes room for as much again and `count` tokens.
+  // Removes entries of dropped runs, keeps the order, and makes room for as many again and `count` tokens.
   void tidy(int64_t count) {
     std::vector<uint32_t> moved(runs.size());
     std::vector<Run> kept;

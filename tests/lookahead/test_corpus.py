@@ -5,18 +5,17 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tandem_drafting.shared_corpus import SharedCorpus
 from tandem_drafting.spans import AcceptedSpan
-from tandem_drafting.text_store import TextStore
-from tandem_lookahead import text_bytes
-from tandem_lookahead.text import BYTES_PER_RUN, BYTES_PER_TOKEN, NamespaceText, TextPolicy
+from tandem_lookahead.corpus import BYTES_PER_SEQUENCE, BYTES_PER_TOKEN, CorpusPolicy, NamespaceCorpus
 
 pytestmark = pytest.mark.drafts
 
 ANSWER = tuple(range(100, 120))
 
 
-def shared_of(text: NamespaceText) -> list[tuple[int, ...]]:
-    return sorted(tuple(run.tokens) for run in text.shared().runs())
+def shared_of(corpus: NamespaceCorpus) -> list[tuple[int, ...]]:
+    return sorted(tuple(run.tokens) for run in corpus.shared().sequences())
 
 
 def ngrams(tokens: tuple[int, ...]) -> set[tuple[int, ...]]:
@@ -42,18 +41,18 @@ scripts = st.lists(st.lists(st.integers(0, 2), min_size=34, max_size=34), min_si
 @settings(max_examples=200, deadline=None)
 @given(turns, scripts, st.integers(1, 3), st.integers(2_000, 20_000))
 def test_every_ngram_that_is_shared_was_generated_by_k_requests(given_turns, given_scripts, k, max_bytes):
-    text = NamespaceText(TextPolicy(promotion_requests=k, max_bytes=max_bytes))
-    pod = TextStore(10_000)
+    corpus = NamespaceCorpus(CorpusPolicy(min_requests=k, max_bytes=max_bytes))
+    pod = SharedCorpus(10_000)
     said: dict[tuple[str, bool], dict[int, int]] = {}
     for time_s, (request, is_prompt, offset, length) in enumerate(given_turns):
         script = given_scripts["abcdef".index(request) + 6 * is_prompt]
         tokens = tuple(script[offset : offset + length])
         said.setdefault((request, is_prompt), {}).update(enumerate(tokens, offset))
-        _, shared = text.add([AcceptedSpan(request, offset, tokens, is_prompt)], time_s)
+        _, shared = corpus.add([AcceptedSpan(request, offset, tokens, is_prompt)], time_s)
         for span in shared:
             pod.add(span)
-    for store in (pod, text.shared()):
-        for run in store.runs():
+    for store in (pod, corpus.shared()):
+        for run in store.sequences():
             for ngram in ngrams(tuple(run.tokens)):
                 assert len(requests_with(ngram, said)) >= k
 
@@ -63,11 +62,11 @@ def test_every_ngram_that_is_shared_was_generated_by_k_requests(given_turns, giv
 def test_two_replicas_share_the_same_and_one_that_begins_with_a_snapshot_no_less(
     given_turns, given_scripts, k, cut
 ):
-    policy = TextPolicy(promotion_requests=k)
-    one, two, late = NamespaceText(policy), NamespaceText(policy), None
+    policy = CorpusPolicy(min_requests=k)
+    one, two, late = NamespaceCorpus(policy), NamespaceCorpus(policy), None
     for time_s, (request, is_prompt, offset, length) in enumerate(given_turns):
         if time_s == cut:
-            late = text_bytes.from_bytes(text_bytes.to_bytes(one), policy)
+            late = NamespaceCorpus.from_bytes(one.to_bytes(), policy)
         script = given_scripts["abcdef".index(request) + 6 * is_prompt]
         span = AcceptedSpan(request, offset, tuple(script[offset : offset + length]), is_prompt)
         assert one.add([span], time_s) == two.add([span], time_s)
@@ -82,43 +81,43 @@ def test_two_replicas_share_the_same_and_one_that_begins_with_a_snapshot_no_less
 
 
 def test_what_one_request_said_is_nobody_else_s():
-    text = NamespaceText(TextPolicy())
-    assert text.add([AcceptedSpan("a", 0, ANSWER)], 0) == (20, [])
-    assert text.add([AcceptedSpan("a", 0, ANSWER)], 0) == (0, [])  # resent
-    num_new, (shared,) = text.add([AcceptedSpan("b", 0, (1, 2, *ANSWER[:8]))], 1)
+    corpus = NamespaceCorpus(CorpusPolicy())
+    assert corpus.add([AcceptedSpan("a", 0, ANSWER)], 0) == (20, [])
+    assert corpus.add([AcceptedSpan("a", 0, ANSWER)], 0) == (0, [])  # resent
+    num_new, (shared,) = corpus.add([AcceptedSpan("b", 0, (1, 2, *ANSWER[:8]))], 1)
     assert (num_new, shared.offset, shared.token_ids) == (10, 0, ANSWER[:8])
-    _, (more,) = text.add([AcceptedSpan("b", 10, (*ANSWER[8:10], 3))], 2)
+    _, (more,) = corpus.add([AcceptedSpan("b", 10, (*ANSWER[8:10], 3))], 2)
     assert (more.run, more.offset, more.token_ids) == (shared.run, 8, ANSWER[8:10])
-    assert shared_of(text) == [ANSWER[:10]]
-    assert (text.num_tokens, text.num_shared_tokens, text.num_runs) == (33, 10, 2)
+    assert shared_of(corpus) == [ANSWER[:10]]
+    assert (corpus.num_tokens, corpus.num_shared_tokens, corpus.num_sequences) == (33, 10, 2)
 
 
 def test_a_prompt_and_its_answer_are_one_request():
-    text = NamespaceText(TextPolicy())
-    text.add([AcceptedSpan("a", 0, ANSWER, is_prompt=True), AcceptedSpan("a", 0, ANSWER)], 0)
-    assert shared_of(text) == []
-    text.add([AcceptedSpan("b", 0, ANSWER, is_prompt=True)], 0)
-    assert shared_of(text) == [ANSWER]
+    corpus = NamespaceCorpus(CorpusPolicy())
+    corpus.add([AcceptedSpan("a", 0, ANSWER, is_prompt=True), AcceptedSpan("a", 0, ANSWER)], 0)
+    assert shared_of(corpus) == []
+    corpus.add([AcceptedSpan("b", 0, ANSWER, is_prompt=True)], 0)
+    assert shared_of(corpus) == [ANSWER]
 
 
 def test_shared_runs_are_named_after_nobody():
-    text = NamespaceText(TextPolicy())
-    text.add([AcceptedSpan("a", 0, ANSWER), AcceptedSpan("b", 0, ANSWER)], 0)
-    assert not {run.name for run in text.shared().runs()} & {"a", "b"}
+    corpus = NamespaceCorpus(CorpusPolicy())
+    corpus.add([AcceptedSpan("a", 0, ANSWER), AcceptedSpan("b", 0, ANSWER)], 0)
+    assert not {run.name for run in corpus.shared().sequences()} & {"a", "b"}
 
 
 def test_what_is_shared_at_once_is_known_to_the_request_s_own_pod():
-    text = NamespaceText(TextPolicy(promotion_requests=1))
-    text.add([AcceptedSpan("a", 0, ANSWER), AcceptedSpan("a", 0, (5, 6), is_prompt=True)], 0)
-    names = {run.name: tuple(run.tokens) for run in text.shared().runs()}
+    corpus = NamespaceCorpus(CorpusPolicy(min_requests=1))
+    corpus.add([AcceptedSpan("a", 0, ANSWER), AcceptedSpan("a", 0, (5, 6), is_prompt=True)], 0)
+    names = {run.name: tuple(run.tokens) for run in corpus.shared().sequences()}
     assert names["a"] == ANSWER
     assert set(names.values()) == {ANSWER, (5, 6)}
 
 
 def test_another_threshold_judges_old_text_anew():
-    text = NamespaceText(TextPolicy(promotion_requests=1))
-    text.add([AcceptedSpan(name, 0, (*ANSWER, n)) for n, name in enumerate("ab")], 0)
-    stricter = text_bytes.from_bytes(text_bytes.to_bytes(text), TextPolicy(promotion_requests=2))
+    corpus = NamespaceCorpus(CorpusPolicy(min_requests=1))
+    corpus.add([AcceptedSpan(name, 0, (*ANSWER, n)) for n, name in enumerate("ab")], 0)
+    stricter = NamespaceCorpus.from_bytes(corpus.to_bytes(), CorpusPolicy(min_requests=2))
     assert shared_of(stricter) == [ANSWER]
     assert stricter.num_shared_tokens == 20
 
@@ -128,56 +127,55 @@ def noise(number: int) -> tuple[int, ...]:
 
 
 #: Room for about 32 requests of 20 tokens.
-SMALL = TextPolicy(max_bytes=32 * (20 * BYTES_PER_TOKEN + BYTES_PER_RUN), half_life_s=100.0)
+SMALL = CorpusPolicy(max_bytes=32 * (20 * BYTES_PER_TOKEN + BYTES_PER_SEQUENCE), half_life_s=100.0)
 
 
 def test_what_is_repeated_outlives_what_is_not():
-    text = NamespaceText(SMALL)
-    text.add([AcceptedSpan("a", 0, ANSWER), AcceptedSpan("b", 0, ANSWER)], 0)
+    corpus = NamespaceCorpus(SMALL)
+    corpus.add([AcceptedSpan("a", 0, ANSWER), AcceptedSpan("b", 0, ANSWER)], 0)
     for number in range(200):
-        text.add([AcceptedSpan(f"r{number}", 0, noise(number))], number)
-        assert text.num_bytes <= SMALL.max_bytes
-    assert shared_of(text) == [ANSWER]
+        corpus.add([AcceptedSpan(f"r{number}", 0, noise(number))], number)
+        assert corpus.num_bytes <= SMALL.max_bytes
+    assert shared_of(corpus) == [ANSWER]
     # The newest of the rest can still be repeated.
-    _, shared = text.add([AcceptedSpan("again", 0, noise(199))], 200)
+    _, shared = corpus.add([AcceptedSpan("again", 0, noise(199))], 200)
     assert [span.token_ids for span in shared] == [noise(199)]
-    assert text.add([AcceptedSpan("too late", 0, noise(0))], 200)[1] == []
+    assert corpus.add([AcceptedSpan("too late", 0, noise(0))], 200)[1] == []
 
 
 def test_uses_fade():
-    text = NamespaceText(SMALL)
+    corpus = NamespaceCorpus(SMALL)
     for number in range(8):  # much used long ago
-        text.add([AcceptedSpan(f"old{number}", 0, ANSWER)], 0)
+        corpus.add([AcceptedSpan(f"old{number}", 0, ANSWER)], 0)
     for number in range(100):
         for who in "ab":
-            text.add([AcceptedSpan(f"{who}{number}", 0, noise(number))], 1000 + number)
-    kept = shared_of(text)
+            corpus.add([AcceptedSpan(f"{who}{number}", 0, noise(number))], 1000 + number)
+    kept = shared_of(corpus)
     assert ANSWER not in kept
     assert noise(99) in kept
 
 
 def test_new_text_finds_room_however_much_is_repeated():
-    text = NamespaceText(SMALL)
+    corpus = NamespaceCorpus(SMALL)
     for number in range(100):
         for who in "ab":
-            text.add([AcceptedSpan(f"{who}{number}", 0, noise(number))], 0)
+            corpus.add([AcceptedSpan(f"{who}{number}", 0, noise(number))], 0)
     for number in range(200, 208):
-        text.add([AcceptedSpan(f"x{number}", 0, noise(number))], 1)
+        corpus.add([AcceptedSpan(f"x{number}", 0, noise(number))], 1)
     for number in range(200, 208):
-        _, shared = text.add([AcceptedSpan(f"y{number}", 0, noise(number))], 2)
+        _, shared = corpus.add([AcceptedSpan(f"y{number}", 0, noise(number))], 2)
         assert [span.token_ids for span in shared] == [noise(number)]
 
 
-def test_every_damage_has_its_sentence():
-    text = NamespaceText(TextPolicy())
-    text.add([AcceptedSpan("a", 0, ANSWER)], 0)
-    good = text_bytes.to_bytes(text)
+def test_a_damaged_snapshot_is_refused_with_a_reason():
+    corpus = NamespaceCorpus(CorpusPolicy())
+    corpus.add([AcceptedSpan("a", 0, ANSWER)], 0)
+    good = corpus.to_bytes()
     for payload, words in (
-        (good[:10], "cut short"),
-        (b"TLKT" + good[4:], "not a snapshot"),
-        (good[:4] + b"\x09" + good[5:], "version 9"),
-        (good[:-1], "checksum"),
-        (good[:-1] + b"\xff", "checksum"),
+        (b"", "digest"),
+        (b"TLKR" + bytes(28), "not a Snapshot"),
+        (good[:-1], "not a Snapshot"),
+        (good[:-1] + b"\xff", "digest"),
     ):
         with pytest.raises(ValueError, match=words):
-            text_bytes.from_bytes(payload, TextPolicy())
+            NamespaceCorpus.from_bytes(payload, CorpusPolicy())

@@ -1,7 +1,7 @@
-"""The pod's ties to the lookahead service: per tenant one mirror of the shared text and one stream.
+"""Connects the pod to the lookahead service: one mirror of the shared text and one stream per tenant.
 
-A tenant's mirror is attached to the drafter before its first request reaches the engine, and is used for
-its requests only. Everything here works without the service; drafts are then local.
+A tenant's mirror is attached to the drafter before its first request reaches the engine, and serves only its
+requests. Without the service drafts come from the requests themselves.
 """
 
 from __future__ import annotations
@@ -10,16 +10,15 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from tandem_drafting.drafter import Drafter
+from tandem_drafting.lookahead_client import LookaheadClient
 from tandem_drafting.mirror import GlobalMirror
-
-from tandem_decode.lookahead_client import LookaheadClient
 
 #: tenant, its mirror -> a started client.
 MakeClient = Callable[[str, GlobalMirror], LookaheadClient]
 
 
-class Sharing:
-    """Used from the event loop; `make_client` None: the pod runs without a lookahead service."""
+class LookaheadSync:
+    """Used from the event loop. `make_client` None: the pod runs without a lookahead service."""
 
     def __init__(self, drafter: Drafter, make_client: MakeClient | None, vocab_size: int) -> None:
         self._drafter = drafter
@@ -28,7 +27,7 @@ class Sharing:
         self._clients: dict[str, LookaheadClient] = {}
 
     def open(self, tenant: str) -> None:
-        """Makes sure the tenant's text is shared from now on."""
+        """Connects the tenant, if it is not connected yet."""
         if self._make_client is None or tenant in self._clients:
             return
         mirror = GlobalMirror(tenant=tenant, vocab_size=self._vocab_size)
@@ -36,20 +35,20 @@ class Sharing:
         self._clients[tenant] = self._make_client(tenant, mirror)
 
     def push(self, tenant: str, request_id: str, offset: int, token_ids: Sequence[int]) -> None:
-        """Reports tokens of a request's output, from `offset` on, to the service."""
+        """Reports tokens of a request's output, from `offset` on."""
         client = self._clients.get(tenant)
         if client is not None:
             client.push(request_id, offset, token_ids)
 
     def push_prompt(self, tenant: str, request_id: str, token_ids: Sequence[int]) -> None:
-        """Offers a request's prompt, which leaves the pod only if the tenant wants its prompts shared."""
+        """Reports a request's prompt, if the tenant shares its prompts."""
         client = self._clients.get(tenant)
         if client is not None:
             client.push_prompt(request_id, token_ids)
 
     @property
     def connected(self) -> int:
-        """Streams that are up."""
+        """Number of open streams."""
         return sum(client.connected for client in self._clients.values())
 
     @property

