@@ -32,15 +32,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tandem_core.errors import InvariantError
+from tandem_core.prefix_hash import BlockHasher, ChainHash, hash_block, hash_salt
 
-from tandem_engine.block_pool import (
-    BlockContent,
-    BlockHasher,
-    BlockPool,
-    ChainHash,
-    hash_block,
-    hash_salt,
-)
+from tandem_engine.block_pool import BlockContent, BlockPool
 from tandem_engine.request import Request
 
 __all__ = ["BlockHold", "BlockManager", "BlockUsage"]

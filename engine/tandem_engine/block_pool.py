@@ -16,30 +16,11 @@ All calls come from one engine thread, so there are no locks here.
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NewType
 
 from tandem_core.errors import InvariantError
-
-#: Hash of a block together with everything before it.
-ChainHash = NewType("ChainHash", bytes)
-#: (hash of the preceding chain, the block's token ids) -> hash of the chain including the block.
-BlockHasher = Callable[[ChainHash, Sequence[int]], ChainHash]
-
-
-def hash_salt(cache_salt: bytes) -> ChainHash:
-    """The parent of a first block: chains with different salts have nothing in common."""
-    return ChainHash(hashlib.blake2b(cache_salt, digest_size=16, person=b"tandem-salt").digest())
-
-
-def hash_block(parent: ChainHash, token_ids: Sequence[int]) -> ChainHash:
-    """Cryptographic, because prompts are an attacker's to choose; about 1 us per block of 64."""
-    packed = array("q", token_ids).tobytes()
-    return ChainHash(hashlib.blake2b(parent + packed, digest_size=16, person=b"tandem-block").digest())
+from tandem_core.prefix_hash import ChainHash
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import pytest
 from tandem_core.errors import InvariantError
+from tandem_core.prefix_hash import ChainHash
 from tandem_core.sampling import SamplingParams
 from tandem_engine.block_manager import BlockManager, BlockUsage
-from tandem_engine.block_pool import ChainHash
 from tandem_engine.request import Request
 
 BLOCK = 4

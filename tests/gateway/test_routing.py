@@ -1,11 +1,12 @@
 """Routing: prefix affinity against load, room, and prompts that share nothing across tenants."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from tandem_gateway.fleet import Pod, Role
 from tandem_gateway.request import Job, PodLoad, SamplingOptions
-from tandem_gateway.routing import HASH_BLOCK, PrefixIndex, Router, chain_hashes
+from tandem_gateway.routing import PrefixIndex, Router
 from tandem_gateway.slo import SLO_CLASSES
 
 
@@ -41,7 +42,7 @@ def _job(tokens: range, tenant: str = "default") -> Job:
     return Job("r", tenant, tuple(tokens), sampling, SLO_CLASSES["batch"], 0.0, 1.0)
 
 
-PROMPT = range(1000, 1000 + 40 * HASH_BLOCK)
+PROMPT = range(1000, 1000 + 40 * 64)
 
 
 async def test_a_conversation_returns_to_the_pod_that_holds_its_prefix(make_pod):
@@ -62,6 +63,17 @@ async def test_a_much_busier_pod_loses_even_its_own_prefixes(make_pod):
     assert router.choose(_job(PROMPT)).decode is a
     a.load = PodLoad(free_blocks=100, total_blocks=100, block_size=64, num_requests=8)
     assert router.choose(_job(PROMPT)).decode is b
+
+
+async def test_prefixes_are_counted_in_each_pods_own_blocks(make_pod):
+    small, large = make_pod("a:1", block_size=16, free_blocks=50), make_pod("b:1", block_size=128)
+    router = Router(FixedFleet(small, large))
+    short, medium = range(1000, 1060), range(2000, 2120)
+    assert router.choose(_job(short), frozenset({"b:1"})).decode is small
+    assert router.choose(_job(short)).decode is small, "three blocks of 16 are cached"
+    assert router.choose(_job(medium), frozenset({"a:1"})).decode is large
+    large.load = replace(large.load, free_blocks=40)
+    assert router.choose(_job(medium)).decode is small, "120 tokens fill no block of 128"
 
 
 async def test_a_pod_without_room_for_the_prompt_comes_last(make_pod):
@@ -99,16 +111,6 @@ async def test_what_a_pod_held_is_forgotten_when_it_leaves(make_pod):
 async def test_prefill_pods_are_ordered_least_busy_first(make_pod):
     pods = [make_pod("p:1", Role.PREFILL, num_requests=2), make_pod("p:2", Role.PREFILL), make_pod("d:1")]
     assert Router(FixedFleet(*pods)).choose(_job(range(5))).prefill_targets == ("p:2", "p:1")
-
-
-def test_hashes_cover_full_blocks_and_everything_before_them():
-    tokens = list(range(3 * HASH_BLOCK + 5))
-    hashes = chain_hashes("t", tokens)
-    assert len(hashes) == 3
-    assert chain_hashes("t", tokens[: 2 * HASH_BLOCK]) == hashes[:2]
-    changed = [7, *tokens[1:]]
-    assert not set(chain_hashes("t", changed)) & set(hashes)
-    assert not set(chain_hashes("u", tokens)) & set(hashes)
 
 
 def test_the_index_forgets_the_end_of_the_oldest_prompt_first():
