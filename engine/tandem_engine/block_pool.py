@@ -1,4 +1,4 @@
-"""Physical KV blocks: who refers to them, which are free, and what the free ones still remember.
+"""Physical KV blocks: their reference counts, the free ones, and the cached contents of the free ones.
 
     take() ──> referenced ──register()──> referenced, findable
                    │ drop()                     │ drop()
@@ -8,8 +8,8 @@
                    └────────────────────────────┘ (straight into its new life)
 
 A block is free when its reference count is zero. Blank blocks are handed out first; only then is the
-least recently dropped findable block overwritten. The index is a dict from chain hash to block, which
-answers a prefix lookup in one probe per block; an ordered dict is the LRU, O(1) to revive from the middle.
+least recently dropped findable block overwritten. The index is a dict from chain hash to block: a prefix
+lookup takes one probe per block. The LRU is an ordered dict, from which any block is revived in O(1).
 
 All calls come from one engine thread, so there are no locks here.
 """

@@ -1,21 +1,24 @@
-"""Tokens to text, as they come: what is handed out is whole UTF-8, never taken back, and as early as can be.
+"""Turns a stream of tokens into text: whole UTF-8, as early as possible, and never taken back.
 
     tokens --decode--> text | up to 3 U+FFFD          a character may still be incomplete
-                         |--match--> final text | the beginning of a stop string, perhaps
+                         |--match--> final text | what may begin a stop string
 
-One StreamingDetokenizer lives as long as its request. Its text does not depend on how the tokens are
-grouped into pushes, since each token is taken by itself: speculation on or off, the text is the same.
+One StreamingDetokenizer per request. Its text does not depend on how the tokens are grouped into pushes,
+because it decodes token by token: speculation does not change the text.
 
-Only the tokenizer knows how tokens become text (byte-level, byte fallback, word boundaries), so a window
-of the last tokens is decoded again for every new one, and the text is what the window gained. Its first
-tokens only give context, e.g. for a word's leading space, which decoders drop at the beginning of a text.
-The window is cut at clean points, where every byte belongs to a whole character, which bounds the work per
-token.
+Only the tokenizer knows how tokens become text (byte-level, byte fallback, word boundaries). So each new
+token decodes a window of the last tokens again, and the new text is what the window gained. The first tokens
+of the window only give context, for example for a word's leading space, which decoders drop at the start of a
+text. The window is cut at clean points, where every byte belongs to a whole character; this bounds the work
+per token.
 
-The text equals decoding all tokens at once, but for this: in a run of byte tokens that contains invalid
-UTF-8, sentencepiece-style byte fallback turns the whole run into U+FFFD; here the characters that were
-complete before the invalid byte have been handed out, and stay.
+The text equals decoding all tokens at once, with one exception. In a run of byte tokens that contains invalid
+UTF-8, sentencepiece-style byte fallback turns the whole run into U+FFFD; here, the characters that were
+complete before the invalid byte are final already and stay.
 """
+
+# Not tokenizers.decoders.DecodeStream (0.23): it raises on invalid UTF-8 in byte-fallback tokens, and holds
+# back any amount of text that ends in U+FFFD.
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ _MAX_WINDOW = 8
 
 
 class Decodes(Protocol):
-    """What is needed of a tokenizer; `tokenizers.Tokenizer` has it."""
+    """The part of a tokenizer that is used here; `tokenizers.Tokenizer` has it."""
 
     def decode(self, ids: Sequence[int], /, *, skip_special_tokens: bool = ...) -> str: ...
 
@@ -40,8 +43,8 @@ class Decodes(Protocol):
 class StreamingDetokenizer:
     """The text of one request. Special tokens have no text.
 
-    `stop`: the text ends before the stop string that is complete first (of several, the longest).
-    `min_tokens`: the text of that many first tokens is not searched for stop strings.
+    `stop`: the text ends before the first complete stop string (of several, the longest).
+    `min_tokens`: the text of this many first tokens is not searched for stop strings.
     """
 
     def __init__(self, tokenizer: Decodes, stop: Sequence[str] = (), *, min_tokens: int = 0) -> None:
@@ -51,7 +54,7 @@ class StreamingDetokenizer:
         #: Text that may be the beginning of a stop string.
         self._held = ""
         self._window: list[int] = []
-        #: The window decoded, and how much of that has left the window's care.
+        #: The decoded window, and how many of its characters are final.
         self._text = ""
         self._num_done = 0
         #: Tokens of the window up to its last clean point.
@@ -61,7 +64,7 @@ class StreamingDetokenizer:
 
     @property
     def stopped(self) -> str | None:
-        """The stop string met, if any; no text comes after it."""
+        """The stop string found, if any; no text comes after it."""
         return self._stopped
 
     @property
@@ -70,7 +73,7 @@ class StreamingDetokenizer:
         return self._num_tokens
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Take the next tokens; returns the text that became final. After a stop string all are ignored."""
+        """Takes the next tokens; returns the text that became final. Ignores tokens after a stop string."""
         parts: list[str] = []
         for token_id in token_ids:
             if self._stopped is not None:
@@ -96,13 +99,13 @@ class StreamingDetokenizer:
         self._window.append(token_id)
         text = self._decode(self._window)
         if text[: self._num_done] != self._text[: self._num_done]:
-            # Byte fallback took characters back, see above: begin a new window after them.
+            # Byte fallback replaced characters that are final, see above: begin a new window after them.
             self._window = self._window[self._num_clean :]
             text = self._decode(self._window)
             self._num_done = self._num_clean = 0
         elif text == self._text and self._decode([token_id, token_id]) == "":
-            # Silent even beside itself, unlike a leading space or a byte in the middle of a character:
-            # a special token. Keeping it out of the window lets any number of them pass.
+            # A special token: no text even twice in a row, unlike a leading space or a part of a character.
+            # It stays out of the window, so any number of them can follow each other.
             self._window.pop()
             return ""
         num_open = len(text) - len(text.rstrip(_REPLACEMENT))
@@ -125,11 +128,11 @@ class StreamingDetokenizer:
             self._text, self._num_done = context, len(context)
 
     def _cut_open(self) -> None:
-        """Shorten a window that has had no clean point for long, e.g. in a run of invalid bytes.
+        """Shorten a window that has had no clean point for long, as in a run of invalid bytes.
 
-        A cut is right where both sides decode to the same text apart as together, and the right side has
-        text, so that no byte of the left side waits for it. The smallest is tried first: of byte tokens,
-        exactly those stay that are not handed out yet.
+        A cut is correct where both sides decode to the same text separately as together, and the right side
+        has text, so that no byte of the left side needs the right side. The smallest right side is tried
+        first: of byte tokens, exactly those stay whose text is not final yet.
         """
         for size in range(_MAX_INCOMPLETE, _MAX_WINDOW):
             left, right = self._decode(self._window[:-size]), self._decode(self._window[-size:])
@@ -139,7 +142,7 @@ class StreamingDetokenizer:
                 return
 
     def _search(self, text: str) -> str:
-        """Pass on text up to a stop string or to what may become one."""
+        """The text up to a stop string, or up to what may become one."""
         if not self._matchers or self._num_tokens <= self._min_tokens:
             return text
         for i, char in enumerate(text):
@@ -156,7 +159,7 @@ class StreamingDetokenizer:
 
 
 class _StopMatcher:
-    """Finds a string in a stream of characters in constant amortised time each (Knuth-Morris-Pratt)."""
+    """Knuth-Morris-Pratt: finds a string in a stream of characters, in amortised constant time for each."""
 
     def __init__(self, stop: str) -> None:
         self.stop = stop
@@ -171,7 +174,7 @@ class _StopMatcher:
             self._borders.append(border + (stop[border] == stop[n]))
 
     def advance(self, char: str) -> bool:
-        """Whether `stop` ends with this character. Not to be called again after that."""
+        """Whether `stop` is complete with this character. Do not call it again after that."""
         while self.num_matched and self.stop[self.num_matched] != char:
             self.num_matched = self._borders[self.num_matched]
         if self.stop[self.num_matched] == char:

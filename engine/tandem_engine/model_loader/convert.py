@@ -1,7 +1,7 @@
-"""Weights from the source's format to the file the decoder maps (models/layout.py).
+"""Converts weights from the source's format to the file that the decoder maps (models/layout.py).
 
-    ensure_weights -> there and whole? done
-                   -> lock the folder -> there now? another process made it
+    ensure_weights -> file exists and is whole? done
+                   -> lock the folder -> exists now? another process made it
                    -> read, dequantize (or not), fuse, cast one tensor at a time into a temporary file
                    -> rename
 
@@ -38,7 +38,7 @@ from tandem_engine.models.layout import (
 #: Changes when layout.py does: files of another layout are made again.
 LAYOUT_VERSION = "1"
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-#: Tensors some exports carry that are computed, not learnt.
+#: Tensors that some exports hold, computed ones rather than weights.
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attention.bias", ".masked_bias")
 
 
@@ -94,12 +94,12 @@ def ensure_weights(
 
 
 def source_bits(folder: Path) -> int:
-    """ModelManifest.weight_bits, found out and noted first where it was not. Raises ModelLoadError."""
+    """ModelManifest.weight_bits; where it is None, reads the source first. Raises ModelLoadError."""
     manifest = ModelManifest.read(folder)
     if manifest.weight_bits is not None:
         return manifest.weight_bits
     bits = quantized_bits(open_source((folder / manifest.weights).resolve()))
-    with contextlib.suppress(OSError):  # a read-only folder is asked again next time
+    with contextlib.suppress(OSError):  # a read-only folder is read again next time
         replace(manifest, weight_bits=bits).write(folder)
     return bits
 
@@ -148,14 +148,14 @@ def write_weights(
 
 
 def _bits_of(tensor: StoredTensor, quantization: Quantization, source: WeightSource) -> int:
-    """Bits per weight: in W4A8 the head, on which every token depends, keeps 8, and so does what has 8."""
+    """Bits per weight. In W4A8, the head and sources of 8 bits keep 8: every token depends on the head."""
     if quantization is Quantization.W8A8 or tensor.name == "lm_head.weight":
         return 8
     return 8 if all(source.bits(part.hf_name) == 8 for part in tensor.parts) else 4
 
 
 def _quantized(tensor: StoredTensor, source: WeightSource, bits: int) -> Tensor:
-    """The packed weight; parts whose source is quantized so already are taken over bit by bit."""
+    """The packed weight; parts whose source already has these bits are copied unchanged."""
     parts = []
     for part in tensor.parts:
         weight = source.get_quantized(part.hf_name) if source.bits(part.hf_name) == bits else None

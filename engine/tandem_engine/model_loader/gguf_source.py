@@ -1,5 +1,5 @@
-"""A GGUF file as a source of weights and of the config. Quantized tensors are dequantized to float32, or
-given as they are where their format is one of groups of 32 (Q8_0, Q4_0, Q4_1).
+"""A GGUF file as a source of weights and of the config. Quantized tensors are dequantized to float32;
+formats with groups of 32 (Q8_0, Q4_0, Q4_1) are also readable as they are.
 
 llama.cpp stores the rows of llama's (and mistral's) queries and keys interleaved for its own RoPE; `get`
 undoes that, so that a name means the same tensor from every source.
@@ -95,7 +95,7 @@ class GgufSource:
         return tensor if order is None else tensor[order]
 
     def _row_order(self, name: str, num_rows: int) -> Tensor | None:
-        """Which row of the file is which of the tensor; None: as they come."""
+        """For each row of the tensor its row in the file; None: the same order."""
         if self.architecture != "llama" or not name.rpartition(".")[0].endswith(("q_proj", "k_proj")):
             return None
         heads = self._heads() if "q_proj" in name else self._kv_heads()
@@ -107,7 +107,7 @@ class GgufSource:
         return {_Kind.Q8_0: 8, _Kind.Q4_0: 4, _Kind.Q4_1: 4}.get(kind) if kind is not None else None
 
     def get_quantized(self, name: str) -> QuantizedWeight | None:
-        """A tensor of Q8_0, Q4_0 or Q4_1, bit by bit; None for any other."""
+        """A tensor of Q8_0, Q4_0 or Q4_1, unchanged; None for any other format."""
         bits = self.bits(name)
         if bits is None:
             return None

@@ -1,7 +1,7 @@
 """tokenizer.json and what the manifest says about it, from a checkpoint of any source.
 
-transformers is the reference for how a checkpoint's tokenizer behaves, so it is asked once, here, and
-never at serving time: the engine and the gateway read only tokenizer.json and the manifest.
+transformers is the reference for a checkpoint's tokenizer. It is used once, here, and never while serving:
+the engine and the gateway read only tokenizer.json and the manifest.
 """
 
 from __future__ import annotations

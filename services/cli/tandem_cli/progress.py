@@ -1,4 +1,4 @@
-"""Shows the store's progress reports: a bar per stage on a terminal, a line per stage elsewhere."""
+"""Shows how far pulling and converting a model is: a bar per stage on a terminal, else a line per stage."""
 
 from __future__ import annotations
 
