@@ -10,6 +10,7 @@ import torch
 from tandem_core.errors import ModelLoadError
 from tandem_core.model.manifest import ModelManifest
 from tandem_core.model.tokenizer import Tokenizer
+from tandem_kernels.turbo_attention import MAX_HEAD_SIZE
 
 from tandem_engine.block_manager import BlockManager
 from tandem_engine.draft_source import DraftSource
@@ -26,8 +27,6 @@ from tandem_engine.transport.layout import KVLayout
 
 #: Rows that occupy a CPU's multipliers: 128 cost a quarter of 512.
 _CPU_ENOUGH_PROMPT_TOKENS = 128
-#: What turbo_attention's Triton kernel takes.
-MAX_GPU_HEAD_SIZE = 256
 
 
 @dataclass(frozen=True)
@@ -72,9 +71,9 @@ def assemble(config: EngineConfig, drafter: DraftSource | None = None) -> Engine
     device = _pick_device(config.device)
     numerics = pick_numerics(config.model, config.dtype, config.quantization, str(device))
     decoder = load_decoder(config.model, numerics.dtype, str(device), numerics.quantization)
-    if device.type == "cuda" and decoder.config.head_dim > MAX_GPU_HEAD_SIZE:
+    if device.type == "cuda" and decoder.config.head_dim > MAX_HEAD_SIZE:
         raise ModelLoadError(
-            f"head size {decoder.config.head_dim} is more than the {MAX_GPU_HEAD_SIZE} that attention on a "
+            f"head size {decoder.config.head_dim} is more than the {MAX_HEAD_SIZE} that attention on a "
             "GPU takes; use --device cpu, or another model"
         )
     if config.deterministic and not decoder.is_batch_invariant:

@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from tandem_engine.model_loader import load_decoder, pull
-from tandem_engine.models import Decoder, ModelInputs
-from tandem_kernels import AttentionMetadata, native
+from tandem_engine.models import Decoder, ModelConfig, ModelInputs
+from tandem_engine.models.layout import WeightForm, stored_tensors
+from tandem_engine.models.linear import linear_policy
+from tandem_kernels import AttentionMetadata, make_attention, native
 from torch import Tensor
 from toy_models import save_checkpoint
 from transformers import (
@@ -270,3 +272,44 @@ def test_weights_are_mapped_and_not_copied(stored, compiled: bool, monkeypatch: 
             assert line.endswith(f"model-float32{form}.safetensors")
             return
     pytest.fail("the embedding lies in no mapping")
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.float32, torch.int8], ids=str)
+def test_sinks_and_kv_scales_among_the_tensors_reach_attention(cache_dtype: torch.dtype) -> None:
+    config = ModelConfig.from_hf({"model_type": "llama", "rms_norm_eps": 1e-5} | SIZES)
+    generator = torch.Generator().manual_seed(3)
+    tensors = {
+        stored.name: torch.randn(stored.shape, generator=generator) / 8
+        for stored in stored_tensors(config, WeightForm(torch.float32))
+    }
+    for n in range(config.num_layers):
+        tensors[f"layers.{n}.sinks"] = torch.randn(config.num_heads, generator=generator)
+        if cache_dtype == torch.int8:
+            tensors |= {f"layers.{n}.{x}_scale": torch.full((config.num_kv_heads,), 0.02) for x in "kv"}
+    plain = {name: t for name, t in tensors.items() if not name.endswith(("sinks", "scale"))}
+    inputs = ModelInputs(
+        input_ids=torch.tensor([5, 7, 11]),
+        positions=torch.arange(3),
+        slot_mapping=torch.arange(3),
+        attention=AttentionMetadata(
+            torch.zeros(1, 1, dtype=torch.int32),
+            torch.tensor([3], dtype=torch.int32),
+            torch.tensor([0, 3], dtype=torch.int32),
+        ),
+    )
+
+    def run(tensors: dict[str, Tensor], dtype: torch.dtype, backend: str) -> Tensor:
+        shape = (1, 2, config.num_kv_heads, BLOCK_SIZE, config.head_dim)
+        caches = [torch.zeros(shape, dtype=dtype) for _ in range(config.num_layers)]
+        decoder = Decoder(config, tensors, linear_policy(torch.float32, torch.device("cpu"), 0))
+        attention = make_attention(torch.float32, config.head_dim, torch.device("cpu"), backend=backend)
+        return decoder.forward(inputs, caches, attention=attention)
+
+    ours = run(tensors, cache_dtype, "auto")
+    torch.testing.assert_close(ours, run(tensors, cache_dtype, "reference"), atol=1e-4, rtol=0)
+    without_sinks = run(plain, torch.float32, "reference")
+    assert (ours - without_sinks).abs().max() > 0.01
+    if cache_dtype == torch.int8:
+        sinks_only = {name: t for name, t in tensors.items() if not name.endswith("scale")}
+        exact = run(sinks_only, torch.float32, "reference")
+        assert (ours - exact).abs().max() < (ours - without_sinks).abs().max()

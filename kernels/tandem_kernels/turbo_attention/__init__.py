@@ -23,6 +23,7 @@ import torch
 from tandem_kernels.turbo_attention.cpu_native import NativeAttention
 from tandem_kernels.turbo_attention.cpu_torch import TorchAttention
 from tandem_kernels.turbo_attention.interface import (
+    MAX_HEAD_SIZE,
     MAX_TREE_NODES,
     Attention,
     AttentionLayer,
@@ -31,6 +32,7 @@ from tandem_kernels.turbo_attention.interface import (
 from tandem_kernels.turbo_attention.reference import ReferenceAttention
 
 __all__ = [
+    "MAX_HEAD_SIZE",
     "MAX_TREE_NODES",
     "Attention",
     "AttentionLayer",
