@@ -3,8 +3,8 @@
 After each layer of each chunk the completed blocks of that layer go to the KV sender. A chunk that ends
 inside a block leaves that block to the next chunk, unless the prompt ends there. Blocks found in the prefix
 cache are sent with the first chunk. The sender reads blocks later, on its own thread. A hold keeps them
-allocated until the transfer ends, so no frame reads reused memory when the request finishes or is preempted
-before.
+allocated until the transfer ends, even if the request finishes or is preempted earlier, so no frame reads
+reused memory.
 """
 
 from __future__ import annotations
