@@ -97,7 +97,7 @@ def _generate(
 ) -> Generator[int, None, int]:
     call = stub.Generate(
         gateway_pb2.GenerateRequest(
-            token_ids=gateway_pb2.TokenIds(ids=prompt),
+            token_ids=common_pb2.TokenIds(ids=prompt),
             sampling=common_pb2.SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True),
             slo_class="batch",
         ),

@@ -1,20 +1,22 @@
-"""Protobuf <-> the dataclasses of this package: the one translation, for gateway and pods alike."""
+"""Protobuf <-> the types of this package: the one translation, for gateway and pods alike.
+
+SamplingParams is translated by the names of its fields, so that a new one needs nothing here. Its fields are
+numbers, strings, lists, maps, and lists of TokenIds.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 from tandem_proto.v1 import common_pb2
 
 from tandem_core.sampling import FinishReason, SamplingParams, TokenLogprobs
+from tandem_core.slo import SloTarget
 
-_FINISH_REASONS = {
-    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
-    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
-    FinishReason.CANCELLED: common_pb2.FINISH_REASON_CANCELLED,
-}
+_NS_PER_S = 1_000_000_000
 
 
 class TokenBytes(Protocol):
@@ -23,29 +25,45 @@ class TokenBytes(Protocol):
     def token_bytes(self, token_id: int) -> bytes: ...
 
 
-def sampling_from_proto(message: common_pb2.SamplingParams, *, default_max_tokens: int) -> SamplingParams:
-    """Raises InvalidRequestError naming the field that is out of range."""
-    return SamplingParams(
-        max_tokens=message.max_tokens if message.HasField("max_tokens") else default_max_tokens,
-        min_tokens=message.min_tokens,
-        temperature=message.temperature if message.HasField("temperature") else 1.0,
-        top_k=message.top_k,
-        top_p=message.top_p if message.HasField("top_p") else 1.0,
-        min_p=message.min_p,
-        repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else 1.0,
-        presence_penalty=message.presence_penalty,
-        frequency_penalty=message.frequency_penalty,
-        logit_bias=MappingProxyType(dict(message.logit_bias)),
-        stop=tuple(message.stop),
-        stop_token_ids=tuple(message.stop_token_ids),
-        seed=message.seed,
-        logprobs=message.logprobs if message.HasField("logprobs") else None,
-        ignore_eos=message.ignore_eos,
+def given_sampling(message: common_pb2.SamplingParams) -> dict[str, Any]:
+    """The fields that the message sets, by name: arguments of SamplingParams."""
+    return {descriptor.name: _from_wire(value) for descriptor, value in message.ListFields()}
+
+
+def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
+    names = [field.name for field in dataclasses.fields(params)]
+    return common_pb2.SamplingParams(**{name: _to_wire(getattr(params, name)) for name in names})
+
+
+def _from_wire(value: Any) -> Any:
+    if isinstance(value, common_pb2.TokenIds):
+        return tuple(value.ids)
+    if isinstance(value, Mapping):
+        return MappingProxyType(dict(value))
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return tuple(_from_wire(item) for item in value)
+    return value
+
+
+def _to_wire(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, tuple):
+        return [common_pb2.TokenIds(ids=item) if isinstance(item, tuple) else item for item in value]
+    return value
+
+
+def slo_to_proto(slo: SloTarget) -> common_pb2.SloTarget:
+    return common_pb2.SloTarget(
+        name=slo.name,
+        ttft_ns=round(slo.ttft_s * _NS_PER_S),
+        tpot_ns=round(slo.tpot_s * _NS_PER_S),
+        e2e_ns=round(slo.e2e_s * _NS_PER_S),
     )
 
 
 def finish_reason_to_proto(reason: FinishReason) -> common_pb2.FinishReason.ValueType:
-    return _FINISH_REASONS[reason]
+    return common_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}")
 
 
 def logprobs_to_proto(

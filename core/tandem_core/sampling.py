@@ -1,21 +1,39 @@
-"""How the next token is chosen, why a text ended, and what a token's probability was: for all parts."""
+"""How the next token is chosen, why a text ended, and what a token's probability was: for all parts.
+
+A request parameter is added in three places: the message SamplingParams in common.proto, the class of that
+name below, and the code that acts on it. The codec and the OpenAI bodies are derived from these two.
+"""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from tandem_core.errors import InvalidRequestError
 
 MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 1024
 MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 256
+MAX_STOP_TOKEN_IDS = 128
+_UINT32 = 2**32
+
+
+def check_token_ids(name: str, token_ids: Collection[int], vocab_size: int) -> None:
+    """Raises InvalidRequestError when an id of the field `name` is outside the vocabulary."""
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
+        raise InvalidRequestError(
+            name,
+            f"token id {wrong} is outside the vocabulary [0, {vocab_size}); use the model's ids",
+        )
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the next token is chosen; immutable and validated at construction.
+    """Immutable and validated at construction. Meanings and units are in common.proto.
 
     Raises InvalidRequestError naming the field and its limit.
     """
@@ -38,27 +56,43 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        checks = [
-            ("max_tokens", self.max_tokens >= 1, "must be at least 1"),
-            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, "must be between 0 and max_tokens"),
-            ("temperature", 0.0 <= self.temperature <= 2.0, "must be in [0, 2]"),
-            ("top_k", self.top_k >= 0, "must be 0 (all) or positive"),
-            ("top_p", 0.0 < self.top_p <= 1.0, "must be in (0, 1]"),
-            ("min_p", 0.0 <= self.min_p <= 1.0, "must be in [0, 1]"),
+        checks: tuple[tuple[str, object, bool, str], ...] = (
+            ("max_tokens", self.max_tokens, 1 <= self.max_tokens < _UINT32, "at least 1 and below 2^32"),
+            ("min_tokens", self.min_tokens, 0 <= self.min_tokens <= self.max_tokens,
+             f"between 0 and max_tokens ({self.max_tokens})"),
+            ("temperature", self.temperature, 0.0 <= self.temperature <= 2.0, "in [0, 2]"),
+            ("top_k", self.top_k, 0 <= self.top_k < _UINT32, "0 (all), or positive and below 2^32"),
+            ("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "in (0, 1]"),
+            ("min_p", self.min_p, 0.0 <= self.min_p <= 1.0, "in [0, 1]"),
             # 0.01 as the wire's float32 is a little less.
-            ("repetition_penalty", 0.0099 < self.repetition_penalty <= 10.0, "must be in [0.01, 10]"),
-            ("presence_penalty", -2.0 <= self.presence_penalty <= 2.0, "must be in [-2, 2]"),
-            ("frequency_penalty", -2.0 <= self.frequency_penalty <= 2.0, "must be in [-2, 2]"),
-            ("logit_bias", all(-100 <= b <= 100 for b in self.logit_bias.values()), "values: [-100, 100]"),
-            ("stop", len(self.stop) <= MAX_STOP_STRINGS, f"at most {MAX_STOP_STRINGS} strings"),
-            ("stop", all(self.stop), "an empty string would end every text; remove it"),
-            ("seed", 0 <= self.seed < 2**64, "must be in [0, 2^64)"),
-            ("logprobs", self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
-             f"must be in [0, {MAX_LOGPROBS}]"),
-        ]  # fmt: skip
-        for name, good, limit in checks:
-            if not good:
-                raise InvalidRequestError(name, f"{getattr(self, name)!r} is out of range: {limit}")
+            ("repetition_penalty", self.repetition_penalty, 0.0099 < self.repetition_penalty <= 10.0,
+             "in [0.01, 10]"),
+            ("presence_penalty", self.presence_penalty, -2.0 <= self.presence_penalty <= 2.0, "in [-2, 2]"),
+            ("frequency_penalty", self.frequency_penalty, -2.0 <= self.frequency_penalty <= 2.0,
+             "in [-2, 2]"),
+            ("logit_bias", f"{len(self.logit_bias)} entries", len(self.logit_bias) <= MAX_LOGIT_BIAS,
+             f"at most {MAX_LOGIT_BIAS} entries"),
+            ("logit_bias", "a value out of range", all(-100 <= b <= 100 for b in self.logit_bias.values()),
+             "made of values in [-100, 100]"),
+            ("stop", f"{len(self.stop)} strings", len(self.stop) <= MAX_STOP_STRINGS,
+             f"at most {MAX_STOP_STRINGS} strings"),
+            ("stop", "an empty string", all(self.stop), "free of empty strings, which would end every text"),
+            ("stop", "a long string", all(len(s) <= MAX_STOP_CHARS for s in self.stop),
+             f"made of strings of at most {MAX_STOP_CHARS} characters"),
+            ("stop_token_ids", f"{len(self.stop_token_ids)} ids",
+             len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS, f"at most {MAX_STOP_TOKEN_IDS} ids"),
+            ("seed", self.seed, 0 <= self.seed < 2**64, "in [0, 2^64)"),
+            ("logprobs", self.logprobs, self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
+             f"in [0, {MAX_LOGPROBS}]"),
+        )  # fmt: skip
+        for name, value, is_good, limit in checks:
+            if not is_good:
+                raise InvalidRequestError(name, f"is {value}; it must be {limit}")
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raises InvalidRequestError when a token id is outside [0, vocab_size)."""
+        check_token_ids("logit_bias", self.logit_bias, vocab_size)
+        check_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
 
     @property
     def is_greedy(self) -> bool:
@@ -77,6 +111,8 @@ class SamplingParams:
 
 
 class FinishReason(enum.Enum):
+    """Why a text ended; the names are those of common.proto."""
+
     STOP = "stop"
     LENGTH = "length"
     CANCELLED = "cancelled"

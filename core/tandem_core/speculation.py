@@ -1,20 +1,34 @@
-"""What a request's drafts are made of; a pod has one, and a request may ask for another."""
+"""Speculation modes: where a request's drafts come from. A pod has one; a request may ask for another."""
 
 from __future__ import annotations
 
 import enum
 
+from tandem_core.errors import InvalidRequestError
+
 #: Guesses of a linear draft: the copy length of TACO-LLM's published table.
 MAX_CHAIN = 7
 
 
-class SpeculationMode(enum.Enum):
-    """Where guesses come from, and in which shape."""
+class SpeculationMode(enum.StrEnum):
+    """Where guesses come from, and in which shape. The values are those of flags and of the wire."""
 
     OFF = "off"
     #: The sequence's own prompt and output.
     LOCAL = "local"
-    #: Those and what other requests of the tenant have generated, in trees.
-    GLOBAL = "global"
-    #: The same text, at most MAX_CHAIN guesses, one after the other: to compare with.
+    #: As GLOBAL, but at most MAX_CHAIN guesses, one after the other: to compare with.
     CHAIN = "chain"
+    #: The sequence's own text and what other requests of the tenant have generated, in trees.
+    GLOBAL = "global"
+
+    @property
+    def uses_shared_text(self) -> bool:
+        """Whether drafts come from other requests' text too."""
+        return self in (SpeculationMode.CHAIN, SpeculationMode.GLOBAL)
+
+    @classmethod
+    def parse(cls, name: str) -> SpeculationMode | None:
+        """The mode a request names; "" is None: the pod's own. Raises InvalidRequestError."""
+        if name and name not in tuple(cls):
+            raise InvalidRequestError("speculation", f"{name!r} is unknown; use one of {', '.join(cls)}")
+        return cls(name) if name else None

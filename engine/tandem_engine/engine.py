@@ -19,8 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from tandem_core.errors import InvalidRequestError
-from tandem_core.sampling import TokenLogprobs
+from tandem_core.sampling import TokenLogprobs, check_token_ids
 from torch import Tensor
 
 from tandem_engine.batch import Batch
@@ -93,18 +92,8 @@ class Engine:
 
     def check_tokens(self, request: Request) -> None:
         """Raises InvalidRequestError when a token id lies outside the vocabulary."""
-        named = [
-            ("prompt_token_ids", request.prompt_token_ids),
-            ("logit_bias", request.sampling.logit_bias),
-            ("stop_token_ids", request.sampling.stop_token_ids),
-        ]
-        for field, ids in named:
-            worst = max(ids, default=0)
-            if worst >= self._vocab_size or min(ids, default=0) < 0:
-                raise InvalidRequestError(
-                    field,
-                    f"token id {worst} is outside the vocabulary of {self._vocab_size}; use the model's ids",
-                )
+        check_token_ids("prompt_token_ids", request.prompt_token_ids, self._vocab_size)
+        request.sampling.check_vocabulary(self._vocab_size)
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises InvalidRequestError or CapacityError, before anything is held."""

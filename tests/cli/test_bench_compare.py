@@ -16,7 +16,7 @@ from tandem_cli.bench.report import comparison_table
 from tandem_cli.bench.run import run_bench
 from tandem_cli.bench.stats import Run, summarise
 from tandem_cli.main import app
-from tandem_gateway.slo import SLO_CLASSES
+from tandem_core.slo import SLO_CLASSES
 from tandem_proto.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 from typer.testing import CliRunner
 

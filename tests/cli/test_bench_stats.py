@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tandem_cli.bench.record import OK, RequestRecord, Speculation
 from tandem_cli.bench.stats import Percentiles, meets, percentile, summarise
-from tandem_gateway.slo import SLO_CLASSES
+from tandem_core.slo import SLO_CLASSES
 
 INTERACTIVE, CHAT, BATCH = SLO_CLASSES["interactive"], SLO_CLASSES["chat"], SLO_CLASSES["batch"]
 

@@ -19,6 +19,7 @@ from tandem_cli.fleet import (
     plan_fleet,
     reachable,
 )
+from tandem_core.speculation import SpeculationMode
 from tandem_service.settings import load
 
 OPTIONS = FleetOptions(model_dir=Path("models/m"), num_prefill=2, num_decode=2, threads=1)
@@ -67,16 +68,16 @@ def test_the_gateway_and_the_decode_pods_know_their_peers() -> None:
     assert decode[decode.index("--lookahead") + 1] == "127.0.0.1:51400"
 
 
-@pytest.mark.parametrize("speculation", ["off", "local"])
-def test_no_lookahead_service_runs_when_nobody_would_ask_it(speculation: str) -> None:
-    plan = plan_fleet(replace(OPTIONS, speculation=speculation))  # type: ignore[arg-type]
+@pytest.mark.parametrize("speculation", [SpeculationMode.OFF, SpeculationMode.LOCAL])
+def test_no_lookahead_service_runs_when_nobody_would_ask_it(speculation: SpeculationMode) -> None:
+    plan = plan_fleet(replace(OPTIONS, speculation=speculation))
     assert {"lookahead", "redis"}.isdisjoint(spec.role for spec in plan.processes)
     assert all("--lookahead" not in spec.command for spec in plan.processes)
 
 
-@pytest.mark.parametrize("speculation", ["chain", "global"])
-def test_pods_that_draft_from_others_text_have_a_lookahead_service(speculation: str) -> None:
-    plan = plan_fleet(replace(OPTIONS, speculation=speculation))  # type: ignore[arg-type]
+@pytest.mark.parametrize("speculation", [SpeculationMode.CHAIN, SpeculationMode.GLOBAL])
+def test_pods_that_draft_from_others_text_have_a_lookahead_service(speculation: SpeculationMode) -> None:
+    plan = plan_fleet(replace(OPTIONS, speculation=speculation))
     decode = [spec.command for spec in plan.processes if spec.role == "decode"]
     assert all(command[command.index("--speculation") + 1] == speculation for command in decode)
     assert all("--lookahead" in command for command in decode)

@@ -3,19 +3,20 @@
 import asyncio
 
 import pytest
+from tandem_core.sampling import SamplingParams
+from tandem_core.slo import SLO_CLASSES
 from tandem_gateway.admission import Admission
 from tandem_gateway.errors import DeadlineError, OverloadedError
 from tandem_gateway.predictor import Predictor
-from tandem_gateway.request import Job, Receipt, SamplingOptions
-from tandem_gateway.slo import SLO_CLASSES
+from tandem_gateway.request import TokenizedRequest
+from tandem_proto.v1 import common_pb2
 
 
-def _job(name: str, slo_class: str = "interactive", *, timeout_s: float = 60.0) -> Job:
+def _request(name: str, slo_class: str = "interactive", *, timeout_s: float = 60.0) -> TokenizedRequest:
     now = asyncio.get_running_loop().time()
-    sampling = SamplingOptions().resolve(
-        prompt_field="prompt", num_prompt_tokens=1, max_model_len=8, vocab_size=8
+    return TokenizedRequest(
+        name, "default", (1,), SamplingParams(), SLO_CLASSES[slo_class], now, now + timeout_s
     )
-    return Job(name, "default", (1,), sampling, SLO_CLASSES[slo_class], now, now + timeout_s)
 
 
 class Line:
@@ -26,16 +27,16 @@ class Line:
         self.entered: list[str] = []
         self._leave: dict[str, asyncio.Event] = {}
 
-    async def arrive(self, job: Job) -> asyncio.Task[None]:
-        self._leave[job.request_id] = asyncio.Event()
-        task = asyncio.create_task(self._stay(job))
+    async def arrive(self, request: TokenizedRequest) -> asyncio.Task[None]:
+        self._leave[request.request_id] = asyncio.Event()
+        task = asyncio.create_task(self._stay(request))
         await asyncio.sleep(0)
         return task
 
-    async def _stay(self, job: Job) -> None:
-        async with self.admission.place(job):
-            self.entered.append(job.request_id)
-            await self._leave[job.request_id].wait()
+    async def _stay(self, request: TokenizedRequest) -> None:
+        async with self.admission.place(request):
+            self.entered.append(request.request_id)
+            await self._leave[request.request_id].wait()
 
     async def leave(self, name: str) -> None:
         self._leave[name].set()
@@ -44,7 +45,7 @@ class Line:
 
 async def test_places_are_bounded_and_passed_on():
     line = Line(max_in_flight=2)
-    tasks = [await line.arrive(_job(name)) for name in "abc"]
+    tasks = [await line.arrive(_request(name)) for name in "abc"]
     assert line.entered == ["a", "b"]
     assert (line.admission.num_in_flight, line.admission.num_waiting) == (2, 1)
     await line.leave("b")
@@ -57,9 +58,9 @@ async def test_places_are_bounded_and_passed_on():
 
 async def test_the_most_urgent_goes_first_whenever_it_came():
     line = Line()
-    tasks = [await line.arrive(_job("running"))]
+    tasks = [await line.arrive(_request("running"))]
     for name, slo_class in [("b", "batch"), ("i", "interactive"), ("c", "chat"), ("i2", "interactive")]:
-        tasks.append(await line.arrive(_job(name, slo_class)))
+        tasks.append(await line.arrive(_request(name, slo_class)))
     for name in ("running", "c", "i", "i2", "b"):
         await line.leave(name)
     assert line.entered == ["running", "c", "i", "i2", "b"]
@@ -68,11 +69,11 @@ async def test_the_most_urgent_goes_first_whenever_it_came():
 
 async def test_a_full_queue_refuses_at_once_with_a_retry_after_that_grows_with_the_queue():
     line = Line(max_queue=2)
-    tasks = [await line.arrive(_job("running"))]
+    tasks = [await line.arrive(_request("running"))]
     waits = []
     for name in "abc":
         waits.append(line.admission.retry_after_s())
-        tasks.append(await line.arrive(_job(name)))
+        tasks.append(await line.arrive(_request(name)))
     assert waits == sorted(set(waits))
     with pytest.raises(OverloadedError, match="2 waiting, limit 2") as info:
         await tasks[-1]
@@ -85,7 +86,7 @@ async def test_a_full_queue_refuses_at_once_with_a_retry_after_that_grows_with_t
 
 async def test_who_is_cancelled_while_queued_leaves_at_once():
     line = Line()
-    running, gone, last = [await line.arrive(_job(name)) for name in ("running", "gone", "last")]
+    running, gone, last = [await line.arrive(_request(name)) for name in ("running", "gone", "last")]
     gone.cancel()
     await asyncio.sleep(0)
     await asyncio.sleep(0)
@@ -98,7 +99,7 @@ async def test_who_is_cancelled_while_queued_leaves_at_once():
 
 async def test_a_place_given_to_someone_cancelled_in_the_same_moment_is_passed_on():
     line = Line()
-    running, gone, last = [await line.arrive(_job(name)) for name in ("running", "gone", "last")]
+    running, gone, last = [await line.arrive(_request(name)) for name in ("running", "gone", "last")]
     running.cancel()
     await asyncio.sleep(0)  # the place is now promised to "gone", who has not run yet
     gone.cancel()
@@ -111,11 +112,11 @@ async def test_a_place_given_to_someone_cancelled_in_the_same_moment_is_passed_o
 
 async def test_a_deadline_ends_the_wait():
     line = Line()
-    running = await line.arrive(_job("running"))
+    running = await line.arrive(_request("running"))
     with pytest.raises(DeadlineError, match="waited for its turn"):
-        await (await line.arrive(_job("late", timeout_s=0.05)))
+        await (await line.arrive(_request("late", timeout_s=0.05)))
     with pytest.raises(DeadlineError, match="before the request could start"):
-        await (await line.arrive(_job("dead", timeout_s=-1.0)))
+        await (await line.arrive(_request("dead", timeout_s=-1.0)))
     assert line.admission.num_waiting == 0
     await line.leave("running")
     await running
@@ -123,7 +124,7 @@ async def test_a_deadline_ends_the_wait():
 
 def test_the_predictor_learns_from_receipts():
     predictor = Predictor()
-    receipt = Receipt(
+    receipt = common_pb2.Receipt(
         prompt_tokens=1100, cached_tokens=100, ttft_ns=3_000_000_000, e2e_ns=5_000_000_000, output_tokens=10
     )
     for _ in range(200):

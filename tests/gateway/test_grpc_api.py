@@ -80,7 +80,7 @@ async def test_given_parameters_reach_the_pod(pods, gateway):
 async def test_generate_takes_token_ids_as_they_are(pods, gateway):
     pod = await pods()
     front = await gateway(pod)
-    request = gateway_pb2.GenerateRequest(token_ids=gateway_pb2.TokenIds(ids=[5, 6, 7]))
+    request = gateway_pb2.GenerateRequest(token_ids=common_pb2.TokenIds(ids=[5, 6, 7]))
     text, _ = await _collect(front.grpc.Generate(request))
     assert text == "Hello there!"
     assert list(pod.requests[0].prompt_token_ids) == [5, 6, 7]
@@ -110,7 +110,7 @@ BAD_INPUTS = [
     (gateway_pb2.ChatRequest(messages=USER, request_id="a b"), ["request_id", "128"]),
     (gateway_pb2.GenerateRequest(), ["prompt", "empty"]),
     (gateway_pb2.GenerateRequest(text="hat " * 300), ["prompt", "256 tokens", "at most 255"]),
-    (gateway_pb2.GenerateRequest(token_ids=gateway_pb2.TokenIds(ids=[9999])), ["prompt", "9999"]),
+    (gateway_pb2.GenerateRequest(token_ids=common_pb2.TokenIds(ids=[9999])), ["prompt", "9999"]),
     *(
         (gateway_pb2.GenerateRequest(text="a", sampling=sampling), words)
         for sampling, words in [

@@ -136,6 +136,7 @@ BAD_INPUTS = [
     (CHAT, {"messages": USER, "max_tokens": 300}, "max_tokens", ["at most"]),
     (CHAT, {"messages": USER, "temperature": 3}, "temperature", ["[0, 2]"]),
     (CHAT, {"messages": USER, "logit_bias": {"x": 1}}, "logit_bias", ["'x'"]),
+    (CHAT, {"messages": USER, "logit_bias": {"1" * 3000: 1}}, "logit_bias", ["not a token id"]),
     (CHAT, {"messages": USER, "seed": -1}, "seed", ["2^64"]),
     (CHAT, {"messages": USER, "top_logprobs": 2}, "top_logprobs", ["logprobs: true"]),
     (CHAT, {"messages": USER, "stream_options": {}}, "stream_options", ["stream: true"]),

@@ -4,10 +4,11 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+from tandem_core.sampling import SamplingParams
+from tandem_core.slo import SLO_CLASSES
 from tandem_gateway.fleet import Pod, Role
-from tandem_gateway.request import Job, PodLoad, SamplingOptions
+from tandem_gateway.request import PodLoad, TokenizedRequest
 from tandem_gateway.routing import PrefixIndex, Router
-from tandem_gateway.slo import SLO_CLASSES
 
 
 class FixedFleet:
@@ -35,11 +36,8 @@ async def make_pod():
     await asyncio.gather(*(pod.channel.close() for pod in made))
 
 
-def _job(tokens: range, tenant: str = "default") -> Job:
-    sampling = SamplingOptions().resolve(
-        prompt_field="prompt", num_prompt_tokens=1, max_model_len=8, vocab_size=8
-    )
-    return Job("r", tenant, tuple(tokens), sampling, SLO_CLASSES["batch"], 0.0, 1.0)
+def _request(tokens: range, tenant: str = "default") -> TokenizedRequest:
+    return TokenizedRequest("r", tenant, tuple(tokens), SamplingParams(), SLO_CLASSES["batch"], 0.0, 1.0)
 
 
 PROMPT = range(1000, 1000 + 40 * 64)
@@ -49,68 +47,68 @@ async def test_a_conversation_returns_to_the_pod_that_holds_its_prefix(make_pod)
     a, b = make_pod("a:1"), make_pod("b:1")
     router = Router(FixedFleet(a, b))
     b.in_flight = 1
-    assert router.choose(_job(PROMPT)).decode is a
+    assert router.choose(_request(PROMPT)).decode is a
     a.in_flight, b.in_flight = 2, 0
     longer = range(PROMPT.start, PROMPT.stop + 100)
-    assert router.choose(_job(longer)).decode is a, "2560 cached tokens outweigh two requests"
-    assert router.choose(_job(longer, tenant="other")).decode is b, "tenants share no cache"
-    assert router.choose(_job(range(5))).decode is b
+    assert router.choose(_request(longer)).decode is a, "2560 cached tokens outweigh two requests"
+    assert router.choose(_request(longer, tenant="other")).decode is b, "tenants share no cache"
+    assert router.choose(_request(range(5))).decode is b
 
 
 async def test_a_much_busier_pod_loses_even_its_own_prefixes(make_pod):
     a, b = make_pod("a:1"), make_pod("b:1")
     router = Router(FixedFleet(a, b))
-    assert router.choose(_job(PROMPT)).decode is a
+    assert router.choose(_request(PROMPT)).decode is a
     a.load = PodLoad(free_blocks=100, total_blocks=100, block_size=64, num_requests=8)
-    assert router.choose(_job(PROMPT)).decode is b
+    assert router.choose(_request(PROMPT)).decode is b
 
 
 async def test_prefixes_are_counted_in_each_pods_own_blocks(make_pod):
     small, large = make_pod("a:1", block_size=16, free_blocks=50), make_pod("b:1", block_size=128)
     router = Router(FixedFleet(small, large))
     short, medium = range(1000, 1060), range(2000, 2120)
-    assert router.choose(_job(short), frozenset({"b:1"})).decode is small
-    assert router.choose(_job(short)).decode is small, "three blocks of 16 are cached"
-    assert router.choose(_job(medium), frozenset({"a:1"})).decode is large
+    assert router.choose(_request(short), frozenset({"b:1"})).decode is small
+    assert router.choose(_request(short)).decode is small, "three blocks of 16 are cached"
+    assert router.choose(_request(medium), frozenset({"a:1"})).decode is large
     large.load = replace(large.load, free_blocks=40)
-    assert router.choose(_job(medium)).decode is small, "120 tokens fill no block of 128"
+    assert router.choose(_request(medium)).decode is small, "120 tokens fill no block of 128"
 
 
 async def test_a_pod_without_room_for_the_prompt_comes_last(make_pod):
     full, roomy = make_pod("a:1", free_blocks=39), make_pod("b:1", free_blocks=40, num_requests=20)
     router = Router(FixedFleet(full, roomy))
-    assert router.choose(_job(PROMPT)).decode is roomy
-    assert router.choose(_job(PROMPT), frozenset({"b:1"})).decode is full
+    assert router.choose(_request(PROMPT)).decode is roomy
+    assert router.choose(_request(PROMPT), frozenset({"b:1"})).decode is full
 
 
 async def test_with_equal_load_the_pod_with_most_free_blocks_wins(make_pod):
     router = Router(FixedFleet(make_pod("a:1", free_blocks=50), make_pod("b:1", free_blocks=60)))
-    assert router.choose(_job(range(5))).decode.target == "b:1"
+    assert router.choose(_request(range(5))).decode.target == "b:1"
 
 
 async def test_unhealthy_and_excluded_pods_are_not_chosen(make_pod):
     a, b = make_pod("a:1"), make_pod("b:1")
     router = Router(FixedFleet(a, b))
     a.healthy = False
-    assert router.choose(_job(range(5))).decode is b
-    assert router.choose(_job(range(5)), frozenset({"b:1"})) is None
+    assert router.choose(_request(range(5))).decode is b
+    assert router.choose(_request(range(5)), frozenset({"b:1"})) is None
 
 
 async def test_what_a_pod_held_is_forgotten_when_it_leaves(make_pod):
     a, b = make_pod("a:1"), make_pod("b:1", free_blocks=90)
     fleet = FixedFleet(a, b)
     router = Router(fleet)
-    assert router.choose(_job(PROMPT)).decode is a
+    assert router.choose(_request(PROMPT)).decode is a
     fleet.pods.remove(a)
-    assert router.choose(_job(range(5))).decode is b
+    assert router.choose(_request(range(5))).decode is b
     fleet.pods.append(a)
     a.in_flight = 1
-    assert router.choose(_job(PROMPT)).decode is b, "a came back with an empty cache"
+    assert router.choose(_request(PROMPT)).decode is b, "a came back with an empty cache"
 
 
 async def test_prefill_pods_are_ordered_least_busy_first(make_pod):
     pods = [make_pod("p:1", Role.PREFILL, num_requests=2), make_pod("p:2", Role.PREFILL), make_pod("d:1")]
-    assert Router(FixedFleet(*pods)).choose(_job(range(5))).prefill_targets == ("p:2", "p:1")
+    assert Router(FixedFleet(*pods)).choose(_request(range(5))).prefill_targets == ("p:2", "p:1")
 
 
 def test_the_index_forgets_the_end_of_the_oldest_prompt_first():

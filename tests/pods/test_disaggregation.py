@@ -252,7 +252,7 @@ async def test_more_requests_than_blocks_all_finish(tiny_model: Path) -> None:
     [
         ([], {}, grpc.StatusCode.INVALID_ARGUMENT, "prompt"),
         ([5] * 1024, {}, grpc.StatusCode.INVALID_ARGUMENT, "1024 tokens"),
-        ([5, VOCABULARY], {}, grpc.StatusCode.INVALID_ARGUMENT, "vocabulary of 96"),
+        ([5, VOCABULARY], {}, grpc.StatusCode.INVALID_ARGUMENT, "vocabulary [0, 96)"),
         ([5], {"top_p": 1.5}, grpc.StatusCode.INVALID_ARGUMENT, "top_p"),
         ([5], {"logprobs": 99}, grpc.StatusCode.INVALID_ARGUMENT, "logprobs"),
     ],
@@ -413,7 +413,7 @@ async def test_an_unknown_speculation_is_named_with_what_there_is(tiny_model: Pa
     async with run_fleet(tiny_model) as fleet:
         message = request("s", prompt_of(20), [fleet.prefill_target])
         message.speculation = "forest"
-        with pytest.raises(grpc.aio.AioRpcError, match="off, local, global, chain") as refused:
+        with pytest.raises(grpc.aio.AioRpcError, match="off, local, chain, global") as refused:
             await run(fleet, message)
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert (refused.value.details() or "").startswith("speculation: 'forest'")

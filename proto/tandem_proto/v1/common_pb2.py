@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctandem_proto/v1/common.proto\x12\ttandem.v1\"\x89\x04\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x18\n\x0btemperature\x18\x03 \x01(\x02H\x01\x88\x01\x01\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\x12\n\x05top_p\x18\x05 \x01(\x02H\x02\x88\x01\x01\x12\r\n\x05min_p\x18\x06 \x01(\x02\x12\x1f\n\x12repetition_penalty\x18\x07 \x01(\x02H\x03\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x08 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\t \x01(\x02\x12<\n\nlogit_bias\x18\n \x03(\x0b\x32(.tandem.v1.SamplingParams.LogitBiasEntry\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x11\n\x04seed\x18\r \x01(\x04H\x04\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0e \x01(\rH\x05\x88\x01\x01\x12\x12\n\nignore_eos\x18\x0f \x01(\x08\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\x0b\n\t_logprobs\"K\n\tSloTarget\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07ttft_ns\x18\x02 \x01(\x04\x12\x0f\n\x07tpot_ns\x18\x03 \x01(\x04\x12\x0e\n\x06\x65\x32\x65_ns\x18\x04 \x01(\x04\"F\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x13\n\x0btoken_bytes\x18\x03 \x01(\x0c\"a\n\x10PositionLogprobs\x12\'\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x17.tandem.v1.TokenLogprob\x12$\n\x03top\x18\x02 \x03(\x0b\x32\x17.tandem.v1.TokenLogprob\"\xdb\x06\n\x07Receipt\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08queue_ns\x18\x02 \x01(\x04\x12\x12\n\nprefill_ns\x18\x03 \x01(\x04\x12\x13\n\x0btransfer_ns\x18\x04 \x01(\x04\x12\x11\n\tdecode_ns\x18\x05 \x01(\x04\x12\x0f\n\x07ttft_ns\x18\x06 \x01(\x04\x12\x0e\n\x06\x65\x32\x65_ns\x18\x07 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x08 \x01(\r\x12\x15\n\rcached_tokens\x18\t \x01(\r\x12\x15\n\routput_tokens\x18\n \x01(\r\x12\x14\n\x0c\x64\x65\x63ode_steps\x18\x0b \x01(\r\x12\x16\n\x0e\x64rafted_tokens\x18\x0c \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\r \x01(\r\x12\x44\n\x12\x61\x63\x63\x65pted_by_source\x18\x0e \x03(\x0b\x32(.tandem.v1.Receipt.AcceptedBySourceEntry\x12\x13\n\x0bprefill_pod\x18\x0f \x01(\t\x12\x12\n\ndecode_pod\x18\x10 \x01(\t\x12\x16\n\x0etransfer_bytes\x18\x11 \x01(\x04\x12\x0c\n\x04seed\x18\x12 \x01(\x04\x12!\n\x03slo\x18\x13 \x01(\x0b\x32\x14.tandem.v1.SloTarget\x12\x0f\n\x07slo_met\x18\x14 \x01(\x08\x12\x17\n\x0fslo_miss_reason\x18\x15 \x01(\t\x12\x17\n\x0fprefill_retries\x18\x16 \x01(\r\x12\x11\n\thit_steps\x18\x17 \x01(\r\x12\x45\n\x13hit_steps_by_source\x18\x18 \x03(\x0b\x32(.tandem.v1.Receipt.HitStepsBySourceEntry\x12\x42\n\x11\x64rafted_by_source\x18\x19 \x03(\x0b\x32\'.tandem.v1.Receipt.DraftedBySourceEntry\x1a\x37\n\x15\x41\x63\x63\x65ptedBySourceEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x1a\x37\n\x15HitStepsBySourceEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x1a\x36\n\x14\x44raftedBySourceEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\xfe\x01\n\rResourceUsage\x12\x14\n\x0c\x62locks_total\x18\x01 \x01(\r\x12\x13\n\x0b\x62locks_free\x18\x02 \x01(\r\x12\x15\n\rblocks_cached\x18\x03 \x01(\r\x12\x13\n\x0b\x62locks_used\x18\x04 \x01(\r\x12\x18\n\x10requests_waiting\x18\x05 \x01(\r\x12\x18\n\x10requests_running\x18\x06 \x01(\r\x12\x16\n\x0etransfers_open\x18\x07 \x01(\r\x12 \n\x18\x63redit_bytes_outstanding\x18\x08 \x01(\x04\x12\x14\n\x0cstreams_open\x18\t \x01(\r\x12\x12\n\nviolations\x18\n \x03(\t\"\xc9\x02\n\tPodStatus\x12\x0e\n\x06pod_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x16\n\x0emodel_revision\x18\x04 \x01(\t\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\'\n\x05usage\x18\x07 \x01(\x0b\x32\x18.tandem.v1.ResourceUsage\x12\x15\n\rkv_free_ratio\x18\x08 \x01(\x02\x12\x14\n\x0cstep_seconds\x18\t \x01(\x02\x12!\n\x19prefill_tokens_per_second\x18\n \x01(\x02\x12\x16\n\x0erequests_total\x18\x0b \x01(\x04\x12\x1c\n\x14\x64rafted_tokens_total\x18\x0c \x01(\x04\x12\x1d\n\x15\x61\x63\x63\x65pted_tokens_total\x18\r \x01(\x04*|\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctandem_proto/v1/common.proto\x12\ttandem.v1\"\x89\x04\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x18\n\x0btemperature\x18\x03 \x01(\x02H\x01\x88\x01\x01\x12\r\n\x05top_k\x18\x04 \x01(\r\x12\x12\n\x05top_p\x18\x05 \x01(\x02H\x02\x88\x01\x01\x12\r\n\x05min_p\x18\x06 \x01(\x02\x12\x1f\n\x12repetition_penalty\x18\x07 \x01(\x02H\x03\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x08 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\t \x01(\x02\x12<\n\nlogit_bias\x18\n \x03(\x0b\x32(.tandem.v1.SamplingParams.LogitBiasEntry\x12\x0c\n\x04stop\x18\x0b \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x11\n\x04seed\x18\r \x01(\x04H\x04\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0e \x01(\rH\x05\x88\x01\x01\x12\x12\n\nignore_eos\x18\x0f \x01(\x08\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\x0b\n\t_logprobs\"\x1b\n\x08TokenIds\x12\x0f\n\x03ids\x18\x01 \x03(\rB\x02\x10\x01\"K\n\tSloTarget\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07ttft_ns\x18\x02 \x01(\x04\x12\x0f\n\x07tpot_ns\x18\x03 \x01(\x04\x12\x0e\n\x06\x65\x32\x65_ns\x18\x04 \x01(\x04\"F\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x13\n\x0btoken_bytes\x18\x03 \x01(\x0c\"a\n\x10PositionLogprobs\x12\'\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x17.tandem.v1.TokenLogprob\x12$\n\x03top\x18\x02 \x03(\x0b\x32\x17.tandem.v1.TokenLogprob\"\xdb\x06\n\x07Receipt\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08queue_ns\x18\x02 \x01(\x04\x12\x12\n\nprefill_ns\x18\x03 \x01(\x04\x12\x13\n\x0btransfer_ns\x18\x04 \x01(\x04\x12\x11\n\tdecode_ns\x18\x05 \x01(\x04\x12\x0f\n\x07ttft_ns\x18\x06 \x01(\x04\x12\x0e\n\x06\x65\x32\x65_ns\x18\x07 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x08 \x01(\r\x12\x15\n\rcached_tokens\x18\t \x01(\r\x12\x15\n\routput_tokens\x18\n \x01(\r\x12\x14\n\x0c\x64\x65\x63ode_steps\x18\x0b \x01(\r\x12\x16\n\x0e\x64rafted_tokens\x18\x0c \x01(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\r \x01(\r\x12\x44\n\x12\x61\x63\x63\x65pted_by_source\x18\x0e \x03(\x0b\x32(.tandem.v1.Receipt.AcceptedBySourceEntry\x12\x13\n\x0bprefill_pod\x18\x0f \x01(\t\x12\x12\n\ndecode_pod\x18\x10 \x01(\t\x12\x16\n\x0etransfer_bytes\x18\x11 \x01(\x04\x12\x0c\n\x04seed\x18\x12 \x01(\x04\x12!\n\x03slo\x18\x13 \x01(\x0b\x32\x14.tandem.v1.SloTarget\x12\x0f\n\x07slo_met\x18\x14 \x01(\x08\x12\x17\n\x0fslo_miss_reason\x18\x15 \x01(\t\x12\x17\n\x0fprefill_retries\x18\x16 \x01(\r\x12\x11\n\thit_steps\x18\x17 \x01(\r\x12\x45\n\x13hit_steps_by_source\x18\x18 \x03(\x0b\x32(.tandem.v1.Receipt.HitStepsBySourceEntry\x12\x42\n\x11\x64rafted_by_source\x18\x19 \x03(\x0b\x32\'.tandem.v1.Receipt.DraftedBySourceEntry\x1a\x37\n\x15\x41\x63\x63\x65ptedBySourceEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x1a\x37\n\x15HitStepsBySourceEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x1a\x36\n\x14\x44raftedBySourceEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\xfe\x01\n\rResourceUsage\x12\x14\n\x0c\x62locks_total\x18\x01 \x01(\r\x12\x13\n\x0b\x62locks_free\x18\x02 \x01(\r\x12\x15\n\rblocks_cached\x18\x03 \x01(\r\x12\x13\n\x0b\x62locks_used\x18\x04 \x01(\r\x12\x18\n\x10requests_waiting\x18\x05 \x01(\r\x12\x18\n\x10requests_running\x18\x06 \x01(\r\x12\x16\n\x0etransfers_open\x18\x07 \x01(\r\x12 \n\x18\x63redit_bytes_outstanding\x18\x08 \x01(\x04\x12\x14\n\x0cstreams_open\x18\t \x01(\r\x12\x12\n\nviolations\x18\n \x03(\t\"\xc9\x02\n\tPodStatus\x12\x0e\n\x06pod_id\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\t\x12\x16\n\x0emodel_revision\x18\x04 \x01(\t\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\'\n\x05usage\x18\x07 \x01(\x0b\x32\x18.tandem.v1.ResourceUsage\x12\x15\n\rkv_free_ratio\x18\x08 \x01(\x02\x12\x14\n\x0cstep_seconds\x18\t \x01(\x02\x12!\n\x19prefill_tokens_per_second\x18\n \x01(\x02\x12\x16\n\x0erequests_total\x18\x0b \x01(\x04\x12\x1c\n\x14\x64rafted_tokens_total\x18\x0c \x01(\x04\x12\x1d\n\x15\x61\x63\x63\x65pted_tokens_total\x18\r \x01(\x04*|\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,34 +33,38 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_TOKENIDS'].fields_by_name['ids']._loaded_options = None
+  _globals['_TOKENIDS'].fields_by_name['ids']._serialized_options = b'\020\001'
   _globals['_RECEIPT_ACCEPTEDBYSOURCEENTRY']._loaded_options = None
   _globals['_RECEIPT_ACCEPTEDBYSOURCEENTRY']._serialized_options = b'8\001'
   _globals['_RECEIPT_HITSTEPSBYSOURCEENTRY']._loaded_options = None
   _globals['_RECEIPT_HITSTEPSBYSOURCEENTRY']._serialized_options = b'8\001'
   _globals['_RECEIPT_DRAFTEDBYSOURCEENTRY']._loaded_options = None
   _globals['_RECEIPT_DRAFTEDBYSOURCEENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=2266
-  _globals['_FINISHREASON']._serialized_end=2390
+  _globals['_FINISHREASON']._serialized_start=2295
+  _globals['_FINISHREASON']._serialized_end=2419
   _globals['_SAMPLINGPARAMS']._serialized_start=44
   _globals['_SAMPLINGPARAMS']._serialized_end=565
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=431
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=479
-  _globals['_SLOTARGET']._serialized_start=567
-  _globals['_SLOTARGET']._serialized_end=642
-  _globals['_TOKENLOGPROB']._serialized_start=644
-  _globals['_TOKENLOGPROB']._serialized_end=714
-  _globals['_POSITIONLOGPROBS']._serialized_start=716
-  _globals['_POSITIONLOGPROBS']._serialized_end=813
-  _globals['_RECEIPT']._serialized_start=816
-  _globals['_RECEIPT']._serialized_end=1675
-  _globals['_RECEIPT_ACCEPTEDBYSOURCEENTRY']._serialized_start=1507
-  _globals['_RECEIPT_ACCEPTEDBYSOURCEENTRY']._serialized_end=1562
-  _globals['_RECEIPT_HITSTEPSBYSOURCEENTRY']._serialized_start=1564
-  _globals['_RECEIPT_HITSTEPSBYSOURCEENTRY']._serialized_end=1619
-  _globals['_RECEIPT_DRAFTEDBYSOURCEENTRY']._serialized_start=1621
-  _globals['_RECEIPT_DRAFTEDBYSOURCEENTRY']._serialized_end=1675
-  _globals['_RESOURCEUSAGE']._serialized_start=1678
-  _globals['_RESOURCEUSAGE']._serialized_end=1932
-  _globals['_PODSTATUS']._serialized_start=1935
-  _globals['_PODSTATUS']._serialized_end=2264
+  _globals['_TOKENIDS']._serialized_start=567
+  _globals['_TOKENIDS']._serialized_end=594
+  _globals['_SLOTARGET']._serialized_start=596
+  _globals['_SLOTARGET']._serialized_end=671
+  _globals['_TOKENLOGPROB']._serialized_start=673
+  _globals['_TOKENLOGPROB']._serialized_end=743
+  _globals['_POSITIONLOGPROBS']._serialized_start=745
+  _globals['_POSITIONLOGPROBS']._serialized_end=842
+  _globals['_RECEIPT']._serialized_start=845
+  _globals['_RECEIPT']._serialized_end=1704
+  _globals['_RECEIPT_ACCEPTEDBYSOURCEENTRY']._serialized_start=1536
+  _globals['_RECEIPT_ACCEPTEDBYSOURCEENTRY']._serialized_end=1591
+  _globals['_RECEIPT_HITSTEPSBYSOURCEENTRY']._serialized_start=1593
+  _globals['_RECEIPT_HITSTEPSBYSOURCEENTRY']._serialized_end=1648
+  _globals['_RECEIPT_DRAFTEDBYSOURCEENTRY']._serialized_start=1650
+  _globals['_RECEIPT_DRAFTEDBYSOURCEENTRY']._serialized_end=1704
+  _globals['_RESOURCEUSAGE']._serialized_start=1707
+  _globals['_RESOURCEUSAGE']._serialized_end=1961
+  _globals['_PODSTATUS']._serialized_start=1964
+  _globals['_PODSTATUS']._serialized_end=2293
 # @@protoc_insertion_point(module_scope)

@@ -128,7 +128,7 @@ class GenerateRequest(_message.Message):
     speculation: _builtins.str
     """As in ChatRequest."""
     @_builtins.property
-    def token_ids(self) -> Global___TokenIds: ...
+    def token_ids(self) -> _common_pb2.TokenIds: ...
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
     def __init__(
@@ -136,7 +136,7 @@ class GenerateRequest(_message.Message):
         *,
         model: _builtins.str = ...,
         text: _builtins.str = ...,
-        token_ids: Global___TokenIds | None = ...,
+        token_ids: _common_pb2.TokenIds | None = ...,
         sampling: _common_pb2.SamplingParams | None = ...,
         slo_class: _builtins.str = ...,
         request_id: _builtins.str = ...,
@@ -151,26 +151,6 @@ class GenerateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_prompt) -> _WhichOneofReturnType_prompt | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
-
-@_typing.final
-class TokenIds(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    IDS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    def __init__(
-        self,
-        *,
-        ids: _abc.Iterable[_builtins.int] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ids", b"ids"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 
 @_typing.final
 class GenerateResponse(_message.Message):

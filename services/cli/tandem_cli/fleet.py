@@ -12,13 +12,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+
+from tandem_core.speculation import SpeculationMode
 
 from tandem_cli import redis_server
 from tandem_cli.log_view import LogFormat
 from tandem_cli.supervisor import ProcessSpec
 
-Speculation = Literal["off", "local", "chain", "global"]
 ROLES = ("gateway", "decode", "prefill", "lookahead")
 MAX_PODS_PER_ROLE = 100
 _METRICS_OFFSET = 1000
@@ -64,7 +64,7 @@ class FleetOptions:
     http_port: int = 8000
     base_port: int = 51100
     threads: int | None = None
-    speculation: Speculation = "global"
+    speculation: SpeculationMode = SpeculationMode.GLOBAL
     api_keys_file: Path | None = None
     log_format: LogFormat = "console"
     #: Folder of the Redis server's data.
@@ -113,7 +113,7 @@ class _Planner:
     def plan(self) -> FleetPlan:
         options = self._options
         prefill = tuple(self._prefill(index) for index in range(options.num_prefill))
-        shares_text = options.speculation in ("chain", "global")
+        shares_text = options.speculation.uses_shared_text
         lookahead = (self._lookahead(),) if shares_text else ()
         redis = (self._redis(),) if shares_text and not options.redis_url else ()
         decode = tuple(self._decode(index, lookahead) for index in range(options.num_decode))

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 from tandem_core.model.registry import DEFAULT_MODEL
+from tandem_core.speculation import SpeculationMode
 
 from tandem_cli import bench_command, lookahead_command, model_command
 from tandem_cli.options import (
@@ -53,21 +54,6 @@ QuantizationOption = Annotated[
         help="Bits of weights and activations (CPU). auto: as the weights come, if --dtype is auto."
     ),
 ]
-
-
-class SpeculationMode(StrEnum):
-    OFF = "off"
-    LOCAL = "local"
-    CHAIN = "chain"
-    GLOBAL = "global"
-
-
-class OwnSpeculation(StrEnum):
-    """Without a fleet there is no text of others."""
-
-    OFF = "off"
-    LOCAL = "local"
-    CHAIN = "chain"
 
 
 class LogFormatName(StrEnum):
@@ -128,7 +114,7 @@ def up(
             http_port=http_port,
             base_port=base_port,
             threads=threads,
-            speculation=speculation.value,
+            speculation=speculation,
             api_keys_file=api_keys_file,
             log_format=log_format.value,
             redis_dir=cache_root() / "lookahead" / str(grpc_port),
@@ -172,7 +158,7 @@ def chat(
         max_tokens=max_tokens,
         seed=seed,
         slo_class=slo_class,
-        speculation=speculation.value if speculation is not None else "",
+        speculation=speculation or "",
         api_key=api_key,
     )
     try:
@@ -196,15 +182,17 @@ def generate(
     max_tokens: MaxTokensOption = 256,
     seed: SeedOption = None,
     speculation: Annotated[
-        OwnSpeculation,
-        typer.Option(help="Drafts: none, trees, or one line of 7, from the request's own text."),
-    ] = OwnSpeculation.LOCAL,
+        SpeculationMode,
+        typer.Option(help="Drafts: none, trees, or one line of 7, from the request's own text; not global."),
+    ] = SpeculationMode.LOCAL,
 ) -> None:
     """Generate in this one process, without any pod."""
     from tandem_core.errors import ModelLoadError
 
     from tandem_cli import generate, models
 
+    if speculation is SpeculationMode.GLOBAL:
+        fail("--speculation global needs the text of other requests; start a fleet with `tandem up`", code=2)
     try:
         folder = models.obtain(model)
         options = generate.GenerateOptions(
@@ -215,7 +203,7 @@ def generate(
             temperature,
             max_tokens,
             seed or 0,
-            speculation.value,
+            speculation,
         )
         generate.run(options, prompt)
     except (ModelLoadError, generate.PromptError) as error:

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from tandem_core.speculation import SpeculationMode
 from tandem_drafting.drafter import Drafter, DraftPolicy
 from tandem_drafting.lookahead_client import LookaheadClient
 from tandem_drafting.mirror import GlobalMirror
@@ -40,7 +39,7 @@ def main() -> None:
 async def open_pod(pod: DecodeSettings) -> AsyncIterator[PodServer]:
     """A pod that serves until the context ends. Raises ModelLoadError, CapacityError, OSError."""
     server = PodServer(pod, role="decode", service_names=[SERVICE], status_codes=STATUS_CODES)
-    drafter = Drafter(None, DraftPolicy(strategy=SpeculationMode(pod.speculation)))
+    drafter = Drafter(None, DraftPolicy(strategy=pod.speculation))
     parts = await asyncio.to_thread(assemble, pod.engine_config(max_draft_nodes=pod.draft_nodes), drafter)
     loop = EngineLoop(parts.engine, on_failure=exit_process)
     receiver = ZmqReceiver(parts.layout, parts.pool, ReceiverOptions(host=pod.kv_host, port=pod.kv_port))
@@ -83,7 +82,7 @@ async def open_pod(pod: DecodeSettings) -> AsyncIterator[PodServer]:
 def _client_maker(
     pod: DecodeSettings, parts: EngineParts, drafter: Drafter, loop: EngineLoop
 ) -> MakeClient | None:
-    if not pod.lookahead or pod.speculation not in ("chain", "global"):
+    if not pod.lookahead or not pod.speculation.uses_shared_text:
         return None
 
     def make(tenant: str, mirror: GlobalMirror) -> LookaheadClient:

@@ -15,11 +15,10 @@ from collections.abc import AsyncIterator
 
 import grpc
 from tandem_core import codec
-from tandem_core.errors import InvalidRequestError
 from tandem_core.model.detokenizer import StreamingDetokenizer
 from tandem_core.model.tokenizer import Tokenizer
 from tandem_core.prefix_hash import cache_salt
-from tandem_core.sampling import FinishReason
+from tandem_core.sampling import FinishReason, SamplingParams
 from tandem_core.speculation import SpeculationMode
 from tandem_engine.assemble import EngineParts
 from tandem_engine.engine import StepOutput
@@ -193,11 +192,11 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             # table or a sequence in the lookahead service.
             request_id=f"{message.request_id}#{secrets.token_hex(8)}",
             prompt_token_ids=list(message.prompt_token_ids),
-            sampling=codec.sampling_from_proto(message.sampling, default_max_tokens=max(room, 1)),
+            sampling=SamplingParams(**{"max_tokens": max(room, 1)} | codec.given_sampling(message.sampling)),
             cache_salt=cache_salt(message.tenant, self._parts.manifest.revision),
             eos_token_ids=self._parts.eos_token_ids,
             tenant=message.tenant,
-            speculation=_speculation_mode(message.speculation),
+            speculation=SpeculationMode.parse(message.speculation),
         )
 
     def _count(self, record: RequestRecord, outcome: str) -> None:
@@ -226,12 +225,3 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         status.drafted_tokens_total = self._drafted
         status.accepted_tokens_total = self._accepted
         return status
-
-
-def _speculation_mode(name: str) -> SpeculationMode | None:
-    """None for "": the pod's own mode."""
-    try:
-        return SpeculationMode(name) if name else None
-    except ValueError:
-        known = ", ".join(mode.value for mode in SpeculationMode)
-        raise InvalidRequestError("speculation", f"{name!r} is unknown; use one of {known}") from None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
+from tandem_core.speculation import SpeculationMode
 from tandem_pod.settings import EnginePodSettings
 from tandem_service.settings import Port
 
@@ -18,7 +19,7 @@ class DecodeSettings(EnginePodSettings):
     """port of the KV ingress; 0 takes a free one"""
     lookahead: str = ""
     """host:port of the lookahead service; empty: drafts come from the sequence itself only"""
-    speculation: Literal["off", "local", "chain", "global"] = "global"
+    speculation: SpeculationMode = SpeculationMode.GLOBAL
     """where drafts may come from; local: the sequence's own text; global: also the tenant's shared text"""
     draft_nodes: Annotated[int, Field(ge=0, le=63)] = 31
     """most guesses verified per sequence and step"""

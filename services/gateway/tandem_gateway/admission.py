@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager
 
 from tandem_gateway.errors import DeadlineError, OverloadedError
 from tandem_gateway.predictor import Predictor
-from tandem_gateway.request import Job
+from tandem_gateway.request import TokenizedRequest
 from tandem_gateway.slo import UNBOUND_TTFT_S
 
 _MIN_RETRY_AFTER_S = 0.05
@@ -48,19 +48,19 @@ class Admission:
         return self._in_flight
 
     @asynccontextmanager
-    async def place(self, job: Job) -> AsyncIterator[None]:
-        """A place for the length of the block. Raises OverloadedError, or DeadlineError when the job's
+    async def place(self, request: TokenizedRequest) -> AsyncIterator[None]:
+        """A place for the length of the block. Raises OverloadedError, or DeadlineError when the request's
         own deadline passes before its turn."""
-        await self._enter(job)
+        await self._enter(request)
         try:
             yield
         finally:
             self._in_flight -= 1
             self._admit_next()
 
-    async def _enter(self, job: Job) -> None:
+    async def _enter(self, request: TokenizedRequest) -> None:
         loop = asyncio.get_running_loop()
-        if job.deadline <= loop.time():
+        if request.deadline <= loop.time():
             raise DeadlineError("the deadline had passed before the request could start")
         if self._in_flight < self._max_in_flight and self._num_waiting == 0:
             self._in_flight += 1
@@ -71,11 +71,11 @@ class Admission:
                 self.retry_after_s(),
             )
         turn: asyncio.Future[None] = loop.create_future()
-        urgency = job.arrived + (job.slo.ttft_s or UNBOUND_TTFT_S)
+        urgency = request.arrived + (request.slo.ttft_s or UNBOUND_TTFT_S)
         heapq.heappush(self._waiters, (urgency, next(self._order), turn))
         self._num_waiting += 1
         try:
-            async with asyncio.timeout_at(job.deadline):
+            async with asyncio.timeout_at(request.deadline):
                 await turn
         except TimeoutError:
             self._give_up(turn)

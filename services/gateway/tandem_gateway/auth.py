@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from tandem_core.slo import SLO_CLASSES
 
 from tandem_gateway.errors import UnauthenticatedError
 
-ALL_CLASSES = ("interactive", "chat", "batch")
+ALL_CLASSES = tuple(SLO_CLASSES)
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,29 @@
-"""Every way a request can be refused or fail, one tree; both front ends render from it.
+"""Every way a request can be refused or fail, and how each front end shows it.
 
-GatewayError
-├── InvalidRequestError     the caller's input            INVALID_ARGUMENT     400 (413 for a huge body)
-├── UnknownModelError                                     NOT_FOUND            404
-├── UnauthenticatedError    no key or a wrong one         UNAUTHENTICATED      401
-├── ForbiddenError          the key may not do that       PERMISSION_DENIED    403
-├── OverloadedError         queue full, pod full          RESOURCE_EXHAUSTED   429 + Retry-After
-├── DeadlineError           the client's time is over     DEADLINE_EXCEEDED    504
-├── UnavailableError        no decode pod, or it died     UNAVAILABLE          503
-└── UpstreamError           the pod failed otherwise      INTERNAL             500
+TandemError
+├── InvalidRequestError         the caller's input            INVALID_ARGUMENT     400
+│   ├── UnsupportedFieldError                                 INVALID_ARGUMENT     400
+│   ├── ContextLengthError                                    INVALID_ARGUMENT     400
+│   ├── BodyTooLargeError                                     INVALID_ARGUMENT     413
+│   └── UnknownModelError                                     NOT_FOUND            404
+└── GatewayError                the gateway or a pod failed   INTERNAL             500
+    ├── UnauthenticatedError    no key or a wrong one         UNAUTHENTICATED      401
+    ├── ForbiddenError          the key may not do that       PERMISSION_DENIED    403
+    ├── OverloadedError         queue full, pod full          RESOURCE_EXHAUSTED   429 + Retry-After
+    ├── DeadlineError           the client's time is over     DEADLINE_EXCEEDED    504
+    ├── UnavailableError        no decode pod, or it died     UNAVAILABLE          503
+    └── UpstreamError           the pod failed otherwise      INTERNAL             500
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 
 import grpc
+from tandem_core.errors import InvalidRequestError, TandemError
 
 
 class Outcome(enum.Enum):
@@ -31,84 +39,36 @@ class Outcome(enum.Enum):
     ERROR = "error"
 
 
-class GatewayError(Exception):
-    """Base. Class attributes say how each front end shows it; `kind` and `code` are OpenAI's words."""
-
-    status = grpc.StatusCode.INTERNAL
-    http_status = 500
-    kind = "server_error"
-    code = "internal_error"
-    outcome = Outcome.ERROR
-
-
-class InvalidRequestError(GatewayError):
-    """A field of the request is wrong. The message names the field, the limit and the remedy."""
-
-    status = grpc.StatusCode.INVALID_ARGUMENT
-    http_status = 400
-    kind = "invalid_request_error"
-    code = "invalid_value"
-    outcome = Outcome.INVALID
-
-    def __init__(self, field: str, message: str) -> None:
-        super().__init__(f"{field}: {message}")
-        self.field = field
-
-
 class UnsupportedFieldError(InvalidRequestError):
     """A field that the API has and we do not serve."""
-
-    code = "unsupported_parameter"
 
 
 class ContextLengthError(InvalidRequestError):
     """The prompt, or prompt and output together, exceed the model's context, or every decode pod's KV."""
 
-    code = "context_length_exceeded"
-
 
 class BodyTooLargeError(InvalidRequestError):
     """The HTTP body is over the limit; refused before it is parsed."""
 
-    http_status = 413
-    code = "request_too_large"
+
+class UnknownModelError(InvalidRequestError):
+    """The model is not served here."""
 
 
-class UnknownModelError(GatewayError):
-    status = grpc.StatusCode.NOT_FOUND
-    http_status = 404
-    kind = "invalid_request_error"
-    code = "model_not_found"
-    outcome = Outcome.INVALID
-
-    def __init__(self, asked: str, served: str) -> None:
-        super().__init__(f"model: {asked!r} is not served here; use {served!r} or leave it empty")
+class GatewayError(TandemError):
+    """A request failed, and not by what it says."""
 
 
 class UnauthenticatedError(GatewayError):
-    status = grpc.StatusCode.UNAUTHENTICATED
-    http_status = 401
-    kind = "authentication_error"
-    code = "invalid_api_key"
-    outcome = Outcome.UNAUTHENTICATED
+    """There is no API key, or an unknown one."""
 
 
 class ForbiddenError(GatewayError):
-    status = grpc.StatusCode.PERMISSION_DENIED
-    http_status = 403
-    kind = "permission_error"
-    code = "forbidden"
-    outcome = Outcome.UNAUTHENTICATED
+    """The API key does not allow this."""
 
 
 class OverloadedError(GatewayError):
     """Refused at once; `retry_after_s` is when a place is expected."""
-
-    status = grpc.StatusCode.RESOURCE_EXHAUSTED
-    http_status = 429
-    kind = "rate_limit_error"
-    code = "overloaded"
-    outcome = Outcome.REFUSED
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
@@ -116,19 +76,61 @@ class OverloadedError(GatewayError):
 
 
 class DeadlineError(GatewayError):
-    status = grpc.StatusCode.DEADLINE_EXCEEDED
-    http_status = 504
-    kind = "timeout_error"
-    code = "deadline_exceeded"
-    outcome = Outcome.DEADLINE
+    """The deadline passed before the answer was complete."""
 
 
 class UnavailableError(GatewayError):
-    status = grpc.StatusCode.UNAVAILABLE
-    http_status = 503
-    code = "unavailable"
-    outcome = Outcome.UNAVAILABLE
+    """There is no decode pod, or it died during the request."""
 
 
 class UpstreamError(GatewayError):
     """A pod answered with a status that is neither the caller's fault nor an outage."""
+
+
+#: What a request can fail with; both kinds carry one sentence for the caller.
+REQUEST_ERRORS = (InvalidRequestError, GatewayError)
+
+
+@dataclass(frozen=True)
+class Presentation:
+    """How both front ends show an error; `kind` and `code` are OpenAI's words."""
+
+    status: grpc.StatusCode
+    http_status: int
+    kind: str
+    code: str
+    outcome: Outcome
+
+
+_CODES, _INVALID = grpc.StatusCode, "invalid_request_error"
+PRESENTATIONS: Mapping[type[TandemError], Presentation] = MappingProxyType(
+    {
+        InvalidRequestError: Presentation(
+            _CODES.INVALID_ARGUMENT, 400, _INVALID, "invalid_value", Outcome.INVALID),
+        UnsupportedFieldError: Presentation(
+            _CODES.INVALID_ARGUMENT, 400, _INVALID, "unsupported_parameter", Outcome.INVALID),
+        ContextLengthError: Presentation(
+            _CODES.INVALID_ARGUMENT, 400, _INVALID, "context_length_exceeded", Outcome.INVALID),
+        BodyTooLargeError: Presentation(
+            _CODES.INVALID_ARGUMENT, 413, _INVALID, "request_too_large", Outcome.INVALID),
+        UnknownModelError: Presentation(
+            _CODES.NOT_FOUND, 404, _INVALID, "model_not_found", Outcome.INVALID),
+        GatewayError: Presentation(
+            _CODES.INTERNAL, 500, "server_error", "internal_error", Outcome.ERROR),
+        UnauthenticatedError: Presentation(
+            _CODES.UNAUTHENTICATED, 401, "authentication_error", "invalid_api_key", Outcome.UNAUTHENTICATED),
+        ForbiddenError: Presentation(
+            _CODES.PERMISSION_DENIED, 403, "permission_error", "forbidden", Outcome.UNAUTHENTICATED),
+        OverloadedError: Presentation(
+            _CODES.RESOURCE_EXHAUSTED, 429, "rate_limit_error", "overloaded", Outcome.REFUSED),
+        DeadlineError: Presentation(
+            _CODES.DEADLINE_EXCEEDED, 504, "timeout_error", "deadline_exceeded", Outcome.DEADLINE),
+        UnavailableError: Presentation(
+            _CODES.UNAVAILABLE, 503, "server_error", "unavailable", Outcome.UNAVAILABLE),
+    }
+)  # fmt: skip
+
+
+def presentation(error: TandemError) -> Presentation:
+    """That of the error's nearest base class in PRESENTATIONS."""
+    return next(PRESENTATIONS[base] for base in type(error).__mro__ if base in PRESENTATIONS)

@@ -22,7 +22,6 @@ from tandem_proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2
 from tandem_service.channels import open_channel
 from tandem_service.discovery import DnsDiscovery
 
-from tandem_gateway.codec import load_from_proto
 from tandem_gateway.metrics import GatewayMetrics
 from tandem_gateway.request import PodLoad
 
@@ -62,7 +61,7 @@ class Pod:
         stub = health_pb2_grpc.HealthStub(self.channel)
         health = await stub.Check(health_pb2.HealthCheckRequest(), timeout=_POLL_TIMEOUT_S)
         self.report = await self._ask_status()
-        self.load = load_from_proto(self.report)
+        self.load = _load(self.report)
         return bool(health.status == health_pb2.HealthCheckResponse.SERVING)
 
     async def _ask_status(self) -> common_pb2.PodStatus:
@@ -200,3 +199,14 @@ class Fleet:
             # Waiters hold the old event; whoever comes later waits for the next change.
             self._changed.set()
             self._changed = asyncio.Event()
+
+
+def _load(status: common_pb2.PodStatus) -> PodLoad:
+    usage = status.usage
+    return PodLoad(
+        # Cached blocks are evicted when a request needs them.
+        free_blocks=usage.blocks_free + usage.blocks_cached,
+        total_blocks=usage.blocks_total,
+        block_size=status.block_size,
+        num_requests=usage.requests_waiting + usage.requests_running,
+    )

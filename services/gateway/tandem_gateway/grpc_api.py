@@ -1,7 +1,7 @@
 # ruff: noqa: N802  (the methods are named by the .proto)
 """GatewayService: the gRPC face of the gateway.
 
-Errors are raised as GatewayError and become statuses in the server's interceptor, through STATUS_CODES.
+The server's interceptor turns the errors of tandem_gateway.errors into statuses, through STATUS_CODES.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from typing import TYPE_CHECKING
 
 import grpc
 import grpc.aio
-from tandem_proto.v1 import gateway_pb2, gateway_pb2_grpc
+from tandem_core.codec import given_sampling
+from tandem_core.errors import InvalidRequestError
+from tandem_core.model.chat_template import Message
+from tandem_proto.v1 import decode_pb2, gateway_pb2, gateway_pb2_grpc
 from tandem_service.interceptors import current_request_id, request_id_or_new
 
-from tandem_gateway import codec
 from tandem_gateway.auth import ApiKeys, Caller
-from tandem_gateway.errors import GatewayError, InvalidRequestError, OverloadedError
+from tandem_gateway.errors import PRESENTATIONS, OverloadedError
 from tandem_gateway.fleet_view import FleetView
-from tandem_gateway.gateway import Ask, Gateway
-from tandem_gateway.request import Chunk, Job
+from tandem_gateway.gateway import Gateway
+from tandem_gateway.request import ReceivedRequest, TokenizedRequest
 
 if TYPE_CHECKING:
     from typing import Any
@@ -33,12 +35,10 @@ RECEIPT_KEY = "tandem-receipt-bin"
 RETRY_AFTER_KEY = "retry-after-ms"
 
 
-def _tree(root: type[GatewayError]) -> list[type[GatewayError]]:
-    return [root, *(kind for child in root.__subclasses__() for kind in _tree(child))]
-
-
-#: For PodServer: each exception's own status.
-STATUS_CODES: dict[type[Exception], grpc.StatusCode] = {kind: kind.status for kind in _tree(GatewayError)}
+#: For PodServer.
+STATUS_CODES: dict[type[Exception], grpc.StatusCode] = {
+    error: presentation.status for error, presentation in PRESENTATIONS.items()
+}
 
 
 class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
@@ -51,9 +51,10 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         self, request: gateway_pb2.ChatRequest, context: _Context
     ) -> AsyncIterator[gateway_pb2.ChatResponse]:
         with self._gateway.counting_refusals():
-            ask = self._ask(request, context)
-            job = await self._gateway.prepare_chat(ask, codec.messages_from_proto(request))
-        async with aclosing(self._answer(job, context)) as answer:
+            received = self._received(request, context)
+            messages = tuple(Message(message.role, message.content) for message in request.messages)
+            tokenized = await self._gateway.prepare_chat(received, messages)
+        async with aclosing(self._answer(tokenized, context)) as answer:
             async for event in answer:
                 if isinstance(event, gateway_pb2.GeneratedEnd):
                     yield gateway_pb2.ChatResponse(end=event)
@@ -64,12 +65,12 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         self, request: gateway_pb2.GenerateRequest, context: _Context
     ) -> AsyncIterator[gateway_pb2.GenerateResponse]:
         with self._gateway.counting_refusals():
-            ask = self._ask(request, context)
+            received = self._received(request, context)
             if request.WhichOneof("prompt") == "token_ids":
-                job = await self._gateway.prepare_tokens(ask, request.token_ids.ids)
+                tokenized = await self._gateway.prepare_tokens(received, request.token_ids.ids)
             else:
-                job = await self._gateway.prepare_text(ask, request.text)
-        async with aclosing(self._answer(job, context)) as answer:
+                tokenized = await self._gateway.prepare_text(received, request.text)
+        async with aclosing(self._answer(tokenized, context)) as answer:
             async for event in answer:
                 if isinstance(event, gateway_pb2.GeneratedEnd):
                     yield gateway_pb2.GenerateResponse(end=event)
@@ -93,17 +94,20 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         return self._fleet_view.now()
 
     async def _answer(
-        self, job: Job, context: _Context
+        self, request: TokenizedRequest, context: _Context
     ) -> AsyncGenerator[gateway_pb2.GeneratedChunk | gateway_pb2.GeneratedEnd, None]:
         try:
-            async with aclosing(self._gateway.run(job)) as events:
+            async with aclosing(self._gateway.run(request)) as events:
                 async for event in events:
-                    if isinstance(event, Chunk):
-                        yield codec.chunk_to_proto(event)
+                    if isinstance(event, decode_pb2.DecodeChunk):
+                        yield gateway_pb2.GeneratedChunk(
+                            text=event.text, token_ids=event.token_ids, logprobs=event.logprobs
+                        )
                     else:
-                        end = codec.end_to_proto(event)
-                        context.set_trailing_metadata(((RECEIPT_KEY, end.receipt.SerializeToString()),))
-                        yield end
+                        context.set_trailing_metadata(((RECEIPT_KEY, event.receipt.SerializeToString()),))
+                        yield gateway_pb2.GeneratedEnd(
+                            reason=event.reason, stop_reason=event.stop_reason, receipt=event.receipt
+                        )
         except OverloadedError as error:
             retry_after_ms = str(max(1, round(error.retry_after_s * 1000)))
             context.set_trailing_metadata(((RETRY_AFTER_KEY, retry_after_ms),))
@@ -115,18 +119,20 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
                 return self._keys.authenticate(value)
         return self._keys.authenticate("")
 
-    def _ask(self, request: gateway_pb2.ChatRequest | gateway_pb2.GenerateRequest, context: _Context) -> Ask:
+    def _received(
+        self, request: gateway_pb2.ChatRequest | gateway_pb2.GenerateRequest, context: _Context
+    ) -> ReceivedRequest:
         arrived = time.monotonic()
         caller = self._caller(context)
         if request.request_id and request_id_or_new(request.request_id) != request.request_id:
             raise InvalidRequestError(
                 "request_id", "must be 1 to 128 letters, digits and . _ : / -; or leave it empty"
             )
-        return Ask(
+        return ReceivedRequest(
             request_id=request.request_id or current_request_id(),
             caller=caller,
             model=request.model,
-            options=codec.options_from_proto(request.sampling),
+            sampling=given_sampling(request.sampling),
             slo_class=request.slo_class,
             arrived=arrived,
             timeout_s=context.time_remaining(),

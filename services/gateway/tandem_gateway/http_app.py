@@ -14,10 +14,11 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from tandem_core.errors import InvalidRequestError, TandemError
 from tandem_service.interceptors import request_id_or_new
 
 from tandem_gateway.auth import ApiKeys
-from tandem_gateway.errors import GatewayError, OverloadedError
+from tandem_gateway.errors import GatewayError, OverloadedError, presentation
 from tandem_gateway.fleet import Fleet, Role
 from tandem_gateway.fleet_view import FleetView
 from tandem_gateway.gateway import Gateway
@@ -78,14 +79,15 @@ def make_app(
         )
         return Response(body, media_type="application/json")
 
+    @app.exception_handler(InvalidRequestError)
     @app.exception_handler(GatewayError)
-    async def refuse(request: Request, error: GatewayError) -> Response:
+    async def refuse(request: Request, error: TandemError) -> Response:
         headers = {}
         if isinstance(error, OverloadedError):
             # Whole seconds by RFC 9110; OpenAI's client reads the finer one first.
             headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
             headers["retry-after-ms"] = str(max(1, round(error.retry_after_s * 1000)))
-        return JSONResponse(error_json(error), status_code=error.http_status, headers=headers)
+        return JSONResponse(error_json(error), status_code=presentation(error).http_status, headers=headers)
 
     @app.exception_handler(ClientDisconnect)  # left while sending its body
     @app.exception_handler(ClientGoneError)

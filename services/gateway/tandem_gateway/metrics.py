@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from tandem_core.slo import SloTarget
+from tandem_proto.v1 import common_pb2
 from tandem_service.metrics import LATENCY_BUCKETS_S, TOKEN_BUCKETS_S
 
 from tandem_gateway.admission import Admission
 from tandem_gateway.errors import Outcome
 from tandem_gateway.predictor import Predictor
-from tandem_gateway.request import NS_PER_S, Receipt, SloTarget
+from tandem_gateway.request import NS_PER_S
 
 
 class GatewayMetrics:
@@ -107,7 +109,7 @@ class GatewayMetrics:
     def failover(self) -> None:
         self._failovers.inc()
 
-    def finished(self, receipt: Receipt) -> None:
+    def finished(self, receipt: common_pb2.Receipt) -> None:
         """A request that ran to its end."""
         name = receipt.slo.name
         self._ttft.labels(name).observe(receipt.ttft_ns / NS_PER_S)

@@ -1,6 +1,6 @@
 """HTTP: /v1/chat/completions, /v1/completions, /v1/models as OpenAI's clients expect them.
 
-body bytes (limited) -> parse -> key -> Job -> run
+key -> body bytes (limited) -> ReceivedRequest -> TokenizedRequest -> run
     stream    the first event is awaited before the status line, so that a refusal is a real 429
     else      collected, then one JSON object
 the client disconnects at any point -> the run is closed, and with it the call to the pod
@@ -15,20 +15,21 @@ from typing import TypeVar
 import structlog
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
+from tandem_proto.v1 import decode_pb2
 
 from tandem_gateway.auth import ApiKeys
-from tandem_gateway.errors import BodyTooLargeError, GatewayError
-from tandem_gateway.gateway import Ask, Gateway
+from tandem_gateway.errors import REQUEST_ERRORS, BodyTooLargeError, GatewayError
+from tandem_gateway.gateway import Gateway
 from tandem_gateway.http_stream import SSE_DONE, EventStream, sse, until_disconnect
 from tandem_gateway.openai_models import ChatBody, CompletionBody, parse_body
 from tandem_gateway.openai_render import ChatRenderer, CompletionRenderer, Renderer, error_json
-from tandem_gateway.request import Chunk, End, Event, Job
+from tandem_gateway.request import Event, ReceivedRequest, TokenizedRequest
 
 BodyT = TypeVar("BodyT", ChatBody, CompletionBody)
 
 
 class OpenAiApi:
-    """The routes; mount `router` in an app that renders GatewayError."""
+    """The routes; mount `router` in an app that renders the errors of tandem_gateway.errors."""
 
     def __init__(self, gateway: Gateway, keys: ApiKeys) -> None:
         self._gateway = gateway
@@ -43,20 +44,20 @@ class OpenAiApi:
     async def _chat(self, request: Request) -> Response:
         arrived = time.monotonic()
         with self._gateway.counting_refusals():
-            ask, body = await self._read(request, ChatBody, arrived)
-            job = await self._gateway.prepare_chat(ask, body.chat_messages())
-        return await self._answer(request, body, job, ChatRenderer)
+            received, body = await self._read(request, ChatBody, arrived)
+            tokenized = await self._gateway.prepare_chat(received, body.chat_messages())
+        return await self._answer(request, body, tokenized, ChatRenderer)
 
     async def _complete(self, request: Request) -> Response:
         arrived = time.monotonic()
         with self._gateway.counting_refusals():
-            ask, body = await self._read(request, CompletionBody, arrived)
+            received, body = await self._read(request, CompletionBody, arrived)
             prompt = body.single_prompt()
             if isinstance(prompt, str):
-                job = await self._gateway.prepare_text(ask, prompt)
+                tokenized = await self._gateway.prepare_text(received, prompt)
             else:
-                job = await self._gateway.prepare_tokens(ask, prompt)
-        return await self._answer(request, body, job, CompletionRenderer)
+                tokenized = await self._gateway.prepare_tokens(received, prompt)
+        return await self._answer(request, body, tokenized, CompletionRenderer)
 
     async def _models(self, request: Request) -> JSONResponse:
         self._keys.authenticate(request.headers.get("authorization", ""))
@@ -78,20 +79,22 @@ class OpenAiApi:
             "revision": manifest.revision,
         }
 
-    async def _read(self, request: Request, kind: type[BodyT], arrived: float) -> tuple[Ask, BodyT]:
-        """Key first, then size, then content. Raises GatewayError."""
+    async def _read(
+        self, request: Request, kind: type[BodyT], arrived: float
+    ) -> tuple[ReceivedRequest, BodyT]:
+        """Checks key, size and content, in this order. Raises InvalidRequestError or GatewayError."""
         caller = self._keys.authenticate(request.headers.get("authorization", ""))
         body = parse_body(kind, await self._read_body(request))
-        ask = Ask(
+        received = ReceivedRequest(
             request_id=request.state.request_id,
             caller=caller,
             model=body.model or "",
-            options=body.sampling_options(),
+            sampling=body.given_sampling(),
             slo_class=body.slo_class or "",
             arrived=arrived,
             speculation=body.speculation or "",
         )
-        return ask, body
+        return received, body
 
     async def _read_body(self, request: Request) -> bytes:
         limit = self._gateway.limits.max_body_bytes
@@ -107,10 +110,14 @@ class OpenAiApi:
         return bytes(parts)
 
     async def _answer(
-        self, request: Request, body: ChatBody | CompletionBody, job: Job, kind: type[Renderer]
+        self,
+        request: Request,
+        body: ChatBody | CompletionBody,
+        tokenized: TokenizedRequest,
+        kind: type[Renderer],
     ) -> Response:
-        renderer = kind(job, self._gateway.manifest.name, self._gateway.tokenizer.token_bytes)
-        events = self._gateway.run(job)
+        renderer = kind(tokenized, self._gateway.manifest.name, self._gateway.tokenizer.token_bytes)
+        events = self._gateway.run(tokenized)
         try:
             if not body.stream:
                 return await until_disconnect(request.receive, _whole(events, renderer))
@@ -123,9 +130,9 @@ class OpenAiApi:
 
 
 async def _whole(events: AsyncGenerator[Event, None], renderer: Renderer) -> Response:
-    chunks: list[Chunk] = []
+    chunks: list[decode_pb2.DecodeChunk] = []
     async for event in events:
-        if isinstance(event, End):
+        if isinstance(event, decode_pb2.DecodeFinished):
             return JSONResponse(renderer.whole(chunks, event))
         chunks.append(event)
     raise GatewayError("the answer has no end")
@@ -134,18 +141,18 @@ async def _whole(events: AsyncGenerator[Event, None], renderer: Renderer) -> Res
 async def _stream(
     first: Event, events: AsyncGenerator[Event, None], renderer: Renderer, *, with_usage: bool
 ) -> AsyncGenerator[bytes, None]:
-    """The stream's bytes. An error after the first event can only be told inside the stream."""
+    """The stream's bytes. An error after the first event becomes an event of its own."""
     try:
         event = first
-        while isinstance(event, Chunk):
-            if event.text or event.logprobs:  # tokens whose text is still incomplete say nothing here
+        while isinstance(event, decode_pb2.DecodeChunk):
+            if event.text or event.logprobs:  # nothing to show while a character is incomplete
                 yield sse(renderer.chunk(event, with_usage_field=with_usage))
             event = await anext(events)
         yield sse(renderer.finish(event, with_usage_field=with_usage))
         if with_usage:
             yield sse(renderer.usage_chunk(event))
         yield SSE_DONE
-    except GatewayError as error:
+    except REQUEST_ERRORS as error:
         yield sse(error_json(error))
     except Exception as error:
         structlog.get_logger("tandem.http").exception("unexpected exception", exc_info=error)

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from tandem_core.errors import InvalidRequestError
 from tandem_core.model.chat_template import Message
+from tandem_core.sampling import SamplingParams
 
-from tandem_gateway.errors import InvalidRequestError, UnsupportedFieldError
-from tandem_gateway.request import SamplingOptions
+from tandem_gateway.errors import UnsupportedFieldError
 
 #: Fields of the API that change nothing here: bookkeeping on OpenAI's side.
 _IGNORED = frozenset(
@@ -60,6 +61,8 @@ _ROLES = MappingProxyType(
         "tool": "tool",
     }
 )
+#: Of 2^32 - 1.
+_MAX_TOKEN_ID_DIGITS = 10
 #: Fields of a message that say nothing to the model.
 _IGNORED_IN_MESSAGE = frozenset({"name", "tool_call_id", "refusal", "annotations"})
 
@@ -82,26 +85,26 @@ class ChatTurn(_Body):
     content: str | list[ContentPart] | None = None
 
 
-class _CommonBody(_Body):
-    """Shared by both endpoints: OpenAI's sampling fields, then vLLM's, then ours."""
+_SAMPLING_TYPES = get_type_hints(SamplingParams)
+if TYPE_CHECKING:
+    _SamplingBody = _Body
+else:
+    #: The fields of SamplingParams under their names and types; null means the default, as in OpenAI's API.
+    _SamplingBody = create_model(
+        "_SamplingBody",
+        __base__=_Body,
+        **{name: (kind | None, None) for name, kind in _SAMPLING_TYPES.items()},
+    )
+
+
+class _CommonBody(_SamplingBody):
+    """Shared by both endpoints: the sampling fields, with OpenAI's types where they differ, and ours."""
 
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     stop: str | list[str] | None = None
-    seed: int | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
     slo_class: str | None = None
     speculation: str | None = None
 
@@ -123,27 +126,16 @@ class _CommonBody(_Body):
     def wants_usage_chunk(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
-    def options(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingOptions:
-        """The sampling fields; null means the default, as in OpenAI's API."""
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        return SamplingOptions(
-            max_tokens=max_tokens,
-            min_tokens=self.min_tokens or 0,
-            temperature=self.temperature,
-            # vLLM's clients say -1 for "all".
-            top_k=0 if self.top_k in (None, -1) else self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p or 0.0,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty or 0.0,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            logit_bias=_token_ids_as_keys(self.logit_bias or {}),
-            stop=stop,
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            seed=self.seed,
-            logprobs=logprobs,
-            ignore_eos=bool(self.ignore_eos),
-        )
+    def given_sampling(self) -> dict[str, Any]:
+        """The fields that the body sets, by name, as SamplingParams takes them."""
+        given = self.model_dump(include=set(_SAMPLING_TYPES), exclude_none=True)
+        if self.stop is not None:
+            given["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if self.logit_bias is not None:
+            given["logit_bias"] = _token_ids_as_keys(self.logit_bias)
+        if given.get("top_k") == -1:  # vLLM's clients say -1 for "all"
+            given["top_k"] = 0
+        return given
 
 
 class ChatBody(_CommonBody):
@@ -152,11 +144,14 @@ class ChatBody(_CommonBody):
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
-    def sampling_options(self) -> SamplingOptions:
+    def given_sampling(self) -> dict[str, Any]:
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequestError("top_logprobs", "is only allowed with logprobs: true")
-        limit = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        return self.options(max_tokens=limit, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+        given = super().given_sampling()
+        given["logprobs"] = (self.top_logprobs or 0) if self.logprobs else None
+        if self.max_completion_tokens is not None:
+            given["max_tokens"] = self.max_completion_tokens
+        return given
 
     def chat_messages(self) -> tuple[Message, ...]:
         return tuple(_message(f"messages[{index}]", turn) for index, turn in enumerate(self.messages))
@@ -164,10 +159,6 @@ class ChatBody(_CommonBody):
 
 class CompletionBody(_CommonBody):
     prompt: str | list[int] | list[str | list[int]]
-    logprobs: int | None = None
-
-    def sampling_options(self) -> SamplingOptions:
-        return self.options(max_tokens=self.max_tokens, logprobs=self.logprobs)
 
     def single_prompt(self) -> str | list[int]:
         """The prompt as a text or as token ids; a list of one prompt counts as that prompt."""
@@ -245,9 +236,9 @@ def _message(where: str, turn: ChatTurn) -> Message:
 
 def _token_ids_as_keys(logit_bias: Mapping[str, float]) -> Mapping[int, float]:
     for key in logit_bias:
-        if not (key.isascii() and key.isdigit()):
+        if not (key.isascii() and key.isdigit() and len(key) <= _MAX_TOKEN_ID_DIGITS):
             raise InvalidRequestError(
-                "logit_bias", f"key {key[:32]!r} is no token id; keys are whole numbers"
+                "logit_bias", f"key {key[:32]!r} is not a token id; use whole numbers below 2^32 as keys"
             )
     return MappingProxyType({int(key): bias for key, bias in logit_bias.items()})
 

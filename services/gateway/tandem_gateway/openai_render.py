@@ -1,69 +1,57 @@
-"""Our events as OpenAI's JSON: whole answers, stream chunks, usage with the receipt, logprobs, errors."""
+"""Events as OpenAI's JSON: whole answers, stream chunks, usage with the receipt, logprobs, errors."""
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
-from tandem_gateway.errors import GatewayError, InvalidRequestError, UnknownModelError
-from tandem_gateway.request import (
-    NS_PER_S,
-    Chunk,
-    End,
-    FinishReason,
-    Job,
-    PositionLogprobs,
-    Receipt,
-    TokenLogprob,
-)
+from google.protobuf.message import Message
+from tandem_core.errors import InvalidRequestError, TandemError
+from tandem_proto.v1 import common_pb2, decode_pb2
+
+from tandem_gateway.errors import presentation
+from tandem_gateway.request import TokenizedRequest
 
 Json = Mapping[str, "JsonValue"]
 JsonValue = str | int | float | bool | None | Sequence["JsonValue"] | Json
 
 #: OpenAI knows no "cancelled"; a cancelled request has no reader anyway.
-_FINISH_REASONS: Mapping[FinishReason, str] = {
-    FinishReason.STOP: "stop",
-    FinishReason.LENGTH: "length",
-    FinishReason.CANCELLED: "stop",
+_FINISH_REASONS: Mapping[common_pb2.FinishReason.ValueType, str] = {
+    common_pb2.FINISH_REASON_STOP: "stop",
+    common_pb2.FINISH_REASON_LENGTH: "length",
+    common_pb2.FINISH_REASON_CANCELLED: "stop",
 }
 
 
-def error_json(error: GatewayError) -> Json:
+def error_json(error: TandemError) -> Json:
     """OpenAI's error object; `param` names the field at fault."""
     param = error.field if isinstance(error, InvalidRequestError) else None
-    if isinstance(error, UnknownModelError):
-        param = "model"
-    return {"error": {"message": str(error), "type": error.kind, "param": param, "code": error.code}}
+    shown = presentation(error)
+    return {"error": {"message": str(error), "type": shown.kind, "param": param, "code": shown.code}}
 
 
-def usage_json(receipt: Receipt) -> Json:
+def usage_json(receipt: common_pb2.Receipt) -> Json:
     return {
         "prompt_tokens": receipt.prompt_tokens,
         "completion_tokens": receipt.output_tokens,
         "total_tokens": receipt.prompt_tokens + receipt.output_tokens,
         "prompt_tokens_details": {"cached_tokens": receipt.cached_tokens},
-        "tandem_receipt": receipt_json(receipt),
+        "tandem_receipt": message_json(receipt),
     }
 
 
-def receipt_json(receipt: Receipt) -> Json:
-    """The receipt under the names of common.proto."""
-    slo = receipt.slo
-    fields = {field.name: getattr(receipt, field.name) for field in dataclasses.fields(receipt)}
-    return (
-        fields
-        | receipt.by_source()
-        | {
-            "slo": {
-                "name": slo.name,
-                "ttft_ns": round(slo.ttft_s * NS_PER_S),
-                "tpot_ns": round(slo.tpot_s * NS_PER_S),
-                "e2e_ns": round(slo.e2e_s * NS_PER_S),
-            }
-        }
-    )
+def message_json(message: Message) -> Json:
+    """All fields under their .proto names; unlike in protobuf's own JSON, 64-bit numbers stay numbers."""
+    values = {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
+    return {name: _value_json(value) for name, value in values.items()}
+
+
+def _value_json(value: Any) -> JsonValue:
+    if isinstance(value, Message):
+        return message_json(value)
+    return dict(value) if isinstance(value, Mapping) else cast(JsonValue, value)
 
 
 class Renderer(ABC):
@@ -73,20 +61,20 @@ class Renderer(ABC):
     _whole_object: str
     _chunk_object: str
 
-    def __init__(self, job: Job, model: str, token_bytes: Callable[[int], bytes]) -> None:
+    def __init__(self, request: TokenizedRequest, model: str, token_bytes: Callable[[int], bytes]) -> None:
         self._head: Json = {
-            "id": self._id_prefix + job.request_id,
+            "id": self._id_prefix + request.request_id,
             "created": int(time.time()),
             "model": model,
         }
-        self._wants_logprobs = job.sampling.logprobs is not None
+        self._wants_logprobs = request.sampling.logprobs is not None
         self._token_bytes = token_bytes
 
-    def chunk(self, chunk: Chunk, *, with_usage_field: bool) -> Json:
+    def chunk(self, chunk: decode_pb2.DecodeChunk, *, with_usage_field: bool) -> Json:
         choice = self._delta(chunk.text, self._logprobs(chunk.logprobs))
         return self._stream_object([choice], with_usage_field)
 
-    def finish(self, end: End, *, with_usage_field: bool) -> Json:
+    def finish(self, end: decode_pb2.DecodeFinished, *, with_usage_field: bool) -> Json:
         choice = {
             **self._delta("", None),
             "finish_reason": _FINISH_REASONS[end.reason],
@@ -94,10 +82,10 @@ class Renderer(ABC):
         }
         return self._stream_object([choice], with_usage_field)
 
-    def usage_chunk(self, end: End) -> Json:
+    def usage_chunk(self, end: decode_pb2.DecodeFinished) -> Json:
         return {**self._stream_object([], False), "usage": usage_json(end.receipt)}
 
-    def whole(self, chunks: Sequence[Chunk], end: End) -> Json:
+    def whole(self, chunks: Sequence[decode_pb2.DecodeChunk], end: decode_pb2.DecodeFinished) -> Json:
         text = "".join(chunk.text for chunk in chunks)
         positions = [position for chunk in chunks for position in chunk.logprobs]
         choice = {
@@ -114,10 +102,10 @@ class Renderer(ABC):
         body = {**self._head, "object": self._chunk_object, "choices": choices}
         return {**body, "usage": None} if with_usage_field else body
 
-    def _logprobs(self, positions: Sequence[PositionLogprobs]) -> Json | None:
+    def _logprobs(self, positions: Sequence[common_pb2.PositionLogprobs]) -> Json | None:
         return self._logprobs_object(positions) if self._wants_logprobs else None
 
-    def _bytes_of(self, token: TokenLogprob) -> bytes:
+    def _bytes_of(self, token: common_pb2.TokenLogprob) -> bytes:
         return token.token_bytes or self._token_bytes(token.token_id)
 
     @abstractmethod
@@ -129,7 +117,7 @@ class Renderer(ABC):
         """The part of a whole answer's choice that holds the text."""
 
     @abstractmethod
-    def _logprobs_object(self, positions: Sequence[PositionLogprobs]) -> Json: ...
+    def _logprobs_object(self, positions: Sequence[common_pb2.PositionLogprobs]) -> Json: ...
 
 
 class ChatRenderer(Renderer):
@@ -137,8 +125,8 @@ class ChatRenderer(Renderer):
     _whole_object = "chat.completion"
     _chunk_object = "chat.completion.chunk"
 
-    def __init__(self, job: Job, model: str, token_bytes: Callable[[int], bytes]) -> None:
-        super().__init__(job, model, token_bytes)
+    def __init__(self, request: TokenizedRequest, model: str, token_bytes: Callable[[int], bytes]) -> None:
+        super().__init__(request, model, token_bytes)
         self._role_told = False
 
     def _delta(self, text: str, logprobs: Json | None) -> Json:
@@ -151,14 +139,14 @@ class ChatRenderer(Renderer):
     def _whole_text(self, text: str) -> Json:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
-    def _logprobs_object(self, positions: Sequence[PositionLogprobs]) -> Json:
+    def _logprobs_object(self, positions: Sequence[common_pb2.PositionLogprobs]) -> Json:
         content = [
             {**self._token(position.chosen), "top_logprobs": [self._token(token) for token in position.top]}
             for position in positions
         ]
         return {"content": content, "refusal": None}
 
-    def _token(self, token: TokenLogprob) -> Json:
+    def _token(self, token: common_pb2.TokenLogprob) -> Json:
         raw = self._bytes_of(token)
         return {"token": raw.decode("utf-8", "replace"), "logprob": token.logprob, "bytes": list(raw)}
 
@@ -168,8 +156,8 @@ class CompletionRenderer(Renderer):
     _whole_object = "text_completion"
     _chunk_object = "text_completion"
 
-    def __init__(self, job: Job, model: str, token_bytes: Callable[[int], bytes]) -> None:
-        super().__init__(job, model, token_bytes)
+    def __init__(self, request: TokenizedRequest, model: str, token_bytes: Callable[[int], bytes]) -> None:
+        super().__init__(request, model, token_bytes)
         self._text_offset = 0
 
     def _delta(self, text: str, logprobs: Json | None) -> Json:
@@ -178,7 +166,7 @@ class CompletionRenderer(Renderer):
     def _whole_text(self, text: str) -> Json:
         return {"text": text}
 
-    def _logprobs_object(self, positions: Sequence[PositionLogprobs]) -> Json:
+    def _logprobs_object(self, positions: Sequence[common_pb2.PositionLogprobs]) -> Json:
         tokens = [self._name(position.chosen) for position in positions]
         offsets = []
         for token in tokens:
@@ -193,7 +181,7 @@ class CompletionRenderer(Renderer):
             "text_offset": offsets,
         }
 
-    def _name(self, token: TokenLogprob) -> str:
+    def _name(self, token: common_pb2.TokenLogprob) -> str:
         """The token's text; a part of a character as OpenAI writes it, so that names do not collide."""
         raw = self._bytes_of(token)
         try:

@@ -6,7 +6,9 @@ requests say most about the next.
 
 from __future__ import annotations
 
-from tandem_gateway.request import NS_PER_S, Receipt
+from tandem_proto.v1 import common_pb2
+
+from tandem_gateway.request import NS_PER_S
 
 #: Weight of the newest request; about the last twenty count.
 _ALPHA = 0.1
@@ -31,7 +33,7 @@ class Predictor:
         """Seconds from admission to the first token for a prompt of so many uncached tokens."""
         return self._s_per_token * num_tokens
 
-    def observe(self, receipt: Receipt, *, queued_s: float) -> None:
+    def observe(self, receipt: common_pb2.Receipt, *, queued_s: float) -> None:
         """Learn from a finished request; `queued_s` is its wait at the gateway, not part of either rate."""
         self._service_s += _ALPHA * (receipt.e2e_ns / NS_PER_S - queued_s - self._service_s)
         uncached = receipt.prompt_tokens - receipt.cached_tokens

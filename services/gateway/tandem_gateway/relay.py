@@ -1,6 +1,6 @@
 """One request on the decode pods: open the stream, pass its events on, move to another pod if one dies.
 
-    choose pod -> Decode(...) -> Chunk, Chunk, ..., End
+    choose pod -> Decode(...) -> DecodeChunk, ..., DecodeFinished
        ^               |
        +-- lost before the first token: another pod, or wait for one to come back. A request that two
        |   pods died with (as against: refused, or cancelled while draining) may be what kills them: no
@@ -22,22 +22,22 @@ from dataclasses import dataclass
 import grpc
 import grpc.aio
 import structlog
-from tandem_proto.v1 import decode_pb2_grpc
+from tandem_core.codec import sampling_to_proto
+from tandem_core.errors import InvalidRequestError
+from tandem_proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 from tandem_service.interceptors import REQUEST_ID_KEY
 
-from tandem_gateway import codec
 from tandem_gateway.errors import (
     ContextLengthError,
     DeadlineError,
     GatewayError,
-    InvalidRequestError,
     OverloadedError,
     UnavailableError,
     UpstreamError,
 )
 from tandem_gateway.fleet import Fleet, Role
 from tandem_gateway.metrics import GatewayMetrics
-from tandem_gateway.request import End, Event, Job
+from tandem_gateway.request import Event, TokenizedRequest
 from tandem_gateway.routing import Route, Router
 
 #: A pod that says it is full is asked again after this long at the earliest.
@@ -46,6 +46,7 @@ _POD_FULL_RETRY_S = 1.0
 _POD_GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 #: Pods that may be lost with one request before it is held to be the cause.
 _MAX_LOST_PODS = 2
+_FINISH_REASONS = frozenset(common_pb2.FinishReason.values()) - {common_pb2.FINISH_REASON_UNSPECIFIED}
 
 
 class _LostError(Exception):
@@ -83,8 +84,8 @@ class Relay:
         self._failover_wait_s = failover_wait_s
         self._log = structlog.get_logger("tandem.relay")
 
-    async def stream(self, job: Job) -> AsyncGenerator[Event, None]:
-        """Events of the request, an End last. Raises GatewayError of the fitting kind."""
+    async def stream(self, request: TokenizedRequest) -> AsyncGenerator[Event, None]:
+        """Events of the request, a DecodeFinished last. Raises InvalidRequestError or GatewayError."""
         failed: frozenset[str] = frozenset()
         #: By target, what each said; unlike a pod that failed, one that is too small is not asked again.
         too_small: dict[str, _Refusal] = {}
@@ -93,19 +94,19 @@ class Relay:
         give_up_at: float | None = None
         while True:
             # A pod that failed and is healthy again is better than none.
-            route = self._router.choose(job, failed.union(too_small)) or self._router.choose(
-                job, frozenset(too_small)
+            route = self._router.choose(request, failed.union(too_small)) or self._router.choose(
+                request, frozenset(too_small)
             )
             if route is None:
                 if give_up_at is None:
-                    give_up_at = self._patience_ends(job)
-                await self._wait_for_pod(job, give_up_at, too_small)
+                    give_up_at = self._patience_ends(request)
+                await self._wait_for_pod(request, give_up_at, too_small)
                 continue
             num_tokens = 0
             try:
-                async with aclosing(self._stream_from(route, job)) as events:
+                async with aclosing(self._stream_from(route, request)) as events:
                     async for event in events:
-                        if not isinstance(event, End):
+                        if isinstance(event, decode_pb2.DecodeChunk):
                             num_tokens += len(event.token_ids)
                         yield event
                 return
@@ -118,7 +119,7 @@ class Relay:
                 if num_tokens:
                     raise UnavailableError(
                         f"the decode pod {route.decode.target} went away after {num_tokens} tokens; send the "
-                        f"request again (with seed {job.sampling.seed} for the same text)"
+                        f"request again (with seed {request.sampling.seed} for the same text)"
                     ) from error
                 num_crashed += error.crashed
                 if num_crashed >= _MAX_LOST_PODS:
@@ -127,34 +128,41 @@ class Relay:
                         "first token; it is not tried on another one, since it may be the cause"
                     ) from error
                 if give_up_at is None or error.accepted:
-                    give_up_at = self._patience_ends(job)
+                    give_up_at = self._patience_ends(request)
                 self._log.warning("decode pod failed; trying another", target=route.decode.target)
                 self._metrics.failover()
                 failed |= {route.decode.target}
 
-    def _patience_ends(self, job: Job) -> float:
+    def _patience_ends(self, request: TokenizedRequest) -> float:
         """For an outage that begins now."""
-        return min(time.monotonic() + self._failover_wait_s, job.deadline)
+        return min(time.monotonic() + self._failover_wait_s, request.deadline)
 
-    async def _stream_from(self, route: Route, job: Job) -> AsyncGenerator[Event, None]:
+    async def _stream_from(self, route: Route, request: TokenizedRequest) -> AsyncGenerator[Event, None]:
         """Events from one pod.
 
-        Raises _LostError, _TooSmallError, or the GatewayError that fits what the pod says or does.
+        Raises _LostError, _TooSmallError, InvalidRequestError or GatewayError.
         """
         pod = route.decode
         stub = decode_pb2_grpc.DecodeServiceStub(pod.channel)  # type: ignore[no-untyped-call]
         call = stub.Decode(
-            codec.job_to_proto(job, route.prefill_targets),
-            timeout=max(0.001, job.deadline - time.monotonic()),
-            metadata=((REQUEST_ID_KEY, job.request_id),),
+            _decode_request(request, route.prefill_targets),
+            timeout=max(0.001, request.deadline - time.monotonic()),
+            metadata=((REQUEST_ID_KEY, request.request_id),),
         )
         pod.in_flight += 1
         try:
             async for response in call:
-                event = codec.event_from_proto(response)
-                yield event
-                if isinstance(event, End):
-                    return
+                match response.WhichOneof("event"):
+                    case "chunk":
+                        yield response.chunk
+                    case "finished" if response.finished.reason in _FINISH_REASONS:
+                        yield response.finished
+                        return
+                    case _:
+                        raise UpstreamError(
+                            f"the decode pod {pod.target} broke the protocol: a response without an event or "
+                            "with an unknown finish reason; do pod and gateway have the same version?"
+                        )
             raise UpstreamError(f"the decode pod {pod.target} ended the stream without a finish")
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
@@ -165,15 +173,15 @@ class Relay:
             # Pods send the request id back at once; a call that never got there has no metadata.
             accepted = REQUEST_ID_KEY in (await call.initial_metadata())
             raise _LostError(error, accepted=accepted) from error
-        except codec.WireError as error:
-            raise UpstreamError(f"the decode pod {pod.target} broke the protocol: {error}") from error
         finally:
             pod.in_flight -= 1
             call.cancel()  # does nothing to a call that has ended
 
-    async def _wait_for_pod(self, job: Job, give_up_at: float, too_small: Mapping[str, _Refusal]) -> None:
-        """Until the fleet changes. Raises ContextLengthError when every decode pod is too small for the job,
-        so that there is none to wait for; at the end of the patience UnavailableError or DeadlineError."""
+    async def _wait_for_pod(
+        self, request: TokenizedRequest, give_up_at: float, too_small: Mapping[str, _Refusal]
+    ) -> None:
+        """Waits until the fleet changes. Raises ContextLengthError when every decode pod is too small for the
+        request; at `give_up_at` UnavailableError or DeadlineError."""
         largest = max(too_small.values(), default=None)
         listed = {pod.target for pod in self._fleet.pods() if pod.role is Role.DECODE}
         if largest is not None and listed <= too_small.keys():
@@ -182,13 +190,13 @@ class Relay:
             )
         left_s = give_up_at - time.monotonic()
         if left_s <= 0:
-            if time.monotonic() >= job.deadline:
+            if time.monotonic() >= request.deadline:
                 raise DeadlineError("the deadline passed while no decode pod was there")
             reason = "" if largest is None else f" (those that are there cannot hold it: {largest.details})"
             raise UnavailableError(f"no decode pod is there to serve the request{reason}; try again later")
         await self._fleet.wait_for_change(left_s)
 
-    def _translate(self, error: grpc.aio.AioRpcError, route: Route) -> GatewayError:
+    def _translate(self, error: grpc.aio.AioRpcError, route: Route) -> InvalidRequestError | GatewayError:
         details = error.details() or error.code().name
         match error.code():
             case grpc.StatusCode.INVALID_ARGUMENT:
@@ -202,3 +210,14 @@ class Relay:
                 target = route.decode.target
                 self._log.error("decode failed", target=target, code=error.code().name, details=details)
                 return UpstreamError(f"the decode pod {target} failed: {error.code().name}: {details}")
+
+
+def _decode_request(request: TokenizedRequest, prefill_targets: tuple[str, ...]) -> decode_pb2.DecodeRequest:
+    return decode_pb2.DecodeRequest(
+        request_id=request.request_id,
+        tenant=request.tenant,
+        prompt_token_ids=request.prompt_token_ids,
+        sampling=sampling_to_proto(request.sampling),
+        prefill_targets=prefill_targets,
+        speculation=request.speculation or "",
+    )

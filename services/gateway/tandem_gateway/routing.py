@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from tandem_core.prefix_hash import ChainHash, cache_salt, hash_prefixes
 
 from tandem_gateway.fleet import Fleet, Pod, Role
-from tandem_gateway.request import Job
+from tandem_gateway.request import TokenizedRequest
 
 #: Blocks remembered per pod: 4 million tokens in blocks of 64.
 _MAX_BLOCKS_PER_POD = 65_536
@@ -73,7 +73,7 @@ class Router:
         self._fleet = fleet
         self._prefixes = PrefixIndex()
 
-    def choose(self, job: Job, excluded: frozenset[str] = frozenset()) -> Route | None:
+    def choose(self, request: TokenizedRequest, excluded: frozenset[str] = frozenset()) -> Route | None:
         """The cheapest decode pod not in `excluded`, remembered as having seen the prompt; None: no pod."""
         healthy = self._fleet.healthy(Role.DECODE)
         # A pod that left or restarted has lost its cache, and its entries would fill our memory.
@@ -81,13 +81,13 @@ class Router:
         candidates = [pod for pod in healthy if pod.target not in excluded]
         if not candidates:
             return None
-        salt = cache_salt(job.tenant, model_revision="")
+        salt = cache_salt(request.tenant, model_revision="")
         # A pod that reports no block size is one without a prefix to return to.
         hashes = {
-            size: hash_prefixes(salt, job.prompt_token_ids, size) if size else []
+            size: hash_prefixes(salt, request.prompt_token_ids, size) if size else []
             for size in {pod.load.block_size for pod in candidates}
         }
-        best = min(candidates, key=lambda pod: self._cost(pod, job, hashes[pod.load.block_size]))
+        best = min(candidates, key=lambda pod: self._cost(pod, request, hashes[pod.load.block_size]))
         self._prefixes.add(best.target, hashes[best.load.block_size])
         prefill = sorted(self._fleet.healthy(Role.PREFILL), key=_prefill_order)
         return Route(best, tuple(pod.target for pod in prefill))
@@ -96,14 +96,16 @@ class Router:
         """Drop what is remembered of a pod that died."""
         self._prefixes.forget(pod.target)
 
-    def _cost(self, pod: Pod, job: Job, hashes: Sequence[ChainHash]) -> tuple[bool, int, int, str]:
+    def _cost(
+        self, pod: Pod, request: TokenizedRequest, hashes: Sequence[ChainHash]
+    ) -> tuple[bool, int, int, str]:
         """Least first: has room for the prompt, tokens of work, then most free blocks, then the name."""
         load = pod.load
         cached = self._prefixes.num_matching(pod.target, hashes) * load.block_size
         # The pod's report is up to a second old; our own count is exact but knows no other gateway.
         busy = max(pod.in_flight, load.num_requests)
-        work = len(job.prompt_token_ids) - cached + busy * _TOKENS_PER_REQUEST
-        needed = -(-len(job.prompt_token_ids) // load.block_size) if load.block_size else 0
+        work = len(request.prompt_token_ids) - cached + busy * _TOKENS_PER_REQUEST
+        needed = -(-len(request.prompt_token_ids) // load.block_size) if load.block_size else 0
         lacks_room = needed > load.free_blocks
         return lacks_room, work, -load.free_blocks, pod.target
 

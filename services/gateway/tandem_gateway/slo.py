@@ -1,22 +1,14 @@
-"""The SLO classes and who may use which."""
+"""Which SLO class a caller gets."""
 
 from __future__ import annotations
 
-from types import MappingProxyType
+from tandem_core.errors import InvalidRequestError
+from tandem_core.slo import SLO_CLASSES, SloTarget
 
 from tandem_gateway.auth import Caller
-from tandem_gateway.errors import ForbiddenError, InvalidRequestError
-from tandem_gateway.request import SloTarget
+from tandem_gateway.errors import ForbiddenError
 
-SLO_CLASSES = MappingProxyType(
-    {
-        "interactive": SloTarget("interactive", ttft_s=2.5, e2e_s=5.0),
-        "chat": SloTarget("chat", ttft_s=1.0, tpot_s=0.150),
-        "batch": SloTarget("batch"),
-    }
-)
-
-#: A request without a TTFT objective waits as if it had this one, so that it is not starved for ever.
+#: A request without a TTFT objective waits as if it had this one, so that it is not starved.
 UNBOUND_TTFT_S = 60.0
 
 

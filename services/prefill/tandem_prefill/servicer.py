@@ -140,7 +140,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         )
 
     def _to_request(self, message: prefill_pb2.PrefillRequest) -> Request:
-        sampling = codec.sampling_from_proto(message.sampling, default_max_tokens=1)
+        sampling = SamplingParams(**codec.given_sampling(message.sampling))
         return Request(
             # Unique per call: a request may be retried here while an earlier call for it is still ending.
             request_id=f"{message.request_id}#{secrets.token_hex(8)}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tandem_gateway.request import SloTarget
+from tandem_core.slo import SloTarget
 
 from tandem_cli.bench.record import RequestRecord
 from tandem_cli.bench.stats import meets

@@ -24,8 +24,7 @@ from pathlib import Path
 
 from rich.console import Console
 from tandem_core.model import registry
-from tandem_gateway.request import SloTarget
-from tandem_gateway.slo import SLO_CLASSES
+from tandem_core.slo import SLO_CLASSES, SloTarget
 
 from tandem_cli.bench import dataset as dialogues
 from tandem_cli.bench.loadgen import ClosedLoop, OpenLoop, run_load

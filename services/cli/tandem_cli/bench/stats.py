@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tandem_gateway.request import SloTarget
+from tandem_core.slo import SloTarget
 
 from tandem_cli.bench.options import Point
 from tandem_cli.bench.record import RequestRecord
