@@ -4,7 +4,7 @@
 // Recycling" (2024), with contexts of one to three tokens. Every step's logits say more than the token that was drawn.
 //
 // What the model thought of a request's text serves that request; others only see successors that two requests in a
-// row have had there (as only text of several requests is shared, see docs/sharing.md).
+// row have had there (as only text of several requests is shared, see docs/lookahead.md).
 #pragma once
 
 #include <algorithm>

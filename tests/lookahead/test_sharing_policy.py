@@ -54,7 +54,7 @@ async def test_neither_snapshots_nor_deltas_nor_replicas_tell_what_one_request_s
     _, restarted = await fleet.pod(again)
     await fleet.until(lambda: restarted.count(ANSWER) == 2)
     assert restarted.num_tokens == 40
-    # What was promoted before the restart counts behind it.
+    # Text from before the restart counts after it.
     sender_there, _ = await fleet.pod(again)
     sender_there.push("r9", 0, tuple(range(2000, 2030)))
     await fleet.until(lambda: restarted.count(tuple(range(2000, 2030))) == 1)

@@ -20,8 +20,6 @@ from tandem_lookahead.servicer import SERVICE_NAME, STATUS_CODES, LookaheadServi
 from tandem_lookahead.settings import LookaheadSettings
 from tandem_lookahead.store import RedisStore
 
-_EXIT_BAD_SETTINGS = 2
-
 
 class LookaheadPod:
     """Store, hub and gRPC server. Create it inside a running event loop."""
@@ -82,7 +80,7 @@ def main() -> None:
     log = structlog.get_logger("tandem.lookahead")
     if not options.redis_url:
         log.error("cannot start: no Redis; name one with --redis-url or REDIS_URL (`tandem up` runs one)")
-        raise SystemExit(_EXIT_BAD_SETTINGS)
+        raise SystemExit(2)
     try:
         asyncio.run(serve(options))
     except OSError as error:

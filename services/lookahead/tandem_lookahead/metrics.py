@@ -17,15 +17,11 @@ class LookaheadMetrics:
 
         self.spans_received = counter("spans_received", "Spans that pods sent")
         self.tokens_merged = counter("tokens_merged", "Tokens merged into a namespace's corpus")
-        self.prompts_refused = counter(
-            "prompts_refused", "Dropped spans of prompts of tenants that do not share"
-        )
+        self.prompts_refused = counter("prompts_refused", "Dropped spans of prompts that are not shared")
         self.spans_dropped = counter("spans_dropped", "Spans dropped because the backlog for Redis was full")
         self.entries_damaged = counter("stream_entries_damaged", "Unreadable entries in Redis streams")
         self.snapshots_published = counter("snapshots_published", "Snapshots written to Redis")
-        self.snapshots_rejected = counter(
-            "snapshots_rejected", "Damaged snapshots in Redis that were dropped"
-        )
+        self.snapshots_rejected = counter("snapshots_rejected", "Dropped damaged snapshots in Redis")
         self.snapshots_refused = Counter(
             "tandem_lookahead_snapshots_refused",
             "Snapshots that Redis refused, by cause",
@@ -33,9 +29,7 @@ class LookaheadMetrics:
             registry=registry,
         )
         self.redis_failures = counter("redis_failures", "Times Redis was lost")
-        self.subscribers_lagging = counter(
-            "streams_lagging", "Streams closed because the pod read too slowly"
-        )
+        self.subscribers_lagging = counter("streams_lagging", "Streams closed because a pod read too slowly")
         self.redis_connected = gauge("redis_connected", "1 while Redis answers")
         self.streams_open = gauge("streams_open", "Streams of decode pods")
         self.backlog_spans = gauge("backlog_spans", "Spans that wait for Redis")

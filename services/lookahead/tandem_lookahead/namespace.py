@@ -43,10 +43,12 @@ class FollowerLaggingError(Exception):
     """The pod reads too slowly; it should reconnect with its position (RESOURCE_EXHAUSTED)."""
 
 
+_KEY_FIELDS = ("tenant", "model_revision", "tokenizer_hash", "lora", "template")
+
+
 def namespace_key(space: pb.Namespace) -> str:
     """One string per namespace. Raises BadMessageError when it is too long."""
-    parts = (space.tenant, space.model_revision, space.tokenizer_hash, space.lora, space.template)
-    key = "/".join(quote(part, safe="") for part in parts)
+    key = "/".join(quote(getattr(space, field), safe="") for field in _KEY_FIELDS)
     if len(key) > _MAX_KEY_LENGTH:
         raise BadMessageError(f"namespace: longer than {_MAX_KEY_LENGTH} characters once quoted")
     return key
@@ -54,17 +56,10 @@ def namespace_key(space: pb.Namespace) -> str:
 
 def namespace_of_key(key: str) -> pb.Namespace:
     """Raises ValueError for other strings."""
-    parts = [unquote(part) for part in key.split("/")]
-    if len(parts) != 5:
+    parts = key.split("/")
+    if len(parts) != len(_KEY_FIELDS):
         raise ValueError(f"{key!r} is no namespace's key")
-    tenant, model_revision, tokenizer_hash, lora, template = parts
-    return pb.Namespace(
-        tenant=tenant,
-        model_revision=model_revision,
-        tokenizer_hash=tokenizer_hash,
-        lora=lora,
-        template=template,
-    )
+    return pb.Namespace(**{field: unquote(part) for field, part in zip(_KEY_FIELDS, parts, strict=True)})
 
 
 @dataclass(frozen=True)

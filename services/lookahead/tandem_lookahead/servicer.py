@@ -129,7 +129,6 @@ class LookaheadServicer(lookahead_pb2_grpc.LookaheadServiceServicer):
         batch: list[AcceptedSpan] = []
         num_tokens = 0
         for span in corpus.spans():
-            # An import starts its sequences at 0, like shared spans of this service.
             batch.append(span)
             num_tokens += len(span.token_ids)
             if num_tokens >= _IMPORT_TOKENS:
