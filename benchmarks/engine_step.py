@@ -14,18 +14,17 @@ option of the engine needs no change here.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
-from peers.prompts import PromptMaker
-from peers.transformers import load
+from huggingface_model import load
 from reporting import describe_command, describe_machine, markdown_table
+from tandem_cli.bench.dataset import sample_dialogues
 from tandem_core.model.manifest import ModelManifest
 from tandem_core.model.tokenizer import Tokenizer
 from tandem_core.prefix_hash import cache_salt
@@ -55,12 +54,13 @@ class Result:
 def main() -> None:
     options = _options()
     model_dir = model_loader.pull(model_loader.DEFAULT_MODEL)
-    prompts = PromptMaker(Tokenizer(model_dir), None)
+    text = "\n\n".join(dialogue.as_text() for dialogue in sample_dialogues())
+    tokens = Tokenizer(model_dir).encode(text) * 10
     configs = options.config or ["dtype=bfloat16"]
     results: list[Result] = []
     for context in CONTEXTS:
         # A step appends a token, so the context starts short by half of all steps.
-        prompt = prompts.make(context - len(ROWS) * options.steps // 2)
+        prompt = tokens[: context - len(ROWS) * options.steps // 2]
         systems: dict[str, Step] = {
             f"tandem, {text}": _tandem(parse_config(model_dir, text), prompt, len(ROWS) * (options.steps + 2))
             for text in configs
@@ -77,7 +77,7 @@ def _options() -> argparse.Namespace:
                         help="one engine to measure; repeatable; default: dtype=bfloat16")  # fmt: skip
     parser.add_argument("--peer-dtype", choices=("float32", "bfloat16"), default="bfloat16")
     parser.add_argument("--steps", type=int, default=30, help="steps per number of rows")
-    parser.add_argument("--out", type=Path, required=True, help="writes OUT.json and OUT.md")
+    parser.add_argument("--out", type=Path, required=True, help="writes OUT.md")
     return parser.parse_args()
 
 
@@ -188,8 +188,6 @@ def _report(results: list[Result], options: argparse.Namespace) -> None:
     )
     text = f"Command: `{command}`  \nHardware: {hardware}  \n{method}\n\n{step_table(results)}\n"
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    document = {"command": command, "hardware": hardware, "results": [asdict(r) for r in results]}
-    options.out.with_name(options.out.name + ".json").write_text(json.dumps(document, indent=1) + "\n")
     options.out.with_name(options.out.name + ".md").write_text(text)
     print(text)
 

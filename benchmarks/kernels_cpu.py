@@ -20,12 +20,11 @@ rows cost over one.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -98,7 +97,7 @@ class Line:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="writes OUT.json and OUT.md")
+    parser.add_argument("--out", type=Path, required=True, help="writes OUT.md")
     parser.add_argument(
         "--layers", type=int, default=30, help="fewer: for a try; the numbers mean little then"
     )
@@ -296,15 +295,6 @@ def _report(
         ]
     )
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    document = {
-        "command": command,
-        "hardware": hardware,
-        "layers": options.layers,
-        "peaks": asdict(peaks),
-        "attention": [asdict(line) for line in attention],
-        "projections": [asdict(line) for line in projections],
-    }
-    options.out.with_name(options.out.name + ".json").write_text(json.dumps(document, indent=1) + "\n")
     options.out.with_name(options.out.name + ".md").write_text(text + "\n")
     print(text)
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from huggingface_model import load
 from reporting import describe_command, describe_machine, markdown_table
 from tandem_cli.bench.dataset import load_dialogues, sample_dialogues
 from tandem_core.model.manifest import ModelManifest
@@ -132,15 +133,7 @@ def _logits(decoder: Decoder, text: Sequence[int]) -> torch.Tensor:
 
 
 def _transformers(folder: Path) -> Logits:
-    from transformers import AutoModelForCausalLM, GgufConfig
-
-    weights = folder / ModelManifest.read(folder).weights
-    model = AutoModelForCausalLM.from_pretrained(
-        weights.parent,
-        gguf_file=weights.name,
-        dtype=torch.bfloat16,
-        quantization_config=GgufConfig(dequantize=True),
-    )
+    model = load(folder / ModelManifest.read(folder).weights, torch.bfloat16)
 
     @torch.inference_mode()
     def logits(text: Sequence[int]) -> torch.Tensor:
