@@ -18,6 +18,8 @@ MAX_LOGIT_BIAS = 1024
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 128
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_IDS = 32
 _UINT32 = 2**32
 
 
@@ -54,6 +56,7 @@ class SamplingParams:
     #: None: none wanted; n: the chosen token's log probability and the n most likely.
     logprobs: int | None = None
     ignore_eos: bool = False
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         checks: tuple[tuple[str, object, bool, str], ...] = (
@@ -84,15 +87,24 @@ class SamplingParams:
             ("seed", self.seed, 0 <= self.seed < 2**64, "in [0, 2^64)"),
             ("logprobs", self.logprobs, self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
              f"in [0, {MAX_LOGPROBS}]"),
+            ("bad_words", f"{len(self.bad_words)} sequences", len(self.bad_words) <= MAX_BAD_WORDS,
+             f"at most {MAX_BAD_WORDS} sequences"),
+            ("bad_words", "an empty or long sequence",
+             all(1 <= len(word) <= MAX_BAD_WORD_IDS for word in self.bad_words),
+             f"made of sequences of 1 to {MAX_BAD_WORD_IDS} ids"),
         )  # fmt: skip
         for name, value, is_good, limit in checks:
             if not is_good:
                 raise InvalidRequestError(name, f"is {value}; it must be {limit}")
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raises InvalidRequestError when a token id is outside [0, vocab_size)."""
+        """Raises InvalidRequestError when an id is outside [0, vocab_size), or bad_words may forbid all."""
         check_token_ids("logit_bias", self.logit_bias, vocab_size)
         check_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
+        for word in self.bad_words:
+            check_token_ids("bad_words", word, vocab_size)
+        if len({word[-1] for word in self.bad_words}) >= vocab_size:
+            raise InvalidRequestError("bad_words", "may forbid the whole vocabulary; leave out a sequence")
 
     @property
     def is_greedy(self) -> bool:
@@ -107,6 +119,7 @@ class SamplingParams:
             or self.presence_penalty
             or self.frequency_penalty
             or self.min_tokens
+            or self.bad_words
         )
 
 

@@ -27,6 +27,7 @@ EVERYTHING = SamplingParams(
     seed=2**63,
     logprobs=0,
     ignore_eos=True,
+    bad_words=((1, 2), (3,)),
 )
 
 

@@ -30,6 +30,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("stop_token_ids", {"stop_token_ids": (1,) * 129}, "at most 128"),
     ("seed", {"seed": 2**64}, r"2\^64"),
     ("logprobs", {"logprobs": 21}, r"\[0, 20\]"),
+    ("bad_words", {"bad_words": ((1,),) * 129}, "is 129 sequences; it must be at most 128"),
+    ("bad_words", {"bad_words": ((1,), ())}, "1 to 32 ids"),
+    ("bad_words", {"bad_words": ((1,) * 33,)}, "1 to 32 ids"),
 ]
 
 
@@ -40,7 +43,9 @@ def test_out_of_range(field: str, given: dict[str, Any], limit: str) -> None:
     assert refused.value.field == field
 
 
-@pytest.mark.parametrize("given", [{"logit_bias": {9: 1.0}}, {"stop_token_ids": (1, 9)}])
+@pytest.mark.parametrize(
+    "given", [{"logit_bias": {9: 1.0}}, {"stop_token_ids": (1, 9)}, {"bad_words": ((1,), (9, 1))}]
+)
 def test_token_ids_outside_the_vocabulary(given: dict[str, Any]) -> None:
     params = SamplingParams(**given)
     params.check_vocabulary(10)
@@ -52,3 +57,10 @@ def test_negative_token_ids_are_outside_the_vocabulary() -> None:
     check_token_ids("prompt", [], 5)
     with pytest.raises(InvalidRequestError, match=r"^prompt: token id -1 is outside the vocabulary \[0, 5\)"):
         check_token_ids("prompt", [4, -1], 5)
+
+
+def test_bad_words_that_may_forbid_every_token_are_refused() -> None:
+    params = SamplingParams(bad_words=((0,), (0, 1), (1, 1), (2,)))
+    params.check_vocabulary(4)
+    with pytest.raises(InvalidRequestError, match=r"^bad_words: may forbid the whole vocabulary"):
+        params.check_vocabulary(3)

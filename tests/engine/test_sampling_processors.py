@@ -15,6 +15,7 @@ from transformers import (
     LogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
@@ -157,6 +158,25 @@ def test_min_tokens_forbids_the_ends(num_output: int) -> None:
 def test_forbidding_everything_forbids_nothing() -> None:
     row = random_row(8, size=4)
     np.testing.assert_array_equal(processors.forbid(row, range(4)), row)
+
+
+@pytest.mark.parametrize("output", [[], [5], [5, 6], [6, 5], [9, 5, 6], [5, 6, 7]])
+def test_bad_words_are_not_completed(output: list[int]) -> None:
+    """transformers looks at the prompt too: it gets the output alone."""
+    row = random_row(10)
+    bad_words = ((4,), (5, 6), (5, 6, 7), (6, 8))
+    actual = processors.process(
+        row, SamplingParams(bad_words=bad_words), TokenHistory([9, 5], output), len(output), frozenset()
+    )
+    hugging_face = NoBadWordsLogitsProcessor([list(word) for word in bad_words])
+    np.testing.assert_array_equal(actual, theirs(hugging_face, row, output or [1]))
+
+
+def test_min_tokens_yields_to_bad_words_when_nothing_else_is_left() -> None:
+    row = random_row(11, size=3)
+    params = SamplingParams(min_tokens=2, bad_words=((0,), (1,)))
+    actual = processors.process(row, params, TokenHistory([1], []), 0, frozenset({2}))
+    np.testing.assert_array_equal(actual, [DROPPED, DROPPED, row[2]])
 
 
 def test_ids_outside_the_vocabulary_are_ignored() -> None:

@@ -121,6 +121,7 @@ MODES = {
     "top-p": SamplingParams(top_p=0.7),
     "min-p": SamplingParams(min_p=0.4),
     "bias and min tokens": SamplingParams(logit_bias={0: 1.5, 4: -100.0}, min_tokens=6, stop_token_ids=(2,)),
+    "greedy with bad words": SamplingParams(temperature=0.0, bad_words=((3,), (0, 1), (2, 2), (4, 1, 0))),
     "everything": SamplingParams(
         temperature=1.5,
         top_k=4,
@@ -133,6 +134,7 @@ MODES = {
         min_tokens=3,
         stop_token_ids=(0,),
         logprobs=2,
+        bad_words=((3,), (1, 2), (4, 4, 4)),
     ),
 }
 
@@ -270,6 +272,23 @@ def test_penalties_count_the_path() -> None:
     request = Request("r", list(PROMPT), SamplingParams(temperature=0.0, frequency_penalty=0.3))
     (result,) = Verifier().verify(Batch((scheduled(request, CHAIN),)), logits)
     assert result.token_ids == (4, 4, 3)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_bad_words_are_never_generated(temperature: float) -> None:
+    bad_words = ((3,), (0, 1), (2, 2), (4, 1, 0))
+    for seed in range(30):
+        params = SamplingParams(temperature=temperature, seed=seed, bad_words=bad_words)
+        tokens, _ = generate(params, Target(seed, 3), 40, random.Random(seed))
+        for word in bad_words:
+            assert word not in [tuple(tokens[n : n + len(word)]) for n in range(len(tokens))]
+
+
+def test_bad_words_count_the_path() -> None:
+    """The draft's three 4s complete (4, 4) at the second one."""
+    assert emitted(dataclasses.replace(GREEDY, bad_words=((4, 4),))) == (4, 0)
+    assert emitted(dataclasses.replace(GREEDY, bad_words=((0, 4),)), num_output=1) == (0,)
+    assert emitted(dataclasses.replace(GREEDY, bad_words=((2, 4),))) == (4, 4, 4, 4), "the prompt ends with 2"
 
 
 def test_logprobs_are_those_of_the_raw_logits_at_the_visited_nodes() -> None:

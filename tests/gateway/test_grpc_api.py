@@ -67,6 +67,7 @@ async def test_given_parameters_reach_the_pod(pods, gateway):
         max_tokens=7, min_tokens=2, temperature=0, top_k=5, top_p=0.5, min_p=0.25, repetition_penalty=1.5,
         presence_penalty=0.5, frequency_penalty=-0.5, logit_bias={5: 1.0}, stop=["END"], stop_token_ids=[9],
         seed=11, logprobs=1, ignore_eos=True,
+        bad_words=[common_pb2.TokenIds(ids=[5, 6]), common_pb2.TokenIds(ids=[7])],
     )  # fmt: skip
     request = gateway_pb2.GenerateRequest(
         text="the order", sampling=sampling, slo_class="chat", speculation="off"
@@ -129,6 +130,8 @@ BAD_INPUTS = [
             (_sampling(stop=["a"] * 17), ["stop", "at most 16"]),
             (_sampling(stop=[""]), ["stop", "empty"]),
             (_sampling(logprobs=21), ["logprobs", "[0, 20]"]),
+            (_sampling(bad_words=[common_pb2.TokenIds()]), ["bad_words", "1 to 32 ids"]),
+            (_sampling(bad_words=[common_pb2.TokenIds(ids=[4096])]), ["bad_words", "4096"]),
         ]
     ),
 ]

@@ -103,7 +103,7 @@ async def test_parameters_of_the_body_reach_the_pod(pods, gateway):
         presence_penalty=1, frequency_penalty=-1, n=1, tools=[], response_format={"type": "text"}, user="u",
         extra_body={"top_k": 4, "min_p": 0.25, "repetition_penalty": 1.5, "ignore_eos": True,
                     "min_tokens": 2, "slo_class": "batch", "stop_token_ids": [7],
-                    "speculation": "chain"},
+                    "speculation": "chain", "bad_words": [[5, 6], [7]]},
     )  # fmt: skip
     sampling = pod.requests[0].sampling
     assert (sampling.temperature, sampling.top_p, sampling.max_tokens, sampling.seed) == (0, 0.5, 9, 3)
@@ -113,6 +113,7 @@ async def test_parameters_of_the_body_reach_the_pod(pods, gateway):
     assert list(sampling.stop) == ["END"]
     assert list(sampling.stop_token_ids) == [7]
     assert dict(sampling.logit_bias) == {5: -1.0}
+    assert [list(word.ids) for word in sampling.bad_words] == [[5, 6], [7]]
     assert answer.usage.tandem_receipt["slo"]["name"] == "batch"
     assert pod.requests[0].speculation == "chain"
 
@@ -138,6 +139,8 @@ BAD_INPUTS = [
     (CHAT, {"messages": USER, "logit_bias": {"x": 1}}, "logit_bias", ["'x'"]),
     (CHAT, {"messages": USER, "logit_bias": {"1" * 3000: 1}}, "logit_bias", ["not a token id"]),
     (CHAT, {"messages": USER, "seed": -1}, "seed", ["2^64"]),
+    (CHAT, {"messages": USER, "bad_words": [[1], []]}, "bad_words", ["1 to 32 ids"]),
+    (CHAT, {"messages": USER, "bad_words": [[1, "a"]]}, "bad_words[0][1]", ["'a'", "integer"]),
     (CHAT, {"messages": USER, "top_logprobs": 2}, "top_logprobs", ["logprobs: true"]),
     (CHAT, {"messages": USER, "stream_options": {}}, "stream_options", ["stream: true"]),
     (CHAT, {"messages": USER, "slo_class": "fast"}, "slo_class", ["interactive"]),

@@ -9,7 +9,7 @@ import time
 import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import grpc
@@ -129,6 +129,25 @@ async def test_apart_equals_together(tiny_model: Path, sampling: dict[str, float
         assert again[0] == want[3]
         assert again[1].cached_tokens >= 192
         assert again[1].prefill_pod == "", "with a warm cache the decode pod does the rest itself"
+        await fleet.assert_idle()
+
+
+@pytest.mark.parametrize("apart", [False, True])
+async def test_bad_words_hold_from_the_first_token_on(tiny_model: Path, apart: bool) -> None:
+    alone = LLM(tiny_model, **SIZES)
+    greedy = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    async with run_fleet(tiny_model) as fleet:
+        for last in range(3):
+            prompt = prompt_of(90, start=last)
+            tokens = alone.generate([prompt], greedy)[0].token_ids
+            word = tokens[max(last - 1, 0) : last + 1]
+            want = alone.generate([prompt], replace(greedy, bad_words=(tuple(word),)))[0].token_ids
+            targets = [fleet.prefill_target] if apart else []
+            ids = common_pb2.TokenIds(ids=word)
+            got, receipt = await run(fleet, request(f"r{last}", prompt, targets, bad_words=[ids]))
+            assert got == want != tokens
+            assert word not in [got[n : n + len(word)] for n in range(len(got))]
+            assert receipt.prefill_pod == ("p0" if apart else "")
         await fleet.assert_idle()
 
 

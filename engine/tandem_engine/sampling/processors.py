@@ -1,6 +1,6 @@
 """What happens to a row of logits before a token is chosen from it.
 
-    raw row --process--> the target's logits        bias, penalties, min_tokens: they know the text so far
+    raw row --process--> the target's logits        bias, penalties, bad words, min_tokens: see the text
             --warp-----> the target's distribution  temperature, top-k, top-p, min-p; not for greedy
 
 Order and meaning are those of Hugging Face's generate and, for the presence and frequency penalties, of
@@ -10,7 +10,7 @@ is left, usually a handful of tokens. Ids outside the vocabulary are ignored: ad
 row can contain them.
 
 Rows are numpy arrays on the host: one row at a time, numpy's partition and sort are several times faster
-than torch's. Whole batches on a GPU: device.py. Not covered: constrained decoding, bad words.
+than torch's. Whole batches on a GPU: device.py. Not covered: constrained decoding.
 """
 
 from __future__ import annotations
@@ -37,14 +37,16 @@ _COLUMN = 64
 
 
 class TokenHistory:
-    """The tokens that penalties look at: all of the prompt, and how often each token was put out."""
+    """The tokens that processing depends on: the prompt, the output, and how often each token is in it."""
 
     def __init__(self, prompt_token_ids: Sequence[int], output_token_ids: Iterable[int]) -> None:
         # Duplicates stay: writing one value twice costs less than finding out.
         self._prompt = np.array(prompt_token_ids, dtype=np.int64)
-        self.output_counts = Counter(output_token_ids)
+        self.output = list(output_token_ids)
+        self.output_counts = Counter(self.output)
 
     def append(self, token_id: int) -> None:
+        self.output.append(token_id)
         self.output_counts[token_id] += 1
 
     def seen(self) -> TokenIds:
@@ -93,6 +95,11 @@ def forbid(row: Row, token_ids: Iterable[int]) -> Row:
     forbidden = row.copy()
     forbidden[_within(row, token_ids)] = _DROPPED
     return forbidden if forbidden.max() > _DROPPED else row
+
+
+def bad_word_ends(bad_words: Iterable[Sequence[int]], output: list[int]) -> list[int]:
+    """The last token of each sequence whose other tokens end the output; always that of a single token."""
+    return [last for *prefix, last in bad_words if not prefix or output[-len(prefix) :] == prefix]
 
 
 def largest(row: Row) -> np.float32:
@@ -173,6 +180,9 @@ def process(
     if params.presence_penalty or params.frequency_penalty:
         counts = history.output_counts
         row = penalise_output(row, counts, params.presence_penalty, params.frequency_penalty)
+    if params.bad_words:
+        row = forbid(row, bad_word_ends(params.bad_words, history.output))
+    # Last, since it forbids nothing when nothing would be left, and bad words must stay forbidden.
     if num_output < params.min_tokens:
         row = forbid(row, end_token_ids)
     return row
