@@ -22,7 +22,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "text_index.h"
+#include "match_index.h"
 
 class KAnonymityFilter {
  public:
@@ -254,7 +254,7 @@ class KAnonymityFilter {
     return length;
   }
 
-  size_t bucket(const int32_t* tokens) const { return hash_of(tokens, kLeast) >> shift; }
+  size_t bucket(const int32_t* tokens) const { return Hashes(tokens + kLeast, kLeast).of[kLeast] >> shift; }
 
   // Indexes the run's last token.
   void link(uint32_t slot) {

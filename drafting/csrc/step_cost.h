@@ -1,14 +1,13 @@
-// What a step with so many guesses takes, learnt from the steps themselves.
+// Duration of a decode step as a function of its number of guesses, estimated online from measured steps.
 //
-//   model    time = a + b rows + c context + d rows * context per sequence, for every batch: fitted by least squares
-//            with forgetting, no coefficient negative. Rows are the tokens a step computes, context the cached tokens
-//            it reads.
-//   region   batch size and context, each to a power of two: what was seen there relative to the model, by number of
-//            guesses, for what is not linear (tiles of rows, a GPU's idle units); where little was seen, drawn to what
-//            was seen with that batch size in any context
+//   model    time = a + b rows + c context + d rows * context per sequence, for every batch: least squares with
+//            exponential forgetting and non-negative coefficients. Rows are the tokens that a step computes, context the
+//            cached tokens that it reads.
+//   region   batch sizes up to a power of two: measured time over the model's time, by number of guesses. It covers what
+//            is not linear (tiles of rows, idle units of a GPU).
 //
-// Only how times compare is learnt, within a few steps at a time, since a machine's speed changes with what else runs
-// on it. The unit is that of the prior: about a step of one row without context.
+// Steps are compared only with their neighbours in time, because the speed of a shared machine drifts. Times are in units
+// of the prior: about one step of one row without context.
 #pragma once
 
 #include <algorithm>
@@ -21,9 +20,9 @@
 
 class StepCost {
  public:
-  // row_cost: time of one more row relative to a step without guesses, before anything was measured.
+  // row_cost: time of one more row relative to a step without guesses, before any measurement.
   explicit StepCost(double row_cost) : prior{1, row_cost, 0, 0}, coefficients(prior) {
-    // The prior says nothing of context.
+    // The prior has no information about context.
     constexpr int kRows = 16;
     for (int i = 0; i < kNumFeatures; ++i) prior_products[i][i] = 1e-9;
     for (int guesses = 0; guesses < kRows; ++guesses) {
@@ -37,20 +36,20 @@ class StepCost {
     double num_sequences, context, num_guesses, seconds;  // context: cached tokens of all its sequences
   };
 
-  // Steps in a row, of which only how they compare is learnt, first of all into the regions, by the model as it was.
+  // Consecutive steps; only their ratios are used.
   void observe(const Step* steps, int count) {
     if (count == 0) return;
     forget(count);
     const auto fewer = [](const Step& a, const Step& b) { return a.num_guesses < b.num_guesses; };
     const auto [least, most] = std::minmax_element(steps, steps + count, fewer);
-    // Otherwise there is nothing to compare.
+    // Steps of one size contain no information about the cost of guesses.
     if (least->num_guesses < most->num_guesses) compare(steps, count);
     fit();
   }
 
-  // Times of a step with 0 .. count - 1 guesses, never less for more; their ratios count.
+  // Times of a step with 0 .. count - 1 guesses, non-decreasing; only their ratios have a meaning.
   void curve(int num_sequences, int64_t context, int count, double* seconds) const {
-    const Correction correction = correction_of(num_sequences, context);
+    const Correction correction = correction_of(num_sequences);
     int high = 1;
     double most = 0;
     for (int guesses = 0; guesses < count; ++guesses) {
@@ -65,17 +64,15 @@ class StepCost {
   static constexpr int kNumFeatures = 4;
   // Weight of the past after one step; .998 remembers about five hundred steps.
   static constexpr double kForgetting = .998;
-  // How far the prior counts: as a share of what was observed, and as steps of its own. The latter win when nothing is
-  // learnt for long, so that a price that was thought too high is asked for again.
+  // Weight of the prior: as a share of the observations, and in steps. The latter dominates when nothing is measured for
+  // long, so that a cost that was measured too high is tried again.
   static constexpr double kRidge = .005, kPriorSteps = .1;
-  // What a region is drawn to weighs as much as so many steps, and in a large batch, where a few guesses change less
-  // than steps differ by chance, as one for every eight sequences. Were it less, numbers of guesses whose few steps
-  // happened to be short would look cheap, and be chosen for that.
-  static constexpr double kLeastPrior = 3, kSequencesPerPrior = 8;
-  // A step counts at most for so much more or less than was expected: what holds steps up has nothing to do with them.
-  static constexpr double kMaxSurprise = 1.25;
-  static constexpr int kAnyContext = -1;
-  // Numbers of guesses between which a region's ratios are interpolated.
+  // Weight of a region's prior, in steps; in large batches, where a few guesses change less than the noise, one step for
+  // every eight sequences. With less weight, sizes with a few lucky steps look cheap.
+  static constexpr double kMinPriorSteps = 3, kSequencesPerPrior = 8;
+  // A step's time is clipped to this factor around the expected time: outliers come from other processes.
+  static constexpr double kMaxDeviation = 1.25;
+  // Numbers of guesses between which the ratios of a region are interpolated.
   static constexpr std::array<double, 20> kKnots = {0,  1,  2,  3,  4,  6,   8,   12,  16,  24,
                                                     32, 48, 64, 96, 128, 192, 256, 512, 1024, 8192};
   static constexpr int kNumKnots = int(kKnots.size());
@@ -83,9 +80,8 @@ class StepCost {
   using Features = std::array<double, kNumFeatures>;
   using Products = std::array<Features, kNumFeatures>;
   using Correction = std::array<double, kNumKnots>;
-  using RegionKey = std::pair<int, int>;
 
-  // The steps that were seen there, by the knots beside them.
+  // Measured steps, split between the two nearest knots.
   struct Region {
     Correction weights{}, seconds{};
     std::array<Features, kNumKnots> features{};
@@ -108,26 +104,27 @@ class StepCost {
       }
     }
 
-    // What they took over what the model says of them, drawn to `prior` as if that were so many steps.
-    Correction correction(const Features& coefficients, const Correction& prior, double prior_weight) const {
-      Correction known;  // beside the prior
+    // Measured time over modelled time, with a prior of 1 that weighs `prior_weight` steps.
+    Correction correction(const Features& coefficients, double prior_weight) const {
+      Correction known;
       int num_known = 0, at[kNumKnots];
       for (int k = 0; k < kNumKnots; ++k) {
         if (weights[k] <= .5) continue;
-        const double ratio = seconds[k] / dot(features[k], coefficients) / prior[k];
+        const double ratio = seconds[k] / dot(features[k], coefficients);
         known[k] = 1 + (ratio - 1) * weights[k] / (weights[k] + prior_weight);
         at[num_known++] = k;
       }
-      // Where nothing was seen, as where something was: what makes a region slow does so for all its steps.
-      Correction all = prior;
+      // Between measured knots: interpolated. Beyond them: as the nearest one.
+      Correction all;
+      all.fill(1);
       for (int k = 0, next = 0; num_known && k < kNumKnots; ++k) {
         while (next < num_known && at[next] < k) ++next;
-        if (next == 0) all[k] *= known[at[0]];
-        else if (next == num_known) all[k] *= known[at[num_known - 1]];
+        if (next == 0) all[k] = known[at[0]];
+        else if (next == num_known) all[k] = known[at[num_known - 1]];
         else {
           const int low = at[next - 1], high = at[next];
           const double share = (kKnots[k] - kKnots[low]) / (kKnots[high] - kKnots[low]);
-          all[k] *= known[low] * (1 - share) + known[high] * share;
+          all[k] = known[low] * (1 - share) + known[high] * share;
         }
       }
       return all;
@@ -138,7 +135,7 @@ class StepCost {
   Features coefficients;
   Products prior_products{}, products{};
   Features targets{};
-  std::map<RegionKey, Region> regions;
+  std::map<int, Region> regions;  // by the bits of the batch size
 
   // One, rows, context, rows * context per sequence; context in thousands.
   static Features features(double num_sequences, double context, double num_guesses) {
@@ -146,11 +143,7 @@ class StepCost {
     return {1, rows, thousands, rows * thousands / num_sequences};
   }
 
-  // Of the batch size in any context, and in such a one.
-  static std::array<RegionKey, 2> regions_of(int num_sequences, int64_t context) {
-    const auto bits = [](int64_t x) { return x ? 64 - __builtin_clzll(x) : 0; };
-    return {RegionKey(bits(num_sequences), kAnyContext), RegionKey(bits(num_sequences), bits(context))};
-  }
+  static int region_of(int num_sequences) { return 32 - __builtin_clz(std::max(num_sequences, 1)); }
 
   static double squared(double x) { return x * x; }
 
@@ -180,15 +173,13 @@ class StepCost {
     return correction[high - 1] * (1 - share) + correction[high] * share;
   }
 
-  Correction correction_of(int num_sequences, int64_t context) const {
-    Correction correction;
-    correction.fill(1);
-    const double prior_weight = std::max(kLeastPrior, num_sequences / kSequencesPerPrior);
-    for (const auto& key : regions_of(num_sequences, context)) {
-      const auto found = regions.find(key);
-      if (found != regions.end()) correction = found->second.correction(coefficients, correction, prior_weight);
-    }
-    return correction;
+  Correction correction_of(int num_sequences) const {
+    const auto found = regions.find(region_of(num_sequences));
+    if (found != regions.end())
+      return found->second.correction(coefficients, std::max(kMinPriorSteps, num_sequences / kSequencesPerPrior));
+    Correction none;
+    none.fill(1);
+    return none;
   }
 
   void forget(int num_steps) {
@@ -200,25 +191,25 @@ class StepCost {
   }
 
   void compare(const Step* steps, int count) {
-    // The machine's speed of the moment is the median of how these steps compare with all that is known. Beside the
-    // model alone, steps that all have many guesses would look as if these cost what the model says.
-    std::vector<double> corrections(count), surprises(count);
+    // The current speed of the machine is the median of measured over expected times. The expectation includes the
+    // corrections: with the model alone, a burst of large steps would look like a slow machine.
+    std::vector<double> corrections(count), deviations(count);
     for (int i = 0; i < count; ++i) {
       const Step& step = steps[i];
-      const Correction known = correction_of(int(step.num_sequences), int64_t(step.context));
+      const Correction known = correction_of(int(step.num_sequences));
       corrections[i] = between(known, knot_above(step.num_guesses), step.num_guesses);
-      surprises[i] = step.seconds / (modelled(step) * corrections[i]);
+      deviations[i] = step.seconds / (modelled(step) * corrections[i]);
     }
-    std::vector<double> sorted = surprises;
+    std::vector<double> sorted = deviations;
     std::nth_element(sorted.begin(), sorted.begin() + count / 2, sorted.end());
     const double speed = sorted[count / 2];
     for (int i = 0; i < count; ++i) {
       const Step& step = steps[i];
-      const double surprise = std::clamp(surprises[i] / speed, 1 / kMaxSurprise, kMaxSurprise);
+      const double deviation = std::clamp(deviations[i] / speed, 1 / kMaxDeviation, kMaxDeviation);
       const Features x = features(step.num_sequences, step.context, step.num_guesses);
-      const double expected = dot(x, coefficients), took = surprise * corrections[i] * expected;
-      for (const auto& key : regions_of(step.num_sequences, step.context)) regions[key].add(x, step.num_guesses, took);
-      // Errors count relative to the step: short ones are as dear as long ones.
+      const double expected = dot(x, coefficients), took = deviation * corrections[i] * expected;
+      regions[region_of(int(step.num_sequences))].add(x, step.num_guesses, took);
+      // Relative errors: short steps count as much as long ones.
       add_products(products, x, 1 / squared(expected));
       for (int k = 0; k < kNumFeatures; ++k) targets[k] += x[k] * took / squared(expected);
     }
@@ -228,7 +219,7 @@ class StepCost {
     return dot(features(step.num_sequences, step.context, step.num_guesses), coefficients);
   }
 
-  // Least squares, drawn to the prior where nothing was seen; what comes out negative is left out.
+  // Least squares with the prior as regulariser; features with a negative coefficient are dropped.
   void fit() {
     Products wanted = products;
     Features sums = targets;
@@ -252,7 +243,7 @@ class StepCost {
     }
   }
 
-  // Of the positive definite system of those that are used, by elimination; the others are 0.
+  // Gaussian elimination on the positive definite system of the used features; the others are 0.
   static Features solve(Products a, Features b, const std::array<bool, kNumFeatures>& used) {
     for (int i = 0; i < kNumFeatures; ++i) {
       if (!used[i]) continue;

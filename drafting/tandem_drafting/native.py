@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import struct
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +23,6 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 from tandem_engine.draft_tree import MAX_TREE_NODES, DraftTree
 
 #: Where guesses come from, by the number the library gives them.
@@ -40,26 +38,26 @@ _MAX_GUESSES = MAX_TREE_NODES - 1
 
 
 class _Draft(ctypes.Structure):
-    """TandemDraft of drafting/csrc/drafter.cpp, field by field."""
+    """TandemInput of drafting/csrc/drafter.cpp, field by field."""
 
     _fields_ = (
-        *((name, _POINTER) for name in ("text", "corpus", "recycler", "learner")),
+        *((name, _POINTER) for name in ("sequence", "corpus", "recycler", "model")),
         ("max_chain", _INT32),
     )
 
 
-#: Words of 32 bits: TandemDraftStep's room, own_run, num_guesses and is_vain, and TandemGuess' token, parent,
-#: source and reach.
+#: Words of 32 bits: TandemStep's room, own_run, num_guesses and is_hopeless; TandemGuess' token, parent,
+#: source and probability.
 _STEP_WORDS = _GUESS_WORDS = 4
 
 
 _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "tandem_draft": (
-        _DOUBLE,
-        (_POINTER, _POINTER, _INT32, _INT32, _DOUBLE, _POINTER, _INT32, _DOUBLE, _POINTER),
+        None,
+        (_POINTER, _POINTER, _INT32, _INT32, _DOUBLE, _POINTER, _INT32, _POINTER),
     ),
     "tandem_draft_learn": (None, (_POINTER, _INT32, _POINTER, _POINTER, _POINTER)),
-    "tandem_draft_likeliest": (None, (_POINTER, _INT64, _POINTER, _INT32, _POINTER)),
+    "tandem_draft_top_tokens": (None, (_POINTER, _INT64, _POINTER, _INT32, _POINTER)),
     "tandem_draft_sequence_new": (_POINTER, (_INT64,)),
     "tandem_draft_sequence_free": (None, (_POINTER,)),
     "tandem_draft_sequence_extend": (None, (_POINTER, _POINTER, _INT64)),
@@ -69,13 +67,10 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "tandem_draft_corpus_add": (_INT32, (_POINTER, _INT32, _POINTER, _INT64, _INT64)),
     "tandem_draft_corpus_size": (_INT64, (_POINTER,)),
     "tandem_draft_corpus_bytes": (_INT64, (_POINTER,)),
-    "tandem_draft_learner_new": (_POINTER, ()),
-    "tandem_draft_learner_free": (None, (_POINTER,)),
-    "tandem_draft_learner_bytes": (_INT64, (_POINTER,)),
-    "tandem_draft_learner_read": (None, (_POINTER, _POINTER)),
-    "tandem_draft_learner_write": (_INT32, (_POINTER, _POINTER)),
-    "tandem_draft_learner_num_taught": (_INT64, (_POINTER,)),
-    "tandem_draft_learner_tally": (None, (_POINTER, _POINTER)),
+    "tandem_draft_model_new": (_POINTER, ()),
+    "tandem_draft_model_free": (None, (_POINTER,)),
+    "tandem_draft_model_reset": (None, (_POINTER,)),
+    "tandem_draft_model_tenths": (None, (_POINTER, _POINTER)),
     "tandem_draft_recycler_new": (_POINTER, ()),
     "tandem_draft_recycler_free": (None, (_POINTER,)),
     "tandem_draft_recycler_bytes": (_INT64, (_POINTER,)),
@@ -209,7 +204,7 @@ class TopTokens:
             raise ValueError(f"a vocabulary of {vocab_size} tokens; wanted {NUM_RECYCLED} or more")
         words = array("i", bytes(4 * TopTokens._WORDS * len(rows)))
         wanted = _ids(rows)
-        LIBRARY.tandem_draft_likeliest(
+        LIBRARY.tandem_draft_top_tokens(
             logits_address, vocab_size, wanted.buffer_info()[0], len(wanted), words.buffer_info()[0]
         )
         return TopTokens(words, 0, len(wanted))
@@ -231,12 +226,6 @@ class Recycler:
         return int(self._library.tandem_draft_recycler_bytes(self.handle))
 
 
-#: What `AcceptanceModel.to_bytes` begins with: a mark, the version of the tables' layout, their digest.
-_LEARNER_HEADER = struct.Struct("<4sI16s")
-_LEARNER_MARK = b"TLKL"
-_LEARNER_VERSION = 2
-
-
 @dataclass(frozen=True)
 class Reliability:
     """Of guesses that were sent with a predicted acceptance within one tenth: what came of them."""
@@ -248,65 +237,41 @@ class Reliability:
 
 
 class AcceptanceModel:
-    """What is learnt of a namespace's texts; begins with what is sensible anywhere."""
+    """Predicts the acceptance of guesses; learns from the sequences of one tenant."""
 
     def __init__(self) -> None:
         self._library = LIBRARY
-        self.handle = self._library.tandem_draft_learner_new()
+        self.handle = self._library.tandem_draft_model_new()
 
     def __del__(self) -> None:
         if hasattr(self, "handle"):
-            self._library.tandem_draft_learner_free(self.handle)
+            self._library.tandem_draft_model_free(self.handle)
 
-    @property
-    def num_taught(self) -> int:
-        """Verified nodes that have taught it, those of the tables it was given included."""
-        return int(self._library.tandem_draft_learner_num_taught(self.handle))
+    def reset(self) -> None:
+        """Back to the initial weights; `reliability` keeps its counts."""
+        self._library.tandem_draft_model_reset(self.handle)
 
     def reliability(self) -> list[Reliability]:
         """By tenths of the prediction, since this object was made; any thread may ask."""
-        tally = array("d", bytes(8 * 3 * NUM_TENTHS))
-        self._library.tandem_draft_learner_tally(self.handle, tally.buffer_info()[0])
-        return [Reliability(*tally[at : at + 3]) for at in range(0, len(tally), 3)]
-
-    def to_bytes(self) -> bytes:
-        """Everything learnt, about 100 KB, for `load_bytes` anywhere with the same version."""
-        buffer = ctypes.create_string_buffer(int(self._library.tandem_draft_learner_bytes(self.handle)))
-        self._library.tandem_draft_learner_read(self.handle, buffer)
-        digest = xxhash.xxh3_128_digest(buffer.raw)
-        return _LEARNER_HEADER.pack(_LEARNER_MARK, _LEARNER_VERSION, digest) + buffer.raw
-
-    def load_bytes(self, payload: bytes) -> None:
-        """Replaces what was learnt. Raises ValueError, nothing changed, for what `to_bytes` did not give."""
-        tables = payload[_LEARNER_HEADER.size :]
-        if payload[:4] != _LEARNER_MARK or len(payload) < _LEARNER_HEADER.size:
-            raise ValueError("these bytes are no learnt tables")
-        _, version, digest = _LEARNER_HEADER.unpack_from(payload)
-        if version != _LEARNER_VERSION:
-            raise ValueError(f"learnt tables of version {version}; this program reads {_LEARNER_VERSION}")
-        size = int(self._library.tandem_draft_learner_bytes(self.handle))
-        if len(tables) != size or xxhash.xxh3_128_digest(tables) != digest:
-            raise ValueError(
-                f"learnt tables are damaged: {len(tables)} bytes, wanted {size} and their digest"
-            )
-        if not self._library.tandem_draft_learner_write(self.handle, tables):
-            raise ValueError("learnt tables hold what cannot have been learnt")
+        tenths = array("d", bytes(8 * 3 * NUM_TENTHS))
+        self._library.tandem_draft_model_tenths(self.handle, tenths.buffer_info()[0])
+        return [Reliability(*tenths[at : at + 3]) for at in range(0, len(tenths), 3)]
 
 
 class SequenceInput:
-    """What one sequence of a batch draws on; kept from step to step.
+    """The inputs of one sequence's draft; kept from step to step.
 
-    text: None drafts nothing. room: the deepest guess that could be emitted; 0: no draft. own_run: the run of
-    the corpus that this sequence has generated itself; -1: none. max_chain: most guesses of a draft in one
-    line; 0: a tree.
+    sequence: None drafts nothing. room: depth of the deepest guess that could be emitted; 0: no draft.
+    own_run: the corpus run of this sequence's own output; -1: none. max_chain: most guesses of an unbranched
+    draft; 0: a tree.
     """
 
-    __slots__ = ("_call", "_corpus", "address", "learner", "own_run", "recycler", "room", "text")
+    __slots__ = ("_call", "_corpus", "address", "model", "own_run", "recycler", "room", "sequence")
 
     def __init__(
         self,
-        text: SequenceIndex | None,
-        learner: AcceptanceModel,
+        sequence: SequenceIndex | None,
+        model: AcceptanceModel,
         corpus: CorpusIndex | None = None,
         recycler: Recycler | None = None,
         *,
@@ -314,18 +279,18 @@ class SequenceInput:
         own_run: int = -1,
         max_chain: int = 0,
     ) -> None:
-        self.text, self.learner, self.recycler = text, learner, recycler
+        self.sequence, self.model, self.recycler = sequence, model, recycler
         self.room, self.own_run = room, own_run
         self._call = call = _Draft()
-        call.text = text.handle if text is not None else None
-        call.learner, call.max_chain = learner.handle, max_chain
+        call.sequence = sequence.handle if sequence is not None else None
+        call.model, call.max_chain = model.handle, max_chain
         call.recycler = recycler.handle if recycler is not None else None
         self.address = ctypes.addressof(call)
         self._corpus: CorpusIndex | None = None
         self.set_corpus(corpus)
 
     def set_corpus(self, corpus: CorpusIndex | None) -> None:
-        """What others have generated; another object when that has grown."""
+        """The tenant's corpus; a rebuilt one is another object."""
         if corpus is not self._corpus:
             self._corpus = corpus
             self._call.corpus = corpus.handle if corpus is not None else None
@@ -333,23 +298,21 @@ class SequenceInput:
 
 @dataclass(frozen=True)
 class Guesses:
-    """A tree, and the probability that verification gets to each of its guesses."""
+    """A tree, and the predicted acceptance of each of its guesses."""
 
     tree: DraftTree
     reach: tuple[float, ...]
 
 
 class Drafted:
-    """What `draft_batch` has made, by job."""
+    """The drafts of a batch, by input."""
 
-    def __init__(self, gain: float, steps: array[int], guesses: array[int]) -> None:
-        #: How many times as many tokens per second the step is to give as without guesses.
-        self.gain = gain
+    def __init__(self, steps: array[int], guesses: array[int]) -> None:
         self._counts = steps[2::_STEP_WORDS]
         self._total = sum(self._counts)
         self._guesses = guesses
-        #: Whether the draft was not worth making, nor near to it.
-        self.is_vain: Sequence[int] = steps[3::_STEP_WORDS]
+        #: Whether even the best candidate was far less probable than its cost demands.
+        self.is_hopeless: Sequence[int] = steps[3::_STEP_WORDS]
 
     def trees(self) -> list[DraftTree | None]:
         """None where nothing pays."""
@@ -370,47 +333,42 @@ class Drafted:
         return trees
 
     def reach(self) -> list[tuple[float, ...]]:
-        """For each guess the probability that verification gets to it."""
+        """The predicted acceptance of each guess."""
         reach = array("f", self._guesses[: self._total * _GUESS_WORDS].tobytes())[3::_GUESS_WORDS]
         ends = list(itertools.accumulate(self._counts, initial=0))
         return [tuple(reach[begin:end]) for begin, end in itertools.pairwise(ends)]
 
 
 def draft_batch(
-    jobs: Sequence[SequenceInput],
-    max_guesses: int,
-    expected: float,
-    seconds: array[float],
-    own_seconds: float = 0.0,
+    inputs: Sequence[SequenceInput], max_guesses: int, expected: float, seconds: array[float]
 ) -> Drafted:
-    """Makes each job's draft, of at most `max_guesses`.
+    """Makes each input's draft, of at most `max_guesses`.
 
-    `expected` tokens come of the step without guesses; `seconds[q]` is what it takes with q guesses in the
-    whole batch, up to the most there may be, never less for more. As many of the likeliest guesses are made
-    as give the most tokens per second. own_seconds is what drafting takes for one sequence; it only tells
-    what was in vain.
+    expected: tokens of the step without guesses. seconds[q]: its time with q guesses in the whole batch,
+    non-decreasing. The number of guesses with the most tokens per second is chosen.
     """
-    addresses = array("q", [job.address for job in jobs])
-    steps = array("i", [word for job in jobs for word in (job.room, job.own_run, 0, 0)])
-    room = min(max_guesses * len(jobs), len(seconds) - 1)
+    addresses = array("q", [one.address for one in inputs])
+    steps = array("i", [word for one in inputs for word in (one.room, one.own_run, 0, 0)])
+    room = min(max_guesses * len(inputs), len(seconds) - 1)
     guesses = array("i", bytes(4 * _GUESS_WORDS * room))
-    gain = LIBRARY.tandem_draft(
+    LIBRARY.tandem_draft(
         addresses.buffer_info()[0],
         steps.buffer_info()[0],
-        len(jobs),
+        len(inputs),
         max_guesses,
         expected,
         seconds.buffer_info()[0],
         len(seconds),
-        own_seconds,
         guesses.buffer_info()[0],
     )
-    return Drafted(gain, steps, guesses)
+    return Drafted(steps, guesses)
 
 
-def draft(jobs: Sequence[SequenceInput], max_guesses: int, seconds: Sequence[float]) -> list[Guesses | None]:
-    """`draft_batch` for a batch of nothing else: each job's guesses, None where nothing pays."""
-    drafted = draft_batch(jobs, max_guesses, len(jobs), array("d", seconds))
+def draft(
+    inputs: Sequence[SequenceInput], max_guesses: int, seconds: Sequence[float]
+) -> list[Guesses | None]:
+    """`draft_batch` for a batch of these inputs alone: each one's guesses, None where nothing pays."""
+    drafted = draft_batch(inputs, max_guesses, len(inputs), array("d", seconds))
     return [
         Guesses(tree, reach) if tree is not None else None
         for tree, reach in zip(drafted.trees(), drafted.reach(), strict=True)
@@ -418,26 +376,26 @@ def draft(jobs: Sequence[SequenceInput], max_guesses: int, seconds: Sequence[flo
 
 
 def learn(
-    jobs: Sequence[SequenceInput], emitted: Sequence[Sequence[int]], likeliest: TopTokens | None = None
+    inputs: Sequence[SequenceInput], emitted: Sequence[Sequence[int]], top: TopTokens | None = None
 ) -> None:
-    """What a step has emitted for each job: compared with its draft, and appended to its text.
+    """Takes the tokens that a step emitted: they update the models and extend the sequences.
 
-    likeliest: of the logits that each of all these tokens was chosen from, for the jobs that have a recycler.
+    top: for each of these tokens the top tokens of the logits that it was chosen from.
     """
     tokens, ends = array("i"), array("i")
-    for job, ids in zip(jobs, emitted, strict=True):
-        if job.text is None:
-            raise ValueError("a job without a text has nothing that could go on")
+    for one, ids in zip(inputs, emitted, strict=True):
+        if one.sequence is None:
+            raise ValueError("an input without a sequence cannot be extended")
         tokens.extend(ids)
         ends.append(len(tokens))
-        job.text.num_tokens += len(ids)
-    if likeliest is not None and len(likeliest) != len(tokens):
-        raise ValueError(f"the likeliest tokens of {len(likeliest)} places, wanted {len(tokens)}")
-    addresses = array("q", [job.address for job in jobs])
+        one.sequence.num_tokens += len(ids)
+    if top is not None and len(top) != len(tokens):
+        raise ValueError(f"top tokens of {len(top)} places, wanted {len(tokens)}")
+    addresses = array("q", [one.address for one in inputs])
     LIBRARY.tandem_draft_learn(
         addresses.buffer_info()[0],
-        len(jobs),
+        len(inputs),
         tokens.buffer_info()[0],
         ends.buffer_info()[0],
-        likeliest.address if likeliest is not None else None,
+        top.address if top is not None else None,
     )

@@ -47,7 +47,6 @@ class Free(StepCost):
 
     def __init__(self) -> None:
         super().__init__()
-        self.mean_seconds = 1e9
 
     def observe(self, num_sequences: int, context: int, num_guesses: int, seconds: float) -> None:
         """Learns nothing."""

@@ -239,7 +239,7 @@ def test_text_that_nobody_can_guess_is_soon_drafted_for_rarely(monkeypatch):
         request.num_computed_tokens += 1
     assert all(looked[:2])
     assert sum(looked[-80:]) == 5
-    # As soon as the text repeats itself, a draft that pays ends the rest.
+    # As soon as the text repeats itself, a draft ends the backoff.
     replay = Replay(drafter, text[:400] + text[150:390], 100)
     replay.request = request
     before = request.num_tokens
@@ -248,54 +248,20 @@ def test_text_that_nobody_can_guess_is_soon_drafted_for_rarely(monkeypatch):
     assert replay.steps < 60
 
 
-def test_a_price_that_was_measured_too_high_is_measured_again():
-    """Once, steps with guesses were held up; the text could be guessed all along."""
-    text = list(range(100, 120)) * 100
-    drafter = Drafter(None, DraftPolicy(row_cost=0.1))
-
+def test_a_cost_that_was_measured_too_high_is_forgotten():
+    """Steps with guesses were slow once; the sequence is predictable all along."""
+    drafter = Drafter(None, DraftPolicy())
     for guesses in [0, 1] * 64:
         drafter.step_cost.observe(1, 100, guesses, 1e-2 * (1 + 3 * guesses))
-    request = request_at(text, 99)
+    request = request_at(list(range(100, 120)) * 10, 99)
     drafted = []
-    for step, token in enumerate(text[100:740], start=1):
+    for _ in range(5000):
         tree = drafter.propose([request], 15)[0]
+        drafted.append(tree is not None)
         guesses = len(tree) if tree is not None else 0
-        if guesses:
-            drafted.append(step)
         drafter.step_cost.observe(1, 100, guesses, 1e-2 * (1 + 0.02 * guesses))
-        drafter.extend([Emitted(request, [token], ())])
-        request.output_token_ids.append(token)
-        request.num_computed_tokens += 1
-    assert drafted[:4] == [128, 256, 384, 512], "trials, at the price of a new pod"
-    assert drafted[-60:] == list(range(581, 641)), "in the end it pays"
-
-
-def test_a_batch_whose_drafts_do_not_pay_for_themselves_rests():
-    """One of sixteen can be guessed, which gains a twentieth; drafting for all takes half a step."""
-    story = noise(60)
-    requests = [request_at(noise(30, seed=n, vocabulary=10**6), 29, f"n{n}") for n in range(15)]
-    requests.append(request_at(story + story[:20], 79))
-    drafter = Drafter(None, DraftPolicy(row_cost=0.001))
-    drafter.step_cost.observe(16, 800, 0, 1e-3)
-    drafter.step_cost.mean_seconds = 1e-6  # far less than drafting takes
-    drafted = [drafter.propose(requests, 15)[-1] is not None for _ in range(32 + 32 + 32 + 64)]
-    assert all(drafted[:31]), "it does so for a while before it is judged"
-    assert sum(drafted[32:64]) == 2, "then every sixteenth step"
-    assert all(drafted[64:95]), "once more"
-    assert sum(drafted[96:]) == 4, "and then longer"
-
-
-def test_text_that_can_be_guessed_ends_the_rest():
-    story = noise(60)
-    drafter = Drafter(None, DraftPolicy())
-    random_text = request_at(noise(300, seed=1, vocabulary=10**6), 299, "n")
-    for _ in range(256 + 100):
-        assert drafter.propose([random_text], 15) == [None]
-    sure = request_at(story + story[:20], 79, "sure")
-    drafted = [drafter.propose([sure], 15)[0] is not None for _ in range(100)]
-    first = drafted.index(True)
-    assert 0 < first < 16, "it rested"
-    assert all(drafted[first:])
+    assert not any(drafted[:100])
+    assert all(drafted[-100:])
 
 
 def test_requests_that_are_not_decoding_are_left_alone():

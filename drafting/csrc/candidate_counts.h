@@ -1,42 +1,42 @@
-// What followed the matches of a node's text: the candidates for its children, counted.
+// Candidates for the children of a node: the tokens that followed matches of its context, with their counts.
 //
 //   followers   distinct tokens that came next anywhere, at most kMost
-//   contexts    the longest matches in each place whose followers differ in number, at most kSpeaking of a place:
-//               after 12 tokens this came once; after 3 tokens this came 4 times and that twice
+//   contexts    per place the two longest matches whose counts differ, for example: after 12 tokens this token followed
+//               once; after 3 tokens this one 4 times and that one twice
 //
-// All rows are as wide as kMost, so that the compiler works on a row at once.
+// All rows are kMost wide, so that the compiler vectorizes over a row.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <iterator>
 
-#include "history.h"
-#include "learner.h"
+#include "acceptance_model.h"
+#include "ngram_index.h"
 
-// Occurrences of a context in one text, at most.
+// Matches of a context in one index, at most.
 constexpr int kMaxFound = 24;
 
-class Ballot {
+class CandidateCounts {
  public:
-  static constexpr int kMost = 16, kSpeaking = 2;
+  static constexpr int kMost = 16, kContextsPerPlace = 2;
   static constexpr uint8_t kNone = 255;
 
   struct Context {
     uint8_t input;  // place and level
-    int total;      // matches, those included whose follower is none of `followers`
+    int total;      // matches, including those whose follower was dropped
     uint16_t counts[kMost];
   };
 
   int num_followers = 0, num_contexts = 0;
   int32_t followers[kMost] = {};
-  Context contexts[kNumPlaces * kSpeaking];
-  // One more than the longest level at which anything, or a follower, occurs; 0: none.
+  Context contexts[kNumPlaces * kContextsPerPlace];
+  // One more than the longest level of any follower, and of each; 0: none.
   uint8_t top[kNumPlaces] = {}, top_of[kNumPlaces][kMost] = {};
 
-  // A token's follower, a new one if need be; kNone when there are too many.
+  // The number of a token, added if it is new; kNone when there are too many.
   uint8_t follower(int32_t token) {
-    // All at once: which one it is cannot be predicted.
+    // Branch-free: the branch predictor cannot guess which one it is.
     uint32_t same = 0;
     for (int i = 0; i < kMost; ++i) same |= uint32_t(followers[i] == token) << i;
     same &= (1u << num_followers) - 1;
@@ -46,18 +46,17 @@ class Ballot {
     return uint8_t(num_followers++);
   }
 
-  // Occurrences found in a text, each a match of some length and so of all shorter ones. Returns how many contexts
-  // they made.
-  int add(Place place, const TextIndex& index, const Occurrence* found, int number) {
-    uint8_t level[kMaxFound], whose[kMaxFound];
+  // Adds matches; one of some length is also one of all shorter lengths. Returns the number of contexts added.
+  int add(Place place, const MatchIndex& index, const Match* found, int number) {
+    uint8_t level[kMaxFound], follower_at[kMaxFound];
     uint32_t levels = 0;
     for (int i = 0; i < number; ++i) {
       level[i] = level_of(found[i].length);
-      whose[i] = follower(index.token(found[i].position + 1));
+      follower_at[i] = follower(index.token(found[i].position + 1));
       levels |= 1u << level[i];
     }
     int made = 0;
-    for (; levels && made < kSpeaking; ++made) {
+    for (; levels && made < kContextsPerPlace; ++made) {
       const int highest = 31 - __builtin_clz(levels);
       levels ^= 1u << highest;
       Context& context = contexts[num_contexts];
@@ -68,15 +67,15 @@ class Ballot {
       for (int i = 0; i < number; ++i)
         if (level[i] == highest) {
           ++context.total;
-          count(context, place, highest, whose[i], 1);
+          count(context, place, highest, follower_at[i], 1);
         }
     }
     return made;
   }
 
-  // The same, then what was counted after 3, 2 and 1 tokens, as far as there is no longer match that says as much.
-  void add(Place place, const History& text, const History::Counted& counted, const Occurrence* found, int number) {
-    int made = add(place, text.index, found, number);
+  // The same, then the n-gram counts after 3, 2 and 1 tokens where they cover more matches than the longer context.
+  void add(Place place, const NgramIndex& text, const NgramIndex::Counts& counted, const Match* found, int number) {
+    int made = add(place, text.matches, found, number);
     add(place, 3, counted.after_three, made);
     add(place, 2, counted.after_two, made);
     add(place, 1, counted.after_one, made);
@@ -85,8 +84,8 @@ class Ballot {
  private:
   template <class Entry>
   void add(Place place, int length, const Entry* entry, int& made) {
-    // A context that a full table left out may count less than a longer one.
-    if (made == kSpeaking || !entry || (made && int(entry->total) <= contexts[num_contexts - 1].total)) return;
+    // A context that entered a full table late may count less than a longer one.
+    if (made == kContextsPerPlace || !entry || (made && int(entry->total) <= contexts[num_contexts - 1].total)) return;
     ++made;
     Context& context = contexts[num_contexts++];
     const int level = level_of(length);
@@ -95,15 +94,15 @@ class Ballot {
       if (entry->counts[k]) count(context, place, level, follower(entry->tokens[k]), entry->counts[k]);
   }
 
-  void count(Context& context, Place place, int level, uint8_t whose, uint16_t number) {
+  void count(Context& context, Place place, int level, uint8_t follower_at, uint16_t number) {
     top[place] = std::max(top[place], uint8_t(level + 1));
-    if (whose == kNone) return;
-    context.counts[whose] += number;
-    top_of[place][whose] = std::max(top_of[place][whose], uint8_t(level + 1));
+    if (follower_at == kNone) return;
+    context.counts[follower_at] += number;
+    top_of[place][follower_at] = std::max(top_of[place][follower_at], uint8_t(level + 1));
   }
 
   static uint8_t level_of(int length) {
-    static constexpr uint8_t kLevelOf[TextIndex::kMaxLength + 1] = {
+    static constexpr uint8_t kLevelOf[MatchIndex::kMaxLength + 1] = {
         0, 0, 1, 2, 3, 4, 5, 5, 6, 6, 6, 6, 7, 7, 7, 7, 8, 8, 8, 8, 8, 8, 8, 8, 9, 9, 9, 9, 9, 9, 9, 9, 9};
     return kLevelOf[length];
   }

@@ -1,21 +1,21 @@
-// What followed short contexts, and how often: a hash table of counts.
+// Counts of what followed short n-grams: a hash table.
 //
-//   keys      of the contexts, side by side: a search reads one or two cache lines of them
+//   keys      of the n-grams, contiguous: a lookup reads one or two cache lines of them
 //   entries   the followers of each
 //
-// For matches of a few tokens there may be thousands of occurrences, of which only the counts matter. An entry keeps
-// the most frequent followers; a new one takes the place of the rarest, whose count it inherits less one half, so that
-// what has come to be frequent gets in (after Metwally et al.'s space saving).
+// N-grams of a few tokens may occur thousands of times, and only the counts matter. An entry keeps the most frequent
+// followers; a new one replaces the rarest and inherits half of its count, so that a follower that becomes frequent enters
+// (after Metwally et al.'s space saving).
 //
-// One thread adds and others may read meanwhile, as long as the table need not grow: an entry's key is written last,
-// and a count that is read between two writes is off by one.
+// One thread adds while others read, as long as the table does not grow: the key of an entry is written last, and a count
+// that is read between two writes is off by one.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
 template <int Kept>
-class Successors {
+class NgramCounts {
  public:
   struct Entry {
     uint32_t total;
@@ -23,7 +23,7 @@ class Successors {
     uint16_t counts[Kept];  // 0: no token
   };
 
-  // Makes room for so many contexts.
+  // Makes room for so many n-grams.
   void reserve(int64_t contexts) {
     const std::vector<uint32_t> old_keys(std::move(keys));
     const std::vector<Entry> old_entries(std::move(entries));
@@ -42,12 +42,12 @@ class Successors {
   bool is_full() const { return used >= room(); }
   int64_t bytes() const { return int64_t(keys.size() * (sizeof(uint32_t) + sizeof(Entry))); }
 
-  // Fetches what `find` will read.
+  // Prefetches the first read of `find`.
   void prefetch(uint64_t hash) const {
     if (!keys.empty()) __builtin_prefetch(&keys[first_place(key_of(hash))]);
   }
 
-  // The context's entry, on its way from memory, or null.
+  // The entry of an n-gram, prefetched, or null.
   const Entry* find(uint64_t hash) const {
     if (keys.empty()) return nullptr;
     const size_t at = place(key_of(hash));
@@ -56,7 +56,7 @@ class Successors {
     return &entries[at];
   }
 
-  // Counts a follower; of a new context only where there is room.
+  // Counts a follower; a new n-gram needs room.
   void add(uint64_t hash, int32_t token) {
     const uint32_t key = key_of(hash);
     const size_t at = place(key);

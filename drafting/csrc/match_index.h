@@ -1,15 +1,13 @@
-// Earlier places where the last few tokens of a context have occurred in a text.
+// Finds the earlier positions in a token stream at which the last tokens of a context occurred.
 //
-//   tokens   0  1  2  3  4  ...    what was appended; -1 ends a run, and nothing matches across it
-//   chain    each position's previous one with the same hash of its last kOrder tokens
-//   heads    by hash, the latest
+//   tokens   0  1  2  3  4  ...    the stream; -1 ends a run, and nothing matches across it
+//   chain    for each position the previous one with the same hash of its last kOrder tokens
+//   heads    by hash, the latest position
 //
-// A chain is walked from its latest position, and what matches is seen by comparing tokens, so that hashes need no
-// keys. Appending a token costs O(1).
+// `find` walks a chain from its latest position and compares tokens, so that hashes need no keys. Appending is O(1).
 //
-// One thread appends and others may read meanwhile, without locks, as long as nothing has to grow (`reserve`): a
-// token is written before the size that covers it, and a reader ignores what lies beyond the size it took. Whatever a
-// chain leads to is compared before it counts.
+// One thread appends while others read without locks, as long as nothing grows (`reserve`): a token is written before the
+// size that covers it, and a reader ignores positions beyond the size that it took.
 #pragma once
 
 #include <algorithm>
@@ -20,10 +18,10 @@
 inline int32_t load_relaxed(const int32_t& x) { return __atomic_load_n(&x, __ATOMIC_RELAXED); }
 inline void store_relaxed(int32_t& x, int32_t value) { __atomic_store_n(&x, value, __ATOMIC_RELAXED); }
 
-// Hashes of the last 1 .. kOrders tokens of a text, each grown from the one before it.
+// Hashes of the last 1 .. kOrders tokens.
 struct Hashes {
   static constexpr int kOrders = 4;
-  uint64_t of[kOrders + 1];  // by order; of[0] is nothing's
+  uint64_t of[kOrders + 1];  // by order; of[0] is unused
   int count = 0;             // the highest order there is
 
   Hashes() = default;
@@ -37,18 +35,15 @@ struct Hashes {
   }
 };
 
-// Of `order` tokens, at most Hashes::kOrders.
-inline uint64_t hash_of(const int32_t* tokens, int order) { return Hashes(tokens + order, order).of[order]; }
-
-// An earlier occurrence: its last `length` tokens up to `position` are those of the context.
-struct Occurrence {
+// The `length` tokens up to `position` equal the last ones of the context.
+struct Match {
   int32_t position, length;
 };
 
-class TextIndex {
+class MatchIndex {
  public:
   static constexpr int32_t kEndOfRun = -1;
-  // Shorter matches are not looked for here, longer ones count as so long.
+  // Shortest match found here, and the length at which longer ones are cut.
   static constexpr int kOrder = Hashes::kOrders, kMaxLength = 32;
 
   // Makes room for so many tokens.
@@ -59,7 +54,7 @@ class TextIndex {
     while ((int64_t(1) << bits) < capacity) ++bits;
     shift = 64 - bits;
     heads.assign(size_t(1) << bits, -1);
-    // Only a text that is found everywhere grows.
+    // Only sequences grow; all of their positions are linked.
     for (int64_t at = 0; at < size(); ++at) link(at, Hashes(&tokens[at] + 1, at + 1));
   }
 
@@ -69,41 +64,38 @@ class TextIndex {
   int32_t token(int64_t position) const { return tokens[position]; }
   const int32_t* data() const { return tokens.data(); }
 
-  // There must be room. What is not to be found only goes before what is.
-  void append(int32_t token, bool to_be_found = true) {
+  // Needs room. An unlinked token is never found; it only extends the matches behind it.
+  void append(int32_t token, bool is_linked = true) {
     const int64_t at = size();
     tokens[at] = token;
-    if (to_be_found) link(at, Hashes(&tokens[at] + 1, at + 1));
+    if (is_linked) link(at, Hashes(&tokens[at] + 1, at + 1));
     else store_relaxed(chain[at], -1);
     end.store(at + 1, std::memory_order_release);
   }
 
-  // Fetches what `find` will read first.
+  // Prefetches the first read of `find`.
   void prefetch(const Hashes& hashes) const {
     if (hashes.count == kOrder && !heads.empty()) __builtin_prefetch(&heads[hashes.of[kOrder] >> shift]);
   }
 
-  // At most `most` occurrences of the end of context[0 .. count - 1] that have a follower before `limit`, the latest
-  // first. Returns how many were written.
-  int find(const int32_t* context, int64_t count, int64_t limit, int most, Occurrence* found) const {
-    return find(Hashes(context + count, count), context, count, limit, most, found);
-  }
+  // At most `most` matches of context[0 .. count - 1] that have a follower before `limit`, the latest first. Returns how
+  // many it wrote.
   int find(const Hashes& hashes, const int32_t* context, int64_t count, int64_t limit, int most,
-           Occurrence* found) const {
+           Match* found) const {
     if (hashes.count < kOrder || heads.empty()) return 0;
     int num_found = 0;
     int32_t at = load_relaxed(heads[hashes.of[kOrder] >> shift]);
-    // Steps are bounded too: a chain may hold others with the same hash.
+    // Bounded, because a chain also holds positions of other contexts with the same hash.
     for (int steps = 2 * most; at >= 0 && steps > 0 && num_found < most; --steps, at = load_relaxed(chain[at])) {
       if (at + 1 >= limit || tokens[at + 1] < 0) continue;
-      const int length = match(context, count, at);
+      const int length = match_length(context, count, at);
       if (length >= kOrder) found[num_found++] = {at, length};
     }
     return num_found;
   }
 
-  // Occurrences of a context one token longer, from those of the context.
-  int advance(const Occurrence* from, int count, int32_t next, int64_t limit, Occurrence* found) const {
+  // Matches of a context one token longer, from those of the context.
+  int advance(const Match* from, int count, int32_t next, int64_t limit, Match* found) const {
     int num_found = 0;
     for (int i = 0; i < count; ++i) {
       const int32_t at = from[i].position + 1;
@@ -114,7 +106,7 @@ class TextIndex {
   }
 
   // How many tokens up to `at` are the context's last.
-  int match(const int32_t* context, int64_t count, int32_t at) const {
+  int match_length(const int32_t* context, int64_t count, int32_t at) const {
     const int64_t most = std::min<int64_t>({kMaxLength, count, int64_t(at) + 1});
     int length = 0;
     while (length < most && tokens[at - length] == context[count - 1 - length]) ++length;
