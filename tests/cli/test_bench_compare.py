@@ -164,7 +164,7 @@ def test_the_command_compares_where_several_values_are_given(gateway: tuple[Gate
         (("--concurrency", "0"), "--concurrency '0': give whole numbers"),
         (
             ("--concurrency", "1", "--speculation", "forest"),
-            "'forest' is unknown; use off, local, global, chain",
+            "'forest' is unknown; use off, local, chain, global",
         ),
         (("--concurrency", "1", "--workload", "poems"), "'poems' is unknown; use retail, random"),
         (("--concurrency", "1,4", "--plot", "x.png"), "--plot shows one run"),
