@@ -132,10 +132,12 @@ def test_constraints_are_exact_and_cover_the_dependencies() -> None:
     assert all(re.fullmatch(r"[A-Za-z0-9_.-]+==[A-Za-z0-9_.]+", line) for line in lines)
     pinned = {re.sub(r"[-_.]+", "-", line.split("==")[0]).lower(): line.split("==")[1] for line in lines}
     project = PYPROJECT["project"]
-    wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    extras = project["optional-dependencies"]
+    # The extra dev contains bench and plot.
+    wanted = [*project["dependencies"], *extras["bench"], *extras["plot"], *extras["dev"]]
     names = {re.sub(r"[-_.]+", "-", re.split(r"[<>=~!\[; ]", want)[0]).lower() for want in wanted}
     # torch's CUDA build demands its own triton, so no single version suits every machine.
-    assert names - set(pinned) == {"triton"}
+    assert names - set(pinned) - {"tandem"} == {"triton"}
     assert "+" not in pinned["torch"], "a local version exists on no index"
 
 
@@ -173,8 +175,8 @@ def test_what_the_packages_import_is_declared_as_a_dependency() -> None:
     """A user's installation has no development packages."""
     normal = {re.sub(r"[-_.]+", "-", re.split(r"[<>=~!\[; ]", want)[0]).lower()
               for want in PYPROJECT["project"]["dependencies"]}  # fmt: skip
-    # triton is optional, see the next test; the others are part of the face of a declared package.
-    normal |= {"triton", "pydantic", "starlette"}
+    # triton and matplotlib are extras, imported only when needed; the others belong to a declared package.
+    normal |= {"triton", "matplotlib", "pydantic", "starlette"}
     distributions = packages_distributions()
     packages = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
     own = {Path(package).name for package in packages}
