@@ -1,8 +1,11 @@
-"""Exceptions that all parts share; the engine adds its own (tandem_engine.errors).
+"""Exceptions that all parts share.
 
 TandemError
 ├── InvalidRequestError      the caller's input; names field, limit and remedy (INVALID_ARGUMENT, 400)
 ├── ModelLoadError           a model file is missing, damaged or of an unsupported kind
+├── CapacityError            the request can never fit this pod (FAILED_PRECONDITION); another may take it
+├── TransferError            a KV transfer failed; the request is retried elsewhere (UNAVAILABLE)
+│   └── LayoutMismatchError  the two pods' KV layouts differ (FAILED_PRECONDITION)
 └── InvariantError           our own bug: a part broke its contract
 """
 
@@ -25,3 +28,15 @@ class ModelLoadError(TandemError):
 
 class InvariantError(TandemError):
     """A part broke its contract; never caused by input."""
+
+
+class CapacityError(TandemError):
+    """The pod can never hold this request, whatever else finishes."""
+
+
+class TransferError(TandemError):
+    """A KV transfer did not complete."""
+
+
+class LayoutMismatchError(TransferError):
+    """The KV layouts of the two pods differ; the message shows both."""

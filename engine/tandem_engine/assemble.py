@@ -18,8 +18,8 @@ from tandem_engine.engine import Engine
 from tandem_engine.kv_pool import KVPool, KVShape, default_num_blocks
 from tandem_engine.model_loader import load_decoder
 from tandem_engine.model_loader.convert import LAYOUT_VERSION
+from tandem_engine.model_loader.loading import Numerics, pick_numerics
 from tandem_engine.models.decoder import Decoder
-from tandem_engine.numerics import Numerics, pick_numerics
 from tandem_engine.runner import ModelRunner
 from tandem_engine.sampling.verify import Verifier
 from tandem_engine.scheduler import Scheduler, SchedulerConfig

@@ -30,8 +30,7 @@ from torch import Tensor
 from tandem_engine.batch import Batch
 from tandem_engine.draft_tree import MAX_TREE_NODES
 from tandem_engine.kv_pool import KVPool
-from tandem_engine.models.decoder import Decoder
-from tandem_engine.models.inputs import ModelInputs
+from tandem_engine.models.decoder import Decoder, ModelInputs
 
 #: A step of more rows keeps the GPU busy without a graph.
 MAX_ROWS = 512

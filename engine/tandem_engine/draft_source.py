@@ -34,16 +34,12 @@ class Emitted:
 class DraftSource(Protocol):
     def propose(self, requests: Sequence[Request], max_nodes: int) -> list[DraftTree | None]:
         """One tree of at most `max_nodes` guesses per request, None where none is worth its cost."""
-        ...
 
     def observe_step(self, num_sequences: int, context: int, num_guesses: int, seconds: float) -> None:
         """The duration of a step that only decoded; context: cached tokens of all its sequences."""
-        ...
 
     def extend(self, emitted: Sequence[Emitted], logits: Tensor) -> None:
         """logits [rows, vocab] float32 of the step; valid during the call."""
-        ...
 
     def forget(self, request_id: str) -> None:
         """Drops what is kept of a request; unknown ids are ignored."""
-        ...

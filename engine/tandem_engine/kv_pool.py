@@ -19,9 +19,9 @@ import numpy as np
 import psutil
 import torch
 from numpy.typing import NDArray
+from tandem_core.errors import CapacityError
 from tandem_kernels import gather_blocks, move_slots_in_layers, scatter_blocks
 
-from tandem_engine.errors import CapacityError
 from tandem_engine.prefault import Prefaulter
 
 #: Default pool size: this much, or a quarter of the free memory if that is less.

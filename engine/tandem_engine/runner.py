@@ -19,8 +19,7 @@ from torch import Tensor
 from tandem_engine.batch import Batch, ScheduledSequence
 from tandem_engine.cuda_graphs import DecodeGraphs, bucket_for
 from tandem_engine.kv_pool import KVPool
-from tandem_engine.models.decoder import Decoder
-from tandem_engine.models.inputs import ModelInputs
+from tandem_engine.models.decoder import Decoder, ModelInputs
 
 
 def model_inputs(batch: Batch, block_size: int) -> ModelInputs:

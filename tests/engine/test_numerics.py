@@ -14,9 +14,9 @@ from tandem_drafting.drafter import drafter_for
 from tandem_engine.assemble import EngineConfig, assemble
 from tandem_engine.llm import LLM
 from tandem_engine.model_loader import DEFAULT_MODEL, load_decoder, pull, source_bits
+from tandem_engine.model_loader.loading import pick_numerics
 from tandem_engine.models import Quantization, pick_dtype
 from tandem_engine.models.linear import PlainLinear
-from tandem_engine.numerics import pick_numerics
 from tandem_kernels import native
 
 compiled = pytest.mark.skipif(native.LIBRARY is None, reason="no compiled kernels on this machine")

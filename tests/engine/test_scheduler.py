@@ -4,12 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
-from tandem_core.errors import InvalidRequestError, InvariantError
+from tandem_core.errors import CapacityError, InvalidRequestError, InvariantError
 from tandem_core.sampling import FinishReason, SamplingParams
 from tandem_engine.batch import Batch
 from tandem_engine.block_manager import BlockManager
 from tandem_engine.draft_tree import DraftTree
-from tandem_engine.errors import CapacityError
 from tandem_engine.request import Request, RequestStatus
 from tandem_engine.scheduler import RequestUpdate, Scheduler, SchedulerConfig
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 from inproc_transport import InprocNetwork, InprocReceiver, InprocSender
-from tandem_core.errors import InvalidRequestError, InvariantError
-from tandem_engine.errors import LayoutMismatchError, TransferError
+from tandem_core.errors import InvalidRequestError, InvariantError, LayoutMismatchError, TransferError
 from tandem_engine.transport.base import BlockStore, DropCause, Ticket, TransferState
 from tandem_engine.transport.incoming import KVReceiver
 from tandem_engine.transport.layout import KVLayout

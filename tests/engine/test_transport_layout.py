@@ -3,8 +3,7 @@
 import dataclasses
 
 import pytest
-from tandem_core.errors import InvariantError
-from tandem_engine.errors import LayoutMismatchError
+from tandem_core.errors import InvariantError, LayoutMismatchError
 from tandem_engine.transport.layout import KVLayout
 
 LAYOUT = KVLayout(

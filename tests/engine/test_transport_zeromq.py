@@ -10,8 +10,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 import zmq
-from tandem_core.errors import InvariantError
-from tandem_engine.errors import TransferError
+from tandem_core.errors import InvariantError, TransferError
 from tandem_engine.transport.base import MAX_FRAME_BYTES, DropCause, Ticket, TransferState
 from tandem_engine.transport.codec import (
     Credit,

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import triton
-from tandem_kernels.gpu import add_rms_norm, copy_blocks, draw_tokens, rope_store, silu_mul
+from tandem_kernels.draw_tokens import FACTORS, GAMMA
+from tandem_kernels.gpu import copy_blocks, draw_tokens, elementwise, rope_store
 from tandem_kernels.quantize import SMALLEST_SCALE
-from tandem_kernels.splitmix64 import FACTORS, GAMMA
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -26,7 +26,7 @@ Configuration = tuple[str, object, dict[str, str], dict[str, object], int]
 def configurations() -> Iterator[Configuration]:
     """name, kernel, types of its pointers, constants, warps."""
     pointers = {"gate_up_ptr": "bf16", "out_ptr": "bf16"}
-    yield "silu_mul", silu_mul.silu_mul_kernel, pointers, {"BLOCK": silu_mul.BLOCK}, 4
+    yield "silu_mul", elementwise.silu_mul_kernel, pointers, {"BLOCK": elementwise.SILU_BLOCK}, 4
     pointers = {
         "logits_ptr": "fp32", "scratch_ptr": "fp32", "out_ptr": "i64", "keys_ptr": "i64",
         "temperature_ptr": "fp32", "top_k_ptr": "i64", "top_p_ptr": "fp64", "log_min_p_ptr": "fp32",
@@ -38,8 +38,8 @@ def configurations() -> Iterator[Configuration]:
     for block in (8192, 32768):
         pointers = {"hidden_ptr": "fp32", "delta_ptr": "bf16", "weight_ptr": "bf16", "out_ptr": "bf16"}
         constants = {"BLOCK": block, "HAS_DELTA": True}
-        warps = add_rms_norm.num_warps_for(block)
-        yield f"add_rms_norm {block}", add_rms_norm.add_rms_norm_kernel, pointers, constants, warps
+        warps = elementwise.num_warps_for(block)
+        yield f"add_rms_norm {block}", elementwise.add_rms_norm_kernel, pointers, constants, warps
     for bits, to_cache in (("u8", True), ("i16", False)):
         pointers = {"cache_ptr": bits, "payload_ptr": bits, "block_ids_ptr": "i64"}
         constants = {"PIECE": 64 * 128, "CHUNK": 4096, "TO_CACHE": to_cache}

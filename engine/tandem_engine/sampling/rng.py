@@ -19,10 +19,9 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
+from tandem_kernels.draw_tokens import FACTORS, GAMMA
 
 _MASK = (1 << 64) - 1
-_GAMMA = 0x9E3779B97F4A7C15
-_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _SHIFTS = (30, 27, 31)
 
 #: One bit fewer than float64's mantissa, so that the half added below is exact and 1.0 is never reached.
@@ -30,14 +29,14 @@ _BITS = 52
 
 #: Arrays of this many tokens stay in the cache, and below the size for which malloc asks the kernel.
 RANGE = 8192
-_STEPS = (np.arange(RANGE, dtype=np.uint64) + np.uint64(1)) * np.uint64(_GAMMA)
+_STEPS = (np.arange(RANGE, dtype=np.uint64) + np.uint64(1)) * np.uint64(GAMMA)
 
 
 def splitmix64(start: int, n: int) -> int:
     """The n-th output (n = 1 is the first) of a SplitMix64 generator whose state begins at `start`."""
-    z = (start + n * _GAMMA) & _MASK
-    z = ((z ^ (z >> _SHIFTS[0])) * _FACTORS[0]) & _MASK
-    z = ((z ^ (z >> _SHIFTS[1])) * _FACTORS[1]) & _MASK
+    z = (start + n * GAMMA) & _MASK
+    z = ((z ^ (z >> _SHIFTS[0])) * FACTORS[0]) & _MASK
+    z = ((z ^ (z >> _SHIFTS[1])) * FACTORS[1]) & _MASK
     return z ^ (z >> _SHIFTS[2])
 
 
@@ -50,24 +49,24 @@ def uniforms(key: int, token_ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float
     """A uniform number in the open interval (0, 1) for each token id, shape as token_ids."""
     z = token_ids.astype(np.uint64)
     z += np.uint64(1)
-    z *= np.uint64(_GAMMA)
+    z *= np.uint64(GAMMA)
     z += np.uint64(key)
     return _mixed(z)
 
 
 def uniforms_of_range(key: int, first: int, stop: int) -> npt.NDArray[np.float64]:
     """uniforms(key, [first, ..., stop - 1]) of at most RANGE tokens, in two thirds of the time."""
-    return _mixed(_STEPS[: stop - first] + np.uint64((key + first * _GAMMA) & _MASK))
+    return _mixed(_STEPS[: stop - first] + np.uint64((key + first * GAMMA) & _MASK))
 
 
 def _mixed(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
     """States to uniform numbers; z is changed."""
     shifted = z >> np.uint64(_SHIFTS[0])
     z ^= shifted
-    z *= np.uint64(_FACTORS[0])
+    z *= np.uint64(FACTORS[0])
     np.right_shift(z, np.uint64(_SHIFTS[1]), out=shifted)
     z ^= shifted
-    z *= np.uint64(_FACTORS[1])
+    z *= np.uint64(FACTORS[1])
     np.right_shift(z, np.uint64(_SHIFTS[2]), out=shifted)
     z ^= shifted
     z >>= np.uint64(64 - _BITS)

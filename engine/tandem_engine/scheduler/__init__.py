@@ -2,13 +2,12 @@
 
 core        Scheduler: requests enter and leave; steps are planned and applied
 queues      which requests wait, run or receive KV; admission and preemption
-sequences   what one sequence computes in a step, and a check of the result
-finishing   when a text ends
+sequences   what one sequence computes in a step, a check of the result, and when its text ends
 config      limits, reservations, counts
 """
 
 from tandem_engine.scheduler.config import RequestCounts, Reservation, SchedulerConfig
 from tandem_engine.scheduler.core import Scheduler
-from tandem_engine.scheduler.finishing import RequestUpdate, VerifiedTokens
+from tandem_engine.scheduler.sequences import RequestUpdate, VerifiedTokens
 
 __all__ = ["RequestCounts", "RequestUpdate", "Reservation", "Scheduler", "SchedulerConfig", "VerifiedTokens"]

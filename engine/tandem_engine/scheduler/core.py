@@ -25,17 +25,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tandem_core.errors import InvalidRequestError, InvariantError
+from tandem_core.errors import CapacityError, InvalidRequestError, InvariantError
 from tandem_core.sampling import FinishReason
 
 from tandem_engine.batch import Batch, ScheduledSequence
 from tandem_engine.block_manager import BlockManager
-from tandem_engine.errors import CapacityError
 from tandem_engine.request import Request, RequestStatus
 from tandem_engine.scheduler.config import RequestCounts, Reservation, SchedulerConfig
-from tandem_engine.scheduler.finishing import RequestUpdate, VerifiedTokens, append_tokens, token_limit
 from tandem_engine.scheduler.queues import RequestQueues
-from tandem_engine.scheduler.sequences import check_verified, decode_sequence, fit_draft, prefill_sequence
+from tandem_engine.scheduler.sequences import (
+    RequestUpdate,
+    VerifiedTokens,
+    append_tokens,
+    check_verified,
+    decode_sequence,
+    fit_draft,
+    prefill_sequence,
+    token_limit,
+)
 
 
 class Scheduler:

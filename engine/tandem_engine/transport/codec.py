@@ -12,9 +12,9 @@ from typing import TypeAlias
 
 import xxhash
 from google.protobuf.message import DecodeError
+from tandem_core.errors import TransferError
 from tandem_proto.v1 import prefill_pb2 as pb
 
-from tandem_engine.errors import TransferError
 from tandem_engine.transport.base import TRANSFER_ID_BYTES, Ticket
 
 #: Well-formed headers are far shorter; a longer one is not parsed.

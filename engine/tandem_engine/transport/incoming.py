@@ -18,9 +18,8 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 import numpy.typing as npt
-from tandem_core.errors import InvariantError
+from tandem_core.errors import InvariantError, TransferError
 
-from tandem_engine.errors import TransferError
 from tandem_engine.transport.base import (
     TRANSFER_ID_BYTES,
     BlockStore,

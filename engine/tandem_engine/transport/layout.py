@@ -10,9 +10,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 import xxhash
-from tandem_core.errors import InvariantError
-
-from tandem_engine.errors import LayoutMismatchError
+from tandem_core.errors import InvariantError, LayoutMismatchError
 
 #: Incremented when the bytes on the wire change meaning: header fields, digest, order within a block.
 WIRE_VERSION = 1

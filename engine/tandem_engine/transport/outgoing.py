@@ -18,9 +18,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
-from tandem_core.errors import InvalidRequestError, InvariantError
+from tandem_core.errors import InvalidRequestError, InvariantError, TransferError
 
-from tandem_engine.errors import TransferError
 from tandem_engine.transport.base import (
     MAX_FRAME_BYTES,
     MIN_FRAMES_IN_FLIGHT,

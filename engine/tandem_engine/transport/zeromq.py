@@ -23,9 +23,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import zmq
-from tandem_core.errors import InvalidRequestError
+from tandem_core.errors import InvalidRequestError, TransferError
 
-from tandem_engine.errors import TransferError
 from tandem_engine.transport.base import (
     DEFAULT_CREDIT_BYTES,
     MAX_FRAME_BYTES,

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tandem_kernels.splitmix64 import FACTORS, GAMMA
+from tandem_kernels.draw_tokens import FACTORS, GAMMA
 
 BLOCK = 4096
 NUM_WARPS = 16

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tandem_core.errors import ModelLoadError
 from tandem_engine.model_loader import ensure_weights
-from tandem_engine.numerics import pick_numerics
+from tandem_engine.model_loader.loading import pick_numerics
 from tandem_kernels import runs_packed
 
 from tandem_cli.models import note_prepared

@@ -22,10 +22,9 @@ from dataclasses import dataclass, replace
 import grpc
 import structlog
 from tandem_core import codec
-from tandem_engine.aio import wait_for_future
+from tandem_core.errors import TransferError
 from tandem_engine.block_manager import BlockHold
-from tandem_engine.errors import TransferError
-from tandem_engine.loop import EngineLoop
+from tandem_engine.loop import EngineLoop, wait_for_future
 from tandem_engine.request import Request
 from tandem_engine.scheduler import Reservation
 from tandem_engine.transport.codec import ticket_to_proto

@@ -10,8 +10,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import grpc
 import structlog
-from tandem_core.errors import InvalidRequestError
-from tandem_engine.errors import CapacityError, LayoutMismatchError, TransferError
+from tandem_core.errors import CapacityError, InvalidRequestError, LayoutMismatchError, TransferError
 from tandem_engine.loop import EngineLoop
 from tandem_engine.transport.incoming import KVReceiver
 from tandem_engine.transport.outgoing import KVSender

@@ -21,10 +21,9 @@ import grpc
 from tandem_core import codec
 from tandem_core.prefix_hash import cache_salt
 from tandem_core.sampling import SamplingParams
-from tandem_engine.aio import wait_for_future
 from tandem_engine.assemble import EngineParts
 from tandem_engine.engine import StepOutput
-from tandem_engine.loop import EngineLoop
+from tandem_engine.loop import EngineLoop, wait_for_future
 from tandem_engine.request import Request
 from tandem_engine.transport.base import TransferState
 from tandem_engine.transport.codec import ticket_from_proto

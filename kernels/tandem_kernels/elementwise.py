@@ -1,10 +1,11 @@
-"""Add a layer's contribution to the residual stream and normalise the sum, in one pass.
+"""What a layer computes between its matrix products.
 
-hidden <- hidden + delta
-normed  = hidden / sqrt(mean(hidden ** 2) + eps) * weight          (RMSNorm: Zhang and Sennrich, 2019)
+add_rms_norm   hidden <- hidden + delta
+               normed  = hidden / sqrt(mean(hidden ** 2) + eps) * weight   (RMSNorm: Zhang, Sennrich, 2019)
+silu_mul       silu(gate) * up, with silu(x) = x / (1 + exp(-x))           (SwiGLU: Shazeer, 2020)
 
-The residual stream is float32 whatever the model's dtype. It is small, and in some models a few of its
-elements are thousands of times as large as the rest: in bfloat16, sixty additions round much of theirs away.
+The residual stream `hidden` is float32 for every model dtype. In some models a few of its elements are
+thousands of times larger than the rest, and sixty additions in bfloat16 lose much of the small ones.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def add_rms_norm(
     if hidden.dtype != torch.float32:
         raise ValueError(f"hidden has dtype {hidden.dtype}, wanted float32, as the residual stream is kept")
     if hidden.is_cuda:
-        from tandem_kernels.gpu import add_rms_norm as gpu
+        from tandem_kernels.gpu import elementwise as gpu
 
         return gpu.add_rms_norm(hidden, delta, weight, eps)
     if not native.covers(width, weight, delta) or not hidden.is_contiguous():
@@ -49,5 +50,31 @@ def add_rms_norm(
     native.LIBRARY.tandem_add_rms_norm(
         hidden.data_ptr(), None if delta is None else delta.data_ptr(), weight.data_ptr(), out.data_ptr(),
         num_tokens, width, native.DTYPE[weight.dtype], eps, torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """gate_up [T, 2 * F], the gate in the first half of each row -> [T, F] of the same dtype.
+
+    Raises:
+        ValueError: a row cannot be halved.
+    """
+    num_tokens, doubled = gate_up.shape
+    if doubled % 2:
+        raise ValueError(f"gate_up has shape {list(gate_up.shape)}, wanted [T, 2 * F]")
+    if gate_up.is_cuda:
+        from tandem_kernels.gpu import elementwise as gpu
+
+        return gpu.silu_mul(gate_up)
+    width = doubled // 2
+    if not native.covers(width, gate_up):
+        gate, up = gate_up.chunk(2, dim=1)
+        return F.silu(gate).mul_(up)
+    out = gate_up.new_empty(num_tokens, width)
+    assert native.LIBRARY is not None
+    native.LIBRARY.tandem_silu_mul(
+        gate_up.data_ptr(), out.data_ptr(), num_tokens, width, native.DTYPE[gate_up.dtype],
+        torch.get_num_threads(),
     )  # fmt: skip
     return out

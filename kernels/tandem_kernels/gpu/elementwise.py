@@ -1,4 +1,8 @@
-"""add_rms_norm in Triton: one program per token, which reads and writes its row once."""
+"""The operators of tandem_kernels.elementwise in Triton.
+
+add_rms_norm   one program per token, which reads and writes its row once
+silu_mul       one pass over memory; torch makes two and writes silu(gate) in between
+"""
 
 # Triton's decorator and the kernel's parameters have no types; its constants are in capitals.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -14,6 +18,8 @@ from tandem_kernels.gpu import check_dense
 
 #: A row is held in registers, 32 numbers a thread at most.
 MAX_WIDTH = 32768
+#: Elements of one silu_mul program.
+SILU_BLOCK = 1024
 
 
 def num_warps_for(block: int) -> int:
@@ -53,3 +59,25 @@ def add_rms_norm_kernel(
     scale = 1.0 / tl.sqrt_rn(tl.sum(hidden * hidden, 0) / width + eps)
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + row + columns, (hidden * scale * weight).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """gate_up [T, 2 * F], dense -> [T, F] of the same dtype; computed in float32."""
+    check_dense(gate_up=gate_up)
+    num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(num_tokens, width)
+    if out.numel():
+        silu_mul_kernel[(num_tokens, triton.cdiv(width, SILU_BLOCK))](gate_up, out, width, BLOCK=SILU_BLOCK)
+    return out
+
+
+@triton.jit
+def silu_mul_kernel(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    gate_ptr = gate_up_ptr + row * 2 * width + columns
+    gate = tl.load(gate_ptr, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_ptr + width, mask=inside, other=0.0).to(tl.float32)
+    product = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(out_ptr + row * width + columns, product.to(out_ptr.dtype.element_ty), mask=inside)
