@@ -20,6 +20,7 @@ rows cost over one.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import statistics
 import time
@@ -125,12 +126,16 @@ def measure_peaks() -> Peaks:
     return Peaks(read, product(torch.bfloat16), product(torch.float32))
 
 
-def measure_attention(num_layers: int) -> list[Line]:
+def measure_attention(
+    num_layers: int,
+    *,
+    contexts: Sequence[int] = CONTEXTS,
+    batch_sizes: Sequence[int] = SEQUENCES,
+    rows: Sequence[int] = (*TREE_ROWS, CHUNK_ROWS),
+) -> list[Line]:
     lines = []
-    for context in CONTEXTS:
-        for num_seqs in SEQUENCES:
-            for num_rows in (*TREE_ROWS, CHUNK_ROWS):
-                lines += _attention_lines(context, num_seqs, num_rows, num_layers)
+    for context, num_seqs, num_rows in itertools.product(contexts, batch_sizes, rows):
+        lines += _attention_lines(context, num_seqs, num_rows, num_layers)
     return lines
 
 

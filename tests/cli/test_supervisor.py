@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from processes import is_alive
 from tandem_cli.supervisor import ProcessSpec, RestartPolicy, StartupError, Supervisor, describe_exit
-from waiting import until
+from waiting import run_ready_tasks, until, wait_until
 
 SLEEP = "import time; print('up', flush=True); time.sleep(60)"
 QUICK = RestartPolicy(first_delay_s=0.02, longest_delay_s=0.1)
@@ -180,7 +180,7 @@ async def test_stop_at_once_cuts_the_grace_short() -> None:
     async with running([spec("a", stubborn)], grace_s=30.0) as watched:
         await watched.supervisor.wait_ready()
         stopping = asyncio.create_task(watched.supervisor.stop())
-        await asyncio.sleep(0.05)
+        await run_ready_tasks()
         watched.supervisor.stop_at_once()
         await asyncio.wait_for(stopping, 3.0)
 
@@ -232,10 +232,7 @@ asyncio.run(main())
             assert all(is_alive(pid) for pid in pids)
             process.kill()
             process.wait()
-            deadline = time.monotonic() + 3
-            while any(is_alive(pid) for pid in pids) and time.monotonic() < deadline:
-                time.sleep(0.01)
-            assert not any(is_alive(pid) for pid in pids)
+            wait_until(lambda: not any(is_alive(pid) for pid in pids))
         finally:
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):

@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +20,7 @@ from model_folders import make_folder
 from processes import is_alive
 from tandem_cli.models import note_prepared
 from tandem_cli.state_file import FleetRecord, read_state
+from waiting import wait_until
 
 POD = """#!{python}
 import signal, sys
@@ -92,13 +92,17 @@ class Up:
         return read_state(self.state_path) if self.state_path.exists() else None
 
     def wait_for(self, condition: Callable[[FleetRecord], bool], timeout_s: float = 30) -> FleetRecord:
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
+        def is_so() -> bool:
             state = self.state()
-            if state is not None and condition(state):
-                return state
-            time.sleep(0.05)
-        raise AssertionError(f"not so within {timeout_s} s:\n{self.log()}")
+            return state is not None and condition(state)
+
+        try:
+            wait_until(is_so, limit_s=timeout_s, interval_s=0.05)
+        except AssertionError:
+            raise AssertionError(f"not so within {timeout_s} s:\n{self.log()}") from None
+        state = self.state()
+        assert state is not None
+        return state
 
 
 @contextmanager
@@ -171,7 +175,4 @@ def test_nothing_outlives_a_killed_fleet(installation: Path) -> None:
         pids = [pod.pid for pod in fleet.wait_for(lambda state: state.ready).pods]
         fleet.process.kill()
         fleet.process.wait()
-        deadline = time.monotonic() + 5
-        while any(pid is not None and is_alive(pid) for pid in pids) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not any(pid is not None and is_alive(pid) for pid in pids)
+        wait_until(lambda: not any(pid is not None and is_alive(pid) for pid in pids))

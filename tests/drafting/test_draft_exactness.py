@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,13 +16,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from free_drafts import FreeDrafts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tandem_core.sampling import SamplingParams
 from tandem_drafting.drafter import Drafter, DraftPolicy, drafter_for
 from tandem_drafting.mirror import GlobalMirror
 from tandem_drafting.spans import AcceptedSpan
-from tandem_drafting.step_cost import StepCost
 from tandem_engine import model_loader
 from tandem_engine.assemble import EngineConfig, assemble
 from tandem_engine.draft_source import DraftSource, Emitted
@@ -42,23 +41,10 @@ def plain(tiny_model: Path) -> LLM:
     return LLM(tiny_model, **SIZES)
 
 
-class Free(StepCost):
-    """Guesses cost nothing, and steps take so long that drafting always pays; else it would rest here."""
-
-    def __init__(self) -> None:
-        super().__init__()
-
-    def observe(self, num_sequences: int, context: int, num_guesses: int, seconds: float) -> None:
-        """Learns nothing."""
-
-    def curve(self, num_sequences: int, context: int, max_guesses: int) -> array[float]:
-        return array("d", [1.0 + 1e-9 * guesses for guesses in range(max_guesses + 1)])
-
-
 @pytest.fixture(scope="module", params=["local", "chain"])
 def drafted(tiny_model: Path, request: pytest.FixtureRequest) -> LLM:
     llm = LLM(tiny_model, drafter=drafter_for(request.param), **SIZES)
-    llm.engine._drafter.step_cost = Free()
+    llm.engine._drafter.step_cost = FreeDrafts()
     return llm
 
 
@@ -282,7 +268,7 @@ def test_texts_follow_the_exact_product_of_probabilities(
     drafter: DraftSource | None = None
     if drafts in ("local", "global"):
         drafter = Drafter(mirror, DraftPolicy())
-        drafter.step_cost = Free()
+        drafter.step_cost = FreeDrafts()
     elif drafts != "off":
         drafter = Scripted(conditionals, np.argmin if drafts == "least likely" else np.argmax)
     counts, accepted = generate(folder, drafter, mirror, seed)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import random
+from array import array
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tandem_core.sampling import SamplingParams
 from tandem_core.speculation import SpeculationMode
-from tandem_drafting import native
 from tandem_drafting.drafter import Drafter, DraftPolicy
 from tandem_drafting.mirror import GlobalMirror
 from tandem_drafting.spans import AcceptedSpan
+from tandem_drafting.step_cost import StepCost
 from tandem_engine.draft_source import Emitted
 from tandem_engine.request import Request
 
@@ -212,33 +213,31 @@ def test_dearer_rows_and_larger_batches_draft_less():
     assert num_rows(1, 0.03) > num_rows(16, 0.03)
 
 
-class Looks:
-    """How often anything is drafted for."""
+class CountedCost(StepCost):
+    """Counts the steps that are drafted for: each asks for the cost curve once."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.count = 0
-        self._draft_jobs = native.draft_batch
-        monkeypatch.setattr(native, "draft_batch", self._counted)
+    num_drafted_steps = 0
 
-    def _counted(self, *args: object) -> native.Drafted:
-        self.count += 1
-        return self._draft_jobs(*args)
+    def curve(self, num_sequences: int, context: int, max_guesses: int) -> array[float]:
+        self.num_drafted_steps += 1
+        return super().curve(num_sequences, context, max_guesses)
 
 
-def test_text_that_nobody_can_guess_is_soon_drafted_for_rarely(monkeypatch):
+def test_text_that_nobody_can_guess_is_soon_drafted_for_rarely():
     text = noise(400, vocabulary=10**6)
-    drafter, looks = Drafter(None, DraftPolicy()), Looks(monkeypatch)
+    drafter = Drafter(None, DraftPolicy())
+    drafter.step_cost = cost = CountedCost()
     request = request_at(text, 100)
-    looked = []
+    is_drafted = []
     for token in text[101:]:
-        before = looks.count
+        before = cost.num_drafted_steps
         drafter.propose([request], 15)
-        looked.append(looks.count > before)
+        is_drafted.append(cost.num_drafted_steps > before)
         drafter.extend([Emitted(request, [token], ())])
         request.output_token_ids.append(token)
         request.num_computed_tokens += 1
-    assert all(looked[:2])
-    assert sum(looked[-80:]) == 5
+    assert all(is_drafted[:2])
+    assert sum(is_drafted[-80:]) == 5
     # As soon as the text repeats itself, a draft ends the backoff.
     replay = Replay(drafter, text[:400] + text[150:390], 100)
     replay.request = request

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from tandem_proto.v1 import (
     prefill_pb2,
     prefill_pb2_grpc,
 )
+from waiting import wait_until
 
 START_LIMIT_S = 120.0
 STOP_LIMIT_S = 30.0
@@ -72,15 +72,18 @@ class RunningFleet:
 
     def assert_idle(self, within_s: float = 10.0) -> None:
         """Every block, credit and stream is given back, on both roles."""
-        deadline = time.monotonic() + within_s
-        while True:
-            held = {name: pod_usage.held(usage) for name, usage in self.usage().items()}
+        held: dict[str, object] = {}
+
+        def is_idle() -> bool:
+            held.update({name: pod_usage.held(usage) for name, usage in self.usage().items()})
             view = self.gateway().GetFleetStatus(gateway_pb2.GetFleetStatusRequest(), timeout=10)
             held["gateway"] = {} if not view.requests_running + view.requests_queued else {"requests": view}
-            if not any(held.values()):
-                return
-            assert time.monotonic() < deadline, f"still held after {within_s} s: {held}"
-            time.sleep(0.1)
+            return not any(held.values())
+
+        try:
+            wait_until(is_idle, limit_s=within_s, interval_s=0.1)
+        except AssertionError:
+            raise AssertionError(f"still held after {within_s} s: {held}") from None
 
 
 @contextmanager
@@ -111,16 +114,15 @@ def running_fleet(model_dir: Path, folder: Path, *flags: str) -> Iterator[Runnin
 
 
 def _wait_ready(process: subprocess.Popen[bytes], fleet: RunningFleet) -> None:
-    deadline = time.monotonic() + START_LIMIT_S
-    while time.monotonic() < deadline:
+    def is_ready() -> bool:
         assert process.poll() is None, f"tandem up ended early:\n{_tail(fleet.log_path)}"
-        if fleet.state_path.exists() and fleet.state.ready:
-            assert httpx.get(f"{fleet.url}/health", timeout=5).status_code == 200
-            # The gateway looks at its pods once a second.
-            if all(pod["healthy"] for pod in httpx.get(f"{fleet.url}/fleet", timeout=5).json()["pods"]):
-                return
-        time.sleep(0.1)
-    raise AssertionError(f"not ready in {START_LIMIT_S} s:\n{_tail(fleet.log_path)}")
+        if not fleet.state_path.exists() or not fleet.state.ready:
+            return False
+        assert httpx.get(f"{fleet.url}/health", timeout=5).status_code == 200
+        # The gateway looks at its pods once a second.
+        return all(pod["healthy"] for pod in httpx.get(f"{fleet.url}/fleet", timeout=5).json()["pods"])
+
+    wait_until(is_ready, limit_s=START_LIMIT_S, interval_s=0.1)
 
 
 def _tail(path: Path) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from native_libraries import native_library
 from tandem_engine.model_loader import load_decoder, pull
 from tandem_engine.models import Decoder, ModelConfig, ModelInputs
 from tandem_engine.models.layout import WeightForm, stored_tensors
@@ -193,29 +194,24 @@ def test_logits_equal_transformers(stored, variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", ["llama-biases", "llama-softcap", "qwen3-tied-biases"])
-def test_without_compiled_kernels_torch_computes_the_same(
-    stored, variant: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_compiled_kernels_torch_computes_the_same(stored, variant: str) -> None:
     model, folder = stored(variant)
-    monkeypatch.setattr(native, "LIBRARY", None)
-    paged = PagedModel(load_decoder(folder, torch.float32), num_sequences=1)
     (prompt,) = prompts(40)
-    ours = torch.cat([paged.step([prompt[:33]])[0], *(paged.step([[t]])[0] for t in prompt[33:])])
+    with native_library("off"):
+        paged = PagedModel(load_decoder(folder, torch.float32), num_sequences=1)
+        ours = torch.cat([paged.step([prompt[:33]])[0], *(paged.step([[t]])[0] for t in prompt[33:])])
     torch.testing.assert_close(ours, reference_logits(model, prompt), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_bfloat16_is_as_close_to_float32_as_transformers_bfloat16(
-    stored, compiled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bfloat16_is_as_close_to_float32_as_transformers_bfloat16(stored, compiled: bool) -> None:
     model, folder = stored("qwen3")
-    if not compiled:
-        monkeypatch.setattr(native, "LIBRARY", None)
     (prompt,) = prompts(40)
     exact = reference_logits(model, prompt)
     theirs = reference_logits(model.to(torch.bfloat16), prompt).float()
-    paged = PagedModel(load_decoder(folder, torch.bfloat16), num_sequences=1)
-    ours = torch.cat([paged.step([prompt[:39]])[0], paged.step([prompt[39:]])[0]])
+    with native_library(None if compiled else "off"):
+        paged = PagedModel(load_decoder(folder, torch.bfloat16), num_sequences=1)
+        ours = torch.cat([paged.step([prompt[:39]])[0], paged.step([prompt[39:]])[0]])
     assert (ours - exact).square().mean() <= 2 * (theirs - exact).square().mean()
     assert not torch.equal(ours, exact)
 
@@ -258,13 +254,12 @@ def test_a_layer_is_reported_once_its_cache_is_written(stored) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_weights_are_mapped_and_not_copied(stored, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_mapped_and_not_copied(stored, compiled: bool) -> None:
     """Weights of either form lie in the file's mapping, whose clean pages all processes share."""
-    if not compiled:
-        monkeypatch.setattr(native, "LIBRARY", None)
-    form = "-packed" if native.LIBRARY is not None else ""
+    form = "-packed" if compiled and native.LIBRARY is not None else ""
     _, folder = stored("llama")
-    decoder = load_decoder(folder, torch.float32)
+    with native_library(None if compiled else "off"):
+        decoder = load_decoder(folder, torch.float32)
     address = decoder.embed_tokens.data_ptr()
     for line in Path("/proc/self/maps").read_text().splitlines():
         start, end = (int(x, 16) for x in line.split()[0].split("-"))

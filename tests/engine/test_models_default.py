@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from greedy import ALL_CHARS, NUM_TOKENS, SHORT_CHARS, assert_same, generate, make_llm, make_prompts
+from native_libraries import native_library
 from safetensors import safe_open
 from tandem_core.model.manifest import ModelManifest
 from tandem_core.model.tokenizer import Tokenizer
 from tandem_engine.model_loader import DEFAULT_MODEL, ensure_weights, load_decoder, pull
 from tandem_engine.model_loader.gguf_source import GgufSource
 from tandem_engine.models import Decoder, ModelConfig, ModelInputs, Quantization
-from tandem_kernels import AttentionMetadata, native, unpack_quantized
+from tandem_kernels import AttentionMetadata, unpack_quantized
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
 
@@ -129,16 +130,11 @@ def test_config_equals_transformers(folder: Path, reference: PreTrainedModel) ->
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_logits_equal_transformers(
-    folder: Path,
-    reference: PreTrainedModel,
-    reference_tokenizer,
-    compiled: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    folder: Path, reference: PreTrainedModel, reference_tokenizer, compiled: bool
 ) -> None:
-    if not compiled:
-        monkeypatch.setattr(native, "LIBRARY", None)
     ids = prompt_ids(reference_tokenizer)
-    ours = run_chunks(load_decoder(folder, torch.float32), ids, chunk_size=24)
+    with native_library(None if compiled else "off"):
+        ours = run_chunks(load_decoder(folder, torch.float32), ids, chunk_size=24)
     with torch.inference_mode():
         theirs = reference(torch.tensor([ids])).logits[0]
     # Logits reach 40 and depend on the order of sums in 30 layers; an error in the model shows as > 0.1.

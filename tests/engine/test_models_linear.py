@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from native_libraries import native_library
 from tandem_core.errors import ModelLoadError
 from tandem_engine.models import pick_dtype
 from tandem_engine.models.linear import PackedLinear, PlainLinear, UpcastLinear, cpu_has_bf16, linear_policy
-from tandem_kernels import native, pack_weight
+from tandem_kernels import pack_weight
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 9])
@@ -40,10 +41,8 @@ def test_policies_follow_the_device_the_dtype_and_the_file() -> None:
     assert isinstance(packed, PackedLinear)
 
 
-def test_without_compiled_kernels_bfloat16_is_multiplied_in_float32_unless_the_cpu_can(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(native, "LIBRARY", None)
-    policy = linear_policy(torch.bfloat16, torch.device("cpu"), 512)
+def test_without_compiled_kernels_bfloat16_is_multiplied_in_float32_unless_the_cpu_can() -> None:
+    with native_library("off"):
+        policy = linear_policy(torch.bfloat16, torch.device("cpu"), 512)
     wanted = PlainLinear if cpu_has_bf16() else UpcastLinear
     assert isinstance(policy(torch.ones(32, 16).bfloat16(), None), wanted)

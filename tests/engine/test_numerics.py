@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from native_libraries import native_library
 from tandem_core.errors import ModelLoadError
 from tandem_core.model.manifest import ModelManifest
 from tandem_core.sampling import SamplingParams
@@ -40,12 +41,10 @@ def test_naming_a_dtype_or_a_quantization_means_it(folder: Path) -> None:
     assert pick_numerics(folder, "float32", "w8a8").quantization is Quantization.W8A8
 
 
-def test_auto_quantizes_nothing_without_kernels_or_on_a_gpu(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_quantizes_nothing_without_kernels_or_on_a_gpu(folder: Path) -> None:
     assert pick_numerics(folder, device="cuda").quantization is Quantization.NONE
-    monkeypatch.setattr(native, "LIBRARY", None)
-    assert pick_numerics(folder).quantization is Quantization.NONE
+    with native_library("off"):
+        assert pick_numerics(folder).quantization is Quantization.NONE
 
 
 def test_what_does_not_go_together_is_said(folder: Path) -> None:
@@ -85,11 +84,9 @@ def test_a_gpu_that_is_not_there_is_said(folder: Path, monkeypatch: pytest.Monke
         assemble(EngineConfig(model=folder, device="cuda", num_blocks=8))
 
 
-def test_without_kernels_quantized_weights_are_dequantized(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(native, "LIBRARY", None)
-    decoder = load_decoder(folder, torch.float32, quantization=Quantization.W4A8)
-    assert isinstance(decoder._lm_head, PlainLinear)
-    with pytest.raises(ModelLoadError, match="--deterministic cannot be kept on cpu here"):
-        assemble(EngineConfig(model=folder, dtype="float32", num_blocks=8, deterministic=True))
+def test_without_kernels_quantized_weights_are_dequantized(folder: Path) -> None:
+    with native_library("off"):
+        decoder = load_decoder(folder, torch.float32, quantization=Quantization.W4A8)
+        assert isinstance(decoder._lm_head, PlainLinear)
+        with pytest.raises(ModelLoadError, match="--deterministic cannot be kept on cpu here"):
+            assemble(EngineConfig(model=folder, dtype="float32", num_blocks=8, deterministic=True))

@@ -1,6 +1,5 @@
 """A tiny model folder, fake pods on loopback, and whole gateways in this process."""
 
-import asyncio
 import hashlib
 import json
 from collections.abc import AsyncIterator, Callable
@@ -17,6 +16,7 @@ from tandem_gateway.process import GatewayProcess
 from tandem_gateway.settings import GatewaySettings
 from tandem_proto.v1 import gateway_pb2_grpc
 from tandem_service.channels import open_channel
+from waiting import until_async
 
 MAX_MODEL_LEN = 256
 CHAT_TEMPLATE = (
@@ -76,14 +76,16 @@ class Front:
         raise AssertionError(f"no sample {sample}")
 
     async def until_metric(self, sample: str, value: float) -> None:
-        async with asyncio.timeout(1.0):
-            while await self.metric(sample) != value:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        async def is_there() -> bool:
+            return await self.metric(sample) == value
+
+        await until_async(is_there)
 
     async def until_healthy(self, num_pods: int) -> None:
-        async with asyncio.timeout(5.0):
-            while (await self.http.get("/health")).json()["decode_pods"] != num_pods:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        async def are_healthy() -> bool:
+            return (await self.http.get("/health")).json()["decode_pods"] == num_pods
+
+        await until_async(are_healthy)
 
     async def close(self) -> None:
         await self.openai.close()

@@ -10,6 +10,7 @@ from tandem_gateway.errors import DeadlineError, OverloadedError
 from tandem_gateway.predictor import Predictor
 from tandem_gateway.request import TokenizedRequest
 from tandem_proto.v1 import common_pb2
+from waiting import run_ready_tasks
 
 
 def _request(name: str, slo_class: str = "interactive", *, timeout_s: float = 60.0) -> TokenizedRequest:
@@ -30,7 +31,7 @@ class Line:
     async def arrive(self, request: TokenizedRequest) -> asyncio.Task[None]:
         self._leave[request.request_id] = asyncio.Event()
         task = asyncio.create_task(self._stay(request))
-        await asyncio.sleep(0)
+        await run_ready_tasks()
         return task
 
     async def _stay(self, request: TokenizedRequest) -> None:
@@ -40,7 +41,7 @@ class Line:
 
     async def leave(self, name: str) -> None:
         self._leave[name].set()
-        await asyncio.sleep(0.01)
+        await run_ready_tasks()
 
 
 async def test_places_are_bounded_and_passed_on():
@@ -88,8 +89,7 @@ async def test_who_is_cancelled_while_queued_leaves_at_once():
     line = Line()
     running, gone, last = [await line.arrive(_request(name)) for name in ("running", "gone", "last")]
     gone.cancel()
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
+    await run_ready_tasks()
     assert line.admission.num_waiting == 1
     await line.leave("running")
     assert line.entered == ["running", "last"]
@@ -103,7 +103,7 @@ async def test_a_place_given_to_someone_cancelled_in_the_same_moment_is_passed_o
     running.cancel()
     await asyncio.sleep(0)  # the place is now promised to "gone", who has not run yet
     gone.cancel()
-    await asyncio.sleep(0.01)
+    await run_ready_tasks()
     assert line.entered == ["running", "last"]
     await line.leave("last")
     await last

@@ -6,6 +6,7 @@ import time
 import grpc
 import pytest
 from tandem_proto.v1 import gateway_pb2
+from waiting import until
 
 USER = [gateway_pb2.ChatMessage(role="user", content="hi")]
 
@@ -47,7 +48,7 @@ async def test_a_request_waits_for_the_only_pod_to_come_back(pods, gateway):
     port = pod.server.port
     await pod.stop()
     answer = asyncio.create_task(_text(front))
-    await asyncio.sleep(0.3)
+    await front.until_healthy(0)
     assert not answer.done()
     await pod.start(port)
     assert (await answer)[0] == "Hello there!"
@@ -86,7 +87,7 @@ async def test_a_pod_with_another_model_revision_is_not_used(pods, gateway):
     wrong = await pods("wrong", revision="00" * 32, free_blocks=100)
     right = await pods("right", free_blocks=10)
     front = await gateway(right, decode=(wrong.target, right.target))
-    await asyncio.sleep(0.3)
+    await until(lambda: wrong.num_status_calls >= 2)
     assert (await _text(front))[1] == "right"
     assert wrong.requests == []
 
@@ -107,10 +108,11 @@ async def test_the_wait_for_a_pod_begins_when_the_pod_is_lost(pods, gateway):
     port = pod.server.port
     answer = asyncio.create_task(_text(front))
     await pod.started.wait()
-    await asyncio.sleep(0.8)
+    begun = time.monotonic()
+    await until(lambda: time.monotonic() - begun > 0.7)  # longer than failover_wait_s
     pod.pause_s = 0.0
     await pod.stop()
-    await asyncio.sleep(0.1)
+    await front.until_healthy(0)
     await pod.start(port)
     assert (await answer)[0] == "Hello there!"
 
@@ -181,7 +183,8 @@ async def test_a_request_too_large_for_the_pods_left_waits_for_the_lost_one(pods
     port = large.server.port
     await large.stop()
     answer = asyncio.create_task(_text(front))
-    await asyncio.sleep(0.3)
+    await front.until_healthy(1)
+    await until(lambda: small.requests)
     assert not answer.done()
     await large.start(port)
     assert await answer == ("Hello there!", "large")

@@ -36,6 +36,7 @@ class FakePod(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.PrefillSer
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     started: asyncio.Event = field(default_factory=asyncio.Event)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+    num_status_calls: int = 0
     server: PodServer | None = None
 
     async def start(self, port: int = 0) -> None:
@@ -103,6 +104,7 @@ class FakePod(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.PrefillSer
         return prefill_pb2.GetPrefillStatusResponse(status=self._status("prefill"))
 
     def _status(self, role: str) -> common_pb2.PodStatus:
+        self.num_status_calls += 1
         usage = common_pb2.ResourceUsage(
             blocks_total=self.total_blocks, blocks_free=self.free_blocks, requests_running=self.num_running
         )

@@ -12,6 +12,7 @@ import redis.asyncio as redis
 from processes import free_port
 from tandem_cli import health, redis_server
 from tandem_cli.supervisor import ProcessSpec, Supervisor
+from waiting import until_async
 
 
 class RedisServer:
@@ -44,13 +45,15 @@ class RedisServer:
 
 async def answers(client: redis.Redis) -> None:
     """Until a server that has just been started answers."""
-    for _ in range(200):
+
+    async def is_up() -> bool:
         try:
             await client.ping()
-            return
         except (redis.ConnectionError, redis.BusyLoadingError):
-            await asyncio.sleep(0.02)
-    raise AssertionError("Redis never answered")
+            return False
+        return True
+
+    await until_async(is_up)
 
 
 @contextlib.asynccontextmanager
@@ -90,11 +93,12 @@ async def _join(ports: list[tuple[int, int]]) -> None:
     for client in clients[1:]:
         await client.execute_command("CLUSTER MEET", "127.0.0.1", *ports[0])
     for client in clients:
-        for _ in range(200):
+
+        async def knows_all(client: redis.Redis = client) -> bool:
             info = await client.execute_command("CLUSTER INFO")
-            if "ok" in str(info["cluster_state"]) and int(info["cluster_known_nodes"]) == len(ports):
-                break
-            await asyncio.sleep(0.1)
+            return "ok" in str(info["cluster_state"]) and int(info["cluster_known_nodes"]) == len(ports)
+
+        await until_async(knows_all, limit_s=20)
         await client.aclose()
 
 

@@ -1,23 +1,37 @@
-"""Waiting for what other threads, tasks and processes do, with a limit that fails the test."""
+"""Waiting for other threads, tasks and processes, with a limit that fails the test."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 
-async def until(condition: Callable[[], bool], *, limit_s: float = 8.0) -> None:
+async def until(condition: Callable[[], object], *, limit_s: float = 8.0) -> None:
     """Waits on the event loop until the condition is true."""
     deadline = time.monotonic() + limit_s
     while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        await asyncio.sleep(0.01)
+        assert time.monotonic() < deadline, f"not true within {limit_s} s"
+        await asyncio.sleep(0.005)
 
 
-def wait_until(condition: Callable[[], bool], *, limit_s: float = 10.0) -> None:
+async def until_async(condition: Callable[[], Awaitable[object]], *, limit_s: float = 8.0) -> None:
+    """The same for a condition that is awaited."""
+    deadline = time.monotonic() + limit_s
+    while not await condition():
+        assert time.monotonic() < deadline, f"not true within {limit_s} s"
+        await asyncio.sleep(0.005)
+
+
+def wait_until(condition: Callable[[], object], *, limit_s: float = 10.0, interval_s: float = 0.002) -> None:
     """The same for a test without an event loop."""
     deadline = time.monotonic() + limit_s
     while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.002)
+        assert time.monotonic() < deadline, f"not true within {limit_s} s"
+        time.sleep(interval_s)
+
+
+async def run_ready_tasks() -> None:
+    """Lets every task run that can, and those that these wake; nothing else passes time."""
+    for _ in range(10):
+        await asyncio.sleep(0)

@@ -6,34 +6,14 @@ entries (out of range as well). A backend that reads them fails by a wide margin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 
 import torch
-from tandem_kernels import Attention, AttentionLayer, AttentionMetadata, native, turbo_attention
+from native_libraries import NATIVE, native_library
+from tandem_kernels import Attention, AttentionLayer, AttentionMetadata, turbo_attention
 
-#: Instruction sets whose compiled kernels are here and run on this processor.
-NATIVE = [
-    name
-    for name in native.instruction_sets()
-    if Path(native.__file__).with_name(f"tandem_{name}.so").exists()
-]
 #: Ways to compute on the CPU; a NATIVE name is backend "cpu" with that library.
 CPU_BACKENDS = ["torch", *NATIVE]
-
-
-@contextmanager
-def native_library(name: str | None) -> Iterator[None]:
-    """Lets the kernels use one instruction set's library, none of them ("off"), or the chosen one (None)."""
-    chosen = native.LIBRARY
-    if name is not None:
-        native.LIBRARY = None if name == "off" else native.load(name)
-    try:
-        yield
-    finally:
-        native.LIBRARY = chosen
 
 
 def attend(

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from attention_cases import NATIVE, native_library
+from native_libraries import NATIVE, native_library
 from tandem_kernels import (
     AttentionLayer,
     AttentionMetadata,

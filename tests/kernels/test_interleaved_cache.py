@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from attention_cases import attend, native_library
+from attention_cases import attend
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native_libraries import native_library
 from tandem_kernels import (
     deinterleave,
     interleave,

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_cases import NATIVE, native_library
+from native_libraries import NATIVE, native_library
 from tandem_kernels import add_rms_norm, native, rope_store, silu_mul, store_kv
 
 LIBRARIES = ["off", *NATIVE]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_cases import NATIVE, native_library
+from native_libraries import NATIVE, native_library
 from tandem_kernels import native, pack_weight, packed_linear, packed_shape
 
 pytestmark = pytest.mark.skipif(native.LIBRARY is None, reason="no compiled kernels on this machine")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from attention_cases import NATIVE, native_library
+from native_libraries import NATIVE, native_library
 from tandem_kernels import (
     QuantizedWeight,
     join_rows,

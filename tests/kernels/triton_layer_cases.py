@@ -10,7 +10,7 @@ from math import log2
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_cases import native_library
+from native_libraries import native_library
 from tandem_kernels import add_rms_norm, rope_store, silu_mul
 from tandem_kernels.gpu import copy_blocks
 from tandem_kernels.gpu import elementwise as gpu_elementwise

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 import redis.asyncio as redis
 from hypothesis import given
@@ -11,6 +9,7 @@ from hypothesis import strategies as st
 from redis_servers import answers
 from tandem_lookahead.corpus import BYTES_PER_SEQUENCE, BYTES_PER_TOKEN, fair_limit
 from tandem_proto.v1 import lookahead_pb2 as pb
+from waiting import until_async
 
 pytestmark = pytest.mark.drafts
 
@@ -127,8 +126,6 @@ async def test_a_damaged_snapshot_of_one_tenant_does_not_stop_others(fleet, writ
         registry = two.pod.server.registry
         assert registry.get_sample_value("tandem_lookahead_snapshots_rejected_total") == 1
         assert registry.get_sample_value("tandem_lookahead_redis_failures_total") == 0
-        async with asyncio.timeout(8):
-            while not await client.exists(key):  # noqa: ASYNC110  # another process
-                await asyncio.sleep(0.01)
+        await until_async(lambda: client.exists(key))
         published = pb.Snapshot.FromString(await client.hget(key, "0"))
         assert pb.NamespaceCorpus.FromString(published.content).sequences

@@ -27,7 +27,7 @@ async def first_answers(service, count: int, **hello: object) -> list[pb.SyncRes
 
     async def requests():
         yield pb.SyncRequest(hello=pb.SyncHello(namespace=NAMESPACE, **hello))
-        await asyncio.sleep(30)
+        await asyncio.Event().wait()  # keeps the stream open
 
     async with grpc.aio.insecure_channel(service.target) as channel:
         call = lookahead_pb2_grpc.LookaheadServiceStub(channel).Sync(requests())
@@ -121,7 +121,7 @@ async def test_a_purge_empties_every_replica_every_mirror_and_redis_and_no_other
     returned, _ = await fleet.pod(services[1], mirror=left)
     await fleet.until(lambda: left.num_tokens == 0)
     _, late = await fleet.pod(services[1])
-    await asyncio.sleep(0.3)
+    await fleet.until(lambda: late.position != "")
     assert (late.num_tokens, spared.num_tokens) == (0, 20)
     async with redis.Redis.from_url(process.url) as client:
         held = {key: await client.dump(key) async for key in client.scan_iter("*acme*")}

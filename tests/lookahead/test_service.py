@@ -81,7 +81,7 @@ async def test_nothing_crosses_namespaces(fleet):
     sender, _ = await fleet.pod(service)
     _, friend = await fleet.pod(service)
     others = [
-        (await fleet.pod(service, namespace=other))[1]
+        await fleet.pod(service, namespace=other)
         for other in (
             pb.Namespace(tenant="evil", model_revision="rev1", tokenizer_hash="tok1"),
             pb.Namespace(tenant="acme", model_revision="rev2", tokenizer_hash="tok1"),
@@ -91,8 +91,10 @@ async def test_nothing_crosses_namespaces(fleet):
     ]
     sender.push("r1", 0, ANSWER)
     await fleet.until(lambda: friend.count(ANSWER[:4]) == 1)
-    await asyncio.sleep(0.2)
-    assert [mirror.num_tokens for mirror in others] == [0, 0, 0, 0]
+    for client, mirror in others:
+        client.push("own", 0, (7, 8))  # arrives behind whatever the service has sent before
+        await fleet.until(lambda mirror=mirror: mirror.count((7, 8)) == 1)
+        assert mirror.num_tokens == 2
 
 
 async def test_a_restarted_service_still_has_the_text(fleet):
@@ -130,7 +132,7 @@ async def test_redis_killed_under_traffic_is_not_felt_and_heals(fleet):
     old_pid = fleet.kill_redis(service.redis)
     for number in range(20):
         sender.push(f"during{number}", 0, ANSWER)
-        await asyncio.sleep(0.01)
+        await fleet.until(lambda number=number: mirror.count(ANSWER[:4]) > 5 + number)
     await fleet.until(lambda: mirror.count(ANSWER[:4]) == 25)  # whether Redis is back or not
     await fleet.until(lambda: service.redis.pid not in (None, old_pid))
     await fleet.until(lambda: metric(service, "redis_connected") == 1)
@@ -266,7 +268,7 @@ async def test_a_stream_that_breaks_the_protocol_is_refused_by_name(fleet, tmp_p
     async def requests():
         for message in messages:
             yield message
-        await asyncio.sleep(5)
+        await asyncio.Event().wait()  # keeps the stream open
 
     async with grpc.aio.insecure_channel(service.target) as channel:
         stub = lookahead_pb2_grpc.LookaheadServiceStub(channel)
@@ -285,7 +287,7 @@ async def test_a_namespace_too_many_is_refused(fleet, tmp_path):
 
     async def requests():
         yield pb.SyncRequest(hello=pb.SyncHello(namespace=pb.Namespace(tenant="second")))
-        await asyncio.sleep(5)
+        await asyncio.Event().wait()  # keeps the stream open
 
     async with grpc.aio.insecure_channel(service.target) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
@@ -301,6 +303,7 @@ async def test_the_mirror_survives_a_poorer_service(fleet, tmp_path):
     await fleet.until(lambda: mirror.count(ANSWER[:4]) == 1)
     await sender.close()
     poor = await fleet.service(redis_url=f"unix://{tmp_path}/nobody.sock", expect_redis=False)
-    await fleet.pod(poor, mirror=mirror)
-    await asyncio.sleep(0.2)
+    client, _ = await fleet.pod(poor, mirror=mirror)
+    client.push("r2", 0, (7, 8))
+    await fleet.until(lambda: mirror.count((7, 8)) == 1)
     assert mirror.count(ANSWER[:4]) == 1

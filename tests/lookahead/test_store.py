@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 import redis.asyncio as redis
@@ -20,6 +21,7 @@ from tandem_lookahead.store import (
     WrongGenerationError,
 )
 from tandem_service.tasks import end_tasks
+from waiting import until_async
 
 SPANS = (AcceptedSpan("a", 0, (1, 2, 3)),)
 KEY = "acme/rev1/tok1//"
@@ -32,27 +34,33 @@ async def url(fleet) -> str:
 
 @pytest.fixture
 async def store(url: str) -> AsyncIterator[RedisStore]:
-    store = RedisStore(RedisAddress(url), stream_length=1000)
-    await connected(store)
-    yield store
-    await store.close()
+    async with open_store(url) as store:
+        yield store
 
 
-async def connected(store: RedisStore) -> None:
-    for _ in range(100):
-        try:
-            return await store.ping()
-        except StoreUnavailableError:
-            await asyncio.sleep(0.05)
-    raise AssertionError("Redis never answered")
+@pytest.fixture
+async def chunked(url: str) -> AsyncIterator[RedisStore]:
+    """Uploads ten bytes at a time; an upload may last three seconds."""
+    async with open_store(url, chunk_bytes=10, upload_s=3) as store:
+        yield store
 
 
-async def until_async(condition: Callable[[], Awaitable[object]]) -> None:
-    async with asyncio.timeout(8):
-        while True:
-            if await condition():
-                return
-            await asyncio.sleep(0.001)
+@asynccontextmanager
+async def open_store(url: str, **options: int) -> AsyncIterator[RedisStore]:
+    store = RedisStore(RedisAddress(url), stream_length=1000, **options)
+    try:
+        await until_async(lambda: is_connected(store))
+        yield store
+    finally:
+        await store.close()
+
+
+async def is_connected(store: RedisStore) -> bool:
+    try:
+        await store.ping()
+    except StoreUnavailableError:
+        return False
+    return True
 
 
 async def entries(store: RedisStore, after: EntryId = START) -> list[store_module.Entry]:
@@ -77,7 +85,7 @@ async def test_what_is_appended_is_read_by_everybody(store):
 
 async def test_a_stream_is_bounded(url):
     store = RedisStore(RedisAddress(url), stream_length=100)
-    await connected(store)
+    await until_async(lambda: is_connected(store))
     for _ in range(400):
         await store.append(KEY, "g1", EntryKind.SPANS, SPANS)
     async with redis.Redis.from_url(url) as client:
@@ -118,14 +126,18 @@ async def test_one_replica_at_a_time_holds_the_lease_until_it_expires(store):
     assert await store.take_lease(KEY, "one", lasting_ms=200)
     assert not await store.take_lease(KEY, "two", lasting_ms=200)
     assert await store.take_lease(KEY, "one", lasting_ms=200)  # its holder prolongs it
-    await asyncio.sleep(0.3)
-    assert await store.take_lease(KEY, "two", lasting_ms=200)
+    await until_async(lambda: store.take_lease(KEY, "two", lasting_ms=200))
 
 
-async def test_a_holder_that_was_paused_cannot_publish(store):
+async def test_a_holder_that_was_paused_cannot_publish(store, url):
     await store.generation(KEY, ours="g1")
     await store.take_lease(KEY, "paused", lasting_ms=50)
-    await asyncio.sleep(0.1)
+    async with redis.Redis.from_url(url) as client:
+
+        async def has_expired() -> bool:
+            return not [key async for key in client.scan_iter("*:compactor")]
+
+        await until_async(has_expired)
     assert await store.publish(KEY, snapshot("5-0"), "paused") == "lease"  # nobody's now
     await store.take_lease(KEY, "next", lasting_ms=10_000)
     assert await store.publish(KEY, snapshot("7-0"), "next") == "ok"
@@ -141,20 +153,18 @@ async def test_an_older_snapshot_never_takes_a_newer_one_s_place(store):
         assert await store.publish(KEY, snapshot(position), "me") == outcome
 
 
-async def test_an_unfinished_upload_is_no_snapshot_and_goes_away(store, url, monkeypatch):
-    monkeypatch.setattr(store_module, "_UPLOAD_S", 3)
-    monkeypatch.setattr(store_module, "_CHUNK_BYTES", 10)
-    await store.generation(KEY, ours="g1")
-    await store.take_lease(KEY, "me", lasting_ms=60_000)
+async def test_an_unfinished_upload_is_no_snapshot_and_goes_away(chunked, url):
+    await chunked.generation(KEY, ours="g1")
+    await chunked.take_lease(KEY, "me", lasting_ms=60_000)
     async with redis.Redis.from_url(url) as client:
 
         async def uploads() -> list[bytes]:
             return [key async for key in client.scan_iter("*:upload:*")]
 
-        dying = asyncio.create_task(store.publish(KEY, snapshot("5-0", payload=bytes(1_000_000)), "me"))
+        dying = asyncio.create_task(chunked.publish(KEY, snapshot("5-0", payload=bytes(1_000_000)), "me"))
         await until_async(uploads)
         await end_tasks([dying])
-        assert await store.latest_snapshot(KEY) is None
+        assert await chunked.latest_snapshot(KEY) is None
 
         async def is_gone() -> bool:
             return not await uploads()
@@ -162,36 +172,34 @@ async def test_an_unfinished_upload_is_no_snapshot_and_goes_away(store, url, mon
         await until_async(is_gone)
 
 
-async def test_an_upload_that_expires_half_way_is_given_up_and_leaves_nothing(store, url, monkeypatch):
-    monkeypatch.setattr(store_module, "_CHUNK_BYTES", 10)
-    await store.generation(KEY, ours="g1")
-    await store.take_lease(KEY, "me", lasting_ms=60_000)
+async def test_an_upload_that_expires_half_way_is_given_up_and_leaves_nothing(chunked, url):
+    await chunked.generation(KEY, ours="g1")
+    await chunked.take_lease(KEY, "me", lasting_ms=60_000)
     async with redis.Redis.from_url(url) as client:
 
         async def expired() -> bool:
             return any([await client.delete(key) async for key in client.scan_iter("*:upload:*")])
 
-        slow = asyncio.create_task(store.publish(KEY, snapshot("5-0", payload=bytes(1_000_000)), "me"))
+        slow = asyncio.create_task(chunked.publish(KEY, snapshot("5-0", payload=bytes(1_000_000)), "me"))
         await until_async(expired)
         assert await slow == "late"
         assert [key async for key in client.scan_iter("*:upload:*")] == []
-    assert await store.latest_snapshot(KEY) is None
+    assert await chunked.latest_snapshot(KEY) is None
 
 
-async def test_a_snapshot_of_many_chunks_is_read_as_one_even_while_it_is_replaced(store, monkeypatch):
-    monkeypatch.setattr(store_module, "_CHUNK_BYTES", 10)
-    await store.generation(KEY, ours="g1")
-    await store.take_lease(KEY, "me", lasting_ms=60_000)
+async def test_a_snapshot_of_many_chunks_is_read_as_one_even_while_it_is_replaced(chunked):
+    await chunked.generation(KEY, ours="g1")
+    await chunked.take_lease(KEY, "me", lasting_ms=60_000)
     payloads = {f"{n}-0": bytes([n]) * 995 for n in range(1, 30)}
-    await store.publish(KEY, snapshot("1-0", payload=payloads["1-0"]), "me")
+    await chunked.publish(KEY, snapshot("1-0", payload=payloads["1-0"]), "me")
 
     async def replace() -> None:
         for position, payload in payloads.items():
-            await store.publish(KEY, snapshot(position, payload=payload), "me")
+            await chunked.publish(KEY, snapshot(position, payload=payload), "me")
 
     replacing = asyncio.create_task(replace())
     while not replacing.done():
-        found = await store.latest_snapshot(KEY)
+        found = await chunked.latest_snapshot(KEY)
         assert found.payload == payloads[str(found.entry)]
     await replacing
 

@@ -4,8 +4,6 @@ equal those of one engine, and whatever fails, the request completes and nothing
 from __future__ import annotations
 
 import asyncio
-import threading
-import time
 import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,15 +14,12 @@ import grpc
 import pytest
 from pod_usage import held
 from tandem_core.sampling import SamplingParams
-from tandem_decode import handoff
 from tandem_decode.main import open_pod as open_decode
 from tandem_decode.settings import DecodeSettings
 from tandem_drafting.drafter import drafter_for
 from tandem_engine.assemble import EngineConfig, assemble
-from tandem_engine.batch import Batch
 from tandem_engine.llm import LLM
 from tandem_engine.transport.layout import KVLayout
-from tandem_prefill.kv_streaming import KVStreamer
 from tandem_prefill.main import open_pod as open_prefill
 from tandem_prefill.settings import PrefillSettings
 from tandem_proto.v1 import (
@@ -35,6 +30,7 @@ from tandem_proto.v1 import (
     prefill_pb2_grpc,
 )
 from toy_models import SIZES, VOCABULARY, prompt_of
+from waiting import until_async
 
 
 @dataclass(frozen=True)
@@ -50,13 +46,17 @@ class Fleet:
         return decode.status.usage, prefill.status.usage
 
     async def assert_idle(self) -> None:
-        """Within a second nothing is held any more on either side."""
-        for _ in range(50):
-            kept = [held(usage) for usage in await self.usage()]
-            if kept == [{}, {}]:
-                return
-            await asyncio.sleep(0.02)
-        raise AssertionError(f"still held: {kept}")
+        """Within five seconds nothing is held any more on either side."""
+        kept: list[dict[str, object]] = []
+
+        async def is_idle() -> bool:
+            kept[:] = [held(usage) for usage in await self.usage()]
+            return kept == [{}, {}]
+
+        try:
+            await until_async(is_idle, limit_s=5.0)
+        except AssertionError:
+            raise AssertionError(f"still held: {kept}") from None
 
 
 @asynccontextmanager
@@ -172,52 +172,6 @@ async def test_a_dead_prefill_pod_is_passed_over(tiny_model: Path) -> None:
         alone, receipt = await run(fleet, request("b", prompt_of(200, start=5), ["127.0.0.1:9"]))
         assert receipt.prefill_pod == ""
         assert (len(tokens), len(alone)) == (24, 24)
-        await fleet.assert_idle()
-
-
-async def test_a_pod_whose_engine_hangs_is_left_in_spite_of_its_heartbeats(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hanging, mended = threading.Event(), threading.Event()
-    on_layer_done = KVStreamer.on_layer_done
-
-    def hang(streamer: KVStreamer, batch: Batch, layer: int) -> None:
-        hanging.set()
-        mended.wait()
-        on_layer_done(streamer, batch, layer)
-
-    monkeypatch.setattr(KVStreamer, "on_layer_done", hang)
-    monkeypatch.setattr(handoff, "ENGINE_STALL_TIMEOUT_S", 0.6)
-    async with run_fleet(tiny_model) as fleet:
-        try:
-            async with asyncio.timeout(10.0):
-                tokens, receipt = await run(fleet, request("a", prompt_of(200), [fleet.prefill_target]))
-            assert hanging.is_set()
-            assert len(tokens) == 24
-            assert receipt.prefill_pod == "", "the decode pod computed the prompt"
-        finally:
-            mended.set()
-        await fleet.assert_idle()
-
-
-async def test_a_request_that_waits_its_turn_at_a_slow_pod_does_not_leave_it(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    on_layer_done = KVStreamer.on_layer_done
-
-    def slow(streamer: KVStreamer, batch: Batch, layer: int) -> None:
-        time.sleep(0.15)
-        on_layer_done(streamer, batch, layer)
-
-    monkeypatch.setattr(KVStreamer, "on_layer_done", slow)
-    # 200 tokens are twelve layers here (four chunks of three): the second request waits about 1.8 s.
-    monkeypatch.setattr(handoff, "ENGINE_STALL_TIMEOUT_S", 1.0)
-    async with run_fleet(tiny_model, max_batch=1) as fleet:
-        got = await asyncio.gather(
-            *(run(fleet, request(f"r{i}", prompt_of(200, start=i), [fleet.prefill_target])) for i in range(2))
-        )
-        assert max(receipt.queue_ns for _, receipt in got) > 1.0e9
-        assert [receipt.prefill_pod for _, receipt in got] == ["p0", "p0"]
         await fleet.assert_idle()
 
 
@@ -402,13 +356,12 @@ async def test_a_stop_string_cuts_the_same_with_drafts_and_without(tiny_model: P
 
 
 @pytest.mark.drafts
-@pytest.mark.usefixtures("steady_price")
 async def test_a_request_says_how_it_is_drafted_for(tiny_model: Path) -> None:
-    """The same tokens each time; the receipt tells what the drafts were worth."""
-    async with run_fleet(tiny_model) as fleet:
-        receipts = {}
-        texts = []
-        for name in ("", "off", "local", "chain"):
+    """The same tokens each time; the receipt tells what the drafts were worth. A new pod has measured no step
+    that could stop it from drafting."""
+    receipts, texts = {}, []
+    for name in ("", "off", "local", "chain"):
+        async with run_fleet(tiny_model) as fleet:
             message = request(f"s{name}", prompt_of(90), [fleet.prefill_target], max_tokens=64)
             message.speculation = name
             tokens, receipts[name] = await run(fleet, message)
@@ -469,11 +422,13 @@ async def test_the_gauges_of_both_pods_follow_their_status(tiny_model: Path) -> 
             )
             async for _ in call:
                 pass
-        for _ in range(100):
-            seen = [await scrape(server.metrics_port) for server in (d, p)]
-            if all(_blocks(samples)["cached"] >= 12 and not _busy(samples) for samples in seen):
-                break
-            await asyncio.sleep(0.05)
+        seen: list[dict[str, float]] = []
+
+        async def are_up_to_date() -> bool:
+            seen[:] = [await scrape(server.metrics_port) for server in (d, p)]
+            return all(_blocks(samples)["cached"] >= 12 and not _busy(samples) for samples in seen)
+
+        await until_async(are_up_to_date)
         for samples in seen:
             assert _blocks(samples)["cached"] >= 12, "200 tokens are twelve full blocks, kept for later"
             assert sum(_blocks(samples).values()) == SIZES["num_blocks"]

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tandem_service import priority
+from tandem_service.priority import lower_priority
 
 SCRIPT = """
 import os
@@ -50,8 +50,7 @@ def test_zero_changes_nothing() -> None:
 def test_without_autogroup_only_the_nice_value_is_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(priority, "_AUTOGROUP", tmp_path / "absent" / "autogroup")
     given: list[int] = []
     monkeypatch.setattr(os, "nice", given.append)
-    priority.lower_priority(3)
+    lower_priority(3, autogroup=tmp_path / "absent" / "autogroup")
     assert given == [3]

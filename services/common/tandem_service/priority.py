@@ -16,11 +16,11 @@ from pathlib import Path
 _AUTOGROUP = Path("/proc/self/autogroup")
 
 
-def lower_priority(nice: int) -> None:
+def lower_priority(nice: int, autogroup: Path = _AUTOGROUP) -> None:
     """Raises this process's nice value by `nice` (0 changes nothing); threads started later inherit it."""
     if nice == 0:
         return
     os.nice(nice)
     # Absent without autogroup, and read-only in some containers; then only the nice value above applies.
     with contextlib.suppress(OSError):
-        _AUTOGROUP.write_text(str(nice))
+        autogroup.write_text(str(nice))

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterable, Sequence
 from dataclasses import dataclass, replace
 
 import grpc
@@ -140,7 +140,7 @@ class Handoff:
         )
         try:
             started = time.monotonic_ns()
-            finished = await self._first_token(call)
+            finished = await wait_for_first_token(call)
             if finished.first_token_id >= self._vocab_size:
                 raise TransferError(f"first token {finished.first_token_id} is outside the vocabulary")
             token_known = time.monotonic_ns()
@@ -162,28 +162,6 @@ class Handoff:
             transfer_ns=now - token_known,
             transfer_bytes=incoming.progress().verified_pairs * self._block_bytes,
         )
-
-    async def _first_token(self, call: PrefillCall) -> prefill_pb2.PrefillFinished:
-        """Waits while heartbeats arrive and show that the pod's engine computes layers."""
-        responses = aiter(call)
-        computed_layers, last_layer_at = 0, time.monotonic()
-        while True:
-            try:
-                # Not asyncio.wait_for: before Python 3.12 it swallows a cancellation that coincides with
-                # the result.
-                async with asyncio.timeout(HEARTBEAT_TIMEOUT_S):
-                    response = await anext(responses)
-            except StopAsyncIteration:
-                raise TransferError("the prefill pod ended its stream without a first token") from None
-            if response.HasField("finished"):
-                return response.finished
-            now = time.monotonic()
-            if response.progress.computed_layers != computed_layers:
-                computed_layers, last_layer_at = response.progress.computed_layers, now
-            elif now - last_layer_at > ENGINE_STALL_TIMEOUT_S:
-                raise TransferError(
-                    f"the prefill pod's engine computed no layer for {ENGINE_STALL_TIMEOUT_S:g} s; it hangs"
-                )
 
     async def _last_frame(self, incoming: IncomingTransfer) -> None:
         """Waits until every wanted block is here. Raises TransferError when no frame arrives for the
@@ -235,6 +213,37 @@ class Handoff:
         logprobs = (codec.logprobs_from_proto(first.logprobs),) if first.HasField("logprobs") else ()
         if update is not None:
             self._loop.publish(replace(engine.adopted(update), logprobs=logprobs))
+
+
+async def wait_for_first_token(
+    responses: AsyncIterable[prefill_pb2.PrefillResponse],
+    *,
+    heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
+    stall_timeout_s: float = ENGINE_STALL_TIMEOUT_S,
+) -> prefill_pb2.PrefillFinished:
+    """Waits while heartbeats arrive and show that the pod's engine computes layers.
+
+    Raises TransferError, or TimeoutError without heartbeats.
+    """
+    stream = aiter(responses)
+    computed_layers, last_layer_at = 0, time.monotonic()
+    while True:
+        try:
+            # Not asyncio.wait_for: before Python 3.12 it swallows a cancellation that coincides with the
+            # result.
+            async with asyncio.timeout(heartbeat_timeout_s):
+                response = await anext(stream)
+        except StopAsyncIteration:
+            raise TransferError("the prefill pod ended its stream without a first token") from None
+        if response.HasField("finished"):
+            return response.finished
+        now = time.monotonic()
+        if response.progress.computed_layers != computed_layers:
+            computed_layers, last_layer_at = response.progress.computed_layers, now
+        elif now - last_layer_at > stall_timeout_s:
+            raise TransferError(
+                f"the prefill pod's engine computed no layer for {stall_timeout_s:g} s; it hangs"
+            )
 
 
 async def _read_to_end(call: PrefillCall) -> None:

@@ -107,9 +107,18 @@ class StoredSnapshot:
 class RedisStore:
     """The service's view of Redis. Belongs to one event loop."""
 
-    def __init__(self, address: RedisAddress, *, stream_length: int) -> None:
+    def __init__(
+        self,
+        address: RedisAddress,
+        *,
+        stream_length: int,
+        chunk_bytes: int = _CHUNK_BYTES,
+        upload_s: int = _UPLOAD_S,
+    ) -> None:
         self._address = address
         self._stream_length = stream_length
+        self._chunk_bytes = chunk_bytes
+        self._upload_s = upload_s
         #: Untyped: the library's answers are unions over protocol and decoding, both of which are fixed here.
         self._client: Any = None
         #: A cluster's streams lie in different slots and are read one by one.
@@ -230,13 +239,14 @@ class RedisStore:
         has the "lease", the text was "purged", the present one is "newer", or the upload was "late".
         """
         payload, upload = snapshot.payload, _key(namespace_key, f"upload:{owner}")
-        chunks = [payload[at : at + _CHUNK_BYTES] for at in range(0, len(payload), _CHUNK_BYTES)] or [b""]
+        size = self._chunk_bytes
+        chunks = [payload[at : at + size] for at in range(0, len(payload), size)] or [b""]
         ms, seq = snapshot.entry
         with _failures():
             fields = {"version": snapshot.version, "generation": snapshot.generation}
             fields |= {"ms": str(ms), "seq": str(seq), "chunks": str(len(chunks))}
             flat = [part for field in fields.items() for part in field]
-            await self._redis.eval(scripts.BEGIN_UPLOAD, 1, upload, _UPLOAD_S, *flat)
+            await self._redis.eval(scripts.BEGIN_UPLOAD, 1, upload, self._upload_s, *flat)
             for index, chunk in enumerate(chunks):
                 if not await self._redis.eval(scripts.ADD_CHUNK, 1, upload, str(index), chunk):
                     return "late"
