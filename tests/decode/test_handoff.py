@@ -8,8 +8,8 @@ import time
 from collections.abc import AsyncIterator
 
 import pytest
+from tandem_core.errors import TransferError
 from tandem_decode.handoff import wait_for_first_token
-from tandem_engine.errors import TransferError
 from tandem_proto.v1 import prefill_pb2
 
 FINISHED = prefill_pb2.PrefillResponse(finished=prefill_pb2.PrefillFinished(first_token_id=7))

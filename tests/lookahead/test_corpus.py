@@ -38,7 +38,7 @@ turns = st.lists(
 scripts = st.lists(st.lists(st.integers(0, 2), min_size=34, max_size=34), min_size=12, max_size=12)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(turns, scripts, st.integers(1, 3), st.integers(2_000, 20_000))
 def test_every_ngram_that_is_shared_was_generated_by_k_requests(given_turns, given_scripts, k, max_bytes):
     corpus = NamespaceCorpus(CorpusPolicy(min_requests=k, max_bytes=max_bytes))
