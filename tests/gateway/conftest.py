@@ -12,7 +12,7 @@ import pytest
 import toy_tokenizers
 from fake_pods import MODEL, REVISION, FakePod
 from model_folders import make_folder
-from tandem_gateway.process import GatewayProcess
+from tandem_gateway.main import GatewayProcess
 from tandem_gateway.settings import GatewaySettings
 from tandem_proto.v1 import gateway_pb2_grpc
 from tandem_service.channels import open_channel

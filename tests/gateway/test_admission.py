@@ -5,9 +5,8 @@ import asyncio
 import pytest
 from tandem_core.sampling import SamplingParams
 from tandem_core.slo import SLO_CLASSES
-from tandem_gateway.admission import Admission
+from tandem_gateway.admission import Admission, Predictor
 from tandem_gateway.errors import DeadlineError, OverloadedError
-from tandem_gateway.predictor import Predictor
 from tandem_gateway.request import TokenizedRequest
 from tandem_proto.v1 import common_pb2
 from waiting import run_ready_tasks
@@ -24,7 +23,7 @@ class Line:
     """Requests in front of an admission; `entered` is the order in which they got their places."""
 
     def __init__(self, *, max_in_flight: int = 1, max_queue: int = 8) -> None:
-        self.admission = Admission(max_in_flight=max_in_flight, max_queue=max_queue, predictor=Predictor())
+        self.admission = Admission(max_in_flight=max_in_flight, max_queue=max_queue)
         self.entered: list[str] = []
         self._leave: dict[str, asyncio.Event] = {}
 
@@ -35,7 +34,7 @@ class Line:
         return task
 
     async def _stay(self, request: TokenizedRequest) -> None:
-        async with self.admission.place(request):
+        async with self.admission.slot(request):
             self.entered.append(request.request_id)
             await self._leave[request.request_id].wait()
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from tandem_core.sampling import SamplingParams
 from tandem_core.slo import SLO_CLASSES
-from tandem_gateway.fleet import Pod, Role
-from tandem_gateway.request import PodLoad, TokenizedRequest
+from tandem_gateway.fleet import Pod, PodLoad, Role
+from tandem_gateway.request import TokenizedRequest
 from tandem_gateway.routing import PrefixIndex, Router
 
 

@@ -1,8 +1,7 @@
-"""The front door: OpenAI's HTTP API and our gRPC API over the decode pods.
+"""The gateway: an OpenAI-compatible HTTP API and a gRPC API in front of the decode pods.
 
-grpc_api / openai_api   parse, authenticate, render answers
-gateway                 one request from admission to receipt
-admission, routing      when, and on which pods
-fleet, relay            which pods live; one stream to one of them
-codec                   protobuf <-> the dataclasses of `request`
+grpc_api / openai_api   authenticate and parse requests, render answers
+gateway                 runs one request from admission to receipt
+admission, routing      decide when a request starts and on which pods
+fleet, relay            track the health of the pods; stream from one of them
 """

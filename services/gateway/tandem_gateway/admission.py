@@ -1,11 +1,11 @@
-"""Admission: a bounded number in flight, a bounded queue before it, and refusal at once behind that.
+"""Admission control: limits the requests in flight and the queue in front of them.
 
-    arrive -> a place is free and nobody waits    -> go
-           -> the queue has room                  -> wait, earliest SLO deadline first
-           -> the queue is full                   -> OverloadedError with a computed retry-after
-    leave  -> the first waiter goes
+    request arrives  a slot is free and the queue is empty  -> admitted
+                     the queue has room                     -> waits, earliest SLO deadline first
+                     the queue is full                      -> OverloadedError with a computed retry-after
+    request ends     the first request of the queue is admitted
 
-Whoever is cancelled or runs out of time while waiting leaves the queue in that moment.
+A request that is cancelled or passes its deadline while it waits leaves the queue immediately.
 """
 
 from __future__ import annotations
@@ -16,101 +16,115 @@ import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from tandem_proto.v1 import common_pb2
+
 from tandem_gateway.errors import DeadlineError, OverloadedError
-from tandem_gateway.predictor import Predictor
-from tandem_gateway.request import TokenizedRequest
-from tandem_gateway.slo import UNBOUND_TTFT_S
+from tandem_gateway.request import NS_PER_S, TokenizedRequest
 
 _MIN_RETRY_AFTER_S = 0.05
 _MAX_RETRY_AFTER_S = 60.0
+#: Queue order of a request without a TTFT objective: as if it had this one, so that it is not starved.
+_DEFAULT_TTFT_S = 60.0
+#: Weight of the newest request in the exponentially weighted means; about the last twenty count.
+_ALPHA = 0.1
+#: Shorter uncached prompts measure overhead rather than prefill speed.
+_MIN_TOKENS = 32
+
+
+class Predictor:
+    """Predicts times from receipts, as exponentially weighted means."""
+
+    def __init__(self) -> None:
+        #: Mean seconds from admission to the end of a request; 1 before the first receipt.
+        self.service_s = 1.0
+        self._s_per_token = 0.001
+
+    def prefill_s(self, num_tokens: int) -> float:
+        """Seconds from admission to the first token for a prompt of so many uncached tokens."""
+        return self._s_per_token * num_tokens
+
+    def observe(self, receipt: common_pb2.Receipt, *, queued_s: float) -> None:
+        """Updates the means. `queued_s`, the wait at the gateway, counts in neither."""
+        self.service_s += _ALPHA * (receipt.e2e_ns / NS_PER_S - queued_s - self.service_s)
+        uncached = receipt.prompt_tokens - receipt.cached_tokens
+        if uncached >= _MIN_TOKENS:
+            seconds = max(0.0, receipt.ttft_ns / NS_PER_S - queued_s)
+            self._s_per_token += _ALPHA * (seconds / uncached - self._s_per_token)
 
 
 class Admission:
-    """Hands out places. Belongs to one event loop."""
+    """Assigns slots to requests. Belongs to one event loop."""
 
-    def __init__(self, *, max_in_flight: int, max_queue: int, predictor: Predictor) -> None:
+    def __init__(self, *, max_in_flight: int, max_queue: int) -> None:
+        self.predictor = Predictor()
+        self.num_waiting = 0
+        self.num_in_flight = 0
         self._max_in_flight = max_in_flight
         self._max_queue = max_queue
-        self._predictor = predictor
-        self._in_flight = 0
-        self._num_waiting = 0
-        #: (SLO deadline, arrival order, future); a heap, since only the most urgent is ever taken.
-        #: Futures of those who left stay behind as cancelled and are skipped.
+        #: Heap of (SLO deadline, arrival order, future). Cancelled futures stay in it and are skipped.
         self._waiters: list[tuple[float, int, asyncio.Future[None]]] = []
         self._order = itertools.count()
 
-    @property
-    def num_waiting(self) -> int:
-        return self._num_waiting
-
-    @property
-    def num_in_flight(self) -> int:
-        return self._in_flight
-
     @asynccontextmanager
-    async def place(self, request: TokenizedRequest) -> AsyncIterator[None]:
-        """A place for the length of the block. Raises OverloadedError, or DeadlineError when the request's
-        own deadline passes before its turn."""
+    async def slot(self, request: TokenizedRequest) -> AsyncIterator[None]:
+        """Holds a slot for the length of the block. Raises OverloadedError, or DeadlineError when the
+        request's deadline passes before it is admitted."""
         await self._enter(request)
         try:
             yield
         finally:
-            self._in_flight -= 1
-            self._admit_next()
+            self._leave()
 
     async def _enter(self, request: TokenizedRequest) -> None:
         loop = asyncio.get_running_loop()
         if request.deadline <= loop.time():
             raise DeadlineError("the deadline had passed before the request could start")
-        if self._in_flight < self._max_in_flight and self._num_waiting == 0:
-            self._in_flight += 1
+        if self._has_free_slot:
+            self.num_in_flight += 1
             return
-        if self._num_waiting >= self._max_queue:
+        if self.num_waiting >= self._max_queue:
             raise OverloadedError(
-                f"the queue is full ({self._num_waiting} waiting, limit {self._max_queue}); try again later",
+                f"the queue is full ({self.num_waiting} waiting, limit {self._max_queue}); try again later",
                 self.retry_after_s(),
             )
-        turn: asyncio.Future[None] = loop.create_future()
-        urgency = request.arrived + (request.slo.ttft_s or UNBOUND_TTFT_S)
-        heapq.heappush(self._waiters, (urgency, next(self._order), turn))
-        self._num_waiting += 1
+        admitted: asyncio.Future[None] = loop.create_future()
+        urgency = request.arrived + (request.slo.ttft_s or _DEFAULT_TTFT_S)
+        heapq.heappush(self._waiters, (urgency, next(self._order), admitted))
+        self.num_waiting += 1
         try:
             async with asyncio.timeout_at(request.deadline):
-                await turn
-        except TimeoutError:
-            self._give_up(turn)
-            raise DeadlineError("the deadline passed while the request waited for its turn") from None
-        except asyncio.CancelledError:
-            self._give_up(turn)
+                await admitted
+        except BaseException as error:
+            if admitted.done() and not admitted.cancelled():
+                self._leave()  # admitted at the same moment: give the slot to the next request
+            else:
+                admitted.cancel()
+                self.num_waiting -= 1
+            if isinstance(error, TimeoutError):
+                raise DeadlineError("the deadline passed while the request waited for its turn") from None
             raise
 
-    def _give_up(self, turn: asyncio.Future[None]) -> None:
-        if turn.done() and not turn.cancelled():
-            # The turn came in the same moment; pass the place on.
-            self._in_flight -= 1
-            self._admit_next()
-        else:
-            turn.cancel()
-            self._num_waiting -= 1
+    def _leave(self) -> None:
+        self.num_in_flight -= 1
+        while self._waiters and self.num_in_flight < self._max_in_flight:
+            _, _, admitted = heapq.heappop(self._waiters)
+            if not admitted.done():
+                self.num_waiting -= 1
+                self.num_in_flight += 1
+                admitted.set_result(None)
 
-    def _admit_next(self) -> None:
-        while self._waiters and self._in_flight < self._max_in_flight:
-            _, _, turn = heapq.heappop(self._waiters)
-            if turn.done():
-                continue
-            self._num_waiting -= 1
-            self._in_flight += 1
-            turn.set_result(None)
+    @property
+    def _has_free_slot(self) -> bool:
+        return self.num_in_flight < self._max_in_flight and self.num_waiting == 0
+
+    def _wait_s(self) -> float:
+        """Predicted wait of a new request behind the queue."""
+        return (self.num_waiting + 1) * self.predictor.service_s / self._max_in_flight
 
     def retry_after_s(self) -> float:
-        """When a newcomer would find a place: those ahead, at the rate at which requests leave."""
-        ahead = self._num_waiting + 1
-        wait_s = ahead * self._predictor.service_s / self._max_in_flight
-        return min(max(wait_s, _MIN_RETRY_AFTER_S), _MAX_RETRY_AFTER_S)
+        return min(max(self._wait_s(), _MIN_RETRY_AFTER_S), _MAX_RETRY_AFTER_S)
 
     def predicted_ttft_s(self, num_prompt_tokens: int) -> float:
-        """TTFT of a request that came now: its wait for a place plus its prefill."""
-        is_free = self._in_flight < self._max_in_flight and self._num_waiting == 0
-        ahead = 0 if is_free else self._num_waiting + 1
-        wait_s = ahead * self._predictor.service_s / self._max_in_flight
-        return wait_s + self._predictor.prefill_s(num_prompt_tokens)
+        """Predicted TTFT of a new request: its wait for a slot plus its prefill."""
+        wait_s = 0.0 if self._has_free_slot else self._wait_s()
+        return wait_s + self.predictor.prefill_s(num_prompt_tokens)

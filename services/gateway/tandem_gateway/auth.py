@@ -1,11 +1,11 @@
-"""API keys: from `Authorization: Bearer KEY` to a tenant.
+"""API keys: maps `Authorization: Bearer KEY` to a tenant.
 
-The keys file has one JSON object a line, and holds digests only:
+The keys file has one JSON object per line, with digests only:
 
     {"key_sha256": "9f86d0...", "tenant": "acme", "slo_classes": ["interactive", "batch"]}
 
-`slo_classes` may be left out (all of them); its first is the default. Without a keys file every caller is
-the tenant "default".
+`slo_classes` is optional (default: all); its first is the caller's default. Without a keys file every caller
+is the tenant "default".
 """
 
 from __future__ import annotations
@@ -16,19 +16,31 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from tandem_core.slo import SLO_CLASSES
+from tandem_core.errors import InvalidRequestError
+from tandem_core.slo import SLO_CLASSES, SloTarget
 
-from tandem_gateway.errors import UnauthenticatedError
+from tandem_gateway.errors import ForbiddenError, UnauthenticatedError
 
 ALL_CLASSES = tuple(SLO_CLASSES)
 
 
 @dataclass(frozen=True)
 class Caller:
-    """Who asks, and the SLO classes allowed, the default first."""
+    """A tenant and the SLO classes that it may use, the default first."""
 
     tenant: str
     slo_classes: tuple[str, ...] = ALL_CLASSES
+
+    def slo(self, name: str) -> SloTarget:
+        """The class `name`, "" for the default. Raises InvalidRequestError, ForbiddenError."""
+        chosen = name or self.slo_classes[0]
+        if chosen not in SLO_CLASSES:
+            raise InvalidRequestError(
+                "slo_class", f"{chosen!r} is unknown; use one of {', '.join(SLO_CLASSES)}"
+            )
+        if chosen not in self.slo_classes:
+            raise ForbiddenError(f"slo_class: this key may use {', '.join(self.slo_classes)}, not {chosen!r}")
+        return SLO_CLASSES[chosen]
 
 
 ANYONE = Caller("default")
@@ -47,15 +59,15 @@ class _KeyLine(BaseModel):
 
 
 class ApiKeys:
-    """Answers who a bearer token is."""
+    """Authenticates bearer tokens."""
 
     def __init__(self, callers: dict[bytes, Caller] | None) -> None:
-        """`callers` by SHA-256 digest of their key; None: no keys are asked for."""
+        """`callers` by SHA-256 digest of their key; None: no key is required."""
         self._callers = callers
 
     @classmethod
     def load(cls, path: Path | None) -> ApiKeys:
-        """Read a keys file; None: no keys are asked for. Raises KeyFileError."""
+        """Reads a keys file; None: no key is required. Raises KeyFileError."""
         if path is None:
             return cls(None)
         try:
@@ -89,7 +101,7 @@ class ApiKeys:
             raise UnauthenticatedError("an API key is needed: send `Authorization: Bearer KEY`")
         digest = hashlib.sha256(key.strip().encode()).digest()
         found: Caller | None = None
-        # Compared in constant time and against every key, so that timing tells nothing of either.
+        # Constant time and every key, so that timing reveals nothing about the keys.
         for known, caller in self._callers.items():
             if hmac.compare_digest(known, digest):
                 found = caller

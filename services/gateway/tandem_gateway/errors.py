@@ -1,4 +1,4 @@
-"""Every way a request can be refused or fail, and how each front end shows it.
+"""The errors of a request, and how both APIs present them.
 
 TandemError
 ├── InvalidRequestError         the caller's input            INVALID_ARGUMENT     400
@@ -10,7 +10,7 @@ TandemError
     ├── UnauthenticatedError    no key or a wrong one         UNAUTHENTICATED      401
     ├── ForbiddenError          the key may not do that       PERMISSION_DENIED    403
     ├── OverloadedError         queue full, pod full          RESOURCE_EXHAUSTED   429 + Retry-After
-    ├── DeadlineError           the client's time is over     DEADLINE_EXCEEDED    504
+    ├── DeadlineError           the deadline passed           DEADLINE_EXCEEDED    504
     ├── UnavailableError        no decode pod, or it died     UNAVAILABLE          503
     └── UpstreamError           the pod failed otherwise      INTERNAL             500
 """
@@ -27,7 +27,7 @@ from tandem_core.errors import InvalidRequestError, TandemError
 
 
 class Outcome(enum.Enum):
-    """How a request ended; the label of the request counter."""
+    """How a request ended; the label of the counter of requests."""
 
     OK = "ok"
     INVALID = "invalid"
@@ -40,7 +40,7 @@ class Outcome(enum.Enum):
 
 
 class UnsupportedFieldError(InvalidRequestError):
-    """A field that the API has and we do not serve."""
+    """A field of the API that this gateway does not serve."""
 
 
 class ContextLengthError(InvalidRequestError):
@@ -56,11 +56,11 @@ class UnknownModelError(InvalidRequestError):
 
 
 class GatewayError(TandemError):
-    """A request failed, and not by what it says."""
+    """A request failed for a cause outside the request."""
 
 
 class UnauthenticatedError(GatewayError):
-    """There is no API key, or an unknown one."""
+    """The API key is missing or unknown."""
 
 
 class ForbiddenError(GatewayError):
@@ -68,7 +68,7 @@ class ForbiddenError(GatewayError):
 
 
 class OverloadedError(GatewayError):
-    """Refused at once; `retry_after_s` is when a place is expected."""
+    """Refused at once; a slot is expected to be free in `retry_after_s` seconds."""
 
     def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
@@ -80,20 +80,20 @@ class DeadlineError(GatewayError):
 
 
 class UnavailableError(GatewayError):
-    """There is no decode pod, or it died during the request."""
+    """No decode pod is healthy, or the pod died during the request."""
 
 
 class UpstreamError(GatewayError):
-    """A pod answered with a status that is neither the caller's fault nor an outage."""
+    """A pod failed with a status that means neither a wrong request nor an outage."""
 
 
-#: What a request can fail with; both kinds carry one sentence for the caller.
+#: All errors of a request; the message is one sentence for the caller.
 REQUEST_ERRORS = (InvalidRequestError, GatewayError)
 
 
 @dataclass(frozen=True)
 class Presentation:
-    """How both front ends show an error; `kind` and `code` are OpenAI's words."""
+    """How both APIs present an error; `kind` and `code` are OpenAI's terms."""
 
     status: grpc.StatusCode
     http_status: int
@@ -132,5 +132,5 @@ PRESENTATIONS: Mapping[type[TandemError], Presentation] = MappingProxyType(
 
 
 def presentation(error: TandemError) -> Presentation:
-    """That of the error's nearest base class in PRESENTATIONS."""
+    """Looks up the error's nearest base class."""
     return next(PRESENTATIONS[base] for base in type(error).__mro__ if base in PRESENTATIONS)

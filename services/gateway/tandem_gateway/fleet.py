@@ -1,41 +1,61 @@
-"""Which pods there are, and which of them live.
+"""Tracks the pods of both roles and their health.
 
-discovery lists a target -> Pod, unhealthy until it answers
-every second               health SERVING and a status -> healthy; NOT_SERVING -> unhealthy
-UNAVAILABLE                unhealthy at once, whoever met it (a poll or a request); looked at again soon
-no answer in time          unhealthy after three in a row: a busy pod may be late once
-discovery drops a target -> the pod is forgotten, its channel closed when its requests are done
+discovery lists a target      a Pod is added, unhealthy until it answers
+poll, each second             SERVING -> healthy; NOT_SERVING -> unhealthy
+UNAVAILABLE                   to a poll or a request: unhealthy at once, polled again soon
+poll timed out                unhealthy after three in a row, because a busy pod may answer late once
+discovery drops a target      the Pod is removed; its channel is closed after its requests have ended
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import grpc
 import grpc.aio
 import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from tandem_proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from tandem_proto.v1 import (
+    common_pb2,
+    decode_pb2,
+    decode_pb2_grpc,
+    gateway_pb2,
+    prefill_pb2,
+    prefill_pb2_grpc,
+)
 from tandem_service.channels import open_channel
 from tandem_service.discovery import DnsDiscovery
 
 from tandem_gateway.metrics import GatewayMetrics
-from tandem_gateway.request import PodLoad
 
 _POLL_TIMEOUT_S = 2.0
 _MAX_MISSES = 3
-#: What a pod that is no longer listed still runs may finish.
+#: Time for the requests of a pod that is no longer listed to end.
 _LONGEST_REQUEST_S = 600.0
-#: How soon a pod that was UNAVAILABLE is looked at again.
+#: Poll interval of an unhealthy pod.
 _RECHECK_S = 0.2
 
 
 class Role(enum.Enum):
     DECODE = "decode"
     PREFILL = "prefill"
+
+
+@dataclass(frozen=True)
+class PodLoad:
+    """The part of a pod's last report that routing uses."""
+
+    #: Free or cached; cached blocks are evicted when a request needs them.
+    free_blocks: int = 0
+    total_blocks: int = 0
+    block_size: int = 0
+    #: Waiting and running.
+    num_requests: int = 0
 
 
 class Pod:
@@ -48,23 +68,29 @@ class Pod:
         self.healthy = False
         self.in_flight = 0
         self.load = PodLoad()
-        #: The last report as it came, for the fleet view.
+        #: The last report, unchanged.
         self.report = common_pb2.PodStatus()
         #: Monotonic seconds of the last answer; None before the first.
         self.last_seen: float | None = None
         self.misses = 0
-        #: Why it is unhealthy, for the log.
-        self.trouble = "not asked yet"
+        #: Cause of its being unhealthy, for the log.
+        self.cause = "not polled yet"
 
-    async def ask(self) -> bool:
-        """One look: whether it serves; fills `load` and `report`. Raises AioRpcError."""
+    async def poll(self) -> bool:
+        """Returns whether the pod serves; updates `load` and `report`. Raises AioRpcError."""
         stub = health_pb2_grpc.HealthStub(self.channel)
         health = await stub.Check(health_pb2.HealthCheckRequest(), timeout=_POLL_TIMEOUT_S)
-        self.report = await self._ask_status()
-        self.load = _load(self.report)
+        self.report = await self._get_status()
+        usage = self.report.usage
+        self.load = PodLoad(
+            free_blocks=usage.blocks_free + usage.blocks_cached,
+            total_blocks=usage.blocks_total,
+            block_size=self.report.block_size,
+            num_requests=usage.requests_waiting + usage.requests_running,
+        )
         return bool(health.status == health_pb2.HealthCheckResponse.SERVING)
 
-    async def _ask_status(self) -> common_pb2.PodStatus:
+    async def _get_status(self) -> common_pb2.PodStatus:
         if self.role is Role.DECODE:
             decode = decode_pb2_grpc.DecodeServiceStub(self.channel)  # type: ignore[no-untyped-call]
             answer: decode_pb2.GetDecodeStatusResponse = await decode.GetDecodeStatus(
@@ -76,6 +102,15 @@ class Pod:
             prefill_pb2.GetPrefillStatusRequest(), timeout=_POLL_TIMEOUT_S
         )
         return reply.status
+
+    def to_proto(self) -> gateway_pb2.PodHealth:
+        return gateway_pb2.PodHealth(
+            target=self.target,
+            role=self.role.value,
+            healthy=self.healthy,
+            last_seen_seconds=float("inf") if self.last_seen is None else time.monotonic() - self.last_seen,
+            status=self.report,
+        )
 
 
 class Fleet:
@@ -101,7 +136,7 @@ class Fleet:
         self._log = structlog.get_logger("tandem.fleet")
 
     async def start(self) -> None:
-        """Find the pods and begin to look at them; returns before any has answered."""
+        """Finds the pods and starts to poll them; returns before the first answer."""
         await self._follow_once()
         self._follower = asyncio.create_task(self._follow())
 
@@ -120,18 +155,14 @@ class Fleet:
     def healthy(self, role: Role) -> list[Pod]:
         return [pod for pod in self._pods[role].values() if pod.healthy]
 
-    def mark_dead(self, pod: Pod, trouble: str) -> None:
-        """A request met UNAVAILABLE on it; use it no more until it answers."""
-        self._set_health(pod, healthy=False, trouble=trouble)
+    def mark_dead(self, pod: Pod, cause: str) -> None:
+        """Called when a request gets UNAVAILABLE; the pod is not used until it answers a poll."""
+        self._set_health(pod, cause=cause)
 
     async def wait_for_change(self, timeout_s: float) -> None:
-        """Until some pod's health changes, at most so long."""
-        changed = self._changed
-        try:
-            async with asyncio.timeout(timeout_s):
-                await changed.wait()
-        except TimeoutError:
-            return
+        """Waits until the health of any pod changes, at most `timeout_s`."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._changed.wait(), timeout_s)
 
     async def _follow(self) -> None:
         while True:
@@ -139,7 +170,7 @@ class Fleet:
             try:
                 await self._follow_once()
             except Exception as error:
-                self._log.exception("discovery failed; keeping the pods known", exc_info=error)
+                self._log.exception("discovery failed; known pods are kept", exc_info=error)
 
     async def _follow_once(self) -> None:
         for role, discovery in self._discoveries.items():
@@ -152,7 +183,7 @@ class Fleet:
             for target in set(known) - set(targets):
                 pod = known.pop(target)
                 self._pollers.pop(pod).cancel()
-                self._set_health(pod, healthy=False, trouble="no longer listed")
+                self._set_health(pod, cause="no longer listed")
                 closing = asyncio.create_task(pod.channel.close(_LONGEST_REQUEST_S))
                 self._closing.add(closing)
                 closing.add_done_callback(self._closing.discard)
@@ -160,53 +191,36 @@ class Fleet:
     async def _poll(self, pod: Pod) -> None:
         while True:
             try:
-                self._judge(pod, serving=await pod.ask())
+                serving = await pod.poll()
+                pod.misses = 0
+                pod.last_seen = time.monotonic()
+                revision = pod.report.model_revision
+                cause = "" if serving else "not serving"
+                if pod.role is Role.DECODE and revision and revision != self._model_revision:
+                    cause = f"serves model revision {revision}, the gateway {self._model_revision}"
+                self._set_health(pod, cause=cause)
             except grpc.aio.AioRpcError as error:
                 pod.misses += 1
                 if error.code() is grpc.StatusCode.UNAVAILABLE or pod.misses >= _MAX_MISSES:
-                    trouble = f"{error.code().name}: {error.details()}"
-                    self._set_health(pod, healthy=False, trouble=trouble)
+                    self._set_health(pod, cause=f"{error.code().name}: {error.details()}")
             except Exception as error:
-                # A poller that dies would leave its pod healthy for ever.
+                # Without its poller the pod would stay healthy forever.
                 self._log.exception("poll failed", target=pod.target, exc_info=error)
-                self._set_health(pod, healthy=False, trouble=f"poll failed: {error}")
+                self._set_health(pod, cause=f"poll failed: {error}")
             await asyncio.sleep(
                 self._poll_interval_s if pod.healthy else min(_RECHECK_S, self._poll_interval_s)
             )
 
-    def _judge(self, pod: Pod, *, serving: bool) -> None:
-        """The pod has answered; is it one we can use?"""
-        pod.misses = 0
-        pod.last_seen = time.monotonic()
-        trouble = "" if serving else "not serving"
-        revision = pod.report.model_revision
-        if pod.role is Role.DECODE and revision and revision != self._model_revision:
-            trouble = f"serves model revision {revision}, the gateway {self._model_revision}"
-        self._set_health(pod, healthy=not trouble, trouble=trouble)
-
-    def _set_health(self, pod: Pod, *, healthy: bool, trouble: str) -> None:
-        if (healthy, trouble) != (pod.healthy, pod.trouble):
-            log = self._log.info if healthy else self._log.warning
-            log(
-                "pod is healthy" if healthy else "pod is not usable",
-                pod_role=pod.role.value,
-                target=pod.target,
-                trouble=trouble,
-            )
-        was_healthy, pod.healthy, pod.trouble = pod.healthy, healthy, trouble
-        if was_healthy != healthy:
+    def _set_health(self, pod: Pod, *, cause: str) -> None:
+        """`cause`: why the pod is unhealthy; "": it is healthy."""
+        was_healthy, pod.healthy = pod.healthy, not cause
+        if cause != pod.cause:
+            pod.cause = cause
+            log = self._log.warning if cause else self._log.info
+            message = "pod is not usable" if cause else "pod is healthy"
+            log(message, pod_role=pod.role.value, target=pod.target, cause=cause)
+        if was_healthy != pod.healthy:
             self._metrics.healthy_pods.labels(pod.role.value).set(len(self.healthy(pod.role)))
-            # Waiters hold the old event; whoever comes later waits for the next change.
+            # Current waiters hold the old event; later ones wait for the next change.
             self._changed.set()
             self._changed = asyncio.Event()
-
-
-def _load(status: common_pb2.PodStatus) -> PodLoad:
-    usage = status.usage
-    return PodLoad(
-        # Cached blocks are evicted when a request needs them.
-        free_blocks=usage.blocks_free + usage.blocks_cached,
-        total_blocks=usage.blocks_total,
-        block_size=status.block_size,
-        num_requests=usage.requests_waiting + usage.requests_running,
-    )

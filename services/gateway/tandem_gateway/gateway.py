@@ -1,4 +1,4 @@
-"""One request from the caller's message to the receipt; shared by both front ends.
+"""Runs one request, from the caller's message to the receipt, for both APIs.
 
 ReceivedRequest --prepare_*--> TokenizedRequest --run--> DecodeChunk*, DecodeFinished
                   check, template,               admission, relay, TTFT,
@@ -13,7 +13,6 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
 
 import structlog
 from tandem_core.codec import slo_to_proto
@@ -22,27 +21,20 @@ from tandem_core.model.chat_template import Message
 from tandem_core.model.tokenizer import Tokenizer
 from tandem_core.sampling import check_token_ids
 from tandem_core.speculation import SpeculationMode
-from tandem_proto.v1 import common_pb2, decode_pb2
+from tandem_proto.v1 import common_pb2, decode_pb2, gateway_pb2
 
 from tandem_gateway.admission import Admission
 from tandem_gateway.errors import REQUEST_ERRORS, GatewayError, Outcome, UnknownModelError, presentation
+from tandem_gateway.fleet import Fleet
 from tandem_gateway.metrics import GatewayMetrics
-from tandem_gateway.predictor import Predictor
 from tandem_gateway.relay import Relay
 from tandem_gateway.request import NS_PER_S, Event, ReceivedRequest, TokenizedRequest, complete_sampling
-from tandem_gateway.slo import choose_slo
+from tandem_gateway.settings import GatewaySettings
 
-#: Longer texts are tokenized in a thread, so that the event loop goes on relaying meanwhile.
+#: Longer texts are tokenized in a thread, so that the event loop is not blocked.
 _INLINE_CHARS = 16_384
-#: A caller that has not read its answer this long after the deadline is disconnected.
+#: Time after the deadline until a caller that does not read its answer is disconnected.
 _READ_GRACE_S = 5.0
-
-
-@dataclass(frozen=True)
-class Limits:
-    max_body_bytes: int
-    max_messages: int
-    request_timeout_s: float
 
 
 class Gateway:
@@ -50,19 +42,19 @@ class Gateway:
         self,
         *,
         tokenizer: Tokenizer,
+        fleet: Fleet,
         admission: Admission,
         relay: Relay,
-        predictor: Predictor,
         metrics: GatewayMetrics,
-        limits: Limits,
+        settings: GatewaySettings,
     ) -> None:
         self.tokenizer = tokenizer
         self.manifest = tokenizer.manifest
-        self.limits = limits
-        self.admission = admission
-        self.num_received = 0
+        self.fleet = fleet
+        self.settings = settings
+        self._admission = admission
+        self._num_received = 0
         self._relay = relay
-        self._predictor = predictor
         self._metrics = metrics
         #: Ids of running requests; the pods need them to be unique.
         self._running_ids: set[str] = set()
@@ -70,19 +62,19 @@ class Gateway:
 
     @contextmanager
     def counting_refusals(self) -> Iterator[None]:
-        """Around everything before `run`: an error raised inside is counted by its outcome."""
+        """Counts the errors raised before `run`, by outcome."""
         try:
             yield
         except REQUEST_ERRORS as error:
-            self._metrics.ended(presentation(error).outcome)
+            self._metrics.ended.labels(presentation(error).outcome.value).inc()
             raise
 
     async def prepare_chat(self, received: ReceivedRequest, messages: Sequence[Message]) -> TokenizedRequest:
-        """Check, render and tokenize a chat. Raises InvalidRequestError and its kin."""
+        """Checks, renders and tokenizes a chat. Raises InvalidRequestError, ForbiddenError."""
         self.check_model(received.model)
         if not messages:
             raise InvalidRequestError("messages", "is empty; send at least one message")
-        limit = self.limits.max_messages
+        limit = self.settings.max_messages
         if len(messages) > limit:
             raise InvalidRequestError(
                 "messages", f"{len(messages)} messages are over the limit of {limit}; send fewer"
@@ -94,7 +86,7 @@ class Gateway:
         return self._tokenized(received, token_ids, field="messages")
 
     async def prepare_text(self, received: ReceivedRequest, text: str) -> TokenizedRequest:
-        """Check and tokenize a plain text. Raises InvalidRequestError and its kin."""
+        """Checks and tokenizes a plain text. Raises InvalidRequestError, ForbiddenError."""
         self.check_model(received.model)
         if len(text) > _INLINE_CHARS:
             token_ids = await asyncio.to_thread(self.tokenizer.encode, text)
@@ -103,7 +95,7 @@ class Gateway:
         return self._tokenized(received, token_ids, field="prompt")
 
     async def prepare_tokens(self, received: ReceivedRequest, token_ids: Sequence[int]) -> TokenizedRequest:
-        """Check a prompt of token ids. Raises InvalidRequestError and its kin."""
+        """Checks a prompt of token ids. Raises InvalidRequestError, ForbiddenError."""
         self.check_model(received.model)
         check_token_ids("prompt", token_ids, self.manifest.vocab_size)
         return self._tokenized(received, token_ids, field="prompt")
@@ -120,7 +112,7 @@ class Gateway:
         if not token_ids:
             raise InvalidRequestError(field, "is empty; send at least one token")
         manifest = self.manifest
-        slo = choose_slo(received.slo_class, received.caller)
+        slo = received.caller.slo(received.slo_class)
         sampling = complete_sampling(
             received.sampling,
             prompt_field=field,
@@ -128,7 +120,7 @@ class Gateway:
             max_model_len=manifest.max_model_len,
             vocab_size=manifest.vocab_size,
         )
-        timeout_s = self.limits.request_timeout_s
+        timeout_s = self.settings.request_timeout_s
         if received.timeout_s is not None:
             timeout_s = min(timeout_s, received.timeout_s)
         return TokenizedRequest(
@@ -143,7 +135,7 @@ class Gateway:
         )
 
     async def run(self, request: TokenizedRequest) -> AsyncGenerator[Event, None]:
-        """Admission, the pods, the receipt. Close the generator to cancel the request.
+        """Yields the events of the request. Close the generator to cancel the request.
 
         Raises OverloadedError, DeadlineError, UnavailableError, UpstreamError.
         """
@@ -151,14 +143,14 @@ class Gateway:
             unique_id = f"{request.request_id}-{secrets.token_hex(4)}"
             request = dataclasses.replace(request, request_id=unique_id)
         self._running_ids.add(request.request_id)
-        self.num_received += 1
-        self._metrics.received(request.slo)
+        self._num_received += 1
+        self._metrics.received.labels(request.slo.name).inc()
         outcome = Outcome.ERROR
         end: decode_pb2.DecodeFinished | None = None
         try:
-            async with self.admission.place(request):
+            async with self._admission.slot(request):
                 admitted_at = time.monotonic()
-                self._metrics.admitted(request.slo, admitted_at - request.arrived)
+                self._metrics.queue_seconds.labels(request.slo.name).observe(admitted_at - request.arrived)
                 first_at: float | None = None
                 async with aclosing(self._relay.stream(request)) as events:
                     async for event in events:
@@ -180,13 +172,35 @@ class Gateway:
             raise
         except (asyncio.CancelledError, GeneratorExit):
             if end is None:
-                # A deadline of the caller cancels the call just as its leaving does.
+                # gRPC cancels the call both at the caller's deadline and when the caller leaves.
                 outcome = Outcome.DEADLINE if time.monotonic() >= request.deadline else Outcome.CANCELLED
             raise
         finally:
             self._running_ids.discard(request.request_id)
-            self._metrics.ended(outcome)
-            self._log_end(request, outcome, end)
+            self._metrics.ended.labels(outcome.value).inc()
+            details = {} if end is None else {
+                "output_tokens": end.receipt.output_tokens,
+                "ttft_s": round(end.receipt.ttft_ns / NS_PER_S, 4),
+                "slo_met": end.receipt.slo_met,
+            }  # fmt: skip
+            self._log.info(
+                "request",
+                request_id=request.request_id,
+                outcome=outcome.value,
+                tenant=request.tenant,
+                slo_class=request.slo.name,
+                prompt_tokens=len(request.prompt_token_ids),
+                e2e_s=round(time.monotonic() - request.arrived, 4),
+                **details,
+            )
+
+    def fleet_status(self) -> gateway_pb2.GetFleetStatusResponse:
+        return gateway_pb2.GetFleetStatusResponse(
+            pods=[pod.to_proto() for pod in self.fleet.pods()],
+            requests_queued=self._admission.num_waiting,
+            requests_running=self._admission.num_in_flight,
+            requests_total=self._num_received,
+        )
 
     def _complete(
         self,
@@ -195,8 +209,7 @@ class Gateway:
         admitted_at: float,
         first_at: float | None,
     ) -> None:
-        """Adds to the pod's receipt what only the gateway knows: its queue, TTFT and E2E as the caller sees
-        them, and whether the objectives were met."""
+        """Adds the gateway's fields to the pod's receipt: queue time, TTFT and E2E at the gateway, SLO."""
         now = time.monotonic()
         queued_s = admitted_at - request.arrived
         e2e_s = now - request.arrived
@@ -213,34 +226,15 @@ class Gateway:
         receipt.slo.CopyFrom(slo_to_proto(request.slo))
         receipt.slo_met = not miss
         receipt.slo_miss_reason = miss
-        self._predictor.observe(receipt, queued_s=queued_s)
-
-    def _log_end(
-        self, request: TokenizedRequest, outcome: Outcome, end: decode_pb2.DecodeFinished | None
-    ) -> None:
-        details = {} if end is None else {
-            "output_tokens": end.receipt.output_tokens,
-            "ttft_s": round(end.receipt.ttft_ns / NS_PER_S, 4),
-            "slo_met": end.receipt.slo_met,
-        }  # fmt: skip
-        self._log.info(
-            "request",
-            request_id=request.request_id,
-            outcome=outcome.value,
-            tenant=request.tenant,
-            slo_class=request.slo.name,
-            prompt_tokens=len(request.prompt_token_ids),
-            e2e_s=round(time.monotonic() - request.arrived, 4),
-            **details,
-        )
+        self._admission.predictor.observe(receipt, queued_s=queued_s)
 
 
 @contextmanager
 def _disconnecting_slow_reader(request: TokenizedRequest) -> Iterator[None]:
-    """Around a yield: cancels the reading task if it does not come back for the next event in time.
+    """Wraps a yield: cancels the reading task if it does not ask for the next event in time.
 
-    A client that stops reading blocks the task in its send, and the request keeps its place. Nothing else
-    ends that when the client has set no deadline of its own.
+    A client that stops reading blocks the task in its send, and the request keeps its slot. Nothing else
+    ends that if the client set no deadline.
     """
     reader = asyncio.current_task()
     if reader is None:

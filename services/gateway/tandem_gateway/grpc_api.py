@@ -1,7 +1,7 @@
 # ruff: noqa: N802  (the methods are named by the .proto)
-"""GatewayService: the gRPC face of the gateway.
+"""GatewayService: the gRPC API of the gateway.
 
-The server's interceptor turns the errors of tandem_gateway.errors into statuses, through STATUS_CODES.
+The server's interceptor maps the errors of tandem_gateway.errors to gRPC statuses by STATUS_CODES.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import grpc
 import grpc.aio
@@ -21,7 +21,6 @@ from tandem_service.interceptors import current_request_id, request_id_or_new
 
 from tandem_gateway.auth import ApiKeys, Caller
 from tandem_gateway.errors import PRESENTATIONS, OverloadedError
-from tandem_gateway.fleet_view import FleetView
 from tandem_gateway.gateway import Gateway
 from tandem_gateway.request import ReceivedRequest, TokenizedRequest
 
@@ -33,19 +32,17 @@ if TYPE_CHECKING:
 SERVICE_NAME = "tandem.v1.GatewayService"
 RECEIPT_KEY = "tandem-receipt-bin"
 RETRY_AFTER_KEY = "retry-after-ms"
+ResponseT = TypeVar("ResponseT", gateway_pb2.ChatResponse, gateway_pb2.GenerateResponse)
 
-
-#: For PodServer.
 STATUS_CODES: dict[type[Exception], grpc.StatusCode] = {
     error: presentation.status for error, presentation in PRESENTATIONS.items()
 }
 
 
 class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
-    def __init__(self, gateway: Gateway, keys: ApiKeys, fleet_view: FleetView) -> None:
+    def __init__(self, gateway: Gateway, keys: ApiKeys) -> None:
         self._gateway = gateway
         self._keys = keys
-        self._fleet_view = fleet_view
 
     async def Chat(
         self, request: gateway_pb2.ChatRequest, context: _Context
@@ -54,12 +51,9 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             received = self._received(request, context)
             messages = tuple(Message(message.role, message.content) for message in request.messages)
             tokenized = await self._gateway.prepare_chat(received, messages)
-        async with aclosing(self._answer(tokenized, context)) as answer:
-            async for event in answer:
-                if isinstance(event, gateway_pb2.GeneratedEnd):
-                    yield gateway_pb2.ChatResponse(end=event)
-                else:
-                    yield gateway_pb2.ChatResponse(chunk=event)
+        async with aclosing(self._answer(tokenized, context, gateway_pb2.ChatResponse)) as responses:
+            async for response in responses:
+                yield response
 
     async def Generate(
         self, request: gateway_pb2.GenerateRequest, context: _Context
@@ -70,12 +64,9 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
                 tokenized = await self._gateway.prepare_tokens(received, request.token_ids.ids)
             else:
                 tokenized = await self._gateway.prepare_text(received, request.text)
-        async with aclosing(self._answer(tokenized, context)) as answer:
-            async for event in answer:
-                if isinstance(event, gateway_pb2.GeneratedEnd):
-                    yield gateway_pb2.GenerateResponse(end=event)
-                else:
-                    yield gateway_pb2.GenerateResponse(chunk=event)
+        async with aclosing(self._answer(tokenized, context, gateway_pb2.GenerateResponse)) as responses:
+            async for response in responses:
+                yield response
 
     async def ListModels(
         self, request: gateway_pb2.ListModelsRequest, context: _Context
@@ -91,23 +82,25 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         self, request: gateway_pb2.GetFleetStatusRequest, context: _Context
     ) -> gateway_pb2.GetFleetStatusResponse:
         self._caller(context)
-        return self._fleet_view.now()
+        return self._gateway.fleet_status()
 
     async def _answer(
-        self, request: TokenizedRequest, context: _Context
-    ) -> AsyncGenerator[gateway_pb2.GeneratedChunk | gateway_pb2.GeneratedEnd, None]:
+        self, request: TokenizedRequest, context: _Context, kind: type[ResponseT]
+    ) -> AsyncGenerator[ResponseT, None]:
         try:
             async with aclosing(self._gateway.run(request)) as events:
                 async for event in events:
                     if isinstance(event, decode_pb2.DecodeChunk):
-                        yield gateway_pb2.GeneratedChunk(
+                        chunk = gateway_pb2.GeneratedChunk(
                             text=event.text, token_ids=event.token_ids, logprobs=event.logprobs
                         )
+                        yield kind(chunk=chunk)
                     else:
                         context.set_trailing_metadata(((RECEIPT_KEY, event.receipt.SerializeToString()),))
-                        yield gateway_pb2.GeneratedEnd(
+                        end = gateway_pb2.GeneratedEnd(
                             reason=event.reason, stop_reason=event.stop_reason, receipt=event.receipt
                         )
+                        yield kind(end=end)
         except OverloadedError as error:
             retry_after_ms = str(max(1, round(error.retry_after_s * 1000)))
             context.set_trailing_metadata(((RETRY_AFTER_KEY, retry_after_ms),))

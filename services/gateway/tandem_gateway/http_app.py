@@ -19,20 +19,19 @@ from tandem_service.interceptors import request_id_or_new
 
 from tandem_gateway.auth import ApiKeys
 from tandem_gateway.errors import GatewayError, OverloadedError, presentation
-from tandem_gateway.fleet import Fleet, Role
-from tandem_gateway.fleet_view import FleetView
+from tandem_gateway.fleet import Role
 from tandem_gateway.gateway import Gateway
 from tandem_gateway.http_stream import ClientGoneError
 from tandem_gateway.openai_api import OpenAiApi
 from tandem_gateway.openai_render import error_json
 
 _REQUEST_ID_HEADER = "x-request-id"
-#: What nginx logs for a client that left; nobody receives it.
+#: nginx's status for a client that left; it is not received.
 _CLIENT_CLOSED_REQUEST = 499
 
 
 class RequestIdMiddleware:
-    """Takes or makes the request id, binds it to the log context, sends it back."""
+    """Reads or creates the request id, binds it to the log context and returns it to the client."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -53,9 +52,7 @@ class RequestIdMiddleware:
         await self._app(scope, receive, send_with_id)
 
 
-def make_app(
-    gateway: Gateway, keys: ApiKeys, fleet: Fleet, fleet_view: FleetView, registry: CollectorRegistry
-) -> FastAPI:
+def make_app(gateway: Gateway, keys: ApiKeys, registry: CollectorRegistry) -> FastAPI:
     app = FastAPI(title="Tandem", openapi_url=None, docs_url=None, redoc_url=None)
     app.add_middleware(RequestIdMiddleware)
     app.include_router(OpenAiApi(gateway, keys).router)
@@ -63,7 +60,7 @@ def make_app(
     @app.get("/health")
     async def health() -> JSONResponse:
         """200 while a decode pod can take a request."""
-        num_pods = len(fleet.healthy(Role.DECODE))
+        num_pods = len(gateway.fleet.healthy(Role.DECODE))
         status = {"status": "ok" if num_pods else "no decode pod is healthy", "decode_pods": num_pods}
         return JSONResponse(status, status_code=200 if num_pods else 503)
 
@@ -75,7 +72,9 @@ def make_app(
     async def fleet_status(request: Request) -> Response:
         keys.authenticate(request.headers.get("authorization", ""))
         body = MessageToJson(
-            fleet_view.now(), preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+            gateway.fleet_status(),
+            preserving_proto_field_name=True,
+            always_print_fields_with_no_presence=True,
         )
         return Response(body, media_type="application/json")
 
@@ -84,7 +83,7 @@ def make_app(
     async def refuse(request: Request, error: TandemError) -> Response:
         headers = {}
         if isinstance(error, OverloadedError):
-            # Whole seconds by RFC 9110; OpenAI's client reads the finer one first.
+            # RFC 9110 wants whole seconds; OpenAI's client prefers the header in milliseconds.
             headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
             headers["retry-after-ms"] = str(max(1, round(error.retry_after_s * 1000)))
         return JSONResponse(error_json(error), status_code=presentation(error).http_status, headers=headers)
@@ -96,14 +95,9 @@ def make_app(
 
     @app.exception_handler(HTTPException)
     async def no_such_route(request: Request, error: HTTPException) -> Response:
-        body = {
-            "message": f"{request.method} {request.url.path}: {error.detail}",
-            "code": None,
-            "param": None,
-        }
-        return JSONResponse(
-            {"error": {**body, "type": "invalid_request_error"}}, status_code=error.status_code
-        )
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        body = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
+        return JSONResponse({"error": body}, status_code=error.status_code)
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:

@@ -1,4 +1,4 @@
-"""uvicorn inside our own event loop: no signal handlers of its own, a known port, a bounded drain."""
+"""Runs uvicorn in the process's event loop, without its signal handlers and with a bounded drain."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 class _QuietServer(uvicorn.Server):  # type: ignore[misc]  # uvicorn is not followed by mypy
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals belong to the pod's server, which drains both protocols."""
+        """PodServer handles the signals and drains both protocols."""
         yield
 
 
@@ -53,7 +53,7 @@ class HttpServer:
             await asyncio.sleep(0.005)
 
     async def stop(self, grace_s: float) -> None:
-        """Take no new connections, let running answers finish for at most `grace_s`, cut the rest."""
+        """Accepts no new connections and closes those that are still open after `grace_s`."""
         if self._server is None or self._task is None:
             return
         self._server.config.timeout_graceful_shutdown = round(grace_s)

@@ -1,8 +1,8 @@
-"""Server-sent events, and noticing at once that the client has left.
+"""Server-sent events, with immediate detection of a client disconnect.
 
-Starlette sees a disconnect when it next sends; a request that waits in the queue or for a slow pod would go
-on computing for nobody. Here the connection is watched from the first byte to the last. A client that stays
-but reads nothing for too long counts as gone, or it would keep its place for ever.
+Starlette detects a disconnect only when it sends, so a request in the queue or on a slow pod would keep
+computing. This module watches the connection during the whole request. A client that stays connected but does
+not read for `send_timeout_s` counts as disconnected, because it would keep its slot forever.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from starlette.types import Message, Receive, Scope, Send
 
 T = TypeVar("T")
 
-#: Longest that a client may keep one send waiting.
+#: Limit for one send.
 _SEND_TIMEOUT_S = 30.0
 
 
 class ClientGoneError(Exception):
-    """The client closed the connection; there is nobody to answer."""
+    """The client closed the connection or stopped reading."""
 
 
 async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
-    """The result of `work`; cancels it and raises ClientGoneError as soon as the client disconnects.
+    """Returns the result of `work`. Cancels it and raises ClientGoneError when the client disconnects.
 
-    The request's body must have been read.
+    Read the request's body before.
     """
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_disconnected(receive))
@@ -42,7 +42,7 @@ async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
     finally:
         for pending in (task, watch):
             pending.cancel()
-        # The work must have given everything back before anyone goes on.
+        # Wait until the work has released everything.
         await asyncio.gather(task, watch, return_exceptions=True)
 
 
@@ -52,7 +52,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 def sse(event: Mapping[str, object]) -> bytes:
-    """One server-sent event with a JSON body."""
+    """Encodes one server-sent event with a JSON body."""
     return b"data: " + json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
@@ -60,10 +60,10 @@ SSE_DONE = b"data: [DONE]\n\n"
 
 
 class EventStream(Response):
-    """Sends what `events` yields, as it comes; closes it when the client leaves.
+    """Streams `events`; closes it when the client disconnects.
 
-    `source` is what `events` reads. It is closed here too, since a generator that never started does not
-    run the clean-up it would have done itself.
+    `source` is the generator that `events` reads. It is closed here too, because `events` does not run its
+    own clean-up if it never started.
     """
 
     media_type = "text/event-stream"

@@ -1,4 +1,10 @@
-"""`tandem-gateway`: settings, logs, then the process until a signal."""
+"""`tandem-gateway`: assembles the gateway process, starts both servers and drains them after a signal.
+
+GatewayProcess(settings)  reads model folder and keys; raises ModelLoadError, KeyFileError
+await start()             both ports are bound, pods are polled
+await serve_until_signal()
+    SERVING while a decode pod is healthy; SIGTERM drains gRPC and HTTP concurrently
+"""
 
 from __future__ import annotations
 
@@ -6,12 +12,100 @@ import asyncio
 import sys
 
 from tandem_core.errors import ModelLoadError
+from tandem_core.model.tokenizer import Tokenizer
+from tandem_proto.v1 import gateway_pb2_grpc
 from tandem_service import logs
+from tandem_service.discovery import DnsDiscovery
+from tandem_service.server import PodServer
 from tandem_service.settings import load
 
-from tandem_gateway.auth import KeyFileError
-from tandem_gateway.process import GatewayProcess
+from tandem_gateway.admission import Admission
+from tandem_gateway.auth import ApiKeys, KeyFileError
+from tandem_gateway.fleet import Fleet, Role
+from tandem_gateway.gateway import Gateway
+from tandem_gateway.grpc_api import SERVICE_NAME, STATUS_CODES, GatewayServicer
+from tandem_gateway.http_app import make_app
+from tandem_gateway.http_server import HttpServer
+from tandem_gateway.metrics import GatewayMetrics
+from tandem_gateway.relay import Relay
+from tandem_gateway.routing import Router
 from tandem_gateway.settings import GatewaySettings
+
+
+class GatewayProcess:
+    """Create it inside a running event loop."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        self._settings = settings
+        tokenizer = Tokenizer(settings.model)
+        keys = ApiKeys.load(settings.api_keys_file)
+        self._server = PodServer(
+            settings,
+            role="gateway",
+            service_names=[SERVICE_NAME],
+            status_codes=STATUS_CODES,
+            max_request_bytes=settings.max_body_bytes,
+        )
+        metrics = GatewayMetrics(self._server.registry)
+        self._fleet = Fleet(
+            {Role.DECODE: DnsDiscovery(settings.decode), Role.PREFILL: DnsDiscovery(settings.prefill)},
+            model_revision=tokenizer.manifest.revision,
+            poll_interval_s=settings.poll_interval_s,
+            metrics=metrics,
+        )
+        admission = Admission(max_in_flight=settings.max_in_flight, max_queue=settings.max_queue)
+        metrics.watch(admission)
+        gateway = Gateway(
+            tokenizer=tokenizer,
+            fleet=self._fleet,
+            admission=admission,
+            relay=Relay(self._fleet, Router(self._fleet), metrics, failover_wait_s=settings.failover_wait_s),
+            metrics=metrics,
+            settings=settings,
+        )
+        gateway_pb2_grpc.add_GatewayServiceServicer_to_server(  # type: ignore[no-untyped-call]
+            GatewayServicer(gateway, keys), self._server.grpc_server
+        )
+        app = make_app(gateway, keys, self._server.registry)
+        self._http = HttpServer(app, settings.host, settings.http_port)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def grpc_port(self) -> int:
+        return self._server.port
+
+    @property
+    def http_port(self) -> int:
+        return self._http.port
+
+    async def start(self) -> None:
+        """Raises OSError, with the remedy, when a port is taken."""
+        await self._fleet.start()
+        await self._server.start()
+        await self._http.start()
+        self._tasks = [asyncio.create_task(self._follow_fleet()), asyncio.create_task(self._drain_http())]
+
+    async def serve_until_signal(self) -> None:
+        await self._server.serve_until_signal()
+        await self._close()
+
+    async def stop(self) -> None:
+        """As after a signal."""
+        await self._server.stop()
+        await self._close()
+
+    async def _follow_fleet(self) -> None:
+        while not self._server.draining.is_set():
+            self._server.set_serving(bool(self._fleet.healthy(Role.DECODE)))
+            await self._fleet.wait_for_change(self._settings.poll_interval_s)
+
+    async def _drain_http(self) -> None:
+        await self._server.draining.wait()
+        await self._http.stop(self._settings.drain_s)
+
+    async def _close(self) -> None:
+        await asyncio.gather(*self._tasks)
+        await self._fleet.close()
 
 
 async def _serve(settings: GatewaySettings) -> None:

@@ -1,9 +1,9 @@
 """HTTP: /v1/chat/completions, /v1/completions, /v1/models as OpenAI's clients expect them.
 
 key -> body bytes (limited) -> ReceivedRequest -> TokenizedRequest -> run
-    stream    the first event is awaited before the status line, so that a refusal is a real 429
-    else      collected, then one JSON object
-the client disconnects at any point -> the run is closed, and with it the call to the pod
+    stream    waits for the first event before it sends the status line, so that a refusal is a 429
+    else      collects all events, then sends one JSON object
+the client disconnects at any point -> the run and the call to the pod are closed
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class OpenAiApi:
         return received, body
 
     async def _read_body(self, request: Request) -> bytes:
-        limit = self._gateway.limits.max_body_bytes
+        limit = self._gateway.settings.max_body_bytes
         message = f"is over the limit of {limit} bytes; shorten the prompt"
         declared = request.headers.get("content-length", "")
         if declared.isdigit() and int(declared) > limit:

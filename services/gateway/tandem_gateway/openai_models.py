@@ -1,9 +1,9 @@
-"""OpenAI request bodies: what is accepted, what is refused by name.
+"""Parses OpenAI request bodies; names each field that it refuses.
 
-    bytes -> UTF-8? -> JSON of the right types? -> nothing we do not serve? -> ChatBody / CompletionBody
+    bytes -> UTF-8? -> JSON of the right types? -> no unsupported field? -> ChatBody / CompletionBody
 
-A field that the API has and we lack is refused, unless its value asks for nothing (`n: 1`, `tools: []`,
-null). A field nobody knows is refused too: a misspelt `max_token` must not pass in silence.
+An unsupported field of the API is refused, unless its value has no effect (`n: 1`, `tools: []`, null). An
+unknown field is refused too, because it may be a misspelling such as `max_token`.
 """
 
 from __future__ import annotations
@@ -19,19 +19,12 @@ from tandem_core.sampling import SamplingParams
 
 from tandem_gateway.errors import UnsupportedFieldError
 
-#: Fields of the API that change nothing here: bookkeeping on OpenAI's side.
+#: Fields of the API without an effect on the answer.
 _IGNORED = frozenset(
-    {
-        "user",
-        "store",
-        "metadata",
-        "service_tier",
-        "parallel_tool_calls",
-        "safety_identifier",
-        "prompt_cache_key",
-    }
+    {"user", "store", "metadata", "service_tier", "parallel_tool_calls"}
+    | {"safety_identifier", "prompt_cache_key"}
 )
-#: Fields of the API that we do not serve, with the values that ask for nothing.
+#: Unsupported fields of the API, with their values that have no effect.
 _UNSERVED: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
         "n": (1,),
@@ -53,17 +46,11 @@ _UNSERVED: Mapping[str, tuple[object, ...]] = MappingProxyType(
     }
 )
 _ROLES = MappingProxyType(
-    {
-        "system": "system",
-        "developer": "system",
-        "user": "user",
-        "assistant": "assistant",
-        "tool": "tool",
-    }
+    {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 )
 #: Of 2^32 - 1.
 _MAX_TOKEN_ID_DIGITS = 10
-#: Fields of a message that say nothing to the model.
+#: Fields of a message that the chat template does not use.
 _IGNORED_IN_MESSAGE = frozenset({"name", "tool_call_id", "refusal", "annotations"})
 
 
@@ -98,7 +85,7 @@ else:
 
 
 class _CommonBody(_SamplingBody):
-    """Shared by both endpoints: the sampling fields, with OpenAI's types where they differ, and ours."""
+    """Fields of both endpoints: sampling, with OpenAI's types where they differ, and Tandem's own."""
 
     model: str | None = None
     stream: bool | None = None
@@ -109,7 +96,7 @@ class _CommonBody(_SamplingBody):
     speculation: str | None = None
 
     def refuse_unserved(self) -> None:
-        """Raise for any field beyond the typed ones that asks for something."""
+        """Raises UnsupportedFieldError for an untyped field that would have an effect."""
         for name, value in (self.model_extra or {}).items():
             if value is None or name in _IGNORED:
                 continue

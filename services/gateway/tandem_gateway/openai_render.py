@@ -1,4 +1,4 @@
-"""Events as OpenAI's JSON: whole answers, stream chunks, usage with the receipt, logprobs, errors."""
+"""Renders events as OpenAI's JSON: answers, stream chunks, usage with the receipt, logprobs, errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tandem_gateway.request import TokenizedRequest
 Json = Mapping[str, "JsonValue"]
 JsonValue = str | int | float | bool | None | Sequence["JsonValue"] | Json
 
-#: OpenAI knows no "cancelled"; a cancelled request has no reader anyway.
+#: OpenAI has no "cancelled"; a cancelled request has no reader.
 _FINISH_REASONS: Mapping[common_pb2.FinishReason.ValueType, str] = {
     common_pb2.FINISH_REASON_STOP: "stop",
     common_pb2.FINISH_REASON_LENGTH: "length",
@@ -26,7 +26,7 @@ _FINISH_REASONS: Mapping[common_pb2.FinishReason.ValueType, str] = {
 
 
 def error_json(error: TandemError) -> Json:
-    """OpenAI's error object; `param` names the field at fault."""
+    """OpenAI's error object; `param` names the wrong field."""
     param = error.field if isinstance(error, InvalidRequestError) else None
     shown = presentation(error)
     return {"error": {"message": str(error), "type": shown.kind, "param": param, "code": shown.code}}
@@ -44,14 +44,13 @@ def usage_json(receipt: common_pb2.Receipt) -> Json:
 
 def message_json(message: Message) -> Json:
     """All fields under their .proto names; unlike in protobuf's own JSON, 64-bit numbers stay numbers."""
-    values = {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
-    return {name: _value_json(value) for name, value in values.items()}
 
+    def value_json(value: Any) -> JsonValue:
+        if isinstance(value, Message):
+            return message_json(value)
+        return dict(value) if isinstance(value, Mapping) else cast(JsonValue, value)
 
-def _value_json(value: Any) -> JsonValue:
-    if isinstance(value, Message):
-        return message_json(value)
-    return dict(value) if isinstance(value, Mapping) else cast(JsonValue, value)
+    return {field.name: value_json(getattr(message, field.name)) for field in message.DESCRIPTOR.fields}
 
 
 class Renderer(ABC):
@@ -127,11 +126,11 @@ class ChatRenderer(Renderer):
 
     def __init__(self, request: TokenizedRequest, model: str, token_bytes: Callable[[int], bytes]) -> None:
         super().__init__(request, model, token_bytes)
-        self._role_told = False
+        self._sent_role = False
 
     def _delta(self, text: str, logprobs: Json | None) -> Json:
-        delta: dict[str, JsonValue] = {} if self._role_told else {"role": "assistant", "content": ""}
-        self._role_told = True
+        delta: dict[str, JsonValue] = {} if self._sent_role else {"role": "assistant", "content": ""}
+        self._sent_role = True
         if text:
             delta["content"] = text
         return {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": None}

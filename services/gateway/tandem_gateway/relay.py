@@ -1,15 +1,15 @@
-"""One request on the decode pods: open the stream, pass its events on, move to another pod if one dies.
+"""Streams one request from a decode pod, and fails over to another pod if the pod is lost.
 
     choose pod -> Decode(...) -> DecodeChunk, ..., DecodeFinished
        ^               |
-       +-- lost before the first token: another pod, or wait for one to come back. A request that two
-       |   pods died with (as against: refused, or cancelled while draining) may be what kills them: no
-       |   third one gets it
-       +-- FAILED_PRECONDITION, the pod's whole KV pool is too small for it: another pod; when none is
-           left the caller is told to ask for less
+       +-- pod lost before the first token: tries another pod, or waits for one. If two pods crashed with
+       |   the request, it may be the cause and is not sent to a third one. A refused connection or a
+       |   cancellation while draining is no crash
+       +-- FAILED_PRECONDITION, the request exceeds the pod's KV pool: tries another pod; if every pod is
+           too small, raises ContextLengthError
 
-Closing the generator cancels the call, which makes the pod free everything. After the first token the
-text cannot move for now: the caller gets UnavailableError and the seed to repeat it with.
+Closing the generator cancels the call, and the pod frees its resources. There is no failover after the first
+token: UnavailableError names the seed that repeats the text.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass
 
 import grpc
 import grpc.aio
@@ -40,17 +39,17 @@ from tandem_gateway.metrics import GatewayMetrics
 from tandem_gateway.request import Event, TokenizedRequest
 from tandem_gateway.routing import Route, Router
 
-#: A pod that says it is full is asked again after this long at the earliest.
+#: Retry-after of a request that its pod refused as full.
 _POD_FULL_RETRY_S = 1.0
-#: Statuses that mean "this pod is going or gone"; a draining pod cancels what it still runs.
+#: Statuses of a lost pod; a draining pod cancels its running calls.
 _POD_GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-#: Pods that may be lost with one request before it is held to be the cause.
+#: Crashes with one request after which it is considered the cause.
 _MAX_LOST_PODS = 2
 _FINISH_REASONS = frozenset(common_pb2.FinishReason.values()) - {common_pb2.FINISH_REASON_UNSPECIFIED}
 
 
 class _LostError(Exception):
-    """The pod is gone. `accepted`: it had taken the call before."""
+    """The pod is lost. `accepted`: it had accepted the call; `crashed`: and then died."""
 
     def __init__(self, cause: grpc.aio.AioRpcError, *, accepted: bool) -> None:
         super().__init__(f"{cause.code().name}: {cause.details()}")
@@ -58,20 +57,12 @@ class _LostError(Exception):
         self.crashed = accepted and cause.code() is grpc.StatusCode.UNAVAILABLE
 
 
-@dataclass(frozen=True, order=True)
-class _Refusal:
-    """What a pod says to a request that it cannot hold, and how much it holds in all."""
-
-    num_tokens: int
-    details: str
-
-
 class _TooSmallError(Exception):
-    """The pod cannot hold the request, whatever else finishes there."""
+    """The request exceeds the pod's KV pool of `num_tokens` tokens."""
 
-    def __init__(self, refusal: _Refusal) -> None:
-        super().__init__(refusal.details)
-        self.refusal = refusal
+    def __init__(self, num_tokens: int, details: str) -> None:
+        super().__init__(details)
+        self.num_tokens = num_tokens
 
 
 class Relay:
@@ -87,19 +78,19 @@ class Relay:
     async def stream(self, request: TokenizedRequest) -> AsyncGenerator[Event, None]:
         """Events of the request, a DecodeFinished last. Raises InvalidRequestError or GatewayError."""
         failed: frozenset[str] = frozenset()
-        #: By target, what each said; unlike a pod that failed, one that is too small is not asked again.
-        too_small: dict[str, _Refusal] = {}
+        #: By target; unlike a pod that failed, a pod that is too small is not tried again.
+        too_small: dict[str, _TooSmallError] = {}
         num_crashed = 0
-        #: When the present outage has lasted too long; None while there is none.
+        #: End of the wait in the current outage; None: no outage.
         give_up_at: float | None = None
         while True:
-            # A pod that failed and is healthy again is better than none.
+            # Without another pod, try one that failed and is healthy again.
             route = self._router.choose(request, failed.union(too_small)) or self._router.choose(
                 request, frozenset(too_small)
             )
             if route is None:
                 if give_up_at is None:
-                    give_up_at = self._patience_ends(request)
+                    give_up_at = self._outage_ends(request)
                 await self._wait_for_pod(request, give_up_at, too_small)
                 continue
             num_tokens = 0
@@ -112,7 +103,7 @@ class Relay:
                 return
             except _TooSmallError as error:
                 self._log.info("decode pod is too small for the request", target=route.decode.target)
-                too_small[route.decode.target] = error.refusal
+                too_small[route.decode.target] = error
             except _LostError as error:
                 self._fleet.mark_dead(route.decode, str(error))
                 self._router.forget(route.decode)
@@ -128,13 +119,13 @@ class Relay:
                         "first token; it is not tried on another one, since it may be the cause"
                     ) from error
                 if give_up_at is None or error.accepted:
-                    give_up_at = self._patience_ends(request)
+                    give_up_at = self._outage_ends(request)
                 self._log.warning("decode pod failed; trying another", target=route.decode.target)
-                self._metrics.failover()
+                self._metrics.failovers.inc()
                 failed |= {route.decode.target}
 
-    def _patience_ends(self, request: TokenizedRequest) -> float:
-        """For an outage that begins now."""
+    def _outage_ends(self, request: TokenizedRequest) -> float:
+        """When to give up an outage that begins now."""
         return min(time.monotonic() + self._failover_wait_s, request.deadline)
 
     async def _stream_from(self, route: Route, request: TokenizedRequest) -> AsyncGenerator[Event, None]:
@@ -145,7 +136,14 @@ class Relay:
         pod = route.decode
         stub = decode_pb2_grpc.DecodeServiceStub(pod.channel)  # type: ignore[no-untyped-call]
         call = stub.Decode(
-            _decode_request(request, route.prefill_targets),
+            decode_pb2.DecodeRequest(
+                request_id=request.request_id,
+                tenant=request.tenant,
+                prompt_token_ids=request.prompt_token_ids,
+                sampling=sampling_to_proto(request.sampling),
+                prefill_targets=route.prefill_targets,
+                speculation=request.speculation or "",
+            ),
             timeout=max(0.001, request.deadline - time.monotonic()),
             metadata=((REQUEST_ID_KEY, request.request_id),),
         )
@@ -167,10 +165,10 @@ class Relay:
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
                 num_tokens = pod.load.total_blocks * pod.load.block_size
-                raise _TooSmallError(_Refusal(num_tokens, error.details() or "")) from error
+                raise _TooSmallError(num_tokens, error.details() or "") from error
             if error.code() not in _POD_GONE:
                 raise self._translate(error, route) from error
-            # Pods send the request id back at once; a call that never got there has no metadata.
+            # A pod sends the request id as soon as it accepts the call.
             accepted = REQUEST_ID_KEY in (await call.initial_metadata())
             raise _LostError(error, accepted=accepted) from error
         finally:
@@ -178,21 +176,21 @@ class Relay:
             call.cancel()  # does nothing to a call that has ended
 
     async def _wait_for_pod(
-        self, request: TokenizedRequest, give_up_at: float, too_small: Mapping[str, _Refusal]
+        self, request: TokenizedRequest, give_up_at: float, too_small: Mapping[str, _TooSmallError]
     ) -> None:
         """Waits until the fleet changes. Raises ContextLengthError when every decode pod is too small for the
         request; at `give_up_at` UnavailableError or DeadlineError."""
-        largest = max(too_small.values(), default=None)
+        largest = max(too_small.values(), key=lambda error: (error.num_tokens, str(error)), default=None)
         listed = {pod.target for pod in self._fleet.pods() if pod.role is Role.DECODE}
         if largest is not None and listed <= too_small.keys():
             raise ContextLengthError(
-                "max_tokens", f"no decode pod can hold this request; the largest says: {largest.details}"
+                "max_tokens", f"no decode pod can hold this request; the largest says: {largest}"
             )
         left_s = give_up_at - time.monotonic()
         if left_s <= 0:
             if time.monotonic() >= request.deadline:
                 raise DeadlineError("the deadline passed while no decode pod was there")
-            reason = "" if largest is None else f" (those that are there cannot hold it: {largest.details})"
+            reason = "" if largest is None else f" (those that are there cannot hold it: {largest})"
             raise UnavailableError(f"no decode pod is there to serve the request{reason}; try again later")
         await self._fleet.wait_for_change(left_s)
 
@@ -210,14 +208,3 @@ class Relay:
                 target = route.decode.target
                 self._log.error("decode failed", target=target, code=error.code().name, details=details)
                 return UpstreamError(f"the decode pod {target} failed: {error.code().name}: {details}")
-
-
-def _decode_request(request: TokenizedRequest, prefill_targets: tuple[str, ...]) -> decode_pb2.DecodeRequest:
-    return decode_pb2.DecodeRequest(
-        request_id=request.request_id,
-        tenant=request.tenant,
-        prompt_token_ids=request.prompt_token_ids,
-        sampling=sampling_to_proto(request.sampling),
-        prefill_targets=prefill_targets,
-        speculation=request.speculation or "",
-    )

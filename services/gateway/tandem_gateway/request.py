@@ -1,9 +1,9 @@
-"""A request at each stage of the gateway, and what a decode pod streams back.
+"""A request at each stage of the gateway, and the events that a decode pod streams back.
 
     ReceivedRequest, prompt --check, tokenize--> TokenizedRequest --decode pod--> DecodeChunk*, DecodeFinished
 
-The events are the pod's own messages: the gateway completes the receipt in the last one and relays the others
-unchanged. Times inside the gateway are seconds of `time.monotonic()`; in receipts nanoseconds.
+The events are the pod's messages. The gateway completes the receipt in the last one and relays the others
+unchanged. Times inside the gateway are in seconds of `time.monotonic()`, in receipts in nanoseconds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Event = decode_pb2.DecodeChunk | decode_pb2.DecodeFinished
 
 @dataclass(frozen=True)
 class ReceivedRequest:
-    """What a caller sends besides the prompt."""
+    """A request without its prompt."""
 
     request_id: str
     caller: Caller
@@ -39,11 +39,11 @@ class ReceivedRequest:
     sampling: Mapping[str, Any]
     #: "": the caller's default.
     slo_class: str
-    #: When the request came, in monotonic seconds.
+    #: Time of arrival in monotonic seconds.
     arrived: float
-    #: Seconds until the caller's deadline; None: it sets none.
+    #: Seconds until the caller's deadline; None: no deadline.
     timeout_s: float | None = None
-    #: "": as the pods draft.
+    #: "": the mode of the pods.
     speculation: str = ""
 
 
@@ -58,7 +58,7 @@ class TokenizedRequest:
     slo: SloTarget
     arrived: float
     deadline: float
-    #: None: as the pods draft.
+    #: None: the mode of the pods.
     speculation: SpeculationMode | None = None
 
 
@@ -70,7 +70,7 @@ def complete_sampling(
     max_model_len: int,
     vocab_size: int,
 ) -> SamplingParams:
-    """The given fields with defaults for the others: 512 tokens or what room is left, a random 63-bit seed.
+    """The given fields, with defaults for the others: 512 tokens or what the context leaves, a random seed.
 
     Raises InvalidRequestError or ContextLengthError naming field, limit and remedy.
     """
@@ -91,13 +91,3 @@ def complete_sampling(
     sampling = SamplingParams(**{**defaults, **given})
     sampling.check_vocabulary(vocab_size)
     return sampling
-
-
-@dataclass(frozen=True)
-class PodLoad:
-    """What routing needs of a pod's last report."""
-
-    free_blocks: int = 0
-    total_blocks: int = 0
-    block_size: int = 0
-    num_requests: int = 0

@@ -1,10 +1,10 @@
-"""Which decode pod takes a request, and which prefill pods it may ask, in what order.
+"""Chooses the decode pod of a request, and the order in which it asks the prefill pods.
 
-A decode pod's cost is counted in prompt tokens still to be computed: those of this prompt that the pod has
-not seen before, plus a fixed number for each of its unfinished requests. So a conversation returns to the pod
-that holds its KV, unless that pod is so busy that computing the prompt elsewhere is cheaper.
+The cost of a decode pod is a number of prompt tokens to compute: the tokens of this prompt that are not in
+the pod's prefix cache, plus a fixed number for each of its unfinished requests. So a conversation returns to
+the pod that holds its KV, unless that pod is so busy that it is cheaper to compute the prompt elsewhere.
 
-Each pod caches prefixes in blocks of its own size, which it reports with its load.
+The block size of the prefix cache can differ between pods; each pod reports it.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class Route:
 
 
 class PrefixIndex:
-    """What each pod has probably cached: the prompts sent there; an LRU of blocks per pod."""
+    """Estimates the prefix cache of each pod: an LRU of the prompt blocks sent to it."""
 
     def __init__(self, max_blocks_per_pod: int = _MAX_BLOCKS_PER_POD) -> None:
         self._max_blocks = max_blocks_per_pod
         self._seen: dict[str, OrderedDict[ChainHash, None]] = {}
 
     def num_matching(self, target: str, hashes: Sequence[ChainHash]) -> int:
-        """Leading blocks of the prompt that the pod has seen."""
+        """Number of leading blocks of the prompt in the pod's LRU."""
         seen = self._seen.get(target, OrderedDict())
         count = 0
         for block in hashes:
@@ -49,7 +49,7 @@ class PrefixIndex:
 
     def add(self, target: str, hashes: Sequence[ChainHash]) -> None:
         seen = self._seen.setdefault(target, OrderedDict())
-        # Tail first: when space runs out, the end of a prompt goes before its beginning.
+        # Last block first, so that the end of a prompt is evicted before its beginning.
         for block in reversed(hashes):
             seen[block] = None
             seen.move_to_end(block)
@@ -57,11 +57,10 @@ class PrefixIndex:
             seen.popitem(last=False)
 
     def forget(self, target: str) -> None:
-        """Drop a pod whose cache is gone."""
         self._seen.pop(target, None)
 
     def keep_only(self, targets: Collection[str]) -> None:
-        """Forget every pod not named."""
+        """Forgets every other pod."""
         for target in self._seen.keys() - set(targets):
             del self._seen[target]
 
@@ -74,15 +73,15 @@ class Router:
         self._prefixes = PrefixIndex()
 
     def choose(self, request: TokenizedRequest, excluded: frozenset[str] = frozenset()) -> Route | None:
-        """The cheapest decode pod not in `excluded`, remembered as having seen the prompt; None: no pod."""
+        """Returns the cheapest decode pod not in `excluded` and adds the prompt to its LRU; None: no pod."""
         healthy = self._fleet.healthy(Role.DECODE)
-        # A pod that left or restarted has lost its cache, and its entries would fill our memory.
+        # A pod that left or restarted has lost its cache.
         self._prefixes.keep_only([pod.target for pod in healthy])
         candidates = [pod for pod in healthy if pod.target not in excluded]
         if not candidates:
             return None
         salt = cache_salt(request.tenant, model_revision="")
-        # A pod that reports no block size is one without a prefix to return to.
+        # A pod without a prefix cache reports block size 0.
         hashes = {
             size: hash_prefixes(salt, request.prompt_token_ids, size) if size else []
             for size in {pod.load.block_size for pod in candidates}
@@ -93,16 +92,16 @@ class Router:
         return Route(best, tuple(pod.target for pod in prefill))
 
     def forget(self, pod: Pod) -> None:
-        """Drop what is remembered of a pod that died."""
+        """Forgets the cache of a pod that died."""
         self._prefixes.forget(pod.target)
 
     def _cost(
         self, pod: Pod, request: TokenizedRequest, hashes: Sequence[ChainHash]
     ) -> tuple[bool, int, int, str]:
-        """Least first: has room for the prompt, tokens of work, then most free blocks, then the name."""
+        """Sort key: lacks room for the prompt, tokens of work, most free blocks first, then the name."""
         load = pod.load
         cached = self._prefixes.num_matching(pod.target, hashes) * load.block_size
-        # The pod's report is up to a second old; our own count is exact but knows no other gateway.
+        # The pod's report is up to a second old; `in_flight` is exact but leaves out other gateways.
         busy = max(pod.in_flight, load.num_requests)
         work = len(request.prompt_token_ids) - cached + busy * _TOKENS_PER_REQUEST
         needed = -(-len(request.prompt_token_ids) // load.block_size) if load.block_size else 0

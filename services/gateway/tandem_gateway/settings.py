@@ -11,7 +11,7 @@ from tandem_service.settings import CommonSettings, Port, Targets
 
 
 class GatewaySettings(CommonSettings):
-    """The gateway listens twice: gRPC and HTTP."""
+    """The gateway listens on two ports, gRPC and HTTP."""
 
     grpc_port: Port = 50051
     """port of the gRPC API; 0 takes a free one"""
@@ -20,25 +20,25 @@ class GatewaySettings(CommonSettings):
     model: Path
     """model folder with tandem.json and tokenizer.json"""
     decode: Annotated[Targets, Field(min_length=1)]
-    """decode pods, host:port[,host:port...]; a name stands for all its addresses"""
+    """decode pods, host:port[,host:port...]; a DNS name means all its addresses"""
     prefill: Targets = ()
-    """prefill pods, likewise; none: decode pods compute prompts themselves"""
+    """prefill pods, in the same form; none: decode pods compute the prompts"""
     max_queue: Annotated[int, Field(ge=0)] = 256
-    """requests that may wait; more are refused at once with a retry-after"""
+    """most requests in the queue; more are refused at once with a retry-after"""
     max_in_flight: Annotated[int, Field(ge=1)] = 128
-    """requests that may be with the decode pods at a time"""
+    """most requests on the decode pods at a time"""
     api_keys_file: Path | None = None
-    """JSON lines of key_sha256, tenant, slo_classes; unset: no keys are asked for"""
+    """JSON lines of key_sha256, tenant, slo_classes; unset: no key is required"""
     request_timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    """longest a request may take when its client sets no shorter deadline"""
+    """longest time of a request whose client sets no shorter deadline"""
     max_body_bytes: Annotated[int, Field(ge=1024, le=MAX_MESSAGE_BYTES)] = 8 * 1024 * 1024
     """largest request, checked before it is parsed"""
     max_messages: Annotated[int, Field(ge=1)] = 1024
     """most messages in one chat"""
     poll_interval_s: Annotated[float, Field(gt=0)] = 1.0
-    """seconds between looks at each pod"""
+    """seconds between polls of each pod"""
     failover_wait_s: Annotated[float, Field(ge=0)] = 10.0
-    """longest a request waits for a decode pod to come back when none is there"""
+    """longest time that a request waits for a decode pod when none is healthy"""
 
     def listen_port(self) -> int:
         return self.grpc_port
