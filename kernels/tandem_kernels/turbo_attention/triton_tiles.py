@@ -41,7 +41,7 @@ def choose_tiles(
 ) -> Tiles:
     """Tiles for a model on a GPU of compute capability `capability` (90 for sm_90; None: the interpreter).
 
-    The sizes keep all that a thread holds in registers; `benchmarks/triton_resources.py` shows how many.
+    The sizes keep all values of a thread in registers; benchmarks/results/triton-resources.md shows how many.
 
     Args:
         element_bytes, cache_bytes: sizes of an element of the query and of the cache.
