@@ -1,41 +1,45 @@
-"""The GPU benchmark runs, checks and reports, on tiny shapes without a GPU; it is run where there is one."""
+"""The GPU benchmark on the CPU: it checks, measures and reports tiny shapes."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
+import pytest
+import torch
+from gpu_attention import HEAD, KV_DTYPES, Case, Step, check, run, tandem_calls
 
-SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks/gpu_attention.py"
-
-
-def run(*options: str) -> str:
-    return subprocess.run(
-        [sys.executable, "-P", str(SCRIPT), *options], capture_output=True, text=True, check=True, timeout=200
-    ).stdout
+CPU = torch.device("cpu")
 
 
-def test_a_dry_run_checks_measures_and_reports(tmp_path: Path) -> None:
-    output = run("--dry-run", "--out", str(tmp_path / "result"))
-    report = json.loads((tmp_path / "result.json").read_text())
-    assert len(report["checks"]) == 6
-    assert all(check["passed"] for check in report["checks"])
-    measured = {(t["kv"], t["batch"], t["n"]) for t in report["times"] if t["peer"] == "tandem"}
-    assert measured == {(kv, batch, n) for kv in ("bf16", "int8", "fp8") for batch in (1, 3) for n in (1, 8)}
-    assert {t["n"] for t in report["times"] if t["peer"] == "sdpa"} == {1, 8}
-    assert all(t["microseconds"] > 0 and t["of_copy"] > 0 for t in report["times"])
-    assert sum("does not fit in memory" in what for what in report["left_out"]) == 4
-    table = (tmp_path / "result.md").read_text()
-    assert "| KV | heads | context | batch | n=1 | n=8 | T_8/T_1 | of copy, n=1 |" in table
-    assert "| heads | context | batch | n | tandem | sdpa |" in table
-    assert "6 of 6 checks passed" in table
-    assert table in output
+def rows(lines: list[str]) -> list[dict[str, str]]:
+    return [
+        dict(zip(HEAD, (cell.strip() for cell in line.strip("|").split("|")), strict=True)) for line in lines
+    ]
 
 
-def test_what_the_time_did_not_suffice_for_is_listed(tmp_path: Path) -> None:
-    output = run("--dry-run", "--budget", "0", "--out", str(tmp_path / "result"))
-    report = json.loads((tmp_path / "result.json").read_text())
-    assert not report["times"]
-    assert sum("the time was over" in what for what in report["left_out"]) == 4 * 2 * 2
-    assert output.count("left out: bf16 4/2 context 100 batch 1 n 1: the time was over") == 1
+def test_every_case_gets_a_row_and_peers_run_on_bf16() -> None:
+    lines: list[str] = []
+    cases = [Case(kv, 4, 2, 100, batch, n, 32, 16) for kv in KV_DTYPES for batch in (1, 3) for n in (1, 8)]
+    assert run(cases, CPU, lines.append)
+    table = rows(lines[1:])
+    assert [(row["KV"], row["batch"], row["n"]) for row in table] == [
+        (kv, batch, n) for kv in ("bf16", "int8", "fp8") for batch in "13" for n in "18"
+    ]
+    assert all(float(row["tandem µs"]) > 0 for row in table)
+    assert all(row["T_n/T_1"] == "1.00" for row in table if row["n"] == "1")
+    assert all((row["SDPA µs"] == "-") == (row["KV"] != "bf16") for row in table)
+
+
+def test_a_failed_case_does_not_end_the_run() -> None:
+    lines: list[str] = []
+    cases = [Case("bf16", 3, 2, 20, 1, 1, 32, 16), Case("bf16", 4, 2, 20, 1, 1, 32, 16)]
+    assert not run(cases, CPU, lines.append)
+    assert [row["tandem µs"] == "ValueError" for row in rows(lines[1:])] == [True, False]
+
+
+@pytest.mark.parametrize("kv", KV_DTYPES)
+def test_a_wrong_result_is_detected(kv: str) -> None:
+    step = Step(Case(kv, 4, 2, 50, 2, 8, 32, 16), CPU)
+    result = tandem_calls(step)[0]()
+    check(step, result)
+    result[-1, 0, 0] += 0.2
+    with pytest.raises(ValueError, match="wrong result"):
+        check(step, result)
