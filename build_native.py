@@ -2,16 +2,17 @@
 
     python build_native.py
 
-    kernels/csrc   the CPU kernels, once per instruction set; x86-64 alone
-    drafting/csrc    the drafter
+    kernels/csrc     the CPU kernels, once per instruction set; x86-64 alone
+    drafting/csrc    the drafter, required
 
-Run at install time by the hatchling hook (hatch_build.py). Needs nothing but g++ (or $CXX: a compiler whose
-OpenMP is libgomp, which torch has loaded). Without one nothing is built: the engine then computes with torch
-alone, and does not draft.
+Run at install time by the hatchling hook (hatch_build.py). The compiler is $CXX or g++, whose OpenMP is the
+libgomp that torch has loaded. Without one the hook asks for the PyPI package ziglang to compile the drafter;
+torch then computes instead of the CPU kernels, because zig has no OpenMP.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import shutil
@@ -45,38 +46,53 @@ class Library:
     flags: tuple[str, ...] = ()
 
 
-def libraries() -> list[Library]:
-    """What can be built for this machine's processor."""
-    found = [Library(_ROOT / "drafting/csrc", _ROOT / "drafting/tandem_drafting/tandem_drafting.so")]
-    if platform.machine() in ("x86_64", "AMD64"):
-        kernels = _ROOT / "kernels"
-        found += [
-            Library(
-                kernels / "csrc", kernels / f"tandem_kernels/native/tandem_{name}.so", _KERNEL_FLAGS + flags
-            )
-            for name, flags in _INSTRUCTION_SETS.items()
-        ]
-    else:
-        print(f"tandem: no CPU kernels for {platform.machine()}; they fall back to torch", file=sys.stderr)
-    return found
+def system_compiler() -> str | None:
+    """Path of $CXX or g++."""
+    return shutil.which(os.environ.get("CXX", "g++"))
 
 
 def build() -> list[Path]:
-    """The libraries built; empty without a compiler. Instruction sets it does not know are left out."""
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
-    if compiler is None:
-        print("tandem: no C++ compiler found; the CPU kernels fall back to torch", file=sys.stderr)
-        return []
+    """The libraries built; instruction sets that the compiler does not know are left out.
+
+    Raises RuntimeError when the drafter cannot be built.
+    """
+    drafter = Library(_ROOT / "drafting/csrc", _ROOT / "drafting/tandem_drafting/tandem_drafting.so")
+    wanted = [drafter]
+    if found := system_compiler():
+        compiler = [found]
+        wanted += _kernels()
+    elif importlib.util.find_spec("ziglang"):
+        compiler = [sys.executable, "-m", "ziglang", "c++", "-s"]
+        print(
+            "tandem: no g++; torch stands in for the CPU kernels, which is several times slower",
+            file=sys.stderr,
+        )
+    else:
+        raise RuntimeError("tandem needs a C++ compiler: install g++, set CXX, or `pip install ziglang`")
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        built = pool.map(lambda library: _build_one(compiler, library), libraries())
-        return [path for path in built if path is not None]
+        built = [path for path in pool.map(lambda library: _build_one(compiler, library), wanted) if path]
+    if drafter.target not in built:
+        raise RuntimeError("tandem: the drafter was not built; the compiler's message is above")
+    return built
 
 
-def _build_one(compiler: str, library: Library) -> Path | None:
+def _kernels() -> list[Library]:
+    """The CPU kernels for this machine's kind of processor."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        print(f"tandem: no CPU kernels for {platform.machine()}; torch stands in", file=sys.stderr)
+        return []
+    kernels = _ROOT / "kernels"
+    return [
+        Library(kernels / "csrc", kernels / f"tandem_kernels/native/tandem_{name}.so", _KERNEL_FLAGS + flags)
+        for name, flags in _INSTRUCTION_SETS.items()
+    ]
+
+
+def _build_one(compiler: list[str], library: Library) -> Path | None:
     sources = [str(path) for path in sorted(library.sources.glob("*.cpp"))]
     # Written aside and renamed: a running process keeps the file it has mapped.
     aside = library.target.with_suffix(".so.new")
-    command = [compiler, *_COMMON, *library.flags, *sources, "-o", str(aside)]
+    command = [*compiler, *_COMMON, *library.flags, *sources, "-o", str(aside)]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         aside.unlink(missing_ok=True)
