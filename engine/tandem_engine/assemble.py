@@ -1,4 +1,4 @@
-"""Puts an engine together from a model folder: the one place where its parts are chosen."""
+"""Builds an engine from a model folder and chooses its parts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tandem_engine.sampling.verify import Verifier
 from tandem_engine.scheduler import Scheduler, SchedulerConfig
 from tandem_engine.transport.layout import KVLayout
 
-#: Rows that occupy a CPU's multipliers: 128 cost a quarter of 512.
+#: Rows that saturate a CPU: 128 rows take a quarter of the time of 512.
 _CPU_ENOUGH_PROMPT_TOKENS = 128
 
 
@@ -137,7 +137,7 @@ def _layout(manifest: ModelManifest, decoder: Decoder, shape: KVShape, numerics:
         head_size=shape.head_size,
         block_size=shape.block_size,
         block_layout="KV,H,interleaved" if shape.interleaved else "KV,H,T,D",
-        # Keys are stored as the converted weights make them, so that format is part of their meaning; and
-        # pods that multiply differently would compute two halves of one text differently.
+        # The order of a key's elements depends on the weight file's format. Pods with different quantization
+        # would compute one text with different numbers.
         rope=f"{rope},weights={LAYOUT_VERSION},quantization={numerics.quantization}",
     )

@@ -1,4 +1,4 @@
-"""What one step computes; the interface between the scheduler and the model runner.
+"""The work of one step: the interface between the scheduler and the model runner.
 
 sequence i:   positions [start, start + num_new_tokens) get KV, through block_ids
               |<- start: KV already there ->|<- token_ids: computed now ->|
@@ -26,8 +26,8 @@ class ScheduledSequence:
     start: int
     token_ids: tuple[int, ...]
     draft: DraftTree | None
-    #: Whether a token is sampled after this step: in the last prompt chunk and in any decode. Logits are then
-    #: computed for the last token, or for every node of the draft.
+    #: Whether a token is sampled: True for the last prompt chunk and for decoding. Logits are then computed
+    #: for the last token, or for every node of the draft.
     samples: bool
 
     def __post_init__(self) -> None:

@@ -1,11 +1,11 @@
-"""Which request's KV lies in which blocks: block tables, the prefix cache, and blocks in flight.
+"""Assigns KV blocks to requests: block tables, the prefix cache, and blocks in KV transfers.
 
     match_prefix(r)   adopt the longest cached prefix, full blocks only
     allocate(r, n)    extend the table so that it covers n tokens; None when the pool is short
     (the step runs: KV is written, drafts are verified)
-    trim(r, n)        give back what only rejected drafts needed
+    trim(r, n)        free the blocks that only rejected drafts needed
     commit(r)         make full blocks of verified tokens findable
-    free(r)           let go of everything; findable blocks stay findable until they are reused
+    free(r)           free all blocks; findable blocks stay findable until they are reused
 
 Layout of one request's table (block_size 4, num_computed_tokens 14, a draft of 3 nodes):
 
@@ -18,11 +18,11 @@ Layout of one request's table (block_size 4, num_computed_tokens 14, a draft of 
               |<-- num_tokens --------------->|           one token is being decoded: the draft's root
               |<-- allocate(r, num_computed + 1 + 3) -->| root and nodes; nodes are never committed
 
-While a KV transfer is under way a block has two owners, its request and the transfer's writer or
-reader, which keeps it through a BlockHold. A block is free when both have let go.
+During a KV transfer a block has two owners: its request, and the transfer's writer or reader through a
+BlockHold. A block is free when both have released it.
 
-All calls come from one engine thread; a transport that finishes on another thread hands its `release`
-over to that thread. Hence no locks.
+There are no locks: all calls come from the engine's thread. A transport that finishes on another thread
+passes its `release` to the engine's thread.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class BlockUsage:
 
 @dataclass(frozen=True, eq=False)
 class BlockHold:
-    """A transfer's share in blocks, from `hold` to `release`; identity, not contents, is what counts."""
+    """A transfer's ownership of blocks, from `hold` to `release`; compared by identity."""
 
     block_ids: tuple[int, ...]
 
@@ -74,9 +74,9 @@ class _BlockTable:
 
 
 class BlockManager:
-    """Accounts for every block of the pool. A shortage is an ordinary answer (None); a broken promise raises.
+    """Tracks every block of the pool. A shortage of blocks returns None or False; a broken invariant raises.
 
-    `hasher` is exchangeable so that tests can force collisions.
+    Tests pass a `hasher` that collides.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class BlockManager:
     # -- prefix cache ---------------------------------------------------------------------------------
 
     def count_cached(self, token_ids: Sequence[int], cache_salt: bytes) -> int:
-        """Leading tokens of this prompt that are in the cache now; looks, but takes nothing."""
+        """Number of leading tokens of this prompt that are in the cache now; changes nothing."""
         hits = 0
         parent = hash_salt(cache_salt)
         for start in range(0, self._num_matchable(len(token_ids)), self.block_size):
@@ -151,8 +151,7 @@ class BlockManager:
     def commit(self, request: Request) -> None:
         """Make every full block of [0, num_computed_tokens) findable.
 
-        Draft slots lie beyond num_computed_tokens until they are verified and moved into place, so
-        that no guess is ever findable.
+        Draft slots lie beyond num_computed_tokens until verification, so no unverified token is findable.
         """
         table = self._table(request.request_id)
         num_full = request.num_computed_tokens // self.block_size
@@ -196,8 +195,8 @@ class BlockManager:
             self._pool.drop(table.block_ids.pop())
 
     def free(self, request: Request) -> None:
-        """Let go of all blocks, tail first: so a chain is evicted from its end, and its head, which
-        other prompts are likelier to share, stays longest."""
+        """Free all blocks, the last first: eviction then starts at a chain's end, and its beginning, which
+        other prompts are more likely to share, stays longest."""
         table = self._table(request.request_id)
         del self._tables[request.request_id]
         for block_id in reversed(table.block_ids):
@@ -206,7 +205,7 @@ class BlockManager:
     # -- transfers ------------------------------------------------------------------------------------
 
     def hold(self, block_ids: Sequence[int]) -> BlockHold:
-        """Become the second owner of blocks that a request owns, until `release`."""
+        """Make the caller the second owner of blocks that a request owns, until `release`."""
         for block_id in block_ids:
             if not 0 <= block_id < self.num_blocks or self._pool.is_free(block_id):
                 raise InvariantError(f"block {block_id} belongs to no request: it cannot be held")
@@ -254,7 +253,7 @@ class BlockManager:
         return BlockContent(self._hasher(parent, token_ids), tuple(token_ids))
 
     def _chain(self, request: Request, table: _BlockTable, index: int) -> BlockContent:
-        """Content of logical block `index`, from the table's memory or by extending it by one."""
+        """Content of logical block `index`; hashed once and kept in the table."""
         if index == len(table.contents):
             parent = table.contents[-1].chain_hash if table.contents else hash_salt(request.cache_salt)
             start = index * self.block_size

@@ -5,13 +5,12 @@
                    v                            v
                  blank                  free but findable ──share()──> referenced, findable
                    ^                            │ evicted by take(), least recently used first
-                   └────────────────────────────┘ (straight into its new life)
+                   └────────────────────────────┘ (and is handed out at once)
 
-A block is free when its reference count is zero. Blank blocks are handed out first; only then is the
-least recently dropped findable block overwritten. The index is a dict from chain hash to block: a prefix
-lookup takes one probe per block. The LRU is an ordered dict, from which any block is revived in O(1).
-
-All calls come from one engine thread, so there are no locks here.
+A block is free when its reference count is zero. take() hands out blank blocks first, then the least
+recently dropped findable one. The index is a dict from chain hash to block, so a prefix lookup takes one
+probe per block. The LRU list is an ordered dict, from which share() removes any block in O(1). There are no
+locks: all calls come from the engine's thread.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from tandem_core.prefix_hash import ChainHash
 
 @dataclass(frozen=True)
 class BlockContent:
-    """What a findable block holds; the tokens are compared on a hit, whatever the hash says."""
+    """Content of a findable block; on a hit the tokens are compared too."""
 
     chain_hash: ChainHash
     token_ids: tuple[int, ...]
@@ -92,8 +91,8 @@ class BlockPool:
     def register(self, block_id: int, content: BlockContent) -> None:
         """Make a referenced, fully computed block findable.
 
-        When another block already answers to the hash (two requests computed the same prompt side by
-        side) that one stays; this block then lives and dies with its request.
+        If another block has this hash already (two requests computed the same prompt at once), that one stays
+        in the index, and this block becomes blank when its request ends.
         """
         if self._ref_counts[block_id] == 0 or self._contents[block_id] is not None:
             raise InvariantError(f"block {block_id} is free or already findable: it cannot be registered")

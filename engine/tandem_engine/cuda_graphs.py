@@ -1,14 +1,14 @@
-"""Decode steps replayed as CUDA graphs, so that a step costs one launch and not a thousand.
+"""Replays decode steps as CUDA graphs: one launch per step instead of a thousand.
 
-Launching a step's kernels one by one takes longer than most of them run. A graph records the launches with
-their shapes and addresses. So a step is padded to one of few buckets and copied to where the graph reads it:
+Launching a step's kernels one by one takes longer than most of them run. A graph records launches with fixed
+shapes and addresses, so a step is padded to one of a few buckets and copied to the addresses of its graph:
 
     bucket        rows R >= new tokens T          sequences S >= sequences B
     input rows    |<- T of the batch ->|<- R - T padding: token 0 at position 0, KV to the scratch slot ->|
     sequences     |<- B of the batch ->|<- S - B padding: no new tokens, no keys ->|
 
-Padding rows belong to no sequence, so attention leaves them out, and the other operators keep rows apart. The
-batch's rows equal those without padding, to the last bit where the kernels treat rows independently
+Padding rows belong to no sequence. Attention skips them, and the other operators compute each row on its own.
+Where the kernels treat rows independently, the batch's rows have the same bits as without padding
 (tests/engine/test_cuda_graphs.py).
 
 Graphs cover steps of decoding sequences only: one new token, or a draft, each. A prompt chunk is long enough
@@ -34,7 +34,7 @@ from tandem_engine.models.decoder import Decoder, ModelInputs
 
 #: A step of more rows keeps the GPU busy without a graph.
 MAX_ROWS = 512
-#: What most drafts stay within, root included; attention's tiles are made for it, in all buckets alike.
+#: Most drafts have at most this many nodes, root included; it sets attention's tile size in all buckets.
 TYPICAL_NEW_TOKENS = 8
 
 
@@ -108,7 +108,7 @@ class StaticInputs:
         )
 
     def load(self, step: ModelInputs) -> None:
-        """Copy a step of CPU tensors that fits the bucket; on CUDA the copies are queued, not waited for."""
+        """Copy a step of CPU tensors that fits the bucket; on CUDA the copies are asynchronous."""
         if self._copied is not None:
             # The previous copy may still read the staging memory.
             self._copied.synchronize()
@@ -141,7 +141,7 @@ def _aligned(num_bytes: int) -> int:
 def compute(
     decoder: Decoder, caches: Sequence[Tensor], inputs: ModelInputs, attention: Attention | None = None
 ) -> Tensor:
-    """Logits [bucket.num_rows, vocab] float32; those of padding rows mean nothing."""
+    """Logits [bucket.num_rows, vocab] float32; those of padding rows are undefined."""
     return decoder.logits(decoder.forward(inputs, caches, attention=attention))
 
 
@@ -177,7 +177,7 @@ class DecodeGraphs:
         static.load(step)
         self._compute(static)
         graph = torch.cuda.CUDAGraph()
-        # Other threads may use the device meanwhile: only this one is watched for what cannot be captured.
+        # Other threads may use the device during capture, so only this thread's calls are restricted.
         with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             self._compute(static)
         self._graphs[bucket] = static, graph
@@ -188,7 +188,7 @@ class DecodeGraphs:
         self._logits[: static.bucket.num_rows].copy_(logits)
 
     def _make_attention(self) -> Attention:
-        """With one plan per sliding window, which all buckets and layers share, one after another."""
+        """One plan per sliding window, shared by all buckets and layers."""
         # Imported on demand: these need Triton.
         from tandem_kernels.turbo_attention.triton_backend import TritonAttention
         from tandem_kernels.turbo_attention.triton_plan import AttentionPlan

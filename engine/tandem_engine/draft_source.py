@@ -1,11 +1,11 @@
-"""The interface between the engine and whatever makes drafts: n-gram lookup (tandem_drafting), a draft model.
+"""The interface between the engine and a source of drafts, such as n-gram lookup (tandem_drafting).
 
 Per decode step the engine calls, in this order and from its one thread:
 
     propose        a tree of guesses for each decoding request, or None
     (engine)       verifies the trees and accepts a path of each
     observe_step   how long the step took
-    extend         what the step has emitted, and the logits that it was chosen from
+    extend         the tokens the step emitted, and the logits they were sampled from
     forget         requests that have ended
 """
 
@@ -23,17 +23,17 @@ from tandem_engine.request import Request
 
 @dataclass(frozen=True)
 class Emitted:
-    """What one step has emitted for a request."""
+    """Tokens that one step emitted for a request."""
 
     request: Request
     token_ids: Sequence[int]
-    #: For each token the row of the step's logits that it was chosen from.
+    #: Per token: the row of the step's logits that it was sampled from.
     logits_rows: Sequence[int]
 
 
 class DraftSource(Protocol):
     def propose(self, requests: Sequence[Request], max_nodes: int) -> list[DraftTree | None]:
-        """One tree of at most `max_nodes` guesses per request, None where none is worth its cost."""
+        """One tree of at most `max_nodes` guesses per request, None where no draft is worth its cost."""
 
     def observe_step(self, num_sequences: int, context: int, num_guesses: int, seconds: float) -> None:
         """The duration of a step that only decoded; context: cached tokens of all its sequences."""
@@ -42,4 +42,4 @@ class DraftSource(Protocol):
         """logits [rows, vocab] float32 of the step; valid during the call."""
 
     def forget(self, request_id: str) -> None:
-        """Drops what is kept of a request; unknown ids are ignored."""
+        """Deletes the state of a request; unknown ids are ignored."""

@@ -3,8 +3,8 @@
     node 0   the last accepted token (the root); not a guess, not listed in `token_ids`
     node i   token_ids[i - 1], child of node parents[i - 1] < i
 
-Nodes are in topological order, so that node i's KV can sit at slot num_computed_tokens + i and the
-attention mask is one int64 per node: bit j set when node j is i itself or an ancestor of it.
+Nodes are in topological order. Node i's KV goes to slot num_computed_tokens + i. The attention mask is one
+int64 per node: bit j is set when node j is i itself or an ancestor of i.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ MAX_TREE_NODES = 64
 
 @dataclass(frozen=True)
 class DraftTree:
-    """Guessed tokens with their parents and where each came from: "prompt", "output", "global" or
-    "recycled".
-    """
+    """Guessed tokens with their parents and sources ("prompt", "output", "global" or "recycled")."""
 
     token_ids: tuple[int, ...]
     parents: tuple[int, ...]
@@ -34,7 +32,7 @@ class DraftTree:
             raise InvariantError("a draft needs one parent and one source per token")
         if len(self.token_ids) >= MAX_TREE_NODES:
             raise InvariantError(f"a draft holds at most {MAX_TREE_NODES - 1} tokens")
-        # Checked in C: this runs for every sequence in every step.
+        # In C, because this runs for every sequence in every step.
         if self.parents and (min(self.parents) < 0 or any(map(operator.gt, self.parents, itertools.count()))):
             raise InvariantError("a draft's nodes must come after their parents")
 

@@ -1,4 +1,4 @@
-"""The engine: one step after another over whatever requests there are.
+"""The engine: runs one step after another over all requests.
 
 A step, top to bottom:
 
@@ -8,9 +8,9 @@ A step, top to bottom:
     verify     ancestral sampling through each tree -> emitted tokens and accepted paths
     compact    accepted nodes' KV moves to where plain decoding would have put it
     update     the scheduler advances its counters, finishes and frees
-    learn      the drafter hears what was accepted
+    learn      the drafter gets the emitted tokens and the logits
 
-The engine knows nothing of text, processes or the network. It is not thread-safe: one thread calls it.
+The engine knows no text, processes or network. It is not thread-safe: one thread calls it.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from tandem_engine.scheduler import RequestUpdate, Scheduler
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What one request got from one step."""
+    """The result of one step for one request."""
 
     request: Request
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...]
-    #: Where the guesses verified in this step came from, and those of them that were accepted.
+    #: Sources of the guesses verified in this step, and of the accepted ones.
     drafted_sources: tuple[str, ...]
     accepted_sources: tuple[str, ...]
     finished: bool
 
     def truncated(self, num_tokens: int) -> StepOutput:
-        """Only the first num_tokens tokens, as when a stop string ended the text among them."""
+        """Only the first num_tokens tokens, for a text that a stop string ended."""
         if num_tokens >= len(self.token_ids):
             return self
         return replace(
@@ -59,8 +59,8 @@ class StepOutput:
 class Engine:
     """Continuous batching with tree speculation over one model.
 
-    layer_listener(batch, layer) is called inside a step when the KV of a layer is complete; the prefill
-    pod ships it from there.
+    layer_listener(batch, layer) is called inside a step when the KV of a layer is complete; the prefill pod
+    sends it then.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Engine:
         layer_listener: Callable[[Batch, int], None] | None = None,
     ) -> None:
         self.scheduler = scheduler
-        #: For transfers, which hold blocks beside the requests that own them.
+        #: For transfers, which hold blocks together with the requests that own them.
         self.blocks = blocks
         self.num_steps = 0
         #: Recent mean duration of a decode step; 0 before any.
@@ -96,7 +96,7 @@ class Engine:
         request.sampling.check_vocabulary(self._vocab_size)
 
     def add(self, request: Request) -> None:
-        """Queues a request. Raises InvalidRequestError or CapacityError, before anything is held."""
+        """Queues a request. Raises InvalidRequestError or CapacityError, before it allocates anything."""
         self.check_tokens(request)
         self.scheduler.add(request)
 
@@ -129,7 +129,7 @@ class Engine:
         computed = time.perf_counter()
         updates = self.scheduler.update(batch, verified)
         outputs = self._outputs(batch, verified, updates)
-        # Drafting has a price of its own, which the drafter keeps an eye on.
+        # The step's time includes drafting, for the drafter's cost model.
         self._account(batch, computed - started, time.perf_counter() - drafted)
         self._learn(batch, verified, updates, logits)
         return outputs
@@ -173,7 +173,7 @@ class Engine:
     def _learn(
         self, batch: Batch, verified: Sequence[Verified], updates: Sequence[RequestUpdate], logits: Tensor
     ) -> None:
-        """Tells the drafter what came of its drafts, and what else was likely at each place."""
+        """Gives the drafter the emitted tokens and the logits."""
         if self._drafter is None:
             return
         emitted: list[Emitted] = []

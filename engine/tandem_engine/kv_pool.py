@@ -24,7 +24,7 @@ from tandem_kernels import gather_blocks, move_slots_in_layers, scatter_blocks
 
 from tandem_engine.prefault import Prefaulter
 
-#: Default pool size: this much, or a quarter of the free memory if that is less.
+#: Default pool size, unless a quarter of the free memory is less.
 DEFAULT_POOL_BYTES = 3 << 30
 _HUGE_PAGE = 2 << 20
 
@@ -46,9 +46,6 @@ class KVShape:
         """Bytes of one block in one layer, K and V."""
         return 2 * self.num_kv_heads * self.block_size * self.head_size * self.dtype.itemsize
 
-    def blocks_in(self, num_bytes: int) -> int:
-        return num_bytes // (self.block_bytes * self.num_layers)
-
 
 def default_num_blocks(shape: KVShape) -> int:
     """How many blocks a pool of the default size holds on this machine.
@@ -56,11 +53,11 @@ def default_num_blocks(shape: KVShape) -> int:
     Raises CapacityError when not even two fit.
     """
     budget = min(DEFAULT_POOL_BYTES, psutil.virtual_memory().available // 4)
-    num_blocks = shape.blocks_in(budget)
+    num_blocks: int = budget // (shape.block_bytes * shape.num_layers)
     if num_blocks < 2:
         raise CapacityError(
             f"the KV pool needs {2 * shape.block_bytes * shape.num_layers} bytes for two blocks but only "
-            f"{budget} are to spare; free memory, or choose a smaller model or block size"
+            f"{budget} are available; free memory, or choose a smaller model or block size"
         )
     return num_blocks
 
@@ -82,7 +79,7 @@ class KVPool:
         return self.num_blocks * self.shape.block_size
 
     def will_use(self, block_id: int) -> None:
-        """Announces that blocks up to this one are about to be written."""
+        """Pre-faults the pages of blocks up to this one, which are about to be written."""
         if self._prefaulter is not None:
             self._prefaulter.will_use(block_id)
 
@@ -120,9 +117,9 @@ class KVPool:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeros, because a NaN in a slot that was never written would pass through a mask as 0 * NaN.
 
-    On the CPU the memory is an anonymous mapping: its zeros cost nothing until a page is first written, while
-    torch.zeros writes at once, which takes seconds for gigabytes. With huge pages a prompt of 4K tokens
-    faults 50 times, not 25,000.
+    On the CPU the memory is an anonymous mapping, whose pages are zeroed on first use; torch.zeros writes all
+    of it at once, which takes seconds for gigabytes. With huge pages a prompt of 4K tokens faults 50 times
+    instead of 25,000.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

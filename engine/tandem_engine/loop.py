@@ -1,8 +1,8 @@
 """The thread that owns an engine, and how other threads reach it.
 
-Only this thread touches the engine's state. Other threads pass it functions with `call`; they run between
-steps and resolve a future. Each request's outputs go to the listener given for it. The thread sleeps while
-there is nothing to do.
+Only this thread uses the engine's state. Other threads pass functions to `call`, which run between steps and
+resolve a future. Each request's outputs go to the listener given for it. The thread sleeps while
+there is no work.
 
 An exception in a step is a bug, and the state may be broken: every listener receives it, `failed` is set,
 and the process is expected to exit and be restarted.
@@ -26,7 +26,7 @@ T = TypeVar("T")
 #: Called on the engine's thread with an output, or with the exception that ended the engine.
 Listener = Callable[[StepOutput | Exception], None]
 
-#: How long the thread waits when there is work but none can be scheduled (all blocks are in transfers).
+#: Wait when there is work but none can be scheduled (all blocks are in transfers).
 _NOTHING_SCHEDULED_WAIT_S = 0.005
 
 

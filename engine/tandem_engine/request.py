@@ -1,4 +1,4 @@
-"""A request as the engine sees it: token ids in, token ids out; it knows nothing of text.
+"""A request as the engine sees it: token ids in, token ids out, no text.
 
     prompt_token_ids            output_token_ids
     |<------ num_prompt ------>|<--- grows --->|
@@ -6,7 +6,7 @@
                                 |<- num_tokens - num_computed_tokens: to be scheduled
 
 One counter, `num_computed_tokens`, serves prefill and decode alike (after vLLM v1): a request with one
-token left to compute is decoding, one with more is (still) prefilling, also after a preemption.
+token left to compute is decoding; one with more is prefilling, also after a preemption.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Request:
     cache_salt: bytes = b""
     eos_token_ids: frozenset[int] = frozenset()
     tenant: str = ""
-    #: How it is to be drafted for; None: as the pod does. A pod drafts no more than it is allowed to itself.
+    #: Speculation mode of this request; None: the pod's. A pod never drafts more than its own mode allows.
     speculation: SpeculationMode | None = None
 
     output_token_ids: list[int] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Request:
     finish_reason: FinishReason | None = None
     #: The token or stop string that ended the text.
     stop_reason: str = ""
-    #: time.monotonic_ns() of the first step that computed part of it; None while it waits.
+    #: time.monotonic_ns() of the first step that computed part of it; None until then.
     first_scheduled_ns: int | None = None
     #: Proposal for the next step, set by the engine's loop before scheduling; None: plain decode.
     draft: DraftTree | None = None

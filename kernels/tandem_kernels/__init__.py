@@ -14,13 +14,11 @@ the second dimension; slot = block_id * block_size + offset within the block. On
 and float8 caches: quantize.
 DecoderLayers and move_slots_in_layers also take it interleaved (interleaved_cache.py), the others do not.
 
-A layer's matrix products on a CPU: packed_linear, also of quantized weights; between them: add_rms_norm,
-silu_mul.
+packed_linear is a layer's matrix product on a CPU, also with quantized weights; add_rms_norm and silu_mul run
+between the products. draw_tokens samples all rows of logits at once.
 
-From logits to tokens, all rows at once: draw_tokens.
-
-On a GPU the work is done in Triton (`gpu`, `turbo_attention`). On a CPU it is done by compiled kernels
-(`native`) where they exist, else by torch; with packed weights all layers are one call: DecoderLayers.
+GPU kernels are written in Triton (`gpu`, `turbo_attention`). CPU kernels are compiled (`native`) where
+possible, else torch; with packed weights one call runs all layers (DecoderLayers).
 """
 
 from tandem_kernels.copy_blocks import gather_blocks, scatter_blocks

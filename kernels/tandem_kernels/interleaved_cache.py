@@ -1,12 +1,12 @@
-"""The KV cache as the compiled attention reads it, so that it need not rearrange a context at every step.
+"""The KV cache layout that the compiled attention reads without rearranging it at every step.
 
 A K/V head's piece of a block, [block_size, D] elements, holds
 
     plain         K and V [block_size][D]
     interleaved   K [D / per][block_size][per], V [block_size / per][D][per]
 
-with per = 2 neighbours side by side for bfloat16, whose products take pairs, and 1 for float32. A block stays
-one contiguous piece of the same size and is shipped between pods as it is; both must have the same layout.
+with per = 2 for bfloat16, whose products take pairs of neighbours, and 1 for float32. A block stays one
+contiguous piece of the same size and is sent between pods unchanged; both must have the same layout.
 """
 
 from __future__ import annotations

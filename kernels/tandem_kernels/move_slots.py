@@ -2,7 +2,7 @@
 
     before   | context | 0  1  2  3  4  5 |     new tokens, one slot per draft node
     accepted path 0 -> 2 -> 5:   move_slots(src = slots of 2, 5; dst = slots of 1, 2)
-    after    | context | 0  2  5 | ...    |     consecutive again, as causal attention wants
+    after    | context | 0  2  5 | ...    |     consecutive, as causal attention requires
 
 Source and destination overlap, so every source is read before any destination is written.
 """
@@ -45,10 +45,10 @@ def move_slots_in_layers(
     *,
     interleaved: bool = False,
 ) -> None:
-    """The same in every layer's cache, all of one shape and dtype; in one compiled call where there is one.
+    """move_slots in every layer's cache, all of one shape and dtype; one compiled call where available.
 
     Args:
-        interleaved: how the caches lie (interleaved_cache.py); needs compiled kernels.
+        interleaved: layout of the caches (interleaved_cache.py); needs compiled kernels.
 
     Raises:
         ValueError, IndexError: as move_slots.

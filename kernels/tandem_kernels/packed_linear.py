@@ -1,4 +1,4 @@
-"""A projection with packed weights, as fast with a dozen rows as with one.
+"""A projection with packed weights; a dozen rows take about as long as one.
 
 out = x @ weight.T + bias
 
@@ -154,7 +154,7 @@ def shape_of_packed(packed: torch.Tensor) -> tuple[int, int]:
 
 
 def native_weight(packed: torch.Tensor, bias: torch.Tensor | None) -> native.LinearWeight:
-    """What the kernels are told of a packed weight; holds no reference to the tensors."""
+    """The kernels' description of a packed weight; holds no reference to the tensors."""
     columns, depth = shape_of_packed(packed)
     kind = _GROUP_BITS[packed.shape[2]] if packed.dtype == torch.uint8 else packed.dtype
     bias_pointer = None if bias is None else bias.data_ptr()

@@ -1,4 +1,4 @@
-"""Quantised KV: what a cache of int8 or float8 holds, and by which factors attention multiplies it.
+"""Quantised KV: the values in an int8 or float8 cache, and the scales that attention multiplies them by.
 
 stored = round(x / scale), x ~ stored * scale, with |stored| at most LARGEST[dtype]
 
@@ -47,7 +47,7 @@ def check_scales(kv_cache: torch.Tensor, k_scale: Scale, v_scale: Scale) -> None
 
 
 def quantize(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """x / scale in dtype, to the nearest, what is too large to the largest; scale broadcasts to x."""
+    """x / scale, rounded to the nearest value of dtype and clamped to its range; scale broadcasts to x."""
     scaled = (x.float() / scale).clamp(-LARGEST[dtype], LARGEST[dtype])
     return (scaled.round() if dtype == torch.int8 else scaled).to(dtype)
 

@@ -6,8 +6,8 @@ demand for a dtype; later loads only check names and shapes.
 
 `--dtype auto --quantization auto` takes quantized weights as they are and never quantizes others. On
 customer-service dialogues (benchmarks/results/quality-*.md) 8-bit activations cost the default model 0.2 % of
-perplexity, its weights having 4 bits already, and halve the time of a decode step. A dtype that is given is
-computed in without quantization.
+perplexity, whose weights have 4 bits already, and halve the time of a decode step. With an explicit dtype
+nothing is quantized.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Numerics:
 def pick_numerics(
     folder: Path, dtype: str = "auto", quantization: str = "auto", device: str = "cpu"
 ) -> Numerics:
-    """What to compute the model of `folder` in. Raises ModelLoadError for what does not go together."""
+    """The dtype and quantization for the model of `folder`. Raises ModelLoadError if they do not fit."""
     picked = pick_dtype(dtype, device)
     if quantization != "auto":
         names = [q.value for q in Quantization]

@@ -1,4 +1,4 @@
-"""Choosing tokens from logits, one or several per step, always the same ones for the same seed."""
+"""Chooses tokens from logits, one or several per step; the same seed gives the same tokens."""
 
 from tandem_engine.sampling.verify import Verified, Verifier
 

@@ -1,12 +1,12 @@
-"""Choosing the tokens of a whole step where its logits are: one call, and one transfer of token ids.
+"""Chooses all tokens of a step on the device of its logits: one call, and one transfer of token ids.
 
-Covers every request whose choice depends on its row of logits and its position alone. Then each node of a
-draft can be decided before it is known which of them verification visits. A request with penalties, biases or
-a minimum length looks at the tokens so far, and is left to the host (sampler.py).
+Covers requests whose choice depends only on a row of logits and its position. All nodes of their drafts are
+then decided at once. Requests with penalties, biases or a minimum length depend on the tokens so far and are
+sampled on the host (sampler.py).
 
-The tokens are the host's: the same filters and the same random numbers. Only exp is rounded differently, so
-a token differs where two arrive within 1e-6 of each other, relatively, or a nucleus ends that close to p; the
-logits of two devices differ by more.
+The filters and the random numbers are those of the host; only exp is rounded differently. A token differs
+where two race times agree within a relative 1e-6, or a nucleus ends that close to p. The logits of two
+devices differ by more.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def choose_tokens(sequences: Sequence[ScheduledSequence], logits: Tensor) -> lis
 
     Rows of requests that this does not cover get their most likely token.
 
-    Raises InvariantError when the logits of a sampled row are no numbers.
+    Raises InvariantError when the logits of a sampled row hold NaN or +inf.
     """
     keys: list[int] = []
     parameters: list[tuple[float, float, float, float]] = []
@@ -55,7 +55,7 @@ def choose_tokens(sequences: Sequence[ScheduledSequence], logits: Tensor) -> lis
 
 
 def _draw(logits: Tensor, keys: list[int], parameters: list[tuple[float, float, float, float]]) -> Tensor:
-    """Both lists cross to the device in one copy that is not waited for."""
+    """Copies both lists to the device in one asynchronous transfer."""
     on_host = torch.empty(5, len(keys), dtype=torch.int64, pin_memory=logits.is_cuda)
     on_host[0] = torch.tensor(keys)
     on_host[1:] = torch.tensor(parameters, dtype=torch.float64).t().contiguous().view(torch.int64)
@@ -65,5 +65,5 @@ def _draw(logits: Tensor, keys: list[int], parameters: list[tuple[float, float, 
 
 
 def _signed(bits: int) -> int:
-    """64 bits as torch has them."""
+    """The same 64 bits as a signed integer, as torch stores them."""
     return bits - (1 << 64) if bits >> 63 else bits

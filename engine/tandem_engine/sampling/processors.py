@@ -1,4 +1,4 @@
-"""What happens to a row of logits before a token is chosen from it.
+"""Processes a row of logits before a token is chosen from it.
 
     raw row --process--> the target's logits        bias, penalties, bad words, min_tokens: see the text
             --warp-----> the target's distribution  temperature, top-k, top-p, min-p; not for greedy
@@ -29,7 +29,7 @@ TokenIds = npt.NDArray[np.int64]
 
 _DROPPED = np.float32(-math.inf)
 
-#: Colder than this is as good as greedy, and dividing by less overflows float32.
+#: Lower temperatures equal greedy, and dividing by less overflows float32.
 MIN_TEMPERATURE = 1e-5
 
 #: Tokens per column in top_k_ids.
@@ -40,7 +40,7 @@ class TokenHistory:
     """The tokens that processing depends on: the prompt, the output, and how often each token is in it."""
 
     def __init__(self, prompt_token_ids: Sequence[int], output_token_ids: Iterable[int]) -> None:
-        # Duplicates stay: writing one value twice costs less than finding out.
+        # Duplicates stay: writing a value twice costs less than finding them.
         self._prompt = np.array(prompt_token_ids, dtype=np.int64)
         self.output = list(output_token_ids)
         self.output_counts = Counter(self.output)
@@ -77,7 +77,7 @@ def penalise_repetition(row: Row, seen: TokenIds, penalty: float) -> Row:
     limits = np.finfo(np.float32)
     with np.errstate(over="ignore"):
         scaled = np.where(before < 0, before * penalty, before / penalty)
-    # What was forbidden before (-inf) stays so.
+    # A token that was forbidden before (-inf) stays forbidden.
     row[seen] = np.where(np.isinf(before), before, np.clip(scaled, limits.min, limits.max))
     return row
 
@@ -91,7 +91,7 @@ def penalise_output(row: Row, counts: Mapping[int, int], presence: float, freque
 
 
 def forbid(row: Row, token_ids: Iterable[int]) -> Row:
-    """-inf for the given tokens; the row as it is when nothing would be left to choose."""
+    """-inf for the given tokens; the unchanged row if no token would be left."""
     forbidden = row.copy()
     forbidden[_within(row, token_ids)] = _DROPPED
     return forbidden if forbidden.max() > _DROPPED else row
@@ -182,7 +182,7 @@ def process(
         row = penalise_output(row, counts, params.presence_penalty, params.frequency_penalty)
     if params.bad_words:
         row = forbid(row, bad_word_ends(params.bad_words, history.output))
-    # Last, since it forbids nothing when nothing would be left, and bad words must stay forbidden.
+    # Last: it forbids nothing if no token would be left, and bad words must stay forbidden.
     if num_output < params.min_tokens:
         row = forbid(row, end_token_ids)
     return row

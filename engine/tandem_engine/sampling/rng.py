@@ -1,8 +1,7 @@
-"""Random numbers for sampling: a pure function of (seed, position, token), no state to keep or to ship.
+"""Random numbers for sampling: a pure function of (seed, position, token), without state.
 
-`position` is the index, in prompt + output, of the token being chosen. A token is therefore the same
-whether it was chosen alone or in a batch, as a draft's bonus or one at a time, before or after a
-preemption, on this pod or on another: nobody has to carry a generator along.
+`position` is the index, in prompt + output, of the token being chosen. So a token is the same alone or in a
+batch, with or without a draft, before or after a preemption, and on every pod.
 
 The function is SplitMix64 (Steele, Lea, Flood 2014) read at random access: a SplitMix64 generator adds
 GAMMA to its state and returns mix(state), so its n-th output is mix(start + n * GAMMA).
@@ -10,9 +9,8 @@ GAMMA to its state and returns mix(state), so its n-th output is mix(start + n *
     seed --mix--> start of a generator whose output number position + 1 is the key of the position
     key ---------> start of a generator whose output number token + 1 belongs to the token
 
-The seed is mixed first, since users pick seeds like 0, 1, 2 and a raw seed + GAMMA would be the stream of
-`seed` shifted by one. Integer arithmetic on arrays, because a generator object per position (numpy's
-Philox) cannot be read at chosen places.
+The seed is mixed first, because a raw seed + GAMMA would give the stream of `seed` shifted by one. Integer
+arithmetic on arrays, because a generator object per position (numpy's Philox) has no access by token id.
 """
 
 from __future__ import annotations

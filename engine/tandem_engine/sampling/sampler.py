@@ -1,8 +1,8 @@
-"""Choosing tokens: one row of logits in, one token id out, nothing else remembered than the text so far.
+"""Chooses tokens on the host: one row of logits in, one token id out; the only state is the text so far.
 
-A TokenChooser lives for one request and one step. It starts from the request's tokens, and each choice
-becomes part of the text that the next one sees (penalties, min_tokens, the position of the random numbers),
-so that the n tokens of one verified draft are those of n single steps.
+A TokenChooser serves one request in one step. It starts from the request's tokens, and each choice becomes
+part of the text for the next one (penalties, min_tokens, the position of the random numbers). The n tokens of
+a verified draft therefore equal those of n single steps.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ def draw(row: Row, key: int, token_ids: TokenIds | None = None) -> int:
     row [n] holds the logits of token_ids [n], ascending; None: of all tokens.
 
     An exponential race (the Gumbel-max trick): token t arrives at time E_t / weight_t with its own standard
-    exponential E_t, and the first wins with probability proportional to its weight. Inverting the
-    cumulative distribution would need one number instead of V, but there noise in the last bits of 50,000
-    logits moves 50,000 borders: noise of 1e-5 changed 5 of 1000 tokens so, hence every fourth 64-token
-    text another one. Here two tokens' times must be that close: none of 1000 changed, not with 1e-4 either.
+    exponential E_t, and the first wins with probability proportional to its weight. Inverse transform
+    sampling needs one random number instead of V, but noise in the logits shifts all its intervals: noise of
+    1e-5 changed 5 of 1000 tokens, hence one 64-token text in four. Here it changed none of 1000, and noise of
+    1e-4 none either.
 
-    Raises InvariantError when the logits are no numbers.
+    Raises InvariantError when the logits hold NaN or +inf.
     """
     top = processors.largest(row)
-    # With uniform u, E = -log(1 - u) >= u: whoever cannot arrive by u / weight before the current first
-    # has arrived needs no logarithm, and that is nearly everyone.
+    # With uniform u, E = -log(1 - u) >= u, so u / weight bounds a token's time from below. Nearly all tokens
+    # have a bound above the earliest time so far and need no logarithm.
     first_time = math.inf
     first_token = -1
     for start in range(0, len(row), RANGE):
@@ -72,7 +72,7 @@ class TokenChooser:
         self._position = request.num_tokens
         self._num_output = len(request.output_token_ids)
         self._end_token_ids = end_token_ids(request)
-        #: None: nothing looks at the tokens so far.
+        #: None: the choice does not depend on the tokens so far.
         self._history = (
             TokenHistory(request.prompt_token_ids, request.output_token_ids)
             if self._params.needs_processing

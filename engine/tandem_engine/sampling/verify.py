@@ -3,13 +3,11 @@
     batch.sequences  those that sample, in order, own consecutive rows of logits [R, V]:
                      |<- seq 0: 1 row (no draft) ->|<- seq 1: root, node 1, ... ->|<- ... ->|
 
-For each sequence, ancestral sampling over its tree: at node u choose y from the target's distribution
-after u's path; y is emitted in any case; if y is a child of u, go there, else stop. Every token is chosen
-exactly as it would be without a draft, with the same random numbers, so drafts change the speed and
-nothing else: the tree only says for how many positions the logits are already there.
+Ancestral sampling over each sequence's tree: at node u a token y is sampled from the target's distribution
+after u's path and emitted. If y is a child of u, the walk continues there, else it stops. Each token is
+sampled as without a draft, with the same random numbers, so drafts change only the speed.
 
-The walk also stops at a token that ends the text, for what follows would be thrown away. Cutting the
-emitted tokens at stop strings and limits stays the scheduler's task.
+The walk also stops at a token that ends the text. The scheduler applies limits, the pod stop strings.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from tandem_engine.sampling.sampler import TokenChooser, end_token_ids
 
 @dataclass(frozen=True)
 class Verified:
-    """What one sequence gets out of one step.
+    """The result of verification for one sequence.
 
     token_ids[i] was chosen at node path[i]; token_ids[i] is the token of node path[i + 1], and the last
     one, the bonus, is no node: its KV is not computed yet.

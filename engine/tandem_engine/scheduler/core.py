@@ -1,4 +1,4 @@
-"""The scheduler proper; the pod's loop runs `batch = schedule()`, the model, `update(batch, verified)`.
+"""The scheduler; the engine runs `batch = schedule()`, the model, `update(batch, verified)`.
 
     add() ───────> waiting ─────────────────────> running ────────> finished
                       ^   (blocks for all known   │   ^                 ^
@@ -9,16 +9,16 @@
                   (holds its blocks, a           (holds blocks and KV, wants
                   prefill pod fills them)        a place in the batch)
 
-Prefill and decode are one thing here: num_computed_tokens chases num_tokens. A step holds, in this order,
-one token for every running sequence that decodes, the nodes of their drafts, and chunks of prompts, as
-far as the token budget goes. Whoever came first is served first.
+Prefill and decode share one rule: num_computed_tokens approaches num_tokens. A step holds, in this order and
+within the token budget: one token per decoding sequence, the nodes of their drafts, and chunks of prompts.
+The order is first come, first served.
 
-A sequence joins only when blocks for all its known tokens are free, so that a prefill never stalls half
-way; decoding then takes a block every block_size tokens. A draft makes do with the blocks that are
-left; for the next token itself the youngest sequence is preempted.
+A sequence joins only when blocks for all its known tokens are free, so a prefill never stalls half way.
+Decoding then takes a block every block_size tokens. A draft uses only free blocks; for the next token itself
+the youngest sequence is preempted.
 
-Not here: deadlines and priorities (the gateway's), stop strings (the loop's, through `finish`).
-All calls come from one engine thread.
+Not here: deadlines and priorities (gateway), stop strings (pods, through `finish`). All calls come from the
+engine's thread.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Scheduler:
         return self.finish(request_id, FinishReason.CANCELLED)
 
     def finish(self, request_id: str, reason: FinishReason, stop_reason: str = "") -> Request | None:
-        """End a request for a cause that token ids do not show: cancelled, or its text met a stop string."""
+        """End a request for a cause outside its token ids: cancellation or a stop string."""
         request = self._queues.get(request_id)
         if request is not None:
             request.finish_reason = reason
@@ -144,7 +144,7 @@ class Scheduler:
         decoding = [r for r in able if r.is_decoding]
         prefilling = [r for r in able if not r.is_decoding]
         budget = self.config.max_tokens_per_step - len(decoding)
-        # Drafts are a bet, prompts are work: with both, drafts get at most half of what is left.
+        # Prompts are certain work, drafts may be rejected: with both, drafts get at most half of the budget.
         draft_budget = budget // 2 if prefilling else budget
         sequences = []
         for request in decoding:
@@ -207,8 +207,6 @@ class Scheduler:
         if self._freed_after_step and self._in_flight is None:
             faults.append("finished requests keep blocks although no step is under way")
         return faults
-
-    # -- inside ---------------------------------------------------------------------------------------
 
     def _validate(self, request: Request) -> None:
         if self._queues.get(request.request_id) is not None or self._blocks.has_table(request.request_id):

@@ -1,13 +1,13 @@
-"""Who waits, who runs, whose KV is under way; who joins the batch, and who must leave it for lack of blocks.
+"""The queues of requests, admission to the batch, and preemption.
 
     waiting    no blocks                 in order of arrival
     ready      blocks, KV adopted        in order of arrival, joins before younger waiting requests
-    reserved   blocks, KV on its way     leaves by adopt or remove only
+    reserved   blocks, KV in transfer    leaves by adopt or remove only
     running    blocks for all its tokens in order of arrival, at most max_batch
 
-Why nothing starves or locks up: the oldest running request may preempt all others that hold blocks, except
-the reserved, whose transfers end by themselves; a waiting head that lacks blocks stops new
-reservations, and is passed only by requests that hold blocks already.
+No starvation or deadlock: the oldest running request may preempt all others that hold blocks, except the
+reserved ones, whose transfers end by themselves. A waiting head that lacks blocks stops new reservations;
+only requests that already hold blocks may pass it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tandem_engine.scheduler.config import RequestCounts, SchedulerConfig
 
 
 class RequestQueues:
-    """Every live request is in exactly one queue; its status says which."""
+    """Every live request is in exactly one queue, as its status says."""
 
     def __init__(self, blocks: BlockManager, config: SchedulerConfig) -> None:
         self._blocks = blocks
@@ -73,7 +73,7 @@ class RequestQueues:
         insort(self._ready, request, key=self._arrival)
 
     def remove(self, request: Request) -> None:
-        """A request is over; its blocks are the caller's to give back."""
+        """Remove a finished request; the caller frees its blocks."""
         match request.status:
             case RequestStatus.WAITING_FOR_KV:
                 del self._reserved[request.request_id]
@@ -90,8 +90,8 @@ class RequestQueues:
     # -- admission ------------------------------------------------------------------------------------
 
     def admit(self) -> None:
-        """Fill the places in the batch, oldest first; who lacks blocks is passed by who has them."""
-        # Blocks are not taken before there is a budget to compute something into them.
+        """Fill the batch, oldest first; a request that lacks blocks is passed by those that have them."""
+        # Blocks are allocated only when the budget allows computing into them.
         budget = self._config.max_tokens_per_step - sum(r.num_uncomputed_tokens for r in self._running)
         head_fits = True
         while len(self._running) < self._config.max_batch:
@@ -141,7 +141,7 @@ class RequestQueues:
         able = []
         for request in self.running:
             if request.status is not RequestStatus.RUNNING:
-                continue  # preempted for an older one just now
+                continue  # just preempted for an older one
             while not (secured := self._blocks.allocate(request, request.num_tokens)):
                 victim = self._victim(request)
                 if victim is None:
@@ -157,7 +157,7 @@ class RequestQueues:
         return max(younger + self._ready, key=self._arrival, default=None)
 
     def _preempt(self, victim: Request) -> None:
-        """Take a request's blocks; it keeps its tokens and waits ahead of all that arrived after it."""
+        """Free a request's blocks; it keeps its tokens and waits ahead of later arrivals."""
         (self._running if victim.status is RequestStatus.RUNNING else self._ready).remove(victim)
         self._blocks.free(victim)
         victim.num_computed_tokens = 0

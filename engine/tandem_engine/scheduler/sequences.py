@@ -25,7 +25,7 @@ from tandem_engine.request import Request
 
 
 class VerifiedTokens(Protocol):
-    """What the scheduler reads of a verification; the verifier's own result has more."""
+    """The part of a verification that the scheduler reads."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -38,7 +38,7 @@ class VerifiedTokens(Protocol):
 
 @dataclass(frozen=True)
 class RequestUpdate:
-    """What one step did to one request."""
+    """The change of one request in one step."""
 
     request: Request
     #: Appended to the output; shorter than what was verified when one of them ended the text.
@@ -103,7 +103,7 @@ def prefill_sequence(blocks: BlockManager, request: Request, max_tokens: int) ->
 
 
 def check_verified(sequence: ScheduledSequence, verified: VerifiedTokens) -> None:
-    """A wrong path would put KV of one text under the tokens of another, and the cache would share it.
+    """Check that the path fits the draft: a wrong one would put wrong KV into the prefix cache.
 
     Raises InvariantError unless the path descends from the root and its nodes are the emitted tokens.
     """

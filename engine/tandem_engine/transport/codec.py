@@ -63,12 +63,7 @@ class MalformedError(TransferError):
 
 
 def digest(
-    transfer_id: bytes,
-    epoch: int,
-    layer: int,
-    first_block: int,
-    num_blocks: int,
-    payload: memoryview,
+    transfer_id: bytes, epoch: int, layer: int, first_block: int, num_blocks: int, payload: memoryview
 ) -> bytes:
     """xxh3-128 (16 bytes) over the block range, as little-endian uint32 after the id, and the payload."""
     hasher = xxhash.xxh3_128(_BLOCK_RANGE.pack(transfer_id, epoch, layer, first_block, num_blocks))
@@ -126,16 +121,7 @@ def decode(header: bytes) -> Message:
 
 
 def ticket_to_proto(ticket: Ticket) -> pb.KvTicket:
-    return pb.KvTicket(
-        transfer_id=ticket.transfer_id,
-        epoch=ticket.epoch,
-        endpoint=ticket.endpoint,
-        public_key=ticket.public_key,
-        layout_fingerprint=ticket.layout_fingerprint,
-        layout_description=ticket.layout_description,
-        wanted_blocks=ticket.wanted_blocks,
-        credit_bytes=ticket.credit_bytes,
-    )
+    return pb.KvTicket(**vars(ticket))
 
 
 def ticket_from_proto(message: pb.KvTicket) -> Ticket:

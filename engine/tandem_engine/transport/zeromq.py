@@ -66,12 +66,12 @@ class _WakePipe:
         self.read_fd, self._write_fd = os.pipe()
         os.set_blocking(self.read_fd, False)
         os.set_blocking(self._write_fd, False)
-        # A late wake-up must not write to a descriptor that someone else has got since.
+        # A late wake-up must not write to a descriptor that was closed and reused.
         self._lock = threading.Lock()
         self._closed = False
 
     def wake(self) -> None:
-        # A full pipe will wake the poll as well as one more byte would.
+        # A full pipe wakes the poll already.
         with self._lock, contextlib.suppress(BlockingIOError):
             if not self._closed:
                 os.write(self._write_fd, b"w")
@@ -194,7 +194,7 @@ class ZmqReceiver(KVReceiver):
             self.count_drop(DropCause.MALFORMED)
             return
         reply = self.accept(frame, parts[2].buffer)
-        # A peer that has gone gets no answer, and its sender notices by itself.
+        # A disconnected peer gets no reply.
         with contextlib.suppress(zmq.ZMQError):
             self._router.send_multipart([parts[0].bytes, encode(reply)], zmq.DONTWAIT)
 
@@ -249,7 +249,7 @@ class ZmqSender(KVSender):
                 self._worker.pipe.drain()
             self._take_replies()
             busy = self._send_round()
-            self._look_after_peers()
+            self._check_peers()
 
     def _send_round(self) -> bool:
         """One frame of each transfer that has one and may send it; whether any did."""
@@ -303,8 +303,8 @@ class ZmqSender(KVSender):
             peer.transfers.append(transfer)
         return peer.dealer
 
-    def _look_after_peers(self) -> None:
-        """Fail what has stalled; close connections that nothing uses."""
+    def _check_peers(self) -> None:
+        """Fail stalled transfers; close unused connections."""
         now = time.monotonic()
         for key, peer in list(self._peers.items()):
             stalled = False

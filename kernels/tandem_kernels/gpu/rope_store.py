@@ -1,4 +1,4 @@
-"""rope_store in Triton: norm, rotation, quantisation and store, with one read of the projection.
+"""rope_store in Triton: norm, rotation, quantisation and store, in one pass over the projection.
 
     program (t, g)   BLOCK_HEADS heads of token t, queries, keys and values alike, as rows of a tile
       queries        rotated in place
@@ -25,27 +25,13 @@ TILE = 1024
 
 
 def rope_store(
-    qkv: torch.Tensor,
-    positions: torch.Tensor,
-    rotations: torch.Tensor,
-    kv_cache: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    *,
-    q_norm: torch.Tensor | None = None,
-    k_norm: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    k_scale: Scale = None,
-    v_scale: Scale = None,
-) -> torch.Tensor:
+    qkv: torch.Tensor, positions: torch.Tensor, rotations: torch.Tensor, kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor, *, q_norm: torch.Tensor | None = None, k_norm: torch.Tensor | None = None,
+    eps: float = 1e-6, k_scale: Scale = None, v_scale: Scale = None,
+) -> torch.Tensor:  # fmt: skip
     """Return the queries [T, Hq, D], a view of qkv; arguments as the public operator has checked them."""
-    check_dense(
-        qkv=qkv,
-        positions=positions,
-        rotations=rotations,
-        slot_mapping=slot_mapping,
-        q_norm=q_norm,
-        k_norm=k_norm,
-    )
+    check_dense(qkv=qkv, positions=positions, rotations=rotations, slot_mapping=slot_mapping)
+    check_dense(q_norm=q_norm, k_norm=k_norm)
     if kv_cache.dtype == torch.float8_e4m3fn and qkv.is_cuda and torch.cuda.get_device_capability() < (8, 9):
         raise ValueError(
             "kv_cache has dtype float8_e4m3fn, which this GPU cannot convert: use float8_e5m2 or int8"

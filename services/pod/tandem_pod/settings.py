@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -37,17 +38,5 @@ class EnginePodSettings(PodSettings):
     """keep the KV of finished requests for later ones with the same beginning"""
 
     def engine_config(self, *, max_draft_nodes: int) -> EngineConfig:
-        return EngineConfig(
-            model=self.model,
-            dtype=self.dtype,
-            quantization=self.quantization,
-            deterministic=self.deterministic,
-            device=self.device,
-            threads=self.threads,
-            num_blocks=self.num_blocks,
-            block_size=self.block_size,
-            chunk_size=self.chunk_size,
-            max_batch=self.max_batch,
-            prefix_cache=self.prefix_cache,
-            max_draft_nodes=max_draft_nodes,
-        )
+        shared = self.model_dump(include={field.name for field in fields(EngineConfig)})
+        return EngineConfig(**shared, max_draft_nodes=max_draft_nodes)

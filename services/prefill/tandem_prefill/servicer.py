@@ -144,7 +144,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             # Unique per call: a request may be retried here while an earlier call for it is still ending.
             request_id=f"{message.request_id}#{secrets.token_hex(8)}",
             prompt_token_ids=list(message.prompt_token_ids),
-            sampling=_first_token_only(sampling),
+            # The same choice of the first token, and no second token.
+            sampling=replace(sampling, max_tokens=1, min_tokens=min(sampling.min_tokens, 1), stop=()),
             cache_salt=cache_salt(message.tenant, self._parts.manifest.revision),
             eos_token_ids=self._parts.eos_token_ids,
             tenant=message.tenant,
@@ -173,8 +174,3 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         status.usage.streams_open = self._num_open_calls
         status.requests_total = self._num_calls
         return status
-
-
-def _first_token_only(sampling: SamplingParams) -> SamplingParams:
-    """The same choice of the first token, and no second token."""
-    return replace(sampling, max_tokens=1, min_tokens=min(sampling.min_tokens, 1), stop=())
