@@ -1,8 +1,8 @@
 """`tandem chat`: a conversation in the terminal over gRPC.
 
-you> text    one Chat call; text is shown as it arrives, with TTFT and TPOT so far
-Ctrl-C       cancels the answer under way (what came stays in the history); at the prompt: leaves
-/reset       forgets the conversation      /exit or Ctrl-D  leaves
+you> text    one Chat call; shows text, TTFT and TPOT as it arrives
+Ctrl-C       cancels the running answer (the history keeps its text so far); at the prompt: exits
+/reset       clears the history            /exit or Ctrl-D  exits
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from rich.text import Text
 from tandem_proto.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 from tandem_service.channels import CHANNEL_OPTIONS
 
-from tandem_cli.receipt import describe_receipt
-
-#: Exit code after Ctrl-C, as shells have it.
+_NS_PER_MS = 1e6
+_NS_PER_S = 1e9
+#: Exit code after Ctrl-C, as in shells.
 EXIT_INTERRUPTED = 130
 
 
 class GatewayError(Exception):
-    """The gateway refused or cannot be reached; one sentence."""
+    """The gateway refused the request or cannot be reached."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class ChatOptions:
     max_tokens: int
     seed: int | None
     slo_class: str
-    #: "": as the pods do.
+    #: "": the mode of the pods.
     speculation: str
     api_key: str | None
 
@@ -48,7 +48,7 @@ class ChatOptions:
 
 @dataclass
 class Answer:
-    """One answer as it grows. Times are seconds since the request was sent."""
+    """An answer so far. Times are in seconds since the request was sent."""
 
     text: str = ""
     num_tokens: int = 0
@@ -75,7 +75,7 @@ class Answer:
 
 @dataclass
 class Conversation:
-    """History plus the connection; `ask` appends both sides of an exchange."""
+    """Connection and history; `ask` appends the question and the answer."""
 
     options: ChatOptions
     stub: gateway_pb2_grpc.GatewayServiceStub
@@ -90,9 +90,9 @@ class Conversation:
             self.messages.append(gateway_pb2.ChatMessage(role="system", content=self.options.system))
 
     def ask(self, text: str) -> Iterator[Answer]:
-        """Yields the same growing Answer after each message of the stream.
+        """Yields the same Answer, updated, after each message of the stream.
 
-        Raises GatewayError. Closing the iterator cancels the call; the text so far enters the history.
+        Raises GatewayError. Closing the iterator cancels the call; the history keeps the text so far.
         """
         self.messages.append(gateway_pb2.ChatMessage(role="user", content=text))
         sampling = common_pb2.SamplingParams(
@@ -120,7 +120,7 @@ class Conversation:
             if answer.text:
                 self.messages.append(gateway_pb2.ChatMessage(role="assistant", content=answer.text))
             else:
-                # An unanswered question would give two user turns in a row, which templates refuse.
+                # Without an answer two user turns would follow each other, which chat templates refuse.
                 self.messages.pop()
 
     @staticmethod
@@ -142,7 +142,7 @@ def open_stub(channel: grpc.Channel) -> gateway_pb2_grpc.GatewayServiceStub:
 
 
 def ask_once(options: ChatOptions, text: str) -> int:
-    """One question: the answer goes to stdout, the receipt to stderr. Raises GatewayError."""
+    """Asks one question; writes the answer to stdout, the receipt to stderr. Raises GatewayError."""
     with grpc.insecure_channel(options.target, options=CHANNEL_OPTIONS) as channel:
         conversation = Conversation(options, open_stub(channel))
         written = 0
@@ -164,7 +164,7 @@ def ask_once(options: ChatOptions, text: str) -> int:
 
 
 def converse(options: ChatOptions) -> int:
-    """Talk until the user leaves."""
+    """Runs the conversation until the user exits."""
     console = Console()
     with grpc.insecure_channel(options.target, options=CHANNEL_OPTIONS) as channel:
         conversation = Conversation(options, open_stub(channel))
@@ -192,7 +192,7 @@ def _show_answer(console: Console, conversation: Conversation, text: str) -> Non
         with Live(console=console, refresh_per_second=12) as live:
             try:
                 for answer in stream:
-                    # Whole lines go out for good: what has scrolled off a terminal cannot be redrawn.
+                    # Print whole lines once: a terminal cannot redraw lines that have scrolled off.
                     end = answer.text.rfind("\n") + 1
                     if end > num_printed:
                         live.console.print(Text(answer.text[num_printed : end - 1]))
@@ -212,6 +212,30 @@ def _show_answer(console: Console, conversation: Conversation, text: str) -> Non
         console.print(describe_receipt(answer.receipt), style="dim", markup=False, highlight=False)
     else:
         console.print(answer.status(), style="dim", highlight=False)
+
+
+def describe_receipt(receipt: common_pb2.Receipt) -> str:
+    """Three lines: times, tokens, SLO."""
+    steps = receipt.decode_steps
+    per_step = f", {(receipt.output_tokens - 1) / steps:.2f} per step" if steps else ""
+    sources = ", ".join(f"{name} {count}" for name, count in sorted(receipt.accepted_by_source.items()))
+    pods = " -> ".join(pod for pod in (receipt.prefill_pod, receipt.decode_pod) if pod)
+    slo = f"SLO {receipt.slo.name}: " if receipt.slo.name else "SLO: "
+    slo += "met" if receipt.slo_met else f"missed ({receipt.slo_miss_reason or 'no reason given'})"
+    retries = f", {receipt.prefill_retries} prefill retries" if receipt.prefill_retries else ""
+    return "\n".join(
+        (
+            f"TTFT {receipt.ttft_ns / _NS_PER_S:.3f} s, E2E {receipt.e2e_ns / _NS_PER_S:.3f} s"
+            f"; queue {receipt.queue_ns / _NS_PER_MS:.0f} + prefill {receipt.prefill_ns / _NS_PER_MS:.0f}"
+            f" + transfer {receipt.transfer_ns / _NS_PER_MS:.0f}"
+            f" + decode {receipt.decode_ns / _NS_PER_MS:.0f} ms; {pods}{retries}",
+            f"prompt {receipt.prompt_tokens} tokens ({receipt.cached_tokens} cached), output"
+            f" {receipt.output_tokens} in {steps} steps{per_step};"
+            f" drafted {receipt.drafted_tokens}, accepted {receipt.accepted_tokens}"
+            + (f" ({sources})" if sources else ""),
+            f"{slo}; seed {receipt.seed}",
+        )
+    )
 
 
 def _explain(error: grpc.RpcError, target: str) -> str:

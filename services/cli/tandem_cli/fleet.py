@@ -1,4 +1,4 @@
-"""Which processes `tandem up` runs, with which flags and ports; plain data, nothing is started here.
+"""Plans the processes of `tandem up`, their flags and their ports; starts nothing.
 
 gateway    gRPC 50051, HTTP 8000         redis  a unix socket, no port
 prefill i  base + i         decode j     base + 100 + j
@@ -25,7 +25,7 @@ _METRICS_OFFSET = 1000
 
 
 class PortInUseError(Exception):
-    """A port is taken; the message names it and the flag that moves it."""
+    """A port is taken; the message names it and the flag that changes it."""
 
 
 class OptionError(ValueError):
@@ -52,7 +52,7 @@ class PodFlag:
 
 @dataclass(frozen=True)
 class FleetOptions:
-    """What the user of `tandem up` chose. Raises OptionError for numbers that make no fleet."""
+    """Options of `tandem up`. Raises OptionError for numbers out of range."""
 
     model_dir: Path
     dtype: str = "auto"
@@ -84,7 +84,7 @@ class FleetOptions:
 
 @dataclass(frozen=True)
 class FleetPlan:
-    """The processes, and the order in which they are stopped: whoever calls others goes first."""
+    """The processes in the order in which they are stopped: callers before callees."""
 
     stages: tuple[tuple[ProcessSpec, ...], ...]
 
@@ -94,15 +94,14 @@ class FleetPlan:
 
 
 def plan_fleet(options: FleetOptions) -> FleetPlan:
-    """Processes of the fleet: gateway, decode pods, prefill pods, and where drafts come from other requests'
-    text, the lookahead service and Redis. Raises RedisNotFoundError.
-    """
+    """Gateway, decode pods, prefill pods and, if drafts use the text of other requests, the lookahead service
+    and Redis. Raises RedisNotFoundError."""
     return _Planner(options).plan()
 
 
-#: Decoding goes first where both want the same cores. Measured on two cores, a short text's time per token
-#: while another prompt of 3,840 tokens is computed, and that prompt's time to first token: with equal
-#: priority 56 ms and 8 s, with 3 18 ms and 11 s, with 6 10 ms and 11 s; 7 ms while nothing else runs.
+#: Decode pods have priority over prefill pods on shared cores. Measured on two cores: TPOT of a short text
+#: during the prefill of 3,840 tokens, and TTFT of that prefill: nice 0: 56 ms, 8 s; nice 3: 18 ms, 11 s;
+#: nice 6: 10 ms, 11 s. TPOT without prefill: 7 ms.
 _PREFILL_NICE = 6
 
 
@@ -192,7 +191,7 @@ def check_ports(plan: FleetPlan, host: str) -> None:
         for purpose, port in spec.ports.items():
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             with socket.socket(family, socket.SOCK_STREAM) as probe:
-                # As servers bind: connections of an earlier run in TIME_WAIT are no obstacle.
+                # Like servers: allows a port whose old connections are in TIME_WAIT.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 try:
                     probe.bind((host, port))
@@ -218,5 +217,5 @@ def _targets(specs: Sequence[ProcessSpec]) -> str:
 
 
 def _script(name: str) -> Path:
-    """Console script of this very installation, whatever PATH says."""
+    """Console script of this installation, independent of PATH."""
     return Path(sys.executable).parent / name

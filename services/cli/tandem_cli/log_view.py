@@ -1,7 +1,7 @@
-"""One log view for many processes: each line goes out with the name of the process it came from.
+"""Merges the logs of all processes into one stream.
 
-In the console form lines get a coloured prefix; in the JSON form the pods' own lines pass through
-untouched (they carry role and pod) and the supervisor's events become JSON lines too.
+Console format: each line gets a coloured prefix with the name of its process. JSON format: lines of pods are
+unchanged, because they contain role and pod; events of the supervisor are JSON lines too.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LogView:
             self._write(f"{self._prefix(role, name)}{text}")
 
     def event(self, name: str, message: str) -> None:
-        """Something the supervisor has to say about the process `name`."""
+        """An event of the process `name`, reported by the supervisor."""
         if self._format == "json":
             stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
             record = {"event": message, "role": "up", "pod": name, "level": "info", "timestamp": stamp}
@@ -50,7 +50,7 @@ class LogView:
             self._write(f"{self._prefix('up', 'up')}{name}: {message}")
 
     def banner(self, text: str) -> None:
-        """Text for the person at the terminal; left out of the JSON form."""
+        """Text for people; left out in the JSON format."""
         if self._format == "console":
             self._write(text)
 

@@ -1,4 +1,4 @@
-"""What `tandem lookahead` asks of the lookahead service.
+"""Requests of `tandem lookahead` to the lookahead service.
 
 An export is one Snapshot message (lookahead.proto) with a namespace's shared text. The file has its own
 digest; the service that imports it checks it.
@@ -20,7 +20,7 @@ _STATUS_TIMEOUT_S, _TRANSFER_TIMEOUT_S = 10.0, 600.0
 
 
 class AdminError(Exception):
-    """One sentence that says what is wrong and what helps."""
+    """One sentence with the cause and the remedy."""
 
 
 def status(target: str) -> pb.GetLookaheadStatusResponse:

@@ -1,8 +1,9 @@
-"""The `tandem` command. Commands import what they need when they run, so that `--help` is quick."""
+"""The `tandem` command. Commands import their modules when they run, so that `--help` is fast."""
 
 from __future__ import annotations
 
 import os
+import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -186,28 +187,38 @@ def generate(
         typer.Option(help="Drafts: none, trees, or one line of 7, from the request's own text; not global."),
     ] = SpeculationMode.LOCAL,
 ) -> None:
-    """Generate in this one process, without any pod."""
-    from tandem_core.errors import ModelLoadError
+    """Generate in this process, without pods."""
+    from tandem_core.errors import TandemError
+    from tandem_core.model.chat_template import Message
+    from tandem_core.sampling import SamplingParams
 
-    from tandem_cli import generate, models
+    from tandem_cli import models
 
     if speculation is SpeculationMode.GLOBAL:
         fail("--speculation global needs the text of other requests; start a fleet with `tandem up`", code=2)
     try:
         folder = models.obtain(model)
-        options = generate.GenerateOptions(
+        from tandem_drafting.drafter import drafter_for
+        from tandem_engine.llm import LLM
+
+        text = sys.stdin.read() if prompt == "-" else prompt
+        if not text.strip():
+            fail("the prompt is empty; give some text")
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed or 0)
+        llm = LLM(
             folder,
-            dtype.value,
-            quantization.value,
-            as_chat,
-            temperature,
-            max_tokens,
-            seed or 0,
-            speculation,
+            drafter=drafter_for(speculation),
+            dtype=dtype.value,
+            quantization=quantization.value,
         )
-        generate.run(options, prompt)
-    except (ModelLoadError, generate.PromptError) as error:
+        tokens = llm.tokenizer
+        prompt_ids = tokens.encode_chat([Message("user", text)]) if as_chat else tokens.encode(text)
+        for piece in llm.stream(prompt_ids, sampling):
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+    except TandemError as error:
         fail(str(error))
+    sys.stdout.write("\n")
 
 
 def main() -> None:

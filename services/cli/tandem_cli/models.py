@@ -1,7 +1,7 @@
-"""Gets models and converts their weights for the commands that need them.
+"""Gets models and converts their weights: `python -m tandem_cli.models FOLDER DTYPE QUANTIZATION`.
 
-Importing torch takes two seconds, so nothing here imports it while the model is already complete on disk.
-Conversion runs in a process of its own, whose end frees torch's memory.
+Importing torch takes two seconds, so this module does not import it if the model is complete on disk. A
+separate process converts the weights, so that its end frees torch's memory.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tandem_core.errors import ModelLoadError
@@ -16,7 +17,7 @@ from tandem_core.model import registry
 
 
 def obtain(name_or_path: str) -> Path:
-    """The model's folder; pulls the model first when it is not on this machine. Raises ModelLoadError."""
+    """The model's folder; pulls a model that is not on this machine. Raises ModelLoadError."""
     return registry.find(name_or_path) or pull(name_or_path)
 
 
@@ -24,21 +25,19 @@ def pull(reference: str) -> Path:
     """The folder of the pulled model; shows progress on stderr. Raises ModelLoadError."""
     from tandem_engine import model_loader
 
-    from tandem_cli.progress import ProgressView
-
-    with ProgressView() as progress:
+    with _progress_bars() as progress:
         return model_loader.pull(reference, progress)
 
 
 def prepare_weights(folder: Path, dtype: str, quantization: str) -> None:
-    """Convert the weights now, once, instead of in the first pod; shows progress. Raises ModelLoadError.
+    """Converts the weights once, before the pods start; shows progress. Raises ModelLoadError.
 
-    Weights that exist are not checked: each pod does that when it loads them.
+    Existing weights are not checked here; each pod checks them when it loads them.
     """
     note = _note(folder, dtype, quantization)
     if note.is_file() and (folder / note.read_text(encoding="utf-8")).is_file():
         return
-    command = [sys.executable, "-P", "-m", "tandem_cli.convert", str(folder), dtype, quantization]
+    command = [sys.executable, "-P", "-m", "tandem_cli.models", str(folder), dtype, quantization]
     if subprocess.run(command, check=False).returncode != 0:
         raise ModelLoadError(
             f"the weights in {folder} could not be converted to {dtype}; the reason is above"
@@ -46,10 +45,57 @@ def prepare_weights(folder: Path, dtype: str, quantization: str) -> None:
 
 
 def note_prepared(folder: Path, dtype: str, quantization: str, file_name: str) -> None:
-    """Record which weight file these options mean on this machine, since finding that out takes torch."""
+    """Records the weight file of these options on this machine, which only torch can determine."""
     with contextlib.suppress(OSError):  # a read-only folder is converted already, or fails in the pod
         _note(folder, dtype, quantization).write_text(file_name, encoding="utf-8")
 
 
 def _note(folder: Path, dtype: str, quantization: str) -> Path:
     return folder / f".prepared-{dtype}-{quantization}"
+
+
+@contextlib.contextmanager
+def _progress_bars() -> Iterator[Callable[[str, int, int], None]]:
+    """Shows a bar per stage on a terminal, else a line per stage, on stderr.
+
+    The yielded function takes a stage, its bytes done and its total bytes (0: unknown).
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description:<24}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    tasks: dict[str, TaskID] = {}
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+
+        def show(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = progress.add_task(stage, total=total or None)
+                if not console.is_terminal:
+                    console.print(stage, highlight=False)
+            progress.update(tasks[stage], completed=done, total=total or None)
+
+        yield show
+
+
+def _convert(folder: Path, dtype: str, quantization: str) -> None:
+    import torch
+    from tandem_engine.model_loader import ensure_weights
+    from tandem_engine.model_loader.loading import pick_numerics
+    from tandem_kernels import runs_packed
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        with _progress_bars() as progress:
+            wanted = pick_numerics(folder, dtype, quantization, device)
+            packed = runs_packed(wanted.dtype, torch.device(device))
+            path = ensure_weights(
+                folder, wanted.dtype, progress, packed=packed, quantization=wanted.quantization
+            )
+        note_prepared(folder, dtype, quantization, path.name)
+    except ModelLoadError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    _convert(Path(sys.argv[1]), sys.argv[2], sys.argv[3])

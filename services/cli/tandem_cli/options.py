@@ -1,8 +1,7 @@
-"""Options that several commands share, each written once, and how a command ends with an error."""
+"""Options that several commands share, and `fail`, which ends a command with an error."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
@@ -17,10 +16,9 @@ ApiKeyOption = Annotated[
 TemperatureOption = Annotated[float, typer.Option(min=0.0, max=2.0, help="0 picks the likeliest token.")]
 MaxTokensOption = Annotated[int, typer.Option(min=1, help="Most tokens per answer.")]
 SeedOption = Annotated[int | None, typer.Option(min=0, help="Equal seeds give equal texts.")]
-ReadableFile = Annotated[Path | None, typer.Option(exists=True, dir_okay=False, readable=True)]
 
 
 def fail(message: str, code: int = 1) -> NoReturn:
-    """End the command with one sentence on stderr."""
+    """Ends the command with one sentence on stderr."""
     typer.echo(f"error: {message}", err=True)
     raise typer.Exit(code)

@@ -1,6 +1,6 @@
-"""What a running `tandem up` tells others: who runs, under which pid, on which ports.
+"""The state file of a running `tandem up`: its processes with pids and ports.
 
-Written anew at each change, by rename, so that a reader never sees half of it; removed at the end.
+Each change replaces the file atomically by rename; the end of the run removes it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class PodRecord:
-    """One process; pid is None while it is down and about to be started again."""
+    """One process; pid is None between a death and the restart."""
 
     role: str
     name: str

@@ -1,14 +1,14 @@
-"""Keeps a set of child processes running until told to stop; what `tandem up` stands on.
+"""Runs the child processes of `tandem up` and restarts those that die.
 
     start()       every process is spawned at once, each watched by a task of its own
-    wait_ready()  returns when the probe has said yes to each of them
-    a death       is logged and the process started again after a backoff (0.2 s doubling to 5 s; an
-                  hour-old process starts afresh at 0.2 s). One that keeps dying before it was ever ready,
-                  or refuses its settings (exit code 2), fails the whole: `failed` resolves
-    stop()        SIGTERM stage by stage, each stage given `grace_s` to drain; then SIGKILL for what is left
+    wait_ready()  returns when the probe has succeeded for each of them
+    a death       is logged, and the process is restarted after a backoff (0.2 s doubling to 5 s; 0.2 s again
+                  after a life of 30 s). If it keeps dying before it was ever ready, or refuses its settings
+                  (exit code 2), `failed` resolves
+    stop()        SIGTERM stage by stage; SIGKILL for processes that do not end within `grace_s`
 
-Children run in sessions of their own, so Ctrl-C in the terminal reaches only the supervisor. When the
-supervisor dies, even by SIGKILL, the kernel ends them (`parent_death`).
+Each child has its own session, so Ctrl-C in the terminal reaches only the supervisor. If the supervisor dies,
+even by SIGKILL, the kernel ends the children (`parent_death`).
 """
 
 from __future__ import annotations
@@ -25,19 +25,17 @@ from dataclasses import dataclass
 
 from tandem_service import parent_death
 
-#: Exit code of a pod that does not accept its settings; starting it again cannot help.
+#: Exit code of a pod that refuses its settings; it is not restarted.
 EXIT_BAD_SETTINGS = 2
 
-
-#: All pods share this machine's cores. OpenMP's threads spin for milliseconds at the end of an operation and
-#: keep a core from the pod that has work. A short spin costs a step nothing (measured 53 ms, 50-55 with the
-#: default), none at all costs a third (70 ms).
+#: Limits how long OpenMP threads spin after an operation: idle pods would occupy the cores of busy ones.
+#: Measured time of a step: 53 ms (50-55 ms with the default, 70 ms without spinning).
 _POD_ENVIRONMENT = {"GOMP_SPINCOUNT": "20000"}
 
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """One child process: what it is, how it is started, where it listens."""
+    """One child process."""
 
     role: str
     name: str
@@ -54,7 +52,7 @@ class RestartPolicy:
 
     first_delay_s: float = 0.2
     longest_delay_s: float = 5.0
-    #: A process that lived this long counts as healthy; its next death starts the backoff afresh.
+    #: A death after this lifetime resets the backoff.
     forgiven_after_s: float = 30.0
     max_deaths_before_ready: int = 3
 
@@ -64,7 +62,7 @@ class RestartPolicy:
 
 
 class StartupError(Exception):
-    """A process cannot be brought up; the message holds its last lines."""
+    """A process does not start; the message contains its last lines."""
 
 
 class Child:
@@ -86,8 +84,8 @@ class Child:
 class Supervisor:
     """Runs `stages` of processes; later stages are stopped later. Belongs to one event loop.
 
-    `on_line(spec, line)` gets each line a process prints; `on_event(spec, message)` what the supervisor has
-    to say about it; `on_change()` is called whenever a pid changed. `probe(spec)` says whether it serves.
+    `on_line(spec, line)` gets each line that a process prints, `on_event(spec, message)` each event of it;
+    `on_change()` is called when a pid changes. `probe(spec)` returns whether the process serves.
     """
 
     def __init__(
@@ -111,7 +109,7 @@ class Supervisor:
         self._stopping = asyncio.Event()
         self._kill_now = asyncio.Event()
         self._keepers: dict[str, asyncio.Task[None]] = {}
-        #: Resolves with StartupError when a process cannot be brought up.
+        #: Resolves with StartupError when a process does not start.
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
@@ -119,12 +117,12 @@ class Supervisor:
         return [child for stage in self._stages for child in stage]
 
     def start(self) -> None:
-        """Spawn every process; a process's deaths are handled from here on."""
+        """Spawns every process and watches it."""
         for child in self.children:
             self._keepers[child.spec.name] = asyncio.create_task(self._keep(child))
 
     async def wait_ready(self) -> None:
-        """Until each process has answered its probe; raises StartupError when one never will."""
+        """Waits until each probe has succeeded; raises StartupError if a process does not start."""
         everyone = asyncio.create_task(self._everyone_ready())
         try:
             await asyncio.wait([everyone, self.failed], return_when=asyncio.FIRST_COMPLETED)
@@ -138,11 +136,11 @@ class Supervisor:
             await child.ready.wait()
 
     def stop_at_once(self) -> None:
-        """Cut short the grace of a `stop` under way."""
+        """Ends the grace period of a running `stop`."""
         self._kill_now.set()
 
     async def stop(self) -> None:
-        """End all processes and everything in their sessions; returns when they are gone."""
+        """Ends all processes and their sessions; returns when they have ended."""
         self._stopping.set()
         for stage in self._stages:
             for child in stage:
@@ -171,7 +169,7 @@ class Supervisor:
             gone.cancel()
 
     async def _keep(self, child: Child) -> None:
-        """Start the process, again after each death, until `stop` or until it is hopeless."""
+        """Starts the process, and restarts it after each death, until `stop` or failure."""
         deaths_in_a_row = 0
         while not self._stopping.is_set():
             started = time.monotonic()

@@ -1,7 +1,7 @@
-"""`tandem up`: the whole system on one machine, from a model's name to a clean end.
+"""`tandem up`: runs the whole system on one machine.
 
-model on disk -> ports free -> processes started together -> all SERVING -> banner ... a process dies: started
-again ... Ctrl-C or SIGTERM: gateway, decode, prefill, lookahead, redis end in turn
+ports are free -> processes start together -> all SERVING -> banner; a process that dies is restarted;
+Ctrl-C or SIGTERM: gateway, decode, prefill, lookahead and redis end in this order
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tandem_cli.supervisor import ProcessSpec, StartupError, Supervisor
 
 
 def run_fleet(options: FleetOptions, model_name: str, state_path: Path) -> int:
-    """Serve until told to stop; returns the exit code. Raises PortInUseError before anything is started."""
+    """Serves until a signal; returns the exit code. Raises PortInUseError before it starts a process."""
     plan = plan_fleet(options)
     check_ports(plan, options.host)
     socket = redis_server.socket_path(options.redis_dir)
@@ -33,7 +33,7 @@ def run_fleet(options: FleetOptions, model_name: str, state_path: Path) -> int:
 
 
 class _Fleet:
-    """One run: joins the supervisor, the log view, the state file and the signals."""
+    """Connects the supervisor with the log view, the state file and the signals."""
 
     def __init__(
         self, options: FleetOptions, plan: FleetPlan, view: LogView, state: StateFile, model_name: str
@@ -108,7 +108,7 @@ class _Fleet:
 
 
 def banner(options: FleetOptions, model_name: str, seconds: float) -> str:
-    """What to type next."""
+    """Shows the addresses and example commands."""
     host = reachable(options.host)
     grpc_target, url = f"{host}:{options.grpc_port}", f"http://{host}:{options.http_port}"
     chat = "tandem chat" if grpc_target == "127.0.0.1:50051" else f"tandem chat --target {grpc_target}"

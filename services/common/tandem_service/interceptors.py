@@ -59,20 +59,6 @@ class MalformedRequestError(Exception):
     """The bytes of a request are not the message that its method takes."""
 
 
-class CallMetrics:
-    """Counts and durations of calls by method."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.calls = Counter("tandem_grpc_calls", "gRPC calls ended", ["method", "code"], registry=registry)
-        self.seconds = Histogram(
-            "tandem_grpc_call_seconds",
-            "Duration of gRPC calls",
-            ["method"],
-            buckets=LATENCY_BUCKETS_S,
-            registry=registry,
-        )
-
-
 class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
     """See the module's diagram. `status_codes` is looked up by the exception's nearest base class."""
 
@@ -83,7 +69,14 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
             MalformedRequestError: grpc.StatusCode.INVALID_ARGUMENT,
             **status_codes,
         }
-        self._metrics = CallMetrics(registry)
+        self._calls = Counter("tandem_grpc_calls", "gRPC calls ended", ["method", "code"], registry=registry)
+        self._seconds = Histogram(
+            "tandem_grpc_call_seconds",
+            "Duration of gRPC calls",
+            ["method"],
+            buckets=LATENCY_BUCKETS_S,
+            registry=registry,
+        )
         self._log = structlog.get_logger("tandem.access")
 
     async def intercept_service(
@@ -160,8 +153,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
             await context.abort(status, message)
         finally:
             seconds = time.monotonic() - started
-            self._metrics.calls.labels(method, code).inc()
-            self._metrics.seconds.labels(method).observe(seconds)
+            self._calls.labels(method, code).inc()
+            self._seconds.labels(method).observe(seconds)
             log = self._log.debug if _QUIET.search(method) else self._log.info
             log("call", method=method, code=code, seconds=round(seconds, 6), peer=peer)
 

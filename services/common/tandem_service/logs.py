@@ -16,27 +16,18 @@ from structlog.typing import EventDict, Processor, WrappedLogger
 from tandem_service.settings import CommonSettings
 
 
-class _AddOrigin:
-    """Adds role and pod to each line."""
-
-    def __init__(self, role: str, pod_id: str) -> None:
-        self._role = role
-        self._pod_id = pod_id
-
-    def __call__(self, logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
-        event.setdefault("role", self._role)
-        event.setdefault("pod", self._pod_id)
-        return event
-
-
 def configure(settings: CommonSettings, role: str) -> None:
     """Sends structlog and `logging` to stderr in `settings.log_format`, from `settings.log_level` up."""
+
+    def add_origin(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+        return {"role": role, "pod": settings.pod_id, **event}
+
     level = logging.getLevelNamesMapping()[settings.log_level.upper()]
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,
-        _AddOrigin(role, settings.pod_id),
+        add_origin,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
     as_json = settings.log_format == "json"
