@@ -37,8 +37,7 @@ class Prefaulter:
         self.will_use(0)
 
     def will_use(self, block_id: int) -> None:
-        """Block block_id is about to be written. Does nothing while enough memory ahead of it is faulted
-        in."""
+        """Call before writing block_id; does nothing while enough memory ahead of it is faulted in."""
         if self._num_faulted == self._num_blocks or block_id + self._ahead // 2 < self._num_faulted:
             return
         first = max(self._num_faulted, block_id - self._ahead)

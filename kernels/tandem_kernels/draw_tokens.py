@@ -2,12 +2,12 @@
 
     row        = (logits - max) / temperature
     top-k      the k largest stay, and those equal to the k-th
-    top-p      then: the fewest most likely tokens that weigh p of the rest together; of equals, lower ids
+    top-p      then: the fewest most likely tokens with p of the remaining weight; of equals, lower ids
     min-p      then: tokens at least min_p times as likely as the most likely one
     race       token t arrives at time -log(1 - u_t) / exp(row_t); the first wins (Gumbel-max)
     u_t        52 bits of SplitMix64's output number t + 1 after the state `key`, in (0, 1)
 
-So a token depends on its row, its parameters and its key alone. exp is computed in float64 and rounded to
+A token depends only on its row, its parameters and its key. exp is computed in float64 and rounded to
 float32, sums and times in float64: two ways to compute this differ when two tokens' times, or a sum and p,
 agree to 15 digits.
 """

@@ -1,7 +1,7 @@
 """Our weight file: which tensors it holds and which Hugging Face tensors each is made of.
 
-The file (`model-<dtype>.safetensors`) is what the decoder computes with, not what the hub stores, so that
-processes map it and share its pages without a private copy:
+The file (`model-<dtype>.safetensors`) has the layout that the decoder computes with, so processes map it and
+share its pages without a private copy:
 
     embed_tokens.weight              [V, H]
     layers.N.input_norm.weight       [H]
@@ -110,7 +110,7 @@ class StoredTensor:
         return self.name.endswith(("_proj.weight", "lm_head.weight"))
 
     def in_file(self, form: WeightForm, bits: int) -> FileTensor:
-        """As it lies in a file of this form; bits of a weight, where it is quantized.
+        """Its shape and dtype in a file of this form; bits: of a weight, where it is quantized.
 
         A projection that the kernels do not take (tandem_kernels.packed_linear) stays as it is.
         """

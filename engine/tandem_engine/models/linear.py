@@ -1,10 +1,10 @@
-"""How a projection is computed, and in which dtype, on the CPU or GPU at hand.
+"""Chooses how a projection is computed, and in which dtype, on this CPU or GPU.
 
-Each policy has the same face, `policy(x [T, in]) -> [T, out]`, and one is chosen when weights are loaded. All
-but the last compute from the mapped file, with no private memory:
+Each policy has the interface `policy(x [T, in]) -> [T, out]`; loading the weights chooses one. All but the
+last compute from the mapped file, without private memory:
 
     PackedLinear   the compiled CPU kernels, plain or quantized weights. Nearly flat from one row to a dozen,
-                   so that verifying drafts costs a decode step little more than one token; within 6 % of
+                   so verifying a draft costs little more than decoding one token; within 6 % of
                    oneDNN on hundreds.
     PlainLinear    torch. GPUs, and CPUs without compiled kernels, where quantized weights are dequantized.
     UpcastLinear   bfloat16 weights on a CPU with neither compiled kernels nor bfloat16 instructions: several
@@ -113,5 +113,5 @@ def linear_policy(
 
 
 def is_packed(weight: Tensor) -> bool:
-    """Whether a projection of the weight file lies in one of the kernels' packings."""
+    """Whether a projection of the weight file has one of the kernels' packings."""
     return weight.dim() == 4 or weight.dtype == torch.uint8

@@ -21,7 +21,7 @@ from tandem_kernels.draw_tokens import FACTORS, GAMMA
 
 BLOCK = 4096
 NUM_WARPS = 16
-#: About as many as there are multiprocessors; more would only take more memory.
+#: About the number of multiprocessors; more rows would only take more memory.
 ROWS_PER_LAUNCH = 128
 
 

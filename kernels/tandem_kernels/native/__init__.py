@@ -3,9 +3,9 @@
     LIBRARY     the loaded library, or None: not compiled (no compiler at install time), or an unknown CPU
     DTYPE       torch dtype -> the number the kernels know it by
 
-The libraries share torch's OpenMP threads: both use libgomp, which is loaded once. A second pool would spin
-beside the first and cost more than the kernels save. TANDEM_NATIVE=off, or the name of an instruction set
-(avx2, avx512, avx512_vnni, avx512_bf16), overrides the choice.
+The libraries share torch's OpenMP threads: both use libgomp, which is loaded once. A second pool would
+compete with the first and cost more than the kernels save. TANDEM_NATIVE=off, or the name of an instruction
+set (avx2, avx512, avx512_vnni, avx512_bf16), overrides the choice.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def load(name: str) -> ctypes.CDLL:
 
 
 def instruction_set() -> str | None:
-    """The name of LIBRARY's."""
+    """The instruction set of LIBRARY."""
     if LIBRARY is None:
         return None
     return Path(LIBRARY._name).stem.removeprefix("tandem_")
@@ -148,7 +148,7 @@ def _load_best() -> ctypes.CDLL | None:
     if wanted == "off":
         return None
     if wanted and wanted not in instruction_sets():
-        # Loading it anyway would end in an illegal instruction.
+        # The library would run illegal instructions.
         raise ValueError(
             f"TANDEM_NATIVE is {wanted!r}, wanted off or one of this processor's {instruction_sets()}"
         )
