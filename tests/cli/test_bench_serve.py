@@ -22,7 +22,7 @@ from tandem_cli.bench.record import OK, TIMEOUT, RequestRecord
 from tandem_cli.bench.run import make_prompts, run_bench
 from tandem_cli.bench.transports import GrpcTransport, HttpTransport, Transport
 from tandem_proto.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
-from waiting import until
+from waiting import pause_async, until
 
 OPTIONS = BenchOptions(model="m", max_tokens=6, seed=3, ignore_eos=True, api_key="secret")
 
@@ -46,7 +46,7 @@ class FakeGateway(gateway_pb2_grpc.GatewayServiceServicer):
         self.most_running = max(self.most_running, self.running)
         try:
             for ids in ([1], [2, 3, 4], [5, 6]):
-                await asyncio.sleep(self.gap_s)
+                await pause_async(self.gap_s)
                 chunk = gateway_pb2.GeneratedChunk(text="x" * len(ids), token_ids=ids)
                 yield gateway_pb2.ChatResponse(chunk=chunk)
             receipt = common_pb2.Receipt(

@@ -1,6 +1,5 @@
 """The client of prefill pods: one channel for all calls to a pod, closed when it is no longer used."""
 
-import asyncio
 from collections.abc import AsyncIterator
 
 import grpc
@@ -9,7 +8,7 @@ from fake_pods import FakePod
 from tandem_decode.prefill_client import PrefillClient
 from tandem_proto.v1 import prefill_pb2
 from tandem_service.channels import open_channel
-from waiting import until
+from waiting import pause_async, until
 
 REQUEST = prefill_pb2.PrefillRequest(request_id="r")
 
@@ -57,7 +56,7 @@ async def test_a_channel_is_used_again_and_closed_when_it_has_been_unused_for_lo
     pod.gate.set()
     for _ in range(3):
         assert await _to_end(client.prefill(pod.target, REQUEST)) == ["progress", "finished"]
-        await asyncio.sleep(0.2)
+        await pause_async(0.2)
     assert channels.are_closed() == [False], "0.6 s after the first call and 0.2 s after the last"
     await until(lambda: channels.are_closed() == [True])
     assert await _to_end(client.prefill(pod.target, REQUEST)) == ["progress", "finished"]
@@ -70,7 +69,7 @@ async def test_a_channel_is_not_closed_while_a_call_is_on_it(pod, client, channe
     short = client.prefill(pod.target, REQUEST)
     assert (await short.read()).HasField("progress")
     short.cancel()
-    await asyncio.sleep(0.8)
+    await pause_async(0.8)
     assert channels.are_closed() == [False]
     pod.gate.set()
     assert (await long.read()).HasField("finished")

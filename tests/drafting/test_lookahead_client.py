@@ -13,7 +13,7 @@ from tandem_drafting.mirror import GlobalMirror
 from tandem_drafting.spans import AcceptedSpan
 from tandem_proto.v1 import lookahead_pb2 as pb
 from tandem_proto.v1 import lookahead_pb2_grpc
-from waiting import until
+from waiting import run_ready_tasks, until
 
 NOWHERE = "127.0.0.1:1"
 NAMESPACE = pb.Namespace(tenant="acme", model_revision="rev1", tokenizer_hash="tok1")
@@ -41,7 +41,7 @@ async def test_full_queues_drop_and_count():
     assert client.dropped == 2  # before the client even runs
     client.start()
     try:
-        await asyncio.sleep(0.2)
+        await run_ready_tasks()  # the client takes what is queued, and cannot send it
         client.push("r9", 0, [1, 2])
         await until(lambda: client.dropped == 3)  # one more than may wait for the service
         assert (mirror.num_tokens, client.connected) == (0, False)

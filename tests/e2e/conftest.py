@@ -70,14 +70,18 @@ class RunningFleet:
             channel.close()
         return usage
 
+    def num_running(self) -> int:
+        """Requests that the gateway has begun or queued."""
+        view = self.gateway().GetFleetStatus(gateway_pb2.GetFleetStatusRequest(), timeout=10)
+        return view.requests_running + view.requests_queued
+
     def assert_idle(self, within_s: float = 10.0) -> None:
         """Every block, credit and stream is given back, on both roles."""
         held: dict[str, object] = {}
 
         def is_idle() -> bool:
             held.update({name: pod_usage.held(usage) for name, usage in self.usage().items()})
-            view = self.gateway().GetFleetStatus(gateway_pb2.GetFleetStatusRequest(), timeout=10)
-            held["gateway"] = {} if not view.requests_running + view.requests_queued else {"requests": view}
+            held["gateway"] = {"requests": self.num_running()} if self.num_running() else {}
             return not any(held.values())
 
         try:

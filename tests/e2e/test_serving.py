@@ -19,6 +19,7 @@ from tandem_core.model.chat_template import Message
 from tandem_core.sampling import SamplingParams
 from tandem_engine.llm import LLM
 from tandem_proto.v1 import common_pb2, gateway_pb2
+from waiting import wait_until
 
 if TYPE_CHECKING:
     from conftest import RunningFleet
@@ -27,7 +28,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 MODEL = "smollm2-135m-instruct"
 #: Characters that come to 2,000 - 4,000 tokens of dialogue.
-DIALOGUE_CHARS = (8_400, 8_800, 9_200, 9_700, 10_200, 10_700, 11_200, 11_700)
+DIALOGUE_CHARS = (8_400, 8_800, 9_200, 9_700)
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +115,7 @@ def test_seeded_sampling_is_the_same_apart_and_together(fleet: RunningFleet, cor
     assert texts == [want, want], "cold and hot, apart, with drafts"
 
 
-def test_eight_dialogues_at_once_while_others_misbehave(fleet: RunningFleet, corpus) -> None:
+def test_four_dialogues_at_once_while_others_misbehave(fleet: RunningFleet, corpus) -> None:
     def over_grpc(index: int) -> int:
         _, receipt = chat(fleet, dialogue(corpus, index), 32)
         assert 2000 <= receipt.prompt_tokens <= 4000
@@ -130,9 +131,9 @@ def test_eight_dialogues_at_once_while_others_misbehave(fleet: RunningFleet, cor
         assert chunks[-1].usage.model_extra["tandem_receipt"]["decode_pod"] == "decode-0"
         return chunks[-1].usage.completion_tokens
 
-    with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        running = [pool.submit(over_grpc if i % 2 else over_http, i) for i in range(8)]
-        time.sleep(2.0)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        running = [pool.submit(over_grpc if i % 2 else over_http, i) for i in range(4)]
+        wait_until(lambda: fleet.num_running() == 4, interval_s=0.05)
         _grpc_client_cancels_midway(fleet)
         produced = [future.result() for future in running]
     assert all(tokens >= 1 for tokens in produced)

@@ -18,7 +18,7 @@ from tandem_engine.transport.incoming import KVReceiver
 from tandem_engine.transport.layout import KVLayout
 from tandem_engine.transport.outgoing import KVSender, OutgoingTransfer
 from tandem_engine.transport.zeromq import ReceiverOptions, ZmqReceiver, ZmqSender
-from waiting import wait_until
+from waiting import pause, wait_until
 
 LAYOUT = KVLayout(
     model_revision="abc",
@@ -149,7 +149,7 @@ def test_bytes_in_flight_never_exceed_the_credit_of_a_slow_receiver(wire: Wire) 
     seen: list[int] = []
 
     def slow() -> None:
-        time.sleep(0.003)
+        pause(0.003)
         seen.append(outgoing.in_flight_bytes)
 
     target.before_scatter = slow
@@ -185,7 +185,7 @@ def test_put_does_not_wait_for_a_gather_that_is_under_way(wire: Wire) -> None:
 def test_abort_ends_writing_at_once_and_stops_the_sender(wire: Wire) -> None:
     source, target = ByteStore(seed=5), ByteStore()
     receiver, sender = wire.receiver(target), wire.sender(source)
-    target.before_scatter = lambda: time.sleep(0.005)
+    target.before_scatter = lambda: pause(0.005)
     incoming = receiver.open({block: block for block in range(NUM_BLOCKS)})
     outgoing = sender.open(incoming.ticket)
     put_all(outgoing, range(NUM_BLOCKS))
@@ -196,7 +196,7 @@ def test_abort_ends_writing_at_once_and_stops_the_sender(wire: Wire) -> None:
     assert receiver.credit_outstanding_bytes == 0
     with pytest.raises(TransferError, match="rejected"):
         finished.result(PATIENCE_S)
-    time.sleep(0.05)
+    pause(0.05)  # nothing more may happen
     assert np.array_equal(target.data, at_abort)
     assert not np.array_equal(target.data, source.data)
     assert incoming.state is outgoing.state is TransferState.FAILED
@@ -215,7 +215,7 @@ def test_abort_ends_reading_at_once(wire: Wire) -> None:
     gathers: list[float] = []
 
     def slow() -> None:
-        time.sleep(0.005)
+        pause(0.005)
         gathers.append(time.monotonic())
 
     source.before_gather = slow
@@ -226,7 +226,7 @@ def test_abort_ends_reading_at_once(wire: Wire) -> None:
     outgoing.abort("cancelled by the client")
     num_gathers = len(gathers)
     outgoing.put(0, 0, [0])
-    time.sleep(0.05)
+    pause(0.05)  # nothing more may happen
     assert len(gathers) == num_gathers
     with pytest.raises(TransferError, match="cancelled by the client"):
         outgoing.done.result(0)
@@ -407,7 +407,7 @@ def test_closing_either_end_fails_what_is_open_in_under_a_second(wire: Wire) -> 
     for sender_first in (True, False):
         source, target = ByteStore(seed=10), ByteStore()
         receiver, sender = wire.receiver(target), wire.sender(source)
-        target.before_scatter = lambda: time.sleep(0.005)
+        target.before_scatter = lambda: pause(0.005)
         incoming = receiver.open({block: block for block in range(NUM_BLOCKS)})
         outgoing = sender.open(incoming.ticket)
         put_all(outgoing, range(NUM_BLOCKS))

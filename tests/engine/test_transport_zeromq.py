@@ -25,7 +25,7 @@ from tandem_engine.transport.codec import (
 from tandem_engine.transport.incoming import Dropped, KVReceiver
 from tandem_engine.transport.layout import KVLayout
 from tandem_engine.transport.zeromq import ReceiverOptions, SenderOptions, ZmqReceiver, ZmqSender
-from waiting import wait_until
+from waiting import pause, wait_until
 
 LAYOUT = KVLayout(
     model_revision="abc",
@@ -319,7 +319,7 @@ def test_a_message_beyond_the_size_limit_ends_its_connection_and_no_other(
         attacker.send(encode(frame_for(ticket, huge)), huge)
         raw_sender.send(encode(frame_for(ticket, PAYLOAD)), PAYLOAD)
         assert isinstance(raw_sender.reply(), Credit)
-        time.sleep(0.1)
+        pause(0.1)  # nothing of the attacker's may arrive
     assert store.num_scatters == 1
     assert set(receiver.dropped_frames.values()) == {0}
 
@@ -403,7 +403,7 @@ def test_transfers_to_one_pod_share_a_connection(raw_receiver: RawReceiver) -> N
 def test_a_peer_that_goes_silent_fails_the_transfer_after_the_stall_time(raw_receiver: RawReceiver) -> None:
     with closing(ZmqSender(LAYOUT, ByteStore(), SenderOptions(stall_s=0.3))) as sender:
         outgoing = sender.open(raw_receiver.ticket)
-        time.sleep(0.5)
+        pause(0.5)  # longer than stall_s
         assert not outgoing.done.done()  # nothing is owed while nothing was sent
         outgoing.put(0, 0, range(8))
         started = time.monotonic()

@@ -100,7 +100,7 @@ async def test_a_place_given_to_someone_cancelled_in_the_same_moment_is_passed_o
     line = Line()
     running, gone, last = [await line.arrive(_request(name)) for name in ("running", "gone", "last")]
     running.cancel()
-    await asyncio.sleep(0)  # the place is now promised to "gone", who has not run yet
+    await asyncio.sleep(0)  # one turn of the loop: the place is now promised to "gone", who has not run yet
     gone.cancel()
     await run_ready_tasks()
     assert line.entered == ["running", "last"]

@@ -238,13 +238,9 @@ async def test_equal_request_ids_in_flight_are_told_apart(pods, gateway):
 async def test_the_fleet_view_shows_pods_and_their_reports(pods, gateway):
     decode, prefill = await pods("d-0", num_running=3), await pods("p-0")
     front = await gateway(decode, prefill=(prefill.target, "127.0.0.1:1"))
-    async with asyncio.timeout(3.0):
-        while True:
-            view = await front.grpc.GetFleetStatus(gateway_pb2.GetFleetStatusRequest())
-            by_target = {pod.target: pod for pod in view.pods}
-            if by_target[prefill.target].healthy:
-                break
-            await asyncio.sleep(0.02)
+    await front.until_metric('tandem_healthy_pods{role="prefill"}', 1)
+    view = await front.grpc.GetFleetStatus(gateway_pb2.GetFleetStatusRequest())
+    by_target = {pod.target: pod for pod in view.pods}
     assert by_target[decode.target].status.usage.requests_running == 3
     assert by_target[prefill.target].role == "prefill"
     assert not by_target["127.0.0.1:1"].healthy

@@ -10,6 +10,7 @@ import grpc
 from tandem_proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from tandem_service.server import PodServer
 from tandem_service.settings import PodSettings
+from waiting import pause_async
 
 MODEL = "tiny-chat"
 REVISION = "ab" * 32
@@ -62,7 +63,7 @@ class FakePod(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.PrefillSer
             for index, word in enumerate(self.words):
                 if self.fail_with is not None and index >= self.fail_after:
                     await context.abort(self.fail_with, f"prompt: {self.name} says no")
-                await asyncio.sleep(self.pause_s)
+                await pause_async(self.pause_s)
                 logprobs = []
                 if wants_logprobs:
                     token = common_pb2.TokenLogprob(

@@ -31,6 +31,16 @@ def wait_until(condition: Callable[[], object], *, limit_s: float = 10.0, interv
         time.sleep(interval_s)
 
 
+def pause(seconds: float) -> None:
+    """For parts that must be slow, and for time in which nothing may happen: no event marks its end."""
+    time.sleep(seconds)
+
+
+async def pause_async(seconds: float) -> None:
+    """The same on the event loop."""
+    await asyncio.sleep(seconds)
+
+
 async def run_ready_tasks() -> None:
     """Lets every task run that can, and those that these wake; nothing else passes time."""
     for _ in range(10):

@@ -18,7 +18,7 @@ from attention_cases import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tandem_kernels.turbo_attention import cpu_torch
+from tandem_kernels.turbo_attention.cpu_torch import TorchAttention
 
 BACKENDS = ["reference", *CPU_BACKENDS]
 
@@ -202,12 +202,9 @@ def test_long_contexts_are_split(backend: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_computing_in_bfloat16_as_on_processors_that_multiply_it(
-    options: Options, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cpu_torch, "compute_dtype", lambda dtype: dtype)
+def test_computing_in_bfloat16_as_on_processors_that_multiply_it(options: Options) -> None:
     case = make_case([*MIX[:6], Sequence(1500, 40, tree=True)], options=options, dtype=torch.bfloat16)
-    assert_as_good_as_torch(case, "torch")
+    assert_as_good_as_torch(case, TorchAttention(bfloat16=True))
 
 
 @pytest.mark.parametrize("backend", CPU_BACKENDS)

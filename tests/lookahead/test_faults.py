@@ -12,6 +12,7 @@ from processes import free_port
 from redis_servers import answers
 from slow_door import SlowDoor
 from tandem_cli.redis_server import find_server
+from waiting import pause_async
 
 pytestmark = pytest.mark.drafts
 
@@ -40,7 +41,7 @@ class Talk:
     async def go_on(self, seconds: float) -> None:
         for _ in range(int(seconds / 0.1)):
             self.say()
-            await asyncio.sleep(0.1)
+            await pause_async(0.1)
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ from tandem_proto.v1 import (
     prefill_pb2_grpc,
 )
 from toy_models import SIZES, VOCABULARY, prompt_of
-from waiting import until_async
+from waiting import pause_async, until_async
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ async def test_another_layout_is_refused_by_name_and_the_prompt_computed_here(ti
         await fleet.assert_idle()
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.005, 0.02, 0.05, 0.1])
+@pytest.mark.parametrize("delay_s", [0.0, 0.02, 0.1])
 async def test_cancelling_at_any_moment_gives_everything_back(tiny_model: Path, delay_s: float) -> None:
     async with run_fleet(tiny_model) as fleet:
         running = [
@@ -202,7 +202,7 @@ async def test_cancelling_at_any_moment_gives_everything_back(tiny_model: Path, 
             )
             for i in range(4)
         ]
-        await asyncio.sleep(delay_s)
+        await pause_async(delay_s)
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)

@@ -24,7 +24,7 @@ from tandem_service.health import HealthServicer
 from tandem_service.interceptors import REQUEST_ID_KEY, current_request_id
 from tandem_service.server import PodServer
 from tandem_service.settings import PodSettings
-from waiting import until
+from waiting import pause_async, run_ready_tasks, until
 
 SERVICE = "tandem.v1.GatewayService"
 
@@ -66,7 +66,7 @@ class ScriptedGateway(gateway_pb2_grpc.GatewayServiceServicer):
         self.started.set()
         try:
             for index in range(self.chunks):
-                await asyncio.sleep(self.interval_s)
+                await pause_async(self.interval_s)
                 self.num_sent = index
                 yield gateway_pb2.ChatResponse(chunk=gateway_pb2.GeneratedChunk(text=self.text or str(index)))
         except asyncio.CancelledError:
@@ -261,7 +261,7 @@ async def test_a_call_that_ends_while_a_response_waits_to_be_sent_holds_nothing(
             seen = -1
             while seen != pod.servicer.num_sent:
                 seen = pod.servicer.num_sent
-                await asyncio.sleep(0.1)
+                await pause_async(0.1)
             assert 0 < seen < 999
             if ending == "the client cancels":
                 call.cancel()
@@ -270,7 +270,7 @@ async def test_a_call_that_ends_while_a_response_waits_to_be_sent_holds_nothing(
             else:
                 await pod.channel.close(None)
             await asyncio.wait_for(pod.servicer.ended.wait(), 1.0)
-            await asyncio.sleep(0)
+            await run_ready_tasks()
         assert not pod.servicer.cancelled.is_set()
         assert [(entry["code"], entry["request_id"]) for entry in logs if entry["event"] == "call"] == [
             ("CANCELLED", "unread")

@@ -29,9 +29,13 @@ _flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 class TorchAttention(Attention):
-    """CPU tensors."""
+    """CPU tensors.
 
-    def __init__(self) -> None:
+    bfloat16: whether to multiply bfloat16 as it is, not in float32; None: where the processor can.
+    """
+
+    def __init__(self, *, bfloat16: bool | None = None) -> None:
+        self._bfloat16 = torch.cpu._is_avx512_bf16_supported() if bfloat16 is None else bfloat16
         #: The step's plans. The first layer of a geometry makes one, the others use it.
         self._plans: dict[Geometry, tuple[Group, ...]] = {}
 
@@ -44,7 +48,7 @@ class TorchAttention(Attention):
     ) -> torch.Tensor:
         if query.device.type != "cpu":
             raise ValueError(f'query is on {query.device}, wanted a CPU tensor for backend "torch"')
-        dtype = compute_dtype(query.dtype)
+        dtype = self._compute_dtype(query.dtype)
         if layer.softcap is not None and dtype == torch.bfloat16:
             dtype = torch.float32  # these logits pass through memory, where bfloat16 would round them
         num_blocks, _, num_kv_heads, block_size, head_size = kv_cache.shape
@@ -65,12 +69,11 @@ class TorchAttention(Attention):
             )
         return out
 
-
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype to multiply in: bfloat16 only on processors with instructions for it, float16 never."""
-    if dtype == torch.float64 or (dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported()):
-        return dtype
-    return torch.float32
+    def _compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype to multiply in; float16 is never multiplied as it is."""
+        if dtype == torch.float64 or (dtype == torch.bfloat16 and self._bfloat16):
+            return dtype
+        return torch.float32
 
 
 def _attend_group(
