@@ -1,65 +1,61 @@
-"""The lookahead service under load and under fire: two replicas, a real Redis, real gRPC, all on loopback.
+"""Measures the lookahead service with faults: two replicas and a real Redis, over gRPC on loopback.
 
-    python benchmarks/lookahead_service.py --out benchmarks/results/lookahead-service.md [--quick]
+    python benchmarks/lookahead_service.py --out FILE.md [--quick]
+    tandem up --state-file fleet.json &
+    python benchmarks/lookahead_service.py --state fleet.json --out FILE.md    # the decode stage alone
 
-    ingest      spans into one namespace's text, and through gRPC, Redis and back: tokens per second
-    visible     from `push` in one pod until the text is in the mirrors of eight, on two replicas
-    warm        a new pod, and a restarted service, at a million shared tokens
-    faults      a steady stream of numbered spans from two pods, one on each replica, and a fault:
-                  pause       the longest time without anything new in a mirror that followed a living replica
-                  catch-up    from the fault's end until every mirror has every span pushed before it
-                  lost        spans that some mirror does not have even then
+    delivery    from `push` in one pod until the text is in the mirrors of eight pods on two replicas
+    faults      two pods, one on each replica, push 20 numbered spans per second each while a fault occurs:
+                  pause       longest time without news in a mirror whose replica keeps running
+                  catch-up    from the end of the fault until every mirror has every span pushed before
+                  lost        spans that a mirror still lacks after 30 s
+    decode      inter-token latency of a running fleet while its Redis or lookahead service is stopped, by
+                turns; the difference between the two undisturbed conditions is the noise
 
-Spans are shared at once in `faults` and `warm` (min_requests 1), so that each can be counted; else two
-requests must generate a text. Pods are real clients and mirrors, all in this process.
+In `faults` one request is enough to share a span (min_requests 1), so that spans can be counted. In
+`delivery` two requests must generate it. Pods are real clients and mirrors in this process.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import logging
 import os
 import random
 import signal
+import socket
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
+import grpc
 import redis.asyncio as redis
 import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from reporting import describe_command, describe_machine, markdown_table
-from slow_door import SlowDoor
+from tandem_cli.bench.dataset import sample_dialogues
+from tandem_cli.bench.prompts import question
 from tandem_cli.redis_server import find_server
+from tandem_cli.state_file import read_state
 from tandem_drafting.lookahead_client import LookaheadClient
 from tandem_drafting.mirror import GlobalMirror
-from tandem_drafting.spans import AcceptedSpan
-from tandem_lookahead.corpus import CorpusPolicy, NamespaceCorpus
+from tandem_proto.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 from tandem_proto.v1 import lookahead_pb2 as pb
 from tandem_service.channels import open_channel
 
 VOCABULARY = 49_152
 NAMESPACE = pb.Namespace(tenant="bench", model_revision="r", tokenizer_hash="t")
-LIMIT_S = 60.0
+#: What was measured, and its result.
+Row = tuple[str, str]
 
 
-@dataclass(frozen=True)
-class Row:
-    what: str
-    figure: str
-    aim: str = ""
-
-    def __post_init__(self) -> None:
-        print(f"{self.what}: {self.figure}", file=sys.stderr)
-
-
-async def until(condition: Callable[[], bool], what: str, limit_s: float = LIMIT_S) -> float:
+async def until(condition: Callable[[], bool], what: str, limit_s: float = 120.0) -> float:
     """Seconds until the condition holds."""
     begun = time.perf_counter()
     while not condition():
@@ -70,7 +66,7 @@ async def until(condition: Callable[[], bool], what: str, limit_s: float = LIMIT
 
 
 class Child:
-    """A process that can be killed, stopped and started again."""
+    """A process that can be killed and started again."""
 
     def __init__(self, *command: str) -> None:
         self._command = command
@@ -92,42 +88,33 @@ class Child:
 
 
 class Fleet:
-    """Redis, two replicas, and as many pods as are asked for."""
+    """Redis, two replicas, and any number of pods."""
 
     def __init__(self, folder: Path, min_requests: int) -> None:
-        self.redis_port, *self.ports = _free_ports(3)
+        sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(3)]
+        self.redis_port, *self.ports = [one.getsockname()[1] for one in sockets]
+        for one in sockets:
+            one.close()
         self.redis = Child(
             *(str(find_server()), "--port", str(self.redis_port), "--bind", "127.0.0.1"),
             *("--dir", str(folder), "--save", "", "--appendonly", "yes", "--appendfsync", "everysec"),
         )
-        self.door = SlowDoor(self.redis_port)
-        self._min_requests = min_requests
-        self.replicas: list[Child] = []
+        self.replicas = [
+            Child(
+                *(sys.executable, "-P", "-m", "tandem_lookahead.main", "--port", str(port)),
+                *("--redis-url", f"redis://127.0.0.1:{self.redis_port}/0", "--snapshot-interval-s", "2"),
+                *("--min-requests", str(min_requests), "--drain-s", "1", "--max-bytes", str(1 << 30)),
+            )
+            for port in self.ports
+        ]
         self.pods: list[tuple[LookaheadClient, GlobalMirror]] = []
 
-    async def start(self) -> None:
-        await self.redis.start()
-        await self.door.start()
-        for port in self.ports:
-            self.replicas.append(
-                Child(
-                    *(sys.executable, "-P", "-m", "tandem_lookahead.main", "--port", str(port)),
-                    *("--redis-url", f"redis://127.0.0.1:{self.door.port}/0", "--snapshot-interval-s", "2"),
-                    *("--min-requests", str(self._min_requests), "--drain-s", "1"),
-                    *("--max-bytes", str(1 << 30)),
-                )
-            )
-            await self.replicas[-1].start()
-        for port in self.ports:
-            await self.serving(port)
+    async def serving(self, replica: int) -> None:
+        async with open_channel(f"127.0.0.1:{self.ports[replica]}") as channel:
+            request = health_pb2.HealthCheckRequest(service="tandem.v1.LookaheadService")
+            await health_pb2_grpc.HealthStub(channel).Check(request, timeout=30, wait_for_ready=True)
 
-    async def serving(self, port: int) -> None:
-        channel = open_channel(f"127.0.0.1:{port}")
-        request = health_pb2.HealthCheckRequest(service="tandem.v1.LookaheadService")
-        await health_pb2_grpc.HealthStub(channel).Check(request, timeout=30, wait_for_ready=True)
-        await channel.close()
-
-    async def pod(self, replica: int) -> tuple[LookaheadClient, GlobalMirror]:
+    def pod(self, replica: int) -> tuple[LookaheadClient, GlobalMirror]:
         mirror = GlobalMirror(vocab_size=VOCABULARY, max_tokens=4_000_000)
         target = f"127.0.0.1:{self.ports[replica]}"
         client = LookaheadClient(target, NAMESPACE, f"pod{len(self.pods)}", mirror)
@@ -135,306 +122,212 @@ class Fleet:
         self.pods.append((client, mirror))
         return client, mirror
 
-    async def stop(self) -> None:
-        for client, _ in self.pods:
-            await client.close()
-        for child in self.replicas:
-            await child.kill()
-        await self.door.stop()
-        await self.redis.kill()
+    async def start_pods(self, count: int) -> list[tuple[LookaheadClient, GlobalMirror]]:
+        """Pods on both replicas by turns, each with its first snapshot."""
+        pods = [self.pod(number % 2) for number in range(count)]
+        await until(lambda: all(mirror.position for _, mirror in pods), "the first snapshots")
+        return pods
 
 
 @asynccontextmanager
-async def fleet(min_requests: int) -> AsyncIterator[Fleet]:
+async def running_fleet(min_requests: int) -> AsyncIterator[Fleet]:
     with tempfile.TemporaryDirectory() as folder:
-        running = Fleet(Path(folder), min_requests)
+        fleet = Fleet(Path(folder), min_requests)
         try:
-            await running.start()
-            yield running
+            for child in (fleet.redis, *fleet.replicas):
+                await child.start()
+            for replica in range(2):
+                await fleet.serving(replica)
+            yield fleet
         finally:
-            await running.stop()
+            for client, _ in fleet.pods:
+                await client.close()
+            for child in (*fleet.replicas, fleet.redis):
+                await child.kill()
 
 
-def answers(count: int, seed: int = 0) -> list[tuple[int, ...]]:
-    """Texts of 300 tokens, 70% of them phrases that others use too."""
-    source = random.Random(seed)
-    phrases = [[source.randrange(VOCABULARY) for _ in range(source.randrange(5, 40))] for _ in range(5000)]
-    texts = []
-    for _ in range(count):
-        text: list[int] = []
-        while len(text) < 300:
-            if source.random() < 0.7:
-                text += phrases[int(5000 * source.random() ** 3)]
-            else:
-                text += [source.randrange(VOCABULARY) for _ in range(20)]
-        texts.append(tuple(text[:300]))
-    return texts
-
-
-def ingest_alone(num_requests: int) -> list[Row]:
-    rows = []
-    texts = answers(num_requests)
-    for piece in (8, 64):
-        text = NamespaceCorpus(CorpusPolicy(max_bytes=1 << 40))
-        before = _resident()
-        begun = time.perf_counter()
-        for number, tokens in enumerate(texts):
-            for at in range(0, len(tokens), piece):
-                text.add([AcceptedSpan(f"{number:016x}", at, tokens[at : at + piece])], number)
-        seconds = time.perf_counter() - begun
-        rows.append(
-            Row(
-                f"text alone, pieces of {piece} tokens",
-                f"{text.num_tokens / seconds / 1e3:,.0f} k tokens/s; "
-                f"{100 * text.num_shared_tokens / text.num_tokens:.0f}% shared; "
-                f"{(_resident() - before) / text.num_tokens:.0f} bytes a token resident",
-            )
-        )
-    return rows
-
-
-async def ingest_through(num_requests: int) -> list[Row]:
-    async with fleet(2) as running:
-        client, mirror = await running.pod(0)
-        await until(lambda: mirror.position != "", "the first snapshot")
-        texts = answers(num_requests)
-        reference = NamespaceCorpus(CorpusPolicy(max_bytes=1 << 40))
-        for number, tokens in enumerate(texts):
-            reference.add([AcceptedSpan(str(number), 0, tokens)], 0)
-        begun = time.perf_counter()
-        for number, tokens in enumerate(texts):
-            client.push(f"r{number}", 0, tokens)
-            if number % 200 == 0:
-                await asyncio.sleep(0)
-        await until(lambda: mirror.num_tokens == reference.num_shared_tokens, "all that is shared")
-        seconds = time.perf_counter() - begun
-        total = sum(map(len, texts))
-        figure = f"{total / seconds / 1e3:,.0f} k tokens/s pushed; {mirror.num_tokens:,} shared"
-        return [Row("pod, gRPC, Redis, and back into a mirror, one replica", figure)]
-
-
-async def visible(count: int) -> list[Row]:
-    async with fleet(2) as running:
-        pods = [await running.pod(number % 2) for number in range(8)]
-        await until(lambda: all(mirror.position for _, mirror in pods), "the first snapshots")
+async def delivery(count: int) -> Row:
+    async with running_fleet(2) as fleet:
+        pods = await fleet.start_pods(8)
         source = random.Random(1)
-        seconds = []
+        times_ms = []
         for number in range(count):
             text = tuple(source.choices(range(VOCABULARY), k=12))
             pods[number % 8][0].push(f"first{number}", 0, text)
             await asyncio.sleep(0.15)
             wanted = [mirror.num_tokens + 12 for _, mirror in pods]
-            # Anywhere between two flushes.
+            # At a random time between two flushes.
             await asyncio.sleep(0.05 * source.random())
             pods[(number + 3) % 8][0].push(f"second{number}", 0, text)
-            seconds.append(
-                await until(
-                    lambda wanted=wanted: all(
-                        mirror.num_tokens >= want for (_, mirror), want in zip(pods, wanted, strict=True)
-                    ),
-                    "a span in eight mirrors",
-                )
-            )
-        seconds.sort()
-        p50, p99 = statistics.median(seconds), seconds[int(0.99 * (count - 1))]
-        return [
-            Row(
-                f"a span in 8 mirrors, 4 on each of 2 replicas, {count} times",
-                f"p50 {1e3 * p50:.0f} ms, p99 {1e3 * p99:.0f} ms, most {1e3 * seconds[-1]:.0f} ms",
-                "p99 <= 100 ms",
-            )
-        ]
+
+            def delivered(wanted: list[int] = wanted) -> bool:
+                return all(mirror.num_tokens >= want for (_, mirror), want in zip(pods, wanted, strict=True))
+
+            times_ms.append(1e3 * await until(delivered, "a span in eight mirrors"))
+        p50, p99 = statistics.median(times_ms), sorted(times_ms)[int(0.99 * (count - 1))]
+        figure = f"p50 {p50:.0f} ms, p99 {p99:.0f} ms, max {max(times_ms):.0f} ms"
+        return f"a span in 8 mirrors, 4 on each of 2 replicas, {count} times", figure
 
 
-async def warm(num_tokens: int) -> list[Row]:
-    def is_warm(mirror: GlobalMirror) -> bool:
-        """Held and indexed."""
-        return mirror.corpus is not None and mirror.corpus.num_tokens >= num_tokens
-
-    async with fleet(1) as running:
-        client, mirror = await running.pod(0)
-        source = random.Random(2)
-        for number in range(num_tokens // 500):
-            client.push(f"r{number}", 0, source.choices(range(VOCABULARY), k=500))
-            if number % 100 == 0:
-                await asyncio.sleep(0.01)
-        await until(lambda: mirror.num_tokens == num_tokens, "all tokens", 120)
-        rows = []
-        for replica in (0, 1):
-            _, late = await running.pod(replica)
-            seconds = await until(lambda late=late: is_warm(late), "a warm pod")
-            what = f"a new pod at {num_tokens:,} shared tokens, replica {replica}"
-            rows.append(Row(what, f"{seconds:.1f} s", "10 s"))
-        await asyncio.sleep(5.0)  # a snapshot is published
-        for replica in running.replicas:
-            await replica.kill()
-        begun = time.perf_counter()
-        await running.replicas[0].start()
-        await running.serving(running.ports[0])
-        _, late = await running.pod(0)
-        await until(lambda: is_warm(late), "a warm pod")
-        seconds = time.perf_counter() - begun
-        rows.append(
-            Row("the same after kill -9 of both replicas, the service's start included", f"{seconds:.1f} s")
-        )
-        return rows
+Action = Callable[[Fleet], Awaitable[None]]
 
 
-@dataclass
-class Stream:
-    """Numbered spans of eight tokens from one pod, 20 a second."""
-
-    pod: int
-    client: LookaheadClient
-    pushed: int = 0
-
-    async def run(self) -> None:
-        while True:
-            self.client.push(f"{self.pod}-{self.pushed}", 0, (self.pod, self.pushed, 3, 4, 5, 6, 7, 8))
-            self.pushed += 1
-            await asyncio.sleep(0.05)
-
-
-async def watch(mirror: GlobalMirror, gaps: list[float]) -> None:
-    """Notes the times between two changes of a mirror."""
-    held, since = mirror.num_tokens, time.perf_counter()
-    while True:
-        await asyncio.sleep(0.005)
-        if mirror.num_tokens != held:
-            now = time.perf_counter()
-            gaps.append(now - since)
-            held, since = mirror.num_tokens, now
-
-
-Fault = Callable[[Fleet], Awaitable[None]]
-
-
-async def fault(name: str, inflict: Fault, heal: Fault, lasting_s: float) -> Row:
-    async with fleet(1) as running:
-        pods = [await running.pod(number % 2) for number in range(4)]
-        await until(lambda: all(mirror.position for _, mirror in pods), "the first snapshots")
-        streams = [Stream(number, pods[number][0]) for number in range(2)]
+async def fault(name: str, inflict: Action, heal: Action, lasting_s: float) -> Row:
+    async with running_fleet(1) as fleet:
+        pods = await fleet.start_pods(4)
+        pushed = [0, 0]
         gaps: list[float] = []
-        tasks = [asyncio.create_task(stream.run()) for stream in streams]
-        # The third and fourth pods only listen; the fourth's replica is never the one that is killed.
-        tasks.append(asyncio.create_task(watch(pods[3][1], gaps)))
+
+        async def push(pod: int) -> None:
+            while True:
+                pods[pod][0].push(f"{pod}-{pushed[pod]}", 0, (pod, pushed[pod], 3, 4, 5, 6, 7, 8))
+                pushed[pod] += 1
+                await asyncio.sleep(0.05)
+
+        async def watch(mirror: GlobalMirror) -> None:
+            """Records the times between two changes of a mirror."""
+            held, since = mirror.num_tokens, time.perf_counter()
+            while True:
+                await asyncio.sleep(0.005)
+                if mirror.num_tokens != held:
+                    now = time.perf_counter()
+                    gaps.append(now - since)
+                    held, since = mirror.num_tokens, now
+
+        pushes = [asyncio.create_task(push(pod)) for pod in range(2)]
+        # The last pod only listens, and its replica is never killed.
+        watching = asyncio.create_task(watch(pods[3][1]))
         await asyncio.sleep(2.0)
         gaps.clear()
-        await inflict(running)
+        await inflict(fleet)
         await asyncio.sleep(lasting_s)
-        await heal(running)
-        for task in tasks[:-1]:  # nobody pushes any more
+        await heal(fleet)
+        for task in pushes:
             task.cancel()
-        expected = 8 * sum(stream.pushed for stream in streams)
-        mirrors = [mirror for _, mirror in pods]
-        seconds = LIMIT_S
+        expected, mirrors = 8 * sum(pushed), [mirror for _, mirror in pods]
+        catch_up = "over 30 s"
         with suppress(TimeoutError):
-            seconds = await until(
-                lambda: all(mirror.num_tokens >= expected for mirror in mirrors), "the last spans", 30
-            )
-        tasks[-1].cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+            seconds = await until(lambda: all(m.num_tokens >= expected for m in mirrors), "the spans", 30)
+            catch_up = f"{seconds:.2f} s"
+        watching.cancel()
+        await asyncio.gather(*pushes, watching, return_exceptions=True)
         lost = sum(expected - mirror.num_tokens for mirror in mirrors) // 8
         dropped = sum(client.dropped for client, _ in pods)
-        return Row(
-            name,
-            f"pause {max(gaps, default=0):.2f} s; catch-up {seconds:.2f} s; lost {lost} of "
-            f"{expected // 8 * len(mirrors)} ({dropped} given up by pods)",
-            "lost 0",
-        )
+        figure = f"pause {max(gaps, default=0):.2f} s; catch-up {catch_up}; lost {lost} of "
+        return name, figure + f"{sum(pushed) * len(mirrors)} ({dropped} dropped by pods)"
 
 
-async def faults() -> list[Row]:
-    async def nothing(_: Fleet) -> None:
-        pass
-
-    async def kill_replica(running: Fleet) -> None:
-        await running.replicas[0].kill()
-
-    async def start_replica(running: Fleet) -> None:
-        await running.replicas[0].start()
-        await running.serving(running.ports[0])
-
-    async def kill_redis(running: Fleet) -> None:
-        await running.redis.kill()
-
-    async def start_redis(running: Fleet) -> None:
-        await running.redis.start()
-
-    async def pause_redis(running: Fleet) -> None:
-        running.redis.send(signal.SIGSTOP)
-
-    async def resume_redis(running: Fleet) -> None:
-        running.redis.send(signal.SIGCONT)
-
-    async def to_redis(running: Fleet, *command: str) -> None:
-        async with redis.Redis(port=running.redis_port) as client:
-            await client.execute_command(*command)
-
-    async def flush(running: Fleet) -> None:
-        await to_redis(running, "FLUSHALL")
-
-    async def fill(running: Fleet) -> None:
-        await to_redis(running, "CONFIG", "SET", "maxmemory", "1mb")
-
-    async def make_room(running: Fleet) -> None:
-        await to_redis(running, "CONFIG", "SET", "maxmemory", "0")
-
-    async def slow_down(running: Fleet) -> None:
-        running.door.delay_s = 0.1
-
-    async def speed_up(running: Fleet) -> None:
-        running.door.delay_s = 0.0
-
-    return [
-        await fault("nothing, for comparison", nothing, nothing, 3.0),
-        await fault("kill -9 of a replica, back after 3 s", kill_replica, start_replica, 3.0),
-        await fault("kill -9 of Redis, back after 3 s", kill_redis, start_redis, 3.0),
-        await fault("Redis stopped for 5 s (SIGSTOP)", pause_redis, resume_redis, 5.0),
-        await fault("FLUSHALL", flush, nothing, 3.0),
-        await fault("Redis out of memory for 3 s (maxmemory)", fill, make_room, 3.0),
-        await fault("Redis 200 ms away for 5 s", slow_down, speed_up, 5.0),
-    ]
+async def nothing(_: Fleet) -> None:
+    pass
 
 
-def _resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+async def start_replica(fleet: Fleet) -> None:
+    await fleet.replicas[0].start()
+    await fleet.serving(0)
 
 
-def _free_ports(count: int) -> list[int]:
-    import socket
+async def signal_redis(fleet: Fleet, number: signal.Signals) -> None:
+    fleet.redis.send(number)
 
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
+
+async def flush_redis(fleet: Fleet) -> None:
+    async with redis.Redis(port=fleet.redis_port) as client:
+        await client.flushall()
+
+
+#: Name, how the fault begins and ends, seconds between.
+FAULTS: tuple[tuple[str, Action, Action, float], ...] = (
+    ("no fault", nothing, nothing, 3.0),
+    ("kill -9 of a replica, back after 3 s", lambda fleet: fleet.replicas[0].kill(), start_replica, 3.0),
+    ("kill -9 of Redis, back after 3 s", lambda f: f.redis.kill(), lambda f: f.redis.start(), 3.0),
+    (
+        "Redis stopped for 5 s (SIGSTOP)",
+        lambda fleet: signal_redis(fleet, signal.SIGSTOP),
+        lambda fleet: signal_redis(fleet, signal.SIGCONT),
+        5.0,
+    ),
+    ("FLUSHALL", flush_redis, nothing, 3.0),
+)
+
+
+def itl_of_answer(stub: gateway_pb2_grpc.GatewayServiceStub, text: str, seed: int) -> list[float]:
+    """Inter-token latencies of one answer, one per token, in milliseconds."""
+    sampling = common_pb2.SamplingParams(temperature=1.0, seed=seed, max_tokens=48, ignore_eos=True)
+    request = gateway_pb2.GenerateRequest(text=text, sampling=sampling, slo_class="batch")
+    latencies: list[float] = []
+    last: float | None = None
+    for response in stub.Generate(request, timeout=120):
+        now, count = time.perf_counter(), len(response.chunk.token_ids)
+        if count:
+            latencies += [] if last is None else [1e3 * (now - last) / count] * count
+            last = now
+    return latencies
+
+
+@contextmanager
+def stopped(pid: int | None) -> Iterator[None]:
+    """Stops a process for a while, and gives it time to catch up."""
+    if pid is not None:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        time.sleep(0.2)
+        yield
+    finally:
+        if pid is not None:
+            os.kill(pid, signal.SIGCONT)
+    time.sleep(0.3)
+
+
+def decode(state: Path, num_rounds: int) -> Iterator[Row]:
+    fleet = read_state(state)
+    (service,), (store,) = fleet.pids("lookahead"), fleet.pids("redis")
+    (gateway,) = [pod for pod in fleet.pods if pod.role == "gateway"]
+    target = f"127.0.0.1:{gateway.ports['grpc']}"
+    stub = gateway_pb2_grpc.GatewayServiceStub(
+        grpc.insecure_channel(target, options=[("grpc.enable_http_proxy", 0)])
+    )
+    pids = {
+        "undisturbed": None,
+        "undisturbed again": None,
+        "Redis stopped": store,
+        "service stopped": service,
+    }
+    texts = [" ".join(turn.content for turn in question(d)[-1:])[:300] for d in sample_dialogues()]
+    latencies: dict[str, list[float]] = {name: [] for name in pids}
+    seeds = itertools.count(1)  # every answer gets another, so that none can be copied
+    for number in range(num_rounds):
+        prompts = [f"{texts[(number + i) % len(texts)]} ({number}, {i})" for i in range(3)]
+        for name in [*pids][number % 4 :] + [*pids][: number % 4]:
+            with stopped(pids[name]):
+                for prompt in prompts:
+                    latencies[name] += itl_of_answer(stub, prompt, next(seeds))
+    base = statistics.median(latencies["undisturbed"])
+    for name, values in latencies.items():
+        median = statistics.median(values)
+        yield f"ITL, {name}", f"median {median:.3f} ms, {median / base:.3f} of undisturbed"
 
 
 async def measure(quick: bool) -> list[Row]:
-    rows = ingest_alone(300 if quick else 3000)
-    rows += await ingest_through(300 if quick else 3000)
-    rows += await visible(20 if quick else 200)
-    rows += await warm(50_000 if quick else 1_000_000)
-    return rows + await faults()
+    return [await delivery(20 if quick else 200), *[await fault(*each) for each in FAULTS]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="Markdown file to write")
-    parser.add_argument("--quick", action="store_true", help="small sizes, to see that everything works")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="Markdown file to write")
+    parser.add_argument(
+        "--state", type=Path, help="state file of a running `tandem up`: the decode stage alone"
+    )
+    parser.add_argument("--quick", action="store_true", help="small sizes, to check that everything works")
     options = parser.parse_args()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
-    rows = asyncio.run(measure(options.quick))
-    table = markdown_table(["what", "measured", "aim"], [(row.what, row.figure, row.aim) for row in rows])
-    report = (
-        "# The lookahead service under load and under fire\n\n"
-        f"`{describe_command()}` on {describe_machine()}, shared with others; the script says what each "
-        f"line means. Redis: {find_server().name}.\n\n{table}\n"
-    )
-    print(report)
-    if options.out is not None:
-        options.out.write_text(report)
+    if options.state is not None:
+        rows = [*decode(options.state, 2 if options.quick else 24)]
+    else:
+        rows = asyncio.run(measure(options.quick))
+    table = markdown_table(["what", "measured"], rows)
+    text = f"{table}\n\nCommand: `{describe_command()}`  \nHardware: {describe_machine()}\n"
+    print(text)
+    options.out.write_text(text)
 
 
 if __name__ == "__main__":

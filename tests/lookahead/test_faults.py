@@ -8,9 +8,9 @@ import signal
 
 import pytest
 import redis.asyncio as redis
+from delay_proxy import DelayProxy
 from processes import free_port
 from redis_servers import answers
-from slow_door import SlowDoor
 from tandem_cli.redis_server import find_server
 from waiting import pause_async
 
@@ -99,18 +99,18 @@ async def test_redis_is_far_away(fleet, tmp_path):
     command = (str(find_server()), "--port", str(port), "--bind", "127.0.0.1", "--dir", str(tmp_path))
     quiet = asyncio.subprocess.DEVNULL
     child = await asyncio.create_subprocess_exec(*command, "--save", "", stdout=quiet, stderr=quiet)
-    door = SlowDoor(port)
-    await door.start()
+    proxy = DelayProxy(port)
+    await proxy.start()
     try:
         async with redis.Redis(port=port) as client:
             await answers(client)
-        talk = await talk_over(fleet, f"redis://127.0.0.1:{door.port}")
-        door.delay_s = 0.1  # 200 ms there and back
+        talk = await talk_over(fleet, f"redis://127.0.0.1:{proxy.port}")
+        proxy.delay_s = 0.1  # 200 ms there and back
         await talk.go_on(0.5)
         await talk.all_is_heard()
         await fleet.stop()
     finally:
-        await door.stop()
+        await proxy.stop()
         child.kill()
         await child.wait()
 

@@ -1,4 +1,4 @@
-"""A TCP port on loopback that leads to another one, with a delay in each direction that can be changed."""
+"""A TCP proxy on loopback that delays each direction by a variable time."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 
 
-class SlowDoor:
-    """Runs between `start` and `stop`; `delay_s` holds for what arrives from now on."""
+class DelayProxy:
+    """Runs from `start` to `stop`; `delay_s` applies to bytes that arrive after it is set."""
 
     def __init__(self, target_port: int) -> None:
         self._target_port = target_port
@@ -17,7 +17,7 @@ class SlowDoor:
         self.port = 0
 
     async def start(self) -> None:
-        self._server = await asyncio.start_server(self._enter, "127.0.0.1", 0)
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
@@ -27,19 +27,19 @@ class SlowDoor:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _enter(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", self._target_port)
         except OSError:
             writer.close()
             return
         for source, sink in ((reader, inner_writer), (inner_reader, writer)):
-            task = asyncio.create_task(self._pass_on(source, sink))
+            task = asyncio.create_task(self._forward(source, sink))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Later bytes never overtake earlier ones, and do not wait longer for being many."""
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Keeps the order of bytes; the delay does not grow with their number."""
         loop = asyncio.get_running_loop()
         waiting: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
 
