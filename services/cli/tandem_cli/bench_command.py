@@ -1,4 +1,4 @@
-"""`tandem bench`: load on a running gateway, and the latencies it gives."""
+"""`tandem bench`: sends load to a running gateway and measures its latencies."""
 
 from __future__ import annotations
 

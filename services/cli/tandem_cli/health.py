@@ -1,4 +1,4 @@
-"""Asks a process of the fleet whether it serves: pods by grpc.health.v1, Redis by a ping."""
+"""Checks whether a process serves: pods by grpc.health.v1, Redis by a ping."""
 
 from __future__ import annotations
 

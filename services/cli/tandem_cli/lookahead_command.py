@@ -21,7 +21,7 @@ ServiceOption = Annotated[str, typer.Option("--target", help="gRPC address of th
 
 @app.command()
 def stats(target: ServiceOption = DEFAULT_SERVICE) -> None:
-    """What this replica holds of each namespace."""
+    """Show the namespaces of this replica."""
     from rich.console import Console
     from rich.table import Table
 

@@ -26,7 +26,7 @@ from tandem_cli.options import (
 
 app = typer.Typer(
     name="tandem",
-    help="Serve a language model with prefill and decode apart.",
+    help="Serve a language model with separate prefill and decode pods.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -74,7 +74,7 @@ def up(
     http_port: Annotated[int, typer.Option(min=1, max=65535, help="Gateway, HTTP.")] = 8000,
     base_port: Annotated[int, typer.Option(min=1, max=64000, help="First port of the other pods.")] = 51100,
     threads: Annotated[
-        int | None, typer.Option(help="CPU threads per engine pod; unset: its choice.")
+        int | None, typer.Option(help="CPU threads per engine pod; unset: the pod decides.")
     ] = None,
     speculation: Annotated[
         SpeculationMode,
@@ -83,7 +83,8 @@ def up(
         ),
     ] = SpeculationMode.GLOBAL,
     api_keys_file: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="Ask for API keys; file of the gateway.")
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="Require API keys; the gateway's keys file."),
     ] = None,
     settings: Annotated[
         list[str] | None,
@@ -144,12 +145,12 @@ def chat(
     seed: SeedOption = None,
     slo_class: Annotated[str, typer.Option(help="interactive, chat or batch.")] = "interactive",
     speculation: Annotated[
-        SpeculationMode | None, typer.Option(help="Drafts for this chat; unset: as the pods do.")
+        SpeculationMode | None, typer.Option(help="Drafts for this chat; unset: the mode of the pods.")
     ] = None,
-    once: Annotated[str | None, typer.Option(help="Ask this, print the answer and leave.")] = None,
+    once: Annotated[str | None, typer.Option(help="Ask this question, print the answer and exit.")] = None,
     api_key: ApiKeyOption = None,
 ) -> None:
-    """Chat in the terminal; shows TTFT and TPOT as it goes, and the receipt of each answer."""
+    """Chat in the terminal; shows TTFT and TPOT during the answer, and its receipt."""
     from tandem_cli import chat
 
     options = chat.ChatOptions(

