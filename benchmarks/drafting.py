@@ -50,8 +50,8 @@ HEAD = (
 class Lane:
     """One sequence after another."""
 
-    def __init__(self, answers: Iterator[Answer], learner: AcceptanceModel, corpus: CorpusIndex) -> None:
-        self._answers, self._learner, self._corpus = answers, learner, corpus
+    def __init__(self, answers: Iterator[Answer], model: AcceptanceModel, corpus: CorpusIndex) -> None:
+        self._answers, self._model, self._corpus = answers, model, corpus
         self.job: SequenceInput | None = None
 
     def begin(self, run: int) -> bool:
@@ -65,7 +65,7 @@ class Lane:
         text = SequenceIndex(len(answer.prompt))
         text.extend(answer.prompt)
         text.extend(answer.target[:1])
-        self.job = SequenceInput(text, self._learner, self._corpus)
+        self.job = SequenceInput(text, self._model, self._corpus)
         return True
 
     @property
@@ -95,9 +95,9 @@ class Lane:
 def measure(answers: Sequence[Answer], vocab_size: int, num_lanes: int, row: float) -> list[str]:
     """One row of the table."""
     corpus = CorpusIndex(sum(len(answer.target) + 1 for answer in answers), vocab_size)
-    learner = AcceptanceModel()
+    model = AcceptanceModel()
     waiting = iter(answers)
-    lanes = [Lane(waiting, learner, corpus) for _ in range(num_lanes)]
+    lanes = [Lane(waiting, model, corpus) for _ in range(num_lanes)]
     runs = 0
     for lane in lanes:
         runs += lane.begin(runs)

@@ -59,7 +59,7 @@ from tandem_engine.request import Request
 BATCHES = ((1, 6), (4, 16), (16, 32), (64, 96))
 MAX_ROWS = 256
 CUT_VOCABULARY = 8192
-STRATEGIES = (SpeculationMode.LOCAL, SpeculationMode.GLOBAL)
+MODES = (SpeculationMode.LOCAL, SpeculationMode.GLOBAL)
 #: Every request takes one of them, with a seed of its own.
 SAMPLING = {
     "greedy": SamplingParams(temperature=0.0),
@@ -89,7 +89,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A line of the log. `tokens` generated without drafts; the rest by strategy."""
+    """A line of the log. `tokens` generated without drafts; the rest by mode."""
 
     model: str
     piece: int
@@ -138,9 +138,9 @@ class Generator:
         self._engine = assemble(config, Eager(self._mirror)).engine
         self._num_requests = 0
 
-    def run(self, piece: Piece, strategy: SpeculationMode) -> Run:
+    def run(self, piece: Piece, mode: SpeculationMode) -> Run:
         requests = [
-            Request(self._name(), list(prompt), sampling, speculation=strategy)
+            Request(self._name(), list(prompt), sampling, speculation=mode)
             for prompt, sampling in zip(piece.prompts, piece.sampling, strict=True)
         ]
         waiting, live, drafted, accepted = list(reversed(requests)), 0, 0, 0
@@ -152,7 +152,7 @@ class Generator:
                 drafted += len(output.drafted_sources)
                 accepted += len(output.accepted_sources)
                 live -= output.finished
-                if strategy is SpeculationMode.GLOBAL:
+                if mode is SpeculationMode.GLOBAL:
                     self._share(output)
         return Run([request.output_token_ids for request in requests], drafted, accepted)
 
@@ -198,7 +198,7 @@ def count_differing(one: Sequence[Sequence[int]], other: Sequence[Sequence[int]]
 
 def compare(generator: Generator, piece: Piece, number: int, model: str) -> Outcome:
     plain = generator.run(piece, SpeculationMode.OFF)
-    runs = {strategy.value: generator.run(piece, strategy) for strategy in STRATEGIES}
+    runs = {mode.value: generator.run(piece, mode) for mode in MODES}
     lengths = [len(text) for text in plain.texts]
     names = list(SAMPLING)
     return Outcome(
@@ -245,7 +245,7 @@ def report(outcomes: Sequence[Outcome]) -> str:
         of_model = [outcome for outcome in outcomes if outcome.model == model]
         for batch in [*dict.fromkeys(outcome.batch for outcome in of_model), None]:
             part = [outcome for outcome in of_model if batch in (None, outcome.batch)]
-            rows += [_row(model, batch, strategy.value, part) for strategy in STRATEGIES]
+            rows += [_row(model, batch, mode.value, part) for mode in MODES]
     modes = {name: sum(outcome.modes[name] for outcome in outcomes) for name in SAMPLING}
     total = sum(outcome.tokens for outcome in outcomes)
     differing = sum(sum(outcome.differing.values()) for outcome in outcomes)
@@ -260,7 +260,7 @@ def report(outcomes: Sequence[Outcome]) -> str:
     )
     return "\n".join(
         [
-            f"**{total:,} tokens** without drafts, each compared with {len(STRATEGIES)} drafted runs: "
+            f"**{total:,} tokens** without drafts, each compared with {len(MODES)} drafted runs: "
             f"**{differing} differ**.",
             "",
             "By sampling: " + "; ".join(f"{name} {count:,}" for name, count in modes.items()) + ".",
@@ -270,14 +270,14 @@ def report(outcomes: Sequence[Outcome]) -> str:
     )
 
 
-def _row(model: str, batch: int | None, strategy: str, outcomes: Sequence[Outcome]) -> list[str]:
+def _row(model: str, batch: int | None, mode: str, outcomes: Sequence[Outcome]) -> list[str]:
     figures = (
         sum(outcome.tokens for outcome in outcomes),
-        sum(outcome.drafted[strategy] for outcome in outcomes),
-        sum(outcome.accepted[strategy] for outcome in outcomes),
-        sum(outcome.differing[strategy] for outcome in outcomes),
+        sum(outcome.drafted[mode] for outcome in outcomes),
+        sum(outcome.accepted[mode] for outcome in outcomes),
+        sum(outcome.differing[mode] for outcome in outcomes),
     )
-    return [model, "all" if batch is None else str(batch), strategy, *(f"{figure:,}" for figure in figures)]
+    return [model, "all" if batch is None else str(batch), mode, *(f"{figure:,}" for figure in figures)]
 
 
 def read_log(path: Path) -> list[Outcome]:

@@ -15,13 +15,13 @@ Five workloads, one engine in this process with the default model and numerics:
 Six more, by name, on which nothing was tuned: correct, email, german, program,
 questions, table (see TASKS).
 
-Settings take turns with the same requests, in rounds, so that the machine's moods fall on all alike. Tokens
+Settings take turns with the same requests, in rounds, so that the machine's drifts fall on all alike. Tokens
 do not depend on drafts, so that every setting does the same work; tokens per second count from the step after
 the last prompt was computed. `fixed N` drafts the N likeliest guesses of each sequence, whatever they cost.
 
 wall      tokens per second beside those without drafts, as the clock said: median over the rounds, and range
 settled   the same of settled times: what a step computes takes as long as the median step, of any setting,
-          with as many sequences and guesses, once each turn's mood is taken out; the drafter takes what it
+          with as many sequences and guesses, once each turn's drift is taken out; the drafter takes what it
           took, but for steps that held it up. This is what remains when nothing keeps the machine from work.
 drafting  the share of that time that the drafter itself took, its learning and the likeliest tokens included
 """
@@ -58,7 +58,7 @@ from torch import Tensor
 MAX_NODES = 16
 #: Steps of one shape whose median is a time to go by.
 _ENOUGH = 12
-#: Rounds of taking out the turns' moods; they hardly change after three.
+#: Rounds of taking out the turns' drifts; they hardly change after three.
 _POLISHED = 5
 #: Drafting for a sequence that rests takes next to nothing, and now and then a look.
 _LOOKING_S = 5e-4
@@ -157,22 +157,22 @@ class Turn:
 class Settled:
     """Times of steps that nothing held up, from many steps of all settings.
 
-    A step takes what its shape takes times the mood of its turn. Both are medians, each beside the other
+    A step takes what its shape takes times the drift of its turn. Both are medians, each beside the other
     (median polish, after Tukey), since a shape may have been seen in a few turns only.
     """
 
     def __init__(self, turns: Sequence[Turn]) -> None:
-        moods = [1.0] * len(turns)
+        drifts = [1.0] * len(turns)
         for _ in range(_POLISHED):
             by_shape: dict[tuple[int, int], list[float]] = {}
             by_rows: dict[int, list[float]] = {}
-            for turn, mood in zip(turns, moods, strict=True):
+            for turn, drift in zip(turns, drifts, strict=True):
                 for step in turn.steps:
-                    seconds = step.computing_s / mood
+                    seconds = step.computing_s / drift
                     by_shape.setdefault(step.shape, []).append(seconds)
                     by_rows.setdefault(sum(step.shape), []).append(seconds)
             medians = {shape: statistics.median(seconds) for shape, seconds in by_shape.items()}
-            moods = [
+            drifts = [
                 statistics.median([step.computing_s / medians[step.shape] for step in turn.steps])
                 for turn in turns
             ]

@@ -7,7 +7,7 @@ suffix         trees from suffix counts, after Oliaro et al., "SuffixDecoding: E
                lengths, either from the sequence or from earlier answers
 local          the forest on the sequence alone
 forest         the forest on the sequence and on earlier answers: what decode pods run
-line           the same text and votes, but one guess after another: what decode pods call chain
+line           the same text and candidates, but one guess after another: what decode pods call chain
 """
 
 from __future__ import annotations

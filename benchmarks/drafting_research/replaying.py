@@ -64,7 +64,7 @@ class ReplayDrafter(Protocol):
         """What the step emitted; the first call for a sequence is the token of prefill."""
 
     def end(self, sequence: int, target: Sequence[int]) -> None:
-        """The turn is over; now it may be learnt from."""
+        """The turn is over; now it may be learned from."""
 
 
 @dataclass
@@ -230,7 +230,7 @@ def replay(
     batch: int = 1,
     figures: PassFigures | None = None,
 ) -> PassFigures:
-    """One pass, added to `figures`; the drafter keeps what it has learnt for the next."""
+    """One pass, added to `figures`; the drafter keeps what it has learned for the next."""
     figures = figures or PassFigures(Figures(), Figures(), Figures())
     waiting = list(reversed(conversations))
     live: dict[int, _Lane] = {}

@@ -6,7 +6,7 @@ guesses per hit, the bonus token left out, for batches of 8 and 128. Its model, 
 than ours: the two sides of the table say how good drafts of this kind are, not who would win on one text.
 
     chain, global-chain    the longest match, copied, 7 guesses whatever they cost
-    line                   our votes in one line of at most 7, no longer than pays on the modelled GPU
+    line                   our candidates in one line of at most 7, no longer than pays on the modelled GPU
     forest                 our trees of at most 16, likewise
 
 Every answer is a sequence of its own here, or there would be fewer sequences than the largest batch holds.

@@ -51,7 +51,7 @@ _MAX_DOUBLINGS = 4
 class DraftPolicy:
     """The drafting mode of a pod, and the prior of its step cost."""
 
-    strategy: SpeculationMode = SpeculationMode.GLOBAL
+    mode: SpeculationMode = SpeculationMode.GLOBAL
     #: Time of one more row relative to a step without drafts, before any measurement. High on purpose: likely
     #: guesses are sent anyway and measure the cost, while unlikely ones would slow down unpredictable text.
     row_cost: float = 0.1
@@ -102,11 +102,11 @@ class Drafter:
     """Owns sequence indexes and acceptance models. Used by one thread; others write the mirrors."""
 
     def __init__(self, mirror: GlobalMirror | None, policy: DraftPolicy) -> None:
-        self._strategy = policy.strategy
+        self._mode = policy.mode
         self._mirrors: dict[str, GlobalMirror] = {}
         if mirror is not None:
             self.attach(mirror)
-        #: By tenant: nothing learnt from one tenant's sequences serves another.
+        #: By tenant: nothing learned from one tenant's sequences serves another.
         self._models: dict[str, AcceptanceModel] = {}
         self._recyclers: dict[str, Recycler] = {}
         self._sequences: dict[str, _Sequence] = {}
@@ -136,7 +136,7 @@ class Drafter:
         """
         self._num_steps += 1
         trees: list[DraftTree | None] = [None] * len(requests)
-        if self._strategy is SpeculationMode.OFF or max_nodes < 1:
+        if self._mode is SpeculationMode.OFF or max_nodes < 1:
             return trees
         drafted: list[tuple[int, _Sequence]] = []
         inputs: list[SequenceInput] = []
@@ -193,7 +193,7 @@ class Drafter:
         self._sequences.pop(request_id, None)
 
     def forget_tenant(self, tenant: str) -> None:
-        """Drops what was learnt from a tenant's sequences; its mirror is emptied by its owner.
+        """Drops what was learned from a tenant's sequences; its mirror is emptied by its owner.
 
         Running requests keep their recycled tokens until they end.
         """
@@ -213,11 +213,11 @@ class Drafter:
         return sequence.index.num_tokens if sequence is not None else 0
 
     def _begin(self, request: Request) -> _Sequence:
-        strategy = request.speculation or self._strategy
+        mode = request.speculation or self._mode
         mirror = None
-        if SpeculationMode.LOCAL not in (strategy, self._strategy):
+        if SpeculationMode.LOCAL not in (mode, self._mode):
             mirror = self._mirrors.get(request.tenant)
-        max_chain = MAX_CHAIN if strategy is SpeculationMode.CHAIN else 0
+        max_chain = MAX_CHAIN if mode is SpeculationMode.CHAIN else 0
         model = self._models.get(request.tenant)
         if model is None:
             model = self._models[request.tenant] = AcceptanceModel()
@@ -239,4 +239,4 @@ def _top_tokens(logits: Tensor, rows: Sequence[int]) -> TopTokens:
 def drafter_for(speculation: str) -> Drafter | None:
     """A drafter without a mirror, for an engine alone; None for "off"."""
     mode = SpeculationMode(speculation)
-    return None if mode is SpeculationMode.OFF else Drafter(None, DraftPolicy(strategy=mode))
+    return None if mode is SpeculationMode.OFF else Drafter(None, DraftPolicy(mode=mode))

@@ -38,9 +38,9 @@ def test_no_token_differs_at_any_batch(generator: Generator) -> None:
     for outcome in outcomes:
         assert outcome.differing == {"local": 0, "global": 0}
         assert outcome.tokens == sum(outcome.modes.values()) > 100
-    for strategy, some in (("local", 10), ("global", 100)):
-        accepted = sum(outcome.accepted[strategy] for outcome in outcomes)
-        drafted = sum(outcome.drafted[strategy] for outcome in outcomes)
+    for mode, some in (("local", 10), ("global", 100)):
+        accepted = sum(outcome.accepted[mode] for outcome in outcomes)
+        drafted = sum(outcome.drafted[mode] for outcome in outcomes)
         assert some < accepted < drafted, "hardly anything was put to the test"
 
 

@@ -60,13 +60,13 @@ def test_a_line_is_a_line_and_a_price_shortens_it() -> None:
     """The same text drafted by lines: free, and at a price that no guess is worth."""
     conversations = dialogues(6)
     free = Forest("line", 7, CorpusIndex(2000, 1000), max_chain=7)
-    dear = Forest(
+    costly = Forest(
         "line", 7, CorpusIndex(2000, 1000), max_chain=7, price=lambda n: [1.0 + q for q in range(7 * n + 1)]
     )
     got = replay(free, conversations).everything
     assert got.mat > 2
     assert got.drafted <= 7 * got.steps
-    assert replay(dear, conversations).everything.drafted == 0
+    assert replay(costly, conversations).everything.drafted == 0
     sequence = 5
     free.begin(sequence, (1, 2))
     free.accept(sequence, tuple(range(100, 104)))

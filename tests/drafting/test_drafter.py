@@ -130,12 +130,12 @@ def test_alternatives_share_their_beginning():
     assert {4, 5} <= set(tree.children()[root[3]])
 
 
-@pytest.mark.parametrize(("strategy", "source"), [("off", None), ("local", "prompt"), ("global", "global")])
-def test_the_strategy_names_the_sources(strategy, source):
+@pytest.mark.parametrize(("mode", "source"), [("off", None), ("local", "prompt"), ("global", "global")])
+def test_the_mode_names_the_sources(mode, source):
     text = [1, 2, 3, 4, 5, 6, 7] + ([50, 51, 1, 2, 3] if source != "global" else [50, 51, 52])
     mirror = GlobalMirror()
     mirror.apply_delta([AcceptedSpan("x", 0, (50, 51, 52, 53, 54))] * 3, "1")
-    drafter = Drafter(mirror, DraftPolicy(SpeculationMode(strategy)))
+    drafter = Drafter(mirror, DraftPolicy(SpeculationMode(mode)))
     (tree,) = drafter.propose([request_at(text, len(text) - 1)], 15)
     assert (tree.sources[0] if tree is not None else None) == source
 
@@ -149,14 +149,12 @@ def test_a_chain_is_one_line_of_at_most_seven():
     assert tree.parents == (0, 1, 2, 3, 4, 5, 6)
 
 
-def test_a_request_may_ask_for_another_strategy():
+def test_a_request_may_ask_for_another_mode():
     text = [1, 2, 3, 4, 5, 6, 7, 50, 51, 1, 2, 3]
     mirror = GlobalMirror()
     mirror.apply_delta([AcceptedSpan("x", 0, (90, 1, 2, 3, 9, 9))] * 3, "1")
     wanted = [None, SpeculationMode.OFF, SpeculationMode.LOCAL]
-    requests = [
-        request_at(text, len(text) - 1, str(n), speculation=strategy) for n, strategy in enumerate(wanted)
-    ]
+    requests = [request_at(text, len(text) - 1, str(n), speculation=mode) for n, mode in enumerate(wanted)]
     of_pod, off, local = Drafter(mirror, DraftPolicy(row_cost=0.001)).propose(requests, 15)
     assert of_pod is not None and local is not None
     assert "global" in of_pod.sources

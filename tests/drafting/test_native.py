@@ -42,7 +42,7 @@ def guesses_for(
     text: SequenceIndex, *, corpus: CorpusIndex | None = None, max_guesses: int = 16, **job
 ) -> Guesses | None:
     (guesses,) = draft(
-        [SequenceInput(text, job.pop("learner", AcceptanceModel()), corpus, **job)], max_guesses, FREE
+        [SequenceInput(text, job.pop("model", AcceptanceModel()), corpus, **job)], max_guesses, FREE
     )
     return guesses
 
@@ -125,7 +125,7 @@ def test_other_requests_see_the_successors_that_two_requests_had() -> None:
         return set(guesses.tree.token_ids) if guesses is not None else set()
 
     def has(text: SequenceIndex, *tokens: int) -> None:
-        """After 1, 2, 3 the model thinks of these."""
+        """After 1, 2, 3 the model finds these likely."""
         likeliest = TopTokens.of_tokens([tokens], [[9.0, 5.0, 4.0, 3.0]])
         learn([SequenceInput(text, AcceptanceModel(), recycler=recycler)], [tokens[:1]], likeliest)
         text.extend([1, 2, 3])
@@ -174,8 +174,8 @@ def test_trees_hold_to_their_bounds(
     corpus = CorpusIndex(2000, 5)
     for number, run in enumerate(runs):
         assert corpus.add(number, run)
-    learner = AcceptanceModel()
-    jobs = [SequenceInput(text_of(text, len(text) // 2), learner, corpus, room=room) for text in batch]
+    model = AcceptanceModel()
+    jobs = [SequenceInput(text_of(text, len(text) // 2), model, corpus, room=room) for text in batch]
     drafts = draft(jobs, max_guesses, FREE[: most + 1])
     assert drafts == draft(jobs, max_guesses, FREE[: most + 1]), "the same again"
     assert sum(len(d.tree) for d in drafts if d is not None) <= most
@@ -200,12 +200,12 @@ def test_trees_hold_to_their_bounds(
 def test_guesses_must_be_worth_their_price() -> None:
     story = noise(40)
     job = SequenceInput(text_of(story + story[:10]), AcceptanceModel())
-    # A row as dear as a step pays for no guess, and at a tenth only the likely ones do.
+    # A row as costly as a step pays for no guess, and at a tenth only the likely ones do.
     assert draft([job], 16, [1.0 + q for q in range(17)]) == [None]
-    (dear,), (cheap,) = (draft([job], 16, [1.0 + price * q for q in range(17)]) for price in (0.2, 0.01))
-    assert 0 < len(dear.tree) < len(cheap.tree)
+    (costly,), (cheap,) = (draft([job], 16, [1.0 + price * q for q in range(17)]) for price in (0.2, 0.01))
+    assert 0 < len(costly.tree) < len(cheap.tree)
     expected = 1.0
-    for q, reach in enumerate(dear.reach):
+    for q, reach in enumerate(costly.reach):
         assert (expected + reach) / (1 + 0.2 * (q + 1)) >= expected / (1 + 0.2 * q)
         expected += reach
 
@@ -238,8 +238,8 @@ def test_the_whole_batch_has_one_price() -> None:
     """The likelier sequence gets the rows."""
     story = noise(40)
     sure, unsure = text_of(story + story[:10]), text_of([1, 2, 1, 3, 1, 4, 1, 5, 1])
-    learner = AcceptanceModel()
-    first, second = draft([SequenceInput(unsure, learner), SequenceInput(sure, learner)], 16, FREE[:2])
+    model = AcceptanceModel()
+    first, second = draft([SequenceInput(unsure, model), SequenceInput(sure, model)], 16, FREE[:2])
     assert first is None
     assert second.tree.token_ids == (story[10],)
 
@@ -247,10 +247,10 @@ def test_the_whole_batch_has_one_price() -> None:
 def test_chances_come_true_once_learnt() -> None:
     """On a text in which each token has three followers of known frequency."""
     source = random.Random(5)
-    learner, text = AcceptanceModel(), text_of([0])
+    model, text = AcceptanceModel(), text_of([0])
     token, predicted, accepted, late = 0, 0.0, 0, 4000
     for step in range(6000):
-        (guesses,) = draft([SequenceInput(text, learner)], 3, FREE)
+        (guesses,) = draft([SequenceInput(text, model)], 3, FREE)
         token = (token * 7 + source.choices([1, 2, 3], [0.7, 0.2, 0.1])[0]) % 97
         if guesses is not None and step >= late:
             for parent, guess, reach in zip(
@@ -259,24 +259,24 @@ def test_chances_come_true_once_learnt() -> None:
                 if parent == 0:
                     predicted += reach
                     accepted += guess == token
-        learn([SequenceInput(text, learner)], [[token]])
+        learn([SequenceInput(text, model)], [[token]])
     assert accepted > 0.65 * (6000 - late)
     assert predicted == pytest.approx(accepted, rel=0.05)
 
 
 def test_predictions_are_counted_beside_what_came_of_them() -> None:
-    story, learner = noise(40), AcceptanceModel()
+    story, model = noise(40), AcceptanceModel()
     text = text_of(story + story[:10])
-    (guesses,) = draft([SequenceInput(text, learner)], 4, FREE)
-    learn([SequenceInput(text, learner)], [[*story[10:13], VOCABULARY]])
-    tenths = learner.reliability()
+    (guesses,) = draft([SequenceInput(text, model)], 4, FREE)
+    learn([SequenceInput(text, model)], [[*story[10:13], VOCABULARY]])
+    tenths = model.reliability()
     assert [t.num_guesses for t in tenths] == [
         sum(int(reach * 10) == n for reach in guesses.reach) for n in range(10)
     ]
     assert sum(t.predicted for t in tenths) == pytest.approx(sum(guesses.reach), rel=1e-5)
     assert sum(t.accepted for t in tenths) == 3
-    learner.reset()
-    assert learner.reliability() == tenths, "the counts are those of this process"
+    model.reset()
+    assert model.reliability() == tenths, "the counts are those of this process"
 
 
 def test_a_reset_model_predicts_as_a_new_one() -> None:
@@ -285,9 +285,9 @@ def test_a_reset_model_predicts_as_a_new_one() -> None:
     for token in story * 5:
         draft([SequenceInput(text, model)], 8, FREE)
         learn([SequenceInput(text, model)], [[token]])
-    assert guesses_for(text, learner=AcceptanceModel()) != guesses_for(text, learner=model)
+    assert guesses_for(text, model=AcceptanceModel()) != guesses_for(text, model=model)
     model.reset()
-    assert guesses_for(text, learner=AcceptanceModel()) == guesses_for(text, learner=model)
+    assert guesses_for(text, model=AcceptanceModel()) == guesses_for(text, model=model)
 
 
 def test_a_corpus_may_be_added_to_while_others_draft_from_it() -> None:
@@ -303,17 +303,17 @@ def test_a_corpus_may_be_added_to_while_others_draft_from_it() -> None:
 
     writer = threading.Thread(target=add)
     writer.start()
-    learner, steps = AcceptanceModel(), 0
+    model, steps = AcceptanceModel(), 0
     followers = set(itertools.pairwise(story)) | {(story[-1], story[0])}
     while not ends.is_set() or steps < 200:
         start = (steps * 37) % 4900
         text = text_of(story[start : start + 20])
-        guesses = guesses_for(text, corpus=corpus, learner=learner)
+        guesses = guesses_for(text, corpus=corpus, model=model)
         if guesses is not None:
             path = (story[start + 19], *guesses.tree.token_ids)
             for node, parent in enumerate(guesses.tree.parents, start=1):
                 assert (path[parent], path[node]) in followers
-        learn([SequenceInput(text, learner)], [story[start + 20 : start + 22]])
+        learn([SequenceInput(text, model)], [story[start + 20 : start + 22]])
         steps += 1
     writer.join()
 

@@ -89,13 +89,13 @@ def test_more_guesses_never_cost_less():
 
 
 def test_a_price_that_was_too_high_is_asked_for_again():
-    """Rows were dear for a while, so that nothing is drafted and nothing seen any more: the prior returns."""
+    """After a while of costly rows nothing is drafted or measured: the estimate returns to the prior."""
     cost = StepCost(row_cost=0.03)
     for step in range(200):
         cost.observe(1, 500, step % 3, 0.01 * (1 + 2 * (step % 3)))
         cost.curve(1, 500, 12)
-    dear = cost.curve(1, 500, 12)
-    assert dear[1] / dear[0] > 2
+    costly = cost.curve(1, 500, 12)
+    assert costly[1] / costly[0] > 2
     for _ in range(5000):
         cost.observe(1, 500, 0, 0.01)
         cost.curve(1, 500, 12)

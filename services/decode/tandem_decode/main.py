@@ -39,7 +39,7 @@ def main() -> None:
 async def open_pod(pod: DecodeSettings) -> AsyncIterator[PodServer]:
     """A pod that serves until the context ends. Raises ModelLoadError, CapacityError, OSError."""
     server = PodServer(pod, role="decode", service_names=[SERVICE], status_codes=STATUS_CODES)
-    drafter = Drafter(None, DraftPolicy(strategy=pod.speculation))
+    drafter = Drafter(None, DraftPolicy(mode=pod.speculation))
     parts = await asyncio.to_thread(assemble, pod.engine_config(max_draft_nodes=pod.draft_nodes), drafter)
     loop = EngineLoop(parts.engine, on_failure=exit_process)
     receiver = ZmqReceiver(parts.layout, parts.pool, ReceiverOptions(host=pod.kv_host, port=pod.kv_port))
