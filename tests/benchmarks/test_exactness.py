@@ -32,7 +32,6 @@ def generator(tiny_model: Path) -> Generator:
     return Generator(tiny_model, **ENGINE)
 
 
-@pytest.mark.drafts
 def test_no_token_differs_at_any_batch(generator: Generator) -> None:
     outcomes = [compare(generator, make_piece(n, CORPUS, max_tokens=48), n, "tiny") for n in range(4)]
     for outcome in outcomes:

@@ -142,7 +142,6 @@ def test_without_an_answer_there_is_nothing_to_replay(folder: Path) -> None:
         read_conversations(folder, [dialogue("d", "", ("user", "Hi"))], None)
 
 
-@pytest.mark.drafts
 @pytest.mark.parametrize("name", sorted(DRAFTERS))
 def test_every_drafter_learns_what_it_may(name: str) -> None:
     """The same answer thrice in one dialogue, then in another: found again where the drafter looks."""
@@ -170,7 +169,6 @@ def test_cold_dialogues_know_nothing_of_each_other() -> None:
     assert shared.steps < cold.steps
 
 
-@pytest.mark.drafts
 def test_the_report_has_a_row_for_every_combination(folder: Path, tmp_path: Path) -> None:
     data = tmp_path / "d.jsonl"
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello, hello!"}]
@@ -191,7 +189,6 @@ def test_the_report_has_a_row_for_every_combination(folder: Path, tmp_path: Path
         run(replace(config, sources=("forests",)))
 
 
-@pytest.mark.drafts
 def test_the_command_takes_numbers_with_commas_and_options_again(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -206,7 +203,6 @@ def test_the_command_takes_numbers_with_commas_and_options_again(
     assert "| 8 | forest | pass 1 |" in (tmp_path / "t.md").read_text()
 
 
-@pytest.mark.drafts
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [

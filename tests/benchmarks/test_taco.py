@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 from drafting_research.cost_model import CostModel
 from drafting_research.drafters import Chain, Forest
 from drafting_research.replaying import Answer, Conversation, replay
 from drafting_research.taco import taco_table
 from tandem_drafting.native import CorpusIndex
-
-pytestmark = pytest.mark.drafts
 
 
 def dialogues(count: int) -> list[Conversation]:

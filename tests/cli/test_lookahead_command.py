@@ -18,8 +18,6 @@ from tandem_lookahead.settings import LookaheadSettings
 from tandem_proto.v1 import lookahead_pb2 as pb
 from waiting import until
 
-pytestmark = pytest.mark.drafts
-
 TANDEM = str(Path(sys.executable).parent / "tandem")
 ANSWER = tuple(range(100, 120))
 

@@ -74,7 +74,6 @@ sampling_params = st.builds(
 )
 
 
-@pytest.mark.drafts
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     asked=st.lists(
@@ -114,7 +113,6 @@ def assert_same_logprobs(one: Completion, other: Completion) -> None:
         assert [p for _, p in a.top] == pytest.approx([p for _, p in b.top], abs=1e-4)
 
 
-@pytest.mark.drafts
 def test_such_requests_are_drafted_for(drafted: LLM) -> None:
     """Else the property above would say little."""
     for temperature in (0.0, 0.5):
@@ -254,8 +252,8 @@ def excess(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], flo
     ("drafts", "seed"),
     [
         ("off", 0),
-        pytest.param("local", 10_000, marks=pytest.mark.drafts),
-        pytest.param("global", 20_000, marks=pytest.mark.drafts),
+        ("local", 10_000),
+        ("global", 20_000),
         ("least likely", 30_000),
         ("likeliest", 40_000),
     ],

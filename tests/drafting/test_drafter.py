@@ -17,8 +17,6 @@ from tandem_drafting.step_cost import StepCost
 from tandem_engine.draft_source import Emitted
 from tandem_engine.request import Request
 
-pytestmark = pytest.mark.drafts
-
 
 def request_at(text: list[int], num_prompt: int, request_id: str = "r", **options) -> Request:
     """A request that has just been given its first output token."""

@@ -10,8 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tandem_drafting.k_anonymity import KAnonymityFilter, SharedSpan
 
-pytestmark = pytest.mark.drafts
-
 ROOT = Path(__file__).resolve().parents[2]
 
 

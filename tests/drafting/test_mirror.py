@@ -11,8 +11,6 @@ from tandem_drafting.mirror import GlobalMirror
 from tandem_drafting.native import AcceptanceModel, SequenceIndex, SequenceInput, draft
 from tandem_drafting.spans import AcceptedSpan
 
-pytestmark = pytest.mark.drafts
-
 FREE = [1.0 + 1e-9 * q for q in range(64)]
 
 

@@ -25,8 +25,6 @@ from tandem_drafting.native import (
     learn,
 )
 
-pytestmark = pytest.mark.drafts
-
 VOCABULARY = 1000
 #: A step costs the same however many guesses it verifies.
 FREE = [1.0 + 1e-9 * q for q in range(1024)]

@@ -29,7 +29,6 @@ def generate(
     ]
 
 
-@pytest.mark.drafts
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.wide)])
 def test_the_same_bits_in_any_company(model_dir: Path, corpus, dtype: str) -> None:
     plain = generate(model_dir, corpus, dtype, alone=True, speculation="off", chunk_size=512)

@@ -9,8 +9,6 @@ from tandem_drafting.shared_corpus import SharedCorpus
 from tandem_drafting.spans import AcceptedSpan
 from tandem_lookahead.corpus import BYTES_PER_SEQUENCE, BYTES_PER_TOKEN, CorpusPolicy, NamespaceCorpus
 
-pytestmark = pytest.mark.drafts
-
 ANSWER = tuple(range(100, 120))
 
 

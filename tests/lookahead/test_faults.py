@@ -14,8 +14,6 @@ from redis_servers import answers
 from tandem_cli.redis_server import find_server
 from waiting import pause_async
 
-pytestmark = pytest.mark.drafts
-
 
 class Talk:
     """Two pods, one on each replica, which both say something now and then; a third one listens to each."""

@@ -11,8 +11,6 @@ from tandem_lookahead.corpus import BYTES_PER_SEQUENCE, BYTES_PER_TOKEN, fair_li
 from tandem_proto.v1 import lookahead_pb2 as pb
 from waiting import until_async
 
-pytestmark = pytest.mark.drafts
-
 ANSWER = tuple(range(100, 120))
 NAMESPACE = pb.Namespace(tenant="acme", model_revision="rev1", tokenizer_hash="tok1")
 

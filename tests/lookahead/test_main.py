@@ -74,7 +74,6 @@ def test_sigterm_ends_it(tmp_path):
         assert process.wait(timeout=10) == 0
 
 
-@pytest.mark.drafts
 async def test_a_killed_service_comes_back_to_its_pods_with_all_text(fleet):
     port, url = free_port(), (await fleet.redis()).url
     at = f"127.0.0.1:{port}"

@@ -17,8 +17,6 @@ from tandem_lookahead.connection import RedisAddress
 from tandem_lookahead.store import RedisStore, StoreUnavailableError
 from tandem_proto.v1 import lookahead_pb2 as pb
 
-pytestmark = pytest.mark.drafts
-
 ANSWER = tuple(range(100, 120))
 #: All that the service ever says to Redis, scripts included (docs/lookahead.md).
 COMMANDS = """

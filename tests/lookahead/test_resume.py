@@ -15,8 +15,6 @@ from tandem_drafting.mirror import GlobalMirror
 from tandem_proto.v1 import lookahead_pb2 as pb
 from tandem_proto.v1 import lookahead_pb2_grpc
 
-pytestmark = pytest.mark.drafts
-
 ANSWER = tuple(range(100, 120))
 NAMESPACE = pb.Namespace(tenant="acme", model_revision="rev1", tokenizer_hash="tok1")
 OTHER = pb.Namespace(tenant="beta", model_revision="rev1", tokenizer_hash="tok1")

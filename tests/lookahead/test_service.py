@@ -13,8 +13,6 @@ from tandem_drafting.lookahead_protocol import SNAPSHOT_CHUNK_BYTES
 from tandem_proto.v1 import lookahead_pb2 as pb
 from tandem_proto.v1 import lookahead_pb2_grpc
 
-pytestmark = pytest.mark.drafts
-
 ANSWER = tuple(range(100, 120))
 
 

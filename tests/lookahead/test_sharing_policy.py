@@ -7,13 +7,10 @@ import random
 
 import grpc
 import grpc.aio
-import pytest
 import redis.asyncio as redis
 from tandem_proto.v1 import lookahead_pb2 as pb
 from tandem_proto.v1 import lookahead_pb2_grpc
 from waiting import run_ready_tasks
-
-pytestmark = pytest.mark.drafts
 
 ANSWER = tuple(range(100, 120))
 NAMESPACE = pb.Namespace(tenant="acme", model_revision="rev1", tokenizer_hash="tok1")

@@ -355,7 +355,6 @@ async def test_a_stop_string_cuts_the_same_with_drafts_and_without(tiny_model: P
         assert receipt.output_tokens == len(want.token_ids)
 
 
-@pytest.mark.drafts
 async def test_a_request_says_how_it_is_drafted_for(tiny_model: Path) -> None:
     """The same tokens each time; the receipt tells what the drafts were worth. A new pod has measured no step
     that could stop it from drafting."""
