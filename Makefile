@@ -16,10 +16,12 @@ UP ?=
 BENCH ?=
 STEP ?=
 RESULTS ?= build/benchmarks
+# Extra flags of benchmarks/gpu.
+GPU ?=
 # Extra flags of pytest, e.g. `make test TEST="tests/cli -x"`.
 TEST ?=
 
-.PHONY: help venv serve test test-all bench-engine bench-kernels lint format types imports proto proto-check buf check clean
+.PHONY: help venv serve test test-all bench-engine bench-kernels bench-gpu lint format types imports proto proto-check buf check clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -40,7 +42,7 @@ $(VENV)/.dev: $(VENV)/.runtime
 
 venv: $(VENV)/.dev ## Create .venv with everything to run and develop
 
-serve: $(VENV)/.runtime ## Download the default model and serve it (UP= adds flags)
+serve: $(VENV)/.runtime ## Download a model and serve it (MODEL= another one; UP= adds flags)
 	@$(BIN)/tandem model pull $(MODEL)
 	@exec $(BIN)/tandem up --model $(MODEL) $(UP)
 
@@ -60,11 +62,14 @@ test-all: $(VENV)/.dev ## Run all tests, the slow sweeps too
 	$(call pytest,)
 
 bench-engine: $(VENV)/.dev ## TTFT, TPOT and step times beside other systems (BENCH="--quick": minutes)
-	$(BIN)/python benchmarks/engine_step.py --out $(RESULTS)/engine-step $(STEP)
-	$(BIN)/python benchmarks/engine.py --out $(RESULTS)/engine $(BENCH)
+	$(BIN)/python benchmarks/engine_step.py --out $(RESULTS)/engine-step.md $(STEP)
+	$(BIN)/python benchmarks/engine.py --out $(RESULTS)/engine.md $(BENCH)
 
 bench-kernels: $(VENV)/.dev ## The CPU kernels beside torch's
-	$(BIN)/python benchmarks/kernels_cpu.py --out $(RESULTS)/kernels-cpu
+	$(BIN)/python benchmarks/kernels_cpu.py --out $(RESULTS)/kernels-cpu.md
+
+bench-gpu: $(VENV)/.dev ## Parts of nine minutes on one GPU (GPU="--part B"); without a GPU a dry run
+	$(BIN)/python benchmarks/gpu --out $(RESULTS)/gpu $(GPU)
 
 lint: $(VENV)/.dev ## ruff: rules and format
 	$(BIN)/ruff check .

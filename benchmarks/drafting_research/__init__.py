@@ -1,1 +1,1 @@
-"""Drafting without a model: what `benchmarks/replay.py` runs, imported by other drafting benchmarks too."""
+"""For people who change the drafter: the drafters of `benchmarks/replay.py`, and speculation_price.py."""

@@ -22,9 +22,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from tandem_core.speculation import MAX_CHAIN, SpeculationMode
-from tandem_engine.draft_source import Emitted
+from tandem_engine.draft_source import Emitted, Likeliest
 from tandem_engine.draft_tree import MAX_TREE_NODES, DraftTree
 from tandem_engine.request import Request
 from torch import Tensor
@@ -165,11 +164,11 @@ class Drafter:
     def observe_step(self, num_sequences: int, context: int, num_guesses: int, seconds: float) -> None:
         self.step_cost.observe(num_sequences, context, num_guesses, seconds)
 
-    def extend(self, emitted: Sequence[Emitted], logits: Tensor | None = None) -> None:
+    def extend(self, emitted: Sequence[Emitted], logits: Tensor | Likeliest | None = None) -> None:
         """Learns from the tokens that a step emitted, the bonus tokens included.
 
-        logits [rows, vocab] float32; None: token recycling learns nothing. Call it before or after the tokens
-        are appended to the request.
+        logits [rows, vocab] float32 on the CPU, or what a device found in them; None: token recycling learns
+        nothing. Call it before or after the tokens are appended to the request.
         """
         inputs: list[SequenceInput] = []
         token_ids: list[Sequence[int]] = []
@@ -184,8 +183,14 @@ class Drafter:
         if not inputs:
             return
         top = None
-        if logits is not None and logits.shape[1] >= NUM_RECYCLED:
-            top = _top_tokens(logits, rows)
+        if isinstance(logits, Likeliest):
+            if logits.token_ids.shape[1] >= NUM_RECYCLED:
+                top = TopTokens.of_tokens(
+                    logits.token_ids[rows, :NUM_RECYCLED], logits.logits[rows, :NUM_RECYCLED]
+                )
+        elif logits is not None and logits.shape[1] >= NUM_RECYCLED:
+            logits = logits.contiguous()
+            top = TopTokens.of_logits(logits.data_ptr(), logits.shape[1], rows)
         native.learn(inputs, token_ids, top)
 
     def forget(self, request_id: str) -> None:
@@ -225,15 +230,6 @@ class Drafter:
         if recycler is None:
             recycler = self._recyclers[request.tenant] = Recycler()
         return _Sequence(request, model, recycler, mirror, max_chain=max_chain)
-
-
-def _top_tokens(logits: Tensor, rows: Sequence[int]) -> TopTokens:
-    """logits [R, V] float32; one entry per named row."""
-    if logits.device.type == "cpu":
-        logits = logits.contiguous()
-        return TopTokens.of_logits(logits.data_ptr(), logits.shape[1], rows)
-    top = torch.topk(logits[torch.tensor(rows, device=logits.device)], NUM_RECYCLED)
-    return TopTokens.of_tokens(top.indices.cpu().numpy(), top.values.cpu().numpy())
 
 
 def drafter_for(speculation: str) -> Drafter | None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from tandem_drafting import native
 
 _POINTER, _INT32, _INT64, _UINT64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_uint64
-_SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
+_SIGNATURES: native.Signatures = {
     "tandem_k_anonymity_new": (_POINTER, (_INT32,)),
     "tandem_k_anonymity_free": (None, (_POINTER,)),
     "tandem_k_anonymity_append": (_INT32, (_POINTER, _INT32, _UINT64, _POINTER, _INT64, _POINTER)),
@@ -29,9 +29,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "tandem_k_anonymity_read": (None, (_POINTER, _INT32, _INT64, _INT64, _POINTER)),
     "tandem_k_anonymity_bytes": (_INT64, (_POINTER,)),
 }
-for _name, (_result, _arguments) in _SIGNATURES.items():
-    _function = getattr(native.LIBRARY, _name)
-    _function.restype, _function.argtypes = _result, list(_arguments)
+native.declare(native.LIBRARY, _SIGNATURES)
 
 
 @dataclass(frozen=True)

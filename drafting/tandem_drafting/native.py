@@ -51,7 +51,9 @@ class _Draft(ctypes.Structure):
 _STEP_WORDS = _GUESS_WORDS = 4
 
 
-_SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
+#: Function -> its result and arguments.
+Signatures = dict[str, tuple[object, tuple[object, ...]]]
+_SIGNATURES: Signatures = {
     "tandem_draft": (
         None,
         (_POINTER, _POINTER, _INT32, _INT32, _DOUBLE, _POINTER, _INT32, _POINTER),
@@ -89,10 +91,21 @@ def _load() -> ctypes.CDLL:
         raise ImportError(
             f"cannot load the compiled drafter ({error}); reinstall Tandem, in a checkout run build_native.py"
         ) from error
-    for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, list(arguments)
+    declare(library, _SIGNATURES)
     return library
+
+
+def declare(library: ctypes.CDLL, signatures: Signatures) -> None:
+    """Sets the functions' types. Raises ImportError when the library lacks one."""
+    for name, (result, arguments) in signatures.items():
+        try:
+            function = getattr(library, name)
+        except AttributeError as error:  # says which file and function
+            raise ImportError(
+                f"the drafter was compiled from other sources than this Python code ({error}); "
+                "run `python build_native.py` or `make venv`; without a checkout reinstall Tandem"
+            ) from error
+        function.restype, function.argtypes = result, list(arguments)
 
 
 LIBRARY = _load()

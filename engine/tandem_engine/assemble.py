@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from tandem_core.errors import ModelLoadError
+from tandem_core.errors import CapacityError, InvariantError, ModelLoadError
 from tandem_core.model.manifest import ModelManifest
 from tandem_core.model.tokenizer import Tokenizer
 from tandem_kernels.turbo_attention import MAX_HEAD_SIZE
 
 from tandem_engine.block_manager import BlockManager
+from tandem_engine.cuda_graphs import CudaCapture, graph_sizes
 from tandem_engine.draft_source import DraftSource
 from tandem_engine.engine import Engine
-from tandem_engine.kv_pool import KVPool, KVShape, default_num_blocks
+from tandem_engine.kv_pool import (
+    GpuMemory,
+    KVPool,
+    KVShape,
+    default_num_blocks,
+    gpu_num_blocks,
+    graph_reserve,
+)
 from tandem_engine.model_loader import load_decoder
 from tandem_engine.model_loader.convert import LAYOUT_VERSION
 from tandem_engine.model_loader.loading import Numerics, pick_numerics
@@ -24,6 +33,8 @@ from tandem_engine.runner import ModelRunner
 from tandem_engine.sampling.verify import Verifier
 from tandem_engine.scheduler import Scheduler, SchedulerConfig
 from tandem_engine.transport.layout import KVLayout
+from tandem_engine.warm_up import idle_batch, warm_up
+from tandem_engine.workspace import StepLimits, make_workspace
 
 #: Rows that saturate a CPU: 128 rows take a quarter of the time of 512.
 _CPU_ENOUGH_PROMPT_TOKENS = 128
@@ -41,11 +52,14 @@ class EngineConfig:
     device: str = "auto"
     threads: int = 0
     num_blocks: int = 0
+    gpu_memory_utilization: float = 0.9
     block_size: int = 64
     chunk_size: int = 512
     max_batch: int = 16
     prefix_cache: bool = True
     max_draft_nodes: int = 8
+    #: False on a pod that computes prompts only.
+    decodes: bool = True
 
 
 @dataclass(frozen=True)
@@ -67,8 +81,8 @@ def assemble(config: EngineConfig, drafter: DraftSource | None = None) -> Engine
     Sets the process's CPU thread count. Raises ModelLoadError and CapacityError.
     """
     torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+    device = pick_device(config.device)
     manifest = ModelManifest.read(config.model)
-    device = _pick_device(config.device)
     numerics = pick_numerics(config.model, config.dtype, config.quantization, str(device))
     decoder = load_decoder(config.model, numerics.dtype, str(device), numerics.quantization)
     if device.type == "cuda" and decoder.config.head_dim > MAX_HEAD_SIZE:
@@ -90,20 +104,30 @@ def assemble(config: EngineConfig, drafter: DraftSource | None = None) -> Engine
         decoder.dtype,
         interleaved=decoder.reads_interleaved(config.block_size),
     )
-    pool = KVPool(shape, config.num_blocks or default_num_blocks(shape), device)
+    limits = StepLimits(
+        max_tokens=max(config.chunk_size, config.max_batch * (config.max_draft_nodes + 1)),
+        max_seqs=config.max_batch,
+        max_decode_tokens=config.max_batch * (config.max_draft_nodes + 1),
+    )
+    if device.type == "cuda":
+        runner = _gpu_runner(config, decoder, shape, limits)
+    else:
+        pool = KVPool(shape, config.num_blocks or default_num_blocks(shape), device)
+        runner = ModelRunner(decoder, pool, device)
+    pool = runner.pool
     manager = BlockManager(pool.num_blocks, config.block_size, enable_prefix_caching=config.prefix_cache)
     scheduler = Scheduler(
         manager,
         SchedulerConfig(
             max_batch=config.max_batch,
-            max_tokens_per_step=max(config.chunk_size, config.max_batch * (config.max_draft_nodes + 1)),
+            max_tokens_per_step=limits.max_tokens,
             chunk_size=config.chunk_size,
             max_model_len=manifest.max_model_len,
             enough_prompt_tokens=_CPU_ENOUGH_PROMPT_TOKENS if device.type == "cpu" else None,
         ),
     )
     engine = Engine(
-        ModelRunner(decoder, pool, device),
+        runner,
         scheduler,
         Verifier(),
         manager,
@@ -115,15 +139,65 @@ def assemble(config: EngineConfig, drafter: DraftSource | None = None) -> Engine
     return EngineParts(engine, pool, Tokenizer(config.model), manifest, layout)
 
 
-def _pick_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name == "cuda" and not torch.cuda.is_available():
+def _gpu_runner(config: EngineConfig, decoder: Decoder, shape: KVShape, limits: StepLimits) -> ModelRunner:
+    """A runner whose pool takes the memory that is left; it has run every kind of step."""
+    device = decoder.device
+    torch.cuda.set_device(device)
+    try:
+        workspace = make_workspace(decoder, shape.block_size, shape.dtype, limits, graphs=config.decodes)
+        num_blocks = config.num_blocks
+        if num_blocks == 0:
+            memory = _measure(ModelRunner(decoder, KVPool(shape, 1, device), device, workspace))
+            num_blocks = gpu_num_blocks(shape, memory, config.gpu_memory_utilization)
+        runner = ModelRunner(decoder, KVPool(shape, num_blocks, device), device, workspace)
+        warm_up(runner, limits)
+        if config.decodes:
+            runner.capture_graphs(CudaCapture(), idle_batch(runner.pool))
+            warm_up(runner, limits)
+    except torch.OutOfMemoryError as error:
+        raise CapacityError(
+            "the GPU's memory does not hold the engine; lower --gpu-memory-utilization (or --num-blocks), "
+            f"--chunk-size or --max-batch, or end other processes on it: {error}"
+        ) from error
+    return runner
+
+
+def _measure(runner: ModelRunner) -> GpuMemory:
+    """Memory with the workspace allocated, and what the largest step takes beyond it."""
+    workspace, device = runner.workspace, runner.device
+    if workspace is None:
+        raise InvariantError("only a runner with a workspace is measured")
+    allocated = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    warm_up(runner, workspace.limits)
+    activations = torch.cuda.max_memory_allocated(device) - allocated
+    # The driver counts what torch keeps of it as used.
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    num_graphs = 0 if workspace.graph_inputs is None else len(graph_sizes(workspace.graph_inputs.max_rows))
+    return GpuMemory(total, free, activations, graph_reserve(num_graphs, activations))
+
+
+def pick_device(name: str) -> torch.device:
+    """The one device that a pod computes on. Raises ModelLoadError."""
+    if "," in name:
         raise ModelLoadError(
-            "--device cuda: no CUDA device is visible to torch; install its CUDA build and the driver, or "
+            f"--device {name}: a pod computes on one GPU, for there is no tensor parallelism yet; name one "
+            "device, such as cuda:0"
+        )
+    if re.fullmatch(r"auto|cpu|cuda(:\d+)?", name) is None:
+        raise ModelLoadError(f"--device {name}: wanted auto, cpu, cuda or cuda:N")
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ModelLoadError(
+            f"--device {name}: no CUDA device is visible to torch; install its CUDA build and the driver, or "
             "use --device cpu"
         )
-    return torch.device(name)
+    index = int(name.partition(":")[2] or 0)
+    if index >= torch.cuda.device_count():
+        raise ModelLoadError(f"--device {name}: torch sees {torch.cuda.device_count()} CUDA devices")
+    return torch.device("cuda", index)
 
 
 def _layout(manifest: ModelManifest, decoder: Decoder, shape: KVShape, numerics: Numerics) -> KVLayout:

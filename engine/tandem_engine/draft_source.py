@@ -15,10 +15,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem_engine.draft_tree import DraftTree
 from tandem_engine.request import Request
+
+#: Tokens per row of logits that a device finds for `extend`.
+NUM_LIKELIEST = 4
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,16 @@ class Emitted:
     logits_rows: Sequence[int]
 
 
+@dataclass(frozen=True)
+class Likeliest:
+    """The likeliest tokens of each row of a step's logits, the likeliest first, as a device found them."""
+
+    #: [rows, NUM_LIKELIEST], or the vocabulary's size if that is less.
+    token_ids: NDArray[np.int64]
+    #: The same shape.
+    logits: NDArray[np.float32]
+
+
 class DraftSource(Protocol):
     def propose(self, requests: Sequence[Request], max_nodes: int) -> list[DraftTree | None]:
         """One tree of at most `max_nodes` guesses per request, None where no draft is worth its cost."""
@@ -38,8 +53,10 @@ class DraftSource(Protocol):
     def observe_step(self, num_sequences: int, context: int, num_guesses: int, seconds: float) -> None:
         """The duration of a step that only decoded; context: cached tokens of all its sequences."""
 
-    def extend(self, emitted: Sequence[Emitted], logits: Tensor) -> None:
-        """logits [rows, vocab] float32 of the step; valid during the call."""
+    def extend(self, emitted: Sequence[Emitted], logits: Tensor | Likeliest) -> None:
+        """logits [rows, vocab] float32 of the step on the CPU, valid during the call; of a step on a GPU what
+        was found there.
+        """
 
     def forget(self, request_id: str) -> None:
         """Deletes the state of a request; unknown ids are ignored."""

@@ -24,10 +24,11 @@ from torch import Tensor
 
 from tandem_engine.batch import Batch
 from tandem_engine.block_manager import BlockManager
-from tandem_engine.draft_source import DraftSource, Emitted
+from tandem_engine.draft_source import NUM_LIKELIEST, DraftSource, Emitted, Likeliest
 from tandem_engine.draft_tree import MAX_TREE_NODES
 from tandem_engine.request import Request
 from tandem_engine.runner import ModelRunner
+from tandem_engine.sampling.device import read_back
 from tandem_engine.sampling.verify import Verified, Verifier
 from tandem_engine.scheduler import RequestUpdate, Scheduler
 
@@ -124,14 +125,19 @@ class Engine:
         logits = self._runner.execute(
             batch, (lambda layer: listener(batch, layer)) if listener is not None else None
         )
-        verified = self._verifier.verify(batch, logits)
+        results = None
+        if logits.device.type != "cpu" and batch.num_logits_rows:
+            sampling = [s for s in batch.sequences if s.samples]
+            results = read_back(sampling, logits, NUM_LIKELIEST if self._drafter is not None else 0)
+        verified = self._verifier.verify(batch, logits, results)
         self._runner.compact(batch, [v.path for v in verified])
         computed = time.perf_counter()
         updates = self.scheduler.update(batch, verified)
         outputs = self._outputs(batch, verified, updates)
         # The step's time includes drafting, for the drafter's cost model.
         self._account(batch, computed - started, time.perf_counter() - drafted)
-        self._learn(batch, verified, updates, logits)
+        likeliest = results.likeliest if results is not None else None
+        self._learn(batch, verified, updates, likeliest or logits)
         return outputs
 
     def adopted(self, update: RequestUpdate) -> StepOutput:
@@ -171,9 +177,13 @@ class Engine:
         return outputs
 
     def _learn(
-        self, batch: Batch, verified: Sequence[Verified], updates: Sequence[RequestUpdate], logits: Tensor
+        self,
+        batch: Batch,
+        verified: Sequence[Verified],
+        updates: Sequence[RequestUpdate],
+        logits: Tensor | Likeliest,
     ) -> None:
-        """Gives the drafter the emitted tokens and the logits."""
+        """Gives the drafter the emitted tokens, and the logits or what a device found in them."""
         if self._drafter is None:
             return
         emitted: list[Emitted] = []

@@ -12,21 +12,28 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import psutil
 import torch
 from numpy.typing import NDArray
 from tandem_core.errors import CapacityError
-from tandem_kernels import gather_blocks, move_slots_in_layers, scatter_blocks
+from tandem_kernels import move_slots_in_layers
 
+from tandem_engine import device_copies
+from tandem_engine.gpu_block_store import CopyCounts, CudaStreams, Event, GpuBlockStore
 from tandem_engine.prefault import Prefaulter
+from tandem_engine.transport.base import MAX_FRAME_BYTES, PendingRead
 
 #: Default pool size, unless a quarter of the free memory is less.
 DEFAULT_POOL_BYTES = 3 << 30
 _HUGE_PAGE = 2 << 20
+_GIB = 1 << 30
+#: Of the driver's memory, for one graph of a decode step.
+_GRAPH_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,7 @@ class KVShape:
 
 
 def default_num_blocks(shape: KVShape) -> int:
-    """How many blocks a pool of the default size holds on this machine.
+    """How many blocks a pool of the default size holds in this machine's RAM.
 
     Raises CapacityError when not even two fit.
     """
@@ -62,6 +69,48 @@ def default_num_blocks(shape: KVShape) -> int:
     return num_blocks
 
 
+@dataclass(frozen=True)
+class GpuMemory:
+    """What decides the size of a pool on a GPU, in bytes."""
+
+    total: int
+    #: With weights, workspaces and whatever other processes hold already allocated.
+    free: int
+    #: Most that a step allocates and frees again.
+    activations: int
+    #: Kept for CUDA graphs.
+    graphs: int
+
+
+def graph_reserve(num_graphs: int, activations: int) -> int:
+    """Bytes to keep for CUDA graphs: their own intermediate results, at most as large as an eager step's, and
+    what the driver keeps for each.
+    """
+    return activations + num_graphs * _GRAPH_BYTES if num_graphs else 0
+
+
+def gpu_num_blocks(shape: KVShape, memory: GpuMemory, utilization: float) -> int:
+    """How many blocks fit on a GPU, of whose memory all processes together may use this share.
+
+    Raises CapacityError when not even two fit.
+    """
+    all_layers = shape.block_bytes * shape.num_layers
+    left_free = memory.total - int(memory.total * utilization)
+    budget = memory.free - left_free - memory.activations - memory.graphs
+    # One more is the scratch block.
+    num_blocks = budget // all_layers - 1
+    if num_blocks < 2:
+        raise CapacityError(
+            f"the KV pool needs {3 * all_layers / _GIB:.2f} GiB for two blocks but gets "
+            f"{max(budget, 0) / _GIB:.2f}: of the GPU's {memory.total / _GIB:.2f} GiB, "
+            f"{memory.free / _GIB:.2f} are free, {left_free / _GIB:.2f} stay unused at "
+            f"--gpu-memory-utilization {utilization:g}, a step takes {memory.activations / _GIB:.2f} and "
+            f"CUDA graphs {memory.graphs / _GIB:.2f}; raise --gpu-memory-utilization, lower --chunk-size or "
+            "--max-batch, end other processes on the GPU, or choose a smaller model"
+        )
+    return num_blocks
+
+
 class KVPool:
     """Owns the cache tensors; implements the transport's BlockStore."""
 
@@ -70,8 +119,19 @@ class KVPool:
         self.num_blocks = num_blocks
         # One extra block, which the block manager does not know: padding rows of a step write their KV there.
         cache_shape = (num_blocks + 1, 2, shape.num_kv_heads, shape.block_size, shape.head_size)
-        self.caches = [_zeros(cache_shape, shape.dtype, device) for _ in range(shape.num_layers)]
+        self._layers: torch.Tensor | list[torch.Tensor]
+        if device.type == "cpu":
+            self._layers = [_zeros(cache_shape, shape.dtype) for _ in range(shape.num_layers)]
+        else:
+            # One tensor: a kernel then reaches all layers.
+            self._layers = torch.zeros((shape.num_layers, *cache_shape), dtype=shape.dtype, device=device)
+        self.caches = list(self._layers)
         self._prefaulter = Prefaulter(self.caches) if device.type == "cpu" else None
+        self._gpu = GpuBlockStore(self.caches, CudaStreams(device)) if device.type == "cuda" else None
+        if self._gpu is not None:
+            # Loads the kernels of both directions, which may stall the device, before there is traffic.
+            payload = self._gpu.gather(0, [num_blocks]).wait()
+            self._gpu.scatter(0, [num_blocks], payload)()
 
     @property
     def scratch_slot(self) -> int:
@@ -83,46 +143,55 @@ class KVPool:
         if self._prefaulter is not None:
             self._prefaulter.will_use(block_id)
 
-    def gather(self, layer: int, block_ids: Sequence[int]) -> NDArray[np.uint8]:
-        """Copies blocks of one layer out: [len(block_ids) * block_bytes] uint8, contiguous."""
-        cache = self.caches[layer]
-        if cache.device.type == "cpu":
-            blocks_out: NDArray[np.uint8] = _block_bytes(cache)[np.asarray(block_ids)]
-            return blocks_out.reshape(-1)
-        blocks = gather_blocks(cache, torch.tensor(block_ids, dtype=torch.int64, device=cache.device))
-        payload: NDArray[np.uint8] = blocks.cpu().view(torch.uint8).reshape(-1).numpy()
-        return payload
+    @property
+    def max_frame_bytes(self) -> int:
+        return MAX_FRAME_BYTES if self._gpu is None else self._gpu.max_frame_bytes
 
-    def scatter(self, layer: int, block_ids: Sequence[int], payload: memoryview) -> None:
+    @property
+    def copy_counts(self) -> CopyCounts | None:
+        """Of a GPU's transfers."""
+        return None if self._gpu is None else self._gpu.counts
+
+    def mark(self) -> Event | None:
+        return None if self._gpu is None else self._gpu.mark()
+
+    def gather(
+        self, layer: int, block_ids: Sequence[int], after: Any = None
+    ) -> NDArray[np.uint8] | PendingRead:
+        """Copies blocks of one layer out: [len(block_ids) * block_bytes] uint8, contiguous."""
+        if self._gpu is not None:
+            return self._gpu.gather(layer, block_ids, after)
+        blocks: NDArray[np.uint8] = _block_bytes(self.caches[layer])[np.asarray(block_ids)]
+        return blocks.reshape(-1)
+
+    def scatter(
+        self, layer: int, block_ids: Sequence[int], payload: memoryview, after: Any = None
+    ) -> Callable[[], None] | None:
         """Writes the result of a `gather` of the same shape into blocks of one layer."""
-        cache = self.caches[layer]
+        if self._gpu is not None:
+            return self._gpu.scatter(layer, block_ids, payload, after)
+        self.will_use(max(block_ids, default=0))
         received = np.frombuffer(payload, dtype=np.uint8)
-        if cache.device.type == "cpu":
-            self.will_use(max(block_ids, default=0))
-            _block_bytes(cache)[np.asarray(block_ids)] = received.reshape(len(block_ids), -1)
-            return
-        # torch has no read-only tensors, and a received buffer may be read-only.
-        blocks = torch.from_numpy(received.copy()).view(cache.dtype).view(len(block_ids), *cache.shape[1:])
-        ids = torch.tensor(block_ids, dtype=torch.int64, device=cache.device)
-        scatter_blocks(cache, ids, blocks.to(cache.device))
+        _block_bytes(self.caches[layer])[np.asarray(block_ids)] = received.reshape(len(block_ids), -1)
+        return None
 
     def move(self, src_slots: Sequence[int], dst_slots: Sequence[int]) -> None:
-        """Copies KV between slots (block id * block_size + offset) in every layer."""
-        device = self.caches[0].device
-        src = torch.tensor(src_slots, dtype=torch.int64, device=device)
-        dst = torch.tensor(dst_slots, dtype=torch.int64, device=device)
-        move_slots_in_layers(self.caches, src, dst, interleaved=self.shape.interleaved)
+        """Copies KV between slots (block id * block_size + offset) in every layer.
+
+        No destination may be the source of a later move.
+        """
+        slots = np.array([src_slots, dst_slots], dtype=np.int64)
+        src, dst = device_copies.to_device(slots, self.caches[0].device).unbind()
+        move_slots_in_layers(self._layers, src, dst, interleaved=self.shape.interleaved)
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros, because a NaN in a slot that was never written would pass through a mask as 0 * NaN.
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros on the CPU, because a NaN in a slot that was never written would pass through a mask as 0 * NaN.
 
-    On the CPU the memory is an anonymous mapping, whose pages are zeroed on first use; torch.zeros writes all
-    of it at once, which takes seconds for gigabytes. With huge pages a prompt of 4K tokens faults 50 times
-    instead of 25,000.
+    The memory is an anonymous mapping, whose pages are zeroed on first use; torch.zeros writes all of it at
+    once, which takes seconds for gigabytes. With huge pages a prompt of 4K tokens faults 50 times instead of
+    25,000.
     """
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
     # Private, because shared memory, Python's default, gets no huge pages.
     memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

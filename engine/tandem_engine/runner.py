@@ -13,13 +13,15 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from tandem_kernels import AttentionMetadata
 from torch import Tensor
 
 from tandem_engine.batch import Batch, ScheduledSequence
-from tandem_engine.cuda_graphs import DecodeGraphs, bucket_for
+from tandem_engine.cuda_graphs import Capture, DecodeGraphs
 from tandem_engine.kv_pool import KVPool
 from tandem_engine.models.decoder import Decoder, ModelInputs
+from tandem_engine.workspace import Workspace
 
 
 def model_inputs(batch: Batch, block_size: int) -> ModelInputs:
@@ -37,10 +39,10 @@ def model_inputs(batch: Batch, block_size: int) -> ModelInputs:
     blocks = block_table[sequence_of, logical // block_size].astype(np.int64)
     bits = None
     if any(s.draft is not None for s in sequences):
-        bits = torch.tensor([node for s in sequences for node in s.ancestor_bits()])
+        bits = _int64([node for s in sequences for node in s.ancestor_bits()])
     return ModelInputs(
-        input_ids=torch.tensor([token for s in sequences for token in s.token_ids]),
-        positions=torch.tensor([position for s in sequences for position in s.positions()]),
+        input_ids=_int64([token for s in sequences for token in s.token_ids]),
+        positions=_int64([position for s in sequences for position in s.positions()]),
         slot_mapping=torch.from_numpy(blocks * block_size + logical % block_size),
         attention=AttentionMetadata(
             torch.from_numpy(block_table),
@@ -51,40 +53,82 @@ def model_inputs(batch: Batch, block_size: int) -> ModelInputs:
     )
 
 
-class ModelRunner:
-    """Joins the decoder with the KV pool; knows nothing of queues or sampling."""
+def _int64(values: list[int]) -> Tensor:
+    return torch.from_numpy(np.array(values, dtype=np.int64))
 
-    def __init__(self, decoder: Decoder, pool: KVPool, device: torch.device) -> None:
+
+def _logits_rows(batch: Batch) -> NDArray[np.int64]:
+    """The rows that sample: of each sequence the last num_logits_rows."""
+    rows: list[int] = []
+    end = 0
+    for sequence in batch.sequences:
+        end += sequence.num_new_tokens
+        rows += range(end - sequence.num_logits_rows, end)
+    return np.array(rows, dtype=np.int64)
+
+
+class ModelRunner:
+    """Joins the decoder with the KV pool; knows nothing of queues or sampling.
+
+    workspace: what steps on a GPU need. None: the decoder gets CPU tensors as they are.
+    """
+
+    def __init__(
+        self, decoder: Decoder, pool: KVPool, device: torch.device, workspace: Workspace | None = None
+    ) -> None:
         self.decoder = decoder
         self.pool = pool
         self.device = device
-        self._graphs = DecodeGraphs(decoder, pool) if device.type == "cuda" else None
+        self.workspace = workspace
+        self._graphs: DecodeGraphs | None = None
+
+    @torch.inference_mode()
+    def capture_graphs(self, capture: Capture, idle: Batch) -> None:
+        """Captures a graph of each size of a decode step, if the workspace has room for them.
+
+        idle: a decode step that may run in place of real ones.
+        """
+        space = self.workspace
+        if space is None or space.graph_inputs is None or space.graph_logits is None:
+            return
+        self._graphs = DecodeGraphs(
+            self.decoder, self.pool, space.graph_attention, space.graph_inputs, space.graph_logits
+        )
+        self._graphs.capture(capture, model_inputs(idle, self.pool.shape.block_size))
 
     @torch.inference_mode()
     def execute(self, batch: Batch, on_layer_done: Callable[[int], None] | None = None) -> Tensor:
         """Computes the batch's KV and returns logits [batch.num_logits_rows, vocab] float32.
 
         Rows are in batch order; a drafted sequence has one row per node. on_layer_done(layer) is called
-        when the layer's KV of the whole batch is in the pool. The logits are valid until the next step.
+        when the layer's KV of the whole batch is in the pool; on a GPU, when what writes it is
+        launched, so that a reader must wait for an event recorded then. The logits are valid until the next
+        step.
         """
         inputs = model_inputs(batch, self.pool.shape.block_size)
-        if self._graphs is not None and on_layer_done is None and (bucket := bucket_for(batch)):
-            return self._graphs.run(inputs, bucket)
-        self.pool.will_use(int(inputs.attention.block_table.max()))
+        logits_rows = _logits_rows(batch)
+        if self.device.type == "cuda":
+            # Triton launches on the thread's current device. The engine's thread is not the one that began.
+            torch.cuda.set_device(self.device)
+        if self._graphs is not None and on_layer_done is None and (size := self._graphs.size_for(batch)):
+            return self._graphs.run(inputs, size)
+        attention = None
+        if self.workspace is None:
+            rows = torch.from_numpy(logits_rows)
+            self.pool.will_use(int(inputs.attention.block_table.max()))
+        else:
+            static, attention = self.workspace.inputs, self.workspace.attention
+            static.load(inputs, self.pool.scratch_slot, logits_rows)
+            inputs = static.view(batch.num_tokens, len(batch.sequences))
+            rows = static.logits_rows(len(logits_rows))
         hidden = self.decoder.forward(
-            inputs.to(self.device),
+            inputs,
             self.pool.caches,
             on_layer_done,
+            attention=attention,
             interleaved=self.pool.shape.interleaved,
         )
-        logits_rows = [
-            row
-            for sequence, end in zip(
-                batch.sequences, inputs.attention.query_start_loc[1:].tolist(), strict=True
-            )
-            for row in range(end - sequence.num_logits_rows, end)
-        ]
-        return self.decoder.logits(hidden[torch.tensor(logits_rows, dtype=torch.int64, device=self.device)])
+        return self.decoder.logits(hidden.index_select(0, rows))
 
     @torch.inference_mode()
     def compact(self, batch: Batch, paths: Sequence[Sequence[int]]) -> None:

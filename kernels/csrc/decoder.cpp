@@ -18,9 +18,9 @@ extern "C" {
 
 // One layer's weights and cache; tandem_kernels.native declares the same fields in the same order.
 struct TandemLayer {
-  const void *input_norm, *post_norm;
-  const void *q_norm, *k_norm;  // or null
-  TandemLinear qkv, o, gate_up, down;
+  const float *input_norm, *post_norm;
+  const float *q_norm, *k_norm;  // or null
+  const TandemLinear *qkv, *o, *gate_up, *down;
   void* cache;
   int32_t window;  // 0: none
 };
@@ -107,7 +107,7 @@ extern "C" int64_t tandem_decoder_layers(const TandemLayers* call) {
       rope_store_in_team(team, rope, layer.q_norm, layer.k_norm, layer.cache);
       steps.at(layer.window).run_in_team(team, layer.cache);
       if (is_quantized(layer.o)) {
-        team.share(tokens, [&](int64_t r) { quantize_row(rows(work.attended), r, layer.o.depth); });
+        team.share(tokens, [&](int64_t r) { quantize_row(rows(work.attended), r, layer.o->depth); });
         team.wait();
       }
       linear_in_team(team, layer.o, rows(work.attended), tokens, c.delta, dtype);

@@ -11,8 +11,8 @@ constexpr int64_t kParallelElements = 1 << 14;
 
 inline int threads_for(int64_t elements, int num_threads) { return elements < kParallelElements ? 1 : num_threads; }
 
-// A row's values times 1 / rms and the weight; weight and result are of out_dtype.
-inline void normalize(const void* x, int64_t from, int width, DType dtype, const void* weight, float eps, void* out,
+// A row's values times 1 / rms and the weight.
+inline void normalize(const void* x, int64_t from, int width, DType dtype, const float* weight, float eps, void* out,
                       int64_t to, DType out_dtype) {
   Vec squares{};
   for (int i = 0; i < width; i += kLanes) {
@@ -22,13 +22,13 @@ inline void normalize(const void* x, int64_t from, int width, DType dtype, const
   const Vec factor = splat(1.0f / __builtin_sqrtf(sum(squares) / width + eps));
   for (int i = 0; i < width; i += kLanes) {
     Vec v = load_as_float(x, from + i, dtype, nullptr) * factor;
-    store_from_float(out, to + i, out_dtype, v * load_as_float(weight, i, out_dtype, nullptr));
+    store_from_float(out, to + i, out_dtype, v * load(weight + i));
   }
 }
 
 }  // namespace
 
-void add_rms_norm_in_team(Team& team, float* hidden, const void* delta, const void* weight,
+void add_rms_norm_in_team(Team& team, float* hidden, const void* delta, const float* weight,
                           const Activations& normed, int64_t rows, int width, float eps, bool quantize) {
   team.share(rows, [&](int64_t r) {
     if (delta)
@@ -62,7 +62,7 @@ int64_t RopeStore::first_wrong() const {
   return -1;
 }
 
-void rope_store_in_team(Team& team, const RopeStore& c, const void* q_norm, const void* k_norm, void* cache) {
+void rope_store_in_team(Team& team, const RopeStore& c, const float* q_norm, const float* k_norm, void* cache) {
   const int D = c.head_size, heads = c.num_heads + 2 * c.num_kv_heads;
   const HeadShape shape = {c.block_size, D, c.dtype, c.interleaved};
   team.share(c.tokens, [&](int64_t t) {
@@ -79,7 +79,7 @@ void rope_store_in_team(Team& team, const RopeStore& c, const void* q_norm, cons
         shape.put_value(piece, offset, row);
         continue;
       }
-      const void* norm = is_query ? q_norm : k_norm;
+      const float* norm = is_query ? q_norm : k_norm;
       if (norm) normalize(c.qkv, from, D, c.dtype, norm, c.eps, c.qkv, from, c.dtype);
       for (int d = 0; d < D; d += kLanes)
         store_from_float(c.qkv, from + d, c.dtype,
@@ -93,7 +93,7 @@ void rope_store_in_team(Team& team, const RopeStore& c, const void* q_norm, cons
 extern "C" {
 
 // See add_rms_norm_in_team; out is of the given dtype.
-void tandem_add_rms_norm(float* hidden, const void* delta, const void* weight, void* out, int64_t rows, int32_t width,
+void tandem_add_rms_norm(float* hidden, const void* delta, const float* weight, void* out, int64_t rows, int32_t width,
                          int32_t dtype, float eps, int32_t num_threads) {
   const Activations normed = {out, (DType)dtype, nullptr};
   with_team(threads_for(rows * width, num_threads), [&](Team& team) {
@@ -110,7 +110,7 @@ void tandem_silu_mul(const void* gate_up, void* out, int64_t rows, int32_t width
 
 // See RopeStore. Returns the first token whose position or slot lies outside, having changed nothing, or -1.
 int64_t tandem_rope_store(void* qkv, const int64_t* positions, const int64_t* slots, const float* rotations,
-                          const void* q_norm, const void* k_norm, void* cache, int64_t tokens, int64_t num_positions,
+                          const float* q_norm, const float* k_norm, void* cache, int64_t tokens, int64_t num_positions,
                           int64_t num_slots, int32_t num_heads, int32_t num_kv_heads, int32_t head_size,
                           int32_t block_size, int32_t dtype, float eps, int32_t num_threads) {
   const RopeStore call = {qkv,       positions, slots,        rotations, tokens,     num_positions, num_slots,

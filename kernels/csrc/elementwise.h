@@ -7,9 +7,9 @@
 // All are called by every thread of a team, and return when all are done. A product that follows with quantized
 // weights gets its rows quantized on the way.
 
-// hidden += delta (unless null); normed.x = hidden / rms(hidden) * weight. All [rows, width] dense; hidden is float32,
-// the others are of normed's dtype.
-void add_rms_norm_in_team(Team& team, float* hidden, const void* delta, const void* weight, const Activations& normed, int64_t rows, int width, float eps, bool quantize);
+// hidden += delta (unless null); normed.x = hidden / rms(hidden) * weight. All [rows, width] dense; delta is of normed's
+// dtype.
+void add_rms_norm_in_team(Team& team, float* hidden, const void* delta, const float* weight, const Activations& normed, int64_t rows, int width, float eps, bool quantize);
 
 // gate_up [rows, 2 * width] -> out.x [rows, width] = silu(gate) * up, both dense.
 void silu_mul_in_team(Team& team, const void* gate_up, const Activations& out, int64_t rows, int width, bool quantize);
@@ -32,4 +32,4 @@ struct RopeStore {
 
 // Norms (unless the weights are null) and rotates queries and keys; keys and values go into the cache
 // [blocks, 2, num_kv_heads, block_size, head_size].
-void rope_store_in_team(Team& team, const RopeStore& call, const void* q_norm, const void* k_norm, void* cache);
+void rope_store_in_team(Team& team, const RopeStore& call, const float* q_norm, const float* k_norm, void* cache);

@@ -50,9 +50,7 @@ void block(const Call& c, int64_t row, int column) {
   }
   for (int r = 0; r < Rows; ++r)
     for (int n = 0; n < Vecs * kLanes; n += kLanes) {
-      Vec v = load(sums[r] + n);
-      if (c.weight.bias) v += load_as_float(c.weight.bias, column + n, c.x.dtype, nullptr);
-      store_from_float(c.out, (row + r) * c.weight.columns + column + n, c.out_dtype, v);
+      store_columns(c.weight, c.out, row + r, column + n, c.out_dtype, load(sums[r] + n));
     }
 }
 
@@ -74,9 +72,9 @@ void column_block(const Call& c, int64_t first, int64_t end, int column) {
 }
 
 template <class Type, int MostRows, int Vecs>
-void all_columns(Team& team, const Call& c) {
+void all_columns(const Team& team, const Call& c) {
   constexpr int kWidth = std::max(Vecs * kLanes, kPanel);
-  const int columns = c.weight.columns, steps = (columns + kWidth - 1) / kWidth;
+  const int columns = panels_of(c.weight) * kPanel, steps = (columns + kWidth - 1) / kWidth;
   for (int64_t first = 0; first < c.rows; first += kRowChunk) {
     const int64_t end = std::min(first + kRowChunk, c.rows);
     team.share(steps, [&](int64_t step) {
@@ -92,43 +90,45 @@ void all_columns(Team& team, const Call& c) {
       }
     });
   }
-  team.wait();
 }
 
 template <class Type>
-void run(Team& team, const Call& c) {
+void run(const Team& team, const Call& c) {
   if (c.rows <= 2 * kFewRows) all_columns<Type, kFewRows, kFewVecs>(team, c);
   else all_columns<Type, kManyRows, kManyVecs>(team, c);
 }
 
 }  // namespace
 
-void linear_in_team(Team& team, const TandemLinear& weight, const Activations& x, int64_t rows, void* out,
+void linear_in_team(Team& team, const TandemLinear* weight, const Activations& x, int64_t rows, void* out,
                     DType out_dtype) {
-  const Call call = {weight, x, rows, out, out_dtype};
-  switch ((Packing)weight.packing) {
-    case Packing::kFloat32: return run<Float32>(team, call);
-    case Packing::kBFloat16: return run<BFloat16>(team, call);
-    default: return quantized_linear_in_team(team, weight, x, rows, out, out_dtype);
+  for (int n = 0; n < weight->pieces; ++n) {
+    const Call call = {weight[n], x, rows, out, out_dtype};
+    switch ((Packing)weight[n].packing) {
+      case Packing::kFloat32: run<Float32>(team, call); break;
+      case Packing::kBFloat16: run<BFloat16>(team, call); break;
+      default: quantized_piece(team, weight[n], x, rows, out, out_dtype);
+    }
   }
+  team.wait();
 }
 
-// x [rows, depth] dense, weights packed as linear.h says -> out [rows, columns]. x and bias are of one dtype, which is
-// the weights' own where these are not quantized; columns is a multiple of 32, depth even (quantized: of 32).
-extern "C" void tandem_linear(const void* x, const TandemLinear* weight, void* out, int64_t rows, int32_t dtype,
+// x [rows, depth] dense, weights packed as linear.h says -> out [rows, stride]. x is of the weights' dtype where these are
+// not quantized; depth is even (quantized: a multiple of 32).
+extern "C" void tandem_packed_linear(const void* x, const TandemLinear* weight, void* out, int64_t rows, int32_t dtype,
                               int32_t out_dtype, int32_t num_threads) {
   Activations activations = {x, (DType)dtype, nullptr};
   static thread_local std::vector<RowGroup> groups;
-  if (is_quantized(*weight)) {
+  if (is_quantized(weight)) {
     const size_t count = row_groups(rows, weight->depth);
     if (groups.size() < count) groups.resize(count);
     activations.groups = groups.data();
   }
   with_team(num_threads, [&](Team& team) {
-    if (is_quantized(*weight)) {
+    if (is_quantized(weight)) {
       team.share(rows, [&](int64_t r) { quantize_row(activations, r, weight->depth); });
       team.wait();
     }
-    linear_in_team(team, *weight, activations, rows, out, (DType)out_dtype);
+    linear_in_team(team, weight, activations, rows, out, (DType)out_dtype);
   });
 }

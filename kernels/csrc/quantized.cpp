@@ -112,9 +112,7 @@ void block(const Call& c, int64_t row, int column) {
   }
   for (int r = 0; r < Rows; ++r)
     for (int v = 0; v < Vecs; ++v) {
-      const int n = column + v * kLanes;
-      if (c.weight.bias) total[r][v] += load_as_float(c.weight.bias, n, c.x.dtype, nullptr);
-      store_from_float(c.out, (row + r) * c.weight.columns + n, c.out_dtype, total[r][v]);
+      store_columns(c.weight, c.out, row + r, column + v * kLanes, c.out_dtype, total[r][v]);
     }
 }
 
@@ -134,17 +132,16 @@ void some_rows(std::integer_sequence<int, Rows...>, int rows, const Call& c, int
 }
 
 template <int Bits>
-void run(Team& team, const Call& c, int64_t rows) {
+void run(const Team& team, const Call& c, int64_t rows) {
   const int64_t pass = std::max<int64_t>(1, kPassBytes / c.weight.depth / kTileRows) * kTileRows;
   for (int64_t first = 0; first < rows; first += pass) {
     const int64_t end = std::min(first + pass, rows);
-    team.share(c.weight.columns / kPanel, [&](int64_t panel) {
+    team.share(panels_of(c.weight), [&](int64_t panel) {
       for (int64_t row = first; row < end; row += kTileRows)
         some_rows<Bits>(std::make_integer_sequence<int, kTileRows>{}, int(std::min<int64_t>(kTileRows, end - row)), c,
                         row, int(panel) * kPanel);
     });
   }
-  team.wait();
 }
 
 }  // namespace
@@ -173,9 +170,9 @@ void quantize_row(const Activations& to, int64_t row, int depth) {
   }
 }
 
-void quantized_linear_in_team(Team& team, const TandemLinear& weight, const Activations& x, int64_t rows, void* out,
-                              DType out_dtype) {
-  const Call call = {weight, x, out, out_dtype};
-  if ((Packing)weight.packing == Packing::kInt8) run<8>(team, call, rows);
+void quantized_piece(const Team& team, const TandemLinear& piece, const Activations& x, int64_t rows, void* out,
+                     DType out_dtype) {
+  const Call call = {piece, x, out, out_dtype};
+  if ((Packing)piece.packing == Packing::kInt8) run<8>(team, call, rows);
   else run<4>(team, call, rows);
 }

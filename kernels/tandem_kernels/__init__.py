@@ -6,8 +6,6 @@ On the paged KV cache:
     store_kv          K and V -> their slots, as they are
     turbo_attention   queries x cached K and V -> attention output                      (every layer and step)
     move_slots        accepted draft nodes -> consecutive slots                         (after verification)
-    gather_blocks     cache blocks -> one contiguous payload                            (KV leaves the pod)
-    scatter_blocks    payload -> cache blocks                                           (KV enters the pod)
 
 The cache is one tensor per layer, [num_blocks, 2, Hkv, block_size, D] with K at index 0 and V at index 1 of
 the second dimension; slot = block_id * block_size + offset within the block. On a CPU it is contiguous. int8
@@ -21,13 +19,16 @@ GPU kernels are written in Triton (`gpu`, `turbo_attention`). CPU kernels are co
 possible, else torch; with packed weights one call runs all layers (DecoderLayers).
 """
 
-from tandem_kernels.copy_blocks import gather_blocks, scatter_blocks
 from tandem_kernels.decoder_layers import DecoderLayers, LayerWeights, PackedProjection
 from tandem_kernels.draw_tokens import draw_tokens
 from tandem_kernels.elementwise import add_rms_norm, silu_mul
 from tandem_kernels.interleaved_cache import deinterleave, interleave, runs_interleaved
 from tandem_kernels.move_slots import move_slots, move_slots_in_layers
 from tandem_kernels.packed_linear import (
+    PANEL,
+    PackedWeight,
+    bits_of_packed,
+    dequantize_packed,
     pack_quantized,
     pack_weight,
     packed_linear,
@@ -36,7 +37,7 @@ from tandem_kernels.packed_linear import (
     runs_packed,
     unpack_quantized,
 )
-from tandem_kernels.quantized_weight import QuantizedWeight, join_rows, quantize_weight
+from tandem_kernels.quantized_weight import QuantizedWeight, join_rows, quantize_weight, round_to_grid
 from tandem_kernels.rope_store import rope_store
 from tandem_kernels.store_kv import store_kv
 from tandem_kernels.turbo_attention import (
@@ -48,17 +49,20 @@ from tandem_kernels.turbo_attention import (
 )
 
 __all__ = [
+    "PANEL",
     "Attention",
     "AttentionLayer",
     "AttentionMetadata",
     "DecoderLayers",
     "LayerWeights",
     "PackedProjection",
+    "PackedWeight",
     "QuantizedWeight",
     "add_rms_norm",
+    "bits_of_packed",
     "deinterleave",
+    "dequantize_packed",
     "draw_tokens",
-    "gather_blocks",
     "interleave",
     "join_rows",
     "make_attention",
@@ -71,9 +75,9 @@ __all__ = [
     "quantize_weight",
     "quantized_shape",
     "rope_store",
+    "round_to_grid",
     "runs_interleaved",
     "runs_packed",
-    "scatter_blocks",
     "silu_mul",
     "store_kv",
     "turbo_attention",

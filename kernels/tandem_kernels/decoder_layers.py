@@ -13,22 +13,23 @@ from dataclasses import dataclass
 import torch
 
 from tandem_kernels import native
-from tandem_kernels.packed_linear import native_weight, shape_of_packed
+from tandem_kernels.packed_linear import PackedWeight, native_weight
 from tandem_kernels.turbo_attention import AttentionMetadata
 from tandem_kernels.turbo_attention.cpu_native import NativeAttention, native_step
 
 
 @dataclass(frozen=True)
 class PackedProjection:
-    """A weight as packed_linear takes it, and its bias [N] or None."""
+    """A weight and its bias [N] float32, or None."""
 
-    packed: torch.Tensor
+    weight: PackedWeight
     bias: torch.Tensor | None
 
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer: norms [H], or [D] over each head and None without QK norm; window in tokens, or None."""
+    """One layer: norms [H], or [D] over each head and None without QK norm, all float32; window in tokens, or
+    None."""
 
     input_norm: torch.Tensor
     qkv: PackedProjection
@@ -46,6 +47,7 @@ class DecoderLayers:
 
     Args:
         layers: their weights; widths are multiples of 16.
+        dtype: of activations and caches, and of weights that are not quantized.
         head_size: D, a multiple of 16 up to 256.
         eps: of the norms.
         scale, softcap: as of `AttentionLayer`, the same in all layers.
@@ -54,29 +56,33 @@ class DecoderLayers:
     def __init__(
         self,
         layers: Sequence[LayerWeights],
+        dtype: torch.dtype,
         *,
         head_size: int,
         eps: float,
         scale: float,
         softcap: float | None = None,
     ) -> None:
-        self._weights = tuple(layers)  # the array below holds bare pointers
-        self._array = (native.Layer * len(layers))(*(_native_layer(layer) for layer in layers))
+        self._weights = tuple(layers)  # the arrays below hold bare pointers
+        self._pieces = [
+            [native_weight(p.weight, p.bias) for p in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+            for layer in layers
+        ]
+        self._array = (native.Layer * len(layers))(*map(_native_layer, layers, self._pieces))
         self._head_size, self._eps, self._scale, self._softcap = head_size, eps, scale, softcap
         first = layers[0]
-        self.dtype = first.input_norm.dtype
-        self._num_heads = shape_of_packed(first.o.packed)[1] // head_size
-        self._intermediate_size = shape_of_packed(first.down.packed)[1]
+        self.dtype = dtype
+        self._num_heads = first.o.weight.depth // head_size
+        self._intermediate_size = first.down.weight.depth
 
     @staticmethod
-    def supports(layers: Sequence[LayerWeights], head_size: int) -> bool:
+    def supports(layers: Sequence[LayerWeights], dtype: torch.dtype, head_size: int) -> bool:
         """Whether the compiled call covers these weights here."""
-        hidden_size = layers[0].input_norm.shape[0]
-        _, intermediate_size = shape_of_packed(layers[0].down.packed)
+        hidden_size, intermediate_size = layers[0].input_norm.shape[0], layers[0].down.weight.depth
         return (
-            layers[0].input_norm.dtype in (torch.float32, torch.bfloat16)
+            dtype in (torch.float32, torch.bfloat16)
             and not (hidden_size % 16 or intermediate_size % 16)
-            and NativeAttention.covers(layers[0].input_norm.dtype, head_size)
+            and NativeAttention.covers(dtype, head_size)
         )
 
     def run(
@@ -174,18 +180,19 @@ class DecoderLayers:
             )
 
 
-def _native_layer(layer: LayerWeights) -> native.Layer:
+def _native_layer(layer: LayerWeights, pieces: Sequence[ctypes.Array[native.LinearWeight]]) -> native.Layer:
     def pointer(tensor: torch.Tensor | None) -> int | None:
         return None if tensor is None else tensor.data_ptr()
 
+    qkv, o, gate_up, down = (ctypes.cast(array, ctypes.POINTER(native.LinearWeight)) for array in pieces)
     return native.Layer(
         input_norm=pointer(layer.input_norm),
         post_norm=pointer(layer.post_norm),
         q_norm=pointer(layer.q_norm),
         k_norm=pointer(layer.k_norm),
-        qkv=native_weight(layer.qkv.packed, layer.qkv.bias),
-        o=native_weight(layer.o.packed, layer.o.bias),
-        gate_up=native_weight(layer.gate_up.packed, layer.gate_up.bias),
-        down=native_weight(layer.down.packed, layer.down.bias),
+        qkv=qkv,
+        o=o,
+        gate_up=gate_up,
+        down=down,
         window=layer.window or 0,
     )

@@ -17,19 +17,24 @@ from tandem_kernels import native
 
 
 def add_rms_norm(
-    hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
+    hidden: torch.Tensor,
+    delta: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Return normed [T, H] of weight's dtype.
+    """Return normed [T, H] of dtype; None: weight's.
 
     Args:
         hidden: [T, H] float32, dense; changed in place unless delta is None.
-        delta: [T, H] of weight's dtype, or None to add nothing.
-        weight: [H].
+        delta: [T, H] of the result's dtype, or None to add nothing.
+        weight: [H]; the decoder's are float32, whatever the model's dtype.
 
     Raises:
         ValueError: a shape or dtype does not fit.
     """
     num_tokens, width = hidden.shape
+    dtype = dtype or weight.dtype
     if weight.shape != (width,) or (delta is not None and delta.shape != hidden.shape):
         raise ValueError(
             f"hidden has shape {list(hidden.shape)}, delta {None if delta is None else list(delta.shape)}, "
@@ -40,16 +45,17 @@ def add_rms_norm(
     if hidden.is_cuda:
         from tandem_kernels.gpu import elementwise as gpu
 
-        return gpu.add_rms_norm(hidden, delta, weight, eps)
-    if not native.covers(width, weight, delta) or not hidden.is_contiguous():
+        return gpu.add_rms_norm(hidden, delta, weight, eps, dtype)
+    weight = weight.float()
+    out = torch.empty_like(hidden, dtype=dtype)
+    if not native.covers(width, out, delta) or not hidden.is_contiguous():
         if delta is not None:
             hidden += delta
-        return F.rms_norm(hidden, (width,), weight.float(), eps).to(weight.dtype)
-    out = torch.empty_like(hidden, dtype=weight.dtype)
+        return F.rms_norm(hidden, (width,), weight, eps).to(dtype)
     assert native.LIBRARY is not None
     native.LIBRARY.tandem_add_rms_norm(
         hidden.data_ptr(), None if delta is None else delta.data_ptr(), weight.data_ptr(), out.data_ptr(),
-        num_tokens, width, native.DTYPE[weight.dtype], eps, torch.get_num_threads(),
+        num_tokens, width, native.DTYPE[dtype], eps, torch.get_num_threads(),
     )  # fmt: skip
     return out
 

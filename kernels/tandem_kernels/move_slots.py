@@ -39,7 +39,7 @@ def move_slots(kv_cache: torch.Tensor, src_slots: torch.Tensor, dst_slots: torch
 
 
 def move_slots_in_layers(
-    kv_caches: Sequence[torch.Tensor],
+    kv_caches: Sequence[torch.Tensor] | torch.Tensor,
     src_slots: torch.Tensor,
     dst_slots: torch.Tensor,
     *,
@@ -47,14 +47,26 @@ def move_slots_in_layers(
 ) -> None:
     """move_slots in every layer's cache, all of one shape and dtype; one compiled call where available.
 
+    No destination may be the source of a later move: those of an accepted path ascend, and lead backwards.
+
     Args:
+        kv_caches: one tensor per layer; on CUDA one tensor [L, num_blocks, 2, Hkv, block_size, D], dense.
         interleaved: layout of the caches (interleaved_cache.py); needs compiled kernels.
 
     Raises:
-        ValueError, IndexError: as move_slots.
+        ValueError, IndexError: as move_slots; on CUDA a move from or to a slot outside is left out.
     """
     first = kv_caches[0]
-    if native.LIBRARY is None or first.is_cuda or first.dtype not in native.DTYPE:
+    if first.is_cuda:
+        if not isinstance(kv_caches, torch.Tensor) or kv_caches.dim() != 6:
+            raise ValueError("kv_caches on CUDA: wanted one tensor [L, num_blocks, 2, Hkv, block_size, D]")
+        check_kv_cache(first)
+        _check_moves(src_slots, dst_slots, first.device)
+        from tandem_kernels.gpu import move_slots as gpu
+
+        gpu.move_slots(kv_caches, src_slots, dst_slots)
+        return
+    if native.LIBRARY is None or first.dtype not in native.DTYPE:
         if interleaved:
             raise ValueError(
                 f"interleaved caches of {first.dtype} on {first.device} cannot be moved, for want of "

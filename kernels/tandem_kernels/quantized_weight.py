@@ -63,11 +63,14 @@ def join_rows(parts: list[QuantizedWeight]) -> QuantizedWeight:
     )
 
 
-def quantize_weight(weight: torch.Tensor, bits: int) -> QuantizedWeight:
+def quantize_weight(
+    weight: torch.Tensor, bits: int, candidates: tuple[torch.Tensor, ...] = ()
+) -> QuantizedWeight:
     """Nearest codes for weight [N, K], floating point.
 
-    8 bits: the largest magnitude of a group becomes 127. 4 bits: of several ranges inside a group's extremes
-    the one with the least squared error, since cutting off one outlier may serve the other 31 better.
+    8 bits: the largest magnitude of a group becomes 127, or the scale is one of candidates [N, K / 32]
+    float16 where its squared error is less. 4 bits: of several ranges inside a group's extremes the one with
+    the least squared error, since cutting off one outlier may serve the other 31 better.
 
     Raises:
         ValueError: K is not a multiple of 32, or bits is neither 4 nor 8.
@@ -80,9 +83,14 @@ def quantize_weight(weight: torch.Tensor, bits: int) -> QuantizedWeight:
     groups = weight.float().reshape(weight.shape[0], -1, GROUP_SIZE)
     if bits == 8:
         scales = (groups.abs().amax(2) / 127).half()
-        codes = (groups / _divisor(scales)).round().clamp(-127, 127) + 128
+        least = None
+        for candidate in candidates:
+            if least is None:
+                least = _error(groups, scales)
+            error = _error(groups, candidate)
+            scales, least = torch.where(error < least, candidate, scales), torch.minimum(error, least)
         # A power of two times the scale: exact, unless it overflows.
-        return QuantizedWeight(8, codes.to(torch.uint8).flatten(1), scales, scales * -128)
+        return round_to_grid(weight, 8, scales, scales * -128)
     best: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
     least = torch.full(groups.shape[:2], torch.inf)
     low, high = groups.amin(2), groups.amax(2)
@@ -105,6 +113,22 @@ def quantize_weight(weight: torch.Tensor, bits: int) -> QuantizedWeight:
             )
     assert best is not None
     return QuantizedWeight(4, best[0].to(torch.uint8).flatten(1), best[1], best[2])
+
+
+def round_to_grid(
+    values: torch.Tensor, bits: int, scales: torch.Tensor, minimums: torch.Tensor
+) -> QuantizedWeight:
+    """The nearest codes for values [N, K] floating point, with these scales and minimums [N, K / 32] float16;
+    with 8 bits minimums are -128 * scales."""
+    groups = values.float().reshape(*scales.shape, GROUP_SIZE)
+    codes = ((groups - minimums.float().unsqueeze(2)) / _divisor(scales)).round_().clamp_(0, 2**bits - 1)
+    return QuantizedWeight(bits, codes.to(torch.uint8).flatten(1), scales, minimums)
+
+
+def _error(groups: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """[N, K / 32]: the squared error of codes -128 .. 127 with these scales."""
+    codes = (groups / _divisor(scales)).round_().clamp_(-128, 127)
+    return codes.mul_(scales.float().unsqueeze(2)).sub_(groups).square_().sum(2)
 
 
 def _divisor(scales: torch.Tensor) -> torch.Tensor:

@@ -43,7 +43,7 @@ def rope_store(
         kv_cache: [num_blocks, 2, Hkv, block_size, D] as check_kv_cache wants it, of qkv's dtype, int8 or
             float8 (or one it is cast to); changed.
         slot_mapping: [T] int64, slots in [0, num_blocks * block_size), each token's its own.
-        q_norm, k_norm: [D] weights of RMSNorm over each head, or None.
+        q_norm, k_norm: [D] weights of RMSNorm over each head, best float32, or None.
         k_scale, v_scale: for an int8 or float8 cache, a number or [Hkv] float32; or, per token,
             [num_blocks, Hkv, block_size] float32, written here. None is 1.
 
@@ -81,7 +81,8 @@ def rope_store(
             q_norm=q_norm, k_norm=k_norm, eps=eps, k_scale=k_scale, v_scale=v_scale,
         )  # fmt: skip
     queries = qkv[:, :num_heads]
-    if native.covers(head_size, qkv, kv_cache, q_norm, k_norm) and rotations.is_contiguous():
+    q_norm, k_norm = (None if norm is None else norm.float() for norm in (q_norm, k_norm))
+    if native.covers(head_size, qkv, kv_cache) and rotations.is_contiguous():
         assert native.LIBRARY is not None
         positions, slot_mapping = positions.long().contiguous(), slot_mapping.long().contiguous()
         wrong = native.LIBRARY.tandem_rope_store(
@@ -100,7 +101,7 @@ def rope_store(
     keys, values = torch.split(qkv[:, num_heads:], num_kv_heads, dim=1)
     for heads, norm in ((queries, q_norm), (keys, k_norm)):
         if norm is not None:
-            heads.copy_(F.rms_norm(heads, (head_size,), norm, eps))
+            heads.copy_(F.rms_norm(heads.float(), (head_size,), norm, eps))
     _rotate_(qkv[:, : num_heads + num_kv_heads], rotations[positions].unsqueeze(1))
     store_kv(keys, values, kv_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)
     return queries

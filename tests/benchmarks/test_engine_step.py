@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from engine_step import Result, parse_config, step_table
+from engine_step import parse_config, step_table
 
 
 def test_steps_are_compared_with_one_row_and_with_the_last_system() -> None:
-    table = step_table(
-        [Result("tandem", 512, {1: 10, 8: 11, 16: 15}), Result("HF", 512, {1: 50, 8: 55, 16: 60})]
-    )
+    table = step_table({(512, "tandem"): {1: 10, 8: 11, 16: 15}, (512, "HF"): {1: 50, 8: 55, 16: 60}})
     tandem, peer = ([word.strip() for word in line.strip("|").split("|")] for line in table.splitlines()[2:])
     assert tandem == ["512", "tandem", "10.00", "11.00", "15.00", "1.10", "1.50", "5.00x", "5.00x", "4.00x"]
     assert peer[-3:] == ["1.00x"] * 3

@@ -2,36 +2,34 @@
 
 from __future__ import annotations
 
-from kernels_cpu import Line, Peaks, measure_attention, table, with_one_row
+import torch
+from kernels_cpu import Line, measure_attention, table
 
-PEAKS = Peaks(read=10e9, bfloat16=200e9, float32=100e9)
+PEAKS = {"read": 10e9, torch.bfloat16: 200e9, torch.float32: 100e9}
 
 
-def line(case: str, num_rows: int, ours: float, peer_dtype: str = "bfloat16") -> Line:
+def line(case: str, num_rows: int, ours: float, peer_dtype: torch.dtype = torch.bfloat16) -> Line:
     return Line(
         (case,), num_rows, ours, torch=2 * ours, num_bytes=10**7, num_flops=10**8, peer_dtype=peer_dtype
     )
 
 
 def test_a_line_is_compared_with_torch_with_one_row_and_with_what_the_machine_can_do() -> None:
-    lines = with_one_row([line("a", 1, 0.002), line("a", 8, 0.003), line("b", 8, 0.004, "float32")])
+    lines = [line("a", 1, 0.002), line("a", 8, 0.003), line("b", 1, 0.004, torch.float32)]
     rows = [
         [word.strip() for word in row.strip("|").split("|")]
         for row in table(["weights"], "M", "F.linear", lines, PEAKS).splitlines()[2:]
     ]
     assert rows[0] == ["a", "1", "2.00", "4.00", "2.00x", "1.00", "5.0", "50%", "50", "25%"]
     assert rows[1][5] == "1.50"
-    # No line of its own with one row; shares of the float32 peak.
-    assert rows[2][5:] == ["", "2.5", "25%", "25", "25%"]
-
-
-def test_the_better_of_two_measurements_counts_for_each_peak() -> None:
-    assert Peaks(10, 20, 30).best(Peaks(11, 19, 31)) == Peaks(11, 20, 31)
+    # The share of the float32 peak.
+    assert rows[2][5:] == ["1.00", "2.5", "25%", "25", "25%"]
 
 
 def test_attention_is_measured_after_its_results_are_checked() -> None:
-    attention = measure_attention(num_layers=1, contexts=(64,), batch_sizes=(2,), rows=(1, 4, 40))
-    assert [(seen.case, seen.num_rows) for seen in attention] == [
-        (("64", "2", cache), rows) for rows in (1, 4, 40) for cache in ("bfloat16", "int8")
-    ]
-    assert all(seen.ours > 0 and seen.torch > 0 for seen in attention)
+    for num_rows in (1, 4, 40):
+        lines = measure_attention(context=64, num_seqs=2, num_rows=num_rows, num_layers=1)
+        assert [(seen.case, seen.num_rows) for seen in lines] == [
+            (("64", "2", cache), num_rows) for cache in ("bfloat16", "int8")
+        ]
+        assert all(seen.ours > 0 and seen.torch > 0 for seen in lines)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import pytest
+from fake_gateway import Answer, FakeGateway
 from tandem_cli.bench.options import BenchError, BenchOptions, Point
 from tandem_cli.bench.record import OK, RequestRecord, Speculation
 from tandem_cli.bench.report import comparison_table
@@ -17,7 +17,7 @@ from tandem_cli.bench.run import run_bench
 from tandem_cli.bench.stats import Run, summarise
 from tandem_cli.main import app
 from tandem_core.slo import SLO_CLASSES
-from tandem_proto.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
+from tandem_proto.v1 import common_pb2
 from typer.testing import CliRunner
 
 MODES = ("off", "local", "global")
@@ -27,64 +27,43 @@ OPTIONS = BenchOptions(
 )  # fmt: skip
 
 
-class Gateway(gateway_pb2_grpc.GatewayServiceServicer):
-    """Answers at once; `local` accepts two guesses a step, `global` writes another text than the others."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[str, str, str]] = []
-
-    def Chat(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802
-        key = dict(context.invocation_metadata()).get("authorization", "")
-        self.seen.append((request.speculation, key, request.messages[-1].content))
-        if request.speculation == "chain":
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "speculation: not today")
-        text = "x" if request.speculation == "global" else "y"
-        yield gateway_pb2.ChatResponse(chunk=gateway_pb2.GeneratedChunk(text=text, token_ids=[1, 2, 3, 4]))
-        receipt = common_pb2.Receipt(output_tokens=4, decode_steps=3)
-        if request.speculation == "local":
-            receipt.MergeFrom(
-                common_pb2.Receipt(
-                    decode_steps=1, drafted_tokens=8, accepted_tokens=2, accepted_by_source={"prompt": 2},
-                    hit_steps=1,
-                )
-            )  # fmt: skip
-        yield gateway_pb2.ChatResponse(end=gateway_pb2.GeneratedEnd(receipt=receipt))
-
-
 @pytest.fixture
-def gateway() -> Iterator[tuple[Gateway, str]]:
-    servicer = Gateway()
-    server = grpc.server(ThreadPoolExecutor(4))
-    gateway_pb2_grpc.add_GatewayServiceServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    yield servicer, f"127.0.0.1:{port}"
-    server.stop(None)
+def gateway() -> Iterator[FakeGateway]:
+    """`local` accepts two guesses a step, `global` writes another text, `chain` is refused."""
+    plain = common_pb2.Receipt(output_tokens=4, decode_steps=3)
+    drafted = common_pb2.Receipt(
+        output_tokens=4, decode_steps=1, drafted_tokens=8, accepted_tokens=2, hit_steps=1,
+        accepted_by_source={"prompt": 2},
+    )  # fmt: skip
+    by_mode = {
+        "local": Answer(("yyyy",), drafted),
+        "global": Answer(("xxxx",), plain),
+        "chain": Answer(failure=(grpc.StatusCode.INVALID_ARGUMENT, "speculation: not today")),
+    }
+    with FakeGateway(Answer(("yyyy",), plain), by_mode).serving() as gateway:
+        yield gateway
 
 
-def test_modes_take_turns_on_the_same_prompts_and_no_mode_sees_one_twice(
-    gateway: tuple[Gateway, str],
-) -> None:
-    servicer, target = gateway
-    runs = run_bench(replace(OPTIONS, target=target, api_key="bench-{speculation}"))
+def test_modes_take_turns_on_the_same_prompts_and_no_mode_sees_one_twice(gateway: FakeGateway) -> None:
+    runs = run_bench(replace(OPTIONS, target=gateway.target, api_key="bench-{speculation}"))
     order = [[run.mode for run in runs if (run.point.concurrency, run.round) == (1, n)] for n in range(3)]
     assert order == [["off", "local", "global"], ["local", "global", "off"], ["global", "off", "local"]]
     assert [run.point.concurrency for run in runs] == [1] * 9 + [2] * 9
-    warm_up, asked = servicer.seen[:3], servicer.seen[3:]
-    assert [mode for mode, _, _ in warm_up] == list(MODES)
-    assert {key for _, key, _ in servicer.seen} == {f"Bearer bench-{mode}" for mode in MODES}
-    prompts = [sorted(text for mode, _, text in asked if mode == name) for name in MODES]
+    warm_up, asked = gateway.requests[:3], gateway.requests[3:]
+    assert [request.speculation for request in warm_up] == list(MODES)
+    assert set(gateway.keys) == {f"Bearer bench-{mode}" for mode in MODES}
+    prompts = [sorted(r.messages[-1].content for r in asked if r.speculation == mode) for mode in MODES]
     assert prompts[0] == prompts[1] == prompts[2]
     assert len(set(prompts[0])) == len(prompts[0]) == 2 * 3 * 2, "requests, rounds, loads"
 
 
-def test_a_mode_that_is_refused_is_named_before_the_run(gateway: tuple[Gateway, str]) -> None:
-    options = replace(OPTIONS, target=gateway[1], speculation="off,chain")
+def test_a_mode_that_is_refused_is_named_before_the_run(gateway: FakeGateway) -> None:
+    options = replace(OPTIONS, target=gateway.target, speculation="off,chain")
     with pytest.raises(
         BenchError, match="speculation chain failed: INVALID_ARGUMENT: speculation: not today"
     ):
         run_bench(options)
-    assert [mode for mode, _, _ in gateway[0].seen] == ["off", "chain"]
+    assert [request.speculation for request in gateway.requests] == ["off", "chain"]
 
 
 def run_of(mode: str, number: int, tpot_s: float, *, ttft_s: float = 1.0, steps: int = 10) -> Run:
@@ -128,8 +107,8 @@ def test_a_mode_has_a_key_of_its_own_where_the_key_names_it() -> None:
     assert (replace(OPTIONS, api_key="k").key_for("off"), OPTIONS.key_for("off")) == ("k", None)
 
 
-def test_a_comparison_is_printed_and_written(gateway: tuple[Gateway, str], tmp_path: Path) -> None:
-    options = replace(OPTIONS, target=gateway[1], rounds=1)
+def test_a_comparison_is_printed_and_written(gateway: FakeGateway, tmp_path: Path) -> None:
+    options = replace(OPTIONS, target=gateway.target, rounds=1)
     runs = run_bench(replace(options, output=tmp_path / "c.json", report=tmp_path / "c.md"))
     assert len(runs) == 6
     table = rows((tmp_path / "c.md").read_text().partition("\n\n")[2].rstrip())
@@ -147,8 +126,8 @@ def run(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_the_command_compares_where_several_values_are_given(gateway: tuple[Gateway, str]) -> None:
-    common = ("--target", gateway[1], "--num-requests", "1", "--model", "")
+def test_the_command_compares_where_several_values_are_given(gateway: FakeGateway) -> None:
+    common = ("--target", gateway.target, "--num-requests", "1", "--model", "")
     code, output = run(*common, "--concurrency", "1", "--speculation", "off,local", "--rounds", "1")
     assert code == 0
     assert output.count("| retail | 1 |") == 2

@@ -2,76 +2,32 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
 import threading
-from collections.abc import AsyncIterator, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import grpc
-import grpc.aio
 import pytest
+from fake_gateway import Answer, FakeGateway
 from tandem_cli.bench.loadgen import ClosedLoop, OpenLoop, run_load
 from tandem_cli.bench.options import BenchError, BenchOptions
 from tandem_cli.bench.record import OK, TIMEOUT, RequestRecord
 from tandem_cli.bench.run import make_prompts, run_bench
 from tandem_cli.bench.transports import GrpcTransport, HttpTransport, Transport
-from tandem_proto.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
-from waiting import pause_async, until
+from tandem_proto.v1 import common_pb2
+from waiting import until
 
 OPTIONS = BenchOptions(model="m", max_tokens=6, seed=3, ignore_eos=True, api_key="secret")
 
 
-class FakeGateway(gateway_pb2_grpc.GatewayServiceServicer):
-    """Answers with three messages of 1, 3 and 2 tokens, 20 ms apart; every `refuse_each`-th is refused."""
-
-    def __init__(self, *, gap_s: float = 0.02, refuse_each: int = 0) -> None:
-        self.gap_s = gap_s
-        self.refuse_each = refuse_each
-        self.requests: list[gateway_pb2.ChatRequest] = []
-        self.keys: list[str] = []
-        self.running = self.most_running = self.cancelled = 0
-
-    async def Chat(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802
-        self.requests.append(request)
-        self.keys.append(dict(context.invocation_metadata()).get("authorization", ""))
-        if self.refuse_each and len(self.requests) % self.refuse_each == 0:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "queue is full")
-        self.running += 1
-        self.most_running = max(self.most_running, self.running)
-        try:
-            for ids in ([1], [2, 3, 4], [5, 6]):
-                await pause_async(self.gap_s)
-                chunk = gateway_pb2.GeneratedChunk(text="x" * len(ids), token_ids=ids)
-                yield gateway_pb2.ChatResponse(chunk=chunk)
-            receipt = common_pb2.Receipt(
-                prompt_tokens=40, output_tokens=6, decode_steps=2, accepted_by_source={"prompt": 3}
-            )
-            yield gateway_pb2.ChatResponse(end=gateway_pb2.GeneratedEnd(receipt=receipt))
-        except asyncio.CancelledError:
-            self.cancelled += 1
-            raise
-        finally:
-            self.running -= 1
-
-
-@asynccontextmanager
-async def serving(gateway: FakeGateway) -> AsyncIterator[str]:
-    server = grpc.aio.server()
-    gateway_pb2_grpc.add_GatewayServiceServicer_to_server(gateway, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        yield f"127.0.0.1:{port}"
-    finally:
-        await server.stop(None)
-
-
+#: Three messages of 1, 3 and 2 tokens.
+ANSWER = Answer(
+    ("x", "xxx", "xx"),
+    common_pb2.Receipt(prompt_tokens=40, output_tokens=6, decode_steps=2, accepted_by_source={"prompt": 3}),
+)
 CONFIG = BenchOptions(concurrency="2", num_requests=5, model="", max_tokens=6, timeout=20.0)
 
 
@@ -86,9 +42,8 @@ async def load(
 
 
 async def test_grpc_notes_first_token_gaps_tokens_and_the_receipt() -> None:
-    gateway = FakeGateway()
-    async with serving(gateway) as target:
-        (record,) = await load(GrpcTransport(target, OPTIONS), ClosedLoop(1), 1)
+    with FakeGateway(ANSWER, pause_s=0.02).serving() as gateway:
+        (record,) = await load(GrpcTransport(gateway.target, OPTIONS), ClosedLoop(1), 1)
     assert record.status == OK
     assert record.text == "xxxxxx"
     assert (record.prompt_tokens, record.output_tokens) == (40, 6)
@@ -106,9 +61,8 @@ async def test_grpc_notes_first_token_gaps_tokens_and_the_receipt() -> None:
 
 
 async def test_a_closed_loop_keeps_its_concurrency_and_sends_all() -> None:
-    gateway = FakeGateway()
-    async with serving(gateway) as target:
-        records = await load(GrpcTransport(target, OPTIONS), ClosedLoop(3), 8)
+    with FakeGateway(ANSWER, pause_s=0.02).serving() as gateway:
+        records = await load(GrpcTransport(gateway.target, OPTIONS), ClosedLoop(3), 8)
     assert gateway.most_running == 3
     assert [record.index for record in records] == list(range(8))
 
@@ -123,9 +77,8 @@ def test_an_open_loop_departs_at_its_rate_and_repeats_with_its_seed() -> None:
 
 
 async def test_an_open_loop_does_not_wait_for_answers() -> None:
-    gateway = FakeGateway(gap_s=0.2)
-    async with serving(gateway) as target:
-        records = await load(GrpcTransport(target, OPTIONS), OpenLoop(rate=200.0, seed=0), 6)
+    with FakeGateway(ANSWER, pause_s=0.2).serving() as gateway:
+        records = await load(GrpcTransport(gateway.target, OPTIONS), OpenLoop(rate=200.0, seed=0), 6)
     assert gateway.most_running == 6
     departures = OpenLoop(rate=200.0, seed=0).departures_s(6)
     for record, departure_s in zip(records, departures, strict=True):
@@ -133,17 +86,16 @@ async def test_an_open_loop_does_not_wait_for_answers() -> None:
 
 
 async def test_refusals_are_recorded_with_their_status() -> None:
-    async with serving(FakeGateway(refuse_each=2)) as target:
-        records = await load(GrpcTransport(target, OPTIONS), ClosedLoop(1), 4)
+    with FakeGateway(ANSWER, refuse_each=2).serving() as gateway:
+        records = await load(GrpcTransport(gateway.target, OPTIONS), ClosedLoop(1), 4)
     assert [record.status for record in records] == [OK, "RESOURCE_EXHAUSTED", OK, "RESOURCE_EXHAUSTED"]
     assert records[1].error == "queue is full"
     assert records[1].ttft_s is None
 
 
 async def test_the_time_limit_cancels_what_runs_and_sends_nothing_more() -> None:
-    gateway = FakeGateway(gap_s=5.0)
-    async with serving(gateway) as target:
-        records = await load(GrpcTransport(target, OPTIONS), ClosedLoop(2), 6, timeout_s=0.3)
+    with FakeGateway(ANSWER, pause_s=5.0).serving() as gateway:
+        records = await load(GrpcTransport(gateway.target, OPTIONS), ClosedLoop(2), 6, timeout_s=0.3)
         assert [record.status for record in records] == [TIMEOUT, TIMEOUT]
         await until(lambda: gateway.cancelled == 2)
 
@@ -239,22 +191,9 @@ async def test_http_errors_are_recorded_with_their_code(
 
 
 def test_a_whole_run_writes_json_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    class Quick(gateway_pb2_grpc.GatewayServiceServicer):
-        def Chat(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802
-            yield gateway_pb2.ChatResponse(chunk=gateway_pb2.GeneratedChunk(text="a", token_ids=[1]))
-            yield gateway_pb2.ChatResponse(
-                end=gateway_pb2.GeneratedEnd(receipt=common_pb2.Receipt(output_tokens=1))
-            )
-
-    server = grpc.server(ThreadPoolExecutor(4))
-    gateway_pb2_grpc.add_GatewayServiceServicer_to_server(Quick(), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    try:
-        options = replace(CONFIG, target=f"127.0.0.1:{port}", api_key="secret")
+    with FakeGateway(Answer(("a",), common_pb2.Receipt(output_tokens=1))).serving() as gateway:
+        options = replace(CONFIG, target=gateway.target, api_key="secret")
         (run,) = run_bench(replace(options, output=tmp_path / "run.json", plot=tmp_path / "run.png"))
-    finally:
-        server.stop(None)
     assert (run.summary.num_sent, run.summary.num_ok, run.summary.attainment) == (5, 5, 1.0)
     written = json.loads((tmp_path / "run.json").read_text())
     assert written["summary"]["num_ok"] == 5

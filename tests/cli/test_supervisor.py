@@ -19,6 +19,7 @@ from tandem_cli.supervisor import ProcessSpec, RestartPolicy, StartupError, Supe
 from waiting import run_ready_tasks, until, wait_until
 
 SLEEP = "import time; print('up', flush=True); time.sleep(60)"
+STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEP}"
 QUICK = RestartPolicy(first_delay_s=0.02, longest_delay_s=0.1)
 
 
@@ -159,11 +160,7 @@ time.sleep(60)
 
 
 async def test_what_ignores_sigterm_is_killed_after_its_grace() -> None:
-    stubborn = (
-        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
-        "print('up', flush=True); time.sleep(60)"
-    )
-    async with running([spec("a", stubborn)], grace_s=0.2) as watched:
+    async with running([spec("a", STUBBORN)], grace_s=0.2) as watched:
         await watched.supervisor.wait_ready()
         pid = watched.pid("a")
         started = time.monotonic()
@@ -173,11 +170,7 @@ async def test_what_ignores_sigterm_is_killed_after_its_grace() -> None:
 
 
 async def test_stop_at_once_cuts_the_grace_short() -> None:
-    stubborn = (
-        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
-        "print('up', flush=True); time.sleep(60)"
-    )
-    async with running([spec("a", stubborn)], grace_s=30.0) as watched:
+    async with running([spec("a", STUBBORN)], grace_s=30.0) as watched:
         await watched.supervisor.wait_ready()
         stopping = asyncio.create_task(watched.supervisor.stop())
         await run_ready_tasks()

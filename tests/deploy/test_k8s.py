@@ -6,7 +6,6 @@ not covered. The image is not built either; the Dockerfile is compared with what
 
 from __future__ import annotations
 
-import importlib
 import re
 import subprocess
 import sys
@@ -19,16 +18,11 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
+from role_settings import SETTINGS
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE = ROOT / "deploy/k8s/base"
 DOCKERFILE = (ROOT / "deploy/Dockerfile").read_text()
-SETTINGS = {
-    "gateway": ("tandem_gateway.settings", "GatewaySettings"),
-    "decode": ("tandem_decode.settings", "DecodeSettings"),
-    "prefill": ("tandem_prefill.settings", "PrefillSettings"),
-    "lookahead": ("tandem_lookahead.settings", "LookaheadSettings"),
-}
 ROLES = sorted(SETTINGS)
 NAME = "app.kubernetes.io/name"
 
@@ -109,8 +103,7 @@ def test_there_is_every_part_and_all_in_one_namespace() -> None:
 def test_every_variable_is_a_setting_of_its_process_and_its_value_is_accepted(
     role: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module, name = SETTINGS[role]
-    settings = getattr(importlib.import_module(module), name)
+    settings = SETTINGS[role]
     variables = environment(role)
     unknown = {key for key in variables if key.removeprefix("TANDEM_").lower() not in settings.model_fields}
     assert not unknown

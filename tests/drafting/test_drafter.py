@@ -185,7 +185,7 @@ def test_sources_tell_prompt_from_output():
     assert (tree.token_ids[0], tree.sources[0]) == (32, "output")
 
 
-def test_a_tenant_s_forest_serves_no_other_tenant():
+def test_a_tenant_s_corpus_serves_no_other_tenant():
     mirror = GlobalMirror(tenant="acme")
     mirror.apply_delta([AcceptedSpan(str(i), 0, (1, 2, 3, 4)) for i in range(5)], "1")
     drafter = Drafter(mirror, DraftPolicy())

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import Iterator
 
 import grpc.aio
 import pytest
+from grpc_servers import serving
 from tandem_drafting.lookahead_client import LookaheadClient, joined
 from tandem_drafting.mirror import GlobalMirror
 from tandem_drafting.spans import AcceptedSpan
@@ -73,35 +74,24 @@ class SlowService(lookahead_pb2_grpc.LookaheadServiceServicer):
     """Welcomes a stream when it is told to."""
 
     def __init__(self) -> None:
-        self.opened, self.welcome = asyncio.Event(), asyncio.Event()
+        self.opened, self.welcome = threading.Event(), threading.Event()
 
-    async def Sync(self, request_iterator, context) -> AsyncIterator[pb.SyncResponse]:  # noqa: N802
+    def Sync(self, request_iterator, context) -> Iterator[pb.SyncResponse]:  # noqa: N802
         self.opened.set()
-        await self.welcome.wait()
+        self.welcome.wait(20)
         yield pb.SyncResponse(welcome=pb.SyncWelcome(wants_prompts=True))
-        await asyncio.Event().wait()
-
-
-@asynccontextmanager
-async def serving(service: SlowService) -> AsyncIterator[str]:
-    server = grpc.aio.server()
-    lookahead_pb2_grpc.add_LookaheadServiceServicer_to_server(service, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        yield f"127.0.0.1:{port}"
-    finally:
-        await server.stop(None)
+        for _ in request_iterator:  # ends with the stream
+            pass
 
 
 @pytest.mark.timeout(30)
 async def test_a_stream_is_connected_once_the_service_has_welcomed_it():
     service = SlowService()
-    async with serving(service) as target:
+    with serving(service, lookahead_pb2_grpc.add_LookaheadServiceServicer_to_server) as target:
         client = LookaheadClient(target, NAMESPACE, "pod", GlobalMirror())
         client.start()
         try:
-            await service.opened.wait()
+            await until(service.opened.is_set)
             assert (client.connected, client.wants_prompts) == (False, False)
             service.welcome.set()
             await until(lambda: client.connected and client.wants_prompts)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import itertools
 import random
+import runpy
+import shutil
 import threading
 from array import array
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tandem_drafting import native
 from tandem_drafting.native import (
     AcceptanceModel,
     CorpusIndex,
@@ -319,3 +324,10 @@ def test_a_corpus_may_be_added_to_while_others_draft_from_it() -> None:
 def test_memory_per_token_is_bounded() -> None:
     corpus = CorpusIndex(1_000_000, 49_152)
     assert corpus.memory_bytes / corpus.capacity <= 64
+
+
+def test_a_library_of_other_sources_is_refused_with_a_remedy(tmp_path: Path) -> None:
+    """As after `git pull` without `make`: the library lacks a function that the Python code calls."""
+    shutil.copy(xxhash._xxhash.__file__, tmp_path / "tandem_drafting.so")
+    with pytest.raises(ImportError, match=rf"{tmp_path}/tandem_drafting.so: .*run `python build_native.py`"):
+        runpy.run_path(shutil.copy(native.__file__, tmp_path))

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,8 @@ def test_each_dtype_gets_its_own_file(folder: Path) -> None:
     half = load_file(ensure_weights(folder, torch.bfloat16))
     full = load_file(ensure_weights(folder, torch.float32))
     assert half.keys() == full.keys()
-    assert all(torch.equal(full[n].bfloat16(), half[n]) for n in full)
+    assert all(torch.equal(full[n].bfloat16(), half[n]) for n in full if full[n].ndim > 1)
+    assert all(torch.equal(full[n], half[n]) for n in full if full[n].ndim == 1), "norms stay float32"
     with pytest.raises(ModelLoadError, match="int8"):
         ensure_weights(folder, torch.int8)
 
@@ -305,7 +307,8 @@ def test_quantized_gguf_tensors_are_dequantized(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("extra", "reason"), [("rope_freqs.weight", "use the safetensors version"), ("blk.0.ssm_a", "ssm_a")]
+    ("extra", "reason"),
+    [("rope_factors_long.weight", "which the supported"), ("blk.0.ssm_a", "holds blk.0.ssm_a")],
 )
 def test_gguf_variants_we_cannot_run_are_refused(tmp_path: Path, extra: str, reason: str) -> None:
     write_gguf(tmp_path / "weights.gguf", extra=extra)
@@ -317,3 +320,65 @@ def test_a_folder_that_moved_still_finds_weights_inside_it(folder: Path, tmp_pat
     moved = tmp_path.with_name(tmp_path.name + "-moved")
     shutil.move(folder, moved)
     assert ensure_weights(moved, torch.float32).parent == moved
+
+
+def child(script: str, folder: Path) -> subprocess.Popen[str]:
+    """A process that runs until its stdin ends."""
+    command = [sys.executable, "-P", "-c", textwrap.dedent(script), str(folder)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def line_of(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+def test_a_killed_conversion_leaves_only_what_the_next_one_removes(folder: Path) -> None:
+    script = """
+        import sys, torch
+        from pathlib import Path
+        from tandem_engine.model_loader import ensure_weights
+
+        def stop_in_the_middle(stage, done, total):
+            if 0 < done < total:
+                print("half", flush=True)
+                sys.stdin.read()
+
+        ensure_weights(Path(sys.argv[1]), torch.float32, stop_in_the_middle)
+    """
+    with child(script, folder) as converting:
+        assert line_of(converting) == "half\n"
+        converting.kill()
+    assert not list(folder.glob("model-*"))
+    assert len(list(folder.glob(".*.tmp"))) == 1
+    assert load_file(ensure_weights(folder, torch.bfloat16))["embed_tokens.weight"].dtype == torch.bfloat16
+    assert not list(folder.glob(".*.tmp"))
+
+
+def test_processes_share_the_pages_of_the_weights(tiny_model: Path) -> None:
+    """After two processes have generated text, neither has a private copy of the weight file."""
+    script = """
+        import json, sys
+        from pathlib import Path
+        from tandem_core.sampling import SamplingParams
+        from tandem_engine.llm import LLM
+
+        llm = LLM(Path(sys.argv[1]), num_blocks=8)
+        llm.generate([[1, 2, 3]], SamplingParams(temperature=0.0, max_tokens=4))
+        print(flush=True)
+        sys.stdin.readline()
+        smaps = Path("/proc/self/smaps").read_text().splitlines()
+        start = next(n for n, line in enumerate(smaps) if "/model-" in line)
+        fields = (line.split() for line in smaps[start + 1 : start + 15])
+        print(json.dumps({name.rstrip(":"): int(size) for name, size, _ in fields}), flush=True)
+        sys.stdin.read()
+    """
+    with child(script, tiny_model) as one, child(script, tiny_model) as two:
+        assert line_of(one) == line_of(two) == "\n"
+        for process in (one, two):
+            assert process.stdin is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
+            kilobytes = json.loads(line_of(process))
+            assert kilobytes["Private_Dirty"] == 0 < kilobytes["Rss"]
+            assert kilobytes["Pss"] < 0.75 * kilobytes["Rss"]

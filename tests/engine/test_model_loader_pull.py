@@ -14,6 +14,7 @@ from tandem_core.model.manifest import ModelManifest
 from tandem_core.model.registry import list_models, resolve
 from tandem_core.model.tokenizer import Tokenizer
 from tandem_engine.model_loader import load_decoder, pull
+from tandem_engine.model_loader.pull import bars_for
 from toy_models import save_checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -161,3 +162,19 @@ def test_a_damaged_manifest_says_pull_again(tmp_path: Path, text: str) -> None:
     (tmp_path / "tandem.json").write_text(text)
     with pytest.raises(ModelLoadError, match="pull the model again"):
         ModelManifest.read(tmp_path)
+
+
+def test_the_hubs_bars_report_bytes_and_draw_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    reported: list[tuple[str, int, int]] = []
+    bar = bars_for(lambda *report: reported.append(report))
+    files = bar(["config.json"], total=1, desc="Fetching 1 files")
+    received, written = bar(total=0, unit="B", unit_scale=True), bar(total=0, unit="B", unit_scale=True)
+    for total in (received, written):
+        total.total = 100
+    for name in files:
+        received.update(60)
+        written.update(40)
+        written.update(60)
+        assert name == "config.json"
+    assert reported == [("downloading", 60, 100), ("downloading", 100, 100)]
+    assert capsys.readouterr().err == ""

@@ -8,7 +8,7 @@ from native_libraries import native_library
 from tandem_core.errors import ModelLoadError
 from tandem_engine.models import pick_dtype
 from tandem_engine.models.linear import PackedLinear, PlainLinear, UpcastLinear, cpu_has_bf16, linear_policy
-from tandem_kernels import pack_weight
+from tandem_kernels import PackedWeight, pack_weight
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 9])
@@ -37,7 +37,7 @@ def test_policies_follow_the_device_the_dtype_and_the_file() -> None:
     cpu, weight = torch.device("cpu"), torch.ones(32, 16)
     for device in (cpu, torch.device("cuda")):
         assert isinstance(linear_policy(torch.float32, device, 512)(weight, None), PlainLinear)
-    packed = linear_policy(torch.float32, cpu, 512)(pack_weight(weight), None)
+    packed = linear_policy(torch.float32, cpu, 512)(PackedWeight.of(pack_weight(weight)), None)
     assert isinstance(packed, PackedLinear)
 
 

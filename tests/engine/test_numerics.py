@@ -12,7 +12,7 @@ from tandem_core.errors import ModelLoadError
 from tandem_core.model.manifest import ModelManifest
 from tandem_core.sampling import SamplingParams
 from tandem_drafting.drafter import drafter_for
-from tandem_engine.assemble import EngineConfig, assemble
+from tandem_engine.assemble import EngineConfig, assemble, pick_device
 from tandem_engine.llm import LLM
 from tandem_engine.model_loader import DEFAULT_MODEL, load_decoder, pull, source_bits
 from tandem_engine.model_loader.loading import pick_numerics
@@ -78,10 +78,39 @@ def test_quantized_results_do_not_depend_on_company_chunks_or_drafts(
         assert [t.logprob for t in a.logprobs] == [t.logprob for t in b.logprobs]
 
 
-def test_a_gpu_that_is_not_there_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("device", ["cuda", "cuda:0"])
+def test_a_gpu_that_is_not_there_is_said(folder: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ModelLoadError, match="--device cuda: no CUDA device is visible"):
-        assemble(EngineConfig(model=folder, device="cuda", num_blocks=8))
+    with pytest.raises(ModelLoadError, match=f"--device {device}: no CUDA device is visible"):
+        assemble(EngineConfig(model=folder, device=device, num_blocks=8))
+
+
+@pytest.mark.parametrize(
+    "device, expected",
+    [("auto", "cuda:0"), ("cuda", "cuda:0"), ("cuda:1", "cuda:1"), ("cpu", "cpu")],
+)
+def test_one_device_is_chosen(device: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert pick_device(device) == torch.device(expected)
+
+
+@pytest.mark.parametrize(
+    "device, message",
+    [
+        ("cuda:0,1", "a pod computes on one GPU, for there is no tensor parallelism yet"),
+        ("cuda:0,cuda:1", "a pod computes on one GPU"),
+        ("cuda:2", "torch sees 2 CUDA devices"),
+        ("gpu", "wanted auto, cpu, cuda or cuda:N"),
+    ],
+)
+def test_other_devices_are_refused_in_one_sentence(
+    device: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ModelLoadError, match=f"--device {device}: .*{message}"):
+        pick_device(device)
 
 
 def test_without_kernels_quantized_weights_are_dequantized(folder: Path) -> None:

@@ -13,7 +13,8 @@ from tandem_engine.batch import Batch, ScheduledSequence
 from tandem_engine.draft_tree import DraftTree
 from tandem_engine.request import Request
 from tandem_engine.sampling import Verifier
-from tandem_engine.sampling.device import choose_tokens
+from tandem_engine.sampling import device as device_module
+from tandem_engine.sampling.device import choose_tokens, read_back
 
 PARAMS = [
     SamplingParams(temperature=0.0),
@@ -72,7 +73,7 @@ def test_the_hosts_tokens(vocab_size: int, scale: float, num_levels: int | None,
         logits = torch.randn(num_rows, vocab_size, generator=generator) * scale
         if num_levels is not None:
             logits = (logits * num_levels / 20).round()
-        chosen = choose_tokens(sequences, logits.to(device))
+        chosen = choose_tokens(sequences, logits.to(device)).tolist()
         first_row = 0
         for sequence, host in zip(sequences, Verifier().verify(Batch(tuple(sequences)), logits), strict=True):
             if not sequence.request.sampling.needs_processing:
@@ -91,20 +92,41 @@ def test_a_step_of_a_thousand_rows(device: str) -> None:
     params = [SamplingParams(temperature=0.9, top_p=0.97, seed=seed) for seed in range(1000)]
     sequences = [ScheduledSequence(Request("r", [1], p), (0,), 0, (1,), None, True) for p in params]
     host = Verifier().verify(Batch(tuple(sequences)), logits)
-    assert choose_tokens(sequences, logits.to(device)) == [token for v in host for token in v.token_ids]
+    assert choose_tokens(sequences, logits.to(device)).tolist() == [
+        token for v in host for token in v.token_ids
+    ]
 
 
-@pytest.mark.gpu
-def test_verification_on_a_device_gives_the_hosts_results() -> None:
-    device_or_skip("cuda")
+@pytest.mark.parametrize("device", DEVICES)
+def test_verification_of_what_was_read_back_gives_the_hosts_results(device: str) -> None:
+    device_or_skip(device)
     rng = random.Random(2)
-    sequences = [scheduled(params, rng, 50) for params in PARAMS * 5]
+    params = [*PARAMS, SamplingParams(logprobs=3), SamplingParams(temperature=0.0, logprobs=0)]
+    sequences = [scheduled(each, rng, 50) for each in params * 5]
     logits = torch.randn(sum(s.num_logits_rows for s in sequences), 50) * 3
     batch = Batch(tuple(sequences))
-    assert Verifier().verify(batch, logits.cuda()) == Verifier().verify(batch, logits)
+    results = read_back(sequences, logits.to(device), num_likeliest=4)
+    assert Verifier().verify(batch, logits, results) == Verifier().verify(batch, logits)
+    assert len(results.rows) == 4 * 5
+    assert results.likeliest is not None
+    assert results.likeliest.token_ids.tolist() == torch.topk(logits, 4).indices.tolist()
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 7, 8])
+def test_the_draws_parameters_are_aligned_whatever_the_number_of_rows(
+    num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton would compile the kernel anew for a tensor that begins elsewhere."""
+    seen = []
+    monkeypatch.setattr(device_module, "draw_tokens", lambda *tensors: seen.extend(tensors) or tensors[1])
+    params = [SamplingParams(seed=seed) for seed in range(num_rows)]
+    sequences = [ScheduledSequence(Request("r", [1], p), (0,), 0, (1,), None, True) for p in params]
+    choose_tokens(sequences, torch.zeros(num_rows, 8))
+    assert all(tensor.data_ptr() % 16 == 0 for tensor in seen)
+    assert [tensor.shape[0] for tensor in seen] == [num_rows] * 6
 
 
 def test_logits_that_are_no_numbers_are_refused() -> None:
     sequence = ScheduledSequence(Request("r", [1], SamplingParams()), (0,), 0, (1,), None, True)
     with pytest.raises(InvariantError, match="NaN"):
-        choose_tokens([sequence], torch.full((1, 9), torch.nan))
+        read_back([sequence], torch.full((1, 9), torch.nan))

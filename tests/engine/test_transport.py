@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from inproc_transport import InprocNetwork, InprocReceiver, InprocSender
 from tandem_core.errors import InvalidRequestError, InvariantError, LayoutMismatchError, TransferError
-from tandem_engine.transport.base import BlockStore, DropCause, Ticket, TransferState
+from tandem_engine.transport.base import MAX_FRAME_BYTES, BlockStore, DropCause, Ticket, TransferState
 from tandem_engine.transport.incoming import KVReceiver
 from tandem_engine.transport.layout import KVLayout
 from tandem_engine.transport.outgoing import KVSender, OutgoingTransfer
@@ -38,6 +38,8 @@ PATIENCE_S = 10.0
 class ByteStore:
     """Blocks in one numpy array `[num_layers, num_blocks, block_bytes]`, with hooks before each call."""
 
+    max_frame_bytes = MAX_FRAME_BYTES
+
     def __init__(self, seed: int | None = None) -> None:
         shape = (LAYOUT.num_layers, NUM_BLOCKS, BLOCK)
         self.data = np.zeros(shape, np.uint8)
@@ -46,11 +48,16 @@ class ByteStore:
         self.before_gather: Callable[[], None] = lambda: None
         self.before_scatter: Callable[[], None] = lambda: None
 
-    def gather(self, layer: int, block_ids: Sequence[int]) -> np.ndarray:
+    def mark(self) -> None:
+        return None
+
+    def gather(self, layer: int, block_ids: Sequence[int], after: object = None) -> np.ndarray:
         self.before_gather()
         return self.data[layer, list(block_ids)]
 
-    def scatter(self, layer: int, block_ids: Sequence[int], payload: memoryview) -> None:
+    def scatter(
+        self, layer: int, block_ids: Sequence[int], payload: memoryview, after: object = None
+    ) -> None:
         self.before_scatter()
         self.data[layer, list(block_ids)] = np.frombuffer(payload, np.uint8).reshape(len(block_ids), BLOCK)
 

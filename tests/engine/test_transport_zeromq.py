@@ -44,14 +44,21 @@ WAIT_MS = 5000
 class ByteStore:
     """Sixteen blocks in one numpy array; counts what is written."""
 
+    max_frame_bytes = MAX_FRAME_BYTES
+
     def __init__(self) -> None:
         self.data = np.zeros((LAYOUT.num_layers, 16, BLOCK), np.uint8)
         self.num_scatters = 0
 
-    def gather(self, layer: int, block_ids: Sequence[int]) -> np.ndarray:
+    def mark(self) -> None:
+        return None
+
+    def gather(self, layer: int, block_ids: Sequence[int], after: object = None) -> np.ndarray:
         return self.data[layer, list(block_ids)]
 
-    def scatter(self, layer: int, block_ids: Sequence[int], payload: memoryview) -> None:
+    def scatter(
+        self, layer: int, block_ids: Sequence[int], payload: memoryview, after: object = None
+    ) -> None:
         self.num_scatters += 1
         self.data[layer, list(block_ids)] = np.frombuffer(payload, np.uint8).reshape(len(block_ids), BLOCK)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import triton
 from tandem_kernels.draw_tokens import FACTORS, GAMMA
-from tandem_kernels.gpu import copy_blocks, draw_tokens, elementwise, rope_store
+from tandem_kernels.gpu import draw_tokens, elementwise, move_slots, rope_store
 from tandem_kernels.quantize import SMALLEST_SCALE
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -40,10 +40,14 @@ def configurations() -> Iterator[Configuration]:
         constants = {"BLOCK": block, "HAS_DELTA": True}
         warps = elementwise.num_warps_for(block)
         yield f"add_rms_norm {block}", elementwise.add_rms_norm_kernel, pointers, constants, warps
-    for bits, to_cache in (("u8", True), ("i16", False)):
-        pointers = {"cache_ptr": bits, "payload_ptr": bits, "block_ids_ptr": "i64"}
-        constants = {"PIECE": 64 * 128, "CHUNK": 4096, "TO_CACHE": to_cache}
-        yield f"copy_blocks {bits}", copy_blocks.copy_blocks_kernel, pointers, constants, 4
+    for bits, kv_heads, head_size in (("i16", 8, 128), ("i8", 8, 128), ("i16", 1, 256), ("i16", 3, 80)):
+        pointers = {"cache_ptr": bits, "src_slots_ptr": "i64", "dst_slots_ptr": "i64"}
+        constants = {
+            "PIECES": 2 * kv_heads, "BLOCK_SIZE": 64, "HEAD_SIZE": head_size,
+            "BLOCK_DIM": triton.next_power_of_2(head_size), "MOVES": move_slots.MOVES,
+        }  # fmt: skip
+        name = f"move_slots {kv_heads} x {head_size} {bits}"
+        yield name, move_slots.move_slots_kernel, pointers, constants, move_slots.NUM_WARPS
     for heads, kv_heads, head_size, cache, per_token in (
         (32, 8, 128, "bf16", False),
         (32, 8, 128, "i8", True),
@@ -78,7 +82,12 @@ def compile_one(
     signature |= {"eps": "fp32"} if "eps" in names else {}
     signature |= {name: f"*{pointee}" for name, pointee in pointers.items()}
     # As a launch with aligned tensors specializes it; otherwise loads go one element at a time.
-    aligned = [i for i, name in enumerate(names) if name.endswith(("_ptr", "_stride", "width"))]
+    unaligned = ("src_slots_ptr", "dst_slots_ptr")
+    aligned = [
+        i
+        for i, name in enumerate(names)
+        if name.endswith(("_ptr", "_stride", "width")) and name not in unaligned
+    ]
     compiled = triton.compile(
         ASTSource(kernel, signature, constants, {(i,): [["tt.divisibility", 16]] for i in aligned}),
         target=GPUTarget("cuda", capability, 32),

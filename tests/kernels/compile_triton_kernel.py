@@ -133,7 +133,11 @@ def _compile(
     options: dict[str, object],
 ) -> CompiledKernel:
     # As a launch with aligned tensors specializes it; otherwise loads go one element at a time.
-    aligned = [i for i, name in enumerate(kernel.arg_names) if name.endswith(("_ptr", "_stride"))]
+    aligned = [
+        i
+        for i, name in enumerate(kernel.arg_names)
+        if name.endswith(("_ptr", "_stride")) and name != "block_table_stride"
+    ]
     attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
     return triton.compile(
         ASTSource(kernel, signature, constants, attributes),

@@ -11,6 +11,7 @@ from tandem_kernels import (
     DecoderLayers,
     LayerWeights,
     PackedProjection,
+    PackedWeight,
     add_rms_norm,
     deinterleave,
     interleave,
@@ -42,16 +43,18 @@ def layers(dtype: torch.dtype, bits: int | None, *, rich: bool) -> list[LayerWei
         packed = (
             pack_weight(weight.to(dtype)) if bits is None else pack_quantized(quantize_weight(weight, bits))
         )
-        return PackedProjection(packed, random(columns, dtype=dtype, seed=seed + 1) if rich else None)
+        return PackedProjection(
+            PackedWeight.of(packed), random(columns, dtype=torch.float32, seed=seed + 1) if rich else None
+        )
 
     return [
         LayerWeights(
-            input_norm=1 + random(HIDDEN, dtype=dtype, seed=100 * n) / 8,
+            input_norm=1 + random(HIDDEN, dtype=torch.float32, seed=100 * n) / 8,
             qkv=projection((HEADS + 2 * KV_HEADS) * D, HIDDEN, 100 * n + 1),
-            q_norm=1 + random(D, dtype=dtype, seed=100 * n + 3) / 8 if rich else None,
-            k_norm=1 + random(D, dtype=dtype, seed=100 * n + 4) / 8 if rich else None,
+            q_norm=1 + random(D, dtype=torch.float32, seed=100 * n + 3) / 8 if rich else None,
+            k_norm=1 + random(D, dtype=torch.float32, seed=100 * n + 4) / 8 if rich else None,
             o=projection(HIDDEN, HEADS * D, 100 * n + 5),
-            post_norm=1 + random(HIDDEN, dtype=dtype, seed=100 * n + 7) / 8,
+            post_norm=1 + random(HIDDEN, dtype=torch.float32, seed=100 * n + 7) / 8,
             gate_up=projection(2 * INNER, HIDDEN, 100 * n + 8),
             down=projection(HIDDEN, INNER, 100 * n + 10),
             window=20 if rich and n == 1 else None,
@@ -94,12 +97,12 @@ class Step:
 
 def one_by_one(step: Step, weights: list[LayerWeights], caches: list[torch.Tensor]) -> torch.Tensor:
     def linear(x: torch.Tensor, p: PackedProjection) -> torch.Tensor:
-        return packed_linear(x, p.packed, p.bias)
+        return packed_linear(x, p.weight, p.bias)
 
     metadata = step.metadata()
     hidden, delta = step.hidden.clone(), None
     for layer, cache in zip(weights, caches, strict=True):
-        normed = add_rms_norm(hidden, delta, layer.input_norm, EPS)
+        normed = add_rms_norm(hidden, delta, layer.input_norm, EPS, step.dtype)
         qkv = linear(normed, layer.qkv).view(-1, HEADS + 2 * KV_HEADS, D)
         query = rope_store(
             qkv, step.positions, step.rotations, cache, step.slots, q_norm=layer.q_norm, k_norm=layer.k_norm,
@@ -107,7 +110,7 @@ def one_by_one(step: Step, weights: list[LayerWeights], caches: list[torch.Tenso
         )  # fmt: skip
         attended = turbo_attention(query, cache, metadata, AttentionLayer(D**-0.5, layer.window, SOFTCAP))
         delta = linear(attended.view(-1, HEADS * D), layer.o)
-        normed = add_rms_norm(hidden, delta, layer.post_norm, EPS)
+        normed = add_rms_norm(hidden, delta, layer.post_norm, EPS, step.dtype)
         delta = linear(silu_mul(linear(normed, layer.gate_up)), layer.down)
     assert delta is not None
     return hidden + delta
@@ -128,7 +131,7 @@ def test_one_call_gives_the_bits_of_many(
         with native_library(library):
             expected_caches = step.caches()
             expected = one_by_one(step, weights, expected_caches)
-            compiled = DecoderLayers(weights, head_size=D, eps=EPS, scale=D**-0.5, softcap=SOFTCAP)
+            compiled = DecoderLayers(weights, dtype, head_size=D, eps=EPS, scale=D**-0.5, softcap=SOFTCAP)
             for spans in ([(0, 3)], [(0, 1), (1, 2), (2, 3)]):
                 hidden, delta = step.hidden.clone(), torch.full((25, HIDDEN), torch.nan).to(dtype)
                 caches = step.caches()
@@ -155,7 +158,7 @@ def test_one_call_gives_the_bits_of_many(
 
 def test_what_does_not_fit_is_said_and_changes_nothing() -> None:
     step, weights = Step(torch.float32), layers(torch.float32, None, rich=False)
-    compiled = DecoderLayers(weights, head_size=D, eps=EPS, scale=D**-0.5, softcap=SOFTCAP)
+    compiled = DecoderLayers(weights, torch.float32, head_size=D, eps=EPS, scale=D**-0.5, softcap=SOFTCAP)
     hidden, delta, caches = step.hidden.clone(), torch.zeros(25, HIDDEN), step.caches()
 
     def run(**changed: object) -> None:

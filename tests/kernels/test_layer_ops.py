@@ -1,13 +1,16 @@
 """What lies between a layer's matrix products: compiled, in torch, and against float64."""
 
 import os
+import runpy
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+import xxhash
 from native_libraries import NATIVE, native_library
 from tandem_kernels import add_rms_norm, native, rope_store, silu_mul, store_kv
 
@@ -144,3 +147,16 @@ def test_an_instruction_set_the_processor_lacks_is_refused_by_name() -> None:
     )
     assert result.returncode != 0
     assert "TANDEM_NATIVE is 'avx1024', wanted off or one of" in result.stderr
+
+
+def test_a_library_of_other_sources_is_refused_with_a_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after `git pull` without `make`: the library lacks a function that the Python code calls."""
+    if not native.instruction_sets():
+        pytest.skip("an unknown processor")
+    name = native.instruction_sets()[0]
+    shutil.copy(xxhash._xxhash.__file__, tmp_path / f"tandem_{name}.so")
+    monkeypatch.setenv("TANDEM_NATIVE", name)
+    with pytest.raises(ImportError, match=rf"{tmp_path}/tandem_{name}.so: .*run `python build_native.py`"):
+        runpy.run_path(shutil.copy(native.__file__, tmp_path))

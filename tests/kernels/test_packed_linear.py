@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from native_libraries import NATIVE, native_library
-from tandem_kernels import native, pack_weight, packed_linear, packed_shape
+from tandem_kernels import PackedWeight, native, pack_weight, packed_linear, packed_shape
 
 pytestmark = pytest.mark.skipif(native.LIBRARY is None, reason="no compiled kernels on this machine")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -16,7 +16,9 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("library", NATIVE)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("num_columns, depth", [(96, 64), (32, 30), (160, 576), (64, 2), (96, 1000)])
+@pytest.mark.parametrize(
+    "num_columns, depth", [(96, 64), (32, 30), (160, 576), (64, 2), (96, 1000), (1, 64), (105, 96)]
+)
 @pytest.mark.parametrize("num_rows", [1, 2, 7, 12, 13, 24, 25, 31, 300])
 def test_it_is_as_exact_as_torch(
     num_rows: int, num_columns: int, depth: int, dtype: torch.dtype, library: str
@@ -26,8 +28,8 @@ def test_it_is_as_exact_as_torch(
     exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     torchs_error = (F.linear(x, weight, bias).double() - exact).abs().max()
     with native_library(library):
-        result = packed_linear(x, pack_weight(weight), bias)
-    assert result.dtype == dtype
+        result = packed_linear(x, PackedWeight((pack_weight(weight),), num_columns), bias)
+    assert result.dtype == dtype and result.shape == (num_rows, num_columns)
     floor = 2 * torch.finfo(dtype).eps * exact.abs().max()
     assert (result.double() - exact).abs().max() <= 2 * torchs_error + floor
 
@@ -44,7 +46,7 @@ def test_a_row_gives_the_same_bits_alone_and_in_any_company(dtype: torch.dtype, 
 
 
 def test_what_cannot_be_packed_is_said() -> None:
-    for weight in (torch.ones(16, 64), torch.ones(32, 63), torch.ones(32, 64, dtype=torch.float16)):
+    for weight in (torch.ones(32, 63), torch.ones(32, 64, dtype=torch.float16)):
         assert packed_shape(*weight.shape, weight.dtype) is None
         with pytest.raises(ValueError, match="wanted"):
             pack_weight(weight)

@@ -4,9 +4,11 @@ import pytest
 import torch
 from native_libraries import NATIVE, native_library
 from tandem_kernels import (
+    PackedWeight,
     QuantizedWeight,
     join_rows,
     pack_quantized,
+    pack_weight,
     packed_linear,
     quantize_weight,
     quantized_shape,
@@ -133,17 +135,62 @@ def test_rows_can_be_joined_and_reordered() -> None:
     assert torch.equal(join_rows([first, second]).rows(order).dequantize(), both[order])
 
 
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kinds", [(4, 8), (4, 4, 8), (8, 4, 0), (0, 4), (4,), (8,)])
+@pytest.mark.parametrize("num_rows", [1, 5, 30])
+def test_pieces_and_a_last_panel_that_is_not_full(
+    num_rows: int, kinds: tuple[int, ...], dtype: torch.dtype, library: str
+) -> None:
+    """Each column has the bits that it has in a weight of its own piece; 0: not quantized."""
+    if library == "off" and 0 in kinds:
+        pytest.skip("only compiled kernels take packed floats")
+    x = random(num_rows, 96).to(dtype)
+    sizes = [32 * (n + 1) for n in range(len(kinds))]
+    sizes[-1] -= 9
+    parts, expected, bias = [], [], random(sum(sizes), seed=9)
+    with native_library(library):
+        for n, (bits, size) in enumerate(zip(kinds, sizes, strict=True)):
+            weight = random(size, 96, seed=n)
+            parts.append(
+                pack_quantized(quantize_weight(weight, bits)) if bits else pack_weight(weight.to(dtype))
+            )
+            own = bias[sum(sizes[:n]) : sum(sizes[: n + 1])]
+            expected.append(packed_linear(x, PackedWeight((parts[-1],), size), own))
+        result = packed_linear(x, PackedWeight(tuple(parts), sum(sizes)), bias)
+    assert result.shape == (num_rows, sum(sizes))
+    if library == "off":
+        torch.testing.assert_close(result, torch.cat(expected, dim=1))
+    else:
+        assert torch.equal(result, torch.cat(expected, dim=1))
+
+
+def test_pieces_that_do_not_fit_are_refused() -> None:
+    four, eight = (pack_quantized(quantize_weight(torch.ones(32, 64), bits)) for bits in (4, 8))
+    for parts, columns in (((four, eight), 65), ((four, eight), 32), ((four, eight[:, :1]), 64)):
+        with pytest.raises(ValueError, match="wanted one depth"):
+            PackedWeight(parts, columns)
+
+
+def test_among_candidates_the_scale_with_the_least_error_is_taken() -> None:
+    values = torch.arange(-32, 32).float().view(2, 32) * 0.01
+    default, chosen = (
+        quantize_weight(values, 8),
+        quantize_weight(values, 8, (torch.full((2, 1), 0.0025).half(), torch.full((2, 1), 5.0).half())),
+    )
+    errors = [(weight.dequantize() - values).square().sum() for weight in (chosen, default)]
+    assert errors[0] < errors[1] / 10
+
+
 def test_what_cannot_be_quantized_is_said() -> None:
-    assert quantized_shape(48, 64, 4) is None and quantized_shape(64, 48, 8) is None
+    assert quantized_shape(64, 48, 8) is None
     with pytest.raises(ValueError, match="multiple of 32, and 4 or 8 bits"):
         quantize_weight(torch.ones(32, 40), 4)
     with pytest.raises(ValueError, match="4 or 8 bits"):
         quantize_weight(torch.ones(32, 64), 5)
-    with pytest.raises(ValueError, match="48 rows, wanted a multiple of 32"):
-        pack_quantized(quantize_weight(torch.ones(48, 64), 4))
     with pytest.raises(ValueError, match=r"scales are \[4, 1\] of torch.float32"):
         QuantizedWeight(8, torch.zeros(4, 32, dtype=torch.uint8), torch.ones(4, 1), torch.ones(4, 1).half())
     packed = pack_quantized(quantize_weight(torch.ones(32, 64), 4))
     for x in (torch.ones(2, 32), torch.ones(2, 64).half(), torch.ones(64, 2).T):
-        with pytest.raises(ValueError, match=r"wanted a dense \[T, 64\] of float32 or bfloat16"):
+        with pytest.raises(ValueError, match=r"wanted a dense \[T, 64\] of torch.float32 or torch.bfloat16"):
             packed_linear(x, packed)

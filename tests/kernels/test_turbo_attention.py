@@ -1,6 +1,7 @@
 """turbo_attention's contract on the CPU: what each row sees, and how close the result is to float64's."""
 
 import itertools
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -45,6 +46,27 @@ OPTIONS = [
 ]
 
 
+def along_paths(case: Case, context: int, window: int | None, backend: str) -> Iterator[torch.Tensor]:
+    """For each node of a tree, plain attention over the context and the node's path."""
+    assert case.ancestor_bits is not None
+    blocks = -(-(context + len(case.query)) // 16)
+    slots = case.kv_cache[case.block_table[0, :blocks].long()].permute(1, 2, 0, 3, 4).flatten(2, 3)
+    for row, bits in enumerate(case.ancestor_bits.tolist()):
+        path = [node for node in range(len(case.query)) if bits >> node & 1]
+        assert path[-1] == row
+        linear = slots[:, :, [*range(context), *(context + node for node in path)]]
+        yield attend(
+            case.query[row : row + 1],
+            linear[None].contiguous(),
+            torch.tensor([[0]], dtype=torch.int32),
+            torch.tensor([context + len(path)], dtype=torch.int32),
+            torch.tensor([0, 1], dtype=torch.int32),
+            scale=64**-0.5,
+            window=window,
+            backend=backend,
+        )
+
+
 # What a row sees
 
 
@@ -59,24 +81,8 @@ def test_a_tree_row_is_causal_attention_along_its_path(
     case = make_case(
         [Sequence(context, num_nodes, tree=True)], options=Options(window=window), dtype=torch.float64
     )
-    result = case.run(backend)
-    assert case.ancestor_bits is not None
-    slots = case.kv_cache[case.block_table[0, :-2].long()].permute(1, 2, 0, 3, 4).flatten(2, 3)
-    for row, bits in enumerate(case.ancestor_bits.tolist()):
-        path = [node for node in range(num_nodes) if bits >> node & 1]
-        assert path[-1] == row
-        linear = slots[:, :, [*range(context), *(context + node for node in path)]]
-        expected = attend(
-            case.query[row : row + 1],
-            linear[None].contiguous(),
-            torch.tensor([[0]], dtype=torch.int32),
-            torch.tensor([context + len(path)], dtype=torch.int32),
-            torch.tensor([0, 1], dtype=torch.int32),
-            scale=64**-0.5,
-            window=window,
-            backend="reference",
-        )
-        torch.testing.assert_close(result[row : row + 1], expected, rtol=1e-12, atol=1e-12)
+    expected = torch.cat([*along_paths(case, context, window, "reference")])
+    torch.testing.assert_close(case.run(backend), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -310,24 +316,7 @@ def test_a_node_gives_the_bits_of_plain_decoding_along_its_path(
     case = make_case(
         [Sequence(context, 64, tree=True)], options=Options(window=window), dtype=dtype, seed=context
     )
-    result = case.run(backend)
-    blocks = -(-(context + 64) // 16)
-    slots = case.kv_cache[case.block_table[0, :blocks].long()].permute(1, 2, 0, 3, 4).flatten(2, 3)
-    assert case.ancestor_bits is not None
-    for row, bits in enumerate(case.ancestor_bits.tolist()):
-        path = [node for node in range(64) if bits >> node & 1]
-        linear = slots[:, :, [*range(context), *(context + node for node in path)]]
-        alone = attend(
-            case.query[row : row + 1],
-            linear[None].contiguous(),
-            torch.tensor([[0]], dtype=torch.int32),
-            torch.tensor([context + len(path)], dtype=torch.int32),
-            torch.tensor([0, 1], dtype=torch.int32),
-            scale=64**-0.5,
-            window=window,
-            backend=backend,
-        )
-        assert torch.equal(result[row : row + 1], alone)
+    assert torch.equal(case.run(backend), torch.cat([*along_paths(case, context, window, backend)]))
 
 
 @pytest.mark.parametrize("backend", NATIVE)

@@ -6,14 +6,15 @@ that of the operator's torch twin in the same dtype, plus one rounding.
 
 import os
 from math import log2
+from random import Random
 
 import pytest
 import torch
 import torch.nn.functional as F
 from native_libraries import native_library
-from tandem_kernels import add_rms_norm, rope_store, silu_mul
-from tandem_kernels.gpu import copy_blocks
+from tandem_kernels import add_rms_norm, move_slots, rope_store, silu_mul
 from tandem_kernels.gpu import elementwise as gpu_elementwise
+from tandem_kernels.gpu import move_slots as gpu_move_slots
 from tandem_kernels.gpu import rope_store as gpu_rope
 from tandem_kernels.quantize import LARGEST, SMALLEST_SCALE
 
@@ -207,31 +208,49 @@ def test_a_token_without_a_slot_is_stored_nowhere() -> None:
     assert changed.tolist() == sorted(case.slots[kept].tolist())
 
 
+@pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.float64], ids=str
+    "dtype, num_kv_heads, head_size",
+    [(torch.bfloat16, 2, 64), (torch.float32, 3, 80), (torch.int8, 1, 16), (torch.float8_e5m2, 1, 40)],
+    ids=str,
 )
-@pytest.mark.parametrize("ids", [[2], [4, 0, 4], [5, 1, 3, 0]])
-def test_gather_and_scatter(ids: list[int], dtype: torch.dtype) -> None:
-    cache = strided_cache((6, 2, 3, 16, 80), dtype, 0.0).to(DEVICE)
-    cache.copy_((random(6, 2, 3, 16, 80) * 20).to(dtype))
-    block_ids = torch.tensor(ids, device=DEVICE)
-    payload = copy_blocks.gather_blocks(cache, block_ids)
-    assert payload.is_contiguous()
-    for got, block in zip(payload, ids, strict=True):
-        assert torch.equal(got.double(), cache[block].double())
-    target = strided_cache((6, 2, 3, 16, 80), dtype, 1.0).to(DEVICE)
-    copy_blocks.scatter_blocks(target, block_ids, payload)
-    for block in range(6):
-        expected = cache[block].double() if block in ids else torch.ones(2, 3, 16, 80, device=DEVICE).double()
-        assert torch.equal(target[block].double(), expected)
+def test_accepted_paths_move_in_all_layers(
+    dtype: torch.dtype, num_kv_heads: int, head_size: int, seed: int
+) -> None:
+    """Random paths of several sequences, whose sources are destinations of later moves."""
+    block_size = 16
+    source = Random(seed)
+    shape = (3, 20, 2, num_kv_heads, block_size, head_size * dtype.itemsize)
+    memory = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    caches = memory.view(dtype).to(DEVICE)
+    src, dst = [], []
+    blocks = iter(source.sample(range(20), 20))
+    for _ in range(source.choice([1, 2, 4])):
+        own = [next(blocks) for _ in range(5)]
+        slots = [block * block_size + offset for block in own for offset in range(block_size)]
+        start = source.randrange(block_size)
+        num_nodes = source.choice([3, 8, 20, 63])
+        path = sorted(source.sample(range(1, num_nodes), source.randint(1, num_nodes - 1)))
+        moves = [(node, k) for k, node in enumerate(path, start=1) if node != k]
+        src += [slots[start + node] for node, _ in moves]
+        dst += [slots[start + k] for _, k in moves]
+    expected = caches.clone()
+    pair = torch.tensor([src, dst], dtype=torch.int64, device=DEVICE)
+    for cache in expected:
+        move_slots(cache, *pair)
+    gpu_move_slots.move_slots(caches, *pair)
+    assert torch.equal(caches.view(torch.uint8), expected.view(torch.uint8))
 
 
-def test_blocks_outside_the_cache_are_left_alone() -> None:
-    cache = torch.zeros(4, 2, 1, 16, 16, device=DEVICE)
-    around = cache[1:3]  # the cache has two blocks; its neighbours must not change
-    ids = torch.tensor([-1, 0, 2], device=DEVICE)
-    copy_blocks.scatter_blocks(around, ids, torch.ones(3, 2, 1, 16, 16, device=DEVICE))
-    assert cache.sum(dim=(1, 2, 3, 4)).tolist() == [0.0, 512.0, 0.0, 0.0]
+def test_moves_from_or_to_slots_outside_are_left_out() -> None:
+    caches = random(2, 3, 2, 1, 16, 16).to(DEVICE)
+    around = caches.clone()
+    expected = caches.clone()
+    for cache in expected:
+        move_slots(cache, torch.tensor([5], device=DEVICE), torch.tensor([4], device=DEVICE))
+    slots = torch.tensor([[5, -1, 48, 7], [4, 3, 2, 48]], device=DEVICE)
+    gpu_move_slots.move_slots(around, *slots)
+    assert torch.equal(around, expected)
 
 
 def test_strides_that_kernels_do_not_take_are_named() -> None:

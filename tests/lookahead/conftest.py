@@ -6,8 +6,10 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
+import grpc.aio
 import pytest
 from redis_servers import RedisServer
 from tandem_drafting.lookahead_client import LookaheadClient
@@ -15,6 +17,7 @@ from tandem_drafting.mirror import GlobalMirror
 from tandem_lookahead.main import LookaheadPod
 from tandem_lookahead.settings import LookaheadSettings
 from tandem_proto.v1 import lookahead_pb2 as pb
+from tandem_proto.v1 import lookahead_pb2_grpc
 from waiting import until
 
 NAMESPACE = pb.Namespace(tenant="acme", model_revision="rev1", tokenizer_hash="tok1")
@@ -100,16 +103,9 @@ class Fleet:
             await until(lambda: registry.get_sample_value("tandem_lookahead_redis_connected") == 1)
         return service
 
-    async def pod(
-        self,
-        service: RunningService,
-        *,
-        namespace: pb.Namespace = NAMESPACE,
-        mirror: GlobalMirror | None = None,
-        on_purge: Callable[[], Awaitable[None]] | None = None,
-    ) -> tuple[LookaheadClient, GlobalMirror]:
+    async def pod(self, service: RunningService, **options: object) -> tuple[LookaheadClient, GlobalMirror]:
         """A connected decode pod's client and its mirror."""
-        return await self.pod_at(service.target, namespace=namespace, mirror=mirror, on_purge=on_purge)
+        return await self.pod_at(service.target, **options)
 
     async def pod_at(
         self,
@@ -126,6 +122,20 @@ class Fleet:
         client.start()
         await until(lambda: client.connected)
         return client, mirror
+
+    @asynccontextmanager
+    async def stream(
+        self, service: RunningService, *messages: pb.SyncRequest
+    ) -> AsyncIterator[grpc.aio.StreamStreamCall]:
+        """A call of Sync that sends these messages and stays open."""
+
+        async def requests() -> AsyncIterator[pb.SyncRequest]:
+            for message in messages:
+                yield message
+            await asyncio.Event().wait()
+
+        async with grpc.aio.insecure_channel(service.target) as channel:
+            yield lookahead_pb2_grpc.LookaheadServiceStub(channel).Sync(requests())
 
     async def stop(self) -> None:
         for client in self._clients:

@@ -20,26 +20,30 @@ NAMESPACE = pb.Namespace(tenant="acme", model_revision="rev1", tokenizer_hash="t
 OTHER = pb.Namespace(tenant="beta", model_revision="rev1", tokenizer_hash="tok1")
 
 
-async def first_answers(service, count: int, **hello: object) -> list[pb.SyncResponse]:
+async def first_answers(fleet, service, count: int, **hello: object) -> list[pb.SyncResponse]:
     """What the service answers to a hello, behind its welcome."""
-
-    async def requests():
-        yield pb.SyncRequest(hello=pb.SyncHello(namespace=NAMESPACE, **hello))
-        await asyncio.Event().wait()  # keeps the stream open
-
-    async with grpc.aio.insecure_channel(service.target) as channel:
-        call = lookahead_pb2_grpc.LookaheadServiceStub(channel).Sync(requests())
+    message = pb.SyncRequest(hello=pb.SyncHello(namespace=NAMESPACE, **hello))
+    async with fleet.stream(service, message) as call:
         welcome = await call.read()
         assert welcome.WhichOneof("message") == "welcome"
-        answers = [await asyncio.wait_for(call.read(), 5) for _ in range(count)]
-        call.cancel()
-    return answers
+        return [await asyncio.wait_for(call.read(), 5) for _ in range(count)]
 
 
 async def purge(service, tenant: str) -> int:
     async with grpc.aio.insecure_channel(service.target) as channel:
         stub = lookahead_pb2_grpc.LookaheadServiceStub(channel)
         return (await stub.PurgeTenant(pb.PurgeTenantRequest(tenant=tenant))).num_namespaces
+
+
+async def left_behind(fleet, process) -> GlobalMirror:
+    """The mirror, with ANSWER, of a pod that has left a service that has stopped."""
+    service = await fleet.service(redis_url=process.url)
+    sender, mirror = await fleet.pod(service)
+    sender.push("r1", 0, ANSWER)
+    await fleet.until(lambda: mirror.num_tokens == 20)
+    await sender.close()
+    await service.stop()
+    return mirror
 
 
 async def test_a_pod_that_returns_gets_deltas_not_the_snapshot_again(fleet):
@@ -50,23 +54,18 @@ async def test_a_pod_that_returns_gets_deltas_not_the_snapshot_again(fleet):
     position = mirror.position
     sender.push("r2", 0, ANSWER[:7])
     await fleet.until(lambda: mirror.num_tokens == 27)
-    (delta,) = await first_answers(service, 1, have_position=position)
+    (delta,) = await first_answers(fleet, service, 1, have_position=position)
     assert [tuple(span.token_ids) for span in delta.delta.spans] == [ANSWER[:7]]
     assert delta.delta.position == mirror.position
 
 
 async def test_a_restarted_service_goes_on_with_its_pods_where_they_were(fleet):
     process = await fleet.redis()
-    one = await fleet.service(redis_url=process.url)
-    sender, mirror = await fleet.pod(one)
-    sender.push("r1", 0, ANSWER)
-    await fleet.until(lambda: mirror.num_tokens == 20)
-    await sender.close()
-    await one.stop()
+    mirror = await left_behind(fleet, process)
     two = await fleet.service(redis_url=process.url)
     again, _ = await fleet.pod(two, mirror=mirror)
     again.push("r2", 0, ANSWER[:7])
-    (delta,) = await first_answers(two, 1, have_position=mirror.position)
+    (delta,) = await first_answers(fleet, two, 1, have_position=mirror.position)
     assert delta.WhichOneof("message") == "delta"
     await fleet.until(lambda: mirror.num_tokens == 27)
 
@@ -79,16 +78,18 @@ async def test_a_broken_download_goes_on_at_the_chunk_where_it_broke_off(fleet):
     for offset in range(0, len(text), 50_000):
         sender.push(f"r{offset}", 0, text[offset : offset + 50_000])
     await fleet.until(lambda: mirror.num_tokens == len(text))
-    first, second = await first_answers(service, 2)
+    first, second = await first_answers(fleet, service, 2)
     assert (first.snapshot.index, second.snapshot.index, first.snapshot.num_chunks) == (0, 1, 3)
-    (third,) = await first_answers(service, 1, snapshot_version=first.snapshot.version, snapshot_chunks=2)
+    (third,) = await first_answers(
+        fleet, service, 1, snapshot_version=first.snapshot.version, snapshot_chunks=2
+    )
     assert third.snapshot.index == 2
     whole = b"".join(answer.snapshot.payload for answer in (first, second, third))
     late = GlobalMirror()
     late.apply_snapshot(whole, third.snapshot.position)
     assert late.num_tokens == len(text)
     assert len(whole) > 2 * SNAPSHOT_CHUNK_BYTES
-    (other,) = await first_answers(service, 1, snapshot_version="another", snapshot_chunks=2)
+    (other,) = await first_answers(fleet, service, 1, snapshot_version="another", snapshot_chunks=2)
     assert other.snapshot.index == 0
 
 
@@ -131,12 +132,7 @@ async def test_a_purge_empties_every_replica_every_mirror_and_redis_and_no_other
 
 async def test_a_purge_finds_a_replica_that_was_away_from_redis(fleet):
     process = await fleet.redis()
-    one = await fleet.service(redis_url=process.url)
-    sender, mirror = await fleet.pod(one)
-    sender.push("r1", 0, ANSWER)
-    await fleet.until(lambda: mirror.num_tokens == 20)
-    await sender.close()
-    await one.stop()
+    mirror = await left_behind(fleet, process)
     two = await fleet.service(redis_url=process.url)
     assert await purge(two, "acme") == 1
     async with redis.Redis.from_url(process.url) as client:  # not even the stream tells of it any more

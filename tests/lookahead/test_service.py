@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 
 import grpc
@@ -262,16 +261,9 @@ async def test_a_large_snapshot_arrives_in_chunks(fleet):
 )
 async def test_a_stream_that_breaks_the_protocol_is_refused_by_name(fleet, tmp_path, messages, field):
     service = await fleet.service(redis_url=f"unix://{tmp_path}/nobody.sock", expect_redis=False)
-
-    async def requests():
-        for message in messages:
-            yield message
-        await asyncio.Event().wait()  # keeps the stream open
-
-    async with grpc.aio.insecure_channel(service.target) as channel:
-        stub = lookahead_pb2_grpc.LookaheadServiceStub(channel)
+    async with fleet.stream(service, *messages) as call:
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
-            async for _ in stub.Sync(requests()):
+            async for _ in call:
                 pass
     assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert field in refusal.value.details()
@@ -282,14 +274,10 @@ async def test_a_namespace_too_many_is_refused(fleet, tmp_path):
         redis_url=f"unix://{tmp_path}/nobody.sock", expect_redis=False, max_namespaces=1
     )
     await fleet.pod(service)
-
-    async def requests():
-        yield pb.SyncRequest(hello=pb.SyncHello(namespace=pb.Namespace(tenant="second")))
-        await asyncio.Event().wait()  # keeps the stream open
-
-    async with grpc.aio.insecure_channel(service.target) as channel:
+    second = pb.SyncRequest(hello=pb.SyncHello(namespace=pb.Namespace(tenant="second")))
+    async with fleet.stream(service, second) as call:
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
-            async for _ in lookahead_pb2_grpc.LookaheadServiceStub(channel).Sync(requests()):
+            async for _ in call:
                 pass
     assert refusal.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 

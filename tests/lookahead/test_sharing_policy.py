@@ -5,21 +5,28 @@ from __future__ import annotations
 import asyncio
 import random
 
-import grpc
-import grpc.aio
 import redis.asyncio as redis
 from tandem_proto.v1 import lookahead_pb2 as pb
-from tandem_proto.v1 import lookahead_pb2_grpc
 from waiting import run_ready_tasks
 
 ANSWER = tuple(range(100, 120))
+#: Adds its 8 tokens to a mirror.
+MARK = tuple(range(900, 908))
 NAMESPACE = pb.Namespace(tenant="acme", model_revision="rev1", tokenizer_hash="tok1")
+HELLO = pb.SyncRequest(hello=pb.SyncHello(namespace=NAMESPACE))
 
 
-async def settled(fleet, service, num_tokens: int) -> None:
-    """Until the service holds so much text."""
+async def holds(fleet, service, num_tokens: int) -> None:
+    """Until the service has merged so much text."""
     registry = service.pod.server.registry
     await fleet.until(lambda: registry.get_sample_value("tandem_lookahead_corpus_tokens") == num_tokens)
+
+
+async def caught_up(fleet, sender, *mirrors) -> None:
+    """Until the mirrors have all that their services have merged: deltas keep their order, MARK is last."""
+    sender.push("mark one", 0, MARK)
+    sender.push("mark two", 0, MARK)
+    await fleet.until(lambda: all(mirror.count(MARK) == 1 for mirror in mirrors))
 
 
 async def test_text_is_shared_once_two_requests_have_generated_it(fleet):
@@ -27,11 +34,12 @@ async def test_text_is_shared_once_two_requests_have_generated_it(fleet):
     sender, own = await fleet.pod(service)
     other, mirror = await fleet.pod(service)
     sender.push("r1", 0, (1, 2, *ANSWER))
-    await settled(fleet, service, 22)
-    assert (own.num_tokens, mirror.num_tokens) == (0, 0)  # not even in its own pod
+    await holds(fleet, service, 22)
+    await caught_up(fleet, other, own, mirror)
+    assert (own.num_tokens, mirror.num_tokens) == (8, 8)  # not even in its own pod
     other.push("r2", 0, (3, *ANSWER))
     await fleet.until(lambda: mirror.count(ANSWER) == own.count(ANSWER) == 1)
-    assert (own.num_tokens, mirror.num_tokens) == (20, 20)
+    assert (own.num_tokens, mirror.num_tokens) == (28, 28)
 
 
 async def test_neither_snapshots_nor_deltas_nor_replicas_tell_what_one_request_said(fleet):
@@ -42,19 +50,21 @@ async def test_neither_snapshots_nor_deltas_nor_replicas_tell_what_one_request_s
     _, there = await fleet.pod(two)
     for number in range(3):
         sender.push(f"r{number}", 0, (*range(1000 * number, 1000 * number + 30), *ANSWER))
-    await fleet.until(lambda: there.count(ANSWER) == 2)
+    await holds(fleet, two, 150)
     _, late = await fleet.pod(two)
-    await fleet.until(lambda: late.count(ANSWER) == 2)
-    assert (there.num_tokens, late.num_tokens) == (40, 40)
+    await caught_up(fleet, sender, there, late)
+    assert there.count(ANSWER) == late.count(ANSWER) == 2
+    assert (there.num_tokens, late.num_tokens) == (48, 48)
     await one.stop()
     again = await fleet.service(redis_url=process.url, min_requests=2)
     _, restarted = await fleet.pod(again)
-    await fleet.until(lambda: restarted.count(ANSWER) == 2)
-    assert restarted.num_tokens == 40
+    await fleet.until(lambda: restarted.num_tokens == 48)
+    assert restarted.count(ANSWER) == 2
     # Text from before the restart counts after it.
     sender_there, _ = await fleet.pod(again)
     sender_there.push("r9", 0, tuple(range(2000, 2030)))
     await fleet.until(lambda: restarted.count(tuple(range(2000, 2030))) == 1)
+    assert restarted.num_tokens == 78
 
 
 async def test_a_stricter_service_takes_back_what_it_would_not_have_shared(fleet):
@@ -82,6 +92,7 @@ async def test_prompts_stay_in_the_pod_unless_their_tenant_wants_them_shared(fle
             client.push(f"r{number}", 0, range(500, 510))
         mirrors = [mirror for _, mirror in pods]
         await fleet.until(lambda ms=mirrors: all(m.count(range(500, 510)) == 1 for m in ms))
+        await caught_up(fleet, client, *mirrors)
         assert [mirror.count(ANSWER) for mirror in mirrors] == [expected, expected]
 
 
@@ -89,17 +100,10 @@ async def test_a_prompt_that_comes_uninvited_is_dropped_and_counted(fleet):
     service = await fleet.service()
     _, mirror = await fleet.pod(service)
     span = pb.Span(run="a", token_ids=ANSWER, is_prompt=True)
-
-    async def requests():
-        yield pb.SyncRequest(hello=pb.SyncHello(namespace=NAMESPACE))
-        yield pb.SyncRequest(spans=pb.SpanBatch(spans=[span, pb.Span(run="a", token_ids=[7, 8])]))
-        await asyncio.Event().wait()  # keeps the stream open
-
-    async with grpc.aio.insecure_channel(service.target) as channel:
-        call = lookahead_pb2_grpc.LookaheadServiceStub(channel).Sync(requests())
+    spans = pb.SpanBatch(spans=[span, pb.Span(run="a", token_ids=[7, 8])])
+    async with fleet.stream(service, HELLO, pb.SyncRequest(spans=spans)) as call:
         await call.read()
         await fleet.until(lambda: mirror.count((7, 8)) == 1)
-        call.cancel()
     registry = service.pod.server.registry
     assert registry.get_sample_value("tandem_lookahead_prompts_refused_total") == 1
     assert mirror.num_tokens == 2
@@ -128,12 +132,14 @@ async def test_no_mirror_ever_holds_what_only_another_tenant_s_requests_made(fle
             said[tenant].append(text)
             clients[tenant][number % 2].push(f"{number}", 0, text)
         await run_ready_tasks()
-    await fleet.until(lambda: all(m.num_tokens > 500 for ms in mirrors.values() for m in ms))
+    for service in services:
+        await holds(fleet, service, 2 * 60 * 36)
     for tenant in said:
         namespace = pb.Namespace(tenant=tenant, model_revision="rev1", tokenizer_hash="tok1")
         _, late = await fleet.pod(services[0], namespace=namespace)
-        await fleet.until(lambda late=late: late.num_tokens > 500)
         mirrors[tenant].append(late)
+        await caught_up(fleet, clients[tenant][0], *mirrors[tenant])
+        assert all(mirror.num_tokens > 500 for mirror in mirrors[tenant])
     for tenant, other in (("acme", "evil"), ("evil", "acme")):
         for length in (4, 8):
             own = {text[i : i + length] for text in said[tenant] for i in range(37 - length)}
@@ -145,27 +151,22 @@ async def test_no_mirror_ever_holds_what_only_another_tenant_s_requests_made(fle
 
 async def test_no_message_and_no_stream_entry_names_a_request(fleet):
     service = await fleet.service(min_requests=2)
-    names: set[str] = set()
-
-    async def requests():
-        yield pb.SyncRequest(hello=pb.SyncHello(namespace=NAMESPACE))
-        await asyncio.Event().wait()  # keeps the stream open
-
-    async with grpc.aio.insecure_channel(service.target) as channel:
-        call = lookahead_pb2_grpc.LookaheadServiceStub(channel).Sync(requests())
-
-        async def listen():
-            async for response in call:
-                names.update(span.run for span in response.delta.spans)
-
-        listening = asyncio.create_task(listen())
+    names: list[str] = []
+    async with fleet.stream(service, HELLO) as call:
+        assert (await call.read()).WhichOneof("message") == "welcome"
         sender, mirror = await fleet.pod(service)
         for number in range(40):
             sender.push(f"secret{number}", 0, [5 * number] * number + [*ANSWER])
             await run_ready_tasks()
-        await fleet.until(lambda: mirror.count(ANSWER) == 39)
-        listening.cancel()
-    assert names
+        await holds(fleet, service, 40 * 20 + sum(range(40)))
+        await caught_up(fleet, sender, mirror)
+        assert mirror.count(ANSWER) == 39
+        position = ""
+        while position != mirror.position:
+            response = await asyncio.wait_for(call.read(), 5)
+            names += [span.run for span in response.delta.spans]
+            position = response.delta.position or response.snapshot.position
+    assert len(names) >= 40
     assert not any("secret" in name for name in names)
     async with redis.Redis.from_url(service.redis.url) as client:
         (stream,) = [key async for key in client.scan_iter("*:stream")]

@@ -5,19 +5,23 @@ from __future__ import annotations
 
 import asyncio
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import grpc
 import pytest
+import torch
+from fake_streams import SlowStreams
 from pod_usage import held
 from tandem_core.sampling import SamplingParams
 from tandem_decode.main import open_pod as open_decode
 from tandem_decode.settings import DecodeSettings
 from tandem_drafting.drafter import drafter_for
 from tandem_engine.assemble import EngineConfig, assemble
+from tandem_engine.gpu_block_store import GpuBlockStore
+from tandem_engine.kv_pool import KVPool, KVShape
 from tandem_engine.llm import LLM
 from tandem_engine.transport.layout import KVLayout
 from tandem_prefill.main import open_pod as open_prefill
@@ -106,6 +110,30 @@ async def run(fleet: Fleet, message) -> tuple[list[int], common_pb2.Receipt]:
         # grpc.aio forgets this when the task is cancelled before the call has begun.
         call.cancel()
     raise AssertionError("the stream ended without a receipt")
+
+
+@pytest.fixture
+def delayed_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[SlowStreams]]:
+    """Pools copy for transfers as on a GPU: later, on a stream of their own, through few slots."""
+    devices: list[SlowStreams] = []
+    make = KVPool.__init__
+
+    def init(pool: KVPool, shape: KVShape, num_blocks: int, device: torch.device) -> None:
+        make(pool, shape, num_blocks, device)
+        devices.append(SlowStreams())
+        pool._gpu = GpuBlockStore(pool.caches, devices[-1], shape.block_bytes * 2, num_slots=3)
+
+    monkeypatch.setattr(KVPool, "__init__", init)
+    yield devices
+    for device in devices:
+        device.close()
+
+
+async def test_apart_equals_together_when_copies_are_delayed(
+    tiny_model: Path, delayed_copies: list[SlowStreams]
+) -> None:
+    await test_apart_equals_together(tiny_model, {})
+    assert sum("start" in entry for device in delayed_copies for entry in device.log) > 50
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "seed": 7, "top_p": 0.9}])

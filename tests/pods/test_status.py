@@ -1,9 +1,11 @@
 """The pod's status as gauges."""
 
 import asyncio
+from dataclasses import fields
 
 import structlog
 from prometheus_client import CollectorRegistry
+from tandem_engine.gpu_block_store import CopyCounts
 from tandem_pod.status import PodGauges, refreshing_gauges
 from tandem_proto.v1 import common_pb2
 
@@ -28,6 +30,27 @@ def test_each_gauge_shows_its_own_field():
     requests = [registry.get_sample_value("tandem_requests", {"state": state}) for state in states]
     assert (blocks, requests) == ([1, 2, 3], [4, 5, 6])
     assert registry.get_sample_value("tandem_invariant_violations") == 7
+
+
+def test_a_gpus_copies_are_shown_as_they_are_at_the_scrape():
+    registry = CollectorRegistry()
+    PodGauges(registry).watch_copies(None)
+    assert registry.get_sample_value("tandem_kv_copies", {"direction": "read"}) is None
+    counts = CopyCounts()
+    registry = CollectorRegistry()
+    PodGauges(registry).watch_copies(counts)
+    for value, field in enumerate(fields(counts)):
+        setattr(counts, field.name, value)
+    shown = [
+        registry.get_sample_value(f"tandem_kv_{name}", {"direction": direction})
+        for name in ("copies", "copied_bytes", "copy_wait_seconds")
+        for direction in ("read", "write")
+    ]
+    assert shown == [
+        counts.num_reads, counts.num_writes, counts.read_bytes, counts.written_bytes,
+        counts.read_wait_s, counts.slot_wait_s,
+    ]  # fmt: skip
+    assert registry.get_sample_value("tandem_kv_frames_copied_out") == counts.num_copied_out
 
 
 async def test_the_status_is_shown_at_once_and_no_more_after_the_end():

@@ -40,7 +40,7 @@ class NarrowError(BaseError):
 class ScriptedGateway(gateway_pb2_grpc.GatewayServiceServicer):
     """Chat streams `chunks` texts, one per `interval_s`; ListModels raises `error` or names the request.
 
-    `ended` is set when nothing of a Chat is left.
+    `ended` is set when nothing of a Chat is left. Not FakeGateway: the server under test runs coroutines.
     """
 
     def __init__(self) -> None:

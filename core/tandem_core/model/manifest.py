@@ -41,7 +41,7 @@ class ModelManifest:
     add_bos: bool
     #: GGUF file or folder of safetensors to convert from; relative paths start at the model folder.
     weights: str
-    #: 4 or 8: the projections come quantized in groups of 32, with at most so many bits. 0: they do not.
+    #: Bits of the packing, 4 or 8, that the quantized projections need at least; 0: they are not quantized.
     #: None: the manifest predates this field (model_loader.source_bits fills it in).
     weight_bits: int | None = None
 

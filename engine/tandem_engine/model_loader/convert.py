@@ -5,21 +5,22 @@
                    -> read, dequantize (or not), fuse, cast one tensor at a time into a temporary file
                    -> rename
 
-The file is streamed, so converting needs memory for one tensor, not for the model.
+The file is streamed in spans of rows, so converting needs a few megabytes beside the mapped source.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from tandem_core.errors import ModelLoadError
 from tandem_core.model.manifest import ModelManifest
-from tandem_kernels import QuantizedWeight, join_rows, pack_quantized, pack_weight, quantize_weight
+from tandem_kernels import PANEL, QuantizedWeight, join_rows, pack_quantized, pack_weight, quantize_weight
 from torch import Tensor
 
 from tandem_engine.model_loader.files import OnProgress, atomic_write, locked, no_progress
@@ -32,11 +33,14 @@ from tandem_engine.models.layout import (
     StoredTensor,
     TensorPart,
     WeightForm,
+    piece_name,
     stored_tensors,
 )
 
 #: Changes when layout.py does: files of another layout are made again.
-LAYOUT_VERSION = "1"
+LAYOUT_VERSION = "2"
+#: Numbers of a weight that are converted at once: their float32 stays in the caches.
+_SPAN = 1 << 20
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 #: Tensors that some exports hold, computed ones rather than weights.
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attention.bias", ".masked_bias")
@@ -45,14 +49,23 @@ _IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attention.bias", ".masked_bias")
 class WeightSource(Protocol):
     """Tensors by their Hugging Face names."""
 
+    def formats(self) -> dict[str, int]:
+        """How many weights (norms and biases aside) there are in each format."""
+
     def names(self) -> set[str]: ...
 
-    def get(self, name: str) -> Tensor: ...
+    def shape(self, name: str) -> tuple[int, ...]: ...
 
-    def bits(self, name: str) -> int | None:
-        """4 or 8 where `get_quantized` has the tensor in groups of 32, else None."""
+    def get(self, name: str, rows: slice = ...) -> Tensor: ...
 
-    def get_quantized(self, name: str) -> QuantizedWeight | None: ...
+    def bits(self, name: str) -> int:
+        """4 or 8 where the tensor is quantized, the bits of the packing that holds it; else 0."""
+
+    def release(self) -> None:
+        """Gives back the memory of what has been read."""
+
+    def get_quantized(self, name: str, bits: int, rows: slice = ...) -> QuantizedWeight:
+        """Some rows of a quantized tensor."""
 
 
 def ensure_weights(
@@ -96,7 +109,8 @@ def ensure_weights(
 def source_bits(folder: Path) -> int:
     """ModelManifest.weight_bits; where it is None, reads the source first. Raises ModelLoadError."""
     manifest = ModelManifest.read(folder)
-    if manifest.weight_bits is not None:
+    # Earlier versions wrote 0 for GGUF formats that are taken as quantized now.
+    if manifest.weight_bits or (manifest.weight_bits == 0 and not manifest.weights.endswith(".gguf")):
         return manifest.weight_bits
     bits = quantized_bits(open_source((folder / manifest.weights).resolve()))
     with contextlib.suppress(OSError):  # a read-only folder is read again next time
@@ -105,10 +119,9 @@ def source_bits(folder: Path) -> int:
 
 
 def quantized_bits(source: WeightSource) -> int:
-    """4 or 8 if every projection is quantized so (4 if any has 4), else 0."""
-    bits = [source.bits(name) for name in source.names() if name.endswith("_proj.weight")]
-    known = [b for b in bits if b is not None]
-    return min(known) if known and len(known) == len(bits) else 0
+    """The least bits of a quantized projection, 4 or 8; 0 if none is quantized."""
+    bits = {source.bits(name) for name in source.names() if name.endswith("_proj.weight")}
+    return min(bits - {0}, default=0)
 
 
 def open_source(path: Path) -> WeightSource:
@@ -129,42 +142,100 @@ def write_weights(
     """Convert every tensor and replace path in one rename. Raises ModelLoadError before anything is kept."""
     stored = list(stored_tensors(config, form))
     _check_names(config, stored, source)
-    bits = {t.name: _bits_of(t, form.quantization, source) for t in stored}
-    in_file = {t.name: t.in_file(form, bits[t.name]) for t in stored}
-    header, total = _header(in_file, _metadata(revision, form))
+    _check_shapes(stored, source)
+    is_quantized = quantized_bits(source) > 0
+    pieces = [piece for tensor in stored for piece in _pieces(tensor, form, source, is_quantized)]
+    header, total = _header(
+        {p.name: p.in_file for p in pieces}, _metadata(revision, form) | {"formats": _listed(source)}
+    )
     done = 0
-    with atomic_write(path) as file:
+    with atomic_write(path) as file, _one_thread():
         file.write(header)
-        for tensor in stored:
-            if in_file[tensor.name].dtype == torch.uint8:
-                parts = [_quantized(tensor, source, bits[tensor.name])]
-            else:
-                parts = [_read_part(part, source, form.dtype) for part in tensor.parts]
-                if in_file[tensor.name].shape != tensor.shape:
-                    parts = [pack_weight(torch.cat(parts))]
-            for part in parts:
-                done += file.write(part.view(torch.uint8).numpy().data)
+        for piece in pieces:
+            for rows in _rows_of(piece, source):
+                done += file.write(rows.contiguous().view(torch.uint8).numpy().data)
+            source.release()
             progress("converting", done, total)
 
 
-def _bits_of(tensor: StoredTensor, quantization: Quantization, source: WeightSource) -> int:
-    """Bits per weight. In W4A8, the head and sources of 8 bits keep 8: every token depends on the head."""
-    if quantization is Quantization.W8A8 or tensor.name == "lm_head.weight":
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Spans are too small to share: on a busy machine torch's threads spend most of the time on waiting."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class _Piece(NamedTuple):
+    """One tensor of the file: some parts of a stored tensor that have the same bits."""
+
+    name: str
+    parts: tuple[TensorPart, ...]
+    bits: int
+    in_file: FileTensor
+
+
+def _pieces(tensor: StoredTensor, form: WeightForm, source: WeightSource, is_quantized: bool) -> list[_Piece]:
+    bits = [
+        _bits_of(tensor, source.bits(part.hf_name), form.quantization, is_quantized) for part in tensor.parts
+    ]
+    return [
+        _Piece(piece_name(tensor.name, n), parts, some, tensor.in_file(form, some, parts))
+        for n, (some, parts) in enumerate(tensor.by_bits(form, bits))
+    ]
+
+
+def _bits_of(tensor: StoredTensor, own: int, quantization: Quantization, is_quantized: bool) -> int:
+    """Bits for a part that has `own` in its source; 0: the form's dtype.
+
+    In a quantized source floats stay floats. In W4A8, sources of 8 bits keep them, and a head of floats gets
+    8: every token depends on it.
+    """
+    if quantization is Quantization.NONE or (own == 0 and is_quantized):
+        return 0
+    if quantization is Quantization.W8A8:
         return 8
-    return 8 if all(source.bits(part.hf_name) == 8 for part in tensor.parts) else 4
+    return own or (8 if tensor.name == "lm_head.weight" else 4)
 
 
-def _quantized(tensor: StoredTensor, source: WeightSource, bits: int) -> Tensor:
-    """The packed weight; parts whose source already has these bits are copied unchanged."""
-    parts = []
-    for part in tensor.parts:
-        weight = source.get_quantized(part.hf_name) if source.bits(part.hf_name) == bits else None
-        if weight is None:
-            parts.append(quantize_weight(_read_part(part, source, torch.float32), bits))
+def _rows_of(piece: _Piece, source: WeightSource) -> Iterator[Tensor]:
+    """The tensor in pieces of some rows, as the file has them; one at a time is in memory."""
+    packed = piece.in_file.shape != (sum(p.shape[0] for p in piece.parts), *piece.parts[0].shape[1:])
+    quantized = piece.in_file.dtype == torch.uint8
+    held: list[Any] = []
+    count = 0
+    spans = [(part, span) for part in piece.parts for span in _spans(part)]
+    for n, (part, span) in enumerate(spans):
+        rows: Any
+        if quantized and source.bits(part.hf_name):
+            rows = source.get_quantized(part.hf_name, piece.bits, span)
+            if part.num_rotary_heads:
+                rows = rows.rows(part.arrange(torch.arange(part.shape[0]).unsqueeze(1)).flatten())
         else:
-            _check_shape(part, tuple(weight.codes.shape))
-            parts.append(weight.rows(part.arrange(torch.arange(part.shape[0]).unsqueeze(1)).flatten()))
-    return pack_quantized(join_rows(parts))
+            rows = source.get(part.hf_name, span)
+            rows = part.arrange(rows) if part.num_rotary_heads else rows
+            rows = quantize_weight(rows, piece.bits) if quantized else rows.to(piece.in_file.dtype)
+        if not packed:
+            yield rows
+            continue
+        held.append(rows)
+        count += span.stop - span.start
+        # Panels are whole wherever a packing is cut.
+        if count % PANEL == 0 or n == len(spans) - 1:
+            yield pack_quantized(join_rows(held)) if quantized else pack_weight(torch.cat(held))
+            held, count = [], 0
+
+
+def _spans(part: TensorPart) -> list[slice]:
+    """All rows of the part, in spans of whole panels; rows that will be arranged stay together."""
+    rows = part.shape[0]
+    if part.num_rotary_heads or len(part.shape) == 1:
+        return [slice(0, rows)]
+    most = max(_SPAN // part.shape[1] // PANEL, 1) * PANEL
+    return [slice(first, min(first + most, rows)) for first in range(0, rows, most)]
 
 
 def _check_names(config: ModelConfig, stored: list[StoredTensor], source: WeightSource) -> None:
@@ -201,22 +272,23 @@ def _header(tensors: dict[str, FileTensor], metadata: dict[str, str]) -> tuple[b
     return len(text).to_bytes(8, "little") + text, offset
 
 
+def _listed(source: WeightSource) -> str:
+    formats = sorted(source.formats().items(), key=lambda item: -item[1])
+    total = sum(count for _, count in formats)
+    return ", ".join(f"{name} {count / total:.0%}" for name, count in formats)
+
+
 def _metadata(revision: str, form: WeightForm) -> dict[str, str]:
     return {"layout": LAYOUT_VERSION + form.suffix, "revision": revision}
 
 
-def _read_part(part: TensorPart, source: WeightSource, dtype: torch.dtype) -> Tensor:
-    tensor = source.get(part.hf_name)
-    _check_shape(part, tuple(tensor.shape))
-    return part.arrange(tensor).to(dtype).contiguous()
-
-
-def _check_shape(part: TensorPart, shape: tuple[int, ...]) -> None:
-    if shape != part.shape:
-        raise ModelLoadError(
-            f"{part.hf_name} has shape {shape}, but the config asks for {part.shape}; "
-            "the weights and the config are of different models"
-        )
+def _check_shapes(stored: list[StoredTensor], source: WeightSource) -> None:
+    for part in (part for tensor in stored for part in tensor.parts):
+        if (shape := source.shape(part.hf_name)) != part.shape:
+            raise ModelLoadError(
+                f"{part.hf_name} has shape {shape}, but the config asks for {part.shape}; "
+                "the weights and the config are of different models"
+            )
 
 
 def _is_current(path: Path, revision: str, form: WeightForm) -> bool:
@@ -229,7 +301,7 @@ def _is_current(path: Path, revision: str, form: WeightForm) -> bool:
             header = json.loads(file.read(length))
         size = max(e["data_offsets"][1] for n, e in header.items() if n != "__metadata__")
         return (
-            bool(header["__metadata__"] == _metadata(revision, form))
+            bool(_metadata(revision, form).items() <= header["__metadata__"].items())
             and path.stat().st_size == 8 + length + size
         )
     except (OSError, ValueError, KeyError, TypeError):

@@ -32,7 +32,12 @@ def locked(path: Path) -> Iterator[None]:
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[IO[bytes]]:
-    """Write a temporary neighbour; on success it is flushed to disk and renamed to path, else removed."""
+    """Write a temporary neighbour; on success it is flushed to disk and renamed to path, else removed.
+
+    The caller holds the folder's lock, so the temporary files of others are those of killed processes.
+    """
+    for stale in path.parent.glob(".*.tmp"):
+        stale.unlink(missing_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:

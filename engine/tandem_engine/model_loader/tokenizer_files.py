@@ -1,7 +1,8 @@
 """tokenizer.json and what the manifest says about it, from a checkpoint of any source.
 
-transformers is the reference for a checkpoint's tokenizer. It is used once, here, and never while serving:
-the engine and the gateway read only tokenizer.json and the manifest.
+transformers is the reference for a checkpoint's tokenizer, llama.cpp for a GGUF's (gguf_tokenizer.py).
+Both are used once, here, and never while serving: the engine and the gateway read only tokenizer.json and the
+manifest.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from pathlib import Path
 from tandem_core.errors import ModelLoadError
 
 from tandem_engine.model_loader.files import sha256_of
+from tandem_engine.model_loader.gguf_file import open_all
+from tandem_engine.model_loader.gguf_tokenizer import GgufTokenizer
 
 
 @dataclass(frozen=True)
@@ -27,19 +30,18 @@ class TokenizerFacts:
 
 def write_tokenizer(source: Path, folder: Path) -> TokenizerFacts:
     """Write folder/tokenizer.json from a checkpoint folder or a GGUF file. Raises ModelLoadError."""
+    if source.suffix == ".gguf":
+        return _from_gguf(source, folder)
     from transformers import AutoTokenizer  # seconds to import, and only this function needs it
 
     try:
-        if source.suffix == ".gguf":
-            tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-        else:
-            tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
         tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
     except Exception as error:  # transformers and tokenizers raise anything, down to bare Exception
         first_line = (str(error).splitlines() or [""])[0]
         raise ModelLoadError(
             f"the tokenizer of {source} cannot be read ({type(error).__name__}: {first_line}); "
-            "use a model with a tokenizer.json or a complete GGUF"
+            "use a model with a tokenizer.json"
         ) from error
     template = tokenizer.chat_template or ""
     if isinstance(template, dict):
@@ -51,6 +53,19 @@ def write_tokenizer(source: Path, folder: Path) -> TokenizerFacts:
         eos_token_ids=_eos_token_ids(source, tokenizer.eos_token_id),
         chat_template=template,
         add_bos=tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id],
+        tokenizer_hash=sha256_of(folder / "tokenizer.json"),
+    )
+
+
+def _from_gguf(source: Path, folder: Path) -> TokenizerFacts:
+    tokenizer = GgufTokenizer(open_all(source)[0])
+    tokenizer.backend.save(str(folder / "tokenizer.json"))
+    return TokenizerFacts(
+        bos_token=tokenizer.text_of(tokenizer.bos),
+        eos_token=tokenizer.text_of(tokenizer.eos),
+        eos_token_ids=tokenizer.ends,
+        chat_template=tokenizer.chat_template,
+        add_bos=tokenizer.add_bos,
         tokenizer_hash=sha256_of(folder / "tokenizer.json"),
     )
 

@@ -21,7 +21,7 @@ ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding parameters. `kind` is one of default, linear, llama3, yarn.
+    """Rotary embedding parameters. `kind` is one of default, linear, llama3, yarn, table.
 
     `dynamic` (NTK) is read as `default` with the context held to the trained length, where the two agree:
     beyond it the rotation of keys already cached would have to change with every token.
@@ -39,6 +39,8 @@ class RopeConfig:
     attention_factor: float = 1.0
     #: Whether yarn's correction range is rounded to whole dimensions.
     truncate: bool = True
+    #: kind "table", from GGUF files: each frequency is divided by its number here and by factor.
+    table: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -178,6 +180,10 @@ def _parse_rope(raw: Mapping[str, Any]) -> RopeConfig:
         return RopeConfig(theta=theta)
     if kind == "linear":
         return RopeConfig(kind, theta, float(scaling["factor"]))
+    if kind == "table":
+        return RopeConfig(
+            kind, theta, float(scaling["factor"]), table=tuple(float(f) for f in scaling["table"])
+        )
     if kind == "llama3":
         low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
         return RopeConfig(kind, theta, float(scaling["factor"]), original, low, high)

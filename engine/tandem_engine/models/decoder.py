@@ -22,6 +22,7 @@ from tandem_kernels import (
     AttentionMetadata,
     DecoderLayers,
     LayerWeights,
+    PackedWeight,
     add_rms_norm,
     make_attention,
     rope_store,
@@ -47,24 +48,6 @@ class ModelInputs:
     slot_mapping: Tensor
     attention: AttentionMetadata
 
-    def to(self, device: torch.device) -> ModelInputs:
-        """The same with every tensor on the device."""
-        if device.type == "cpu":
-            return self
-        metadata = self.attention
-        bits = metadata.ancestor_bits
-        return ModelInputs(
-            self.input_ids.to(device),
-            self.positions.to(device),
-            self.slot_mapping.to(device),
-            AttentionMetadata(
-                metadata.block_table.to(device),
-                metadata.seq_lens.to(device),
-                metadata.query_start_loc.to(device),
-                None if bits is None else bits.to(device),
-            ),
-        )
-
 
 @dataclass(frozen=True)
 class DecoderLayer:
@@ -84,21 +67,25 @@ class DecoderLayer:
 class Decoder:
     """A llama-family decoder over the tensors of layout.py.
 
-    make_linear(weight, bias) chooses how each projection is computed (linear.py).
+    make_linear(weight, bias) chooses how each projection is computed (linear.py); packed: those that the
+    weight file holds for the compiled kernels.
     """
 
     def __init__(
         self,
         config: ModelConfig,
         tensors: Mapping[str, Tensor],
-        make_linear: Callable[[Tensor, Tensor | None], Linear],
+        make_linear: Callable[[Tensor | PackedWeight, Tensor | None], Linear],
+        packed: Mapping[str, PackedWeight] | None = None,
     ) -> None:
         self.config = config
         self.embed_tokens = tensors["embed_tokens.weight"]
         self.dtype, self.device = self.embed_tokens.dtype, self.embed_tokens.device
 
+        weights: dict[str, Tensor | PackedWeight] = {**tensors, **(packed or {})}
+
         def linear(name: str) -> Linear:
-            return make_linear(tensors[f"{name}.weight"], tensors.get(f"{name}.bias"))
+            return make_linear(weights[f"{name}.weight"], tensors.get(f"{name}.bias"))
 
         self._layers = tuple(
             DecoderLayer(
@@ -111,8 +98,8 @@ class Decoder:
                     window=window,
                     softcap=config.attn_logit_softcapping,
                     sinks=tensors.get(f"{layer}.sinks"),
-                    k_scale=tensors.get(f"{layer}.k_scale"),
-                    v_scale=tensors.get(f"{layer}.v_scale"),
+                    k_scale=_kv_scale(tensors.get(f"{layer}.k_scale"), config.num_kv_heads),
+                    v_scale=_kv_scale(tensors.get(f"{layer}.v_scale"), config.num_kv_heads),
                 ),
                 o_proj=linear(f"{layer}.o_proj"),
                 post_norm=tensors[f"{layer}.post_norm.weight"],
@@ -122,7 +109,7 @@ class Decoder:
             for layer, window in ((f"layers.{n}", window) for n, window in enumerate(config.windows))
         )
         self._norm = tensors["norm.weight"]
-        self._lm_head = make_linear(tensors.get("lm_head.weight", self.embed_tokens), None)
+        self._lm_head = make_linear(weights.get("lm_head.weight", self.embed_tokens), None)
         self._rotations = rotation_table(config.rope, config.head_dim, config.max_model_len).to(self.device)
         self._attention = make_attention(self.dtype, config.head_dim, self.device)
         self._compiled = self._compile()
@@ -132,10 +119,11 @@ class Decoder:
         config = self.config
         layers = [_packed_layer(layer) for layer in self._layers]
         packed = [layer for layer in layers if layer is not None]
-        if len(packed) < len(layers) or not DecoderLayers.supports(packed, config.head_dim):
+        if len(packed) < len(layers) or not DecoderLayers.supports(packed, self.dtype, config.head_dim):
             return None
         return DecoderLayers(
             packed,
+            self.dtype,
             head_size=config.head_dim,
             eps=config.rms_norm_eps,
             scale=self._layers[0].attention.scale,
@@ -194,21 +182,21 @@ class Decoder:
                 )
                 if on_layer_done is not None:
                     on_layer_done(first)
-            return add_rms_norm(hidden, delta, self._norm, eps)
+            return add_rms_norm(hidden, delta, self._norm, eps, self.dtype)
         attention = attention or self._attention
         attention.prepare(inputs.attention)
         # The previous layer's contribution; it joins the residual stream with the next norm.
         delta = None
         for n, layer in enumerate(self._layers):
-            normed = add_rms_norm(hidden, delta, layer.input_norm, eps)
+            normed = add_rms_norm(hidden, delta, layer.input_norm, eps, self.dtype)
             query = self._store_kv(layer, normed, inputs, kv_caches[n])
             attended = attention.run(query, kv_caches[n], layer.attention)
             delta = layer.o_proj(attended.view(-1, self.config.q_size))
-            normed = add_rms_norm(hidden, delta, layer.post_norm, eps)
+            normed = add_rms_norm(hidden, delta, layer.post_norm, eps, self.dtype)
             delta = layer.down_proj(silu_mul(layer.gate_up_proj(normed)))
             if on_layer_done is not None:
                 on_layer_done(n)
-        return add_rms_norm(hidden, delta, self._norm, eps)
+        return add_rms_norm(hidden, delta, self._norm, eps, self.dtype)
 
     def _store_kv(self, layer: DecoderLayer, normed: Tensor, inputs: ModelInputs, kv_cache: Tensor) -> Tensor:
         """normed [T, H] -> queries [T, Hq, D]; keys and values go into the cache."""
@@ -230,6 +218,13 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, hidden], rows of forward's result -> [R, vocab] float32."""
         return self._lm_head(hidden, torch.float32)
+
+
+def _kv_scale(scale: Tensor | None, num_kv_heads: int) -> Tensor | None:
+    """A scale per K/V head as GPU kernels take it, so that no step converts it; one per token as it is."""
+    if scale is None or scale.dim() == 3:
+        return scale
+    return scale.float().expand(num_kv_heads).contiguous()
 
 
 def _packed_layer(layer: DecoderLayer) -> LayerWeights | None:

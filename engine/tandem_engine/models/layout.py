@@ -17,7 +17,8 @@ share its pages without a private copy:
 
 Further forms of the file hold the projections as the compiled CPU kernels want them
 (tandem_kernels.packed_linear), in dtype (`-packed`) or quantized (`-w8a8`, `-w4a8`), and always
-lm_head.weight, as the embedding is looked up by row.
+lm_head.weight, as the embedding is looked up by row. Where the parts of a fused projection have different
+bits, the file holds it in pieces: qkv_proj.weight, qkv_proj.weight.1 and so on.
 
 Rows of queries, keys and their norms are interleaved within each head, dimension d beside d + D/2 (the
 order of llama GGUFs), for rope.py.
@@ -25,12 +26,14 @@ order of llama GGUFs), for rope.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import groupby
+from operator import itemgetter
 
 import torch
-from tandem_kernels import packed_shape, quantized_shape
+from tandem_kernels import PANEL, packed_shape, quantized_shape
 from torch import Tensor
 
 from tandem_engine.models.config import ModelConfig
@@ -48,7 +51,8 @@ class Quantization(StrEnum):
 class WeightForm:
     """What one weight file holds."""
 
-    #: Of everything that is not quantized: embedding, norms, biases; activations and KV follow it.
+    #: Of embedding and weights that are not quantized; activations and KV follow it. Norms and biases are
+    #: float32.
     dtype: torch.dtype
     packed: bool = False
     quantization: Quantization = Quantization.NONE
@@ -71,7 +75,8 @@ class WeightForm:
 
 @dataclass(frozen=True)
 class FileTensor:
-    """Shape and dtype of one tensor in the file; uint8 is a quantized projection."""
+    """Shape and dtype of one tensor in the file; a packed projection has more than two dimensions, and uint8
+    where it is quantized."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -109,22 +114,39 @@ class StoredTensor:
     def is_projection(self) -> bool:
         return self.name.endswith(("_proj.weight", "lm_head.weight"))
 
-    def in_file(self, form: WeightForm, bits: int) -> FileTensor:
-        """Its shape and dtype in a file of this form; bits: of a weight, where it is quantized.
+    def by_bits(self, form: WeightForm, bits: Sequence[int]) -> list[tuple[int, tuple[TensorPart, ...]]]:
+        """Neighbouring parts with equal bits; bits: of each part, 0 for the form's dtype.
+
+        They are apart only at the boundaries of panels; else all have the most bits.
+        """
+        grouped = [
+            (some, tuple(part for part, _ in parts))
+            for some, parts in groupby(zip(self.parts, bits, strict=True), key=itemgetter(1))
+        ]
+        if any(sum(p.shape[0] for p in parts) % PANEL for _, parts in grouped[:-1]):
+            return [(0 if 0 in bits else max(bits), self.parts)]
+        return grouped
+
+    def in_file(self, form: WeightForm, bits: int, parts: tuple[TensorPart, ...] = ()) -> FileTensor:
+        """Shape and dtype in a file of this form, of these parts or of all; bits: where quantized, else 0.
 
         A projection that the kernels do not take (tandem_kernels.packed_linear) stays as it is.
         """
-        plain = FileTensor(self.shape, form.dtype)
+        rows = sum(p.shape[0] for p in parts or self.parts)
         if not self.is_projection:
-            return plain
-        num_columns, depth = self.shape
-        if form.quantization is not Quantization.NONE and (
-            quantized := quantized_shape(num_columns, depth, bits)
-        ):
+            dtype = torch.float32 if len(self.shape) == 1 else form.dtype
+            return FileTensor((rows, *self.shape[1:]), dtype)
+        depth = self.shape[1]
+        if bits and (quantized := quantized_shape(rows, depth, bits)):
             return FileTensor(quantized, torch.uint8)
-        if form.holds_head and (packed := packed_shape(num_columns, depth, form.dtype)):
+        if form.holds_head and (packed := packed_shape(rows, depth, form.dtype)):
             return FileTensor(packed, form.dtype)
-        return plain
+        return FileTensor((rows, depth), form.dtype)
+
+
+def piece_name(name: str, piece: int) -> str:
+    """Of the n-th tensor in the file that makes up a stored tensor."""
+    return f"{name}.{piece}" if piece else name
 
 
 def stored_tensors(config: ModelConfig, form: WeightForm) -> Iterator[StoredTensor]:

@@ -26,7 +26,13 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from tandem_core.errors import ModelLoadError
-from tandem_kernels import PackedProjection, packed_linear, runs_packed, unpack_quantized
+from tandem_kernels import (
+    PackedProjection,
+    PackedWeight,
+    dequantize_packed,
+    packed_linear,
+    runs_packed,
+)
 from torch import Tensor
 
 
@@ -40,7 +46,7 @@ class PlainLinear:
     """x @ weight.T + bias, weight [out, in]."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight, self._bias = weight, bias
+        self._weight, self._bias = weight, None if bias is None else bias.to(weight.dtype)
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
         return F.linear(x, self._weight, self._bias).to(out_dtype or x.dtype)
@@ -49,18 +55,18 @@ class PlainLinear:
 class PackedLinear:
     """The same, from weights that packed_linear understands."""
 
-    def __init__(self, packed: Tensor, bias: Tensor | None) -> None:
-        self.projection = PackedProjection(packed, bias)
+    def __init__(self, weight: PackedWeight, bias: Tensor | None) -> None:
+        self.projection = PackedProjection(weight, None if bias is None else bias.float())
 
     def __call__(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        return packed_linear(x, self.projection.packed, self.projection.bias, out_dtype=out_dtype)
+        return packed_linear(x, self.projection.weight, self.projection.bias, out_dtype=out_dtype)
 
 
 class UpcastLinear:
     """bfloat16 weights [out, in], float32 arithmetic for more than one row."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, scratch: Tensor) -> None:
-        self._weight, self._bias = weight, bias
+        self._weight, self._bias = weight, None if bias is None else bias.to(weight.dtype)
         #: Shared by all layers, which run one after another; at least out * in float32 numbers.
         self._scratch = scratch[: weight.numel()].view(weight.shape)
 
@@ -93,25 +99,21 @@ def pick_dtype(name: str = "auto", device: str = "cpu") -> torch.dtype:
 
 def linear_policy(
     dtype: torch.dtype, device: torch.device, max_numel: int
-) -> Callable[[Tensor, Tensor | None], Linear]:
-    """The policy for weights of this dtype here; max_numel: elements of the largest weight."""
-    if (
+) -> Callable[[Tensor | PackedWeight, Tensor | None], Linear]:
+    """The policy for weights of this dtype here; max_numel: of the largest weight that is not packed."""
+    upcast = (
         device.type == "cpu"
         and dtype == torch.bfloat16
         and not cpu_has_bf16()
         and not runs_packed(dtype, device)
-    ):
-        scratch = torch.empty(max_numel)
-        return lambda weight, bias: UpcastLinear(weight, bias, scratch)
+    )
+    scratch = torch.empty(max_numel if upcast else 0)
 
-    def make(weight: Tensor, bias: Tensor | None) -> Linear:
-        if weight.dtype == torch.uint8 and not runs_packed(torch.uint8, device):
-            return PlainLinear(unpack_quantized(weight).dequantize().to(dtype), bias)
-        return (PackedLinear if is_packed(weight) else PlainLinear)(weight, bias)
+    def make(weight: Tensor | PackedWeight, bias: Tensor | None) -> Linear:
+        if isinstance(weight, PackedWeight):
+            if runs_packed(torch.uint8, device):
+                return PackedLinear(weight, bias)
+            weight = dequantize_packed(weight).to(dtype)
+        return UpcastLinear(weight, bias, scratch) if upcast else PlainLinear(weight, bias)
 
     return make
-
-
-def is_packed(weight: Tensor) -> bool:
-    """Whether a projection of the weight file has one of the kernels' packings."""
-    return weight.dim() == 4 or weight.dtype == torch.uint8

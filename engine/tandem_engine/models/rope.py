@@ -22,6 +22,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     inv_freq = 1.0 / rope.theta**exponents
     if rope.kind == "linear":
         return inv_freq / rope.factor
+    if rope.kind == "table":
+        return inv_freq / torch.tensor(rope.table) / rope.factor
     if rope.kind == "llama3":
         return _llama3(rope, inv_freq)
     if rope.kind == "yarn":

@@ -22,7 +22,7 @@ from tandem_core.sampling import TokenLogprobs
 from torch import Tensor
 
 from tandem_engine.batch import Batch, ScheduledSequence
-from tandem_engine.sampling.device import choose_tokens
+from tandem_engine.sampling.device import StepResults
 from tandem_engine.sampling.sampler import TokenChooser, end_token_ids
 
 
@@ -51,34 +51,34 @@ class Verified:
 class Verifier:
     """Turns a step's logits into tokens; holds no state between steps."""
 
-    def verify(self, batch: Batch, logits: Tensor) -> list[Verified]:
+    def verify(self, batch: Batch, logits: Tensor, results: StepResults | None = None) -> list[Verified]:
         """One result per sampling sequence, in batch order; logits [R, V] float32, R = batch.num_logits_rows.
 
-        Must be called before the step's tokens are added to the requests.
+        results: what was read back of logits on a device. There all nodes of a draft are decided beforehand;
+        on the host only nodes that are visited are worth the time. Must be called before the step's tokens
+        are added to the requests.
         """
         if logits.ndim != 2 or logits.shape[0] != batch.num_logits_rows:
             raise InvariantError(
                 f"logits are {tuple(logits.shape)}, the batch samples from {batch.num_logits_rows} rows"
             )
         sampling = [s for s in batch.sequences if s.samples]
-        on_host = logits.device.type == "cpu"
-        # One pass over the memory, and one transfer from a device, for all that are decided beforehand. On a
-        # device that is every node of a draft; on the host only nodes that are visited are worth the time.
         is_decided = [
-            not s.request.sampling.needs_processing and (s.request.sampling.is_greedy or not on_host)
+            not s.request.sampling.needs_processing and (s.request.sampling.is_greedy or results is not None)
             for s in sampling
         ]
         decided: list[int] = []
         if any(is_decided):
-            decided = _argmax(logits) if on_host else choose_tokens(sampling, logits)
-        results: list[Verified] = []
+            decided = _argmax(logits) if results is None else results.token_ids
+        verified: list[Verified] = []
         first_row = 0
-        for sequence, is_known in zip(sampling, is_decided, strict=True):
+        for n, (sequence, is_known) in enumerate(zip(sampling, is_decided, strict=True)):
             end_row = first_row + sequence.num_logits_rows
             choices = decided[first_row:end_row] if is_known else None
-            results.append(_verify_sequence(sequence, logits[first_row:end_row], choices))
+            rows = logits[first_row:end_row] if results is None else results.rows.get(n)
+            verified.append(_verify_sequence(sequence, rows, choices))
             first_row = end_row
-        return results
+        return verified
 
 
 def _argmax(logits: Tensor) -> list[int]:
@@ -86,8 +86,10 @@ def _argmax(logits: Tensor) -> list[int]:
     return cast(list[int], logits.numpy().argmax(axis=-1).tolist())
 
 
-def _verify_sequence(sequence: ScheduledSequence, rows: Tensor, choices: list[int] | None) -> Verified:
-    """rows [n, V] raw logits, one per node; choices [n] when they are decided already."""
+def _verify_sequence(sequence: ScheduledSequence, rows: Tensor | None, choices: list[int] | None) -> Verified:
+    """rows [n, V] raw logits on the host, one per node, None where nobody reads them; choices [n] when they
+    are decided already.
+    """
     request = sequence.request
     num_present = 1 if sequence.draft is not None else sequence.num_new_tokens
     if sequence.start + num_present != request.num_tokens:
@@ -99,15 +101,24 @@ def _verify_sequence(sequence: ScheduledSequence, rows: Tensor, choices: list[in
         token_ids, path = _walk(sequence, choices.__getitem__)
     else:
         chooser = TokenChooser(request)
-        host_rows = rows.cpu().numpy()
+        host_rows = _present(rows).numpy()
         token_ids, path = _walk(sequence, lambda node: chooser.choose(host_rows[node]))
     num_top = request.sampling.logprobs
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    if num_top is not None:
+        logprobs = token_logprobs(_present(rows)[list(path)], token_ids, num_top)
     return Verified(
         token_ids=token_ids,
         path=path,
         accepted_sources=tuple(sequence.draft.sources[n - 1] for n in path[1:]) if sequence.draft else (),
-        logprobs=() if num_top is None else token_logprobs(rows[list(path)].cpu(), token_ids, num_top),
+        logprobs=logprobs,
     )
+
+
+def _present(rows: Tensor | None) -> Tensor:
+    if rows is None:
+        raise InvariantError("the logits of a sequence that needs them were left on the device")
+    return rows
 
 
 def _walk(

@@ -16,14 +16,14 @@ When a prefill pod dies, the decode pod calls `IncomingTransfer.reopen()`: the n
 for the blocks that are incomplete, and frames of the old epoch are dropped from then on.
 
 Ownership: a block in transfer belongs to its request and to the transfer. After `IncomingTransfer.abort()`
-returns, no byte of the transfer is written. After `OutgoingTransfer.abort()` returns, or `done` is settled,
-no block of the transfer is read.
+returns, or `done` is settled, no byte of the transfer is written. After `OutgoingTransfer.abort()` returns,
+or `done` is settled, no block of the transfer is read. Both hold for a device's copies, too.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
@@ -34,8 +34,8 @@ from tandem_core.errors import InvalidRequestError
 
 TRANSFER_ID_BYTES = 16
 
-#: Largest payload of one frame, unless a single block is larger. Part of the wire contract: receivers
-#: refuse more.
+#: Largest payload of one frame, unless a single block or the ticket's `max_frame_bytes` is larger. Part of
+#: the wire contract: receivers refuse more.
 MAX_FRAME_BYTES = 4 << 20
 
 #: Payload bytes in flight per transfer; also the most that a slow decode pod buffers per transfer. Loopback
@@ -93,6 +93,8 @@ class Ticket:
     wanted_blocks: tuple[int, ...]
     #: Payload bytes that may be in flight at once.
     credit_bytes: int
+    #: Largest payload of one frame, unless a single block is larger; 0 means MAX_FRAME_BYTES.
+    max_frame_bytes: int = 0
 
     def __post_init__(self) -> None:
         if len(self.transfer_id) != TRANSFER_ID_BYTES:
@@ -118,17 +120,48 @@ class TransferProgress:
     complete_blocks: tuple[int, ...]
 
 
-class BlockStore(Protocol):
-    """A pod's KV blocks as bytes. Called from the transport's thread."""
+class PendingRead(Protocol):
+    """Blocks that a device is copying to the host."""
 
-    def gather(self, layer: int, block_ids: Sequence[int]) -> memoryview | ByteArray:
-        """The bytes of these physical blocks, in order: contiguous, `len(block_ids) * block_bytes` long.
+    @property
+    def may_read_ahead(self) -> bool:
+        """Whether the store has buffers to start the next read before this one is waited for."""
+
+    def wait(self) -> memoryview:
+        """Returns the bytes when all are copied; raises what made the copy fail."""
+
+    def cancel(self) -> None:
+        """Drops the read; returns when the blocks are not read any more. Instead of `wait`."""
+
+
+class BlockStore(Protocol):
+    """A pod's KV blocks as bytes. Called from the transport's thread, `mark` from any."""
+
+    @property
+    def max_frame_bytes(self) -> int:
+        """Largest payload that it takes, unless a single block is larger."""
+
+    def mark(self) -> object | None:
+        """The point that the pod's computation has been launched up to; None if it has been computed."""
+
+    def gather(
+        self, layer: int, block_ids: Sequence[int], after: object | None = None
+    ) -> memoryview | ByteArray | PendingRead:
+        """The bytes of these physical blocks once the computation has passed the mark `after`, in order:
+        contiguous, `len(block_ids) * block_bytes` long.
 
         The result may alias the pool: the digest detects a block that changes on the way.
         """
 
-    def scatter(self, layer: int, block_ids: Sequence[int], payload: memoryview) -> None:
-        """Write `payload` (as `gather` gives it) into these physical blocks."""
+    def scatter(
+        self, layer: int, block_ids: Sequence[int], payload: memoryview, after: object | None = None
+    ) -> Callable[[], None] | None:
+        """Writes `payload` (as `gather` gives it) into these physical blocks, not before the computation has
+        passed the mark `after`. `payload` is not read after the return.
+
+        A store that writes later returns a function that waits until this write and all earlier ones are
+        over, and raises what made one fail.
+        """
 
 
 class Transfer:

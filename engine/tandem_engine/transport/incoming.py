@@ -6,7 +6,8 @@
 
 A transport derives from `KVReceiver`, passes received frames to `accept` and sends back what it returns. A
 frame is checked and written under its transfer's lock, which `abort` and `reopen` take too: once they
-return, an older frame is either completely written or never will be.
+return, an older frame is either completely written or never will be. A device may write after `scatter` has
+returned. Then the receiver's thread waits once per transfer, before `done` is settled, and `abort` waits.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ import numpy.typing as npt
 from tandem_core.errors import InvariantError, TransferError
 
 from tandem_engine.transport.base import (
+    DEFAULT_CREDIT_BYTES,
+    MAX_FRAME_BYTES,
+    MIN_FRAMES_IN_FLIGHT,
     TRANSFER_ID_BYTES,
     BlockStore,
     DropCause,
@@ -58,6 +62,11 @@ class IncomingTransfer(Transfer):
         self._layout = layout
         self._store = store
         self._blocks = ticket.wanted_blocks
+        self._max_frame_bytes = max(ticket.max_frame_bytes or MAX_FRAME_BYTES, layout.block_bytes)
+        # What was launched for the blocks' former owners comes before the first write.
+        self._after = store.mark()
+        #: Waits for the writes that a device has not finished.
+        self._wait_written: Callable[[], None] | None = None
         self._physical = tuple(dest[block] for block in self._blocks)
         self._row = {block: row for row, block in enumerate(self._blocks)}
         self._verified: npt.NDArray[np.bool_] = np.zeros((layout.num_layers, len(self._blocks)), dtype=bool)
@@ -111,6 +120,11 @@ class IncomingTransfer(Transfer):
             if self._state.is_final:
                 return
             self._state = TransferState.FAILED
+            if self._wait_written is not None:
+                try:
+                    self._wait_written()
+                except Exception:
+                    self._verified[:] = False  # what the device has written is unknown
         self._on_final(self._ticket.transfer_id)
         self._done.set_exception(error)
 
@@ -119,12 +133,16 @@ class IncomingTransfer(Transfer):
         with self._lock:
             rows = self._check(frame, payload)
             ids = self._physical[rows.start : rows.stop]
-            self._store.scatter(frame.layer, ids, payload)
+            self._wait_written = self._store.scatter(frame.layer, ids, payload, self._after)
             self._verified[frame.layer, rows] = True
             self._seen[frame.layer, rows] = True
             # Not `_verified`: a retry sends every layer of its blocks. A transfer that ended before the
             # last of them would reject the rest and fail a correct sender.
             complete = bool(self._seen[:, self._wanted].all())
+            if complete and self._wait_written is not None:
+                # The engine launches reads of these blocks after `done`; waiting here is under a millisecond
+                # and spares it a wait of its own.
+                self._wait_written()
             self._state = TransferState.SUCCESS if complete else TransferState.TRANSFERRING
         if complete:
             self._on_final(self._ticket.transfer_id)
@@ -137,6 +155,8 @@ class IncomingTransfer(Transfer):
         if frame.epoch != self._ticket.epoch:
             raise Dropped(DropCause.STALE_EPOCH, f"{frame.epoch}, now {self._ticket.epoch}")
         rows = self._rows(frame)
+        if payload.nbytes > self._max_frame_bytes:
+            raise Dropped(DropCause.BAD_LENGTH, f"{payload.nbytes} bytes, at most {self._max_frame_bytes}")
         if payload.nbytes != frame.num_blocks * self._layout.block_bytes:
             raise Dropped(
                 DropCause.BAD_LENGTH,
@@ -172,8 +192,12 @@ class KVReceiver:
     """All incoming transfers of a pod, by id. A transport derives from it and adds the wire."""
 
     def __init__(
-        self, layout: KVLayout, store: BlockStore, credit_bytes: int, *, endpoint: str, public_key: str
+        self, layout: KVLayout, store: BlockStore, credit_bytes: int | None, *, endpoint: str, public_key: str
     ) -> None:
+        """`credit_bytes` None: DEFAULT_CREDIT_BYTES, or what a store with larger frames needs."""
+        self._max_frame_bytes = store.max_frame_bytes if store.max_frame_bytes > MAX_FRAME_BYTES else 0
+        if credit_bytes is None:
+            credit_bytes = max(DEFAULT_CREDIT_BYTES, MIN_FRAMES_IN_FLIGHT * self._max_frame_bytes)
         #: What tickets tell the senders.
         self.endpoint = endpoint
         self.public_key = public_key
@@ -204,6 +228,7 @@ class KVReceiver:
             layout_description=self._layout.description,
             wanted_blocks=tuple(sorted(dest)),
             credit_bytes=self._credit_bytes,
+            max_frame_bytes=self._max_frame_bytes,
         )
         transfer = IncomingTransfer(self._layout, self._store, ticket, dest, self._forget)
         with self._lock:

@@ -5,11 +5,13 @@
                                                     reject <- wire: FAILED, the queue is dropped
 
 A transport derives from `KVSender`, asks `take_frame` for work and passes replies to `on_reply`. Blocks are
-read only when their frame can leave, so a slow decode pod costs the prefill pod no copies.
+read only when their frame can leave, so a slow decode pod costs the prefill pod no copies. Where a device
+copies them, the copy of the next frame runs during the digest and the sending of this one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -24,6 +26,8 @@ from tandem_engine.transport.base import (
     MAX_FRAME_BYTES,
     MIN_FRAMES_IN_FLIGHT,
     BlockStore,
+    ByteArray,
+    PendingRead,
     Ticket,
     Transfer,
     TransferState,
@@ -39,6 +43,17 @@ class _Run:
     layer: int
     first_block: int
     block_ids: tuple[int, ...]
+    #: Read after this mark of the store.
+    after: object | None
+
+
+@dataclass(frozen=True)
+class _Started:
+    """A run that is charged to the credit and being read, or read."""
+
+    run: _Run
+    num_bytes: int
+    read: memoryview | ByteArray | PendingRead
 
 
 class OutgoingTransfer(Transfer):
@@ -57,7 +72,11 @@ class OutgoingTransfer(Transfer):
         self._store = store
         self._row = {block: row for row, block in enumerate(ticket.wanted_blocks)}
         self._queued = np.zeros((layout.num_layers, len(self._row)), dtype=bool)
-        largest = min(MAX_FRAME_BYTES, ticket.credit_bytes // MIN_FRAMES_IN_FLIGHT)
+        largest = min(
+            store.max_frame_bytes,
+            ticket.max_frame_bytes or MAX_FRAME_BYTES,
+            ticket.credit_bytes // MIN_FRAMES_IN_FLIGHT,
+        )
         self._max_blocks = max(1, largest // layout.block_bytes)
         self._runs: deque[_Run] = deque()
         self._on_work = on_work
@@ -66,6 +85,10 @@ class OutgoingTransfer(Transfer):
         self._lock = threading.Lock()
         self._gathering = threading.Lock()
         self._finishing = False
+        #: Guarded by `_gathering`.
+        self._ahead: _Started | None = None
+        self._ahead_bytes = 0
+        #: With `_ahead_bytes`.
         self._in_flight_bytes = 0
         self._sent_bytes = 0
         self._last_credit_at = 0.0
@@ -77,11 +100,12 @@ class OutgoingTransfer(Transfer):
 
     @property
     def in_flight_bytes(self) -> int:
-        """Payload bytes sent and not yet credited; at most the ticket's credit."""
+        """Payload bytes sent or being read, and not yet credited; at most the ticket's credit."""
         return self._in_flight_bytes
 
     def put(self, layer: int, first_block: int, block_ids: Sequence[int]) -> None:
-        """Queues one layer of consecutive blocks; returns at once.
+        """Queues one layer of consecutive blocks, as the computation launched so far leaves them; returns at
+        once.
 
         `first_block` is the logical index of the first, `block_ids` the physical blocks. They must stay
         unchanged until `done` is settled. Blocks that are not wanted or were put before are skipped; on a
@@ -89,6 +113,7 @@ class OutgoingTransfer(Transfer):
         """
         if not 0 <= layer < self._layout.num_layers:
             raise InvariantError(f"layer {layer} of {self._layout.num_layers} was put")
+        after = self._store.mark()
         with self._lock:
             if self._state.is_final:
                 return
@@ -103,11 +128,11 @@ class OutgoingTransfer(Transfer):
                     pending.append(block_id)
                 if pending and (not is_new or len(pending) == self._max_blocks):
                     end = first_block + offset + int(is_new)
-                    self._runs.append(_Run(layer, end - len(pending), tuple(pending)))
+                    self._runs.append(_Run(layer, end - len(pending), tuple(pending), after))
                     pending = []
             if pending:
                 end = first_block + len(block_ids)
-                self._runs.append(_Run(layer, end - len(pending), tuple(pending)))
+                self._runs.append(_Run(layer, end - len(pending), tuple(pending), after))
             if self._runs:
                 self._state = TransferState.TRANSFERRING
         self._on_work()
@@ -135,46 +160,69 @@ class OutgoingTransfer(Transfer):
             self._state = TransferState.FAILED
             self._runs.clear()
             self._in_flight_bytes = 0
-        with self._gathering:
-            pass  # wait until a running gather is over
+        with self._gathering:  # waits until a running gather is over
+            ahead, self._ahead = self._ahead, None
+            if ahead is not None and not isinstance(ahead.read, memoryview | np.ndarray):
+                with contextlib.suppress(Exception):  # a copy that failed reads nothing any more
+                    ahead.read.cancel()
         self._on_final(self)
         self._done.set_exception(error)
 
     def take_frame(self) -> tuple[Frame, memoryview] | None:
         """The next frame, charged to the credit; None when there is none or no credit for it."""
         with self._gathering:
-            with self._lock:
-                if not self._runs:
-                    return None
-                run = self._runs[0]
-                num_blocks = len(run.block_ids)
-                num_bytes = num_blocks * self._layout.block_bytes
-                if self._in_flight_bytes + num_bytes > self._ticket.credit_bytes:
-                    return None
-                self._runs.popleft()
-                if self._in_flight_bytes == 0:
-                    self._last_credit_at = time.monotonic()
-                self._in_flight_bytes += num_bytes
-                self._sent_bytes += num_bytes
-            gathered = self._store.gather(run.layer, run.block_ids)
-            payload = gathered.reshape(-1).data if isinstance(gathered, np.ndarray) else gathered
+            started, self._ahead = self._ahead or self._start(), None
+            if started is None:
+                return None
+            run, num_bytes, read = started.run, started.num_bytes, started.read
+            if isinstance(read, np.ndarray):
+                payload = read.reshape(-1).data
+            elif isinstance(read, memoryview):
+                payload = read
+            else:
+                try:
+                    self._ahead = self._start() if read.may_read_ahead else None
+                except Exception:
+                    read.cancel()
+                    raise
+                payload = read.wait()
             if payload.nbytes != num_bytes:
                 raise InvariantError(f"the block store gathered {payload.nbytes} bytes, not {num_bytes}")
             ticket = self._ticket
-            block_range = (ticket.transfer_id, ticket.epoch, run.layer, run.first_block, num_blocks)
+            block_range = (ticket.transfer_id, ticket.epoch, run.layer, run.first_block, len(run.block_ids))
             frame = Frame(*block_range, digest(*block_range, payload))
+            with self._lock:
+                self._ahead_bytes = self._ahead.num_bytes if self._ahead is not None else 0
+                self._sent_bytes += num_bytes
+                if self._in_flight_bytes - self._ahead_bytes <= num_bytes:  # nothing was owed before
+                    self._last_credit_at = time.monotonic()
         return frame, payload
+
+    def _start(self) -> _Started | None:
+        """Charges the next run to the credit and starts reading it; None when there is none or no credit for
+        it. The caller holds `_gathering`."""
+        with self._lock:
+            if not self._runs:
+                return None
+            num_bytes = len(self._runs[0].block_ids) * self._layout.block_bytes
+            if self._in_flight_bytes + num_bytes > self._ticket.credit_bytes:
+                return None
+            run = self._runs.popleft()
+            self._in_flight_bytes += num_bytes
+        return _Started(run, num_bytes, self._store.gather(run.layer, run.block_ids, run.after))
 
     def on_credit(self, num_bytes: int) -> None:
         with self._lock:
-            self._in_flight_bytes = max(0, self._in_flight_bytes - num_bytes)
+            # A receiver owes nothing for a frame that is still being read.
+            self._in_flight_bytes = max(self._ahead_bytes, self._in_flight_bytes - num_bytes)
             self._last_credit_at = time.monotonic()
         self._settle_if_complete()
 
     def stalled_for_s(self) -> float:
         """Seconds without credit while the receiver owes some; 0 when it owes none."""
         with self._lock:
-            return time.monotonic() - self._last_credit_at if self._in_flight_bytes else 0.0
+            owes = self._in_flight_bytes > self._ahead_bytes
+            return time.monotonic() - self._last_credit_at if owes else 0.0
 
     def _settle_if_complete(self) -> None:
         with self._lock:

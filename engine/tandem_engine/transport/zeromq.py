@@ -6,7 +6,8 @@
                           KVSender <- DEALER    <== tcp ==  ROUTER <- credit or reject  [header]
 
 Only these two threads touch the sockets; other threads reach them through the transfers and a wake-up pipe.
-Payloads are not copied here: the gathered array goes to ZeroMQ, the received buffer to the store.
+Payloads are not copied here: the gathered array goes to ZeroMQ, the received buffer to the store. ZeroMQ
+drops its reference to the array when it has sent it, which frees the buffer of a store that reuses buffers.
 
 CURVE (on by default) encrypts and proves the receiver to the sender. It does not prove the sender: any client
 key is let in, and the 128-bit transfer id, which travels on the gRPC call, is what allows writing. A sender
@@ -26,7 +27,6 @@ import zmq
 from tandem_core.errors import InvalidRequestError, TransferError
 
 from tandem_engine.transport.base import (
-    DEFAULT_CREDIT_BYTES,
     MAX_FRAME_BYTES,
     BlockStore,
     DropCause,
@@ -132,7 +132,8 @@ class ReceiverOptions:
     #: The host to put into tickets, when it is not `host` (as with 0.0.0.0).
     advertised_host: str | None = None
     curve: bool = True
-    credit_bytes: int = DEFAULT_CREDIT_BYTES
+    #: None: as much as the store's frames need.
+    credit_bytes: int | None = None
 
 
 class ZmqReceiver(KVReceiver):
@@ -143,7 +144,8 @@ class ZmqReceiver(KVReceiver):
     ) -> None:
         self._worker = _Worker()
         self._router = self._worker.context.socket(zmq.ROUTER)
-        _configure(self._router, max(MAX_FRAME_BYTES, layout.block_bytes) + _ENCRYPTION_BYTES)
+        largest = max(MAX_FRAME_BYTES, store.max_frame_bytes, layout.block_bytes)
+        _configure(self._router, largest + _ENCRYPTION_BYTES)
         self._router.rcvhwm = _RECEIVE_QUEUE
         public_key = ""
         if options.curve:
@@ -309,6 +311,8 @@ class ZmqSender(KVSender):
         for key, peer in list(self._peers.items()):
             stalled = False
             for transfer in peer.transfers:
+                if transfer.stalled_for_s() > self._options.stall_s:
+                    self._take_replies()  # this thread may have waited for a device since it last looked
                 if transfer.stalled_for_s() > self._options.stall_s:
                     transfer.abort(f"no credit from {key[0]} for {self._options.stall_s} s")
                     stalled = True

@@ -28,14 +28,19 @@ def num_warps_for(block: int) -> int:
 
 
 def add_rms_norm(
-    hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
+    hidden: torch.Tensor,
+    delta: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Return normed [T, H]; hidden [T, H] float32, delta [T, H] and weight [H] dense; hidden is changed."""
+    """Return normed [T, H] of dtype, None: weight's; hidden [T, H] float32, delta [T, H] and weight [H]
+    dense; hidden is changed."""
     check_dense(hidden=hidden, delta=delta, weight=weight)
     num_tokens, width = hidden.shape
     if width > MAX_WIDTH:
         raise ValueError(f"hidden has rows of {width} numbers, wanted at most {MAX_WIDTH} on a GPU")
-    out = torch.empty_like(hidden, dtype=weight.dtype)
+    out = torch.empty_like(hidden, dtype=dtype or weight.dtype)
     if num_tokens:
         block = triton.next_power_of_2(width)
         add_rms_norm_kernel[(num_tokens,)](

@@ -88,7 +88,7 @@ def to_cache_dtype(x, dtype: tl.constexpr):
     return x.to(dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("num_positions", "num_blocks"))
 def rope_store_kernel(
     qkv_ptr, positions_ptr, rotations_ptr, slot_mapping_ptr, cache_ptr, q_norm_ptr, k_norm_ptr,
     k_scale_ptr, v_scale_ptr,

@@ -55,9 +55,7 @@ class LinearWeight(ctypes.Structure):
     _fields_ = (
         ("packed", _POINTER),
         ("bias", _POINTER),
-        ("columns", _INT32),
-        ("depth", _INT32),
-        ("packing", _INT32),
+        *((name, _INT32) for name in ("columns", "depth", "packing", "first", "stride", "pieces")),
     )
 
 
@@ -66,7 +64,7 @@ class Layer(ctypes.Structure):
 
     _fields_ = (
         *((name, _POINTER) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
-        *((name, LinearWeight) for name in ("qkv", "o", "gate_up", "down")),
+        *((name, ctypes.POINTER(LinearWeight)) for name in ("qkv", "o", "gate_up", "down")),
         ("cache", _POINTER),
         ("window", _INT32),
     )
@@ -100,8 +98,21 @@ def instruction_sets() -> list[str]:
 
 
 def load(name: str) -> ctypes.CDLL:
-    """The library for one instruction set. Raises OSError where it was not built."""
+    """The library for one instruction set. Raises OSError where it was not built, ImportError where it lacks
+    a function."""
     library = ctypes.CDLL(str(Path(__file__).with_name(f"tandem_{name}.so")))
+    try:
+        _declare(library)
+    except AttributeError as error:  # says which file and function
+        raise ImportError(
+            f"the kernels were compiled from other sources than this Python code ({error}); "
+            "run `python build_native.py` or `make venv`; without a checkout reinstall Tandem"
+        ) from error
+    return library
+
+
+def _declare(library: ctypes.CDLL) -> None:
+    """Sets the functions' types. Raises AttributeError."""
     library.tandem_attention.argtypes = [ctypes.POINTER(AttentionCall)]
     library.tandem_add_rms_norm.argtypes = [
         _POINTER, _POINTER, _POINTER, _POINTER, _INT64, _INT32, _INT32, _FLOAT, _INT32,
@@ -109,10 +120,10 @@ def load(name: str) -> ctypes.CDLL:
     library.tandem_add_rms_norm.restype = None
     library.tandem_silu_mul.argtypes = [_POINTER, _POINTER, _INT64, _INT32, _INT32, _INT32]
     library.tandem_silu_mul.restype = None
-    library.tandem_linear.argtypes = [
+    library.tandem_packed_linear.argtypes = [
         _POINTER, ctypes.POINTER(LinearWeight), _POINTER, _INT64, *[_INT32] * 3,
     ]  # fmt: skip
-    library.tandem_linear.restype = None
+    library.tandem_packed_linear.restype = None
     library.tandem_move_slots.argtypes = [
         ctypes.POINTER(_POINTER), _INT32, _POINTER, _POINTER, *[_INT64] * 2, *[_INT32] * 5,
     ]  # fmt: skip
@@ -123,7 +134,6 @@ def load(name: str) -> ctypes.CDLL:
         *[_POINTER] * 7, *[_INT64] * 3, *[_INT32] * 5, _FLOAT, _INT32,
     ]  # fmt: skip
     library.tandem_rope_store.restype = _INT64
-    return library
 
 
 def instruction_set() -> str | None:

@@ -7,6 +7,7 @@ Triton.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -39,6 +40,21 @@ class TritonAttention(Attention):
     def __init__(self, plans: Iterable[AttentionPlan] | None = None) -> None:
         self._keeps_plans = plans is not None
         self._plans = {plan.window: plan for plan in plans or ()}
+
+    @classmethod
+    def for_steps(
+        cls, windows: Iterable[int | None], *, beside: TritonAttention | None = None, **sizes: Any
+    ) -> TritonAttention:
+        """Plans for these windows and sizes (AttentionPlan's arguments), with one memory of partial results.
+
+        beside: an attention, of steps at least as large, whose memory serves this one too.
+        """
+        shared = next(iter(beside._plans.values())) if beside is not None else None
+        plans: list[AttentionPlan] = []
+        for window in windows:
+            plans.append(AttentionPlan(window=window, beside=shared, **sizes))
+            shared = shared or plans[0]
+        return cls(plans)
 
     def prepare(self, metadata: AttentionMetadata) -> None:
         super().prepare(metadata)
@@ -128,8 +144,12 @@ def _scale(
         return query, NO_SCALE, (0, 0, 0)
     if is_per_token(factor):
         return factor, TOKEN_SCALE, (factor.stride(0), factor.stride(1), factor.stride(2))
-    per_head = scale_per_kv_head(factor, num_kv_heads, torch.float32, query.device)
-    return per_head.contiguous(), HEAD_SCALE, (0, 0, 0)
+    if isinstance(factor, torch.Tensor):
+        per_head = scale_per_kv_head(factor, num_kv_heads, torch.float32, query.device).contiguous()
+    else:
+        # Written by the device: a CUDA graph cannot capture a copy from the host's pageable memory.
+        per_head = torch.full((num_kv_heads,), factor, dtype=torch.float32, device=query.device)
+    return per_head, HEAD_SCALE, (0, 0, 0)
 
 
 def _check_covered(query: torch.Tensor, kv_cache: torch.Tensor) -> None:

@@ -104,7 +104,7 @@ def add_values(
     return rotated
 
 
-@triton.jit(do_not_specialize=("window", "num_partial_rows", "head_size"))
+@triton.jit(do_not_specialize=("window", "num_partial_rows", "head_size", "block_table_stride"))
 def turbo_attention_kernel(
     query_ptr, kv_cache_ptr, block_table_ptr, seq_lens_ptr, query_start_loc_ptr, ancestor_bits_ptr, sinks_ptr,
     k_scale_ptr, v_scale_ptr, out_ptr,

@@ -51,6 +51,7 @@ class AttentionPlan:
         window: int | None = None,
         max_new_tokens: int | None = None,
         split_size: int = SPLIT_SIZE,
+        beside: AttentionPlan | None = None,
     ) -> None:
         """Allocate for steps of at most max_tokens new tokens of max_seqs sequences.
 
@@ -61,9 +62,11 @@ class AttentionPlan:
             max_new_tokens: new tokens that most sequences of a step stay within, for example the draft's
                 nodes; None suits prompt chunks and all sizes of drafts. It changes the last bits of results.
             split_size: keys per split; a multiple of the kernel's tile of 64 keys.
+            beside: a plan whose memory for partial results this one uses too; the two must not run at the
+                same time.
 
         Raises:
-            ValueError: split_size is not a positive multiple of the tile.
+            ValueError: split_size is not a positive multiple of the tile, or `beside` has too little memory.
         """
         device = torch.device(device)
         capability = None
@@ -96,9 +99,17 @@ class AttentionPlan:
         self.num_items = torch.zeros(1, dtype=torch.int32, device=device)
         #: Splits that have arrived, for each tile of rows and K/V head: zero before and after each launch.
         self.counters = torch.zeros(num_tiles * num_kv_heads, dtype=torch.int32, device=device)
-        self.partials = torch.empty(rows, head_size, dtype=torch.float32, device=device)
-        self.maxima = torch.empty(rows, dtype=torch.float32, device=device)
-        self.sums = torch.empty(rows, dtype=torch.float32, device=device)
+        if beside is None:
+            self.partials = torch.empty(rows, head_size, dtype=torch.float32, device=device)
+            self.maxima = torch.empty(rows, dtype=torch.float32, device=device)
+            self.sums = torch.empty(rows, dtype=torch.float32, device=device)
+        elif len(beside.partials) < rows or beside.head_size != head_size:
+            raise ValueError(
+                f"beside has room for {len(beside.partials)} partial results of {beside.head_size} numbers, "
+                f"wanted {rows} of {head_size}"
+            )
+        else:
+            self.partials, self.maxima, self.sums = beside.partials, beside.maxima, beside.sums
         self.num_programs = 4
         if device.type == "cuda":
             multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count

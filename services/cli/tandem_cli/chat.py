@@ -242,6 +242,7 @@ def _explain(error: grpc.RpcError, target: str) -> str:
     # An RpcError raised by a call is that call, with a code and details.
     if not isinstance(error, grpc.Call):
         return str(error)
-    if error.code() is grpc.StatusCode.UNAVAILABLE:
+    # The gateway sends metadata at once: where there is some, it names what else is unavailable.
+    if error.code() is grpc.StatusCode.UNAVAILABLE and not error.initial_metadata():
         return f"the gateway at {target} cannot be reached ({error.details()}); start it with `tandem up`"
     return f"{error.code().name}: {error.details()}"

@@ -7,9 +7,8 @@ from typing import Annotated
 import typer
 from tandem_core.errors import ModelLoadError
 from tandem_core.model import registry
-from tandem_core.model.manifest import ModelManifest
 
-from tandem_cli.options import fail
+from tandem_cli.options import fail, megabytes
 
 app = typer.Typer(help="Download, list and show models.", no_args_is_help=True)
 
@@ -43,21 +42,22 @@ def list_models() -> None:
         manifests = registry.list_models()
     except ModelLoadError as error:
         fail(str(error))
+    for folder in registry.models_root().glob(".*.new"):
+        name, size = folder.name[1:-4], sum(path.stat().st_size for path in folder.iterdir())
+        typer.echo(
+            f"unfinished: {name}, {megabytes(size)}; pull it again to continue, or delete {folder}", err=True
+        )
     if not manifests:
         typer.echo(f"no models yet; get one with `tandem model pull {registry.DEFAULT_MODEL}`")
         return
     table = Table(box=None)
-    for title in ("name", "architecture", "context", "licence", "revision", "source"):
+    for title in ("name", "family", "context", "on disk", "licence"):
         table.add_column(title, overflow="fold")
     for manifest in manifests:
-        table.add_row(
-            manifest.name,
-            manifest.architecture,
-            str(manifest.max_model_len),
-            manifest.license,
-            manifest.revision[:12],
-            manifest.source,
-        )
+        folder = registry.resolve(manifest.name)
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        context = f"{manifest.max_model_len:,}"
+        table.add_row(manifest.name, manifest.architecture, context, megabytes(size), manifest.license)
     Console().print(table)
 
 
@@ -66,16 +66,60 @@ def show_model(
     name: Annotated[
         str, typer.Argument(help="Name of a pulled model, or its folder.")
     ] = registry.DEFAULT_MODEL,
+    as_json: Annotated[bool, typer.Option("--json", help="All fields of the manifest too, as JSON.")] = False,
 ) -> None:
-    """Show the manifest and the weight files of a model, as JSON."""
+    """Show what a model is made of, and what it is computed in on this machine."""
     import dataclasses
     import json
 
     try:
         folder = registry.resolve(name)
-        manifest = ModelManifest.read(folder)
+        from tandem_engine.model_loader import describe
+
+        shown = describe(folder)
     except ModelLoadError as error:
         fail(str(error))
-    weights = {path.name: path.stat().st_size for path in sorted(folder.glob("model-*.safetensors"))}
-    shown = {"folder": str(folder), **dataclasses.asdict(manifest), "weights_bytes": weights}
-    typer.echo(json.dumps(shown, indent=2, ensure_ascii=False))
+    if as_json:
+        fields = {"folder": str(folder), **dataclasses.asdict(shown)}
+        typer.echo(json.dumps(fields, indent=2, ensure_ascii=False))
+        return
+    manifest = shown.manifest
+    formats = "\n".join(
+        f"{f.kind}: {f.num_tensors} tensor{'s' * (f.num_tensors > 1)}, {megabytes(f.num_bytes)}"
+        for f in shown.formats
+    )
+    computed = [shown.dtype, *([shown.quantization] if shown.quantization != "none" else [])]
+    computed += ["packed for the compiled kernels"] if shown.packed else []
+    state = "converted" if shown.is_converted else "converted at the first start"
+    rows = {
+        "family": f"{manifest.architecture}, {shown.num_parameters / 1e6:,.0f} million parameters",
+        "formats": formats,
+        "computed in": f"{', '.join(computed)} ({shown.weight_file}, {state})",
+        "bytes per token": f"{megabytes(shown.step_bytes)} of weights in a decode step",
+        "context": f"{manifest.max_model_len:,} tokens of {shown.kv_bytes_per_token:,} bytes of KV "
+        f"({megabytes(manifest.max_model_len * shown.kv_bytes_per_token)} for all)",
+        "chat template": _template(manifest.chat_template),
+        "licence": manifest.license,
+        "source": manifest.source,
+        "folder": str(folder),
+    }
+    for title, text in rows.items():
+        typer.echo(f"{title + ':':<17}" + text.replace("\n", "\n" + 17 * " "))
+
+
+#: What the templates of these formats contain.
+_TEMPLATES = {
+    "<|im_start|>": "ChatML",
+    "<|start_header_id|>": "Llama 3",
+    "[INST]": "Llama 2 or Mistral",
+    "<start_of_turn>": "Gemma",
+}
+
+
+def _template(text: str) -> str:
+    """The format's name, or the first line; and whether it takes tools."""
+    if not text:
+        return "none (a base model: `tandem generate --raw`)"
+    first = text.strip().splitlines()[0]
+    name = next((name for mark, name in _TEMPLATES.items() if mark in text), first[:60])
+    return f"{name}, {'with' if 'tools' in text else 'without'} tools"

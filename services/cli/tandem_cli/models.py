@@ -14,6 +14,12 @@ from pathlib import Path
 
 from tandem_core.errors import ModelLoadError
 from tandem_core.model import registry
+from tandem_core.model.catalogue import catalogue
+
+from tandem_cli.options import megabytes
+
+#: Stages of fewer bytes take one line where there is no terminal.
+_LARGE_BYTES = 50_000_000
 
 
 def obtain(name_or_path: str) -> Path:
@@ -23,6 +29,14 @@ def obtain(name_or_path: str) -> Path:
 
 def pull(reference: str) -> Path:
     """The folder of the pulled model; shows progress on stderr. Raises ModelLoadError."""
+    if (entry := catalogue().get(reference)) and registry.find(reference) is None:
+        print(
+            f"{reference}: licence {entry.license} ({entry.license_note})\n"
+            f"{megabytes(entry.download_bytes)} to download from {entry.source}, less what is there already\n"
+            f"{megabytes(entry.disk_bytes)} of disk for the download, and about {megabytes(entry.num_bytes)} "
+            "more for the converted weights",
+            file=sys.stderr,
+        )
     from tandem_engine import model_loader
 
     with _progress_bars() as progress:
@@ -56,7 +70,7 @@ def _note(folder: Path, dtype: str, quantization: str) -> Path:
 
 @contextlib.contextmanager
 def _progress_bars() -> Iterator[Callable[[str, int, int], None]]:
-    """Shows a bar per stage on a terminal, else a line per stage, on stderr.
+    """Shows a bar per stage on a terminal, else a line per stage and tenth of a large one, on stderr.
 
     The yielded function takes a stage, its bytes done and its total bytes (0: unknown).
     """
@@ -66,6 +80,7 @@ def _progress_bars() -> Iterator[Callable[[str, int, int], None]]:
     console = Console(stderr=True)
     columns = (TextColumn("{task.description:<24}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     tasks: dict[str, TaskID] = {}
+    tenths: dict[str, int] = {}
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
 
         def show(stage: str, done: int, total: int) -> None:
@@ -73,6 +88,10 @@ def _progress_bars() -> Iterator[Callable[[str, int, int], None]]:
                 tasks[stage] = progress.add_task(stage, total=total or None)
                 if not console.is_terminal:
                     console.print(stage, highlight=False)
+            tenth = done * 10 // total if total >= _LARGE_BYTES else 0
+            if not console.is_terminal and tenth > tenths.get(stage, 0):
+                tenths[stage] = tenth
+                console.print(f"{stage}: {megabytes(done)} of {megabytes(total)}", highlight=False)
             progress.update(tasks[stage], completed=done, total=total or None)
 
         yield show

@@ -1,4 +1,4 @@
-"""Options that several commands share, and `fail`, which ends a command with an error."""
+"""Options that several commands share, and what several commands print."""
 
 from __future__ import annotations
 
@@ -16,6 +16,10 @@ ApiKeyOption = Annotated[
 TemperatureOption = Annotated[float, typer.Option(min=0.0, max=2.0, help="0 picks the likeliest token.")]
 MaxTokensOption = Annotated[int, typer.Option(min=1, help="Most tokens per answer.")]
 SeedOption = Annotated[int | None, typer.Option(min=0, help="Equal seeds give equal texts.")]
+
+
+def megabytes(num_bytes: float) -> str:
+    return f"{num_bytes / 1e6:,.0f} MB" if num_bytes >= 1e6 else f"{num_bytes / 1e6:.2g} MB"
 
 
 def fail(message: str, code: int = 1) -> NoReturn:

@@ -114,8 +114,9 @@ class Handoff:
                     log.warning("prefill failed; trying elsewhere", target=target, error=_describe(error))
         finally:
             if incoming is not None:
-                complete_blocks = _num_leading_valid(incoming.progress().complete_blocks, reservation)
+                # Waits for a device's writes; one that failed leaves no block complete.
                 incoming.abort()
+                complete_blocks = _num_leading_valid(incoming.progress().complete_blocks, reservation)
             # Shielded: a cancelled request must still release the hold.
             await asyncio.shield(self._loop.call_async(lambda: self._release(holds)))
         await self._loop.call_async(lambda: self._adopt(request, reservation, complete_blocks, first))

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from tandem_core.speculation import SpeculationMode
 from tandem_drafting.drafter import Drafter, DraftPolicy
 from tandem_drafting.lookahead_client import LookaheadClient
 from tandem_drafting.mirror import GlobalMirror
@@ -39,12 +40,13 @@ def main() -> None:
 async def open_pod(pod: DecodeSettings) -> AsyncIterator[PodServer]:
     """A pod that serves until the context ends. Raises ModelLoadError, CapacityError, OSError."""
     server = PodServer(pod, role="decode", service_names=[SERVICE], status_codes=STATUS_CODES)
-    drafter = Drafter(None, DraftPolicy(mode=pod.speculation))
+    drafter = Drafter(None, DraftPolicy(mode=SpeculationMode(pod.speculation)))
     parts = await asyncio.to_thread(assemble, pod.engine_config(max_draft_nodes=pod.draft_nodes), drafter)
     loop = EngineLoop(parts.engine, on_failure=exit_process)
     receiver = ZmqReceiver(parts.layout, parts.pool, ReceiverOptions(host=pod.kv_host, port=pod.kv_port))
     client = PrefillClient(open_channel)
     metrics = DecodeMetrics(server.registry)
+    metrics.pod.watch_copies(parts.pool.copy_counts)
     lookahead = LookaheadSync(drafter, _client_maker(pod, parts, drafter, loop), parts.manifest.vocab_size)
     servicer = DecodeServicer(
         pod,
@@ -82,7 +84,7 @@ async def open_pod(pod: DecodeSettings) -> AsyncIterator[PodServer]:
 def _client_maker(
     pod: DecodeSettings, parts: EngineParts, drafter: Drafter, loop: EngineLoop
 ) -> MakeClient | None:
-    if not pod.lookahead or not pod.speculation.uses_shared_text:
+    if not pod.lookahead or not SpeculationMode(pod.speculation).uses_shared_text:
         return None
 
     def make(tenant: str, mirror: GlobalMirror) -> LookaheadClient:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
-from tandem_core.speculation import SpeculationMode
 from tandem_pod.settings import EnginePodSettings
 from tandem_service.settings import Port
 
@@ -19,7 +18,8 @@ class DecodeSettings(EnginePodSettings):
     """port of the KV ingress; 0 takes a free one"""
     lookahead: str = ""
     """host:port of the lookahead service; empty: drafts come from the sequence itself only"""
-    speculation: SpeculationMode = SpeculationMode.GLOBAL
+    # Not SpeculationMode: --help would show its members' names.
+    speculation: Literal["off", "local", "chain", "global"] = "global"
     """where drafts may come from; local: the sequence's own text; global: also the tenant's shared text"""
     draft_nodes: Annotated[int, Field(ge=0, le=63)] = 31
     """most guesses verified per sequence and step"""

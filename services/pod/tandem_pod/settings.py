@@ -22,12 +22,14 @@ class EnginePodSettings(PodSettings):
     """8-bit or 4-bit weights with 8-bit activations (CPU); auto: as stored, unless a dtype is given"""
     deterministic: bool = False
     """refuse to start if a result could depend on the batch"""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """where to compute; auto: the GPU if there is one"""
+    device: str = "auto"
+    """where to compute: cpu, cuda or cuda:N; auto: the GPU if there is one"""
     threads: Annotated[int, Field(ge=0)] = 0
     """CPU threads for the model; 0: one per core"""
     num_blocks: Annotated[int, Field(ge=0)] = 0
-    """KV blocks in the pool; 0: as many as fit in 3 GiB or a quarter of the free memory"""
+    """KV blocks in the pool; 0: as many as fit on the GPU, or in 3 GiB or a quarter of the free RAM"""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1)] = 0.9
+    """share of the GPU's memory that may be used, by other processes too"""
     block_size: Annotated[int, Field(ge=16, le=128, multiple_of=16)] = 64
     """tokens per KV block"""
     chunk_size: Annotated[int, Field(ge=16)] = 512
@@ -37,6 +39,6 @@ class EnginePodSettings(PodSettings):
     prefix_cache: bool = True
     """keep the KV of finished requests for later ones with the same beginning"""
 
-    def engine_config(self, *, max_draft_nodes: int) -> EngineConfig:
+    def engine_config(self, *, max_draft_nodes: int, decodes: bool = True) -> EngineConfig:
         shared = self.model_dump(include={field.name for field in fields(EngineConfig)})
-        return EngineConfig(**shared, max_draft_nodes=max_draft_nodes)
+        return EngineConfig(**shared, max_draft_nodes=max_draft_nodes, decodes=decodes)

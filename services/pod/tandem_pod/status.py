@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 
 import structlog
 from prometheus_client import CollectorRegistry, Gauge
 from tandem_engine.assemble import EngineParts
+from tandem_engine.gpu_block_store import CopyCounts
 from tandem_proto.v1 import common_pb2
 
 _INTERVAL_S = 1.0
@@ -50,6 +52,7 @@ class PodGauges:
     """The gauges that decode and prefill pods share."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
         self._blocks = Gauge(
             "tandem_kv_blocks",
             "KV blocks: free, kept for the prefix cache, or used by requests and transfers",
@@ -77,6 +80,29 @@ class PodGauges:
         self._requests.labels("running").set(usage.requests_running)
         self._requests.labels("transferring").set(usage.transfers_open)
         self._violations.set(len(usage.violations))
+
+    def watch_copies(self, counts: CopyCounts | None) -> None:
+        """Shows what a GPU's transfers copied; None shows nothing."""
+        if counts is None:
+            return
+        for name, text, read, written in (
+            ("copies", "Copies of KV from (read) and to (write) the GPU", "num_reads", "num_writes"),
+            ("copied_bytes", "Bytes of these copies", "read_bytes", "written_bytes"),
+            (
+                "copy_wait_seconds",
+                "Time that senders waited for a copy (read) and receivers for a buffer (write)",
+                "read_wait_s",
+                "slot_wait_s",
+            ),
+        ):
+            gauge = Gauge(f"tandem_kv_{name}", text, ["direction"], registry=self._registry)
+            for direction, attribute in (("read", read), ("write", written)):
+                gauge.labels(direction).set_function(partial(getattr, counts, attribute))
+        Gauge(
+            "tandem_kv_frames_copied_out",
+            "Frames copied once more, since pinned buffers were short",
+            registry=self._registry,
+        ).set_function(lambda: counts.num_copied_out)
 
 
 @asynccontextmanager

@@ -35,12 +35,13 @@ def main() -> None:
 async def open_pod(pod: PrefillSettings) -> AsyncIterator[PodServer]:
     """A pod that serves until the context ends. Raises ModelLoadError, CapacityError, OSError."""
     server = PodServer(pod, role="prefill", service_names=[SERVICE], status_codes=STATUS_CODES)
-    parts = await asyncio.to_thread(assemble, pod.engine_config(max_draft_nodes=0))
+    parts = await asyncio.to_thread(assemble, pod.engine_config(max_draft_nodes=0, decodes=False))
     streamer = KVStreamer(parts.engine.blocks, parts.layout.num_layers)
     parts.engine.layer_listener = streamer.on_layer_done
     loop = EngineLoop(parts.engine, on_failure=exit_process)
     sender = ZmqSender(parts.layout, parts.pool)
     metrics = PrefillMetrics(server.registry)
+    metrics.pod.watch_copies(parts.pool.copy_counts)
     servicer = PrefillServicer(parts, loop, sender, streamer, metrics, pod.pod_id)
     prefill_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server.grpc_server)  # type: ignore[no-untyped-call]
     async with running(loop, sender), serving(server, servicer.status, metrics.pod.show):

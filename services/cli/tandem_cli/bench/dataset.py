@@ -44,8 +44,10 @@ class Dialogue:
         return "\n".join(f"{turn.role}: {turn.content}" for turn in self.turns)
 
 
-def load_dialogues(path: Path) -> list[Dialogue]:
-    """All dialogues of a file. Raises DatasetError."""
+def load_dialogues(path: Path | None) -> list[Dialogue]:
+    """All dialogues of a file, or of the built-in sample. Raises DatasetError."""
+    if path is None:
+        return sample_dialogues()
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:

@@ -86,9 +86,7 @@ def make_prompts(options: BenchOptions, workload: str, first: int = 0) -> list[P
 
     Counts tokens with the model's tokenizer if it is on this machine.
     """
-    conversations = (
-        dialogues.load_dialogues(options.dataset) if options.dataset else dialogues.sample_dialogues()
-    )
+    conversations = dialogues.load_dialogues(options.dataset)
     try:
         policy = options.policy.read_text(encoding="utf-8") if options.policy else dialogues.sample_policy()
     except (OSError, UnicodeDecodeError) as error:

@@ -1,0 +1,113 @@
+"""What is in a model folder and how it runs here, from headers alone: for `tandem model show`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from tandem_core.errors import ModelLoadError
+from tandem_core.model.manifest import ModelManifest
+from tandem_kernels import runs_packed
+
+from tandem_engine.model_loader.gguf_file import open_all
+from tandem_engine.model_loader.loading import pick_numerics
+from tandem_engine.model_loader.safetensors_source import weight_files
+from tandem_engine.models.config import ModelConfig
+from tandem_engine.models.layout import Quantization, WeightForm
+
+
+class StoredFormat(NamedTuple):
+    """The tensors of one element type in the source."""
+
+    kind: str
+    num_tensors: int
+    num_bytes: int
+
+
+class _Tensor(NamedTuple):
+    name: str
+    kind: str
+    num_elements: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    manifest: ModelManifest
+    #: Of the source, most bytes first.
+    formats: tuple[StoredFormat, ...]
+    num_parameters: int
+    #: dtype and quantization that `auto` picks on this machine, and the weight file of these.
+    dtype: str
+    quantization: str
+    packed: bool
+    weight_file: str
+    is_converted: bool
+    #: Weights that a decode step of one token reads. Before the conversion: as many as the source's own.
+    step_bytes: int
+    kv_bytes_per_token: int
+
+
+def describe(folder: Path) -> ModelDescription:
+    """Raises ModelLoadError."""
+    manifest, config = ModelManifest.read(folder), ModelConfig.from_folder(folder)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    numerics = pick_numerics(folder, device=str(device))
+    form = WeightForm(numerics.dtype, runs_packed(numerics.dtype, device), numerics.quantization)
+    source = _source_tensors((folder / manifest.weights).resolve())
+    kinds = {tensor.kind for tensor in source}
+    formats = [
+        StoredFormat(kind, len(same), sum(t.num_bytes for t in same))
+        for kind in kinds
+        if (same := [t for t in source if t.kind == kind])
+    ]
+    converted = folder / form.file_name
+    if converted.is_file():
+        tensors = _safetensors(converted)
+    elif form.quantization is Quantization.NONE:
+        tensors = [t._replace(num_bytes=t.num_elements * form.dtype.itemsize) for t in source]
+    else:
+        tensors = source
+    return ModelDescription(
+        manifest=manifest,
+        formats=tuple(sorted(formats, key=lambda f: -f.num_bytes)),
+        num_parameters=sum(t.num_elements for t in source),
+        dtype=str(form.dtype).removeprefix("torch."),
+        quantization=form.quantization.value,
+        packed=form.packed,
+        weight_file=form.file_name,
+        is_converted=converted.is_file(),
+        step_bytes=_step_bytes(tensors),
+        kv_bytes_per_token=2 * config.num_layers * config.kv_size * form.dtype.itemsize,
+    )
+
+
+def _step_bytes(tensors: list[_Tensor]) -> int:
+    """All but the embedding, of which a step reads one row, unless it is the head too."""
+    has_head = any(t.name in ("lm_head.weight", "output.weight") for t in tensors)
+    embeddings = ("embed_tokens.weight", "model.embed_tokens.weight", "token_embd.weight")
+    return sum(t.num_bytes for t in tensors if not (has_head and t.name in embeddings))
+
+
+def _source_tensors(path: Path) -> list[_Tensor]:
+    if path.suffix != ".gguf":
+        return [tensor for file in weight_files(path) for tensor in _safetensors(file)]
+    found = [tensor for file in open_all(path) for tensor in file.tensors.values()]
+    return [_Tensor(t.name, t.kind.name, prod(t.shape), t.rows.nbytes) for t in found]
+
+
+def _safetensors(path: Path) -> list[_Tensor]:
+    try:
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        return [
+            _Tensor(name, t["dtype"], prod(t["shape"]), t["data_offsets"][1] - t["data_offsets"][0])
+            for name, t in header.items()
+            if name != "__metadata__"
+        ]
+    except (OSError, ValueError, KeyError, TypeError, MemoryError) as error:
+        raise ModelLoadError(f"{path} is damaged ({error}); pull the model again") from error

@@ -1,0 +1,93 @@
+"""What steps on a GPU need beside weights and KV: input buffers, attention's work lists, the graphs' logits.
+
+All of it is allocated before the KV pool, so that the pool gets what is left (kv_pool.py), and none of it in
+a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tandem_kernels import Attention
+from torch import Tensor
+
+from tandem_engine.cuda_graphs import MAX_ROWS, TYPICAL_NEW_TOKENS
+from tandem_engine.device_inputs import StaticInputs
+from tandem_engine.draft_tree import MAX_TREE_NODES
+from tandem_engine.models.decoder import Decoder
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """The largest step."""
+
+    #: Rows of a step, prompt chunks included.
+    max_tokens: int
+    max_seqs: int
+    #: Rows of a step that only decodes.
+    max_decode_tokens: int
+
+
+@dataclass(frozen=True)
+class Workspace:
+    limits: StepLimits
+    #: Of eager steps.
+    inputs: StaticInputs
+    attention: Attention | None
+    #: Of graphs; None for a pod that computes prompts only.
+    graph_inputs: StaticInputs | None
+    graph_attention: Attention | None
+    graph_logits: Tensor | None
+
+
+def graph_plan_sizes(rows: int) -> dict[str, int]:
+    """AttentionPlan's sizes for graphs of at most so many rows; the GPU benchmarks plan alike."""
+    return {"max_tokens": rows, "max_seqs": rows, "max_new_tokens": TYPICAL_NEW_TOKENS}
+
+
+def make_workspace(
+    decoder: Decoder, block_size: int, cache_dtype: torch.dtype, limits: StepLimits, *, graphs: bool
+) -> Workspace:
+    """On the decoder's device. On a CPU, where only tests need one, attention is the decoder's own."""
+    device = decoder.device
+    # A draft's nodes take one slot each, though their positions end with the model's.
+    max_blocks = -(-(decoder.config.max_model_len + MAX_TREE_NODES) // block_size)
+    inputs = StaticInputs(limits.max_tokens, limits.max_seqs, max_blocks, device)
+    rows = min(limits.max_decode_tokens, MAX_ROWS)
+    graph_inputs = StaticInputs(rows, rows, max_blocks, device) if graphs else None
+    graph_logits = None
+    if graphs:
+        graph_logits = torch.empty(rows, decoder.config.vocab_size, dtype=torch.float32, device=device)
+    attention: Attention | None = None
+    graph_attention: Attention | None = None
+    if device.type == "cuda":
+        attention, graph_attention = step_attentions(decoder, max_blocks * block_size, cache_dtype, limits)
+    return Workspace(limits, inputs, attention, graph_inputs, graph_attention, graph_logits)
+
+
+def step_attentions(
+    decoder: Decoder, max_seq_len: int, cache_dtype: torch.dtype, limits: StepLimits
+) -> tuple[Attention, Attention]:
+    """In Triton, for eager steps and for graphs; both use one memory for partial results."""
+    # Imported on demand: this needs Triton.
+    from tandem_kernels.turbo_attention.triton_backend import TritonAttention
+
+    config = decoder.config
+    sizes: dict[str, Any] = {
+        "max_seq_len": max_seq_len,
+        "num_heads": config.num_heads,
+        "num_kv_heads": config.num_kv_heads,
+        "head_size": config.head_dim,
+        "dtype": decoder.dtype,
+        "cache_dtype": cache_dtype,
+        "device": decoder.device,
+    }
+    windows = set(config.windows)
+    rows = min(limits.max_decode_tokens, MAX_ROWS)
+    eager = TritonAttention.for_steps(
+        windows, max_tokens=limits.max_tokens, max_seqs=limits.max_seqs, **sizes
+    )
+    graphs = TritonAttention.for_steps(windows, beside=eager, **graph_plan_sizes(rows), **sizes)
+    return eager, graphs
