@@ -14,8 +14,9 @@ One engine in this process, with the default model and numerics. Workloads (see 
     others     correct, email, german, program, questions, table: not used for choosing constants
 
 `fixed N` drafts the N likeliest guesses of each sequence whatever they cost. The settings take turns with the
-same requests, in rounds, because the speed of a shared machine changes. All generate the same tokens; time
-counts from the step after the last prompt was computed.
+same requests, in rounds, because the speed of a shared machine changes. All generate the same tokens. The next
+request takes the place of one that ends; steps count that have no prompt and a sequence in every place, as on
+a pod that always has requests waiting.
 
 settled   tokens per second relative to `off`, by median step times: a step takes the median over all settings
           of the steps with as many sequences and guesses, after each turn's drift is removed, and drafting
@@ -51,6 +52,8 @@ from tandem_engine.llm import LLM
 from tandem_engine.request import Request
 
 MAX_NODES = 16
+#: Requests of a turn, by place in the batch.
+_REQUESTS_PER_PLACE = 3
 #: Steps of one shape whose median is reliable.
 _ENOUGH = 12
 #: Iterations of median polish; the drifts hardly change after three.
@@ -118,13 +121,13 @@ class Step(NamedTuple):
 
 class Turn(NamedTuple):
     steps: list[Step]
-    seconds: float
     texts: list[list[int]]
 
     @property
     def wall_speed(self) -> float:
         """Tokens per second."""
-        return sum(step.num_tokens for step in self.steps) / self.seconds
+        seconds = sum(step.computing_s + step.drafting_s for step in self.steps)
+        return sum(step.num_tokens for step in self.steps) / seconds
 
 
 class Settled:
@@ -201,11 +204,11 @@ class Bench:
 
         return timed
 
-    def requests(self, workload: str, batch: int, first: int) -> list[Request]:
+    def requests(self, workload: str, count: int, first: int) -> list[Request]:
         """Requests of about 200 tokens, from number `first` on."""
         task, temperature = TASKS[workload]
         requests = []
-        for number in range(first, first + batch):
+        for number in range(first, first + count):
             turns = question(self._dialogues[number % len(self._dialogues)])[-2:]
             said = " ".join(turn.content for turn in turns)[:700]
             prompt = self._llm.tokenizer.encode_chat([Message("user", task.format(said))])
@@ -215,36 +218,42 @@ class Bench:
             requests.append(Request(f"r{next(self._ids)}", prompt, sampling))
         return requests
 
-    def turn(self, setting: Setting, requests: Sequence[Request]) -> Turn:
+    def turn(self, setting: Setting, requests: Sequence[Request], batch: int) -> Turn:
+        """Generates all texts; the next request takes the place of one that ends."""
         engine, steps = self._llm.engine, []
         engine._drafter = setting.drafter
-        for request in requests:
-            engine.add(request)
-        while any(not request.output_token_ids for request in requests):
-            engine.step()
-        begun = last = time.perf_counter()
-        while engine.has_work():
+        waiting = list(requests)
+        running: list[Request] = []
+        while waiting or running:
+            is_decoding = True
+            while waiting and len(running) < batch:
+                is_decoding = False
+                running.append(waiting.pop(0))
+                engine.add(running[-1])
             self._drafting_s = 0.0
+            begun = time.perf_counter()
             outputs = engine.step()
-            now, drafting = time.perf_counter(), self._drafting_s
-            guesses = sum(len(output.drafted_sources) for output in outputs)
-            tokens = sum(len(output.token_ids) for output in outputs)
-            steps.append(Step(len(outputs), guesses, tokens, now - last - drafting, drafting))
-            last = now
-        return Turn(steps, last - begun, [request.output_token_ids for request in requests])
+            seconds, drafting = time.perf_counter() - begun, self._drafting_s
+            if is_decoding and len(outputs) == batch:
+                guesses = sum(len(output.drafted_sources) for output in outputs)
+                tokens = sum(len(output.token_ids) for output in outputs)
+                steps.append(Step(batch, guesses, tokens, seconds - drafting, drafting))
+            running = [request for request in running if request.finish_reason is None]
+        return Turn(steps, [request.output_token_ids for request in requests])
 
     def compare(self, workload: str, batch: int, names: Sequence[str], rounds: int) -> Iterable[list[str]]:
         """One row of the table per setting."""
         settings = [Setting(name, self._llm.manifest.vocab_size) for name in names]
         # Two rounds more, not counted: a pod has measured its costs after a second.
+        count = batch * _REQUESTS_PER_PLACE
         for number in range(rounds + 2):
             first = number % len(settings)
             texts = []
             for setting in settings[first:] + settings[:first]:
                 if workload == "repeated":
-                    taught = self.turn(setting, self.requests(workload, batch, number * batch))
+                    taught = self.turn(setting, self.requests(workload, count, number * count), batch)
                     setting.share(taught, 2 * number)
-                turn = self.turn(setting, self.requests(workload, batch, number * batch))
+                turn = self.turn(setting, self.requests(workload, count, number * count), batch)
                 if workload == "dialogue":
                     setting.share(turn, 2 * number + 1)
                 if number >= 2:

