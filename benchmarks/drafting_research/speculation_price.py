@@ -14,9 +14,9 @@ One engine in this process, with the default model and numerics. Workloads (see 
     others     correct, email, german, program, questions, table: not used for choosing constants
 
 `fixed N` drafts the N likeliest guesses of each sequence whatever they cost. The settings take turns with the
-same requests, in rounds, because the speed of a shared machine changes. All generate the same tokens. The next
-request takes the place of one that ends; steps count that have no prompt and a sequence in every place, as on
-a pod that always has requests waiting.
+same requests, in rounds, because the speed of a shared machine changes. All generate the same tokens. The
+next request takes the place of one that ends. Counted are steps without a prompt and with a sequence in every
+place: those of a pod that always has requests waiting.
 
 settled   tokens per second relative to `off`, by median step times: a step takes the median over all settings
           of the steps with as many sequences and guesses, after each turn's drift is removed, and drafting
