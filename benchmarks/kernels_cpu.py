@@ -31,6 +31,7 @@ from reporting import markdown_table, write_page
 from tandem_kernels import (
     AttentionLayer,
     AttentionMetadata,
+    Packing,
     interleave,
     pack_quantized,
     pack_weight,
@@ -54,8 +55,8 @@ PROJECTION_ROWS = (1, 4, 8, 16, 32, 128, 512)
 PACKINGS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "float32": pack_weight,
     "bfloat16": lambda weight: pack_weight(weight.bfloat16()),
-    "8 bit": lambda weight: pack_quantized(quantize_weight(weight, 8)),
-    "4 bit": lambda weight: pack_quantized(quantize_weight(weight, 4)),
+    "8 bit": lambda weight: pack_quantized(quantize_weight(weight, Packing.INT8)),
+    "4 bit": lambda weight: pack_quantized(quantize_weight(weight, Packing.INT4)),
 }
 #: For each line of a table, with at least 3 and at most 50 turns.
 _SECONDS_PER_LINE = 0.7

@@ -7,8 +7,8 @@
 // Weights are packed once into panels of 32 columns, so that the inner loop reads them in order:
 //
 //   kFloat32, kBFloat16   [panel][k][32 columns]   k counts 32-bit lanes of depth: a float, or a pair of bfloat16
-//   kInt8, kInt4          [panel][group][Group]    32 of depth with a scale per column; quantized.cpp
-enum class Packing : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kInt4 = 3 };
+//   the others            [panel][block][bytes]    32 or 256 of depth with scales per column; quantized.cpp
+enum class Packing : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kInt4 = 3, kQ4K = 4, kQ6K = 5 };
 
 constexpr int kPanel = 32;
 constexpr int kGroup = 32;
@@ -60,7 +60,7 @@ constexpr int kTileRows = kLanes / 4;
 struct RowGroup {
   int8_t codes[kTileRows][kGroup];
   float scales[kTileRows], sums[kTileRows];  // of the codes: scale * sum
-  int32_t shifts[kTileRows];                 // -128 * sum
+  int32_t code_sums[2][kTileRows];           // of the first and the second 16 codes
 };
 
 // Rows of a product's left side. Quantized weights read only what quantize_row made of them.

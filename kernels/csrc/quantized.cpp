@@ -1,12 +1,23 @@
-// Matrix products in 8-bit integers: activations quantized on the way, in groups of 32, by weights of 8 or 4 bits.
+// Matrix products in 8-bit integers: activations quantized on the way, in groups of 32, by weights of 8, 6 or 4 bits.
 //
-// A group of 32 along depth, of a panel's 32 columns; a weight is code * scale + minimum, codes are unsigned:
+// A panel's 32 columns lie in blocks along depth, each with a head and groups of 32; codes are unsigned:
 //
-//   kInt8   scale [32] float16 | codes [8][32 columns][4]                        minimum = -128 * scale, not stored
-//   kInt4   scale [32] float16 | minimum [32] float16 | codes [4][32 columns][4]
-//           of row k, a byte holds code 4 k + j in its lower half and code 16 + 4 k + j in its upper half
+//   kInt8   one group:    scale [32] float16
+//                         codes [8][32 columns][4]
+//   kInt4   one group:    scale [32] float16 | minimum [32] float16
+//                         codes [4][32 columns][4]
+//   kQ4K    eight groups: scale [32] float16 | minimum [32] float16
+//                         factors of these [2][32] int8 | codes [4][32 columns][4]
+//   kQ6K    eight groups: scale [32] float16
+//                         factors of it [2][32] int8, for 16 of depth each | lower bits [4][32 columns][4] |
+//                         upper bits [2][32 columns][4]
 //
-// GGUF's Q8_0, Q4_0 and Q4_1 are such groups, so their weights are taken as they are. With activations a = s * b:
+// A weight is code * scale + minimum; the minimum is -128 * scale (kInt8) or -32 * scale (kQ6K) where none is stored. Of 4
+// bits, row k has code 4 k + j in the lower half of a byte and code 16 + 4 k + j in the upper half. Of the upper 2 bits of
+// kQ6K, row h has those of code 16 h + 4 k + j in bits 2 k of byte j.
+//
+// GGUF's Q8_0, Q4_0, Q4_1, Q4_K and Q6_K are such groups, so their weights are taken as they are. With activations
+// a = s * b:
 //
 //   sum w a = scale * s * (sum code b) + minimum * s * (sum b)
 //
@@ -24,8 +35,18 @@ constexpr int kQuads = kGroup / 4;
 // Activations in one pass over the weights stay in the second-level cache.
 constexpr int64_t kPassBytes = 512 << 10;
 
-template <int Bits>
-constexpr int kGroupBytes = (Bits == 8 ? 2 : 4) * kPanel + kPanel * kGroup * Bits / 8;
+template <Packing Kind>
+struct Format {
+  static constexpr bool kIsK = Kind == Packing::kQ4K || Kind == Packing::kQ6K;
+  static constexpr int kBits = Kind == Packing::kInt8 ? 8 : Kind == Packing::kQ6K ? 6 : 4;
+  static constexpr bool kHasMinimum = kBits == 4;
+  // The code that means 0 where no minimum is stored.
+  static constexpr int kZero = kHasMinimum ? 0 : 1 << (kBits - 1);
+  static constexpr int kGroups = kIsK ? 8 : 1;
+  static constexpr int kHeadBytes = (kHasMinimum ? 4 : 2) * kPanel;
+  static constexpr int kFactorBytes = kIsK ? 2 * kPanel : 0;
+  static constexpr int kGroupBytes = kFactorBytes + kPanel * kGroup * kBits / 8;
+};
 
 inline VecInt load_int(const void* p) {
   VecInt v;
@@ -33,25 +54,34 @@ inline VecInt load_int(const void* p) {
   return v;
 }
 
-// acc + the four products of unsigned bytes by the signed bytes of `by`, per 32-bit lane.
-inline VecInt dot_add(VecInt acc, VecInt codes, int32_t by) {
+inline VecInt low_nibbles(VecInt bytes) { return bytes & 0x0f0f0f0f; }
+inline VecInt high_nibbles(VecInt bytes) { return (bytes >> 4) & 0x0f0f0f0f; }
+
+// Sums of products of unsigned codes by signed bytes of -127 .. 127, four products per lane of 32 bits and call. Where that
+// takes several instructions, codes of more than 4 bits are two planes, of lower and of upper bits, each with its own sum.
 #if defined(__AVX512VNNI__)
-  return (VecInt)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)codes, _mm512_set1_epi32(by));
-#elif defined(__AVX512F__)
-  const __m512i u = (__m512i)codes, s = _mm512_set1_epi32(by);
-  const __m512i even = _mm512_madd_epi16(_mm512_and_si512(u, _mm512_set1_epi16(255)),
-                                         _mm512_srai_epi16(_mm512_slli_epi16(s, 8), 8));
-  const __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(u, 8), _mm512_srai_epi16(s, 8));
-  return acc + (VecInt)even + (VecInt)odd;
-#else
-  // Widened, as the products of bytes would saturate 16 bits.
-  const __m256i u = (__m256i)codes, s = _mm256_set1_epi32(by);
-  const __m256i even = _mm256_madd_epi16(_mm256_and_si256(u, _mm256_set1_epi16(255)),
-                                         _mm256_srai_epi16(_mm256_slli_epi16(s, 8), 8));
-  const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(u, 8), _mm256_srai_epi16(s, 8));
-  return acc + (VecInt)even + (VecInt)odd;
-#endif
+constexpr bool kHasPlanes = false;
+
+inline VecInt add_products(VecInt sum, VecInt codes, int32_t by) {
+  return (VecInt)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(by));
 }
+inline VecInt joined(VecInt sum) { return sum; }
+#else
+constexpr bool kHasPlanes = true;
+
+// 16 bits hold the 16 products that a group adds to each: at most 16 * 15 * 127 = 30,480.
+#if defined(__AVX512F__)
+inline VecInt add_products(VecInt sum, VecInt plane, int32_t by) {
+  return (VecInt)_mm512_add_epi16((__m512i)sum, _mm512_maddubs_epi16((__m512i)plane, _mm512_set1_epi32(by)));
+}
+inline VecInt joined(VecInt sum) { return (VecInt)_mm512_madd_epi16((__m512i)sum, _mm512_set1_epi16(1)); }
+#else
+inline VecInt add_products(VecInt sum, VecInt plane, int32_t by) {
+  return (VecInt)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)plane, _mm256_set1_epi32(by)));
+}
+inline VecInt joined(VecInt sum) { return (VecInt)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1)); }
+#endif
+#endif
 
 struct Call {
   const TandemLinear& weight;
@@ -60,54 +90,105 @@ struct Call {
   DType out_dtype;
 };
 
-// Rows of one tile x Vecs * kLanes columns from `column` on.
+// Codes of a group's quads first .. first + Count by the activations of some rows, summed.
 template <int Bits, int Rows, int Vecs>
-void block(const Call& c, int64_t row, int column) {
-  const int groups = c.weight.depth / kGroup;
-  const int64_t at = column % kPanel;
-  const uint8_t* weights = (const uint8_t*)c.weight.packed + int64_t(column / kPanel) * groups * kGroupBytes<Bits>;
-  const RowGroup* group = c.x.groups + row / kTileRows * groups;
-  Vec total[Rows][Vecs] = {};
-  for (int g = 0; g < groups; ++g, ++group, weights += kGroupBytes<Bits>) {
-    VecInt dot[Rows][Vecs];
-    for (int r = 0; r < Rows; ++r)
-      for (int v = 0; v < Vecs; ++v) dot[r][v] = VecInt{} + (Bits == 8 ? group->shifts[r] : 0);
-    auto add = [&](const VecInt* codes, int quad) {
+struct Sums {
+  static constexpr int kPlanes = kHasPlanes && Bits > 4 ? 2 : 1;
+  VecInt planes[kPlanes][Rows][Vecs] = {};
+
+  // lower: the lower 4 bits of each code; upper: the others.
+  __attribute__((always_inline)) void add(const RowGroup& group, int quad, const VecInt* lower, const VecInt* upper) {
+    VecInt codes[kPlanes][Vecs];
+    for (int v = 0; v < Vecs; ++v) {
+      codes[0][v] = lower[v];
+      if constexpr (kPlanes == 2) codes[1][v] = upper[v];
+      else if constexpr (Bits > 4) codes[0][v] |= upper[v] << 4;
+    }
+    for (int p = 0; p < kPlanes; ++p)
       for (int r = 0; r < Rows; ++r) {
         int32_t by;
-        std::memcpy(&by, group->codes[r] + 4 * quad, 4);
-        for (int v = 0; v < Vecs; ++v) dot[r][v] = dot_add(dot[r][v], codes[v], by);
+        std::memcpy(&by, group.codes[r] + 4 * quad, 4);
+        for (int v = 0; v < Vecs; ++v) planes[p][r][v] = add_products(planes[p][r][v], codes[p][v], by);
+      }
+  }
+
+  VecInt of(int r, int v) const {
+    VecInt sum = joined(planes[0][r][v]);
+    if constexpr (kPlanes == 2) sum += joined(planes[1][r][v]) << 4;
+    return sum;
+  }
+};
+
+// Rows of one tile x Vecs * kLanes columns from `column` on.
+template <Packing Kind, int Rows, int Vecs>
+void block(const Call& c, int64_t row, int column) {
+  using F = Format<Kind>;
+  const int groups = c.weight.depth / kGroup;
+  const int64_t at = column % kPanel;
+  const int64_t panel_bytes = int64_t(groups / F::kGroups) * F::kHeadBytes + int64_t(groups) * F::kGroupBytes;
+  const uint8_t* weights = (const uint8_t*)c.weight.packed + column / kPanel * panel_bytes;
+  const RowGroup* group = c.x.groups + row / kTileRows * groups;
+  Vec total[Rows][Vecs] = {}, scale[Vecs] = {}, minimum[Vecs] = {};
+  for (int g = 0; g < groups; ++g, ++group, weights += F::kGroupBytes) {
+    if (g % F::kGroups == 0) {
+      const uint16_t* head = (const uint16_t*)weights + at;
+      for (int v = 0; v < Vecs; ++v) {
+        scale[v] = from_f16(head + v * kLanes);
+        if constexpr (F::kHasMinimum) minimum[v] = from_f16(head + kPanel + v * kLanes);
+      }
+      weights += F::kHeadBytes;
+    }
+    const int8_t* factors = (const int8_t*)weights + at;
+    const uint8_t* packed = weights + F::kFactorBytes + at * 4;
+    const auto load_codes = [&](int line, int v) { return load_int(packed + (line * kPanel + v * kLanes) * 4); };
+    // Adds what the sums mean, of one group or one of its halves.
+    const auto settle = [&](const Sums<F::kBits, Rows, Vecs>& sums, const int8_t* factor, auto code_sum) {
+      for (int r = 0; r < Rows; ++r) {
+        const Vec unit = splat(group->scales[r]), offset = splat(group->sums[r]);
+        for (int v = 0; v < Vecs; ++v) {
+          const Vec dot = __builtin_convertvector(sums.of(r, v) - F::kZero * code_sum(r), Vec) * unit;
+          const Vec by = F::kIsK ? scale[v] * from_int8(factor + v * kLanes) : scale[v];
+          total[r][v] = fma(dot, by, total[r][v]);
+          if constexpr (F::kHasMinimum) {
+            const Vec least = F::kIsK ? minimum[v] * from_int8(factor + kPanel + v * kLanes) : minimum[v];
+            total[r][v] = fma(offset, least, total[r][v]);
+          }
+        }
       }
     };
-    const uint16_t* scales = (const uint16_t*)weights + at;
-    const uint8_t* packed = weights + (Bits == 8 ? 2 : 4) * kPanel + at * 4;
-    Vec scale[Vecs], minimum[Vecs] = {};
-    for (int v = 0; v < Vecs; ++v) scale[v] = from_f16(scales + v * kLanes);
-    if constexpr (Bits == 8) {
-      for (int k = 0; k < kQuads; ++k) {
-        VecInt codes[Vecs];
-        for (int v = 0; v < Vecs; ++v) codes[v] = load_int(packed + (k * kPanel + v * kLanes) * 4);
-        add(codes, k);
+    if constexpr (Kind == Packing::kQ6K) {
+      for (int half = 0; half < 2; ++half) {
+        Sums<F::kBits, Rows, Vecs> sums;
+        for (int k = 0; k < kQuads / 2; ++k) {
+          VecInt lower[Vecs], upper[Vecs];
+          for (int v = 0; v < Vecs; ++v) {
+            const VecInt both = load_codes(k, v);
+            lower[v] = half ? high_nibbles(both) : low_nibbles(both);
+            upper[v] = (load_codes(kQuads / 2 + half, v) >> (2 * k)) & 0x03030303;
+          }
+          sums.add(*group, half * kQuads / 2 + k, lower, upper);
+        }
+        settle(sums, factors + half * kPanel, [&](int r) { return group->code_sums[half][r]; });
       }
     } else {
-      for (int v = 0; v < Vecs; ++v) minimum[v] = from_f16(scales + kPanel + v * kLanes);
-      for (int k = 0; k < kQuads / 2; ++k) {
+      Sums<F::kBits, Rows, Vecs> sums;
+      for (int k = 0; k < kQuads * F::kBits / 8; ++k) {
         VecInt low[Vecs], high[Vecs];
         for (int v = 0; v < Vecs; ++v) {
-          const VecInt both = load_int(packed + (k * kPanel + v * kLanes) * 4);
-          low[v] = both & 0x0f0f0f0f;
-          high[v] = (both >> 4) & 0x0f0f0f0f;
+          const VecInt bytes = load_codes(k, v);
+          // Whole codes of 8 bits count as lower ones.
+          constexpr bool kSplit = kHasPlanes || F::kBits == 4;
+          low[v] = kSplit ? low_nibbles(bytes) : bytes;
+          high[v] = kSplit ? high_nibbles(bytes) : VecInt{};
         }
-        add(low, k);
-        add(high, k + kQuads / 2);
+        if constexpr (F::kBits == 8) {
+          sums.add(*group, k, low, high);
+        } else {
+          sums.add(*group, k, low, nullptr);
+          sums.add(*group, k + kQuads / 2, high, nullptr);
+        }
       }
-    }
-    for (int r = 0; r < Rows; ++r) {
-      const Vec unit = splat(group->scales[r]), offset = splat(group->sums[r]);
-      for (int v = 0; v < Vecs; ++v) {
-        total[r][v] = fma(__builtin_convertvector(dot[r][v], Vec) * unit, scale[v], total[r][v]);
-        if constexpr (Bits == 4) total[r][v] = fma(offset, minimum[v], total[r][v]);
-      }
+      settle(sums, factors, [&](int r) { return group->code_sums[0][r] + group->code_sums[1][r]; });
     }
   }
   for (int r = 0; r < Rows; ++r)
@@ -117,28 +198,28 @@ void block(const Call& c, int64_t row, int column) {
 }
 
 // Rows of one tile x one panel.
-template <int Bits, int Rows>
+template <Packing Kind, int Rows>
 void panel_block(const Call& c, int64_t row, int column) {
   // As many sums as registers hold: two vectors of few rows, or one of many.
   constexpr int kVecs = 2;
-  for (int n = 0; n < kPanel; n += kVecs * kLanes) block<Bits, Rows, kVecs>(c, row, column + n);
+  for (int n = 0; n < kPanel; n += kVecs * kLanes) block<Kind, Rows, kVecs>(c, row, column + n);
 }
 
-template <int Bits, int... Rows>
+template <Packing Kind, int... Rows>
 void some_rows(std::integer_sequence<int, Rows...>, int rows, const Call& c, int64_t row, int column) {
   using Block = void (*)(const Call&, int64_t, int);
-  static constexpr Block kBlocks[] = {panel_block<Bits, Rows + 1>...};
+  static constexpr Block kBlocks[] = {panel_block<Kind, Rows + 1>...};
   kBlocks[rows - 1](c, row, column);
 }
 
-template <int Bits>
+template <Packing Kind>
 void run(const Team& team, const Call& c, int64_t rows) {
   const int64_t pass = std::max<int64_t>(1, kPassBytes / c.weight.depth / kTileRows) * kTileRows;
   for (int64_t first = 0; first < rows; first += pass) {
     const int64_t end = std::min(first + pass, rows);
     team.share(panels_of(c.weight), [&](int64_t panel) {
       for (int64_t row = first; row < end; row += kTileRows)
-        some_rows<Bits>(std::make_integer_sequence<int, kTileRows>{}, int(std::min<int64_t>(kTileRows, end - row)), c,
+        some_rows<Kind>(std::make_integer_sequence<int, kTileRows>{}, int(std::min<int64_t>(kTileRows, end - row)), c,
                         row, int(panel) * kPanel);
     });
   }
@@ -158,21 +239,25 @@ void quantize_row(const Activations& to, int64_t row, int depth) {
     }
     // Below this the quotient overflows; such a group counts as zero.
     const float peak = largest(top), most = peak < 1e-35f ? 0.0f : peak, inverse = most > 0 ? 127.0f / most : 0.0f;
-    VecInt total{};
+    VecInt totals[2] = {};
     for (int v = 0; v < kCount; ++v) {
       const VecInt code = round(x[v] * splat(inverse));
-      total += code;
+      totals[2 * v / kCount] += code;
       to_int8(group->codes[r] + v * kLanes, code);
     }
+    for (int half = 0; half < 2; ++half) group->code_sums[half][r] = sum(totals[half]);
     group->scales[r] = most / 127.0f;
-    group->sums[r] = group->scales[r] * sum(total);
-    group->shifts[r] = -128 * sum(total);
+    group->sums[r] = group->scales[r] * (group->code_sums[0][r] + group->code_sums[1][r]);
   }
 }
 
 void quantized_piece(const Team& team, const TandemLinear& piece, const Activations& x, int64_t rows, void* out,
                      DType out_dtype) {
   const Call call = {piece, x, out, out_dtype};
-  if ((Packing)piece.packing == Packing::kInt8) run<8>(team, call, rows);
-  else run<4>(team, call, rows);
+  switch ((Packing)piece.packing) {
+    case Packing::kInt8: run<Packing::kInt8>(team, call, rows); break;
+    case Packing::kInt4: run<Packing::kInt4>(team, call, rows); break;
+    case Packing::kQ4K: run<Packing::kQ4K>(team, call, rows); break;
+    default: run<Packing::kQ6K>(team, call, rows);
+  }
 }

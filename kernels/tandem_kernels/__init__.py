@@ -27,17 +27,23 @@ from tandem_kernels.move_slots import move_slots, move_slots_in_layers
 from tandem_kernels.packed_linear import (
     PANEL,
     PackedWeight,
-    bits_of_packed,
     dequantize_packed,
     pack_quantized,
     pack_weight,
     packed_linear,
     packed_shape,
+    packing_of,
     quantized_shape,
     runs_packed,
     unpack_quantized,
 )
-from tandem_kernels.quantized_weight import QuantizedWeight, join_rows, quantize_weight, round_to_grid
+from tandem_kernels.quantized_weight import (
+    Packing,
+    QuantizedWeight,
+    join_rows,
+    quantize_weight,
+    round_to_grid,
+)
 from tandem_kernels.rope_store import rope_store
 from tandem_kernels.store_kv import store_kv
 from tandem_kernels.turbo_attention import (
@@ -57,9 +63,9 @@ __all__ = [
     "LayerWeights",
     "PackedProjection",
     "PackedWeight",
+    "Packing",
     "QuantizedWeight",
     "add_rms_norm",
-    "bits_of_packed",
     "deinterleave",
     "dequantize_packed",
     "draw_tokens",
@@ -72,6 +78,7 @@ __all__ = [
     "pack_weight",
     "packed_linear",
     "packed_shape",
+    "packing_of",
     "quantize_weight",
     "quantized_shape",
     "rope_store",

@@ -7,7 +7,7 @@ multiply them. Sums over K have one order: a row's bits do not depend on the oth
 
     float32     [panels, K, 32, 1]                                                    csrc/linear.cpp
     bfloat16    [panels, K / 2, 32, 2], neighbours of a row of the weight side by side
-    quantized   [panels, K / 32, bytes] uint8, each group's scales before its codes   csrc/quantized.cpp
+    quantized   [panels, K / 32 or 256, bytes] uint8, scales before codes             csrc/quantized.cpp
 
 Columns beyond the weight's own, in its last panel, are zeros. A PackedWeight joins several packings below
 each other, so that each can have its own bits.
@@ -25,13 +25,20 @@ import torch
 import torch.nn.functional as F
 
 from tandem_kernels import native
-from tandem_kernels.quantized_weight import GROUP_SIZE, QuantizedWeight
+from tandem_kernels.quantized_weight import GROUP_SIZE, Packing, QuantizedWeight
 
 PANEL = 32
 _FLOATS = (torch.float32, torch.bfloat16)
-#: Bytes of one group of a panel -> bits of a weight; the numbers the kernel knows packings by.
-_GROUP_BITS = {2 * PANEL + PANEL * GROUP_SIZE: 8, 4 * PANEL + PANEL * GROUP_SIZE // 2: 4}
-_PACKING = {torch.float32: 0, torch.bfloat16: 1, 8: 2, 4: 3}
+_PLAIN = {torch.float32: 0, torch.bfloat16: 1}
+
+
+def _block_bytes(packing: Packing) -> int:
+    """Of the groups of a panel that share a scale: scales, minimums, then each group's factors and codes."""
+    group = GROUP_SIZE * packing.bits // 8 + (2 if packing.has_factors else 0)
+    return PANEL * ((4 if packing.bits == 4 else 2) + packing.groups * group)
+
+
+_PACKINGS = {_block_bytes(packing): packing for packing in Packing}
 
 
 @dataclass(frozen=True)
@@ -66,9 +73,11 @@ class PackedWeight:
         return packed if isinstance(packed, cls) else cls((packed,), _panels_of(packed) * PANEL)  # type: ignore[arg-type]
 
 
-def bits_of_packed(packed: torch.Tensor) -> int:
-    """Of what pack_quantized made: 4 or 8."""
-    return _GROUP_BITS[packed.shape[2]]
+def packing_of(packed: torch.Tensor) -> Packing:
+    """Of what pack_quantized made. Raises ValueError if that did not make it."""
+    if packed.ndim != 3 or packed.shape[2] not in _PACKINGS:
+        raise ValueError(f"shape {list(packed.shape)} is that of no packing")
+    return _PACKINGS[packed.shape[2]]
 
 
 def _panels_of(packed: torch.Tensor) -> int:
@@ -76,7 +85,7 @@ def _panels_of(packed: torch.Tensor) -> int:
 
 
 def _depth_of(packed: torch.Tensor) -> int:
-    return packed.shape[1] * (GROUP_SIZE if packed.dtype == torch.uint8 else packed.shape[3])
+    return packed.shape[1] * (packing_of(packed).depth if packed.dtype == torch.uint8 else packed.shape[3])
 
 
 def runs_packed(dtype: torch.dtype, device: torch.device) -> bool:
@@ -92,12 +101,11 @@ def packed_shape(num_columns: int, depth: int, dtype: torch.dtype) -> tuple[int,
     return -(-num_columns // PANEL), depth // per_lane, PANEL, per_lane
 
 
-def quantized_shape(num_columns: int, depth: int, bits: int) -> tuple[int, int, int] | None:
+def quantized_shape(num_columns: int, depth: int, packing: Packing) -> tuple[int, int, int] | None:
     """The same for a quantized weight."""
-    if depth % GROUP_SIZE:
+    if depth % packing.depth:
         return None
-    group_bytes = next(size for size, of in _GROUP_BITS.items() if of == bits)
-    return -(-num_columns // PANEL), depth // GROUP_SIZE, group_bytes
+    return -(-num_columns // PANEL), depth // packing.depth, _block_bytes(packing)
 
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor:
@@ -121,42 +129,64 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor:
 def pack_quantized(weight: QuantizedWeight) -> torch.Tensor:
     """Its packing, as quantized_shape has it."""
     num_columns, depth = weight.codes.shape
-    shape = quantized_shape(num_columns, depth, weight.bits)
+    packing = weight.packing
+    shape = quantized_shape(num_columns, depth, packing)
     assert shape is not None
-    panels, groups, _ = shape
+    panels, blocks, _ = shape
 
-    def padded(rows: torch.Tensor) -> torch.Tensor:
-        return F.pad(rows, (0, 0, 0, panels * PANEL - num_columns))
+    def by_column(values: torch.Tensor) -> torch.Tensor:
+        """[N, ...] -> [panels, 32, ...], with zeros for the columns that lack."""
+        return F.pad(values, (0, 0) * (values.ndim - 1) + (0, panels * PANEL - num_columns)).view(
+            panels, PANEL, *values.shape[1:]
+        )
 
-    codes = padded(weight.codes).view(panels, PANEL, groups, GROUP_SIZE)
-    if weight.bits == 4:
-        low, high = codes.chunk(2, dim=3)
-        codes = low | (high << 4)
+    codes = by_column(weight.codes).view(panels, PANEL, blocks, packing.groups, GROUP_SIZE)
+    lines = codes
+    if packing.bits < 8:
+        low, high = (codes & 15).chunk(2, dim=4)
+        lines = low | (high << 4)
+    if packing.bits == 6:
+        upper = (codes >> 4).view(*codes.shape[:4], 2, 4, 4)
+        shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8).view(4, 1)
+        lines = torch.cat([lines, (upper << shifts).sum(5, dtype=torch.uint8).flatten(4)], dim=4)
     # Four neighbours of a row side by side, then the panel's columns.
-    quads = codes.view(*codes.shape[:3], -1, 4).permute(0, 2, 3, 1, 4).reshape(panels, groups, -1)
-    factors = [weight.scales] if weight.bits == 8 else [weight.scales, weight.minimums]
+    groups = lines.view(*lines.shape[:4], -1, 4).permute(0, 2, 3, 4, 1, 5).flatten(3)
+    if weight.factors is not None:
+        factors = by_column(weight.factors).view(torch.uint8).view(panels, PANEL, blocks, packing.groups, 2)
+        groups = torch.cat([factors.permute(0, 2, 3, 4, 1).flatten(3), groups], dim=3)
     heads = [
-        padded(f).view(panels, PANEL, groups).transpose(1, 2).contiguous().view(torch.uint8) for f in factors
+        by_column(head).transpose(1, 2).contiguous().view(torch.uint8)
+        for head in (weight.scales, weight.minimums)[: 2 if packing.bits == 4 else 1]
     ]
-    return torch.cat([*heads, quads], dim=2)
+    return torch.cat([*heads, groups.flatten(2)], dim=2)
 
 
 def unpack_quantized(packed: torch.Tensor) -> QuantizedWeight:
     """The inverse of pack_quantized."""
-    panels, groups, _ = packed.shape
-    bits = bits_of_packed(packed)
-
-    def factors(index: int) -> torch.Tensor:
-        part = packed[:, :, 2 * PANEL * index : 2 * PANEL * (index + 1)].contiguous().view(torch.float16)
-        return part.transpose(1, 2).reshape(panels * PANEL, groups)
-
-    scales = factors(0)
-    quads = packed[:, :, 2 * PANEL * (1 if bits == 8 else 2) :].reshape(panels, groups, -1, PANEL, 4)
-    codes = quads.permute(0, 3, 1, 2, 4).flatten(3)
-    if bits == 4:
-        codes = torch.cat([codes & 15, codes >> 4], dim=3)
-    minimums = scales * -128 if bits == 8 else factors(1)
-    return QuantizedWeight(bits, codes.reshape(panels * PANEL, groups * GROUP_SIZE), scales, minimums)
+    panels, blocks, _ = packed.shape
+    packing = packing_of(packed)
+    num_columns, num_heads = panels * PANEL, 2 if packing.bits == 4 else 1
+    head, groups = packed.tensor_split([2 * PANEL * num_heads], dim=2)
+    heads = [
+        part.contiguous().view(torch.float16).transpose(1, 2).reshape(num_columns, blocks)
+        for part in head.chunk(num_heads, dim=2)
+    ]
+    minimums = heads[1] if num_heads == 2 else heads[0] * -(1 << (packing.bits - 1))
+    groups = groups.reshape(panels, blocks, packing.groups, -1)
+    factors = None
+    if packing.has_factors:
+        stored, groups = groups.tensor_split([2 * PANEL], dim=3)
+        stored = stored.reshape(panels, blocks * packing.groups, 2, PANEL).permute(0, 3, 1, 2)
+        factors = stored.reshape(num_columns, -1, 2).contiguous().view(torch.int8)
+    lines = groups.reshape(panels, blocks, packing.groups, -1, PANEL, 4).permute(0, 4, 1, 2, 3, 5).flatten(4)
+    codes = lines
+    if packing.bits < 8:
+        codes = torch.cat([lines[..., :16] & 15, lines[..., :16] >> 4], dim=4)
+    if packing.bits == 6:
+        shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8).view(4, 1)
+        upper = (lines[..., 16:].reshape(*lines.shape[:4], 2, 1, 4) >> shifts) & 3
+        codes = codes | (upper.flatten(4) << 4)
+    return QuantizedWeight(packing, codes.reshape(num_columns, -1), heads[0], minimums, factors)
 
 
 def packed_linear(
@@ -206,12 +236,12 @@ def native_weight(weight: PackedWeight, bias: torch.Tensor | None) -> ctypes.Arr
     described: list[native.LinearWeight] = []
     first = 0
     for part in weight.parts:
-        kind = bits_of_packed(part) if part.dtype == torch.uint8 else part.dtype
+        kind = packing_of(part) if part.dtype == torch.uint8 else _PLAIN[part.dtype]
         columns = min(_panels_of(part) * PANEL, weight.columns - first)
         bias_pointer = None if bias is None else bias.data_ptr() + 4 * first
         described.append(
             native.LinearWeight(
-                part.data_ptr(), bias_pointer, columns, weight.depth, _PACKING[kind], first, weight.columns,
+                part.data_ptr(), bias_pointer, columns, weight.depth, kind, first, weight.columns,
                 len(weight.parts) - len(described),
             )
         )  # fmt: skip

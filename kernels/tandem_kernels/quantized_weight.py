@@ -1,14 +1,17 @@
-"""Weights of 8 or 4 bits in groups of 32 along a row, each group with its own scale and minimum.
+"""Weights of 8, 6 or 4 bits in groups of 32 along a row, each group with its own scale and minimum.
 
-weight[n, k] = codes[n, k] * scales[n, k // 32] + minimums[n, k // 32]
+weight[n, k] = codes[n, k] * scale + minimum
 
-8 bits   codes 0 to 255, minimum = -128 * scale: symmetric, and GGUF's Q8_0 as it is
-4 bits   codes 0 to 15, any minimum: GGUF's Q4_0 and Q4_1 as they are
+INT8   codes 0 to 255, minimum = -128 * scale: symmetric, and GGUF's Q8_0 as it is
+INT4   codes 0 to 15, any minimum: GGUF's Q4_0 and Q4_1 as they are
+Q4_K   codes 0 to 15; eight groups share a scale and a minimum, and each has a factor for both
+Q6_K   codes 0 to 63, minimum = -32 * scale; eight groups share a scale, each 16 codes have a factor for it
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 import torch
 
@@ -16,81 +19,123 @@ import torch
 GROUP_SIZE = 32
 
 
+class Packing(IntEnum):
+    """Numbers by which the kernels know the packings (csrc/linear.h)."""
+
+    INT8 = 2
+    INT4 = 3
+    Q4_K = 4
+    Q6_K = 5
+
+    @property
+    def bits(self) -> int:
+        return {Packing.INT8: 8, Packing.Q6_K: 6}.get(self, 4)
+
+    @property
+    def has_factors(self) -> bool:
+        return self in (Packing.Q4_K, Packing.Q6_K)
+
+    @property
+    def groups(self) -> int:
+        """That share a scale."""
+        return 8 if self.has_factors else 1
+
+    @property
+    def depth(self) -> int:
+        """Neighbours in a row that share a scale, but for its factors."""
+        return self.groups * GROUP_SIZE
+
+
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """A weight [N, K], K a multiple of 32."""
+    """A weight [N, K], K a multiple of the packing's depth."""
 
-    bits: int
+    packing: Packing
     #: [N, K] uint8.
     codes: torch.Tensor
-    #: [N, K / 32] float16.
+    #: [N, K / depth] float16.
     scales: torch.Tensor
-    #: [N, K / 32] float16.
+    #: [N, K / depth] float16.
     minimums: torch.Tensor
+    #: [N, K / 32, 2] int8; Q4_K: of scale and minimum; Q6_K: of both, for the first and the second 16 codes.
+    factors: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         num_rows, depth = self.codes.shape
-        groups = (num_rows, depth // GROUP_SIZE)
-        if self.bits not in (4, 8) or depth % GROUP_SIZE or self.codes.dtype != torch.uint8:
+        if depth % self.packing.depth or self.codes.dtype != torch.uint8:
             raise ValueError(
-                f"codes are {list(self.codes.shape)} of {self.codes.dtype} with {self.bits} bits, wanted "
-                f"[N, K] uint8 of 4 or 8 bits with K a multiple of {GROUP_SIZE}"
+                f"codes are {list(self.codes.shape)} of {self.codes.dtype}, wanted [N, K] uint8 with K a "
+                f"multiple of {self.packing.depth}"
             )
+        shape = (num_rows, depth // self.packing.depth)
         for name in ("scales", "minimums"):
             values = getattr(self, name)
-            if values.shape != groups or values.dtype != torch.float16:
+            if values.shape != shape or values.dtype != torch.float16:
                 raise ValueError(
-                    f"{name} are {list(values.shape)} of {values.dtype}, wanted {list(groups)} float16"
+                    f"{name} are {list(values.shape)} of {values.dtype}, wanted {list(shape)} float16"
                 )
+        wanted = (num_rows, depth // GROUP_SIZE, 2) if self.packing.has_factors else None
+        found = None if self.factors is None else tuple(self.factors.shape)
+        if found != wanted or (self.factors is not None and self.factors.dtype != torch.int8):
+            raise ValueError(f"factors have shape {found}, wanted {wanted} int8 for {self.packing.name}")
 
     def dequantize(self) -> torch.Tensor:
         """[N, K] float32."""
-        codes = self.codes.float().view(*self.scales.shape, GROUP_SIZE)
-        return (codes * self.scales.float().unsqueeze(2) + self.minimums.float().unsqueeze(2)).flatten(1)
+        scales, minimums = (
+            # One per half of a group.
+            values.float().repeat_interleave(2 * self.packing.groups, 1)
+            for values in (self.scales, self.minimums)
+        )
+        if self.factors is not None:
+            factors = self.factors.float()
+            if self.packing is Packing.Q4_K:
+                scales *= factors[:, :, 0].repeat_interleave(2, 1)
+                minimums *= factors[:, :, 1].repeat_interleave(2, 1)
+            else:
+                scales *= factors.flatten(1)
+                minimums *= factors.flatten(1)
+        codes = self.codes.float().view(*scales.shape, GROUP_SIZE // 2)
+        return (codes * scales.unsqueeze(2) + minimums.unsqueeze(2)).flatten(1)
 
     def rows(self, order: torch.Tensor) -> QuantizedWeight:
         """The rows [M] int64 in this order."""
-        return QuantizedWeight(self.bits, self.codes[order], self.scales[order], self.minimums[order])
+        factors = None if self.factors is None else self.factors[order]
+        return QuantizedWeight(
+            self.packing, self.codes[order], self.scales[order], self.minimums[order], factors
+        )
 
 
 def join_rows(parts: list[QuantizedWeight]) -> QuantizedWeight:
-    """Weights of equal depth and bits below each other."""
+    """Weights of equal depth and packing below each other."""
+    factors = [p.factors for p in parts if p.factors is not None]
     return QuantizedWeight(
-        parts[0].bits,
+        parts[0].packing,
         torch.cat([p.codes for p in parts]),
         torch.cat([p.scales for p in parts]),
         torch.cat([p.minimums for p in parts]),
+        torch.cat(factors) if factors else None,
     )
 
 
-def quantize_weight(
-    weight: torch.Tensor, bits: int, candidates: tuple[torch.Tensor, ...] = ()
-) -> QuantizedWeight:
+def quantize_weight(weight: torch.Tensor, packing: Packing) -> QuantizedWeight:
     """Nearest codes for weight [N, K], floating point.
 
-    8 bits: the largest magnitude of a group becomes 127, or the scale is one of candidates [N, K / 32]
-    float16 where its squared error is less. 4 bits: of several ranges inside a group's extremes the one with
-    the least squared error, since cutting off one outlier may serve the other 31 better.
+    INT8: the largest magnitude of a group becomes 127. INT4: of several ranges inside a group's extremes the
+    one with the least squared error, since cutting off one outlier may serve the other 31 better.
 
     Raises:
-        ValueError: K is not a multiple of 32, or bits is neither 4 nor 8.
+        ValueError: K is not a multiple of 32, or another packing.
     """
-    if bits not in (4, 8) or weight.ndim != 2 or weight.shape[1] % GROUP_SIZE:
+    if packing.has_factors or weight.ndim != 2 or weight.shape[1] % GROUP_SIZE:
         raise ValueError(
-            f"weight has shape {list(weight.shape)} for {bits} bits, wanted [N, K] with K a multiple of "
-            f"{GROUP_SIZE}, and 4 or 8 bits"
+            f"weight has shape {list(weight.shape)} for {packing.name}, wanted [N, K] with K a multiple of "
+            f"{GROUP_SIZE}, and INT4 or INT8"
         )
     groups = weight.float().reshape(weight.shape[0], -1, GROUP_SIZE)
-    if bits == 8:
+    if packing is Packing.INT8:
         scales = (groups.abs().amax(2) / 127).half()
-        least = None
-        for candidate in candidates:
-            if least is None:
-                least = _error(groups, scales)
-            error = _error(groups, candidate)
-            scales, least = torch.where(error < least, candidate, scales), torch.minimum(error, least)
         # A power of two times the scale: exact, unless it overflows.
-        return round_to_grid(weight, 8, scales, scales * -128)
+        return round_to_grid(weight, packing, scales, scales * -128)
     best: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
     least = torch.full(groups.shape[:2], torch.inf)
     low, high = groups.amin(2), groups.amax(2)
@@ -112,23 +157,18 @@ def quantize_weight(
                 torch.where(better, minimums, best[2]),
             )
     assert best is not None
-    return QuantizedWeight(4, best[0].to(torch.uint8).flatten(1), best[1], best[2])
+    return QuantizedWeight(packing, best[0].to(torch.uint8).flatten(1), best[1], best[2])
 
 
 def round_to_grid(
-    values: torch.Tensor, bits: int, scales: torch.Tensor, minimums: torch.Tensor
+    values: torch.Tensor, packing: Packing, scales: torch.Tensor, minimums: torch.Tensor
 ) -> QuantizedWeight:
     """The nearest codes for values [N, K] floating point, with these scales and minimums [N, K / 32] float16;
-    with 8 bits minimums are -128 * scales."""
+    with INT8 minimums are -128 * scales."""
     groups = values.float().reshape(*scales.shape, GROUP_SIZE)
-    codes = ((groups - minimums.float().unsqueeze(2)) / _divisor(scales)).round_().clamp_(0, 2**bits - 1)
-    return QuantizedWeight(bits, codes.to(torch.uint8).flatten(1), scales, minimums)
-
-
-def _error(groups: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """[N, K / 32]: the squared error of codes -128 .. 127 with these scales."""
-    codes = (groups / _divisor(scales)).round_().clamp_(-128, 127)
-    return codes.mul_(scales.float().unsqueeze(2)).sub_(groups).square_().sum(2)
+    codes = (groups - minimums.float().unsqueeze(2)) / _divisor(scales)
+    codes = codes.round_().clamp_(0, 2**packing.bits - 1)
+    return QuantizedWeight(packing, codes.to(torch.uint8).flatten(1), scales, minimums)
 
 
 def _divisor(scales: torch.Tensor) -> torch.Tensor:

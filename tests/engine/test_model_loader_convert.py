@@ -21,7 +21,7 @@ from tandem_engine.model_loader import ensure_weights
 from tandem_engine.model_loader.gguf_source import GgufSource
 from tandem_engine.model_loader.safetensors_source import SafetensorsSource
 from tandem_engine.models import ModelConfig, Quantization
-from tandem_kernels import pack_weight, quantize_weight, unpack_quantized
+from tandem_kernels import Packing, pack_weight, quantize_weight, unpack_quantized
 
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -106,10 +106,11 @@ def test_quantized_forms_hold_what_rounding_the_fused_weights_gives(
         if not name.endswith(("_proj.weight", "lm_head.weight")):
             assert torch.equal(tensor, full[name])
             continue
-        bits = 8 if quantization is Quantization.W8A8 or name == "lm_head.weight" else 4
+        is_head = name == "lm_head.weight"
+        packing = Packing.INT8 if is_head or quantization is Quantization.W8A8 else Packing.INT4
         values = unpack_quantized(tensor).dequantize()
-        assert torch.equal(values, quantize_weight(full[name], bits).dequantize()), name
-        assert (values - full[name]).square().mean().sqrt() < (0.01 if bits == 8 else 0.12)
+        assert torch.equal(values, quantize_weight(full[name], packing).dequantize()), name
+        assert (values - full[name]).square().mean().sqrt() < (0.01 if packing is Packing.INT8 else 0.12)
 
 
 def test_quantized_weights_and_float16_do_not_go_together(folder: Path) -> None:

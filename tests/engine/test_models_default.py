@@ -18,7 +18,7 @@ from tandem_core.model.tokenizer import Tokenizer
 from tandem_engine.model_loader import DEFAULT_MODEL, ensure_weights, load_decoder, pull
 from tandem_engine.model_loader.gguf_source import GgufSource
 from tandem_engine.models import Decoder, ModelConfig, ModelInputs, Quantization
-from tandem_kernels import AttentionMetadata, unpack_quantized
+from tandem_kernels import AttentionMetadata, Packing, unpack_quantized
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
 
@@ -111,11 +111,11 @@ def test_quantized_weights_of_the_file_are_taken_over_bit_by_bit(folder: Path) -
             for layer in (0, 29):
                 for name in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"):
                     weight = unpack_quantized(ours.get_tensor(f"layers.{layer}.{name}.weight"))
-                    assert weight.bits == 4
+                    assert weight.packing is Packing.INT4
                     wanted = exact.get_tensor(f"layers.{layer}.{name}.weight")
                     assert torch.equal(weight.dequantize(), wanted), name
             head = unpack_quantized(ours.get_tensor("lm_head.weight"))
-            assert head.bits == 8
+            assert head.packing is Packing.INT8
             assert torch.equal(head.dequantize(), exact.get_tensor("embed_tokens.weight"))
 
 

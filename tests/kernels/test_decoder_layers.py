@@ -12,6 +12,7 @@ from tandem_kernels import (
     LayerWeights,
     PackedProjection,
     PackedWeight,
+    Packing,
     add_rms_norm,
     deinterleave,
     interleave,
@@ -35,13 +36,15 @@ def random(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def layers(dtype: torch.dtype, bits: int | None, *, rich: bool) -> list[LayerWeights]:
+def layers(dtype: torch.dtype, packing: Packing | None, *, rich: bool) -> list[LayerWeights]:
     """Three layers; rich ones have biases, QK norm and (the second) a window."""
 
     def projection(columns: int, depth: int, seed: int) -> PackedProjection:
         weight = random(columns, depth, dtype=torch.float32, seed=seed) / depth**0.5
         packed = (
-            pack_weight(weight.to(dtype)) if bits is None else pack_quantized(quantize_weight(weight, bits))
+            pack_weight(weight.to(dtype))
+            if packing is None
+            else pack_quantized(quantize_weight(weight, packing))
         )
         return PackedProjection(
             PackedWeight.of(packed), random(columns, dtype=torch.float32, seed=seed + 1) if rich else None
@@ -118,13 +121,13 @@ def one_by_one(step: Step, weights: list[LayerWeights], caches: list[torch.Tenso
 
 @pytest.mark.parametrize("library", NATIVE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("bits", [None, 8, 4])
+@pytest.mark.parametrize("packing", [None, Packing.INT8, Packing.INT4])
 @pytest.mark.parametrize("rich", [False, True])
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_one_call_gives_the_bits_of_many(
-    num_threads: int, rich: bool, bits: int | None, dtype: torch.dtype, library: str
+    num_threads: int, rich: bool, packing: Packing | None, dtype: torch.dtype, library: str
 ) -> None:
-    step, weights = Step(dtype), layers(dtype, bits, rich=rich)
+    step, weights = Step(dtype), layers(dtype, packing, rich=rich)
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:

@@ -1,10 +1,11 @@
-"""Weights of 8 and 4 bits: what they hold, how they are packed, and their products."""
+"""Weights of 8, 6 and 4 bits: what they hold, how they are packed, and their products."""
 
 import pytest
 import torch
 from native_libraries import NATIVE, native_library
 from tandem_kernels import (
     PackedWeight,
+    Packing,
     QuantizedWeight,
     join_rows,
     pack_quantized,
@@ -16,11 +17,26 @@ from tandem_kernels import (
 )
 
 LIBRARIES = ["off", *NATIVE]
+INT8, INT4, Q4_K, Q6_K = Packing
 DTYPES = [torch.float32, torch.bfloat16]
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def random_weight(num_columns: int, depth: int, packing: Packing, seed: int = 1) -> QuantizedWeight:
+    """depth is a multiple of the packing's."""
+    if not packing.has_factors:
+        return quantize_weight(random(num_columns, depth, seed=seed), packing)
+    generator = torch.Generator().manual_seed(seed)
+    codes = torch.randint(0, 1 << packing.bits, (num_columns, depth), generator=generator, dtype=torch.uint8)
+    scales = (random(num_columns, depth // 256, seed=seed) / 100).half()
+    # Those of Q4_K have 6 bits, without a sign.
+    least, end, zero = (0, 64, 7.5) if packing is Q4_K else (-128, 128, 32)
+    shape = (num_columns, depth // 32, 2)
+    factors = torch.randint(least, end, shape, generator=generator, dtype=torch.int8)
+    return QuantizedWeight(packing, codes, scales, (scales * -zero).half(), factors)
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:
@@ -32,19 +48,25 @@ def rounded(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("num_columns, depth", [(96, 64), (32, 32), (160, 576)])
+@pytest.mark.parametrize(
+    "packing, num_columns, depth",
+    [
+        *((packing, *shape) for packing in (INT8, INT4) for shape in ((96, 64), (32, 32), (160, 576))),
+        *((packing, *shape) for packing in (Q4_K, Q6_K) for shape in ((96, 256), (40, 768))),
+    ],
+)
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 7, 31, 300])
 def test_products_are_those_of_the_rounded_numbers(
-    num_rows: int, num_columns: int, depth: int, bits: int, dtype: torch.dtype, library: str
+    num_rows: int, packing: Packing, num_columns: int, depth: int, dtype: torch.dtype, library: str
 ) -> None:
     x = random(num_rows, depth, dtype=dtype)
-    weight = quantize_weight(random(num_columns, depth, seed=1), bits)
+    weight = random_weight(num_columns, depth, packing)
     bias = random(num_columns, dtype=dtype, seed=2) if num_rows % 2 else None
     exact = rounded(x) @ weight.dequantize().double().T + (0 if bias is None else bias.double())
     with native_library(library):
-        result = packed_linear(x, pack_quantized(weight), bias)
-        in_float = packed_linear(x, pack_quantized(weight), bias, out_dtype=torch.float32)
+        packed = PackedWeight((pack_quantized(weight),), num_columns)
+        result = packed_linear(x, packed, bias)
+        in_float = packed_linear(x, packed, bias, out_dtype=torch.float32)
     assert result.dtype == dtype and in_float.dtype == torch.float32
     size = exact.abs().max()
     # A quotient that lies on a rounding boundary may fall to the other side, by one step of one activation.
@@ -55,9 +77,11 @@ def test_products_are_those_of_the_rounded_numbers(
 
 
 @pytest.mark.parametrize("library", NATIVE)
-@pytest.mark.parametrize("bits", [8, 4])
-def test_a_row_gives_the_same_bits_alone_and_in_any_company(bits: int, library: str) -> None:
-    x, weight = random(1300, 576), quantize_weight(random(192, 576, seed=1), bits)
+@pytest.mark.parametrize("packing, depth", [(INT8, 576), (INT4, 576), (Q4_K, 512), (Q6_K, 512)])
+def test_a_row_gives_the_same_bits_alone_and_in_any_company(
+    packing: Packing, depth: int, library: str
+) -> None:
+    x, weight = random(1300, depth), random_weight(192, depth, packing)
     with native_library(library):
         packed = pack_quantized(weight)
         together = packed_linear(x, packed)
@@ -69,16 +93,30 @@ def test_a_row_gives_the_same_bits_alone_and_in_any_company(bits: int, library: 
 def test_the_largest_codes_do_not_overflow(library: str) -> None:
     x, weight = torch.full((2, 64), 3.0), torch.full((32, 64), -2.0)
     x[1] = -3.0
-    for bits in (8, 4):
+    for packing in (INT8, INT4):
         with native_library(library):
-            result = packed_linear(x, pack_quantized(quantize_weight(weight, bits)))
+            result = packed_linear(x, pack_quantized(quantize_weight(weight, packing)))
         torch.testing.assert_close(result, x @ weight.T, rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("library", NATIVE)
+@pytest.mark.parametrize("packing", Packing)
+def test_sums_of_the_largest_products_are_exact(packing: Packing, library: str) -> None:
+    codes = torch.full((32, 256), (1 << packing.bits) - 1, dtype=torch.uint8)
+    ones = torch.ones(32, 256 // packing.depth).half()
+    zero = 0 if packing.bits == 4 else 1 << (packing.bits - 1)
+    factors = torch.ones(32, 8, 2, dtype=torch.int8) if packing.has_factors else None
+    weight = QuantizedWeight(packing, codes, ones, ones * -zero, factors)
+    x = torch.cat([torch.full((1, 256), 127.0), torch.full((1, 256), -127.0)])
+    with native_library(library):
+        result = packed_linear(x, pack_quantized(weight))
+    assert torch.equal(result, x @ weight.dequantize().T)
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_zeros_tiny_numbers_and_outliers(library: str) -> None:
     """An outlier costs precision in its own 32 neighbours alone."""
-    x, weight = random(3, 96), quantize_weight(random(32, 96, seed=1), 8)
+    x, weight = random(3, 96), quantize_weight(random(32, 96, seed=1), INT8)
     x[0] = 0
     x[1] *= 1e-38
     x[2, 40] = 1e4
@@ -96,40 +134,42 @@ def test_zeros_tiny_numbers_and_outliers(library: str) -> None:
     assert (result[2] - loud_part - exact).abs().max() < 0.3  # one scale per row: about 8
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_packing_loses_nothing(bits: int) -> None:
-    weight = quantize_weight(random(96, 160), bits)
+@pytest.mark.parametrize("packing, depth", [(INT8, 160), (INT4, 160), (Q4_K, 768), (Q6_K, 768)])
+def test_packing_loses_nothing(packing: Packing, depth: int) -> None:
+    weight = random_weight(96, depth, packing)
     packed = pack_quantized(weight)
-    assert tuple(packed.shape) == quantized_shape(96, 160, bits)
+    assert tuple(packed.shape) == quantized_shape(96, depth, packing)
     again = unpack_quantized(packed)
-    assert again.bits == bits
+    assert again.packing is packing
     for name in ("codes", "scales", "minimums"):
         assert torch.equal(getattr(again, name), getattr(weight, name)), name
+    assert again.factors is weight.factors or torch.equal(again.factors, weight.factors)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("bits, allowed", [(8, 0.5), (4, 0.5)])
-def test_quantizing_rounds_to_the_nearest_code(bits: int, allowed: float) -> None:
+@pytest.mark.parametrize("packing", [INT8, INT4])
+def test_quantizing_rounds_to_the_nearest_code(packing: Packing) -> None:
     weight = random(64, 320)
-    quantized = quantize_weight(weight, bits)
+    quantized = quantize_weight(weight, packing)
     error = (quantized.dequantize() - weight).view(64, -1, 32).abs()
-    if bits == 8:
-        assert (error <= (allowed + 0.01) * quantized.scales.float().unsqueeze(2) + 1e-3).all()
+    if packing is INT8:
+        assert (error <= 0.51 * quantized.scales.float().unsqueeze(2) + 1e-3).all()
     # Cutting off outliers is allowed where it lessens the squared error against the full range.
     groups = weight.view(64, -1, 32)
-    step = (groups.amax(2) - groups.amin(2)) / (255 if bits == 8 else 15)
-    assert error.square().mean() <= (step.square() / 12).mean() * (4.1 if bits == 8 else 1.05)
+    step = (groups.amax(2) - groups.amin(2)) / ((1 << packing.bits) - 1)
+    assert error.square().mean() <= (step.square() / 12).mean() * (4.1 if packing is INT8 else 1.05)
 
 
 def test_numbers_on_a_grid_of_16_are_kept() -> None:
     scales, minimums = (random(32, 2).abs() + 0.1).half(), random(32, 2, seed=1).half()
     codes = torch.randint(0, 16, (32, 64), generator=torch.Generator().manual_seed(3), dtype=torch.uint8)
     codes.view(32, 2, 32)[:, :, 0], codes.view(32, 2, 32)[:, :, 1] = 0, 15
-    values = QuantizedWeight(4, codes, scales, minimums).dequantize()
-    torch.testing.assert_close(quantize_weight(values, 4).dequantize(), values, atol=3e-3, rtol=0)
+    values = QuantizedWeight(INT4, codes, scales, minimums).dequantize()
+    torch.testing.assert_close(quantize_weight(values, INT4).dequantize(), values, atol=3e-3, rtol=0)
 
 
-def test_rows_can_be_joined_and_reordered() -> None:
-    first, second = (quantize_weight(random(n, 64, seed=n), 4) for n in (3, 5))
+@pytest.mark.parametrize("packing", Packing)
+def test_rows_can_be_joined_and_reordered(packing: Packing) -> None:
+    first, second = (random_weight(n, 256, packing, seed=n) for n in (3, 5))
     order = torch.tensor([7, 0, 4])
     both = torch.cat([first.dequantize(), second.dequantize()])
     assert torch.equal(join_rows([first, second]).rows(order).dequantize(), both[order])
@@ -137,23 +177,27 @@ def test_rows_can_be_joined_and_reordered() -> None:
 
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kinds", [(4, 8), (4, 4, 8), (8, 4, 0), (0, 4), (4,), (8,)])
+@pytest.mark.parametrize(
+    "kinds",
+    [(INT4, INT8), (INT4, INT4, INT8), (INT8, INT4, None), (None, INT4), (INT4,), (INT8,), (Q4_K, Q6_K)],
+)
 @pytest.mark.parametrize("num_rows", [1, 5, 30])
 def test_pieces_and_a_last_panel_that_is_not_full(
-    num_rows: int, kinds: tuple[int, ...], dtype: torch.dtype, library: str
+    num_rows: int, kinds: tuple[Packing | None, ...], dtype: torch.dtype, library: str
 ) -> None:
-    """Each column has the bits that it has in a weight of its own piece; 0: not quantized."""
-    if library == "off" and 0 in kinds:
+    """Each column has the bits that it has in a weight of its own piece; None: not quantized."""
+    if library == "off" and None in kinds:
         pytest.skip("only compiled kernels take packed floats")
-    x = random(num_rows, 96).to(dtype)
+    x = random(num_rows, 256).to(dtype)
     sizes = [32 * (n + 1) for n in range(len(kinds))]
     sizes[-1] -= 9
     parts, expected, bias = [], [], random(sum(sizes), seed=9)
     with native_library(library):
-        for n, (bits, size) in enumerate(zip(kinds, sizes, strict=True)):
-            weight = random(size, 96, seed=n)
+        for n, (kind, size) in enumerate(zip(kinds, sizes, strict=True)):
             parts.append(
-                pack_quantized(quantize_weight(weight, bits)) if bits else pack_weight(weight.to(dtype))
+                pack_quantized(random_weight(size, 256, kind, seed=n))
+                if kind
+                else pack_weight(random(size, 256, seed=n).to(dtype))
             )
             own = bias[sum(sizes[:n]) : sum(sizes[: n + 1])]
             expected.append(packed_linear(x, PackedWeight((parts[-1],), size), own))
@@ -166,31 +210,26 @@ def test_pieces_and_a_last_panel_that_is_not_full(
 
 
 def test_pieces_that_do_not_fit_are_refused() -> None:
-    four, eight = (pack_quantized(quantize_weight(torch.ones(32, 64), bits)) for bits in (4, 8))
+    four, eight = (pack_quantized(quantize_weight(torch.ones(32, 64), packing)) for packing in (INT4, INT8))
     for parts, columns in (((four, eight), 65), ((four, eight), 32), ((four, eight[:, :1]), 64)):
         with pytest.raises(ValueError, match="wanted one depth"):
             PackedWeight(parts, columns)
 
 
-def test_among_candidates_the_scale_with_the_least_error_is_taken() -> None:
-    values = torch.arange(-32, 32).float().view(2, 32) * 0.01
-    default, chosen = (
-        quantize_weight(values, 8),
-        quantize_weight(values, 8, (torch.full((2, 1), 0.0025).half(), torch.full((2, 1), 5.0).half())),
-    )
-    errors = [(weight.dequantize() - values).square().sum() for weight in (chosen, default)]
-    assert errors[0] < errors[1] / 10
-
-
 def test_what_cannot_be_quantized_is_said() -> None:
-    assert quantized_shape(64, 48, 8) is None
-    with pytest.raises(ValueError, match="multiple of 32, and 4 or 8 bits"):
-        quantize_weight(torch.ones(32, 40), 4)
-    with pytest.raises(ValueError, match="4 or 8 bits"):
-        quantize_weight(torch.ones(32, 64), 5)
+    assert quantized_shape(64, 48, INT8) is None and quantized_shape(64, 160, Q4_K) is None
+    with pytest.raises(ValueError, match="multiple of 32, and INT4 or INT8"):
+        quantize_weight(torch.ones(32, 40), INT4)
+    with pytest.raises(ValueError, match=r"for Q6_K, wanted .* INT4 or INT8"):
+        quantize_weight(torch.ones(32, 256), Q6_K)
     with pytest.raises(ValueError, match=r"scales are \[4, 1\] of torch.float32"):
-        QuantizedWeight(8, torch.zeros(4, 32, dtype=torch.uint8), torch.ones(4, 1), torch.ones(4, 1).half())
-    packed = pack_quantized(quantize_weight(torch.ones(32, 64), 4))
+        QuantizedWeight(
+            INT8, torch.zeros(4, 32, dtype=torch.uint8), torch.ones(4, 1), torch.ones(4, 1).half()
+        )
+    codes, ones = torch.zeros(4, 256, dtype=torch.uint8), torch.ones(4, 1).half()
+    with pytest.raises(ValueError, match=r"factors have shape None, wanted \(4, 8, 2\) int8 for Q4_K"):
+        QuantizedWeight(Q4_K, codes, ones, ones)
+    packed = pack_quantized(quantize_weight(torch.ones(32, 64), INT4))
     for x in (torch.ones(2, 32), torch.ones(2, 64).half(), torch.ones(64, 2).T):
         with pytest.raises(ValueError, match=r"wanted a dense \[T, 64\] of torch.float32 or torch.bfloat16"):
             packed_linear(x, packed)

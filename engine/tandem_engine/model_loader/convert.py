@@ -20,7 +20,15 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from tandem_core.errors import ModelLoadError
 from tandem_core.model.manifest import ModelManifest
-from tandem_kernels import PANEL, QuantizedWeight, join_rows, pack_quantized, pack_weight, quantize_weight
+from tandem_kernels import (
+    PANEL,
+    Packing,
+    QuantizedWeight,
+    join_rows,
+    pack_quantized,
+    pack_weight,
+    quantize_weight,
+)
 from torch import Tensor
 
 from tandem_engine.model_loader.files import OnProgress, atomic_write, locked, no_progress
@@ -38,7 +46,7 @@ from tandem_engine.models.layout import (
 )
 
 #: Changes when layout.py does: files of another layout are made again.
-LAYOUT_VERSION = "2"
+LAYOUT_VERSION = "3"
 #: Numbers of a weight that are converted at once: their float32 stays in the caches.
 _SPAN = 1 << 20
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -58,13 +66,13 @@ class WeightSource(Protocol):
 
     def get(self, name: str, rows: slice = ...) -> Tensor: ...
 
-    def bits(self, name: str) -> int:
-        """4 or 8 where the tensor is quantized, the bits of the packing that holds it; else 0."""
+    def packing(self, name: str) -> Packing | None:
+        """That holds the tensor where it is quantized."""
 
     def release(self) -> None:
         """Gives back the memory of what has been read."""
 
-    def get_quantized(self, name: str, bits: int, rows: slice = ...) -> QuantizedWeight:
+    def get_quantized(self, name: str, packing: Packing, rows: slice = ...) -> QuantizedWeight:
         """Some rows of a quantized tensor."""
 
 
@@ -119,9 +127,9 @@ def source_bits(folder: Path) -> int:
 
 
 def quantized_bits(source: WeightSource) -> int:
-    """The least bits of a quantized projection, 4 or 8; 0 if none is quantized."""
-    bits = {source.bits(name) for name in source.names() if name.endswith("_proj.weight")}
-    return min(bits - {0}, default=0)
+    """The least bits of a quantized projection's packing; 0 if none is quantized."""
+    packings = [source.packing(name) for name in source.names() if name.endswith("_proj.weight")]
+    return min((packing.bits for packing in packings if packing), default=0)
 
 
 def open_source(path: Path) -> WeightSource:
@@ -170,54 +178,57 @@ def _one_thread() -> Iterator[None]:
 
 
 class _Piece(NamedTuple):
-    """One tensor of the file: some parts of a stored tensor that have the same bits."""
+    """One tensor of the file: some parts of a stored tensor that have the same packing."""
 
     name: str
     parts: tuple[TensorPart, ...]
-    bits: int
+    packing: Packing | None
     in_file: FileTensor
 
 
 def _pieces(tensor: StoredTensor, form: WeightForm, source: WeightSource, is_quantized: bool) -> list[_Piece]:
-    bits = [
-        _bits_of(tensor, source.bits(part.hf_name), form.quantization, is_quantized) for part in tensor.parts
+    packings = [
+        _packing_of(tensor, source.packing(part.hf_name), form.quantization, is_quantized)
+        for part in tensor.parts
     ]
     return [
-        _Piece(piece_name(tensor.name, n), parts, some, tensor.in_file(form, some, parts))
-        for n, (some, parts) in enumerate(tensor.by_bits(form, bits))
+        _Piece(piece_name(tensor.name, n), parts, packing, tensor.in_file(form, packing, parts))
+        for n, (packing, parts) in enumerate(tensor.by_packing(packings))
     ]
 
 
-def _bits_of(tensor: StoredTensor, own: int, quantization: Quantization, is_quantized: bool) -> int:
-    """Bits for a part that has `own` in its source; 0: the form's dtype.
+def _packing_of(
+    tensor: StoredTensor, own: Packing | None, quantization: Quantization, is_quantized: bool
+) -> Packing | None:
+    """For a part that has `own` in its source; None: the form's dtype.
 
-    In a quantized source floats stay floats. In W4A8, sources of 8 bits keep them, and a head of floats gets
-    8: every token depends on it.
+    In a quantized source floats stay floats. In W4A8, quantized parts keep their packing, and a head of
+    floats gets 8 bits: every token depends on it.
     """
-    if quantization is Quantization.NONE or (own == 0 and is_quantized):
-        return 0
+    if quantization is Quantization.NONE or (own is None and is_quantized):
+        return None
     if quantization is Quantization.W8A8:
-        return 8
-    return own or (8 if tensor.name == "lm_head.weight" else 4)
+        return Packing.INT8
+    return own or (Packing.INT8 if tensor.name == "lm_head.weight" else Packing.INT4)
 
 
 def _rows_of(piece: _Piece, source: WeightSource) -> Iterator[Tensor]:
     """The tensor in pieces of some rows, as the file has them; one at a time is in memory."""
     packed = piece.in_file.shape != (sum(p.shape[0] for p in piece.parts), *piece.parts[0].shape[1:])
-    quantized = piece.in_file.dtype == torch.uint8
+    packing = piece.packing if piece.in_file.dtype == torch.uint8 else None
     held: list[Any] = []
     count = 0
     spans = [(part, span) for part in piece.parts for span in _spans(part)]
     for n, (part, span) in enumerate(spans):
         rows: Any
-        if quantized and source.bits(part.hf_name):
-            rows = source.get_quantized(part.hf_name, piece.bits, span)
+        if packing and source.packing(part.hf_name):
+            rows = source.get_quantized(part.hf_name, packing, span)
             if part.num_rotary_heads:
                 rows = rows.rows(part.arrange(torch.arange(part.shape[0]).unsqueeze(1)).flatten())
         else:
             rows = source.get(part.hf_name, span)
             rows = part.arrange(rows) if part.num_rotary_heads else rows
-            rows = quantize_weight(rows, piece.bits) if quantized else rows.to(piece.in_file.dtype)
+            rows = quantize_weight(rows, packing) if packing else rows.to(piece.in_file.dtype)
         if not packed:
             yield rows
             continue
@@ -225,7 +236,7 @@ def _rows_of(piece: _Piece, source: WeightSource) -> Iterator[Tensor]:
         count += span.stop - span.start
         # Panels are whole wherever a packing is cut.
         if count % PANEL == 0 or n == len(spans) - 1:
-            yield pack_quantized(join_rows(held)) if quantized else pack_weight(torch.cat(held))
+            yield pack_quantized(join_rows(held)) if packing else pack_weight(torch.cat(held))
             held, count = [], 0
 
 

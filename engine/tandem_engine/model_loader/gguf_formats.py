@@ -1,13 +1,13 @@
 """GGUF's weight formats: their values, and the packing of ours (tandem_kernels.quantized_weight) for each.
 
-Most formats round to a grid of equal steps in each group of 32, which a packing holds as it is; at most a
-product of two scales is rounded to float16. The others go to 8 bits in groups of 32. The error that this
-adds, beside the format's own (rms of normal random numbers, llama.cpp's quantizer; Student's t with 5
-degrees of freedom gives the same within .02):
+Q4_K and Q6_K are packings themselves. Most of the other formats round to a grid of equal steps in each group
+of 32, which a packing holds as it is; at most a product of two scales is rounded to float16. The rest goes to
+8 bits in groups of 32. The error that this adds, beside the format's own (rms of normal random numbers,
+llama.cpp's quantizer; Student's t with 5 degrees of freedom gives the same within .02):
 
-    4 bits   0     Q4_0 Q4_1 TQ1_0 TQ2_0    .001 IQ1_S   .006 IQ3_S   .009 Q4_K   .09 IQ3_XXS
-    8 bits   0     Q8_0 Q5_0 IQ4_NL MXFP4   .002 IQ4_XS  .15 Q5_K     .16 Q5_1    .24 Q6_K
-             below .06   Q3_K Q2_K IQ2_XXS IQ2_XS IQ2_S IQ1_M NVFP4
+    INT4   0     Q4_0 Q4_1 TQ1_0 TQ2_0    .001 IQ1_S   .006 IQ3_S   .09 IQ3_XXS
+    INT8   0     Q8_0 Q5_0 IQ4_NL MXFP4   .002 IQ4_XS  .15 Q5_K     .16 Q5_1
+           below .06   Q3_K Q2_K IQ2_XXS IQ2_XS IQ2_S IQ1_M NVFP4
 
 In 4 bits Q2_K and IQ1_M would add .22 and .16 of a large error of their own, which costs perplexity.
 """
@@ -22,7 +22,7 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 from gguf.quants import MXFP4, Q4_K
 from numpy.typing import NDArray
-from tandem_kernels import QuantizedWeight, quantize_weight, round_to_grid
+from tandem_kernels import Packing, QuantizedWeight, quantize_weight, round_to_grid
 
 _Kind: TypeAlias = GGMLQuantizationType
 _Bytes = NDArray[np.uint8]
@@ -46,9 +46,33 @@ def _nibbles(packed: _Bytes) -> _Bytes:
     return np.stack([packed & 15, packed >> 4], axis=2).reshape(len(packed), -1)
 
 
-def _q4_k(blocks: _Bytes) -> tuple[_Floats, _Floats]:
+def _q4_k(blocks: _Bytes) -> QuantizedWeight:
+    """Each block as a row."""
     scale, minimum = Q4_K.get_scale_min(np.ascontiguousarray(blocks[:, 4:16]))
-    return _half(blocks, 0) * scale, -_half(blocks, 2) * minimum
+    # 32 bytes hold a group in their lower halves and the next one in the upper halves.
+    codes = np.stack([blocks[:, 16:].reshape(-1, 4, 32) & 15, blocks[:, 16:].reshape(-1, 4, 32) >> 4], axis=2)
+    return QuantizedWeight(
+        Packing.Q4_K,
+        torch.from_numpy(codes.reshape(-1, 256)),
+        torch.from_numpy(_words(blocks, 0, 2, np.float16)),
+        torch.from_numpy(-_words(blocks, 2, 4, np.float16)),
+        torch.from_numpy(np.stack([scale, minimum], axis=2).astype(np.int8)),
+    )
+
+
+def _q6_k(blocks: _Bytes) -> QuantizedWeight:
+    """Each block as a row."""
+    # Of each 128 codes: 64 bytes have the lower bits of codes 64 apart, 32 the upper bits of codes 32 apart.
+    lower = blocks[:, :128].reshape(-1, 2, 1, 64) >> np.array([0, 4], np.uint8).reshape(2, 1) & 15
+    upper = blocks[:, 128:192].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8).reshape(4, 1) & 3
+    scales = torch.from_numpy(_words(blocks, 208, 210, np.float16))
+    return QuantizedWeight(
+        Packing.Q6_K,
+        torch.from_numpy(lower.reshape(-1, 256) | upper.reshape(-1, 256) << 4),
+        scales,
+        scales * -32,
+        torch.from_numpy(_words(blocks, 192, 208, np.int8)).view(-1, 8, 2),
+    )
 
 
 def _iq4_xs(blocks: _Bytes) -> tuple[_Floats, _Floats]:
@@ -83,27 +107,34 @@ def _ternary(at: int) -> Callable[[_Bytes], tuple[_Floats, _Floats]]:
     return lambda blocks: _symmetric(np.repeat(_half(blocks, at), 8, axis=1), 1)
 
 
-#: Bits of the packing -> each format whose grid it holds -> scales and minimums [blocks, groups of a block].
-_GRIDS: dict[_Kind, tuple[int, Callable[[_Bytes], tuple[_Floats, _Floats]]]] = {
-    _Kind.Q4_0: (4, lambda blocks: _symmetric(_half(blocks, 0), 8)),
-    _Kind.Q4_1: (4, lambda blocks: (_half(blocks, 0), _half(blocks, 2))),
-    _Kind.Q4_K: (4, _q4_k),
-    _Kind.IQ3_S: (4, _iq3_s),
-    _Kind.IQ3_XXS: (4, _iq3_xxs),
-    _Kind.IQ1_S: (4, _iq1_s),
-    _Kind.TQ1_0: (4, _ternary(52)),
-    _Kind.TQ2_0: (4, _ternary(64)),
-    _Kind.Q5_0: (8, lambda blocks: _symmetric(_half(blocks, 0), 128)),
-    _Kind.Q8_0: (8, lambda blocks: _symmetric(_half(blocks, 0), 128)),
-    _Kind.IQ4_NL: (8, lambda blocks: _symmetric(_half(blocks, 0), 128)),
-    _Kind.IQ4_XS: (8, _iq4_xs),
-    _Kind.MXFP4: (8, lambda blocks: _symmetric(MXFP4.e8m0_to_fp32_half(blocks[:, :1]), 128)),
+#: Formats that are packings.
+_NATIVE: dict[_Kind, tuple[Packing, Callable[[_Bytes], QuantizedWeight]]] = {
+    _Kind.Q4_K: (Packing.Q4_K, _q4_k),
+    _Kind.Q6_K: (Packing.Q6_K, _q6_k),
+}
+
+#: Formats on a grid -> the packing that holds it, and scales and minimums [blocks, groups of a block].
+_GRIDS: dict[_Kind, tuple[Packing, Callable[[_Bytes], tuple[_Floats, _Floats]]]] = {
+    _Kind.Q4_0: (Packing.INT4, lambda blocks: _symmetric(_half(blocks, 0), 8)),
+    _Kind.Q4_1: (Packing.INT4, lambda blocks: (_half(blocks, 0), _half(blocks, 2))),
+    _Kind.IQ3_S: (Packing.INT4, _iq3_s),
+    _Kind.IQ3_XXS: (Packing.INT4, _iq3_xxs),
+    _Kind.IQ1_S: (Packing.INT4, _iq1_s),
+    _Kind.TQ1_0: (Packing.INT4, _ternary(52)),
+    _Kind.TQ2_0: (Packing.INT4, _ternary(64)),
+    _Kind.Q5_0: (Packing.INT8, lambda blocks: _symmetric(_half(blocks, 0), 128)),
+    _Kind.Q8_0: (Packing.INT8, lambda blocks: _symmetric(_half(blocks, 0), 128)),
+    _Kind.IQ4_NL: (Packing.INT8, lambda blocks: _symmetric(_half(blocks, 0), 128)),
+    _Kind.IQ4_XS: (Packing.INT8, _iq4_xs),
+    _Kind.MXFP4: (Packing.INT8, lambda blocks: _symmetric(MXFP4.e8m0_to_fp32_half(blocks[:, :1]), 128)),
 }
 
 
-def bits_of(kind: _Kind) -> int:
-    """Of the packing for weights of this format: 4, 8, or 0 for floats."""
-    return 0 if kind in FLOATS else _GRIDS[kind][0] if kind in _GRIDS else 8
+def packing_for(kind: _Kind) -> Packing | None:
+    """For weights of this format; None for floats."""
+    if kind in FLOATS:
+        return None
+    return (_NATIVE.get(kind) or _GRIDS.get(kind) or (Packing.INT8,))[0]
 
 
 def values_of(kind: _Kind, rows: _Bytes) -> torch.Tensor:
@@ -112,25 +143,23 @@ def values_of(kind: _Kind, rows: _Bytes) -> torch.Tensor:
         return torch.from_numpy(np.array(dequantize(np.array(rows), kind), dtype=np.float32))
 
 
-def quantized_of(kind: _Kind, rows: _Bytes, bits: int) -> QuantizedWeight:
+def quantized_of(kind: _Kind, rows: _Bytes, packing: Packing) -> QuantizedWeight:
     """rows [R, bytes] of a format that is not of floats -> their packing."""
+    blocks = rows.reshape(-1, GGML_QUANT_SIZES[kind][1])
+    if kind in _NATIVE and _NATIVE[kind][0] is packing:
+        made = _NATIVE[kind][1](blocks)
+        assert made.factors is not None
+        codes, scales, minimums = (
+            part.view(len(rows), -1) for part in (made.codes, made.scales, made.minimums)
+        )
+        return QuantizedWeight(packing, codes, scales, minimums, made.factors.view(len(rows), -1, 2))
     values = values_of(kind, rows)
-    own_bits, grid = _GRIDS.get(kind, (0, None))
-    if grid is not None and own_bits == bits:
-        blocks = rows.reshape(-1, GGML_QUANT_SIZES[kind][1])
+    if kind in _GRIDS and _GRIDS[kind][0] is packing:
         with np.errstate(all="ignore"):
             scales, minimums = (
                 torch.from_numpy(np.ascontiguousarray(part, dtype=np.float32)).view(len(rows), -1).half()
-                for part in grid(blocks)
+                for part in _GRIDS[kind][1](blocks)
             )
         if scales.isfinite().all() and minimums.isfinite().all():
-            return round_to_grid(values, bits, scales, minimums)
-    return quantize_weight(values, bits, _q6_k_scales(rows) if (kind, bits) == (_Kind.Q6_K, 8) else ())
-
-
-def _q6_k_scales(rows: _Bytes) -> tuple[torch.Tensor, ...]:
-    """Candidates for quantize_weight: a quarter of the scale of a group's first or second 16, which are then
-    kept."""
-    blocks = rows.reshape(-1, GGML_QUANT_SIZES[_Kind.Q6_K][1])
-    scales = np.abs(_half(blocks, 208) * _words(blocks, 192, 208, np.int8) / 4)
-    return tuple(torch.from_numpy(scales).view(len(rows), -1, 2).half().unbind(2))
+            return round_to_grid(values, packing, scales, minimums)
+    return quantize_weight(values, packing)

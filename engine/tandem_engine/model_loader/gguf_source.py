@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from tandem_core.errors import ModelLoadError
-from tandem_kernels import QuantizedWeight
+from tandem_kernels import Packing, QuantizedWeight
 from torch import Tensor
 
 from tandem_engine.model_loader.gguf_file import GgufTensor, open_all
-from tandem_engine.model_loader.gguf_formats import bits_of, quantized_of, values_of
+from tandem_engine.model_loader.gguf_formats import packing_for, quantized_of, values_of
 
 _TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -153,16 +153,16 @@ class GgufSource:
             )
         return torch.arange(num_rows).view(heads, -1, 2).transpose(1, 2).flatten()
 
-    def bits(self, name: str) -> int:
-        """Bits of the packing that holds the tensor (gguf_formats.py); 0: it is not quantized."""
-        return bits_of(self._tensors[name].kind) if name in self._tensors else 0
+    def packing(self, name: str) -> Packing | None:
+        """That holds the tensor (gguf_formats.py); None: it is not quantized."""
+        return packing_for(self._tensors[name].kind) if name in self._tensors else None
 
-    def get_quantized(self, name: str, bits: int, rows: slice = slice(None)) -> QuantizedWeight:
-        """Some rows of a quantized tensor in a packing of these bits."""
+    def get_quantized(self, name: str, packing: Packing, rows: slice = slice(None)) -> QuantizedWeight:
+        """Some rows of a quantized tensor in this packing."""
         stored, order = self._tensors[name], self._row_order(name)
         wanted = stored.rows[rows if order is None else order[rows].numpy()]
         try:
-            weight = quantized_of(stored.kind, wanted, bits)
+            weight = quantized_of(stored.kind, wanted, packing)
         except NotImplementedError:
             raise self._unreadable(stored) from None
         if not (weight.scales.isfinite().all() and weight.minimums.isfinite().all()):

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from tandem_core.errors import ModelLoadError
-from tandem_kernels import PackedWeight, bits_of_packed, runs_packed
+from tandem_kernels import PackedWeight, packing_of, runs_packed
 from torch import Tensor
 
 from tandem_engine.model_loader.convert import ensure_weights, source_bits
@@ -64,7 +64,7 @@ def _map_tensors(
             for stored in stored_tensors(config, form):
                 numbered = (piece_name(stored.name, n) for n in range(len(stored.parts)))
                 pieces = [file.get_tensor(name) for name in takewhile(names.__contains__, numbered)]
-                plain = stored.in_file(form, 0)
+                plain = stored.in_file(form, None)
                 if stored.is_projection and pieces and pieces[0].dim() > 2:
                     with contextlib.suppress(ValueError, IndexError):
                         packed[stored.name] = PackedWeight(tuple(pieces), stored.shape[0])
@@ -88,7 +88,7 @@ def _log_numerics(
     """One line: what the source holds, what it is computed in, and how much a step of one token reads."""
     sizes: Counter[str] = Counter()
     for part in (part for weight in packed.values() for part in weight.parts):
-        kind = f"{bits_of_packed(part)} bits" if part.dtype == torch.uint8 else str(part.dtype)
+        kind = packing_of(part).name if part.dtype == torch.uint8 else str(part.dtype)
         sizes[kind.removeprefix("torch.")] += part.nbytes
     for key, tensor in tensors.items():
         # A step reads one row of the embedding, unless it is the head too.
@@ -122,5 +122,5 @@ def pick_numerics(
         return Numerics(picked, wanted)
     if dtype != "auto" or not runs_packed(torch.uint8, torch.device(device)):
         return Numerics(picked, Quantization.NONE)
-    by_bits = {4: Quantization.W4A8, 8: Quantization.W8A8}
-    return Numerics(picked, by_bits.get(source_bits(folder), Quantization.NONE))
+    by_bits = {0: Quantization.NONE, 8: Quantization.W8A8}
+    return Numerics(picked, by_bits.get(source_bits(folder), Quantization.W4A8))

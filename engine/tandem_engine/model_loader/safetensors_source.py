@@ -10,7 +10,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from tandem_core.errors import ModelLoadError
-from tandem_kernels import QuantizedWeight
+from tandem_kernels import Packing, QuantizedWeight
 from torch import Tensor
 
 from tandem_engine.model_loader.files import OnProgress, no_progress, sha256_of
@@ -85,9 +85,8 @@ class SafetensorsSource:
             tensor: Tensor = opened.get_tensor(name)[rows]
             return tensor
 
-    def bits(self, name: str) -> int:
-        """0: nothing here is quantized."""
-        return 0
+    def packing(self, name: str) -> None:
+        """Nothing here is quantized."""
 
-    def get_quantized(self, name: str, bits: int, rows: slice = slice(None)) -> QuantizedWeight:
+    def get_quantized(self, name: str, packing: Packing, rows: slice = slice(None)) -> QuantizedWeight:
         raise ValueError(f"{name} is not quantized")

@@ -33,14 +33,15 @@ from itertools import groupby
 from operator import itemgetter
 
 import torch
-from tandem_kernels import PANEL, packed_shape, quantized_shape
+from tandem_kernels import PANEL, Packing, packed_shape, quantized_shape
 from torch import Tensor
 
 from tandem_engine.models.config import ModelConfig
 
 
 class Quantization(StrEnum):
-    """How projections are multiplied: in the model's dtype, or weights of 8 or 4 bits by activations of 8."""
+    """How projections are multiplied: in the model's dtype, or by activations of 8 bits; weights then have 8
+    bits (W8A8) or as many as the source's, 4 if that is not quantized (W4A8)."""
 
     NONE = "none"
     W8A8 = "w8a8"
@@ -114,21 +115,25 @@ class StoredTensor:
     def is_projection(self) -> bool:
         return self.name.endswith(("_proj.weight", "lm_head.weight"))
 
-    def by_bits(self, form: WeightForm, bits: Sequence[int]) -> list[tuple[int, tuple[TensorPart, ...]]]:
-        """Neighbouring parts with equal bits; bits: of each part, 0 for the form's dtype.
+    def by_packing(
+        self, packings: Sequence[Packing | None]
+    ) -> list[tuple[Packing | None, tuple[TensorPart, ...]]]:
+        """Neighbouring parts with equal packings; packings: of each part, None for the form's dtype.
 
-        They are apart only at the boundaries of panels; else all have the most bits.
+        They are apart only at the boundaries of panels; else all have 8 bits, or the form's dtype.
         """
         grouped = [
-            (some, tuple(part for part, _ in parts))
-            for some, parts in groupby(zip(self.parts, bits, strict=True), key=itemgetter(1))
+            (packing, tuple(part for part, _ in parts))
+            for packing, parts in groupby(zip(self.parts, packings, strict=True), key=itemgetter(1))
         ]
         if any(sum(p.shape[0] for p in parts) % PANEL for _, parts in grouped[:-1]):
-            return [(0 if 0 in bits else max(bits), self.parts)]
+            return [(None if None in packings else Packing.INT8, self.parts)]
         return grouped
 
-    def in_file(self, form: WeightForm, bits: int, parts: tuple[TensorPart, ...] = ()) -> FileTensor:
-        """Shape and dtype in a file of this form, of these parts or of all; bits: where quantized, else 0.
+    def in_file(
+        self, form: WeightForm, packing: Packing | None, parts: tuple[TensorPart, ...] = ()
+    ) -> FileTensor:
+        """Shape and dtype in a file of this form, of these parts or of all; packing: where quantized.
 
         A projection that the kernels do not take (tandem_kernels.packed_linear) stays as it is.
         """
@@ -137,7 +142,7 @@ class StoredTensor:
             dtype = torch.float32 if len(self.shape) == 1 else form.dtype
             return FileTensor((rows, *self.shape[1:]), dtype)
         depth = self.shape[1]
-        if bits and (quantized := quantized_shape(rows, depth, bits)):
+        if packing and (quantized := quantized_shape(rows, depth, packing)):
             return FileTensor(quantized, torch.uint8)
         if form.holds_head and (packed := packed_shape(rows, depth, form.dtype)):
             return FileTensor(packed, form.dtype)
