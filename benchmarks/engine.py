@@ -68,6 +68,7 @@ QUICK_LOADS = tuple(replace(load, rounds=1) for load in LOADS[:3])
 
 @dataclass
 class Report:
+    model: str
     #: Peer -> column -> cell.
     rows: dict[str, dict[str, str]] = field(default_factory=dict)
     #: Peer -> why it is missing, or stopped early.
@@ -77,7 +78,7 @@ class Report:
         columns = list(dict.fromkeys(column for row in self.rows.values() for column in row))
         rows = [[name, *(row.get(column, "-") for column in columns)] for name, row in self.rows.items()]
         notes = (
-            f"{registry.DEFAULT_MODEL}, {OUTPUT_TOKENS} output tokens, greedy. Each cell is TTFT / TPOT in "
+            f"{self.model}, {OUTPUT_TOKENS} output tokens, greedy. Each cell is TTFT / TPOT in "
             "milliseconds, the median over all requests; the systems take turns on the same prompts. "
             '"Drafts" is each system\'s own n-gram or prompt-lookup speculation. ITL is the median time '
             "between two messages of a running stream in milliseconds, alone / while a prompt of "
@@ -228,6 +229,7 @@ async def _interfere(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--model", default=registry.DEFAULT_MODEL, help="a name, folder or GGUF file")
     parser.add_argument("--dataset", type=Path, help="dialogues as JSON lines; default: the small sample")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16",
                         help="of transformers, vLLM and Tandem; llama.cpp runs the GGUF file")  # fmt: skip
@@ -236,23 +238,30 @@ def main() -> None:
     parser.add_argument(
         "--only", action="append", metavar="PART", help="peers whose name has PART; repeatable"
     )
+    parser.add_argument("--loads", metavar="TOKENS:CONCURRENCY,...",
+                        help="prompt lengths and concurrent requests of these alone; no ITL")  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="one round, not four 4K prompts at once")
     options = parser.parse_args()
+    loads = QUICK_LOADS if options.quick else LOADS
+    if options.loads is not None:
+        wanted = [tuple(map(int, load.split(":"))) for load in options.loads.split(",")]
+        loads = tuple(Load(tokens, concurrency, 1 if options.quick else 2) for tokens, concurrency in wanted)
     # A terminated benchmark ends its peers too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    model_dir = model_loader.pull(registry.DEFAULT_MODEL)
-    report, prompts = Report(), Prompts(options.dataset)
+    model_dir = model_loader.pull(options.model)
+    report, prompts = Report(options.model), Prompts(options.dataset)
     with contextlib.ExitStack() as stack:
         bench = Bench(report)
         for peer in lineup(model_dir, options.dtype, options.up or [f"--dtype {options.dtype}"]):
             if not options.only or any(part in peer.name for part in options.only):
                 bench.start(peer, stack)
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        for load in QUICK_LOADS if options.quick else LOADS:
+        for load in loads:
             bench.measure(load, prompts)
             options.out.write_text(report.markdown())
-        bench.interfere(prompts)
-        options.out.write_text(report.markdown())
+        if options.loads is None:
+            bench.interfere(prompts)
+            options.out.write_text(report.markdown())
     print(report.markdown())
 
 
