@@ -10,6 +10,9 @@ Formats with blocks of 256 do not fit rows of 576. For them every dimension is p
 of 256, which makes more heads and a longer hidden state that are zero; norms are scaled to the longer mean.
 The padded model computes the same function: in F32 its perplexity is the unpadded one's.
 
+Formats below 3 bits are put into every sixth layer alone, because they would leave nothing of so small a
+model; the other layers have Q8_0.
+
 The error that a packing adds is measured on normal random numbers: the default model's weights lie on Q4_1's
 grid, where some formats have no error of their own.
 """
@@ -44,7 +47,7 @@ from tandem_core.model.manifest import ModelManifest
 from tandem_core.model.tokenizer import Tokenizer
 from tandem_engine.model_loader import DEFAULT_MODEL, load_decoder, pull
 from tandem_engine.model_loader.convert import quantized_bits
-from tandem_engine.model_loader.gguf_formats import FLOATS, bits_of, quantized_of, values_of
+from tandem_engine.model_loader.gguf_formats import packing_for, quantized_of, values_of
 from tandem_engine.model_loader.gguf_source import GgufSource
 from tandem_engine.model_loader.loading import pick_numerics
 from tandem_engine.models import Decoder, ModelInputs
@@ -246,6 +249,15 @@ def rewrite(
     writer.close()
 
 
+def bits_per_weight(kind: Kind) -> float:
+    block, block_bytes = GGML_QUANT_SIZES[kind]
+    return 8 * block_bytes / block
+
+
+def is_coarse(kind: Kind) -> bool:
+    return bits_per_weight(kind) < 3
+
+
 def write_file(llama: LlamaCpp, base: Path, kind: Kind, path: Path) -> None:
     """The model of `base` with its projections in the format `kind`."""
     grown = padded if GGML_QUANT_SIZES[kind][0] == 256 else int
@@ -260,7 +272,11 @@ def write_file(llama: LlamaCpp, base: Path, kind: Kind, path: Path) -> None:
         values = np.pad(values, [(0, grown(n) - n) for n in values.shape])
         if values.ndim == 1:
             return Kind.F32, (values * math.sqrt(hidden / grown(hidden))).astype(np.float32)
-        wanted = own if name == "token_embd.weight" else kind
+        wanted = kind
+        if name == "token_embd.weight":
+            wanted = own
+        elif is_coarse(kind) and int(name.split(".")[1]) % 6:
+            wanted = Kind.Q8_0
         rows = llama.quantize(wanted, values)
         return wanted, rows.view(np.float32) if wanted is Kind.F32 else rows
 
@@ -284,11 +300,12 @@ def folder_of(path: Path, manifest: ModelManifest, folder: Path) -> Path:
 
 def errors_of(llama: LlamaCpp, kind: Kind) -> tuple[str, str]:
     """Bits per weight of the packing, and its added error over the format's own (rms)."""
-    if kind in FLOATS:
+    packing = packing_for(kind)
+    if packing is None:
         return "-", "-"
     numbers = np.random.default_rng(0).standard_normal((256, 4096), dtype=np.float32)
     rows = llama.quantize(kind, numbers)
-    values, weight = values_of(kind, rows), quantized_of(kind, rows, bits_of(kind))
+    values, weight = values_of(kind, rows), quantized_of(kind, rows, packing)
     own, added = (values - torch.from_numpy(numbers)).norm(), (weight.dequantize() - values).norm()
     return f"{8 * pack_quantized(weight).nbytes / numbers.size:.2f}", f"{added / own:.3f}"
 
@@ -329,7 +346,6 @@ def measure(llama: LlamaCpp, options: argparse.Namespace) -> Iterator[list[str]]
     manifest, texts = ModelManifest.read(model_dir), encode(model_dir, options)
     for name in options.formats:
         kind = Kind[name]
-        block, block_bytes = GGML_QUANT_SIZES[kind]
         packing_bits, added = errors_of(llama, kind)
         with tempfile.TemporaryDirectory() as temporary:
             path = Path(temporary) / "model.gguf"
@@ -337,8 +353,9 @@ def measure(llama: LlamaCpp, options: argparse.Namespace) -> Iterator[list[str]]
             cells = compare(
                 llama, path, folder_of(path, manifest, Path(temporary)), texts, exact=options.float32
             )
-        label = f"{name}, padded" if block == 256 else name
-        yield [label, f"{8 * block_bytes / block:.2f}", packing_bits, added, *cells]
+        label = f"{name}, padded" if GGML_QUANT_SIZES[kind][0] == 256 else name
+        label += ", every sixth layer" if is_coarse(kind) else ""
+        yield [label, f"{bits_per_weight(kind):.2f}", packing_bits, added, *cells]
 
 
 def main() -> None:
