@@ -200,8 +200,8 @@ void block(const Call& c, int64_t row, int column) {
 // Rows of one tile x one panel.
 template <Packing Kind, int Rows>
 void panel_block(const Call& c, int64_t row, int column) {
-  // As many sums as registers hold: two vectors of few rows, or one of many.
-  constexpr int kVecs = 2;
+  // As many sums as registers hold.
+  constexpr int kVecs = kLanes == 8 && Kind == Packing::kQ6K ? 1 : 2;
   for (int n = 0; n < kPanel; n += kVecs * kLanes) block<Kind, Rows, kVecs>(c, row, column + n);
 }
 
