@@ -3,11 +3,12 @@
 Q4_K and Q6_K are packings themselves. Most of the other formats round to a grid of equal steps in each group
 of 32, which a packing holds as it is; at most a product of two scales is rounded to float16. The rest goes to
 8 bits in groups of 32. The error that this adds, beside the format's own (rms of normal random numbers,
-llama.cpp's quantizer; Student's t with 5 degrees of freedom gives the same within .02):
+llama.cpp's quantizer, benchmarks/gguf_quality.py; Student's t with 5 degrees of freedom gives the same within
+.02):
 
-    INT4   0     Q4_0 Q4_1 TQ1_0 TQ2_0    .001 IQ1_S   .006 IQ3_S   .09 IQ3_XXS
-    INT8   0     Q8_0 Q5_0 IQ4_NL MXFP4   .002 IQ4_XS  .15 Q5_K     .16 Q5_1
-           below .06   Q3_K Q2_K IQ2_XXS IQ2_XS IQ2_S IQ1_M NVFP4
+    INT4   0     Q4_0 Q4_1 TQ1_0 TQ2_0    .001 IQ1_S   .005 IQ3_S   .07 IQ3_XXS
+    INT8   0     Q8_0 Q5_0 IQ4_NL MXFP4   .003 IQ4_XS  .14 Q5_1     .15 Q5_K
+           below .04   Q3_K Q2_K IQ2_XXS IQ2_XS IQ2_S IQ1_M
 
 In 4 bits Q2_K and IQ1_M would add .22 and .16 of a large error of their own, which costs perplexity.
 """
