@@ -92,6 +92,15 @@ async def test_a_pod_with_another_model_revision_is_not_used(pods, gateway):
     assert wrong.requests == []
 
 
+async def test_a_pod_is_used_through_a_step_of_seconds_but_not_of_minutes(pods, gateway):
+    hung = await pods("hung", age_seconds=61.0, free_blocks=100)
+    busy = await pods("busy", age_seconds=20.0, free_blocks=10)
+    front = await gateway(busy, decode=(hung.target, busy.target))
+    await until(lambda: hung.num_status_calls >= 2)
+    assert (await _text(front))[1] == "busy"
+    assert hung.requests == []
+
+
 async def test_the_pod_gets_the_healthy_prefill_pods_least_busy_first(pods, gateway):
     decode = await pods()
     busy, idle = await pods("busy", num_running=4), await pods("idle")

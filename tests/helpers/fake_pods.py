@@ -31,6 +31,7 @@ class FakePod(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.PrefillSer
     free_blocks: int = 100
     num_running: int = 0
     revision: str = REVISION
+    age_seconds: float = 0.0
     target: str = ""
     requests: list[decode_pb2.DecodeRequest] = field(default_factory=list)
     #: Opens the answers of the prefill service.
@@ -110,5 +111,11 @@ class FakePod(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.PrefillSer
             blocks_total=self.total_blocks, blocks_free=self.free_blocks, requests_running=self.num_running
         )
         return common_pb2.PodStatus(
-            pod_id=self.name, role=role, model=MODEL, model_revision=self.revision, block_size=64, usage=usage
+            pod_id=self.name,
+            role=role,
+            model=MODEL,
+            model_revision=self.revision,
+            block_size=64,
+            usage=usage,
+            age_seconds=self.age_seconds,
         )

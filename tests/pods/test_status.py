@@ -1,12 +1,14 @@
 """The pod's status as gauges."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import fields
 
+import pytest
 import structlog
 from prometheus_client import CollectorRegistry
 from tandem_engine.gpu_block_store import CopyCounts
-from tandem_pod.status import PodGauges, refreshing_gauges
+from tandem_pod.status import PodGauges, StatusReader, refreshing_gauges
 from tandem_proto.v1 import common_pb2
 
 STATUS = common_pb2.PodStatus(
@@ -51,6 +53,66 @@ def test_a_gpus_copies_are_shown_as_they_are_at_the_scrape():
         counts.read_wait_s, counts.slot_wait_s,
     ]  # fmt: skip
     assert registry.get_sample_value("tandem_kv_frames_copied_out") == counts.num_copied_out
+
+
+class BusyThread:
+    """An engine's thread whose calls run when the test says so."""
+
+    def __init__(self) -> None:
+        self.calls: list[Callable[[], None]] = []
+
+    def call_async(self, function):
+        future = asyncio.get_running_loop().create_future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except RuntimeError as error:
+                future.set_exception(error)
+
+        self.calls.append(run)
+        return future
+
+    def run(self) -> None:
+        while self.calls:
+            self.calls.pop()()
+
+
+async def test_a_long_step_delays_no_status_and_its_age_is_said():
+    thread, seen = BusyThread(), iter(range(1, 9))
+    reader = StatusReader(
+        thread.call_async, lambda: common_pb2.PodStatus(requests_total=next(seen)), wait_s=0.01
+    )
+    first = asyncio.create_task(reader())
+    await asyncio.sleep(0.05)
+    assert not first.done(), "there is nothing to answer with before the first status"
+    thread.run()
+    assert (await first).requests_total == 1
+    during = [await reader() for _ in range(3)]
+    assert [status.requests_total for status in during] == [1, 1, 1]
+    assert 0.02 < during[1].age_seconds < during[2].age_seconds
+    assert len(thread.calls) == 1, "calls do not pile up behind the step"
+    thread.run()
+    await asyncio.sleep(0)
+    after = asyncio.create_task(reader())
+    await asyncio.sleep(0)
+    thread.run()
+    status = await after
+    assert status.requests_total == 3, "not the one that was read for an earlier call"
+    assert status.age_seconds < 1
+
+
+async def test_an_engine_that_failed_fails_the_status():
+    def fail() -> common_pb2.PodStatus:
+        raise RuntimeError("the engine's thread has ended")
+
+    thread = BusyThread()
+    reader = StatusReader(thread.call_async, fail, wait_s=0.01)
+    with pytest.raises(RuntimeError, match="has ended"):
+        call = asyncio.create_task(reader())
+        await asyncio.sleep(0)
+        thread.run()
+        await call
 
 
 async def test_the_status_is_shown_at_once_and_no_more_after_the_end():

@@ -534,6 +534,7 @@ class PodStatus(_message.Message):
     REQUESTS_TOTAL_FIELD_NUMBER: _builtins.int
     DRAFTED_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
     ACCEPTED_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
+    AGE_SECONDS_FIELD_NUMBER: _builtins.int
     pod_id: _builtins.str
     role: _builtins.str
     model: _builtins.str
@@ -548,6 +549,10 @@ class PodStatus(_message.Message):
     requests_total: _builtins.int
     drafted_tokens_total: _builtins.int
     accepted_tokens_total: _builtins.int
+    age_seconds: _builtins.float
+    """Since the engine's thread reported this. It answers between two steps, so the age of a status grows in a long
+    step.
+    """
     @_builtins.property
     def usage(self) -> Global___ResourceUsage: ...
     def __init__(
@@ -566,10 +571,11 @@ class PodStatus(_message.Message):
         requests_total: _builtins.int = ...,
         drafted_tokens_total: _builtins.int = ...,
         accepted_tokens_total: _builtins.int = ...,
+        age_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens_total", b"accepted_tokens_total", "block_size", b"block_size", "drafted_tokens_total", b"drafted_tokens_total", "kv_free_ratio", b"kv_free_ratio", "max_model_len", b"max_model_len", "model", b"model", "model_revision", b"model_revision", "pod_id", b"pod_id", "prefill_tokens_per_second", b"prefill_tokens_per_second", "requests_total", b"requests_total", "role", b"role", "step_seconds", b"step_seconds", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens_total", b"accepted_tokens_total", "age_seconds", b"age_seconds", "block_size", b"block_size", "drafted_tokens_total", b"drafted_tokens_total", "kv_free_ratio", b"kv_free_ratio", "max_model_len", b"max_model_len", "model", b"model", "model_revision", b"model_revision", "pod_id", b"pod_id", "prefill_tokens_per_second", b"prefill_tokens_per_second", "requests_total", b"requests_total", "role", b"role", "step_seconds", b"step_seconds", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -25,7 +25,7 @@ from tandem_engine.engine import StepOutput
 from tandem_engine.loop import EngineLoop
 from tandem_engine.request import Request
 from tandem_engine.transport.incoming import KVReceiver
-from tandem_pod.status import pod_status
+from tandem_pod.status import StatusReader, pod_status
 from tandem_proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 
 from tandem_decode.handoff import Handoff, HandoffResult
@@ -102,6 +102,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         self._num_calls = 0
         self._drafted = 0
         self._accepted = 0
+        self.status = StatusReader(loop.call_async, self._status)
 
     async def Decode(  # noqa: N802
         self,
@@ -180,10 +181,6 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             self._metrics.local_prefills.labels("no prefill pod").inc()
         await self._loop.call_async(lambda: engine.add(state))
         return HandoffResult()
-
-    async def status(self) -> common_pb2.PodStatus:
-        """The pod's status, read between two steps of the engine."""
-        return await self._loop.call_async(self._status)
 
     def _to_request(self, message: decode_pb2.DecodeRequest) -> Request:
         room = self._parts.manifest.max_model_len - len(message.prompt_token_ids)

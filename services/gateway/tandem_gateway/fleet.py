@@ -35,6 +35,8 @@ from tandem_gateway.metrics import GatewayMetrics
 
 _POLL_TIMEOUT_S = 2.0
 _MAX_MISSES = 3
+#: An engine's longest step: a chunk of a prompt takes a large model seconds on a CPU.
+_LONGEST_STEP_S = 60.0
 #: Time for the requests of a pod that is no longer listed to end.
 _LONGEST_REQUEST_S = 600.0
 #: Poll interval of an unhealthy pod.
@@ -198,6 +200,8 @@ class Fleet:
                 cause = "" if serving else "not serving"
                 if pod.role is Role.DECODE and revision and revision != self._model_revision:
                     cause = f"serves model revision {revision}, the gateway {self._model_revision}"
+                if pod.report.age_seconds > _LONGEST_STEP_S:
+                    cause = f"its engine has not answered for {pod.report.age_seconds:.0f} s"
                 self._set_health(pod, cause=cause)
             except grpc.aio.AioRpcError as error:
                 pod.misses += 1

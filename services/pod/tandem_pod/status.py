@@ -1,15 +1,20 @@
 """The status of a pod that runs the engine: as the message of the status call, and as gauges.
 
+Only the engine's thread may read the engine, and a step of a large model takes seconds. StatusReader
+therefore answers with the last status and its age when the thread is busy for longer than a moment.
+
 A task updates the gauges once a second from the message of the status call. They are not computed at each
-scrape, because a scrape runs on a thread of its own and must not wait for a long engine step.
+scrape, because a scrape runs on a thread of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import TypeAlias
 
 import structlog
 from prometheus_client import CollectorRegistry, Gauge
@@ -18,6 +23,10 @@ from tandem_engine.gpu_block_store import CopyCounts
 from tandem_proto.v1 import common_pb2
 
 _INTERVAL_S = 1.0
+#: How long a status call waits for the engine's thread; decode steps of small models are shorter.
+_WAIT_S = 0.25
+#: A status and the monotonic time when it was read.
+_Timed: TypeAlias = tuple[common_pb2.PodStatus, float]
 
 
 def pod_status(parts: EngineParts, *, pod_id: str, role: str) -> common_pb2.PodStatus:
@@ -46,6 +55,46 @@ def pod_status(parts: EngineParts, *, pod_id: str, role: str) -> common_pb2.PodS
         kv_free_ratio=blocks.free / blocks.total,
         prefill_tokens_per_second=engine.prefill_tokens_per_second,
     )
+
+
+class StatusReader:
+    """`await reader()`: the status that `read` makes on the engine's thread, or the last one if that is busy.
+
+    Only the first status is waited for without limit. Raises what `read` raises.
+    """
+
+    def __init__(
+        self,
+        call_async: Callable[[Callable[[], _Timed]], asyncio.Future[_Timed]],
+        read: Callable[[], common_pb2.PodStatus],
+        *,
+        wait_s: float = _WAIT_S,
+    ) -> None:
+        self._call_async, self._read, self._wait_s = call_async, read, wait_s
+        #: One for all callers, so that calls do not pile up behind a step.
+        self._reading: asyncio.Future[_Timed] | None = None
+        self._last: _Timed | None = None
+
+    async def __call__(self) -> common_pb2.PodStatus:
+        if self._reading is None:
+            self._reading = self._call_async(self._timed)
+            self._reading.add_done_callback(self._keep)
+        reading = self._reading
+        await asyncio.wait({reading}, timeout=None if self._last is None else self._wait_s)
+        newest = reading.result() if reading.done() else self._last
+        assert newest is not None
+        status = common_pb2.PodStatus()
+        status.CopyFrom(newest[0])
+        status.age_seconds = time.monotonic() - newest[1]
+        return status
+
+    def _keep(self, reading: asyncio.Future[_Timed]) -> None:
+        self._reading = None
+        if not reading.cancelled() and reading.exception() is None:
+            self._last = reading.result()
+
+    def _timed(self) -> _Timed:
+        return self._read(), time.monotonic()
 
 
 class PodGauges:

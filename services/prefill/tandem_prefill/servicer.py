@@ -28,7 +28,7 @@ from tandem_engine.request import Request
 from tandem_engine.transport.base import TransferState
 from tandem_engine.transport.codec import ticket_from_proto
 from tandem_engine.transport.outgoing import KVSender, OutgoingTransfer
-from tandem_pod.status import pod_status
+from tandem_pod.status import StatusReader, pod_status
 from tandem_proto.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 
 from tandem_prefill.kv_streaming import KVStreamer
@@ -55,6 +55,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self._pod_id = pod_id
         self._num_open_calls = 0
         self._num_calls = 0
+        self.status = StatusReader(loop.call_async, self._status)
 
     async def Prefill(  # noqa: N802
         self,
@@ -102,10 +103,6 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         context: grpc.aio.ServicerContext[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse],
     ) -> prefill_pb2.GetPrefillStatusResponse:
         return prefill_pb2.GetPrefillStatusResponse(status=await self.status())
-
-    async def status(self) -> common_pb2.PodStatus:
-        """The pod's status, read between two steps of the engine."""
-        return await self._loop.call_async(self._status)
 
     async def _heartbeats_until(
         self, settled: Future[Any], prompt: Request, transfer: OutgoingTransfer
