@@ -90,7 +90,7 @@ struct Call {
   DType out_dtype;
 };
 
-// Codes of a group's quads first .. first + Count by the activations of some rows, summed.
+// Codes times activations, summed over a group or half of it, for some rows and columns.
 template <int Bits, int Rows, int Vecs>
 struct Sums {
   static constexpr int kPlanes = kHasPlanes && Bits > 4 ? 2 : 1;
