@@ -26,7 +26,7 @@ from tandem_core.model.manifest import ModelManifest
 from tandem_engine.model_loader.convert import write_weights
 from tandem_engine.models.config import ModelConfig
 from tandem_engine.models.layout import TensorPart, WeightForm, stored_tensors
-from tandem_kernels import QuantizedWeight, runs_packed
+from tandem_kernels import Packing, QuantizedWeight, runs_packed
 from tandem_proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 from tokenizers import Tokenizer, decoders, models
 
@@ -63,10 +63,10 @@ class RandomSource:
         tensor = torch.empty(shape, dtype=torch.bfloat16, device=self._device)
         return (tensor.fill_(1.0) if name.endswith("norm.weight") else tensor.normal_(std=0.02)).cpu()
 
-    def bits(self, name: str) -> int:
-        return 0
+    def packing(self, name: str) -> None:
+        """Nothing here is quantized."""
 
-    def get_quantized(self, name: str, bits: int, rows: slice = slice(None)) -> QuantizedWeight:
+    def get_quantized(self, name: str, packing: Packing, rows: slice = slice(None)) -> QuantizedWeight:
         raise ValueError(f"{name} is not quantized")
 
 

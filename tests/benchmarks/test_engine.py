@@ -41,7 +41,7 @@ def peer(name: str, source: str) -> Peer:
 
 
 def test_a_peer_is_measured_and_one_that_does_not_start_is_named() -> None:
-    report = Report()
+    report = Report("tiny")
     with contextlib.ExitStack() as stack:
         bench = Bench(report)
         bench.start(peer("works", SERVER), stack)
