@@ -216,13 +216,16 @@ def make_plan(step: Step, *, split_size: int | None = None, **tiles: Any) -> Any
     from tandem_kernels.turbo_attention.triton_plan import AttentionPlan
 
     case, rows = step.case, len(step.query)
-    sizes = graph_plan_sizes(MAX_ROWS) if rows <= MAX_ROWS else {"max_tokens": rows, "max_seqs": case.batch}
+    max_seqs = max(case.batch, 16)  # the default of --max-batch
+    sizes = {"max_tokens": rows, "max_seqs": max_seqs}
+    if rows <= MAX_ROWS:
+        sizes = graph_plan_sizes(MAX_ROWS, max_seqs)
     if split_size is not None:
         sizes["split_size"] = split_size
     plan = AttentionPlan(
         max_seq_len=max(case.seq_lens), num_heads=case.num_heads, num_kv_heads=case.num_kv_heads,
         head_size=case.head_size, dtype=step.query.dtype, cache_dtype=step.cache.dtype,
-        device=step.query.device, **sizes,
+        device=step.query.device, draft_tokens=case.num_new, **sizes,
     )  # fmt: skip
     plan.tiles = replace(plan.tiles, **tiles)
     if "programs_per_multiprocessor" in tiles:

@@ -1,11 +1,11 @@
 """Replays decode steps as CUDA graphs: one launch per step instead of a thousand.
 
 Launching a step's kernels one by one takes longer than most of them run. A graph records launches with fixed
-shapes and addresses, so a step is padded to one of a few sizes, R rows of as many sequences, and copied to
-the buffers that the graphs of all sizes read (device_inputs.py):
+shapes and addresses, so a step is padded to one of a few sizes, R rows of S = min(R, most of a step)
+sequences, and copied to the buffers that the graphs of all sizes read (device_inputs.py):
 
     input rows    |<- T of the batch ->|<- R - T padding: token 0 at position 0, KV to the scratch slot ->|
-    sequences     |<- B of the batch ->|<- R - B padding: no new tokens, no keys ->|
+    sequences     |<- B of the batch ->|<- S - B padding: no new tokens, no keys ->|
 
 Padding rows belong to no sequence. Attention skips them, and the other operators compute each row on its own.
 Where the kernels treat rows independently, the batch's rows have the same bits as without padding
@@ -85,7 +85,7 @@ class CudaCapture:
 class DecodeGraphs:
     """Runs decode steps through one graph per size.
 
-    inputs: the buffers of all graphs, with room for the rows of the largest, and as many sequences.
+    inputs: the buffers of all graphs, with room for the rows of the largest and the sequences of any step.
     logits: [rows of the largest, vocab] float32, where all graphs leave their result.
     """
 
@@ -137,10 +137,12 @@ class DecodeGraphs:
         return self._logits[: len(step.input_ids)]
 
     def _load(self, step: ModelInputs, num_rows: int) -> None:
-        self._inputs.load(step, self._pool.scratch_slot, num_rows=num_rows, num_seqs=num_rows)
+        num_seqs = min(num_rows, self._inputs.max_seqs)
+        self._inputs.load(step, self._pool.scratch_slot, num_rows=num_rows, num_seqs=num_seqs)
 
     def _step(self, num_rows: int) -> Callable[[], None]:
-        inputs, logits = self._inputs.view(num_rows, num_rows), self._logits[:num_rows]
+        inputs = self._inputs.view(num_rows, min(num_rows, self._inputs.max_seqs))
+        logits = self._logits[:num_rows]
 
         def step() -> None:
             logits.copy_(compute(self._decoder, self._pool.caches, inputs, self._attention))

@@ -42,9 +42,9 @@ class Workspace:
     graph_logits: Tensor | None
 
 
-def graph_plan_sizes(rows: int) -> dict[str, int]:
-    """AttentionPlan's sizes for graphs of at most so many rows; the GPU benchmarks plan alike."""
-    return {"max_tokens": rows, "max_seqs": rows, "max_new_tokens": TYPICAL_NEW_TOKENS}
+def graph_plan_sizes(rows: int, max_seqs: int) -> dict[str, int]:
+    """AttentionPlan's sizes for graphs of so many rows and sequences at most; GPU benchmarks plan alike."""
+    return {"max_tokens": rows, "max_seqs": max_seqs, "max_new_tokens": TYPICAL_NEW_TOKENS}
 
 
 def make_workspace(
@@ -56,7 +56,9 @@ def make_workspace(
     max_blocks = -(-(decoder.config.max_model_len + MAX_TREE_NODES) // block_size)
     inputs = StaticInputs(limits.max_tokens, limits.max_seqs, max_blocks, device)
     rows = min(limits.max_decode_tokens, MAX_ROWS)
-    graph_inputs = StaticInputs(rows, rows, max_blocks, device) if graphs else None
+    graph_inputs = None
+    if graphs:
+        graph_inputs = StaticInputs(rows, min(rows, limits.max_seqs), max_blocks, device)
     graph_logits = None
     if graphs:
         graph_logits = torch.empty(rows, decoder.config.vocab_size, dtype=torch.float32, device=device)
@@ -83,11 +85,13 @@ def step_attentions(
         "dtype": decoder.dtype,
         "cache_dtype": cache_dtype,
         "device": decoder.device,
+        "draft_tokens": max(1, limits.max_decode_tokens // limits.max_seqs),
     }
     windows = set(config.windows)
     rows = min(limits.max_decode_tokens, MAX_ROWS)
     eager = TritonAttention.for_steps(
         windows, max_tokens=limits.max_tokens, max_seqs=limits.max_seqs, **sizes
     )
-    graphs = TritonAttention.for_steps(windows, beside=eager, **graph_plan_sizes(rows), **sizes)
+    graph_sizes = graph_plan_sizes(rows, min(rows, limits.max_seqs))
+    graphs = TritonAttention.for_steps(windows, beside=eager, **graph_sizes, **sizes)
     return eager, graphs

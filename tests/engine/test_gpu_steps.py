@@ -422,6 +422,33 @@ def test_plans_share_one_memory_of_partial_results() -> None:
             AttentionPlan(max_tokens=513, max_seq_len=262_144, beside=large, **sizes, **types)
 
 
+@pytest.mark.parametrize("max_seqs", [1, 16, 128, 600])
+@pytest.mark.parametrize("chunk_size", [512, 8192])
+def test_partial_results_stay_within_a_fixed_memory(max_seqs: int, chunk_size: int) -> None:
+    decoder = SimpleNamespace(
+        config=SimpleNamespace(num_heads=32, num_kv_heads=8, head_dim=128, windows=(None, 4096)),
+        dtype=torch.bfloat16,
+        device="cpu",
+    )
+    limits = StepLimits(max(chunk_size, 9 * max_seqs), max_seqs, 9 * max_seqs)
+    with FakeTensorMode():
+        attentions = step_attentions(decoder, 131_072 + 64, torch.bfloat16, limits)
+    plans = [plan for attention in attentions for plan in attention._plans.values()]
+    assert len(plans) == 4
+    eager = plans[0]
+    assert all(plan.partials is eager.partials for plan in plans)
+    partials_bytes = sum(t.nbytes for t in (eager.partials, eager.maxima, eager.sums))
+    lists_bytes = sum(t.nbytes for plan in plans for t in (plan.items, plan.counters))
+    assert partials_bytes <= 512 << 20
+    assert lists_bytes <= 64 << 20
+    # Every plan gives a sequence the same splits.
+    assert len({(plan.max_token_splits, plan.draft_tokens, plan.split_size) for plan in plans}) == 1
+    if max_seqs <= 128:
+        splits = min(129, eager.max_token_splits // 9)
+        assert splits >= 28, "one sequence's drafts occupy too little of the GPU"
+        assert eager.num_partial_rows >= min(9 * max_seqs, limits.max_tokens) * 4 * splits
+
+
 class FakeMemory:
     """torch's figures for a GPU of `total` bytes, of which `held` are taken before the pool is made."""
 

@@ -40,21 +40,31 @@ LONG = [
 ]
 
 
-def plan_for(case: Case, split_size: int = 64, max_new_tokens: int | None = None) -> AttentionPlan:
-    """A plan with room to spare, for steps like the case; its workspace is poisoned."""
+def plan_for(
+    case: Case, split_size: int = 64, max_new_tokens: int | None = None, share: int | None = None
+) -> AttentionPlan:
+    """A plan with room to spare, for steps like the case; its workspace is poisoned.
+
+    share: partial results for each sequence, in new tokens times splits; None: as many as it may leave.
+    """
+    _, num_heads, head_size = case.query.shape
+    max_seqs = len(case.seq_lens) + 3
+    memory = {} if share is None else {"partials_bytes": share * max_seqs * num_heads * (head_size + 2) * 4}
     plan = AttentionPlan(
         max_tokens=len(case.query) + 17,
-        max_seqs=len(case.seq_lens) + 3,
+        max_seqs=max_seqs,
         max_seq_len=int(case.seq_lens.max()) + 40,
-        num_heads=case.query.shape[1],
+        num_heads=num_heads,
         num_kv_heads=case.kv_cache.shape[2],
-        head_size=case.query.shape[2],
+        head_size=head_size,
         dtype=case.query.dtype,
         cache_dtype=case.kv_cache.dtype,
         device=case.query.device,
         window=case.options.window,
         max_new_tokens=max_new_tokens,
+        draft_tokens=4,
         split_size=split_size,
+        **memory,
     )
     for workspace in (plan.partials, plan.maxima, plan.sums):
         workspace.fill_(torch.nan)
@@ -143,8 +153,8 @@ def test_small_factors_do_not_leave_float16s_range() -> None:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Case, int, int | None, bool]:
-    """A case, a split size, the plan's max_new_tokens and whether to swap the products."""
+def cases(draw: st.DrawFn) -> tuple[Case, int, int | None, int | None, bool]:
+    """A case, plan_for's other arguments and whether to swap the products."""
 
     def sequence() -> Sequence:
         tree = draw(st.booleans())
@@ -172,14 +182,15 @@ def cases(draw: st.DrawFn) -> tuple[Case, int, int | None, bool]:
         seed=draw(st.integers(0, 1000)),
     )
     split_size = draw(st.sampled_from([64, 128, 1024]))
-    return case, split_size, draw(st.sampled_from([None, 1, 4, 8])), draw(st.booleans())
+    share = draw(st.sampled_from([None, 0, 8, 20, 100]))
+    return case, split_size, draw(st.sampled_from([None, 1, 4, 8])), share, draw(st.booleans())
 
 
-def check_any(drawn: tuple[Case, int, int | None, bool]) -> None:
-    case, split_size, max_new_tokens, swap = drawn
+def check_any(drawn: tuple[Case, int, int | None, int | None, bool]) -> None:
+    case, split_size, max_new_tokens, share, swap = drawn
 
     def make_plan(case: Case) -> AttentionPlan:
-        plan = plan_for(case, split_size, max_new_tokens)
+        plan = plan_for(case, split_size, max_new_tokens, share)
         return swapped(plan) if swap else plan
 
     check(case, make_plan)
@@ -187,14 +198,14 @@ def check_any(drawn: tuple[Case, int, int | None, bool]) -> None:
 
 @settings(max_examples=3, deadline=None, derandomize=True)
 @given(drawn=cases())
-def test_any_batch(drawn: tuple[Case, int, int | None, bool]) -> None:
+def test_any_batch(drawn: tuple[Case, int, int | None, int | None, bool]) -> None:
     check_any(drawn)
 
 
 @pytest.mark.wide
 @settings(max_examples=300, deadline=None)
 @given(drawn=cases())
-def test_very_many_batches(drawn: tuple[Case, int, int | None, bool]) -> None:
+def test_very_many_batches(drawn: tuple[Case, int, int | None, int | None, bool]) -> None:
     check_any(drawn)
 
 
@@ -213,10 +224,11 @@ def test_neither_a_second_run_nor_the_order_of_arrival_changes_a_bit(swap: bool)
         assert not plan.counters.any()
 
 
+@pytest.mark.parametrize("share", [None, 16], ids=["ample", "scarce"])
 @pytest.mark.parametrize("options", [Options(sinks=True), Options(window=90, scales=True)], ids=str)
-def test_a_sequence_gives_the_same_bits_alone_and_in_a_batch(options: Options) -> None:
+def test_a_sequence_gives_the_same_bits_alone_and_in_a_batch(options: Options, share: int | None) -> None:
     case = make_case(LONG[:5], Shape(1, 3, 16), options, torch.float16).to(DEVICE)
-    together = case.run(TritonAttention([plan_for(case)]))
+    together = case.run(TritonAttention([plan_for(case, share=share)]))
     assert case.ancestor_bits is not None
     for b in range(5):
         start, stop = case.query_start_loc[b : b + 2].tolist()
@@ -228,7 +240,8 @@ def test_a_sequence_gives_the_same_bits_alone_and_in_a_batch(options: Options) -
             query_start_loc=torch.tensor([0, stop - start], dtype=torch.int32, device=DEVICE),
             ancestor_bits=case.ancestor_bits[start:stop],
         )
-        assert torch.equal(alone.run(TritonAttention([plan_for(alone)])), together[start:stop])
+        attention = TritonAttention([plan_for(alone, share=share)])
+        assert torch.equal(alone.run(attention), together[start:stop])
 
 
 def test_a_plan_serves_all_layers_and_steps() -> None:
@@ -260,13 +273,14 @@ def expected_keys(case: Case, b: int, first_row: int, last_row: int) -> range:
     lens=st.lists(st.tuples(st.integers(0, 400), st.integers(0, 200)), min_size=1, max_size=9),
     group_size=st.integers(1, 7),
     window=st.none() | st.integers(1, 300),
+    share=st.none() | st.integers(0, 40),
 )
 def test_a_plan_lists_every_row_and_key_once(
-    lens: list[tuple[int, int]], group_size: int, window: int | None
+    lens: list[tuple[int, int]], group_size: int, window: int | None, share: int | None
 ) -> None:
     sequences = [Sequence(context, new) for context, new in lens]
     case = make_case(sequences, Shape(1, group_size, 8), Options(window=window))
-    plan = plan_for(case.to(DEVICE))
+    plan = plan_for(case.to(DEVICE), share=share)
     items = plan.items[: int(plan.num_items)].tolist()
     tiles: dict[tuple[int, int], list[list[int]]] = {}
     for item in items:
@@ -276,6 +290,7 @@ def test_a_plan_lists_every_row_and_key_once(
         (b, row) for b, s in enumerate(sequences) for row in range(0, s.new * group_size, block_rows)
     ]
     assert len({own[0][6] for own in tiles.values()}) == len(tiles), "tiles share a counter"
+    assert len(plan.items) >= len(items)
     partial_rows: set[int] = set()
     for (b, first_row), own in tiles.items():
         num_rows = min(block_rows, sequences[b].new * group_size - first_row)
@@ -287,8 +302,10 @@ def test_a_plan_lists_every_row_and_key_once(
             assert begin < end
             if sequences[b].new > 64:
                 assert num_splits == 1
-            else:
+            elif share is None:
                 assert begin // plan.split_size == (end - 1) // plan.split_size
+            else:
+                assert num_splits == 1 or num_splits * sequences[b].new <= share
             if split:
                 assert begin == own[split - 1][3]
             if num_splits > 1:

@@ -2,13 +2,15 @@
 
     sequence       rows of BLOCK_ROWS         keys
     chunk          tile, tile, tile, ...      all that a tile sees, by one program
-    tree, decode   tile (or two)              splits of SPLIT_SIZE slots, one program each
+    tree, decode   tile (or two)              splits, one program each
 
     item           sequence, first row, begin, end, split, num_splits, tile, first partial row
 
-The slots alone decide where splits begin, and the sequence's own number of new tokens decides whether there
-are any, so a sequence's result does not depend on the rest of the batch. Chunks come first in the list,
-because their items take longest.
+Splits are of SPLIT_SIZE slots, or of a multiple where a sequence would leave more partial results than its
+share of the memory for them. Each sequence has the same share, partials_bytes / max_seqs, whatever the others
+leave unused: so a sequence's own length and number of new tokens decide where its splits begin, and its
+result does not depend on the rest of the batch. Chunks come first in the list, because their items take
+longest.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -22,7 +24,7 @@ import triton.language as tl
 
 from tandem_kernels.turbo_attention.interface import MAX_TREE_NODES
 from tandem_kernels.turbo_attention.triton_kernel import ITEM_FIELDS
-from tandem_kernels.turbo_attention.triton_tiles import SPLIT_SIZE, Tiles, choose_tiles
+from tandem_kernels.turbo_attention.triton_tiles import PARTIALS_BYTES, SPLIT_SIZE, Tiles, choose_tiles
 
 #: Tiles of rows that the planning kernel handles at a time.
 PLAN_LANES = 256
@@ -50,20 +52,26 @@ class AttentionPlan:
         device: torch.device | str,
         window: int | None = None,
         max_new_tokens: int | None = None,
+        draft_tokens: int = 1,
         split_size: int = SPLIT_SIZE,
+        partials_bytes: int = PARTIALS_BYTES,
         beside: AttentionPlan | None = None,
     ) -> None:
         """Allocate for steps of at most max_tokens new tokens of max_seqs sequences.
 
         Args:
-            max_seq_len: longest sequence in tokens, new ones included; the workspace grows with it.
+            max_seq_len: longest sequence in tokens, new ones included; the workspace grows with it, up to
+                partials_bytes.
             dtype, cache_dtype: the query's and the KV cache's.
             window: the layers' sliding window in tokens.
             max_new_tokens: new tokens that most sequences of a step stay within, for example the draft's
                 nodes; None suits prompt chunks and all sizes of drafts. It changes the last bits of results.
-            split_size: keys per split; a multiple of the kernel's tile of 64 keys.
-            beside: a plan whose memory for partial results this one uses too; the two must not run at the
-                same time.
+            draft_tokens: new tokens up to which a sequence's splits do not depend on their number, for
+                example the largest draft's nodes. With more of them it gets fewer splits.
+            split_size: fewest keys per split; a multiple of the kernel's tile of 64 keys.
+            partials_bytes: most memory for partial results.
+            beside: a plan whose memory for partial results this one uses too, and whose share of it for each
+                sequence; the two must not run at the same time.
 
         Raises:
             ValueError: split_size is not a positive multiple of the tile, or `beside` has too little memory.
@@ -88,12 +96,21 @@ class AttentionPlan:
                 f"split_size is {split_size}, wanted a positive multiple of {self.tiles.block_keys} keys"
             )
         block_rows = self.tiles.block_rows
-        max_splits = max(1, -(-max_seq_len // split_size))
+        row_bytes = num_kv_heads * (head_size + 2) * 4
+        self.draft_tokens = draft_tokens
+        #: A sequence's share of the partial results: most of its new tokens times its splits.
+        self.max_token_splits = partials_bytes // (row_bytes * self.group_size * max_seqs)
+        if beside is not None:
+            self.max_token_splits = beside.max_token_splits
+        max_splits = max(1, min(-(-max_seq_len // split_size), self.max_token_splits // draft_tokens))
         num_tiles = max_tokens * self.group_size // block_rows + max_seqs
         split_tokens = min(max_tokens, MAX_TREE_NODES * max_seqs)
         num_items = (split_tokens * self.group_size // block_rows + max_seqs) * max_splits + num_tiles
         #: Rows of partial results for each K/V head; a tile without splits leaves none.
-        self.num_partial_rows = split_tokens * self.group_size * max_splits if max_splits > 1 else 1
+        self.num_partial_rows = 1
+        if max_splits > 1:
+            token_splits = min(split_tokens * max_splits, max_seqs * self.max_token_splits)
+            self.num_partial_rows = token_splits * self.group_size
         rows = num_kv_heads * self.num_partial_rows
         self.items = torch.empty(num_items, ITEM_FIELDS, dtype=torch.int32, device=device)
         self.num_items = torch.zeros(1, dtype=torch.int32, device=device)
@@ -134,17 +151,21 @@ class AttentionPlan:
             seq_lens, query_start_loc, self.items, self.num_items,
             num_seqs, num_seqs.bit_length(),
             self.max_tokens * self.group_size // self.tiles.block_rows + num_seqs,
-            self.max_seq_len, self.window or 0,
+            self.max_seq_len, self.window or 0, self.max_token_splits, self.draft_tokens,
             GROUP_SIZE=self.group_size, BLOCK_ROWS=self.tiles.block_rows, BLOCK_KEYS=self.tiles.block_keys,
             SPLIT_SIZE=self.split_size, MAX_NODES=MAX_TREE_NODES, HAS_WINDOW=self.window is not None,
             LANES=PLAN_LANES, num_warps=4,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=("num_seqs", "num_halvings", "num_tiles", "max_seq_len", "window"))
+@triton.jit(
+    do_not_specialize=(
+        "num_seqs", "num_halvings", "num_tiles", "max_seq_len", "window", "max_token_splits", "draft_tokens"
+    )
+)  # fmt: skip
 def plan_kernel(
     seq_lens_ptr, query_start_loc_ptr, items_ptr, num_items_ptr,
-    num_seqs, num_halvings, num_tiles, max_seq_len, window,
+    num_seqs, num_halvings, num_tiles, max_seq_len, window, max_token_splits, draft_tokens,
     GROUP_SIZE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, SPLIT_SIZE: tl.constexpr,
     MAX_NODES: tl.constexpr, HAS_WINDOW: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
@@ -185,12 +206,15 @@ def plan_kernel(
             if HAS_WINDOW:
                 begins = tl.maximum(context_lens + first_tokens - window + 1, 0) // BLOCK_KEYS * BLOCK_KEYS
             if chunks == 0:
-                first_splits = tl.zeros([LANES], dtype=tl.int32)
+                first_units = tl.zeros([LANES], dtype=tl.int32)
+                units_each = first_units
                 num_splits = tl.where(listed, 1, 0)
             else:
-                first_splits = begins // SPLIT_SIZE
-                num_splits = tl.maximum(tl.cdiv(ends, SPLIT_SIZE) - first_splits, 0)
-                num_splits = tl.where(listed, num_splits, 0)
+                first_units = begins // SPLIT_SIZE
+                num_units = tl.maximum(tl.cdiv(ends, SPLIT_SIZE) - first_units, 0)
+                share = tl.maximum(max_token_splits // tl.maximum(num_new, draft_tokens), 1)
+                units_each = tl.maximum(tl.cdiv(num_units, share), 1)
+                num_splits = tl.where(listed, tl.cdiv(num_units, units_each), 0)
             partial_rows = tl.where(num_splits > 1, num_splits * num_rows, 0)
             first_items = num_items + tl.cumsum(num_splits, 0) - num_splits
             first_partial_rows = num_partial_rows + tl.cumsum(partial_rows, 0) - partial_rows
@@ -200,8 +224,9 @@ def plan_kernel(
                 split_begins = begins
                 split_ends = ends
                 if chunks == 1:
-                    split_begins = tl.maximum(begins, (first_splits + split) * SPLIT_SIZE)
-                    split_ends = tl.minimum(ends, (first_splits + split + 1) * SPLIT_SIZE)
+                    first_unit = first_units + split * units_each
+                    split_begins = tl.maximum(begins, first_unit * SPLIT_SIZE)
+                    split_ends = tl.minimum(ends, (first_unit + units_each) * SPLIT_SIZE)
                 tl.store(item_ptrs, seqs, mask=is_item)
                 tl.store(item_ptrs + 1, first_rows, mask=is_item)
                 tl.store(item_ptrs + 2, split_begins, mask=is_item)

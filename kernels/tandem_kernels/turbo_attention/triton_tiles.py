@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: Keys per split, for sequences of at most MAX_TREE_NODES new tokens. A split costs its rows one partial
-#: result, 2 * rows / SPLIT_SIZE of the traffic for its K and V in 16 bits; a batch of one has
+#: Fewest keys per split, for sequences of at most MAX_TREE_NODES new tokens. A split costs its rows one
+#: partial result, 2 * rows / SPLIT_SIZE of the traffic for its K and V in 16 bits; a batch of one has
 #: num_kv_heads * seq_len / SPLIT_SIZE programs.
 SPLIT_SIZE = 1024
+#: Most memory for partial results, whatever the length and number of sequences. An 8B model (32 heads of 128)
+#: then has 28 splits of each sequence with drafts of 9 tokens among 128 sequences: 8 K/V heads times 28 are
+#: programs enough for one sequence to occupy a GPU.
+PARTIALS_BYTES = 512 << 20
 
 
 @dataclass(frozen=True)
