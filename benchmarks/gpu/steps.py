@@ -7,6 +7,7 @@ accepted KV is moved as in real use. Random weights take as long as trained ones
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import os
@@ -21,16 +22,20 @@ from typing import Any
 
 import torch
 from tandem_core.sampling import SamplingParams
+from tandem_engine.assemble import EngineConfig, make_gpu_runner, step_limits
 from tandem_engine.batch import Batch
 from tandem_engine.block_manager import BlockManager
 from tandem_engine.draft_source import Emitted
 from tandem_engine.draft_tree import DraftTree
 from tandem_engine.engine import Engine
+from tandem_engine.kv_pool import KVShape
 from tandem_engine.models.config import ModelConfig
+from tandem_engine.models.decoder import Decoder
 from tandem_engine.request import Request
 from tandem_engine.runner import ModelRunner
 from tandem_engine.sampling.verify import Verified, Verifier
 from tandem_engine.scheduler import Scheduler, SchedulerConfig
+from tandem_engine.warm_up import warm_up
 from tandem_engine.workspace import StepLimits
 
 from gpu.runner import Bench, Stage
@@ -41,6 +46,9 @@ ACCEPTED = {1: 0, 8: 2, 16: 3}
 MAX_CONTEXT = {"max_position_embeddings": 8192}
 #: Steps before those that are timed, and after them under the profiler.
 WARM_UP, PROFILED = 3, 3
+#: Seconds that filling sequences with context leaves to the rows of the table.
+MEASURING_S = 60.0
+GIB = 1 << 30
 
 
 class BinaryTrees:
@@ -158,11 +166,8 @@ def decode(bench: Bench) -> None:
     drafts = BinaryTrees(vocab_size)
     engine = rig.engine(drafts, chunk_size)
     add_requests(engine, batches[0], prompt, vocab_size, max_tokens=max_tokens)
-    began = time.perf_counter()
-    while len(engine.scheduler.decoding()) < batches[0]:
-        engine.step()
-    speed = batches[0] * prompt / (time.perf_counter() - began)
-    bench.note(f"{batches[0]} prompts of {prompt} tokens were computed at {speed:.0f} tokens/s.")
+    filled = fill(bench, engine, batches[0], prompt)
+    batches = tuple(batch for batch in batches if batch <= filled)
     bench.table(
         "batch", "n", "tokens/step", "ms", "tokens/s", "T_n/T_1", "kernels", "launches", "syncs", "GPU idle"
     )
@@ -191,6 +196,25 @@ def decode(bench: Bench) -> None:
                 batch, n, tokens, f"{ms:.2f}", f"{tokens / ms * 1e3:.0f}", f"{ms / one_ms:.2f}",
                 *profiled(engine, bench.dry),
             )  # fmt: skip
+
+
+def fill(bench: Bench, engine: Engine, count: int, prompt: int) -> int:
+    """Computes the waiting prompts while the stage has time for them; returns how many sequences decode."""
+    began = time.perf_counter()
+    while len(engine.scheduler.decoding()) < count and bench.left_s > MEASURING_S:
+        engine.step()
+    decoding = engine.scheduler.decoding()
+    speed = len(decoding) * prompt / (time.perf_counter() - began)
+    bench.note(f"{len(decoding)} prompts of {prompt} tokens were computed at {speed:.0f} tokens/s.")
+    if len(decoding) < count:
+        bench.note(f"The other {count - len(decoding)} did not fit the time; nor do batches that need them.")
+        kept = {request.request_id for request in decoding}
+        for i in range(count):
+            if f"r{i}" not in kept:
+                engine.abort(f"r{i}")
+    if not decoding:
+        raise RuntimeError("not one prompt was computed in the stage's time")
+    return len(decoding)
 
 
 def profiled(engine: Engine, dry: bool) -> list[str]:
@@ -255,6 +279,44 @@ def prefill(bench: Bench) -> None:
         bench.row(chunk_size, f"{seconds * 1e3:.1f}", f"{length / seconds:.0f}", flops / seconds / 1e12)
 
 
+def sizing(bench: Bench) -> None:
+    """The KV pool as a pod with default settings sizes it, and what the largest steps then take."""
+    if bench.dry:
+        bench.note("Not in a dry run: it needs a GPU's memory.")
+        return
+    decoder = random_decoder(model_shape(bench.dry), bench.device)
+    for config in (EngineConfig(Path()), EngineConfig(Path(), max_batch=128, chunk_size=8192)):
+        measure_sizing(bench, decoder, config)
+        # The pool's memory, for the next one.
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def measure_sizing(bench: Bench, decoder: Decoder, config: EngineConfig) -> None:
+    """A row for each moment, the last one for what --gpu-memory-utilization wants free."""
+    settings = f"--max-batch {config.max_batch} --chunk-size {config.chunk_size}"
+    bench.table(settings, "GPU memory free, GiB", "of torch's tensors, GiB")
+
+    def row(moment: str) -> None:
+        bench.row(moment, torch.cuda.mem_get_info()[0] / GIB, torch.cuda.memory_allocated() / GIB)
+
+    model = decoder.config
+    shape = KVShape(model.num_layers, model.num_kv_heads, model.head_dim, config.block_size, decoder.dtype)
+    limits = step_limits(config)
+    row("with the weights")
+    runner = make_gpu_runner(config, decoder, shape, limits)
+    pool_bytes = (runner.pool.num_blocks + 1) * shape.block_bytes * shape.num_layers
+    row(f"with a pool of {runner.pool.num_blocks} blocks ({pool_bytes / GIB:.1f} GiB) and graphs")
+    allocated = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    warm_up(runner, limits)
+    row(
+        f"after the largest steps, which took {(torch.cuda.max_memory_allocated() - allocated) / GIB:.2f} GiB"
+    )
+    total = torch.cuda.mem_get_info()[1]
+    bench.row("to stay free", (1 - config.gpu_memory_utilization) * total / GIB)
+
+
 def vllm(bench: Bench) -> None:
     """vLLM with dummy weights on the same shapes: time per step of plain decoding, and of the prompt."""
     if importlib.util.find_spec("vllm") is None:
@@ -289,4 +351,9 @@ def vllm(bench: Bench) -> None:
             bench.row(batch, f"{seconds[1] * 1e3:.0f}", f"{step_ms:.2f}", f"{batch / step_ms * 1e3:.0f}")
 
 
-STAGES = [Stage("decode", 240, decode), Stage("prefill", 80, prefill), Stage("vllm", 200, vllm)]
+STAGES = [
+    Stage("decode", 225, decode),
+    Stage("prefill", 70, prefill),
+    Stage("sizing", 50, sizing),
+    Stage("vllm", 190, vllm),
+]

@@ -14,10 +14,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+import urllib.request
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 import torch
@@ -34,6 +36,8 @@ from gpu.checks import build
 from gpu.runner import Bench, Stage
 from gpu.shapes import model_shape
 
+#: Seconds at a stage's end in which rows of what was measured are written.
+RESERVE_S = 5.0
 MODEL_8_LAYERS = {"num_hidden_layers": 8, "vocab_size": 32768, "max_position_embeddings": 8192}
 
 
@@ -94,9 +98,13 @@ class Fleet:
     decode: decode_pb2_grpc.DecodeServiceStub
     prefill_target: str
     vocab_size: int
+    #: The /metrics ports by role.
+    metrics: dict[str, int]
 
 
-def start_pods(bench: Bench, folder: Path, ports: dict[str, int]) -> list[subprocess.Popen[bytes]]:
+def start_pods(
+    bench: Bench, folder: Path, ports: dict[str, int], metrics: dict[str, int]
+) -> list[subprocess.Popen[bytes]]:
     sizes = (64, 200, 1) if bench.dry else (2048, 2048, 0)
     common = [
         *("--model", folder, "--device", bench.device.type, "--dtype", "bfloat16", "--quantization", "none"),
@@ -111,7 +119,7 @@ def start_pods(bench: Bench, folder: Path, ports: dict[str, int]) -> list[subpro
     }  # fmt: skip
     pods = []
     for role, port in ports.items():
-        flags = [*common, *own[role], "--port", port, "--pod-id", role]
+        flags = [*common, *own[role], "--port", port, "--metrics-port", metrics[role], "--pod-id", role]
         script = f"from tandem_{role}.main import main; main()"
         pods.append(subprocess.Popen([sys.executable, "-P", "-c", script, *map(str, flags)]))
     return pods
@@ -120,8 +128,8 @@ def start_pods(bench: Bench, folder: Path, ports: dict[str, int]) -> list[subpro
 @asynccontextmanager
 async def running_pods(bench: Bench, folder: Path, shape: dict[str, object]) -> AsyncIterator[Fleet]:
     """Both pods, ready; killed at the end."""
-    ports = {role: free_port() for role in ("prefill", "decode")}
-    pods = start_pods(bench, folder, ports)
+    ports, metrics = ({role: free_port() for role in ("prefill", "decode")} for _ in range(2))
+    pods = start_pods(bench, folder, ports, metrics)
     options = [("grpc.enable_http_proxy", 0)]
     channels = {role: grpc.aio.insecure_channel(f"127.0.0.1:{port}", options) for role, port in ports.items()}
     try:
@@ -132,9 +140,11 @@ async def running_pods(bench: Bench, folder: Path, shape: dict[str, object]) -> 
                 await asyncio.wait([ready], timeout=0.5)
                 if pod.poll() is not None:
                     raise RuntimeError(f"a pod ended with {pod.returncode} before it was ready")
+                if bench.left_s < RESERVE_S:
+                    raise RuntimeError("the pods were not ready in the stage's time; their logs are above")
         bench.note(f"Both pods were ready after {time.monotonic() - began:.0f} s.")
         stub = decode_pb2_grpc.DecodeServiceStub(channels["decode"])
-        yield Fleet(stub, f"127.0.0.1:{ports['prefill']}", int(str(shape["vocab_size"])))
+        yield Fleet(stub, f"127.0.0.1:{ports['prefill']}", int(str(shape["vocab_size"])), metrics)
     finally:
         for channel in channels.values():
             await channel.close()
@@ -185,6 +195,14 @@ async def one_request(fleet: Fleet, prompt: Sequence[int], *, apart: bool = True
     return stream
 
 
+async def in_time(bench: Bench, *requests: Coroutine[Any, Any, Stream]) -> list[Stream]:
+    """The streams of all requests, or none if the stage's time ends first."""
+    try:
+        return await asyncio.wait_for(asyncio.gather(*requests), max(0.0, bench.left_s - RESERVE_S))
+    except TimeoutError:
+        return []
+
+
 async def measure_idle(bench: Bench, fleet: Fleet, length: int, repeats: int) -> None:
     """Rows of one prompt at a time."""
     bench.table("one prompt at a time", "TTFT ms", "prefill ms", "residue ms", "KV MB", "KV GB/s over TTFT")
@@ -193,15 +211,18 @@ async def measure_idle(bench: Bench, fleet: Fleet, length: int, repeats: int) ->
     local: list[Stream] = []
     for _ in range(repeats + 1):
         prompt = random_prompt(fleet, length)
-        new.append(await one_request(fleet, prompt))
-        again.append(await one_request(fleet, prompt))
-        local.append(await one_request(fleet, random_prompt(fleet, length), apart=False))
+        new += await in_time(bench, one_request(fleet, prompt))
+        again += await in_time(bench, one_request(fleet, prompt))
+        local += await in_time(bench, one_request(fleet, random_prompt(fleet, length), apart=False))
     for name, streams in (
         ("prompt computed on the prefill pod", new),
         ("prompt cached there: all KV is sent at once", again),
         ("prompt computed on the decode pod", local),
     ):
         kept = streams[1:]  # the first warms up
+        if not kept:
+            bench.row(f"{name}, {length} tokens", "did not fit the time")
+            continue
         ttft = statistics.median(s.ttft_s for s in kept)
         num_bytes = kept[0].receipt.transfer_bytes
         bench.row(
@@ -214,6 +235,64 @@ async def measure_idle(bench: Bench, fleet: Fleet, length: int, repeats: int) ->
         )
 
 
+async def measure_at_once(bench: Bench, fleet: Fleet, length: int, repeats: int) -> None:
+    """Rows of several prompts that arrive at the same time, all computed on the prefill pod."""
+    bench.table(
+        "prompts at once", "TTFT median ms", "TTFT max ms", "residue max ms", "KV GB/s until the last"
+    )
+    for count in (1, 4):
+        rounds = []
+        for _ in range(repeats + 1):
+            prompts = [random_prompt(fleet, length) for _ in range(count)]
+            if streams := await in_time(bench, *(one_request(fleet, prompt) for prompt in prompts)):
+                rounds.append(streams)
+        kept = rounds[1:]  # the first warms up
+        if not kept:
+            bench.row(count, "did not fit the time")
+            continue
+        slowest = statistics.median(max(s.ttft_s for s in streams) for streams in kept)
+        num_bytes = sum(s.receipt.transfer_bytes for s in kept[0])
+        bench.row(
+            count,
+            f"{statistics.median(s.ttft_s for streams in kept for s in streams) * 1e3:.1f}",
+            f"{slowest * 1e3:.1f}",
+            f"{max(s.receipt.transfer_ns for streams in kept for s in streams) / 1e6:.2f}",
+            num_bytes / slowest / 1e9,
+        )
+
+
+#: What a table of copies shows: the gauge, its unit in the table, and the factor to it.
+COPY_GAUGES = (
+    ('tandem_kv_copies{direction="read"}', "reads", 1.0),
+    ('tandem_kv_copied_bytes{direction="read"}', "read MB", 1e-6),
+    ('tandem_kv_copy_wait_seconds{direction="read"}', "wait for reads, ms", 1e3),
+    ("tandem_kv_frames_copied_out", "copied out", 1.0),
+    ('tandem_kv_copies{direction="write"}', "writes", 1.0),
+    ('tandem_kv_copied_bytes{direction="write"}', "written MB", 1e-6),
+    ('tandem_kv_copy_wait_seconds{direction="write"}', "wait for buffers, ms", 1e3),
+)
+
+
+def copy_counts(page: str) -> list[float] | None:
+    """The values of COPY_GAUGES on a pod's /metrics page; None for a pod on a CPU, which has none."""
+    samples = dict(line.rsplit(" ", 1) for line in page.splitlines() if line.startswith("tandem_kv_"))
+    if not any(name in samples for name, _, _ in COPY_GAUGES):
+        return None
+    return [float(samples[name]) * factor for name, _, factor in COPY_GAUGES]
+
+
+async def report_copies(bench: Bench, fleet: Fleet) -> None:
+    """Rows of what the pods' transfers have copied since the start."""
+    counts = {}
+    for role, port in fleet.metrics.items():
+        url = f"http://127.0.0.1:{port}/metrics"
+        page = await asyncio.to_thread(lambda url=url: urllib.request.urlopen(url, timeout=3).read().decode())
+        counts[role] = copy_counts(page)
+    bench.table("copies so far", *(name for _, name, _ in COPY_GAUGES))
+    for role, values in counts.items():
+        bench.row(role, *("none: KV is in the host's memory",) if values is None else values)
+
+
 async def measure_disturbance(bench: Bench, fleet: Fleet, length: int, streams: int, window_s: float) -> None:
     """Rows of the time between tokens of running streams, alone and beside prompts."""
     bench.table(f"{streams} running streams", "ITL median ms", "p99 ms", "max ms", "prompts", "their TTFT ms")
@@ -224,7 +303,7 @@ async def measure_disturbance(bench: Bench, fleet: Fleet, length: int, streams: 
         asyncio.ensure_future(request(fleet, random_prompt(fleet, 24), num_tokens, stream, apart=False))
         for stream in running
     ]
-    while not all(len(stream.times) > 5 for stream in running):
+    while not all(len(stream.times) > 5 for stream in running) and bench.left_s > RESERVE_S:
         await asyncio.sleep(0.01)
         if any(task.done() for task in tasks):
             raise RuntimeError("a stream ended before the measurement")
@@ -232,11 +311,12 @@ async def measure_disturbance(bench: Bench, fleet: Fleet, length: int, streams: 
         began = time.perf_counter()
         prompts: list[Stream] = []
         if name == "alone":
-            await asyncio.sleep(window_s)
+            await asyncio.sleep(max(0.0, min(window_s, bench.left_s - RESERVE_S)))
         else:
-            while time.perf_counter() - began < window_s:
+            while time.perf_counter() - began < window_s and bench.left_s > RESERVE_S:
                 apart = name == "beside prompts on the prefill pod"
-                prompts.append(await one_request(fleet, random_prompt(fleet, length), apart=apart))
+                prompt = random_prompt(fleet, length)
+                prompts += await in_time(bench, one_request(fleet, prompt, apart=apart))
         ended = time.perf_counter()
         gaps = sorted(
             (after - before) * 1e3
@@ -246,7 +326,8 @@ async def measure_disturbance(bench: Bench, fleet: Fleet, length: int, streams: 
         )
         ttft = f"{statistics.median(s.ttft_s for s in prompts) * 1e3:.1f}" if prompts else "-"
         if len(gaps) < 2:
-            bench.row(name, "the streams had ended")
+            ended_early = any(task.done() for task in tasks)
+            bench.row(name, "the streams had ended" if ended_early else "did not fit the time")
             continue
         cells = (statistics.median(gaps), gaps[int(0.99 * len(gaps))], gaps[-1])
         bench.row(name, *(f"{ms:.2f}" for ms in cells), len(prompts), ttft)
@@ -261,9 +342,13 @@ def pods(bench: Bench) -> None:
 
     async def measure(folder: Path) -> None:
         async with running_pods(bench, folder, shape) as fleet:
-            await measure_idle(bench, fleet, 200 if bench.dry else 4096, 1 if bench.dry else 5)
+            length, repeats = (200, 1) if bench.dry else (4096, 5)
+            await measure_idle(bench, fleet, length, repeats)
+            await measure_at_once(bench, fleet, length, repeats)
+            await report_copies(bench, fleet)
             sizes = (200, 2, 0.2) if bench.dry else (4096, 8, 5.0)
             await measure_disturbance(bench, fleet, *sizes)
+            await report_copies(bench, fleet)
 
     with tempfile.TemporaryDirectory() as name:
         began = time.perf_counter()

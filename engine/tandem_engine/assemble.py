@@ -104,13 +104,9 @@ def assemble(config: EngineConfig, drafter: DraftSource | None = None) -> Engine
         decoder.dtype,
         interleaved=decoder.reads_interleaved(config.block_size),
     )
-    limits = StepLimits(
-        max_tokens=max(config.chunk_size, config.max_batch * (config.max_draft_nodes + 1)),
-        max_seqs=config.max_batch,
-        max_decode_tokens=config.max_batch * (config.max_draft_nodes + 1),
-    )
+    limits = step_limits(config)
     if device.type == "cuda":
-        runner = _gpu_runner(config, decoder, shape, limits)
+        runner = make_gpu_runner(config, decoder, shape, limits)
     else:
         pool = KVPool(shape, config.num_blocks or default_num_blocks(shape), device)
         runner = ModelRunner(decoder, pool, device)
@@ -139,7 +135,14 @@ def assemble(config: EngineConfig, drafter: DraftSource | None = None) -> Engine
     return EngineParts(engine, pool, Tokenizer(config.model), manifest, layout)
 
 
-def _gpu_runner(config: EngineConfig, decoder: Decoder, shape: KVShape, limits: StepLimits) -> ModelRunner:
+def step_limits(config: EngineConfig) -> StepLimits:
+    num_decode_tokens = config.max_batch * (config.max_draft_nodes + 1)
+    return StepLimits(max(config.chunk_size, num_decode_tokens), config.max_batch, num_decode_tokens)
+
+
+def make_gpu_runner(
+    config: EngineConfig, decoder: Decoder, shape: KVShape, limits: StepLimits
+) -> ModelRunner:
     """A runner whose pool takes the memory that is left; it has run every kind of step."""
     device = decoder.device
     torch.cuda.set_device(device)

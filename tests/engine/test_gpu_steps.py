@@ -484,7 +484,7 @@ def test_the_pool_takes_the_memory_that_a_measured_step_leaves(
     monkeypatch.setattr(assemble, "CudaCapture", lambda: lambda step: num_captured.append(1) or step)
     config = EngineConfig(Path(), gpu_memory_utilization=utilization, decodes=decodes)
     with FakeGpu():
-        runner = assemble._gpu_runner(config, fake_decoder(), SHAPE, LIMITS)
+        runner = assemble.make_gpu_runner(config, fake_decoder(), SHAPE, LIMITS)
     num_graphs = len(graph_sizes(LIMITS.max_decode_tokens)) if decodes else 0
     assert len(num_captured) == num_graphs
     budget = int(total * utilization) - held - activations - graph_reserve(num_graphs, activations)
@@ -500,7 +500,7 @@ def test_a_gpu_that_is_too_small_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
     Waits(monkeypatch, np.random.default_rng(1))
     FakeMemory(monkeypatch, 8 << 30, 7 << 30, 1 << 30)
     with FakeGpu(), pytest.raises(CapacityError, match="raise --gpu-memory-utilization"):
-        assemble._gpu_runner(EngineConfig(Path()), fake_decoder(), SHAPE, LIMITS)
+        assemble.make_gpu_runner(EngineConfig(Path()), fake_decoder(), SHAPE, LIMITS)
 
 
 def test_memory_that_runs_out_on_the_way_is_said_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -512,7 +512,7 @@ def test_memory_that_runs_out_on_the_way_is_said_with_the_remedy(monkeypatch: py
 
     monkeypatch.setattr(assemble, "warm_up", fails)
     with FakeGpu(), pytest.raises(CapacityError, match="lower --gpu-memory-utilization"):
-        assemble._gpu_runner(EngineConfig(Path(), num_blocks=100), fake_decoder(), SHAPE, LIMITS)
+        assemble.make_gpu_runner(EngineConfig(Path(), num_blocks=100), fake_decoder(), SHAPE, LIMITS)
 
 
 # What it computes
