@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import itertools
 import os
 import random
@@ -41,6 +42,8 @@ from gpu.shapes import (
 ROOT = Path(__file__).resolve().parents[2]
 #: Largest ratio of |graph - eager| to |eager|, as norms of all logits: a few roundings of bfloat16.
 TOLERANCE = 0.03
+#: A test takes seconds, of which the kernels' compiler takes most.
+TEST_TIMEOUT_S = 60
 
 
 def versions(bench: Bench) -> None:
@@ -211,11 +214,37 @@ def equality(bench: Bench) -> None:
 
 
 def gpu_tests(bench: Bench) -> None:
-    """The tests marked `gpu`; those of the kernels run their cases several at a time."""
+    """The tests marked `gpu` and each case of the kernels' tests, several at a time."""
+    kernels = [f"tests/kernels/triton_{name}cases.py" for name in ("", "layer_", "draw_")]
+    runs: list[list[str]] = (
+        [["-m", "gpu", "tests/kernels/test_triton_layer_ops.py"]]
+        if bench.dry
+        # test_results_on_the_gpu would run the kernels' cases as one test.
+        else [["-m", "gpu", "-k", "not results_on_the_gpu", "tests/engine", "tests/kernels"],
+              ["-m", "not wide", *kernels]]
+    )  # fmt: skip
     bench.table("test", "outcome")
-    folders = ["tests/kernels/test_triton_layer_ops.py"] if bench.dry else ["tests/engine", "tests/kernels"]
-    command = [sys.executable, "-P", "-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider", *folders]
-    counts: Counter[str] = Counter()
+    failed = [failure for run in runs if (failure := run_tests(bench, run))]
+    if failed:
+        raise RuntimeError("; ".join(failed))
+
+
+def run_tests(bench: Bench, arguments: Sequence[str]) -> str | None:
+    """A row for each test as it ends, in the repository's root; returns what went wrong.
+
+    A test that waits for the driver forever heeds no signal. With pytest-xdist, pytest-timeout ends its
+    worker from another thread: the test counts as failed, and a new worker runs the others.
+    """
+    command = [sys.executable, "-P", "-m", "pytest", "-v", "-p", "no:cacheprovider", *arguments]
+    has_workers, has_timeout = (importlib.util.find_spec(name) for name in ("xdist", "pytest_timeout"))
+    if has_timeout:
+        command += ["--timeout", str(TEST_TIMEOUT_S)]
+    if has_workers and not bench.dry:
+        # Each worker holds some 500 MB of the device.
+        num_workers = min(len(os.sched_getaffinity(0)), 12)
+        command += ["-n", str(num_workers), "--max-worker-restart", "8"]
+        command += ["--timeout-method", "thread"] if has_timeout else []
+    outcomes: Counter[str] = Counter()
     last = ""
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -224,11 +253,22 @@ def gpu_tests(bench: Bench) -> None:
         for line in process.stdout:
             print(line, end="", flush=True)
             last = line.strip() or last
-            if found := re.match(r"(\S+::.*) (PASSED|FAILED|ERROR|SKIPPED)", line):
-                bench.row(*found.groups())
-                counts[found[2]] += 1
-    if process.returncode or not counts:
-        raise RuntimeError(f"pytest ended with {process.returncode}: {last}")
+            if outcome := outcome_of(line):
+                bench.row(*outcome)
+                outcomes[outcome[1]] += 1
+    if process.returncode or not outcomes:
+        return f"pytest ended with {process.returncode}: {last}"
+    return None
+
+
+def outcome_of(line: str) -> tuple[str, str] | None:
+    """Name and outcome of the test that a line of `pytest -v` is about, also of a worker of pytest-xdist."""
+    words = "(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)"
+    if found := re.match(rf"\[gw\d+\] \[ *\d+%\] {words} (\S+::.*)", line):
+        return found[2].rstrip(), found[1]
+    if found := re.match(rf"(\S+::.*) {words}", line):
+        return found[1], found[2]
+    return None
 
 
 def sanitizer(bench: Bench) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import io
 import os
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu import attention
+from gpu import attention, checks, steps, transfer
 from gpu.__main__ import extend_path
 from gpu.attention import (
     KV_DTYPES,
@@ -31,9 +32,16 @@ from gpu.attention import (
     tandem_calls,
     xqa_calls,
 )
+from gpu.checks import outcome_of, run_tests
 from gpu.runner import PARTS, Bench, Stage, plan, run_stages
-from gpu.steps import counts
+from gpu.shapes import make_runner, model_shape, random_decoder
+from gpu.steps import MEASURING_S, counts, fill, measure_sizing
+from gpu.transfer import COPY_GAUGES, RESERVE_S, Fleet, Stream, copy_counts, measure_at_once, measure_idle
 from processes import is_alive
+from prometheus_client import CollectorRegistry, generate_latest
+from tandem_engine.assemble import EngineConfig
+from tandem_engine.gpu_block_store import CopyCounts
+from tandem_pod.status import PodGauges
 
 CPU = torch.device("cpu")
 COMMAND = Path(__file__).resolve().parents[2] / "benchmarks/gpu"
@@ -257,3 +265,118 @@ def test_kernels_launches_and_waits_are_counted_per_step() -> None:
         {"name": "process_name", "ph": "M"},
     ]
     assert counts(events, 2) == ["1.0", "1.0", "0.5", "20%"]
+
+
+def test_sequences_are_filled_while_the_stage_has_time_to_measure_them() -> None:
+    decoding: list[types.SimpleNamespace] = []
+    aborted: list[str] = []
+
+    class Engine:
+        scheduler = types.SimpleNamespace(decoding=lambda: decoding)
+        abort = aborted.append
+
+        def step(self) -> None:
+            time.sleep(0.05)
+            decoding.append(types.SimpleNamespace(request_id=f"r{len(decoding)}"))
+
+    page = io.StringIO()
+    assert fill(Bench(CPU, page), Engine(), 2, 4096) == 2
+    assert aborted == []
+    hurried = Bench(CPU, page, deadline=time.monotonic() + MEASURING_S + 0.2)
+    filled = fill(hurried, Engine(), 1000, 4096)
+    assert 2 < filled < 10
+    assert aborted == [f"r{i}" for i in range(filled, 1000)]
+    assert f"The other {1000 - filled} did not fit the time" in page.getvalue()
+
+
+async def test_what_was_measured_is_written_when_the_stages_time_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def one_request(fleet: Fleet, prompt: list[int], *, apart: bool = True) -> Stream:
+        stream = Stream(time.perf_counter())
+        await asyncio.sleep(0.02 if apart else 60)
+        stream.times.append(time.perf_counter())
+        return stream
+
+    monkeypatch.setattr(transfer, "one_request", one_request)
+    page = io.StringIO()
+    bench = Bench(CPU, page, deadline=time.monotonic() + RESERVE_S + 0.4)
+    fleet = Fleet(None, "", 100, {})
+    await measure_at_once(bench, fleet, 8, 1)
+    await measure_idle(bench, fleet, 8, 1)
+    await measure_at_once(bench, fleet, 8, 1)
+    assert bench.left_s > RESERVE_S - 1
+    shown = [[cell.strip() for cell in row.split("|")[1:3]] for row in page.getvalue().splitlines() if row]
+    assert [row[0] for row in shown[2:4]] == ["1", "4"]
+    assert all(20 < float(row[1]) < 60 for row in shown[2:4])
+    assert [row[1] for row in shown[6:9]] == ["did not fit the time"] * 3
+    assert shown[11:] == [["1", "did not fit the time"], ["4", "did not fit the time"]]
+
+
+def test_a_pods_copies_are_read_off_its_metrics() -> None:
+    registry = CollectorRegistry()
+    gauges = PodGauges(registry)
+    assert copy_counts(generate_latest(registry).decode()) is None, "a pod on a CPU"
+    gauges.watch_copies(CopyCounts(3, 4_000_000, 0.005, 6, 7, 8_000_000, 0.009))
+    values = copy_counts(generate_latest(registry).decode())
+    assert values is not None
+    shown = {name: round(value, 6) for (_, name, _), value in zip(COPY_GAUGES, values, strict=True)}
+    assert shown == {
+        "reads": 3, "read MB": 4, "wait for reads, ms": 5, "copied out": 6,
+        "writes": 7, "written MB": 8, "wait for buffers, ms": 9,
+    }  # fmt: skip
+
+
+def test_the_rows_of_the_pools_sizing(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = iter([80 << 30, 20 << 30, 15 << 30, 15 << 30])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (next(free), 100 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 7 << 30)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 9 << 30)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(
+        steps, "make_gpu_runner", lambda config, decoder, shape, limits: make_runner(decoder, limits, 12)
+    )
+    page = io.StringIO()
+    config = EngineConfig(Path(), max_batch=2, chunk_size=64)
+    measure_sizing(Bench(CPU, page), random_decoder(model_shape(dry=True), CPU), config)
+    assert [row.split("|")[1:3] for row in page.getvalue().splitlines()[3:]] == [
+        [" with the weights ", " 80 "],
+        [" with a pool of 12 blocks (0.0 GiB) and graphs ", " 20 "],
+        [" after the largest steps, which took 2.00 GiB ", " 15 "],
+        [" to stay free ", " 10 "],
+    ]
+
+
+def test_each_test_of_a_gpu_has_its_row_also_where_one_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    suite = tmp_path / "test_suite.py"
+    suite.write_text(
+        "import signal, time, pytest\n"
+        "@pytest.mark.parametrize('x', ['a b=(1, 2)'])\n"
+        "def test_works(x): pass\n"
+        "def test_fails(): assert 0\n"
+        "def test_hangs():\n"
+        "    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})\n"
+        "    time.sleep(200)\n"
+        "def test_comes_after(): pass\n"
+    )
+    monkeypatch.setattr(checks, "TEST_TIMEOUT_S", 3)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    page = io.StringIO()
+    failure = run_tests(Bench(torch.device("cuda"), page), [str(suite)])
+    assert failure is not None
+    assert failure.startswith("pytest ended with 1: ")
+    rows = {row.split("::")[1].rstrip(" |") for row in page.getvalue().splitlines()}
+    assert rows == {
+        "test_works[a b=(1, 2)] | PASSED", "test_fails | FAILED", "test_hangs | FAILED",
+        "test_comes_after | PASSED",
+    }  # fmt: skip
+
+
+def test_a_tests_outcome_is_read_with_and_without_workers() -> None:
+    assert outcome_of("a/b.py::test_x[c d] SKIPPED (no)       [ 16%]\n") == ("a/b.py::test_x[c d]", "SKIPPED")
+    assert outcome_of("[gw12] [  3%] FAILED a/b.py::test_x[c d] \n") == ("a/b.py::test_x[c d]", "FAILED")
+    assert outcome_of("a/b.py::test_x \n") is None
+    assert outcome_of("FAILED a/b.py::test_x - assert 0\n") is None
