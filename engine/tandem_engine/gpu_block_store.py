@@ -2,7 +2,7 @@
 
     read   compute stream    layer n | mark | layer n + 1 ...
            transfer stream           wait(mark) | gather | copy to a pinned slot | event
-           sender's thread   start the next read, wait for this one's event, digest, send from the slot
+           sender's thread   start the next read if computed, wait for this one, digest, send from the slot
     write  receiver's thread digest, payload into a pinned slot, credit
            transfer stream                       copy to the device | scatter | event
 

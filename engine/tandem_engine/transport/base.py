@@ -120,6 +120,13 @@ class TransferProgress:
     complete_blocks: tuple[int, ...]
 
 
+class Mark(Protocol):
+    """A point in a pod's computation."""
+
+    def query(self) -> bool:
+        """Whether the computation has passed it; raises when the device has failed."""
+
+
 class PendingRead(Protocol):
     """Blocks that a device is copying to the host."""
 
@@ -141,7 +148,7 @@ class BlockStore(Protocol):
     def max_frame_bytes(self) -> int:
         """Largest payload that it takes, unless a single block is larger."""
 
-    def mark(self) -> object | None:
+    def mark(self) -> Mark | None:
         """The point that the pod's computation has been launched up to; None if it has been computed."""
 
     def gather(

@@ -7,6 +7,10 @@
 A transport derives from `KVSender`, asks `take_frame` for work and passes replies to `on_reply`. Blocks are
 read only when their frame can leave, so a slow decode pod costs the prefill pod no copies. Where a device
 copies them, the copy of the next frame runs during the digest and the sending of this one.
+
+A device copies in the order of the requests. So a layer that is still being computed is asked for only when
+no transfer has a frame without waiting for the computation: otherwise one prompt's next layer would hold up
+the computed layers of the others.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from tandem_engine.transport.base import (
     MIN_FRAMES_IN_FLIGHT,
     BlockStore,
     ByteArray,
+    Mark,
     PendingRead,
     Ticket,
     Transfer,
@@ -44,7 +49,7 @@ class _Run:
     first_block: int
     block_ids: tuple[int, ...]
     #: Read after this mark of the store.
-    after: object | None
+    after: Mark | None
 
 
 @dataclass(frozen=True)
@@ -168,9 +173,14 @@ class OutgoingTransfer(Transfer):
         self._on_final(self)
         self._done.set_exception(error)
 
-    def take_frame(self) -> tuple[Frame, memoryview] | None:
-        """The next frame, charged to the credit; None when there is none or no credit for it."""
+    def take_frame(self, *, computed: bool = False) -> tuple[Frame, memoryview] | None:
+        """The next frame, charged to the credit; None when there is none or no credit for it.
+
+        computed: also None when its blocks are still being computed.
+        """
         with self._gathering:
+            if computed and self._ahead is None and not self._next_is_computed():
+                return None
             started, self._ahead = self._ahead or self._start(), None
             if started is None:
                 return None
@@ -181,7 +191,8 @@ class OutgoingTransfer(Transfer):
                 payload = read
             else:
                 try:
-                    self._ahead = self._start() if read.may_read_ahead else None
+                    if read.may_read_ahead and self._next_is_computed(run.after):
+                        self._ahead = self._start()
                 except Exception:
                     read.cancel()
                     raise
@@ -197,6 +208,12 @@ class OutgoingTransfer(Transfer):
                 if self._in_flight_bytes - self._ahead_bytes <= num_bytes:  # nothing was owed before
                     self._last_credit_at = time.monotonic()
         return frame, payload
+
+    def _next_is_computed(self, waited_for: Mark | None = None) -> bool:
+        """Whether the next run, if any, is computed by now, or with the mark `waited_for`."""
+        with self._lock:
+            after = self._runs[0].after if self._runs else None
+        return after is None or after is waited_for or after.query()
 
     def _start(self) -> _Started | None:
         """Charges the next run to the credit and starts reading it; None when there is none or no credit for
@@ -267,10 +284,12 @@ class KVSender:
             self._transfers[key] = transfer
         return transfer
 
-    def take_frame(self, transfer: OutgoingTransfer) -> tuple[Frame, memoryview] | None:
+    def take_frame(
+        self, transfer: OutgoingTransfer, *, computed: bool = False
+    ) -> tuple[Frame, memoryview] | None:
         """The transfer's next frame, or None. Never raises: an error of the store fails the transfer."""
         try:
-            return transfer.take_frame()
+            return transfer.take_frame(computed=computed)
         except Exception as error:  # the store's; it must not end the thread of all transfers
             failure = TransferError(f"reading blocks to send failed: {error}")
             failure.__cause__ = error

@@ -254,21 +254,25 @@ class ZmqSender(KVSender):
             self._check_peers()
 
     def _send_round(self) -> bool:
-        """One frame of each transfer that has one and may send it; whether any did."""
-        busy = False
-        for transfer in self.transfers:
-            taken = self.take_frame(transfer)
-            if taken is None:
-                continue
-            frame, payload = taken
-            try:
-                dealer = self._connect(transfer)
-                dealer.send(encode(frame), zmq.SNDMORE | zmq.DONTWAIT)
-                dealer.send(payload, zmq.DONTWAIT, copy=False)
-            except (zmq.ZMQError, ValueError) as error:
-                transfer.fail(TransferError(f"sending to {transfer.ticket.endpoint} failed: {error}"))
-            busy = True
-        return busy
+        """One frame of each transfer that has one and may send it; whether any did.
+
+        Waits for the computation only where all transfers must.
+        """
+        sent = [self._send_frame(transfer, computed=True) for transfer in self.transfers]
+        return any(sent) or any(self._send_frame(transfer, computed=False) for transfer in self.transfers)
+
+    def _send_frame(self, transfer: OutgoingTransfer, *, computed: bool) -> bool:
+        taken = self.take_frame(transfer, computed=computed)
+        if taken is None:
+            return False
+        frame, payload = taken
+        try:
+            dealer = self._connect(transfer)
+            dealer.send(encode(frame), zmq.SNDMORE | zmq.DONTWAIT)
+            dealer.send(payload, zmq.DONTWAIT, copy=False)
+        except (zmq.ZMQError, ValueError) as error:
+            transfer.fail(TransferError(f"sending to {transfer.ticket.endpoint} failed: {error}"))
+        return True
 
     def _take_replies(self) -> None:
         for peer in self._peers.values():
