@@ -527,8 +527,9 @@ def measure_options(bench: Bench) -> None:
     shown = [replace(case, block_size=128) for case in shown]
     compile_variants(bench, shown[:1], list(options_of(shown[0])))
     bench.note(
-        "Not varied: Q kept over all tiles, which the kernel cannot, and flattened loops, for which "
-        "Triton 3.6 compiles the same code."
+        f"Rows with block_dim {shown[0].head_size}, the whole head, load Q once, before the tiles that all "
+        "rows see whole; the others read it for each tile. Not varied: flattened loops, for which Triton 3.6 "
+        "compiles the same code."
     )
     bench.table("batch", "n", "options", "µs", "against the engine's")
     for case in shown:
