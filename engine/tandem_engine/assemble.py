@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import psutil
 import torch
 from tandem_core.errors import CapacityError, InvariantError, ModelLoadError
 from tandem_core.model.manifest import ModelManifest
@@ -21,10 +23,10 @@ from tandem_engine.kv_pool import (
     GpuMemory,
     KVPool,
     KVShape,
-    default_num_blocks,
     gpu_num_blocks,
     graph_reserve,
 )
+from tandem_engine.memory import MemoryNeed, fit_pool, step_bytes, transfer_bytes
 from tandem_engine.model_loader import load_decoder
 from tandem_engine.model_loader.convert import LAYOUT_VERSION
 from tandem_engine.model_loader.loading import Numerics, pick_numerics
@@ -35,6 +37,8 @@ from tandem_engine.scheduler import Scheduler, SchedulerConfig
 from tandem_engine.transport.layout import KVLayout
 from tandem_engine.warm_up import idle_batch, warm_up
 from tandem_engine.workspace import StepLimits, make_workspace
+
+log = logging.getLogger(__name__)
 
 #: Rows that saturate a CPU: 128 rows take a quarter of the time of 512.
 _CPU_ENOUGH_PROMPT_TOKENS = 128
@@ -52,6 +56,8 @@ class EngineConfig:
     device: str = "auto"
     threads: int = 0
     num_blocks: int = 0
+    max_model_len: int = 0
+    memory_bytes: int = 0
     gpu_memory_utilization: float = 0.9
     block_size: int = 64
     chunk_size: int = 512
@@ -82,7 +88,8 @@ def assemble(config: EngineConfig, drafter: DraftSource | None = None) -> Engine
     """
     torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
     device = pick_device(config.device)
-    manifest = ModelManifest.read(config.model)
+    manifest = ModelManifest.read(config.model).limited_to(config.max_model_len)
+    tokenizer = Tokenizer(config.model)
     numerics = pick_numerics(config.model, config.dtype, config.quantization, str(device))
     decoder = load_decoder(config.model, numerics.dtype, str(device), numerics.quantization)
     if device.type == "cuda" and decoder.config.head_dim > MAX_HEAD_SIZE:
@@ -107,9 +114,15 @@ def assemble(config: EngineConfig, drafter: DraftSource | None = None) -> Engine
     limits = step_limits(config)
     if device.type == "cuda":
         runner = make_gpu_runner(config, decoder, shape, limits)
+        held = runner.pool.num_blocks * config.block_size
+        if held < config.max_model_len:
+            raise CapacityError(
+                f"--max-model-len {config.max_model_len}: the KV pool holds {held} tokens; set that or less, "
+                "or raise --num-blocks or --gpu-memory-utilization"
+            )
     else:
-        pool = KVPool(shape, config.num_blocks or default_num_blocks(shape), device)
-        runner = ModelRunner(decoder, pool, device)
+        num_blocks = _num_blocks(config, decoder, shape, limits, manifest)
+        runner = ModelRunner(decoder, KVPool(shape, num_blocks, device), device)
     pool = runner.pool
     manager = BlockManager(pool.num_blocks, config.block_size, enable_prefix_caching=config.prefix_cache)
     scheduler = Scheduler(
@@ -132,7 +145,39 @@ def assemble(config: EngineConfig, drafter: DraftSource | None = None) -> Engine
         max_draft_nodes=config.max_draft_nodes,
     )
     layout = _layout(manifest, decoder, shape, numerics)
-    return EngineParts(engine, pool, Tokenizer(config.model), manifest, layout)
+    return EngineParts(engine, pool, tokenizer, manifest, layout)
+
+
+def _num_blocks(
+    config: EngineConfig, decoder: Decoder, shape: KVShape, limits: StepLimits, manifest: ModelManifest
+) -> int:
+    """Size of the pool on a CPU; logs what the pod will take. Raises CapacityError."""
+    without_kv = MemoryNeed(
+        weights=decoder.num_bytes,
+        process=psutil.Process().memory_full_info().uss,
+        kv=0,
+        kv_tokens=0,
+        step=step_bytes(
+            decoder.config, decoder.dtype, limits, packed=decoder.is_compiled, threads=torch.get_num_threads()
+        ),
+        transfer=transfer_bytes(shape, limits.max_seqs),
+    )
+    num_blocks, need = fit_pool(
+        shape,
+        without_kv,
+        num_blocks=config.num_blocks,
+        context=manifest.max_model_len,
+        max_model_len=config.max_model_len,
+        memory_bytes=config.memory_bytes,
+    )
+    log.info("memory: %s", need)
+    if need.kv_tokens < manifest.max_model_len:
+        log.warning(
+            "the KV pool holds texts of at most %d tokens of the context's %d; longer requests are refused. "
+            "Raise --num-blocks, or set --max-model-len",
+            need.kv_tokens, manifest.max_model_len,
+        )  # fmt: skip
+    return num_blocks
 
 
 def step_limits(config: EngineConfig) -> StepLimits:

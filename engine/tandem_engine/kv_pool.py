@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from numpy.typing import NDArray
 from tandem_core.errors import CapacityError
@@ -28,7 +27,7 @@ from tandem_engine.gpu_block_store import CopyCounts, CudaStreams, Event, GpuBlo
 from tandem_engine.prefault import Prefaulter
 from tandem_engine.transport.base import MAX_FRAME_BYTES, PendingRead
 
-#: Default pool size, unless a quarter of the free memory is less.
+#: Default pool size on a CPU, where memory allows it (memory.py).
 DEFAULT_POOL_BYTES = 3 << 30
 _HUGE_PAGE = 2 << 20
 _GIB = 1 << 30
@@ -54,12 +53,12 @@ class KVShape:
         return 2 * self.num_kv_heads * self.block_size * self.head_size * self.dtype.itemsize
 
 
-def default_num_blocks(shape: KVShape) -> int:
-    """How many blocks a pool of the default size holds in this machine's RAM.
+def default_num_blocks(shape: KVShape, most_bytes: int) -> int:
+    """How many blocks a pool of the default size holds that may take `most_bytes`.
 
     Raises CapacityError when not even two fit.
     """
-    budget = min(DEFAULT_POOL_BYTES, psutil.virtual_memory().available // 4)
+    budget = min(DEFAULT_POOL_BYTES, most_bytes)
     num_blocks: int = budget // (shape.block_bytes * shape.num_layers)
     if num_blocks < 2:
         raise CapacityError(

@@ -52,6 +52,16 @@ def test_each_process_accepts_its_flags(name: str) -> None:
     assert Path(spec.command[0]).parent == Path(sys.executable).parent
 
 
+def test_pods_and_gateway_get_the_context_and_pods_a_share_of_the_memory() -> None:
+    plan = plan_fleet(replace(OPTIONS, max_model_len=16_384, memory_bytes=4_000_000_003))
+    for spec in plan.processes:
+        if spec.role in ("gateway", "decode", "prefill"):
+            settings = load(SETTINGS[spec.role], spec.command[1:])
+            assert settings.max_model_len == 16_384  # type: ignore[attr-defined]
+        if spec.role in ("decode", "prefill"):
+            assert settings.memory_bytes == 1_000_000_000  # type: ignore[attr-defined]
+
+
 def test_the_gateway_and_the_decode_pods_know_their_peers() -> None:
     plan = plan_fleet(OPTIONS)
     gateway = plan.processes[0].command

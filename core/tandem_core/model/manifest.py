@@ -49,6 +49,15 @@ class ModelManifest:
         text = json.dumps(dataclasses.asdict(self), indent=2, ensure_ascii=False)
         (folder / MANIFEST_NAME).write_text(text + "\n", encoding="utf-8")
 
+    def limited_to(self, max_model_len: int) -> ModelManifest:
+        """The same with a shorter context; 0: the model's own. Raises ModelLoadError where it is longer."""
+        if max_model_len > self.max_model_len:
+            raise ModelLoadError(
+                f"--max-model-len {max_model_len}: {self.name} has a context of {self.max_model_len}; set "
+                "that or less"
+            )
+        return dataclasses.replace(self, max_model_len=max_model_len or self.max_model_len)
+
     @classmethod
     def read(cls, folder: Path) -> ModelManifest:
         """The manifest of a model folder. Raises ModelLoadError."""

@@ -87,6 +87,9 @@ class Decoder:
         def linear(name: str) -> Linear:
             return make_linear(weights[f"{name}.weight"], tensors.get(f"{name}.bias"))
 
+        #: Of all weights and norms, mapped or not.
+        self.num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        self.num_bytes += sum(part.nbytes for weight in (packed or {}).values() for part in weight.parts)
         self._layers = tuple(
             DecoderLayer(
                 input_norm=tensors[f"{layer}.input_norm.weight"],
@@ -129,6 +132,11 @@ class Decoder:
             scale=self._layers[0].attention.scale,
             softcap=config.attn_logit_softcapping,
         )
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether all layers are one compiled call."""
+        return self._compiled is not None
 
     @property
     def is_batch_invariant(self) -> bool:

@@ -64,6 +64,10 @@ class FleetOptions:
     http_port: int = 8000
     base_port: int = 51100
     threads: int | None = None
+    #: Longest text in tokens; 0: the model's context.
+    max_model_len: int = 0
+    #: RAM for all engine pods beside the mapped weights; 0: each takes what is free when it starts.
+    memory_bytes: int = 0
     speculation: SpeculationMode = SpeculationMode.GLOBAL
     api_keys_file: Path | None = None
     log_format: LogFormat = "console"
@@ -80,6 +84,8 @@ class FleetOptions:
             raise OptionError(f"--decode {self.num_decode}: must be between 1 and {MAX_PODS_PER_ROLE}")
         if self.threads is not None and self.threads < 1:
             raise OptionError(f"--threads {self.threads}: must be at least 1")
+        if self.max_model_len < 0:
+            raise OptionError(f"--max-model-len {self.max_model_len}: must be 0 or more")
 
 
 @dataclass(frozen=True)
@@ -153,6 +159,8 @@ class _Planner:
         flags += ["--model", str(options.model_dir), "--decode", _targets(decode)]
         if prefill:
             flags += ["--prefill", _targets(prefill)]
+        if options.max_model_len:
+            flags += ["--max-model-len", str(options.max_model_len)]
         if options.api_keys_file is not None:
             flags += ["--api-keys-file", str(options.api_keys_file)]
         return self._process("gateway", "gateway", ports, flags)
@@ -161,6 +169,11 @@ class _Planner:
         options = self._options
         flags = ["--model", str(options.model_dir), "--dtype", options.dtype]
         flags += ["--quantization", options.quantization]
+        if options.max_model_len:
+            flags += ["--max-model-len", str(options.max_model_len)]
+        if options.memory_bytes:
+            share = options.memory_bytes // (options.num_prefill + options.num_decode)
+            flags += ["--memory-bytes", str(share)]
         if self._options.threads is not None:
             flags += ["--threads", str(self._options.threads)]
         return flags

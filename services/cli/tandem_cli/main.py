@@ -76,6 +76,9 @@ def up(
     threads: Annotated[
         int | None, typer.Option(help="CPU threads per engine pod; unset: the pod decides.")
     ] = None,
+    max_model_len: Annotated[
+        int, typer.Option(help="Longest text, prompt and answer, in tokens; 0: the model's context.")
+    ] = 0,
     speculation: Annotated[
         SpeculationMode,
         typer.Option(
@@ -116,6 +119,8 @@ def up(
             http_port=http_port,
             base_port=base_port,
             threads=threads,
+            max_model_len=max_model_len,
+            memory_bytes=models.free_memory(folder, dtype.value, quantization.value),
             speculation=speculation,
             api_keys_file=api_keys_file,
             log_format=log_format.value,

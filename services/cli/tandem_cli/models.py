@@ -58,6 +58,14 @@ def prepare_weights(folder: Path, dtype: str, quantization: str) -> None:
         )
 
 
+def free_memory(folder: Path, dtype: str, quantization: str) -> int:
+    """Bytes of RAM for pods beside the mapped weights, which `prepare_weights` made; at least 1."""
+    from tandem_engine.free_memory import available_bytes
+
+    weights = folder / _note(folder, dtype, quantization).read_text(encoding="utf-8")
+    return max(1, available_bytes() - weights.stat().st_size)
+
+
 def note_prepared(folder: Path, dtype: str, quantization: str, file_name: str) -> None:
     """Records the weight file of these options on this machine, which only torch can determine."""
     with contextlib.suppress(OSError):  # a read-only folder is converted already, or fails in the pod

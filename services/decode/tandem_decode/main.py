@@ -13,7 +13,7 @@ from tandem_drafting.mirror import GlobalMirror
 from tandem_engine.assemble import EngineParts, assemble
 from tandem_engine.loop import EngineLoop
 from tandem_engine.transport.zeromq import ReceiverOptions, ZmqReceiver
-from tandem_pod.serving import STATUS_CODES, exit_process, running, serve, serving
+from tandem_pod.serving import STATUS_CODES, exit_process, run, running, serving
 from tandem_proto.v1 import common_pb2, decode_pb2_grpc, lookahead_pb2
 from tandem_service import logs, settings
 from tandem_service.channels import open_channel
@@ -33,7 +33,7 @@ def main() -> None:
     """Entry point of `tandem-decode`."""
     pod = settings.load(DecodeSettings)
     logs.configure(pod, "decode")
-    asyncio.run(serve(open_pod(pod)))
+    run(open_pod(pod))
 
 
 @asynccontextmanager

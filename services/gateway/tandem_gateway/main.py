@@ -38,6 +38,7 @@ class GatewayProcess:
     def __init__(self, settings: GatewaySettings) -> None:
         self._settings = settings
         tokenizer = Tokenizer(settings.model)
+        tokenizer.manifest = tokenizer.manifest.limited_to(settings.max_model_len)
         keys = ApiKeys.load(settings.api_keys_file)
         self._server = PodServer(
             settings,

@@ -19,6 +19,8 @@ class GatewaySettings(CommonSettings):
     """port of the OpenAI API, /health, /metrics and /fleet; 0 takes a free one"""
     model: Path
     """model folder with tandem.json and tokenizer.json"""
+    max_model_len: Annotated[int, Field(ge=0)] = 0
+    """longest text, prompt and answer, in tokens, as of the pods; 0: the model's context"""
     decode: Annotated[Targets, Field(min_length=1)]
     """decode pods, host:port[,host:port...]; a DNS name means all its addresses"""
     prefill: Targets = ()

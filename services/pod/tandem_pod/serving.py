@@ -5,12 +5,19 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import grpc
 import structlog
-from tandem_core.errors import CapacityError, InvalidRequestError, LayoutMismatchError, TransferError
+from tandem_core.errors import (
+    CapacityError,
+    InvalidRequestError,
+    LayoutMismatchError,
+    ModelLoadError,
+    TransferError,
+)
 from tandem_engine.loop import EngineLoop
 from tandem_engine.transport.incoming import KVReceiver
 from tandem_engine.transport.outgoing import KVSender
@@ -27,6 +34,15 @@ STATUS_CODES: dict[type[Exception], grpc.StatusCode] = {
     LayoutMismatchError: grpc.StatusCode.FAILED_PRECONDITION,
     TransferError: grpc.StatusCode.UNAVAILABLE,
 }
+
+
+def run(pod: AbstractAsyncContextManager[PodServer]) -> None:
+    """`serve`, but settings that do not fit the model or this machine end the process with one sentence."""
+    try:
+        asyncio.run(serve(pod))
+    except (ModelLoadError, CapacityError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
 
 
 async def serve(pod: AbstractAsyncContextManager[PodServer]) -> None:

@@ -27,7 +27,12 @@ class EnginePodSettings(PodSettings):
     threads: Annotated[int, Field(ge=0)] = 0
     """CPU threads for the model; 0: one per core"""
     num_blocks: Annotated[int, Field(ge=0)] = 0
-    """KV blocks in the pool; 0: as many as fit on the GPU, or in 3 GiB or a quarter of the free RAM"""
+    """KV blocks in the pool; 0: as many as fit on the GPU, or in 3 GiB or a quarter of the free RAM, and
+    --max-model-len at least"""
+    max_model_len: Annotated[int, Field(ge=0)] = 0
+    """longest text, prompt and answer, in tokens, which the pool must hold; 0: the model's context"""
+    memory_bytes: Annotated[int, Field(ge=0)] = 0
+    """RAM that this pod may take beside the mapped weights (CPU); 0: what is free. `tandem up` sets it"""
     gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1)] = 0.9
     """share of the GPU's memory that may be used, by other processes too"""
     block_size: Annotated[int, Field(ge=16, le=128, multiple_of=16)] = 64

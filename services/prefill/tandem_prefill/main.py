@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from tandem_engine.assemble import assemble
 from tandem_engine.loop import EngineLoop
 from tandem_engine.transport.zeromq import ZmqSender
-from tandem_pod.serving import STATUS_CODES, exit_process, running, serve, serving
+from tandem_pod.serving import STATUS_CODES, exit_process, run, running, serving
 from tandem_proto.v1 import prefill_pb2_grpc
 from tandem_service import logs, settings
 from tandem_service.priority import lower_priority
@@ -28,7 +28,7 @@ def main() -> None:
     pod = settings.load(PrefillSettings)
     logs.configure(pod, "prefill")
     lower_priority(pod.nice)
-    asyncio.run(serve(open_pod(pod)))
+    run(open_pod(pod))
 
 
 @asynccontextmanager

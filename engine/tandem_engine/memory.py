@@ -1,0 +1,148 @@
+"""How much memory an engine on a CPU takes, said and checked before it takes it.
+
+    weights     the mapped weight file; pods on one machine share its pages
+    process     Python, torch and the tokenizer, as measured when the engine is assembled
+    kv          the KV pool
+    step        the largest step: activations of a prompt chunk, logits of all sampling rows
+    transfer    KV frames that open transfers hold, sent or received
+
+All but the weights is private to a pod. The pool's and a step's memory is taken on first use, so a pod that
+does not fit would start and be killed by the kernel under load. On a GPU the steps are measured instead
+(assemble.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from tandem_core.errors import CapacityError
+
+from tandem_engine.free_memory import available_bytes
+from tandem_engine.kv_pool import KVShape, default_num_blocks
+from tandem_engine.models.config import ModelConfig
+from tandem_engine.transport.base import DEFAULT_CREDIT_BYTES
+from tandem_engine.workspace import StepLimits
+
+_GB = 1e9
+#: Of one value of an 8-bit activation, with its group's factors.
+_QUANTIZED_BYTES = 2
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """Bytes of one pod, and the tokens of KV that its pool holds."""
+
+    weights: int
+    process: int
+    kv: int
+    kv_tokens: int
+    step: int
+    transfer: int
+
+    @property
+    def private(self) -> int:
+        """All that pods on one machine do not share."""
+        return self.process + self.kv + self.step + self.transfer
+
+    def __str__(self) -> str:
+        return (
+            f"{self.private / _GB:.2f} GB at most: KV {self.kv / _GB:.2f} for {self.kv_tokens:,} tokens, "
+            f"largest step {self.step / _GB:.2f}, KV transfers {self.transfer / _GB:.2f}, process "
+            f"{self.process / _GB:.2f}; and weights {self.weights / _GB:.2f} that pods share"
+        )
+
+
+#: csrc/attention.cpp: keys of a split, rows of a task, and floats of a row's state beside its D values.
+_SPLIT_KEYS, _TASK_VALUES, _TASK_ROWS, _STATE_FLOATS = 512, 16384, 16, 17
+
+
+def step_bytes(
+    config: ModelConfig, dtype: torch.dtype, limits: StepLimits, *, packed: bool, threads: int
+) -> int:
+    """What the largest step allocates on a CPU; packed: the compiled layers compute it, in `threads`.
+
+    A step that only decodes samples from every row, one with prompts from one row of a sequence.
+    """
+    element, hidden, inner = dtype.itemsize, config.hidden_size, config.intermediate_size
+    projected = config.q_size + 2 * config.kv_size
+    # As csrc/decoder.cpp: normed, qkv, attended, gate and up, their product, and 8-bit activations.
+    row = element * (hidden + projected + config.q_size + 3 * inner)
+    row += _QUANTIZED_BYTES * max(hidden, inner, config.q_size)
+    # decoder.py: the embedding's rows, the residual stream, the last product, its norm, the rows that sample.
+    row += 4 * hidden + 4 * element * hidden
+    if not packed:
+        # torch keeps float32 copies of both operands of a product.
+        row += 4 * (hidden + projected + 3 * inner)
+    logits = 4 * config.vocab_size * max(limits.max_decode_tokens, limits.max_seqs)
+    # Few tasks are split by keys, and each split keeps a state.
+    splits = 4 * threads * -(-config.max_model_len // _SPLIT_KEYS)
+    rows = max(_TASK_ROWS, _TASK_VALUES // config.head_dim)
+    partials = splits * rows * (config.head_dim + _STATE_FLOATS) * 4
+    return limits.max_tokens * row + logits + partials
+
+
+def transfer_bytes(shape: KVShape, max_seqs: int) -> int:
+    """Frames in flight while every sequence of a full batch is sent or received."""
+    return max_seqs * max(DEFAULT_CREDIT_BYTES, shape.block_bytes)
+
+
+def fit_pool(
+    shape: KVShape,
+    need_without_kv: MemoryNeed,
+    *,
+    num_blocks: int,
+    context: int,
+    max_model_len: int,
+    memory_bytes: int,
+) -> tuple[int, MemoryNeed]:
+    """How many blocks the pool gets, and what the pod then needs.
+
+    Args:
+        num_blocks: as set; 0: a default size, or more where `max_model_len` demands it.
+        context: longest text that the pod takes, in tokens.
+        max_model_len: `context` as set, which the pool then has to hold; 0: the model's own.
+        memory_bytes: private memory that the pod may take; 0: what this machine has free.
+
+    Raises CapacityError, which names the setting that asks for too much.
+    """
+    need = need_without_kv
+    block = shape.block_bytes * shape.num_layers
+    room = memory_bytes or available_bytes() + need.process - need.weights
+    for_context = -(-context // shape.block_size)
+    if num_blocks and max_model_len and num_blocks < for_context:
+        raise CapacityError(
+            f"--num-blocks {num_blocks} holds {num_blocks * shape.block_size} tokens, fewer than "
+            f"--max-model-len {max_model_len}; set --num-blocks to {for_context} or more, or to 0"
+        )
+    if room < need.private:
+        setting = (
+            ("--chunk-size, --max-batch or --draft-nodes", "lower one of them")
+            if room >= need.process
+            else ("--model", "choose a smaller model")
+        )
+        raise CapacityError(_too_much(setting[0], need, room, setting[1]))
+    blocks = num_blocks
+    if not blocks:
+        # Without a share of its own, a pod leaves room for others.
+        blocks = default_num_blocks(shape, (room - need.private) // (2 if memory_bytes else 4))
+        blocks = max(blocks, for_context) if max_model_len else blocks
+    # One more is the scratch block.
+    tokens = blocks * shape.block_size
+    need = MemoryNeed(need.weights, need.process, (blocks + 1) * block, tokens, need.step, need.transfer)
+    if need.private > room:
+        fitting = max(0, (room - need_without_kv.private) // block - 1)
+        if num_blocks:
+            text = _too_much(f"--num-blocks {num_blocks}", need, room, f"set it to {fitting} or less")
+        else:
+            most = fitting * shape.block_size
+            text = _too_much(f"--max-model-len {max_model_len}", need, room, f"set it to {most} or less")
+        raise CapacityError(text)
+    return blocks, need
+
+
+def _too_much(setting: str, need: MemoryNeed, room: int, remedy: str) -> str:
+    return (
+        f"{setting}: the pod needs {need}, but {max(0, room) / _GB:.2f} GB are there for it; {remedy}, or "
+        "free memory"
+    )
