@@ -26,10 +26,11 @@ from tandem_core.model.manifest import ModelManifest
 from tandem_core.sampling import SamplingParams
 from tandem_drafting.drafter import drafter_for
 from tandem_engine.llm import LLM
-from tandem_engine.model_loader import ensure_weights, load_decoder
+from tandem_engine.model_loader import describe, ensure_weights, load_decoder
 from tandem_engine.model_loader.convert import quantized_bits
 from tandem_engine.model_loader.gguf_formats import packing_for, quantized_of, values_of
 from tandem_engine.model_loader.gguf_source import GgufSource
+from tandem_engine.model_loader.loading import pick_numerics
 from tandem_engine.models import ModelConfig, Quantization
 from tandem_engine.models.linear import PackedLinear
 from tandem_engine.models.rope import inverse_frequencies
@@ -154,6 +155,21 @@ def test_each_part_of_a_projection_keeps_its_bits(tmp_path: Path, mix: str) -> N
         assert isinstance(qkv, PackedLinear)
         assert len(qkv.projection.weight.parts) == {"q4_k_m": 2, "gate in 8": 2, "keys in float16": 3}[mix]
         assert decoder.is_batch_invariant
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_what_a_step_reads_is_known_before_the_conversion(tmp_path: Path, mix: str) -> None:
+    (path,) = write_gguf(tmp_path / "model.gguf", MIXES[mix])
+    folder = folder_of(path)
+    before = describe(folder)
+    assert not before.is_converted
+    numerics = pick_numerics(folder)
+    decoder = load_decoder(folder, numerics.dtype, quantization=numerics.quantization)
+    after = describe(folder)
+    assert after.is_converted
+    assert (before.weight_bytes, before.step_bytes) == (after.weight_bytes, after.step_bytes)
+    assert before.weight_bytes == decoder.num_bytes
+    assert before.step_bytes == decoder.num_bytes - decoder.embed_tokens.nbytes
 
 
 @compiled

@@ -148,11 +148,7 @@ def write_weights(
     progress: OnProgress = no_progress,
 ) -> None:
     """Convert every tensor and replace path in one rename. Raises ModelLoadError before anything is kept."""
-    stored = list(stored_tensors(config, form))
-    _check_names(config, stored, source)
-    _check_shapes(stored, source)
-    is_quantized = quantized_bits(source) > 0
-    pieces = [piece for tensor in stored for piece in _pieces(tensor, form, source, is_quantized)]
+    pieces = _all_pieces(config, source, form)
     header, total = _header(
         {p.name: p.in_file for p in pieces}, _metadata(revision, form) | {"formats": _listed(source)}
     )
@@ -164,6 +160,11 @@ def write_weights(
                 done += file.write(rows.contiguous().view(torch.uint8).numpy().data)
             source.release()
             progress("converting", done, total)
+
+
+def file_tensors(config: ModelConfig, source: WeightSource, form: WeightForm) -> dict[str, FileTensor]:
+    """What `write_weights` will write, from headers alone. Raises ModelLoadError."""
+    return {piece.name: piece.in_file for piece in _all_pieces(config, source, form)}
 
 
 @contextlib.contextmanager
@@ -184,6 +185,14 @@ class _Piece(NamedTuple):
     parts: tuple[TensorPart, ...]
     packing: Packing | None
     in_file: FileTensor
+
+
+def _all_pieces(config: ModelConfig, source: WeightSource, form: WeightForm) -> list[_Piece]:
+    stored = list(stored_tensors(config, form))
+    _check_names(config, stored, source)
+    _check_shapes(stored, source)
+    is_quantized = quantized_bits(source) > 0
+    return [piece for tensor in stored for piece in _pieces(tensor, form, source, is_quantized)]
 
 
 def _pieces(tensor: StoredTensor, form: WeightForm, source: WeightSource, is_quantized: bool) -> list[_Piece]:

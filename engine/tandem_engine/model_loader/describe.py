@@ -13,11 +13,18 @@ from tandem_core.errors import ModelLoadError
 from tandem_core.model.manifest import ModelManifest
 from tandem_kernels import runs_packed
 
+from tandem_engine.kv_pool import KVShape
+from tandem_engine.memory import step_bytes, transfer_bytes
+from tandem_engine.model_loader.convert import file_tensors, open_source
 from tandem_engine.model_loader.gguf_file import open_all
 from tandem_engine.model_loader.loading import pick_numerics
 from tandem_engine.model_loader.safetensors_source import weight_files
 from tandem_engine.models.config import ModelConfig
-from tandem_engine.models.layout import Quantization, WeightForm
+from tandem_engine.models.layout import WeightForm
+from tandem_engine.workspace import StepLimits
+
+#: Of a decode pod with default settings: chunks of 512 tokens, 16 sequences of a token and 31 guesses.
+_BLOCK_SIZE, _LIMITS = 64, StepLimits(max_tokens=512, max_seqs=16, max_decode_tokens=16 * 32)
 
 
 class StoredFormat(NamedTuple):
@@ -47,9 +54,14 @@ class ModelDescription:
     packed: bool
     weight_file: str
     is_converted: bool
-    #: Weights that a decode step of one token reads. Before the conversion: as many as the source's own.
+    #: The weight file's, and of these what a decode step of one token reads; known before the conversion.
+    weight_bytes: int
     step_bytes: int
     kv_bytes_per_token: int
+    #: What a pod with default settings takes on a CPU beside weights and KV: for its largest step, and for
+    #: frames of KV transfers.
+    working_bytes: int
+    transfer_bytes: int
 
 
 def describe(folder: Path) -> ModelDescription:
@@ -65,13 +77,13 @@ def describe(folder: Path) -> ModelDescription:
         for kind in kinds
         if (same := [t for t in source if t.kind == kind])
     ]
-    converted = folder / form.file_name
-    if converted.is_file():
-        tensors = _safetensors(converted)
-    elif form.quantization is Quantization.NONE:
-        tensors = [t._replace(num_bytes=t.num_elements * form.dtype.itemsize) for t in source]
-    else:
-        tensors = source
+    in_file = file_tensors(config, open_source((folder / manifest.weights).resolve()), form)
+    # All but the embedding, of which a step reads one row, unless it is the head too.
+    read = [
+        t for name, t in in_file.items() if name != "embed_tokens.weight" or "lm_head.weight" not in in_file
+    ]
+    shape = KVShape(config.num_layers, config.num_kv_heads, config.head_dim, _BLOCK_SIZE, form.dtype)
+    step = step_bytes(config, form.dtype, _LIMITS, packed=form.packed, threads=torch.get_num_threads())
     return ModelDescription(
         manifest=manifest,
         formats=tuple(sorted(formats, key=lambda f: -f.num_bytes)),
@@ -80,17 +92,13 @@ def describe(folder: Path) -> ModelDescription:
         quantization=form.quantization.value,
         packed=form.packed,
         weight_file=form.file_name,
-        is_converted=converted.is_file(),
-        step_bytes=_step_bytes(tensors),
+        is_converted=(folder / form.file_name).is_file(),
+        weight_bytes=sum(t.num_bytes for t in in_file.values()),
+        step_bytes=sum(t.num_bytes for t in read),
         kv_bytes_per_token=2 * config.num_layers * config.kv_size * form.dtype.itemsize,
+        working_bytes=step,
+        transfer_bytes=transfer_bytes(shape, _LIMITS.max_seqs),
     )
-
-
-def _step_bytes(tensors: list[_Tensor]) -> int:
-    """All but the embedding, of which a step reads one row, unless it is the head too."""
-    has_head = any(t.name in ("lm_head.weight", "output.weight") for t in tensors)
-    embeddings = ("embed_tokens.weight", "model.embed_tokens.weight", "token_embd.weight")
-    return sum(t.num_bytes for t in tensors if not (has_head and t.name in embeddings))
 
 
 def _source_tensors(path: Path) -> list[_Tensor]:

@@ -30,6 +30,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import groupby
+from math import prod
 from operator import itemgetter
 
 import torch
@@ -81,6 +82,10 @@ class FileTensor:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)

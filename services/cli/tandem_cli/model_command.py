@@ -98,6 +98,9 @@ def show_model(
         "bytes per token": f"{megabytes(shown.step_bytes)} of weights in a decode step",
         "context": f"{manifest.max_model_len:,} tokens of {shown.kv_bytes_per_token:,} bytes of KV "
         f"({megabytes(manifest.max_model_len * shown.kv_bytes_per_token)} for all)",
+        "memory": f"{megabytes(shown.weight_bytes)} of weights, shared by pods; each pod: its process, KV,\n"
+        f"{megabytes(shown.working_bytes)} for the largest step and {megabytes(shown.transfer_bytes)} for KV "
+        "transfers (default settings)",
         "chat template": _template(manifest.chat_template),
         "licence": manifest.license,
         "source": manifest.source,
