@@ -23,6 +23,9 @@ WORDS = {
     "llama-bpe": ["It", "'s", " ", "202", "45", " ", " x", "\n\n", " Über", " WORLDs", "!"],
     "qwen2": ["It", "'s", " ", "2", "0", "2", "4", "5", " ", " x", "\n\n", " Über", " WORLDs", "!"],
     "tekken": ["It", "'s", " ", "2", "0", "2", "4", "5", " ", " x", "\n\n", " Über", " WORLDs", "!"],
+    "falcon": ["It", "'", "s", " ", "202", "45", " ", " x", "\n\n", " Über", " WORLDs", "!"],
+    # Its expression for punctuation, holds ASCII letters too.
+    "deepseek-llm": ["It", "'", "s", " ", "20245", " ", " x", "\n", "\n", " Ü", "ber", " WORLDs", "!"],
     "default": ["It", "'", "s", " ", "202", "45", " ", " x", "\n\n", " Über", " WORLDs", "!"],
 }
 
@@ -125,6 +128,8 @@ def test_other_tokenizers_are_refused_in_a_sentence(
         "mpt",
         "phi-3",
         "deepseek-coder",
+        "deepseek-llm",
+        "falcon",
     ],
 )
 def test_vectors_of_llama_cpp(name: str) -> None:

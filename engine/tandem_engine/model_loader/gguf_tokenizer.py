@@ -24,6 +24,11 @@ _TEKKEN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+#: Letters with a case, without the scripts that came to Unicode, or got a case there, later than these files.
+_CASED = (
+    r"[\p{Lu}\p{Ll}\p{Lt}&&[^\x{560}-\x{588}\x{10C7}-\x{10FF}\x{1C80}-\x{1C88}\x{2D00}-\x{2D2D}\x{A790}-\x{A7FA}"
+    r"\x{AB30}-\x{AB68}\x{10570}-\x{105BC}\x{16E40}-\x{16E7F}\x{1D400}-\x{1D7CB}\x{1DF00}-\x{1DF1E}]]"
+)
 _HAN = "[一-龥ࠀ-一가-퟿]+"
 _WORDS: dict[str, tuple[str, ...]] = {
     "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
@@ -32,6 +37,15 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "llama-bpe": (_LLAMA3,),
     "qwen2": (_LLAMA3.replace("{1,3}", ""),),
     "tekken": (_TEKKEN,),
+    "falcon": (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]"),
+    "deepseek-llm": (
+        r"[\r\n]",
+        rf"\s?{_CASED}+",
+        r"\s?[!-/:-~！-／：-～‘-‟\x{3000}-。]+",
+        r"\s+$",
+        _HAN,
+        r"\p{N}+",
+    ),
     "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN, r"\p{N}"),
 }
 _SAME = {
