@@ -1,8 +1,9 @@
 """Compile the Triton kernel for GPUs that are not there, and read what it takes of them.
 
 `python compile_triton_kernel.py [subset|all]` prints one JSON object per configuration of
-`triton_configurations`: its name, its head size and its Resources. A process of its own, for Triton's
-compiler must not see the interpreter that other tests choose.
+`triton_configurations`: its name, its head size and its Resources. `python compile_triton_kernel.py queries`
+prints where the compiled kernel loads Q. A process of its own, for Triton's compiler must not see the
+interpreter that other tests choose.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 import triton
 from tandem_kernels.turbo_attention import triton_kernel
 from tandem_kernels.turbo_attention.triton_plan import PLAN_LANES, plan_kernel
-from tandem_kernels.turbo_attention.triton_tiles import choose_tiles
+from tandem_kernels.turbo_attention.triton_tiles import Tiles, choose_tiles
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 from triton_configurations import ALL, SUBSET, Configuration
@@ -63,8 +64,7 @@ class Resources:
     local: int | None = None
 
 
-def compile_one(config: Configuration) -> Resources:
-    """Compile the configuration and disassemble it."""
+def compile_kernel(config: Configuration) -> tuple[Tiles, CompiledKernel]:
     tiles = choose_tiles(
         config.head_size,
         config.group_size,
@@ -89,7 +89,12 @@ def compile_one(config: Configuration) -> Resources:
     }  # fmt: skip
     signature |= {name: f"*{pointee}" for name, pointee in pointers.items()}
     options = {"num_warps": tiles.num_warps, "maxnreg": tiles.max_registers}
-    compiled = _compile(kernel, signature, constants, config.capability, options)
+    return tiles, _compile(kernel, signature, constants, config.capability, options)
+
+
+def compile_one(config: Configuration) -> Resources:
+    """Compile the configuration and disassemble it."""
+    tiles, compiled = compile_kernel(config)
     sizes = (compiled.metadata.shared, tiles.block_rows, tiles.block_keys, tiles.num_warps)
     cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     if not cuobjdump.exists():
@@ -111,6 +116,18 @@ def compile_one(config: Configuration) -> Resources:
         hmma=len(re.findall(r"\bHMMA\.", code)),
         local=len(re.findall(r"\b(?:LDL|STL)\b", code)),
     )
+
+
+def loads_query_once(config: Configuration) -> bool:
+    """Whether Q is loaded before the loop over the keys that all rows see, and not in it."""
+    _, compiled = compile_kernel(config)
+    lines = compiled.asm["ttgir"].splitlines()
+    first_load = next(
+        n for n, line in enumerate(lines) if "%query_ptrs" in line and ("load" in line or "copy" in line)
+    )
+    # The loop over the items carries no values.
+    first_keys = next(n for n, line in enumerate(lines) if "scf.for" in line and "iter_args" in line)
+    return first_load < first_keys and "tt.load" in lines[first_load]
 
 
 def compile_plan(capability: int, group_size: int, window: bool) -> int:
@@ -147,6 +164,10 @@ def _compile(
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] == ["queries"]:
+        for config in (Configuration(c, d, max_new_tokens=8) for c in (80, 90) for d in (64, 128)):
+            print(json.dumps({"name": config.name, "once": loads_query_once(config)}))
+        sys.exit()
     for capability, group_size, window in ((80, 3, False), (90, 8, True)):
         assert compile_plan(capability, group_size, window) > 0
     for config in ALL if sys.argv[1:] == ["all"] else SUBSET:

@@ -98,6 +98,15 @@ def test_compiles_ahead_of_time_within_the_gpus_limits(tmp_path: Path) -> None:
     assert assert_within_limits(output) == 13
 
 
+def test_q_is_loaded_once_where_one_chunk_is_the_whole_head(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    output = run(str(HERE / "compile_triton_kernel.py"), "queries", TRITON_CACHE_DIR=str(tmp_path))
+    results = [json.loads(line) for line in output.splitlines()]
+    assert [(" D64 " in result["name"]) for result in results] == [True, False] * 2
+    for result in results:
+        assert result["once"] == (" D64 " in result["name"]), result
+
+
 @pytest.mark.wide
 @pytest.mark.timeout(3600)
 def test_all_configurations_compile_within_the_gpus_limits(tmp_path: Path) -> None:
