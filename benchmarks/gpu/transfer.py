@@ -297,7 +297,7 @@ async def measure_disturbance(bench: Bench, fleet: Fleet, length: int, streams: 
     """Rows of the time between tokens of running streams, alone and beside prompts."""
     bench.table(f"{streams} running streams", "ITL median ms", "p99 ms", "max ms", "prompts", "their TTFT ms")
     running = [Stream(time.perf_counter()) for _ in range(streams)]
-    # Long enough for all windows.
+    # Long enough for all windows, at 1.6 ms a token.
     num_tokens = 1500 if bench.dry else 7000
     tasks = [
         asyncio.ensure_future(request(fleet, random_prompt(fleet, 24), num_tokens, stream, apart=False))
@@ -346,7 +346,7 @@ def pods(bench: Bench) -> None:
             await measure_idle(bench, fleet, length, repeats)
             await measure_at_once(bench, fleet, length, repeats)
             await report_copies(bench, fleet)
-            sizes = (200, 2, 0.2) if bench.dry else (4096, 8, 5.0)
+            sizes = (200, 2, 0.2) if bench.dry else (4096, 8, 3.5)
             await measure_disturbance(bench, fleet, *sizes)
             await report_copies(bench, fleet)
 

@@ -306,7 +306,7 @@ def test_graphs_replay_what_the_eager_step_computes(tiny_model: Path) -> None:
     rng = random.Random(6)
     num_seqs = 5
     blocks = list(range(num_seqs * MAX_BLOCKS))
-    plain = make_runner(tiny_model, torch.float16, len(blocks), "cuda")
+    plain = make_runner(tiny_model, torch.float16, len(blocks), "cuda:0")
     graphs = with_graphs(plain, capture=CudaCapture())
     for num in (5, 2, 5, 1):
         batch = decode_batch(rng, num, blocks)
