@@ -192,13 +192,21 @@ def test_put_does_not_wait_for_a_gather_that_is_under_way(wire: Wire) -> None:
 def test_abort_ends_writing_at_once_and_stops_the_sender(wire: Wire) -> None:
     source, target = ByteStore(seed=5), ByteStore()
     receiver, sender = wire.receiver(target), wire.sender(source)
-    target.before_scatter = lambda: pause(0.005)
+    started: list[int] = []
+
+    def slow() -> None:
+        started.append(len(started))
+        pause(0.005)
+
+    target.before_scatter = slow
     incoming = receiver.open({block: block for block in range(NUM_BLOCKS)})
     outgoing = sender.open(incoming.ticket)
     put_all(outgoing, range(NUM_BLOCKS))
     finished = outgoing.finish()
-    wait_until(lambda: incoming.progress().verified_pairs >= 4)
+    wait_until(lambda: len(started) >= 4)
+    num_started = len(started)
     incoming.abort()
+    assert len(started) <= num_started + 20, "an abort waits for one frame, whatever comes after it"
     at_abort = target.data.copy()
     assert receiver.credit_outstanding_bytes == 0
     with pytest.raises(TransferError, match="rejected"):

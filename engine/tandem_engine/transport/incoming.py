@@ -76,6 +76,8 @@ class IncomingTransfer(Transfer):
         self._wanted: npt.NDArray[np.bool_] = np.ones(len(self._blocks), dtype=bool)
         self._on_final = on_final
         self._lock = threading.Lock()
+        #: Set without the lock, which is not fair: a thread that writes frame after frame could keep it.
+        self._is_failing = False
         if not self._blocks:
             self._done.set_result(None)
 
@@ -116,6 +118,7 @@ class IncomingTransfer(Transfer):
 
     def fail(self, error: Exception) -> None:
         """Ends the transfer with `error`, unless it has ended."""
+        self._is_failing = True
         with self._lock:
             if self._state.is_final:
                 return
@@ -150,7 +153,7 @@ class IncomingTransfer(Transfer):
 
     def _check(self, frame: Frame, payload: memoryview) -> slice:
         """The rows that the frame fills; raises Dropped. The caller holds the lock."""
-        if self._state.is_final:
+        if self._state.is_final or self._is_failing:
             raise Dropped(DropCause.UNKNOWN, "the transfer has ended")
         if frame.epoch != self._ticket.epoch:
             raise Dropped(DropCause.STALE_EPOCH, f"{frame.epoch}, now {self._ticket.epoch}")
