@@ -8,7 +8,9 @@ from pathlib import Path
 import gguf
 import pytest
 from gguf import TokenType
+from gguf_files import VOCABULARY, Kind, write_gguf
 from tandem_core.errors import ModelLoadError
+from tandem_engine.model_loader import pull
 from tandem_engine.model_loader.gguf_file import GgufFile
 from tandem_engine.model_loader.gguf_tokenizer import GgufTokenizer
 from tandem_engine.model_loader.tokenizer_files import write_tokenizer
@@ -109,6 +111,25 @@ def test_other_tokenizers_are_refused_in_a_sentence(
         GgufTokenizer(file)
     with pytest.raises(ModelLoadError, match="holds no vocabulary"):
         GgufTokenizer(write(tmp_path / "empty.gguf", "gpt2", [], []))
+
+
+def test_a_damaged_vocabulary_is_one_sentence_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TANDEM_HOME", str(tmp_path / "home"))
+
+    def keys(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("gpt-2")
+        # "ab" is a token, but its half "b" is none.
+        writer.add_token_list(["a", "ab", *(f"token {n}" for n in range(VOCABULARY - 2))])
+        writer.add_token_merges(["a b"])
+
+    (path,) = write_gguf(tmp_path / "model.gguf", lambda name: Kind.Q4_0, keys=keys)
+    with pytest.raises(ModelLoadError, match=r"the tokenizer in .* is damaged .*`b`.*; download it") as error:
+        pull(str(path))
+    assert "\n" not in str(error.value)
+    assert [p.name for p in (tmp_path / "home/models").iterdir()] == [".model.lock"]
 
 
 @pytest.mark.wide

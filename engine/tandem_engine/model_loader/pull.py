@@ -65,7 +65,12 @@ def pull(ref: str, progress: OnProgress | None = None) -> Path:
                 return folder
             fresh = folder.with_name(f".{folder.name}.new")
             fresh.mkdir(parents=True, exist_ok=True)
-            _build(fresh, _fetch(ref, name, fresh, report), report)
+            try:
+                _build(fresh, _fetch(ref, name, fresh, report), report)
+            except ModelLoadError:
+                if ref not in catalogue():  # whose downloads are continued
+                    shutil.rmtree(fresh, ignore_errors=True)
+                raise
             shutil.rmtree(folder, ignore_errors=True)
             fresh.rename(folder)
     except OSError as error:

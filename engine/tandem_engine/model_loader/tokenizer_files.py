@@ -58,7 +58,15 @@ def write_tokenizer(source: Path, folder: Path) -> TokenizerFacts:
 
 
 def _from_gguf(source: Path, folder: Path) -> TokenizerFacts:
-    tokenizer = GgufTokenizer(open_all(source)[0])
+    try:
+        tokenizer = GgufTokenizer(open_all(source)[0])
+    except ModelLoadError:
+        raise
+    except Exception as error:  # tokenizers raises bare Exception
+        first_line = (str(error).splitlines() or [""])[0]
+        raise ModelLoadError(
+            f"the tokenizer in {source} is damaged ({first_line or type(error).__name__}); download it again"
+        ) from error
     tokenizer.backend.save(str(folder / "tokenizer.json"))
     return TokenizerFacts(
         bos_token=tokenizer.text_of(tokenizer.bos),
