@@ -83,6 +83,12 @@ inline VecInt joined(VecInt sum) { return (VecInt)_mm256_madd_epi16((__m256i)sum
 #endif
 #endif
 
+// GCC would add the products of a group in pairs, and hold more of them than there are registers.
+inline VecInt in_order(VecInt sum) {
+  asm("" : "+v"(sum));
+  return sum;
+}
+
 struct Call {
   const TandemLinear& weight;
   const Activations& x;
@@ -108,7 +114,9 @@ struct Sums {
       for (int r = 0; r < Rows; ++r) {
         int32_t by;
         std::memcpy(&by, group.codes[r] + 4 * quad, 4);
-        for (int v = 0; v < Vecs; ++v) planes[p][r][v] = add_products(planes[p][r][v], codes[p][v], by);
+        for (int v = 0; v < Vecs; ++v) {
+          planes[p][r][v] = in_order(add_products(planes[p][r][v], codes[p][v], by));
+        }
       }
   }
 
