@@ -56,7 +56,7 @@ inline void store_columns(const TandemLinear& piece, void* out, int64_t row, int
 }
 
 // A group of 32 along depth, of some neighbouring rows: code = round(x / scale), scale = largest magnitude / 127.
-constexpr int kTileRows = kLanes / 4;
+constexpr int kTileRows = 4;
 struct RowGroup {
   int8_t codes[kTileRows][kGroup];
   float scales[kTileRows], sums[kTileRows];  // of the codes: scale * sum

@@ -57,30 +57,29 @@ inline VecInt load_int(const void* p) {
 inline VecInt low_nibbles(VecInt bytes) { return bytes & 0x0f0f0f0f; }
 inline VecInt high_nibbles(VecInt bytes) { return (bytes >> 4) & 0x0f0f0f0f; }
 
-// Sums of products of unsigned codes by signed bytes of -127 .. 127, four products per lane of 32 bits and call. Where that
-// takes several instructions, codes of more than 4 bits are two planes, of lower and of upper bits, each with its own sum.
 #if defined(__AVX512VNNI__)
-constexpr bool kHasPlanes = false;
+constexpr bool kHasDotProduct = true;
 
+// Products of four unsigned codes by four signed bytes, added to each lane.
 inline VecInt add_products(VecInt sum, VecInt codes, int32_t by) {
   return (VecInt)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(by));
 }
-inline VecInt joined(VecInt sum) { return sum; }
 #else
-constexpr bool kHasPlanes = true;
+constexpr bool kHasDotProduct = false;
 
-// 16 bits hold the 16 products that a group adds to each: at most 16 * 15 * 127 = 30,480.
+// Of products of unsigned codes by signed bytes, two are summed in each half of a lane.
 #if defined(__AVX512F__)
-inline VecInt add_products(VecInt sum, VecInt plane, int32_t by) {
-  return (VecInt)_mm512_add_epi16((__m512i)sum, _mm512_maddubs_epi16((__m512i)plane, _mm512_set1_epi32(by)));
+inline VecInt products(VecInt codes, int32_t by) {
+  return (VecInt)_mm512_maddubs_epi16((__m512i)codes, _mm512_set1_epi32(by));
 }
-inline VecInt joined(VecInt sum) { return (VecInt)_mm512_madd_epi16((__m512i)sum, _mm512_set1_epi16(1)); }
+inline VecInt add_halves(VecInt a, VecInt b) { return (VecInt)_mm512_add_epi16((__m512i)a, (__m512i)b); }
+inline VecInt joined(VecInt halves) { return (VecInt)_mm512_madd_epi16((__m512i)halves, _mm512_set1_epi16(1)); }
 #else
-inline VecInt add_products(VecInt sum, VecInt plane, int32_t by) {
-  return (VecInt)_mm256_add_epi16((__m256i)sum, _mm256_maddubs_epi16((__m256i)plane, _mm256_set1_epi32(by)));
+inline VecInt products(VecInt codes, int32_t by) {
+  return (VecInt)_mm256_maddubs_epi16((__m256i)codes, _mm256_set1_epi32(by));
 }
-inline VecInt joined(VecInt sum) { return (VecInt)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1)); }
-#endif
+inline VecInt add_halves(VecInt a, VecInt b) { return (VecInt)_mm256_add_epi16((__m256i)a, (__m256i)b); }
+inline VecInt joined(VecInt halves) { return (VecInt)_mm256_madd_epi16((__m256i)halves, _mm256_set1_epi16(1)); }
 #endif
 
 // GCC would add the products of a group in pairs, and hold more of them than there are registers.
@@ -88,6 +87,7 @@ inline VecInt in_order(VecInt sum) {
   asm("" : "+v"(sum));
   return sum;
 }
+#endif
 
 struct Call {
   const TandemLinear& weight;
@@ -96,34 +96,52 @@ struct Call {
   DType out_dtype;
 };
 
-// Codes times activations, summed over a group or half of it, for some rows and columns.
+// Codes times activations of -127 .. 127, summed over a group or half of it, for some rows and columns. Without an
+// instruction for it, 16 bits hold what a group adds to them of 4-bit codes (at most 16 * 15 * 127 = 30,480) and what two
+// quads add of 6-bit codes (4 * 63 * 127 = 32,004); codes of 8 bits are two planes of 4 bits, each with its own sum.
 template <int Bits, int Rows, int Vecs>
 struct Sums {
-  static constexpr int kPlanes = kHasPlanes && Bits > 4 ? 2 : 1;
+  static constexpr int kPlanes = !kHasDotProduct && Bits == 8 ? 2 : 1;
   VecInt planes[kPlanes][Rows][Vecs] = {};
 
-  // lower: the lower 4 bits of each code; upper: the others.
-  __attribute__((always_inline)) void add(const RowGroup& group, int quad, const VecInt* lower, const VecInt* upper) {
-    VecInt codes[kPlanes][Vecs];
-    for (int v = 0; v < Vecs; ++v) {
-      codes[0][v] = lower[v];
-      if constexpr (kPlanes == 2) codes[1][v] = upper[v];
-      else if constexpr (Bits > 4) codes[0][v] |= upper[v] << 4;
-    }
-    for (int p = 0; p < kPlanes; ++p)
-      for (int r = 0; r < Rows; ++r) {
-        int32_t by;
-        std::memcpy(&by, group.codes[r] + 4 * quad, 4);
-        for (int v = 0; v < Vecs; ++v) {
-          planes[p][r][v] = in_order(add_products(planes[p][r][v], codes[p][v], by));
+  // Codes of two quads of depth.
+  __attribute__((always_inline)) void add(const RowGroup& group, int quad, int other_quad, const VecInt* codes,
+                                          const VecInt* other_codes) {
+    for (int r = 0; r < Rows; ++r) {
+      int32_t by, other;
+      std::memcpy(&by, group.codes[r] + 4 * quad, 4);
+      std::memcpy(&other, group.codes[r] + 4 * other_quad, 4);
+      for (int v = 0; v < Vecs; ++v) {
+        VecInt& sum = planes[0][r][v];
+#if defined(__AVX512VNNI__)
+        sum = add_products(add_products(sum, codes[v], by), other_codes[v], other);
+#else
+        if constexpr (Bits == 6) {
+          sum = in_order(sum + joined(add_halves(products(codes[v], by), products(other_codes[v], other))));
+        } else {
+          constexpr bool kSplit = Bits == 8;
+          sum = in_order(add_halves(sum, products(kSplit ? low_nibbles(codes[v]) : codes[v], by)));
+          sum = in_order(add_halves(sum, products(kSplit ? low_nibbles(other_codes[v]) : other_codes[v], other)));
+          if constexpr (kSplit) {
+            VecInt& upper = planes[1][r][v];
+            upper = in_order(add_halves(upper, products(high_nibbles(codes[v]), by)));
+            upper = in_order(add_halves(upper, products(high_nibbles(other_codes[v]), other)));
+          }
         }
+#endif
       }
+    }
   }
 
   VecInt of(int r, int v) const {
+#if defined(__AVX512VNNI__)
+    return planes[0][r][v];
+#else
+    if constexpr (Bits == 6) return planes[0][r][v];
     VecInt sum = joined(planes[0][r][v]);
     if constexpr (kPlanes == 2) sum += joined(planes[1][r][v]) << 4;
     return sum;
+#endif
   }
 };
 
@@ -167,34 +185,36 @@ void block(const Call& c, int64_t row, int column) {
     if constexpr (Kind == Packing::kQ6K) {
       for (int half = 0; half < 2; ++half) {
         Sums<F::kBits, Rows, Vecs> sums;
-        for (int k = 0; k < kQuads / 2; ++k) {
-          VecInt lower[Vecs], upper[Vecs];
-          for (int v = 0; v < Vecs; ++v) {
-            const VecInt both = load_codes(k, v);
-            lower[v] = half ? high_nibbles(both) : low_nibbles(both);
-            upper[v] = (load_codes(kQuads / 2 + half, v) >> (2 * k)) & 0x03030303;
-          }
-          sums.add(*group, half * kQuads / 2 + k, lower, upper);
+        for (int k = 0; k < kQuads / 2; k += 2) {
+          VecInt codes[2][Vecs];
+          for (int i = 0; i < 2; ++i)
+            for (int v = 0; v < Vecs; ++v) {
+              const VecInt both = load_codes(k + i, v);
+              const VecInt upper = load_codes(kQuads / 2 + half, v);
+              const int shift = 2 * (k + i) - 4;
+              codes[i][v] = (half ? high_nibbles(both) : low_nibbles(both)) |
+                            ((shift < 0 ? upper << -shift : upper >> shift) & 0x30303030);
+            }
+          const int quad = half * kQuads / 2 + k;
+          sums.add(*group, quad, quad + 1, codes[0], codes[1]);
         }
         settle(sums, factors + half * kPanel, [&](int r) { return group->code_sums[half][r]; });
       }
     } else {
       Sums<F::kBits, Rows, Vecs> sums;
-      for (int k = 0; k < kQuads * F::kBits / 8; ++k) {
-        VecInt low[Vecs], high[Vecs];
+      for (int k = 0; k < kQuads / 2; ++k) {
+        VecInt codes[2][Vecs];
         for (int v = 0; v < Vecs; ++v) {
-          const VecInt bytes = load_codes(k, v);
-          // Whole codes of 8 bits count as lower ones.
-          constexpr bool kSplit = kHasPlanes || F::kBits == 4;
-          low[v] = kSplit ? low_nibbles(bytes) : bytes;
-          high[v] = kSplit ? high_nibbles(bytes) : VecInt{};
+          if constexpr (F::kBits == 8) {
+            codes[0][v] = load_codes(k, v);
+            codes[1][v] = load_codes(k + kQuads / 2, v);
+          } else {
+            const VecInt bytes = load_codes(k, v);
+            codes[0][v] = low_nibbles(bytes);
+            codes[1][v] = high_nibbles(bytes);
+          }
         }
-        if constexpr (F::kBits == 8) {
-          sums.add(*group, k, low, high);
-        } else {
-          sums.add(*group, k, low, nullptr);
-          sums.add(*group, k + kQuads / 2, high, nullptr);
-        }
+        sums.add(*group, k, k + kQuads / 2, codes[0], codes[1]);
       }
       settle(sums, factors, [&](int r) { return group->code_sums[0][r] + group->code_sums[1][r]; });
     }
@@ -209,7 +229,7 @@ void block(const Call& c, int64_t row, int column) {
 template <Packing Kind, int Rows>
 void panel_block(const Call& c, int64_t row, int column) {
   // As many sums as registers hold.
-  constexpr int kVecs = kLanes == 8 && Kind == Packing::kQ6K ? 1 : 2;
+  constexpr int kVecs = kLanes == 8 && Kind == Packing::kInt8 && Rows > 1 ? 1 : 2;
   for (int n = 0; n < kPanel; n += kVecs * kLanes) block<Kind, Rows, kVecs>(c, row, column + n);
 }
 
