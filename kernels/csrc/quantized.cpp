@@ -229,7 +229,7 @@ void block(const Call& c, int64_t row, int column) {
 template <Packing Kind, int Rows>
 void panel_block(const Call& c, int64_t row, int column) {
   // As many sums as registers hold.
-  constexpr int kVecs = kLanes == 8 && Kind == Packing::kInt8 && Rows > 1 ? 1 : 2;
+  constexpr int kVecs = kLanes > 8 ? 2 : Kind == Packing::kInt8 ? (Rows == 1 ? 2 : 1) : Rows == 1 ? 4 : 2;
   for (int n = 0; n < kPanel; n += kVecs * kLanes) block<Kind, Rows, kVecs>(c, row, column + n);
 }
 
