@@ -7,8 +7,8 @@
     C   steps.py       decode and prefill steps of an 8B model with random weights, beside vLLM
     D   transfer.py    a prefill and a decode pod as two processes on the GPU
 
-Each part writes DIR/<part>.md row by row and DIR/<part>.log. Without a GPU, or with --dry-run, the same
-stages run on the CPU with tiny shapes and write DIR/<part>-dry-run.md, which holds no results.
+Each part adds to DIR/<part>.md row by row, and to DIR/<part>.log. Without a GPU, or with --dry-run, the same
+stages run on the CPU with tiny shapes and add to DIR/<part>-dry-run.md, which holds no results.
 """
 
 from __future__ import annotations
@@ -52,11 +52,19 @@ def main() -> None:
                         help="wheels that the machine lacks, _vllm_fa3_C.abi3.so")  # fmt: skip
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes on the CPU")
     options = parser.parse_args()
+    if not options.minutes > 0:
+        parser.error(f"--minutes {options.minutes:g}: wanted more than 0")
+    if options.bundle and not options.bundle.is_dir():
+        parser.error(f"--bundle {options.bundle}: no such folder")
     with tempfile.TemporaryDirectory() as unpacked:
         extend_path(options.bundle, Path(unpacked))
         from gpu import runner
 
-        raise SystemExit(runner.run_parts(options))
+        try:
+            code = runner.run_parts(options)
+        except OSError as error:
+            raise SystemExit(f"gpu: stopped with --out {options.out}: {error}") from error
+        raise SystemExit(code)
 
 
 if __name__ == "__main__":

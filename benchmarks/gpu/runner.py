@@ -133,11 +133,14 @@ def _run_stage(stage: Stage, limit_s: float, device: torch.device, page: TextIO,
     began = time.monotonic()
     process = _FORK.Process(target=_in_child, args=(stage, limit_s, device, page, log))
     process.start()
-    process.join(limit_s)
-    timed_out = process.is_alive()
-    # With everything that the stage started.
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    timed_out = False
+    try:
+        process.join(limit_s)
+        timed_out = process.is_alive()
+    finally:
+        # With everything that the stage started, also when this process is told to end.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
     process.join()
     took = time.monotonic() - began
     if not timed_out and process.exitcode == 0:
@@ -177,16 +180,20 @@ def _in_child(stage: Stage, limit_s: float, device: torch.device, page: TextIO, 
 
 
 def run_parts(options: argparse.Namespace) -> int:
-    """The exit code: 1 if a stage failed."""
+    """The exit code: 1 if a stage failed. Raises OSError when the pages cannot be written."""
+    # As Ctrl-C does: a stage has a process group of its own and would run on.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     dry = options.dry_run or not _has_gpu()
     device = torch.device("cpu" if dry else "cuda")
     options.out.mkdir(parents=True, exist_ok=True)
     failed: list[str] = []
+    known: list[str] = []
     for part in options.part or PARTS:
         name = f"{part}-dry-run" if dry else part
         with (
-            (options.out / f"{name}.md").open("w", buffering=1) as page,
-            (options.out / f"{name}.log").open("w", buffering=1) as log,
+            # An earlier run's rows stay: a stage may be run again by itself.
+            (options.out / f"{name}.md").open("a", buffering=1) as page,
+            (options.out / f"{name}.log").open("a", buffering=1) as log,
         ):
             _say(
                 page, f"# Part {part}{': DRY RUN on the CPU with tiny shapes, not a result' if dry else ''}\n"
@@ -200,17 +207,21 @@ def run_parts(options: argparse.Namespace) -> int:
                 _say(page, f"\n**FAILED**: `{error}`; a bundle may hold what is missing\n")
                 failed.append(f"part {part}")
                 continue
+            known += (s.name for s in stages)
             stages = [s for s in stages if not options.stage or s.name in options.stage]
             failed += run_stages(stages, options.minutes * 60, device, page, log)
+    if unknown := set(options.stage or ()) - set(known):
+        print(f"No such stage: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+        failed += sorted(unknown)
     print(f"Failed: {', '.join(failed)}" if failed else "No stage failed.")
     return int(bool(failed))
 
 
 def _say(page: TextIO, text: str) -> None:
     """Writes the text to the page and to standard output."""
+    print(text, end="", flush=True)
     page.write(text)
     page.flush()
-    print(text, end="", flush=True)
 
 
 def _has_gpu() -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import importlib.util
 import io
+import multiprocessing
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -33,7 +36,7 @@ from gpu.attention import (
     xqa_calls,
 )
 from gpu.checks import outcome_of, run_tests
-from gpu.runner import PARTS, Bench, Stage, plan, run_stages
+from gpu.runner import PARTS, Bench, Stage, plan, run_parts, run_stages
 from gpu.shapes import make_runner, model_shape, random_decoder
 from gpu.steps import MEASURING_S, counts, fill, measure_sizing
 from gpu.transfer import COPY_GAUGES, RESERVE_S, Fleet, Stream, copy_counts, measure_at_once, measure_idle
@@ -42,6 +45,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from tandem_engine.assemble import EngineConfig
 from tandem_engine.gpu_block_store import CopyCounts
 from tandem_pod.status import PodGauges
+from waiting import wait_until
 
 CPU = torch.device("cpu")
 COMMAND = Path(__file__).resolve().parents[2] / "benchmarks/gpu"
@@ -140,6 +144,75 @@ def test_a_stage_that_hangs_ends_at_its_limit_with_all_that_it_started(tmp_path:
     assert "in hangs`" in page
     assert not is_alive(int(page.partition("|---|\n| ")[2].partition(" ")[0]))
     assert "\n3 s left\n" in page
+
+
+def dry_options(out: Path, *, stage: str | None = None) -> argparse.Namespace:
+    return argparse.Namespace(
+        part=["A"], stage=[stage] if stage else None, minutes=1.0, dry_run=True, out=out
+    )
+
+
+def test_a_run_that_is_told_to_end_ends_its_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hangs(bench: Bench) -> None:
+        """Hangs."""
+        bench.table("pid")
+        bench.row(os.getpid())
+        time.sleep(60)
+
+    monkeypatch.setattr(checks, "STAGES", [Stage("hangs", 60, hangs)])
+    page = tmp_path / "A-dry-run.md"
+    process = multiprocessing.get_context("fork").Process(target=run_parts, args=(dry_options(tmp_path),))
+    process.start()
+    wait_until(lambda: page.exists() and page.read_text().count("\n| ") == 2)
+    pid = int(page.read_text().rpartition("\n| ")[2].partition(" ")[0])
+    assert is_alive(pid)
+    process.terminate()
+    process.join(10)
+    assert process.exitcode == 143
+    wait_until(lambda: not is_alive(pid))
+
+
+def test_a_second_run_keeps_the_rows_of_the_first_and_an_unknown_stage_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def works(bench: Bench) -> None:
+        """Works."""
+        bench.table("n")
+        bench.row(4)
+
+    monkeypatch.setattr(checks, "STAGES", [Stage("first", 20, works), Stage("second", 20, works)])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    assert run_parts(dry_options(tmp_path)) == 0
+    assert run_parts(dry_options(tmp_path, stage="second")) == 0
+    page = (tmp_path / "A-dry-run.md").read_text()
+    assert re.findall("## (.*) \\(", page) == ["first", "second", "second"]
+    assert page.count("| 4 |") == 3
+    capsys.readouterr()
+    assert run_parts(dry_options(tmp_path, stage="secnd")) == 1
+    assert "\nNo such stage: secnd; there are first, second\nFailed: secnd\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "flags, said",
+    [
+        (["--minutes", "0", "--out", "new"], "gpu: error: --minutes 0: wanted more than 0"),
+        (["--bundle", "gone", "--out", "new"], "gpu: error: --bundle gone: no such folder"),
+        (["--out", "a_file"], "gpu: stopped with --out a_file: [Errno 17] File exists"),
+        (["--out", "full"], "gpu: stopped with --out full: [Errno 28] No space left on device"),
+    ],
+    ids=["minutes", "bundle", "file", "full"],
+)
+def test_flags_and_folders_that_cannot_be_used_are_one_sentence(
+    flags: list[str], said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "a_file").touch()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/A-dry-run.md").symlink_to("/dev/full")
+    command = [sys.executable, COMMAND, "--part", "A", "--stage", "versions", "--dry-run", *flags]
+    process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert process.returncode != 0
+    assert process.stderr.splitlines()[-1].startswith(said)
+    assert "Traceback" not in process.stderr
 
 
 def test_stages_without_minutes_are_named(tmp_path: Path) -> None:
