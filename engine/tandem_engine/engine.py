@@ -94,6 +94,7 @@ class Engine:
     def check_tokens(self, request: Request) -> None:
         """Raises InvalidRequestError when a token id lies outside the vocabulary."""
         check_token_ids("prompt_token_ids", request.prompt_token_ids, self._vocab_size)
+        check_token_ids("output_token_ids", request.output_token_ids, self._vocab_size)
         request.sampling.check_vocabulary(self._vocab_size)
 
     def add(self, request: Request) -> None:

@@ -7,6 +7,9 @@
 
 One counter, `num_computed_tokens`, serves prefill and decode alike (after vLLM v1): a request with one
 token left to compute is decoding; one with more is prefilling, also after a preemption.
+
+A request may begin with output tokens: another engine computed them, and this one continues the text. Nothing
+else is needed, because a token depends on prompt, output, sampling parameters and seed alone.
 """
 
 from __future__ import annotations

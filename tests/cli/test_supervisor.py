@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 from processes import is_alive
-from tandem_cli.supervisor import ProcessSpec, RestartPolicy, StartupError, Supervisor, describe_exit
-from waiting import run_ready_tasks, until, wait_until
+from tandem_cli.supervisor import Health, ProcessSpec, RestartPolicy, StartupError, Supervisor, describe_exit
+from waiting import pause_async, run_ready_tasks, until, wait_until
 
 SLEEP = "import time; print('up', flush=True); time.sleep(60)"
 STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEP}"
@@ -41,6 +41,8 @@ class Watched:
     ) -> None:
         self.lines: list[tuple[str, str]] = []
         self.events: list[tuple[str, str]] = []
+        #: Names of the processes that answer no probe.
+        self.silent: set[str] = set()
         self.supervisor = Supervisor(
             stages,
             probe=self._probe,
@@ -51,12 +53,18 @@ class Watched:
             grace_s=grace_s,
         )
 
-    async def _probe(self, process: ProcessSpec) -> bool:
-        return any(name == process.name for name, _ in self.lines)
+    async def _probe(self, process: ProcessSpec) -> Health:
+        if process.name in self.silent:
+            return Health.SILENT
+        ready = any(name == process.name for name, _ in self.lines)
+        return Health.SERVING if ready else Health.NOT_SERVING
+
+    def pids(self, name: str) -> list[int]:
+        """Empty while it is dead."""
+        return [c.pid for c in self.supervisor.children if c.spec.name == name and c.pid is not None]
 
     def pid(self, name: str) -> int:
-        (pid,) = (child.pid for child in self.supervisor.children if child.spec.name == name)
-        assert pid is not None
+        (pid,) = self.pids(name)
         return pid
 
 
@@ -98,6 +106,27 @@ async def test_a_killed_process_is_started_again_under_another_pid() -> None:
         await until(lambda: len(watched.lines) == 2)
         assert watched.pid("a") != before
         assert any("was killed by SIGKILL" in message for _, message in watched.events)
+
+
+async def test_a_process_that_falls_silent_is_killed_and_started_again() -> None:
+    policy = RestartPolicy(first_delay_s=0.05, hung_after_s=0.3)
+    async with running([spec("a", SLEEP), spec("b", SLEEP)], policy=policy) as watched:
+        await watched.supervisor.wait_ready()
+        hung, other = watched.pid("a"), watched.pid("b")
+        os.kill(hung, signal.SIGSTOP)
+        watched.silent.add("a")
+        await until(lambda: any("has not answered" in message for _, message in watched.events))
+        watched.silent.clear()
+        await until(lambda: watched.pids("a") not in ([], [hung]))
+        assert watched.pid("b") == other
+
+
+async def test_a_process_that_drains_for_long_is_left_alone() -> None:
+    async with running([spec("a", SLEEP)], policy=RestartPolicy(hung_after_s=0.1)) as watched:
+        await watched.supervisor.wait_ready()
+        watched.lines.clear()  # it answers that it does not serve
+        await pause_async(1.5)
+        assert not any("killed" in message for _, message in watched.events)
 
 
 def test_the_backoff_doubles_up_to_its_limit() -> None:
@@ -204,8 +233,8 @@ async def test_stopping_while_a_restart_is_awaited_starts_nothing_more() -> None
 def test_children_die_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
     program = """
 import asyncio, sys
-from tandem_cli.supervisor import ProcessSpec, Supervisor
-async def yes(spec): return True
+from tandem_cli.supervisor import Health, ProcessSpec, Supervisor
+async def yes(spec): return Health.SERVING
 async def main():
     command = (sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)")
     specs = [ProcessSpec("decode", n, command, {"grpc": 1}, "127.0.0.1:1") for n in "ab"]

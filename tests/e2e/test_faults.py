@@ -1,4 +1,4 @@
-"""Kill -9 of prefill, of lookahead and of Redis under load: no request fails, later ones neither."""
+"""A process is killed, stopped or drained under load: no request fails and no text changes."""
 
 from __future__ import annotations
 
@@ -45,27 +45,38 @@ def complete(
     return tuple(tokens), receipt
 
 
-def kill(fleet: RunningFleet, what: str) -> int:
-    pid = fleet.pid(what)
-    os.kill(pid, signal.SIGKILL)
-    return pid
-
-
-@pytest.mark.parametrize("what", ["prefill", "lookahead", "redis"])
-def test_no_request_fails_and_no_text_changes(fleet: RunningFleet, corpus, what: str) -> None:
-    prompts = [corpus.prompt(10 * len(what) + i, 3000 + 600 * i) for i in range(4)]
+@pytest.mark.parametrize(
+    ("what", "fault"),
+    [
+        ("prefill", signal.SIGKILL),
+        ("decode", signal.SIGKILL),
+        ("decode", signal.SIGSTOP),
+        ("decode", signal.SIGTERM),
+        ("lookahead", signal.SIGKILL),
+        ("redis", signal.SIGKILL),
+    ],
+)
+def test_no_request_fails_and_no_text_changes(
+    fleet: RunningFleet, corpus, what: str, fault: signal.Signals
+) -> None:
+    prompts = [corpus.prompt(100 * fault + 10 * len(what) + i, 3000 + 600 * i) for i in range(4)]
     decoding = threading.Event()
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         running = [pool.submit(complete, fleet, prompt, decoding.set) for prompt in prompts]
         # One request decodes, the others are still with the prefill pod or on their way from it.
         assert decoding.wait(60)
-        killed = kill(fleet, what)
+        pid = fleet.pid(what)
+        os.kill(pid, fault)
         under_fire = [future.result() for future in running]
     assert [len(tokens) for tokens, _ in under_fire] == [40] * 4
     if what == "prefill":
         assert any(not receipt.prefill_pod or receipt.prefill_retries for _, receipt in under_fire)
+    if what == "decode":
+        # A drain lets short answers end.
+        assert all(receipt.decode_retries == 1 for _, receipt in under_fire) or fault is signal.SIGTERM
+        assert [receipt.output_tokens for _, receipt in under_fire] == [40] * 4
+    _wait_back(fleet, what, pid)
     fleet.assert_idle(within_s=20.0)
-    _wait_back(fleet, what, killed)
     for prompt, (tokens, _) in zip(prompts, under_fire, strict=True):
         again, _ = complete(fleet, prompt)
         assert again == tokens, "the fault changed a text"

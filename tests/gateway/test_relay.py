@@ -1,4 +1,4 @@
-"""Failover: a pod that is gone before the first token costs nothing but time."""
+"""Failover: a lost pod costs nothing but time, and another one continues the answer."""
 
 import asyncio
 import time
@@ -67,20 +67,94 @@ async def test_without_any_pod_the_wait_ends_with_unavailable(pods, gateway):
     assert await front.metric('tandem_requests_total{outcome="unavailable"}') == 1
 
 
-async def test_after_the_first_token_the_failure_is_clear_and_repeatable(pods, gateway):
-    bad = await pods("bad", fail_with=grpc.StatusCode.UNAVAILABLE, fail_after=2)
+@pytest.mark.parametrize("status", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED])
+async def test_another_pod_continues_the_answer_of_a_lost_one(status, pods, gateway):
+    bad = await pods("bad", fail_with=status, fail_after=2)
     good = await pods("good", free_blocks=50)
     front = await gateway(bad, good)
+    messages = [m async for m in front.grpc.Chat(gateway_pb2.ChatRequest(messages=USER), timeout=10)]
+    chunks = [m.chunk for m in messages if m.HasField("chunk")]
+    assert [chunk.text for chunk in chunks] == ["Hello", " there", "!"]
+    assert [token for chunk in chunks for token in chunk.token_ids] == [10, 11, 12]
+    (first,), (second,) = bad.requests, good.requests
+    assert (list(first.output_token_ids), first.decode_retries) == ([], 0)
+    assert (list(second.output_token_ids), second.decode_retries) == ([10, 11], 1)
+    assert second.sampling == first.sampling
+    receipt = messages[-1].end.receipt
+    assert (receipt.output_tokens, receipt.decode_retries, receipt.decode_pod) == (3, 1, "good")
+    assert await front.metric("tandem_decode_failovers_total") == 1
+    assert await front.metric('tandem_output_tokens_total{slo_class="interactive"}') == 3
+
+
+async def test_a_pod_that_falls_silent_is_left_within_a_second(pods, gateway):
+    slow = await pods("slow", pause_s=1.5, free_blocks=100)
+    front = await gateway(slow)
+    assert await _text(front) == ("Hello there!", "slow"), "heartbeats show that it lives"
+    slow.hangs = True
+    good = await pods("good", free_blocks=90)
+    front = await gateway(slow, good)
+    begun = time.monotonic()
+    assert await _text(front) == ("Hello there!", "good")
+    assert 1.0 <= time.monotonic() - begun < 1.5
+    assert list(good.requests[0].output_token_ids) == []
+
+
+async def test_the_only_pod_continues_when_it_is_back(pods, gateway):
+    pod = await pods(fail_with=grpc.StatusCode.CANCELLED, fail_after=2)
+    front = await gateway(pod, failover_wait_s=5.0)
+    answer = asyncio.create_task(_text(front))
+    await until(lambda: pod.requests)
+    await front.until_healthy(0)
+    pod.fail_with = None
+    assert (await answer)[0] == "Hello there!"
+    assert [list(request.output_token_ids) for request in pod.requests][-1] == [10, 11]
+
+
+async def test_an_answer_that_nobody_continues_ends_with_its_seed(pods, gateway):
+    pod = await pods(fail_with=grpc.StatusCode.CANCELLED, fail_after=2)
+    front = await gateway(pod, failover_wait_s=0.3)
     call = front.grpc.Chat(gateway_pb2.ChatRequest(messages=USER))
     texts = []
+    stopping = None
     with pytest.raises(grpc.aio.AioRpcError) as info:
         async for message in call:
-            texts.append(message.chunk.text)  # noqa: PERF401  (kept when it raises)
+            texts.append(message.chunk.text)
+            stopping = stopping or asyncio.create_task(pod.stop())
     assert texts == ["Hello", " there"]
     assert info.value.code() is grpc.StatusCode.UNAVAILABLE
-    assert "after 2 tokens" in info.value.details()
-    assert str(bad.requests[0].sampling.seed) in info.value.details()
-    assert good.requests == []
+    assert "stops after 2 tokens" in info.value.details()
+    assert str(pod.requests[0].sampling.seed) in info.value.details()
+
+
+async def test_a_pod_that_cannot_continue_sends_no_token_twice(pods, gateway):
+    bad = await pods("bad", fail_with=grpc.StatusCode.UNAVAILABLE, fail_after=1)
+    old = await pods("old", free_blocks=50, can_continue=False)
+    front = await gateway(bad, old)
+    texts = []
+    with pytest.raises(grpc.aio.AioRpcError) as info:
+        async for message in front.grpc.Chat(gateway_pb2.ChatRequest(messages=USER)):
+            texts.append(message.chunk.text)  # noqa: PERF401  (kept when it raises)
+    assert texts == ["Hello"]
+    assert "not after the tokens so far" in info.value.details()
+
+
+async def test_pods_that_die_after_a_token_each_are_not_the_requests_fault(pods, gateway):
+    fleet = [
+        await pods(f"d-{n}", fail_with=grpc.StatusCode.UNAVAILABLE, fail_after=n + 1, free_blocks=100 - n)
+        for n in range(3)
+    ]
+    front = await gateway(*fleet)
+    assert await _text(front) == ("Hello there!", "d-2")
+    assert [list(pod.requests[0].output_token_ids) for pod in fleet] == [[], [10], [10, 11]]
+
+
+async def test_a_request_that_kills_two_pods_at_one_token_gets_no_third(pods, gateway):
+    fleet = [await pods(f"d-{n}", fail_with=grpc.StatusCode.UNAVAILABLE, fail_after=1) for n in range(3)]
+    front = await gateway(*fleet)
+    with pytest.raises(grpc.aio.AioRpcError) as info:
+        await _text(front)
+    assert "2 decode pods went away while they computed token 2" in info.value.details()
+    assert sum(len(pod.requests) for pod in fleet) == 2
 
 
 async def test_a_pod_with_another_model_revision_is_not_used(pods, gateway):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass, field
 
 import grpc
@@ -18,15 +19,19 @@ REVISION = "ab" * 32
 
 @dataclass
 class FakePod(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.PrefillServiceServicer):
-    """A decode pod that streams `words`, one chunk each; also a prefill pod that answers when `gate` is
-    set."""
+    """A decode pod that streams `words`, one chunk each, after those that the request brings; also a prefill
+    pod that answers when `gate` is set."""
 
     name: str = "d-0"
     words: tuple[str, ...] = ("Hello", " there", "!")
+    #: Before each word; with heartbeats, unless it `hangs`.
     pause_s: float = 0.0
+    hangs: bool = False
     #: Fails with this status after `fail_after` chunks.
     fail_with: grpc.StatusCode | None = None
     fail_after: int = 0
+    #: False: begins every answer anew, like a pod older than DecodeRequest.output_token_ids.
+    can_continue: bool = True
     total_blocks: int = 100
     free_blocks: int = 100
     num_running: int = 0
@@ -60,11 +65,15 @@ class FakePod(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.PrefillSer
         self.requests.append(request)
         self.started.set()
         wants_logprobs = request.sampling.HasField("logprobs")
+        num_done = len(request.output_token_ids) if self.can_continue else 0
         try:
-            for index, word in enumerate(self.words):
+            for index, word in list(enumerate(self.words))[num_done:]:
                 if self.fail_with is not None and index >= self.fail_after:
                     await context.abort(self.fail_with, f"prompt: {self.name} says no")
-                await pause_async(self.pause_s)
+                end = time.monotonic() + self.pause_s
+                while (left_s := end - time.monotonic()) > 0:
+                    await pause_async(left_s if self.hangs else min(left_s, 0.1))
+                    yield decode_pb2.DecodeResponse(progress=decode_pb2.DecodeProgress())
                 logprobs = []
                 if wants_logprobs:
                     token = common_pb2.TokenLogprob(
@@ -73,9 +82,9 @@ class FakePod(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.PrefillSer
                     other = common_pb2.TokenLogprob(token_id=99, logprob=-1.5, token_bytes=b"\xe2\x82")
                     top = [token, other][: request.sampling.logprobs]
                     logprobs = [common_pb2.PositionLogprobs(chosen=token, top=top)]
-                yield decode_pb2.DecodeResponse(
-                    chunk=decode_pb2.DecodeChunk(text=word, token_ids=[10 + index], logprobs=logprobs)
-                )
+                chunk = decode_pb2.DecodeChunk(text=word, token_ids=[10 + index], logprobs=logprobs)
+                chunk.offset = index if self.can_continue else 0
+                yield decode_pb2.DecodeResponse(chunk=chunk)
         except asyncio.CancelledError:
             self.cancelled.set()
             raise
@@ -84,7 +93,7 @@ class FakePod(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.PrefillSer
             queue_ns=1000,
             prefill_ns=2000,
             prompt_tokens=len(request.prompt_token_ids),
-            output_tokens=len(self.words),
+            output_tokens=len(self.words) - num_done,
             decode_pod=self.name,
             accepted_by_source={"prompt": 2},
         )

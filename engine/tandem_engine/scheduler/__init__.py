@@ -8,6 +8,14 @@ config      limits, reservations, counts
 
 from tandem_engine.scheduler.config import RequestCounts, Reservation, SchedulerConfig
 from tandem_engine.scheduler.core import Scheduler
-from tandem_engine.scheduler.sequences import RequestUpdate, VerifiedTokens
+from tandem_engine.scheduler.sequences import RequestUpdate, VerifiedTokens, append_tokens
 
-__all__ = ["RequestCounts", "RequestUpdate", "Reservation", "Scheduler", "SchedulerConfig", "VerifiedTokens"]
+__all__ = [
+    "RequestCounts",
+    "RequestUpdate",
+    "Reservation",
+    "Scheduler",
+    "SchedulerConfig",
+    "VerifiedTokens",
+    "append_tokens",
+]

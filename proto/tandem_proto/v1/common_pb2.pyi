@@ -379,6 +379,7 @@ class Receipt(_message.Message):
     HIT_STEPS_FIELD_NUMBER: _builtins.int
     HIT_STEPS_BY_SOURCE_FIELD_NUMBER: _builtins.int
     DRAFTED_BY_SOURCE_FIELD_NUMBER: _builtins.int
+    DECODE_RETRIES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     queue_ns: _builtins.int
     """Waiting for admission and for a place in a batch."""
@@ -411,6 +412,10 @@ class Receipt(_message.Message):
     """Times a prefill pod failed and the work was done elsewhere."""
     hit_steps: _builtins.int
     """Verification passes that accepted at least one guess; and at least one of each source."""
+    decode_retries: _builtins.int
+    """Decode pods that were lost with the request; another pod continued it. Steps, drafts and the times of prefill,
+    transfer and decode are the last pod's.
+    """
     @_builtins.property
     def accepted_by_source(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Accepted draft tokens by source ("prompt", "output", "global", ...)."""
@@ -451,10 +456,11 @@ class Receipt(_message.Message):
         hit_steps: _builtins.int = ...,
         hit_steps_by_source: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         drafted_by_source: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        decode_retries: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["slo", b"slo"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_by_source", b"accepted_by_source", "accepted_tokens", b"accepted_tokens", "cached_tokens", b"cached_tokens", "decode_ns", b"decode_ns", "decode_pod", b"decode_pod", "decode_steps", b"decode_steps", "drafted_by_source", b"drafted_by_source", "drafted_tokens", b"drafted_tokens", "e2e_ns", b"e2e_ns", "hit_steps", b"hit_steps", "hit_steps_by_source", b"hit_steps_by_source", "output_tokens", b"output_tokens", "prefill_ns", b"prefill_ns", "prefill_pod", b"prefill_pod", "prefill_retries", b"prefill_retries", "prompt_tokens", b"prompt_tokens", "queue_ns", b"queue_ns", "request_id", b"request_id", "seed", b"seed", "slo", b"slo", "slo_met", b"slo_met", "slo_miss_reason", b"slo_miss_reason", "transfer_bytes", b"transfer_bytes", "transfer_ns", b"transfer_ns", "ttft_ns", b"ttft_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_by_source", b"accepted_by_source", "accepted_tokens", b"accepted_tokens", "cached_tokens", b"cached_tokens", "decode_ns", b"decode_ns", "decode_pod", b"decode_pod", "decode_retries", b"decode_retries", "decode_steps", b"decode_steps", "drafted_by_source", b"drafted_by_source", "drafted_tokens", b"drafted_tokens", "e2e_ns", b"e2e_ns", "hit_steps", b"hit_steps", "hit_steps_by_source", b"hit_steps_by_source", "output_tokens", b"output_tokens", "prefill_ns", b"prefill_ns", "prefill_pod", b"prefill_pod", "prefill_retries", b"prefill_retries", "prompt_tokens", b"prompt_tokens", "queue_ns", b"queue_ns", "request_id", b"request_id", "seed", b"seed", "slo", b"slo", "slo_met", b"slo_met", "slo_miss_reason", b"slo_miss_reason", "transfer_bytes", b"transfer_bytes", "transfer_ns", b"transfer_ns", "ttft_ns", b"ttft_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

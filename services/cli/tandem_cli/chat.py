@@ -223,6 +223,7 @@ def describe_receipt(receipt: common_pb2.Receipt) -> str:
     slo = f"SLO {receipt.slo.name}: " if receipt.slo.name else "SLO: "
     slo += "met" if receipt.slo_met else f"missed ({receipt.slo_miss_reason or 'no reason given'})"
     retries = f", {receipt.prefill_retries} prefill retries" if receipt.prefill_retries else ""
+    retries += f", {receipt.decode_retries} decode retries" if receipt.decode_retries else ""
     return "\n".join(
         (
             f"TTFT {receipt.ttft_ns / _NS_PER_S:.3f} s, E2E {receipt.e2e_ns / _NS_PER_S:.3f} s"

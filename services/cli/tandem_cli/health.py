@@ -1,4 +1,4 @@
-"""Checks whether a process serves: pods by grpc.health.v1, Redis by a ping."""
+"""Asks a process whether it serves: pods by grpc.health.v1, Redis by a ping."""
 
 from __future__ import annotations
 
@@ -8,24 +8,26 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tandem_service.channels import open_channel
 
 from tandem_cli import redis_server
-from tandem_cli.supervisor import ProcessSpec
+from tandem_cli.supervisor import Health, ProcessSpec
 
 
-async def is_serving(target: str, timeout_s: float = 1.0) -> bool:
-    """Whether the server at `target` answers SERVING within the time; a fresh connection each time."""
+async def check(target: str, timeout_s: float = 1.0) -> Health:
+    """What the server at `target` answers within the time; a fresh connection each time."""
     channel = open_channel(target)
     try:
         stub = health_pb2_grpc.HealthStub(channel)
         reply = await stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
-        return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+        serving = reply.status == health_pb2.HealthCheckResponse.SERVING
+        return Health.SERVING if serving else Health.NOT_SERVING
     except (grpc.aio.AioRpcError, TimeoutError):
-        return False
+        return Health.SILENT
     finally:
         await channel.close(None)
 
 
-async def probe(spec: ProcessSpec) -> bool:
-    """Whether a supervised process serves."""
+async def probe(spec: ProcessSpec) -> Health:
+    """What a supervised process answers."""
     if spec.health_target.startswith("unix://"):
-        return await redis_server.answers(spec.health_target.removeprefix("unix://"))
-    return await is_serving(spec.health_target)
+        is_there = await redis_server.answers(spec.health_target.removeprefix("unix://"))
+        return Health.SERVING if is_there else Health.SILENT
+    return await check(spec.health_target)

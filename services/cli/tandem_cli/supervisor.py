@@ -1,7 +1,8 @@
 """Runs the child processes of `tandem up` and restarts those that die.
 
     start()       every process is spawned at once, each watched by a task of its own
-    wait_ready()  returns when the probe has succeeded for each of them
+    wait_ready()  returns when each of them has served once
+    silence       a process that does not answer its probe for `hung_after_s` is killed
     a death       is logged, and the process is restarted after a backoff (0.2 s doubling to 5 s; 0.2 s again
                   after a life of 30 s). If it keeps dying before it was ever ready, or refuses its settings
                   (exit code 2), `failed` resolves
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import os
 import signal
 import subprocess
@@ -24,6 +26,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tandem_service import parent_death
+
+#: Between two probes of a process that is not ready or does not answer, and of one that does.
+_PROBE_INTERVAL_S, _WATCH_INTERVAL_S = 0.1, 1.0
 
 #: Exit code of a pod that refuses its settings; it is not restarted.
 EXIT_BAD_SETTINGS = 2
@@ -55,10 +60,21 @@ class RestartPolicy:
     #: A death after this lifetime resets the backoff.
     forgiven_after_s: float = 30.0
     max_deaths_before_ready: int = 3
+    #: Silence after which a process that was ready counts as hung.
+    hung_after_s: float = 5.0
 
     def delay_s(self, deaths_in_a_row: int) -> float:
         """Wait before the start that follows the n-th death in a row, n >= 1."""
         return float(min(self.longest_delay_s, self.first_delay_s * 2 ** (deaths_in_a_row - 1)))
+
+
+class Health(enum.Enum):
+    """What a probe found."""
+
+    SERVING = "serving"
+    #: It answers that it does not serve: it starts, or it drains.
+    NOT_SERVING = "not serving"
+    SILENT = "silent"
 
 
 class StartupError(Exception):
@@ -85,14 +101,14 @@ class Supervisor:
     """Runs `stages` of processes; later stages are stopped later. Belongs to one event loop.
 
     `on_line(spec, line)` gets each line that a process prints, `on_event(spec, message)` each event of it;
-    `on_change()` is called when a pid changes. `probe(spec)` returns whether the process serves.
+    `on_change()` is called when a pid changes.
     """
 
     def __init__(
         self,
         stages: Sequence[Sequence[ProcessSpec]],
         *,
-        probe: Callable[[ProcessSpec], Awaitable[bool]],
+        probe: Callable[[ProcessSpec], Awaitable[Health]],
         on_line: Callable[[ProcessSpec, str], None],
         on_event: Callable[[ProcessSpec, str], None],
         on_change: Callable[[], None],
@@ -205,7 +221,7 @@ class Supervisor:
         child.process = process
         self._on_change()
         reader = asyncio.create_task(self._pump_lines(child, process))
-        prober = asyncio.create_task(self._watch_ready(child))
+        prober = asyncio.create_task(self._watch_health(child, process))
         try:
             code = await wait_for_exit(process)
         finally:
@@ -219,13 +235,23 @@ class Supervisor:
             self._on_change()
         return code
 
-    async def _watch_ready(self, child: Child) -> None:
+    async def _watch_health(self, child: Child, process: subprocess.Popen[bytes]) -> None:
+        """Sets `ready`; then kills the process if it hangs."""
         started = time.monotonic()
-        while not await self._probe(child.spec):  # noqa: ASYNC110  # its readiness is no event of this loop
-            await asyncio.sleep(0.1)
+        while await self._probe(child.spec) is not Health.SERVING:  # noqa: ASYNC110  # no event of this loop
+            await asyncio.sleep(_PROBE_INTERVAL_S)
         child.ready.set()
         child.was_ever_ready = True
-        self._on_event(child.spec, f"ready after {time.monotonic() - started:.1f} s")
+        answered = time.monotonic()
+        self._on_event(child.spec, f"ready after {answered - started:.1f} s")
+        while (
+            silent_s := time.monotonic() - answered
+        ) < self._policy.hung_after_s or self._stopping.is_set():
+            await asyncio.sleep(_PROBE_INTERVAL_S if silent_s > 1.0 else _WATCH_INTERVAL_S)
+            if await self._probe(child.spec) is not Health.SILENT:
+                answered = time.monotonic()
+        self._on_event(child.spec, f"has not answered for {silent_s:.0f} s: killed")
+        process.kill()
 
     async def _pump_lines(self, child: Child, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None

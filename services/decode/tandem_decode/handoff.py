@@ -135,6 +135,7 @@ class Handoff:
                 request_id=message.request_id,
                 tenant=message.tenant,
                 prompt_token_ids=message.prompt_token_ids,
+                output_token_ids=message.output_token_ids,
                 sampling=message.sampling,
                 ticket=ticket_to_proto(incoming.ticket),
             ),
@@ -207,10 +208,10 @@ class Handoff:
         engine = self._loop.engine
         if first is None:
             block_size = engine.blocks.block_size
-            computed = min(complete_blocks * block_size, request.num_prompt_tokens - 1)
+            computed = min(complete_blocks * block_size, request.num_tokens - 1)
             engine.scheduler.adopt(request, max(computed, reservation.num_cached_tokens), None)
             return
-        update = engine.scheduler.adopt(request, request.num_prompt_tokens, (first.first_token_id,))
+        update = engine.scheduler.adopt(request, request.num_tokens, (first.first_token_id,))
         logprobs = (codec.logprobs_from_proto(first.logprobs),) if first.HasField("logprobs") else ()
         if update is not None:
             self._loop.publish(replace(engine.adopted(update), logprobs=logprobs))

@@ -3,6 +3,9 @@
     validate -> compute the prompt (on a prefill pod, or here) -> stream every step's tokens as text ->
     receipt
 
+A request may bring the beginning of its answer, which a lost pod had sent. It is computed like a part of the
+prompt, and the stream goes on after it.
+
 The call owns the request. However it ends (end of text, a stop string, cancellation, an error), the engine
 forgets the request and releases everything it held.
 """
@@ -15,6 +18,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 from tandem_core import codec
+from tandem_core.errors import InvalidRequestError
 from tandem_core.model.detokenizer import StreamingDetokenizer
 from tandem_core.model.tokenizer import Tokenizer
 from tandem_core.prefix_hash import cache_salt
@@ -24,6 +28,7 @@ from tandem_engine.assemble import EngineParts
 from tandem_engine.engine import StepOutput
 from tandem_engine.loop import EngineLoop
 from tandem_engine.request import Request
+from tandem_engine.scheduler import append_tokens
 from tandem_engine.transport.incoming import KVReceiver
 from tandem_pod.status import StatusReader, pod_status
 from tandem_proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc
@@ -33,6 +38,9 @@ from tandem_decode.lookahead_sync import LookaheadSync
 from tandem_decode.metrics import DecodeMetrics
 from tandem_decode.receipt import RequestRecord
 from tandem_decode.settings import DecodeSettings
+
+_HEARTBEAT_S = 0.25
+_HEARTBEAT = decode_pb2.DecodeResponse(progress=decode_pb2.DecodeProgress())
 
 
 class _OutputQueue:
@@ -45,25 +53,34 @@ class _OutputQueue:
     def put(self, output: StepOutput | Exception) -> None:
         self._loop.call_soon_threadsafe(self._queue.put_nowait, output)
 
-    async def get(self) -> StepOutput:
-        """Raises the exception that ended the engine."""
-        output = await self._queue.get()
+    async def get(self, timeout_s: float) -> StepOutput | None:
+        """None: nothing came within the time. Raises the exception that ended the engine."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                output = await self._queue.get()
+        except TimeoutError:
+            return None
         if isinstance(output, Exception):
             raise output
         return output
 
 
 class _TextStream:
-    """One request's outputs as text, up to the first stop string or the engine's own end."""
+    """One request's outputs as text, up to the first stop string or the engine's own end.
+
+    The request's output so far counts as pushed before.
+    """
 
     def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
         self._request = request
         self._detokenizer = StreamingDetokenizer(
             tokenizer, request.sampling.stop, min_tokens=request.sampling.min_tokens
         )
-        self.num_tokens = 0
+        self._detokenizer.push(request.output_token_ids)
+        self.num_tokens = self._detokenizer.num_tokens
         self.finish_reason: FinishReason | None = None
         self.stop_reason = ""
+        self._end(is_finished=request.finish_reason is not None)
 
     def push(self, output: StepOutput) -> tuple[StepOutput, str]:
         """The output up to a stop string, and the text that became final with it."""
@@ -71,13 +88,18 @@ class _TextStream:
         # Tokens that a draft added after a stop string would not exist without the draft.
         output = output.truncated(self._detokenizer.num_tokens - self.num_tokens)
         self.num_tokens = self._detokenizer.num_tokens
+        if self._end(is_finished=output.finished):
+            text += self._detokenizer.flush()  # nothing after a stop string
+        return output, text
+
+    def _end(self, *, is_finished: bool) -> bool:
+        """Whether the text ends here: at a stop string, or because the engine finished the request."""
         if self._detokenizer.stopped is not None:
             self.finish_reason, self.stop_reason = FinishReason.STOP, self._detokenizer.stopped
-        elif output.finished:
+        elif is_finished:
             self.finish_reason = self._request.finish_reason or FinishReason.STOP
             self.stop_reason = self._request.stop_reason
-            text += self._detokenizer.flush()
-        return output, text
+        return self.finish_reason is not None
 
 
 class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
@@ -111,20 +133,34 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     ) -> AsyncIterator[decode_pb2.DecodeResponse]:
         state = self._to_request(request)
         self._lookahead.open(state.tenant)
-        self._lookahead.push_prompt(state.tenant, state.request_id, state.prompt_token_ids)
+        is_shared = not request.decode_retries
+        if is_shared:
+            self._lookahead.push_prompt(state.tenant, state.request_id, state.prompt_token_ids)
         record = RequestRecord(state, request.request_id, self._settings.pod_id)
         self._num_open_calls += 1
         self._num_calls += 1
         outcome = "failed"
         try:
             outputs = _OutputQueue()
-            await self._loop.call_async(lambda: self._loop.listen(state.request_id, outputs.put))
-            record.handed_off(await self._compute_prompt(state, request))
             stream = _TextStream(state, self._parts.tokenizer)
+            if stream.finish_reason is None:  # else the pod before was lost after the last token
+                computing = asyncio.create_task(self._compute_prompt(state, request, outputs))
+                try:
+                    while not (await asyncio.wait({computing}, timeout=_HEARTBEAT_S))[0]:
+                        yield _HEARTBEAT
+                finally:
+                    if computing.cancel():
+                        await asyncio.wait({computing})
+                record.handed_off(computing.result())
             while stream.finish_reason is None:
+                new = await outputs.get(_HEARTBEAT_S)
+                if new is None:
+                    yield _HEARTBEAT
+                    continue
                 offset = stream.num_tokens
-                output, text = stream.push(await outputs.get())
-                self._lookahead.push(state.tenant, state.request_id, offset, output.token_ids)
+                output, text = stream.push(new)
+                if is_shared:
+                    self._lookahead.push(state.tenant, state.request_id, offset, output.token_ids)
                 record.step(output)
                 if stream.finish_reason is not None and not output.finished:
                     # Not awaited: after a stop string the engine must not spend another step on the request.
@@ -133,6 +169,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                     chunk=decode_pb2.DecodeChunk(
                         text=text,
                         token_ids=output.token_ids,
+                        offset=offset,
                         logprobs=codec.logprobs_to_proto(output.logprobs, self._parts.tokenizer),
                     )
                 )
@@ -160,21 +197,24 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     ) -> decode_pb2.GetDecodeStatusResponse:
         return decode_pb2.GetDecodeStatusResponse(status=await self.status())
 
-    async def _compute_prompt(self, state: Request, message: decode_pb2.DecodeRequest) -> HandoffResult:
+    async def _compute_prompt(
+        self, state: Request, message: decode_pb2.DecodeRequest, outputs: _OutputQueue
+    ) -> HandoffResult:
         """Hands the prompt to a prefill pod, unless few of its tokens are uncached."""
         engine = self._loop.engine
+        await self._loop.call_async(lambda: self._loop.listen(state.request_id, outputs.put))
         if message.prefill_targets:
             engine.check_tokens(state)
             cached, busy = await self._loop.call_async(
                 lambda: (
-                    engine.blocks.count_cached(state.prompt_token_ids, state.cache_salt),
+                    engine.blocks.count_cached(state.tokens(0, state.num_tokens), state.cache_salt),
                     engine.has_work(),
                 )
             )
             limit = self._settings.local_prefill_tokens
             if not busy:
                 limit = max(limit, self._settings.idle_prefill_tokens)
-            if state.num_prompt_tokens - cached >= limit:
+            if state.num_tokens - cached >= limit:
                 return await self._handoff.run(state, message)
             self._metrics.local_prefills.labels("short").inc()
         else:
@@ -183,8 +223,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         return HandoffResult()
 
     def _to_request(self, message: decode_pb2.DecodeRequest) -> Request:
-        room = self._parts.manifest.max_model_len - len(message.prompt_token_ids)
-        return Request(
+        max_model_len = self._parts.manifest.max_model_len
+        room = max_model_len - len(message.prompt_token_ids)
+        request = Request(
             # Unique per call: callers may use an id twice, and two calls must not share a listener, a block
             # table or a sequence in the lookahead service.
             request_id=f"{message.request_id}#{secrets.token_hex(8)}",
@@ -195,6 +236,15 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             tenant=message.tenant,
             speculation=SpeculationMode.parse(message.speculation),
         )
+        if message.output_token_ids:
+            update = append_tokens(request, message.output_token_ids, max_model_len)
+            if len(update.new_token_ids) < len(message.output_token_ids):
+                raise InvalidRequestError(
+                    "output_token_ids",
+                    f"has {len(message.output_token_ids)} tokens, but the text ends after "
+                    f"{len(update.new_token_ids)}; send the tokens of an answer to this request",
+                )
+        return request
 
     def _count(self, record: RequestRecord, outcome: str) -> None:
         metrics, receipt = self._metrics, record.receipt()

@@ -1,21 +1,23 @@
-"""Streams one request from a decode pod, and fails over to another pod if the pod is lost.
+"""Streams one request from a decode pod, and goes on with another pod if the pod is lost.
 
-    choose pod -> Decode(...) -> DecodeChunk, ..., DecodeFinished
+    choose pod -> Decode(request, tokens so far) -> DecodeChunk, ..., DecodeFinished
        ^               |
-       +-- pod lost before the first token: tries another pod, or waits for one. If two pods crashed with
-       |   the request, it may be the cause and is not sent to a third one. A refused connection or a
+       +-- pod lost: tries another pod, or waits for one. If two pods in a row crashed with the request before
+       |   they gave a token, it may be the cause and is not sent to a third one. A refused connection or a
        |   cancellation while draining is no crash
        +-- FAILED_PRECONDITION, the request exceeds the pod's KV pool: tries another pod; if every pod is
            too small, raises ContextLengthError
 
-Closing the generator cancels the call, and the pod frees its resources. There is no failover after the first
-token: UnavailableError names the seed that repeats the text.
+The next pod gets the tokens that came so far and sends those after them. They are the tokens that the lost
+pod would have sent: a token depends on prompt, output, parameters and seed alone. Closing the generator
+cancels the call, and the pod frees its resources.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 
 import grpc
@@ -41,6 +43,8 @@ from tandem_gateway.routing import Route, Router
 
 #: Retry-after of a request that its pod refused as full.
 _POD_FULL_RETRY_S = 1.0
+#: A pod sends something every 0.25 s; one that sends nothing for this long has stopped or cannot be reached.
+_SILENCE_LIMIT_S = 1.0
 #: Statuses of a lost pod; a draining pod cancels its running calls.
 _POD_GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 #: Crashes with one request after which it is considered the cause.
@@ -51,10 +55,10 @@ _FINISH_REASONS = frozenset(common_pb2.FinishReason.values()) - {common_pb2.FINI
 class _LostError(Exception):
     """The pod is lost. `accepted`: it had accepted the call; `crashed`: and then died."""
 
-    def __init__(self, cause: grpc.aio.AioRpcError, *, accepted: bool) -> None:
-        super().__init__(f"{cause.code().name}: {cause.details()}")
+    def __init__(self, cause: str, *, accepted: bool, crashed: bool) -> None:
+        super().__init__(cause)
         self.accepted = accepted
-        self.crashed = accepted and cause.code() is grpc.StatusCode.UNAVAILABLE
+        self.crashed = crashed
 
 
 class _TooSmallError(Exception):
@@ -63,6 +67,12 @@ class _TooSmallError(Exception):
     def __init__(self, num_tokens: int, details: str) -> None:
         super().__init__(details)
         self.num_tokens = num_tokens
+
+
+def _cut_off(error: UnavailableError, request: TokenizedRequest, num_tokens: int) -> UnavailableError:
+    return UnavailableError(
+        f"{error}; the answer stops after {num_tokens} tokens, and seed {request.sampling.seed} repeats it"
+    )
 
 
 class Relay:
@@ -80,6 +90,10 @@ class Relay:
         failed: frozenset[str] = frozenset()
         #: By target; unlike a pod that failed, a pod that is too small is not tried again.
         too_small: dict[str, _TooSmallError] = {}
+        #: The answer so far.
+        tokens: list[int] = []
+        num_lost = 0
+        #: Pods that crashed since the last token.
         num_crashed = 0
         #: End of the wait in the current outage; None: no outage.
         give_up_at: float | None = None
@@ -91,14 +105,20 @@ class Relay:
             if route is None:
                 if give_up_at is None:
                     give_up_at = self._outage_ends(request)
-                await self._wait_for_pod(request, give_up_at, too_small)
+                try:
+                    await self._wait_for_pod(request, give_up_at, too_small)
+                except UnavailableError as error:
+                    raise (_cut_off(error, request, len(tokens)) if tokens else error) from error
                 continue
-            num_tokens = 0
+            num_before = len(tokens)
             try:
-                async with aclosing(self._stream_from(route, request)) as events:
+                async with aclosing(self._stream_from(route, request, tokens, num_lost)) as events:
                     async for event in events:
                         if isinstance(event, decode_pb2.DecodeChunk):
-                            num_tokens += len(event.token_ids)
+                            tokens += event.token_ids
+                        else:
+                            event.receipt.output_tokens += num_before
+                            event.receipt.decode_retries = num_lost
                         yield event
                 return
             except _TooSmallError as error:
@@ -107,20 +127,18 @@ class Relay:
             except _LostError as error:
                 self._fleet.mark_dead(route.decode, str(error))
                 self._router.forget(route.decode)
-                if num_tokens:
-                    raise UnavailableError(
-                        f"the decode pod {route.decode.target} went away after {num_tokens} tokens; send the "
-                        f"request again (with seed {request.sampling.seed} for the same text)"
-                    ) from error
-                num_crashed += error.crashed
+                num_lost += error.accepted
+                num_crashed = error.crashed + (num_crashed if len(tokens) == num_before else 0)
                 if num_crashed >= _MAX_LOST_PODS:
                     raise UnavailableError(
-                        f"{num_crashed} decode pods went away while they computed this request, before its "
-                        "first token; it is not tried on another one, since it may be the cause"
+                        f"{num_crashed} decode pods went away while they computed token {len(tokens) + 1} of "
+                        "this request; it is not tried on another one, since it may be the cause"
                     ) from error
                 if give_up_at is None or error.accepted:
                     give_up_at = self._outage_ends(request)
-                self._log.warning("decode pod failed; trying another", target=route.decode.target)
+                self._log.warning(
+                    "decode pod failed; trying another", target=route.decode.target, num_tokens=len(tokens)
+                )
                 self._metrics.failovers.inc()
                 failed |= {route.decode.target}
 
@@ -128,8 +146,10 @@ class Relay:
         """When to give up an outage that begins now."""
         return min(time.monotonic() + self._failover_wait_s, request.deadline)
 
-    async def _stream_from(self, route: Route, request: TokenizedRequest) -> AsyncGenerator[Event, None]:
-        """Events from one pod.
+    async def _stream_from(
+        self, route: Route, request: TokenizedRequest, tokens: Sequence[int], num_lost: int
+    ) -> AsyncGenerator[Event, None]:
+        """Events from one pod, after `tokens`, which came from `num_lost` other pods.
 
         Raises _LostError, _TooSmallError, InvalidRequestError or GatewayError.
         """
@@ -143,25 +163,39 @@ class Relay:
                 sampling=sampling_to_proto(request.sampling),
                 prefill_targets=route.prefill_targets,
                 speculation=request.speculation or "",
+                output_token_ids=tokens,
+                decode_retries=num_lost,
             ),
             timeout=max(0.001, request.deadline - time.monotonic()),
             metadata=((REQUEST_ID_KEY, request.request_id),),
         )
         pod.in_flight += 1
+        responses = aiter(call)
+        is_accepted = False
         try:
-            async for response in call:
+            while True:
+                async with asyncio.timeout(_SILENCE_LIMIT_S):
+                    response = await anext(responses)
+                is_accepted = True
                 match response.WhichOneof("event"):
-                    case "chunk":
+                    case "chunk" if not num_lost or response.chunk.offset == len(tokens):
                         yield response.chunk
                     case "finished" if response.finished.reason in _FINISH_REASONS:
                         yield response.finished
                         return
+                    case "progress":
+                        continue
                     case _:
                         raise UpstreamError(
-                            f"the decode pod {pod.target} broke the protocol: a response without an event or "
-                            "with an unknown finish reason; do pod and gateway have the same version?"
+                            f"the decode pod {pod.target} broke the protocol: a response without an event, "
+                            "with an unknown finish reason, or not after the tokens so far; do pod and "
+                            "gateway have the same version?"
                         )
-            raise UpstreamError(f"the decode pod {pod.target} ended the stream without a finish")
+        except StopAsyncIteration:
+            raise UpstreamError(f"the decode pod {pod.target} ended the stream without a finish") from None
+        except TimeoutError as error:
+            cause = f"it sent nothing for {_SILENCE_LIMIT_S:g} s"
+            raise _LostError(cause, accepted=is_accepted, crashed=is_accepted) from error
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
                 num_tokens = pod.load.total_blocks * pod.load.block_size
@@ -169,8 +203,10 @@ class Relay:
             if error.code() not in _POD_GONE:
                 raise self._translate(error, route) from error
             # A pod sends the request id as soon as it accepts the call.
-            accepted = REQUEST_ID_KEY in (await call.initial_metadata())
-            raise _LostError(error, accepted=accepted) from error
+            is_accepted = is_accepted or REQUEST_ID_KEY in (await call.initial_metadata())
+            is_crashed = is_accepted and error.code() is grpc.StatusCode.UNAVAILABLE
+            cause = f"{error.code().name}: {error.details()}"
+            raise _LostError(cause, accepted=is_accepted, crashed=is_crashed) from error
         finally:
             pod.in_flight -= 1
             call.cancel()  # does nothing to a call that has ended

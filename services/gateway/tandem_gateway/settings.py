@@ -39,7 +39,7 @@ class GatewaySettings(CommonSettings):
     """most messages in one chat"""
     poll_interval_s: Annotated[float, Field(gt=0)] = 1.0
     """seconds between polls of each pod"""
-    failover_wait_s: Annotated[float, Field(ge=0)] = 10.0
+    failover_wait_s: Annotated[float, Field(ge=0)] = 30.0
     """longest time that a request waits for a decode pod when none is healthy"""
 
     def listen_port(self) -> int:

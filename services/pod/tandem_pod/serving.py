@@ -51,6 +51,10 @@ async def serve(pod: AbstractAsyncContextManager[PodServer]) -> None:
         await server.serve_until_signal()
 
 
+#: A step of a large model on a busy CPU takes tens of seconds; an engine that is silent for longer hangs.
+ENGINE_HUNG_S = 120.0
+
+
 def exit_process(error: Exception) -> None:
     """For `EngineLoop.on_failure`: the engine's state may be broken, so the supervisor must start a new
     process."""
@@ -76,11 +80,17 @@ async def serving(
     show: Callable[[common_pb2.PodStatus], None],
 ) -> AsyncIterator[None]:
     """The server answers calls and `show` updates the gauges until the context ends; then the server
-    drains."""
+    drains. The process ends when the engine's thread hangs."""
+
+    def check(newest: common_pb2.PodStatus) -> None:
+        if newest.age_seconds > ENGINE_HUNG_S:
+            exit_process(TimeoutError(f"a step has run for {newest.age_seconds:.0f} s; the engine hangs"))
+        show(newest)
+
     await server.start()
     server.set_serving(True)
     try:
-        async with refreshing_gauges(status, show):
+        async with refreshing_gauges(status, check):
             yield
     finally:
         await server.stop()

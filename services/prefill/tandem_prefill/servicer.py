@@ -137,12 +137,16 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
 
     def _to_request(self, message: prefill_pb2.PrefillRequest) -> Request:
         sampling = SamplingParams(**codec.given_sampling(message.sampling))
+        num_output = len(message.output_token_ids) + 1
         return Request(
             # Unique per call: a request may be retried here while an earlier call for it is still ending.
             request_id=f"{message.request_id}#{secrets.token_hex(8)}",
             prompt_token_ids=list(message.prompt_token_ids),
-            # The same choice of the first token, and no second token.
-            sampling=replace(sampling, max_tokens=1, min_tokens=min(sampling.min_tokens, 1), stop=()),
+            # The same choice of the next token, and no second one.
+            sampling=replace(
+                sampling, max_tokens=num_output, min_tokens=min(sampling.min_tokens, num_output), stop=()
+            ),
+            output_token_ids=list(message.output_token_ids),
             cache_salt=cache_salt(message.tenant, self._parts.manifest.revision),
             eos_token_ids=self._parts.eos_token_ids,
             tenant=message.tenant,
