@@ -349,7 +349,7 @@ KINDS: dict[str, Callable[[int], SamplingParams]] = {
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
 @pytest.mark.parametrize("kinds", [("greedy",), ("sampled",), ("logprobs",), tuple(KINDS)], ids=str)
-def test_a_step_waits_for_the_device_once(
+def test_a_step_waits_for_the_device_once_and_plans_once(
     kinds: tuple[str, ...], graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from free_drafts import FreeDrafts
@@ -367,7 +367,11 @@ def test_a_step_waits_for_the_device_once(
         while engine.has_work():
             reads, events = waits.num_reads, waits.num_events
             moves = launches_of(launches, "move_slots_kernel")
+            plans = launches_of(launches, "plan_kernel")
+            attentions = launches_of(launches, "turbo_attention_kernel")
             outputs = engine.step()
+            assert launches_of(launches, "plan_kernel") - plans == 1
+            assert launches_of(launches, "turbo_attention_kernel") - attentions == SHAPE.num_layers == 2
             assert waits.num_reads - reads == bool(outputs)
             assert waits.num_events - events == 1, "the last step's inputs have long been copied"
             moved = launches_of(launches, "move_slots_kernel") - moves
