@@ -10,7 +10,7 @@ Formats with blocks of 256 do not fit rows of 576. For them every dimension is p
 of 256, which makes more heads and a longer hidden state that are zero; norms are scaled to the longer mean.
 The padded model computes the same function: in F32 its perplexity is the unpadded one's.
 
-Formats below 3 bits are put into every sixth layer alone, because they would leave nothing of so small a
+Formats below 3.5 bits are put into every sixth layer alone, because they would leave nothing of so small a
 model; the other layers have Q8_0.
 
 The error that a packing adds is measured on normal random numbers: the default model's weights lie on Q4_1's
@@ -255,7 +255,7 @@ def bits_per_weight(kind: Kind) -> float:
 
 
 def is_coarse(kind: Kind) -> bool:
-    return bits_per_weight(kind) < 3
+    return bits_per_weight(kind) < 3.5
 
 
 def write_file(llama: LlamaCpp, base: Path, kind: Kind, path: Path) -> None:
