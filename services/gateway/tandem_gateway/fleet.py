@@ -131,6 +131,8 @@ class Fleet:
         self._poll_interval_s = poll_interval_s
         self._metrics = metrics
         self._pods: dict[Role, dict[str, Pod]] = {role: {} for role in Role}
+        for role in Role:
+            metrics.healthy_pods.labels(role.value).set(0)
         self._pollers: dict[Pod, asyncio.Task[None]] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._follower: asyncio.Task[None] | None = None
