@@ -24,6 +24,7 @@ from tandem_proto.v1 import lookahead_pb2 as pb
 from tandem_proto.v1 import lookahead_pb2_grpc
 from tandem_service.channels import open_channel
 from tandem_service.tasks import end_tasks
+from tandem_service.tls import PodTls, Role
 
 from tandem_drafting.lookahead_protocol import (
     MAX_SPAN_TOKENS,
@@ -65,7 +66,9 @@ class LookaheadClient:
         *,
         on_purge: Callable[[], Awaitable[None]] | None = None,
         max_queued_spans: int = 20_000,
+        tls: PodTls | None = None,
     ) -> None:
+        self._tls = tls
         self._target = target
         self._namespace = namespace
         self._pod_id = pod_id
@@ -143,7 +146,7 @@ class LookaheadClient:
     async def _stay_connected(self) -> None:
         backoff_s = _BACKOFF_S
         while True:
-            channel = open_channel(self._target)
+            channel = open_channel(self._target, self._tls, Role.LOOKAHEAD)
             try:
                 await self._follow(channel)
                 self._log.info("lookahead service ended the stream")

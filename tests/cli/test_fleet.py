@@ -144,3 +144,25 @@ def test_a_port_in_use_is_named_with_the_flag_that_moves_it(purpose: str, flag: 
 )
 def test_wildcard_addresses_are_reached_through_loopback(bound: str, reached: str) -> None:
     assert reachable(bound) == reached
+
+
+def test_off_loopback_the_links_between_pods_need_tls_or_insecure() -> None:
+    with pytest.raises(OptionError, match=r"--host 10\.0\.0\.7 is not loopback: give --tls"):
+        FleetOptions(model_dir=Path("m"), host="10.0.0.7")
+    commands = {
+        spec.role: spec.command
+        for spec in plan_fleet(FleetOptions(model_dir=Path("m"), host="10.0.0.7", insecure=True)).processes
+    }
+    assert {role for role, command in commands.items() if "--insecure" in command} == {
+        "decode",
+        "prefill",
+        "lookahead",
+    }
+
+
+def test_with_tls_each_process_gets_the_certificate_of_its_role(tmp_path: Path) -> None:
+    options = FleetOptions(model_dir=Path("m"), host="10.0.0.7", tls_dir=tmp_path)
+    for spec in plan_fleet(options).processes:
+        given = [spec.command[i + 1] for i, flag in enumerate(spec.command) if flag.startswith("--pod-tls")]
+        names = [f"{spec.role}.pem", f"{spec.role}.key", "ca.pem"] if spec.role != "redis" else []
+        assert given == [str(tmp_path / name) for name in names]

@@ -181,7 +181,7 @@ def test_the_console_log_prefixes_each_line_without_colour_off_a_terminal(
 
 
 def test_the_banner_holds_commands_for_the_chosen_ports() -> None:
-    options = FleetOptions(model_dir=Path("m"), host="0.0.0.0", grpc_port=7001, http_port=7002)
+    options = FleetOptions(model_dir=Path("m"), host="0.0.0.0", insecure=True, grpc_port=7001, http_port=7002)
     text = banner(options, "tiny", 1.0)
     assert "tandem chat --target 127.0.0.1:7001" in text
     assert "http://127.0.0.1:7002/v1/chat/completions" in text

@@ -369,7 +369,7 @@ def test_every_byte_arrives_between_two_devices(device: str, num_slots: int, sta
         for held, streams in ((source, out), (target, into))
     )
     receiver = stack.enter_context(closing(ZmqReceiver(LAYOUT, written)))
-    sender = stack.enter_context(closing(ZmqSender(LAYOUT, read)))
+    sender = stack.enter_context(closing(ZmqSender(LAYOUT, read, SenderOptions(curve=False))))
     for _ in range(2):
         for cache in (*source, *target):
             cache.zero_()
@@ -417,7 +417,7 @@ def test_a_peer_that_takes_nothing_does_not_hold_up_the_others(stack: ExitStack)
     read = GpuBlockStore(source, streams_of("cpu", stack), 2 * BLOCK, num_slots=3)
     written = GpuBlockStore(target, streams_of("cpu", stack), 2 * BLOCK, num_slots=3)
     receiver = stack.enter_context(closing(ZmqReceiver(LAYOUT, written, ReceiverOptions(curve=False))))
-    sender = stack.enter_context(closing(ZmqSender(LAYOUT, read, SenderOptions(stall_s=0.6))))
+    sender = stack.enter_context(closing(ZmqSender(LAYOUT, read, SenderOptions(curve=False, stall_s=0.6))))
     slow = Ticket(
         b"0" * 16,
         1,
@@ -452,7 +452,7 @@ def test_aborts_at_any_time_leave_no_late_write_and_no_lost_slot(stack: ExitStac
     into = streams_of("cpu", stack)
     written = GpuBlockStore(target, into, BLOCK, num_slots=4)
     receiver = stack.enter_context(closing(ZmqReceiver(LAYOUT, written, ReceiverOptions(curve=False))))
-    sender = stack.enter_context(closing(ZmqSender(LAYOUT, read)))
+    sender = stack.enter_context(closing(ZmqSender(LAYOUT, read, SenderOptions(curve=False))))
     rng = random.Random(6)
     for number in range(20):
         incoming = receiver.open({block: block for block in range(NUM_BLOCKS)})

@@ -17,7 +17,7 @@ from tandem_engine.transport.base import MAX_FRAME_BYTES, BlockStore, DropCause,
 from tandem_engine.transport.incoming import KVReceiver
 from tandem_engine.transport.layout import KVLayout
 from tandem_engine.transport.outgoing import KVSender, OutgoingTransfer
-from tandem_engine.transport.zeromq import ReceiverOptions, ZmqReceiver, ZmqSender
+from tandem_engine.transport.zeromq import ReceiverOptions, SenderOptions, ZmqReceiver, ZmqSender
 from waiting import pause, wait_until
 
 LAYOUT = KVLayout(
@@ -85,7 +85,7 @@ class Wire:
         if self.kind == "inproc":
             sender = InprocSender(self.network, layout, store)
         else:
-            sender = ZmqSender(layout, store)
+            sender = ZmqSender(layout, store, SenderOptions(curve=self.kind == "zmq-curve"))
         self.ends.append(sender)
         return sender
 

@@ -10,7 +10,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 import zmq
-from tandem_core.errors import InvariantError, TransferError
+from tandem_core.errors import InvalidRequestError, InvariantError, TransferError
 from tandem_engine.transport.base import MAX_FRAME_BYTES, DropCause, Ticket, TransferState
 from tandem_engine.transport.codec import (
     Credit,
@@ -362,7 +362,7 @@ def test_the_sender_sends_exactly_its_credit_and_goes_on_as_credit_returns(raw_r
     ticket = raw_receiver.ticket
     store = ByteStore()
     store.data[:] = np.random.default_rng(0).integers(0, 256, store.data.shape, np.uint8)
-    with closing(ZmqSender(LAYOUT, store, SenderOptions(stall_s=30))) as sender:
+    with closing(ZmqSender(LAYOUT, store, SenderOptions(curve=False, stall_s=30))) as sender:
         outgoing = sender.open(ticket)
         for layer in range(LAYOUT.num_layers):
             outgoing.put(layer, 0, range(8))
@@ -394,7 +394,7 @@ def test_the_sender_sends_exactly_its_credit_and_goes_on_as_credit_returns(raw_r
 
 
 def test_transfers_to_one_pod_share_a_connection(raw_receiver: RawReceiver) -> None:
-    with closing(ZmqSender(LAYOUT, ByteStore())) as sender:
+    with closing(ZmqSender(LAYOUT, ByteStore(), SenderOptions(curve=False))) as sender:
         for number in range(3):
             transfer_id = bytes([number]) * 16
             ticket = dataclasses.replace(raw_receiver.ticket, transfer_id=transfer_id, wanted_blocks=(0,))
@@ -408,7 +408,7 @@ def test_transfers_to_one_pod_share_a_connection(raw_receiver: RawReceiver) -> N
 
 
 def test_a_peer_that_goes_silent_fails_the_transfer_after_the_stall_time(raw_receiver: RawReceiver) -> None:
-    with closing(ZmqSender(LAYOUT, ByteStore(), SenderOptions(stall_s=0.3))) as sender:
+    with closing(ZmqSender(LAYOUT, ByteStore(), SenderOptions(curve=False, stall_s=0.3))) as sender:
         outgoing = sender.open(raw_receiver.ticket)
         pause(0.5)  # longer than stall_s
         assert not outgoing.done.done()  # nothing is owed while nothing was sent
@@ -421,7 +421,7 @@ def test_a_peer_that_goes_silent_fails_the_transfer_after_the_stall_time(raw_rec
 
 
 def test_a_reject_stops_the_transfer_at_once(raw_receiver: RawReceiver) -> None:
-    with closing(ZmqSender(LAYOUT, ByteStore(), SenderOptions(stall_s=30))) as sender:
+    with closing(ZmqSender(LAYOUT, ByteStore(), SenderOptions(curve=False, stall_s=30))) as sender:
         outgoing = sender.open(raw_receiver.ticket)
         outgoing.put(0, 0, range(8))
         raw_receiver.frames()
@@ -435,7 +435,7 @@ def test_a_reject_stops_the_transfer_at_once(raw_receiver: RawReceiver) -> None:
 def test_without_the_receivers_key_nothing_gets_through(store: ByteStore, key: str) -> None:
     with (
         closing(ZmqReceiver(LAYOUT, store)) as receiver,
-        closing(ZmqSender(LAYOUT, ByteStore(), SenderOptions(stall_s=0.4))) as sender,
+        closing(ZmqSender(LAYOUT, ByteStore(), SenderOptions(curve=key != "none", stall_s=0.4))) as sender,
     ):
         assert len(receiver.public_key) == 40
         wrong = zmq.curve_keypair()[0].decode() if key == "another server's" else ""
@@ -458,7 +458,7 @@ def test_a_receiver_that_restarts_on_its_port_is_found_again() -> None:
     source = ByteStore()
     source.data[:] = 5
     port = 0
-    with closing(ZmqSender(LAYOUT, source, SenderOptions(stall_s=30))) as sender:
+    with closing(ZmqSender(LAYOUT, source, SenderOptions(curve=False, stall_s=30))) as sender:
         for _ in range(2):
             target = ByteStore()
             with closing(ZmqReceiver(LAYOUT, target, ReceiverOptions(port=port))) as receiver:
@@ -485,7 +485,7 @@ def test_a_port_that_is_taken_is_reported(receiver: ZmqReceiver) -> None:
 
 
 def test_an_endpoint_that_resolves_to_nothing_fails_its_transfer_only(receiver: ZmqReceiver) -> None:
-    with closing(ZmqSender(LAYOUT, ByteStore())) as sender:
+    with closing(ZmqSender(LAYOUT, ByteStore(), SenderOptions(curve=False))) as sender:
         ticket = receiver.open({0: 0}).ticket
         bad = sender.open(dataclasses.replace(ticket, endpoint="tcp://127.0.0.1:port"))
         bad.put(0, 0, [0])
@@ -496,3 +496,12 @@ def test_an_endpoint_that_resolves_to_nothing_fails_its_transfer_only(receiver: 
         good.put(1, 0, [0])
         good.finish().result(WAIT_MS / 1000)
         wait_until(lambda: receiver.open_transfers == 0)
+
+
+def test_a_ticket_without_a_key_is_refused() -> None:
+    with (
+        closing(ZmqReceiver(LAYOUT, ByteStore(), ReceiverOptions(curve=False))) as receiver,
+        closing(ZmqSender(LAYOUT, ByteStore())) as sender,
+        pytest.raises(InvalidRequestError, match=r"public_key.*must not be empty"),
+    ):
+        sender.open(receiver.open({0: 0}).ticket)

@@ -12,6 +12,10 @@ drops its reference to the array when it has sent it, which frees the buffer of 
 CURVE (on by default) encrypts and proves the receiver to the sender. It does not prove the sender: any client
 key is let in, and the 128-bit transfer id, which travels on the gRPC call, is what allows writing. A sender
 that has the wrong server key never completes the handshake, so none of its bytes reach the receiver.
+
+The receiver's public key and the transfer id travel on the Prefill call. Mutual TLS authenticates that call
+both ways and encrypts it, which binds the key to the decode pod's certificate and the id to the prefill
+pod's. Without TLS, whoever reads the call can write into the transfer.
 """
 
 from __future__ import annotations
@@ -218,6 +222,8 @@ class SenderOptions:
     stall_s: float = 2.0
     #: A connection without a transfer is closed after this long.
     idle_s: float = 60.0
+    #: Refuse tickets without a public key, whose KV would travel unencrypted.
+    curve: bool = True
 
 
 class ZmqSender(KVSender):
@@ -234,8 +240,10 @@ class ZmqSender(KVSender):
     def open(self, ticket: Ticket) -> OutgoingTransfer:
         if not ticket.endpoint.startswith("tcp://"):
             raise InvalidRequestError("ticket.endpoint", f"{ticket.endpoint!r} is not tcp://host:port")
+        if not ticket.public_key and self._options.curve:
+            raise InvalidRequestError("ticket.public_key", "must not be empty: KV is sent only encrypted")
         if ticket.public_key and len(ticket.public_key) != 40:
-            raise InvalidRequestError("ticket.public_key", "must be 40 characters of Z85, or empty")
+            raise InvalidRequestError("ticket.public_key", "must be 40 characters of Z85")
         return super().open(ticket)
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tandem_core.speculation import SpeculationMode
+from tandem_service.tls import PemFiles, Role, is_loopback
 
 from tandem_cli import redis_server
 from tandem_cli.log_view import LogFormat
@@ -76,6 +77,10 @@ class FleetOptions:
     #: Redis server to use; empty: the fleet runs one.
     redis_url: str = ""
     pod_flags: tuple[PodFlag, ...] = field(default=())
+    #: Folder of the pods' certificates; None: plaintext between pods.
+    tls_dir: Path | None = None
+    #: Plaintext between pods, off loopback too.
+    insecure: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.num_prefill <= MAX_PODS_PER_ROLE:
@@ -86,6 +91,11 @@ class FleetOptions:
             raise OptionError(f"--threads {self.threads}: must be at least 1")
         if self.max_model_len < 0:
             raise OptionError(f"--max-model-len {self.max_model_len}: must be 0 or more")
+        if self.tls_dir is None and not self.insecure and not is_loopback(self.host):
+            raise OptionError(
+                f"--host {self.host} is not loopback: give --tls to encrypt and authenticate the links "
+                "between pods, or --insecure on a network where every machine is trusted"
+            )
 
 
 @dataclass(frozen=True)
@@ -189,6 +199,12 @@ class _Planner:
             part for pod in options.pod_flags if pod.role == role for part in (f"--{pod.flag}", pod.value)
         ]
         common = ["--host", options.host, "--pod-id", name, "--log-format", options.log_format]
+        if options.tls_dir is not None:
+            files = certificate_files(options.tls_dir, Role(role))
+            common += ["--pod-tls-cert", str(files.cert), "--pod-tls-key", str(files.key)]
+            common += ["--pod-tls-ca", str(files.ca)]
+        elif options.insecure and role != "gateway":
+            common += ["--insecure"]
         return ProcessSpec(
             role=role,
             name=name,
@@ -196,6 +212,10 @@ class _Planner:
             ports=ports,
             health_target=f"{reachable(options.host)}:{ports['grpc']}",
         )
+
+
+def certificate_files(folder: Path, role: Role) -> PemFiles:
+    return PemFiles(folder / f"{role.value}.pem", folder / f"{role.value}.key", folder / "ca.pem")
 
 
 def check_ports(plan: FleetPlan, host: str) -> None:

@@ -6,14 +6,17 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tandem_service.channels import open_channel
+from tandem_service.tls import PodTls, Role
 
 from tandem_cli import redis_server
 from tandem_cli.supervisor import Health, ProcessSpec
 
 
-async def check(target: str, timeout_s: float = 1.0) -> Health:
+async def check(
+    target: str, timeout_s: float = 1.0, tls: PodTls | None = None, role: Role | None = None
+) -> Health:
     """What the server at `target` answers within the time; a fresh connection each time."""
-    channel = open_channel(target)
+    channel = open_channel(target, tls, role)
     try:
         stub = health_pb2_grpc.HealthStub(channel)
         reply = await stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
@@ -25,9 +28,11 @@ async def check(target: str, timeout_s: float = 1.0) -> Health:
         await channel.close(None)
 
 
-async def probe(spec: ProcessSpec) -> Health:
-    """What a supervised process answers."""
+async def probe(spec: ProcessSpec, tls: PodTls | None = None) -> Health:
+    """What a supervised process answers; `tls`: credentials towards the pods, all but the gateway's."""
     if spec.health_target.startswith("unix://"):
         is_there = await redis_server.answers(spec.health_target.removeprefix("unix://"))
         return Health.SERVING if is_there else Health.SILENT
-    return await check(spec.health_target)
+    if tls is None or spec.role == Role.GATEWAY:
+        return await check(spec.health_target)
+    return await check(spec.health_target, tls=tls, role=Role(spec.role))

@@ -6,14 +6,17 @@ digest; the service that imports it checks it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import IO
 
 import grpc
 from tandem_proto.v1 import lookahead_pb2 as pb
 from tandem_proto.v1 import lookahead_pb2_grpc
-from tandem_service.channels import CHANNEL_OPTIONS
+from tandem_service.channels import open_sync_channel
+from tandem_service.tls import PemFiles, PodTls, Role, TlsFileError
 
 _PIECE_BYTES = 1 << 20
 _STATUS_TIMEOUT_S, _TRANSFER_TIMEOUT_S = 10.0, 600.0
@@ -58,14 +61,15 @@ def purge(target: str, tenant: str) -> int:
 
 @contextmanager
 def _service(target: str) -> Iterator[lookahead_pb2_grpc.LookaheadServiceStub]:
-    with grpc.insecure_channel(target, options=CHANNEL_OPTIONS) as channel:
+    with open_sync_channel(target, _credentials(), Role.LOOKAHEAD) as channel:
         try:
             yield lookahead_pb2_grpc.LookaheadServiceStub(channel)  # type: ignore[no-untyped-call]
         except grpc.RpcError as error:
             code, details = error.code(), error.details() or ""
             if code is grpc.StatusCode.UNAVAILABLE and "Redis" not in details:
                 raise AdminError(
-                    f"no lookahead service answers at {target}; name it with --target host:port"
+                    f"no lookahead service answers at {target}; name it with --target host:port, and where "
+                    "pods use TLS the operator's certificate with TANDEM_POD_TLS_CERT, _KEY and _CA"
                 ) from error
             raise AdminError(details) from error
 
@@ -75,6 +79,22 @@ def _status(service: lookahead_pb2_grpc.LookaheadServiceStub) -> pb.GetLookahead
         pb.GetLookaheadStatusRequest(), timeout=_STATUS_TIMEOUT_S
     )
     return answer
+
+
+def _credentials() -> PodTls | None:
+    """From the variables that pods read too. Raises AdminError."""
+    paths = [os.environ.get(f"TANDEM_POD_TLS_{name}") for name in ("CERT", "KEY", "CA")]
+    cert, key, ca = (Path(path) if path else None for path in paths)
+    if cert is None and key is None and ca is None:
+        return None
+    if cert is None or key is None or ca is None:
+        raise AdminError(
+            "TANDEM_POD_TLS_CERT, TANDEM_POD_TLS_KEY and TANDEM_POD_TLS_CA go together; set all three"
+        )
+    try:
+        return PodTls(PemFiles(cert, key, ca))
+    except TlsFileError as error:
+        raise AdminError(str(error)) from error
 
 
 def _find(service: lookahead_pb2_grpc.LookaheadServiceStub, tenant: str, revision: str) -> pb.Namespace:

@@ -94,6 +94,12 @@ def up(
         typer.Option("--set", metavar="ROLE.FLAG=VALUE", help="Another flag of a role's pods; repeatable."),
     ] = None,
     log_format: Annotated[LogFormatName, typer.Option(help="Form of the log lines.")] = LogFormatName.CONSOLE,
+    tls: Annotated[
+        bool, typer.Option("--tls", help="Mutual TLS between pods, with certificates made here.")
+    ] = False,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Plaintext between pods although --host is not loopback.")
+    ] = False,
     state_file: Annotated[
         Path | None, typer.Option(help="Where pids and ports are written; default: run/<grpc port>.json.")
     ] = None,
@@ -126,6 +132,8 @@ def up(
             log_format=log_format.value,
             redis_dir=cache_root() / "lookahead" / str(grpc_port),
             redis_url=os.environ.get("REDIS_URL", ""),
+            tls_dir=cache_root() / "tls" if tls else None,
+            insecure=insecure,
             pod_flags=tuple(fleet.PodFlag.parse(text) for text in settings or ()),
         )
         code = up.run_fleet(

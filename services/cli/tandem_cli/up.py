@@ -8,13 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import signal
 import sys
 import time
 from pathlib import Path
 
+from tandem_service.tls import PodTls, Role
+
 from tandem_cli import health, redis_server
-from tandem_cli.fleet import FleetOptions, FleetPlan, PortInUseError, check_ports, plan_fleet, reachable
+from tandem_cli.fleet import (
+    FleetOptions,
+    FleetPlan,
+    PortInUseError,
+    certificate_files,
+    check_ports,
+    plan_fleet,
+    reachable,
+)
 from tandem_cli.log_view import LogView
 from tandem_cli.state_file import PodRecord, StateFile
 from tandem_cli.supervisor import ProcessSpec, StartupError, Supervisor
@@ -28,6 +39,10 @@ def run_fleet(options: FleetOptions, model_name: str, state_path: Path) -> int:
     if not options.redis_url and asyncio.run(redis_server.answers(str(socket))):
         raise PortInUseError(f"another fleet's Redis server uses {options.redis_dir}; stop that fleet")
     options.redis_dir.mkdir(parents=True, exist_ok=True)
+    if options.tls_dir is not None:
+        from tandem_cli import certificates
+
+        certificates.prepare(options.tls_dir)
     view = LogView(sys.stdout, options.log_format)
     return asyncio.run(_Fleet(options, plan, view, StateFile(state_path), model_name).run())
 
@@ -49,9 +64,11 @@ class _Fleet:
 
     async def run(self) -> int:
         started = time.monotonic()
+        folder = self._options.tls_dir
+        tls = PodTls(certificate_files(folder, Role.OPERATOR)) if folder is not None else None
         supervisor = self._supervisor = Supervisor(
             self._plan.stages,
-            probe=health.probe,
+            probe=functools.partial(health.probe, tls=tls),
             on_line=lambda spec, line: self._view.line(spec.role, spec.name, line),
             on_event=self._on_event,
             on_change=self._write_state,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import grpc
 import grpc.aio
+
+from tandem_service.tls import PodTls, Role
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 
@@ -46,6 +49,24 @@ def server_options(max_request_bytes: int) -> tuple[tuple[str, int], ...]:
     )
 
 
-def open_channel(target: str) -> grpc.aio.Channel:
-    """A channel to `host:port`; connects on first use. Close it with `await channel.close()`."""
-    return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+def open_channel(target: str, tls: PodTls | None = None, role: Role | None = None) -> grpc.aio.Channel:
+    """A channel to `host:port`; connects on first use. Close it with `await channel.close()`.
+
+    With `tls` it connects only to a server whose certificate is of `role`.
+    """
+    if tls is None:
+        return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+    return grpc.aio.secure_channel(target, tls.channel_credentials(), options=_tls_options(role))
+
+
+def open_sync_channel(target: str, tls: PodTls | None = None, role: Role | None = None) -> grpc.Channel:
+    """The same for threads."""
+    if tls is None:
+        return grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
+    return grpc.secure_channel(target, tls.channel_credentials(), options=_tls_options(role))
+
+
+def _tls_options(role: Role | None) -> tuple[tuple[str, int | str], ...]:
+    if role is None:
+        raise ValueError("a channel with TLS needs the role of its server")
+    return (*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", role.dns_name))

@@ -1,6 +1,7 @@
 """Wraps every gRPC call of a server: request id, access log, counters, exception -> status.
 
 call in -> request id from metadata, or a new one; bound to the log context; sent back at once
+        -> caller's role, where calls need one (see `tls`)
         -> handler
         -> exception?  mapped type         -> its status, with the exception's message
                        undecodable bytes   -> INVALID_ARGUMENT; the handler is not called
@@ -16,7 +17,7 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -27,6 +28,7 @@ from google.protobuf.message import DecodeError
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from tandem_service.metrics import LATENCY_BUCKETS_S
+from tandem_service.tls import Role, roles_of
 
 REQUEST_ID_KEY = "tandem-request-id"
 
@@ -59,14 +61,27 @@ class MalformedRequestError(Exception):
     """The bytes of a request are not the message that its method takes."""
 
 
+class CallerError(Exception):
+    """The certificate of the caller is not of a role that may call the method."""
+
+
 class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
-    """See the module's diagram. `status_codes` is looked up by the exception's nearest base class."""
+    """See the module's diagram. `status_codes` is looked up by the exception's nearest base class.
+
+    `callers`: the roles that may call each method; nobody may call a method that is not in it.
+    None: calls are not checked.
+    """
 
     def __init__(
-        self, status_codes: Mapping[type[Exception], grpc.StatusCode], registry: CollectorRegistry
+        self,
+        status_codes: Mapping[type[Exception], grpc.StatusCode],
+        registry: CollectorRegistry,
+        callers: Mapping[str, Collection[Role]] | None = None,
     ) -> None:
+        self._callers = callers
         self._status_codes: dict[type[Exception], grpc.StatusCode] = {
             MalformedRequestError: grpc.StatusCode.INVALID_ARGUMENT,
+            CallerError: grpc.StatusCode.PERMISSION_DENIED,
             **status_codes,
         }
         self._calls = Counter("tandem_grpc_calls", "gRPC calls ended", ["method", "code"], registry=registry)
@@ -139,6 +154,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         structlog.contextvars.bind_contextvars(request_id=request_id)
         try:
             await context.send_initial_metadata(((REQUEST_ID_KEY, request_id),))
+            self._check_caller(method, context)
             yield
             code = _code_name(context)
         except (asyncio.CancelledError, GeneratorExit):
@@ -157,6 +173,18 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
             self._seconds.labels(method).observe(seconds)
             log = self._log.debug if _QUIET.search(method) else self._log.info
             log("call", method=method, code=code, seconds=round(seconds, 6), peer=peer)
+
+    def _check_caller(self, method: str, context: _Context) -> None:
+        if self._callers is None or method.startswith("/grpc."):
+            return
+        name = method.rpartition("/")[2]
+        allowed = sorted(self._callers.get(name, ()))
+        roles = sorted(roles_of(context.auth_context()))
+        if not set(allowed) & set(roles):
+            raise CallerError(
+                f"{name} may be called by {' or '.join(allowed) or 'nobody'}; the caller's certificate says "
+                f"{', '.join(roles) or 'no role'}"
+            )
 
     def _translate(self, error: Exception, request_id: str) -> tuple[grpc.StatusCode, str]:
         for base in type(error).__mro__:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import grpc
 import grpc.aio
@@ -29,6 +29,7 @@ from tandem_service.health import HealthServicer
 from tandem_service.interceptors import CallInterceptor
 from tandem_service.metrics import MetricsServer, new_registry
 from tandem_service.settings import CommonSettings
+from tandem_service.tls import Role
 
 
 class PodServer:
@@ -37,6 +38,9 @@ class PodServer:
     `service_names` are full names such as "tandem.v1.DecodeService". `status_codes` maps the service's
     exceptions to gRPC statuses, by nearest base class; see `interceptors`. A request of more than
     `max_request_bytes` fails with RESOURCE_EXHAUSTED. Create and use it inside one running event loop.
+
+    `callers` are the roles that may call each method ("Decode"), where the settings name certificates; health
+    and reflection answer every holder of one. None: a public server, which pods' certificates do not concern.
     """
 
     def __init__(
@@ -47,13 +51,17 @@ class PodServer:
         service_names: Sequence[str],
         status_codes: Mapping[type[Exception], grpc.StatusCode],
         max_request_bytes: int = MAX_MESSAGE_BYTES,
+        callers: Mapping[str, Collection[Role]] | None = None,
     ) -> None:
         self._settings = settings
+        self._tls = settings.pod_tls() if callers is not None else None
         self._log = structlog.get_logger("tandem.server").bind(role=role)
         #: Register the role's metrics here.
         self.registry: CollectorRegistry = new_registry()
         self.grpc_server: grpc.aio.Server = grpc.aio.server(
-            interceptors=(CallInterceptor(status_codes, self.registry),),
+            interceptors=(
+                CallInterceptor(status_codes, self.registry, callers if self._tls is not None else None),
+            ),
             options=server_options(max_request_bytes),
         )
         #: Set when the drain begins; a servicer with endless streams must end them then.
@@ -75,7 +83,10 @@ class PodServer:
         settings = self._settings
         address = str(Target(settings.host, settings.listen_port()))
         try:
-            self.port = self.grpc_server.add_insecure_port(address)
+            if self._tls is None:
+                self.port = self.grpc_server.add_insecure_port(address)
+            else:
+                self.port = self.grpc_server.add_secure_port(address, self._tls.server_credentials())
         except RuntimeError as error:
             raise OSError(
                 f"cannot listen on {address}: the port is taken or the address is not this machine's; "

@@ -11,12 +11,14 @@ from __future__ import annotations
 import socket
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Literal, TypeVar
+from pathlib import Path
+from typing import Annotated, Literal, Self, TypeVar
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict, SettingsError
 
 from tandem_service.discovery import parse_target
+from tandem_service.tls import PemFiles, PodTls, TlsFileError, is_loopback
 
 ENV_PREFIX = "TANDEM_"
 
@@ -56,7 +58,15 @@ class CommonSettings(BaseSettings):
     )
 
     host: str = "127.0.0.1"
-    """address to listen on; off loopback, put the pods behind a network policy"""
+    """address to listen on; off loopback, pods need the --pod-tls flags or --insecure"""
+    pod_tls_cert: Path | None = None
+    """PEM file of this process's certificate; with it, the links between pods are mutual TLS"""
+    pod_tls_key: Path | None = None
+    """PEM file of that certificate's key"""
+    pod_tls_ca: Path | None = None
+    """PEM file of the CAs that sign the pods' certificates"""
+    insecure: bool = False
+    """allow plaintext between pods off loopback; who reaches a pod's port can then act for any tenant"""
     metrics_port: Port | None = None
     """HTTP port of /metrics; 0 takes a free one; unset: metrics are not served"""
     pod_id: str = Field(default_factory=socket.gethostname)
@@ -72,12 +82,36 @@ class CommonSettings(BaseSettings):
         """The port of the gRPC server; 0 takes a free one."""
         raise NotImplementedError(f"{type(self).__name__} names no gRPC port")
 
+    @model_validator(mode="after")
+    def _check_tls_files(self) -> Self:
+        given = (self.pod_tls_cert, self.pod_tls_key, self.pod_tls_ca)
+        if any(given) and not all(given):
+            raise ValueError(
+                "--pod-tls-cert, --pod-tls-key and --pod-tls-ca go together; give all three or none"
+            )
+        return self
+
+    def pod_tls(self) -> PodTls | None:
+        """Credentials towards other pods; None: plaintext. Raises TlsFileError."""
+        if self.pod_tls_cert is None or self.pod_tls_key is None or self.pod_tls_ca is None:
+            return None
+        return PodTls(PemFiles(self.pod_tls_cert, self.pod_tls_key, self.pod_tls_ca))
+
 
 class PodSettings(CommonSettings):
     """A pod with one gRPC port."""
 
     port: Port = 0
     """gRPC port; 0 takes a free one"""
+
+    @model_validator(mode="after")
+    def _check_exposure(self) -> Self:
+        if self.pod_tls_cert is None and not self.insecure and not is_loopback(self.host):
+            raise ValueError(
+                f"--host {self.host} is not loopback and there is no TLS; give --pod-tls-cert, --pod-tls-key "
+                "and --pod-tls-ca, or --insecure on a network where every machine is trusted"
+            )
+        return self
 
     def listen_port(self) -> int:
         return self.port
@@ -90,13 +124,18 @@ def load(cls: type[SettingsT], argv: Sequence[str] | None = None) -> SettingsT:
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        return cls(_cli_parse_args=arguments)
+        settings = cls(_cli_parse_args=arguments)
+        if isinstance(settings, CommonSettings):
+            settings.pod_tls()
+        return settings
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = str(first["loc"][0]) if first["loc"] else ""
         flag = "--" + field.replace("_", "-")
         reason = first["msg"].removeprefix("Value error, ")
-        if first["type"] == "missing":
+        if not field:  # of several fields
+            message = reason
+        elif first["type"] == "missing":
             message = f"{flag} is required; give it or set {ENV_PREFIX}{field.upper()}"
         elif field and field not in cls.model_fields:
             message = f"{flag} is unknown; --help lists the flags"
@@ -104,5 +143,7 @@ def load(cls: type[SettingsT], argv: Sequence[str] | None = None) -> SettingsT:
             message = f"{flag} (or {ENV_PREFIX}{field.upper()}) is {first['input']!r}: {reason}"
     except SettingsError as error:
         message = str(error.__cause__ or error).removeprefix("error parsing CLI: ")
+    except TlsFileError as error:
+        message = str(error)
     print(f"error: {message}", file=sys.stderr)
     raise SystemExit(2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -18,6 +19,7 @@ from tandem_proto.v1 import common_pb2, decode_pb2_grpc, lookahead_pb2
 from tandem_service import logs, settings
 from tandem_service.channels import open_channel
 from tandem_service.server import PodServer
+from tandem_service.tls import PodTls, Role
 
 from tandem_decode.handoff import Handoff
 from tandem_decode.lookahead_sync import LookaheadSync, MakeClient
@@ -27,6 +29,8 @@ from tandem_decode.servicer import DecodeServicer
 from tandem_decode.settings import DecodeSettings
 
 SERVICE = "tandem.v1.DecodeService"
+
+CALLERS = {"Decode": (Role.GATEWAY,), "GetDecodeStatus": (Role.GATEWAY, Role.OPERATOR)}
 
 
 def main() -> None:
@@ -39,15 +43,20 @@ def main() -> None:
 @asynccontextmanager
 async def open_pod(pod: DecodeSettings) -> AsyncIterator[PodServer]:
     """A pod that serves until the context ends. Raises ModelLoadError, CapacityError, OSError."""
-    server = PodServer(pod, role="decode", service_names=[SERVICE], status_codes=STATUS_CODES)
+    server = PodServer(
+        pod, role="decode", service_names=[SERVICE], status_codes=STATUS_CODES, callers=CALLERS
+    )
+    tls = pod.pod_tls()
     drafter = Drafter(None, DraftPolicy(mode=SpeculationMode(pod.speculation)))
     parts = await asyncio.to_thread(assemble, pod.engine_config(max_draft_nodes=pod.draft_nodes), drafter)
     loop = EngineLoop(parts.engine, on_failure=exit_process)
     receiver = ZmqReceiver(parts.layout, parts.pool, ReceiverOptions(host=pod.kv_host, port=pod.kv_port))
-    client = PrefillClient(open_channel)
+    client = PrefillClient(functools.partial(open_channel, tls=tls, role=Role.PREFILL))
     metrics = DecodeMetrics(server.registry)
     metrics.pod.watch_copies(parts.pool.copy_counts)
-    lookahead = LookaheadSync(drafter, _client_maker(pod, parts, drafter, loop), parts.manifest.vocab_size)
+    lookahead = LookaheadSync(
+        drafter, _client_maker(pod, parts, drafter, loop, tls), parts.manifest.vocab_size
+    )
     servicer = DecodeServicer(
         pod,
         parts,
@@ -82,7 +91,7 @@ async def open_pod(pod: DecodeSettings) -> AsyncIterator[PodServer]:
 
 
 def _client_maker(
-    pod: DecodeSettings, parts: EngineParts, drafter: Drafter, loop: EngineLoop
+    pod: DecodeSettings, parts: EngineParts, drafter: Drafter, loop: EngineLoop, tls: PodTls | None
 ) -> MakeClient | None:
     if not pod.lookahead or not SpeculationMode(pod.speculation).uses_shared_text:
         return None
@@ -97,7 +106,7 @@ def _client_maker(
         async def on_purge() -> None:
             await loop.call_async(lambda: drafter.forget_tenant(tenant))
 
-        client = LookaheadClient(pod.lookahead, namespace, pod.pod_id, mirror, on_purge=on_purge)
+        client = LookaheadClient(pod.lookahead, namespace, pod.pod_id, mirror, on_purge=on_purge, tls=tls)
         client.start()
         return client
 

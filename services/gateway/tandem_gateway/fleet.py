@@ -28,8 +28,10 @@ from tandem_proto.v1 import (
     prefill_pb2,
     prefill_pb2_grpc,
 )
+from tandem_service import tls
 from tandem_service.channels import open_channel
 from tandem_service.discovery import DnsDiscovery
+from tandem_service.tls import PodTls
 
 from tandem_gateway.metrics import GatewayMetrics
 
@@ -63,10 +65,10 @@ class PodLoad:
 class Pod:
     """One pod and the channel to it. `in_flight` counts this gateway's own requests on it."""
 
-    def __init__(self, role: Role, target: str) -> None:
+    def __init__(self, role: Role, target: str, pod_tls: PodTls | None = None) -> None:
         self.role = role
         self.target = target
-        self.channel = open_channel(target)
+        self.channel = open_channel(target, pod_tls, tls.Role(role.value))
         self.healthy = False
         self.in_flight = 0
         self.load = PodLoad()
@@ -125,7 +127,9 @@ class Fleet:
         model_revision: str,
         poll_interval_s: float,
         metrics: GatewayMetrics,
+        pod_tls: PodTls | None = None,
     ) -> None:
+        self._pod_tls = pod_tls
         self._discoveries = dict(discoveries)
         self._model_revision = model_revision
         self._poll_interval_s = poll_interval_s
@@ -182,7 +186,7 @@ class Fleet:
             known = self._pods[role]
             for target in targets:
                 if target not in known:
-                    pod = known[target] = Pod(role, target)
+                    pod = known[target] = Pod(role, target, self._pod_tls)
                     self._pollers[pod] = asyncio.create_task(self._poll(pod))
             for target in set(known) - set(targets):
                 pod = known.pop(target)

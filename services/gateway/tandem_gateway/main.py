@@ -51,6 +51,7 @@ class GatewayProcess:
         self._fleet = Fleet(
             {Role.DECODE: DnsDiscovery(settings.decode), Role.PREFILL: DnsDiscovery(settings.prefill)},
             model_revision=tokenizer.manifest.revision,
+            pod_tls=settings.pod_tls(),
             poll_interval_s=settings.poll_interval_s,
             metrics=metrics,
         )

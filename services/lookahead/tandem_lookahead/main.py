@@ -12,6 +12,7 @@ import structlog
 from tandem_proto.v1 import lookahead_pb2_grpc
 from tandem_service import logs, settings
 from tandem_service.server import PodServer
+from tandem_service.tls import Role
 
 from tandem_lookahead.connection import RedisAddress
 from tandem_lookahead.hub import LookaheadHub
@@ -20,13 +21,25 @@ from tandem_lookahead.servicer import SERVICE_NAME, STATUS_CODES, LookaheadServi
 from tandem_lookahead.settings import LookaheadSettings
 from tandem_lookahead.store import RedisStore
 
+CALLERS = {
+    "Sync": (Role.DECODE,),
+    "GetLookaheadStatus": (Role.DECODE, Role.GATEWAY, Role.OPERATOR),
+    "ExportNamespace": (Role.OPERATOR,),
+    "ImportNamespace": (Role.OPERATOR,),
+    "PurgeTenant": (Role.OPERATOR,),
+}
+
 
 class LookaheadPod:
     """Store, hub and gRPC server. Create it inside a running event loop."""
 
     def __init__(self, options: LookaheadSettings) -> None:
         self.server = PodServer(
-            options, role="lookahead", service_names=[SERVICE_NAME], status_codes=STATUS_CODES
+            options,
+            role="lookahead",
+            service_names=[SERVICE_NAME],
+            status_codes=STATUS_CODES,
+            callers=CALLERS,
         )
         address = RedisAddress(
             options.redis_url, options.redis_ca_file, options.redis_cert_file, options.redis_key_file

@@ -14,6 +14,7 @@ from tandem_proto.v1 import prefill_pb2_grpc
 from tandem_service import logs, settings
 from tandem_service.priority import lower_priority
 from tandem_service.server import PodServer
+from tandem_service.tls import Role, is_loopback
 
 from tandem_prefill.kv_streaming import KVStreamer
 from tandem_prefill.metrics import PrefillMetrics
@@ -21,6 +22,8 @@ from tandem_prefill.servicer import PrefillServicer
 from tandem_prefill.settings import PrefillSettings
 
 SERVICE = "tandem.v1.PrefillService"
+
+CALLERS = {"Prefill": (Role.DECODE,), "GetPrefillStatus": (Role.GATEWAY, Role.OPERATOR)}
 
 
 def main() -> None:
@@ -34,7 +37,9 @@ def main() -> None:
 @asynccontextmanager
 async def open_pod(pod: PrefillSettings) -> AsyncIterator[PodServer]:
     """A pod that serves until the context ends. Raises ModelLoadError, CapacityError, OSError."""
-    server = PodServer(pod, role="prefill", service_names=[SERVICE], status_codes=STATUS_CODES)
+    server = PodServer(
+        pod, role="prefill", service_names=[SERVICE], status_codes=STATUS_CODES, callers=CALLERS
+    )
     parts = await asyncio.to_thread(assemble, pod.engine_config(max_draft_nodes=0, decodes=False))
     streamer = KVStreamer(parts.engine.blocks, parts.layout.num_layers)
     parts.engine.layer_listener = streamer.on_layer_done
@@ -42,7 +47,16 @@ async def open_pod(pod: PrefillSettings) -> AsyncIterator[PodServer]:
     sender = ZmqSender(parts.layout, parts.pool)
     metrics = PrefillMetrics(server.registry)
     metrics.pod.watch_copies(parts.pool.copy_counts)
-    servicer = PrefillServicer(parts, loop, sender, streamer, metrics, pod.pod_id)
+    # In plaintext off loopback (--insecure) a proxy may hide the caller's address, and nothing proves it.
+    servicer = PrefillServicer(
+        parts,
+        loop,
+        sender,
+        streamer,
+        metrics,
+        pod.pod_id,
+        only_to_caller=pod.pod_tls_cert is not None or is_loopback(pod.host),
+    )
     prefill_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server.grpc_server)  # type: ignore[no-untyped-call]
     async with running(loop, sender), serving(server, servicer.status, metrics.pod.show):
         yield server

@@ -19,17 +19,19 @@ from typing import Any
 
 import grpc
 from tandem_core import codec
+from tandem_core.errors import InvalidRequestError
 from tandem_core.prefix_hash import cache_salt
 from tandem_core.sampling import SamplingParams
 from tandem_engine.assemble import EngineParts
 from tandem_engine.engine import StepOutput
 from tandem_engine.loop import EngineLoop, wait_for_future
 from tandem_engine.request import Request
-from tandem_engine.transport.base import TransferState
+from tandem_engine.transport.base import Ticket, TransferState
 from tandem_engine.transport.codec import ticket_from_proto
 from tandem_engine.transport.outgoing import KVSender, OutgoingTransfer
 from tandem_pod.status import StatusReader, pod_status
 from tandem_proto.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
+from tandem_service.tls import belongs_to_peer
 
 from tandem_prefill.kv_streaming import KVStreamer
 from tandem_prefill.metrics import PrefillMetrics
@@ -46,7 +48,11 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         streamer: KVStreamer,
         metrics: PrefillMetrics,
         pod_id: str,
+        *,
+        only_to_caller: bool = True,
     ) -> None:
+        #: Whether KV is sent only to the host that called Prefill.
+        self._only_to_caller = only_to_caller
         self._parts = parts
         self._loop = loop
         self._sender = sender
@@ -64,7 +70,10 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
         self._parts.layout.check(request.ticket.layout_fingerprint, request.ticket.layout_description)
         prompt = self._to_request(request)
-        transfer = self._sender.open(ticket_from_proto(request.ticket))
+        ticket = ticket_from_proto(request.ticket)
+        if self._only_to_caller:
+            _check_owner(ticket, context)
+        transfer = self._sender.open(ticket)
         self._num_open_calls += 1
         self._num_calls += 1
         arrived_ns = time.monotonic_ns()
@@ -175,3 +184,19 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         status.usage.streams_open = self._num_open_calls
         status.requests_total = self._num_calls
         return status
+
+
+def _check_owner(
+    ticket: Ticket, context: grpc.aio.ServicerContext[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse]
+) -> None:
+    """InvalidRequestError unless the ticket's KV goes back to the caller.
+
+    A caller could otherwise make this pod connect anywhere and send a tenant's KV to a third party.
+    """
+    host = ticket.endpoint.removeprefix("tcp://").rpartition(":")[0]
+    if not belongs_to_peer(host, context.peer(), context.auth_context()):
+        raise InvalidRequestError(
+            "ticket.endpoint",
+            f"{ticket.endpoint!r} is not on the caller's host ({context.peer()}); start the decode pod with "
+            "--kv-host set to the address from which it calls, or to a name in its certificate",
+        )

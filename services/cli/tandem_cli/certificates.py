@@ -1,0 +1,102 @@
+"""The certificates of `tandem up --tls`: a CA, made once, and one certificate per role, made at each start.
+
+FOLDER/ca.pem, ca.key          the CA; its key signs here and goes to no pod
+FOLDER/decode.pem, decode.key  and so on for each role; see tandem_service.tls for what they state
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import tempfile
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from tandem_service.tls import PemFiles, Role
+
+from tandem_cli.fleet import certificate_files
+
+_CA_VALIDITY = datetime.timedelta(days=3650)
+_VALIDITY = datetime.timedelta(days=90)
+#: Clocks of other machines may be behind by this much.
+_CLOCK_SKEW = datetime.timedelta(minutes=5)
+
+
+def prepare(folder: Path) -> None:
+    """Makes the CA in `folder` if there is none, and new certificates of all roles. Keys have mode 0600."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    ca_cert, ca_key = folder / "ca.pem", folder / "ca.key"
+    if not (ca_cert.exists() and ca_key.exists()):
+        _make_ca(ca_cert, ca_key)
+    for role in Role:
+        issue(folder, role)
+
+
+def issue(folder: Path, role: Role, validity: datetime.timedelta = _VALIDITY) -> PemFiles:
+    """Replaces the certificate and key of one role; running processes take them without a restart."""
+    ca = x509.load_pem_x509_certificate((folder / "ca.pem").read_bytes())
+    ca_key = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), password=None)
+    if not isinstance(ca_key, ec.EllipticCurvePrivateKey):
+        raise ValueError(f"{folder / 'ca.key'} is no elliptic-curve key; remove the folder to make a new CA")
+    key = ec.generate_private_key(ec.SECP256R1())
+    names = [x509.DNSName(role.dns_name), x509.UniformResourceIdentifier(role.uri)]
+    usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+    cert = (
+        _builder(role.dns_name, validity)
+        .issuer_name(ca.subject)
+        .public_key(key.public_key())
+        .add_extension(x509.SubjectAlternativeName(names), critical=False)
+        .add_extension(x509.ExtendedKeyUsage(usages), critical=False)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False
+        )
+        .sign(ca_key, hashes.SHA256())
+    )
+    files = certificate_files(folder, role)
+    _write(files.key, _pem_of_key(key))
+    _write(files.cert, cert.public_bytes(serialization.Encoding.PEM))
+    return files
+
+
+def _make_ca(cert_path: Path, key_path: Path) -> None:
+    key = ec.generate_private_key(ec.SECP256R1())
+    builder = _builder("Tandem CA of this machine", _CA_VALIDITY)
+    cert = (
+        builder.issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "Tandem CA of this machine")]))
+        .public_key(key.public_key())
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    _write(key_path, _pem_of_key(key))
+    _write(cert_path, cert.public_bytes(serialization.Encoding.PEM))
+
+
+def _builder(common_name: str, validity: datetime.timedelta) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(datetime.UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)]))
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _CLOCK_SKEW)
+        .not_valid_after(now + validity)
+    )
+
+
+def _pem_of_key(key: ec.EllipticCurvePrivateKey) -> bytes:
+    pem: bytes = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    return pem
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Replaces the file in one step. mkstemp makes it with mode 0600."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent)
+    with os.fdopen(handle, "wb") as file:
+        file.write(content)
+    Path(temporary).replace(path)

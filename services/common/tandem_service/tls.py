@@ -1,0 +1,185 @@
+"""Mutual TLS between pods: certificates from PEM files, and the roles that they state.
+
+    certificate   DNS name tandem-ROLE       the name under which clients verify a server of that role
+                  URI spiffe://tandem/ROLE   the role that servers read of a client
+
+Roles are gateway, decode, prefill, lookahead and operator (a person's commands, the supervisor). A client
+compares a server's role, not its address, which changes with each pod.
+
+Files are read again when they change: by servers at the next handshake, by clients when they open a channel.
+A channel keeps the certificate with which it was opened, also for its reconnects: gRPC for Python has no
+reloading credentials for clients. Connections that are open are not affected by a change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import ssl
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import grpc
+import structlog
+
+ROLE_URI = "spiffe://tandem/"
+_SAN = "x509_subject_alternative_name"
+
+
+class TlsFileError(ValueError):
+    """A PEM file cannot be used; the message names the files and the remedy."""
+
+
+class Role(StrEnum):
+    GATEWAY = "gateway"
+    DECODE = "decode"
+    PREFILL = "prefill"
+    LOOKAHEAD = "lookahead"
+    OPERATOR = "operator"
+
+    @property
+    def dns_name(self) -> str:
+        return f"tandem-{self.value}"
+
+    @property
+    def uri(self) -> str:
+        return f"{ROLE_URI}{self.value}"
+
+
+@dataclass(frozen=True)
+class Pems:
+    """Contents of the three files."""
+
+    cert: bytes
+    key: bytes
+    ca: bytes
+
+
+@dataclass(frozen=True)
+class PemFiles:
+    """A process's certificate, its key, and the certificates of the CAs whose peers it accepts."""
+
+    cert: Path
+    key: Path
+    ca: Path
+
+    def read(self) -> Pems:
+        """Raises TlsFileError for a file that is missing or damaged, or a key of another certificate."""
+        try:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            # The empty password: an encrypted key is an error, not a question on the terminal.
+            context.load_cert_chain(self.cert, self.key, password="")
+            context.load_verify_locations(self.ca)
+            return Pems(self.cert.read_bytes(), self.key.read_bytes(), self.ca.read_bytes())
+        except OSError as error:  # ssl.SSLError too
+            raise TlsFileError(
+                f"the certificate {self.cert}, its key {self.key} and the CA {self.ca} cannot be used "
+                f"together ({error.strerror or error}); give PEM files of one "
+                "certificate, its unencrypted key, and its CA"
+            ) from error
+
+    def stamp(self) -> tuple[tuple[int, int, int], ...]:
+        """Changes when a file does. Raises OSError."""
+        return tuple((s.st_ino, s.st_mtime_ns, s.st_size) for s in (p.stat() for p in self._paths()))
+
+    def _paths(self) -> Iterable[Path]:
+        return (self.cert, self.key, self.ca)
+
+
+class ReloadingPems:
+    """The newest readable contents of the files. Thread-safe: gRPC asks from threads of its own.
+
+    Files that change one after the other do not fit together for a moment; until they do, the last contents
+    that did are used. Raises TlsFileError when the first ones do not.
+    """
+
+    def __init__(self, files: PemFiles) -> None:
+        self._files = files
+        self._log = structlog.get_logger("tandem.tls")
+        self._lock = threading.Lock()
+        self._pems = files.read()
+        self._stamp = files.stamp()
+
+    def current(self) -> Pems:
+        with self._lock, contextlib.suppress(OSError):
+            stamp = self._files.stamp()
+            if stamp != self._stamp:
+                try:
+                    self._pems = self._files.read()
+                    self._stamp = stamp
+                    self._log.info("certificates read again", cert=str(self._files.cert))
+                except TlsFileError as error:
+                    self._log.warning("keeping the old certificates", reason=str(error))
+        return self._pems
+
+
+class PodTls:
+    """This process's credentials towards other pods."""
+
+    def __init__(self, files: PemFiles) -> None:
+        self._pems = ReloadingPems(files)
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """For a server that demands a client certificate of the CA."""
+        shown = self._pems.current()
+
+        def configuration(pems: Pems) -> grpc.ServerCertificateConfiguration:
+            return grpc.ssl_server_certificate_configuration([(pems.key, pems.cert)], pems.ca)
+
+        # None keeps the last one; the stubs do not know.
+        def fetch() -> Any:
+            nonlocal shown
+            newest = self._pems.current()
+            if newest is shown:
+                return None
+            shown = newest
+            return configuration(newest)
+
+        return grpc.dynamic_ssl_server_credentials(
+            configuration(shown), fetch, require_client_authentication=True
+        )
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """For one channel, from the files as they are now."""
+        pems = self._pems.current()
+        return grpc.ssl_channel_credentials(pems.ca, pems.key, pems.cert)
+
+
+def roles_of(auth_context: Mapping[str, Iterable[bytes]]) -> frozenset[str]:
+    """The roles in the peer's certificate; none without a certificate."""
+    names = (name.decode(errors="replace") for name in auth_context.get(_SAN, ()))
+    return frozenset(name.removeprefix(ROLE_URI) for name in names if name.startswith(ROLE_URI))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a server bound to `host`."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def peer_host(peer: str) -> str:
+    """ "ipv4:10.0.0.7:51200" -> "10.0.0.7"; "ipv6:%5B::1%5D:51200" -> "::1"; "" for anything else."""
+    kind, _, address = peer.replace("%5B", "[").replace("%5D", "]").partition(":")
+    return address.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else ""
+
+
+def belongs_to_peer(host: str, peer: str, auth_context: Mapping[str, Iterable[bytes]]) -> bool:
+    """Whether `host` is the peer of a call: its address, both loopback, or a name in its certificate."""
+    host = host.strip("[]")
+    address = peer_host(peer)
+    if not address:
+        return False
+    try:
+        if ipaddress.ip_address(host) == ipaddress.ip_address(address):
+            return True
+    except ValueError:
+        pass  # a name
+    if is_loopback(address) and (is_loopback(host) or host in ("0.0.0.0", "::")):
+        return True
+    return host.encode() in auth_context.get(_SAN, ())
