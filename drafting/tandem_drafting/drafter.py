@@ -116,6 +116,16 @@ class Drafter:
         """Uses a mirror for its tenant's requests that begin from now on, and for no other's."""
         self._mirrors[mirror.tenant] = mirror
 
+    def detach(self, tenant: str, mirror: GlobalMirror | None) -> None:
+        """Frees what is held of a tenant, once its running requests end; what was learned from it is lost.
+
+        A newer mirror of the tenant, attached since, stays.
+        """
+        if mirror is not None and self._mirrors.get(tenant) is mirror:
+            del self._mirrors[tenant]
+        self._models.pop(tenant, None)
+        self._recyclers.pop(tenant, None)
+
     def reliability(self) -> list[Reliability]:
         """Predicted and realised acceptance over all tenants; any thread may ask."""
         return [

@@ -261,6 +261,7 @@ async def test_a_bad_ticket_is_refused_by_name_and_holds_nothing(
         good = {
             "transfer_id": bytes(16), "epoch": 1, "endpoint": "tcp://127.0.0.1:9", "credit_bytes": 1 << 20,
             "layout_fingerprint": layout.fingerprint, "layout_description": layout.description,
+            "public_key": "x" * 40,
         }  # fmt: skip
         message = prefill_pb2.PrefillRequest(
             request_id="x",

@@ -2,12 +2,19 @@
 
 A tenant's mirror is attached to the drafter before its first request reaches the engine, and serves only its
 requests. Without the service drafts come from the requests themselves.
+
+    begin(tenant)   connects the tenant, if it is not connected
+    end(tenant)     of its last running request: it may be evicted
+    too many        the tenants without requests that were used least recently lose their stream, their mirror
+                    and what the drafter learned from them
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 
 from tandem_drafting.drafter import Drafter
 from tandem_drafting.lookahead_client import LookaheadClient
@@ -15,45 +22,106 @@ from tandem_drafting.mirror import GlobalMirror
 
 #: tenant, its mirror -> a started client.
 MakeClient = Callable[[str, GlobalMirror], LookaheadClient]
+#: Runs a function on the thread that uses the drafter.
+OnEngineThread = Callable[[Callable[[], None]], Awaitable[None]]
+
+
+@dataclass
+class _Tenant:
+    #: None: the pod runs without a lookahead service.
+    client: LookaheadClient | None = None
+    mirror: GlobalMirror | None = None
+    num_requests: int = 0
 
 
 class LookaheadSync:
-    """Used from the event loop. `make_client` None: the pod runs without a lookahead service."""
+    """Used from the event loop. `make_client` None: the pod runs without a lookahead service.
 
-    def __init__(self, drafter: Drafter, make_client: MakeClient | None, vocab_size: int) -> None:
+    At most `max_tenants` tenants, or as many as have running requests, hold memory here.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        make_client: MakeClient | None,
+        vocab_size: int,
+        on_engine_thread: OnEngineThread,
+        max_tenants: int,
+    ) -> None:
         self._drafter = drafter
         self._make_client = make_client
         self._vocab_size = vocab_size
-        self._clients: dict[str, LookaheadClient] = {}
+        self._on_engine_thread = on_engine_thread
+        self._max_tenants = max_tenants
+        #: The least recently used first.
+        self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
+        self._evictions: set[asyncio.Task[None]] = set()
+        self._dropped_by_evicted = 0
 
     def open(self, tenant: str) -> None:
         """Connects the tenant, if it is not connected yet."""
-        if self._make_client is None or tenant in self._clients:
-            return
-        mirror = GlobalMirror(tenant=tenant, vocab_size=self._vocab_size)
-        self._drafter.attach(mirror)
-        self._clients[tenant] = self._make_client(tenant, mirror)
+        if tenant not in self._tenants:
+            state = self._tenants[tenant] = _Tenant()
+            if self._make_client is not None:
+                state.mirror = GlobalMirror(tenant=tenant, vocab_size=self._vocab_size)
+                self._drafter.attach(state.mirror)
+                state.client = self._make_client(tenant, state.mirror)
+        self._tenants.move_to_end(tenant)
+
+    def begin(self, tenant: str) -> None:
+        """A request of the tenant begins; it connects the tenant."""
+        self.open(tenant)
+        self._tenants[tenant].num_requests += 1
+        self._evict()
+
+    def end(self, tenant: str) -> None:
+        """A request that `begin` announced has ended."""
+        self._tenants[tenant].num_requests -= 1
+        self._evict()
 
     def push(self, tenant: str, request_id: str, offset: int, token_ids: Sequence[int]) -> None:
-        """Reports tokens of a request's output, from `offset` on."""
-        client = self._clients.get(tenant)
+        """Reports tokens of a running request's output, from `offset` on."""
+        client = self._tenants[tenant].client
         if client is not None:
             client.push(request_id, offset, token_ids)
 
     def push_prompt(self, tenant: str, request_id: str, token_ids: Sequence[int]) -> None:
-        """Reports a request's prompt, if the tenant shares its prompts."""
-        client = self._clients.get(tenant)
+        """Reports a running request's prompt, if the tenant shares its prompts."""
+        client = self._tenants[tenant].client
         if client is not None:
             client.push_prompt(request_id, token_ids)
 
     @property
+    def num_tenants(self) -> int:
+        """Tenants that hold memory here."""
+        return len(self._tenants)
+
+    @property
     def connected(self) -> int:
         """Number of open streams."""
-        return sum(client.connected for client in self._clients.values())
+        return sum(client.connected for client in self._clients())
 
     @property
     def dropped_spans(self) -> int:
-        return sum(client.dropped for client in self._clients.values())
+        return self._dropped_by_evicted + sum(client.dropped for client in self._clients())
 
     async def close(self) -> None:
-        await asyncio.gather(*(client.close() for client in self._clients.values()))
+        await asyncio.gather(*self._evictions, *(client.close() for client in self._clients()))
+
+    def _clients(self) -> list[LookaheadClient]:
+        return [state.client for state in self._tenants.values() if state.client is not None]
+
+    def _evict(self) -> None:
+        for tenant in [name for name, state in self._tenants.items() if state.num_requests == 0]:
+            if len(self._tenants) <= self._max_tenants:
+                return
+            state = self._tenants.pop(tenant)
+            eviction = asyncio.create_task(self._free(tenant, state), name="evict-tenant")
+            self._evictions.add(eviction)
+            eviction.add_done_callback(self._evictions.discard)
+
+    async def _free(self, tenant: str, state: _Tenant) -> None:
+        await self._on_engine_thread(lambda: self._drafter.detach(tenant, state.mirror))
+        if state.client is not None:
+            self._dropped_by_evicted += state.client.dropped
+            await state.client.close()

@@ -55,7 +55,11 @@ async def open_pod(pod: DecodeSettings) -> AsyncIterator[PodServer]:
     metrics = DecodeMetrics(server.registry)
     metrics.pod.watch_copies(parts.pool.copy_counts)
     lookahead = LookaheadSync(
-        drafter, _client_maker(pod, parts, drafter, loop, tls), parts.manifest.vocab_size
+        drafter,
+        _client_maker(pod, parts, drafter, loop, tls),
+        parts.manifest.vocab_size,
+        loop.call_async,
+        pod.max_tenants,
     )
     servicer = DecodeServicer(
         pod,

@@ -132,15 +132,15 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         context: grpc.aio.ServicerContext[decode_pb2.DecodeRequest, decode_pb2.DecodeResponse],
     ) -> AsyncIterator[decode_pb2.DecodeResponse]:
         state = self._to_request(request)
-        self._lookahead.open(state.tenant)
         is_shared = not request.decode_retries
-        if is_shared:
-            self._lookahead.push_prompt(state.tenant, state.request_id, state.prompt_token_ids)
         record = RequestRecord(state, request.request_id, self._settings.pod_id)
         self._num_open_calls += 1
         self._num_calls += 1
         outcome = "failed"
+        self._lookahead.begin(state.tenant)
         try:
+            if is_shared:
+                self._lookahead.push_prompt(state.tenant, state.request_id, state.prompt_token_ids)
             outputs = _OutputQueue()
             stream = _TextStream(state, self._parts.tokenizer)
             if stream.finish_reason is None:  # else the pod before was lost after the last token
@@ -186,6 +186,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             raise
         finally:
             self._num_open_calls -= 1
+            self._lookahead.end(state.tenant)
             self._count(record, outcome)
             # Shielded: a cancelled call must still release its blocks.
             await asyncio.shield(self._loop.call_async(lambda: self._loop.forget(state.request_id)))

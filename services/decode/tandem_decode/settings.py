@@ -21,6 +21,8 @@ class DecodeSettings(EnginePodSettings):
     # Not SpeculationMode: --help would show its members' names.
     speculation: Literal["off", "local", "chain", "global"] = "global"
     """where drafts may come from; local: the sequence's own text; global: also the tenant's shared text"""
+    max_tenants: Annotated[int, Field(ge=1)] = 32
+    """tenants whose shared text is kept for drafts; beyond, the least recently used ones are dropped"""
     draft_nodes: Annotated[int, Field(ge=0, le=63)] = 31
     """most guesses verified per sequence and step"""
     local_prefill_tokens: Annotated[int, Field(ge=0)] = 384
