@@ -4,7 +4,8 @@ TandemError
 ├── InvalidRequestError      the caller's input; names field, limit and remedy (INVALID_ARGUMENT, 400)
 ├── ModelLoadError           a model file is missing, damaged or of an unsupported kind
 ├── CapacityError            the request can never fit this pod (FAILED_PRECONDITION); another may take it
-├── TransferError            a KV transfer failed; the request is retried elsewhere (UNAVAILABLE)
+├── TransferError            a KV transfer failed; the request is retried elsewhere (decode pods UNAVAILABLE,
+│   │                        prefill pods ABORTED)
 │   └── LayoutMismatchError  the two pods' KV layouts differ (FAILED_PRECONDITION)
 └── InvariantError           our own bug: a part broke its contract
 """

@@ -95,3 +95,30 @@ async def test_closing_the_client_ends_its_calls(pod, client, channels):
     await client.close()
     assert call.done()
     assert channels.are_closed() == [True]
+
+
+def test_a_pod_that_failed_comes_last_until_one_request_has_tried_it(client, monkeypatch):
+    now = 100.0
+    monkeypatch.setattr("tandem_decode.prefill_client.time.monotonic", lambda: now)
+    client.failed("a")
+    assert client.in_order(["a", "b", "c"]) == ["b", "c", "a"]
+    now += 1.1
+    assert client.in_order(["a", "b"]) == ["a", "b"], "one request tries it"
+    assert client.in_order(["a", "b"]) == ["b", "a"], "the others wait for what becomes of that"
+    client.failed("a")
+    now += 1.1
+    assert client.in_order(["a", "b"]) == ["b", "a"], "the second pause is longer"
+    now += 1.0
+    assert client.in_order(["a", "b"]) == ["a", "b"]
+    client.succeeded("a")
+    assert client.in_order(["a", "b"]) == client.in_order(["a", "b"]) == ["a", "b"]
+
+
+def test_a_pod_that_fails_is_asked_twice_a_minute_at_last(client, monkeypatch):
+    now, tries = 0.0, 0
+    monkeypatch.setattr("tandem_decode.prefill_client.time.monotonic", lambda: now)
+    for now in range(1000):  # noqa: B007  (read by the clock)
+        if client.in_order(["broken", "good"])[0] == "broken":
+            tries += 1
+            client.failed("broken")
+    assert 30 <= tries <= 40

@@ -153,7 +153,7 @@ async def test_a_request_that_kills_two_pods_at_one_token_gets_no_third(pods, ga
     front = await gateway(*fleet)
     with pytest.raises(grpc.aio.AioRpcError) as info:
         await _text(front)
-    assert "2 decode pods went away while they computed token 2" in info.value.details()
+    assert "2 pods crashed while they computed token 2" in info.value.details()
     assert sum(len(pod.requests) for pod in fleet) == 2
 
 
@@ -164,6 +164,15 @@ async def test_a_pod_with_another_model_revision_is_not_used(pods, gateway):
     await until(lambda: wrong.num_status_calls >= 2)
     assert (await _text(front))[1] == "right"
     assert wrong.requests == []
+
+
+async def test_a_prefill_pod_with_another_model_revision_is_not_used(pods, gateway):
+    decode, wrong, right = await pods(), await pods("wrong", revision="00" * 32), await pods("right")
+    front = await gateway(decode, prefill=(wrong.target, right.target))
+    await until(lambda: wrong.num_status_calls >= 2)
+    await front.until_metric('tandem_healthy_pods{role="prefill"}', 1)
+    await _text(front)
+    assert list(decode.requests[0].prefill_targets) == [right.target]
 
 
 async def test_a_pod_is_used_through_a_step_of_seconds_but_not_of_minutes(pods, gateway):
@@ -218,9 +227,29 @@ async def test_a_request_that_kills_two_pods_gets_no_third(pods, gateway):
     front = await gateway(*fleet)
     with pytest.raises(grpc.aio.AioRpcError) as info:
         await _text(front)
-    assert info.value.code() is grpc.StatusCode.UNAVAILABLE
-    assert "2 decode pods went away" in info.value.details()
+    assert info.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert "2 pods crashed" in info.value.details()
     assert sum(len(pod.requests) for pod in fleet) == 2
+
+
+async def test_prefill_pods_that_crash_with_a_request_count_too(pods, gateway):
+    fleet = [await pods(f"d-{n}", prefill_crashes=1, fail_with=grpc.StatusCode.UNAVAILABLE) for n in range(2)]
+    front = await gateway(*fleet)
+    with pytest.raises(grpc.aio.AioRpcError, match="2 pods crashed while they computed token 1"):
+        await _text(front)
+    assert sum(len(pod.requests) for pod in fleet) == 1
+
+
+async def test_the_next_pod_is_told_of_crashes_since_the_last_token(pods, gateway):
+    scripts = [{"fail_after": 0, "free_blocks": 90}, {"fail_after": 1, "free_blocks": 80}]
+    first, second = [
+        await pods(f"d-{n}", fail_with=grpc.StatusCode.UNAVAILABLE, **script)
+        for n, script in enumerate(scripts)
+    ]
+    third = await pods("d-2", free_blocks=70)
+    front = await gateway(first, second, third)
+    assert await _text(front) == ("Hello there!", "d-2")
+    assert [pod.requests[0].crashes for pod in (first, second, third)] == [0, 1, 1]
 
 
 async def test_pods_that_drain_or_refuse_the_connection_are_not_held_against_the_request(pods, gateway):

@@ -108,7 +108,20 @@ async def test_what_a_pod_held_is_forgotten_when_it_leaves(make_pod):
 
 async def test_prefill_pods_are_ordered_least_busy_first(make_pod):
     pods = [make_pod("p:1", Role.PREFILL, num_requests=2), make_pod("p:2", Role.PREFILL), make_pod("d:1")]
-    assert Router(FixedFleet(*pods)).choose(_request(range(5))).prefill_targets == ("p:2", "p:1")
+    route = Router(FixedFleet(*pods)).choose(_request(range(5)))
+    assert [pod.target for pod in route.prefill] == ["p:2", "p:1"]
+
+
+async def test_a_prompt_returns_to_the_prefill_pod_that_computed_it(make_pod):
+    one, two = make_pod("p:1", Role.PREFILL), make_pod("p:2", Role.PREFILL)
+    router = Router(FixedFleet(one, two, make_pod("d:1")))
+    two.in_flight = 1
+    assert router.choose(_request(PROMPT)).prefill[0] is one
+    one.in_flight, two.in_flight = 1, 0
+    assert router.choose(_request(PROMPT)).prefill[0] is one, "2,560 cached tokens outweigh one request"
+    assert router.choose(_request(range(5))).prefill[0] is two
+    one.in_flight = 2
+    assert router.choose(_request(PROMPT)).prefill[0] is two
 
 
 def test_the_index_forgets_the_end_of_the_oldest_prompt_first():

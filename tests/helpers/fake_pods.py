@@ -30,6 +30,8 @@ class FakePod(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.PrefillSer
     #: Fails with this status after `fail_after` chunks.
     fail_with: grpc.StatusCode | None = None
     fail_after: int = 0
+    #: Crashes of prefill pods that it reports first.
+    prefill_crashes: int = 0
     #: False: begins every answer anew, like a pod older than DecodeRequest.output_token_ids.
     can_continue: bool = True
     total_blocks: int = 100
@@ -67,6 +69,9 @@ class FakePod(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.PrefillSer
         wants_logprobs = request.sampling.HasField("logprobs")
         num_done = len(request.output_token_ids) if self.can_continue else 0
         try:
+            if self.prefill_crashes:
+                progress = decode_pb2.DecodeProgress(prefill_crashes=self.prefill_crashes)
+                yield decode_pb2.DecodeResponse(progress=progress)
             for index, word in list(enumerate(self.words))[num_done:]:
                 if self.fail_with is not None and index >= self.fail_after:
                     await context.abort(self.fail_with, f"prompt: {self.name} says no")

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import asyncio
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import grpc
 import pytest
 import torch
+from fake_pods import FakePod
 from fake_streams import SlowStreams
 from pod_fleet import Fleet, request, run_fleet
 from tandem_core.sampling import SamplingParams
@@ -27,6 +29,7 @@ from tandem_proto.v1 import (
     common_pb2,
     decode_pb2_grpc,
     prefill_pb2,
+    prefill_pb2_grpc,
 )
 from toy_models import SIZES, VOCABULARY, prompt_of
 from waiting import pause_async, until_async
@@ -134,6 +137,69 @@ async def test_a_dead_prefill_pod_is_passed_over(tiny_model: Path) -> None:
         alone, receipt = await run(fleet, request("b", prompt_of(200, start=5), ["127.0.0.1:9"]))
         assert receipt.prefill_pod == ""
         assert (len(tokens), len(alone)) == (24, 24)
+        await fleet.assert_idle()
+
+
+class _Between(prefill_pb2_grpc.PrefillServiceServicer):
+    """Hands calls on to a prefill pod; its answers stop before the first token, when all frames are sent."""
+
+    def __init__(self, behind: prefill_pb2_grpc.PrefillServiceStub) -> None:
+        self._behind = behind
+
+    async def Prefill(self, request, context):  # noqa: N802
+        async for response in self._behind.Prefill(request):
+            if response.HasField("progress"):
+                yield response
+        await context.abort(grpc.StatusCode.ABORTED, "the first token is lost")
+
+
+@asynccontextmanager
+async def _served(servicer: prefill_pb2_grpc.PrefillServiceServicer) -> AsyncIterator[str]:
+    server = grpc.aio.server()
+    prefill_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(0)
+
+
+async def test_all_blocks_without_a_first_token_cost_one_token(tiny_model: Path) -> None:
+    async with run_fleet(tiny_model) as fleet, _served(_Between(fleet.prefill)) as target:
+        prompt = prompt_of(200)
+        want, _ = await run(fleet, request("whole", prompt_of(200), []))
+        # Other blocks, so that nothing is cached.
+        message = request("a", [*prompt[50:], *prompt[:50]], [target, fleet.prefill_target])
+        got, receipt = await run(fleet, message)
+        status = await fleet.prefill.GetPrefillStatus(prefill_pb2.GetPrefillStatusRequest())
+        assert status.status.requests_total == 1, "the second pod of the list was not asked"
+        assert (receipt.prefill_pod, receipt.prefill_retries) == ("", 1)
+        assert got == (await run(fleet, request("b", list(message.prompt_token_ids), [])))[0] != want
+        await fleet.assert_idle()
+
+
+async def test_the_second_prefill_pod_that_stops_with_a_request_ends_it(tiny_model: Path) -> None:
+    async with AsyncExitStack() as stack:
+        fleet = await stack.enter_async_context(run_fleet(tiny_model))
+        stopped = []
+        for name in ("p1", "p2"):
+            pod = FakePod(name)  # sends a heartbeat, then nothing
+            await pod.start()
+            stack.push_async_callback(pod.stop)
+            stopped.append(pod.target)
+        tokens, receipt = await run(fleet, request("one", prompt_of(200), stopped[:1]))
+        assert (len(tokens), receipt.prefill_pod, receipt.prefill_retries) == (24, "", 1)
+        crashes: list[int] = []
+        with pytest.raises(grpc.aio.AioRpcError, match="2 pods crashed while they computed this request"):
+            async for response in fleet.decode.Decode(request("two", prompt_of(200, start=7), stopped)):
+                assert response.HasField("progress")
+                crashes.append(response.progress.prefill_crashes)
+        assert sorted(set(crashes)) == [0, 1, 2], "the caller was told of each"
+        message = request("three", prompt_of(200, start=9), stopped[1:])
+        message.crashes = 1
+        with pytest.raises(grpc.aio.AioRpcError, match="2 pods crashed"):
+            await run(fleet, message)
         await fleet.assert_idle()
 
 

@@ -111,11 +111,13 @@ class Ticket:
 
 @dataclass(frozen=True)
 class TransferProgress:
-    """How far an incoming transfer is, over all its epochs."""
+    """How far an incoming transfer is."""
 
-    #: (layer, block) pairs verified and written, of how many.
+    #: (layer, block) pairs verified and written in any epoch, of how many.
     verified_pairs: int
     total_pairs: int
+    #: Pairs received in this epoch. A retry sends every layer of its blocks.
+    received_pairs: int
     #: Logical indices of the blocks that have every layer, ascending.
     complete_blocks: tuple[int, ...]
 

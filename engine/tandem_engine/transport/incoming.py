@@ -87,6 +87,7 @@ class IncomingTransfer(Transfer):
             return TransferProgress(
                 int(self._verified.sum()),
                 self._verified.size,
+                int(self._seen.sum()),
                 tuple(block for block, row in self._row.items() if complete[row]),
             )
 

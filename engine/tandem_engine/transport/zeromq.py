@@ -219,7 +219,7 @@ class SenderOptions:
     """How long a prefill pod waits."""
 
     #: Without credit for this long, while it is owed, a transfer fails.
-    stall_s: float = 2.0
+    stall_s: float = 1.0
     #: A connection without a transfer is closed after this long.
     idle_s: float = 60.0
     #: Refuse tickets without a public key, whose KV would travel unencrypted.

@@ -31,6 +31,7 @@ class DecodeRequest(_message.Message):
     SPECULATION_FIELD_NUMBER: _builtins.int
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     DECODE_RETRIES_FIELD_NUMBER: _builtins.int
+    CRASHES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     tenant: _builtins.str
     """Tenant of the caller; isolates caches. Empty: the default tenant."""
@@ -39,6 +40,10 @@ class DecodeRequest(_message.Message):
     decode_retries: _builtins.int
     """Decode pods that were lost with this request. The text of such a request is not given to the lookahead service,
     where it could count as text of two requests.
+    """
+    crashes: _builtins.int
+    """Pods of either role that crashed with this request since its last token. A pod gives up at the second one, as the
+    request may be the cause.
     """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -67,10 +72,11 @@ class DecodeRequest(_message.Message):
         speculation: _builtins.str = ...,
         output_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         decode_retries: _builtins.int = ...,
+        crashes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_retries", b"decode_retries", "output_token_ids", b"output_token_ids", "prefill_targets", b"prefill_targets", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["crashes", b"crashes", "decode_retries", b"decode_retries", "output_token_ids", b"output_token_ids", "prefill_targets", b"prefill_targets", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -114,12 +120,23 @@ class DecodeProgress(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    PREFILL_CRASHES_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
+    prefill_crashes: _builtins.int
+    """Prefill pods that crashed with this request while this pod waited for its prompt. Sent at once after a crash."""
+    draining: _builtins.bool
+    """The pod will stop. It computes on, but another pod should continue the answer, and may get its KV from this one
+    with Prefill. Repeated until the call ends.
+    """
     def __init__(
         self,
+        *,
+        prefill_crashes: _builtins.int = ...,
+        draining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "prefill_crashes", b"prefill_crashes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

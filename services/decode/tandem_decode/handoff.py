@@ -4,7 +4,8 @@
     WAITING_FOR_INPUT   the prefill pod has the ticket and has sent nothing yet
     TRANSFERRING        frames arrive; the receiver checks and writes them
     SUCCESS             every wanted block arrived and the first token is known -> the sequence decodes
-    FAILED              no prefill pod is left: received blocks are kept, the rest is computed here
+    FAILED              no prefill pod is left, or only the first token is missing: received blocks are kept,
+                        the rest is computed here
 
 While frames may arrive, the blocks have two owners: the request and the writer (a hold). The writer's hold is
 released after the transfer was aborted, when no byte can be written any more. So blocks of a cancelled
@@ -14,35 +15,30 @@ request are never reused while a late frame may still be written.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import AsyncIterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import grpc
 import structlog
 from tandem_core import codec
 from tandem_core.errors import TransferError
 from tandem_engine.block_manager import BlockHold
-from tandem_engine.loop import EngineLoop, wait_for_future
+from tandem_engine.loop import EngineLoop
 from tandem_engine.request import Request
 from tandem_engine.scheduler import Reservation
 from tandem_engine.transport.codec import ticket_to_proto
 from tandem_engine.transport.incoming import IncomingTransfer, KVReceiver
 from tandem_proto.v1 import decode_pb2, prefill_pb2
 
-from tandem_decode.prefill_client import PrefillCall, PrefillClient
+from tandem_decode.prefill_client import PrefillClient
+from tandem_decode.prefill_stream import PrefillFailedError, PrefillStream
 
 log = structlog.get_logger(__name__)
 
-#: A prefill pod sends a heartbeat every 0.25 s; without any for this long it counts as dead.
-HEARTBEAT_TIMEOUT_S = 1.5
-#: A prefill pod whose engine computes no layer of any request for this long counts as hung, even with
-#: heartbeats. A layer of a prompt chunk takes well under a second on a slow CPU; the first layer after a
-#: start takes longer, as it may compile kernels and read weights from disk.
-ENGINE_STALL_TIMEOUT_S = 10.0
-#: How long after the first token the last frame may arrive, if frames keep arriving.
-TRAILING_FRAMES_TIMEOUT_S = 10.0
+#: Prefill pods that one handoff asks at most; an unreachable one costs a second.
+_MAX_ATTEMPTS = 3
+#: Crashes with one request after which it is considered the cause.
+_MAX_CRASHES = 2
 #: How often a request that found no free blocks retries.
 RESERVE_RETRY_S = 0.02
 
@@ -61,7 +57,35 @@ class HandoffResult:
     #: From the first token's arrival to the last frame's.
     transfer_ns: int = 0
     transfer_bytes: int = 0
-    retries: int = 0
+
+
+class Attempts:
+    """What became of a request's attempts at prefill pods, while they are made.
+
+    The caller is told of a crash before the request goes on, so that it knows of it even if this pod
+    crashes next.
+    """
+
+    def __init__(self) -> None:
+        self.num_failed = 0
+        self.num_crashed = 0
+        #: Set while the caller has not been told of the last crash.
+        self.is_news = asyncio.Event()
+        self._told = asyncio.Event()
+
+    async def failed(self, *, crashed: bool) -> None:
+        """Returns when the caller knows of a crash."""
+        self.num_failed += 1
+        if crashed:
+            self.num_crashed += 1
+            self._told.clear()
+            self.is_news.set()
+            await self._told.wait()
+
+    def told(self) -> None:
+        """The caller has been told of every crash."""
+        self.is_news.clear()
+        self._told.set()
 
 
 class Handoff:
@@ -82,14 +106,17 @@ class Handoff:
         #: Payload bytes of one block in one layer.
         self._block_bytes = block_bytes
         self._vocab_size = vocab_size
-        self._reading_to_end: set[asyncio.Task[None]] = set()
+        self._ending: set[asyncio.Task[None]] = set()
         self._reserving = asyncio.Lock()
 
-    async def run(self, request: Request, message: decode_pb2.DecodeRequest) -> HandoffResult:
+    async def run(
+        self, request: Request, message: decode_pb2.DecodeRequest, attempts: Attempts
+    ) -> HandoffResult:
         """Gets the prompt's KV from the message's prefill targets and lets the request decode.
 
-        Never fails because of a prefill pod: what no pod delivers is computed here. When cancelled, it aborts
-        the transfer and releases the writer's hold; the caller releases the request's own blocks.
+        What no pod delivers is computed here; all blocks without a first token cost one token. When
+        cancelled, it aborts the transfer and releases the writer's hold; the caller releases the request's
+        own blocks. Raises TransferError at the second pod that crashes with the request.
         """
         started = time.monotonic_ns()
         incoming: IncomingTransfer | None = None
@@ -103,15 +130,24 @@ class Handoff:
             result = HandoffResult(reserve_ns=time.monotonic_ns() - started)
             wanted = {i: reservation.block_ids[i] for i in reservation.wanted_blocks}
             incoming = self._receiver.open(wanted)
-            for attempt, target in enumerate(message.prefill_targets):
+            for target in self._client.in_order(message.prefill_targets)[:_MAX_ATTEMPTS]:
+                if attempts.num_failed:
+                    incoming.reopen()
                 try:
-                    if attempt:
-                        incoming.reopen()
-                        result = replace(result, retries=result.retries + 1)
                     first, result = await self._attempt(target, message, incoming, result)
+                    self._client.succeeded(target)
                     break
-                except (grpc.aio.AioRpcError, TransferError, TimeoutError) as error:
-                    log.warning("prefill failed; trying elsewhere", target=target, error=_describe(error))
+                except PrefillFailedError as error:
+                    log.warning("prefill failed; going on elsewhere", target=target, error=str(error))
+                    self._client.failed(target)
+                    await attempts.failed(crashed=error.crashed)
+                if message.crashes + attempts.num_crashed >= _MAX_CRASHES:
+                    raise TransferError(
+                        f"{_MAX_CRASHES} pods crashed while they computed this request; it may be the cause, "
+                        "and this pod does not compute it"
+                    )
+                if incoming.done.done():
+                    break
         finally:
             if incoming is not None:
                 # Waits for a device's writes; one that failed leaves no block complete.
@@ -129,6 +165,8 @@ class Handoff:
         incoming: IncomingTransfer,
         result: HandoffResult,
     ) -> tuple[prefill_pb2.PrefillFinished, HandoffResult]:
+        """Raises PrefillFailedError."""
+        started = time.monotonic_ns()
         call = self._client.prefill(
             target,
             prefill_pb2.PrefillRequest(
@@ -140,42 +178,27 @@ class Handoff:
                 ticket=ticket_to_proto(incoming.ticket),
             ),
         )
+        stream = PrefillStream(call, incoming, self._block_bytes)
         try:
-            started = time.monotonic_ns()
-            finished = await wait_for_first_token(call)
+            finished = await stream.result()
             if finished.first_token_id >= self._vocab_size:
-                raise TransferError(f"first token {finished.first_token_id} is outside the vocabulary")
-            token_known = time.monotonic_ns()
-            await self._last_frame(incoming)
+                raise PrefillFailedError(f"first token {finished.first_token_id} is outside the vocabulary")
             now = time.monotonic_ns()
         except BaseException:
-            call.cancel()
+            stream.cancel()
             raise
-        # The pod ends the stream when its last frame is credited. Dropping the call now would cancel it.
-        reading = asyncio.create_task(_read_to_end(call))
-        self._reading_to_end.add(reading)
-        reading.add_done_callback(self._reading_to_end.discard)
+        ending = asyncio.create_task(stream.read_to_end())
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
         return finished, replace(
             result,
             prefill_pod=finished.pod_id,
             remote_cached_tokens=finished.cached_tokens,
             queue_ns=finished.queue_ns,
-            prefill_ns=token_known - started - finished.queue_ns,
-            transfer_ns=now - token_known,
+            prefill_ns=stream.token_ns - started - finished.queue_ns,
+            transfer_ns=now - stream.token_ns,
             transfer_bytes=incoming.progress().verified_pairs * self._block_bytes,
         )
-
-    async def _last_frame(self, incoming: IncomingTransfer) -> None:
-        """Waits until every wanted block is here. Raises TransferError when no frame arrives for the
-        heartbeat time."""
-        deadline = time.monotonic() + TRAILING_FRAMES_TIMEOUT_S
-        seen = -1
-        while not await wait_for_future(incoming.done, HEARTBEAT_TIMEOUT_S):
-            verified = incoming.progress().verified_pairs
-            if verified == seen or time.monotonic() > deadline:
-                raise TransferError("no more KV frames arrived before the last block")
-            seen = verified
-        incoming.done.result()
 
     async def _reserve(self, request: Request, holds: list[BlockHold]) -> Reservation:
         # One request tries at a time, in order of arrival: small prompts cannot starve a large one.
@@ -217,44 +240,6 @@ class Handoff:
             self._loop.publish(replace(engine.adopted(update), logprobs=logprobs))
 
 
-async def wait_for_first_token(
-    responses: AsyncIterable[prefill_pb2.PrefillResponse],
-    *,
-    heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
-    stall_timeout_s: float = ENGINE_STALL_TIMEOUT_S,
-) -> prefill_pb2.PrefillFinished:
-    """Waits while heartbeats arrive and show that the pod's engine computes layers.
-
-    Raises TransferError, or TimeoutError without heartbeats.
-    """
-    stream = aiter(responses)
-    computed_layers, last_layer_at = 0, time.monotonic()
-    while True:
-        try:
-            # Not asyncio.wait_for: before Python 3.12 it swallows a cancellation that coincides with the
-            # result.
-            async with asyncio.timeout(heartbeat_timeout_s):
-                response = await anext(stream)
-        except StopAsyncIteration:
-            raise TransferError("the prefill pod ended its stream without a first token") from None
-        if response.HasField("finished"):
-            return response.finished
-        now = time.monotonic()
-        if response.progress.computed_layers != computed_layers:
-            computed_layers, last_layer_at = response.progress.computed_layers, now
-        elif now - last_layer_at > stall_timeout_s:
-            raise TransferError(
-                f"the prefill pod's engine computed no layer for {stall_timeout_s:g} s; it hangs"
-            )
-
-
-async def _read_to_end(call: PrefillCall) -> None:
-    with contextlib.suppress(grpc.aio.AioRpcError, TimeoutError):
-        async with asyncio.timeout(HEARTBEAT_TIMEOUT_S):
-            async for _ in call:
-                pass
-
-
 def _num_leading_valid(complete: Sequence[int], reservation: Reservation) -> int:
     """Number of leading blocks of the prompt that are cached here or were received."""
     done = set(complete)
@@ -263,9 +248,3 @@ def _num_leading_valid(complete: Sequence[int], reservation: Reservation) -> int
     while count < len(reservation.block_ids) and (count not in wanted or count in done):
         count += 1
     return count
-
-
-def _describe(error: Exception) -> str:
-    if isinstance(error, grpc.aio.AioRpcError):
-        return f"{error.code().name}: {error.details()}"
-    return str(error) or type(error).__name__

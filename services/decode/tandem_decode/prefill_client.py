@@ -1,13 +1,17 @@
-"""The channels to the prefill pods.
+"""The channels to the prefill pods, and which of them fail.
 
 Prefill pods are replaced, and new ones have new addresses. Each target has one channel: its first call
 opens it, all calls share it, and it is closed after a while without calls.
+
+A pod that failed comes last for a second, and for twice as long after each further failure (a circuit
+breaker). After that time one request tries it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -18,6 +22,16 @@ PrefillCall: TypeAlias = "grpc.aio.UnaryStreamCall[prefill_pb2.PrefillRequest, p
 
 #: How long a channel without calls is kept.
 IDLE_CHANNEL_S = 60.0
+_FIRST_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 30.0
+
+
+@dataclass
+class _Breaker:
+    """A pod whose last call failed; it comes last until `closed_at`, in monotonic seconds."""
+
+    pause_s: float
+    closed_at: float
 
 
 @dataclass
@@ -39,7 +53,35 @@ class PrefillClient:
         self._make_channel = make_channel
         self._idle_channel_s = idle_channel_s
         self._links: dict[str, _Link] = {}
+        self._breakers: dict[str, _Breaker] = {}
         self._closings: set[asyncio.Task[None]] = set()
+
+    def in_order(self, targets: Sequence[str]) -> list[str]:
+        """The targets as they should be asked: those that failed recently last."""
+        now = time.monotonic()
+        first: list[str] = []
+        last: list[str] = []
+        for target in targets:
+            breaker = self._breakers.get(target)
+            if breaker is None or (now >= breaker.closed_at and not first):
+                first.append(target)
+            else:
+                last.append(target)
+        if first and (tried := self._breakers.get(first[0])) is not None:
+            tried.closed_at = now + tried.pause_s  # other requests wait for the outcome
+        return first + last
+
+    def failed(self, target: str) -> None:
+        old = self._breakers.get(target)
+        pause_s = min(old.pause_s * 2, _LONGEST_PAUSE_S) if old is not None else _FIRST_PAUSE_S
+        self._breakers[target] = _Breaker(pause_s, time.monotonic() + pause_s)
+        # Targets that are listed no longer: pods are replaced, and new ones have new addresses.
+        limit = time.monotonic() - 10 * _LONGEST_PAUSE_S
+        for name in [name for name, breaker in self._breakers.items() if breaker.closed_at < limit]:
+            del self._breakers[name]
+
+    def succeeded(self, target: str) -> None:
+        self._breakers.pop(target, None)
 
     def prefill(self, target: str, message: prefill_pb2.PrefillRequest) -> PrefillCall:
         """Starts a call; the channel is in use until it ends, is cancelled or fails."""

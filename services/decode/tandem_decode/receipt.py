@@ -9,7 +9,7 @@ from tandem_engine.engine import StepOutput
 from tandem_engine.request import Request
 from tandem_proto.v1 import common_pb2
 
-from tandem_decode.handoff import HandoffResult
+from tandem_decode.handoff import Attempts, HandoffResult
 
 
 class RequestRecord:
@@ -24,6 +24,7 @@ class RequestRecord:
         self._first_token_ns = 0
         self._last_token_ns = 0
         self._handoff = HandoffResult()
+        self.attempts = Attempts()
         self._steps = 0
         self._drafted: Counter[str] = Counter()
         self._accepted: Counter[str] = Counter()
@@ -73,7 +74,7 @@ class RequestRecord:
             decode_pod=self._pod_id,
             transfer_bytes=handoff.transfer_bytes,
             seed=request.sampling.seed,
-            prefill_retries=handoff.retries,
+            prefill_retries=self.attempts.num_failed,
             hit_steps=self._hits,
             hit_steps_by_source=dict(self._hits_by_source),
         )

@@ -33,7 +33,7 @@ from tandem_engine.transport.incoming import KVReceiver
 from tandem_pod.status import StatusReader, pod_status
 from tandem_proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 
-from tandem_decode.handoff import Handoff, HandoffResult
+from tandem_decode.handoff import Attempts, Handoff, HandoffResult
 from tandem_decode.lookahead_sync import LookaheadSync
 from tandem_decode.metrics import DecodeMetrics
 from tandem_decode.receipt import RequestRecord
@@ -144,11 +144,24 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             outputs = _OutputQueue()
             stream = _TextStream(state, self._parts.tokenizer)
             if stream.finish_reason is None:  # else the pod before was lost after the last token
-                computing = asyncio.create_task(self._compute_prompt(state, request, outputs))
+                attempts = record.attempts
+                computing = asyncio.create_task(self._compute_prompt(state, request, outputs, attempts))
+                news = asyncio.create_task(attempts.is_news.wait())
                 try:
-                    while not (await asyncio.wait({computing}, timeout=_HEARTBEAT_S))[0]:
-                        yield _HEARTBEAT
+                    while not computing.done():
+                        await asyncio.wait(
+                            {computing, news},
+                            timeout=_HEARTBEAT_S,
+                            return_when=asyncio.FIRST_COMPLETED,
+                        )
+                        if not computing.done():
+                            progress = decode_pb2.DecodeProgress(prefill_crashes=attempts.num_crashed)
+                            yield decode_pb2.DecodeResponse(progress=progress)
+                        if news.done():
+                            attempts.told()
+                            news = asyncio.create_task(attempts.is_news.wait())
                 finally:
+                    news.cancel()
                     if computing.cancel():
                         await asyncio.wait({computing})
                 record.handed_off(computing.result())
@@ -199,7 +212,11 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         return decode_pb2.GetDecodeStatusResponse(status=await self.status())
 
     async def _compute_prompt(
-        self, state: Request, message: decode_pb2.DecodeRequest, outputs: _OutputQueue
+        self,
+        state: Request,
+        message: decode_pb2.DecodeRequest,
+        outputs: _OutputQueue,
+        attempts: Attempts,
     ) -> HandoffResult:
         """Hands the prompt to a prefill pod, unless few of its tokens are uncached."""
         engine = self._loop.engine
@@ -216,7 +233,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             if not busy:
                 limit = max(limit, self._settings.idle_prefill_tokens)
             if state.num_tokens - cached >= limit:
-                return await self._handoff.run(state, message)
+                return await self._handoff.run(state, message, attempts)
             self._metrics.local_prefills.labels("short").inc()
         else:
             self._metrics.local_prefills.labels("no prefill pod").inc()

@@ -12,6 +12,7 @@ TandemError
     ├── OverloadedError         queue full, pod full          RESOURCE_EXHAUSTED   429 + Retry-After
     ├── DeadlineError           the deadline passed           DEADLINE_EXCEEDED    504
     ├── UnavailableError        no decode pod, or it died     UNAVAILABLE          503
+    ├── CrashingRequestError    two pods crashed with it      FAILED_PRECONDITION  422
     └── UpstreamError           the pod failed otherwise      INTERNAL             500
 """
 
@@ -83,6 +84,10 @@ class UnavailableError(GatewayError):
     """No decode pod is healthy, or the pod died during the request."""
 
 
+class CrashingRequestError(GatewayError):
+    """Two pods crashed with the request. The statuses are those after which clients do not retry."""
+
+
 class UpstreamError(GatewayError):
     """A pod failed with a status that means neither a wrong request nor an outage."""
 
@@ -127,6 +132,8 @@ PRESENTATIONS: Mapping[type[TandemError], Presentation] = MappingProxyType(
             _CODES.DEADLINE_EXCEEDED, 504, "timeout_error", "deadline_exceeded", Outcome.DEADLINE),
         UnavailableError: Presentation(
             _CODES.UNAVAILABLE, 503, "server_error", "unavailable", Outcome.UNAVAILABLE),
+        CrashingRequestError: Presentation(
+            _CODES.FAILED_PRECONDITION, 422, "server_error", "crashing_request", Outcome.ERROR),
     }
 )  # fmt: skip
 

@@ -204,7 +204,7 @@ class Fleet:
                 pod.last_seen = time.monotonic()
                 revision = pod.report.model_revision
                 cause = "" if serving else "not serving"
-                if pod.role is Role.DECODE and revision and revision != self._model_revision:
+                if revision and revision != self._model_revision:
                     cause = f"serves model revision {revision}, the gateway {self._model_revision}"
                 if pod.report.age_seconds > _LONGEST_STEP_S:
                     cause = f"its engine has not answered for {pod.report.age_seconds:.0f} s"

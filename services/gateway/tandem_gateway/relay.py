@@ -2,8 +2,8 @@
 
     choose pod -> Decode(request, tokens so far) -> DecodeChunk, ..., DecodeFinished
        ^               |
-       +-- pod lost: tries another pod, or waits for one. If two pods in a row crashed with the request before
-       |   they gave a token, it may be the cause and is not sent to a third one. A refused connection or a
+       +-- pod lost: tries another pod, or waits for one. If two pods of either role crashed with the request
+       |   since its last token, it may be the cause and is not sent to a third one. A refused connection or a
        |   cancellation while draining is no crash
        +-- FAILED_PRECONDITION, the request exceeds the pod's KV pool: tries another pod; if every pod is
            too small, raises ContextLengthError
@@ -30,6 +30,7 @@ from tandem_service.interceptors import REQUEST_ID_KEY
 
 from tandem_gateway.errors import (
     ContextLengthError,
+    CrashingRequestError,
     DeadlineError,
     GatewayError,
     OverloadedError,
@@ -48,7 +49,7 @@ _SILENCE_LIMIT_S = 1.0
 #: Statuses of a lost pod; a draining pod cancels its running calls.
 _POD_GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 #: Crashes with one request after which it is considered the cause.
-_MAX_LOST_PODS = 2
+_MAX_CRASHES = 2
 _FINISH_REASONS = frozenset(common_pb2.FinishReason.values()) - {common_pb2.FINISH_REASON_UNSPECIFIED}
 
 
@@ -93,7 +94,7 @@ class Relay:
         #: The answer so far.
         tokens: list[int] = []
         num_lost = 0
-        #: Pods that crashed since the last token.
+        #: Pods of either role that crashed since the last token.
         num_crashed = 0
         #: End of the wait in the current outage; None: no outage.
         give_up_at: float | None = None
@@ -110,12 +111,19 @@ class Relay:
                 except UnavailableError as error:
                     raise (_cut_off(error, request, len(tokens)) if tokens else error) from error
                 continue
-            num_before = len(tokens)
+            num_before, num_crashed_before = len(tokens), num_crashed
             try:
-                async with aclosing(self._stream_from(route, request, tokens, num_lost)) as events:
+                call = self._stream_from(route, request, tokens, num_lost, num_crashed)
+                async with aclosing(call) as events:
                     async for event in events:
+                        if isinstance(event, decode_pb2.DecodeProgress):
+                            if event.prefill_crashes:
+                                num_crashed = num_crashed_before + event.prefill_crashes
+                                self._check_crashes(num_crashed, len(tokens))
+                            continue
                         if isinstance(event, decode_pb2.DecodeChunk):
                             tokens += event.token_ids
+                            num_crashed = 0
                         else:
                             event.receipt.output_tokens += num_before
                             event.receipt.decode_retries = num_lost
@@ -128,12 +136,8 @@ class Relay:
                 self._fleet.mark_dead(route.decode, str(error))
                 self._router.forget(route.decode)
                 num_lost += error.accepted
-                num_crashed = error.crashed + (num_crashed if len(tokens) == num_before else 0)
-                if num_crashed >= _MAX_LOST_PODS:
-                    raise UnavailableError(
-                        f"{num_crashed} decode pods went away while they computed token {len(tokens) + 1} of "
-                        "this request; it is not tried on another one, since it may be the cause"
-                    ) from error
+                num_crashed += error.crashed
+                self._check_crashes(num_crashed, len(tokens))
                 if give_up_at is None or error.accepted:
                     give_up_at = self._outage_ends(request)
                 self._log.warning(
@@ -142,13 +146,25 @@ class Relay:
                 self._metrics.failovers.inc()
                 failed |= {route.decode.target}
 
+    def _check_crashes(self, num_crashed: int, num_tokens: int) -> None:
+        if num_crashed >= _MAX_CRASHES:
+            raise CrashingRequestError(
+                f"{num_crashed} pods crashed while they computed token {num_tokens + 1} of this request; it "
+                "is not tried on another one, since it may be the cause"
+            )
+
     def _outage_ends(self, request: TokenizedRequest) -> float:
         """When to give up an outage that begins now."""
         return min(time.monotonic() + self._failover_wait_s, request.deadline)
 
     async def _stream_from(
-        self, route: Route, request: TokenizedRequest, tokens: Sequence[int], num_lost: int
-    ) -> AsyncGenerator[Event, None]:
+        self,
+        route: Route,
+        request: TokenizedRequest,
+        tokens: Sequence[int],
+        num_lost: int,
+        num_crashed: int,
+    ) -> AsyncGenerator[Event | decode_pb2.DecodeProgress, None]:
         """Events from one pod, after `tokens`, which came from `num_lost` other pods.
 
         Raises _LostError, _TooSmallError, InvalidRequestError or GatewayError.
@@ -161,15 +177,19 @@ class Relay:
                 tenant=request.tenant,
                 prompt_token_ids=request.prompt_token_ids,
                 sampling=sampling_to_proto(request.sampling),
-                prefill_targets=route.prefill_targets,
+                prefill_targets=[prefill.target for prefill in route.prefill],
                 speculation=request.speculation or "",
                 output_token_ids=tokens,
                 decode_retries=num_lost,
+                crashes=num_crashed,
             ),
             timeout=max(0.001, request.deadline - time.monotonic()),
             metadata=((REQUEST_ID_KEY, request.request_id),),
         )
-        pod.in_flight += 1
+        # Until the first token the prompt is work of the first prefill pod, too.
+        busy = [pod, *route.prefill[:1]]
+        for one in busy:
+            one.in_flight += 1
         responses = aiter(call)
         is_accepted = False
         try:
@@ -179,12 +199,14 @@ class Relay:
                 is_accepted = True
                 match response.WhichOneof("event"):
                     case "chunk" if not num_lost or response.chunk.offset == len(tokens):
+                        while len(busy) > 1:
+                            busy.pop().in_flight -= 1
                         yield response.chunk
                     case "finished" if response.finished.reason in _FINISH_REASONS:
                         yield response.finished
                         return
                     case "progress":
-                        continue
+                        yield response.progress
                     case _:
                         raise UpstreamError(
                             f"the decode pod {pod.target} broke the protocol: a response without an event, "
@@ -208,7 +230,8 @@ class Relay:
             cause = f"{error.code().name}: {error.details()}"
             raise _LostError(cause, accepted=is_accepted, crashed=is_crashed) from error
         finally:
-            pod.in_flight -= 1
+            for one in busy:
+                one.in_flight -= 1
             call.cancel()  # does nothing to a call that has ended
 
     async def _wait_for_pod(

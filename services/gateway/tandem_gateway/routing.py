@@ -1,8 +1,9 @@
 """Chooses the decode pod of a request, and the order in which it asks the prefill pods.
 
-The cost of a decode pod is a number of prompt tokens to compute: the tokens of this prompt that are not in
-the pod's prefix cache, plus a fixed number for each of its unfinished requests. So a conversation returns to
-the pod that holds its KV, unless that pod is so busy that it is cheaper to compute the prompt elsewhere.
+The cost of a pod is a number of prompt tokens to compute: the tokens of this prompt that are not in the pod's
+prefix cache, plus a fixed number for each of its unfinished requests. So a conversation returns to the pod
+that holds its KV, unless that pod is so busy that it is cheaper to compute the prompt elsewhere. And when a
+decode pod is lost, the prefill pod that computed the prompt still has it for the next one.
 
 The block size of the prefix cache can differ between pods; each pod reports it.
 """
@@ -20,14 +21,16 @@ from tandem_gateway.request import TokenizedRequest
 
 #: Blocks remembered per pod: 4 million tokens in blocks of 64.
 _MAX_BLOCKS_PER_POD = 65_536
-#: An unfinished request costs as much as this many uncached prompt tokens.
-_TOKENS_PER_REQUEST = 512
+#: An unfinished request costs as much as this many uncached prompt tokens. A prefill pod has the whole prompt
+#: of each before it.
+_TOKENS_PER_REQUEST = {Role.DECODE: 512, Role.PREFILL: 2048}
 
 
 @dataclass(frozen=True)
 class Route:
     decode: Pod
-    prefill_targets: tuple[str, ...]
+    #: In the order in which the decode pod asks them.
+    prefill: tuple[Pod, ...]
 
 
 class PrefixIndex:
@@ -73,10 +76,11 @@ class Router:
         self._prefixes = PrefixIndex()
 
     def choose(self, request: TokenizedRequest, excluded: frozenset[str] = frozenset()) -> Route | None:
-        """Returns the cheapest decode pod not in `excluded` and adds the prompt to its LRU; None: no pod."""
-        healthy = self._fleet.healthy(Role.DECODE)
+        """Returns the cheapest pods, with a decode pod not in `excluded`, and adds the prompt to the LRUs of
+        those that will compute it; None: no decode pod."""
+        healthy, prefill = (self._fleet.healthy(role) for role in (Role.DECODE, Role.PREFILL))
         # A pod that left or restarted has lost its cache.
-        self._prefixes.keep_only([pod.target for pod in healthy])
+        self._prefixes.keep_only([pod.target for pod in (*healthy, *prefill)])
         candidates = [pod for pod in healthy if pod.target not in excluded]
         if not candidates:
             return None
@@ -84,12 +88,17 @@ class Router:
         # A pod without a prefix cache reports block size 0.
         hashes = {
             size: hash_prefixes(salt, request.prompt_token_ids, size) if size else []
-            for size in {pod.load.block_size for pod in candidates}
+            for size in {pod.load.block_size for pod in (*candidates, *prefill)}
         }
-        best = min(candidates, key=lambda pod: self._cost(pod, request, hashes[pod.load.block_size]))
-        self._prefixes.add(best.target, hashes[best.load.block_size])
-        prefill = sorted(self._fleet.healthy(Role.PREFILL), key=_prefill_order)
-        return Route(best, tuple(pod.target for pod in prefill))
+
+        def cost(pod: Pod) -> tuple[bool, int, int, str]:
+            return self._cost(pod, request, hashes[pod.load.block_size])
+
+        best = min(candidates, key=cost)
+        prefill.sort(key=cost)
+        for pod in (best, *prefill[:1]):
+            self._prefixes.add(pod.target, hashes[pod.load.block_size])
+        return Route(best, tuple(prefill))
 
     def forget(self, pod: Pod) -> None:
         """Forgets the cache of a pod that died."""
@@ -103,11 +112,7 @@ class Router:
         cached = self._prefixes.num_matching(pod.target, hashes) * load.block_size
         # The pod's report is up to a second old; `in_flight` is exact but leaves out other gateways.
         busy = max(pod.in_flight, load.num_requests)
-        work = len(request.prompt_token_ids) - cached + busy * _TOKENS_PER_REQUEST
+        work = len(request.prompt_token_ids) - cached + busy * _TOKENS_PER_REQUEST[pod.role]
         needed = -(-len(request.prompt_token_ids) // load.block_size) if load.block_size else 0
         lacks_room = needed > load.free_blocks
         return lacks_room, work, -load.free_blocks, pod.target
-
-
-def _prefill_order(pod: Pod) -> tuple[int, int, str]:
-    return pod.load.num_requests, -pod.load.free_blocks, pod.target

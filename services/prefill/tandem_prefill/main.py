@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import grpc
+from tandem_core.errors import TransferError
 from tandem_engine.assemble import assemble
 from tandem_engine.loop import EngineLoop
 from tandem_engine.transport.zeromq import ZmqSender
@@ -37,9 +39,9 @@ def main() -> None:
 @asynccontextmanager
 async def open_pod(pod: PrefillSettings) -> AsyncIterator[PodServer]:
     """A pod that serves until the context ends. Raises ModelLoadError, CapacityError, OSError."""
-    server = PodServer(
-        pod, role="prefill", service_names=[SERVICE], status_codes=STATUS_CODES, callers=CALLERS
-    )
+    # Not UNAVAILABLE, which is a lost connection to the decode pod: it counts the pod as crashed.
+    codes = {**STATUS_CODES, TransferError: grpc.StatusCode.ABORTED}
+    server = PodServer(pod, role="prefill", service_names=[SERVICE], status_codes=codes, callers=CALLERS)
     parts = await asyncio.to_thread(assemble, pod.engine_config(max_draft_nodes=0, decodes=False))
     streamer = KVStreamer(parts.engine.blocks, parts.layout.num_layers)
     parts.engine.layer_listener = streamer.on_layer_done
