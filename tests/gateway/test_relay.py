@@ -305,3 +305,37 @@ async def test_a_request_too_large_for_the_pods_left_waits_for_the_lost_one(pods
         await _text(front)
     assert info.value.code() is grpc.StatusCode.UNAVAILABLE
     assert "small says no" in info.value.details()
+
+
+async def test_an_answer_moves_from_a_pod_that_drains_to_one_that_fetches_its_kv(pods, gateway):
+    first = await pods("first", pause_s=0.2)
+    second = await pods("second", free_blocks=50)
+    front = await gateway(first, second)
+    answer = asyncio.create_task(_text(front))
+    await first.started.wait()
+    first.is_draining = True
+    assert await answer == ("Hello there!", "second")
+    assert first.cancelled.is_set()
+    moved = second.requests[0]
+    assert moved.kv_source == first.target
+    assert moved.crashes == 0
+    assert 0 < len(moved.output_token_ids) < 3
+
+
+async def test_without_another_pod_an_answer_stays_with_the_one_that_drains(pods, gateway):
+    only = await pods(is_draining=True)
+    front = await gateway(only)
+    assert await _text(front) == ("Hello there!", "d-0")
+    assert len(only.requests) == 1
+
+
+async def test_an_answer_moves_when_another_pod_appears(pods, gateway):
+    first = await pods("first", is_draining=True, pause_s=0.5)
+    late = await pods("late", free_blocks=50)
+    port = late.server.port
+    await late.stop()
+    front = await gateway(first, decode=(first.target, late.target))
+    answer = asyncio.create_task(_text(front))
+    await first.started.wait()
+    await late.start(port)
+    assert await answer == ("Hello there!", "late")

@@ -30,6 +30,8 @@ class FakePod(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.PrefillSer
     #: Fails with this status after `fail_after` chunks.
     fail_with: grpc.StatusCode | None = None
     fail_after: int = 0
+    #: Says before each word that it drains.
+    is_draining: bool = False
     #: Crashes of prefill pods that it reports first.
     prefill_crashes: int = 0
     #: False: begins every answer anew, like a pod older than DecodeRequest.output_token_ids.
@@ -75,6 +77,8 @@ class FakePod(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.PrefillSer
             for index, word in list(enumerate(self.words))[num_done:]:
                 if self.fail_with is not None and index >= self.fail_after:
                     await context.abort(self.fail_with, f"prompt: {self.name} says no")
+                if self.is_draining:
+                    yield decode_pb2.DecodeResponse(progress=decode_pb2.DecodeProgress(draining=True))
                 end = time.monotonic() + self.pause_s
                 while (left_s := end - time.monotonic()) > 0:
                     await pause_async(left_s if self.hangs else min(left_s, 0.1))

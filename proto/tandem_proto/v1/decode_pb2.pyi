@@ -32,6 +32,7 @@ class DecodeRequest(_message.Message):
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     DECODE_RETRIES_FIELD_NUMBER: _builtins.int
     CRASHES_FIELD_NUMBER: _builtins.int
+    KV_SOURCE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     tenant: _builtins.str
     """Tenant of the caller; isolates caches. Empty: the default tenant."""
@@ -44,6 +45,10 @@ class DecodeRequest(_message.Message):
     crashes: _builtins.int
     """Pods of either role that crashed with this request since its last token. A pod gives up at the second one, as the
     request may be the cause.
+    """
+    kv_source: _builtins.str
+    """gRPC target of a draining decode pod that computed the answer so far. It is asked for the KV before the prefill
+    pods.
     """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -73,10 +78,11 @@ class DecodeRequest(_message.Message):
         output_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         decode_retries: _builtins.int = ...,
         crashes: _builtins.int = ...,
+        kv_source: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["crashes", b"crashes", "decode_retries", b"decode_retries", "output_token_ids", b"output_token_ids", "prefill_targets", b"prefill_targets", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["crashes", b"crashes", "decode_retries", b"decode_retries", "kv_source", b"kv_source", "output_token_ids", b"output_token_ids", "prefill_targets", b"prefill_targets", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -4,8 +4,9 @@ PodServer(...)            NOT_SERVING; add servicers to `.grpc_server`
 await start()             bound: `.port`, `.metrics_port` are known; health and reflection answer
 set_serving(True)         when the model is loaded
 await serve_until_signal()
-    SIGTERM / SIGINT      NOT_SERVING, `.draining` is set, no new calls;
-                          running streams finish, for at most `drain_s`, then are cancelled
+    SIGTERM / SIGINT      NOT_SERVING, `.draining` is set, `.hand_over` runs if there is one;
+                          then no new calls, and running streams finish. Both together take at most `drain_s`;
+                          what still runs is cancelled
     a second signal       cancels them at once
 """
 
@@ -14,7 +15,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import signal
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
 import grpc
 import grpc.aio
@@ -66,6 +68,8 @@ class PodServer:
         )
         #: Set when the drain begins; a servicer with endless streams must end them then.
         self.draining = asyncio.Event()
+        #: Awaited first in a drain, while new calls are still taken: other pods fetch what this one holds.
+        self.hand_over: Callable[[], Awaitable[None]] | None = None
         #: Bound ports, known after `start`.
         self.port = 0
         self.metrics_port: int | None = None
@@ -139,8 +143,17 @@ class PodServer:
         self._health.close()
         self.draining.set()
         self._log.info("draining", drain_s=self._settings.drain_s)
-        drained = asyncio.ensure_future(self.grpc_server.stop(self._settings.drain_s))
+        deadline = time.monotonic() + self._settings.drain_s
         hurry = asyncio.ensure_future(self._stop_at_once.wait())
+        if self.hand_over is not None:
+            handing_over = asyncio.ensure_future(self.hand_over())
+            await asyncio.wait(
+                (handing_over, hurry),
+                timeout=self._settings.drain_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            handing_over.cancel()
+        drained = asyncio.ensure_future(self.grpc_server.stop(max(0.0, deadline - time.monotonic())))
         try:
             await asyncio.wait((drained, hurry), return_when=asyncio.FIRST_COMPLETED)
             if not drained.done():

@@ -96,6 +96,7 @@ class Handoff:
         loop: EngineLoop,
         receiver: KVReceiver,
         client: PrefillClient,
+        peers: PrefillClient,
         *,
         block_bytes: int,
         vocab_size: int,
@@ -103,6 +104,8 @@ class Handoff:
         self._loop = loop
         self._receiver = receiver
         self._client = client
+        #: Calls decode pods, which have other certificates.
+        self._peers = peers
         #: Payload bytes of one block in one layer.
         self._block_bytes = block_bytes
         self._vocab_size = vocab_size
@@ -130,16 +133,19 @@ class Handoff:
             result = HandoffResult(reserve_ns=time.monotonic_ns() - started)
             wanted = {i: reservation.block_ids[i] for i in reservation.wanted_blocks}
             incoming = self._receiver.open(wanted)
-            for target in self._client.in_order(message.prefill_targets)[:_MAX_ATTEMPTS]:
+            sources = [(self._client, target) for target in self._client.in_order(message.prefill_targets)]
+            if message.kv_source:
+                sources.insert(0, (self._peers, message.kv_source))
+            for client, target in sources[:_MAX_ATTEMPTS]:
                 if attempts.num_failed:
                     incoming.reopen()
                 try:
-                    first, result = await self._attempt(target, message, incoming, result)
-                    self._client.succeeded(target)
+                    first, result = await self._attempt(client, target, message, incoming, result)
+                    client.succeeded(target)
                     break
                 except PrefillFailedError as error:
                     log.warning("prefill failed; going on elsewhere", target=target, error=str(error))
-                    self._client.failed(target)
+                    client.failed(target)
                     await attempts.failed(crashed=error.crashed)
                 if message.crashes + attempts.num_crashed >= _MAX_CRASHES:
                     raise TransferError(
@@ -160,6 +166,7 @@ class Handoff:
 
     async def _attempt(
         self,
+        client: PrefillClient,
         target: str,
         message: decode_pb2.DecodeRequest,
         incoming: IncomingTransfer,
@@ -167,7 +174,7 @@ class Handoff:
     ) -> tuple[prefill_pb2.PrefillFinished, HandoffResult]:
         """Raises PrefillFailedError."""
         started = time.monotonic_ns()
-        call = self._client.prefill(
+        call = client.prefill(
             target,
             prefill_pb2.PrefillRequest(
                 request_id=message.request_id,

@@ -13,13 +13,17 @@ from tandem_drafting.lookahead_client import LookaheadClient
 from tandem_drafting.mirror import GlobalMirror
 from tandem_engine.assemble import EngineParts, assemble
 from tandem_engine.loop import EngineLoop
-from tandem_engine.transport.zeromq import ReceiverOptions, ZmqReceiver
+from tandem_engine.transport.zeromq import ReceiverOptions, ZmqReceiver, ZmqSender
 from tandem_pod.serving import STATUS_CODES, exit_process, run, running, serving
-from tandem_proto.v1 import common_pb2, decode_pb2_grpc, lookahead_pb2
+from tandem_prefill.kv_streaming import KVStreamer
+from tandem_prefill.main import SERVICE as PREFILL_SERVICE
+from tandem_prefill.metrics import PrefillMetrics
+from tandem_prefill.servicer import PrefillServicer
+from tandem_proto.v1 import common_pb2, decode_pb2_grpc, lookahead_pb2, prefill_pb2_grpc
 from tandem_service import logs, settings
 from tandem_service.channels import open_channel
 from tandem_service.server import PodServer
-from tandem_service.tls import PodTls, Role
+from tandem_service.tls import PodTls, Role, is_loopback
 
 from tandem_decode.handoff import Handoff
 from tandem_decode.lookahead_sync import LookaheadSync, MakeClient
@@ -30,7 +34,11 @@ from tandem_decode.settings import DecodeSettings
 
 SERVICE = "tandem.v1.DecodeService"
 
-CALLERS = {"Decode": (Role.GATEWAY,), "GetDecodeStatus": (Role.GATEWAY, Role.OPERATOR)}
+CALLERS = {
+    "Decode": (Role.GATEWAY,),
+    "GetDecodeStatus": (Role.GATEWAY, Role.OPERATOR),
+    "Prefill": (Role.DECODE,),
+}
 
 
 def main() -> None:
@@ -44,7 +52,11 @@ def main() -> None:
 async def open_pod(pod: DecodeSettings) -> AsyncIterator[PodServer]:
     """A pod that serves until the context ends. Raises ModelLoadError, CapacityError, OSError."""
     server = PodServer(
-        pod, role="decode", service_names=[SERVICE], status_codes=STATUS_CODES, callers=CALLERS
+        pod,
+        role="decode",
+        service_names=[SERVICE, PREFILL_SERVICE],
+        status_codes=STATUS_CODES,
+        callers=CALLERS,
     )
     tls = pod.pod_tls()
     drafter = Drafter(None, DraftPolicy(mode=SpeculationMode(pod.speculation)))
@@ -52,6 +64,18 @@ async def open_pod(pod: DecodeSettings) -> AsyncIterator[PodServer]:
     loop = EngineLoop(parts.engine, on_failure=exit_process)
     receiver = ZmqReceiver(parts.layout, parts.pool, ReceiverOptions(host=pod.kv_host, port=pod.kv_port))
     client = PrefillClient(functools.partial(open_channel, tls=tls, role=Role.PREFILL))
+    peers = PrefillClient(functools.partial(open_channel, tls=tls, role=Role.DECODE))
+    sender = ZmqSender(parts.layout, parts.pool)
+    prefill = PrefillServicer(
+        parts,
+        loop,
+        sender,
+        KVStreamer(parts.engine.blocks, parts.layout.num_layers),
+        PrefillMetrics(server.registry),
+        pod.pod_id,
+        only_to_caller=tls is not None or is_loopback(pod.host),
+    )
+    prefill_pb2_grpc.add_PrefillServiceServicer_to_server(prefill, server.grpc_server)  # type: ignore[no-untyped-call]
     metrics = DecodeMetrics(server.registry)
     metrics.pod.watch_copies(parts.pool.copy_counts)
     lookahead = LookaheadSync(
@@ -70,12 +94,16 @@ async def open_pod(pod: DecodeSettings) -> AsyncIterator[PodServer]:
             loop,
             receiver,
             client,
+            peers,
             block_bytes=parts.layout.block_bytes,
             vocab_size=parts.manifest.vocab_size,
         ),
         lookahead,
         metrics,
+        prefill,
+        sender,
     )
+    server.hand_over = servicer.hand_over
     decode_pb2_grpc.add_DecodeServiceServicer_to_server(servicer, server.grpc_server)  # type: ignore[no-untyped-call]
     lookahead.open("default")  # the tenant of callers without a key, connected before its first request
 
@@ -85,13 +113,14 @@ async def open_pod(pod: DecodeSettings) -> AsyncIterator[PodServer]:
         metrics.show_reliability(drafter.reliability())
         metrics.show_lookahead(connected=lookahead.connected, dropped_spans=lookahead.dropped_spans)
 
-    async with running(loop, receiver):
+    async with running(loop, receiver, sender):
         try:
             async with serving(server, servicer.status, show):
                 yield server
         finally:
             await lookahead.close()
             await client.close()
+            await peers.close()
 
 
 def _client_maker(

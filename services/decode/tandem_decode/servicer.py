@@ -6,6 +6,9 @@
 A request may bring the beginning of its answer, which a lost pod had sent. It is computed like a part of the
 prompt, and the stream goes on after it.
 
+A pod that drains says so in every stream and computes on. The gateway lets another pod continue the answer,
+which fetches the KV here (PrefillService), so the pod is gone in seconds however long its answers are.
+
 The call owns the request. However it ends (end of text, a stop string, cancellation, an error), the engine
 forgets the request and releases everything it held.
 """
@@ -14,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections.abc import AsyncIterator
 
 import grpc
@@ -30,7 +34,9 @@ from tandem_engine.loop import EngineLoop
 from tandem_engine.request import Request
 from tandem_engine.scheduler import append_tokens
 from tandem_engine.transport.incoming import KVReceiver
+from tandem_engine.transport.outgoing import KVSender
 from tandem_pod.status import StatusReader, pod_status
+from tandem_prefill.servicer import PrefillServicer
 from tandem_proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 
 from tandem_decode.handoff import Attempts, Handoff, HandoffResult
@@ -40,7 +46,9 @@ from tandem_decode.receipt import RequestRecord
 from tandem_decode.settings import DecodeSettings
 
 _HEARTBEAT_S = 0.25
-_HEARTBEAT = decode_pb2.DecodeResponse(progress=decode_pb2.DecodeProgress())
+#: After the last request has left a draining pod, how long the next pod may take to ask for its KV.
+_LINGER_S = 1.0
+_DRAIN_CHECK_S = 0.05
 
 
 class _OutputQueue:
@@ -112,6 +120,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         handoff: Handoff,
         lookahead: LookaheadSync,
         metrics: DecodeMetrics,
+        prefill: PrefillServicer,
+        sender: KVSender,
     ) -> None:
         self._settings = settings
         self._parts = parts
@@ -120,6 +130,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         self._handoff = handoff
         self._lookahead = lookahead
         self._metrics = metrics
+        self._prefill = prefill
+        self._sender = sender
+        self._is_draining = False
         self._num_open_calls = 0
         self._num_calls = 0
         self._drafted = 0
@@ -131,6 +144,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         request: decode_pb2.DecodeRequest,
         context: grpc.aio.ServicerContext[decode_pb2.DecodeRequest, decode_pb2.DecodeResponse],
     ) -> AsyncIterator[decode_pb2.DecodeResponse]:
+        if self._is_draining:
+            await context.abort(grpc.StatusCode.CANCELLED, "the pod is stopping; send the request to another")
         state = self._to_request(request)
         is_shared = not request.decode_retries
         record = RequestRecord(state, request.request_id, self._settings.pod_id)
@@ -155,8 +170,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                             return_when=asyncio.FIRST_COMPLETED,
                         )
                         if not computing.done():
-                            progress = decode_pb2.DecodeProgress(prefill_crashes=attempts.num_crashed)
-                            yield decode_pb2.DecodeResponse(progress=progress)
+                            yield self._progress(attempts.num_crashed)
                         if news.done():
                             attempts.told()
                             news = asyncio.create_task(attempts.is_news.wait())
@@ -165,10 +179,13 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                     if computing.cancel():
                         await asyncio.wait({computing})
                 record.handed_off(computing.result())
+            told_at = 0.0
             while stream.finish_reason is None:
                 new = await outputs.get(_HEARTBEAT_S)
+                if new is None or (self._is_draining and time.monotonic() - told_at > _HEARTBEAT_S):
+                    told_at = time.monotonic()
+                    yield self._progress()
                 if new is None:
-                    yield _HEARTBEAT
                     continue
                 offset = stream.num_tokens
                 output, text = stream.push(new)
@@ -204,6 +221,24 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             # Shielded: a cancelled call must still release its blocks.
             await asyncio.shield(self._loop.call_async(lambda: self._loop.forget(state.request_id)))
 
+    async def hand_over(self) -> None:
+        """Begins the drain; returns when every request has ended or left, and its KV is fetched."""
+        self._is_draining = True
+        busy_until = time.monotonic()
+        while self._is_busy or time.monotonic() < busy_until:
+            if self._is_busy:
+                busy_until = time.monotonic() + _LINGER_S
+            await asyncio.sleep(_DRAIN_CHECK_S)
+
+    @property
+    def _is_busy(self) -> bool:
+        return self._num_open_calls > 0 or self._prefill.num_open_calls > 0
+
+    def _progress(self, prefill_crashes: int = 0) -> decode_pb2.DecodeResponse:
+        return decode_pb2.DecodeResponse(
+            progress=decode_pb2.DecodeProgress(prefill_crashes=prefill_crashes, draining=self._is_draining)
+        )
+
     async def GetDecodeStatus(  # noqa: N802
         self,
         request: decode_pb2.GetDecodeStatusRequest,
@@ -221,7 +256,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         """Hands the prompt to a prefill pod, unless few of its tokens are uncached."""
         engine = self._loop.engine
         await self._loop.call_async(lambda: self._loop.listen(state.request_id, outputs.put))
-        if message.prefill_targets:
+        if message.prefill_targets or message.kv_source:
             engine.check_tokens(state)
             cached, busy = await self._loop.call_async(
                 lambda: (
@@ -282,7 +317,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
 
     def _status(self) -> common_pb2.PodStatus:
         status = pod_status(self._parts, pod_id=self._settings.pod_id, role="decode")
-        status.usage.transfers_open = self._receiver.open_transfers
+        status.usage.transfers_open = self._receiver.open_transfers + self._sender.open_transfers
         status.usage.credit_bytes_outstanding = self._receiver.credit_outstanding_bytes
         status.usage.streams_open = self._num_open_calls
         status.step_seconds = self._loop.engine.decode_step_seconds

@@ -5,6 +5,7 @@
        +-- pod lost: tries another pod, or waits for one. If two pods of either role crashed with the request
        |   since its last token, it may be the cause and is not sent to a third one. A refused connection or a
        |   cancellation while draining is no crash
+       +-- the pod drains: leaves it as soon as another pod is there, which fetches the KV from it
        +-- FAILED_PRECONDITION, the request exceeds the pod's KV pool: tries another pod; if every pod is
            too small, raises ContextLengthError
 
@@ -96,6 +97,8 @@ class Relay:
         num_lost = 0
         #: Pods of either role that crashed since the last token.
         num_crashed = 0
+        #: The pod that the answer has just left, if it drains and so still has the KV.
+        kv_source = ""
         #: End of the wait in the current outage; None: no outage.
         give_up_at: float | None = None
         while True:
@@ -113,13 +116,18 @@ class Relay:
                 continue
             num_before, num_crashed_before = len(tokens), num_crashed
             try:
-                call = self._stream_from(route, request, tokens, num_lost, num_crashed)
+                call = self._stream_from(route, request, tokens, num_lost, num_crashed, kv_source)
+                kv_source = ""
                 async with aclosing(call) as events:
                     async for event in events:
                         if isinstance(event, decode_pb2.DecodeProgress):
                             if event.prefill_crashes:
                                 num_crashed = num_crashed_before + event.prefill_crashes
                                 self._check_crashes(num_crashed, len(tokens))
+                            others = failed.union(too_small, (route.decode.target,))
+                            if event.draining and self._router.choose(request, others) is not None:
+                                kv_source = route.decode.target
+                                raise _LostError("it is draining", accepted=True, crashed=False)
                             continue
                         if isinstance(event, decode_pb2.DecodeChunk):
                             tokens += event.token_ids
@@ -164,6 +172,7 @@ class Relay:
         tokens: Sequence[int],
         num_lost: int,
         num_crashed: int,
+        kv_source: str,
     ) -> AsyncGenerator[Event | decode_pb2.DecodeProgress, None]:
         """Events from one pod, after `tokens`, which came from `num_lost` other pods.
 
@@ -182,6 +191,7 @@ class Relay:
                 output_token_ids=tokens,
                 decode_retries=num_lost,
                 crashes=num_crashed,
+                kv_source=kv_source,
             ),
             timeout=max(0.001, request.deadline - time.monotonic()),
             metadata=((REQUEST_ID_KEY, request.request_id),),

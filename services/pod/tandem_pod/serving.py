@@ -63,14 +63,15 @@ def exit_process(error: Exception) -> None:
 
 
 @asynccontextmanager
-async def running(loop: EngineLoop, transport: KVReceiver | KVSender) -> AsyncIterator[None]:
-    """The engine's thread runs until the context ends; then the transport is closed, too."""
+async def running(loop: EngineLoop, *transports: KVReceiver | KVSender) -> AsyncIterator[None]:
+    """The engine's thread runs until the context ends; then the transports are closed, too."""
     loop.start()
     try:
         yield
     finally:
         await asyncio.to_thread(loop.close)
-        await asyncio.to_thread(transport.close)
+        for transport in transports:
+            await asyncio.to_thread(transport.close)
 
 
 @asynccontextmanager

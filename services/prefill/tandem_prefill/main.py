@@ -12,6 +12,7 @@ from tandem_engine.assemble import assemble
 from tandem_engine.loop import EngineLoop
 from tandem_engine.transport.zeromq import ZmqSender
 from tandem_pod.serving import STATUS_CODES, exit_process, run, running, serving
+from tandem_pod.status import PodGauges
 from tandem_proto.v1 import prefill_pb2_grpc
 from tandem_service import logs, settings
 from tandem_service.priority import lower_priority
@@ -44,11 +45,11 @@ async def open_pod(pod: PrefillSettings) -> AsyncIterator[PodServer]:
     server = PodServer(pod, role="prefill", service_names=[SERVICE], status_codes=codes, callers=CALLERS)
     parts = await asyncio.to_thread(assemble, pod.engine_config(max_draft_nodes=0, decodes=False))
     streamer = KVStreamer(parts.engine.blocks, parts.layout.num_layers)
-    parts.engine.layer_listener = streamer.on_layer_done
     loop = EngineLoop(parts.engine, on_failure=exit_process)
     sender = ZmqSender(parts.layout, parts.pool)
     metrics = PrefillMetrics(server.registry)
-    metrics.pod.watch_copies(parts.pool.copy_counts)
+    gauges = PodGauges(server.registry)
+    gauges.watch_copies(parts.pool.copy_counts)
     # In plaintext off loopback (--insecure) a proxy may hide the caller's address, and nothing proves it.
     servicer = PrefillServicer(
         parts,
@@ -60,5 +61,5 @@ async def open_pod(pod: PrefillSettings) -> AsyncIterator[PodServer]:
         only_to_caller=pod.pod_tls_cert is not None or is_loopback(pod.host),
     )
     prefill_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server.grpc_server)  # type: ignore[no-untyped-call]
-    async with running(loop, sender), serving(server, servicer.status, metrics.pod.show):
+    async with running(loop, sender), serving(server, servicer.status, gauges.show):
         yield server

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from tandem_pod.status import PodGauges
 from tandem_service.metrics import LATENCY_BUCKETS_S
 
 
@@ -27,4 +26,3 @@ class PrefillMetrics:
             buckets=LATENCY_BUCKETS_S,
             registry=registry,
         )
-        self.pod = PodGauges(registry)

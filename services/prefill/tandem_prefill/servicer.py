@@ -3,6 +3,8 @@
     check the layout -> open the transfer -> queue in the engine -> heartbeats while it computes
     -> first token, at once -> the stream stays open until the last frame is credited -> end
 
+A decode pod that drains serves this too, so that other pods get the KV of its requests.
+
 However the call ends (cancelled by the decode pod, an error, a lost peer), the request leaves the engine,
 the transfer is aborted and the blocks are released.
 """
@@ -106,6 +108,10 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             transfer.abort()  # does nothing after a finished transfer
             await asyncio.shield(self._loop.call_async(lambda: self._end(prompt.request_id)))
 
+    @property
+    def num_open_calls(self) -> int:
+        return self._num_open_calls
+
     async def GetPrefillStatus(  # noqa: N802
         self,
         request: prefill_pb2.GetPrefillStatusRequest,
@@ -172,11 +178,18 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
 
         self._loop.listen(prompt.request_id, on_output)
         self._streamer.open(prompt.request_id, transfer)
+        self._listen()
         self._loop.engine.add(prompt)
 
     def _end(self, request_id: str) -> None:
         self._loop.forget(request_id)
         self._streamer.close(request_id)
+        self._listen()
+
+    def _listen(self) -> None:
+        # Only while it is needed: a step without a listener computes all layers in one call.
+        is_needed = self._streamer.num_open > 0
+        self._loop.engine.layer_listener = self._streamer.on_layer_done if is_needed else None
 
     def _status(self) -> common_pb2.PodStatus:
         status = pod_status(self._parts, pod_id=self._pod_id, role="prefill")
