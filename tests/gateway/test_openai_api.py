@@ -52,7 +52,7 @@ async def test_a_stream_without_usage_ends_with_done(pods, gateway):
     assert response.headers["content-type"].startswith("text/event-stream")
     events = response.text.removesuffix("\n\n").split("\n\n")
     assert events[-1] == "data: [DONE]"
-    bodies = [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
+    bodies = [json.loads(event.partition("data: ")[2]) for event in events[:-1]]
     assert all("usage" not in body for body in bodies)
     assert bodies[-1]["choices"][0]["finish_reason"] == "stop"
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import redis.asyncio as redis
 from redis_servers import RedisServer, answers, cluster, tls_door
-from tandem_lookahead.connection import RedisAddress
+from tandem_service.redis_client import RedisAddress
 from tandem_lookahead.store import RedisStore, StoreUnavailableError
 from tandem_proto.v1 import lookahead_pb2 as pb
 

@@ -10,7 +10,7 @@ import pytest
 import redis.asyncio as redis
 from tandem_drafting.spans import AcceptedSpan
 from tandem_lookahead import store as store_module
-from tandem_lookahead.connection import RedisAddress
+from tandem_service.redis_client import RedisAddress
 from tandem_lookahead.store import (
     START,
     EntryId,

@@ -52,6 +52,8 @@ class ChatRequest(_message.Message):
     SLO_CLASS_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
+    LAST_EVENT_ID_FIELD_NUMBER: _builtins.int
+    IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Empty: the only model served."""
     slo_class: _builtins.str
@@ -62,6 +64,12 @@ class ChatRequest(_message.Message):
     """Where guesses come from: "off", "local" (the request itself), "chain" or "global" (also what others of the tenant
     have generated, as one line or as trees); empty: as the pods do. Never changes the text.
     """
+    last_event_id: _builtins.str
+    """The `event_id` of the last message that arrived of a stream that was cut: the answer goes on after it, each token
+    once. The other fields are not read. NOT_FOUND when the answer is no longer kept.
+    """
+    idempotency_key: _builtins.str
+    """A second request with the same key and content gets the answer of the first, also while that is computed."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]: ...
     @_builtins.property
@@ -75,10 +83,12 @@ class ChatRequest(_message.Message):
         slo_class: _builtins.str = ...,
         request_id: _builtins.str = ...,
         speculation: _builtins.str = ...,
+        last_event_id: _builtins.str = ...,
+        idempotency_key: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "model", b"model", "request_id", b"request_id", "sampling", b"sampling", "slo_class", b"slo_class", "speculation", b"speculation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["idempotency_key", b"idempotency_key", "last_event_id", b"last_event_id", "messages", b"messages", "model", b"model", "request_id", b"request_id", "sampling", b"sampling", "slo_class", b"slo_class", "speculation", b"speculation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -121,11 +131,17 @@ class GenerateRequest(_message.Message):
     SLO_CLASS_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     SPECULATION_FIELD_NUMBER: _builtins.int
+    LAST_EVENT_ID_FIELD_NUMBER: _builtins.int
+    IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     text: _builtins.str
     slo_class: _builtins.str
     request_id: _builtins.str
     speculation: _builtins.str
+    """As in ChatRequest."""
+    last_event_id: _builtins.str
+    """As in ChatRequest."""
+    idempotency_key: _builtins.str
     """As in ChatRequest."""
     @_builtins.property
     def token_ids(self) -> _common_pb2.TokenIds: ...
@@ -141,10 +157,12 @@ class GenerateRequest(_message.Message):
         slo_class: _builtins.str = ...,
         request_id: _builtins.str = ...,
         speculation: _builtins.str = ...,
+        last_event_id: _builtins.str = ...,
+        idempotency_key: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "slo_class", b"slo_class", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["idempotency_key", b"idempotency_key", "last_event_id", b"last_event_id", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "slo_class", b"slo_class", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -185,7 +203,10 @@ class GeneratedChunk(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    EVENT_ID_FIELD_NUMBER: _builtins.int
     text: _builtins.str
+    event_id: _builtins.str
+    """Continues the stream after this message, as `last_event_id`. Empty: the gateway does not keep answers."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -196,10 +217,11 @@ class GeneratedChunk(_message.Message):
         text: _builtins.str = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         logprobs: _abc.Iterable[_common_pb2.PositionLogprobs] | None = ...,
+        event_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event_id", b"event_id", "logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -212,8 +234,10 @@ class GeneratedEnd(_message.Message):
     REASON_FIELD_NUMBER: _builtins.int
     STOP_REASON_FIELD_NUMBER: _builtins.int
     RECEIPT_FIELD_NUMBER: _builtins.int
+    EVENT_ID_FIELD_NUMBER: _builtins.int
     reason: _common_pb2.FinishReason.ValueType
     stop_reason: _builtins.str
+    event_id: _builtins.str
     @_builtins.property
     def receipt(self) -> _common_pb2.Receipt: ...
     def __init__(
@@ -222,10 +246,11 @@ class GeneratedEnd(_message.Message):
         reason: _common_pb2.FinishReason.ValueType = ...,
         stop_reason: _builtins.str = ...,
         receipt: _common_pb2.Receipt | None = ...,
+        event_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["receipt", b"receipt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "receipt", b"receipt", "stop_reason", b"stop_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event_id", b"event_id", "reason", b"reason", "receipt", b"receipt", "stop_reason", b"stop_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -8,6 +8,7 @@ A role derives its own class from `PodSettings`, adds fields with docstrings (th
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict, SettingsError
 
 from tandem_service.discovery import parse_target
+from tandem_service.redis_client import RedisAddress
 from tandem_service.tls import PemFiles, PodTls, TlsFileError, is_loopback
 
 ENV_PREFIX = "TANDEM_"
@@ -115,6 +117,26 @@ class PodSettings(CommonSettings):
 
     def listen_port(self) -> int:
         return self.port
+
+
+class RedisSettings(CommonSettings):
+    """A process that uses Redis."""
+
+    redis_url: str = ""
+    """URL of Redis or of a Redis cluster: redis://, rediss:// (TLS) or unix://; empty: REDIS_URL"""
+    redis_ca_file: Path | None = None
+    """certificates that verify the server's (rediss://); unset: the system's"""
+    redis_cert_file: Path | None = None
+    """client certificate, if the server wants one (rediss://)"""
+    redis_key_file: Path | None = None
+    """key of the client certificate, if it is not in the same file"""
+
+    def redis_address(self) -> RedisAddress | None:
+        """None: neither --redis-url nor REDIS_URL names one."""
+        url = self.redis_url or os.environ.get("REDIS_URL", "")
+        if not url:
+            return None
+        return RedisAddress(url, self.redis_ca_file, self.redis_cert_file, self.redis_key_file)
 
 
 def load(cls: type[SettingsT], argv: Sequence[str] | None = None) -> SettingsT:

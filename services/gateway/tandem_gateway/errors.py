@@ -5,7 +5,9 @@ TandemError
 │   ├── UnsupportedFieldError                                 INVALID_ARGUMENT     400
 │   ├── ContextLengthError                                    INVALID_ARGUMENT     400
 │   ├── BodyTooLargeError                                     INVALID_ARGUMENT     413
-│   └── UnknownModelError                                     NOT_FOUND            404
+│   ├── UnknownModelError                                     NOT_FOUND            404
+│   ├── AnswerNotFoundError     of the id of an event         NOT_FOUND            404
+│   └── IdempotencyKeyError     used for another request      ALREADY_EXISTS       422
 └── GatewayError                the gateway or a pod failed   INTERNAL             500
     ├── UnauthenticatedError    no key or a wrong one         UNAUTHENTICATED      401
     ├── ForbiddenError          the key may not do that       PERMISSION_DENIED    403
@@ -54,6 +56,17 @@ class BodyTooLargeError(InvalidRequestError):
 
 class UnknownModelError(InvalidRequestError):
     """The model is not served here."""
+
+
+class AnswerNotFoundError(InvalidRequestError):
+    """The answer that is to be resumed is not kept."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("Last-Event-ID", message)
+
+
+class IdempotencyKeyError(InvalidRequestError):
+    """The idempotency key belongs to a request with another content."""
 
 
 class GatewayError(TandemError):
@@ -120,6 +133,10 @@ PRESENTATIONS: Mapping[type[TandemError], Presentation] = MappingProxyType(
             _CODES.INVALID_ARGUMENT, 413, _INVALID, "request_too_large", Outcome.INVALID),
         UnknownModelError: Presentation(
             _CODES.NOT_FOUND, 404, _INVALID, "model_not_found", Outcome.INVALID),
+        AnswerNotFoundError: Presentation(
+            _CODES.NOT_FOUND, 404, _INVALID, "answer_not_found", Outcome.INVALID),
+        IdempotencyKeyError: Presentation(
+            _CODES.ALREADY_EXISTS, 422, _INVALID, "idempotency_key_reused", Outcome.INVALID),
         GatewayError: Presentation(
             _CODES.INTERNAL, 500, "server_error", "internal_error", Outcome.ERROR),
         UnauthenticatedError: Presentation(

@@ -33,8 +33,6 @@ from tandem_gateway.settings import GatewaySettings
 
 #: Longer texts are tokenized in a thread, so that the event loop is not blocked.
 _INLINE_CHARS = 16_384
-#: Time after the deadline until a caller that does not read its answer is disconnected.
-_READ_GRACE_S = 5.0
 
 
 class Gateway:
@@ -160,8 +158,7 @@ class Gateway:
                             break
                         if first_at is None and event.token_ids:
                             first_at = time.monotonic()
-                        with _disconnecting_slow_reader(request):
-                            yield event
+                        yield event
             if end is None:  # the relay promises a DecodeFinished
                 raise GatewayError("the answer has no end")
             outcome = Outcome.OK
@@ -214,7 +211,8 @@ class Gateway:
         queued_s = admitted_at - request.arrived
         e2e_s = now - request.arrived
         ttft_s = (first_at or now) - request.arrived
-        num_output = receipt.output_tokens
+        # Of a resumed answer, those that came now.
+        num_output = receipt.output_tokens - len(request.output_token_ids)
         tpot_s = (e2e_s - ttft_s) / (num_output - 1) if num_output > 1 else 0.0
         miss = request.slo.miss(ttft_s, tpot_s, e2e_s)
         receipt.request_id = request.request_id
@@ -227,21 +225,3 @@ class Gateway:
         receipt.slo_met = not miss
         receipt.slo_miss_reason = miss
         self._admission.predictor.observe(receipt, queued_s=queued_s)
-
-
-@contextmanager
-def _disconnecting_slow_reader(request: TokenizedRequest) -> Iterator[None]:
-    """Wraps a yield: cancels the reading task if it does not ask for the next event in time.
-
-    A client that stops reading blocks the task in its send, and the request keeps its slot. Nothing else
-    ends that if the client set no deadline.
-    """
-    reader = asyncio.current_task()
-    if reader is None:
-        yield
-        return
-    timer = asyncio.get_running_loop().call_at(request.deadline + _READ_GRACE_S, reader.cancel)
-    try:
-        yield
-    finally:
-        timer.cancel()

@@ -6,6 +6,8 @@ The server's interceptor maps the errors of tandem_gateway.errors to gRPC status
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
@@ -19,6 +21,7 @@ from tandem_core.model.chat_template import Message
 from tandem_proto.v1 import decode_pb2, gateway_pb2, gateway_pb2_grpc
 from tandem_service.interceptors import current_request_id, request_id_or_new
 
+from tandem_gateway.answers import Answer, Answers
 from tandem_gateway.auth import ApiKeys, Caller
 from tandem_gateway.errors import PRESENTATIONS, OverloadedError
 from tandem_gateway.gateway import Gateway
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
 SERVICE_NAME = "tandem.v1.GatewayService"
 RECEIPT_KEY = "tandem-receipt-bin"
 RETRY_AFTER_KEY = "retry-after-ms"
+_Request = gateway_pb2.ChatRequest | gateway_pb2.GenerateRequest
 ResponseT = TypeVar("ResponseT", gateway_pb2.ChatResponse, gateway_pb2.GenerateResponse)
 
 STATUS_CODES: dict[type[Exception], grpc.StatusCode] = {
@@ -40,31 +44,22 @@ STATUS_CODES: dict[type[Exception], grpc.StatusCode] = {
 
 
 class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
-    def __init__(self, gateway: Gateway, keys: ApiKeys) -> None:
+    def __init__(self, gateway: Gateway, answers: Answers, keys: ApiKeys) -> None:
         self._gateway = gateway
+        self._answers = answers
         self._keys = keys
 
     async def Chat(
         self, request: gateway_pb2.ChatRequest, context: _Context
     ) -> AsyncIterator[gateway_pb2.ChatResponse]:
-        with self._gateway.counting_refusals():
-            received = self._received(request, context)
-            messages = tuple(Message(message.role, message.content) for message in request.messages)
-            tokenized = await self._gateway.prepare_chat(received, messages)
-        async with aclosing(self._answer(tokenized, context, gateway_pb2.ChatResponse)) as responses:
+        async with aclosing(self._answer(request, context, gateway_pb2.ChatResponse)) as responses:
             async for response in responses:
                 yield response
 
     async def Generate(
         self, request: gateway_pb2.GenerateRequest, context: _Context
     ) -> AsyncIterator[gateway_pb2.GenerateResponse]:
-        with self._gateway.counting_refusals():
-            received = self._received(request, context)
-            if request.WhichOneof("prompt") == "token_ids":
-                tokenized = await self._gateway.prepare_tokens(received, request.token_ids.ids)
-            else:
-                tokenized = await self._gateway.prepare_text(received, request.text)
-        async with aclosing(self._answer(tokenized, context, gateway_pb2.GenerateResponse)) as responses:
+        async with aclosing(self._answer(request, context, gateway_pb2.GenerateResponse)) as responses:
             async for response in responses:
                 yield response
 
@@ -85,20 +80,28 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         return self._gateway.fleet_status()
 
     async def _answer(
-        self, request: TokenizedRequest, context: _Context, kind: type[ResponseT]
+        self, request: _Request, context: _Context, kind: type[ResponseT]
     ) -> AsyncGenerator[ResponseT, None]:
+        with self._gateway.counting_refusals():
+            answer, num_seen = await self._find_or_begin(request, context)
         try:
-            async with aclosing(self._gateway.run(request)) as events:
-                async for event in events:
+            async with aclosing(self._answers.read(answer, num_seen)) as events:
+                async for event_id, event in events:
                     if isinstance(event, decode_pb2.DecodeChunk):
                         chunk = gateway_pb2.GeneratedChunk(
-                            text=event.text, token_ids=event.token_ids, logprobs=event.logprobs
+                            text=event.text,
+                            token_ids=event.token_ids,
+                            logprobs=event.logprobs,
+                            event_id=event_id,
                         )
                         yield kind(chunk=chunk)
                     else:
                         context.set_trailing_metadata(((RECEIPT_KEY, event.receipt.SerializeToString()),))
                         end = gateway_pb2.GeneratedEnd(
-                            reason=event.reason, stop_reason=event.stop_reason, receipt=event.receipt
+                            reason=event.reason,
+                            stop_reason=event.stop_reason,
+                            receipt=event.receipt,
+                            event_id=event_id,
                         )
                         yield kind(end=end)
         except OverloadedError as error:
@@ -106,15 +109,39 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             context.set_trailing_metadata(((RETRY_AFTER_KEY, retry_after_ms),))
             raise
 
+    async def _find_or_begin(self, request: _Request, context: _Context) -> tuple[Answer, int]:
+        """The answer, and how many of its events the caller has."""
+        received = self._received(request, context)
+        tenant = received.caller.tenant
+        kind = "chat" if isinstance(request, gateway_pb2.ChatRequest) else "completion"
+        if request.last_event_id:
+            return await self._answers.find(tenant, request.last_event_id, kind)
+        key, digest = request.idempotency_key, b""
+        if key:
+            content = copy.deepcopy(request)
+            content.ClearField("request_id")
+            digest = hashlib.sha256(kind.encode() + content.SerializeToString(deterministic=True)).digest()
+            joined = await self._answers.join(tenant, key, digest)
+            if joined is not None:
+                return joined, 0
+        tokenized = await self._tokenize(received, request)
+        return await self._answers.begin(tokenized, kind=kind, key=key, payload_sha256=digest), 0
+
+    async def _tokenize(self, received: ReceivedRequest, request: _Request) -> TokenizedRequest:
+        if isinstance(request, gateway_pb2.ChatRequest):
+            messages = tuple(Message(message.role, message.content) for message in request.messages)
+            return await self._gateway.prepare_chat(received, messages)
+        if request.WhichOneof("prompt") == "token_ids":
+            return await self._gateway.prepare_tokens(received, request.token_ids.ids)
+        return await self._gateway.prepare_text(received, request.text)
+
     def _caller(self, context: _Context) -> Caller:
         for name, value in context.invocation_metadata() or ():
             if name == "authorization" and isinstance(value, str):
                 return self._keys.authenticate(value)
         return self._keys.authenticate("")
 
-    def _received(
-        self, request: gateway_pb2.ChatRequest | gateway_pb2.GenerateRequest, context: _Context
-    ) -> ReceivedRequest:
+    def _received(self, request: _Request, context: _Context) -> ReceivedRequest:
         arrived = time.monotonic()
         caller = self._caller(context)
         if request.request_id and request_id_or_new(request.request_id) != request.request_id:

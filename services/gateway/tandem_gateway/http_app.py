@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tandem_core.errors import InvalidRequestError, TandemError
 from tandem_service.interceptors import request_id_or_new
 
+from tandem_gateway.answers import Answers
 from tandem_gateway.auth import ApiKeys
 from tandem_gateway.errors import GatewayError, OverloadedError, presentation
 from tandem_gateway.fleet import Role
@@ -52,10 +53,10 @@ class RequestIdMiddleware:
         await self._app(scope, receive, send_with_id)
 
 
-def make_app(gateway: Gateway, keys: ApiKeys, registry: CollectorRegistry) -> FastAPI:
+def make_app(gateway: Gateway, answers: Answers, keys: ApiKeys, registry: CollectorRegistry) -> FastAPI:
     app = FastAPI(title="Tandem", openapi_url=None, docs_url=None, redoc_url=None)
     app.add_middleware(RequestIdMiddleware)
-    app.include_router(OpenAiApi(gateway, keys).router)
+    app.include_router(OpenAiApi(gateway, answers, keys).router)
 
     @app.get("/health")
     async def health() -> JSONResponse:

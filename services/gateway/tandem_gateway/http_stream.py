@@ -51,9 +51,11 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-def sse(event: Mapping[str, object]) -> bytes:
+def sse(event: Mapping[str, object], event_id: str = "") -> bytes:
     """Encodes one server-sent event with a JSON body."""
-    return b"data: " + json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    head = f"id: {event_id}\n".encode() if event_id else b""
+    data = json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode()
+    return head + b"data: " + data + b"\n\n"
 
 
 SSE_DONE = b"data: [DONE]\n\n"

@@ -20,6 +20,8 @@ from tandem_service.server import PodServer
 from tandem_service.settings import load
 
 from tandem_gateway.admission import Admission
+from tandem_gateway.answer_store import AnswerStore
+from tandem_gateway.answers import Answers
 from tandem_gateway.auth import ApiKeys, KeyFileError
 from tandem_gateway.fleet import Fleet, Role
 from tandem_gateway.gateway import Gateway
@@ -30,6 +32,9 @@ from tandem_gateway.metrics import GatewayMetrics
 from tandem_gateway.relay import Relay
 from tandem_gateway.routing import Router
 from tandem_gateway.settings import GatewaySettings
+
+#: The end of a drain, in which streams that did not finish get their last event.
+_LAST_EVENTS_S = 1.0
 
 
 class GatewayProcess:
@@ -65,10 +70,22 @@ class GatewayProcess:
             metrics=metrics,
             settings=settings,
         )
-        gateway_pb2_grpc.add_GatewayServiceServicer_to_server(  # type: ignore[no-untyped-call]
-            GatewayServicer(gateway, keys), self._server.grpc_server
+        address = settings.redis_address() if settings.resume_ttl_s else None
+        self._answers = Answers(
+            gateway.run,
+            metrics,
+            None
+            if address is None
+            else AnswerStore(address, ttl_s=settings.resume_ttl_s, longest_s=settings.request_timeout_s),
+            ttl_s=settings.resume_ttl_s,
+            max_bytes=settings.resume_max_bytes,
+            request_timeout_s=settings.request_timeout_s,
         )
-        app = make_app(gateway, keys, self._server.registry)
+        self._server.hand_over = self._end_answers
+        gateway_pb2_grpc.add_GatewayServiceServicer_to_server(  # type: ignore[no-untyped-call]
+            GatewayServicer(gateway, self._answers, keys), self._server.grpc_server
+        )
+        app = make_app(gateway, self._answers, keys, self._server.registry)
         self._http = HttpServer(app, settings.host, settings.http_port)
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -83,6 +100,7 @@ class GatewayProcess:
     async def start(self) -> None:
         """Raises OSError, with the remedy, when a port is taken."""
         await self._fleet.start()
+        await self._answers.start()
         await self._server.start()
         await self._http.start()
         self._tasks = [asyncio.create_task(self._follow_fleet()), asyncio.create_task(self._drain_http())]
@@ -105,8 +123,21 @@ class GatewayProcess:
         await self._server.draining.wait()
         await self._http.stop(self._settings.drain_s)
 
+    async def _end_answers(self) -> None:
+        """Lets the running answers finish. What still runs shortly before the end of the drain, or at a
+        second signal, ends with an error that tells clients how to go on."""
+        try:
+            drain_s = self._settings.drain_s
+            async with asyncio.timeout(max(0.0, drain_s - min(_LAST_EVENTS_S, drain_s / 2))):
+                await self._answers.finished()
+        except TimeoutError:
+            pass
+        finally:
+            self._answers.stop()
+
     async def _close(self) -> None:
         await asyncio.gather(*self._tasks)
+        await self._answers.close()
         await self._fleet.close()
 
 

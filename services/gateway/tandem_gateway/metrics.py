@@ -44,6 +44,10 @@ class GatewayMetrics:
         self._e2e = histogram("e2e_seconds", "Request received to last token relayed")
         self.queue_seconds = histogram("queue_seconds", "Wait for admission at the gateway")
         self.failovers = counter("decode_failovers", "Requests moved to another decode pod")
+        self.resumed = counter(
+            "answers_resumed", "Requests that got an answer begun before, by how they named it", "by"
+        )
+        self.kept_answer_bytes = gauge("kept_answer_bytes", "Memory of the answers that can be resumed")
         self._queue_length = gauge("queue_length", "Requests waiting for admission")
         self._in_flight = gauge("requests_in_flight", "Admitted requests that have not ended")
         self._service = gauge(

@@ -3,36 +3,41 @@
 key -> body bytes (limited) -> ReceivedRequest -> TokenizedRequest -> run
     stream    waits for the first event before it sends the status line, so that a refusal is a 429
     else      collects all events, then sends one JSON object
-the client disconnects at any point -> the run and the call to the pod are closed
+Last-Event-ID    -> the rest of a stream that was cut; the body is not read
+Idempotency-Key  -> the answer of the first request with this key and body
+the client disconnects at any point -> unless there is such a key, the call to the pod is closed
 """
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import AsyncGenerator
-from typing import TypeVar
+from contextlib import aclosing
 
 import structlog
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from tandem_proto.v1 import decode_pb2
 
-from tandem_gateway.auth import ApiKeys
+from tandem_gateway.answers import Answer, Answers
+from tandem_gateway.auth import ApiKeys, Caller
 from tandem_gateway.errors import REQUEST_ERRORS, BodyTooLargeError, GatewayError
 from tandem_gateway.gateway import Gateway
 from tandem_gateway.http_stream import SSE_DONE, EventStream, sse, until_disconnect
 from tandem_gateway.openai_models import ChatBody, CompletionBody, parse_body
-from tandem_gateway.openai_render import ChatRenderer, CompletionRenderer, Renderer, error_json
+from tandem_gateway.openai_render import ChatRenderer, CompletionRenderer, Json, Renderer, error_json
 from tandem_gateway.request import Event, ReceivedRequest, TokenizedRequest
 
-BodyT = TypeVar("BodyT", ChatBody, CompletionBody)
+_LAST_EVENT_ID, _IDEMPOTENCY_KEY = "last-event-id", "idempotency-key"
 
 
 class OpenAiApi:
     """The routes; mount `router` in an app that renders the errors of tandem_gateway.errors."""
 
-    def __init__(self, gateway: Gateway, keys: ApiKeys) -> None:
+    def __init__(self, gateway: Gateway, answers: Answers, keys: ApiKeys) -> None:
         self._gateway = gateway
+        self._answers = answers
         self._keys = keys
         self._started = int(time.time())
         self.router = APIRouter(prefix="/v1")
@@ -42,22 +47,10 @@ class OpenAiApi:
         self.router.add_api_route("/models/{name:path}", self._model, methods=["GET"])
 
     async def _chat(self, request: Request) -> Response:
-        arrived = time.monotonic()
-        with self._gateway.counting_refusals():
-            received, body = await self._read(request, ChatBody, arrived)
-            tokenized = await self._gateway.prepare_chat(received, body.chat_messages())
-        return await self._answer(request, body, tokenized, ChatRenderer)
+        return await self._answer(request, ChatBody, ChatRenderer)
 
     async def _complete(self, request: Request) -> Response:
-        arrived = time.monotonic()
-        with self._gateway.counting_refusals():
-            received, body = await self._read(request, CompletionBody, arrived)
-            prompt = body.single_prompt()
-            if isinstance(prompt, str):
-                tokenized = await self._gateway.prepare_text(received, prompt)
-            else:
-                tokenized = await self._gateway.prepare_tokens(received, prompt)
-        return await self._answer(request, body, tokenized, CompletionRenderer)
+        return await self._answer(request, CompletionBody, CompletionRenderer)
 
     async def _models(self, request: Request) -> JSONResponse:
         self._keys.authenticate(request.headers.get("authorization", ""))
@@ -79,12 +72,47 @@ class OpenAiApi:
             "revision": manifest.revision,
         }
 
-    async def _read(
-        self, request: Request, kind: type[BodyT], arrived: float
-    ) -> tuple[ReceivedRequest, BodyT]:
-        """Checks key, size and content, in this order. Raises InvalidRequestError or GatewayError."""
-        caller = self._keys.authenticate(request.headers.get("authorization", ""))
-        body = parse_body(kind, await self._read_body(request))
+    async def _answer(
+        self, request: Request, body_type: type[ChatBody] | type[CompletionBody], kind: type[Renderer]
+    ) -> Response:
+        num_seen, is_streamed = 0, True
+        with self._gateway.counting_refusals():
+            caller = self._keys.authenticate(request.headers.get("authorization", ""))
+            last_event_id = request.headers.get(_LAST_EVENT_ID)
+            if last_event_id is not None:
+                answer, num_seen = await self._answers.find(caller.tenant, last_event_id, kind.answer_kind)
+            else:
+                answer, is_streamed = await self._begin(request, caller, body_type, kind.answer_kind)
+        renderer = kind(answer.record, self._gateway.manifest.name, self._gateway.tokenizer.token_bytes)
+        events = self._answers.read(answer, num_seen)
+        try:
+            if not is_streamed:
+                return await until_disconnect(request.receive, _whole(events, renderer))
+            for seen in answer.events[:num_seen]:
+                _render(seen, renderer, with_usage=False)
+            if answer.has_ended and num_seen == len(answer.events):
+                return EventStream(request, _last(answer, renderer), source=events)
+            first = await until_disconnect(request.receive, anext(events))
+        except BaseException:
+            await events.aclose()
+            raise
+        stream = _stream(first, events, renderer, with_usage=answer.record.with_usage)
+        return EventStream(request, stream, source=events)
+
+    async def _begin(
+        self, request: Request, caller: Caller, body_type: type[ChatBody] | type[CompletionBody], kind: str
+    ) -> tuple[Answer, bool]:
+        """The answer to the body, and whether to stream it. Raises InvalidRequestError or GatewayError."""
+        arrived = time.monotonic()
+        payload = await self._read_body(request)
+        body = parse_body(body_type, payload)
+        is_streamed = bool(body.stream)
+        key, digest = request.headers.get(_IDEMPOTENCY_KEY, ""), b""
+        if key:
+            digest = hashlib.sha256(request.url.path.encode() + b"\0" + payload).digest()
+            joined = await self._answers.join(caller.tenant, key, digest)
+            if joined is not None:
+                return joined, is_streamed
         received = ReceivedRequest(
             request_id=request.state.request_id,
             caller=caller,
@@ -94,7 +122,23 @@ class OpenAiApi:
             arrived=arrived,
             speculation=body.speculation or "",
         )
-        return received, body
+        answer = await self._answers.begin(
+            await self._tokenize(received, body),
+            kind=kind,
+            with_usage=body.wants_usage_chunk,
+            is_streamed=is_streamed,
+            key=key,
+            payload_sha256=digest,
+        )
+        return answer, is_streamed
+
+    async def _tokenize(self, received: ReceivedRequest, body: ChatBody | CompletionBody) -> TokenizedRequest:
+        if isinstance(body, ChatBody):
+            return await self._gateway.prepare_chat(received, body.chat_messages())
+        prompt = body.single_prompt()
+        if isinstance(prompt, str):
+            return await self._gateway.prepare_text(received, prompt)
+        return await self._gateway.prepare_tokens(received, prompt)
 
     async def _read_body(self, request: Request) -> bytes:
         limit = self._gateway.settings.max_body_bytes
@@ -109,46 +153,34 @@ class OpenAiApi:
                 raise BodyTooLargeError("body", message)
         return bytes(parts)
 
-    async def _answer(
-        self,
-        request: Request,
-        body: ChatBody | CompletionBody,
-        tokenized: TokenizedRequest,
-        kind: type[Renderer],
-    ) -> Response:
-        renderer = kind(tokenized, self._gateway.manifest.name, self._gateway.tokenizer.token_bytes)
-        events = self._gateway.run(tokenized)
-        try:
-            if not body.stream:
-                return await until_disconnect(request.receive, _whole(events, renderer))
-            first = await until_disconnect(request.receive, anext(events))
-        except BaseException:
-            await events.aclose()
-            raise
-        answer = _stream(first, events, renderer, with_usage=body.wants_usage_chunk)
-        return EventStream(request, answer, source=events)
 
-
-async def _whole(events: AsyncGenerator[Event, None], renderer: Renderer) -> Response:
+async def _whole(events: AsyncGenerator[tuple[str, Event], None], renderer: Renderer) -> Response:
     chunks: list[decode_pb2.DecodeChunk] = []
-    async for event in events:
-        if isinstance(event, decode_pb2.DecodeFinished):
-            return JSONResponse(renderer.whole(chunks, event))
-        chunks.append(event)
+    async with aclosing(events):
+        async for _, event in events:
+            if isinstance(event, decode_pb2.DecodeFinished):
+                return JSONResponse(renderer.whole(chunks, event))
+            chunks.append(event)
     raise GatewayError("the answer has no end")
 
 
 async def _stream(
-    first: Event, events: AsyncGenerator[Event, None], renderer: Renderer, *, with_usage: bool
+    first: tuple[str, Event],
+    events: AsyncGenerator[tuple[str, Event], None],
+    renderer: Renderer,
+    *,
+    with_usage: bool,
 ) -> AsyncGenerator[bytes, None]:
-    """The stream's bytes. An error after the first event becomes an event of its own."""
+    """The stream's bytes. An error after the first event becomes an event of its own, without an id."""
     try:
-        event = first
-        while isinstance(event, decode_pb2.DecodeChunk):
-            if event.text or event.logprobs:  # nothing to show while a character is incomplete
-                yield sse(renderer.chunk(event, with_usage_field=with_usage))
-            event = await anext(events)
-        yield sse(renderer.finish(event, with_usage_field=with_usage))
+        event_id, event = first
+        while True:
+            rendered = _render(event, renderer, with_usage=with_usage)
+            if rendered is not None:
+                yield sse(rendered, event_id)
+            if isinstance(event, decode_pb2.DecodeFinished):
+                break
+            event_id, event = await anext(events)
         if with_usage:
             yield sse(renderer.usage_chunk(event))
         yield SSE_DONE
@@ -157,3 +189,20 @@ async def _stream(
     except Exception as error:
         structlog.get_logger("tandem.http").exception("unexpected exception", exc_info=error)
         yield sse(error_json(GatewayError("internal error; the server's log has it under the request id")))
+
+
+def _render(event: Event, renderer: Renderer, *, with_usage: bool) -> Json | None:
+    """The event as JSON; None: nothing to show, while a character is incomplete."""
+    if isinstance(event, decode_pb2.DecodeFinished):
+        return renderer.finish(event, with_usage_field=with_usage)
+    if event.text or event.logprobs:
+        return renderer.chunk(event, with_usage_field=with_usage)
+    return None
+
+
+async def _last(answer: Answer, renderer: Renderer) -> AsyncGenerator[bytes, None]:
+    """What follows the event with the finish reason."""
+    end = answer.events[-1]
+    if answer.record.with_usage and isinstance(end, decode_pb2.DecodeFinished):
+        yield sse(renderer.usage_chunk(end))
+    yield SSE_DONE

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from tandem_core.errors import InvalidRequestError
@@ -165,10 +165,7 @@ class CompletionBody(_CommonBody):
         return only
 
 
-BodyT = TypeVar("BodyT", ChatBody, CompletionBody)
-
-
-def parse_body(kind: type[BodyT], body: bytes) -> BodyT:
+def parse_body(kind: type[ChatBody] | type[CompletionBody], body: bytes) -> ChatBody | CompletionBody:
     """Raises InvalidRequestError naming the field (or the byte) that is wrong."""
     try:
         body.decode("utf-8")

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from google.protobuf.message import Message
 from tandem_core.errors import InvalidRequestError, TandemError
-from tandem_proto.v1 import common_pb2, decode_pb2
+from tandem_proto.v1 import answers_pb2, common_pb2, decode_pb2
 
 from tandem_gateway.errors import presentation
-from tandem_gateway.request import TokenizedRequest
 
 Json = Mapping[str, "JsonValue"]
 JsonValue = str | int | float | bool | None | Sequence["JsonValue"] | Json
@@ -56,17 +54,21 @@ def message_json(message: Message) -> Json:
 class Renderer(ABC):
     """Renders one answer. Chat and plain completions differ in names, shapes and logprobs only."""
 
+    #: The answers that it renders, as in AnswerRecord.
+    answer_kind: str
     _id_prefix: str
     _whole_object: str
     _chunk_object: str
 
-    def __init__(self, request: TokenizedRequest, model: str, token_bytes: Callable[[int], bytes]) -> None:
+    def __init__(
+        self, record: answers_pb2.AnswerRecord, model: str, token_bytes: Callable[[int], bytes]
+    ) -> None:
         self._head: Json = {
-            "id": self._id_prefix + request.request_id,
-            "created": int(time.time()),
+            "id": self._id_prefix + record.request.request_id,
+            "created": record.created_seconds,
             "model": model,
         }
-        self._wants_logprobs = request.sampling.logprobs is not None
+        self._wants_logprobs = record.request.sampling.HasField("logprobs")
         self._token_bytes = token_bytes
 
     def chunk(self, chunk: decode_pb2.DecodeChunk, *, with_usage_field: bool) -> Json:
@@ -120,12 +122,15 @@ class Renderer(ABC):
 
 
 class ChatRenderer(Renderer):
+    answer_kind = "chat"
     _id_prefix = "chatcmpl-"
     _whole_object = "chat.completion"
     _chunk_object = "chat.completion.chunk"
 
-    def __init__(self, request: TokenizedRequest, model: str, token_bytes: Callable[[int], bytes]) -> None:
-        super().__init__(request, model, token_bytes)
+    def __init__(
+        self, record: answers_pb2.AnswerRecord, model: str, token_bytes: Callable[[int], bytes]
+    ) -> None:
+        super().__init__(record, model, token_bytes)
         self._sent_role = False
 
     def _delta(self, text: str, logprobs: Json | None) -> Json:
@@ -151,12 +156,15 @@ class ChatRenderer(Renderer):
 
 
 class CompletionRenderer(Renderer):
+    answer_kind = "completion"
     _id_prefix = "cmpl-"
     _whole_object = "text_completion"
     _chunk_object = "text_completion"
 
-    def __init__(self, request: TokenizedRequest, model: str, token_bytes: Callable[[int], bytes]) -> None:
-        super().__init__(request, model, token_bytes)
+    def __init__(
+        self, record: answers_pb2.AnswerRecord, model: str, token_bytes: Callable[[int], bytes]
+    ) -> None:
+        super().__init__(record, model, token_bytes)
         self._text_offset = 0
 
     def _delta(self, text: str, logprobs: Json | None) -> Json:

@@ -93,7 +93,7 @@ class Relay:
         #: By target; unlike a pod that failed, a pod that is too small is not tried again.
         too_small: dict[str, _TooSmallError] = {}
         #: The answer so far.
-        tokens: list[int] = []
+        tokens = list(request.output_token_ids)
         num_lost = 0
         #: Pods of either role that crashed since the last token.
         num_crashed = 0
@@ -189,7 +189,7 @@ class Relay:
                 prefill_targets=[prefill.target for prefill in route.prefill],
                 speculation=request.speculation or "",
                 output_token_ids=tokens,
-                decode_retries=num_lost,
+                decode_retries=num_lost + request.is_repeated,
                 crashes=num_crashed,
                 kv_source=kv_source,
             ),
@@ -208,7 +208,9 @@ class Relay:
                     response = await anext(responses)
                 is_accepted = True
                 match response.WhichOneof("event"):
-                    case "chunk" if not num_lost or response.chunk.offset == len(tokens):
+                    case "chunk" if not (num_lost or request.is_repeated) or (
+                        response.chunk.offset == len(tokens)
+                    ):
                         while len(busy) > 1:
                             busy.pop().in_flight -= 1
                         yield response.chunk

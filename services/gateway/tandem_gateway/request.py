@@ -60,6 +60,10 @@ class TokenizedRequest:
     deadline: float
     #: None: the mode of the pods.
     speculation: SpeculationMode | None = None
+    #: The answer so far, of a request that is resumed.
+    output_token_ids: tuple[int, ...] = ()
+    #: Whether it ran before; its text then counts no second time for the lookahead service.
+    is_repeated: bool = False
 
 
 def complete_sampling(

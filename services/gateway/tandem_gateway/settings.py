@@ -7,11 +7,12 @@ from typing import Annotated
 
 from pydantic import Field
 from tandem_service.channels import MAX_MESSAGE_BYTES
-from tandem_service.settings import CommonSettings, Port, Targets
+from tandem_service.settings import Port, RedisSettings, Targets
 
 
-class GatewaySettings(CommonSettings):
-    """The gateway listens on two ports, gRPC and HTTP."""
+class GatewaySettings(RedisSettings):
+    """The gateway listens on two ports, gRPC and HTTP. With Redis, several gateways share the answers that
+    clients may resume."""
 
     grpc_port: Port = 50051
     """port of the gRPC API; 0 takes a free one"""
@@ -37,6 +38,10 @@ class GatewaySettings(CommonSettings):
     """largest request, checked before it is parsed"""
     max_messages: Annotated[int, Field(ge=1)] = 1024
     """most messages in one chat"""
+    resume_ttl_s: Annotated[float, Field(ge=0)] = 120.0
+    """seconds for which a cut stream can be resumed, or an answer be asked for again by its key; 0: never"""
+    resume_max_bytes: Annotated[int, Field(ge=1 << 20)] = 64 << 20
+    """memory for such answers; beyond, the oldest are dropped"""
     poll_interval_s: Annotated[float, Field(gt=0)] = 1.0
     """seconds between polls of each pod"""
     failover_wait_s: Annotated[float, Field(ge=0)] = 30.0

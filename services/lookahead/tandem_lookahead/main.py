@@ -6,7 +6,6 @@ It serves as soon as it can answer a pod. Redis may start later, stop and return
 from __future__ import annotations
 
 import asyncio
-import os
 
 import structlog
 from tandem_proto.v1 import lookahead_pb2_grpc
@@ -14,7 +13,6 @@ from tandem_service import logs, settings
 from tandem_service.server import PodServer
 from tandem_service.tls import Role
 
-from tandem_lookahead.connection import RedisAddress
 from tandem_lookahead.hub import LookaheadHub
 from tandem_lookahead.metrics import LookaheadMetrics
 from tandem_lookahead.servicer import SERVICE_NAME, STATUS_CODES, LookaheadServicer
@@ -41,9 +39,9 @@ class LookaheadPod:
             status_codes=STATUS_CODES,
             callers=CALLERS,
         )
-        address = RedisAddress(
-            options.redis_url, options.redis_ca_file, options.redis_cert_file, options.redis_key_file
-        )
+        address = options.redis_address()
+        if address is None:
+            raise OSError("no Redis; name one with --redis-url or REDIS_URL (`tandem up` runs one)")
         metrics = LookaheadMetrics(self.server.registry)
         self._store = RedisStore(address, stream_length=options.stream_length)
         self._hub = LookaheadHub(self._store, options, metrics)
@@ -87,13 +85,8 @@ async def serve(options: LookaheadSettings) -> None:
 
 def main() -> None:
     options = settings.load(LookaheadSettings)
-    if not options.redis_url:
-        options = options.model_copy(update={"redis_url": os.environ.get("REDIS_URL", "")})
     logs.configure(options, "lookahead")
     log = structlog.get_logger("tandem.lookahead")
-    if not options.redis_url:
-        log.error("cannot start: no Redis; name one with --redis-url or REDIS_URL (`tandem up` runs one)")
-        raise SystemExit(2)
     try:
         asyncio.run(serve(options))
     except OSError as error:

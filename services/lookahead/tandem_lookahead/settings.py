@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 from pydantic import BeforeValidator, Field
 from pydantic_settings import NoDecode
-from tandem_service.settings import PodSettings
+from tandem_service.settings import PodSettings, RedisSettings
 
 
 def _split(value: object) -> tuple[str, ...]:
@@ -20,17 +19,9 @@ def _split(value: object) -> tuple[str, ...]:
 Tenants = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
 
 
-class LookaheadSettings(PodSettings):
+class LookaheadSettings(PodSettings, RedisSettings):
     """Settings of `tandem-lookahead`."""
 
-    redis_url: str = ""
-    """URL of Redis or of a Redis cluster: redis://, rediss:// (TLS) or unix://; empty: REDIS_URL"""
-    redis_ca_file: Path | None = None
-    """certificates that verify the server's (rediss://); unset: the system's"""
-    redis_cert_file: Path | None = None
-    """client certificate, if the server wants one (rediss://)"""
-    redis_key_file: Path | None = None
-    """key of the client certificate, if it is not in the same file"""
     min_requests: Annotated[int, Field(ge=1, le=16)] = 2
     """distinct requests of a tenant that must generate a text before it is shared; 1: shared at once"""
     share_prompts: Tenants = ()

@@ -30,10 +30,10 @@ from redis.exceptions import RedisError, ResponseError
 from tandem_drafting.lookahead_protocol import spans_from_proto, spans_to_proto
 from tandem_drafting.spans import AcceptedSpan
 from tandem_proto.v1 import lookahead_pb2 as pb
+from tandem_service.redis_client import RedisAddress, connect, is_cluster
 from tandem_service.tasks import end_tasks
 
 from tandem_lookahead import scripts
-from tandem_lookahead.connection import RedisAddress, connect, is_cluster
 
 _PREFIX = "tandem:lookahead:2:"
 _CHUNK_BYTES = 4 << 20

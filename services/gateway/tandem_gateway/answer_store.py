@@ -1,0 +1,233 @@
+"""Answers in Redis: what one gateway has sent, another can go on with.
+
+tandem:answer:NAME          hash: `record`, an AnswerRecord, and `owner`, the computation that may append, ""
+                            if there is none
+tandem:answer:NAME:events   list of DecodeResponse messages, in the order in which clients get them
+tandem:gateway:ID           exists while the gateway lives
+
+An event is written before a client gets it. So whatever a client has seen is here, and its event ids mean the
+same to every gateway. Only the owner appends: a gateway that was paused while another took its answer over is
+refused. Everything expires.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+from google.protobuf.message import DecodeError
+from redis.exceptions import NoScriptError, RedisError
+from tandem_proto.v1 import answers_pb2, decode_pb2
+from tandem_service.redis_client import RedisAddress, connect
+from tandem_service.tasks import end_tasks
+
+from tandem_gateway.request import Event
+
+_PREFIX = "tandem:answer:"
+_GATEWAY_PREFIX = "tandem:gateway:"
+#: A gateway that did not say for so long that it lives is taken for dead.
+_LEASE_MS = 1000
+_HEARTBEAT_S = 0.3
+#: A slower Redis is not waited for: streams would pause.
+_TIMEOUT_S = 0.5
+
+#: record, events | owner, record, ms -> 1, or 0 if there is one of this name.
+_BEGIN = """
+if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
+redis.call('HSET', KEYS[1], 'owner', ARGV[1], 'record', ARGV[2])
+redis.call('PEXPIRE', KEYS[1], ARGV[3])
+redis.call('DEL', KEYS[2])
+return 1
+"""
+#: record, events | owner, number of events before, ms, event -> 1; 0 if another owns it; -1 if it is not here
+#: as far as that.
+_APPEND = """
+local owner = redis.call('HGET', KEYS[1], 'owner')
+if not owner then return -1 end
+if owner ~= ARGV[1] then return 0 end
+if redis.call('LLEN', KEYS[2]) ~= tonumber(ARGV[2]) then return -1 end
+redis.call('RPUSH', KEYS[2], ARGV[4])
+redis.call('PEXPIRE', KEYS[1], ARGV[3])
+redis.call('PEXPIRE', KEYS[2], ARGV[3])
+return 1
+"""
+#: record, events | owner, next owner, ms -> 1, or 0 if another owns it.
+_PASS_ON = """
+if redis.call('HGET', KEYS[1], 'owner') ~= ARGV[1] then return 0 end
+redis.call('HSET', KEYS[1], 'owner', ARGV[2])
+redis.call('PEXPIRE', KEYS[1], ARGV[3])
+redis.call('PEXPIRE', KEYS[2], ARGV[3])
+return 1
+"""
+#: record, events | owner : deletes both.
+_DROP = """
+if redis.call('HGET', KEYS[1], 'owner') == ARGV[1] then redis.call('DEL', KEYS[1], KEYS[2]) end
+return 1
+"""
+
+
+class StoreError(Exception):
+    """Redis does not answer."""
+
+
+class NotOwnerError(Exception):
+    """Another gateway goes on with the answer."""
+
+
+@dataclass(frozen=True)
+class StoredAnswer:
+    record: answers_pb2.AnswerRecord
+    #: From the position that was asked for.
+    events: list[Event]
+    owner: str
+    #: Whether another gateway computes it, and lives.
+    is_owned: bool
+
+
+class AnswerStore:
+    """`await start()`, then `await close()`. Belongs to one event loop. The methods that ask Redis raise
+    StoreError."""
+
+    def __init__(self, address: RedisAddress, *, ttl_s: float, longest_s: float) -> None:
+        """`ttl_s`: how long an answer is kept after its end; `longest_s`: longest computation."""
+        self._address = address
+        self._ttl_ms = round(ttl_s * 1000)
+        #: Until a computation ends or dies.
+        self._running_ms = round((longest_s + ttl_s) * 1000)
+        self._id = secrets.token_hex(8)
+        self._num_owners = 0
+        #: Untyped, as in the library. None: Redis did not answer lately.
+        self._client: Any = None
+        self._log = structlog.get_logger("tandem.answers")
+        self._heart: asyncio.Task[None] | None = None
+        self._hashes: dict[str, str] = {}
+
+    async def start(self) -> None:
+        """Does not wait for Redis."""
+        self._heart = asyncio.create_task(self._keep_alive())
+
+    async def close(self) -> None:
+        if self._heart is not None:
+            await end_tasks([self._heart])
+        with contextlib.suppress(StoreError):
+            async with self._redis() as redis:
+                await redis.delete(_GATEWAY_PREFIX + self._id)
+        if self._client is not None:
+            await self._client.aclose()
+
+    def new_owner(self) -> str:
+        """Names one computation by this gateway."""
+        self._num_owners += 1
+        return f"{self._id}:{self._num_owners}"
+
+    async def begin(self, name: str, owner: str, record: answers_pb2.AnswerRecord) -> bool:
+        """False, with nothing written, if there is an answer of this name."""
+        return bool(await self._eval(_BEGIN, name, owner, record.SerializeToString(), self._running_ms))
+
+    async def append(self, name: str, owner: str, num_before: int, event: Event) -> bool:
+        """False if the answer or a part of it is missing here. Raises NotOwnerError."""
+        message = (
+            decode_pb2.DecodeResponse(finished=event)
+            if isinstance(event, decode_pb2.DecodeFinished)
+            else decode_pb2.DecodeResponse(chunk=event)
+        )
+        done = await self._eval(
+            _APPEND, name, owner, num_before, self._running_ms, message.SerializeToString()
+        )
+        if done == 0:
+            raise NotOwnerError("another gateway goes on with this answer")
+        return bool(done == 1)
+
+    async def claim(self, name: str, previous: str, owner: str) -> bool:
+        """Makes `owner` the next one after `previous`; False if somebody else was faster."""
+        return bool(await self._eval(_PASS_ON, name, previous, owner, self._running_ms))
+
+    async def release(self, name: str, owner: str) -> None:
+        """The computation has ended; what it wrote stays for the time to live."""
+        await self._eval(_PASS_ON, name, owner, "", self._ttl_ms)
+
+    async def drop(self, name: str, owner: str) -> None:
+        await self._eval(_DROP, name, owner)
+
+    async def read(self, name: str, start: int = 0) -> StoredAnswer | None:
+        """The answer with its events from `start`; None if there is none, or one that cannot be read."""
+        async with self._redis() as redis:
+            fields = await redis.hgetall(_PREFIX + _slot(name))
+            if b"record" not in fields:
+                return None
+            owner = fields.get(b"owner", b"").decode()
+            gateway = owner.partition(":")[0]
+            # One of this gateway's own has ended and was not released yet: an answer is computed once here.
+            is_owned = gateway not in ("", self._id) and bool(await redis.exists(_GATEWAY_PREFIX + gateway))
+            # After the check of the owner, so that a dead one's last events are read.
+            payloads = await redis.lrange(_PREFIX + _slot(name) + ":events", start, -1)
+        try:
+            record = answers_pb2.AnswerRecord.FromString(fields[b"record"])
+            events = [_event(decode_pb2.DecodeResponse.FromString(payload)) for payload in payloads]
+        except (DecodeError, ValueError) as error:
+            self._log.warning("an answer in Redis cannot be read", name=name, reason=str(error))
+            return None
+        return StoredAnswer(record, events, owner, is_owned)
+
+    async def _eval(self, script: str, name: str, *arguments: object) -> int:
+        keys = (_PREFIX + _slot(name), _PREFIX + _slot(name) + ":events")
+        async with self._redis() as redis:
+            if script not in self._hashes:
+                self._hashes[script] = await redis.script_load(script)
+            try:
+                return int(await redis.evalsha(self._hashes[script], len(keys), *keys, *arguments))
+            except NoScriptError:  # Redis was restarted
+                return int(await redis.eval(script, len(keys), *keys, *arguments))
+
+    @asynccontextmanager
+    async def _redis(self) -> AsyncIterator[Any]:
+        if self._client is None:
+            raise StoreError("Redis does not answer")
+        client = self._client
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                yield client
+        except (RedisError, OSError, TimeoutError) as error:
+            if self._client is client:
+                self._log.warning("answers are not kept in Redis for now", reason=str(error) or "no answer")
+                self._client = None
+                await _close(client)
+            raise StoreError(f"Redis does not answer: {error}") from error
+
+    async def _keep_alive(self) -> None:
+        """Connects, and tells the other gateways that this one lives."""
+        while True:
+            with contextlib.suppress(StoreError, RedisError, OSError, TimeoutError):
+                if self._client is None:
+                    async with asyncio.timeout(_TIMEOUT_S):
+                        self._client = await connect(self._address)
+                async with self._redis() as redis:
+                    await redis.set(_GATEWAY_PREFIX + self._id, "", px=_LEASE_MS)
+            await asyncio.sleep(_HEARTBEAT_S)
+
+
+def _slot(name: str) -> str:
+    """Both keys of an answer lie in one hash slot of a cluster."""
+    return "{" + name + "}"
+
+
+def _event(message: decode_pb2.DecodeResponse) -> Event:
+    match message.WhichOneof("event"):
+        case "chunk":
+            return message.chunk
+        case "finished":
+            return message.finished
+        case other:
+            raise ValueError(f"an event of an answer is {other}")
+
+
+async def _close(client: Any) -> None:
+    with contextlib.suppress(RedisError, OSError, TimeoutError):
+        async with asyncio.timeout(_TIMEOUT_S):
+            await client.aclose()

@@ -1,0 +1,315 @@
+"""Cut streams are resumed, and repeated requests joined: in one gateway, and in another through Redis."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+import redis.asyncio as redis
+from redis_servers import RedisServer, answers
+from tandem_proto.v1 import gateway_pb2
+from waiting import until_async
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+WORDS = tuple(f" word{index}" for index in range(8))
+CHAT_BODY = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
+COMPLETION_BODY = {"prompt": "hi", "stream": True, "logprobs": 2}
+WITH_USAGE = {**CHAT_BODY, "stream_options": {"include_usage": True}, "logprobs": True, "top_logprobs": 2}
+
+
+@pytest.fixture
+async def redis_url(tmp_path: Path) -> AsyncIterator[str]:
+    server = RedisServer(tmp_path / "redis")
+    await server.start()
+    async with redis.Redis.from_url(server.url) as client:
+        await answers(client)
+    yield server.url
+    await server.stop()
+
+
+def events_of(text: str) -> list[tuple[str, dict | str]]:
+    """(id, JSON) of each complete event; [DONE] as it is."""
+    found = []
+    for block in text.split("\n\n")[:-1]:
+        fields = dict(line.split(": ", 1) for line in block.split("\n"))
+        data = fields["data"]
+        found.append((fields.get("id", ""), data if data == "[DONE]" else json.loads(data)))
+    return found
+
+
+async def first_events(front, path: str, body: dict, count: int, **headers: str) -> list[tuple[str, dict]]:
+    """Reads so many events, then closes the connection."""
+    text = ""
+    async with front.http.stream("POST", path, json=body, headers=headers) as response:
+        assert response.status_code == 200, await response.aread()
+        async for part in response.aiter_text():
+            text += part
+            if text.count("\n\n") >= count:
+                break
+    return events_of(text)[:count]
+
+
+async def rest(front, path: str, last_id: str, **headers: str) -> list[tuple[str, dict | str]]:
+    response = await front.http.post(path, headers={"last-event-id": last_id, **headers})
+    assert response.status_code == 200, response.text
+    return events_of(response.text)
+
+
+def without_times(events: list[tuple[str, dict | str]]) -> list[str]:
+    """The JSON without what differs between two computations."""
+    shown = []
+    for _, event in events:
+        if isinstance(event, dict) and event.get("usage"):
+            event = {**event, "usage": {**event["usage"], "tandem_receipt": None}}
+        shown.append(json.dumps(event, sort_keys=True))
+    return shown
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [(CHAT, CHAT_BODY), (CHAT, WITH_USAGE), (COMPLETIONS, COMPLETION_BODY)]
+)
+async def test_a_stream_cut_after_any_event_is_resumed(pods, gateway, path, body):
+    pod = await pods(words=WORDS)
+    front = await gateway(pod)
+    for count in range(1, len(WORDS) + 2):
+        head = await first_events(front, path, body, count)
+        tail = await rest(front, path, head[-1][0])
+        again = await rest(front, path, head[0][0])  # the same answer a second time, from its start
+        assert without_times(head + tail) == without_times(head[:1] + again)
+        assert {event["id"] for _, event in head + tail if isinstance(event, dict)} == {head[0][1]["id"]}
+        assert tail[-1] == ("", "[DONE]")
+        assert await _text(path, head + tail) == "".join(WORDS)
+
+
+async def _text(path: str, events: list[tuple[str, dict | str]]) -> str:
+    choices = [event["choices"][0] for _, event in events if isinstance(event, dict) and event["choices"]]
+    return "".join(
+        choice["delta"].get("content", "") if path == CHAT else choice["text"] for choice in choices
+    )
+
+
+async def test_a_left_stream_stops_its_pod_and_resumes_after_its_last_token(pods, gateway):
+    pod = await pods(words=WORDS, pause_s=0.1)
+    front = await gateway(pod)
+    head = await first_events(front, CHAT, CHAT_BODY, 3)
+    await asyncio.wait_for(pod.cancelled.wait(), 5)
+    tail = await rest(front, CHAT, head[-1][0])
+    assert await _text(CHAT, head + tail) == "".join(WORDS)
+    first, second = pod.requests
+    assert list(second.output_token_ids)[:3] == [10, 11, 12]
+    assert second.sampling == first.sampling  # the seed is the same
+    assert second.decode_retries  # so its text is not shared twice
+
+
+async def test_another_gateway_resumes_what_the_first_one_began(pods, gateway, redis_url):
+    pod = await pods(words=WORDS, pause_s=0.05)
+    one, other = await gateway(pod, redis_url=redis_url), await gateway(pod, redis_url=redis_url)
+    await _both_connected(redis_url)
+    for count in (1, 4, 8):
+        head = await first_events(one, CHAT, WITH_USAGE, count)
+        middle = await first_events_resumed(other, head[-1][0], 1)
+        tail = await rest(one, CHAT, middle[-1][0])
+        assert await _text(CHAT, head + middle + tail) == "".join(WORDS)
+        assert tail[-2][1]["usage"]["completion_tokens"] == len(WORDS)
+
+
+async def first_events_resumed(front, last_id: str, count: int) -> list[tuple[str, dict]]:
+    return await first_events(front, CHAT, {}, count, **{"last-event-id": last_id})
+
+
+async def _both_connected(url: str) -> None:
+    async with redis.Redis.from_url(url) as client:
+
+        async def are_alive() -> bool:
+            return len(await client.keys("tandem:gateway:*")) == 2
+
+        await until_async(are_alive)
+
+
+async def test_a_gateway_that_stops_ends_streams_with_an_error_and_another_resumes_them(
+    pods, gateway, redis_url
+):
+    pod = await pods(words=WORDS, pause_s=0.2)
+    one, other = await gateway(pod, redis_url=redis_url, drain_s=0.6), await gateway(pod, redis_url=redis_url)
+    await _both_connected(redis_url)
+    reading = asyncio.create_task(one.http.post(CHAT, json=CHAT_BODY))
+    call = one.grpc.Chat(
+        gateway_pb2.ChatRequest(messages=[gateway_pb2.ChatMessage(role="user", content="x")])
+    )
+    chunks = [await call.read()]
+    await one.process.stop()
+    text = (await reading).text
+    *head, last = events_of(text)
+    assert "Last-Event-ID" in last[1]["error"]["message"]
+    assert last[0] == ""
+    tail = await rest(other, CHAT, head[-1][0])
+    assert await _text(CHAT, head + tail) == "".join(WORDS)
+
+    with pytest.raises(grpc.aio.AioRpcError) as refusal:
+        while (message := await call.read()) is not grpc.aio.EOF:
+            chunks.append(message)
+    assert refusal.value.code() is grpc.StatusCode.UNAVAILABLE
+    resumed = other.grpc.Chat(gateway_pb2.ChatRequest(last_event_id=chunks[-1].chunk.event_id))
+    chunks += [message async for message in resumed]
+    assert "".join(message.chunk.text for message in chunks) == "".join(WORDS)
+    assert chunks[-1].end.receipt.output_tokens == len(WORDS)
+
+
+async def test_a_gateway_that_was_taken_for_dead_writes_no_more(pods, gateway, redis_url):
+    pod = await pods(words=WORDS, pause_s=0.2)
+    one, other = await gateway(pod, redis_url=redis_url), await gateway(pod, redis_url=redis_url)
+    await _both_connected(redis_url)
+    text = ""
+    async with (
+        redis.Redis.from_url(redis_url) as client,
+        one.http.stream("POST", CHAT, json=CHAT_BODY) as response,
+    ):
+        parts = response.aiter_text()
+        text += await anext(parts)
+        name = events_of(text)[0][0][:16]
+        owner = await client.hget("tandem:answer:{" + name + "}", "owner")
+        # As if it had been stopped for longer than its lease; nothing renews it meanwhile.
+        one.process._answers._store._heart.cancel()
+        await client.delete(b"tandem:gateway:" + owner.partition(b":")[0])
+        tail = await rest(other, CHAT, events_of(text)[0][0])
+        assert await _text(CHAT, events_of(text)[:1] + tail) == "".join(WORDS)
+        async for part in parts:
+            text += part
+    assert "another gateway" in events_of(text)[-1][1]["error"]["message"]
+
+
+@pytest.mark.parametrize("with_redis", [False, True])
+async def test_requests_with_one_key_get_one_answer(pods, gateway, redis_url, with_redis):
+    pod = await pods(words=WORDS, pause_s=0.1)
+    url = redis_url if with_redis else ""
+    fronts = [await gateway(pod, redis_url=url)]
+    if with_redis:
+        fronts.append(await gateway(pod, redis_url=url))
+        await _both_connected(url)
+    body = {**CHAT_BODY, "stream": False, "temperature": 1.0}
+    headers = {"idempotency-key": "order-17"}
+    running = [asyncio.create_task(front.http.post(CHAT, json=body, headers=headers)) for front in fronts * 2]
+    responses = [await task for task in running]
+    responses.append(await fronts[-1].http.post(CHAT, json=body, headers=headers))  # after the end
+    shown = {json.dumps(response.json(), sort_keys=True) for response in responses}
+    assert len(shown) == 1
+    assert len(pod.requests) == 1
+
+    other = await fronts[-1].http.post(CHAT, json={**body, "temperature": 0.5}, headers=headers)
+    assert other.status_code == 422
+    assert other.json()["error"]["code"] == "idempotency_key_reused"
+    bad = await fronts[0].http.post(CHAT, json=body, headers={"idempotency-key": "x" * 256})
+    assert bad.status_code == 400
+
+
+async def test_a_request_with_a_key_is_computed_although_its_caller_left(pods, gateway):
+    pod = await pods(words=WORDS, pause_s=0.1)
+    front = await gateway(pod)
+    await first_events(front, CHAT, CHAT_BODY, 1, **{"idempotency-key": "k"})
+    response = await front.http.post(CHAT, json=CHAT_BODY, headers={"idempotency-key": "k"})
+    assert await _text(CHAT, events_of(response.text)) == "".join(WORDS)
+    assert len(pod.requests) == 1
+    assert not pod.cancelled.is_set()
+
+
+async def test_grpc_requests_with_one_key_get_one_answer(pods, gateway):
+    pod = await pods(words=WORDS, pause_s=0.05)
+    front = await gateway(pod)
+    message = gateway_pb2.ChatMessage(role="user", content="x")
+
+    async def ask(**fields: object) -> str:
+        call = front.grpc.Chat(gateway_pb2.ChatRequest(messages=[message], idempotency_key="k", **fields))
+        return "".join([response.chunk.text async for response in call])
+
+    assert set(await asyncio.gather(ask(), ask(request_id="second"))) == {"".join(WORDS)}
+    assert len(pod.requests) == 1
+    with pytest.raises(grpc.aio.AioRpcError) as refusal:
+        await ask(slo_class="batch")
+    assert refusal.value.code() is grpc.StatusCode.ALREADY_EXISTS
+
+
+async def test_a_failed_request_does_not_keep_its_key(pods, gateway):
+    pod = await pods(words=WORDS, fail_with=grpc.StatusCode.INTERNAL)
+    front = await gateway(pod)
+    headers = {"idempotency-key": "k"}
+    assert (await front.http.post(CHAT, json=CHAT_BODY, headers=headers)).status_code == 500
+    pod.fail_with = None
+    response = await front.http.post(CHAT, json=CHAT_BODY, headers=headers)
+    assert await _text(CHAT, events_of(response.text)) == "".join(WORDS)
+
+
+async def test_ids_that_name_no_answer_are_refused(pods, gateway, keys_file):
+    front = await gateway(await pods(words=WORDS), api_keys_file=keys_file)
+    acme, slow = {"authorization": "Bearer acme-key"}, {"authorization": "Bearer slow-key"}
+    ((event_id, _),) = await first_events(front, CHAT, CHAT_BODY, 1, **acme)
+    answer_id, _, _ = event_id.partition("-")
+
+    async def status(last_id: str, path: str = CHAT, headers: dict[str, str] = acme) -> int:
+        response = await front.http.post(path, headers={**headers, "last-event-id": last_id})
+        return response.status_code
+
+    assert await status(event_id) == 200
+    assert await status(event_id, headers=slow) == 404  # another tenant's
+    assert await status(event_id, headers={}) == 401
+    assert await status(event_id, COMPLETIONS) == 400
+    assert await status(f"{answer_id}-10") == 404  # after the end
+    assert await status(f"{answer_id[:16]}{'0' * 8}-1") == 404  # another answer of that name
+    assert await status(f"{'0' * 24}-1") == 404
+    for text in ("", "x", f"{answer_id}", f"{answer_id}--1", f"{answer_id}-{'9' * 5000}", event_id.upper()):
+        assert await status(text) == 400
+
+
+async def test_answers_expire_and_can_be_switched_off(pods, gateway):
+    pod = await pods(words=WORDS)
+    front = await gateway(pod, resume_ttl_s=0.3)
+    ((event_id, _),) = await first_events(front, CHAT, CHAT_BODY, 1)
+
+    async def is_gone() -> bool:
+        return await front.metric("tandem_kept_answer_bytes") == 0
+
+    await until_async(is_gone)
+    response = await front.http.post(CHAT, headers={"last-event-id": event_id})
+    assert response.status_code == 404
+
+    front = await gateway(pod, resume_ttl_s=0)
+    assert {event_id for event_id, _ in await first_events(front, CHAT, CHAT_BODY, 3)} == {""}
+
+
+async def test_answers_in_memory_are_bounded(pods, gateway):
+    pod = await pods(words=("x" * 100_000,) * 4)
+    front = await gateway(pod, resume_max_bytes=1 << 20)
+    ids = []
+    for _ in range(5):
+        response = await front.http.post(CHAT, json=CHAT_BODY)
+        ids.append(events_of(response.text)[0][0])
+    assert await front.metric("tandem_kept_answer_bytes") <= 1 << 20
+    statuses = [
+        (await front.http.post(CHAT, headers={"last-event-id": event_id})).status_code for event_id in ids
+    ]
+    assert statuses[0] == 404
+    assert statuses[-1] == 200
+
+
+async def test_a_stream_goes_on_when_redis_stops(pods, gateway, tmp_path):
+    server = RedisServer(tmp_path / "redis")
+    await server.start()
+    async with redis.Redis.from_url(server.url) as client:
+        await answers(client)
+    pod = await pods(words=WORDS, pause_s=0.2)
+    front = await gateway(pod, redis_url=server.url)
+
+    async def is_connected() -> bool:
+        return front.process._answers._store._client is not None
+
+    await until_async(is_connected)
+    text = ""
+    async with front.http.stream("POST", CHAT, json=CHAT_BODY) as response:
+        async for part in response.aiter_text():
+            if not text:
+                await server.stop()
+            text += part
+    assert await _text(CHAT, events_of(text)) == "".join(WORDS)
+    tail = await rest(front, CHAT, events_of(text)[2][0])  # from memory
+    assert await _text(CHAT, events_of(text)[:3] + tail) == "".join(WORDS)
