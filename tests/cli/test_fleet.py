@@ -28,7 +28,7 @@ OPTIONS = FleetOptions(model_dir=Path("models/m"), num_prefill=2, num_decode=2, 
 def test_the_default_fleet_has_the_documented_ports() -> None:
     plan = plan_fleet(OPTIONS)
     assert {spec.name: dict(spec.ports) for spec in plan.processes} == {
-        "gateway": {"grpc": 50051, "http": 8000},
+        "gateway-0": {"grpc": 50051, "http": 8000},
         "prefill-0": {"grpc": 51100, "metrics": 52100},
         "prefill-1": {"grpc": 51101, "metrics": 52101},
         "decode-0": {"grpc": 51200, "kv": 51300, "metrics": 52200},
@@ -43,7 +43,7 @@ def test_who_calls_others_is_stopped_first() -> None:
     assert stages == [{"gateway"}, {"decode"}, {"prefill"}, {"lookahead"}, {"redis"}]
 
 
-@pytest.mark.parametrize("name", ["gateway", "decode-1", "prefill-0", "lookahead"])
+@pytest.mark.parametrize("name", ["gateway-0", "decode-1", "prefill-0", "lookahead"])
 def test_each_process_accepts_its_flags(name: str) -> None:
     (spec,) = (spec for spec in plan_fleet(OPTIONS).processes if spec.name == name)
     settings = load(SETTINGS[spec.role], spec.command[1:])
@@ -69,6 +69,21 @@ def test_the_gateway_and_the_decode_pods_know_their_peers() -> None:
     assert gateway[gateway.index("--prefill") + 1] == "127.0.0.1:51100,127.0.0.1:51101"
     decode = plan.processes[1].command
     assert decode[decode.index("--lookahead") + 1] == "127.0.0.1:51400"
+
+
+def test_several_gateways_have_consecutive_ports_and_share_a_redis() -> None:
+    options = replace(OPTIONS, num_gateways=2, speculation=SpeculationMode.OFF)
+    plan = plan_fleet(options)
+    gateways = [spec for spec in plan.processes if spec.role == "gateway"]
+    assert [dict(spec.ports) for spec in gateways] == [
+        {"grpc": 50051, "http": 8000},
+        {"grpc": 50052, "http": 8001},
+    ]
+    (redis,) = (spec for spec in plan.processes if spec.role == "redis")
+    for spec in gateways:
+        assert spec.command[spec.command.index("--redis-url") + 1] == redis.health_target
+    with pytest.raises(OptionError, match="--gateways 0: must be between 1 and 8"):
+        replace(OPTIONS, num_gateways=0)
 
 
 @pytest.mark.parametrize("speculation", [SpeculationMode.OFF, SpeculationMode.LOCAL])

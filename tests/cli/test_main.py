@@ -220,6 +220,13 @@ def test_chat_once_answers_on_stdout_and_accounts_on_stderr(gateway: FakeGateway
     assert "SLO: met" in ended.stderr
 
 
+def test_chat_resumes_an_answer_that_was_cut(gateway: FakeGateway, tmp_path: Path) -> None:
+    gateway.cut_after = 1
+    ended = tandem("chat", "--target", gateway.target, "--once", "hi", home=tmp_path)
+    assert (ended.returncode, ended.stdout) == (0, "su\n")
+    assert [request.last_event_id for request in gateway.requests] == ["", "1"]
+
+
 def test_chat_says_when_there_is_no_gateway(tmp_path: Path) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))

@@ -134,7 +134,7 @@ def test_a_fleet_from_start_to_end(installation: Path) -> None:
         assert sorted(pod.name for pod in ready.pods) == [
             "decode-0",
             "decode-1",
-            "gateway",
+            "gateway-0",
             "lookahead",
             "prefill-0",
             "redis",
@@ -158,7 +158,7 @@ def test_a_fleet_from_start_to_end(installation: Path) -> None:
         assert fleet.state() is None
         assert not any(is_alive(pod.pid) for pod in again.pods if pod.pid is not None)
         drained = [line.split()[0] for line in fleet.log().splitlines() if line.endswith("| draining")]
-        assert drained[0] == "gateway"
+        assert drained[0] == "gateway-0"
         assert set(drained[1:3]) == {"decode-0", "decode-1"}
         assert drained[-1] == "lookahead"
 

@@ -62,15 +62,19 @@ def container_ports(role: str) -> dict[str, int]:
 
 
 def environment(role: str) -> dict[str, str]:
-    """Variables of the main container; values from the downward API stand as "<field path>"."""
+    """Variables of the main container; other objects' values stand as "<field path>" and "<secret/key>"."""
     container, maps = main_container(role), objects("ConfigMap")
     found: dict[str, str] = {}
     for source in container.get("envFrom", []):
         found |= maps[source["configMapRef"]["name"]]["data"]
     for variable in container.get("env", []):
-        found[variable["name"]] = (
-            variable.get("value") or f"<{variable['valueFrom']['fieldRef']['fieldPath']}>"
-        )
+        if "value" in variable:
+            found[variable["name"]] = variable["value"]
+        elif "fieldRef" in variable["valueFrom"]:
+            found[variable["name"]] = f"<{variable['valueFrom']['fieldRef']['fieldPath']}>"
+        else:
+            secret = variable["valueFrom"]["secretKeyRef"]
+            found[variable["name"]] = f"<{secret['name']}/{secret['key']}>"
     return found
 
 
@@ -106,7 +110,7 @@ def test_every_variable_is_a_setting_of_its_process_and_its_value_is_accepted(
     settings = SETTINGS[role]
     variables = environment(role)
     unknown = {key for key in variables if key.removeprefix("TANDEM_").lower() not in settings.model_fields}
-    assert not unknown
+    assert unknown <= {"REDIS_PASSWORD"}  # is used in the value of another one
     for key, value in variables.items():
         monkeypatch.setenv(key, "10.0.0.7" if value == "<status.podIP>" else value)
     loaded = settings(_cli_parse_args=[])
@@ -158,8 +162,12 @@ def test_each_process_is_told_the_name_and_port_of_its_peers(role: str, variable
     assert int(port) == container_ports(peer)["grpc"]
 
 
-def test_the_lookahead_service_is_told_of_redis() -> None:
-    assert environment("lookahead")["TANDEM_REDIS_URL"] == "redis://tandem-redis:6379/0"
+@pytest.mark.parametrize("role", ["gateway", "lookahead"])
+def test_those_who_need_redis_are_told_of_it_and_of_its_password(role: str) -> None:
+    assert environment(role)["TANDEM_REDIS_URL"] == "redis://:$(REDIS_PASSWORD)@tandem-redis:6379/0"
+    server = main_container("redis")
+    assert server["command"][server["command"].index("--requirepass") + 1] == "$(REDIS_PASSWORD)"
+    assert {environment(name)["REDIS_PASSWORD"] for name in ("redis", role)} == {"<tandem-redis/password>"}
 
 
 @pytest.mark.parametrize("role", ["decode", "prefill"])
@@ -260,6 +268,7 @@ NEEDED = {
     ("prefill", "decode", 51300),
     ("decode", "lookahead", 51400),
     ("lookahead", "redis", 6379),
+    ("gateway", "redis", 6379),
 }
 
 

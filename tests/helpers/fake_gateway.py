@@ -34,6 +34,8 @@ class FakeGateway(gateway_pb2_grpc.GatewayServiceServicer):
     pause_s: float = 0.0
     #: Every request whose number is a multiple is refused; 0: none.
     refuse_each: int = 0
+    #: Chats end after so many chunks with UNAVAILABLE, unless they are resumed; 0: they do not.
+    cut_after: int = 0
     target: str = ""
     requests: list[gateway_pb2.ChatRequest] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
@@ -62,11 +64,14 @@ class FakeGateway(gateway_pb2_grpc.GatewayServiceServicer):
         try:
             if answer.failure is not None:
                 context.abort(*answer.failure)
-            for word in answer.words:
+            num_seen = int(request.last_event_id or 0)
+            for index, word in list(enumerate(answer.words, start=1))[num_seen:]:
                 if cancelled.wait(self.pause_s):
                     return
-                chunk = gateway_pb2.GeneratedChunk(text=word, token_ids=word.encode())
+                chunk = gateway_pb2.GeneratedChunk(text=word, token_ids=word.encode(), event_id=str(index))
                 yield gateway_pb2.ChatResponse(chunk=chunk)
+                if self.cut_after and index == self.cut_after and not num_seen:
+                    context.abort(grpc.StatusCode.UNAVAILABLE, "the gateway is stopping")
             yield gateway_pb2.ChatResponse(end=gateway_pb2.GeneratedEnd(receipt=answer.receipt))
         finally:
             with self._lock:

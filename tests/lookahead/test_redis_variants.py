@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import redis.asyncio as redis
 from redis_servers import RedisServer, answers, cluster, tls_door
-from tandem_service.redis_client import RedisAddress
 from tandem_lookahead.store import RedisStore, StoreUnavailableError
 from tandem_proto.v1 import lookahead_pb2 as pb
+from tandem_service.redis_client import RedisAddress
 
 ANSWER = tuple(range(100, 120))
 #: All that the service ever says to Redis, scripts included (docs/lookahead.md).

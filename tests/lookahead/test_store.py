@@ -10,7 +10,6 @@ import pytest
 import redis.asyncio as redis
 from tandem_drafting.spans import AcceptedSpan
 from tandem_lookahead import store as store_module
-from tandem_service.redis_client import RedisAddress
 from tandem_lookahead.store import (
     START,
     EntryId,
@@ -20,6 +19,7 @@ from tandem_lookahead.store import (
     StoreUnavailableError,
     WrongGenerationError,
 )
+from tandem_service.redis_client import RedisAddress
 from tandem_service.tasks import end_tasks
 from waiting import until_async
 

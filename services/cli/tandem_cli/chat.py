@@ -29,6 +29,10 @@ class GatewayError(Exception):
     """The gateway refused the request or cannot be reached."""
 
 
+#: A restarted gateway, or another one behind the same address, answers within this time.
+_RESUME_LIMIT_S, _RESUME_INTERVAL_S = 15.0, 0.5
+
+
 @dataclass(frozen=True)
 class ChatOptions:
     target: str
@@ -90,7 +94,7 @@ class Conversation:
             self.messages.append(gateway_pb2.ChatMessage(role="system", content=self.options.system))
 
     def ask(self, text: str) -> Iterator[Answer]:
-        """Yields the same Answer, updated, after each message of the stream.
+        """Yields the same Answer, updated, after each message of the stream. A stream that is cut is resumed.
 
         Raises GatewayError. Closing the iterator cancels the call; the history keeps the text so far.
         """
@@ -108,20 +112,37 @@ class Conversation:
         )
         answer = Answer()
         started = time.monotonic()
-        call = self.stub.Chat(request, metadata=self.options.metadata)
         try:
-            for response in call:
+            for response in self._responses(request):
                 self._take(answer, response, time.monotonic() - started)
                 yield answer
-        except grpc.RpcError as error:
-            raise GatewayError(_explain(error, self.options.target)) from error
         finally:
-            call.cancel()
             if answer.text:
                 self.messages.append(gateway_pb2.ChatMessage(role="assistant", content=answer.text))
             else:
                 # Without an answer two user turns would follow each other, which chat templates refuse.
                 self.messages.pop()
+
+    def _responses(self, request: gateway_pb2.ChatRequest) -> Iterator[gateway_pb2.ChatResponse]:
+        """Raises GatewayError. Closing the iterator cancels the call."""
+        event_id = ""
+        give_up_at = 0.0
+        while True:
+            call = self.stub.Chat(request, metadata=self.options.metadata)
+            try:
+                for response in call:
+                    event_id = response.chunk.event_id or response.end.event_id
+                    give_up_at = time.monotonic() + _RESUME_LIMIT_S
+                    yield response
+                return
+            except grpc.RpcError as error:
+                is_cut = isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNAVAILABLE
+                if not (is_cut and event_id and time.monotonic() < give_up_at):
+                    raise GatewayError(_explain(error, self.options.target)) from error
+            finally:
+                call.cancel()
+            time.sleep(_RESUME_INTERVAL_S)
+            request = gateway_pb2.ChatRequest(last_event_id=event_id)
 
     @staticmethod
     def _take(answer: Answer, response: gateway_pb2.ChatResponse, elapsed_s: float) -> None:

@@ -1,6 +1,6 @@
 """Plans the processes of `tandem up`, their flags and their ports; starts nothing.
 
-gateway    gRPC 50051, HTTP 8000         redis  a unix socket, no port
+gateway i  gRPC 50051 + i, HTTP 8000 + i         redis  a unix socket, no port
 prefill i  base + i         decode j     base + 100 + j
 lookahead  base + 300       decode j's KV ingress  base + 200 + j       metrics  port + 1000
 """
@@ -22,6 +22,7 @@ from tandem_cli.supervisor import ProcessSpec
 
 ROLES = ("gateway", "decode", "prefill", "lookahead")
 MAX_PODS_PER_ROLE = 100
+MAX_GATEWAYS = 8
 _METRICS_OFFSET = 1000
 
 
@@ -60,6 +61,7 @@ class FleetOptions:
     quantization: str = "auto"
     num_prefill: int = 1
     num_decode: int = 1
+    num_gateways: int = 1
     host: str = "127.0.0.1"
     grpc_port: int = 50051
     http_port: int = 8000
@@ -87,6 +89,8 @@ class FleetOptions:
             raise OptionError(f"--prefill {self.num_prefill}: must be between 0 and {MAX_PODS_PER_ROLE}")
         if not 1 <= self.num_decode <= MAX_PODS_PER_ROLE:
             raise OptionError(f"--decode {self.num_decode}: must be between 1 and {MAX_PODS_PER_ROLE}")
+        if not 1 <= self.num_gateways <= MAX_GATEWAYS:
+            raise OptionError(f"--gateways {self.num_gateways}: must be between 1 and {MAX_GATEWAYS}")
         if self.threads is not None and self.threads < 1:
             raise OptionError(f"--threads {self.threads}: must be at least 1")
         if self.max_model_len < 0:
@@ -110,8 +114,8 @@ class FleetPlan:
 
 
 def plan_fleet(options: FleetOptions) -> FleetPlan:
-    """Gateway, decode pods, prefill pods and, if drafts use the text of other requests, the lookahead service
-    and Redis. Raises RedisNotFoundError."""
+    """Gateways, decode pods, prefill pods; the lookahead service, if drafts use the text of other requests;
+    Redis for that and for several gateways. Raises RedisNotFoundError."""
     return _Planner(options).plan()
 
 
@@ -130,10 +134,12 @@ class _Planner:
         prefill = tuple(self._prefill(index) for index in range(options.num_prefill))
         shares_text = options.speculation.uses_shared_text
         lookahead = (self._lookahead(),) if shares_text else ()
-        redis = (self._redis(),) if shares_text and not options.redis_url else ()
+        wants_redis = shares_text or options.num_gateways > 1
+        redis = (self._redis(),) if wants_redis and not options.redis_url else ()
         decode = tuple(self._decode(index, lookahead) for index in range(options.num_decode))
-        gateway = (self._gateway(prefill, decode),)
-        return FleetPlan(tuple(stage for stage in (gateway, decode, prefill, lookahead, redis) if stage))
+        url = self._redis_url() if redis else options.redis_url
+        gateways = tuple(self._gateway(i, prefill, decode, url) for i in range(options.num_gateways))
+        return FleetPlan(tuple(stage for stage in (gateways, decode, prefill, lookahead, redis) if stage))
 
     def _prefill(self, index: int) -> ProcessSpec:
         port = self._options.base_port + index
@@ -153,19 +159,25 @@ class _Planner:
         return self._pod("decode", f"decode-{index}", ports, flags)
 
     def _lookahead(self) -> ProcessSpec:
-        url = self._options.redis_url or f"unix://{redis_server.socket_path(self._options.redis_dir)}"
-        flags = ["--redis-url", url]
+        flags = ["--redis-url", self._options.redis_url or self._redis_url()]
         return self._pod("lookahead", "lookahead", {"grpc": self._options.base_port + 300}, flags)
 
     def _redis(self) -> ProcessSpec:
-        folder = self._options.redis_dir
-        url = f"unix://{redis_server.socket_path(folder)}"
-        return ProcessSpec("redis", "redis", redis_server.command(folder), ports={}, health_target=url)
+        command = redis_server.command(self._options.redis_dir)
+        return ProcessSpec("redis", "redis", command, ports={}, health_target=self._redis_url())
 
-    def _gateway(self, prefill: Sequence[ProcessSpec], decode: Sequence[ProcessSpec]) -> ProcessSpec:
+    def _redis_url(self) -> str:
+        """Of the fleet's own server."""
+        return f"unix://{redis_server.socket_path(self._options.redis_dir)}"
+
+    def _gateway(
+        self, index: int, prefill: Sequence[ProcessSpec], decode: Sequence[ProcessSpec], redis_url: str
+    ) -> ProcessSpec:
         options = self._options
-        ports = {"grpc": options.grpc_port, "http": options.http_port}
-        flags = ["--grpc-port", str(options.grpc_port), "--http-port", str(options.http_port)]
+        ports = {"grpc": options.grpc_port + index, "http": options.http_port + index}
+        flags = ["--grpc-port", str(ports["grpc"]), "--http-port", str(ports["http"])]
+        if redis_url:
+            flags += ["--redis-url", redis_url]
         flags += ["--model", str(options.model_dir), "--decode", _targets(decode)]
         if prefill:
             flags += ["--prefill", _targets(prefill)]
@@ -173,7 +185,7 @@ class _Planner:
             flags += ["--max-model-len", str(options.max_model_len)]
         if options.api_keys_file is not None:
             flags += ["--api-keys-file", str(options.api_keys_file)]
-        return self._process("gateway", "gateway", ports, flags)
+        return self._process("gateway", f"gateway-{index}", ports, flags)
 
     def _model_flags(self) -> list[str]:
         options = self._options

@@ -69,6 +69,9 @@ def up(
     quantization: QuantizationOption = QuantizationName.AUTO,
     prefill: Annotated[int, typer.Option(help="Number of prefill pods; 0: decode pods do it.")] = 1,
     decode: Annotated[int, typer.Option(help="Number of decode pods.")] = 1,
+    gateways: Annotated[
+        int, typer.Option(help="Number of gateways, at consecutive ports; clients resume at any of them.")
+    ] = 1,
     host: Annotated[str, typer.Option(help="Address all pods listen on.")] = "127.0.0.1",
     grpc_port: Annotated[int, typer.Option(min=1, max=65535, help="Gateway, gRPC.")] = 50051,
     http_port: Annotated[int, typer.Option(min=1, max=65535, help="Gateway, HTTP.")] = 8000,
@@ -120,6 +123,7 @@ def up(
             quantization=quantization.value,
             num_prefill=prefill,
             num_decode=decode,
+            num_gateways=gateways,
             host=host,
             grpc_port=grpc_port,
             http_port=http_port,
