@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 import toy_models
+from waiting import until_async
 
 if TYPE_CHECKING:
     from conftest import RunningFleet
@@ -165,8 +166,11 @@ async def resume_streams(fleet: RunningFleet, num_streams: int, seed: int) -> Ta
                 group.create_task(client())
     finally:
         killing.cancel()
-    while not all([await _is_healthy(url) for url in urls]):
-        await asyncio.sleep(0.1)
+
+    async def are_back() -> bool:
+        return all([await _is_healthy(url) for url in urls])
+
+    await until_async(are_back, limit_s=60.0)
     return tally
 
 

@@ -40,8 +40,7 @@ class LookaheadPod:
             callers=CALLERS,
         )
         address = options.redis_address()
-        if address is None:
-            raise OSError("no Redis; name one with --redis-url or REDIS_URL (`tandem up` runs one)")
+        assert address is not None  # checked in main
         metrics = LookaheadMetrics(self.server.registry)
         self._store = RedisStore(address, stream_length=options.stream_length)
         self._hub = LookaheadHub(self._store, options, metrics)
@@ -87,6 +86,9 @@ def main() -> None:
     options = settings.load(LookaheadSettings)
     logs.configure(options, "lookahead")
     log = structlog.get_logger("tandem.lookahead")
+    if options.redis_address() is None:
+        log.error("cannot start: no Redis; name one with --redis-url or REDIS_URL (`tandem up` runs one)")
+        raise SystemExit(2)
     try:
         asyncio.run(serve(options))
     except OSError as error:
