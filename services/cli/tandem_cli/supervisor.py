@@ -24,6 +24,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import IO, Protocol
 
 from tandem_service import parent_death
 
@@ -35,7 +36,7 @@ EXIT_BAD_SETTINGS = 2
 
 #: Limits how long OpenMP threads spin after an operation: idle pods would occupy the cores of busy ones.
 #: Measured time of a step: 53 ms (50-55 ms with the default, 70 ms without spinning).
-_POD_ENVIRONMENT = {"GOMP_SPINCOUNT": "20000"}
+POD_ENVIRONMENT = {"GOMP_SPINCOUNT": "20000"}
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,35 @@ class Health(enum.Enum):
     SILENT = "silent"
 
 
+class Process(Protocol):
+    """What the supervisor uses of subprocess.Popen."""
+
+    pid: int
+    returncode: int | None
+
+    @property
+    def stdout(self) -> IO[bytes] | None: ...
+
+    def wait(self) -> int: ...
+
+    def terminate(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+
+def spawn(spec: ProcessSpec) -> Process:
+    """Starts the process in a session of its own."""
+    return subprocess.Popen(
+        [*parent_death.command_prefix(signal.SIGKILL), *spec.command],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        # A pod that crashes in native code says where.
+        env={**POD_ENVIRONMENT, **os.environ, "PYTHONFAULTHANDLER": "1"},
+    )
+
+
 class StartupError(Exception):
     """A process does not start; the message contains its last lines."""
 
@@ -86,7 +116,7 @@ class Child:
 
     def __init__(self, spec: ProcessSpec) -> None:
         self.spec = spec
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: Process | None = None
         self.ready = asyncio.Event()
         self.was_ever_ready = False
         self.last_lines: deque[str] = deque(maxlen=12)
@@ -114,6 +144,7 @@ class Supervisor:
         on_change: Callable[[], None],
         policy: RestartPolicy | None = None,
         grace_s: float = 12.0,
+        spawn: Callable[[ProcessSpec], Process] = spawn,
     ) -> None:
         self._stages = [[Child(spec) for spec in stage] for stage in stages]
         self._probe = probe
@@ -122,6 +153,7 @@ class Supervisor:
         self._on_change = on_change
         self._policy = policy or RestartPolicy()
         self._grace_s = grace_s
+        self._spawn = spawn
         self._stopping = asyncio.Event()
         self._kill_now = asyncio.Event()
         self._keepers: dict[str, asyncio.Task[None]] = {}
@@ -209,16 +241,7 @@ class Supervisor:
     async def _run_once(self, child: Child) -> int:
         """One life of the process; returns its exit code (negative: the signal that ended it)."""
         spec = child.spec
-        process = subprocess.Popen(  # noqa: ASYNC220  # vfork and exec: no time passes in the loop
-            [*parent_death.command_prefix(signal.SIGKILL), *spec.command],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            # A pod that crashes in native code says where.
-            env={**_POD_ENVIRONMENT, **os.environ, "PYTHONFAULTHANDLER": "1"},
-        )
-        child.process = process
+        process = child.process = self._spawn(spec)
         self._on_change()
         reader = asyncio.create_task(self._pump_lines(child, process))
         prober = asyncio.create_task(self._watch_health(child, process))
@@ -235,7 +258,7 @@ class Supervisor:
             self._on_change()
         return code
 
-    async def _watch_health(self, child: Child, process: subprocess.Popen[bytes]) -> None:
+    async def _watch_health(self, child: Child, process: Process) -> None:
         """Sets `ready`; then kills the process if it hangs."""
         started = time.monotonic()
         while await self._probe(child.spec) is not Health.SERVING:  # noqa: ASYNC110  # no event of this loop
@@ -253,7 +276,7 @@ class Supervisor:
         self._on_event(child.spec, f"has not answered for {silent_s:.0f} s: killed")
         process.kill()
 
-    async def _pump_lines(self, child: Child, process: subprocess.Popen[bytes]) -> None:
+    async def _pump_lines(self, child: Child, process: Process) -> None:
         assert process.stdout is not None
         stream = asyncio.StreamReader()
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
@@ -290,7 +313,7 @@ async def _finished(tasks: Sequence[asyncio.Task[None]]) -> bool:
     return True
 
 
-async def wait_for_exit(process: subprocess.Popen[bytes]) -> int:
+async def wait_for_exit(process: Process) -> int:
     """Exit code of the process, negative for a signal. Does not wait for its pipes to close."""
     loop = asyncio.get_running_loop()
     exited = asyncio.Event()

@@ -1,0 +1,109 @@
+"""The options of `tandem chaos`, what it prints, and its exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tandem_cli.options import fail
+
+RANDOM_MODEL = "random"
+
+
+def chaos(
+    model: Annotated[
+        str, typer.Option(help="`random`: one of three layers, made here; or as in `tandem up`.")
+    ] = RANDOM_MODEL,
+    seed: Annotated[int, typer.Option(min=0, help="Equal seeds give equal requests and faults.")] = 0,
+    faults: Annotated[int, typer.Option(min=0, help="Faults of processes and links to inject.")] = 40,
+    frames: Annotated[
+        int, typer.Option(min=0, help="Instead: damaged frames between prefill and decode pods.")
+    ] = 0,
+    kinds: Annotated[
+        str,
+        typer.Option(help="Of kill, term, pause, hang, cut, reset; with --frames, kinds of frame faults."),
+    ] = "",
+    roles: Annotated[str, typer.Option(help="Of gateway, decode, prefill, lookahead, redis.")] = "",
+    prefill: Annotated[int, typer.Option(min=1, help="Prefill pods.")] = 2,
+    decode: Annotated[int, typer.Option(min=2, help="Decode pods; one can always be spared.")] = 3,
+    concurrency: Annotated[int, typer.Option(min=1, help="Clients.")] = 6,
+    contexts: Annotated[str, typer.Option(help="Tokens of the prompts.")] = "60,500,4000",
+    cases: Annotated[int, typer.Option(min=1, help="Different requests.")] = 36,
+    settle_s: Annotated[
+        float, typer.Option(min=0.1, help="Seconds in which everything must be given back.")
+    ] = 1.0,
+    fork: Annotated[
+        bool,
+        typer.Option(help="Start pods by fork, in a tenth of the CPU time; --no-fork: as `tandem up` does."),
+    ] = True,
+    report: Annotated[Path | None, typer.Option(help="Write the report to this file, too.")] = None,
+    log: Annotated[Path | None, typer.Option(help="Folder for the output of all processes.")] = None,
+) -> None:
+    """Inject faults into a fleet of its own, and check that no client sees them."""
+    from tandem_core.errors import ModelLoadError
+    from tandem_core.model import registry
+
+    from tandem_cli import models
+    from tandem_cli.chaos import random_model
+    from tandem_cli.chaos.faults import PROCESS_KINDS, ROLES, FaultKind
+    from tandem_cli.chaos.frame_proxy import FrameFault
+    from tandem_cli.chaos.frames import FrameOptions, run_frames
+    from tandem_cli.chaos.run import ChaosOptions, run_chaos
+    from tandem_cli.chaos.violations import Violations
+    from tandem_cli.supervisor import StartupError
+
+    def show(line: str) -> None:
+        typer.echo(f"{time.strftime('%H:%M:%S', time.gmtime())}  {line}", err=True)
+
+    violations = Violations(lambda sentence: show(f"VIOLATION: {sentence}"))
+    with tempfile.TemporaryDirectory(prefix="tandem-chaos-") as scratch:
+        folder = log or Path(scratch)
+        try:
+            if model == RANDOM_MODEL:
+                folder_of_model = registry.find(random_model.NAME) or models.pull(
+                    str(random_model.save(Path(scratch)))
+                )
+            else:
+                folder_of_model = models.obtain(model)
+            models.prepare_weights(folder_of_model, "float32", "auto")
+            if frames:
+                frame_kinds = tuple(map(FrameFault, _words(kinds))) or tuple(FrameFault)
+                options = FrameOptions(folder_of_model, seed, frames, frame_kinds, settle_s=settle_s)
+                text = str(asyncio.run(run_frames(options, violations)))
+            else:
+                process_options = ChaosOptions(
+                    model=folder_of_model,
+                    folder=folder,
+                    seed=seed,
+                    num_faults=faults,
+                    kinds=tuple(map(FaultKind, _words(kinds))) or PROCESS_KINDS,
+                    roles=_words(roles) or ROLES,
+                    num_prefill=prefill,
+                    num_decode=decode,
+                    concurrency=concurrency,
+                    contexts=tuple(map(int, _words(contexts))),
+                    num_cases=cases,
+                    settle_s=settle_s,
+                    forks=fork,
+                )
+                text = str(asyncio.run(run_chaos(process_options, violations, show)))
+        except (ModelLoadError, StartupError) as error:
+            fail(str(error))
+        except ValueError as error:
+            fail(str(error), code=2)
+    typer.echo(text)
+    if report is not None:
+        report.write_text(text + "\n", encoding="utf-8")
+    for sentence in violations.sentences:
+        typer.echo(f"violation: {sentence}", err=True)
+    if violations.sentences:
+        fail(f"{len(violations.sentences)} violations; --seed {seed} repeats the requests and the faults")
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(",") if word.strip())

@@ -1,0 +1,134 @@
+"""Faults of processes and of the links between them.
+
+kill    SIGKILL
+term    SIGTERM: the process drains and ends
+pause   SIGSTOP, and SIGCONT after up to three seconds: shorter and longer than every limit of silence
+hang    SIGSTOP for good: the supervisor kills the process
+cut     nothing passes between two processes for up to three seconds
+reset   connections between two processes are reset and refused for up to three seconds
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from tandem_cli.chaos.fleet import ChaosFleet
+from tandem_cli.supervisor import Child
+
+
+class FaultKind(enum.StrEnum):
+    KILL = "kill"
+    TERM = "term"
+    PAUSE = "pause"
+    HANG = "hang"
+    CUT = "cut"
+    RESET = "reset"
+
+    @property
+    def is_of_link(self) -> bool:
+        return self in (FaultKind.CUT, FaultKind.RESET)
+
+
+PROCESS_KINDS = (FaultKind.KILL, FaultKind.TERM, FaultKind.PAUSE, FaultKind.HANG)
+ROLES = ("gateway", "decode", "prefill", "lookahead", "redis")
+_LONGEST_PAUSE_S = 3.0
+#: Who calls whom.
+_CALLERS = {
+    "decode": ("gateway",),
+    "prefill": ("decode", "gateway"),
+    "lookahead": ("decode",),
+    "redis": ("lookahead",),
+}
+
+
+@dataclass
+class Fault:
+    kind: FaultKind
+    role: str
+    #: What happened to whom, for people.
+    what: str = ""
+    at: float = 0.0
+    #: Monotonic seconds when it was taken back, as far as the injector does that.
+    over_at: float = field(default=float("inf"))
+
+    @property
+    def cause(self) -> str:
+        return f"{self.kind} {self.role}"
+
+
+class Injector:
+    """Draws faults from the seed and injects them."""
+
+    def __init__(
+        self,
+        fleet: ChaosFleet,
+        rng: random.Random,
+        kinds: tuple[FaultKind, ...],
+        roles: tuple[str, ...],
+    ) -> None:
+        self._fleet = fleet
+        self._rng = rng
+        self._choices = [
+            (kind, role)
+            for kind in kinds
+            for role in roles
+            if not (kind.is_of_link and role == "gateway")  # nothing of the fleet calls it
+        ]
+        self._ending: set[asyncio.Task[None]] = set()
+
+    def draw(self) -> Fault:
+        kind, role = self._rng.choice(self._choices)
+        return Fault(kind, role)
+
+    def inject(self, fault: Fault) -> None:
+        """The caller has waited until the role can spare a process."""
+        ready = [child for child in self._fleet.of_role(fault.role) if child.ready.is_set()]
+        child = self._rng.choice(ready)
+        lasts_s = self._rng.uniform(0.05, _LONGEST_PAUSE_S)
+        fault.at = time.monotonic()
+        fault.what = f"{fault.kind} {child.spec.name}"
+        if fault.kind.is_of_link:
+            self._cut(fault, child, lasts_s)
+            return
+        assert child.pid is not None
+        number = {FaultKind.KILL: signal.SIGKILL, FaultKind.TERM: signal.SIGTERM}
+        os.kill(child.pid, number.get(fault.kind, signal.SIGSTOP))
+        if fault.kind is FaultKind.PAUSE:
+            fault.what += f" for {lasts_s:.2f} s"
+            self._later(lasts_s, fault, partial(_continue, child.pid))
+
+    async def settle(self) -> None:
+        """Waits until pauses and cuts are over."""
+        await asyncio.gather(*self._ending)
+
+    def _cut(self, fault: Fault, child: Child, lasts_s: float) -> None:
+        proxy = self._fleet.proxies[child.spec.name]
+        callers = sorted(proxy.callers()) or [self._fleet.of_role(_CALLERS[fault.role][0])[0].spec.name]
+        caller = self._rng.choice(callers)
+        fault.what = f"{fault.kind} {caller} - {child.spec.name} for {lasts_s:.2f} s"
+        proxy.cut(caller, reset=fault.kind is FaultKind.RESET)
+        self._later(lasts_s, fault, lambda: proxy.heal(caller))
+
+    def _later(self, delay_s: float, fault: Fault, end: Callable[[], None]) -> None:
+        async def wait() -> None:
+            await asyncio.sleep(delay_s)
+            end()
+            fault.over_at = time.monotonic()
+
+        task = asyncio.create_task(wait())
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+
+def _continue(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)

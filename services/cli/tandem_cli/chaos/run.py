@@ -1,0 +1,321 @@
+"""Load on a fleet, faults by seed, and what must hold after each.
+
+    reference     each case alone: its answer
+    calm          all cases at once without faults: the same answers; the pauses to compare with
+    round         clients ask cases without end; one fault after another, each when the streams that the one
+                  before stopped have moved on
+    end of round  the load ends: within `settle_s` nothing is held, then every process is back
+
+An answer must equal its reference, whatever happened. The only error that a client may see is that of its
+gateway: there is one, so its streams end with it, and the client asks again. (With two gateways and cut
+streams that resume, `_Load._repeat` is where a client would resume.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc.aio
+from tandem_core.model.manifest import ModelManifest
+
+from tandem_cli.chaos.checks import Growth, held
+from tandem_cli.chaos.faults import PROCESS_KINDS, ROLES, Fault, FaultKind, Injector
+from tandem_cli.chaos.fleet import BACK_LIMIT_S, ChaosFleet, ChaosFleetOptions, running_fleet
+from tandem_cli.chaos.load import Answer, Case, Client, Stream, make_cases, references
+from tandem_cli.chaos.report import ChaosReport
+from tandem_cli.chaos.violations import Violations
+from tandem_cli.fleet import PodFlag
+
+_LOOK_S = 0.01
+#: Longest time between a client's requests. Without it the load would take the cores that restarts need.
+_THINK_S = 0.4
+_BLOCK_SIZE = 64
+#: Longest answer and some drafts.
+_ANSWER_ROOM = 512
+#: A stream that is younger need not have moved before the next fault.
+_YOUNG_S = 0.5
+
+
+@dataclass(frozen=True)
+class ChaosOptions:
+    model: Path
+    #: The processes' output and the data of Redis.
+    folder: Path
+    seed: int
+    num_faults: int
+    kinds: tuple[FaultKind, ...] = PROCESS_KINDS
+    roles: tuple[str, ...] = ROLES
+    num_prefill: int = 2
+    num_decode: int = 3
+    #: Clients.
+    concurrency: int = 6
+    #: Tokens of the prompts.
+    contexts: tuple[int, ...] = (60, 500, 4000)
+    num_cases: int = 36
+    faults_per_round: int = 20
+    settle_s: float = 1.0
+    forks: bool = True
+
+    def pod_flags(self) -> tuple[PodFlag, ...]:
+        # Room for every client at its longest, and no more: caches must evict.
+        blocks = self.concurrency * -(-(max(self.contexts) + _ANSWER_ROOM) // _BLOCK_SIZE)
+        flags = {
+            "decode": {"num-blocks": blocks, "local-prefill-tokens": 128, "idle-prefill-tokens": 128},
+            "prefill": {"num-blocks": blocks},
+        }
+        return tuple(
+            PodFlag(role, flag, str(value))
+            for role, values in flags.items()
+            for flag, value in values.items()
+        )
+
+
+async def run_chaos(
+    options: ChaosOptions, violations: Violations, show: Callable[[str], None]
+) -> ChaosReport:
+    """Raises StartupError when the fleet does not start."""
+    fleet_options = ChaosFleetOptions(
+        model=options.model,
+        folder=options.folder,
+        num_prefill=options.num_prefill,
+        num_decode=options.num_decode,
+        forks=options.forks,
+        cuts=any(kind.is_of_link for kind in options.kinds),
+        pod_flags=options.pod_flags(),
+    )
+    async with running_fleet(fleet_options) as fleet:
+        client = Client(fleet.gateway_target)
+        try:
+            await fleet.until_serving(client, {"decode": options.num_decode, "prefill": options.num_prefill})
+            return await _Run(options, fleet, client, violations, show).run()
+        finally:
+            await client.close()
+
+
+class _Load:
+    """Clients that ask one case after another, and compare."""
+
+    def __init__(
+        self,
+        fleet: ChaosFleet,
+        client: Client,
+        cases: Sequence[Case],
+        answers: Sequence[Answer],
+        violations: Violations,
+        report: ChaosReport,
+    ) -> None:
+        self._fleet = fleet
+        self._client = client
+        self._cases = cases
+        self._answers = answers
+        self._violations = violations
+        self._report = report
+        self.active: set[Stream] = set()
+        #: Faults of this round, newest last.
+        self.faults: list[Fault] = []
+        self.is_ending = False
+
+    async def ask(self, index: int) -> Stream:
+        """The stream that brought the answer."""
+        while True:
+            stream = Stream(self._cases[index])
+            self.active.add(stream)
+            try:
+                answer = await self._client.ask(stream)
+                break
+            except grpc.aio.AioRpcError as error:
+                stream.ended_at = time.monotonic()
+                if not self._lost_its_gateway(stream):
+                    self._violations.add(
+                        f"case {index} ({stream.case.name}, context {stream.case.context}) failed after "
+                        f"{self.last_fault()}: {error.code().name}: {error.details()}"
+                    )
+                    return stream
+                await self._repeat()
+            finally:
+                self.active.discard(stream)
+        report, reference = self._report, self._answers[index]
+        report.num_answers += 1
+        report.num_tokens += len(answer.token_ids)
+        report.num_continued += stream.receipt.decode_retries > 0
+        report.num_prefilled_again += stream.receipt.prefill_retries > 0
+        if answer != reference:
+            self._violations.add(
+                f"case {index} ({stream.case.name}, context {stream.case.context}) has another answer after "
+                f"{self.last_fault()}: {answer.difference(reference)}"
+            )
+        elif stream.receipt.output_tokens != len(answer.token_ids):
+            self._violations.add(
+                f"case {index}: the receipt counts {stream.receipt.output_tokens} tokens of "
+                f"{len(answer.token_ids)}"
+            )
+        return stream
+
+    async def clients(self, number: int, rng: random.Random) -> list[Stream]:
+        """Asks until `is_ending`; returns all streams."""
+        streams: list[Stream] = []
+
+        async def one() -> None:
+            while not self.is_ending:
+                streams.append(await self.ask(rng.randrange(len(self._cases))))
+                await asyncio.sleep(rng.uniform(0.0, _THINK_S))
+
+        await asyncio.gather(*(one() for _ in range(number)))
+        return streams
+
+    async def _repeat(self) -> None:
+        self._report.num_broken_by_gateway += 1
+        await self._fleet.until_serving(self._client, {"decode": 1, "prefill": 0})
+
+    def _lost_its_gateway(self, stream: Stream) -> bool:
+        return any(fault.role == "gateway" and fault.over_at > stream.started_at for fault in self.faults)
+
+    def last_fault(self) -> str:
+        return self.faults[-1].what if self.faults else "no fault"
+
+
+class _Run:
+    def __init__(
+        self,
+        options: ChaosOptions,
+        fleet: ChaosFleet,
+        client: Client,
+        violations: Violations,
+        show: Callable[[str], None],
+    ) -> None:
+        self._options = options
+        self._fleet = fleet
+        self._client = client
+        self._violations = violations
+        self._show = show
+        self._rng = random.Random(options.seed)
+        self._report = ChaosReport()
+        self._growth = Growth(violations)
+        self._injector = Injector(fleet, self._rng, options.kinds, options.roles)
+
+    async def run(self) -> ChaosReport:
+        options, report = self._options, self._report
+        vocab_size = ModelManifest.read(options.model).vocab_size
+        cases = make_cases(options.seed, options.contexts, vocab_size, options.num_cases)
+        cases, answers = await references(self._client, cases)
+        self._show(f"{len(cases)} cases have their references")
+        load = _Load(self._fleet, self._client, cases, answers, self._violations, report)
+        await self._calm(load, len(cases))
+        started = time.monotonic()
+        while report.num_faults < options.num_faults and not self._violations.sentences:
+            load.is_ending = False
+            load.faults.clear()
+            clients = asyncio.create_task(load.clients(options.concurrency, self._rng))
+            try:
+                num_left = options.num_faults - report.num_faults
+                for _ in range(min(options.faults_per_round, num_left)):
+                    await self._one_fault(load)
+                load.is_ending = True
+                async with asyncio.timeout(BACK_LIMIT_S):
+                    streams = await clients
+            except TimeoutError as error:
+                waiting = ", ".join(f"{s.case.name}/{s.case.context}" for s in load.active)
+                self._violations.add(
+                    f"after {load.last_fault()}: {error or 'streams do not end'} ({waiting})"
+                )
+                break
+            finally:
+                clients.cancel()
+            self._note_gaps(streams, load.faults)
+            await self._end_of_round()
+            report.num_rounds += 1
+            report.seconds = time.monotonic() - started
+            self._show(
+                f"{report.num_faults} faults in {report.seconds:.0f} s, {report.num_answers} answers, "
+                f"{report.num_continued} continued"
+            )
+        report.most_memory_mib = self._growth.most_memory_mib
+        report.most_descriptors = self._growth.most_descriptors
+        report.violations = self._violations.sentences
+        return report
+
+    async def _calm(self, load: _Load, num_cases: int) -> None:
+        left = list(range(num_cases))
+
+        async def one() -> None:
+            while left:
+                self._report.gaps.add(await load.ask(left.pop()), None)
+
+        await asyncio.gather(*(one() for _ in range(self._options.concurrency)))
+
+    async def _one_fault(self, load: _Load) -> None:
+        fault = self._injector.draw()
+        # One pod more than must be left; a decode pod can do without prefill pods.
+        least = {"decode": 1 + (fault.role == "decode"), "prefill": int(fault.role == "prefill")}
+        await self._fleet.until_serving(self._client, least)
+
+        async def is_streaming() -> bool:
+            return any(stream.chunks_at for stream in load.active)
+
+        await self._fleet.until("a stream", is_streaming)
+        await asyncio.sleep(self._rng.uniform(0.0, 0.2))
+        self._injector.inject(fault)
+        load.faults.append(fault)
+        self._report.faults[fault.cause] += 1
+        if fault.role == "gateway" and fault.kind is not FaultKind.PAUSE:
+            await self._until_restarted(fault)
+
+        async def have_moved() -> bool:
+            now = time.monotonic()
+            return all(
+                stream.has_moved_since(fault.at) or now - stream.started_at < _YOUNG_S
+                for stream in load.active
+            )
+
+        await self._fleet.until(f"all streams go on after {fault.what}", have_moved)
+
+    async def _until_restarted(self, fault: Fault) -> None:
+        (child,) = self._fleet.of_role("gateway")
+
+        async def has_gone() -> bool:
+            return not child.ready.is_set()
+
+        await self._fleet.until("the gateway ends", has_gone)
+        await self._fleet.until_serving(self._client, {"decode": 1, "prefill": 0})
+        fault.over_at = time.monotonic()
+
+    def _note_gaps(self, streams: Sequence[Stream], faults: Sequence[Fault]) -> None:
+        for stream in streams:
+            if stream.ended_at is None:
+                continue
+            met = [fault for fault in faults if stream.started_at < fault.at < stream.ended_at]
+            for fault in met:
+                # With two of a role the receipt does not show which of them concerned the stream.
+                if sum(other.role == fault.role for other in met) == 1:
+                    self._report.gaps.add(stream, fault)
+
+    async def _end_of_round(self) -> None:
+        await self._injector.settle()
+        ended = time.monotonic()
+        kept: dict[str, object] = {}
+        while True:
+            kept = {name: held(usage) for name, usage in (await self._fleet.usages()).items() if held(usage)}
+            try:
+                gateway = await self._client.fleet()
+                if gateway.requests_running + gateway.requests_queued:
+                    kept["gateway"] = gateway.requests_running + gateway.requests_queued
+            except grpc.aio.AioRpcError:
+                pass  # it restarts
+            if not kept:
+                break
+            if time.monotonic() - ended > self._options.settle_s:
+                faults = f"{self._options.settle_s:g} s after the last answer"
+                self._violations.add(f"{faults} there is still held: {kept}")
+                break
+            await asyncio.sleep(_LOOK_S)
+        everyone = {"decode": self._options.num_decode, "prefill": self._options.num_prefill}
+        try:
+            await self._fleet.until_serving(self._client, everyone)
+        except TimeoutError as error:
+            self._violations.add(f"not every process came back: {error}")
+        self._growth.look(self._fleet.pids())

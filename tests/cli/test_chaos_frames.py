@@ -1,0 +1,64 @@
+"""Frame faults: none of them reaches a token, and a missing guard is found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tandem_cli.chaos.frame_proxy import FrameFault
+from tandem_cli.chaos.frames import FrameOptions, FrameReport, run_frames
+from tandem_cli.chaos.violations import Violations
+from tandem_engine.transport import codec, incoming
+from tandem_engine.transport.incoming import IncomingTransfer
+
+#: Nothing here may depend on the speed of the machine.
+PATIENT = {"settle_s": 30.0}
+
+
+async def run(model: Path, num_faults: int, *kinds: FrameFault, **sizes: int) -> FrameReport:
+    options = FrameOptions(
+        model, seed=5, num_faults=num_faults, kinds=kinds or tuple(FrameFault), **PATIENT, **sizes
+    )
+    return await run_frames(options, Violations())
+
+
+async def test_no_frame_fault_changes_a_token_or_leaves_anything_behind(tiny_model: Path) -> None:
+    report = await run(tiny_model, 300, round_size=48, concurrency=24)
+    assert report.violations == ()
+    assert report.num_faults.total() >= 300
+    assert len(report.num_faults) >= 6, "many kinds"
+    assert report.num_complete > 0
+    assert report.num_failed > 0
+    assert sum(report.num_dropped.values()) > 0
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("kind", FrameFault)
+async def test_each_kind_alone(tiny_model: Path, kind: FrameFault) -> None:
+    report = await run(tiny_model, 400, kind, round_size=64, concurrency=32)
+    assert report.violations == ()
+    assert set(report.num_faults) == {kind}
+
+
+async def test_a_damaged_frame_that_is_accepted_is_found(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the digest's check."""
+    monkeypatch.setattr(incoming.secrets, "compare_digest", lambda *_: True)
+    report = await run(tiny_model, 100, FrameFault.CORRUPT, round_size=32, concurrency=16)
+    assert any("differs from what was sent" in sentence for sentence in report.violations)
+
+
+async def test_a_frame_of_an_old_epoch_that_is_accepted_is_found(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked = IncomingTransfer._check
+
+    def check(self: IncomingTransfer, frame: codec.Frame, payload: memoryview) -> slice:
+        place = (frame.transfer_id, self.ticket.epoch, frame.layer, frame.first_block, frame.num_blocks)
+        current = codec.Frame(*place, codec.digest(*place, payload))
+        return checked(self, current, payload)
+
+    monkeypatch.setattr(IncomingTransfer, "_check", check)
+    report = await run(tiny_model, 60, FrameFault.STALE, round_size=16, concurrency=16)
+    assert any("a frame of epoch 1 was written in epoch 2" in sentence for sentence in report.violations)
