@@ -98,7 +98,7 @@ async def whole_answer(urls: list[str], index: int, rng: random.Random, tally: T
             if key and not received.last_id:
                 headers["idempotency-key"] = key
             request = None if received.last_id else body(index)
-            stop_after = rng.randrange(1, 40) if cuts_left else 0
+            stop_after = rng.randrange(1, 8) if cuts_left else 0
             url = rng.choice(urls)
             num_before = received.num_tokens
             try:

@@ -109,7 +109,9 @@ class AnswerStore:
         self._hashes: dict[str, str] = {}
 
     async def start(self) -> None:
-        """Does not wait for Redis."""
+        """Connects if Redis answers now; else as soon as it does."""
+        with contextlib.suppress(StoreError):
+            await self._renew_lease()
         self._heart = asyncio.create_task(self._keep_alive())
 
     async def close(self) -> None:
@@ -203,13 +205,19 @@ class AnswerStore:
     async def _keep_alive(self) -> None:
         """Connects, and tells the other gateways that this one lives."""
         while True:
-            with contextlib.suppress(StoreError, RedisError, OSError, TimeoutError):
-                if self._client is None:
-                    async with asyncio.timeout(_TIMEOUT_S):
-                        self._client = await connect(self._address)
-                async with self._redis() as redis:
-                    await redis.set(_GATEWAY_PREFIX + self._id, "", px=_LEASE_MS)
             await asyncio.sleep(_HEARTBEAT_S)
+            with contextlib.suppress(StoreError):
+                await self._renew_lease()
+
+    async def _renew_lease(self) -> None:
+        if self._client is None:
+            try:
+                async with asyncio.timeout(_TIMEOUT_S):
+                    self._client = await connect(self._address)
+            except (RedisError, OSError, TimeoutError) as error:
+                raise StoreError(f"Redis does not answer: {error}") from error
+        async with self._redis() as redis:
+            await redis.set(_GATEWAY_PREFIX + self._id, "", px=_LEASE_MS)
 
 
 def _slot(name: str) -> str:

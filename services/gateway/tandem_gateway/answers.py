@@ -253,7 +253,7 @@ class Answers:
             raise InvalidRequestError("Last-Event-ID", "is no id of an event of this API; send it as it came")
         answer_id, num_events = match[1], int(match[2])
         async with self._lock:
-            found = await self._find(answer_id[:_NAME_CHARS])
+            found = await self._find(answer_id[:_NAME_CHARS], must_look=True)
             is_known = found is not None and await self._has_events(found, num_events)
         if (
             found is None
@@ -415,8 +415,8 @@ class Answers:
             is_repeated=True,
         )
 
-    async def _find(self, name: str) -> Answer | None:
-        """Raises UnavailableError. Hold the lock."""
+    async def _find(self, name: str, *, must_look: bool = False) -> Answer | None:
+        """`must_look`: without an answer of Redis there is none. Raises UnavailableError. Hold the lock."""
         known = self._kept.get(name)
         if known is not None and (
             known.has_ended or known.owner or known in self._running or not known.is_stored
@@ -428,7 +428,7 @@ class Answers:
         try:
             stored = await self._store.read(name)
         except StoreError as error:
-            if known is None:
+            if known is None and not must_look:
                 return None
             raise UnavailableError(
                 f"answers are kept in Redis, which cannot be reached now: {error}"

@@ -1,0 +1,263 @@
+"""Rolls every role of a fleet from one installation to another and back, under load.
+
+    python benchmarks/rolling_update.py --old OLD_VENV --new NEW_VENV --model FOLDER --out FILE.md
+
+OLD_VENV and NEW_VENV are virtual environments with two versions of Tandem, for example from two wheels. The fleet has
+two gateways, two decode pods, two prefill pods, a lookahead service and Redis. For each role, one pod of the other
+version starts beside them, is waited for, and one of the first version gets SIGTERM, until all are replaced, as a
+Deployment with `maxSurge: 1` does. Prefill pods come first, gateways last; on the way back gateways come first, so
+that versions meet in both orders.
+
+Meanwhile clients stream answers over gRPC, through any gateway, and resume a stream that is cut. An answer counts as
+failed if it does not get to its end, and as changed if a token differs from the same request before the first
+replacement. Exit status 1: one of them happened.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+from reporting import markdown_table, write_page
+from tandem_cli import health, redis_server
+from tandem_cli.bench.dataset import sample_dialogues
+from tandem_cli.supervisor import Health
+from tandem_proto.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
+from tandem_service.channels import open_channel
+
+FIRST_PORT = {"gateway": 27000, "decode": 27100, "prefill": 27200, "lookahead": 27300}
+HTTP_PORT, KV_PORT = 27400, 27500
+REPLICAS = {"prefill": 2, "decode": 2, "lookahead": 1, "gateway": 2}
+#: One more than replicas, for the pod that starts before another stops.
+SLOTS = {role: count + 1 for role, count in REPLICAS.items()}
+#: Gateways look at their pods once a second.
+SEEN_S = 2.0
+START_LIMIT_S, STOP_LIMIT_S, ANSWER_LIMIT_S = 180.0, 40.0, 300.0
+
+
+@dataclass
+class Pod:
+    role: str
+    slot: int
+    venv: Path
+    process: asyncio.subprocess.Process
+
+    @property
+    def target(self) -> str:
+        return target(self.role, self.slot)
+
+
+def target(role: str, slot: int) -> str:
+    return f"127.0.0.1:{FIRST_PORT[role] + slot}"
+
+
+def targets(role: str) -> str:
+    return ",".join(target(role, slot) for slot in range(SLOTS[role]))
+
+
+@dataclass
+class Fleet:
+    model: Path
+    folder: Path
+    pods: list[Pod] = field(default_factory=list)
+
+    def command(self, role: str, slot: int, venv: Path) -> list[str]:
+        redis = f"unix://{redis_server.socket_path(self.folder)}"
+        model = ["--model", str(self.model)]
+        engine = [*model, "--port", str(FIRST_PORT[role] + slot), "--threads", "1", "--num-blocks", "128"]
+        flags = {
+            "gateway": [*model, "--grpc-port", str(FIRST_PORT[role] + slot), "--http-port", str(HTTP_PORT + slot),
+                        "--decode", targets("decode"), "--prefill", targets("prefill"), "--redis-url", redis],
+            "decode": [*engine, "--kv-port", str(KV_PORT + slot), "--lookahead", target("lookahead", 0),
+                       "--lookahead", target("lookahead", 1)],
+            "prefill": engine,
+            "lookahead": ["--port", str(FIRST_PORT[role] + slot), "--redis-url", redis],
+        }[role]  # fmt: skip
+        return [str(venv / "bin" / f"tandem-{role}"), "--pod-id", f"{role}-{slot}", *flags]
+
+    async def start(self, role: str, slot: int, venv: Path) -> Pod:
+        log = (self.folder / f"{role}-{slot}-{time.monotonic_ns()}.log").open("wb")
+        process = await asyncio.create_subprocess_exec(
+            *self.command(role, slot, venv), stdout=log, stderr=asyncio.subprocess.STDOUT
+        )
+        pod = Pod(role, slot, venv, process)
+        self.pods.append(pod)
+        return pod
+
+    async def until_serving(self, pods: Sequence[Pod]) -> None:
+        give_up_at = time.monotonic() + START_LIMIT_S
+        for pod in pods:
+            while await health.check(pod.target) is not Health.SERVING:
+                if pod.process.returncode is not None or time.monotonic() > give_up_at:
+                    raise RuntimeError(f"{pod.role}-{pod.slot} of {pod.venv} does not serve; see {self.folder}")
+                await asyncio.sleep(0.1)
+
+    async def replace(self, role: str, old: Path, new: Path) -> list[float]:
+        """One after another; returns the seconds from each SIGTERM to the process's end."""
+        took = []
+        for pod in [pod for pod in self.pods if pod.role == role and pod.venv == old]:
+            used = {other.slot for other in self.pods if other.role == role}
+            (free,) = set(range(SLOTS[role])) - used
+            await self.until_serving([await self.start(role, free, new)])
+            await asyncio.sleep(SEEN_S)
+            asked_at = time.monotonic()
+            pod.process.send_signal(signal.SIGTERM)
+            await asyncio.wait_for(pod.process.wait(), STOP_LIMIT_S)
+            took.append(time.monotonic() - asked_at)
+            self.pods.remove(pod)
+        return took
+
+    async def stop(self) -> None:
+        for pod in self.pods:
+            if pod.process.returncode is None:
+                pod.process.kill()
+                await pod.process.wait()
+
+
+@dataclass
+class Answer:
+    tokens: tuple[int, ...] = ()
+    num_resumes: int = 0
+    longest_gap_s: float = 0.0
+    failure: str = ""
+
+
+def request(index: int) -> gateway_pb2.ChatRequest:
+    texts = [dialogue.as_text() for dialogue in sample_dialogues()]
+    text = texts[index % len(texts)][: 400 + 300 * (index % 5)]
+    sampling = common_pb2.SamplingParams(
+        max_tokens=80 + 20 * (index % 4), temperature=0.7 * (index % 2), seed=index, ignore_eos=True
+    )
+    message = gateway_pb2.ChatMessage(role="user", content=f"{index}: {text}")
+    return gateway_pb2.ChatRequest(messages=[message], sampling=sampling, slo_class="batch")
+
+
+async def ask(fleet: Fleet, index: int, rng: random.Random) -> Answer:
+    """One answer, resumed through any gateway until it is complete."""
+    answer, event_id, tokens = Answer(), "", []
+    key = f"{index}-{rng.random()}"
+    give_up_at = time.monotonic() + ANSWER_LIMIT_S
+    last_at: float | None = None
+    while True:
+        gateways = [pod for pod in fleet.pods if pod.role == "gateway"]
+        async with open_channel(rng.choice(gateways).target) as channel:
+            stub = gateway_pb2_grpc.GatewayServiceStub(channel)
+            message = request(index)
+            message.idempotency_key = key
+            if event_id:
+                message = gateway_pb2.ChatRequest(last_event_id=event_id)
+            try:
+                async for response in stub.Chat(message):
+                    now = time.monotonic()
+                    if last_at is not None:
+                        answer.longest_gap_s = max(answer.longest_gap_s, now - last_at)
+                    last_at = now
+                    event_id = response.chunk.event_id or response.end.event_id
+                    tokens += response.chunk.token_ids
+                    if response.HasField("end"):
+                        answer.tokens = tuple(tokens)
+                        return answer
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE or time.monotonic() > give_up_at:
+                    answer.failure = f"{error.code().name}: {error.details()}"
+                    return answer
+        answer.num_resumes += 1
+        await asyncio.sleep(0.1)
+
+
+@dataclass
+class Tally:
+    counts: Counter[str] = field(default_factory=Counter)
+    gaps_s: list[float] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+
+async def load(fleet: Fleet, expected: Sequence[Answer], tally: Tally, rng: random.Random) -> None:
+    while True:
+        index = rng.randrange(len(expected))
+        answer = await ask(fleet, index, rng)
+        tally.counts["answers"] += 1
+        tally.counts["resumed"] += answer.num_resumes
+        tally.gaps_s.append(answer.longest_gap_s)
+        if answer.failure:
+            tally.failures.append(answer.failure)
+        elif answer.tokens != expected[index].tokens:
+            tally.counts["changed"] += 1
+
+
+async def run(options: argparse.Namespace) -> bool:
+    rng = random.Random(options.seed)
+    with tempfile.TemporaryDirectory(prefix="tandem-rolling-") as folder:
+        fleet = Fleet(options.model, Path(folder))
+        redis = await asyncio.create_subprocess_exec(*redis_server.command(fleet.folder))
+        rows = []
+        all_well = True
+        try:
+            started = [
+                await fleet.start(role, slot, options.old)
+                for role, count in REPLICAS.items()
+                for slot in range(count)
+            ]
+            await fleet.until_serving(started)
+            await asyncio.sleep(SEEN_S)
+            expected = [await ask(fleet, index, rng) for index in range(options.prompts)]
+            assert all(answer.tokens and not answer.failure for answer in expected), expected
+            ways = [(tuple(REPLICAS), options.old, options.new), (tuple(REPLICAS)[::-1], options.new, options.old)]
+            for roles, old, new in ways:
+                for role in roles:
+                    tally = Tally()
+                    clients = [
+                        asyncio.create_task(load(fleet, expected, tally, rng)) for _ in range(options.clients)
+                    ]
+                    took = await fleet.replace(role, old, new)
+                    while tally.counts["answers"] < options.clients:  # those that ran meanwhile
+                        await asyncio.sleep(0.1)
+                    for task in clients:
+                        task.cancel()
+                    for task in await asyncio.gather(*clients, return_exceptions=True):
+                        if isinstance(task, Exception):
+                            raise task
+                    all_well = all_well and not tally.failures and not tally.counts["changed"]
+                    rows.append([
+                        f"{role}, {'old to new' if old == options.old else 'new to old'}",
+                        str(tally.counts["answers"]), str(tally.counts["resumed"]), str(len(tally.failures)),
+                        str(tally.counts["changed"]), f"{max(took):.1f} s",
+                        f"{statistics.median(tally.gaps_s) * 1e3:.0f} ms", f"{max(tally.gaps_s) * 1e3:.0f} ms",
+                    ])  # fmt: skip
+                    print(rows[-1], *tally.failures, flush=True)
+        finally:
+            await fleet.stop()
+            redis.terminate()
+            await redis.wait()
+    head = ["role, direction", "answers", "resumes", "failed", "changed", "longest stop",
+            "longest pause in an answer, median", "worst"]  # fmt: skip
+    if options.out is not None:
+        write_page(options.out, "Rolling update under load", [__doc__ or "", markdown_table(head, rows)])
+    return all_well
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--old", type=Path, required=True, help="virtual environment of the first version")
+    parser.add_argument("--new", type=Path, required=True, help="virtual environment of the second version")
+    parser.add_argument("--model", type=Path, required=True, help="model folder")
+    parser.add_argument("--prompts", type=int, default=12)
+    parser.add_argument("--clients", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="page to write")
+    sys.exit(0 if asyncio.run(run(parser.parse_args())) else 1)
+
+
+if __name__ == "__main__":
+    main()
