@@ -2,21 +2,22 @@
 
     python benchmarks/rolling_update.py --old OLD_VENV --new NEW_VENV --model FOLDER --out FILE.md
 
-OLD_VENV and NEW_VENV are virtual environments with two versions of Tandem, for example from two wheels. The fleet has
-two gateways, two decode pods, two prefill pods, a lookahead service and Redis. For each role, one pod of the other
-version starts beside them, is waited for, and one of the first version gets SIGTERM, until all are replaced, as a
-Deployment with `maxSurge: 1` does. Prefill pods come first, gateways last; on the way back gateways come first, so
-that versions meet in both orders.
+OLD_VENV and NEW_VENV are virtual environments with two versions of Tandem, for example from two wheels. The
+fleet has two gateways, two decode pods, two prefill pods, a lookahead service and Redis. For each role, one
+pod of the other version starts beside them, is waited for, and one of the first version gets SIGTERM, until
+all are replaced, as a Deployment with `maxSurge: 1` does. Prefill pods come first, gateways last; on the way
+back gateways come first, so that versions meet in both orders.
 
-Meanwhile clients stream answers over gRPC, through any gateway, and resume a stream that is cut. An answer counts as
-failed if it does not get to its end, and as changed if a token differs from the same request before the first
-replacement. Exit status 1: one of them happened.
+Meanwhile clients stream answers over gRPC, through any gateway, and resume a stream that is cut. An answer
+counts as failed if it does not get to its end, and as changed if a token differs from the same request before
+the first replacement. Exit status 1: one of them happened.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import random
 import signal
 import statistics
@@ -73,23 +74,26 @@ class Fleet:
     pods: list[Pod] = field(default_factory=list)
 
     def command(self, role: str, slot: int, venv: Path) -> list[str]:
-        redis = f"unix://{redis_server.socket_path(self.folder)}"
+        port = str(FIRST_PORT[role] + slot)
         model = ["--model", str(self.model)]
-        engine = [*model, "--port", str(FIRST_PORT[role] + slot), "--threads", "1", "--num-blocks", "128"]
+        engine = [*model, "--port", port, "--threads", "1", "--num-blocks", "128"]
+        peers = ["--decode", targets("decode"), "--prefill", targets("prefill")]
         flags = {
-            "gateway": [*model, "--grpc-port", str(FIRST_PORT[role] + slot), "--http-port", str(HTTP_PORT + slot),
-                        "--decode", targets("decode"), "--prefill", targets("prefill"), "--redis-url", redis],
-            "decode": [*engine, "--kv-port", str(KV_PORT + slot), "--lookahead", target("lookahead", 0),
-                       "--lookahead", target("lookahead", 1)],
+            "gateway": [*model, "--grpc-port", port, "--http-port", str(HTTP_PORT + slot), *peers],
+            "decode": [*engine, "--kv-port", str(KV_PORT + slot), "--lookahead", targets("lookahead")],
             "prefill": engine,
-            "lookahead": ["--port", str(FIRST_PORT[role] + slot), "--redis-url", redis],
-        }[role]  # fmt: skip
+            "lookahead": ["--port", port],
+        }[role]
         return [str(venv / "bin" / f"tandem-{role}"), "--pod-id", f"{role}-{slot}", *flags]
 
     async def start(self, role: str, slot: int, venv: Path) -> Pod:
         log = (self.folder / f"{role}-{slot}-{time.monotonic_ns()}.log").open("wb")
+        redis = f"unix://{redis_server.socket_path(self.folder)}"
         process = await asyncio.create_subprocess_exec(
-            *self.command(role, slot, venv), stdout=log, stderr=asyncio.subprocess.STDOUT
+            *self.command(role, slot, venv),
+            stdout=log,
+            stderr=asyncio.subprocess.STDOUT,
+            env=os.environ | {"REDIS_URL": redis},
         )
         pod = Pod(role, slot, venv, process)
         self.pods.append(pod)
@@ -100,7 +104,8 @@ class Fleet:
         for pod in pods:
             while await health.check(pod.target) is not Health.SERVING:
                 if pod.process.returncode is not None or time.monotonic() > give_up_at:
-                    raise RuntimeError(f"{pod.role}-{pod.slot} of {pod.venv} does not serve; see {self.folder}")
+                    name = f"{pod.role}-{pod.slot} of {pod.venv}"
+                    raise RuntimeError(f"{name} does not serve; see {self.folder}")
                 await asyncio.sleep(0.1)
 
     async def replace(self, role: str, old: Path, new: Path) -> list[float]:
@@ -181,10 +186,11 @@ class Tally:
     counts: Counter[str] = field(default_factory=Counter)
     gaps_s: list[float] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+    is_over: bool = False
 
 
 async def load(fleet: Fleet, expected: Sequence[Answer], tally: Tally, rng: random.Random) -> None:
-    while True:
+    while not tally.is_over:
         index = rng.randrange(len(expected))
         answer = await ask(fleet, index, rng)
         tally.counts["answers"] += 1
@@ -213,7 +219,8 @@ async def run(options: argparse.Namespace) -> bool:
             await asyncio.sleep(SEEN_S)
             expected = [await ask(fleet, index, rng) for index in range(options.prompts)]
             assert all(answer.tokens and not answer.failure for answer in expected), expected
-            ways = [(tuple(REPLICAS), options.old, options.new), (tuple(REPLICAS)[::-1], options.new, options.old)]
+            roles = tuple(REPLICAS)
+            ways = [(roles, options.old, options.new), (roles[::-1], options.new, options.old)]
             for roles, old, new in ways:
                 for role in roles:
                     tally = Tally()
@@ -221,13 +228,8 @@ async def run(options: argparse.Namespace) -> bool:
                         asyncio.create_task(load(fleet, expected, tally, rng)) for _ in range(options.clients)
                     ]
                     took = await fleet.replace(role, old, new)
-                    while tally.counts["answers"] < options.clients:  # those that ran meanwhile
-                        await asyncio.sleep(0.1)
-                    for task in clients:
-                        task.cancel()
-                    for task in await asyncio.gather(*clients, return_exceptions=True):
-                        if isinstance(task, Exception):
-                            raise task
+                    tally.is_over = True
+                    await asyncio.gather(*clients)
                     all_well = all_well and not tally.failures and not tally.counts["changed"]
                     rows.append([
                         f"{role}, {'old to new' if old == options.old else 'new to old'}",
@@ -243,7 +245,7 @@ async def run(options: argparse.Namespace) -> bool:
     head = ["role, direction", "answers", "resumes", "failed", "changed", "longest stop",
             "longest pause in an answer, median", "worst"]  # fmt: skip
     if options.out is not None:
-        write_page(options.out, "Rolling update under load", [__doc__ or "", markdown_table(head, rows)])
+        write_page(options.out, "Rolling update under load", markdown_table(head, rows))
     return all_well
 
 

@@ -56,6 +56,18 @@ class StepOutput:
             accepted_sources=self.accepted_sources[:num_tokens],
         )
 
+    def split(self, num_tokens: int) -> list[StepOutput]:
+        """The first num_tokens tokens and the others; one part where either would be empty."""
+        if not 0 < num_tokens < len(self.token_ids):
+            return [self]
+        rest = replace(
+            self,
+            token_ids=self.token_ids[num_tokens:],
+            logprobs=self.logprobs[num_tokens:],
+            accepted_sources=self.accepted_sources[num_tokens:],
+        )
+        return [replace(self.truncated(num_tokens), finished=False), rest]
+
 
 class Engine:
     """Continuous batching with tree speculation over one model.

@@ -180,6 +180,27 @@ async def test_a_gateway_that_was_taken_for_dead_writes_no_more(pods, gateway, r
     assert "another gateway" in events_of(text)[-1][1]["error"]["message"]
 
 
+async def test_tokens_that_died_with_their_gateway_are_computed_again(pods, gateway, redis_url, monkeypatch):
+    monkeypatch.setattr("tandem_gateway.answers._WRITE_S", 60.0)  # the store gets the first event alone
+    pod = await pods(words=WORDS, pause_s=0.2)
+    one, other = await gateway(pod, redis_url=redis_url), await gateway(pod, redis_url=redis_url)
+    await _both_connected(redis_url)
+    for path, body in ((CHAT, WITH_USAGE), (COMPLETIONS, COMPLETION_BODY)):
+        pod.requests.clear()
+        head = await first_events(one, path, body, 5, **{"idempotency-key": path})  # is not released
+        store = one.process._answers._store
+        store._heart.cancel()
+        async with redis.Redis.from_url(redis_url) as client:
+            await client.delete(f"tandem:gateway:{store._id}")
+        tail = await rest(other, path, head[-1][0])
+        assert await _text(path, head + tail) == "".join(WORDS)
+        again = await rest(other, path, head[0][0])
+        assert without_times(head + tail) == without_times(head[:1] + again)
+        _, second = pod.requests
+        assert list(second.output_token_ids) == [10]
+        assert second.chunk_boundary == 5
+
+
 @pytest.mark.parametrize("with_redis", [False, True])
 async def test_requests_with_one_key_get_one_answer(pods, gateway, redis_url, with_redis):
     pod = await pods(words=WORDS, pause_s=0.1)
@@ -254,6 +275,7 @@ async def test_ids_that_name_no_answer_are_refused(pods, gateway, keys_file):
     assert await status(event_id, headers=slow) == 404  # another tenant's
     assert await status(event_id, headers={}) == 401
     assert await status(event_id, COMPLETIONS) == 400
+    assert await status(f"{answer_id}-9") == 200  # the end
     assert await status(f"{answer_id}-10") == 404  # after the end
     assert await status(f"{answer_id[:16]}{'0' * 8}-1") == 404  # another answer of that name
     assert await status(f"{'0' * 24}-1") == 404

@@ -166,3 +166,26 @@ async def test_a_beginning_of_another_request_is_refused(
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert words in refused.value.details()
         await fleet.assert_idle()
+
+
+@pytest.mark.parametrize("case", ["greedy", "logprobs"])
+async def test_a_chunk_ends_where_the_caller_wants_to_go_on(tiny_model: Path, case: str) -> None:
+    async with run_fleet(tiny_model) as fleet:
+        # The prompt repeats itself and so does the text, so that drafts make chunks of several tokens.
+        message = request("whole", prompt_of(8) * 6, [], max_tokens=60, ignore_eos=True, **CASES[case])
+        whole = await answer_to(fleet, message)
+        longest = 0
+        for boundary in range(1, 62, 4):
+            again = begun(message, [])
+            again.chunk_boundary = boundary
+            ends, texts, logprobs = [], [], []
+            async for response in fleet.decode.Decode(again):
+                if response.HasField("chunk"):
+                    longest = max(longest, len(response.chunk.token_ids))
+                    ends.append(response.chunk.offset + len(response.chunk.token_ids))
+                    texts.append(response.chunk.text)
+                    logprobs += response.chunk.logprobs
+            assert boundary in ends or boundary > 60
+            assert "".join(texts) == whole.text
+            assert logprobs == whole.logprobs
+        assert longest > 1

@@ -33,6 +33,7 @@ class DecodeRequest(_message.Message):
     DECODE_RETRIES_FIELD_NUMBER: _builtins.int
     CRASHES_FIELD_NUMBER: _builtins.int
     KV_SOURCE_FIELD_NUMBER: _builtins.int
+    CHUNK_BOUNDARY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     tenant: _builtins.str
     """Tenant of the caller; isolates caches. Empty: the default tenant."""
@@ -50,6 +51,8 @@ class DecodeRequest(_message.Message):
     """gRPC target of a draining decode pod that computed the answer so far. It is asked for the KV before the prefill
     pods.
     """
+    chunk_boundary: _builtins.int
+    """A chunk ends after so many tokens of the answer: a caller that has them already can go on from there. 0: none needs to."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -79,10 +82,11 @@ class DecodeRequest(_message.Message):
         decode_retries: _builtins.int = ...,
         crashes: _builtins.int = ...,
         kv_source: _builtins.str = ...,
+        chunk_boundary: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["crashes", b"crashes", "decode_retries", b"decode_retries", "kv_source", b"kv_source", "output_token_ids", b"output_token_ids", "prefill_targets", b"prefill_targets", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_boundary", b"chunk_boundary", "crashes", b"crashes", "decode_retries", b"decode_retries", "kv_source", b"kv_source", "output_token_ids", b"output_token_ids", "prefill_targets", b"prefill_targets", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -93,7 +93,6 @@ class _TextStream:
     def push(self, output: StepOutput) -> tuple[StepOutput, str]:
         """The output up to a stop string, and the text that became final with it."""
         text = self._detokenizer.push(output.token_ids)
-        # Tokens that a draft added after a stop string would not exist without the draft.
         output = output.truncated(self._detokenizer.num_tokens - self.num_tokens)
         self.num_tokens = self._detokenizer.num_tokens
         if self._end(is_finished=output.finished):
@@ -188,21 +187,21 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                 if new is None:
                     continue
                 offset = stream.num_tokens
-                output, text = stream.push(new)
+                chunks = [
+                    self._chunk(stream, part)
+                    for part in new.split(request.chunk_boundary - offset)
+                    if stream.finish_reason is None
+                ]
+                # Tokens that a draft added after a stop string would not exist without the draft.
+                output = new.truncated(stream.num_tokens - offset)
                 if is_shared:
                     self._lookahead.push(state.tenant, state.request_id, offset, output.token_ids)
                 record.step(output)
                 if stream.finish_reason is not None and not output.finished:
                     # Not awaited: after a stop string the engine must not spend another step on the request.
                     self._loop.call(lambda: self._loop.forget(state.request_id))
-                yield decode_pb2.DecodeResponse(
-                    chunk=decode_pb2.DecodeChunk(
-                        text=text,
-                        token_ids=output.token_ids,
-                        offset=offset,
-                        logprobs=codec.logprobs_to_proto(output.logprobs, self._parts.tokenizer),
-                    )
-                )
+                for chunk in chunks:
+                    yield decode_pb2.DecodeResponse(chunk=chunk)
             outcome = stream.finish_reason.value
             yield decode_pb2.DecodeResponse(
                 finished=decode_pb2.DecodeFinished(
@@ -233,6 +232,16 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     @property
     def _is_busy(self) -> bool:
         return self._num_open_calls > 0 or self._prefill.num_open_calls > 0
+
+    def _chunk(self, stream: _TextStream, output: StepOutput) -> decode_pb2.DecodeChunk:
+        offset = stream.num_tokens
+        output, text = stream.push(output)
+        return decode_pb2.DecodeChunk(
+            text=text,
+            token_ids=output.token_ids,
+            offset=offset,
+            logprobs=codec.logprobs_to_proto(output.logprobs, self._parts.tokenizer),
+        )
 
     def _progress(self, prefill_crashes: int = 0) -> decode_pb2.DecodeResponse:
         return decode_pb2.DecodeResponse(

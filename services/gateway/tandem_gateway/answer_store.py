@@ -5,9 +5,8 @@ tandem:answer:NAME          hash: `record`, an AnswerRecord, and `owner`, the co
 tandem:answer:NAME:events   list of DecodeResponse messages, in the order in which clients get them
 tandem:gateway:ID           exists while the gateway lives
 
-An event is written before a client gets it. So whatever a client has seen is here, and its event ids mean the
-same to every gateway. Only the owner appends: a gateway that was paused while another took its answer over is
-refused. Everything expires.
+The events are always a beginning of the answer, and mostly all of it. Only the owner appends: a gateway that
+was paused while another took its answer over is refused. Everything expires.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -45,17 +44,22 @@ redis.call('PEXPIRE', KEYS[1], ARGV[3])
 redis.call('DEL', KEYS[2])
 return 1
 """
-#: record, events | owner, number of events before, ms, event -> 1; 0 if another owns it; -1 if it is not here
-#: as far as that.
+#: record, events | owner, number of events before, ms, event, ... -> number of events now; fewer than before,
+#: with nothing written, if some were lost; -1 if another owns it; -2 if there is none.
 _APPEND = """
 local owner = redis.call('HGET', KEYS[1], 'owner')
-if not owner then return -1 end
-if owner ~= ARGV[1] then return 0 end
-if redis.call('LLEN', KEYS[2]) ~= tonumber(ARGV[2]) then return -1 end
-redis.call('RPUSH', KEYS[2], ARGV[4])
+if not owner then return -2 end
+if owner ~= ARGV[1] then return -1 end
+local before = tonumber(ARGV[2])
+local length = redis.call('LLEN', KEYS[2])
+if length < before then return length end
+if length > before then  -- written by a call whose reply was lost
+  if before == 0 then redis.call('DEL', KEYS[2]) else redis.call('LTRIM', KEYS[2], 0, before - 1) end
+end
+for i = 4, #ARGV do length = redis.call('RPUSH', KEYS[2], ARGV[i]) end
 redis.call('PEXPIRE', KEYS[1], ARGV[3])
 redis.call('PEXPIRE', KEYS[2], ARGV[3])
-return 1
+return before + #ARGV - 3
 """
 #: record, events | owner, next owner, ms -> 1, or 0 if another owns it.
 _PASS_ON = """
@@ -132,19 +136,14 @@ class AnswerStore:
         """False, with nothing written, if there is an answer of this name."""
         return bool(await self._eval(_BEGIN, name, owner, record.SerializeToString(), self._running_ms))
 
-    async def append(self, name: str, owner: str, num_before: int, event: Event) -> bool:
-        """False if the answer or a part of it is missing here. Raises NotOwnerError."""
-        message = (
-            decode_pb2.DecodeResponse(finished=event)
-            if isinstance(event, decode_pb2.DecodeFinished)
-            else decode_pb2.DecodeResponse(chunk=event)
-        )
-        done = await self._eval(
-            _APPEND, name, owner, num_before, self._running_ms, message.SerializeToString()
-        )
-        if done == 0:
+    async def append(self, name: str, owner: str, num_before: int, events: Sequence[Event]) -> int | None:
+        """How many events there are now; fewer than before, with nothing written, if Redis has lost some, and
+        None if it has lost the answer. Raises NotOwnerError."""
+        payloads = [_payload(event) for event in events]
+        length = await self._eval(_APPEND, name, owner, num_before, self._running_ms, *payloads)
+        if length == -1:
             raise NotOwnerError("another gateway goes on with this answer")
-        return bool(done == 1)
+        return None if length == -2 else length
 
     async def claim(self, name: str, previous: str, owner: str) -> bool:
         """Makes `owner` the next one after `previous`; False if somebody else was faster."""
@@ -223,6 +222,12 @@ class AnswerStore:
 def _slot(name: str) -> str:
     """Both keys of an answer lie in one hash slot of a cluster."""
     return "{" + name + "}"
+
+
+def _payload(event: Event) -> bytes:
+    if isinstance(event, decode_pb2.DecodeFinished):
+        return decode_pb2.DecodeResponse(finished=event).SerializeToString()
+    return decode_pb2.DecodeResponse(chunk=event).SerializeToString()
 
 
 def _event(message: decode_pb2.DecodeResponse) -> Event:

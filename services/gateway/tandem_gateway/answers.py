@@ -1,22 +1,25 @@
 """Answers that outlive a connection.
 
-start(request) --> Answer <-- read(answer, after) by each connection
+begin(request) --> Answer <-- read(answer, position) by each connection
 join(key)     /      ^
 find(event id)       +-- one task: run(request) -> events
 
-An event id is the answer's id and the number of events up to there. A cut stream is found by its last
-event id, a repeated request by its idempotency key; either gets the events that it lacks, those that are
-there at once and the others as they are computed. When the last reader leaves, the computation ends, unless
-the client gave an idempotency key and so may ask again. A computation that ended too early is resumed by the
-next reader, as another decode pod continues for a lost one: from the tokens that were sent.
+An event id is the answer's id and a position: the number of tokens up to there, one more after the end. A
+cut stream is found by its last event id, a repeated request by its idempotency key; either gets the events
+that it lacks, those that are there at once and the others as they are computed. When the last reader leaves,
+the computation ends, unless the client gave an idempotency key and so may ask again. A computation that ended
+too early is resumed by the next reader from the tokens so far, as a decode pod continues for a lost one.
 
 Answers are kept in memory for `ttl_s` within `max_bytes`, and with a store also there, so that another
-gateway can read them while this one computes, and take over when it dies.
+gateway can read them while this one computes, and take over when it dies. The first event is in the store
+before a client gets it, the others soon after. A gateway that takes over computes again what a client has and
+the store has not, up to the client's position; the tokens are the same.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import re
 import secrets
@@ -25,8 +28,8 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-import structlog
 from tandem_core.codec import given_sampling, sampling_to_proto
 from tandem_core.errors import InvalidRequestError
 from tandem_core.sampling import SamplingParams
@@ -35,7 +38,7 @@ from tandem_core.speculation import SpeculationMode
 from tandem_proto.v1 import answers_pb2, decode_pb2
 from tandem_service.tasks import end_tasks
 
-from tandem_gateway.answer_store import AnswerStore, NotOwnerError, StoreError
+from tandem_gateway.answer_store import AnswerStore, NotOwnerError, StoredAnswer, StoreError
 from tandem_gateway.errors import (
     AnswerNotFoundError,
     CrashingRequestError,
@@ -53,6 +56,8 @@ _READ_GRACE_S = 5.0
 #: Between two looks at an answer that another gateway computes.
 _FOLLOW_S = 0.05
 _PURGE_S = 5.0
+#: Between writes of an answer's events to the store; one write takes .2 ms of a core.
+_WRITE_S = 0.1
 _NAME_CHARS, _RUN_CHARS = 16, 8
 _EVENT_ID = re.compile(rf"([0-9a-f]{{{_NAME_CHARS + _RUN_CHARS}}})-([0-9]{{1,9}})")
 _KEY = re.compile(r"[\x21-\x7e]{1,255}")
@@ -72,18 +77,26 @@ class Answer:
     #: Whether it is computed to its end without readers.
     has_key: bool = False
     events: list[Event] = field(default_factory=list)
+    num_tokens: int = 0
     #: Why the computation ended too early.
     error: Exception | None = None
     task: asyncio.Task[None] | None = None
     num_readers: int = 0
+    #: Furthest position from which a reader wants to go on.
+    furthest: int = 0
     num_bytes: int = 0
     #: Monotonic seconds.
     last_used: float = field(default_factory=time.monotonic)
-    #: Whether it is in the store; then that copy counts.
+    #: Whether it is in the store; then that copy counts for who is not the owner.
     is_stored: bool = False
-    #: This gateway's computation, as the store knows it.
+    #: Events of it that are there.
+    num_stored: int = 0
+    #: This gateway's computation, as the store knows it; "" if it may not write.
     owner: str = ""
     _news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.num_bytes = self.record.ByteSize() + _EVENT_OVERHEAD
 
     @property
     def name(self) -> str:
@@ -98,14 +111,16 @@ class Answer:
         chunks = (event for event in self.events if isinstance(event, decode_pb2.DecodeChunk))
         return tuple(token_id for chunk in chunks for token_id in chunk.token_ids)
 
-    def event_id(self, num_events: int) -> str:
-        """The id of the event after which there are `num_events`; "" if the answer is not kept."""
-        return f"{self.record.id}-{num_events}" if self.is_kept else ""
+    def event_id(self, position: int) -> str:
+        """ "" if the answer is not kept."""
+        return f"{self.record.id}-{position}" if self.is_kept else ""
 
     def add(self, event: Event) -> None:
+        """Readers do not see it before `notify`."""
         self.events.append(event)
+        if isinstance(event, decode_pb2.DecodeChunk):
+            self.num_tokens += len(event.token_ids)
         self.num_bytes += event.ByteSize() + _EVENT_OVERHEAD
-        self.notify()
 
     def fail(self, error: Exception) -> None:
         self.error = error
@@ -115,9 +130,25 @@ class Answer:
         self._news.set()
         self._news = asyncio.Event()
 
+    @property
+    def last_position(self) -> int:
+        """Where a reader can be at most. A client may have tokens that the store, and so this copy, lacks."""
+        if self.has_ended or not self.is_stored:
+            return self.num_tokens + self.has_ended
+        return self.record.request.sampling.max_tokens + 1
+
     async def wait(self) -> None:
         """Until the next `notify`."""
         await self._news.wait()
+
+
+class Sent(NamedTuple):
+    """An event as a reader gets it."""
+
+    event: Event
+    event_id: str
+    #: Whether the reader has it already.
+    is_seen: bool
 
 
 class Answers:
@@ -147,13 +178,15 @@ class Answers:
         self._is_stopping = False
         self._changed = asyncio.Event()
         self._purger: asyncio.Task[None] | None = None
-        self._releases: set[asyncio.Task[None]] = set()
-        self._log = structlog.get_logger("tandem.answers")
+        self._writer: asyncio.Task[None] | None = None
+        #: Answers that the store does not have as they are here.
+        self._unwritten: set[Answer] = set()
         metrics.kept_answer_bytes.set_function(self._num_bytes)
 
     async def start(self) -> None:
         if self._store is not None:
             await self._store.start()
+            self._writer = asyncio.create_task(self._write_behind(self._store))
         self._purger = asyncio.create_task(self._purge())
 
     async def finished(self) -> None:
@@ -173,11 +206,9 @@ class Answers:
     async def close(self) -> None:
         self.stop()
         await end_tasks([answer.task for answer in self._running if answer.task is not None])
-        if self._purger is not None:
-            await end_tasks([self._purger])
-        if self._releases:
-            await asyncio.wait(self._releases)
+        await end_tasks([task for task in (self._purger, self._writer) if task is not None])
         if self._store is not None:
+            await self._write_all(self._store)
             await self._store.close()
 
     async def begin(
@@ -217,7 +248,6 @@ class Answers:
             is_kept=self._ttl_s > 0 and (is_streamed or bool(key)) and self._has_room(),
             has_key=bool(key),
         )
-        answer.num_bytes = answer.record.ByteSize() + _EVENT_OVERHEAD
         if not answer.is_kept:
             return answer
         if not key:
@@ -225,8 +255,9 @@ class Answers:
             return answer
         async with self._lock:
             found = await self._find(name)
-            if found is None and not await self._begin_stored(answer):
-                found = await self._find(name)  # another gateway was faster
+            with contextlib.suppress(StoreError):  # without Redis, the key holds for this gateway
+                if found is None and not await self._begin_stored(answer):
+                    found = await self._find(name)  # another gateway was faster
             if found is not None:
                 return _checked(found, payload_sha256)
             self._keep(answer)
@@ -244,36 +275,32 @@ class Answers:
         return _checked(found, payload_sha256)
 
     async def find(self, tenant: str, event_id: str, kind: str) -> tuple[Answer, int]:
-        """The answer of an event id, and how many of its events the caller has.
+        """The answer of an event id, and the caller's position in it.
 
         Raises InvalidRequestError, AnswerNotFoundError, UnavailableError.
         """
         match = _EVENT_ID.fullmatch(event_id)
         if match is None:
             raise InvalidRequestError("Last-Event-ID", "is no id of an event of this API; send it as it came")
-        answer_id, num_events = match[1], int(match[2])
+        answer_id, position = match[1], int(match[2])
         async with self._lock:
             found = await self._find(answer_id[:_NAME_CHARS], must_look=True)
-            is_known = found is not None and await self._has_events(found, num_events)
         if (
             found is None
-            or not is_known
             or found.record.id != answer_id
             or found.record.request.tenant != tenant
+            or position > found.last_position
         ):
-            raise AnswerNotFoundError(
-                f"the answer of event {event_id} is not kept here: it has expired or belongs to another "
-                "tenant; send the request anew"
-            )
+            raise _not_kept(event_id)
         if found.record.kind != kind:
             raise InvalidRequestError(
                 "Last-Event-ID", f"belongs to a {found.record.kind}; resume it where it was begun"
             )
         self._metrics.resumed.labels("event id").inc()
-        return found, num_events
+        return found, position
 
-    async def read(self, answer: Answer, num_seen: int = 0) -> AsyncGenerator[tuple[str, Event], None]:
-        """The events after the first `num_seen`, each with its id. Close the generator to leave.
+    async def read(self, answer: Answer, position: int = 0) -> AsyncGenerator[Sent, None]:
+        """All events from the first one; those up to `position` are marked as seen. Close it to leave.
 
         Raises what `run` raises.
         """
@@ -281,13 +308,20 @@ class Answers:
         if answer not in self._running:
             answer.error = None
         answer.num_readers += 1
+        answer.furthest = max(answer.furthest, position)
+        num_read = num_tokens = 0
         try:
             while True:
-                while num_seen < len(answer.events):
-                    event = answer.events[num_seen]
-                    num_seen += 1
+                while num_read < len(answer.events):
+                    event = answer.events[num_read]
+                    num_read += 1
+                    start = num_tokens
+                    num_tokens += len(event.token_ids) if isinstance(event, decode_pb2.DecodeChunk) else 1
+                    if start < position < num_tokens:
+                        # Computed here for another reader, in events that end elsewhere.
+                        raise _not_kept(answer.event_id(position))
                     with _disconnecting_slow_reader(deadline):
-                        yield answer.event_id(num_seen), event
+                        yield Sent(event, answer.event_id(num_tokens), num_tokens <= position)
                     if isinstance(event, decode_pb2.DecodeFinished):
                         return
                 if answer.error is not None:
@@ -305,16 +339,17 @@ class Answers:
     def _start(self, answer: Answer) -> None:
         if self._is_stopping:
             raise _stopping()
-        request = answer.request or self._request(answer.record, answer.token_ids)
+        request = answer.request or self._request(answer)
         answer.request = None
         answer.task = asyncio.create_task(self._compute(answer, request))
         self._running.add(answer)
 
     async def _compute(self, answer: Answer, request: TokenizedRequest) -> None:
         """Appends events until the answer has ended."""
+        is_final = False
         try:
-            if answer.is_stored and not answer.owner:
-                request = await self._take_over(answer, request)
+            if self._store is not None and answer.is_stored and not answer.owner:
+                request = await self._take_over(self._store, answer, request)
             if not answer.has_ended:
                 async with aclosing(self._run(request)) as events:
                     async for event in events:
@@ -326,93 +361,123 @@ class Answers:
                 UnavailableError(f"the answer is kept in Redis, which cannot be reached now: {error}")
             )
         except Exception as error:
+            is_final = not _is_resumable(error)
             answer.fail(error)
         finally:
-            self._settle(answer)
+            self._settle(answer, is_final=is_final)
 
     async def _add(self, answer: Answer, event: Event) -> None:
-        if self._store is not None and answer.is_kept:
-            if not answer.events and not answer.is_stored:
-                await self._begin_stored(answer)
-            if answer.owner:
-                try:
-                    if not await self._store.append(answer.name, answer.owner, len(answer.events), event):
-                        raise StoreError("Redis has lost the answer")
-                except StoreError:
-                    # The rest is kept here alone: another gateway must not go on from a part of what was
-                    # sent.
-                    answer.is_stored = False
-                    self._end_stored(answer, is_kept=False)
         answer.add(event)
+        if self._store is not None and answer.is_kept:
+            if answer.num_stored:
+                self._unwritten.add(answer)
+            else:  # other gateways must know of every answer that a client knows of
+                await self._write(self._store, answer)
+        answer.notify()
+
+    def _settle(self, answer: Answer, *, is_final: bool) -> None:
+        """After a computation, however it ended. `is_final`: it would fail again."""
+        self._running.discard(answer)
+        self._changed.set()
+        answer.last_used = time.monotonic()
+        if is_final or not answer.is_kept or not (answer.events or answer.is_stored):
+            self._forget(answer)
+        if answer.owner:
+            self._unwritten.add(answer)
+        answer.notify()
+
+    async def _write_behind(self, store: AnswerStore) -> None:
+        while True:
+            await asyncio.sleep(_WRITE_S)
+            await self._write_all(store)
+
+    async def _write_all(self, store: AnswerStore) -> None:
+        unwritten, self._unwritten = self._unwritten, set()
+        for answer in unwritten:
+            await self._write(store, answer)
+
+    async def _write(self, store: AnswerStore, answer: Answer) -> None:
+        """Writes what the store lacks; gives the answer up after a computation. Tries later without Redis."""
+        is_kept = self._kept.get(answer.name) is answer
+        try:
+            if not is_kept:
+                owner, answer.owner = answer.owner, ""
+                await store.drop(answer.name, owner)
+                return
+            while answer.num_stored < len(answer.events):
+                if not answer.is_stored and not await self._begin_stored(answer):
+                    raise NotOwnerError("another gateway computes this answer")
+                length = await store.append(
+                    answer.name, answer.owner, answer.num_stored, answer.events[answer.num_stored :]
+                )
+                answer.is_stored, answer.num_stored = length is not None, length or 0
+            if answer not in self._running:
+                # First, because the next computation may begin meanwhile, as an owner of its own.
+                owner, answer.owner = answer.owner, ""
+                await store.release(answer.name, owner)
+        except StoreError:
+            if is_kept:
+                self._unwritten.add(answer)
+        except NotOwnerError as error:
+            answer.owner = ""
+            if answer.task is not None and answer in self._running:
+                answer.fail(UnavailableError(str(error)))
+                answer.task.cancel()
 
     async def _begin_stored(self, answer: Answer) -> bool:
-        """Makes the answer known to other gateways; without Redis it is kept here alone. False: its name is
-        taken."""
+        """Makes the answer known to other gateways. False: its name is taken. Raises StoreError."""
         if self._store is None:
             return True
         owner = self._store.new_owner()
-        try:
-            if not await self._store.begin(answer.name, owner, answer.record):
-                return False
-        except StoreError:
-            return True
-        answer.is_stored, answer.owner = True, owner
+        if not await self._store.begin(answer.name, owner, answer.record):
+            return False
+        answer.is_stored, answer.num_stored, answer.owner = True, 0, owner
         return True
 
-    async def _take_over(self, answer: Answer, request: TokenizedRequest) -> TokenizedRequest:
+    async def _take_over(
+        self, store: AnswerStore, answer: Answer, request: TokenizedRequest
+    ) -> TokenizedRequest:
         """Reads what another gateway computes, until the answer has ended or that gateway has stopped; then
-        the answer is this gateway's, and the request is what is missing of it."""
-        assert self._store is not None
-        owner = self._store.new_owner()
+        the answer is this gateway's, and the request is what is missing of it. Raises StoreError."""
+        owner = store.new_owner()
         while not answer.has_ended:
-            stored = await self._store.read(answer.name, len(answer.events))
-            if stored is None or stored.record.id != answer.record.id:
-                raise UnavailableError("the answer was given up by the gateway that computed it")
-            for event in stored.events:
-                answer.add(event)
+            stored = await self._read_on(store, answer)
             if answer.has_ended:
                 break
-            if not stored.is_owned and await self._store.claim(answer.name, stored.owner, owner):
-                answer.owner = owner
-                # Written between reading and claiming.
-                last = await self._store.read(answer.name, len(answer.events))
-                for event in [] if last is None else last.events:
-                    answer.add(event)
+            if not stored.is_owned and await store.claim(answer.name, stored.owner, owner):
+                await self._read_on(store, answer)  # written between reading and claiming
+                answer.owner, answer.num_stored = owner, len(answer.events)
                 break
             if time.monotonic() >= request.deadline:
                 raise DeadlineError("the deadline passed before the answer was complete")
             await asyncio.sleep(_FOLLOW_S)
-        return self._request(answer.record, answer.token_ids)
+        return self._request(answer)
 
-    def _settle(self, answer: Answer) -> None:
-        """After a computation, however it ended."""
-        self._running.discard(answer)
-        self._changed.set()
-        answer.last_used = time.monotonic()
-        is_final = answer.error is not None and not _is_resumable(answer.error)
-        is_kept = answer.is_kept and not is_final and (bool(answer.events) or answer.is_stored)
-        if not is_kept:
-            self._forget(answer)
-        if answer.owner:
-            self._end_stored(answer, is_kept=is_kept and (bool(answer.events) or answer.has_key))
+    async def _read_on(self, store: AnswerStore, answer: Answer) -> StoredAnswer:
+        stored = await store.read(answer.name, len(answer.events))
+        if stored is None or stored.record.id != answer.record.id:
+            raise UnavailableError("the answer was given up by the gateway that computed it")
+        for event in stored.events:
+            answer.add(event)
         answer.notify()
+        return stored
 
-    def _request(
-        self, record: answers_pb2.AnswerRecord, output_token_ids: tuple[int, ...]
-    ) -> TokenizedRequest:
-        """The rest of an answer after these tokens, with a deadline of its own."""
+    def _request(self, answer: Answer) -> TokenizedRequest:
+        """What is missing of the answer, with a deadline of its own."""
         now = time.monotonic()
+        request = answer.record.request
         return TokenizedRequest(
-            request_id=record.request.request_id,
-            tenant=record.request.tenant,
-            prompt_token_ids=tuple(record.request.prompt_token_ids),
-            sampling=SamplingParams(**given_sampling(record.request.sampling)),
-            slo=SLO_CLASSES[record.slo_class],
+            request_id=request.request_id,
+            tenant=request.tenant,
+            prompt_token_ids=tuple(request.prompt_token_ids),
+            sampling=SamplingParams(**given_sampling(request.sampling)),
+            slo=SLO_CLASSES[answer.record.slo_class],
             arrived=now,
             deadline=now + self._request_timeout_s,
-            speculation=SpeculationMode.parse(record.request.speculation),
-            output_token_ids=output_token_ids,
+            speculation=SpeculationMode.parse(request.speculation),
+            output_token_ids=answer.token_ids,
             is_repeated=True,
+            chunk_boundary=answer.furthest if answer.furthest > answer.num_tokens else 0,
         )
 
     async def _find(self, name: str, *, must_look: bool = False) -> Answer | None:
@@ -439,23 +504,10 @@ class Answers:
             return None
         has_key = bool(stored.record.payload_sha256)
         answer = Answer(stored.record, None, is_kept=True, has_key=has_key, is_stored=True)
-        answer.num_bytes = answer.record.ByteSize() + _EVENT_OVERHEAD
         for event in stored.events:
             answer.add(event)
         self._keep(answer)
         return answer
-
-    async def _has_events(self, answer: Answer, num_events: int) -> bool:
-        """Whether so many events exist. One that another gateway computes may have more than came here."""
-        if num_events <= len(answer.events):
-            return True
-        if self._store is None or not answer.is_stored or answer.owner:
-            return False
-        try:
-            stored = await self._store.read(answer.name, len(answer.events))
-        except StoreError:
-            return False
-        return stored is not None and num_events <= len(answer.events) + len(stored.events)
 
     def _has_room(self) -> bool:
         self._drop_expired()
@@ -478,31 +530,15 @@ class Answers:
         for answer in list(self._kept.values()):
             if answer in self._running or answer.num_readers or (answer.last_used > oldest and excess <= 0):
                 continue
-            if answer.is_stored and excess > 0:  # in Redis, too, the limit holds for what came through here
-                self._end_stored(answer, is_kept=False)
             excess -= answer.num_bytes
             self._forget(answer)
+            if answer.is_stored and excess + answer.num_bytes > 0:
+                self._unwritten.add(answer)  # in Redis, too, the limit holds for what came through here
 
     async def _purge(self) -> None:
         while True:
             await asyncio.sleep(min(_PURGE_S, max(self._ttl_s, 0.1)))
             self._drop_expired()
-
-    def _end_stored(self, answer: Answer, *, is_kept: bool) -> None:
-        """Tells the store in the background, because a cancelled task must not wait."""
-        assert self._store is not None
-        owner, answer.owner = answer.owner, ""
-        end = self._store.release if is_kept else self._store.drop
-
-        async def tell() -> None:
-            try:
-                await end(answer.name, owner)
-            except StoreError as error:
-                self._log.warning("an answer in Redis stays until it expires", reason=str(error))
-
-        task = asyncio.create_task(tell())
-        self._releases.add(task)
-        task.add_done_callback(self._releases.discard)
 
 
 def _key_name(tenant: str, key: str) -> str:
@@ -515,6 +551,13 @@ def _checked(answer: Answer, payload_sha256: bytes) -> Answer:
             "Idempotency-Key", "was used for another request; choose a new key for each request"
         )
     return answer
+
+
+def _not_kept(event_id: str) -> AnswerNotFoundError:
+    return AnswerNotFoundError(
+        f"the answer of event {event_id} is not kept here: it has expired or belongs to another tenant; send "
+        "the request anew"
+    )
 
 
 def _stopping() -> UnavailableError:

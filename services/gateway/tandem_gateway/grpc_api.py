@@ -83,11 +83,13 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         self, request: _Request, context: _Context, kind: type[ResponseT]
     ) -> AsyncGenerator[ResponseT, None]:
         with self._gateway.counting_refusals():
-            answer, num_seen = await self._find_or_begin(request, context)
+            answer, position = await self._find_or_begin(request, context)
         try:
-            async with aclosing(self._answers.read(answer, num_seen)) as events:
-                async for event_id, event in events:
+            async with aclosing(self._answers.read(answer, position)) as events:
+                async for event, event_id, is_seen in events:
                     if isinstance(event, decode_pb2.DecodeChunk):
+                        if is_seen:
+                            continue
                         chunk = gateway_pb2.GeneratedChunk(
                             text=event.text,
                             token_ids=event.token_ids,
@@ -110,7 +112,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             raise
 
     async def _find_or_begin(self, request: _Request, context: _Context) -> tuple[Answer, int]:
-        """The answer, and how many of its events the caller has."""
+        """The answer, and the caller's position in it."""
         received = self._received(request, context)
         tenant = received.caller.tenant
         kind = "chat" if isinstance(request, gateway_pb2.ChatRequest) else "completion"

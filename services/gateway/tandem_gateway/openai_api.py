@@ -20,7 +20,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from tandem_proto.v1 import decode_pb2
 
-from tandem_gateway.answers import Answer, Answers
+from tandem_gateway.answers import Answer, Answers, Sent
 from tandem_gateway.auth import ApiKeys, Caller
 from tandem_gateway.errors import REQUEST_ERRORS, BodyTooLargeError, GatewayError
 from tandem_gateway.gateway import Gateway
@@ -75,24 +75,20 @@ class OpenAiApi:
     async def _answer(
         self, request: Request, body_type: type[ChatBody] | type[CompletionBody], kind: type[Renderer]
     ) -> Response:
-        num_seen, is_streamed = 0, True
+        position, is_streamed = 0, True
         with self._gateway.counting_refusals():
             caller = self._keys.authenticate(request.headers.get("authorization", ""))
             last_event_id = request.headers.get(_LAST_EVENT_ID)
             if last_event_id is not None:
-                answer, num_seen = await self._answers.find(caller.tenant, last_event_id, kind.answer_kind)
+                answer, position = await self._answers.find(caller.tenant, last_event_id, kind.answer_kind)
             else:
                 answer, is_streamed = await self._begin(request, caller, body_type, kind.answer_kind)
         renderer = kind(answer.record, self._gateway.manifest.name, self._gateway.tokenizer.token_bytes)
-        events = self._answers.read(answer, num_seen)
+        events = self._answers.read(answer, position)
         try:
             if not is_streamed:
                 return await until_disconnect(request.receive, _whole(events, renderer))
-            for seen in answer.events[:num_seen]:
-                _render(seen, renderer, with_usage=False)
-            if answer.has_ended and num_seen == len(answer.events):
-                return EventStream(request, _last(answer, renderer), source=events)
-            first = await until_disconnect(request.receive, anext(events))
+            first = await until_disconnect(request.receive, _first_new(events, renderer))
         except BaseException:
             await events.aclose()
             raise
@@ -154,33 +150,39 @@ class OpenAiApi:
         return bytes(parts)
 
 
-async def _whole(events: AsyncGenerator[tuple[str, Event], None], renderer: Renderer) -> Response:
+async def _whole(events: AsyncGenerator[Sent, None], renderer: Renderer) -> Response:
     chunks: list[decode_pb2.DecodeChunk] = []
     async with aclosing(events):
-        async for _, event in events:
+        async for event, _, _ in events:
             if isinstance(event, decode_pb2.DecodeFinished):
                 return JSONResponse(renderer.whole(chunks, event))
             chunks.append(event)
     raise GatewayError("the answer has no end")
 
 
+async def _first_new(events: AsyncGenerator[Sent, None], renderer: Renderer) -> Sent:
+    """The first event that the client does not have, or the last one of all. The renderer gets the others,
+    because it remembers what it rendered."""
+    while True:
+        sent = await anext(events)
+        if not sent.is_seen or isinstance(sent.event, decode_pb2.DecodeFinished):
+            return sent
+        _render(sent.event, renderer, with_usage=False)
+
+
 async def _stream(
-    first: tuple[str, Event],
-    events: AsyncGenerator[tuple[str, Event], None],
-    renderer: Renderer,
-    *,
-    with_usage: bool,
+    first: Sent, events: AsyncGenerator[Sent, None], renderer: Renderer, *, with_usage: bool
 ) -> AsyncGenerator[bytes, None]:
     """The stream's bytes. An error after the first event becomes an event of its own, without an id."""
     try:
-        event_id, event = first
+        event, event_id, is_seen = first
         while True:
             rendered = _render(event, renderer, with_usage=with_usage)
-            if rendered is not None:
+            if rendered is not None and not is_seen:
                 yield sse(rendered, event_id)
             if isinstance(event, decode_pb2.DecodeFinished):
                 break
-            event_id, event = await anext(events)
+            event, event_id, is_seen = await anext(events)
         if with_usage:
             yield sse(renderer.usage_chunk(event))
         yield SSE_DONE
@@ -198,11 +200,3 @@ def _render(event: Event, renderer: Renderer, *, with_usage: bool) -> Json | Non
     if event.text or event.logprobs:
         return renderer.chunk(event, with_usage_field=with_usage)
     return None
-
-
-async def _last(answer: Answer, renderer: Renderer) -> AsyncGenerator[bytes, None]:
-    """What follows the event with the finish reason."""
-    end = answer.events[-1]
-    if answer.record.with_usage and isinstance(end, decode_pb2.DecodeFinished):
-        yield sse(renderer.usage_chunk(end))
-    yield SSE_DONE

@@ -192,6 +192,7 @@ class Relay:
                 decode_retries=num_lost + request.is_repeated,
                 crashes=num_crashed,
                 kv_source=kv_source,
+                chunk_boundary=request.chunk_boundary,
             ),
             timeout=max(0.001, request.deadline - time.monotonic()),
             metadata=((REQUEST_ID_KEY, request.request_id),),

@@ -64,6 +64,8 @@ class TokenizedRequest:
     output_token_ids: tuple[int, ...] = ()
     #: Whether it ran before; its text then counts no second time for the lookahead service.
     is_repeated: bool = False
+    #: Tokens that a reader of the answer has already; an event ends there. 0: none.
+    chunk_boundary: int = 0
 
 
 def complete_sampling(
