@@ -5,7 +5,8 @@
 OLD_VENV and NEW_VENV are virtual environments with two versions of Tandem, for example from two wheels. The
 fleet has two gateways, two decode pods, two prefill pods, a lookahead service and Redis. For each role, one
 pod of the other version starts beside them, is waited for, and one of the first version gets SIGTERM, until
-all are replaced, as a Deployment with `maxSurge: 1` does. Prefill pods come first, gateways last; on the way
+all are replaced, as a Deployment with `maxSurge: 1` does; the one lookahead service stops
+first. Prefill pods come first, gateways last; on the way
 back gateways come first, so that versions meet in both orders.
 
 Meanwhile clients stream answers over gRPC, through any gateway, and resume a stream that is cut. An answer
@@ -40,8 +41,8 @@ from tandem_service.channels import open_channel
 FIRST_PORT = {"gateway": 27000, "decode": 27100, "prefill": 27200, "lookahead": 27300}
 HTTP_PORT, KV_PORT = 27400, 27500
 REPLICAS = {"prefill": 2, "decode": 2, "lookahead": 1, "gateway": 2}
-#: One more than replicas, for the pod that starts before another stops.
-SLOTS = {role: count + 1 for role, count in REPLICAS.items()}
+#: One more than replicas, for the pod that starts before another stops; pods know one lookahead service.
+SLOTS = {role: count + (role != "lookahead") for role, count in REPLICAS.items()}
 #: Gateways look at their pods once a second.
 SEEN_S = 2.0
 START_LIMIT_S, STOP_LIMIT_S, ANSWER_LIMIT_S = 180.0, 40.0, 300.0
@@ -112,15 +113,17 @@ class Fleet:
         """One after another; returns the seconds from each SIGTERM to the process's end."""
         took = []
         for pod in [pod for pod in self.pods if pod.role == role and pod.venv == old]:
-            used = {other.slot for other in self.pods if other.role == role}
-            (free,) = set(range(SLOTS[role])) - used
-            await self.until_serving([await self.start(role, free, new)])
-            await asyncio.sleep(SEEN_S)
+            free = set(range(SLOTS[role])) - {other.slot for other in self.pods if other.role == role}
+            for slot in free:
+                await self.until_serving([await self.start(role, slot, new)])
+                await asyncio.sleep(SEEN_S)
             asked_at = time.monotonic()
             pod.process.send_signal(signal.SIGTERM)
             await asyncio.wait_for(pod.process.wait(), STOP_LIMIT_S)
             took.append(time.monotonic() - asked_at)
             self.pods.remove(pod)
+            if not free:
+                await self.until_serving([await self.start(role, pod.slot, new)])
         return took
 
     async def stop(self) -> None:
@@ -204,6 +207,9 @@ async def load(fleet: Fleet, expected: Sequence[Answer], tally: Tally, rng: rand
 
 async def run(options: argparse.Namespace) -> bool:
     rng = random.Random(options.seed)
+    running = asyncio.current_task()
+    assert running is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, running.cancel)
     with tempfile.TemporaryDirectory(prefix="tandem-rolling-") as folder:
         fleet = Fleet(options.model, Path(folder))
         redis = await asyncio.create_subprocess_exec(*redis_server.command(fleet.folder))
@@ -222,6 +228,7 @@ async def run(options: argparse.Namespace) -> bool:
             roles = tuple(REPLICAS)
             ways = [(roles, options.old, options.new), (roles[::-1], options.new, options.old)]
             for roles, old, new in ways:
+                way = "old to new" if old == options.old else "new to old"
                 for role in roles:
                     tally = Tally()
                     clients = [
@@ -232,10 +239,11 @@ async def run(options: argparse.Namespace) -> bool:
                     await asyncio.gather(*clients)
                     all_well = all_well and not tally.failures and not tally.counts["changed"]
                     rows.append([
-                        f"{role}, {'old to new' if old == options.old else 'new to old'}",
+                        f"{role}, {way}",
                         str(tally.counts["answers"]), str(tally.counts["resumed"]), str(len(tally.failures)),
                         str(tally.counts["changed"]), f"{max(took):.1f} s",
-                        f"{statistics.median(tally.gaps_s) * 1e3:.0f} ms", f"{max(tally.gaps_s) * 1e3:.0f} ms",
+                        f"{statistics.median(tally.gaps_s) * 1e3:.0f} ms",
+                        f"{max(tally.gaps_s) * 1e3:.0f} ms",
                     ])  # fmt: skip
                     print(rows[-1], *tally.failures, flush=True)
         finally:
