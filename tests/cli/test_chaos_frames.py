@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tandem_cli.chaos.frame_proxy import FrameFault
+from tandem_cli.chaos.frame_faults import FrameFault
+from tandem_cli.chaos.frame_simulation import KINDS, FrameSimulation
 from tandem_cli.chaos.frames import FrameOptions, FrameReport, run_frames
 from tandem_cli.chaos.violations import Violations
 from tandem_engine.transport import codec, incoming
@@ -32,6 +33,22 @@ async def test_no_frame_fault_changes_a_token_or_leaves_anything_behind(tiny_mod
     assert sum(report.num_dropped.values()) > 0
 
 
+def test_thousands_of_simulated_frame_faults_do_no_harm_and_a_seed_repeats_them() -> None:
+    first, second = (FrameSimulation(3, Violations()).run(2000) for _ in range(2))
+    assert first.violations == ()
+    assert sum(first.num_faults.values()) >= 2000
+    assert set(first.num_faults) == set(KINDS)
+    assert 0 < first.num_complete < first.num_transfers
+    assert (first.num_faults, first.num_dropped) == (second.num_faults, second.num_dropped)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("seed", range(4))
+def test_many_simulated_frame_faults(seed: int) -> None:
+    report = FrameSimulation(seed, Violations(), credit_blocks=1 + 5 * seed).run(20_000)
+    assert report.violations == ()
+
+
 @pytest.mark.wide
 @pytest.mark.parametrize("kind", FrameFault)
 async def test_each_kind_alone(tiny_model: Path, kind: FrameFault) -> None:
@@ -40,18 +57,14 @@ async def test_each_kind_alone(tiny_model: Path, kind: FrameFault) -> None:
     assert set(report.num_faults) == {kind}
 
 
-async def test_a_damaged_frame_that_is_accepted_is_found(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_frame_that_is_accepted_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the digest's check."""
     monkeypatch.setattr(incoming.secrets, "compare_digest", lambda *_: True)
-    report = await run(tiny_model, 100, FrameFault.CORRUPT, round_size=32, concurrency=16)
+    report = FrameSimulation(5, Violations(), (FrameFault.CORRUPT,)).run(100)
     assert any("differs from what was sent" in sentence for sentence in report.violations)
 
 
-async def test_a_frame_of_an_old_epoch_that_is_accepted_is_found(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_frame_of_an_old_epoch_that_is_accepted_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     checked = IncomingTransfer._check
 
     def check(self: IncomingTransfer, frame: codec.Frame, payload: memoryview) -> slice:
@@ -60,5 +73,5 @@ async def test_a_frame_of_an_old_epoch_that_is_accepted_is_found(
         return checked(self, current, payload)
 
     monkeypatch.setattr(IncomingTransfer, "_check", check)
-    report = await run(tiny_model, 60, FrameFault.STALE, round_size=16, concurrency=16)
+    report = FrameSimulation(5, Violations(), (FrameFault.STALE,)).run(60)
     assert any("a frame of epoch 1 was written in epoch 2" in sentence for sentence in report.violations)

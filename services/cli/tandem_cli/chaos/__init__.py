@@ -13,6 +13,8 @@ process faults    run.py: load, faults and checks in rounds
     report        the table of gaps
 
 frame faults      frames.py: waves of requests through two prefill pods and a decode pod in this process
-    frame_proxy   stands between KV sender and receiver, and damages what passes
+    frame_faults  what becomes of each frame
+    frame_proxy   stands between KV sender and receiver
     kv_watch      sender and receiver that note what was sent and check what is written
+    frame_simulation  the same faults without sockets, threads or models
 """

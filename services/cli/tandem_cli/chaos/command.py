@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import tempfile
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from tandem_cli.chaos.violations import Violations
 from tandem_cli.options import fail
 
 RANDOM_MODEL = "random"
@@ -24,6 +26,9 @@ def chaos(
     frames: Annotated[
         int, typer.Option(min=0, help="Instead: damaged frames between prefill and decode pods.")
     ] = 0,
+    simulated: Annotated[
+        int, typer.Option(min=0, help="Instead: damaged frames without sockets, exactly repeated by a seed.")
+    ] = 0,
     kinds: Annotated[
         str,
         typer.Option(help="Of kill, term, pause, hang, cut, reset; with --frames, kinds of frame faults."),
@@ -31,9 +36,13 @@ def chaos(
     roles: Annotated[str, typer.Option(help="Of gateway, decode, prefill, lookahead, redis.")] = "",
     prefill: Annotated[int, typer.Option(min=1, help="Prefill pods.")] = 2,
     decode: Annotated[int, typer.Option(min=2, help="Decode pods; one can always be spared.")] = 3,
+    gateways: Annotated[int, typer.Option(min=1, help="Gateways; clients resume at another one.")] = 2,
     concurrency: Annotated[int, typer.Option(min=1, help="Clients.")] = 6,
     contexts: Annotated[str, typer.Option(help="Tokens of the prompts.")] = "60,500,4000",
     cases: Annotated[int, typer.Option(min=1, help="Different requests.")] = 36,
+    minutes: Annotated[
+        float | None, typer.Option(help="Begin no new round after this time, whatever --faults says.")
+    ] = None,
     settle_s: Annotated[
         float, typer.Option(min=0.1, help="Seconds in which everything must be given back.")
     ] = 1.0,
@@ -51,10 +60,10 @@ def chaos(
     from tandem_cli import models
     from tandem_cli.chaos import random_model
     from tandem_cli.chaos.faults import PROCESS_KINDS, ROLES, FaultKind
-    from tandem_cli.chaos.frame_proxy import FrameFault
+    from tandem_cli.chaos.frame_faults import FrameFault
+    from tandem_cli.chaos.frame_simulation import KINDS, FrameSimulation
     from tandem_cli.chaos.frames import FrameOptions, run_frames
     from tandem_cli.chaos.run import ChaosOptions, run_chaos
-    from tandem_cli.chaos.violations import Violations
     from tandem_cli.supervisor import StartupError
 
     def show(line: str) -> None:
@@ -64,6 +73,15 @@ def chaos(
     with tempfile.TemporaryDirectory(prefix="tandem-chaos-") as scratch:
         folder = log or Path(scratch)
         try:
+            frame_kinds = tuple(map(FrameFault, _words(kinds))) if frames or simulated else ()
+            if simulated:
+                _end(
+                    str(FrameSimulation(seed, violations, frame_kinds or KINDS).run(simulated)),
+                    report,
+                    seed,
+                    violations,
+                )
+                return
             if model == RANDOM_MODEL:
                 folder_of_model = registry.find(random_model.NAME) or models.pull(
                     str(random_model.save(Path(scratch)))
@@ -72,8 +90,9 @@ def chaos(
                 folder_of_model = models.obtain(model)
             models.prepare_weights(folder_of_model, "float32", "auto")
             if frames:
-                frame_kinds = tuple(map(FrameFault, _words(kinds))) or tuple(FrameFault)
-                options = FrameOptions(folder_of_model, seed, frames, frame_kinds, settle_s=settle_s)
+                options = FrameOptions(
+                    folder_of_model, seed, frames, frame_kinds or tuple(FrameFault), settle_s=settle_s
+                )
                 text = str(asyncio.run(run_frames(options, violations)))
             else:
                 process_options = ChaosOptions(
@@ -85,6 +104,8 @@ def chaos(
                     roles=_words(roles) or ROLES,
                     num_prefill=prefill,
                     num_decode=decode,
+                    num_gateways=gateways,
+                    longest_s=60 * minutes if minutes is not None else math.inf,
                     concurrency=concurrency,
                     contexts=tuple(map(int, _words(contexts))),
                     num_cases=cases,
@@ -96,6 +117,11 @@ def chaos(
             fail(str(error))
         except ValueError as error:
             fail(str(error), code=2)
+    _end(text, report, seed, violations)
+
+
+def _end(text: str, report: Path | None, seed: int, violations: Violations) -> None:
+    """Prints the report; exit code 1 after a violation."""
     typer.echo(text)
     if report is not None:
         report.write_text(text + "\n", encoding="utf-8")

@@ -18,7 +18,7 @@ import random
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from tandem_cli.chaos.fleet import ChaosFleet
@@ -54,11 +54,12 @@ _CALLERS = {
 class Fault:
     kind: FaultKind
     role: str
+    #: The process; with a link, the one that is called.
+    name: str = ""
     #: What happened to whom, for people.
     what: str = ""
+    #: Monotonic seconds.
     at: float = 0.0
-    #: Monotonic seconds when it was taken back, as far as the injector does that.
-    over_at: float = field(default=float("inf"))
 
     @property
     def cause(self) -> str:
@@ -89,13 +90,18 @@ class Injector:
         kind, role = self._rng.choice(self._choices)
         return Fault(kind, role)
 
-    def inject(self, fault: Fault) -> None:
+    async def inject(self, fault: Fault) -> None:
         """The caller has waited until the role can spare a process."""
-        ready = [child for child in self._fleet.of_role(fault.role) if child.ready.is_set()]
-        child = self._rng.choice(ready)
+
+        async def is_ready() -> bool:
+            return any(child.ready.is_set() for child in self._fleet.of_role(fault.role))
+
+        await self._fleet.until(f"a {fault.role} to harm", is_ready)
+        child = self._rng.choice([one for one in self._fleet.of_role(fault.role) if one.ready.is_set()])
         lasts_s = self._rng.uniform(0.05, _LONGEST_PAUSE_S)
         fault.at = time.monotonic()
-        fault.what = f"{fault.kind} {child.spec.name}"
+        fault.name = child.spec.name
+        fault.what = f"{fault.kind} {fault.name}"
         if fault.kind.is_of_link:
             self._cut(fault, child, lasts_s)
             return
@@ -104,7 +110,7 @@ class Injector:
         os.kill(child.pid, number.get(fault.kind, signal.SIGSTOP))
         if fault.kind is FaultKind.PAUSE:
             fault.what += f" for {lasts_s:.2f} s"
-            self._later(lasts_s, fault, partial(_continue, child.pid))
+            self._later(lasts_s, partial(_continue, child.pid))
 
     async def settle(self) -> None:
         """Waits until pauses and cuts are over."""
@@ -116,13 +122,12 @@ class Injector:
         caller = self._rng.choice(callers)
         fault.what = f"{fault.kind} {caller} - {child.spec.name} for {lasts_s:.2f} s"
         proxy.cut(caller, reset=fault.kind is FaultKind.RESET)
-        self._later(lasts_s, fault, lambda: proxy.heal(caller))
+        self._later(lasts_s, partial(proxy.heal, caller))
 
-    def _later(self, delay_s: float, fault: Fault, end: Callable[[], None]) -> None:
+    def _later(self, delay_s: float, end: Callable[[], None]) -> None:
         async def wait() -> None:
             await asyncio.sleep(delay_s)
             end()
-            fault.over_at = time.monotonic()
 
         task = asyncio.create_task(wait())
         self._ending.add(task)

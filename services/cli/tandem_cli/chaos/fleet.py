@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,7 @@ class ChaosFleetOptions:
     folder: Path
     num_prefill: int = 2
     num_decode: int = 3
+    num_gateways: int = 2
     #: Start pods by fork.
     forks: bool = True
     #: Put proxies between the processes.
@@ -49,8 +50,7 @@ class ChaosFleet:
         self._supervisor = supervisor
         #: By the name of the process behind.
         self.proxies = proxies
-        gateway = plan.stages[0][0]
-        self.gateway_target = gateway.health_target
+        self.gateways = {spec.name: spec.health_target for spec in plan.stages[0]}
 
     @property
     def children(self) -> list[Child]:
@@ -71,19 +71,20 @@ class ChaosFleet:
         except TimeoutError:
             raise TimeoutError(f"{what}: not within {BACK_LIMIT_S:g} s") from None
 
-    async def until_serving(self, client: Client, least: Mapping[str, int]) -> None:
-        """Waits until the gateway has at least so many healthy pods of each role and every other process
+    async def until_serving(self, clients: Sequence[Client], least: Mapping[str, int]) -> None:
+        """Waits until each gateway has at least so many healthy pods of each role and every other process
         answers."""
 
         async def is_serving() -> bool:
             if not all(child.ready.is_set() for child in self.children if child.spec.role not in least):
                 return False
             with contextlib.suppress(grpc.aio.AioRpcError):
-                pods = (await client.fleet()).pods
+                views = [(await client.fleet()).pods for client in clients]
                 return all(
                     sum(pod.healthy and pod.role == role for pod in pods) >= number
-                    # The gateway learns of a death up to a second later.
+                    # A gateway learns of a death up to a second later.
                     and sum(child.ready.is_set() for child in self.of_role(role)) >= number
+                    for pods in views
                     for role, number in least.items()
                 )
             return False
@@ -127,6 +128,7 @@ async def running_fleet(options: ChaosFleetOptions) -> AsyncIterator[ChaosFleet]
             dtype="float32",
             num_prefill=options.num_prefill,
             num_decode=options.num_decode,
+            num_gateways=options.num_gateways,
             grpc_port=grpc_port,
             http_port=http_port,
             base_port=base_port,
@@ -203,19 +205,13 @@ async def _with_proxies(
 
 
 def _free_ports(options: ChaosFleetOptions) -> tuple[int, int, int]:
-    """Ports of gRPC and HTTP, and the base of the pods' ports, of which it needs five ranges."""
-    with contextlib.ExitStack() as stack:
-        ports = []
-        for _ in range(2):
-            probe = stack.enter_context(socket.socket())
-            probe.bind(("127.0.0.1", 0))
-            ports.append(int(probe.getsockname()[1]))
-        for base in range(21_000, 30_000, 7):
-            wanted = [base + offset for offset in (300, 1300)]
-            for index in range(max(options.num_prefill, options.num_decode)):
-                wanted += [base + offset + index for offset in (0, 100, 200, 1000, 1100)]
-            if all(_is_free(port) for port in wanted):
-                return ports[0], ports[1], base
+    """Ports of gRPC and HTTP, and the base of the pods' ports, in one free range."""
+    pods = range(max(options.num_prefill, options.num_decode))
+    offsets = {300, 1300, *(at + i for i in pods for at in (0, 100, 200, 1000, 1100))}
+    offsets |= {at + i for i in range(options.num_gateways) for at in (400, 500)}
+    for base in range(21_000, 30_000, 7):
+        if all(_is_free(base + offset) for offset in offsets):
+            return base + 400, base + 500, base
     raise RuntimeError("no free range of ports between 21000 and 31400")
 
 

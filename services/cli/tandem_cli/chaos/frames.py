@@ -30,7 +30,7 @@ from tandem_proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2
 from tandem_service.channels import open_channel
 
 from tandem_cli.chaos.checks import held
-from tandem_cli.chaos.frame_proxy import FrameFault
+from tandem_cli.chaos.frame_faults import FrameFault
 from tandem_cli.chaos.kv_watch import KVWatch, WatchedReceiver, WatchedSender
 from tandem_cli.chaos.violations import Violations
 
@@ -38,9 +38,13 @@ from tandem_cli.chaos.violations import Violations
 _CREDIT_BLOCKS = 16
 _BLOCK_SIZE = 16
 _NUM_BLOCKS = 2048
+#: Of a prefill pod: blocks of a request are reused soon after it.
+_FEW_BLOCKS = 200
 _PROMPT_TOKENS = (40, 400, 900, 900)
 _ANSWER_TOKENS = 3
 _NUM_PROMPTS = 24
+#: Share of requests whose client leaves.
+_CANCELLED = 0.05
 #: Share of requests at which everything is cut, if that is the only kind of fault.
 _CUTS = 0.02
 #: A request that takes longer hangs: three attempts of a second each, and the computation.
@@ -97,7 +101,8 @@ async def run_frames(options: FrameOptions, violations: Violations) -> FrameRepo
         references = [await pods.answer(index, prompt, ()) for index, prompt in enumerate(prompts)]
         num_requests = 0
         proxy = pods.receiver.proxy
-        while proxy.num_faults.total() < options.num_faults and not violations.sentences:
+        faults = proxy.faults
+        while faults.num_faults.total() < options.num_faults and not violations.sentences:
             asked = deque(rng.randrange(_NUM_PROMPTS) for _ in range(options.round_size))
             num_requests += len(asked)
 
@@ -106,8 +111,13 @@ async def run_frames(options: FrameOptions, violations: Violations) -> FrameRepo
                     index = asked.popleft()
                     if FrameFault.CUT in options.kinds and rng.random() < _CUTS / len(options.kinds):
                         proxy.cut(rng.uniform(0.1, 1.5))
+                    leaves_s = rng.uniform(0.0, 0.5) if rng.random() < _CANCELLED else _LONGEST_REQUEST_S
                     try:
-                        answer = await pods.answer(index, prompts[index], pods.prefill_targets)
+                        async with asyncio.timeout(leaves_s):
+                            answer = await pods.answer(index, prompts[index], pods.prefill_targets)
+                    except TimeoutError:
+                        if leaves_s == _LONGEST_REQUEST_S:
+                            violations.add(f"prompt {index} has no answer after {leaves_s:g} s")
                     except grpc.aio.AioRpcError as error:
                         violations.add(f"prompt {index} failed: {error.code().name}: {error.details()}")
                     else:
@@ -117,8 +127,8 @@ async def run_frames(options: FrameOptions, violations: Violations) -> FrameRepo
             await asyncio.gather(*(ask() for _ in range(options.concurrency)))
             await pods.check_idle(options.settle_s, violations)
         return FrameReport(
-            proxy.num_faults,
-            proxy.num_frames,
+            faults.num_faults,
+            faults.num_frames,
             num_requests,
             watch.num_complete,
             watch.num_failed,
@@ -143,7 +153,7 @@ class _Pods:
             request_id=f"prompt-{index}", prompt_token_ids=prompt, sampling=sampling, prefill_targets=targets
         )
         tokens: list[int] = []
-        async for response in self.decode.Decode(request, timeout=_LONGEST_REQUEST_S):
+        async for response in self.decode.Decode(request):
             tokens += response.chunk.token_ids
         return tuple(tokens)
 
@@ -187,7 +197,7 @@ async def _pods(options: FrameOptions, watch: KVWatch) -> AsyncIterator[_Pods]:
                 dtype="float32",
                 threads=1,
                 block_size=_BLOCK_SIZE,
-                num_blocks=_NUM_BLOCKS,
+                num_blocks=_FEW_BLOCKS,
             )
             for index in range(2)
         ]

@@ -20,7 +20,8 @@ from tandem_engine.transport.layout import KVLayout
 from tandem_engine.transport.outgoing import OutgoingTransfer
 from tandem_engine.transport.zeromq import ReceiverOptions, SenderOptions, ZmqReceiver, ZmqSender
 
-from tandem_cli.chaos.frame_proxy import FrameFault, FrameProxy
+from tandem_cli.chaos.frame_faults import FrameFault, FrameFaults
+from tandem_cli.chaos.frame_proxy import FrameProxy
 from tandem_cli.chaos.violations import Violations
 
 #: (layer, logical block) -> hashes of its bytes, one per attempt: pods may differ behind the last token.
@@ -95,7 +96,7 @@ class KVWatch:
                     )
 
 
-class _Store:
+class WatchedStore:
     """The pool, with small frames; `on_write` is told of each write before it happens."""
 
     def __init__(
@@ -129,7 +130,7 @@ class WatchedSender(ZmqSender):
 
     def __init__(self, watch: KVWatch, layout: KVLayout, store: BlockStore) -> None:
         self._watch = watch
-        small = _Store(store, max_frame_bytes=layout.block_bytes)
+        small = WatchedStore(store, max_frame_bytes=layout.block_bytes)
         super().__init__(layout, small, SenderOptions(curve=False))
 
     def take_frame(
@@ -160,10 +161,10 @@ class WatchedReceiver(ZmqReceiver):
         credit_bytes = credit_blocks * layout.block_bytes
         super().__init__(
             layout,
-            _Store(store, max_frame_bytes=store.max_frame_bytes, on_write=self._on_write),
+            WatchedStore(store, max_frame_bytes=store.max_frame_bytes, on_write=self._on_write),
             ReceiverOptions(host=options.host, port=options.port, curve=False, credit_bytes=credit_bytes),
         )
-        self.proxy = FrameProxy(self.endpoint, seed, kinds)
+        self.proxy = FrameProxy(self.endpoint, FrameFaults(seed, kinds))
         self.endpoint = self.proxy.endpoint
 
     def open(self, dest: Mapping[int, int], transfer_id: bytes | None = None) -> IncomingTransfer:

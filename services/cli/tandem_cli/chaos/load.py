@@ -69,11 +69,21 @@ class Stream:
     started_at: float = field(default_factory=time.monotonic)
     chunks_at: list[float] = field(default_factory=list)
     ended_at: float | None = None
-    answer: Answer | None = None
     receipt: common_pb2.Receipt = field(default_factory=common_pb2.Receipt)
+    #: Of the last event; a cut stream resumes after it.
+    event_id: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[bytes] = field(default_factory=list)
 
     def has_moved_since(self, moment: float) -> bool:
         return self.ended_at is not None or bool(self.chunks_at and self.chunks_at[-1] > moment)
+
+    def begin_anew(self) -> None:
+        """Drops what came: the answer is kept nowhere any more."""
+        self.event_id = ""
+        for received in (self.token_ids, self.texts, self.logprobs):
+            received.clear()
 
 
 def make_cases(seed: int, contexts: Sequence[int], vocab_size: int, num_cases: int) -> list[Case]:
@@ -95,7 +105,13 @@ def make_cases(seed: int, contexts: Sequence[int], vocab_size: int, num_cases: i
             Case(
                 name,
                 context,
-                gateway_pb2.GenerateRequest(token_ids=prompt, sampling=sampling, slo_class="batch"),
+                gateway_pb2.GenerateRequest(
+                    token_ids=prompt,
+                    sampling=sampling,
+                    slo_class="batch",
+                    # Texts that others have generated come in a few large steps; half of them do not.
+                    speculation="off" if (index + index // len(_SAMPLING)) % 2 else "",
+                ),
             )
         )
     return cases
@@ -104,7 +120,8 @@ def make_cases(seed: int, contexts: Sequence[int], vocab_size: int, num_cases: i
 class Client:
     """Asks one gateway."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, name: str, target: str) -> None:
+        self.name = name
         self._channel = open_channel(target)
         self._stub = gateway_pb2_grpc.GatewayServiceStub(self._channel)  # type: ignore[no-untyped-call]
 
@@ -112,26 +129,30 @@ class Client:
         await self._channel.close(None)
 
     async def ask(self, stream: Stream) -> Answer:
-        """Fills the stream. Raises AioRpcError."""
-        token_ids: list[int] = []
-        texts: list[str] = []
-        logprobs: list[bytes] = []
+        """Fills the stream, from its beginning or after its last event. Raises AioRpcError."""
+        request = stream.case.request
+        if stream.event_id:
+            request = gateway_pb2.GenerateRequest(last_event_id=stream.event_id)
         end = gateway_pb2.GeneratedEnd()
-        async for response in self._stub.Generate(stream.case.request, timeout=_LONGEST_REQUEST_S):
+        async for response in self._stub.Generate(request, timeout=_LONGEST_REQUEST_S):
             if response.HasField("end"):
                 end = response.end
-                texts.append("")
                 continue
+            chunk = response.chunk
             stream.chunks_at.append(time.monotonic())
-            token_ids += response.chunk.token_ids
-            texts.append(response.chunk.text)
-            logprobs += [
-                position.SerializeToString(deterministic=True) for position in response.chunk.logprobs
-            ]
+            stream.event_id = chunk.event_id
+            stream.token_ids += chunk.token_ids
+            stream.texts.append(chunk.text)
+            stream.logprobs += [one.SerializeToString(deterministic=True) for one in chunk.logprobs]
         stream.receipt = end.receipt
-        stream.answer = Answer(tuple(token_ids), "".join(texts), tuple(logprobs), end.reason, end.stop_reason)
         stream.ended_at = time.monotonic()
-        return stream.answer
+        return Answer(
+            tuple(stream.token_ids),
+            "".join(stream.texts),
+            tuple(stream.logprobs),
+            end.reason,
+            end.stop_reason,
+        )
 
     async def fleet(self) -> gateway_pb2.GetFleetStatusResponse:
         """Raises AioRpcError."""

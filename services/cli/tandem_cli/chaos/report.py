@@ -76,8 +76,9 @@ class ChaosReport:
     #: Streams that other pods continued, and prompts that went to another prefill pod.
     num_continued: int = 0
     num_prefilled_again: int = 0
-    #: Streams that ended with the only gateway and were asked again.
-    num_broken_by_gateway: int = 0
+    #: Streams that were cut with their gateway; those that could not resume, as Redis had lost the answer.
+    num_resumed: int = 0
+    num_anew: int = 0
     num_rounds: int = 0
     seconds: float = 0.0
     #: Largest growth of one process between its first idle moments and its last.
@@ -95,7 +96,8 @@ class ChaosReport:
             f"{self.num_faults:,} faults in {self.seconds:,.0f} s in {self.num_rounds:,} rounds: {faults}\n\n"
             f"{self.num_answers:,} answers with {self.num_tokens:,} tokens compared; {self.num_continued:,} "
             f"continued by another decode pod, {self.num_prefilled_again:,} sent to another prefill pod, "
-            f"{self.num_broken_by_gateway:,} ended with the gateway and were asked again\n\n"
+            f"{self.num_resumed:,} resumed after the loss of their gateway, {self.num_anew:,} begun anew as "
+            "events were lost\n\n"
             f"largest growth of a process: {self.most_memory_mib:.0f} MiB, {self.most_descriptors} "
             "descriptors\n\n"
             f"{self.gaps.table()}\n"

@@ -6,14 +6,14 @@
                   before stopped have moved on
     end of round  the load ends: within `settle_s` nothing is held, then every process is back
 
-An answer must equal its reference, whatever happened. The only error that a client may see is that of its
-gateway: there is one, so its streams end with it, and the client asks again. (With two gateways and cut
-streams that resume, `_Load._repeat` is where a client would resume.)
+An answer must equal its reference, whatever happened. A client whose gateway is lost resumes at another one
+after the last event that it got, or begins anew if that is not known there.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -37,6 +37,8 @@ _THINK_S = 0.4
 _BLOCK_SIZE = 64
 #: Longest answer and some drafts.
 _ANSWER_ROOM = 512
+#: A gateway that was harmed may lose calls for this long.
+_GATEWAY_BACK_S = 10.0
 #: A stream that is younger need not have moved before the next fault.
 _YOUNG_S = 0.5
 
@@ -52,12 +54,15 @@ class ChaosOptions:
     roles: tuple[str, ...] = ROLES
     num_prefill: int = 2
     num_decode: int = 3
+    num_gateways: int = 2
     #: Clients.
     concurrency: int = 6
     #: Tokens of the prompts.
     contexts: tuple[int, ...] = (60, 500, 4000)
     num_cases: int = 36
     faults_per_round: int = 20
+    #: No new round begins after this time.
+    longest_s: float = float("inf")
     settle_s: float = 1.0
     forks: bool = True
 
@@ -84,17 +89,20 @@ async def run_chaos(
         folder=options.folder,
         num_prefill=options.num_prefill,
         num_decode=options.num_decode,
+        num_gateways=options.num_gateways,
         forks=options.forks,
         cuts=any(kind.is_of_link for kind in options.kinds),
         pod_flags=options.pod_flags(),
     )
     async with running_fleet(fleet_options) as fleet:
-        client = Client(fleet.gateway_target)
+        clients = [Client(name, target) for name, target in fleet.gateways.items()]
         try:
-            await fleet.until_serving(client, {"decode": options.num_decode, "prefill": options.num_prefill})
-            return await _Run(options, fleet, client, violations, show).run()
+            everyone = {"decode": options.num_decode, "prefill": options.num_prefill}
+            await fleet.until_serving(clients, everyone)
+            return await _Run(options, fleet, clients, violations, show).run()
         finally:
-            await client.close()
+            for client in clients:
+                await client.close()
 
 
 class _Load:
@@ -103,14 +111,14 @@ class _Load:
     def __init__(
         self,
         fleet: ChaosFleet,
-        client: Client,
+        clients: Sequence[Client],
         cases: Sequence[Case],
         answers: Sequence[Answer],
         violations: Violations,
         report: ChaosReport,
     ) -> None:
         self._fleet = fleet
-        self._client = client
+        self._clients = clients
         self._cases = cases
         self._answers = answers
         self._violations = violations
@@ -119,26 +127,30 @@ class _Load:
         #: Faults of this round, newest last.
         self.faults: list[Fault] = []
         self.is_ending = False
+        self._num_calls = 0
 
     async def ask(self, index: int) -> Stream:
-        """The stream that brought the answer."""
-        while True:
-            stream = Stream(self._cases[index])
-            self.active.add(stream)
-            try:
-                answer = await self._client.ask(stream)
-                break
-            except grpc.aio.AioRpcError as error:
-                stream.ended_at = time.monotonic()
-                if not self._lost_its_gateway(stream):
-                    self._violations.add(
-                        f"case {index} ({stream.case.name}, context {stream.case.context}) failed after "
-                        f"{self.last_fault()}: {error.code().name}: {error.details()}"
-                    )
-                    return stream
-                await self._repeat()
-            finally:
-                self.active.discard(stream)
+        """The stream that brought the answer, or was told of an error."""
+        stream = Stream(self._cases[index])
+        self.active.add(stream)
+        try:
+            while True:
+                client = await self._ready_gateway()
+                called_at = time.monotonic()
+                try:
+                    answer = await client.ask(stream)
+                    break
+                except grpc.aio.AioRpcError as error:
+                    if not self._may_fail(client, called_at, stream, error):
+                        stream.ended_at = time.monotonic()
+                        self._violations.add(
+                            f"case {index} ({stream.case.name}, context {stream.case.context}) failed after "
+                            f"{self.last_fault()}: {error.code().name}: {error.details()}"
+                        )
+                        return stream
+                    await asyncio.sleep(_LOOK_S)
+        finally:
+            self.active.discard(stream)
         report, reference = self._report, self._answers[index]
         report.num_answers += 1
         report.num_tokens += len(answer.token_ids)
@@ -168,12 +180,34 @@ class _Load:
         await asyncio.gather(*(one() for _ in range(number)))
         return streams
 
-    async def _repeat(self) -> None:
-        self._report.num_broken_by_gateway += 1
-        await self._fleet.until_serving(self._client, {"decode": 1, "prefill": 0})
+    async def _ready_gateway(self) -> Client:
+        """One after another."""
+        ready: list[Client] = []
 
-    def _lost_its_gateway(self, stream: Stream) -> bool:
-        return any(fault.role == "gateway" and fault.over_at > stream.started_at for fault in self.faults)
+        async def is_ready() -> bool:
+            names = {child.spec.name for child in self._fleet.of_role("gateway") if child.ready.is_set()}
+            ready[:] = [client for client in self._clients if client.name in names]
+            return bool(ready)
+
+        await self._fleet.until("a gateway", is_ready)
+        self._num_calls += 1
+        return ready[self._num_calls % len(ready)]
+
+    def _may_fail(
+        self, client: Client, called_at: float, stream: Stream, error: grpc.aio.AioRpcError
+    ) -> bool:
+        """Whether the call was lost with its gateway; the stream is ready to go on."""
+        if stream.event_id and error.code() is grpc.StatusCode.NOT_FOUND:
+            # Only Redis may lose an answer, or a gateway that had it while Redis was away.
+            stream.begin_anew()
+            self._report.num_anew += 1
+            return any(fault.role in ("redis", "gateway") for fault in self.faults)
+        # A call that was not accepted lost nothing.
+        if stream.chunks_at and stream.chunks_at[-1] > called_at:
+            self._report.num_resumed += 1
+        return any(
+            fault.name == client.name and fault.at > called_at - _GATEWAY_BACK_S for fault in self.faults
+        )
 
     def last_fault(self) -> str:
         return self.faults[-1].what if self.faults else "no fault"
@@ -184,13 +218,13 @@ class _Run:
         self,
         options: ChaosOptions,
         fleet: ChaosFleet,
-        client: Client,
+        clients: Sequence[Client],
         violations: Violations,
         show: Callable[[str], None],
     ) -> None:
         self._options = options
         self._fleet = fleet
-        self._client = client
+        self._clients = clients
         self._violations = violations
         self._show = show
         self._rng = random.Random(options.seed)
@@ -202,12 +236,16 @@ class _Run:
         options, report = self._options, self._report
         vocab_size = ModelManifest.read(options.model).vocab_size
         cases = make_cases(options.seed, options.contexts, vocab_size, options.num_cases)
-        cases, answers = await references(self._client, cases)
+        cases, answers = await references(self._clients[0], cases)
         self._show(f"{len(cases)} cases have their references")
-        load = _Load(self._fleet, self._client, cases, answers, self._violations, report)
+        load = _Load(self._fleet, self._clients, cases, answers, self._violations, report)
         await self._calm(load, len(cases))
         started = time.monotonic()
-        while report.num_faults < options.num_faults and not self._violations.sentences:
+        while (
+            report.num_faults < options.num_faults
+            and report.seconds < options.longest_s
+            and not self._violations.sentences
+        ):
             load.is_ending = False
             load.faults.clear()
             clients = asyncio.create_task(load.clients(options.concurrency, self._rng))
@@ -252,18 +290,16 @@ class _Run:
         fault = self._injector.draw()
         # One pod more than must be left; a decode pod can do without prefill pods.
         least = {"decode": 1 + (fault.role == "decode"), "prefill": int(fault.role == "prefill")}
-        await self._fleet.until_serving(self._client, least)
+        await self._fleet.until_serving(self._clients, least)
 
         async def is_streaming() -> bool:
             return any(stream.chunks_at for stream in load.active)
 
         await self._fleet.until("a stream", is_streaming)
         await asyncio.sleep(self._rng.uniform(0.0, 0.2))
-        self._injector.inject(fault)
+        await self._injector.inject(fault)
         load.faults.append(fault)
         self._report.faults[fault.cause] += 1
-        if fault.role == "gateway" and fault.kind is not FaultKind.PAUSE:
-            await self._until_restarted(fault)
 
         async def have_moved() -> bool:
             now = time.monotonic()
@@ -273,16 +309,6 @@ class _Run:
             )
 
         await self._fleet.until(f"all streams go on after {fault.what}", have_moved)
-
-    async def _until_restarted(self, fault: Fault) -> None:
-        (child,) = self._fleet.of_role("gateway")
-
-        async def has_gone() -> bool:
-            return not child.ready.is_set()
-
-        await self._fleet.until("the gateway ends", has_gone)
-        await self._fleet.until_serving(self._client, {"decode": 1, "prefill": 0})
-        fault.over_at = time.monotonic()
 
     def _note_gaps(self, streams: Sequence[Stream], faults: Sequence[Fault]) -> None:
         for stream in streams:
@@ -300,12 +326,11 @@ class _Run:
         kept: dict[str, object] = {}
         while True:
             kept = {name: held(usage) for name, usage in (await self._fleet.usages()).items() if held(usage)}
-            try:
-                gateway = await self._client.fleet()
-                if gateway.requests_running + gateway.requests_queued:
-                    kept["gateway"] = gateway.requests_running + gateway.requests_queued
-            except grpc.aio.AioRpcError:
-                pass  # it restarts
+            for client in self._clients:
+                with contextlib.suppress(grpc.aio.AioRpcError):  # it restarts
+                    view = await client.fleet()
+                    if num_requests := view.requests_running + view.requests_queued:
+                        kept[client.name] = num_requests
             if not kept:
                 break
             if time.monotonic() - ended > self._options.settle_s:
@@ -315,7 +340,7 @@ class _Run:
             await asyncio.sleep(_LOOK_S)
         everyone = {"decode": self._options.num_decode, "prefill": self._options.num_prefill}
         try:
-            await self._fleet.until_serving(self._client, everyone)
+            await self._fleet.until_serving(self._clients, everyone)
         except TimeoutError as error:
             self._violations.add(f"not every process came back: {error}")
         self._growth.look(self._fleet.pids())
