@@ -1,0 +1,44 @@
+"""A stream of a host that has stopped ends soon."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from tandem_service.channels import open_channel
+
+SERVER = """
+from concurrent.futures import ThreadPoolExecutor
+import grpc
+from grpc_health.v1 import health, health_pb2_grpc
+from tandem_service.channels import server_options
+server = grpc.server(ThreadPoolExecutor(2), options=server_options(1 << 20))
+health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), server)
+port = server.add_insecure_port("127.0.0.1:0")
+server.start()
+print(port, flush=True)
+server.wait_for_termination()
+"""
+
+
+async def test_a_stopped_server_is_noticed_by_its_pings() -> None:
+    """It takes two seconds; without the limit for pings a minute."""
+    with subprocess.Popen([sys.executable, "-P", "-c", SERVER], stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        channel = open_channel(f"127.0.0.1:{int(await asyncio.to_thread(server.stdout.readline))}")
+        try:
+            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+            assert await watch.read() != grpc.aio.EOF
+            server.send_signal(signal.SIGSTOP)
+            with pytest.raises(grpc.aio.AioRpcError) as lost:
+                async with asyncio.timeout(40):
+                    await watch.read()
+            assert lost.value.code() is grpc.StatusCode.UNAVAILABLE
+        finally:
+            server.kill()
+            await channel.close()
