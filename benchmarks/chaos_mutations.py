@@ -2,8 +2,8 @@
 
     python benchmarks/chaos_mutations.py [--out TABLE.md] [--only WORD]
 
-A guard that nobody misses is no guard, or the harness is blind. Each is tried with `tandem chaos` where that can
-see it, else with the test that is named here. Prints a table; exit code 1 if a guard is not missed.
+A guard that nobody misses is no guard, or the harness is blind. `tandem chaos` has to find those that it
+can see, the test that is named here the others. Prints a table; exit code 1 if a guard is not missed.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 import subprocess
 import sys
@@ -10,7 +9,7 @@ import sys
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from tandem_service.channels import open_channel
+from tandem_service.channels import open_sync_channel
 
 SERVER = """
 from concurrent.futures import ThreadPoolExecutor
@@ -26,19 +25,18 @@ server.wait_for_termination()
 """
 
 
-async def test_a_stopped_server_is_noticed_by_its_pings() -> None:
+def test_a_stopped_server_is_noticed_by_its_pings() -> None:
     """It takes two seconds; without the limit for pings a minute."""
     with subprocess.Popen([sys.executable, "-P", "-c", SERVER], stdout=subprocess.PIPE) as server:
         assert server.stdout is not None
-        channel = open_channel(f"127.0.0.1:{int(await asyncio.to_thread(server.stdout.readline))}")
-        try:
-            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
-            assert await watch.read() != grpc.aio.EOF
-            server.send_signal(signal.SIGSTOP)
-            with pytest.raises(grpc.aio.AioRpcError) as lost:
-                async with asyncio.timeout(40):
-                    await watch.read()
-            assert lost.value.code() is grpc.StatusCode.UNAVAILABLE
-        finally:
-            server.kill()
-            await channel.close()
+        with open_sync_channel(f"127.0.0.1:{int(server.stdout.readline())}") as channel:
+            try:
+                stub = health_pb2_grpc.HealthStub(channel)
+                watch = stub.Watch(health_pb2.HealthCheckRequest(), timeout=40)
+                next(watch)
+                server.send_signal(signal.SIGSTOP)
+                with pytest.raises(grpc.RpcError) as lost:
+                    next(watch)
+                assert lost.value.code() is grpc.StatusCode.UNAVAILABLE
+            finally:
+                server.kill()
