@@ -10,17 +10,26 @@ TandemError
 └── InvariantError           our own bug: a part broke its contract
 """
 
+_MAX_FIELD_CHARS, _MAX_MESSAGE_CHARS = 100, 1000
+
+
+def _cut(text: str, num_chars: int) -> str:
+    return text if len(text) <= num_chars else text[:num_chars] + "…"
+
 
 class TandemError(Exception):
     """Base of all of Tandem's own errors."""
 
 
 class InvalidRequestError(TandemError):
-    """The request cannot be served as it is. The message names the field, the limit and the remedy."""
+    """The request cannot be served as it is. The message names the field, the limit and the remedy.
+
+    Both may quote the caller's input and are cut where that is long.
+    """
 
     def __init__(self, field: str, message: str) -> None:
-        super().__init__(f"{field}: {message}")
-        self.field = field
+        self.field = _cut(field, _MAX_FIELD_CHARS)
+        super().__init__(f"{self.field}: {_cut(message, _MAX_MESSAGE_CHARS)}")
 
 
 class ModelLoadError(TandemError):

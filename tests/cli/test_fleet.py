@@ -164,11 +164,14 @@ def test_wildcard_addresses_are_reached_through_loopback(bound: str, reached: st
 def test_off_loopback_the_links_between_pods_need_tls_or_insecure() -> None:
     with pytest.raises(OptionError, match=r"--host 10\.0\.0\.7 is not loopback: give --tls"):
         FleetOptions(model_dir=Path("m"), host="10.0.0.7")
+    with pytest.raises(OptionError, match=r"--host 10\.0\.0\.7 is not loopback: give --api-keys-file"):
+        FleetOptions(model_dir=Path("m"), host="10.0.0.7", tls_dir=Path("tls"))
     commands = {
         spec.role: spec.command
         for spec in plan_fleet(FleetOptions(model_dir=Path("m"), host="10.0.0.7", insecure=True)).processes
     }
     assert {role for role, command in commands.items() if "--insecure" in command} == {
+        "gateway",
         "decode",
         "prefill",
         "lookahead",
@@ -176,7 +179,8 @@ def test_off_loopback_the_links_between_pods_need_tls_or_insecure() -> None:
 
 
 def test_with_tls_each_process_gets_the_certificate_of_its_role(tmp_path: Path) -> None:
-    options = FleetOptions(model_dir=Path("m"), host="10.0.0.7", tls_dir=tmp_path)
+    keys = tmp_path / "keys.jsonl"
+    options = FleetOptions(model_dir=Path("m"), host="10.0.0.7", tls_dir=tmp_path, api_keys_file=keys)
     for spec in plan_fleet(options).processes:
         given = [spec.command[i + 1] for i, flag in enumerate(spec.command) if flag.startswith("--pod-tls")]
         names = [f"{spec.role}.pem", f"{spec.role}.key", "ca.pem"] if spec.role != "redis" else []

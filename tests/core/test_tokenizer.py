@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import model_folders
@@ -78,3 +79,22 @@ def test_a_damaged_file_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ModelLoadError, match="pull the model again"):
         Tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["encode", "_encode_quoted"])
+async def test_other_threads_run_while_a_long_text_is_tokenized(tokenizer: Tokenizer, name: str) -> None:
+    text = "the order has not arrived " * 40_000
+    done = asyncio.create_task(asyncio.to_thread(getattr(tokenizer, name), text))
+    num_turns = 0
+    while not done.done():
+        await asyncio.sleep(0.001)
+        num_turns += 1
+    assert num_turns > 10
+
+
+def test_a_text_of_as_many_tokens_as_the_context_is_within_the_limit(tokenizer: Tokenizer) -> None:
+    longest = max(
+        (tokenizer.token_bytes(token_id) for token_id in range(tokenizer.manifest.vocab_size)), key=len
+    )
+    assert len(longest) * tokenizer.manifest.max_model_len <= tokenizer.max_text_bytes
+    assert len(longest) * tokenizer.manifest.max_model_len * 5 > tokenizer.max_text_bytes

@@ -100,6 +100,11 @@ class FleetOptions:
                 f"--host {self.host} is not loopback: give --tls to encrypt and authenticate the links "
                 "between pods, or --insecure on a network where every machine is trusted"
             )
+        if self.api_keys_file is None and not self.insecure and not is_loopback(self.host):
+            raise OptionError(
+                f"--host {self.host} is not loopback: give --api-keys-file to require keys, or --insecure on "
+                "a network where everyone may use the models"
+            )
 
 
 @dataclass(frozen=True)
@@ -215,7 +220,7 @@ class _Planner:
             files = certificate_files(options.tls_dir, Role(role))
             common += ["--pod-tls-cert", str(files.cert), "--pod-tls-key", str(files.key)]
             common += ["--pod-tls-ca", str(files.ca)]
-        elif options.insecure and role != "gateway":
+        if options.insecure:
             common += ["--insecure"]
         return ProcessSpec(
             role=role,

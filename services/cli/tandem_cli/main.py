@@ -103,7 +103,7 @@ def up(
         bool, typer.Option("--tls", help="Mutual TLS between pods, with certificates made here.")
     ] = False,
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Plaintext between pods although --host is not loopback.")
+        bool, typer.Option("--insecure", help="Off loopback: plaintext between pods, and no API keys.")
     ] = False,
     state_file: Annotated[
         Path | None, typer.Option(help="Where pids and ports are written; default: run/<grpc port>.json.")

@@ -1,6 +1,7 @@
 """Wraps every gRPC call of a server: request id, access log, counters, exception -> status.
 
-call in -> request id from metadata, or a new one; bound to the log context; sent back at once
+call in -> authorized by its metadata alone, if calls need that; else the message is not even received
+        -> request id from metadata, or a new one; bound to the log context; sent back at once
         -> caller's role, where calls need one (see `tls`)
         -> handler
         -> exception?  mapped type         -> its status, with the exception's message
@@ -17,7 +18,7 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -37,6 +38,9 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 
 #: Called every second; logged at debug level only.
 _QUIET = re.compile(r"^/grpc\.|/Get\w*Status$")
+
+#: Of a call: pairs of key and value.
+Metadata = Iterable[tuple[str, str | bytes]]
 
 if TYPE_CHECKING:
     _Handler = grpc.RpcMethodHandler[Any, Any]
@@ -70,6 +74,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
 
     `callers`: the roles that may call each method; nobody may call a method that is not in it.
     None: calls are not checked.
+
+    `authorize(metadata)` raises for a call of a service of ours that may not be made. None: all may.
     """
 
     def __init__(
@@ -77,8 +83,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         status_codes: Mapping[type[Exception], grpc.StatusCode],
         registry: CollectorRegistry,
         callers: Mapping[str, Collection[Role]] | None = None,
+        authorize: Callable[[Metadata], object] | None = None,
     ) -> None:
         self._callers = callers
+        self._authorize = authorize
         self._status_codes: dict[type[Exception], grpc.StatusCode] = {
             MalformedRequestError: grpc.StatusCode.INVALID_ARGUMENT,
             CallerError: grpc.StatusCode.PERMISSION_DENIED,
@@ -103,6 +111,11 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         if handler is None:  # no such method: gRPC answers UNIMPLEMENTED
             return handler
         method = handler_call_details.method
+        if self._authorize is not None and not method.startswith("/grpc."):
+            try:
+                self._authorize(handler_call_details.invocation_metadata or ())
+            except Exception as error:
+                return self._refusing(method, error)
         decode = _decoder(handler)
         if handler.unary_unary or handler.stream_unary:
             call = cast(
@@ -142,6 +155,17 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
             else grpc.stream_stream_rpc_method_handler
         )
         return make(stream, decode, handler.response_serializer)
+
+    def _refusing(self, method: str, error: Exception) -> _Handler:
+        """A handler that fails without receiving the message. It takes a stream, whose messages are received
+        when they are asked for."""
+
+        async def refuse(requests: Any, context: _Context) -> AsyncIterator[Any]:
+            async with self._around(method, context):
+                raise error
+            yield  # makes it a generator
+
+        return grpc.stream_stream_rpc_method_handler(refuse)
 
     @asynccontextmanager
     async def _around(self, method: str, context: _Context) -> AsyncIterator[None]:

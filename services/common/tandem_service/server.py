@@ -28,7 +28,7 @@ from prometheus_client import CollectorRegistry
 from tandem_service.channels import MAX_MESSAGE_BYTES, server_options
 from tandem_service.discovery import Target
 from tandem_service.health import HealthServicer
-from tandem_service.interceptors import CallInterceptor
+from tandem_service.interceptors import CallInterceptor, Metadata
 from tandem_service.metrics import MetricsServer, new_registry
 from tandem_service.settings import CommonSettings
 from tandem_service.tls import Role
@@ -42,7 +42,9 @@ class PodServer:
     `max_request_bytes` fails with RESOURCE_EXHAUSTED. Create and use it inside one running event loop.
 
     `callers` are the roles that may call each method ("Decode"), where the settings name certificates; health
-    and reflection answer every holder of one. None: a public server, which pods' certificates do not concern.
+    and reflection answer every holder of one. None: a public server, which pods' certificates do not concern;
+    `credentials` are those of its own TLS. `authorize` sees a call's metadata before its message is received.
+    Of more than `max_concurrent_calls` calls the others fail with RESOURCE_EXHAUSTED.
     """
 
     def __init__(
@@ -54,17 +56,24 @@ class PodServer:
         status_codes: Mapping[type[Exception], grpc.StatusCode],
         max_request_bytes: int = MAX_MESSAGE_BYTES,
         callers: Mapping[str, Collection[Role]] | None = None,
+        authorize: Callable[[Metadata], object] | None = None,
+        credentials: grpc.ServerCredentials | None = None,
+        max_concurrent_calls: int | None = None,
     ) -> None:
         self._settings = settings
         self._tls = settings.pod_tls() if callers is not None else None
+        self._credentials = credentials if self._tls is None else self._tls.server_credentials()
         self._log = structlog.get_logger("tandem.server").bind(role=role)
         #: Register the role's metrics here.
         self.registry: CollectorRegistry = new_registry()
         self.grpc_server: grpc.aio.Server = grpc.aio.server(
             interceptors=(
-                CallInterceptor(status_codes, self.registry, callers if self._tls is not None else None),
+                CallInterceptor(
+                    status_codes, self.registry, callers if self._tls is not None else None, authorize
+                ),
             ),
             options=server_options(max_request_bytes),
+            maximum_concurrent_rpcs=max_concurrent_calls,
         )
         #: Set when the drain begins; a servicer with endless streams must end them then.
         self.draining = asyncio.Event()
@@ -87,10 +96,10 @@ class PodServer:
         settings = self._settings
         address = str(Target(settings.host, settings.listen_port()))
         try:
-            if self._tls is None:
+            if self._credentials is None:
                 self.port = self.grpc_server.add_insecure_port(address)
             else:
-                self.port = self.grpc_server.add_secure_port(address, self._tls.server_credentials())
+                self.port = self.grpc_server.add_secure_port(address, self._credentials)
         except RuntimeError as error:
             raise OSError(
                 f"cannot listen on {address}: the port is taken or the address is not this machine's; "

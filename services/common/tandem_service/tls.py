@@ -52,20 +52,21 @@ class Role(StrEnum):
 
 @dataclass(frozen=True)
 class Pems:
-    """Contents of the three files."""
+    """Contents of the files."""
 
     cert: bytes
     key: bytes
-    ca: bytes
+    ca: bytes | None
 
 
 @dataclass(frozen=True)
 class PemFiles:
-    """A process's certificate, its key, and the certificates of the CAs whose peers it accepts."""
+    """A process's certificate, its key, and the certificates of the CAs whose peers it accepts; None: clients
+    need no certificate."""
 
     cert: Path
     key: Path
-    ca: Path
+    ca: Path | None
 
     def read(self) -> Pems:
         """Raises TlsFileError for a file that is missing or damaged, or a key of another certificate."""
@@ -73,13 +74,16 @@ class PemFiles:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             # The empty password: an encrypted key is an error, not a question on the terminal.
             context.load_cert_chain(self.cert, self.key, password="")
-            context.load_verify_locations(self.ca)
-            return Pems(self.cert.read_bytes(), self.key.read_bytes(), self.ca.read_bytes())
+            if self.ca is not None:
+                context.load_verify_locations(self.ca)
+            ca = None if self.ca is None else self.ca.read_bytes()
+            return Pems(self.cert.read_bytes(), self.key.read_bytes(), ca)
         except OSError as error:  # ssl.SSLError too
+            and_ca, its_ca = ("", "") if self.ca is None else (f" and the CA {self.ca}", ", and its CA")
             raise TlsFileError(
-                f"the certificate {self.cert}, its key {self.key} and the CA {self.ca} cannot be used "
+                f"the certificate {self.cert}, its key {self.key}{and_ca} cannot be used "
                 f"together ({error.strerror or error}); give PEM files of one "
-                "certificate, its unencrypted key, and its CA"
+                f"certificate and its unencrypted key{its_ca}"
             ) from error
 
     def stamp(self) -> tuple[tuple[int, int, int], ...]:
@@ -87,7 +91,7 @@ class PemFiles:
         return tuple((s.st_ino, s.st_mtime_ns, s.st_size) for s in (p.stat() for p in self._paths()))
 
     def _paths(self) -> Iterable[Path]:
-        return (self.cert, self.key, self.ca)
+        return [path for path in (self.cert, self.key, self.ca) if path is not None]
 
 
 class ReloadingPems:
@@ -117,14 +121,37 @@ class ReloadingPems:
         return self._pems
 
 
-class PodTls:
-    """This process's credentials towards other pods."""
+class ServerTls:
+    """Credentials of a server. They follow the files: a handshake takes what is in them."""
 
     def __init__(self, files: PemFiles) -> None:
+        self._files = files
         self._pems = ReloadingPems(files)
 
+    def http_context(self) -> ssl.SSLContext:
+        """For a server that takes a context."""
+        shown = self._pems.current()
+        newest_context = self._context()
+
+        def choose(connection: Any, _name: str | None, _context: ssl.SSLContext) -> None:
+            nonlocal shown, newest_context
+            newest = self._pems.current()
+            if newest is not shown:
+                with contextlib.suppress(OSError):  # they have changed once more; the next handshake sees it
+                    newest_context, shown = self._context(), newest
+            connection.context = newest_context
+
+        first = self._context()
+        first.sni_callback = choose
+        return first
+
+    def _context(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(self._files.cert, self._files.key, password="")
+        return context
+
     def server_credentials(self) -> grpc.ServerCredentials:
-        """For a server that demands a client certificate of the CA."""
+        """For a server that demands a client certificate of the CA, if the files name one."""
         shown = self._pems.current()
 
         def configuration(pems: Pems) -> grpc.ServerCertificateConfiguration:
@@ -140,8 +167,12 @@ class PodTls:
             return configuration(newest)
 
         return grpc.dynamic_ssl_server_credentials(
-            configuration(shown), fetch, require_client_authentication=True
+            configuration(shown), fetch, require_client_authentication=shown.ca is not None
         )
+
+
+class PodTls(ServerTls):
+    """This process's credentials towards other pods."""
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """For one channel, from the files as they are now."""

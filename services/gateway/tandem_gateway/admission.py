@@ -2,7 +2,8 @@
 
     request arrives  a slot is free and the queue is empty  -> admitted
                      the queue has room                     -> waits, earliest SLO deadline first
-                     the queue is full                      -> OverloadedError with a computed retry-after
+                     the queue is full, or the tenant has
+                     its places already                     -> OverloadedError with a computed retry-after
     request ends     the first request of the queue is admitted
 
 A request that is cancelled or passes its deadline while it waits leaves the queue immediately.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -61,6 +63,8 @@ class Admission:
         self.num_in_flight = 0
         self._max_in_flight = max_in_flight
         self._max_queue = max_queue
+        #: Requests by tenant, in flight and waiting.
+        self._of_tenant: Counter[str] = Counter()
         #: Heap of (SLO deadline, arrival order, future). Cancelled futures stay in it and are skipped.
         self._waiters: list[tuple[float, int, asyncio.Future[None]]] = []
         self._order = itertools.count()
@@ -69,11 +73,24 @@ class Admission:
     async def slot(self, request: TokenizedRequest) -> AsyncIterator[None]:
         """Holds a slot for the length of the block. Raises OverloadedError, or DeadlineError when the
         request's deadline passes before it is admitted."""
-        await self._enter(request)
+        tenant, places = request.tenant, request.tenant_places
+        if places is not None and self._of_tenant[tenant] >= places:
+            raise OverloadedError(
+                f"tenant {tenant} has {self._of_tenant[tenant]} requests here already, limit {places}; send "
+                "the next one when one has ended",
+                self.retry_after_s(),
+            )
+        self._of_tenant[tenant] += 1
         try:
-            yield
+            await self._enter(request)
+            try:
+                yield
+            finally:
+                self._leave()
         finally:
-            self._leave()
+            self._of_tenant[tenant] -= 1
+            if not self._of_tenant[tenant]:
+                del self._of_tenant[tenant]
 
     async def _enter(self, request: TokenizedRequest) -> None:
         loop = asyncio.get_running_loop()

@@ -30,6 +30,10 @@ class Caller:
 
     tenant: str
     slo_classes: tuple[str, ...] = ALL_CLASSES
+    #: Most requests of the tenant at once; None: the share of the gateway's settings.
+    max_requests: int | None = None
+    #: Whether there are no tenants to protect from each other.
+    is_anyone: bool = False
 
     def slo(self, name: str) -> SloTarget:
         """The class `name`, "" for the default. Raises InvalidRequestError, ForbiddenError."""
@@ -43,7 +47,7 @@ class Caller:
         return SLO_CLASSES[chosen]
 
 
-ANYONE = Caller("default")
+ANYONE = Caller("default", is_anyone=True)
 
 
 class KeyFileError(Exception):
@@ -56,6 +60,7 @@ class _KeyLine(BaseModel):
     key_sha256: str = Field(pattern=r"^[0-9a-fA-F]{64}$")
     tenant: str = Field(min_length=1)
     slo_classes: tuple[str, ...] = Field(default=ALL_CLASSES, min_length=1)
+    max_requests: int | None = Field(default=None, ge=1)
 
 
 class ApiKeys:
@@ -89,7 +94,9 @@ class ApiKeys:
                 raise KeyFileError(
                     f"{path}:{number}: slo_classes: {sorted(unknown)} unknown; use {ALL_CLASSES}"
                 )
-            callers[bytes.fromhex(entry.key_sha256)] = Caller(entry.tenant, entry.slo_classes)
+            callers[bytes.fromhex(entry.key_sha256)] = Caller(
+                entry.tenant, entry.slo_classes, entry.max_requests
+            )
         return cls(callers)
 
     def authenticate(self, authorization: str) -> Caller:

@@ -5,6 +5,7 @@ TandemError
 │   ├── UnsupportedFieldError                                 INVALID_ARGUMENT     400
 │   ├── ContextLengthError                                    INVALID_ARGUMENT     400
 │   ├── BodyTooLargeError                                     INVALID_ARGUMENT     413
+│   ├── BodyTimeoutError        it arrives too slowly         INVALID_ARGUMENT     408
 │   ├── UnknownModelError                                     NOT_FOUND            404
 │   ├── AnswerNotFoundError     of the id of an event         NOT_FOUND            404
 │   └── IdempotencyKeyError     used for another request      ALREADY_EXISTS       422
@@ -13,7 +14,7 @@ TandemError
     ├── ForbiddenError          the key may not do that       PERMISSION_DENIED    403
     ├── OverloadedError         queue full, pod full          RESOURCE_EXHAUSTED   429 + Retry-After
     ├── DeadlineError           the deadline passed           DEADLINE_EXCEEDED    504
-    ├── UnavailableError        no decode pod, or it died     UNAVAILABLE          503
+    ├── UnavailableError        no decode pod, or it died     UNAVAILABLE          503 + Retry-After
     ├── CrashingRequestError    two pods crashed with it      FAILED_PRECONDITION  422
     └── UpstreamError           the pod failed otherwise      INTERNAL             500
 """
@@ -52,6 +53,10 @@ class ContextLengthError(InvalidRequestError):
 
 class BodyTooLargeError(InvalidRequestError):
     """The HTTP body is over the limit; refused before it is parsed."""
+
+
+class BodyTimeoutError(InvalidRequestError):
+    """The HTTP body does not arrive."""
 
 
 class UnknownModelError(InvalidRequestError):
@@ -96,6 +101,9 @@ class DeadlineError(GatewayError):
 class UnavailableError(GatewayError):
     """No decode pod is healthy, or the pod died during the request."""
 
+    #: A pod restarts in seconds.
+    retry_after_s = 2.0
+
 
 class CrashingRequestError(GatewayError):
     """Two pods crashed with the request. The statuses are those after which clients do not retry."""
@@ -131,6 +139,8 @@ PRESENTATIONS: Mapping[type[TandemError], Presentation] = MappingProxyType(
             _CODES.INVALID_ARGUMENT, 400, _INVALID, "context_length_exceeded", Outcome.INVALID),
         BodyTooLargeError: Presentation(
             _CODES.INVALID_ARGUMENT, 413, _INVALID, "request_too_large", Outcome.INVALID),
+        BodyTimeoutError: Presentation(
+            _CODES.INVALID_ARGUMENT, 408, _INVALID, "request_timeout", Outcome.INVALID),
         UnknownModelError: Presentation(
             _CODES.NOT_FOUND, 404, _INVALID, "model_not_found", Outcome.INVALID),
         AnswerNotFoundError: Presentation(

@@ -11,8 +11,10 @@ import asyncio
 import dataclasses
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, contextmanager, nullcontext
 
 import structlog
 from tandem_core.codec import slo_to_proto
@@ -24,7 +26,16 @@ from tandem_core.speculation import SpeculationMode
 from tandem_proto.v1 import common_pb2, decode_pb2, gateway_pb2
 
 from tandem_gateway.admission import Admission
-from tandem_gateway.errors import REQUEST_ERRORS, GatewayError, Outcome, UnknownModelError, presentation
+from tandem_gateway.auth import Caller
+from tandem_gateway.errors import (
+    REQUEST_ERRORS,
+    ContextLengthError,
+    GatewayError,
+    Outcome,
+    OverloadedError,
+    UnknownModelError,
+    presentation,
+)
 from tandem_gateway.fleet import Fleet
 from tandem_gateway.metrics import GatewayMetrics
 from tandem_gateway.relay import Relay
@@ -32,7 +43,22 @@ from tandem_gateway.request import NS_PER_S, Event, ReceivedRequest, TokenizedRe
 from tandem_gateway.settings import GatewaySettings
 
 #: Longer texts are tokenized in a thread, so that the event loop is not blocked.
-_INLINE_CHARS = 16_384
+_INLINE_CHARS = 4096
+#: At most so many at once; a text as long as the context allows takes up to seconds.
+_TOKENIZING_THREADS = 2
+#: Texts that may wait for these threads.
+_MAX_TOKENIZING = 64
+#: JSON writes a control character in six bytes.
+_JSON_ESCAPE_BYTES = 6
+#: Names, parameters, and 1,024 messages' roles.
+_OTHER_FIELDS_BYTES = 256 * 1024
+_TOKENIZING_RETRY_S = 1.0
+
+
+def max_message_bytes(tokenizer: Tokenizer, *, is_json: bool) -> int:
+    """Of a request, before it is parsed: the longest text, as JSON may write it, and some for the rest."""
+    escaped = _JSON_ESCAPE_BYTES if is_json else 1
+    return tokenizer.max_text_bytes * escaped + _OTHER_FIELDS_BYTES
 
 
 class Gateway:
@@ -54,6 +80,10 @@ class Gateway:
         self._num_received = 0
         self._relay = relay
         self._metrics = metrics
+        self._tokenizing = ThreadPoolExecutor(_TOKENIZING_THREADS, "tokenize")
+        self._num_tokenizing = 0
+        #: One text of a tenant at a time.
+        self._tokenizing_turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         #: Ids of running requests; the pods need them to be unique.
         self._running_ids: set[str] = set()
         self._log = structlog.get_logger("tandem.gateway")
@@ -77,19 +107,16 @@ class Gateway:
             raise InvalidRequestError(
                 "messages", f"{len(messages)} messages are over the limit of {limit}; send fewer"
             )
-        if sum(len(message.content) for message in messages) > _INLINE_CHARS:
-            token_ids = await asyncio.to_thread(self.tokenizer.encode_chat, messages)
-        else:
-            token_ids = self.tokenizer.encode_chat(messages)
+        texts = [message.content for message in messages]
+        token_ids = await self._encode(
+            received.caller, texts, "messages", lambda: self.tokenizer.encode_chat(messages)
+        )
         return self._tokenized(received, token_ids, field="messages")
 
     async def prepare_text(self, received: ReceivedRequest, text: str) -> TokenizedRequest:
         """Checks and tokenizes a plain text. Raises InvalidRequestError, ForbiddenError."""
         self.check_model(received.model)
-        if len(text) > _INLINE_CHARS:
-            token_ids = await asyncio.to_thread(self.tokenizer.encode, text)
-        else:
-            token_ids = self.tokenizer.encode(text)
+        token_ids = await self._encode(received.caller, [text], "prompt", lambda: self.tokenizer.encode(text))
         return self._tokenized(received, token_ids, field="prompt")
 
     async def prepare_tokens(self, received: ReceivedRequest, token_ids: Sequence[int]) -> TokenizedRequest:
@@ -97,6 +124,42 @@ class Gateway:
         self.check_model(received.model)
         check_token_ids("prompt", token_ids, self.manifest.vocab_size)
         return self._tokenized(received, token_ids, field="prompt")
+
+    async def _encode(
+        self, caller: Caller, texts: Sequence[str], field: str, encode: Callable[[], list[int]]
+    ) -> list[int]:
+        """Runs `encode`, outside of the event loop if it may take long. Raises OverloadedError, and
+        ContextLengthError for texts that cannot fit, without tokenizing them."""
+        num_chars, limit = sum(map(len, texts)), self.tokenizer.max_text_bytes
+        if num_chars > limit or (num_chars * 4 > limit and sum(len(text.encode()) for text in texts) > limit):
+            raise ContextLengthError(
+                field,
+                f"has more than {limit} bytes of text, and so more tokens than the model's context of "
+                f"{self.manifest.max_model_len}; shorten the prompt",
+            )
+        if num_chars <= _INLINE_CHARS:
+            return encode()
+        if self._num_tokenizing >= _MAX_TOKENIZING:
+            raise OverloadedError(
+                f"{self._num_tokenizing} long texts wait to be tokenized; try again later",
+                _TOKENIZING_RETRY_S,
+            )
+        self._num_tokenizing += 1
+        loop = asyncio.get_running_loop()
+        # Tenants must not wait for each other's texts.
+        turn = nullcontext() if caller.is_anyone else self._tokenizing_turns[caller.tenant]
+        try:
+            async with turn:
+                return await loop.run_in_executor(self._tokenizing, encode)
+        finally:
+            self._num_tokenizing -= 1
+
+    def _tenant_places(self, caller: Caller) -> int | None:
+        if caller.is_anyone:
+            return None
+        settings = self.settings
+        share = round(settings.tenant_share * (settings.max_in_flight + settings.max_queue))
+        return caller.max_requests or max(1, share)
 
     def check_model(self, name: str) -> None:
         """Raises UnknownModelError unless `name` is the served model or empty."""
@@ -130,6 +193,7 @@ class Gateway:
             arrived=received.arrived,
             deadline=received.arrived + timeout_s,
             speculation=SpeculationMode.parse(received.speculation),
+            tenant_places=self._tenant_places(received.caller),
         )
 
     async def run(self, request: TokenizedRequest) -> AsyncGenerator[Event, None]:

@@ -19,11 +19,11 @@ from tandem_core.codec import given_sampling
 from tandem_core.errors import InvalidRequestError
 from tandem_core.model.chat_template import Message
 from tandem_proto.v1 import decode_pb2, gateway_pb2, gateway_pb2_grpc
-from tandem_service.interceptors import current_request_id, request_id_or_new
+from tandem_service.interceptors import Metadata, current_request_id, request_id_or_new
 
 from tandem_gateway.answers import Answer, Answers
 from tandem_gateway.auth import ApiKeys, Caller
-from tandem_gateway.errors import PRESENTATIONS, OverloadedError
+from tandem_gateway.errors import PRESENTATIONS, OverloadedError, UnavailableError
 from tandem_gateway.gateway import Gateway
 from tandem_gateway.request import ReceivedRequest, TokenizedRequest
 
@@ -41,6 +41,14 @@ ResponseT = TypeVar("ResponseT", gateway_pb2.ChatResponse, gateway_pb2.GenerateR
 STATUS_CODES: dict[type[Exception], grpc.StatusCode] = {
     error: presentation.status for error, presentation in PRESENTATIONS.items()
 }
+
+
+def caller_of(keys: ApiKeys, metadata: Metadata) -> Caller:
+    """Raises UnauthenticatedError."""
+    for name, value in metadata:
+        if name == "authorization" and isinstance(value, str):
+            return keys.authenticate(value)
+    return keys.authenticate("")
 
 
 class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
@@ -106,7 +114,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
                             event_id=event_id,
                         )
                         yield kind(end=end)
-        except OverloadedError as error:
+        except (OverloadedError, UnavailableError) as error:
             retry_after_ms = str(max(1, round(error.retry_after_s * 1000)))
             context.set_trailing_metadata(((RETRY_AFTER_KEY, retry_after_ms),))
             raise
@@ -138,10 +146,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         return await self._gateway.prepare_text(received, request.text)
 
     def _caller(self, context: _Context) -> Caller:
-        for name, value in context.invocation_metadata() or ():
-            if name == "authorization" and isinstance(value, str):
-                return self._keys.authenticate(value)
-        return self._keys.authenticate("")
+        return caller_of(self._keys, context.invocation_metadata() or ())
 
     def _received(self, request: _Request, context: _Context) -> ReceivedRequest:
         arrived = time.monotonic()

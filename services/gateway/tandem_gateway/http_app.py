@@ -19,7 +19,13 @@ from tandem_service.interceptors import request_id_or_new
 
 from tandem_gateway.answers import Answers
 from tandem_gateway.auth import ApiKeys
-from tandem_gateway.errors import GatewayError, OverloadedError, presentation
+from tandem_gateway.errors import (
+    BodyTimeoutError,
+    GatewayError,
+    OverloadedError,
+    UnavailableError,
+    presentation,
+)
 from tandem_gateway.fleet import Role
 from tandem_gateway.gateway import Gateway
 from tandem_gateway.http_stream import ClientGoneError
@@ -63,7 +69,8 @@ def make_app(gateway: Gateway, answers: Answers, keys: ApiKeys, registry: Collec
         """200 while a decode pod can take a request."""
         num_pods = len(gateway.fleet.healthy(Role.DECODE))
         status = {"status": "ok" if num_pods else "no decode pod is healthy", "decode_pods": num_pods}
-        return JSONResponse(status, status_code=200 if num_pods else 503)
+        headers = None if num_pods else {"retry-after": "1"}
+        return JSONResponse(status, status_code=200 if num_pods else 503, headers=headers)
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -83,7 +90,9 @@ def make_app(gateway: Gateway, answers: Answers, keys: ApiKeys, registry: Collec
     @app.exception_handler(GatewayError)
     async def refuse(request: Request, error: TandemError) -> Response:
         headers = {}
-        if isinstance(error, OverloadedError):
+        if isinstance(error, BodyTimeoutError):
+            headers["connection"] = "close"  # the rest of the body is not read
+        if isinstance(error, OverloadedError | UnavailableError):
             # RFC 9110 wants whole seconds; OpenAI's client prefers the header in milliseconds.
             headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
             headers["retry-after-ms"] = str(max(1, round(error.retry_after_s * 1000)))

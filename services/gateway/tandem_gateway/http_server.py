@@ -1,14 +1,63 @@
-"""Runs uvicorn in the process's event loop, without its signal handlers and with a bounded drain."""
+"""Runs uvicorn in the process's event loop, without its signal handlers, with a bounded drain, and with what
+it does not limit itself: connections, and the time in which a request's headers must have arrived."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import Iterator
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+_TOO_MANY = (
+    b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+)
+
+
+class _LimitedProtocol(H11Protocol):  # type: ignore[misc]  # uvicorn is not followed by mypy
+    """One connection. Subclasses name the limits."""
+
+    max_connections: int
+    header_timeout_s: float
+    #: Runs from the connection, or the first byte of a further request, to the end of the request's headers.
+    _headers_due: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        if len(self.connections) > self.max_connections:
+            transport.write(_TOO_MANY)
+            transport.close()
+            return
+        self._expect_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._headers_are_here()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        request_before = self.cycle
+        if self._headers_due is None and (self.cycle is None or self.cycle.response_complete):
+            self._expect_headers()
+        super().data_received(data)
+        if self.cycle is not request_before:
+            self._headers_are_here()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._headers_due is None and self.conn.trailing_data[0]:  # a part of the next request
+            self._expect_headers()
+
+    def _expect_headers(self) -> None:
+        self._headers_due = self.loop.call_later(self.header_timeout_s, self.transport.close)
+
+    def _headers_are_here(self) -> None:
+        if self._headers_due is not None:
+            self._headers_due.cancel()
+            self._headers_due = None
 
 
 class _QuietServer(uvicorn.Server):  # type: ignore[misc]  # uvicorn is not followed by mypy
@@ -21,8 +70,25 @@ class _QuietServer(uvicorn.Server):  # type: ignore[misc]  # uvicorn is not foll
 class HttpServer:
     """`await start()`, then `await stop(grace_s)`."""
 
-    def __init__(self, app: ASGIApp, host: str, port: int) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        host: str,
+        port: int,
+        *,
+        max_connections: int,
+        header_timeout_s: float,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         self._app = app
+        self._ssl_options: dict[str, object] = {}
+        if tls is not None:
+            self._ssl_options["ssl_context_factory"] = lambda config, default: tls
+        self._protocol = type(
+            "Protocol",
+            (_LimitedProtocol,),
+            {"max_connections": max_connections, "header_timeout_s": header_timeout_s},
+        )
         self._host = host
         self._requested_port = port
         self._server: _QuietServer | None = None
@@ -42,7 +108,14 @@ class HttpServer:
             ) from error
         self.port = listener.getsockname()[1]
         config = uvicorn.Config(
-            self._app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=75, ws="none"
+            self._app,
+            http=self._protocol,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            timeout_keep_alive=75,
+            ws="none",
+            **self._ssl_options,
         )
         self._server = _QuietServer(config)
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]))

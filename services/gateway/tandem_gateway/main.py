@@ -24,8 +24,8 @@ from tandem_gateway.answer_store import AnswerStore
 from tandem_gateway.answers import Answers
 from tandem_gateway.auth import ApiKeys, KeyFileError
 from tandem_gateway.fleet import Fleet, Role
-from tandem_gateway.gateway import Gateway
-from tandem_gateway.grpc_api import SERVICE_NAME, STATUS_CODES, GatewayServicer
+from tandem_gateway.gateway import Gateway, max_message_bytes
+from tandem_gateway.grpc_api import SERVICE_NAME, STATUS_CODES, GatewayServicer, caller_of
 from tandem_gateway.http_app import make_app
 from tandem_gateway.http_server import HttpServer
 from tandem_gateway.metrics import GatewayMetrics
@@ -37,6 +37,10 @@ from tandem_gateway.settings import GatewaySettings
 _LAST_EVENTS_S = 1.0
 
 
+#: gRPC calls beside the requests that have a place: health, status, and refusals on their way.
+_OTHER_CALLS = 64
+
+
 class GatewayProcess:
     """Create it inside a running event loop."""
 
@@ -44,13 +48,18 @@ class GatewayProcess:
         self._settings = settings
         tokenizer = Tokenizer(settings.model)
         tokenizer.manifest = tokenizer.manifest.limited_to(settings.max_model_len)
+        tokenizer.prepare_to_encode()
         keys = ApiKeys.load(settings.api_keys_file)
+        tls = settings.public_tls()
         self._server = PodServer(
             settings,
             role="gateway",
             service_names=[SERVICE_NAME],
             status_codes=STATUS_CODES,
-            max_request_bytes=settings.max_body_bytes,
+            max_request_bytes=min(settings.max_body_bytes, max_message_bytes(tokenizer, is_json=False)),
+            authorize=lambda metadata: caller_of(keys, metadata),
+            credentials=None if tls is None else tls.server_credentials(),
+            max_concurrent_calls=settings.max_in_flight + settings.max_queue + _OTHER_CALLS,
         )
         metrics = GatewayMetrics(self._server.registry)
         self._fleet = Fleet(
@@ -86,7 +95,14 @@ class GatewayProcess:
             GatewayServicer(gateway, self._answers, keys), self._server.grpc_server
         )
         app = make_app(gateway, self._answers, keys, self._server.registry)
-        self._http = HttpServer(app, settings.host, settings.http_port)
+        self._http = HttpServer(
+            app,
+            settings.host,
+            settings.http_port,
+            max_connections=settings.max_connections,
+            header_timeout_s=settings.read_timeout_s,
+            tls=None if tls is None else tls.http_context(),
+        )
         self._tasks: list[asyncio.Task[None]] = []
 
     @property

@@ -10,6 +10,7 @@ the client disconnects at any point -> unless there is such a key, the call to t
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
 from collections.abc import AsyncGenerator
@@ -22,8 +23,8 @@ from tandem_proto.v1 import decode_pb2
 
 from tandem_gateway.answers import Answer, Answers, Sent
 from tandem_gateway.auth import ApiKeys, Caller
-from tandem_gateway.errors import REQUEST_ERRORS, BodyTooLargeError, GatewayError
-from tandem_gateway.gateway import Gateway
+from tandem_gateway.errors import REQUEST_ERRORS, BodyTimeoutError, BodyTooLargeError, GatewayError
+from tandem_gateway.gateway import Gateway, max_message_bytes
 from tandem_gateway.http_stream import SSE_DONE, EventStream, sse, until_disconnect
 from tandem_gateway.openai_models import ChatBody, CompletionBody, parse_body
 from tandem_gateway.openai_render import ChatRenderer, CompletionRenderer, Json, Renderer, error_json
@@ -137,16 +138,24 @@ class OpenAiApi:
         return await self._gateway.prepare_tokens(received, prompt)
 
     async def _read_body(self, request: Request) -> bytes:
-        limit = self._gateway.settings.max_body_bytes
+        gateway = self._gateway
+        limit = min(gateway.settings.max_body_bytes, max_message_bytes(gateway.tokenizer, is_json=True))
         message = f"is over the limit of {limit} bytes; shorten the prompt"
         declared = request.headers.get("content-length", "")
         if declared.isdigit() and int(declared) > limit:
             raise BodyTooLargeError("body", message)
         parts = bytearray()
-        async for part in request.stream():
-            parts += part
-            if len(parts) > limit:
-                raise BodyTooLargeError("body", message)
+        timeout_s = self._gateway.settings.read_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                async for part in request.stream():
+                    parts += part
+                    if len(parts) > limit:
+                        raise BodyTooLargeError("body", message)
+        except TimeoutError:
+            raise BodyTimeoutError(
+                "body", f"has not arrived within {timeout_s:g} s; send it faster"
+            ) from None
         return bytes(parts)
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from tandem_service.channels import MAX_MESSAGE_BYTES
 from tandem_service.settings import Port, RedisSettings, Targets
+from tandem_service.tls import PemFiles, ServerTls, is_loopback
 
 
 class GatewaySettings(RedisSettings):
@@ -31,11 +32,21 @@ class GatewaySettings(RedisSettings):
     max_in_flight: Annotated[int, Field(ge=1)] = 128
     """most requests on the decode pods at a time"""
     api_keys_file: Path | None = None
-    """JSON lines of key_sha256, tenant, slo_classes; unset: no key is required"""
+    """JSON lines of key_sha256, tenant, slo_classes, max_requests; unset: no key is required"""
+    tls_cert: Path | None = None
+    """PEM file of the certificate of both public ports; unset: plaintext"""
+    tls_key: Path | None = None
+    """PEM file of that certificate's key"""
+    tenant_share: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """with keys: largest share of the places, in flight and in the queue, that one tenant may take"""
     request_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """longest time of a request whose client sets no shorter deadline"""
     max_body_bytes: Annotated[int, Field(ge=1024, le=MAX_MESSAGE_BYTES)] = 8 * 1024 * 1024
-    """largest request, checked before it is parsed"""
+    """largest request, checked before it is parsed; less where the model's context holds less"""
+    max_connections: Annotated[int, Field(ge=1)] = 1024
+    """most HTTP connections at once"""
+    read_timeout_s: Annotated[float, Field(gt=0)] = 20.0
+    """longest time in which an HTTP request must have arrived, headers and body each"""
     max_messages: Annotated[int, Field(ge=1)] = 1024
     """most messages in one chat"""
     resume_ttl_s: Annotated[float, Field(ge=0)] = 120.0
@@ -46,6 +57,23 @@ class GatewaySettings(RedisSettings):
     """seconds between polls of each pod"""
     failover_wait_s: Annotated[float, Field(ge=0)] = 30.0
     """longest time that a request waits for a decode pod when none is healthy"""
+
+    @model_validator(mode="after")
+    def _check_public_ports(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("--tls-cert and --tls-key go together; give both or none")
+        if self.api_keys_file is None and not self.insecure and not is_loopback(self.host):
+            raise ValueError(
+                f"--host {self.host} is not loopback and no API keys are required; give --api-keys-file, or "
+                "--insecure on a network where everyone may use the models"
+            )
+        return self
+
+    def public_tls(self) -> ServerTls | None:
+        """None: plaintext. Raises TlsFileError."""
+        if self.tls_cert is None or self.tls_key is None:
+            return None
+        return ServerTls(PemFiles(self.tls_cert, self.tls_key, None))
 
     def listen_port(self) -> int:
         return self.grpc_port

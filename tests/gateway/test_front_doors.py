@@ -1,0 +1,327 @@
+"""What a stranger, a slow client or a greedy tenant can do at the public ports, and what not."""
+
+import asyncio
+import hashlib
+import json
+import ssl
+import string
+
+import grpc
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tandem_cli import certificates
+from tandem_core.errors import InvalidRequestError
+from tandem_gateway.errors import UnsupportedFieldError
+from tandem_gateway.main import GatewayProcess
+from tandem_gateway.openai_models import ChatBody, CompletionBody, parse_body
+from tandem_gateway.settings import GatewaySettings
+from tandem_proto.v1 import gateway_pb2
+from tandem_service.tls import Role
+from waiting import until_async
+
+CHAT = "/v1/chat/completions"
+USER = [{"role": "user", "content": "hi"}]
+CHAT_METHOD = "/tandem.v1.GatewayService/Chat"
+
+
+async def raw_call(channel: grpc.aio.Channel, payload: bytes, key: str = "") -> grpc.StatusCode:
+    """Sends the bytes as they are."""
+    call = channel.unary_stream(CHAT_METHOD, request_serializer=None, response_deserializer=None)
+    metadata = (("authorization", f"Bearer {key}"),) if key else ()
+    try:
+        async for _ in call(payload, metadata=metadata):
+            pass
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    return grpc.StatusCode.OK
+
+
+async def test_without_a_key_a_grpc_message_is_not_even_received(pods, gateway, keys_file):
+    front = await gateway(await pods(), api_keys_file=keys_file)
+    for payload in (b"\xff\xff", b"\x0a" * 20_000_000):
+        assert await raw_call(front.channel, payload) is grpc.StatusCode.UNAUTHENTICATED
+        assert await raw_call(front.channel, payload, "wrong") is grpc.StatusCode.UNAUTHENTICATED
+    assert await raw_call(front.channel, b"\xff\xff", "acme-key") is grpc.StatusCode.INVALID_ARGUMENT
+    too_large = b"\x0a" * 20_000_000
+    assert await raw_call(front.channel, too_large, "acme-key") is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_without_a_key_an_http_body_is_not_read(pods, gateway, keys_file):
+    front = await gateway(await pods(), api_keys_file=keys_file, read_timeout_s=0.5)
+    reader, writer = await open_connection(front)
+    writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 5000000\r\n\r\n{")
+    refusal = await asyncio.wait_for(reader.readline(), 10)
+    assert b" 401 " in refusal
+    writer.write(b"{" * 1000)
+    await asyncio.wait_for(reader.read(), 10)  # the server closes, although most of the body is missing
+    writer.close()
+
+
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(pods, gateway, monkeypatch):
+    front = await gateway(await pods())
+    tokenizer = front.process._answers._run.__self__.tokenizer
+    too_long = "x" * (tokenizer.max_text_bytes + 1)
+
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("was tokenized")
+
+    monkeypatch.setattr("tandem_core.model.tokenizer._encode", fail)
+    for path, body in (
+        (CHAT, {"messages": [{"role": "user", "content": too_long}]}),
+        (CHAT, {"messages": [{"role": "user", "content": too_long[: len(too_long) // 2 + 1]}] * 2}),
+        ("/v1/completions", {"prompt": too_long}),
+    ):
+        response = await front.http.post(path, json=body)
+        assert response.status_code == 400
+        assert response.json()["error"]["code"] == "context_length_exceeded"
+        assert "shorten the prompt" in response.json()["error"]["message"]
+
+
+async def open_connection(front):
+    return await asyncio.open_connection("127.0.0.1", front.process.http_port)
+
+
+HALF_SENT = {
+    "nothing": b"",
+    "half a line": b"POST /v1/chat",
+    "half the headers": b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-",
+    "half the body": b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 50\r\n\r\n{",
+    "half of a second request": b"GET /health HTTP/1.1\r\nhost: x\r\n\r\nGET /health HT",
+}
+
+
+@pytest.mark.parametrize("sent", HALF_SENT.values(), ids=HALF_SENT.keys())
+async def test_a_request_that_does_not_arrive_is_given_up(pods, gateway, sent):
+    front = await gateway(await pods(), read_timeout_s=0.3)
+    reader, writer = await open_connection(front)
+    writer.write(sent)
+    received = await asyncio.wait_for(reader.read(), 10)  # until the server closes
+    assert (b" 408 " in received) is (b"{" in sent)
+    writer.close()
+
+
+async def test_a_slow_answer_is_not_given_up(pods, gateway):
+    front = await gateway(await pods(words=("a", "b", "c"), pause_s=0.3), read_timeout_s=0.2)
+    for _ in range(2):  # over one connection
+        response = await front.http.post(CHAT, json={"messages": USER})
+        assert response.json()["choices"][0]["message"]["content"] == "abc"
+        await asyncio.sleep(0.4)
+
+
+async def test_connections_are_limited(pods, gateway):
+    front = await gateway(await pods(), max_connections=3)
+    await front.http.aclose()
+    opened = [await open_connection(front) for _ in range(3)]
+    reader, writer = await open_connection(front)
+    refusal = await asyncio.wait_for(reader.read(), 10)
+    assert refusal.startswith(b"HTTP/1.1 503 ")
+    assert b"retry-after: 1" in refusal
+    for _, other in [*opened, (reader, writer)]:
+        other.close()
+    front.http = httpx.AsyncClient(base_url=front.url, trust_env=False)
+
+    async def is_free() -> bool:
+        try:
+            return (await front.http.get("/health")).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    await until_async(is_free)
+
+
+async def test_one_tenant_cannot_take_every_place(pods, gateway, tmp_path):
+    keys = tmp_path / "keys.jsonl"
+    lines = [
+        {"key_sha256": hashlib.sha256(key.encode()).hexdigest(), "tenant": key, **limits}
+        for key, limits in (("greedy", {}), ("small", {"max_requests": 1}), ("other", {}))
+    ]
+    keys.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    pod = await pods(pause_s=30.0)
+    front = await gateway(pod, api_keys_file=keys, max_in_flight=2, max_queue=2)
+
+    def ask(key: str) -> asyncio.Task[httpx.Response]:
+        headers = {"authorization": f"Bearer {key}"}
+        return asyncio.create_task(front.http.post(CHAT, json={"messages": USER}, headers=headers))
+
+    running = [ask("greedy"), ask("greedy")]  # half of the four places
+    await front.until_metric("tandem_requests_in_flight", 2)
+    refused = await ask("greedy")
+    assert refused.status_code == 429
+    assert int(refused.headers["retry-after"]) >= 1
+    assert "tenant greedy has 2 requests here already, limit 2" in refused.json()["error"]["message"]
+    running += [ask("other"), ask("small")]
+    await front.until_metric("tandem_queue_length", 2)
+    assert (await ask("small")).status_code == 429
+    for task in running:
+        task.cancel()
+    await front.until_metric("tandem_requests_in_flight", 0)
+    pod.pause_s = 0.0
+    assert (await ask("greedy")).status_code == 200
+
+
+async def test_a_caller_cannot_choose_its_tenant(pods, gateway, keys_file):
+    pod = await pods()
+    front = await gateway(pod, api_keys_file=keys_file)
+    forged = dict.fromkeys(("tenant", "x-tenant", "tandem-tenant"), "slow")
+    headers = {"authorization": "Bearer acme-key", **forged}
+    refused = await front.http.post(CHAT, json={"messages": USER, "tenant": "slow"}, headers=headers)
+    assert refused.status_code == 400
+    for name in ("user", "safety_identifier", "prompt_cache_key"):
+        answer = await front.http.post(CHAT, json={"messages": USER, name: "slow"}, headers=headers)
+        assert answer.status_code == 200
+    # Field 2 of DecodeRequest is the tenant; fields 20 to 30 of ChatRequest are unknown.
+    message = gateway_pb2.ChatRequest(messages=[gateway_pb2.ChatMessage(role="user", content="hi")])
+    payload = message.SerializeToString() + b"".join(
+        bytes([(field << 3 | 2) & 0x7F | 0x80, field >> 4, 4]) + b"slow" for field in range(20, 31)
+    )
+    assert await raw_call(front.channel, payload, "acme-key") is grpc.StatusCode.OK
+    call = front.grpc.Chat(message, metadata=list(headers.items()))
+    assert [response async for response in call]
+    assert {request.tenant for request in pod.requests} == {"acme"}
+
+
+async def test_every_503_says_when_to_come_again(gateway):
+    front = await gateway(failover_wait_s=0.0, decode=("127.0.0.1:9",))
+    for response in (await front.http.get("/health"), await front.http.post(CHAT, json={"messages": USER})):
+        assert response.status_code == 503
+        assert int(response.headers["retry-after"]) >= 1
+    call = front.grpc.Chat(
+        gateway_pb2.ChatRequest(messages=[gateway_pb2.ChatMessage(role="user", content="x")])
+    )
+    with pytest.raises(grpc.aio.AioRpcError) as refusal:
+        await call.read()
+    assert refusal.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert int(dict(refusal.value.trailing_metadata())["retry-after-ms"]) >= 1
+
+
+async def test_both_ports_speak_tls_and_take_a_new_certificate(pods, model_folder, tmp_path):
+    folder = tmp_path / "tls"
+    certificates.prepare(folder)
+    files = certificates.issue(folder, Role.GATEWAY)
+    pod = await pods()
+    given_settings = GatewaySettings(
+        model=model_folder, decode=(pod.target,), grpc_port=0, http_port=0, drain_s=0.0,
+        tls_cert=files.cert, tls_key=files.key,
+    )  # fmt: skip
+    process = GatewayProcess(given_settings)
+    await process.start()
+    context = ssl.create_default_context(cafile=str(folder / "ca.pem"))
+
+    async def certificates_of_both() -> list[bytes]:
+        shown = []
+        for port in (process.http_port, process.grpc_port):
+            _, writer = await asyncio.open_connection(
+                "127.0.0.1", port, ssl=context, server_hostname=Role.GATEWAY.dns_name
+            )
+            shown.append(writer.get_extra_info("ssl_object").getpeercert(binary_form=True))
+            writer.close()
+        return shown
+
+    try:
+        first = await certificates_of_both()
+        credentials = grpc.ssl_channel_credentials((folder / "ca.pem").read_bytes())
+        options = [("grpc.ssl_target_name_override", Role.GATEWAY.dns_name), ("grpc.enable_http_proxy", 0)]
+        target = f"127.0.0.1:{process.grpc_port}"
+        async with grpc.aio.secure_channel(target, credentials, options=options) as channel:
+            message = gateway_pb2.ChatRequest(messages=[gateway_pb2.ChatMessage(role="user", content="hi")])
+            assert await raw_call(channel, message.SerializeToString()) is grpc.StatusCode.OK
+        async with httpx.AsyncClient(verify=context, trust_env=False) as client:
+            name = {"sni_hostname": Role.GATEWAY.dns_name}
+            url = f"https://127.0.0.1:{process.http_port}{CHAT}"
+            answer = await client.post(url, json={"messages": USER}, extensions=name)
+            assert answer.json()["choices"][0]["message"]["content"] == "Hello there!"
+            with pytest.raises(httpx.TransportError):
+                await client.get(f"http://127.0.0.1:{process.http_port}/health")
+        certificates.issue(folder, Role.GATEWAY)
+        second = await certificates_of_both()
+        assert all(old != new for old, new in zip(first, second, strict=True))
+    finally:
+        await process.stop()
+
+
+@pytest.mark.parametrize(
+    ("given_settings", "message"),
+    [
+        ({"host": "0.0.0.0"}, "no API keys are required"),
+        ({"host": "::"}, "no API keys are required"),
+        ({"tls_cert": "a.pem"}, "--tls-cert and --tls-key go together"),
+    ],
+)
+def test_an_open_gateway_does_not_start(model_folder, given_settings, message):
+    with pytest.raises(ValueError, match=message):
+        GatewaySettings(model=model_folder, decode=("127.0.0.1:1",), **given_settings)
+    GatewaySettings(model=model_folder, decode=("127.0.0.1:1",), host="0.0.0.0", insecure=True)
+
+
+def test_what_an_error_quotes_is_bounded():
+    for error in (
+        InvalidRequestError("f" * 10**6, "m" * 10**6),
+        UnsupportedFieldError("f" * 10**6, f"{'v' * 10**6!r} is not supported"),
+    ):
+        assert len(str(error)) < 1200
+        assert len(error.field) <= 101
+
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=20)
+    | st.just("9" * 5000)
+    | st.integers(0, 2**40).map(lambda exponent: 10 ** (exponent % 400)),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=12), inner, max_size=4),
+    max_leaves=12,
+)
+fields = st.sampled_from(sorted({*ChatBody.model_fields, *CompletionBody.model_fields, "n", "tools", "user"}))
+bodies = st.one_of(
+    st.dictionaries(fields, json_values, max_size=6).map(
+        lambda extra: json.dumps({"messages": USER, "prompt": "x", **extra}).encode()
+    ),
+    json_values.map(lambda value: json.dumps(value).encode()),
+    st.binary(max_size=60),
+    st.text(string.printable, max_size=60).map(str.encode),
+)
+
+
+def parses_or_refuses(body: bytes) -> None:
+    for kind in (ChatBody, CompletionBody):
+        try:
+            parsed = parse_body(kind, body)
+            parsed.given_sampling()
+            _ = parsed.chat_messages() if isinstance(parsed, ChatBody) else parsed.single_prompt()
+        except InvalidRequestError as error:
+            assert len(str(error)) < 1200
+
+
+@given(bodies)
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_any_body_is_parsed_or_refused_with_a_sentence(body: bytes):
+    parses_or_refuses(body)
+
+
+@pytest.mark.wide
+@given(bodies)
+@settings(max_examples=50_000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_any_of_many_bodies_is_parsed_or_refused_with_a_sentence(body: bytes):
+    parses_or_refuses(body)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+async def test_no_body_or_header_is_a_server_error(front_of_session, data):
+    body = data.draw(bodies)
+    name = data.draw(
+        st.sampled_from(["last-event-id", "idempotency-key", "x-request-id", "authorization", "content-type"])
+    )
+    value = data.draw(st.text(string.printable.strip(), max_size=300) | st.just("0" * 24 + "-1"))
+    path = data.draw(st.sampled_from([CHAT, "/v1/completions"]))
+    response = await front_of_session.http.post(path, content=body, headers={name: value})
+    assert response.status_code < 500
+
+
+@pytest.fixture
+async def front_of_session(pods, gateway):
+    return await gateway(await pods())
