@@ -1,7 +1,7 @@
 """TCP proxies on loopback in front of pods. A cut link is silent, a reset one is closed and refuses.
 
-A proxy knows which pod made a connection by the owner of its local port, so that a link between any two pods
-can be cut alone.
+A proxy finds which pod made a connection by the owner of its local port, so that a link between any two pods
+can be cut alone. That is expensive, so it looks only when there is a cut.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ _CHUNK_BYTES = 1 << 16
 
 @dataclass(eq=False)
 class _Connection:
-    caller: str
+    #: The caller's port, or its pid if the socket is a unix one.
+    origin: tuple[str, int]
     writers: tuple[asyncio.StreamWriter, asyncio.StreamWriter]
     #: Bytes pass while it is set.
     is_open: asyncio.Event = field(default_factory=asyncio.Event)
@@ -56,11 +57,17 @@ class Proxy:
 
     def callers(self) -> set[str]:
         """Who has a connection."""
-        return {connection.caller for connection in self._connections if connection.caller}
+        return {caller for _, caller in self._with_callers()} - {""}
+
+    def _with_callers(self) -> list[tuple[_Connection, str]]:
+        names = _Names(self._pids())
+        return [(connection, names.of(connection.origin)) for connection in self._connections]
 
     def cut(self, caller: str, *, reset: bool) -> None:
         self._cut[caller] = reset
-        for connection in [one for one in self._connections if one.caller == caller]:
+        for connection, name in self._with_callers():
+            if name != caller:
+                continue
             connection.is_open.clear()
             if reset:
                 _abort(*connection.writers)
@@ -68,12 +75,13 @@ class Proxy:
     def heal(self, caller: str) -> None:
         """What was held back passes."""
         self._cut.pop(caller, None)
-        for connection in self._connections:
-            if connection.caller == caller:
+        for connection, name in self._with_callers():
+            if name not in self._cut:
                 connection.is_open.set()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        caller = self._caller(writer)
+        origin = _origin(writer)
+        caller = _Names(self._pids()).of(origin) if self._cut else ""
         if self._cut.get(caller):
             _abort(writer)
             return
@@ -86,7 +94,7 @@ class Proxy:
         except OSError:
             _abort(writer)
             return
-        connection = _Connection(caller, (writer, inner_writer))
+        connection = _Connection(origin, (writer, inner_writer))
         if caller not in self._cut:
             connection.is_open.set()
         self._connections.add(connection)
@@ -115,15 +123,14 @@ class Proxy:
                 await writer.drain()
             await connection.is_open.wait()
 
-    def _caller(self, writer: asyncio.StreamWriter) -> str:
-        connection = writer.get_extra_info("socket")
-        pids = self._pids()
-        if connection.family == socket.AF_UNIX:
-            credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-            pid = struct.unpack("3i", credentials)[0]
-            return next((name for name, other in pids.items() if other == pid), "")
-        inode = _inode_of(writer.get_extra_info("peername")[1])
-        return next((name for name, pid in pids.items() if inode and _holds(pid, inode)), "")
+
+def _origin(writer: asyncio.StreamWriter) -> tuple[str, int]:
+    connection = writer.get_extra_info("socket")
+    if connection.family == socket.AF_UNIX:
+        size = struct.calcsize("3i")
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+        return "pid", struct.unpack("3i", credentials)[0]
+    return "port", writer.get_extra_info("peername")[1]
 
 
 def _abort(*writers: asyncio.StreamWriter) -> None:
@@ -136,19 +143,32 @@ def _abort(*writers: asyncio.StreamWriter) -> None:
         writer.transport.abort()
 
 
-def _inode_of(port: int) -> str:
-    """Inode of the socket on this local port; empty: there is none."""
-    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
-        fields = line.split()
-        if int(fields[1].rpartition(":")[2], 16) == port:
-            return fields[9]
-    return ""
+class _Names:
+    """Which process has which local port, as of now."""
+
+    def __init__(self, pids: Mapping[str, int]) -> None:
+        self._by_pid = {pid: name for name, pid in pids.items()}
+        by_inode = {inode: name for name, pid in pids.items() for inode in _sockets_of(pid)}
+        self._by_port: dict[int, str] = {}
+        for table in ("tcp", "tcp6"):  # gRPC connects to IPv4 addresses with IPv6 sockets
+            for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+                fields = line.split()
+                if (name := by_inode.get(fields[9])) is not None:
+                    self._by_port[int(fields[1].rpartition(":")[2], 16)] = name
+
+    def of(self, origin: tuple[str, int]) -> str:
+        """Empty: none of them."""
+        kind, number = origin
+        return (self._by_pid if kind == "pid" else self._by_port).get(number, "")
 
 
-def _holds(pid: int, inode: str) -> bool:
+def _sockets_of(pid: int) -> list[str]:
+    """Inodes."""
+    found = []
     with contextlib.suppress(OSError):
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
-                if str(descriptor.readlink()) == f"socket:[{inode}]":
-                    return True
-    return False
+                kind, _, inode = str(descriptor.readlink()).partition("socket:[")
+                if not kind:
+                    found.append(inode.rstrip("]"))
+    return found

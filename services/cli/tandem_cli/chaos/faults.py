@@ -46,7 +46,7 @@ _CALLERS = {
     "decode": ("gateway",),
     "prefill": ("decode", "gateway"),
     "lookahead": ("decode",),
-    "redis": ("lookahead",),
+    "redis": ("lookahead", "gateway"),
 }
 
 
@@ -118,7 +118,9 @@ class Injector:
 
     def _cut(self, fault: Fault, child: Child, lasts_s: float) -> None:
         proxy = self._fleet.proxies[child.spec.name]
-        callers = sorted(proxy.callers()) or [self._fleet.of_role(_CALLERS[fault.role][0])[0].spec.name]
+        callers = sorted(proxy.callers()) or [
+            caller.spec.name for role in _CALLERS[fault.role] for caller in self._fleet.of_role(role)
+        ]
         caller = self._rng.choice(callers)
         fault.what = f"{fault.kind} {caller} - {child.spec.name} for {lasts_s:.2f} s"
         proxy.cut(caller, reset=fault.kind is FaultKind.RESET)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -184,6 +185,7 @@ async def _with_proxies(
             continue
         target = spec.health_target.removeprefix("unix://")
         proxy = proxies[spec.name] = Proxy(target, pids)
+        (folder / "cut").mkdir(exist_ok=True)
         await proxy.listen(redis_server.socket_path(folder / "cut") if spec.health_target != target else None)
         other_name[target] = proxy.address
 
@@ -209,10 +211,11 @@ def _free_ports(options: ChaosFleetOptions) -> tuple[int, int, int]:
     pods = range(max(options.num_prefill, options.num_decode))
     offsets = {300, 1300, *(at + i for i in pods for at in (0, 100, 200, 1000, 1100))}
     offsets |= {at + i for i in range(options.num_gateways) for at in (400, 500)}
-    for base in range(21_000, 30_000, 7):
+    # Not every harness that starts now looks at the same ports first.
+    for base in range(21_000 + os.getpid() * 37 % 8_000, 30_000, 7):
         if all(_is_free(base + offset) for offset in offsets):
             return base + 400, base + 500, base
-    raise RuntimeError("no free range of ports between 21000 and 31400")
+    raise RuntimeError("no free range of ports below 31400")
 
 
 def _is_free(port: int) -> bool:
