@@ -205,12 +205,16 @@ class _Load:
         # A call that was not accepted lost nothing.
         if stream.chunks_at and stream.chunks_at[-1] > called_at:
             self._report.num_resumed += 1
+        # A gateway that Redis has not heard of for a second may lose an answer to the other one.
         return any(
-            fault.name == client.name and fault.at > called_at - _GATEWAY_BACK_S for fault in self.faults
+            (fault.name == client.name or fault.role == "redis") and fault.at > called_at - _GATEWAY_BACK_S
+            for fault in self.faults
         )
 
     def last_fault(self) -> str:
-        return self.faults[-1].what if self.faults else "no fault"
+        """With those of the seconds before it."""
+        recent = [fault.what for fault in self.faults if fault.at > time.monotonic() - _GATEWAY_BACK_S]
+        return ", ".join(recent[-4:]) or "no fault"
 
 
 class _Run:
