@@ -9,7 +9,7 @@ import grpc
 import pytest
 import redis.asyncio as redis
 from redis_servers import RedisServer, answers
-from tandem_proto.v1 import gateway_pb2
+from tandem_proto.v1 import answers_pb2, gateway_pb2
 from waiting import until_async
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -335,3 +335,37 @@ async def test_a_stream_goes_on_when_redis_stops(pods, gateway, tmp_path):
     assert await _text(CHAT, events_of(text)) == "".join(WORDS)
     tail = await rest(front, CHAT, events_of(text)[2][0])  # from memory
     assert await _text(CHAT, events_of(text)[:3] + tail) == "".join(WORDS)
+
+
+@pytest.mark.parametrize("what", ["record", "event", "kind of record", "kind of events", "slo class"])
+async def test_what_others_write_into_redis_harms_nobody(pods, gateway, redis_url, what):
+    pod = await pods(words=WORDS)
+    one, other = await gateway(pod, redis_url=redis_url), await gateway(pod, redis_url=redis_url)
+    await _both_connected(redis_url)
+    ((event_id, _),) = await first_events(one, CHAT, CHAT_BODY, 1)
+    key = "tandem:answer:{" + event_id[:16] + "}"
+    async with redis.Redis.from_url(redis_url) as client:
+
+        async def is_released() -> bool:
+            return await client.hget(key, "owner") == b""
+
+        await until_async(is_released)
+        match what:
+            case "record":
+                await client.hset(key, "record", b"\xff\xff")
+            case "event":
+                await client.lset(key + ":events", 0, b"\xff")
+            case "slo class":
+                record = answers_pb2.AnswerRecord.FromString(await client.hget(key, "record"))
+                record.slo_class = "unknown"
+                await client.hset(key, "record", record.SerializeToString())
+            case "kind of record":
+                await client.delete(key)
+                await client.set(key, b"x")
+            case "kind of events":
+                await client.delete(key + ":events")
+                await client.set(key + ":events", b"x")
+        response = await other.http.post(CHAT, headers={"last-event-id": event_id})
+        assert response.status_code in ((200,) if what == "slo class" else (404, 503))
+        head = await first_events(one, CHAT, CHAT_BODY, 1)  # other answers go on through Redis
+        assert await _text(CHAT, head + await rest(other, CHAT, head[-1][0])) == "".join(WORDS)

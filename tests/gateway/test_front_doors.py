@@ -161,6 +161,24 @@ async def test_one_tenant_cannot_take_every_place(pods, gateway, tmp_path):
     assert (await ask("greedy")).status_code == 200
 
 
+async def test_a_tenant_s_rate_of_tokens_is_limited(pods, gateway, tmp_path):
+    keys = tmp_path / "keys.jsonl"
+    line = {"key_sha256": hashlib.sha256(b"k").hexdigest(), "tenant": "t", "tokens_per_minute": 40}
+    keys.write_text(json.dumps(line))
+    front = await gateway(await pods(), api_keys_file=keys)
+    headers = {"authorization": "Bearer k"}
+    first = await front.http.post(CHAT, json={"messages": USER}, headers=headers)
+    usage = first.json()["usage"]
+    used = usage["prompt_tokens"] + usage["completion_tokens"]
+    second = await front.http.post(CHAT, json={"messages": USER}, headers=headers)
+    assert (second.status_code == 429) is (used >= 40)
+    third = await front.http.post(CHAT, json={"messages": USER}, headers=headers)
+    assert third.status_code == 429
+    assert "has used its 40 tokens per minute" in third.json()["error"]["message"]
+    # It may begin when the bucket has a token: some seconds for what is missing, at 40 a minute.
+    assert 1 <= int(third.headers["retry-after"]) <= 2 * used * 60 / 40
+
+
 async def test_a_caller_cannot_choose_its_tenant(pods, gateway, keys_file):
     pod = await pods()
     front = await gateway(pod, api_keys_file=keys_file)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 import redis.asyncio as redis
 from hypothesis import given
@@ -127,3 +129,23 @@ async def test_a_damaged_snapshot_of_one_tenant_does_not_stop_others(fleet, writ
         await until_async(lambda: client.exists(key))
         published = pb.Snapshot.FromString(await client.hget(key, "0"))
         assert pb.NamespaceCorpus.FromString(published.content).sequences
+
+
+async def test_a_namespace_without_pods_leaves_memory_and_comes_back(fleet):
+    service = await fleet.service(idle_s=0.3, snapshot_interval_s=0.1)
+    registry = service.pod.server.registry
+
+    def num_held() -> float:
+        return registry.get_sample_value("tandem_lookahead_namespaces")
+
+    sender, mirror = await fleet.pod(service)
+    sender.push("r1", 0, ANSWER)
+    await fleet.until(lambda: mirror.num_tokens == 20)
+    await asyncio.sleep(0.6)
+    assert num_held() == 1, "a pod uses it"
+    await sender.close()
+    await fleet.until(lambda: num_held() == 0)
+    again, mirror = await fleet.pod(service)
+    await fleet.until(lambda: mirror.num_tokens == 20)
+    again.push("r2", 0, tuple(range(200, 220)))
+    await fleet.until(lambda: mirror.num_tokens == 40)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -27,6 +28,7 @@ _MIN_RETRY_AFTER_S = 0.05
 _MAX_RETRY_AFTER_S = 60.0
 #: Queue order of a request without a TTFT objective: as if it had this one, so that it is not starved.
 _DEFAULT_TTFT_S = 60.0
+_S_PER_MINUTE = 60.0
 #: Weight of the newest request in the exponentially weighted means; about the last twenty count.
 _ALPHA = 0.1
 #: Shorter uncached prompts measure overhead rather than prefill speed.
@@ -52,6 +54,39 @@ class Predictor:
         if uncached >= _MIN_TOKENS:
             seconds = max(0.0, receipt.ttft_ns / NS_PER_S - queued_s)
             self._s_per_token += _ALPHA * (seconds / uncached - self._s_per_token)
+
+
+class TokenRates:
+    """Token buckets of tenants: at most a minute's tokens, refilled steadily. Belongs to one event loop.
+
+    A request may begin while there is a token, and then uses what it needs: a bucket may become negative.
+    """
+
+    def __init__(self) -> None:
+        #: Tokens left, and when that was.
+        self._left: dict[str, tuple[float, float]] = {}
+
+    def take(self, tenant: str, per_minute: int | None, num_tokens: int) -> None:
+        """For a request that begins. `per_minute` None: no limit. Raises OverloadedError."""
+        if per_minute is None:
+            return
+        left = self._refilled(tenant, per_minute)
+        if left < 1:
+            raise OverloadedError(
+                f"tenant {tenant} has used its {per_minute} tokens per minute; try again later",
+                (1 - left) * _S_PER_MINUTE / per_minute,
+            )
+        self.charge(tenant, per_minute, num_tokens)
+
+    def charge(self, tenant: str, per_minute: int | None, num_tokens: int) -> None:
+        """For tokens that were computed."""
+        if per_minute is not None:
+            self._left[tenant] = self._refilled(tenant, per_minute) - num_tokens, time.monotonic()
+
+    def _refilled(self, tenant: str, per_minute: int) -> float:
+        now = time.monotonic()
+        left, since = self._left.get(tenant, (float(per_minute), now))
+        return min(float(per_minute), left + (now - since) * per_minute / _S_PER_MINUTE)
 
 
 class Admission:

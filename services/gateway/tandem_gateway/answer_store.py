@@ -21,7 +21,7 @@ from typing import Any
 
 import structlog
 from google.protobuf.message import DecodeError
-from redis.exceptions import NoScriptError, RedisError
+from redis.exceptions import NoScriptError, RedisError, ResponseError
 from tandem_proto.v1 import answers_pb2, decode_pb2
 from tandem_service.redis_client import RedisAddress, connect
 from tandem_service.tasks import end_tasks
@@ -194,6 +194,8 @@ class AnswerStore:
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 yield client
+        except ResponseError as error:  # out of memory, or a key that is something else
+            raise StoreError(f"Redis refuses: {error}") from error
         except (RedisError, OSError, TimeoutError) as error:
             if self._client is client:
                 self._log.warning("answers are not kept in Redis for now", reason=str(error) or "no answer")

@@ -181,6 +181,8 @@ class Answers:
         self._writer: asyncio.Task[None] | None = None
         #: Answers that the store does not have as they are here.
         self._unwritten: set[Answer] = set()
+        #: Names of those over the limit of bytes; in the store, too, it holds for what came through here.
+        self._evicted: list[str] = []
         metrics.kept_answer_bytes.set_function(self._num_bytes)
 
     async def start(self) -> None:
@@ -395,10 +397,16 @@ class Answers:
         unwritten, self._unwritten = self._unwritten, set()
         for answer in unwritten:
             await self._write(store, answer)
+        evicted, self._evicted = self._evicted, []
+        with contextlib.suppress(StoreError):  # they expire
+            for name in evicted:
+                await store.drop(name, "")
 
     async def _write(self, store: AnswerStore, answer: Answer) -> None:
         """Writes what the store lacks; gives the answer up after a computation. Tries later without Redis."""
         is_kept = self._kept.get(answer.name) is answer
+        if not answer.owner and (answer.num_stored or not is_kept):  # released before, or never there
+            return
         try:
             if not is_kept:
                 owner, answer.owner = answer.owner, ""
@@ -471,7 +479,7 @@ class Answers:
             tenant=request.tenant,
             prompt_token_ids=tuple(request.prompt_token_ids),
             sampling=SamplingParams(**given_sampling(request.sampling)),
-            slo=SLO_CLASSES[answer.record.slo_class],
+            slo=SLO_CLASSES.get(answer.record.slo_class) or next(iter(SLO_CLASSES.values())),
             arrived=now,
             deadline=now + self._request_timeout_s,
             speculation=SpeculationMode.parse(request.speculation),
@@ -533,7 +541,7 @@ class Answers:
             excess -= answer.num_bytes
             self._forget(answer)
             if answer.is_stored and excess + answer.num_bytes > 0:
-                self._unwritten.add(answer)  # in Redis, too, the limit holds for what came through here
+                self._evicted.append(answer.name)
 
     async def _purge(self) -> None:
         while True:

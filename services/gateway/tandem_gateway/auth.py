@@ -32,6 +32,8 @@ class Caller:
     slo_classes: tuple[str, ...] = ALL_CLASSES
     #: Most requests of the tenant at once; None: the share of the gateway's settings.
     max_requests: int | None = None
+    #: Prompt and output tokens of the tenant; None: no limit.
+    tokens_per_minute: int | None = None
     #: Whether there are no tenants to protect from each other.
     is_anyone: bool = False
 
@@ -61,6 +63,7 @@ class _KeyLine(BaseModel):
     tenant: str = Field(min_length=1)
     slo_classes: tuple[str, ...] = Field(default=ALL_CLASSES, min_length=1)
     max_requests: int | None = Field(default=None, ge=1)
+    tokens_per_minute: int | None = Field(default=None, ge=1)
 
 
 class ApiKeys:
@@ -95,7 +98,7 @@ class ApiKeys:
                     f"{path}:{number}: slo_classes: {sorted(unknown)} unknown; use {ALL_CLASSES}"
                 )
             callers[bytes.fromhex(entry.key_sha256)] = Caller(
-                entry.tenant, entry.slo_classes, entry.max_requests
+                entry.tenant, entry.slo_classes, entry.max_requests, entry.tokens_per_minute
             )
         return cls(callers)
 

@@ -25,7 +25,7 @@ from tandem_core.sampling import check_token_ids
 from tandem_core.speculation import SpeculationMode
 from tandem_proto.v1 import common_pb2, decode_pb2, gateway_pb2
 
-from tandem_gateway.admission import Admission
+from tandem_gateway.admission import Admission, TokenRates
 from tandem_gateway.auth import Caller
 from tandem_gateway.errors import (
     REQUEST_ERRORS,
@@ -77,6 +77,7 @@ class Gateway:
         self.fleet = fleet
         self.settings = settings
         self._admission = admission
+        self._rates = TokenRates()
         self._num_received = 0
         self._relay = relay
         self._metrics = metrics
@@ -194,6 +195,7 @@ class Gateway:
             deadline=received.arrived + timeout_s,
             speculation=SpeculationMode.parse(received.speculation),
             tenant_places=self._tenant_places(received.caller),
+            tokens_per_minute=received.caller.tokens_per_minute,
         )
 
     async def run(self, request: TokenizedRequest) -> AsyncGenerator[Event, None]:
@@ -209,7 +211,9 @@ class Gateway:
         self._metrics.received.labels(request.slo.name).inc()
         outcome = Outcome.ERROR
         end: decode_pb2.DecodeFinished | None = None
+        num_tokens = 0
         try:
+            self._rates.take(request.tenant, request.tokens_per_minute, len(request.prompt_token_ids))
             async with self._admission.slot(request):
                 admitted_at = time.monotonic()
                 self._metrics.queue_seconds.labels(request.slo.name).observe(admitted_at - request.arrived)
@@ -220,6 +224,7 @@ class Gateway:
                             end = event
                             self._complete(end.receipt, request, admitted_at, first_at)
                             break
+                        num_tokens += len(event.token_ids)
                         if first_at is None and event.token_ids:
                             first_at = time.monotonic()
                         yield event
@@ -238,6 +243,7 @@ class Gateway:
             raise
         finally:
             self._running_ids.discard(request.request_id)
+            self._rates.charge(request.tenant, request.tokens_per_minute, num_tokens)
             self._metrics.ended.labels(outcome.value).inc()
             details = {} if end is None else {
                 "output_tokens": end.receipt.output_tokens,

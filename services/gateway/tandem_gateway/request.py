@@ -62,6 +62,8 @@ class TokenizedRequest:
     speculation: SpeculationMode | None = None
     #: Most requests of the tenant at once, in flight and in the queue; None: no limit.
     tenant_places: int | None = None
+    #: Prompt and output tokens of the tenant; None: no limit.
+    tokens_per_minute: int | None = None
     #: The answer so far, of a request that is resumed.
     output_token_ids: tuple[int, ...] = ()
     #: Whether it ran before; its text then counts no second time for the lookahead service.

@@ -32,7 +32,7 @@ class GatewaySettings(RedisSettings):
     max_in_flight: Annotated[int, Field(ge=1)] = 128
     """most requests on the decode pods at a time"""
     api_keys_file: Path | None = None
-    """JSON lines of key_sha256, tenant, slo_classes, max_requests; unset: no key is required"""
+    """JSON lines of key_sha256, tenant, slo_classes, max_requests, tokens_per_minute; unset: no keys"""
     tls_cert: Path | None = None
     """PEM file of the certificate of both public ports; unset: plaintext"""
     tls_key: Path | None = None

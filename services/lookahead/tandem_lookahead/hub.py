@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 import uuid
 from collections.abc import Sequence
 from itertools import groupby
@@ -115,6 +116,7 @@ class LookaheadHub:
             raise TooManyNamespacesError(
                 f"{len(self._namespaces)} namespaces are held already; raise --max-namespaces"
             )
+        namespace.last_used = time.monotonic()
         if not namespace.synced.is_set() and (self.is_connected or self._is_new):
             self._opened.set()
             try:
@@ -255,12 +257,15 @@ class LookaheadHub:
             entries = await self._store.read(after, block_ms=_BLOCK_MS, limit=_ENTRIES_PER_READ)
             for key, group in groupby(entries, lambda entry: entry.namespace_key):
                 batch = list(group)
+                known = self._namespaces.get(key)
+                if known is None:  # it was idle and has left meanwhile
+                    continue
                 for entry in batch:
                     if entry.kind is EntryKind.DAMAGED:
                         self._metrics.entries_damaged.inc()
                     elif entry.kind is EntryKind.PURGE:
-                        self._outbox.forget(self._namespaces[key])
-                self._metrics.tokens_merged.inc(await self._namespaces[key].merge(batch))
+                        self._outbox.forget(known)
+                self._metrics.tokens_merged.inc(await known.merge(batch))
 
     async def _sync(self, namespace: Namespace) -> None:
         """Brings a namespace to an entry from which its stream can be read without a gap."""
@@ -317,6 +322,23 @@ class LookaheadHub:
                         await self._compactor.compact(namespace)
                 except StoreUnavailableError as error:
                     self._log.warning("snapshot not published", namespace=namespace.key, error=str(error))
+            with contextlib.suppress(StoreUnavailableError):
+                await self._unload_idle()
+
+    async def _unload_idle(self) -> None:
+        """Frees the memory of namespaces that no pod uses; `open` reads them from Redis again."""
+
+        def is_idle(namespace: Namespace) -> bool:
+            idle_s = time.monotonic() - namespace.last_used
+            is_used = namespace.num_followers > 0 or idle_s < self._settings.idle_s
+            return self.is_connected and namespace.synced.is_set() and self._outbox.is_empty and not is_used
+
+        for key, namespace in list(self._namespaces.items()):
+            if is_idle(namespace) and namespace.num_unpublished:
+                await self._compactor.publish(namespace)
+            if is_idle(namespace) and not namespace.num_unpublished:
+                del self._namespaces[key]
+                self._log.info("an idle namespace leaves memory", namespace=key)
 
     def _report(self) -> None:
         """Sets the gauges, and divides the total memory among the namespaces."""

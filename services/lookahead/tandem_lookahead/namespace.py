@@ -198,6 +198,8 @@ class Namespace:
         self._policy = policy
         self._lock = asyncio.Lock()
         self._followers: set[Follower] = set()
+        #: When a pod last came or left, in monotonic seconds.
+        self.last_used = time.monotonic()
         self._log: deque[_Delta] = deque()
         self._logged_tokens = 0
         #: The log is complete after this entry.
@@ -284,6 +286,7 @@ class Namespace:
 
     def unfollow(self, follower: Follower) -> None:
         self._followers.discard(follower)
+        self.last_used = time.monotonic()
 
     def close_followers(self) -> None:
         """Ends every pod's stream."""

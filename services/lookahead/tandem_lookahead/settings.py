@@ -34,6 +34,8 @@ class LookaheadSettings(PodSettings, RedisSettings):
     """seconds after which a use of a text counts half"""
     max_namespaces: Annotated[int, Field(ge=1)] = 256
     """most namespaces at once"""
+    idle_s: Annotated[float, Field(gt=0.0)] = 3600.0
+    """seconds without a pod after which a namespace leaves memory; Redis keeps it"""
     stream_length: Annotated[int, Field(ge=16)] = 20_000
     """approximate number of entries kept in a namespace's Redis stream"""
     backlog_tokens: Annotated[int, Field(ge=0)] = 1_000_000
