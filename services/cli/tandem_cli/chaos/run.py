@@ -39,8 +39,8 @@ _BLOCK_SIZE = 64
 _ANSWER_ROOM = 512
 #: A gateway that was harmed may lose calls for this long.
 _GATEWAY_BACK_S = 10.0
-#: A stream that is younger need not have moved before the next fault.
-_YOUNG_S = 0.5
+#: Until everybody has noticed a death, and a silence.
+_DEATH_S, _SILENCE_S = 0.3, 1.5
 
 
 @dataclass(frozen=True)
@@ -305,11 +305,12 @@ class _Run:
         load.faults.append(fault)
         self._report.faults[fault.cause] += 1
 
+        # By now a stream that moves comes from another pod, and a new one does not meet the harmed pod.
+        noticed_at = fault.at + (_DEATH_S if fault.kind is FaultKind.KILL else _SILENCE_S)
+
         async def have_moved() -> bool:
-            now = time.monotonic()
             return all(
-                stream.has_moved_since(fault.at) or now - stream.started_at < _YOUNG_S
-                for stream in load.active
+                stream.has_moved_since(noticed_at) or stream.started_at > noticed_at for stream in load.active
             )
 
         await self._fleet.until(f"all streams go on after {fault.what}", have_moved)
