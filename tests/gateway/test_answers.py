@@ -9,6 +9,7 @@ import grpc
 import pytest
 import redis.asyncio as redis
 from redis_servers import RedisServer, answers
+from tandem_gateway.answer_store import StoreError
 from tandem_proto.v1 import answers_pb2, gateway_pb2
 from waiting import until_async
 
@@ -369,3 +370,24 @@ async def test_what_others_write_into_redis_harms_nobody(pods, gateway, redis_ur
         assert response.status_code in ((200,) if what == "slo class" else (404, 503))
         head = await first_events(one, CHAT, CHAT_BODY, 1)  # other answers go on through Redis
         assert await _text(CHAT, head + await rest(other, CHAT, head[-1][0])) == "".join(WORDS)
+
+
+async def test_an_answer_whose_first_reply_of_redis_was_lost_goes_on(pods, gateway, redis_url, monkeypatch):
+    pod = await pods(words=WORDS, pause_s=0.05)
+    one, other = await gateway(pod, redis_url=redis_url), await gateway(pod, redis_url=redis_url)
+    await _both_connected(redis_url)
+    store = one.process._answers._store
+    begin, num_lost = store.begin, 0
+
+    async def lose_the_reply(*arguments: object) -> bool:
+        nonlocal num_lost
+        done = await begin(*arguments)
+        if num_lost == 0:
+            num_lost += 1
+            raise StoreError("no reply")
+        return done
+
+    monkeypatch.setattr(store, "begin", lose_the_reply)
+    head = await first_events(one, CHAT, CHAT_BODY, 5)
+    assert num_lost == 1
+    assert await _text(CHAT, head + await rest(other, CHAT, head[-1][0])) == "".join(WORDS)

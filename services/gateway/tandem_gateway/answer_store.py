@@ -36,9 +36,14 @@ _HEARTBEAT_S = 0.3
 #: A slower Redis is not waited for: streams would pause.
 _TIMEOUT_S = 0.5
 
-#: record, events | owner, record, ms -> 1, or 0 if there is one of this name.
+#: record, events | owner, record, ms -> 1, or 0 if there is one of this name. Without a reply, a gateway asks
+#: again.
 _BEGIN = """
-if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end
+if redis.call('EXISTS', KEYS[1]) == 1 then
+  local gateway = string.match(redis.call('HGET', KEYS[1], 'owner') or '', '^[^:]*')
+  local is_ours = gateway == string.match(ARGV[1], '^[^:]*')
+  if not is_ours or redis.call('HGET', KEYS[1], 'record') ~= ARGV[2] then return 0 end
+end
 redis.call('HSET', KEYS[1], 'owner', ARGV[1], 'record', ARGV[2])
 redis.call('PEXPIRE', KEYS[1], ARGV[3])
 redis.call('DEL', KEYS[2])
