@@ -3,7 +3,8 @@
     python benchmarks/chaos_mutations.py [--out TABLE.md] [--only WORD]
 
 A guard that nobody misses is no guard, or the harness is blind. `tandem chaos` has to find those that it
-can see, the test that is named here the others. Prints a table; exit code 1 if a guard is not missed.
+can see, the test that is named here the others. Prints a table;
+exit code 1 if nothing shows that a guard is gone.
 """
 
 from __future__ import annotations
@@ -347,7 +348,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", default="", help="guards whose name contains this")
     arguments = parser.parse_args()
-    rows = ["| guard removed | file | missed by | how it shows |", "|---|---|---|---|"]
+    rows = ["| guard removed | file | found by | how it shows |", "|---|---|---|---|"]
     num_blind = 0
     for mutation in MUTATIONS:
         if arguments.only not in mutation.guard:
