@@ -17,6 +17,11 @@ def _cut(text: str, num_chars: int) -> str:
     return text if len(text) <= num_chars else text[:num_chars] + "…"
 
 
+def quoted(value: str) -> str:
+    """The caller's value for a message, in quotes; a long one is cut."""
+    return repr(_cut(value, _MAX_FIELD_CHARS))
+
+
 class TandemError(Exception):
     """Base of all of Tandem's own errors."""
 

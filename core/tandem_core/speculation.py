@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from tandem_core.errors import InvalidRequestError
+from tandem_core.errors import InvalidRequestError, quoted
 
 #: Guesses of a linear draft: the copy length of TACO-LLM's published table.
 MAX_CHAIN = 7
@@ -30,5 +30,7 @@ class SpeculationMode(enum.StrEnum):
     def parse(cls, name: str) -> SpeculationMode | None:
         """The mode a request names; "" is None: the pod's own. Raises InvalidRequestError."""
         if name and name not in tuple(cls):
-            raise InvalidRequestError("speculation", f"{name!r} is unknown; use one of {', '.join(cls)}")
+            raise InvalidRequestError(
+                "speculation", f"{quoted(name)} is unknown; use one of {', '.join(cls)}"
+            )
         return cls(name) if name else None

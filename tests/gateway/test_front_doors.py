@@ -1,14 +1,17 @@
 """What a stranger, a slow client or a greedy tenant can do at the public ports, and what not."""
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import ssl
 import string
+import threading
 
 import grpc
 import httpx
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tandem_cli import certificates
@@ -19,7 +22,7 @@ from tandem_gateway.openai_models import ChatBody, CompletionBody, parse_body
 from tandem_gateway.settings import GatewaySettings
 from tandem_proto.v1 import gateway_pb2
 from tandem_service.tls import Role
-from waiting import until_async
+from waiting import until, until_async
 
 CHAT = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
@@ -46,6 +49,119 @@ async def test_without_a_key_a_grpc_message_is_not_even_received(pods, gateway, 
     assert await raw_call(front.channel, b"\xff\xff", "acme-key") is grpc.StatusCode.INVALID_ARGUMENT
     too_large = b"\x0a" * 20_000_000
     assert await raw_call(front.channel, too_large, "acme-key") is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def started(channel: grpc.aio.Channel, method: str, payload: bytes | None, key: str = ""):
+    """A call that sent its message, or with None only its metadata, and stays open."""
+    open_call = channel.stream_stream if payload is None else channel.unary_stream
+    call = open_call(method, request_serializer=None, response_deserializer=None)(
+        *([] if payload is None else [payload]),
+        metadata=(("authorization", f"Bearer {key}"),) if key else (),
+    )
+    with contextlib.suppress(grpc.aio.AioRpcError):  # it may have ended
+        await call.wait_for_connection()
+    return call
+
+
+async def test_calls_without_a_key_take_nobody_s_place(pods, gateway, keys_file):
+    front = await gateway(await pods(), api_keys_file=keys_file, max_in_flight=2, max_queue=2)
+    health = "/grpc.health.v1.Health"
+    opened = [await started(front.channel, f"{health}/Watch", b"") for _ in range(100)]
+    opened += [await started(front.channel, f"{health}/Check", None) for _ in range(100)]
+    opened += [await started(front.channel, CHAT_METHOD, None) for _ in range(100)]
+    payload = gateway_pb2.ChatRequest(messages=[gateway_pb2.ChatMessage(role="user", content="hi")])
+    assert await raw_call(front.channel, payload.SerializeToString(), "acme-key") is grpc.StatusCode.OK
+    stub = health_pb2_grpc.HealthStub(front.channel)
+    served = health_pb2.HealthCheckResponse.SERVING
+    assert (await stub.Check(health_pb2.HealthCheckRequest())).status == served
+    # The first streams are watched, the others end with a time to come again.
+    await until(lambda: sum(call.done() for call in opened[:100]) == 68)
+    watched = next(call for call in opened[:100] if not call.done())
+    refused = next(call for call in opened[:100] if call.done())
+    assert health_pb2.HealthCheckResponse.FromString(await watched.read()).status == served
+    assert await refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert int(dict(await refused.trailing_metadata())["retry-after-ms"]) >= 1
+    assert await opened[150].code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "has not arrived within 1 s" in await opened[150].details()
+    assert await opened[250].code() is grpc.StatusCode.UNAUTHENTICATED
+    for call in opened[:100]:
+        call.cancel()
+
+    async def is_free() -> bool:
+        call = await started(front.channel, f"{health}/Watch", b"")
+        try:
+            return isinstance(await call.read(), bytes)
+        except grpc.aio.AioRpcError:
+            return False
+        finally:
+            call.cancel()
+
+    await until_async(is_free)
+
+
+async def test_a_tenant_s_open_calls_are_limited(pods, gateway, tmp_path):
+    keys = tmp_path / "keys.jsonl"
+    lines = [
+        {"key_sha256": hashlib.sha256(key.encode()).hexdigest(), "tenant": key, "max_requests": 1}
+        for key in ("greedy", "other")
+    ]
+    keys.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    front = await gateway(await pods(), api_keys_file=keys, read_timeout_s=30.0)
+    opened = [await started(front.channel, CHAT_METHOD, None, "greedy") for _ in range(17)]
+    payload = gateway_pb2.ChatRequest(messages=[gateway_pb2.ChatMessage(role="user", content="hi")])
+    refused = await started(front.channel, CHAT_METHOD, payload.SerializeToString(), "greedy")
+    assert await refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "tenant greedy has 17 calls open here, limit 17" in await refused.details()
+    assert int(dict(await refused.trailing_metadata())["retry-after-ms"]) >= 1
+    refused = await front.http.post(CHAT, json={"messages": USER}, headers={"authorization": "Bearer greedy"})
+    assert refused.status_code == 429
+    assert await raw_call(front.channel, payload.SerializeToString(), "other") is grpc.StatusCode.OK
+    for call in opened:
+        call.cancel()
+
+    async def is_free() -> bool:
+        return await raw_call(front.channel, payload.SerializeToString(), "greedy") is grpc.StatusCode.OK
+
+    await until_async(is_free)
+
+
+async def test_a_tenant_s_long_texts_wait_for_each_other_only(pods, gateway, keys_file, monkeypatch):
+    front = await gateway(await pods(), api_keys_file=keys_file)
+    monkeypatch.setattr("tandem_gateway.gateway._INLINE_CHARS", 2)
+    tokenizer = front.process._answers._run.__self__.tokenizer
+    encode, may_go_on, begun = tokenizer.encode, threading.Event(), []
+
+    def slow(text: str) -> list[int]:
+        begun.append(text)
+        if text.startswith("slow"):
+            may_go_on.wait(30)
+        return encode(text)
+
+    monkeypatch.setattr(tokenizer, "encode", slow)
+
+    def ask(text: str, key: str) -> asyncio.Task[httpx.Response]:
+        headers = {"authorization": f"Bearer {key}"}
+        return asyncio.create_task(front.http.post("/v1/completions", json={"prompt": text}, headers=headers))
+
+    try:
+        waiting = [ask(f"slow {number}", "acme-key") for number in range(8)]
+        counts = front.process._answers._run.__self__._num_tokenizing
+        await until(lambda: counts["acme"] == 8 and begun)
+        refused = await ask("one more", "acme-key")
+        assert refused.status_code == 429
+        assert "8 long texts wait to be tokenized, limit 8" in refused.json()["error"]["message"]
+        assert (await ask("another tenant", "slow-key")).status_code == 200
+        # A client that leaves frees no thread: the next text of its tenant waits for that of this one.
+        for task in waiting:
+            task.cancel()
+        await until(lambda: not counts["acme"])
+        following = ask("following", "acme-key")
+        assert (await ask("another tenant", "slow-key")).status_code == 200
+        assert len([text for text in begun if text.startswith(("slow", "following"))]) == 1
+        may_go_on.set()
+        assert (await following).status_code == 200
+    finally:
+        may_go_on.set()
 
 
 async def test_without_a_key_an_http_body_is_not_read(pods, gateway, keys_file):
@@ -110,14 +226,27 @@ async def test_a_slow_answer_is_not_given_up(pods, gateway):
         await asyncio.sleep(0.4)
 
 
+async def ask_once(front, path: str) -> bytes:
+    """All that comes until the server closes the connection."""
+    reader, writer = await open_connection(front)
+    writer.write(f"GET {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+    answer = await asyncio.wait_for(reader.read(), 10)
+    writer.close()
+    return answer
+
+
 async def test_connections_are_limited(pods, gateway):
     front = await gateway(await pods(), max_connections=3)
     await front.http.aclose()
     opened = [await open_connection(front) for _ in range(3)]
     reader, writer = await open_connection(front)
     refusal = await asyncio.wait_for(reader.read(), 10)
-    assert refusal.startswith(b"HTTP/1.1 503 ")
-    assert b"retry-after: 1" in refusal
+    assert refusal == b""  # without a request, within the probes' time
+    refused, health = [await ask_once(front, path) for path in ("/v1/models", "/health")]
+    assert refused.startswith(b"HTTP/1.1 503 ")
+    assert b"retry-after: 1" in refused
+    assert health.startswith(b"HTTP/1.1 200 ")
+    assert all(b"connection: close" in answer for answer in (refused, health))
     for _, other in [*opened, (reader, writer)]:
         other.close()
     front.http = httpx.AsyncClient(base_url=front.url, trust_env=False)
@@ -271,6 +400,36 @@ def test_an_open_gateway_does_not_start(model_folder, given_settings, message):
     with pytest.raises(ValueError, match=message):
         GatewaySettings(model=model_folder, decode=("127.0.0.1:1",), **given_settings)
     GatewaySettings(model=model_folder, decode=("127.0.0.1:1",), host="0.0.0.0", insecure=True)
+
+
+async def test_a_request_that_is_refused_uses_no_tokens(pods, gateway, tmp_path):
+    keys = tmp_path / "keys.jsonl"
+    line = {"key_sha256": hashlib.sha256(b"k").hexdigest(), "tenant": "t", "tokens_per_minute": 60}
+    keys.write_text(json.dumps(line | {"max_requests": 1}))
+    pod = await pods(pause_s=30.0)
+    front = await gateway(pod, api_keys_file=keys)
+    headers = {"authorization": "Bearer k"}
+    running = asyncio.create_task(front.http.post(CHAT, json={"messages": USER}, headers=headers))
+    await front.until_metric("tandem_requests_in_flight", 1)
+    for _ in range(10):
+        refused = await front.http.post(CHAT, json={"messages": USER}, headers=headers)
+        assert refused.status_code == 429
+        assert "requests here already" in refused.json()["error"]["message"]
+    running.cancel()
+
+
+async def test_what_an_answer_quotes_is_bounded(pods, gateway, keys_file):
+    front = await gateway(await pods(), api_keys_file=keys_file)
+    headers = {"authorization": "Bearer acme-key"}
+    long = "v" * 5000
+    bodies = [{"messages": USER, name: long} for name in ("model", "slo_class", "speculation", long)]
+    bodies.append({"messages": [{"role": long, "content": "hi"}]})
+    answers = [await front.http.post(CHAT, json=body, headers=headers) for body in bodies]
+    answers.append(await front.http.get("/" + long, headers=headers))
+    for answer in answers:
+        assert 400 <= answer.status_code < 500
+        assert "v" * 80 in answer.text
+        assert len(answer.text) < 600
 
 
 def test_what_an_error_quotes_is_bounded():

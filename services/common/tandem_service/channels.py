@@ -36,9 +36,12 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
-def server_options(max_request_bytes: int) -> tuple[tuple[str, int], ...]:
-    """A larger request fails with RESOURCE_EXHAUSTED before it is parsed or reaches an interceptor."""
+def server_options(max_request_bytes: int, max_connections: int | None = None) -> tuple[tuple[str, int], ...]:
+    """A larger request fails with RESOURCE_EXHAUSTED before it is parsed or reaches an interceptor.
+    `max_connections` None: no limit."""
+    limit = () if max_connections is None else (("grpc.max_allowed_incoming_connections", max_connections),)
     return (
+        *limit,
         *_COMMON_OPTIONS,
         ("grpc.max_receive_message_length", max_request_bytes),
         # With SO_REUSEPORT two servers on one port would silently share its calls.

@@ -1,14 +1,15 @@
 """Wraps every gRPC call of a server: request id, access log, counters, exception -> status.
 
-call in -> authorized by its metadata alone, if calls need that; else the message is not even received
-        -> request id from metadata, or a new one; bound to the log context; sent back at once
+call in -> request id from metadata, or a new one; bound to the log context; sent back at once
         -> caller's role, where calls need one (see `tls`)
+        -> on a public server: the gate, which sees the metadata alone; then the message is received
         -> handler
         -> exception?  mapped type         -> its status, with the exception's message
                        undecodable bytes   -> INVALID_ARGUMENT; the handler is not called
                        context.abort()     -> passes
                        cancellation        -> passes (the client left, or its deadline passed)
                        anything else       -> INTERNAL with the request id; the traceback is logged only
+                       one with a `retry_after_s` -> also the trailing metadata say so, in milliseconds
         -> one access line, one count
 """
 
@@ -18,8 +19,18 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+)
+from contextlib import AbstractContextManager, aclosing, asynccontextmanager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import grpc
@@ -32,6 +43,8 @@ from tandem_service.metrics import LATENCY_BUCKETS_S
 from tandem_service.tls import Role, roles_of
 
 REQUEST_ID_KEY = "tandem-request-id"
+#: When a refused call may be tried again; OpenAI's HTTP clients know a header of this name.
+RETRY_AFTER_KEY = "retry-after-ms"
 
 #: Accepted request ids; any other (log injection, megabytes) is replaced.
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
@@ -41,6 +54,11 @@ _QUIET = re.compile(r"^/grpc\.|/Get\w*Status$")
 
 #: Of a call: pairs of key and value.
 Metadata = Iterable[tuple[str, str | bytes]]
+
+#: Health and reflection pass no gate, so that probes need no key: these calls are short, or few.
+_OPEN_METHODS = "/grpc."
+_OPEN_MESSAGE_S = 1.0
+_MAX_OPEN_STREAMS = 32
 
 if TYPE_CHECKING:
     _Handler = grpc.RpcMethodHandler[Any, Any]
@@ -69,13 +87,31 @@ class CallerError(Exception):
     """The certificate of the caller is not of a role that may call the method."""
 
 
+class TooManyStreamsError(Exception):
+    """Too many streams of health and reflection are open."""
+
+    retry_after_s = 1.0
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What a public server asks of a call before it receives the message.
+
+    `hold(metadata)` raises for a call that may not be made, and is left when the call has ended. The message
+    must arrive within `message_timeout_s`.
+    """
+
+    hold: Callable[[Metadata], AbstractContextManager[object]]
+    message_timeout_s: float
+
+
 class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
     """See the module's diagram. `status_codes` is looked up by the exception's nearest base class.
 
     `callers`: the roles that may call each method; nobody may call a method that is not in it.
     None: calls are not checked.
 
-    `authorize(metadata)` raises for a call of a service of ours that may not be made. None: all may.
+    `gate` stands before the services of ours, and bounds the calls of the others. None: there is none.
     """
 
     def __init__(
@@ -83,13 +119,15 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         status_codes: Mapping[type[Exception], grpc.StatusCode],
         registry: CollectorRegistry,
         callers: Mapping[str, Collection[Role]] | None = None,
-        authorize: Callable[[Metadata], object] | None = None,
+        gate: Gate | None = None,
     ) -> None:
         self._callers = callers
-        self._authorize = authorize
+        self._gate = gate
+        self._num_open_streams = 0
         self._status_codes: dict[type[Exception], grpc.StatusCode] = {
             MalformedRequestError: grpc.StatusCode.INVALID_ARGUMENT,
             CallerError: grpc.StatusCode.PERMISSION_DENIED,
+            TooManyStreamsError: grpc.StatusCode.RESOURCE_EXHAUSTED,
             **status_codes,
         }
         self._calls = Counter("tandem_grpc_calls", "gRPC calls ended", ["method", "code"], registry=registry)
@@ -111,11 +149,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         if handler is None:  # no such method: gRPC answers UNIMPLEMENTED
             return handler
         method = handler_call_details.method
-        if self._authorize is not None and not method.startswith("/grpc."):
-            try:
-                self._authorize(handler_call_details.invocation_metadata or ())
-            except Exception as error:
-                return self._refusing(method, error)
+        if self._gate is not None:
+            return self._gated(method, handler, self._gate)
         decode = _decoder(handler)
         if handler.unary_unary or handler.stream_unary:
             call = cast(
@@ -156,16 +191,50 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         )
         return make(stream, decode, handler.response_serializer)
 
-    def _refusing(self, method: str, error: Exception) -> _Handler:
-        """A handler that fails without receiving the message. It takes a stream, whose messages are received
-        when they are asked for."""
+    def _gated(self, method: str, handler: _Handler, gate: Gate) -> _Handler:
+        """The same method as one that takes a stream, whatever it takes: gRPC receives the message of another
+        before it calls the method, and waits for it without limit."""
+        is_open = method.startswith(_OPEN_METHODS)
+        call = cast(
+            "Callable[[Any, _Context], Any]",
+            handler.unary_unary or handler.stream_unary or handler.unary_stream or handler.stream_stream,
+        )
+        message_timeout_s = _OPEN_MESSAGE_S if is_open else gate.message_timeout_s
 
-        async def refuse(requests: Any, context: _Context) -> AsyncIterator[Any]:
+        def hold(context: _Context) -> AbstractContextManager[object]:
+            if is_open:
+                return self._open_stream() if handler.response_streaming else nullcontext()
+            return gate.hold(context.invocation_metadata() or ())
+
+        async def gated(requests: AsyncIterator[Any], context: _Context) -> AsyncIterator[Any]:
             async with self._around(method, context):
-                raise error
-            yield  # makes it a generator
+                with hold(context):
+                    given = (
+                        requests if handler.request_streaming else await _only(requests, message_timeout_s)
+                    )
+                    if not handler.response_streaming:
+                        yield await call(given, context)
+                        return
+                    async with aclosing(call(given, context)) as responses:
+                        async for response in responses:
+                            yield response
 
-        return grpc.stream_stream_rpc_method_handler(refuse)
+        return grpc.stream_stream_rpc_method_handler(
+            gated, _decoder(handler, raises=True), handler.response_serializer
+        )
+
+    @contextmanager
+    def _open_stream(self) -> Iterator[None]:
+        if self._num_open_streams >= _MAX_OPEN_STREAMS:
+            raise TooManyStreamsError(
+                f"{self._num_open_streams} streams of health and reflection are open here, limit "
+                f"{_MAX_OPEN_STREAMS}; ask with single calls"
+            )
+        self._num_open_streams += 1
+        try:
+            yield
+        finally:
+            self._num_open_streams -= 1
 
     @asynccontextmanager
     async def _around(self, method: str, context: _Context) -> AsyncIterator[None]:
@@ -190,6 +259,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         except Exception as error:
             status, message = self._translate(error, request_id)
             code = status.name
+            retry_after_s = getattr(error, "retry_after_s", None)
+            if retry_after_s is not None:
+                context.set_trailing_metadata(((RETRY_AFTER_KEY, str(max(1, round(retry_after_s * 1000)))),))
             await context.abort(status, message)
         finally:
             seconds = time.monotonic() - started
@@ -221,13 +293,26 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         )
 
 
-def _decoder(handler: _Handler) -> Callable[[bytes], Any] | None:
+async def _only(requests: AsyncIterator[Any], timeout_s: float) -> Any:
+    """The message of a call that sends one. Raises MalformedRequestError."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await anext(requests)
+    except TimeoutError:
+        raise MalformedRequestError(
+            f"the message has not arrived within {timeout_s:g} s; send it faster"
+        ) from None
+    except StopAsyncIteration:
+        raise MalformedRequestError("the call has no message; send the one that the method takes") from None
+
+
+def _decoder(handler: _Handler, *, raises: bool = False) -> Callable[[bytes], Any] | None:
     """The method's own deserializer, whose failure becomes a MalformedRequestError.
 
     gRPC decodes a single request before it calls the handler and turns an exception there into UNKNOWN,
     without counting the call. So the decoder returns the error in place of the request, and `_decoded`
     raises it inside the call. Requests of a stream are decoded inside the call, as the handler reads them;
-    there it is raised at once.
+    there, and where `raises` says so, it is raised at once.
     """
     deserialize = handler.request_deserializer
     if deserialize is None:
@@ -241,7 +326,7 @@ def _decoder(handler: _Handler) -> Callable[[bytes], Any] | None:
                 f"the request is not a valid protobuf message: {error}; send the message that the method "
                 "takes (strings must be UTF-8)"
             )
-            if handler.request_streaming:
+            if raises or handler.request_streaming:
                 raise malformed from error
             return malformed
 

@@ -28,7 +28,7 @@ from prometheus_client import CollectorRegistry
 from tandem_service.channels import MAX_MESSAGE_BYTES, server_options
 from tandem_service.discovery import Target
 from tandem_service.health import HealthServicer
-from tandem_service.interceptors import CallInterceptor, Metadata
+from tandem_service.interceptors import CallInterceptor, Gate
 from tandem_service.metrics import MetricsServer, new_registry
 from tandem_service.settings import CommonSettings
 from tandem_service.tls import Role
@@ -43,8 +43,7 @@ class PodServer:
 
     `callers` are the roles that may call each method ("Decode"), where the settings name certificates; health
     and reflection answer every holder of one. None: a public server, which pods' certificates do not concern;
-    `credentials` are those of its own TLS. `authorize` sees a call's metadata before its message is received.
-    Of more than `max_concurrent_calls` calls the others fail with RESOURCE_EXHAUSTED.
+    `credentials` are those of its own TLS, and `gate` decides which calls it receives.
     """
 
     def __init__(
@@ -56,9 +55,9 @@ class PodServer:
         status_codes: Mapping[type[Exception], grpc.StatusCode],
         max_request_bytes: int = MAX_MESSAGE_BYTES,
         callers: Mapping[str, Collection[Role]] | None = None,
-        authorize: Callable[[Metadata], object] | None = None,
+        gate: Gate | None = None,
         credentials: grpc.ServerCredentials | None = None,
-        max_concurrent_calls: int | None = None,
+        max_connections: int | None = None,
     ) -> None:
         self._settings = settings
         self._tls = settings.pod_tls() if callers is not None else None
@@ -69,11 +68,10 @@ class PodServer:
         self.grpc_server: grpc.aio.Server = grpc.aio.server(
             interceptors=(
                 CallInterceptor(
-                    status_codes, self.registry, callers if self._tls is not None else None, authorize
+                    status_codes, self.registry, callers if self._tls is not None else None, gate
                 ),
             ),
-            options=server_options(max_request_bytes),
-            maximum_concurrent_rpcs=max_concurrent_calls,
+            options=server_options(max_request_bytes, max_connections),
         )
         #: Set when the drain begins; a servicer with endless streams must end them then.
         self.draining = asyncio.Event()

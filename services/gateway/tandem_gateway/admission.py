@@ -1,5 +1,7 @@
-"""Admission control: limits the requests in flight and the queue in front of them.
+"""Admission control: limits the calls that are open, the requests in flight and the queue in front of them.
 
+    call arrives     its tenant, and the gateway, has few
+                     others open                            -> it is received and tokenized
     request arrives  a slot is free and the queue is empty  -> admitted
                      the queue has room                     -> waits, earliest SLO deadline first
                      the queue is full, or the tenant has
@@ -16,14 +18,18 @@ import heapq
 import itertools
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 from tandem_proto.v1 import common_pb2
 
+from tandem_gateway.auth import Caller
 from tandem_gateway.errors import DeadlineError, OverloadedError
 from tandem_gateway.request import NS_PER_S, TokenizedRequest
+from tandem_gateway.settings import GatewaySettings
 
+_OTHER_CALLS, _OTHER_CALLS_OF_TENANT = 64, 16
+_CALLS_RETRY_S = 1.0
 _MIN_RETRY_AFTER_S = 0.05
 _MAX_RETRY_AFTER_S = 60.0
 #: Queue order of a request without a TTFT objective: as if it had this one, so that it is not starved.
@@ -33,6 +39,39 @@ _S_PER_MINUTE = 60.0
 _ALPHA = 0.1
 #: Shorter uncached prompts measure overhead rather than prefill speed.
 _MIN_TOKENS = 32
+
+
+class OpenCalls:
+    """Limits calls before anything of them but their key is read. Belongs to one event loop.
+
+    A few more than requests have places: they may ask for a status, or are on their way to a refusal.
+    """
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        self._settings = settings
+        self._of_tenant: Counter[str] = Counter()
+
+    @contextmanager
+    def hold(self, caller: Caller) -> Iterator[None]:
+        """Held while the call is open. Raises OverloadedError."""
+        tenant = caller.tenant
+        places = self._settings.tenant_places(caller)
+        if places is not None and self._of_tenant[tenant] >= places + _OTHER_CALLS_OF_TENANT:
+            raise OverloadedError(
+                f"tenant {tenant} has {self._of_tenant[tenant]} calls open here, limit "
+                f"{places + _OTHER_CALLS_OF_TENANT}; send the next one when one has ended",
+                _CALLS_RETRY_S,
+            )
+        num_open, limit = self._of_tenant.total(), self._settings.num_places() + _OTHER_CALLS
+        if num_open >= limit:
+            raise OverloadedError(
+                f"{num_open} calls are open here, limit {limit}; try again later", _CALLS_RETRY_S
+            )
+        self._of_tenant[tenant] += 1
+        try:
+            yield
+        finally:
+            self._of_tenant[tenant] -= 1
 
 
 class Predictor:
@@ -79,7 +118,7 @@ class TokenRates:
         self.charge(tenant, per_minute, num_tokens)
 
     def charge(self, tenant: str, per_minute: int | None, num_tokens: int) -> None:
-        """For tokens that were computed."""
+        """For tokens that were computed; negative for those taken and not used."""
         if per_minute is not None:
             self._left[tenant] = self._refilled(tenant, per_minute) - num_tokens, time.monotonic()
 

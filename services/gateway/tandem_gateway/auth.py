@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from tandem_core.errors import InvalidRequestError
+from tandem_core.errors import InvalidRequestError, quoted
 from tandem_core.slo import SLO_CLASSES, SloTarget
 
 from tandem_gateway.errors import ForbiddenError, UnauthenticatedError
@@ -42,7 +42,7 @@ class Caller:
         chosen = name or self.slo_classes[0]
         if chosen not in SLO_CLASSES:
             raise InvalidRequestError(
-                "slo_class", f"{chosen!r} is unknown; use one of {', '.join(SLO_CLASSES)}"
+                "slo_class", f"{quoted(chosen)} is unknown; use one of {', '.join(SLO_CLASSES)}"
             )
         if chosen not in self.slo_classes:
             raise ForbiddenError(f"slo_class: this key may use {', '.join(self.slo_classes)}, not {chosen!r}")

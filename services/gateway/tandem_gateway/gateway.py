@@ -11,14 +11,14 @@ import asyncio
 import dataclasses
 import secrets
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, contextmanager, nullcontext
+from contextlib import aclosing, contextmanager
 
 import structlog
 from tandem_core.codec import slo_to_proto
-from tandem_core.errors import InvalidRequestError
+from tandem_core.errors import InvalidRequestError, quoted
 from tandem_core.model.chat_template import Message
 from tandem_core.model.tokenizer import Tokenizer
 from tandem_core.sampling import check_token_ids
@@ -47,7 +47,7 @@ _INLINE_CHARS = 4096
 #: At most so many at once; a text as long as the context allows takes up to seconds.
 _TOKENIZING_THREADS = 2
 #: Texts that may wait for these threads.
-_MAX_TOKENIZING = 64
+_MAX_TOKENIZING, _MAX_TOKENIZING_OF_TENANT = 64, 8
 #: JSON writes a control character in six bytes.
 _JSON_ESCAPE_BYTES = 6
 #: Names, parameters, and 1,024 messages' roles.
@@ -82,9 +82,10 @@ class Gateway:
         self._relay = relay
         self._metrics = metrics
         self._tokenizing = ThreadPoolExecutor(_TOKENIZING_THREADS, "tokenize")
-        self._num_tokenizing = 0
-        #: One text of a tenant at a time.
-        self._tokenizing_turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        #: By tenant, of texts that are tokenized or wait for that.
+        self._num_tokenizing: Counter[str] = Counter()
+        #: One text of a tenant at a time, so that tenants do not wait for each other's texts.
+        self._tokenizing_turns: defaultdict[str, asyncio.Semaphore] = defaultdict(asyncio.BoundedSemaphore)
         #: Ids of running requests; the pods need them to be unique.
         self._running_ids: set[str] = set()
         self._log = structlog.get_logger("tandem.gateway")
@@ -140,33 +141,34 @@ class Gateway:
             )
         if num_chars <= _INLINE_CHARS:
             return encode()
-        if self._num_tokenizing >= _MAX_TOKENIZING:
+        tenant, waiting = caller.tenant, self._num_tokenizing
+        limit = _MAX_TOKENIZING if caller.is_anyone else _MAX_TOKENIZING_OF_TENANT
+        if waiting[tenant] >= limit or waiting.total() >= _MAX_TOKENIZING:
             raise OverloadedError(
-                f"{self._num_tokenizing} long texts wait to be tokenized; try again later",
+                f"{waiting[tenant]} long texts wait to be tokenized, limit {limit}; try again later",
                 _TOKENIZING_RETRY_S,
             )
-        self._num_tokenizing += 1
-        loop = asyncio.get_running_loop()
-        # Tenants must not wait for each other's texts.
-        turn = nullcontext() if caller.is_anyone else self._tokenizing_turns[caller.tenant]
+        waiting[tenant] += 1
         try:
-            async with turn:
-                return await loop.run_in_executor(self._tokenizing, encode)
+            if caller.is_anyone:
+                return await asyncio.wrap_future(self._tokenizing.submit(encode))
+            turn = self._tokenizing_turns[tenant]
+            await turn.acquire()
+            loop = asyncio.get_running_loop()
+            work = self._tokenizing.submit(encode)
+            # A thread that has begun goes on when the caller leaves, and its turn ends with it.
+            work.add_done_callback(lambda _: loop.call_soon_threadsafe(turn.release))
+            return await asyncio.wrap_future(work)
         finally:
-            self._num_tokenizing -= 1
-
-    def _tenant_places(self, caller: Caller) -> int | None:
-        if caller.is_anyone:
-            return None
-        settings = self.settings
-        share = round(settings.tenant_share * (settings.max_in_flight + settings.max_queue))
-        return caller.max_requests or max(1, share)
+            waiting[tenant] -= 1
 
     def check_model(self, name: str) -> None:
         """Raises UnknownModelError unless `name` is the served model or empty."""
         served = self.manifest.name
         if name and name != served:
-            raise UnknownModelError("model", f"{name!r} is not served here; use {served!r} or leave it empty")
+            raise UnknownModelError(
+                "model", f"{quoted(name)} is not served here; use {served!r} or leave it empty"
+            )
 
     def _tokenized(
         self, received: ReceivedRequest, token_ids: Sequence[int], *, field: str
@@ -194,7 +196,7 @@ class Gateway:
             arrived=received.arrived,
             deadline=received.arrived + timeout_s,
             speculation=SpeculationMode.parse(received.speculation),
-            tenant_places=self._tenant_places(received.caller),
+            tenant_places=self.settings.tenant_places(received.caller),
             tokens_per_minute=received.caller.tokens_per_minute,
         )
 
@@ -212,9 +214,12 @@ class Gateway:
         outcome = Outcome.ERROR
         end: decode_pb2.DecodeFinished | None = None
         num_tokens = 0
+        num_unused = 0
         try:
             self._rates.take(request.tenant, request.tokens_per_minute, len(request.prompt_token_ids))
+            num_unused = len(request.prompt_token_ids)
             async with self._admission.slot(request):
+                num_unused = 0
                 admitted_at = time.monotonic()
                 self._metrics.queue_seconds.labels(request.slo.name).observe(admitted_at - request.arrived)
                 first_at: float | None = None
@@ -243,7 +248,7 @@ class Gateway:
             raise
         finally:
             self._running_ids.discard(request.request_id)
-            self._rates.charge(request.tenant, request.tokens_per_minute, num_tokens)
+            self._rates.charge(request.tenant, request.tokens_per_minute, num_tokens - num_unused)
             self._metrics.ended.labels(outcome.value).inc()
             details = {} if end is None else {
                 "output_tokens": end.receipt.output_tokens,

@@ -23,7 +23,7 @@ from tandem_service.interceptors import Metadata, current_request_id, request_id
 
 from tandem_gateway.answers import Answer, Answers
 from tandem_gateway.auth import ApiKeys, Caller
-from tandem_gateway.errors import PRESENTATIONS, OverloadedError, UnavailableError
+from tandem_gateway.errors import PRESENTATIONS
 from tandem_gateway.gateway import Gateway
 from tandem_gateway.request import ReceivedRequest, TokenizedRequest
 
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 SERVICE_NAME = "tandem.v1.GatewayService"
 RECEIPT_KEY = "tandem-receipt-bin"
-RETRY_AFTER_KEY = "retry-after-ms"
 _Request = gateway_pb2.ChatRequest | gateway_pb2.GenerateRequest
 ResponseT = TypeVar("ResponseT", gateway_pb2.ChatResponse, gateway_pb2.GenerateResponse)
 
@@ -92,32 +91,27 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     ) -> AsyncGenerator[ResponseT, None]:
         with self._gateway.counting_refusals():
             answer, position = await self._find_or_begin(request, context)
-        try:
-            async with aclosing(self._answers.read(answer, position)) as events:
-                async for event, event_id, is_seen in events:
-                    if isinstance(event, decode_pb2.DecodeChunk):
-                        if is_seen:
-                            continue
-                        chunk = gateway_pb2.GeneratedChunk(
-                            text=event.text,
-                            token_ids=event.token_ids,
-                            logprobs=event.logprobs,
-                            event_id=event_id,
-                        )
-                        yield kind(chunk=chunk)
-                    else:
-                        context.set_trailing_metadata(((RECEIPT_KEY, event.receipt.SerializeToString()),))
-                        end = gateway_pb2.GeneratedEnd(
-                            reason=event.reason,
-                            stop_reason=event.stop_reason,
-                            receipt=event.receipt,
-                            event_id=event_id,
-                        )
-                        yield kind(end=end)
-        except (OverloadedError, UnavailableError) as error:
-            retry_after_ms = str(max(1, round(error.retry_after_s * 1000)))
-            context.set_trailing_metadata(((RETRY_AFTER_KEY, retry_after_ms),))
-            raise
+        async with aclosing(self._answers.read(answer, position)) as events:
+            async for event, event_id, is_seen in events:
+                if isinstance(event, decode_pb2.DecodeChunk):
+                    if is_seen:
+                        continue
+                    chunk = gateway_pb2.GeneratedChunk(
+                        text=event.text,
+                        token_ids=event.token_ids,
+                        logprobs=event.logprobs,
+                        event_id=event_id,
+                    )
+                    yield kind(chunk=chunk)
+                else:
+                    context.set_trailing_metadata(((RECEIPT_KEY, event.receipt.SerializeToString()),))
+                    end = gateway_pb2.GeneratedEnd(
+                        reason=event.reason,
+                        stop_reason=event.stop_reason,
+                        receipt=event.receipt,
+                        event_id=event_id,
+                    )
+                    yield kind(end=end)
 
     async def _find_or_begin(self, request: _Request, context: _Context) -> tuple[Answer, int]:
         """The answer, and the caller's position in it."""

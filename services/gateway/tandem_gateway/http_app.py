@@ -14,9 +14,10 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from tandem_core.errors import InvalidRequestError, TandemError
+from tandem_core.errors import InvalidRequestError, TandemError, quoted
 from tandem_service.interceptors import request_id_or_new
 
+from tandem_gateway.admission import OpenCalls
 from tandem_gateway.answers import Answers
 from tandem_gateway.auth import ApiKeys
 from tandem_gateway.errors import (
@@ -59,10 +60,12 @@ class RequestIdMiddleware:
         await self._app(scope, receive, send_with_id)
 
 
-def make_app(gateway: Gateway, answers: Answers, keys: ApiKeys, registry: CollectorRegistry) -> FastAPI:
+def make_app(
+    gateway: Gateway, answers: Answers, keys: ApiKeys, calls: OpenCalls, registry: CollectorRegistry
+) -> FastAPI:
     app = FastAPI(title="Tandem", openapi_url=None, docs_url=None, redoc_url=None)
     app.add_middleware(RequestIdMiddleware)
-    app.include_router(OpenAiApi(gateway, answers, keys).router)
+    app.include_router(OpenAiApi(gateway, answers, keys, calls).router)
 
     @app.get("/health")
     async def health() -> JSONResponse:
@@ -105,7 +108,7 @@ def make_app(gateway: Gateway, answers: Answers, keys: ApiKeys, registry: Collec
 
     @app.exception_handler(HTTPException)
     async def no_such_route(request: Request, error: HTTPException) -> Response:
-        message = f"{request.method} {request.url.path}: {error.detail}"
+        message = f"{request.method} {quoted(request.url.path)}: {error.detail}"
         body = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
         return JSONResponse({"error": body}, status_code=error.status_code)
 

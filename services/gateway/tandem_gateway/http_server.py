@@ -10,12 +10,37 @@ import ssl
 from collections.abc import Iterator
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.datastructures import MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 _TOO_MANY = (
     b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 )
+
+#: Beyond the limit a few connections may ask for these, so that probes do not take a full gateway for dead.
+_PROBE_PATHS = frozenset({"/health", "/metrics"})
+_PROBE_CONNECTIONS = 64
+_PROBE_TIMEOUT_S = 1.0
+
+
+class _ProbesOnly:
+    """The application, for probes; any other request is refused. The connection closes after either."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_last(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["connection"] = "close"
+            await send(message)
+
+        app = self._app
+        if scope["path"] not in _PROBE_PATHS:
+            app = Response(status_code=503, headers={"retry-after": "1"})
+        await app(scope, receive, send_last)
 
 
 class _LimitedProtocol(H11Protocol):  # type: ignore[misc]  # uvicorn is not followed by mypy
@@ -28,10 +53,14 @@ class _LimitedProtocol(H11Protocol):  # type: ignore[misc]  # uvicorn is not fol
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
-        if len(self.connections) > self.max_connections:
+        num_beyond = len(self.connections) - self.max_connections
+        if num_beyond > _PROBE_CONNECTIONS:
             transport.write(_TOO_MANY)
             transport.close()
             return
+        if num_beyond > 0:
+            self.app = _ProbesOnly(self.app)
+            self.header_timeout_s = min(self.header_timeout_s, _PROBE_TIMEOUT_S)
         self._expect_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:

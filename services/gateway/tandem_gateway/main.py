@@ -16,10 +16,11 @@ from tandem_core.model.tokenizer import Tokenizer
 from tandem_proto.v1 import gateway_pb2_grpc
 from tandem_service import logs
 from tandem_service.discovery import DnsDiscovery
+from tandem_service.interceptors import Gate
 from tandem_service.server import PodServer
 from tandem_service.settings import load
 
-from tandem_gateway.admission import Admission
+from tandem_gateway.admission import Admission, OpenCalls
 from tandem_gateway.answer_store import AnswerStore
 from tandem_gateway.answers import Answers
 from tandem_gateway.auth import ApiKeys, KeyFileError
@@ -37,10 +38,6 @@ from tandem_gateway.settings import GatewaySettings
 _LAST_EVENTS_S = 1.0
 
 
-#: gRPC calls beside the requests that have a place: health, status, and refusals on their way.
-_OTHER_CALLS = 64
-
-
 class GatewayProcess:
     """Create it inside a running event loop."""
 
@@ -50,6 +47,7 @@ class GatewayProcess:
         tokenizer.manifest = tokenizer.manifest.limited_to(settings.max_model_len)
         tokenizer.prepare_to_encode()
         keys = ApiKeys.load(settings.api_keys_file)
+        calls = OpenCalls(settings)
         tls = settings.public_tls()
         self._server = PodServer(
             settings,
@@ -57,9 +55,9 @@ class GatewayProcess:
             service_names=[SERVICE_NAME],
             status_codes=STATUS_CODES,
             max_request_bytes=min(settings.max_body_bytes, max_message_bytes(tokenizer, is_json=False)),
-            authorize=lambda metadata: caller_of(keys, metadata),
+            gate=Gate(lambda metadata: calls.hold(caller_of(keys, metadata)), settings.read_timeout_s),
             credentials=None if tls is None else tls.server_credentials(),
-            max_concurrent_calls=settings.max_in_flight + settings.max_queue + _OTHER_CALLS,
+            max_connections=settings.max_connections,
         )
         metrics = GatewayMetrics(self._server.registry)
         self._fleet = Fleet(
@@ -94,7 +92,7 @@ class GatewayProcess:
         gateway_pb2_grpc.add_GatewayServiceServicer_to_server(  # type: ignore[no-untyped-call]
             GatewayServicer(gateway, self._answers, keys), self._server.grpc_server
         )
-        app = make_app(gateway, self._answers, keys, self._server.registry)
+        app = make_app(gateway, self._answers, keys, calls, self._server.registry)
         self._http = HttpServer(
             app,
             settings.host,

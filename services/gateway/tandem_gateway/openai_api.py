@@ -21,6 +21,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from tandem_proto.v1 import decode_pb2
 
+from tandem_gateway.admission import OpenCalls
 from tandem_gateway.answers import Answer, Answers, Sent
 from tandem_gateway.auth import ApiKeys, Caller
 from tandem_gateway.errors import REQUEST_ERRORS, BodyTimeoutError, BodyTooLargeError, GatewayError
@@ -36,8 +37,9 @@ _LAST_EVENT_ID, _IDEMPOTENCY_KEY = "last-event-id", "idempotency-key"
 class OpenAiApi:
     """The routes; mount `router` in an app that renders the errors of tandem_gateway.errors."""
 
-    def __init__(self, gateway: Gateway, answers: Answers, keys: ApiKeys) -> None:
+    def __init__(self, gateway: Gateway, answers: Answers, keys: ApiKeys, calls: OpenCalls) -> None:
         self._gateway = gateway
+        self._calls = calls
         self._answers = answers
         self._keys = keys
         self._started = int(time.time())
@@ -83,7 +85,8 @@ class OpenAiApi:
             if last_event_id is not None:
                 answer, position = await self._answers.find(caller.tenant, last_event_id, kind.answer_kind)
             else:
-                answer, is_streamed = await self._begin(request, caller, body_type, kind.answer_kind)
+                with self._calls.hold(caller):
+                    answer, is_streamed = await self._begin(request, caller, body_type, kind.answer_kind)
         renderer = kind(answer.record, self._gateway.manifest.name, self._gateway.tokenizer.token_bytes)
         events = self._answers.read(answer, position)
         try:
@@ -120,7 +123,7 @@ class OpenAiApi:
             speculation=body.speculation or "",
         )
         answer = await self._answers.begin(
-            await self._tokenize(received, body),
+            await until_disconnect(request.receive, self._tokenize(received, body)),
             kind=kind,
             with_usage=body.wants_usage_chunk,
             is_streamed=is_streamed,

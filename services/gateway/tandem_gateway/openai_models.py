@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
-from tandem_core.errors import InvalidRequestError
+from tandem_core.errors import InvalidRequestError, quoted
 from tandem_core.model.chat_template import Message
 from tandem_core.sampling import SamplingParams
 
@@ -198,7 +198,7 @@ def _invalid(error: ValidationError) -> InvalidRequestError:
 
 def _message(where: str, turn: ChatTurn) -> Message:
     if turn.role not in _ROLES:
-        raise InvalidRequestError(f"{where}.role", f"is {turn.role!r}; use one of {', '.join(_ROLES)}")
+        raise InvalidRequestError(f"{where}.role", f"is {quoted(turn.role)}; use one of {', '.join(_ROLES)}")
     for name, value in (turn.model_extra or {}).items():
         if value not in (None, []) and name not in _IGNORED_IN_MESSAGE:
             raise UnsupportedFieldError(f"{where}.{name}", "is not supported here; leave it out")
@@ -212,7 +212,7 @@ def _message(where: str, turn: ChatTurn) -> Message:
     for index, part in enumerate(turn.content):
         if part.type != "text" or part.text is None:
             raise UnsupportedFieldError(
-                f"{where}.content[{index}]", f"is a part of type {part.type!r}; only text is supported"
+                f"{where}.content[{index}]", f"is a part of type {quoted(part.type)}; only text is supported"
             )
         texts.append(part.text)
     return Message(_ROLES[turn.role], "\n".join(texts))

@@ -10,6 +10,8 @@ from tandem_service.channels import MAX_MESSAGE_BYTES
 from tandem_service.settings import Port, RedisSettings, Targets
 from tandem_service.tls import PemFiles, ServerTls, is_loopback
 
+from tandem_gateway.auth import Caller
+
 
 class GatewaySettings(RedisSettings):
     """The gateway listens on two ports, gRPC and HTTP. With Redis, several gateways share the answers that
@@ -44,9 +46,9 @@ class GatewaySettings(RedisSettings):
     max_body_bytes: Annotated[int, Field(ge=1024, le=MAX_MESSAGE_BYTES)] = 8 * 1024 * 1024
     """largest request, checked before it is parsed; less where the model's context holds less"""
     max_connections: Annotated[int, Field(ge=1)] = 1024
-    """most HTTP connections at once"""
+    """most connections at once, of HTTP and of gRPC each"""
     read_timeout_s: Annotated[float, Field(gt=0)] = 20.0
-    """longest time in which an HTTP request must have arrived, headers and body each"""
+    """longest time in which a request must have arrived: HTTP headers, HTTP body, gRPC message, each"""
     max_messages: Annotated[int, Field(ge=1)] = 1024
     """most messages in one chat"""
     resume_ttl_s: Annotated[float, Field(ge=0)] = 120.0
@@ -77,3 +79,13 @@ class GatewaySettings(RedisSettings):
 
     def listen_port(self) -> int:
         return self.grpc_port
+
+    def num_places(self) -> int:
+        """Requests that are in flight or in the queue at most."""
+        return self.max_in_flight + self.max_queue
+
+    def tenant_places(self, caller: Caller) -> int | None:
+        """Of these, those that the caller's tenant may take; None: all."""
+        if caller.is_anyone:
+            return None
+        return caller.max_requests or max(1, round(self.tenant_share * self.num_places()))
