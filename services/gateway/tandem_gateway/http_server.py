@@ -59,7 +59,7 @@ class _LimitedProtocol(H11Protocol):  # type: ignore[misc]  # uvicorn is not fol
             transport.close()
             return
         if num_beyond > 0:
-            self.app = _ProbesOnly(self.app)
+            self.app: ASGIApp = _ProbesOnly(self.app)
             self.header_timeout_s = min(self.header_timeout_s, _PROBE_TIMEOUT_S)
         self._expect_headers()
 
