@@ -9,9 +9,10 @@ import grpc
 import pytest
 import redis.asyncio as redis
 from redis_servers import RedisServer, answers
+from tandem_gateway import answer_store
 from tandem_gateway.answer_store import StoreError
 from tandem_proto.v1 import answers_pb2, gateway_pb2
-from waiting import until_async
+from waiting import until, until_async
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 WORDS = tuple(f" word{index}" for index in range(8))
@@ -391,3 +392,47 @@ async def test_an_answer_whose_first_reply_of_redis_was_lost_goes_on(pods, gatew
     head = await first_events(one, CHAT, CHAT_BODY, 5)
     assert num_lost == 1
     assert await _text(CHAT, head + await rest(other, CHAT, head[-1][0])) == "".join(WORDS)
+
+
+async def test_an_answer_is_written_once_at_a_time(pods, gateway, redis_url, monkeypatch):
+    """Redis is away when the answer begins, and slow when it is back."""
+    pod = await pods(words=WORDS, pause_s=0.05)
+    one, other = await gateway(pod, redis_url=redis_url), await gateway(pod, redis_url=redis_url)
+    await _both_connected(redis_url)
+    store = one.process._answers._store
+    begin, num_calls = store.begin, 0
+
+    async def slow(*arguments: object) -> bool:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls <= 2:
+            raise StoreError("away")
+        done = await begin(*arguments)
+        await asyncio.sleep(0.3)
+        return done
+
+    monkeypatch.setattr(store, "begin", slow)
+    head = await first_events(one, CHAT, CHAT_BODY, 6)
+    assert num_calls == 3
+    assert await _text(CHAT, head + await rest(other, CHAT, head[-1][0])) == "".join(WORDS)
+
+
+async def test_an_end_that_redis_did_not_hear_of_holds_no_answer(pods, gateway, redis_url, monkeypatch):
+    pod = await pods(words=WORDS, pause_s=0.05)
+    one, other = await gateway(pod, redis_url=redis_url), await gateway(pod, redis_url=redis_url)
+    await _both_connected(redis_url)
+    store = one.process._answers._store
+    evaluate, num_lost = store._eval, 0
+
+    async def lose_the_release(script: str, name: str, *arguments: object) -> int:
+        nonlocal num_lost
+        if script == answer_store._PASS_ON and arguments[1] == "":
+            num_lost += 1
+            raise StoreError("away")
+        return await evaluate(script, name, *arguments)
+
+    monkeypatch.setattr(store, "_eval", lose_the_release)
+    head = await first_events(one, CHAT, CHAT_BODY, 4)
+    await until(lambda: num_lost)
+    tail = await asyncio.wait_for(rest(other, CHAT, head[-1][0]), 5)
+    assert await _text(CHAT, head + tail) == "".join(WORDS)

@@ -3,10 +3,12 @@
 tandem:answer:NAME          hash: `record`, an AnswerRecord, and `owner`, the computation that may append, ""
                             if there is none
 tandem:answer:NAME:events   list of DecodeResponse messages, in the order in which clients get them
-tandem:gateway:ID           exists while the gateway lives
+tandem:gateway:ID           exists while the gateway lives: the number of its next owner, and those of the
+                            owners that compute
 
 The events are always a beginning of the answer, and mostly all of it. Only the owner appends: a gateway that
-was paused while another took its answer over is refused. Everything expires.
+was paused while another took its answer over is refused. An owner that its gateway no longer names has ended,
+also when Redis has lost the news. Everything expires.
 """
 
 from __future__ import annotations
@@ -110,7 +112,9 @@ class AnswerStore:
         #: Until a computation ends or dies.
         self._running_ms = round((longest_s + ttl_s) * 1000)
         self._id = secrets.token_hex(8)
-        self._num_owners = 0
+        self._next_owner = 1
+        #: Those whose computations have not ended.
+        self._owners: set[int] = set()
         #: Untyped, as in the library. None: Redis did not answer lately.
         self._client: Any = None
         self._log = structlog.get_logger("tandem.answers")
@@ -133,9 +137,17 @@ class AnswerStore:
             await self._client.aclose()
 
     def new_owner(self) -> str:
-        """Names one computation by this gateway."""
-        self._num_owners += 1
-        return f"{self._id}:{self._num_owners}"
+        """Names one computation by this gateway, which `release`, `drop` or `end` ends."""
+        number = self._next_owner
+        self._next_owner += 1
+        self._owners.add(number)
+        return f"{self._id}:{number}"
+
+    def end(self, owner: str) -> None:
+        """The computation has ended, and may be resumed by any gateway."""
+        gateway, _, number = owner.partition(":")
+        if gateway == self._id:
+            self._owners.discard(int(number))
 
     async def begin(self, name: str, owner: str, record: answers_pb2.AnswerRecord) -> bool:
         """False, with nothing written, if there is an answer of this name."""
@@ -156,9 +168,11 @@ class AnswerStore:
 
     async def release(self, name: str, owner: str) -> None:
         """The computation has ended; what it wrote stays for the time to live."""
+        self.end(owner)
         await self._eval(_PASS_ON, name, owner, "", self._ttl_ms)
 
     async def drop(self, name: str, owner: str) -> None:
+        self.end(owner)
         await self._eval(_DROP, name, owner)
 
     async def read(self, name: str, start: int = 0) -> StoredAnswer | None:
@@ -168,9 +182,11 @@ class AnswerStore:
             if b"record" not in fields:
                 return None
             owner = fields.get(b"owner", b"").decode()
-            gateway = owner.partition(":")[0]
+            gateway, _, number = owner.partition(":")
             # One of this gateway's own has ended and was not released yet: an answer is computed once here.
-            is_owned = gateway not in ("", self._id) and bool(await redis.exists(_GATEWAY_PREFIX + gateway))
+            is_owned = gateway not in ("", self._id) and _computes(
+                await redis.get(_GATEWAY_PREFIX + gateway), number
+            )
             # After the check of the owner, so that a dead one's last events are read.
             payloads = await redis.lrange(_PREFIX + _slot(name) + ":events", start, -1)
         try:
@@ -223,7 +239,19 @@ class AnswerStore:
             except (RedisError, OSError, TimeoutError) as error:
                 raise StoreError(f"Redis does not answer: {error}") from error
         async with self._redis() as redis:
-            await redis.set(_GATEWAY_PREFIX + self._id, "", px=_LEASE_MS)
+            owners = " ".join(map(str, (self._next_owner, *self._owners)))
+            await redis.set(_GATEWAY_PREFIX + self._id, owners, px=_LEASE_MS)
+
+
+def _computes(owners: bytes | None, number: str) -> bool:
+    """Whether the owner is one of a gateway's that compute, or too new to be among them."""
+    if owners is None:
+        return False
+    try:
+        next_owner, *running = map(int, owners.split())
+        return int(number) >= next_owner or int(number) in running
+    except ValueError:  # a gateway of before these numbers
+        return True
 
 
 def _slot(name: str) -> str:

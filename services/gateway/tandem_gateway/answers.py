@@ -93,6 +93,8 @@ class Answer:
     num_stored: int = 0
     #: This gateway's computation, as the store knows it; "" if it may not write.
     owner: str = ""
+    #: Held while the store is written, so that there is one owner.
+    writing: asyncio.Lock = field(default_factory=asyncio.Lock)
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -404,6 +406,10 @@ class Answers:
 
     async def _write(self, store: AnswerStore, answer: Answer) -> None:
         """Writes what the store lacks; gives the answer up after a computation. Tries later without Redis."""
+        async with answer.writing:
+            await self._write_alone(store, answer)
+
+    async def _write_alone(self, store: AnswerStore, answer: Answer) -> None:
         is_kept = self._kept.get(answer.name) is answer
         if not answer.owner and (answer.num_stored or not is_kept):  # released before, or never there
             return
@@ -427,6 +433,7 @@ class Answers:
             if is_kept:
                 self._unwritten.add(answer)
         except NotOwnerError as error:
+            store.end(answer.owner)
             answer.owner = ""
             if answer.task is not None and answer in self._running:
                 answer.fail(UnavailableError(str(error)))
@@ -437,7 +444,13 @@ class Answers:
         if self._store is None:
             return True
         owner = self._store.new_owner()
-        if not await self._store.begin(answer.name, owner, answer.record):
+        is_ours = False
+        try:
+            is_ours = await self._store.begin(answer.name, owner, answer.record)
+        finally:
+            if not is_ours:
+                self._store.end(owner)
+        if not is_ours:
             return False
         answer.is_stored, answer.num_stored, answer.owner = True, 0, owner
         return True
@@ -447,19 +460,30 @@ class Answers:
     ) -> TokenizedRequest:
         """Reads what another gateway computes, until the answer has ended or that gateway has stopped; then
         the answer is this gateway's, and the request is what is missing of it. Raises StoreError."""
-        owner = store.new_owner()
         while not answer.has_ended:
             stored = await self._read_on(store, answer)
             if answer.has_ended:
                 break
-            if not stored.is_owned and await store.claim(answer.name, stored.owner, owner):
-                await self._read_on(store, answer)  # written between reading and claiming
-                answer.owner, answer.num_stored = owner, len(answer.events)
-                break
+            if not stored.is_owned:
+                await self._claim(store, answer, stored.owner)
+                if answer.owner:
+                    break
             if time.monotonic() >= request.deadline:
                 raise DeadlineError("the deadline passed before the answer was complete")
             await asyncio.sleep(_FOLLOW_S)
         return self._request(answer)
+
+    async def _claim(self, store: AnswerStore, answer: Answer, previous: str) -> None:
+        """Makes the answer this gateway's, unless another one was faster."""
+        owner = store.new_owner()
+        async with answer.writing:
+            try:
+                if await store.claim(answer.name, previous, owner):
+                    await self._read_on(store, answer)  # written between reading and claiming
+                    answer.owner, answer.num_stored = owner, len(answer.events)
+            finally:
+                if not answer.owner:
+                    store.end(owner)
 
     async def _read_on(self, store: AnswerStore, answer: Answer) -> StoredAnswer:
         stored = await store.read(answer.name, len(answer.events))
