@@ -323,7 +323,10 @@ MUTATIONS = (
         _RELAY,
         "                failed |= {route.decode.target}\n",
         "",
-        _test("tests/gateway/test_relay.py"),
+        _test(
+            "tests/gateway/test_relay.py::"
+            "test_a_pod_that_failed_a_request_waits_until_the_others_have_failed_it"
+        ),
     ),
     Mutation(
         "a hung process is killed",

@@ -339,3 +339,12 @@ async def test_an_answer_moves_when_another_pod_appears(pods, gateway):
     await first.started.wait()
     await late.start(port)
     assert await answer == ("Hello there!", "late")
+
+
+async def test_a_pod_that_failed_a_request_waits_until_the_others_have_failed_it(pods, gateway):
+    """Two that answer polls but no calls: each is healthy again when the other one is left."""
+    broken = [await pods(f"broken-{n}", hangs=True, pause_s=60.0) for n in range(2)]
+    good = await pods("good", num_running=4, free_blocks=90)
+    front = await gateway(*broken, good)
+    assert await _text(front) == ("Hello there!", "good")
+    assert [len(pod.requests) for pod in broken] == [1, 1]

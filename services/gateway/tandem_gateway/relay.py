@@ -89,6 +89,8 @@ class Relay:
 
     async def stream(self, request: TokenizedRequest) -> AsyncGenerator[Event, None]:
         """Events of the request, a DecodeFinished last. Raises InvalidRequestError or GatewayError."""
+        #: Targets. A pod that answers polls but no calls is healthy again soon; without this set two of them
+        #: would get the request in turns until its deadline.
         failed: frozenset[str] = frozenset()
         #: By target; unlike a pod that failed, a pod that is too small is not tried again.
         too_small: dict[str, _TooSmallError] = {}
