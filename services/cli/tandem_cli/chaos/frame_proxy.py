@@ -77,7 +77,8 @@ class FrameProxy:
 
     def _is_cut(self) -> bool:
         is_cut = time.monotonic() < self._cut_until
-        self.faults.num_faults[FrameFault.CUT] += is_cut
+        if is_cut:
+            self.faults.num_faults[FrameFault.CUT] += 1
         return is_cut
 
     def _take_frames(self) -> None:
