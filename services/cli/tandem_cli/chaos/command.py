@@ -31,7 +31,9 @@ def chaos(
     ] = 0,
     kinds: Annotated[
         str,
-        typer.Option(help="Of kill, term, pause, hang, cut, reset; with --frames, kinds of frame faults."),
+        typer.Option(
+            help="Of kill, term, pause, hang, slow, clock, full, cut, reset; with --frames, of frame faults."
+        ),
     ] = "",
     roles: Annotated[str, typer.Option(help="Of gateway, decode, prefill, lookahead, redis.")] = "",
     prefill: Annotated[int, typer.Option(min=1, help="Prefill pods.")] = 2,
@@ -95,12 +97,15 @@ def chaos(
                 )
                 text = str(asyncio.run(run_frames(options, violations)))
             else:
+                process_kinds = tuple(map(FaultKind, _words(kinds))) or PROCESS_KINDS
+                if not fork and any(kind.needs_fork for kind in process_kinds):
+                    raise ValueError("--no-fork: slow and clock need pods that start by fork; leave them out")
                 process_options = ChaosOptions(
                     model=folder_of_model,
                     folder=folder,
                     seed=seed,
                     num_faults=faults,
-                    kinds=tuple(map(FaultKind, _words(kinds))) or PROCESS_KINDS,
+                    kinds=process_kinds,
                     roles=_words(roles) or ROLES,
                     num_prefill=prefill,
                     num_decode=decode,

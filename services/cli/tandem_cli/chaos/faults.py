@@ -5,6 +5,9 @@ term    SIGTERM: the process drains and ends
 pause   SIGSTOP, and SIGCONT after up to three seconds: shorter and longer than every limit of silence
 hang    SIGSTOP for good: the supervisor kills the process
 cut     nothing passes between two processes for up to three seconds
+slow    SIGKILL, and the next process reads its model from a slow disk
+clock   the wall clock of a process jumps by hours, forward or backward
+full    more requests at once than the gateways have places for, and than the pods have blocks for
 reset   connections between two processes are reset and refused for up to three seconds
 """
 
@@ -17,10 +20,11 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
 
+from tandem_cli.chaos.child_faults import BACKWARD, FORWARD
 from tandem_cli.chaos.fleet import ChaosFleet
 from tandem_cli.supervisor import Child
 
@@ -32,10 +36,30 @@ class FaultKind(enum.StrEnum):
     HANG = "hang"
     CUT = "cut"
     RESET = "reset"
+    SLOW = "slow"
+    CLOCK = "clock"
+    FULL = "full"
 
     @property
     def is_of_link(self) -> bool:
         return self in (FaultKind.CUT, FaultKind.RESET)
+
+    @property
+    def needs_fork(self) -> bool:
+        return self in (FaultKind.SLOW, FaultKind.CLOCK)
+
+    def can_hit(self, role: str) -> bool:
+        match self:
+            case FaultKind.CUT | FaultKind.RESET:
+                return role != "gateway"  # nothing of the fleet calls it
+            case FaultKind.SLOW:
+                return role in ("decode", "prefill")
+            case FaultKind.CLOCK:
+                return role != "redis"  # its keys expire by its clock
+            case FaultKind.FULL:
+                return role == "gateway"
+            case _:
+                return True
 
 
 PROCESS_KINDS = (FaultKind.KILL, FaultKind.TERM, FaultKind.PAUSE, FaultKind.HANG)
@@ -60,6 +84,8 @@ class Fault:
     what: str = ""
     #: Monotonic seconds.
     at: float = 0.0
+    #: Length of a pause.
+    lasts_s: float = 0.0
 
     @property
     def cause(self) -> str:
@@ -75,15 +101,15 @@ class Injector:
         rng: random.Random,
         kinds: tuple[FaultKind, ...],
         roles: tuple[str, ...],
+        burst: Callable[[], Coroutine[None, None, None]],
     ) -> None:
         self._fleet = fleet
         self._rng = rng
-        self._choices = [
-            (kind, role)
-            for kind in kinds
-            for role in roles
-            if not (kind.is_of_link and role == "gateway")  # nothing of the fleet calls it
-        ]
+        self._choices = [(kind, role) for kind in kinds for role in roles if kind.can_hit(role)]
+        if not self._choices:
+            raise ValueError(f"--kinds {','.join(kinds)}: none of them can hit one of {','.join(roles)}")
+        #: Sends too many requests; returns when all have their answers.
+        self._burst = burst
         self._ending: set[asyncio.Task[None]] = set()
 
     def draw(self) -> Fault:
@@ -105,15 +131,27 @@ class Injector:
         if fault.kind.is_of_link:
             self._cut(fault, child, lasts_s)
             return
+        if fault.kind is FaultKind.FULL:
+            fault.what = "full gateways and pods"
+            self._keep(asyncio.create_task(self._burst()))
+            return
         assert child.pid is not None
-        number = {FaultKind.KILL: signal.SIGKILL, FaultKind.TERM: signal.SIGTERM}
+        number = {
+            FaultKind.KILL: signal.SIGKILL,
+            FaultKind.TERM: signal.SIGTERM,
+            FaultKind.SLOW: signal.SIGKILL,
+            FaultKind.CLOCK: self._rng.choice((FORWARD, BACKWARD)),
+        }
+        if fault.kind is FaultKind.SLOW:
+            self._fleet.slow_down_next_start(fault.name)
         os.kill(child.pid, number.get(fault.kind, signal.SIGSTOP))
         if fault.kind is FaultKind.PAUSE:
             fault.what += f" for {lasts_s:.2f} s"
+            fault.lasts_s = lasts_s
             self._later(lasts_s, partial(_continue, child.pid))
 
     async def settle(self) -> None:
-        """Waits until pauses and cuts are over."""
+        """Waits until pauses, cuts and bursts are over."""
         await asyncio.gather(*self._ending)
 
     def _cut(self, fault: Fault, child: Child, lasts_s: float) -> None:
@@ -131,7 +169,9 @@ class Injector:
             await asyncio.sleep(delay_s)
             end()
 
-        task = asyncio.create_task(wait())
+        self._keep(asyncio.create_task(wait()))
+
+    def _keep(self, task: asyncio.Task[None]) -> None:
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 

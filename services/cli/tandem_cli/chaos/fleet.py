@@ -18,6 +18,7 @@ from tandem_proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2
 from tandem_service.channels import open_channel
 
 from tandem_cli import health, redis_server
+from tandem_cli.chaos.child_faults import compile_wall_clock
 from tandem_cli.chaos.cuts import Proxy
 from tandem_cli.chaos.fork_server import ForkServer
 from tandem_cli.chaos.load import Client
@@ -41,13 +42,22 @@ class ChaosFleetOptions:
     forks: bool = True
     #: Put proxies between the processes.
     cuts: bool = False
+    #: Clocks can jump; by fork only.
+    clocks: bool = False
     pod_flags: tuple[PodFlag, ...] = ()
 
 
 class ChaosFleet:
     """Use `running_fleet`."""
 
-    def __init__(self, supervisor: Supervisor, plan: FleetPlan, proxies: Mapping[str, Proxy]) -> None:
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        plan: FleetPlan,
+        proxies: Mapping[str, Proxy],
+        fork_server: ForkServer | None,
+    ) -> None:
+        self._fork_server = fork_server
         self._supervisor = supervisor
         #: By the name of the process behind.
         self.proxies = proxies
@@ -56,6 +66,11 @@ class ChaosFleet:
     @property
     def children(self) -> list[Child]:
         return self._supervisor.children
+
+    def slow_down_next_start(self, name: str) -> None:
+        """The next process of this name reads its model slowly."""
+        assert self._fork_server is not None
+        self._fork_server.slow_next.add(name)
 
     def of_role(self, role: str) -> list[Child]:
         return [child for child in self.children if child.spec.role == role]
@@ -148,8 +163,10 @@ async def running_fleet(options: ChaosFleetOptions) -> AsyncIterator[ChaosFleet]
             for proxy in proxies.values():
                 stack.push_async_callback(proxy.close)
         start: Callable[[ProcessSpec], Process] = spawn
+        server: ForkServer | None = None
         if options.forks:
-            server = await asyncio.to_thread(ForkServer)
+            wall_clock = compile_wall_clock(options.folder) if options.clocks else None
+            server = await asyncio.to_thread(ForkServer, wall_clock)
             stack.push_async_callback(asyncio.to_thread, server.close)
             start = server.spawn
         log = stack.enter_context((options.folder / "fleet.log").open("a", buffering=1))
@@ -171,7 +188,7 @@ async def running_fleet(options: ChaosFleetOptions) -> AsyncIterator[ChaosFleet]
         stack.push_async_callback(supervisor.stop)
         supervisor.start()
         await supervisor.wait_ready()
-        yield ChaosFleet(supervisor, plan, proxies)
+        yield ChaosFleet(supervisor, plan, proxies, server)
 
 
 async def _with_proxies(

@@ -29,6 +29,7 @@ from typing import IO
 
 from tandem_service.parent_death import PR_SET_PDEATHSIG
 
+from tandem_cli.chaos import child_faults
 from tandem_cli.supervisor import POD_ENVIRONMENT, Process, ProcessSpec, spawn
 
 #: By console script.
@@ -75,7 +76,8 @@ class ForkedProcess:
 class ForkServer:
     """The harness's end. Blocks until the server has imported the code."""
 
-    def __init__(self) -> None:
+    def __init__(self, wall_clock: Path | None = None) -> None:
+        """`wall_clock`: library with which the clocks of the processes can jump."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-P", "-m", "tandem_cli.chaos.fork_server", str(theirs.fileno())]
         self._server = subprocess.Popen(
@@ -84,10 +86,17 @@ class ForkServer:
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             # Its threads would not exist in the children.
-            env={**os.environ, **POD_ENVIRONMENT, "OPENBLAS_NUM_THREADS": "1"},
+            env={
+                **os.environ,
+                **POD_ENVIRONMENT,
+                "OPENBLAS_NUM_THREADS": "1",
+                **({} if wall_clock is None else {"LD_PRELOAD": str(wall_clock)}),
+            },
         )
         theirs.close()
         self._socket = ours
+        #: Names of processes that read their model slowly at the next start.
+        self.slow_next: set[str] = set()
         self._children: dict[int, ForkedProcess] = {}
         #: Exit codes that came before `spawn` knew the process.
         self._early: dict[int, int] = {}
@@ -106,7 +115,9 @@ class ForkServer:
         if Path(spec.command[0]).name not in _MODULES:
             return spawn(spec)
         read_end, write_end = os.pipe()
-        request = json.dumps(spec.command).encode()
+        is_slow = spec.name in self.slow_next
+        self.slow_next.discard(spec.name)
+        request = json.dumps({"command": spec.command, "is_slow": is_slow}).encode()
         descriptor = array.array("i", [write_end])
         with self._lock:
             self._socket.sendmsg([request], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptor)])
@@ -168,7 +179,7 @@ def serve(control: socket.socket) -> None:
                     selector.close()
                     for descriptor in (control.fileno(), wake_read, wake_write):
                         os.close(descriptor)
-                    _become(json.loads(message), descriptors[0])
+                    _become(**json.loads(message), stdout=descriptors[0])
                 os.close(descriptors[0])
                 control.send(json.dumps({"pid": pid}).encode())
             else:
@@ -187,7 +198,7 @@ def _report_ended(control: socket.socket) -> None:
         control.send(json.dumps({"pid": pid, "code": os.waitstatus_to_exitcode(status)}).encode())
 
 
-def _become(command: list[str], stdout: int) -> None:
+def _become(command: list[str], *, is_slow: bool, stdout: int) -> None:
     """Runs the command in this forked process, and ends it."""
     code = 70
     try:
@@ -196,6 +207,10 @@ def _become(command: list[str], stdout: int) -> None:
         os.dup2(stdout, 1)
         os.dup2(stdout, 2)
         os.close(stdout)
+        if "LD_PRELOAD" in os.environ:
+            child_faults.jump_on_signals()
+        if is_slow:
+            child_faults.read_model_slowly()
         sys.argv = command
         importlib.import_module(_MODULES[Path(command[0]).name]).main()
         code = 0

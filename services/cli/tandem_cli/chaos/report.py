@@ -38,9 +38,11 @@ def longest_pause_s(stream: Stream, fault: Fault | None = None) -> float | None:
 
 @dataclass
 class Gaps:
-    """Longest pauses of streams, in seconds, by cause and tokens of the prompt."""
+    """By cause and tokens of the prompt, in seconds: the longest pauses of streams; of those that another
+    decode pod continued, the time in which it got their KV."""
 
     pauses: defaultdict[tuple[str, int], list[float]] = field(default_factory=lambda: defaultdict(list))
+    rebuilds: defaultdict[tuple[str, int], list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def add(self, stream: Stream, fault: Fault | None) -> None:
         if fault is not None and not (stream.ended_at is not None and is_touched(stream, fault)):
@@ -48,23 +50,29 @@ class Gaps:
         pause = longest_pause_s(stream, fault)
         if pause is not None:
             cause = WITHOUT_FAULT if fault is None else fault.cause
-            self.pauses[cause, stream.case.context].append(pause)
+            key = cause, stream.case.context
+            self.pauses[key].append(pause)
+            if stream.receipt.decode_retries:
+                # Computed by a prefill pod and sent, fetched from the pod that drains, or computed there.
+                self.rebuilds[key].append((stream.receipt.prefill_ns + stream.receipt.transfer_ns) / 1e9)
 
     def table(self) -> str:
         lines = [
-            "| cause | context | streams | p50 ms | p99 ms | worst ms |",
-            "|---|---:|---:|---:|---:|---:|",
+            "| cause | context | streams | p50 ms | p99 ms | worst ms | KV p50 ms | KV p99 ms |",
+            "|---|---:|---:|---:|---:|---:|---:|---:|",
         ]
         for (cause, context), pauses in sorted(
             self.pauses.items(), key=lambda entry: (entry[0][0] != WITHOUT_FAULT, entry[0])
         ):
-            ordered = sorted(pauses)
-            p50, p99, worst = (
-                f"{1000 * value:,.0f}"
-                for value in (percentile(ordered, 50), percentile(ordered, 99), ordered[-1])
-            )
-            lines.append(f"| {cause} | {context} | {len(pauses)} | {p50} | {p99} | {worst} |")
+            cells = [*_percentiles(pauses, 50, 99, 100), *_percentiles(self.rebuilds[cause, context], 50, 99)]
+            lines.append(f"| {cause} | {context} | {len(pauses)} | {' | '.join(cells)} |")
         return "\n".join(lines)
+
+
+def _percentiles(seconds: Sequence[float], *wanted: int) -> list[str]:
+    """In milliseconds; empty without values."""
+    ordered = sorted(seconds)
+    return [f"{1000 * percentile(ordered, p):,.0f}" if ordered else "" for p in wanted]
 
 
 @dataclass
@@ -79,6 +87,8 @@ class ChaosReport:
     #: Streams that were cut with their gateway; those that could not resume, as Redis had lost the answer.
     num_resumed: int = 0
     num_anew: int = 0
+    #: Times that a full gateway said when to send a request again.
+    num_refused: int = 0
     num_rounds: int = 0
     seconds: float = 0.0
     #: Largest growth of one process between its first idle moments and its last.
@@ -97,7 +107,7 @@ class ChaosReport:
             f"{self.num_answers:,} answers with {self.num_tokens:,} tokens compared; {self.num_continued:,} "
             f"continued by another decode pod, {self.num_prefilled_again:,} sent to another prefill pod, "
             f"{self.num_resumed:,} resumed after the loss of their gateway, {self.num_anew:,} begun anew as "
-            "events were lost\n\n"
+            f"events were lost, {self.num_refused:,} refused by a full gateway and sent again\n\n"
             f"largest growth of a process: {self.most_memory_mib:.0f} MiB, {self.most_descriptors} "
             "descriptors\n\n"
             f"{self.gaps.table()}\n"

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import grpc.aio
 from tandem_core.model.manifest import ModelManifest
+from tandem_service.interceptors import RETRY_AFTER_KEY
 
 from tandem_cli.chaos.checks import Growth, held
 from tandem_cli.chaos.faults import PROCESS_KINDS, ROLES, Fault, FaultKind, Injector
@@ -39,6 +40,10 @@ _BLOCK_SIZE = 64
 _ANSWER_ROOM = 512
 #: A gateway that was harmed may lose calls for this long.
 _GATEWAY_BACK_S = 10.0
+#: With `full`: places of a gateway, in flight and in the queue, and requests that come at once.
+_IN_FLIGHT, _QUEUE, _BURST = 16, 8, 64
+#: Silence after which a stream must have left its pod: twice the gateway's limit.
+_SILENCE_LIMIT_S = 2.0
 #: Until everybody has noticed a death, and a silence.
 _DEATH_S, _SILENCE_S = 0.3, 1.5
 
@@ -68,11 +73,15 @@ class ChaosOptions:
 
     def pod_flags(self) -> tuple[PodFlag, ...]:
         # Room for every client at its longest, and no more: caches must evict.
-        blocks = self.concurrency * -(-(max(self.contexts) + _ANSWER_ROOM) // _BLOCK_SIZE)
+        is_full = FaultKind.FULL in self.kinds
+        clients = max(1, self.concurrency // 2) if is_full else self.concurrency
+        blocks = clients * -(-(max(self.contexts) + _ANSWER_ROOM) // _BLOCK_SIZE)
         flags = {
             "decode": {"num-blocks": blocks, "local-prefill-tokens": 128, "idle-prefill-tokens": 128},
             "prefill": {"num-blocks": blocks},
         }
+        if is_full:
+            flags["gateway"] = {"max-in-flight": _IN_FLIGHT, "max-queue": _QUEUE}
         return tuple(
             PodFlag(role, flag, str(value))
             for role, values in flags.items()
@@ -92,6 +101,7 @@ async def run_chaos(
         num_gateways=options.num_gateways,
         forks=options.forks,
         cuts=any(kind.is_of_link for kind in options.kinds),
+        clocks=FaultKind.CLOCK in options.kinds,
         pod_flags=options.pod_flags(),
     )
     async with running_fleet(fleet_options) as fleet:
@@ -148,7 +158,7 @@ class _Load:
                             f"{self.last_fault()}: {error.code().name}: {error.details()}"
                         )
                         return stream
-                    await asyncio.sleep(_LOOK_S)
+                    await asyncio.sleep(self._retry_after_s(error) or _LOOK_S)
         finally:
             self.active.discard(stream)
         report, reference = self._report, self._answers[index]
@@ -167,6 +177,11 @@ class _Load:
                 f"{len(answer.token_ids)}"
             )
         return stream
+
+    async def burst(self, rng: random.Random) -> None:
+        """More requests at once than there are places and blocks for, sent again until they are taken."""
+        indices = [rng.randrange(len(self._cases)) for _ in range(_BURST)]
+        await asyncio.gather(*(self.ask(index) for index in indices))
 
     async def clients(self, number: int, rng: random.Random) -> list[Stream]:
         """Asks until `is_ending`; returns all streams."""
@@ -196,7 +211,10 @@ class _Load:
     def _may_fail(
         self, client: Client, called_at: float, stream: Stream, error: grpc.aio.AioRpcError
     ) -> bool:
-        """Whether the call was lost with its gateway; the stream is ready to go on."""
+        """Whether its gateway was lost, or full; the stream is ready to go on."""
+        if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and self._retry_after_s(error):
+            self._report.num_refused += 1
+            return any(fault.kind is FaultKind.FULL for fault in self.faults)
         if stream.event_id and error.code() is grpc.StatusCode.NOT_FOUND:
             # Only Redis may lose an answer, or a gateway that had it while Redis was away.
             stream.begin_anew()
@@ -210,6 +228,11 @@ class _Load:
             (fault.name == client.name or fault.role == "redis") and fault.at > called_at - _GATEWAY_BACK_S
             for fault in self.faults
         )
+
+    def _retry_after_s(self, error: grpc.aio.AioRpcError) -> float:
+        """When to send the request again; 0: it does not say."""
+        metadata: dict[str, str] = dict(error.trailing_metadata() or ())  # type: ignore[arg-type]  # pairs
+        return float(metadata.get(RETRY_AFTER_KEY, 0)) / 1000
 
     def last_fault(self) -> str:
         """With those of the seconds before it."""
@@ -234,7 +257,6 @@ class _Run:
         self._rng = random.Random(options.seed)
         self._report = ChaosReport()
         self._growth = Growth(violations)
-        self._injector = Injector(fleet, self._rng, options.kinds, options.roles)
 
     async def run(self) -> ChaosReport:
         options, report = self._options, self._report
@@ -243,6 +265,9 @@ class _Run:
         cases, answers = await references(self._clients[0], cases)
         self._show(f"{len(cases)} cases have their references")
         load = _Load(self._fleet, self._clients, cases, answers, self._violations, report)
+        injector = Injector(
+            self._fleet, self._rng, options.kinds, options.roles, lambda: load.burst(self._rng)
+        )
         await self._calm(load, len(cases))
         started = time.monotonic()
         while (
@@ -256,10 +281,11 @@ class _Run:
             try:
                 num_left = options.num_faults - report.num_faults
                 for _ in range(min(options.faults_per_round, num_left)):
-                    await self._one_fault(load)
+                    await self._one_fault(load, injector)
                 load.is_ending = True
                 async with asyncio.timeout(BACK_LIMIT_S):
                     streams = await clients
+                    await injector.settle()
             except TimeoutError as error:
                 waiting = ", ".join(f"{s.case.name}/{s.case.context}" for s in load.active)
                 self._violations.add(
@@ -268,7 +294,7 @@ class _Run:
                 break
             finally:
                 clients.cancel()
-            self._note_gaps(streams, load.faults)
+            self._look_at(streams, load.faults)
             await self._end_of_round()
             report.num_rounds += 1
             report.seconds = time.monotonic() - started
@@ -290,8 +316,8 @@ class _Run:
 
         await asyncio.gather(*(one() for _ in range(self._options.concurrency)))
 
-    async def _one_fault(self, load: _Load) -> None:
-        fault = self._injector.draw()
+    async def _one_fault(self, load: _Load, injector: Injector) -> None:
+        fault = injector.draw()
         # One pod more than must be left; a decode pod can do without prefill pods.
         least = {"decode": 1 + (fault.role == "decode"), "prefill": int(fault.role == "prefill")}
         await self._fleet.until_serving(self._clients, least)
@@ -301,7 +327,7 @@ class _Run:
 
         await self._fleet.until("a stream", is_streaming)
         await asyncio.sleep(self._rng.uniform(0.0, 0.2))
-        await self._injector.inject(fault)
+        await injector.inject(fault)
         load.faults.append(fault)
         self._report.faults[fault.cause] += 1
 
@@ -315,18 +341,22 @@ class _Run:
 
         await self._fleet.until(f"all streams go on after {fault.what}", have_moved)
 
-    def _note_gaps(self, streams: Sequence[Stream], faults: Sequence[Fault]) -> None:
+    def _look_at(self, streams: Sequence[Stream], faults: Sequence[Fault]) -> None:
         for stream in streams:
             if stream.ended_at is None:
                 continue
             met = [fault for fault in faults if stream.started_at < fault.at < stream.ended_at]
             for fault in met:
+                if _has_waited(stream, fault) and not any(_may_resume(other) for other in met):
+                    self._violations.add(
+                        f"a stream ({stream.case.name}, context {stream.case.context}) stayed with its pod: "
+                        f"{fault.what}"
+                    )
                 # With two of a role the receipt does not show which of them concerned the stream.
                 if sum(other.role == fault.role for other in met) == 1:
                     self._report.gaps.add(stream, fault)
 
     async def _end_of_round(self) -> None:
-        await self._injector.settle()
         ended = time.monotonic()
         kept: dict[str, object] = {}
         while True:
@@ -349,3 +379,21 @@ class _Run:
         except TimeoutError as error:
             self._violations.add(f"not every process came back: {error}")
         self._growth.look(self._fleet.pids())
+
+
+def _may_resume(fault: Fault) -> bool:
+    """Whether streams may begin anew or resume after it, so that their receipts show the last part only."""
+    return fault.role in ("gateway", "redis") or fault.kind.is_of_link
+
+
+def _has_waited(stream: Stream, fault: Fault) -> bool:
+    """Whether its pod was silent for longer than the limit, and it stayed there."""
+    return (
+        fault.role == "decode"
+        and fault.lasts_s > _SILENCE_LIMIT_S
+        and stream.receipt.decode_pod == fault.name
+        and stream.receipt.decode_retries == 0
+        and bool(stream.chunks_at)
+        and stream.chunks_at[0] < fault.at
+        and stream.chunks_at[-1] > fault.at + fault.lasts_s
+    )
