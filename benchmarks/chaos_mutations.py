@@ -43,8 +43,8 @@ def _frames(*kinds: str) -> tuple[str, ...]:
     return ("chaos", "--seed", "1", "--frames", "1500", "--settle-s", "10", "--kinds", ",".join(kinds))
 
 
-def _processes(kinds: str, roles: str) -> tuple[str, ...]:
-    small = ("--faults", "6", "--cases", "6", "--contexts", "60,500", "--concurrency", "4")
+def _processes(kinds: str, roles: str, faults: int = 6) -> tuple[str, ...]:
+    small = ("--faults", str(faults), "--cases", "6", "--contexts", "60,500", "--concurrency", "4")
     return ("chaos", "--seed", "1", *small, "--settle-s", "10", "--kinds", kinds, "--roles", roles)
 
 
@@ -288,7 +288,7 @@ MUTATIONS = (
         _RELAY,
         "_SILENCE_LIMIT_S = 1.0",
         "_SILENCE_LIMIT_S = 1000.0",
-        _processes("pause,hang", "decode"),
+        _processes("pause", "decode", faults=20),
     ),
     Mutation(
         "the next pod gets the tokens so far",
