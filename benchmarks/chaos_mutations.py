@@ -206,7 +206,10 @@ MUTATIONS = (
         _HANDOFF,
         "            holds.append(self._loop.engine.blocks.hold(writable))\n",
         "            pass\n",
-        _test("tests/pods/test_disaggregation.py"),
+        _test(
+            "tests/decode/test_handoff.py::"
+            "test_blocks_of_a_request_that_ends_first_are_not_free_until_the_transfer_has_ended"
+        ),
     ),
     Mutation(
         "the reader holds its blocks",
@@ -392,19 +395,26 @@ def _try(mutation: Mutation) -> str | None:
             command = [sys.executable, "-P", "-m", "pytest", "-n0", "-q", "-x", "-m", "not wide", finder[1]]
         else:
             command = [sys.executable, "-P", "-m", "tandem_cli.main", *finder]
-        try:
-            done = subprocess.run(
-                command,
-                cwd=copy,
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=_LIMIT_S,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return f"it does not end within {_LIMIT_S:g} s"
-        return _symptom(done, is_test=finder[0] == "pytest")
+        is_test = finder[0] == "pytest"
+        symptom: str | None = None
+        # A test that fails once may have met a busy machine.
+        for _ in range(1 + is_test):
+            try:
+                done = subprocess.run(
+                    command,
+                    cwd=copy,
+                    env=environment,
+                    capture_output=True,
+                    text=True,
+                    timeout=_LIMIT_S,
+                    check=False,
+                )
+            except subprocess.TimeoutExpired:
+                return f"it does not end within {_LIMIT_S:g} s"
+            symptom = _symptom(done, is_test=is_test)
+            if symptom is None:
+                return None
+        return symptom
 
 
 def _edit(copy: Path, mutation: Mutation) -> None:
