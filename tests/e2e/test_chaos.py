@@ -20,11 +20,18 @@ def options(model: Path, folder: Path, **fields: object) -> ChaosOptions:
 async def test_no_client_sees_a_few_faults(tiny_model: Path, tmp_path: Path) -> None:
     kinds = (FaultKind.KILL, FaultKind.TERM, FaultKind.PAUSE)
     chosen = options(
-        tiny_model, tmp_path, num_faults=4, kinds=kinds, roles=("decode", "prefill", "redis"), num_decode=2
+        tiny_model,
+        tmp_path,
+        num_faults=3,
+        concurrency=2,
+        kinds=kinds,
+        roles=("decode", "prefill", "redis"),
+        num_decode=2,
+        num_gateways=1,
     )
     report = await run_chaos(chosen, Violations(), lambda _: None)
     assert report.violations == ()
-    assert report.num_faults == 4
+    assert report.num_faults == 3
     assert report.num_answers >= 6
     assert "no fault" in str(report)
 
