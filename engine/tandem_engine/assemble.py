@@ -75,6 +75,8 @@ class EngineParts:
     tokenizer: Tokenizer
     manifest: ModelManifest
     layout: KVLayout
+    #: Whether the CPU kernels compute all layers, which count their work.
+    is_compiled: bool
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -145,7 +147,7 @@ def assemble(config: EngineConfig, drafter: DraftSource | None = None) -> Engine
         max_draft_nodes=config.max_draft_nodes,
     )
     layout = _layout(manifest, decoder, shape, numerics)
-    return EngineParts(engine, pool, tokenizer, manifest, layout)
+    return EngineParts(engine, pool, tokenizer, manifest, layout, decoder.is_compiled)
 
 
 def _num_blocks(

@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from tandem_core.errors import InvariantError
+from tandem_kernels import native
 
 from tandem_engine.engine import Engine, StepOutput
 
@@ -36,6 +37,10 @@ class EngineLoop:
     def __init__(self, engine: Engine, on_failure: Callable[[Exception], None] | None = None) -> None:
         self.engine = engine
         self.failed: Exception | None = None
+        #: Whether the thread hangs, as whoever watches `progress` has found.
+        self.is_stuck = False
+        self._is_waiting = False
+        self._num_turns = 0
         self._on_failure = on_failure
         self._listeners: dict[str, Listener] = {}
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -50,6 +55,10 @@ class EngineLoop:
         self._closing = True
         self._calls.put(None)
         self._thread.join()
+
+    def progress(self) -> int | None:
+        """Changes while the thread works; None while it waits for work."""
+        return None if self._is_waiting else self._num_turns + native.work_done()
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Runs function on the engine's thread, between steps."""
@@ -112,10 +121,14 @@ class EngineLoop:
     def _drain(self, *, block: bool, timeout: float | None = None) -> None:
         """Runs the queued calls; with block, waits for the first one."""
         while True:
+            self._num_turns += 1
+            self._is_waiting = block
             try:
                 call = self._calls.get(block=block, timeout=timeout)
             except queue.Empty:
                 return
+            finally:
+                self._is_waiting = False
             if call is None:
                 return
             call()

@@ -71,6 +71,8 @@ struct Workspace {
 
 }  // namespace
 
+extern "C" int64_t tandem_work_done() { return work_done.load(std::memory_order_relaxed); }
+
 // Returns -1, or the first token whose position or slot lies outside, or -2 when attention's metadata is
 // inconsistent; in both cases nothing was computed.
 extern "C" int64_t tandem_decoder_layers(const TandemLayers* call) {

@@ -12,6 +12,13 @@
 #include <atomic>
 #include <cstdint>
 
+// Grows while calls work; a thread that watches for hangs reads it. Two threads may count the same work.
+inline std::atomic<int64_t> work_done{0};
+
+inline void count_work() {
+  work_done.store(work_done.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+}
+
 class Team {
  public:
   // What a team's threads share.
@@ -48,13 +55,19 @@ class Team {
   // Calls work(i) for this thread's share of 0 .. size - 1, which are neighbours. The same size gives the same shares.
   template <class Work>
   void share(int64_t size, Work work) const {
-    for (int64_t i = size * index / count; i < size * (index + 1) / count; ++i) work(i);
+    for (int64_t i = size * index / count; i < size * (index + 1) / count; ++i) {
+      work(i);
+      if (index == 0) count_work();
+    }
   }
 
   // The same, whoever comes first; a wait() lies between any two of these.
   template <class Work>
   void race(int64_t size, Work work) {
-    for (int64_t i; (i = state.next.fetch_add(1, std::memory_order_relaxed)) < size;) work(i);
+    for (int64_t i; (i = state.next.fetch_add(1, std::memory_order_relaxed)) < size;) {
+      work(i);
+      if (index == 0) count_work();
+    }
   }
 
  private:

@@ -7,6 +7,7 @@ import json
 import ssl
 import string
 import threading
+from pathlib import Path
 
 import grpc
 import httpx
@@ -14,7 +15,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tandem_cli import certificates
+from tandem_cli import certificates, chat, health
+from tandem_cli.supervisor import Health, ProcessSpec
 from tandem_core.errors import InvalidRequestError
 from tandem_gateway.errors import UnsupportedFieldError
 from tandem_gateway.main import GatewayProcess
@@ -502,3 +504,38 @@ async def test_no_body_or_header_is_a_server_error(front_of_session, data):
 @pytest.fixture
 async def front_of_session(pods, gateway):
     return await gateway(await pods())
+
+
+async def test_the_command_line_reaches_a_gateway_with_tls(pods, model_folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(Role, "dns_name", property(lambda _: "localhost"))
+    certificates.prepare(tmp_path)
+    files = certificates.issue(tmp_path, Role.GATEWAY)
+    pod = await pods()
+    process = GatewayProcess(
+        GatewaySettings(
+            model=model_folder, decode=(pod.target,), grpc_port=0, http_port=0, drain_s=0.0,
+            tls_cert=files.cert, tls_key=files.key,
+        )
+    )  # fmt: skip
+    await process.start()
+    spec = ProcessSpec(
+        "gateway", "gateway", (), ports={}, health_target=f"https://127.0.0.1:{process.http_port}/health"
+    )
+
+    async def serves() -> bool:
+        return await health.probe(spec) is Health.SERVING
+
+    def options(ca_file: Path | None) -> chat.ChatOptions:
+        target = f"https://localhost:{process.grpc_port}"
+        return chat.ChatOptions(target, None, 0.0, 16, None, "chat", "", None, ca_file)
+
+    monkeypatch.setattr(chat, "_RESUME_LIMIT_S", 0.0)
+    try:
+        await until_async(serves)
+        assert await asyncio.to_thread(chat.ask_once, options(tmp_path / "ca.pem"), "hi") == 0
+        assert "output 3" in capsys.readouterr().err  # of the receipt; the pieces of the text have logs between
+        with pytest.raises(chat.GatewayError, match="cannot be reached"):
+            await asyncio.to_thread(chat.ask_once, options(None), "hi")
+    finally:
+        await process.stop()
+    assert await health.probe(spec) is Health.SILENT

@@ -7,33 +7,46 @@ import sys
 
 import pytest
 
-#: A pod whose engine has been in one step for argv[1] seconds.
+#: A pod whose engine's thread is busy for argv[1] seconds.
 POD = """
-import asyncio, sys
-from tandem_pod.serving import serving
+import asyncio, sys, time
+from tandem_engine.loop import EngineLoop
+from tandem_pod import engine_watch
+from tandem_pod.serving import running, serving
 from tandem_proto.v1 import common_pb2
 from tandem_service.server import PodServer
 from tandem_service.settings import PodSettings
 
+engine_watch._EXIT_AFTER_S = 0.5
+
+class Idle:
+    num_steps = 0
+
+    def has_work(self):
+        return False
+
+    def step(self):
+        return []
+
 async def main():
     settings = PodSettings(port=0, drain_s=0.0, pod_id="p")
     server = PodServer(settings, role="decode", service_names=[], status_codes={})
-    shown = asyncio.Event()
+    loop = EngineLoop(Idle())
 
     async def status():
-        return common_pb2.PodStatus(age_seconds=float(sys.argv[1]))
+        return common_pb2.PodStatus()
 
-    async with serving(server, status, lambda newest: shown.set()):
-        await shown.wait()
+    async with running(loop), serving(server, status, lambda newest: None, loop, counts_work=True):
+        await loop.call_async(lambda: time.sleep(float(sys.argv[1])))
 
 asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize(("age_s", "code", "words"), [(119, 0, ""), (121, 70, "the engine hangs")])
-def test_a_pod_whose_engine_hangs_ends_itself(age_s: int, code: int, words: str) -> None:
+@pytest.mark.parametrize(("busy_s", "code", "words"), [(0.3, 0, ""), (60, 70, "the engine hangs")])
+def test_a_pod_whose_engine_hangs_ends_itself(busy_s: float, code: int, words: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", POD, str(age_s)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", POD, str(busy_s)], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == code, done.stderr
     assert words in done.stdout + done.stderr

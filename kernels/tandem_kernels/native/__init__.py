@@ -134,6 +134,8 @@ def _declare(library: ctypes.CDLL) -> None:
         *[_POINTER] * 7, *[_INT64] * 3, *[_INT32] * 5, _FLOAT, _INT32,
     ]  # fmt: skip
     library.tandem_rope_store.restype = _INT64
+    library.tandem_work_done.argtypes = []
+    library.tandem_work_done.restype = _INT64
 
 
 def instruction_set() -> str | None:
@@ -175,6 +177,11 @@ def _load_best() -> ctypes.CDLL | None:
 
 
 LIBRARY = _load_best()
+
+
+def work_done() -> int:
+    """Grows while kernels of this process compute; 0 without LIBRARY."""
+    return LIBRARY.tandem_work_done() if LIBRARY is not None else 0
 
 
 def covers(width: int, *tensors: torch.Tensor | None) -> bool:

@@ -11,13 +11,14 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import grpc
 from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 from tandem_proto.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
-from tandem_service.channels import CHANNEL_OPTIONS
+from tandem_service.channels import open_public_sync_channel
 
 _NS_PER_MS = 1e6
 _NS_PER_S = 1e9
@@ -44,6 +45,8 @@ class ChatOptions:
     #: "": the mode of the pods.
     speculation: str
     api_key: str | None
+    #: Authorities of the gateway's certificate; None: the system's.
+    ca_file: Path | None = None
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
@@ -164,7 +167,7 @@ def open_stub(channel: grpc.Channel) -> gateway_pb2_grpc.GatewayServiceStub:
 
 def ask_once(options: ChatOptions, text: str) -> int:
     """Asks one question; writes the answer to stdout, the receipt to stderr. Raises GatewayError."""
-    with grpc.insecure_channel(options.target, options=CHANNEL_OPTIONS) as channel:
+    with open_public_sync_channel(options.target, options.ca_file) as channel:
         conversation = Conversation(options, open_stub(channel))
         written = 0
         answer = Answer()
@@ -187,7 +190,7 @@ def ask_once(options: ChatOptions, text: str) -> int:
 def converse(options: ChatOptions) -> int:
     """Runs the conversation until the user exits."""
     console = Console()
-    with grpc.insecure_channel(options.target, options=CHANNEL_OPTIONS) as channel:
+    with open_public_sync_channel(options.target, options.ca_file) as channel:
         conversation = Conversation(options, open_stub(channel))
         console.print("Ctrl-C cancels an answer, /reset forgets the conversation, /exit leaves.", style="dim")
         while True:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tandem_core.speculation import SpeculationMode
@@ -190,7 +190,11 @@ class _Planner:
             flags += ["--max-model-len", str(options.max_model_len)]
         if options.api_keys_file is not None:
             flags += ["--api-keys-file", str(options.api_keys_file)]
-        return self._process("gateway", f"gateway-{index}", ports, flags)
+        spec = self._process("gateway", f"gateway-{index}", ports, flags)
+        if any(flag.role == "gateway" and flag.flag == "tls-cert" for flag in options.pod_flags):
+            health_url = f"https://{reachable(options.host)}:{ports['http']}/health"
+            return replace(spec, health_target=health_url)
+        return spec
 
     def _model_flags(self) -> list[str]:
         options = self._options

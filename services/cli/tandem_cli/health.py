@@ -1,6 +1,8 @@
-"""Asks a process whether it serves: pods by grpc.health.v1, Redis by a ping."""
+"""Asks a process whether it serves: pods by grpc.health.v1, gateways with TLS by /health, Redis by a ping."""
 
 from __future__ import annotations
+
+import ssl
 
 import grpc
 import grpc.aio
@@ -28,8 +30,24 @@ async def check(
         await channel.close(None)
 
 
+async def _check_https(url: str, timeout_s: float = 1.0) -> Health:
+    """Of a gateway with TLS for its callers, whatever its certificate says: the process is our own."""
+    import httpx
+
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        async with httpx.AsyncClient(verify=context, trust_env=False, timeout=timeout_s) as client:
+            reply = await client.get(url)
+    except httpx.TransportError:
+        return Health.SILENT
+    return Health.SERVING if reply.is_success else Health.NOT_SERVING
+
+
 async def probe(spec: ProcessSpec, tls: PodTls | None = None) -> Health:
     """What a supervised process answers; `tls`: credentials towards the pods, all but the gateway's."""
+    if spec.health_target.startswith("https://"):
+        return await _check_https(spec.health_target)
     if spec.health_target.startswith("unix://"):
         is_there = await redis_server.answers(spec.health_target.removeprefix("unix://"))
         return Health.SERVING if is_there else Health.SILENT

@@ -17,6 +17,7 @@ from tandem_cli.chaos.command import chaos
 from tandem_cli.options import (
     DEFAULT_TARGET,
     ApiKeyOption,
+    CaOption,
     MaxTokensOption,
     ModelOption,
     SeedOption,
@@ -168,6 +169,7 @@ def chat(
     ] = None,
     once: Annotated[str | None, typer.Option(help="Ask this question, print the answer and exit.")] = None,
     api_key: ApiKeyOption = None,
+    ca: CaOption = None,
 ) -> None:
     """Chat in the terminal; shows TTFT and TPOT during the answer, and its receipt."""
     from tandem_cli import chat
@@ -181,6 +183,7 @@ def chat(
         slo_class=slo_class,
         speculation=speculation or "",
         api_key=api_key,
+        ca_file=ca,
     )
     try:
         code = chat.ask_once(options, once) if once is not None else chat.converse(options)

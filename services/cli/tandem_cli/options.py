@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
@@ -9,7 +10,18 @@ import typer
 DEFAULT_TARGET = "127.0.0.1:50051"
 
 ModelOption = Annotated[str, typer.Option(help="Name of a pulled model, a Hugging Face id, or a path.")]
-TargetOption = Annotated[str, typer.Option(help="gRPC address of the gateway.")]
+TargetOption = Annotated[
+    str, typer.Option(help="gRPC address of the gateway: host:port, or https://host:port with TLS.")
+]
+CaOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--ca",
+        exists=True,
+        dir_okay=False,
+        help="PEM file of the authorities of the gateway's certificate; default: the system's.",
+    ),
+]
 ApiKeyOption = Annotated[
     str | None, typer.Option(envvar="TANDEM_API_KEY", help="Key, if the gateway wants one.")
 ]

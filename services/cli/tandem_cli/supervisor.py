@@ -48,7 +48,7 @@ class ProcessSpec:
     command: tuple[str, ...]
     #: Port by purpose ("grpc", "http", "kv", "metrics").
     ports: Mapping[str, int]
-    #: host:port of its grpc.health.v1, or the URL of Redis' unix socket.
+    #: host:port of its grpc.health.v1, the https URL of a gateway's /health, or that of Redis' unix socket.
     health_target: str
 
 

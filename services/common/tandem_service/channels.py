@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import grpc
 import grpc.aio
 
@@ -67,6 +69,31 @@ def open_sync_channel(target: str, tls: PodTls | None = None, role: Role | None 
     if tls is None:
         return grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
     return grpc.secure_channel(target, tls.channel_credentials(), options=_tls_options(role))
+
+
+def public_target(target: str, ca_file: Path | None) -> tuple[str, grpc.ChannelCredentials | None]:
+    """host:port of a gateway, and what to verify it with: https://host:port is TLS, by the system's
+    authorities or those of the PEM file, which means TLS for any target. None: plaintext. Raises OSError."""
+    address = target.removeprefix("https://")
+    if address == target and ca_file is None:
+        return target, None
+    return address, grpc.ssl_channel_credentials(None if ca_file is None else ca_file.read_bytes())
+
+
+def open_public_channel(target: str, ca_file: Path | None = None) -> grpc.aio.Channel:
+    """A channel to a gateway's public port; see `public_target`."""
+    address, credentials = public_target(target, ca_file)
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    return grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+
+
+def open_public_sync_channel(target: str, ca_file: Path | None = None) -> grpc.Channel:
+    """The same for threads."""
+    address, credentials = public_target(target, ca_file)
+    if credentials is None:
+        return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+    return grpc.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
 
 
 def _tls_options(role: Role | None) -> tuple[tuple[str, int | str], ...]:

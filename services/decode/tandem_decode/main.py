@@ -115,7 +115,7 @@ async def open_pod(pod: DecodeSettings) -> AsyncIterator[PodServer]:
 
     async with running(loop, receiver, sender):
         try:
-            async with serving(server, servicer.status, show):
+            async with serving(server, servicer.status, show, loop, counts_work=parts.is_compiled):
                 yield server
         finally:
             await lookahead.close()

@@ -35,6 +35,7 @@ from tandem_engine.request import Request
 from tandem_engine.scheduler import append_tokens
 from tandem_engine.transport.incoming import KVReceiver
 from tandem_engine.transport.outgoing import KVSender
+from tandem_pod.engine_watch import leave_if_stuck
 from tandem_pod.status import StatusReader, pod_status
 from tandem_prefill.servicer import PrefillServicer
 from tandem_proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc
@@ -145,6 +146,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     ) -> AsyncIterator[decode_pb2.DecodeResponse]:
         if self._is_draining:
             await context.abort(grpc.StatusCode.CANCELLED, "the pod is stopping; send the request to another")
+        if self._loop.is_stuck:
+            await context.abort(grpc.StatusCode.CANCELLED, "the engine hangs; send the request to another")
         state = self._to_request(request)
         is_shared = not request.decode_retries
         record = RequestRecord(state, request.request_id, self._settings.pod_id)
@@ -169,6 +172,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                             return_when=asyncio.FIRST_COMPLETED,
                         )
                         if not computing.done():
+                            await leave_if_stuck(self._loop, context)
                             yield self._progress(attempts.num_crashed)
                         if news.done():
                             attempts.told()
@@ -181,6 +185,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             told_at = 0.0
             while stream.finish_reason is None:
                 new = await outputs.get(_HEARTBEAT_S)
+                if new is None:
+                    await leave_if_stuck(self._loop, context)
                 if new is None or (self._is_draining and time.monotonic() - told_at > _HEARTBEAT_S):
                     told_at = time.monotonic()
                     yield self._progress()
@@ -253,6 +259,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         request: decode_pb2.GetDecodeStatusRequest,
         context: grpc.aio.ServicerContext[decode_pb2.DecodeRequest, decode_pb2.DecodeResponse],
     ) -> decode_pb2.GetDecodeStatusResponse:
+        await leave_if_stuck(self._loop, context)
         return decode_pb2.GetDecodeStatusResponse(status=await self.status())
 
     async def _compute_prompt(

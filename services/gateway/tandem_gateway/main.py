@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
+import structlog
 from tandem_core.errors import ModelLoadError
 from tandem_core.model.tokenizer import Tokenizer
 from tandem_proto.v1 import gateway_pb2_grpc
@@ -19,6 +20,7 @@ from tandem_service.discovery import DnsDiscovery
 from tandem_service.interceptors import Gate
 from tandem_service.server import PodServer
 from tandem_service.settings import load
+from tandem_service.tls import is_loopback
 
 from tandem_gateway.admission import Admission, OpenCalls
 from tandem_gateway.answer_store import AnswerStore
@@ -49,6 +51,12 @@ class GatewayProcess:
         keys = ApiKeys.load(settings.api_keys_file)
         calls = OpenCalls(settings)
         tls = settings.public_tls()
+        if tls is None and settings.api_keys_file is not None and not is_loopback(settings.host):
+            structlog.get_logger("tandem.gateway").warning(
+                "keys and texts are readable on the way to this gateway, unless a proxy here terminates TLS; "
+                "give --tls-cert and --tls-key",
+                host=settings.host,
+            )
         self._server = PodServer(
             settings,
             role="gateway",

@@ -23,7 +23,9 @@ from tandem_engine.transport.incoming import KVReceiver
 from tandem_engine.transport.outgoing import KVSender
 from tandem_proto.v1 import common_pb2
 from tandem_service.server import PodServer
+from tandem_service.tasks import end_tasks
 
+from tandem_pod.engine_watch import EngineWatch
 from tandem_pod.status import refreshing_gauges
 
 STATUS_CODES: dict[type[Exception], grpc.StatusCode] = {
@@ -51,10 +53,6 @@ async def serve(pod: AbstractAsyncContextManager[PodServer]) -> None:
         await server.serve_until_signal()
 
 
-#: A step of a large model on a busy CPU takes tens of seconds; an engine that is silent for longer hangs.
-ENGINE_HUNG_S = 120.0
-
-
 def exit_process(error: Exception) -> None:
     """For `EngineLoop.on_failure`: the engine's state may be broken, so the supervisor must start a new
     process."""
@@ -79,19 +77,23 @@ async def serving(
     server: PodServer,
     status: Callable[[], Awaitable[common_pb2.PodStatus]],
     show: Callable[[common_pb2.PodStatus], None],
+    loop: EngineLoop,
+    *,
+    counts_work: bool,
 ) -> AsyncIterator[None]:
     """The server answers calls and `show` updates the gauges until the context ends; then the server
-    drains. The process ends when the engine's thread hangs."""
+    drains. The process ends when the engine's thread hangs (see `EngineWatch`)."""
 
-    def check(newest: common_pb2.PodStatus) -> None:
-        if newest.age_seconds > ENGINE_HUNG_S:
-            exit_process(TimeoutError(f"a step has run for {newest.age_seconds:.0f} s; the engine hangs"))
-        show(newest)
+    def on_change(is_stuck: bool) -> None:
+        server.set_serving(not is_stuck and not server.draining.is_set())
 
+    watch = EngineWatch(loop, counts_work=counts_work, on_change=on_change, on_hang=exit_process)
     await server.start()
     server.set_serving(True)
+    watching = asyncio.create_task(watch.run(), name="engine-watch")
     try:
-        async with refreshing_gauges(status, check):
+        async with refreshing_gauges(status, show):
             yield
     finally:
         await server.stop()
+        await end_tasks([watching])

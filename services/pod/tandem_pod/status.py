@@ -10,6 +10,7 @@ scrape, because a scrape runs on a thread of its own.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -25,6 +26,8 @@ from tandem_proto.v1 import common_pb2
 _INTERVAL_S = 1.0
 #: How long a status call waits for the engine's thread; decode steps of small models are shorter.
 _WAIT_S = 0.25
+#: Older values are not shown: NaN stands for them.
+_STALE_S = 5.0
 #: A status and the monotonic time when it was read.
 _Timed: TypeAlias = tuple[common_pb2.PodStatus, float]
 
@@ -114,6 +117,11 @@ class PodGauges:
             ["state"],
             registry=registry,
         )
+        self._age = Gauge(
+            "tandem_engine_status_age_seconds",
+            "Time since the engine's thread told its state; it grows while a step runs or the engine hangs",
+            registry=registry,
+        )
         self._violations = Gauge(
             "tandem_invariant_violations",
             "Broken invariants found by the pod's last check of blocks and queues",
@@ -122,13 +130,15 @@ class PodGauges:
 
     def show(self, status: common_pb2.PodStatus) -> None:
         usage = status.usage
-        self._blocks.labels("free").set(usage.blocks_free)
-        self._blocks.labels("cached").set(usage.blocks_cached)
-        self._blocks.labels("used").set(usage.blocks_used)
-        self._requests.labels("waiting").set(usage.requests_waiting)
-        self._requests.labels("running").set(usage.requests_running)
-        self._requests.labels("transferring").set(usage.transfers_open)
-        self._violations.set(len(usage.violations))
+        shown = 1.0 if status.age_seconds < _STALE_S else math.nan
+        self._age.set(status.age_seconds)
+        self._blocks.labels("free").set(shown * usage.blocks_free)
+        self._blocks.labels("cached").set(shown * usage.blocks_cached)
+        self._blocks.labels("used").set(shown * usage.blocks_used)
+        self._requests.labels("waiting").set(shown * usage.requests_waiting)
+        self._requests.labels("running").set(shown * usage.requests_running)
+        self._requests.labels("transferring").set(shown * usage.transfers_open)
+        self._violations.set(shown * len(usage.violations))
 
     def watch_copies(self, counts: CopyCounts | None) -> None:
         """Shows what a GPU's transfers copied; None shows nothing."""

@@ -61,5 +61,8 @@ async def open_pod(pod: PrefillSettings) -> AsyncIterator[PodServer]:
         only_to_caller=pod.pod_tls_cert is not None or is_loopback(pod.host),
     )
     prefill_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, server.grpc_server)  # type: ignore[no-untyped-call]
-    async with running(loop, sender), serving(server, servicer.status, gauges.show):
+    async with (
+        running(loop, sender),
+        serving(server, servicer.status, gauges.show, loop, counts_work=parts.is_compiled),
+    ):
         yield server

@@ -31,6 +31,7 @@ from tandem_engine.request import Request
 from tandem_engine.transport.base import Ticket, TransferState
 from tandem_engine.transport.codec import ticket_from_proto
 from tandem_engine.transport.outgoing import KVSender, OutgoingTransfer
+from tandem_pod.engine_watch import leave_if_stuck
 from tandem_pod.status import StatusReader, pod_status
 from tandem_proto.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from tandem_service.tls import belongs_to_peer
@@ -85,14 +86,14 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             # The engine's thread takes this after its current step, which may be long.
             queued = self._loop.call(lambda: self._start(prompt, transfer, first_token))
             for settled in (queued, first_token):
-                async for heartbeat in self._heartbeats_until(settled, prompt, transfer):
+                async for heartbeat in self._heartbeats_until(settled, prompt, transfer, context):
                     yield heartbeat
                 settled.result()
             finished = self._finished(prompt, transfer, first_token.result(), arrived_ns)
             sent = transfer.finish()
             yield prefill_pb2.PrefillResponse(finished=finished)
             self._metrics.prefill_seconds.observe(finished.compute_ns / 1e9)
-            async for heartbeat in self._heartbeats_until(sent, prompt, transfer):
+            async for heartbeat in self._heartbeats_until(sent, prompt, transfer, context):
                 yield heartbeat
             sent.result()
             outcome = "ok"
@@ -117,16 +118,22 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         request: prefill_pb2.GetPrefillStatusRequest,
         context: grpc.aio.ServicerContext[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse],
     ) -> prefill_pb2.GetPrefillStatusResponse:
+        await leave_if_stuck(self._loop, context)
         return prefill_pb2.GetPrefillStatusResponse(status=await self.status())
 
     async def _heartbeats_until(
-        self, settled: Future[Any], prompt: Request, transfer: OutgoingTransfer
+        self,
+        settled: Future[Any],
+        prompt: Request,
+        transfer: OutgoingTransfer,
+        context: grpc.aio.ServicerContext[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse],
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
         """A heartbeat every _HEARTBEAT_S until the future settles; raises TransferError if the transfer
         fails."""
         while not await wait_for_future(settled, _HEARTBEAT_S):
             if transfer.state is TransferState.FAILED:  # the rest of the work would be useless
                 transfer.done.result()
+            await leave_if_stuck(self._loop, context)
             yield prefill_pb2.PrefillResponse(
                 progress=prefill_pb2.PrefillProgress(
                     computed_tokens=prompt.num_computed_tokens,

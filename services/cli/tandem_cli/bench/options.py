@@ -12,7 +12,7 @@ import typer
 from tandem_core.model.registry import DEFAULT_MODEL
 
 from tandem_cli.bench.prompts import WORKLOADS
-from tandem_cli.options import TemperatureOption
+from tandem_cli.options import CaOption, TemperatureOption
 
 
 class BenchError(ValueError):
@@ -36,8 +36,12 @@ class BenchOptions:
     """Several values of speculation, workload or concurrency make a comparison."""
 
     target: Annotated[
-        str | None, typer.Option(help="host:port for grpc, a URL for http; default: the local gateway.")
+        str | None,
+        typer.Option(
+            help="For grpc host:port, with TLS https://host:port; for http a URL; default: the local gateway."
+        ),
     ] = None
+    ca: CaOption = None
     transport: Annotated[TransportName, typer.Option(help="Protocol of the requests.")] = TransportName.GRPC
     rate: Annotated[float | None, typer.Option(min=0.001, help="Mean requests per second (Poisson).")] = None
     concurrency: Annotated[

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -12,7 +13,7 @@ import grpc.aio
 import httpx
 from google.protobuf import json_format
 from tandem_proto.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
-from tandem_service.channels import open_channel
+from tandem_service.channels import open_public_channel
 
 from tandem_cli.bench.options import BenchOptions
 from tandem_cli.bench.prompts import Prompt
@@ -47,7 +48,7 @@ class GrpcTransport(Transport):
     def __init__(self, target: str, options: BenchOptions, mode: str = "") -> None:
         self._options = options
         self._mode = mode
-        self._channel = open_channel(target)
+        self._channel = open_public_channel(target, options.ca)
         self._stub = gateway_pb2_grpc.GatewayServiceStub(self._channel)  # type: ignore[no-untyped-call]
         key = options.key_for(mode)
         self._metadata = (("authorization", f"Bearer {key}"),) if key else ()
@@ -116,6 +117,7 @@ class HttpTransport(Transport):
             timeout=httpx.Timeout(None, connect=10.0),
             limits=httpx.Limits(max_connections=None),
             trust_env=False,
+            verify=True if options.ca is None else ssl.create_default_context(cafile=str(options.ca)),
         )
 
     async def send(self, prompt: Prompt, recorder: Recorder) -> None:

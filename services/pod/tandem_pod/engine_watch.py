@@ -1,0 +1,74 @@
+"""Notices an engine whose thread hangs: it neither waits for work nor makes progress.
+
+The compiled CPU kernels count their work, some columns of a product at a time, so that a second without any
+is a hang however large model and prompt are. Elsewhere only ends of steps count, which may take far longer.
+
+    stuck     the pod is NOT_SERVING, ends its streams with UNAVAILABLE and takes no new ones
+    for 10 s  the process ends, so that its supervisor starts another
+    it moves  the pod serves again: its memory was on a slow disk, or its host had stopped
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+import structlog
+from tandem_engine.loop import EngineLoop
+
+_LOOK_S = 0.1
+#: Streams must have left within a second.
+_COMPILED_LIMIT_S = 0.75
+#: A step of a large model without compiled kernels takes tens of seconds.
+_STEP_LIMIT_S = 120.0
+_EXIT_AFTER_S = 10.0
+
+
+class EngineWatch:
+    """`await run()` until cancelled. Sets `loop.is_stuck`."""
+
+    def __init__(
+        self,
+        loop: EngineLoop,
+        *,
+        counts_work: bool,
+        on_change: Callable[[bool], None],
+        on_hang: Callable[[Exception], None],
+    ) -> None:
+        """`counts_work`: whether progress is counted within a step. `on_change(is_stuck)`; `on_hang` when it
+        stays stuck."""
+        self._loop = loop
+        self._limit_s = _COMPILED_LIMIT_S if counts_work else _STEP_LIMIT_S
+        self._on_change = on_change
+        self._on_hang = on_hang
+        self._log = structlog.get_logger("tandem.engine")
+
+    async def run(self) -> None:
+        progress, silent_s = self._loop.progress(), 0.0
+        looked_at = time.monotonic()
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            now = time.monotonic()
+            # Where this task runs late the whole process does: the host is busy, or had stopped.
+            silent_s += min(now - looked_at, 2 * _LOOK_S)
+            looked_at = now
+            last, progress = progress, self._loop.progress()
+            if progress is None or progress != last:
+                silent_s = 0.0
+            is_stuck = silent_s > self._limit_s
+            if is_stuck != self._loop.is_stuck:
+                self._loop.is_stuck = is_stuck
+                self._log.warning("the engine hangs" if is_stuck else "the engine moves again")
+                self._on_change(is_stuck)
+            if silent_s > self._limit_s + _EXIT_AFTER_S:
+                self._on_hang(TimeoutError(f"the engine has made no progress for {silent_s:.0f} s"))
+
+
+async def leave_if_stuck(loop: EngineLoop, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    """Ends the call as of a pod that is lost. At once: what a handler does at its end needs the engine."""
+    if loop.is_stuck:
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "the engine hangs")
