@@ -134,7 +134,7 @@ class _Load:
         self._violations = violations
         self._report = report
         self.active: set[Stream] = set()
-        #: Faults of this round, newest last.
+        #: Faults of this round and shortly before it, newest last.
         self.faults: list[Fault] = []
         self.is_ending = False
         self._num_calls = 0
@@ -236,8 +236,10 @@ class _Load:
 
     def last_fault(self) -> str:
         """With those of the seconds before it."""
-        recent = [fault.what for fault in self.faults if fault.at > time.monotonic() - _GATEWAY_BACK_S]
-        return ", ".join(recent[-4:]) or "no fault"
+        return ", ".join(fault.what for fault in self.recent_faults()[-4:]) or "no fault"
+
+    def recent_faults(self) -> list[Fault]:
+        return [fault for fault in self.faults if fault.at > time.monotonic() - _GATEWAY_BACK_S]
 
 
 class _Run:
@@ -276,7 +278,8 @@ class _Run:
             and not self._violations.sentences
         ):
             load.is_ending = False
-            load.faults.clear()
+            # The last ones may last: a hung process is killed after five seconds.
+            load.faults[:] = load.recent_faults()
             clients = asyncio.create_task(load.clients(options.concurrency, self._rng))
             try:
                 num_left = options.num_faults - report.num_faults
