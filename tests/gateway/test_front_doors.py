@@ -533,7 +533,7 @@ async def test_the_command_line_reaches_a_gateway_with_tls(pods, model_folder, t
     try:
         await until_async(serves)
         assert await asyncio.to_thread(chat.ask_once, options(tmp_path / "ca.pem"), "hi") == 0
-        assert "output 3" in capsys.readouterr().err  # of the receipt; the pieces of the text have logs between
+        assert "output 3" in capsys.readouterr().err  # of the receipt
         with pytest.raises(chat.GatewayError, match="cannot be reached"):
             await asyncio.to_thread(chat.ask_once, options(None), "hi")
     finally:
