@@ -1,4 +1,4 @@
-"""Faults inside a forked pod: its wall clock jumps, or the disk with its model is slow.
+"""Faults inside a forked pod: its wall clock jumps, the disk with its model is slow, its engine hangs.
 
 The clock is that of the C library, so gRPC and TLS see the jump as Python does. A small library, compiled
 here, is loaded before the C library and adds an offset that a signal changes.
@@ -11,6 +11,7 @@ import os
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,9 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import safetensors
+from tandem_engine.loop import EngineLoop
 from tandem_engine.model_loader import loading
 
 FORWARD, BACKWARD = signal.SIGUSR1, signal.SIGUSR2
+#: Stops the thread of the engine.
+STUCK = signal.SIGHUP
 #: Longer than everything that expires: answers are kept for minutes, leases a second.
 _JUMP_S = 5 * 3600
 #: Longer in sum than every limit of silence.
@@ -107,3 +111,17 @@ def read_model_slowly() -> None:
             yield _SlowFile(file)
 
     loading.safe_open = slow_open  # type: ignore[assignment,attr-defined]
+
+
+def stop_engine_on_signal() -> None:
+    """STUCK keeps the engine's thread from its next step or call, for good; the other threads go on."""
+    stuck = threading.Event()
+    drain = EngineLoop._drain
+
+    def hang(loop: EngineLoop, **options: Any) -> None:
+        while stuck.is_set():
+            time.sleep(1)
+        drain(loop, **options)
+
+    EngineLoop._drain = hang  # type: ignore[method-assign,assignment]
+    signal.signal(STUCK, lambda *_: stuck.set())

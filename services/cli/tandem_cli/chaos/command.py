@@ -32,7 +32,8 @@ def chaos(
     kinds: Annotated[
         str,
         typer.Option(
-            help="Of kill, term, pause, hang, slow, clock, full, cut, reset; with --frames, of frame faults."
+            help="Of kill, term, pause, hang, slow, clock, stuck, full, cut, reset; "
+            "with --frames, of frame faults."
         ),
     ] = "",
     roles: Annotated[str, typer.Option(help="Of gateway, decode, prefill, lookahead, redis.")] = "",
@@ -99,7 +100,9 @@ def chaos(
             else:
                 process_kinds = tuple(map(FaultKind, _words(kinds))) or PROCESS_KINDS
                 if not fork and any(kind.needs_fork for kind in process_kinds):
-                    raise ValueError("--no-fork: slow and clock need pods that start by fork; leave them out")
+                    raise ValueError(
+                        "--no-fork: slow, clock and stuck need pods that start by fork; leave them out"
+                    )
                 process_options = ChaosOptions(
                     model=folder_of_model,
                     folder=folder,

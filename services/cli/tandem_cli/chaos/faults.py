@@ -7,6 +7,7 @@ hang    SIGSTOP for good: the supervisor kills the process
 cut     nothing passes between two processes for up to three seconds
 slow    SIGKILL, and the next process reads its model from a slow disk
 clock   the wall clock of a process jumps by hours, forward or backward
+stuck   the engine's thread stops for good while its process answers
 full    more requests at once than the gateways have places for, and than the pods have blocks for
 reset   connections between two processes are reset and refused for up to three seconds
 """
@@ -24,7 +25,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
 
-from tandem_cli.chaos.child_faults import BACKWARD, FORWARD
+from tandem_cli.chaos.child_faults import BACKWARD, FORWARD, STUCK
 from tandem_cli.chaos.fleet import ChaosFleet
 from tandem_cli.supervisor import Child
 
@@ -38,6 +39,7 @@ class FaultKind(enum.StrEnum):
     RESET = "reset"
     SLOW = "slow"
     CLOCK = "clock"
+    STUCK = "stuck"
     FULL = "full"
 
     @property
@@ -46,13 +48,13 @@ class FaultKind(enum.StrEnum):
 
     @property
     def needs_fork(self) -> bool:
-        return self in (FaultKind.SLOW, FaultKind.CLOCK)
+        return self in (FaultKind.SLOW, FaultKind.CLOCK, FaultKind.STUCK)
 
     def can_hit(self, role: str) -> bool:
         match self:
             case FaultKind.CUT | FaultKind.RESET:
                 return role != "gateway"  # nothing of the fleet calls it
-            case FaultKind.SLOW:
+            case FaultKind.SLOW | FaultKind.STUCK:
                 return role in ("decode", "prefill")
             case FaultKind.CLOCK:
                 return role != "redis"  # its keys expire by its clock
@@ -140,6 +142,7 @@ class Injector:
             FaultKind.KILL: signal.SIGKILL,
             FaultKind.TERM: signal.SIGTERM,
             FaultKind.SLOW: signal.SIGKILL,
+            FaultKind.STUCK: STUCK,
             FaultKind.CLOCK: self._rng.choice((FORWARD, BACKWARD)),
         }
         if fault.kind is FaultKind.SLOW:

@@ -209,6 +209,7 @@ def _become(command: list[str], *, is_slow: bool, stdout: int) -> None:
         os.close(stdout)
         if "LD_PRELOAD" in os.environ:
             child_faults.jump_on_signals()
+        child_faults.stop_engine_on_signal()
         if is_slow:
             child_faults.read_model_slowly()
         sys.argv = command
