@@ -31,6 +31,7 @@ class Fleet:
     decode: decode_pb2_grpc.DecodeServiceStub
     prefill: prefill_pb2_grpc.PrefillServiceStub
     prefill_target: str
+    decode_target: str
     layout: KVLayout
 
     async def usage(self) -> tuple[common_pb2.ResourceUsage, common_pb2.ResourceUsage]:
@@ -76,6 +77,7 @@ async def run_fleet(
             decode_pb2_grpc.DecodeServiceStub(channels[0]),
             prefill_pb2_grpc.PrefillServiceStub(channels[1]),
             f"127.0.0.1:{p.port}",
+            f"127.0.0.1:{d.port}",
             assemble(EngineConfig(model=tiny_model, **SIZES)).layout,
         )
         for channel in channels:
