@@ -361,7 +361,8 @@ def draft_batch(
     non-decreasing. The number of guesses with the most tokens per second is chosen.
     """
     addresses = array("q", [one.address for one in inputs])
-    steps = array("i", [word for one in inputs for word in (one.room, one.own_run, 0, 0)])
+    # max_tokens may be larger than the type.
+    steps = array("i", [word for one in inputs for word in (min(one.room, _MAX_GUESSES), one.own_run, 0, 0)])
     room = min(max_guesses * len(inputs), len(seconds) - 1)
     guesses = array("i", bytes(4 * _GUESS_WORDS * room))
     LIBRARY.tandem_draft(

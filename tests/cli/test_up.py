@@ -142,7 +142,7 @@ def test_a_fleet_from_start_to_end(installation: Path) -> None:
         pids = [pod.pid for pod in ready.pods if pod.pid is not None]
         assert len(pids) == 6
         assert all(is_alive(pid) for pid in pids)
-        assert "curl -N http://127.0.0.1:" in fleet.log()
+        wait_until(lambda: "curl -N http://127.0.0.1:" in fleet.log())  # printed after the state is written
         assert "prefill-0  | listening" in fleet.log()
 
         (prefill,) = ready.pids("prefill")

@@ -8,7 +8,7 @@ import grpc
 import pytest
 from pod_fleet import Fleet, request, run_fleet
 from rpc_fuzz import call_all
-from tandem_proto.v1 import decode_pb2, prefill_pb2
+from tandem_proto.v1 import common_pb2, decode_pb2, prefill_pb2
 from toy_models import prompt_of
 
 
@@ -49,6 +49,14 @@ async def test_no_message_to_a_pod_is_a_bug(tiny_model: Path) -> None:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("seed", range(1, 5))
+@pytest.mark.parametrize("seed", range(1, 9))
 async def test_none_of_many_messages_to_a_pod_is_a_bug(tiny_model: Path, seed: int) -> None:
-    await fuzz(tiny_model, 1500, seed)
+    await fuzz(tiny_model, 400, seed)
+
+
+async def test_a_limit_of_tokens_may_be_larger_than_any_context(tiny_model: Path) -> None:
+    async with run_fleet(tiny_model) as fleet:
+        call = fleet.decode.Decode(request("d", prompt_of(50), [], max_tokens=2**32 - 1))
+        responses = [response async for response in call]
+        assert responses[-1].finished.reason == common_pb2.FINISH_REASON_LENGTH
+        await fleet.assert_idle()
