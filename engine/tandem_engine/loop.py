@@ -37,7 +37,7 @@ class EngineLoop:
     def __init__(self, engine: Engine, on_failure: Callable[[Exception], None] | None = None) -> None:
         self.engine = engine
         self.failed: Exception | None = None
-        #: Whether the thread hangs, as whoever watches `progress` has found.
+        #: Whether the thread hangs. Set by the code that watches `progress`.
         self.is_stuck = False
         self._is_waiting = False
         self._num_turns = 0

@@ -12,7 +12,8 @@
 #include <atomic>
 #include <cstdint>
 
-// Grows while calls work; a thread that watches for hangs reads it. Two threads may count the same work.
+// Grows while calls work; a thread that watches for hangs reads it. Only the first thread of a team counts, so that the
+// others need not wait for its cache line; calls from two engines of a process may lose counts to each other.
 inline std::atomic<int64_t> work_done{0};
 
 inline void count_work() {
@@ -61,7 +62,7 @@ class Team {
     }
   }
 
-  // The same, whoever comes first; a wait() lies between any two of these.
+  // The same, each i for the thread that asks first; a wait() lies between any two of these.
   template <class Work>
   void race(int64_t size, Work work) {
     for (int64_t i; (i = state.next.fetch_add(1, std::memory_order_relaxed)) < size;) {

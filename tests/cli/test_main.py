@@ -17,7 +17,7 @@ from fake_gateway import Answer, FakeGateway
 from model_folders import make_folder
 from tandem_cli import models
 from tandem_cli.chat import ChatOptions, Conversation, GatewayError, open_stub
-from tandem_cli.fleet import FleetOptions
+from tandem_cli.fleet import FleetOptions, PodFlag
 from tandem_cli.log_view import LogView
 from tandem_cli.state_file import PodRecord, StateFile, read_state
 from tandem_cli.up import banner
@@ -186,6 +186,14 @@ def test_the_banner_holds_commands_for_the_chosen_ports() -> None:
     assert "tandem chat --target 127.0.0.1:7001" in text
     assert "http://127.0.0.1:7002/v1/chat/completions" in text
     assert '"model": "tiny"' in text
+
+
+def test_the_banner_of_a_gateway_with_tls_holds_commands_that_use_it() -> None:
+    flags = (PodFlag("gateway", "tls-cert", "c.pem"), PodFlag("gateway", "tls-key", "k.pem"))
+    text = banner(FleetOptions(model_dir=Path("m"), pod_flags=flags), "tiny", 1.0)
+    assert "tandem chat --target https://127.0.0.1:50051 --ca CA.pem" in text
+    assert "curl --cacert CA.pem -N https://127.0.0.1:8000/v1/chat/completions" in text
+    assert "http://" not in text and "plaintext" not in text
 
 
 @pytest.mark.timeout(120)

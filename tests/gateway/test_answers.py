@@ -2,12 +2,13 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import grpc
 import pytest
 import redis.asyncio as redis
+from fake_pods import FakePod
 from redis_servers import RedisServer, answers
 from tandem_gateway import answer_store
 from tandem_gateway.answer_store import StoreError
@@ -105,10 +106,26 @@ async def test_a_left_stream_stops_its_pod_and_resumes_after_its_last_token(pods
     assert second.decode_retries  # so its text is not shared twice
 
 
-async def test_another_gateway_resumes_what_the_first_one_began(pods, gateway, redis_url):
+@pytest.fixture
+def two_gateways(gateway: Callable, redis_url: str) -> Callable:
+    """`await two_gateways(decode_pod, setting=value)` starts two on one Redis; settings are of the first."""
+
+    async def start(pod: FakePod, **settings: object) -> tuple:
+        fronts = await gateway(pod, redis_url=redis_url, **settings), await gateway(pod, redis_url=redis_url)
+        async with redis.Redis.from_url(redis_url) as client:
+
+            async def are_alive() -> bool:
+                return len(await client.keys("tandem:gateway:*")) == len(fronts)
+
+            await until_async(are_alive)
+        return fronts
+
+    return start
+
+
+async def test_another_gateway_resumes_what_the_first_one_began(pods, two_gateways):
     pod = await pods(words=WORDS, pause_s=0.05)
-    one, other = await gateway(pod, redis_url=redis_url), await gateway(pod, redis_url=redis_url)
-    await _both_connected(redis_url)
+    one, other = await two_gateways(pod)
     for count in (1, 4, 8):
         head = await first_events(one, CHAT, WITH_USAGE, count)
         middle = await first_events_resumed(other, head[-1][0], 1)
@@ -121,21 +138,9 @@ async def first_events_resumed(front, last_id: str, count: int) -> list[tuple[st
     return await first_events(front, CHAT, {}, count, **{"last-event-id": last_id})
 
 
-async def _both_connected(url: str) -> None:
-    async with redis.Redis.from_url(url) as client:
-
-        async def are_alive() -> bool:
-            return len(await client.keys("tandem:gateway:*")) == 2
-
-        await until_async(are_alive)
-
-
-async def test_a_gateway_that_stops_ends_streams_with_an_error_and_another_resumes_them(
-    pods, gateway, redis_url
-):
+async def test_a_gateway_that_stops_ends_streams_with_an_error_and_another_resumes_them(pods, two_gateways):
     pod = await pods(words=WORDS, pause_s=0.2)
-    one, other = await gateway(pod, redis_url=redis_url, drain_s=0.6), await gateway(pod, redis_url=redis_url)
-    await _both_connected(redis_url)
+    one, other = await two_gateways(pod, drain_s=0.6)
     reading = asyncio.create_task(one.http.post(CHAT, json=CHAT_BODY))
     call = one.grpc.Chat(
         gateway_pb2.ChatRequest(messages=[gateway_pb2.ChatMessage(role="user", content="x")])
@@ -159,10 +164,9 @@ async def test_a_gateway_that_stops_ends_streams_with_an_error_and_another_resum
     assert chunks[-1].end.receipt.output_tokens == len(WORDS)
 
 
-async def test_a_gateway_that_was_taken_for_dead_writes_no_more(pods, gateway, redis_url):
+async def test_a_gateway_that_was_taken_for_dead_writes_no_more(pods, two_gateways, redis_url):
     pod = await pods(words=WORDS, pause_s=0.2)
-    one, other = await gateway(pod, redis_url=redis_url), await gateway(pod, redis_url=redis_url)
-    await _both_connected(redis_url)
+    one, other = await two_gateways(pod)
     text = ""
     async with (
         redis.Redis.from_url(redis_url) as client,
@@ -173,7 +177,7 @@ async def test_a_gateway_that_was_taken_for_dead_writes_no_more(pods, gateway, r
         name = events_of(text)[0][0][:16]
         owner = await client.hget("tandem:answer:{" + name + "}", "owner")
         # As if it had been stopped for longer than its lease; nothing renews it meanwhile.
-        one.process._answers._store._heart.cancel()
+        one.process._answers._writer._store._heart.cancel()
         await client.delete(b"tandem:gateway:" + owner.partition(b":")[0])
         tail = await rest(other, CHAT, events_of(text)[0][0])
         assert await _text(CHAT, events_of(text)[:1] + tail) == "".join(WORDS)
@@ -182,15 +186,16 @@ async def test_a_gateway_that_was_taken_for_dead_writes_no_more(pods, gateway, r
     assert "another gateway" in events_of(text)[-1][1]["error"]["message"]
 
 
-async def test_tokens_that_died_with_their_gateway_are_computed_again(pods, gateway, redis_url, monkeypatch):
-    monkeypatch.setattr("tandem_gateway.answers._WRITE_S", 60.0)  # the store gets the first event alone
+async def test_tokens_that_died_with_their_gateway_are_computed_again(
+    pods, two_gateways, redis_url, monkeypatch
+):
+    monkeypatch.setattr("tandem_gateway.answer_writer._WRITE_S", 60.0)  # the store gets the first event alone
     pod = await pods(words=WORDS, pause_s=0.2)
-    one, other = await gateway(pod, redis_url=redis_url), await gateway(pod, redis_url=redis_url)
-    await _both_connected(redis_url)
+    one, other = await two_gateways(pod)
     for path, body in ((CHAT, WITH_USAGE), (COMPLETIONS, COMPLETION_BODY)):
         pod.requests.clear()
         head = await first_events(one, path, body, 5, **{"idempotency-key": path})  # is not released
-        store = one.process._answers._store
+        store = one.process._answers._writer._store
         store._heart.cancel()
         async with redis.Redis.from_url(redis_url) as client:
             await client.delete(f"tandem:gateway:{store._id}")
@@ -204,13 +209,9 @@ async def test_tokens_that_died_with_their_gateway_are_computed_again(pods, gate
 
 
 @pytest.mark.parametrize("with_redis", [False, True])
-async def test_requests_with_one_key_get_one_answer(pods, gateway, redis_url, with_redis):
+async def test_requests_with_one_key_get_one_answer(pods, gateway, two_gateways, with_redis):
     pod = await pods(words=WORDS, pause_s=0.1)
-    url = redis_url if with_redis else ""
-    fronts = [await gateway(pod, redis_url=url)]
-    if with_redis:
-        fronts.append(await gateway(pod, redis_url=url))
-        await _both_connected(url)
+    fronts = await two_gateways(pod) if with_redis else (await gateway(pod),)
     body = {**CHAT_BODY, "stream": False, "temperature": 1.0}
     headers = {"idempotency-key": "order-17"}
     running = [asyncio.create_task(front.http.post(CHAT, json=body, headers=headers)) for front in fronts * 2]
@@ -325,7 +326,7 @@ async def test_a_stream_goes_on_when_redis_stops(pods, gateway, tmp_path):
     front = await gateway(pod, redis_url=server.url)
 
     async def is_connected() -> bool:
-        return front.process._answers._store._client is not None
+        return front.process._answers._writer._store._client is not None
 
     await until_async(is_connected)
     text = ""
@@ -340,10 +341,9 @@ async def test_a_stream_goes_on_when_redis_stops(pods, gateway, tmp_path):
 
 
 @pytest.mark.parametrize("what", ["record", "event", "kind of record", "kind of events", "slo class"])
-async def test_what_others_write_into_redis_harms_nobody(pods, gateway, redis_url, what):
+async def test_what_others_write_into_redis_harms_nobody(pods, two_gateways, redis_url, what):
     pod = await pods(words=WORDS)
-    one, other = await gateway(pod, redis_url=redis_url), await gateway(pod, redis_url=redis_url)
-    await _both_connected(redis_url)
+    one, other = await two_gateways(pod)
     ((event_id, _),) = await first_events(one, CHAT, CHAT_BODY, 1)
     key = "tandem:answer:{" + event_id[:16] + "}"
     async with redis.Redis.from_url(redis_url) as client:
@@ -373,11 +373,10 @@ async def test_what_others_write_into_redis_harms_nobody(pods, gateway, redis_ur
         assert await _text(CHAT, head + await rest(other, CHAT, head[-1][0])) == "".join(WORDS)
 
 
-async def test_an_answer_whose_first_reply_of_redis_was_lost_goes_on(pods, gateway, redis_url, monkeypatch):
+async def test_an_answer_whose_first_reply_of_redis_was_lost_goes_on(pods, two_gateways, monkeypatch):
     pod = await pods(words=WORDS, pause_s=0.05)
-    one, other = await gateway(pod, redis_url=redis_url), await gateway(pod, redis_url=redis_url)
-    await _both_connected(redis_url)
-    store = one.process._answers._store
+    one, other = await two_gateways(pod)
+    store = one.process._answers._writer._store
     begin, num_lost = store.begin, 0
 
     async def lose_the_reply(*arguments: object) -> bool:
@@ -394,12 +393,11 @@ async def test_an_answer_whose_first_reply_of_redis_was_lost_goes_on(pods, gatew
     assert await _text(CHAT, head + await rest(other, CHAT, head[-1][0])) == "".join(WORDS)
 
 
-async def test_an_answer_is_written_once_at_a_time(pods, gateway, redis_url, monkeypatch):
+async def test_an_answer_is_written_once_at_a_time(pods, two_gateways, monkeypatch):
     """Redis is away when the answer begins, and slow when it is back."""
     pod = await pods(words=WORDS, pause_s=0.05)
-    one, other = await gateway(pod, redis_url=redis_url), await gateway(pod, redis_url=redis_url)
-    await _both_connected(redis_url)
-    store = one.process._answers._store
+    one, other = await two_gateways(pod)
+    store = one.process._answers._writer._store
     begin, num_calls = store.begin, 0
 
     async def slow(*arguments: object) -> bool:
@@ -417,11 +415,10 @@ async def test_an_answer_is_written_once_at_a_time(pods, gateway, redis_url, mon
     assert await _text(CHAT, head + await rest(other, CHAT, head[-1][0])) == "".join(WORDS)
 
 
-async def test_an_end_that_redis_did_not_hear_of_holds_no_answer(pods, gateway, redis_url, monkeypatch):
+async def test_an_end_that_redis_did_not_hear_of_holds_no_answer(pods, two_gateways, monkeypatch):
     pod = await pods(words=WORDS, pause_s=0.05)
-    one, other = await gateway(pod, redis_url=redis_url), await gateway(pod, redis_url=redis_url)
-    await _both_connected(redis_url)
-    store = one.process._answers._store
+    one, other = await two_gateways(pod)
+    store = one.process._answers._writer._store
     evaluate, num_lost = store._eval, 0
 
     async def lose_the_release(script: str, name: str, *arguments: object) -> int:

@@ -106,6 +106,11 @@ class FleetOptions:
                 "a network where everyone may use the models"
             )
 
+    @property
+    def serves_tls(self) -> bool:
+        """Whether the gateway's ports speak TLS."""
+        return any(flag.role == "gateway" and flag.flag == "tls-cert" for flag in self.pod_flags)
+
 
 @dataclass(frozen=True)
 class FleetPlan:
@@ -191,7 +196,7 @@ class _Planner:
         if options.api_keys_file is not None:
             flags += ["--api-keys-file", str(options.api_keys_file)]
         spec = self._process("gateway", f"gateway-{index}", ports, flags)
-        if any(flag.role == "gateway" and flag.flag == "tls-cert" for flag in options.pod_flags):
+        if options.serves_tls:
             health_url = f"https://{reachable(options.host)}:{ports['http']}/health"
             return replace(spec, health_target=health_url)
         return spec

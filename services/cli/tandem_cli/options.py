@@ -23,7 +23,7 @@ CaOption = Annotated[
     ),
 ]
 ApiKeyOption = Annotated[
-    str | None, typer.Option(envvar="TANDEM_API_KEY", help="Key, if the gateway wants one.")
+    str | None, typer.Option(envvar="TANDEM_API_KEY", help="Key, if the gateway requires one.")
 ]
 TemperatureOption = Annotated[float, typer.Option(min=0.0, max=2.0, help="0 picks the likeliest token.")]
 MaxTokensOption = Annotated[int, typer.Option(min=1, help="Most tokens per answer.")]

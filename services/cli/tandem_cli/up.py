@@ -127,8 +127,19 @@ class _Fleet:
 def banner(options: FleetOptions, model_name: str, seconds: float) -> str:
     """Shows the addresses and example commands."""
     host = reachable(options.host)
-    grpc_target, url = f"{host}:{options.grpc_port}", f"http://{host}:{options.http_port}"
-    chat = "tandem chat" if grpc_target == "127.0.0.1:50051" else f"tandem chat --target {grpc_target}"
+    grpc_target, http_target = f"{host}:{options.grpc_port}", f"{host}:{options.http_port}"
+    if options.serves_tls:
+        url = f"https://{http_target}"
+        chat = f"tandem chat --target https://{grpc_target} --ca CA.pem"
+        curl, python, grpcurl = (
+            "curl --cacert CA.pem",
+            "SSL_CERT_FILE=CA.pem python",
+            "grpcurl -cacert CA.pem",
+        )
+    else:
+        url = f"http://{http_target}"
+        chat = "tandem chat" if grpc_target == "127.0.0.1:50051" else f"tandem chat --target {grpc_target}"
+        curl, python, grpcurl = "curl", "python", "grpcurl -plaintext"
     pods = f"{options.num_prefill} prefill, {options.num_decode} decode, speculation {options.speculation}"
     return f"""
   Tandem serves {model_name} ({pods}); ready after {seconds:.1f} s
@@ -137,16 +148,16 @@ def banner(options: FleetOptions, model_name: str, seconds: float) -> str:
 
   {chat}
 
-  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' \\
+  {curl} -N {url}/v1/chat/completions -H 'Content-Type: application/json' \\
     -d '{{"model": "{model_name}", "stream": true, "messages": [{{"role": "user", "content": "Hello"}}]}}'
 
-  python -c "
+  {python} -c "
   from openai import OpenAI
   client = OpenAI(base_url='{url}/v1', api_key='none')
   print(client.chat.completions.create(model='{model_name}', max_tokens=64,
       messages=[{{'role': 'user', 'content': 'Hello'}}]).choices[0].message.content)"
 
-  grpcurl -plaintext -d '{{"messages": [{{"role": "user", "content": "Hello"}}]}}' \\
+  {grpcurl} -d '{{"messages": [{{"role": "user", "content": "Hello"}}]}}' \\
     {grpc_target} tandem.v1.GatewayService/Chat
 
   Ctrl-C stops everything.

@@ -27,22 +27,18 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from tandem_core.codec import given_sampling, sampling_to_proto
+from tandem_core.codec import sampling_to_proto
 from tandem_core.errors import InvalidRequestError
-from tandem_core.sampling import SamplingParams
-from tandem_core.slo import SLO_CLASSES
-from tandem_core.speculation import SpeculationMode
 from tandem_proto.v1 import answers_pb2, decode_pb2
 from tandem_service.tasks import end_tasks
 
-from tandem_gateway.answer_store import AnswerStore, NotOwnerError, StoredAnswer, StoreError
+from tandem_gateway.answer import NAME_CHARS, RUN_CHARS, Answer, Sent
+from tandem_gateway.answer_store import AnswerStore, NotOwnerError, StoreError
+from tandem_gateway.answer_writer import AnswerWriter
 from tandem_gateway.errors import (
     AnswerNotFoundError,
     CrashingRequestError,
-    DeadlineError,
     GatewayError,
     IdempotencyKeyError,
     UnavailableError,
@@ -53,104 +49,9 @@ from tandem_gateway.request import Event, TokenizedRequest
 
 #: Time after the deadline until a caller that does not read its answer is disconnected.
 _READ_GRACE_S = 5.0
-#: Between two looks at an answer that another gateway computes.
-_FOLLOW_S = 0.05
 _PURGE_S = 5.0
-#: Between writes of an answer's events to the store; one write takes .2 ms of a core.
-_WRITE_S = 0.1
-_NAME_CHARS, _RUN_CHARS = 16, 8
-_EVENT_ID = re.compile(rf"([0-9a-f]{{{_NAME_CHARS + _RUN_CHARS}}})-([0-9]{{1,9}})")
+_EVENT_ID = re.compile(rf"([0-9a-f]{{{NAME_CHARS + RUN_CHARS}}})-([0-9]{{1,9}})")
 _KEY = re.compile(r"[\x21-\x7e]{1,255}")
-#: In memory, beside the bytes of an event.
-_EVENT_OVERHEAD = 128
-
-
-@dataclass(eq=False)
-class Answer:
-    """The events of one request so far. Belongs to `Answers`."""
-
-    record: answers_pb2.AnswerRecord
-    #: What the next computation runs; None: what is missing of the answer.
-    request: TokenizedRequest | None
-    #: Whether it can be resumed.
-    is_kept: bool
-    #: Whether it is computed to its end without readers.
-    has_key: bool = False
-    events: list[Event] = field(default_factory=list)
-    num_tokens: int = 0
-    #: Why the computation ended too early.
-    error: Exception | None = None
-    task: asyncio.Task[None] | None = None
-    num_readers: int = 0
-    #: Furthest position from which a reader wants to go on.
-    furthest: int = 0
-    num_bytes: int = 0
-    #: Monotonic seconds.
-    last_used: float = field(default_factory=time.monotonic)
-    #: Whether it is in the store; then that copy counts for who is not the owner.
-    is_stored: bool = False
-    #: Events of it that are there.
-    num_stored: int = 0
-    #: This gateway's computation, as the store knows it; "" if it may not write.
-    owner: str = ""
-    #: Held while the store is written, so that there is one owner.
-    writing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _news: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def __post_init__(self) -> None:
-        self.num_bytes = self.record.ByteSize() + _EVENT_OVERHEAD
-
-    @property
-    def name(self) -> str:
-        return self.record.id[:_NAME_CHARS]
-
-    @property
-    def has_ended(self) -> bool:
-        return bool(self.events) and isinstance(self.events[-1], decode_pb2.DecodeFinished)
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        chunks = (event for event in self.events if isinstance(event, decode_pb2.DecodeChunk))
-        return tuple(token_id for chunk in chunks for token_id in chunk.token_ids)
-
-    def event_id(self, position: int) -> str:
-        """ "" if the answer is not kept."""
-        return f"{self.record.id}-{position}" if self.is_kept else ""
-
-    def add(self, event: Event) -> None:
-        """Readers do not see it before `notify`."""
-        self.events.append(event)
-        if isinstance(event, decode_pb2.DecodeChunk):
-            self.num_tokens += len(event.token_ids)
-        self.num_bytes += event.ByteSize() + _EVENT_OVERHEAD
-
-    def fail(self, error: Exception) -> None:
-        self.error = error
-        self.notify()
-
-    def notify(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
-
-    @property
-    def last_position(self) -> int:
-        """Where a reader can be at most. A client may have tokens that the store, and so this copy, lacks."""
-        if self.has_ended or not self.is_stored:
-            return self.num_tokens + self.has_ended
-        return self.record.request.sampling.max_tokens + 1
-
-    async def wait(self) -> None:
-        """Until the next `notify`."""
-        await self._news.wait()
-
-
-class Sent(NamedTuple):
-    """An event as a reader gets it."""
-
-    event: Event
-    event_id: str
-    #: Whether the reader has it already.
-    is_seen: bool
 
 
 class Answers:
@@ -168,7 +69,7 @@ class Answers:
     ) -> None:
         self._run = run
         self._metrics = metrics
-        self._store = store
+        self._writer = AnswerWriter(store) if store is not None else None
         self._ttl_s = ttl_s
         self._max_bytes = max_bytes
         self._request_timeout_s = request_timeout_s
@@ -180,17 +81,11 @@ class Answers:
         self._is_stopping = False
         self._changed = asyncio.Event()
         self._purger: asyncio.Task[None] | None = None
-        self._writer: asyncio.Task[None] | None = None
-        #: Answers that the store does not have as they are here.
-        self._unwritten: set[Answer] = set()
-        #: Names of those over the limit of bytes; in the store, too, it holds for what came through here.
-        self._evicted: list[str] = []
         metrics.kept_answer_bytes.set_function(self._num_bytes)
 
     async def start(self) -> None:
-        if self._store is not None:
-            await self._store.start()
-            self._writer = asyncio.create_task(self._write_behind(self._store))
+        if self._writer is not None:
+            await self._writer.start()
         self._purger = asyncio.create_task(self._purge())
 
     async def finished(self) -> None:
@@ -210,10 +105,9 @@ class Answers:
     async def close(self) -> None:
         self.stop()
         await end_tasks([answer.task for answer in self._running if answer.task is not None])
-        await end_tasks([task for task in (self._purger, self._writer) if task is not None])
-        if self._store is not None:
-            await self._write_all(self._store)
-            await self._store.close()
+        await end_tasks([self._purger] if self._purger is not None else [])
+        if self._writer is not None:
+            await self._writer.close()
 
     async def begin(
         self,
@@ -231,10 +125,10 @@ class Answers:
         """
         if self._is_stopping:
             raise _stopping()
-        name = _key_name(request.tenant, key) if key else secrets.token_hex(_NAME_CHARS // 2)
+        name = _key_name(request.tenant, key) if key else secrets.token_hex(NAME_CHARS // 2)
         answer = Answer(
             answers_pb2.AnswerRecord(
-                id=name + secrets.token_hex(_RUN_CHARS // 2),
+                id=name + secrets.token_hex(RUN_CHARS // 2),
                 request=decode_pb2.DecodeRequest(
                     request_id=request.request_id,
                     tenant=request.tenant,
@@ -260,7 +154,7 @@ class Answers:
         async with self._lock:
             found = await self._find(name)
             with contextlib.suppress(StoreError):  # without Redis, the key holds for this gateway
-                if found is None and not await self._begin_stored(answer):
+                if found is None and self._writer is not None and not await self._writer.begin(answer):
                     found = await self._find(name)  # another gateway was faster
             if found is not None:
                 return _checked(found, payload_sha256)
@@ -288,7 +182,7 @@ class Answers:
             raise InvalidRequestError("Last-Event-ID", "is no id of an event of this API; send it as it came")
         answer_id, position = match[1], int(match[2])
         async with self._lock:
-            found = await self._find(answer_id[:_NAME_CHARS], must_look=True)
+            found = await self._find(answer_id[:NAME_CHARS], must_look=True)
         if (
             found is None
             or found.record.id != answer_id
@@ -309,7 +203,7 @@ class Answers:
         Raises what `run` raises.
         """
         deadline = time.monotonic() + self._request_timeout_s
-        if answer not in self._running:
+        if not answer.is_running:
             answer.error = None
         answer.num_readers += 1
         answer.furthest = max(answer.furthest, position)
@@ -330,7 +224,7 @@ class Answers:
                         return
                 if answer.error is not None:
                     raise answer.error
-                if answer not in self._running:
+                if not answer.is_running:
                     self._start(answer)
                 await answer.wait()
         finally:
@@ -343,17 +237,19 @@ class Answers:
     def _start(self, answer: Answer) -> None:
         if self._is_stopping:
             raise _stopping()
-        request = answer.request or self._request(answer)
+        request = answer.request or answer.remaining(self._request_timeout_s)
         answer.request = None
         answer.task = asyncio.create_task(self._compute(answer, request))
         self._running.add(answer)
+        answer.is_running = True
 
     async def _compute(self, answer: Answer, request: TokenizedRequest) -> None:
         """Appends events until the answer has ended."""
         is_final = False
         try:
-            if self._store is not None and answer.is_stored and not answer.owner:
-                request = await self._take_over(self._store, answer, request)
+            if self._writer is not None and answer.is_stored and not answer.owner:
+                await self._writer.take_over(answer, request.deadline)
+                request = answer.remaining(self._request_timeout_s)
             if not answer.has_ended:
                 async with aclosing(self._run(request)) as events:
                     async for event in events:
@@ -372,158 +268,32 @@ class Answers:
 
     async def _add(self, answer: Answer, event: Event) -> None:
         answer.add(event)
-        if self._store is not None and answer.is_kept:
-            if answer.num_stored:
-                self._unwritten.add(answer)
-            else:  # other gateways must know of every answer that a client knows of
-                await self._write(self._store, answer)
+        if self._writer is not None and answer.is_kept:
+            await self._writer.added(answer)
         answer.notify()
 
     def _settle(self, answer: Answer, *, is_final: bool) -> None:
         """After a computation, however it ended. `is_final`: it would fail again."""
         self._running.discard(answer)
+        answer.is_running = False
         self._changed.set()
         answer.last_used = time.monotonic()
         if is_final or not answer.is_kept or not (answer.events or answer.is_stored):
             self._forget(answer)
-        if answer.owner:
-            self._unwritten.add(answer)
+        if self._writer is not None:
+            self._writer.settled(answer)
         answer.notify()
-
-    async def _write_behind(self, store: AnswerStore) -> None:
-        while True:
-            await asyncio.sleep(_WRITE_S)
-            await self._write_all(store)
-
-    async def _write_all(self, store: AnswerStore) -> None:
-        unwritten, self._unwritten = self._unwritten, set()
-        for answer in unwritten:
-            await self._write(store, answer)
-        evicted, self._evicted = self._evicted, []
-        with contextlib.suppress(StoreError):  # they expire
-            for name in evicted:
-                await store.drop(name, "")
-
-    async def _write(self, store: AnswerStore, answer: Answer) -> None:
-        """Writes what the store lacks; gives the answer up after a computation. Tries later without Redis."""
-        async with answer.writing:
-            await self._write_alone(store, answer)
-
-    async def _write_alone(self, store: AnswerStore, answer: Answer) -> None:
-        is_kept = self._kept.get(answer.name) is answer
-        if not answer.owner and (answer.num_stored or not is_kept):  # released before, or never there
-            return
-        try:
-            if not is_kept:
-                owner, answer.owner = answer.owner, ""
-                await store.drop(answer.name, owner)
-                return
-            while answer.num_stored < len(answer.events):
-                if not answer.is_stored and not await self._begin_stored(answer):
-                    raise NotOwnerError("another gateway computes this answer")
-                length = await store.append(
-                    answer.name, answer.owner, answer.num_stored, answer.events[answer.num_stored :]
-                )
-                answer.is_stored, answer.num_stored = length is not None, length or 0
-            if answer not in self._running:
-                # First, because the next computation may begin meanwhile, as an owner of its own.
-                owner, answer.owner = answer.owner, ""
-                await store.release(answer.name, owner)
-        except StoreError:
-            if is_kept:
-                self._unwritten.add(answer)
-        except NotOwnerError as error:
-            store.end(answer.owner)
-            answer.owner = ""
-            if answer.task is not None and answer in self._running:
-                answer.fail(UnavailableError(str(error)))
-                answer.task.cancel()
-
-    async def _begin_stored(self, answer: Answer) -> bool:
-        """Makes the answer known to other gateways. False: its name is taken. Raises StoreError."""
-        if self._store is None:
-            return True
-        owner = self._store.new_owner()
-        is_ours = False
-        try:
-            is_ours = await self._store.begin(answer.name, owner, answer.record)
-        finally:
-            if not is_ours:
-                self._store.end(owner)
-        if not is_ours:
-            return False
-        answer.is_stored, answer.num_stored, answer.owner = True, 0, owner
-        return True
-
-    async def _take_over(
-        self, store: AnswerStore, answer: Answer, request: TokenizedRequest
-    ) -> TokenizedRequest:
-        """Reads what another gateway computes, until the answer has ended or that gateway has stopped; then
-        the answer is this gateway's, and the request is what is missing of it. Raises StoreError."""
-        while not answer.has_ended:
-            stored = await self._read_on(store, answer)
-            if answer.has_ended:
-                break
-            if not stored.is_owned:
-                await self._claim(store, answer, stored.owner)
-                if answer.owner:
-                    break
-            if time.monotonic() >= request.deadline:
-                raise DeadlineError("the deadline passed before the answer was complete")
-            await asyncio.sleep(_FOLLOW_S)
-        return self._request(answer)
-
-    async def _claim(self, store: AnswerStore, answer: Answer, previous: str) -> None:
-        """Makes the answer this gateway's, unless another one was faster."""
-        owner = store.new_owner()
-        async with answer.writing:
-            try:
-                if await store.claim(answer.name, previous, owner):
-                    await self._read_on(store, answer)  # written between reading and claiming
-                    answer.owner, answer.num_stored = owner, len(answer.events)
-            finally:
-                if not answer.owner:
-                    store.end(owner)
-
-    async def _read_on(self, store: AnswerStore, answer: Answer) -> StoredAnswer:
-        stored = await store.read(answer.name, len(answer.events))
-        if stored is None or stored.record.id != answer.record.id:
-            raise UnavailableError("the answer was given up by the gateway that computed it")
-        for event in stored.events:
-            answer.add(event)
-        answer.notify()
-        return stored
-
-    def _request(self, answer: Answer) -> TokenizedRequest:
-        """What is missing of the answer, with a deadline of its own."""
-        now = time.monotonic()
-        request = answer.record.request
-        return TokenizedRequest(
-            request_id=request.request_id,
-            tenant=request.tenant,
-            prompt_token_ids=tuple(request.prompt_token_ids),
-            sampling=SamplingParams(**given_sampling(request.sampling)),
-            slo=SLO_CLASSES.get(answer.record.slo_class) or next(iter(SLO_CLASSES.values())),
-            arrived=now,
-            deadline=now + self._request_timeout_s,
-            speculation=SpeculationMode.parse(request.speculation),
-            output_token_ids=answer.token_ids,
-            is_repeated=True,
-            chunk_boundary=answer.furthest if answer.furthest > answer.num_tokens else 0,
-        )
 
     async def _find(self, name: str, *, must_look: bool = False) -> Answer | None:
         """`must_look`: without an answer of Redis there is none. Raises UnavailableError. Hold the lock."""
         known = self._kept.get(name)
-        if known is not None and (
-            known.has_ended or known.owner or known in self._running or not known.is_stored
-        ):
+        if known is not None and (known.has_ended or known.owner or known.is_running or not known.is_stored):
             return known
-        if self._store is None:
+        if self._writer is None:
             return None
         # What is here is a copy, and another gateway may have gone on with the answer.
         try:
-            stored = await self._store.read(name)
+            stored = await self._writer.read(name)
         except StoreError as error:
             if known is None and not must_look:
                 return None
@@ -552,6 +322,7 @@ class Answers:
         self._kept[answer.name] = answer
 
     def _forget(self, answer: Answer) -> None:
+        answer.is_kept = False
         if self._kept.get(answer.name) is answer:
             del self._kept[answer.name]
 
@@ -560,12 +331,12 @@ class Answers:
         oldest = time.monotonic() - self._ttl_s
         excess = self._num_bytes() - self._max_bytes
         for answer in list(self._kept.values()):
-            if answer in self._running or answer.num_readers or (answer.last_used > oldest and excess <= 0):
+            if answer.is_running or answer.num_readers or (answer.last_used > oldest and excess <= 0):
                 continue
             excess -= answer.num_bytes
             self._forget(answer)
-            if answer.is_stored and excess + answer.num_bytes > 0:
-                self._evicted.append(answer.name)
+            if self._writer is not None and answer.is_stored and excess + answer.num_bytes > 0:
+                self._writer.evict(answer.name)  # of the store's bytes, too, those that came through here
 
     async def _purge(self) -> None:
         while True:
@@ -574,7 +345,7 @@ class Answers:
 
 
 def _key_name(tenant: str, key: str) -> str:
-    return hashlib.sha256(f"{tenant}\0{key}".encode()).hexdigest()[:_NAME_CHARS]
+    return hashlib.sha256(f"{tenant}\0{key}".encode()).hexdigest()[:NAME_CHARS]
 
 
 def _checked(answer: Answer, payload_sha256: bytes) -> Answer:

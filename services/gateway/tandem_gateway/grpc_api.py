@@ -21,7 +21,8 @@ from tandem_core.model.chat_template import Message
 from tandem_proto.v1 import decode_pb2, gateway_pb2, gateway_pb2_grpc
 from tandem_service.interceptors import Metadata, current_request_id, request_id_or_new
 
-from tandem_gateway.answers import Answer, Answers
+from tandem_gateway.answer import Answer
+from tandem_gateway.answers import Answers
 from tandem_gateway.auth import ApiKeys, Caller
 from tandem_gateway.errors import PRESENTATIONS
 from tandem_gateway.gateway import Gateway

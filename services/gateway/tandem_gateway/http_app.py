@@ -96,7 +96,7 @@ def make_app(
         if isinstance(error, BodyTimeoutError):
             headers["connection"] = "close"  # the rest of the body is not read
         if isinstance(error, OverloadedError | UnavailableError):
-            # RFC 9110 wants whole seconds; OpenAI's client prefers the header in milliseconds.
+            # RFC 9110 allows whole seconds only; OpenAI's client prefers the header in milliseconds.
             headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
             headers["retry-after-ms"] = str(max(1, round(error.retry_after_s * 1000)))
         return JSONResponse(error_json(error), status_code=presentation(error).http_status, headers=headers)

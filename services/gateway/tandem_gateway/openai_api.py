@@ -22,7 +22,8 @@ from fastapi.responses import JSONResponse
 from tandem_proto.v1 import decode_pb2
 
 from tandem_gateway.admission import OpenCalls
-from tandem_gateway.answers import Answer, Answers, Sent
+from tandem_gateway.answer import Answer, Sent
+from tandem_gateway.answers import Answers
 from tandem_gateway.auth import ApiKeys, Caller
 from tandem_gateway.errors import REQUEST_ERRORS, BodyTimeoutError, BodyTooLargeError, GatewayError
 from tandem_gateway.gateway import Gateway, max_message_bytes

@@ -1,0 +1,165 @@
+"""Brings a gateway's answers to the store, and takes over those whose gateway has died.
+
+Only an answer's owner writes it: one computation of one gateway. An answer has no owner between a computation
+that ended too early and the next one, which claims it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+
+from tandem_service.tasks import end_tasks
+
+from tandem_gateway.answer import Answer
+from tandem_gateway.answer_store import AnswerStore, NotOwnerError, StoredAnswer, StoreError
+from tandem_gateway.errors import DeadlineError, UnavailableError
+
+#: Between two looks at an answer that another gateway computes.
+_FOLLOW_S = 0.05
+#: Between writes of an answer's events to the store; one write takes .2 ms of a core.
+_WRITE_S = 0.1
+
+
+class AnswerWriter:
+    """Of one gateway. `await start()` and `await close()`."""
+
+    def __init__(self, store: AnswerStore) -> None:
+        self._store = store
+        #: Answers that the store does not have as they are here.
+        self._unwritten: set[Answer] = set()
+        #: Names of answers that are to leave the store before they expire.
+        self._evicted: list[str] = []
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        await self._store.start()
+        self._task = asyncio.create_task(self._write_behind())
+
+    async def close(self) -> None:
+        """Writes what is left."""
+        await end_tasks([self._task] if self._task is not None else [])
+        await self._write_all()
+        await self._store.close()
+
+    async def read(self, name: str) -> StoredAnswer | None:
+        """Raises StoreError."""
+        return await self._store.read(name)
+
+    async def begin(self, answer: Answer) -> bool:
+        """Makes the answer known to other gateways. False: its name is taken. Raises StoreError."""
+        owner = self._store.new_owner()
+        is_ours = False
+        try:
+            is_ours = await self._store.begin(answer.name, owner, answer.record)
+        finally:
+            if not is_ours:
+                self._store.end(owner)
+        if not is_ours:
+            return False
+        answer.is_stored, answer.num_stored, answer.owner = True, 0, owner
+        return True
+
+    async def added(self, answer: Answer) -> None:
+        """After a new event. The first one is in the store on return, if Redis is there: other gateways must
+        know of every answer that a client knows of."""
+        if answer.num_stored:
+            self._unwritten.add(answer)
+        else:
+            await self._write(answer)
+
+    def settled(self, answer: Answer) -> None:
+        """After a computation, however it ended."""
+        if answer.owner:
+            self._unwritten.add(answer)
+
+    def evict(self, name: str) -> None:
+        self._evicted.append(name)
+
+    async def take_over(self, answer: Answer, deadline: float) -> None:
+        """Reads what another gateway computes, until the answer has ended or that gateway has stopped; then
+        the answer is this gateway's. Raises StoreError, UnavailableError, DeadlineError.
+
+        deadline: monotonic seconds.
+        """
+        while not answer.has_ended:
+            stored = await self._read_on(answer)
+            if answer.has_ended:
+                break
+            if not stored.is_owned:
+                await self._claim(answer, stored.owner)
+                if answer.owner:
+                    break
+            if time.monotonic() >= deadline:
+                raise DeadlineError("the deadline passed before the answer was complete")
+            await asyncio.sleep(_FOLLOW_S)
+
+    async def _claim(self, answer: Answer, previous: str) -> None:
+        """Makes the answer this gateway's, unless another one was faster."""
+        owner = self._store.new_owner()
+        async with answer.writing:
+            try:
+                if await self._store.claim(answer.name, previous, owner):
+                    await self._read_on(answer)  # written between reading and claiming
+                    answer.owner, answer.num_stored = owner, len(answer.events)
+            finally:
+                if not answer.owner:
+                    self._store.end(owner)
+
+    async def _read_on(self, answer: Answer) -> StoredAnswer:
+        stored = await self._store.read(answer.name, len(answer.events))
+        if stored is None or stored.record.id != answer.record.id:
+            raise UnavailableError("the answer was given up by the gateway that computed it")
+        for event in stored.events:
+            answer.add(event)
+        answer.notify()
+        return stored
+
+    async def _write_behind(self) -> None:
+        while True:
+            await asyncio.sleep(_WRITE_S)
+            await self._write_all()
+
+    async def _write_all(self) -> None:
+        unwritten, self._unwritten = self._unwritten, set()
+        for answer in unwritten:
+            await self._write(answer)
+        evicted, self._evicted = self._evicted, []
+        with contextlib.suppress(StoreError):  # they expire
+            for name in evicted:
+                await self._store.drop(name, "")
+
+    async def _write(self, answer: Answer) -> None:
+        """Writes what the store lacks; gives the answer up after a computation. Tries later without Redis."""
+        async with answer.writing:
+            await self._write_alone(answer)
+
+    async def _write_alone(self, answer: Answer) -> None:
+        if not answer.owner and (answer.num_stored or not answer.is_kept):  # released before, or never there
+            return
+        try:
+            if not answer.is_kept:
+                owner, answer.owner = answer.owner, ""
+                await self._store.drop(answer.name, owner)
+                return
+            while answer.num_stored < len(answer.events):
+                if not answer.is_stored and not await self.begin(answer):
+                    raise NotOwnerError("another gateway computes this answer")
+                length = await self._store.append(
+                    answer.name, answer.owner, answer.num_stored, answer.events[answer.num_stored :]
+                )
+                answer.is_stored, answer.num_stored = length is not None, length or 0
+            if not answer.is_running:
+                # First, because the next computation may begin meanwhile, as an owner of its own.
+                owner, answer.owner = answer.owner, ""
+                await self._store.release(answer.name, owner)
+        except StoreError:
+            if answer.is_kept:
+                self._unwritten.add(answer)
+        except NotOwnerError as error:
+            self._store.end(answer.owner)
+            answer.owner = ""
+            if answer.task is not None and answer.is_running:
+                answer.fail(UnavailableError(str(error)))
+                answer.task.cancel()
