@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import grpc
 from tandem_proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from tandem_service.server import PodServer
 from tandem_service.settings import PodSettings
+from tandem_service.tls import Role
 from waiting import pause_async
 
 MODEL = "tiny-chat"
@@ -49,11 +52,16 @@ class FakePod(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.PrefillSer
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     num_status_calls: int = 0
     server: PodServer | None = None
+    #: Certificates for mutual TLS, as the settings pod_tls_*; then only gateways may call it.
+    tls: Mapping[str, Path] = field(default_factory=dict)
 
     async def start(self, port: int = 0) -> None:
         services = ["tandem.v1.DecodeService", "tandem.v1.PrefillService"]
-        settings = PodSettings(drain_s=0.0, pod_id=self.name, port=port)
-        self.server = PodServer(settings, role="decode", service_names=services, status_codes={})
+        settings = PodSettings(drain_s=0.0, pod_id=self.name, port=port, **self.tls)
+        callers = dict.fromkeys(("Decode", "GetDecodeStatus"), (Role.GATEWAY,)) if self.tls else None
+        self.server = PodServer(
+            settings, role="decode", service_names=services, status_codes={}, callers=callers
+        )
         decode_pb2_grpc.add_DecodeServiceServicer_to_server(self, self.server.grpc_server)
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server(self, self.server.grpc_server)
         await self.server.start()

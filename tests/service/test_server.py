@@ -8,7 +8,9 @@ import asyncio
 import gc
 import os
 import signal
+import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -109,8 +111,17 @@ async def running(**settings: object) -> AsyncIterator[Running]:
 
 
 async def scrape(pod: Running) -> str:
-    url = f"http://127.0.0.1:{pod.server.metrics_port}/metrics"
-    return await asyncio.to_thread(lambda: urllib.request.urlopen(url).read().decode())
+    return (await asyncio.to_thread(get, pod, "/metrics"))[1]
+
+
+def get(pod: Running, path: str) -> tuple[int, str]:
+    """Of the port of the metrics."""
+    url = f"http://127.0.0.1:{pod.server.metrics_port}{path}"
+    try:
+        with urllib.request.urlopen(url, timeout=10) as reply:
+            return reply.status, reply.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
 
 
 async def test_health_starts_not_serving_and_follows_set_serving():
@@ -341,6 +352,21 @@ async def test_metrics_are_served_and_count_calls_by_status():
         assert f'tandem_grpc_calls_total{{code="INVALID_ARGUMENT",{method}}} 1.0' in text
         assert f'le="2.5",{method}}}' in text
         assert "process_cpu_seconds_total" in text
+
+
+async def test_a_pod_says_over_http_whether_it_is_ready_and_alive():
+    async with running(metrics_port=0) as pod:
+        assert await asyncio.to_thread(get, pod, "/readyz") == (503, "503 Service Unavailable\n")
+        assert await asyncio.to_thread(get, pod, "/livez") == (200, "200 OK\n")
+        pod.server.set_serving(True)
+        assert await asyncio.to_thread(get, pod, "/readyz") == (200, "200 OK\n")
+        hanging = threading.Event()
+        asking = asyncio.create_task(asyncio.to_thread(lambda: hanging.wait() and get(pod, "/livez")))
+        await asyncio.sleep(0.05)
+        hanging.set()
+        time.sleep(2.5)  # noqa: ASYNC251  (the event loop hangs)
+        assert (await asking)[0] == 503
+        assert (await asyncio.to_thread(get, pod, "/livez"))[0] == 200
 
 
 async def test_a_taken_port_is_an_error_with_a_remedy():

@@ -28,17 +28,18 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # t
 
     def __init__(self, service_names: Iterable[str]) -> None:
         self._names = frozenset({"", *service_names})
-        self._serving = False
+        #: Read by other threads too.
+        self.is_serving = False
         self._closed = False
         self._changed = asyncio.Event()
 
     def set_serving(self, serving: bool) -> None:
-        self._serving = serving
+        self.is_serving = serving
         self._notify()
 
     def close(self) -> None:
         """NOT_SERVING from now on; watchers are told and their streams end."""
-        self._serving = False
+        self.is_serving = False
         self._closed = True
         self._notify()
 
@@ -50,7 +51,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # t
     def _status(self, service: str) -> int:
         if service not in self._names:
             return int(Status.Value("SERVICE_UNKNOWN"))
-        return int(Status.Value("SERVING" if self._serving else "NOT_SERVING"))
+        return int(Status.Value("SERVING" if self.is_serving else "NOT_SERVING"))
 
     async def Check(  # noqa: N802
         self, request: health_pb2.HealthCheckRequest, context: _Context

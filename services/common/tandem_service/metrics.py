@@ -6,7 +6,10 @@ one, so two servers in one test process do not collide.
 
 from __future__ import annotations
 
+import asyncio
 import threading
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from prometheus_client import (
     CollectorRegistry,
@@ -15,6 +18,12 @@ from prometheus_client import (
     ProcessCollector,
     start_http_server,
 )
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+
+#: An event loop that does not turn for so long is not alive.
+_LIVE_S = 1.0
 
 #: Seconds; every SLO value is a bucket edge, so "share under 2.5 s" is exact.
 LATENCY_BUCKETS_S = (
@@ -38,11 +47,24 @@ def new_registry() -> CollectorRegistry:
 
 
 class MetricsServer:
-    """Serves a registry on http://host:port/metrics from a thread of its own, so a busy event loop does not
-    block scrapes. Raises OSError when the port is taken."""
+    """HTTP without TLS for the machines that watch a pod, from a thread of its own.
 
-    def __init__(self, registry: CollectorRegistry, host: str, port: int) -> None:
+    /metrics   the registry; a busy event loop does not block scrapes
+    /readyz    200 while `is_ready` is true, else 503
+    /livez     200 if the event loop of the constructor answers within a second, else 503
+
+    The kubelet's probes have no client certificate for mutual TLS, so they ask here. Raises OSError when the
+    port is taken. Create it inside the running event loop.
+    """
+
+    def __init__(
+        self, registry: CollectorRegistry, host: str, port: int, is_ready: Callable[[], bool]
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
         self._server, self._thread = start_http_server(port, addr=host, registry=registry)
+        self._checks = {"/readyz": is_ready, "/livez": self._loop_turns}
+        self._metrics: WSGIApplication = self._server.get_app()  # type: ignore[assignment]
+        self._server.set_app(self._answer)
         #: The bound port, also when the requested one was 0.
         self.port: int = self._server.server_port
 
@@ -52,3 +74,19 @@ class MetricsServer:
         self._server.server_close()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=5.0)
+
+    def _answer(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        check = self._checks.get(environ["PATH_INFO"])
+        if check is None:
+            return self._metrics(environ, start_response)
+        status = "200 OK" if check() else "503 Service Unavailable"
+        start_response(status, [("Content-Type", "text/plain; charset=utf-8")])
+        return [f"{status}\n".encode()]
+
+    def _loop_turns(self) -> bool:
+        turned = threading.Event()
+        try:
+            self._loop.call_soon_threadsafe(turned.set)
+        except RuntimeError:  # closed
+            return False
+        return turned.wait(_LIVE_S)

@@ -105,7 +105,9 @@ class PodServer:
             ) from error
         if settings.metrics_port is not None:
             try:
-                self._metrics_server = MetricsServer(self.registry, settings.host, settings.metrics_port)
+                self._metrics_server = MetricsServer(
+                    self.registry, settings.host, settings.metrics_port, lambda: self._health.is_serving
+                )
             except OSError as error:
                 raise OSError(
                     f"cannot serve metrics on {settings.host}:{settings.metrics_port} ({error.strerror}); "

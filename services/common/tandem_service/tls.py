@@ -8,7 +8,8 @@ compares a server's role, not its address, which changes with each pod.
 
 Files are read again when they change: by servers at the next handshake, by clients when they open a channel.
 A channel keeps the certificate with which it was opened, also for its reconnects: gRPC for Python has no
-reloading credentials for clients. Connections that are open are not affected by a change.
+reloading credentials for clients. A gateway opens new channels after a change. Connections that are open are
+not affected by a change.
 """
 
 from __future__ import annotations
@@ -174,9 +175,13 @@ class ServerTls:
 class PodTls(ServerTls):
     """This process's credentials towards other pods."""
 
+    def pems(self) -> Pems:
+        """What a channel that is opened now uses; the same object until the files change."""
+        return self._pems.current()
+
     def channel_credentials(self) -> grpc.ChannelCredentials:
         """For one channel, from the files as they are now."""
-        pems = self._pems.current()
+        pems = self.pems()
         return grpc.ssl_channel_credentials(pems.ca, pems.key, pems.cert)
 
 

@@ -68,7 +68,8 @@ class Pod:
     def __init__(self, role: Role, target: str, pod_tls: PodTls | None = None) -> None:
         self.role = role
         self.target = target
-        self.channel = open_channel(target, pod_tls, tls.Role(role.value))
+        self._tls = pod_tls
+        self._open_channel()
         self.healthy = False
         self.in_flight = 0
         self.load = PodLoad()
@@ -79,6 +80,19 @@ class Pod:
         self.misses = 0
         #: Cause of its being unhealthy, for the log.
         self.cause = "not polled yet"
+
+    def renew_channel(self) -> grpc.aio.Channel | None:
+        """After a change of this gateway's certificates: opens a channel with the new ones; returns the one
+        before, whose calls go on until it is closed."""
+        if self._tls is None or self._tls.pems() is self._pems:
+            return None
+        previous = self.channel
+        self._open_channel()
+        return previous
+
+    def _open_channel(self) -> None:
+        self._pems = None if self._tls is None else self._tls.pems()
+        self.channel = open_channel(self.target, self._tls, tls.Role(self.role.value))
 
     async def poll(self) -> bool:
         """Returns whether the pod serves; updates `load` and `report`. Raises AioRpcError."""
@@ -192,12 +206,18 @@ class Fleet:
                 pod = known.pop(target)
                 self._pollers.pop(pod).cancel()
                 self._set_health(pod, cause="no longer listed")
-                closing = asyncio.create_task(pod.channel.close(_LONGEST_REQUEST_S))
-                self._closing.add(closing)
-                closing.add_done_callback(self._closing.discard)
+                self._close_when_idle(pod.channel)
+
+    def _close_when_idle(self, channel: grpc.aio.Channel) -> None:
+        closing = asyncio.create_task(channel.close(_LONGEST_REQUEST_S))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
 
     async def _poll(self, pod: Pod) -> None:
         while True:
+            previous = pod.renew_channel()
+            if previous is not None:
+                self._close_when_idle(previous)
             try:
                 serving = await pod.poll()
                 pod.misses = 0
