@@ -6,22 +6,26 @@ not covered. The image is not built either; the Dockerfile is compared with what
 
 from __future__ import annotations
 
+import base64
+import json
 import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 import pytest
 import yaml
+from cryptography import x509
 from role_settings import SETTINGS
+from tandem_service.tls import PemFiles, Role
 
 ROOT = Path(__file__).resolve().parents[2]
-BASE = ROOT / "deploy/k8s/base"
+BASE, TLS = ROOT / "deploy/k8s/base", ROOT / "deploy/k8s/overlays/tls"
 DOCKERFILE = (ROOT / "deploy/Dockerfile").read_text()
 ROLES = sorted(SETTINGS)
 NAME = "app.kubernetes.io/name"
@@ -30,30 +34,30 @@ Manifest = dict[str, Any]
 
 
 @cache
-def render() -> tuple[Manifest, ...]:
+def render(folder: Path = BASE) -> tuple[Manifest, ...]:
     kubectl = Path(sys.executable).parent / "kubectl"
     rendered = subprocess.run(
-        [kubectl, "kustomize", str(BASE)], capture_output=True, text=True, check=False, timeout=60
+        [kubectl, "kustomize", str(folder)], capture_output=True, text=True, check=False, timeout=60
     )
     assert rendered.returncode == 0, rendered.stderr
     return tuple(yaml.safe_load_all(rendered.stdout))
 
 
-def objects(kind: str) -> dict[str, Manifest]:
-    return {found["metadata"]["name"]: found for found in render() if found["kind"] == kind}
+def objects(kind: str, folder: Path = BASE) -> dict[str, Manifest]:
+    return {found["metadata"]["name"]: found for found in render(folder) if found["kind"] == kind}
 
 
-def workload(role: str) -> Manifest:
+def workload(role: str, folder: Path = BASE) -> Manifest:
     kind = "StatefulSet" if role == "redis" else "Deployment"
-    return objects(kind)[f"tandem-{role}"]
+    return objects(kind, folder)[f"tandem-{role}"]
 
 
-def pod_spec(role: str) -> Manifest:
-    return workload(role)["spec"]["template"]["spec"]  # type: ignore[no-any-return]
+def pod_spec(role: str, folder: Path = BASE) -> Manifest:
+    return workload(role, folder)["spec"]["template"]["spec"]  # type: ignore[no-any-return]
 
 
-def main_container(role: str) -> Manifest:
-    (container,) = pod_spec(role)["containers"]
+def main_container(role: str, folder: Path = BASE) -> Manifest:
+    (container,) = pod_spec(role, folder)["containers"]
     return container  # type: ignore[no-any-return]
 
 
@@ -61,9 +65,9 @@ def container_ports(role: str) -> dict[str, int]:
     return {port["name"]: port["containerPort"] for port in main_container(role)["ports"]}
 
 
-def environment(role: str) -> dict[str, str]:
+def environment(role: str, folder: Path = BASE) -> dict[str, str]:
     """Variables of the main container; other objects' values stand as "<field path>" and "<secret/key>"."""
-    container, maps = main_container(role), objects("ConfigMap")
+    container, maps = main_container(role, folder), objects("ConfigMap", folder)
     found: dict[str, str] = {}
     for source in container.get("envFrom", []):
         found |= maps[source["configMapRef"]["name"]]["data"]
@@ -78,15 +82,9 @@ def environment(role: str) -> dict[str, str]:
     return found
 
 
-def probed_ports(container: Manifest) -> Iterator[tuple[str, str, int]]:
-    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-        for way in ("grpc", "tcpSocket"):
-            if way in container[probe]:
-                yield probe, way, container[probe][way]["port"]
-
-
-def test_each_object_is_valid_by_the_strict_schema() -> None:
-    for manifest in render():
+@pytest.mark.parametrize("folder", [BASE, TLS])
+def test_each_object_is_valid_by_the_strict_schema(folder: Path) -> None:
+    for manifest in render(folder):
         kubernetes_validate.validate(manifest, kubernetes_validate.latest_version(), strict=True)
 
 
@@ -96,6 +94,74 @@ def test_the_strict_schema_refuses_a_misspelt_field() -> None:
         kubernetes_validate.validate(manifest, kubernetes_validate.latest_version(), strict=True)
 
 
+@pytest.fixture(scope="module")
+def secrets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, bytes]]:
+    """Contents of the Secrets that `tandem certificates` prints, by name."""
+    folder = tmp_path_factory.mktemp("certificates")
+    command = [Path(sys.executable).parent / "tandem", "certificates", "--folder", str(folder / "made")]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    items = json.loads(printed)["items"]
+    for item in items:
+        kubernetes_validate.validate(item, kubernetes_validate.latest_version(), strict=True)
+        assert item["metadata"]["namespace"] == "tandem"
+    return {
+        item["metadata"]["name"]: {key: base64.b64decode(text) for key, text in item["data"].items()}
+        for item in items
+    }
+
+
+@pytest.mark.parametrize("role", [*ROLES, "redis"])
+def test_with_tls_a_pod_has_the_certificate_of_its_role(
+    role: str, secrets: dict[str, dict[str, bytes]], tmp_path: Path
+) -> None:
+    spec, container = pod_spec(role, TLS), main_container(role, TLS)
+    (volume,) = (volume for volume in spec["volumes"] if volume["name"] == "tls")
+    (mount,) = (mount for mount in container["volumeMounts"] if mount["name"] == "tls")
+    assert mount["readOnly"] is True
+    assert volume["secret"]["secretName"] == f"tandem-{role}-tls"
+    assert volume["secret"]["defaultMode"] == 0o440
+    files = secrets[volume["secret"]["secretName"]]
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    PemFiles(tmp_path / "tls.crt", tmp_path / "tls.key", tmp_path / "ca.crt").read()  # they fit together
+    certificate = x509.load_pem_x509_certificate(files["tls.crt"])
+    names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert names.get_values_for_type(x509.DNSName) == [f"tandem-{role}"]
+    if role == "redis":
+        mounted = {argument for argument in container["command"] if argument.startswith("/etc")}
+    else:
+        variables = environment(role, TLS)
+        assert variables["TANDEM_INSECURE"] == "false"
+        assert names.get_values_for_type(x509.UniformResourceIdentifier) == [Role(role).uri]
+        mounted = {value for key, value in variables.items() if key.startswith("TANDEM_POD_TLS_")}
+    assert mounted == {f"{mount['mountPath']}/{name}" for name in files}
+
+
+@pytest.mark.parametrize("role", ["gateway", "lookahead"])
+def test_with_tls_redis_is_asked_with_tls_alone(role: str) -> None:
+    variables, server = environment(role, TLS), main_container("redis", TLS)["command"]
+    assert variables["TANDEM_REDIS_URL"] == "rediss://:$(REDIS_PASSWORD)@tandem-redis:6379/0"
+    assert variables["TANDEM_REDIS_CA_FILE"] == variables["TANDEM_POD_TLS_CA"]
+    options = dict(pairwise(server))
+    assert (options["--port"], options["--tls-port"]) == ("0", "6379")
+    assert "--tls" in main_container("redis", TLS)["readinessProbe"]["exec"]["command"]
+
+
+def test_cert_manager_issues_what_the_command_does(secrets: dict[str, dict[str, bytes]]) -> None:
+    text = (ROOT / "deploy/k8s/components/cert-manager/certificates.yaml").read_text()
+    issued = {
+        item["spec"]["secretName"]: item["spec"]
+        for item in yaml.safe_load_all(text)
+        if item["kind"] == "Certificate" and not item["spec"].get("isCA")
+    }
+    assert set(issued) == set(secrets)
+    for name, spec in issued.items():
+        certificate = x509.load_pem_x509_certificate(secrets[name]["tls.crt"])
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        assert spec["dnsNames"] == names.get_values_for_type(x509.DNSName)
+        assert spec.get("uris", []) == names.get_values_for_type(x509.UniformResourceIdentifier)
+
+
 def test_there_is_every_part_and_all_in_one_namespace() -> None:
     assert set(objects("Deployment")) == {f"tandem-{role}" for role in ROLES}
     assert set(objects("StatefulSet")) == {"tandem-redis"}
@@ -103,12 +169,13 @@ def test_there_is_every_part_and_all_in_one_namespace() -> None:
     assert {m["metadata"]["namespace"] for m in render() if m["kind"] != "Namespace"} == {"tandem"}
 
 
+@pytest.mark.parametrize("folder", [BASE, TLS])
 @pytest.mark.parametrize("role", ROLES)
 def test_every_variable_is_a_setting_of_its_process_and_its_value_is_accepted(
-    role: str, monkeypatch: pytest.MonkeyPatch
+    role: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = SETTINGS[role]
-    variables = environment(role)
+    variables = environment(role, folder)
     unknown = {key for key in variables if key.removeprefix("TANDEM_").lower() not in settings.model_fields}
     assert unknown <= {"REDIS_PASSWORD"}  # is used in the value of another one
     for key, value in variables.items():
@@ -120,19 +187,22 @@ def test_every_variable_is_a_setting_of_its_process_and_its_value_is_accepted(
     assert main_container(role)["command"] == [f"tandem-{role}"]
 
 
-@pytest.mark.parametrize("role", [*ROLES, "redis"])
-def test_probes_ask_the_port_that_serves(role: str) -> None:
+@pytest.mark.parametrize("role", ROLES)
+def test_probes_ask_what_the_metrics_server_answers(role: str) -> None:
     container = main_container(role)
-    port = container_ports(role)["redis" if role == "redis" else "grpc"]
-    probes = list(probed_ports(container))
-    assert {number for _, _, number in probes} == {port}
-    if role != "redis":
-        assert ("readinessProbe", "grpc", port) in probes
+    assert "metrics" in container_ports(role)
+    paths = {name: container[f"{name}Probe"]["httpGet"] for name in ("startup", "readiness", "liveness")}
+    assert {get["port"] for get in paths.values()} == {"metrics"}
+    assert paths["readiness"]["path"] == "/readyz"
+    assert paths["liveness"]["path"] == "/livez"  # a pod that drains or waits for others is not restarted
+    # A gateway is ready while there is a decode pod, which must not be what ends its start.
+    assert paths["startup"]["path"] == ("/livez" if role == "gateway" else "/readyz")
 
 
-def test_a_gateway_without_decode_pods_gets_no_requests_but_is_not_restarted() -> None:
-    ways = {probe: way for probe, way, _ in probed_ports(main_container("gateway"))}
-    assert ways == {"startupProbe": "tcpSocket", "readinessProbe": "grpc", "livenessProbe": "tcpSocket"}
+def test_redis_is_probed_on_its_port() -> None:
+    container = main_container("redis")
+    for name in ("startupProbe", "livenessProbe"):
+        assert container[name]["tcpSocket"]["port"] == container_ports("redis")["redis"]
 
 
 @pytest.mark.parametrize("role", [*ROLES, "redis"])

@@ -240,8 +240,8 @@ class _Planner:
         )
 
 
-def certificate_files(folder: Path, role: Role) -> PemFiles:
-    return PemFiles(folder / f"{role.value}.pem", folder / f"{role.value}.key", folder / "ca.pem")
+def certificate_files(folder: Path, role: str) -> PemFiles:
+    return PemFiles(folder / f"{role}.pem", folder / f"{role}.key", folder / "ca.pem")
 
 
 def check_ports(plan: FleetPlan, host: str) -> None:

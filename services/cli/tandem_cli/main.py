@@ -157,6 +157,25 @@ def up(
 
 
 @app.command()
+def certificates(
+    folder: Annotated[
+        Path, typer.Option(file_okay=False, help="Keeps the CA and its key; made if it is not there.")
+    ],
+    namespace: Annotated[str, typer.Option(help="Of the Secrets.")] = "tandem",
+    days: Annotated[int, typer.Option(min=1, max=825, help="For how long the certificates are valid.")] = 90,
+) -> None:
+    """Print new certificates of all pods as Kubernetes Secrets, for `kubectl apply -f -`."""
+    import datetime
+
+    from tandem_cli import certificates
+
+    try:
+        print(certificates.kubernetes_secrets(folder, namespace, datetime.timedelta(days=days)))
+    except (OSError, ValueError) as error:
+        fail(f"no certificates in --folder {folder}: {error}")
+
+
+@app.command()
 def chat(
     target: TargetOption = DEFAULT_TARGET,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
