@@ -38,7 +38,13 @@ class InvalidRequestError(TandemError):
 
 
 class ModelLoadError(TandemError):
-    """A model could not be found, read or understood. One sentence, with the remedy."""
+    """A model could not be found, read or understood. One sentence, with the remedy.
+
+    It may quote the model's files and is cut where that is long.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(_cut(message, _MAX_MESSAGE_CHARS))
 
 
 class InvariantError(TandemError):

@@ -1,22 +1,27 @@
-"""Calls every method of a gRPC service with messages that no honest caller would send."""
+"""Calls every method of a gRPC service with messages that no honest caller would send.
+
+A call shows a bug by its status, by taking longer than any may, or by what the service logs about it.
+"""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 
 import grpc
 import grpc.aio
+import structlog.testing
 from google.protobuf.descriptor import FieldDescriptor, MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 #: A bug of the service has one of these.
-BUGS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
+_BUGS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.DEADLINE_EXCEEDED)
 
-_CALL_S = 3.0
-#: What grpc.aio says, as INTERNAL, when the service has ended the call before all is sent.
+_CALL_S, _ENDLESS_CALL_S = 20.0, 0.3
+#: What grpc.aio says, as INTERNAL, of a stream of requests when the service has ended the call before all is
+#: sent.
 _SEND_FAILED = "Internal error from Core"
 _TEXTS = (
     "",
@@ -39,14 +44,17 @@ _VALUES: Mapping[int, tuple[object, ...]] = {
     FieldDescriptor.CPPTYPE_BOOL: (False, True),
     FieldDescriptor.CPPTYPE_ENUM: (0, 1, 2, 77, -1),
 }
-_LENGTHS = (0, 1, 2, 100, 5000)
+_LENGTHS = (0, 1, 2, 100, 5000, 200_000)
 
 
 def mutate(message: Message, rng: random.Random) -> None:
     """Changes one field, at any depth."""
     field = rng.choice(message.DESCRIPTOR.fields)
-    if _is_map(field):
-        message.ClearField(field.name)
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        key, value = field.message_type.fields
+        entries = getattr(message, field.name)
+        for _ in range(rng.choice((1, 2, 300))):
+            entries[_value(key, rng)] = _value(value, rng)
     elif field.is_repeated:
         values = getattr(message, field.name)
         if field.message_type is not None:
@@ -67,10 +75,6 @@ def mutate(message: Message, rng: random.Random) -> None:
             mutate(getattr(message, field.name), rng)
     else:
         setattr(message, field.name, _value(field, rng))
-
-
-def _is_map(field: FieldDescriptor) -> bool:
-    return field.message_type is not None and field.message_type.GetOptions().map_entry
 
 
 def _value(field: FieldDescriptor, rng: random.Random) -> object:
@@ -109,35 +113,51 @@ async def call_all(
     honest: Mapping[str, Message],
     number: int,
     seed: int,
-    metadata: tuple[tuple[str, str], ...] = (),
+    *,
+    endless: Collection[str] = (),
 ) -> Counter[grpc.StatusCode]:
-    """`number` calls of each method. Raises AssertionError when a call shows a bug. `honest`: a message of a
-    method that it accepts, by the method's name; the default is an empty one."""
+    """`number` calls of each method of a service that runs in this process.
+
+    `honest`: a message of a method that it accepts, by the method's name; the default is an empty one.
+    `endless`: methods whose streams the caller ends. Raises AssertionError when a call shows a bug.
+    """
     codes: Counter[grpc.StatusCode] = Counter()
     for method in service.methods:
         base = honest.get(method.name, GetMessageClass(method.input_type)())
         rng = random.Random(f"{seed} {method.full_name}")
+        path = f"/{service.full_name}/{method.name}"
         for sent in payloads(method, base, number, rng):
-            code, details = await _call(channel, f"/{service.full_name}/{method.name}", sent, metadata)
-            assert code not in BUGS, f"{method.full_name}: {code.name}: {details}: {sent!r}"
+            with structlog.testing.capture_logs() as logs:
+                if method.name in endless:
+                    code, details = await _call(channel, path, method, sent, _ENDLESS_CALL_S)
+                    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+                        code = grpc.StatusCode.OK
+                else:
+                    code, details = await _call(channel, path, method, sent, _CALL_S)
+            shown = f"{method.full_name}: {code.name}: {details}: {[part[:1000] for part in sent]!r}"
+            assert code not in _BUGS, shown
+            assert not [entry for entry in logs if entry["log_level"] in ("error", "critical")], (shown, logs)
             codes[code] += 1
     return codes
 
 
 async def _call(
-    channel: grpc.aio.Channel, path: str, sent: list[bytes], metadata: tuple[tuple[str, str], ...]
+    channel: grpc.aio.Channel, path: str, method: MethodDescriptor, sent: list[bytes], limit_s: float
 ) -> tuple[grpc.StatusCode, str]:
     async def requests() -> AsyncIterator[bytes]:
         for payload in sent:
             yield payload
 
-    # On the wire a method that takes one message is called as one that takes a stream.
-    call = channel.stream_stream(path)(requests(), timeout=_CALL_S, metadata=metadata)
+    # On the wire a method that answers with one message is like one that answers with a stream.
+    if method.client_streaming:
+        call = channel.stream_stream(path)(requests(), timeout=limit_s)
+    else:
+        call = channel.unary_stream(path)(sent[0], timeout=limit_s)
     try:
         async for _ in call:
             pass
     except grpc.aio.AioRpcError as error:
-        if error.details() == _SEND_FAILED:
+        if method.client_streaming and error.details() == _SEND_FAILED:
             return grpc.StatusCode.CANCELLED, ""
         return error.code(), error.details() or ""
     return grpc.StatusCode.OK, ""

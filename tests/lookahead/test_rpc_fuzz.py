@@ -18,7 +18,7 @@ async def fuzz(fleet, number: int, seed: int) -> None:
     service = await fleet.service()
     descriptor = pb.DESCRIPTOR.services_by_name["LookaheadService"]
     async with grpc.aio.insecure_channel(service.target) as channel:
-        codes = await call_all(channel, descriptor, HONEST, number, seed)
+        codes = await call_all(channel, descriptor, HONEST, number, seed, endless=["Sync"])
     assert codes[grpc.StatusCode.OK], codes
     assert codes[grpc.StatusCode.INVALID_ARGUMENT], codes
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
 
 import grpc
 import pytest
+from google.protobuf.descriptor import ServiceDescriptor
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
 from pod_fleet import Fleet, request, run_fleet
 from rpc_fuzz import call_all
 from tandem_proto.v1 import common_pb2, decode_pb2, prefill_pb2
@@ -26,19 +30,23 @@ def prefill_request(fleet: Fleet) -> prefill_pb2.PrefillRequest:
     return prefill_pb2.PrefillRequest(request_id="p", prompt_token_ids=prompt_of(50), ticket=ticket)
 
 
+def services_of(module: ModuleType) -> list[ServiceDescriptor]:
+    return list(module.DESCRIPTOR.services_by_name.values())
+
+
 async def fuzz(tiny_model: Path, number: int, seed: int) -> None:
     async with run_fleet(tiny_model) as fleet:
         honest = {
             "Decode": request("d", prompt_of(50), [fleet.prefill_target], max_tokens=4),
             "Prefill": prefill_request(fleet),
         }
-        for target, file, name in (
-            (fleet.decode_target, decode_pb2, "DecodeService"),
-            (fleet.prefill_target, prefill_pb2, "PrefillService"),
+        for target, services in (
+            (fleet.decode_target, (*services_of(decode_pb2), *services_of(health_pb2))),
+            (fleet.prefill_target, (*services_of(prefill_pb2), *services_of(reflection_pb2))),
         ):
-            async with grpc.aio.insecure_channel(target) as channel:
-                service = file.DESCRIPTOR.services_by_name[name]
-                codes = await call_all(channel, service, honest, number, seed)
+            for service in services:
+                async with grpc.aio.insecure_channel(target) as channel:
+                    codes = await call_all(channel, service, honest, number, seed, endless=["Watch"])
                 assert codes[grpc.StatusCode.OK], codes
                 assert codes[grpc.StatusCode.INVALID_ARGUMENT], codes
         await fleet.assert_idle()

@@ -131,6 +131,8 @@ async def test_health_starts_not_serving_and_follows_set_serving():
         pod.server.set_serving(True)
         assert await pod.status() == "SERVING"
         assert await pod.status("") == "SERVING"
+        listed = await pod.health.List(health_pb2.HealthListRequest())
+        assert {name: reply.status for name, reply in listed.statuses.items()} == {"": 1, SERVICE: 1}
         with pytest.raises(grpc.aio.AioRpcError) as info:
             await pod.status("no.such.Service")
         assert info.value.code() is grpc.StatusCode.NOT_FOUND

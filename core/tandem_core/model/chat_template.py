@@ -122,7 +122,7 @@ class ChatTemplate:
         """Raises ModelLoadError when the template is not valid Jinja."""
         try:
             self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise ModelLoadError(
                 f"the model's chat template cannot be compiled ({error}); pull a model with a valid template"
             ) from error
@@ -155,7 +155,7 @@ class ChatTemplate:
                 add_generation_prompt=True,
                 **self._special_tokens,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError) as error:
+        except Exception as error:  # a template is a program, and may fail as any does
             raise InvalidRequestError(
                 "messages", f"the model's chat template refuses them: {error}"
             ) from error

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tandem_core.errors import ModelLoadError
+from tandem_core.model.json_file import read_object
 
 MANIFEST_NAME = "tandem.json"
 
@@ -63,12 +64,12 @@ class ModelManifest:
         """The manifest of a model folder. Raises ModelLoadError."""
         path = folder / MANIFEST_NAME
         try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
+            raw = read_object(path)
             return cls(**{**raw, "eos_token_ids": tuple(raw["eos_token_ids"])})
         except FileNotFoundError:
             raise ModelLoadError(
                 f"{folder} is not a model folder (it has no {MANIFEST_NAME}); "
                 f"make one with `tandem model pull {folder}`"
             ) from None
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (TypeError, KeyError) as error:
             raise ModelLoadError(f"{path} cannot be read ({error}); pull the model again") from error

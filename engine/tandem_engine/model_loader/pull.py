@@ -24,6 +24,7 @@ from typing import Any
 
 from tandem_core.errors import ModelLoadError
 from tandem_core.model.catalogue import catalogue
+from tandem_core.model.json_file import read_object
 from tandem_core.model.manifest import MANIFEST_NAME, ModelManifest
 from tandem_core.model.registry import DEFAULT_MODEL, folder_name, models_root
 
@@ -201,7 +202,7 @@ def _build(fresh: Path, origin: _Origin, report: OnProgress) -> None:
             raise ModelLoadError(
                 f"{checkpoint} has no config.json beside the weights; download the whole model"
             )
-        text = path.read_text(encoding="utf-8")
+        text = json.dumps(read_object(path), indent=2)
         # The hub keeps the licence in the model card alone.
         revision, license_id, bits = revision_of(weights, report), "unknown", 0
     (fresh / "config.json").write_text(text, encoding="utf-8")

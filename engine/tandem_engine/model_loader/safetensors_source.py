@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import Counter
 from math import prod
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from tandem_core.errors import ModelLoadError
+from tandem_core.model.json_file import read_object
 from tandem_kernels import Packing, QuantizedWeight
 from torch import Tensor
 
@@ -22,11 +22,13 @@ def weight_files(path: Path) -> list[Path]:
         return [path]
     index = path / "model.safetensors.index.json"
     if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (OSError, ValueError, KeyError, AttributeError) as error:
-            raise ModelLoadError(f"{index} cannot be read ({error}); download the model again") from error
-        files = [path / name for name in names]
+        weight_map = read_object(index).get("weight_map")
+        names = set(map(str, weight_map.values())) if isinstance(weight_map, dict) else set()
+        if not names or any(name != Path(name).name or "\0" in name for name in names):
+            raise ModelLoadError(
+                f"{index}: its weight_map names no files of this folder; download the model again"
+            )
+        files = [path / name for name in sorted(names)]
     else:
         files = sorted(path.glob("*.safetensors"))
     missing = [f.name for f in files if not f.is_file()]

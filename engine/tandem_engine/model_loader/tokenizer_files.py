@@ -7,11 +7,11 @@ manifest.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from tandem_core.errors import ModelLoadError
+from tandem_core.model.json_file import read_object
 
 from tandem_engine.model_loader.files import sha256_of
 from tandem_engine.model_loader.gguf_file import open_all
@@ -37,6 +37,7 @@ def write_tokenizer(source: Path, folder: Path) -> TokenizerFacts:
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
         tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
+        first = tokenizer("a", add_special_tokens=True)["input_ids"][:1]
     except Exception as error:  # transformers and tokenizers raise anything, down to bare Exception
         first_line = (str(error).splitlines() or [""])[0]
         raise ModelLoadError(
@@ -46,7 +47,8 @@ def write_tokenizer(source: Path, folder: Path) -> TokenizerFacts:
     template = tokenizer.chat_template or ""
     if isinstance(template, dict):
         template = template.get("default", "")
-    first = tokenizer("a", add_special_tokens=True)["input_ids"][:1]
+    if not isinstance(template, str):
+        raise ModelLoadError(f"the chat template of {source} is no text; use a model with a valid template")
     return TokenizerFacts(
         bos_token=tokenizer.bos_token or "",
         eos_token=tokenizer.eos_token or "",
@@ -84,6 +86,11 @@ def _eos_token_ids(source: Path, eos_token_id: int | None) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
         path = source / name
         if source.is_dir() and path.is_file():
-            listed = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-            ids.update([listed] if isinstance(listed, int) else listed or [])
+            listed = read_object(path).get("eos_token_id") or []
+            listed = listed if isinstance(listed, list) else [listed]
+            if any(type(token_id) is not int or not 0 <= token_id < 1 << 24 for token_id in listed):
+                raise ModelLoadError(
+                    f"{path}: eos_token_id must be a token id or a list of them; pull the model again"
+                )
+            ids.update(listed)
     return tuple(sorted(ids))

@@ -7,14 +7,14 @@ config that asks for anything else is refused when it is read, never run approxi
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tandem_core.errors import ModelLoadError
+from tandem_core.errors import ModelLoadError, quoted
+from tandem_core.model.json_file import read_object
 
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -100,14 +100,9 @@ class ModelConfig:
         """Read `config.json` of a model folder. Raises ModelLoadError."""
         path = folder / "config.json"
         try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
+            return cls.from_hf(read_object(path))
         except FileNotFoundError:
             raise ModelLoadError(f"{folder} has no config.json; pull the model again") from None
-        except (OSError, ValueError) as error:
-            raise ModelLoadError(f"{path} cannot be read ({error}); pull the model again") from error
-        if not isinstance(raw, dict):
-            raise ModelLoadError(f"{path} is not a JSON object; pull the model again")
-        return cls.from_hf(raw)
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> ModelConfig:
@@ -115,38 +110,42 @@ class ModelConfig:
         architecture = str(raw.get("model_type", ""))
         if architecture not in ARCHITECTURES:
             raise ModelLoadError(
-                f"model type {architecture!r} is not supported; use one of {', '.join(ARCHITECTURES)}"
+                f"model type {quoted(architecture)} is not supported; use one of {', '.join(ARCHITECTURES)}"
             )
         if raw.get("hidden_act", "silu") not in ("silu", "swish"):
-            raise ModelLoadError(f"activation {raw['hidden_act']!r} is not supported; only silu is")
+            raise ModelLoadError(
+                f"activation {quoted(str(raw['hidden_act']))} is not supported; only silu is"
+            )
         if "quantization_config" in raw:
             raise ModelLoadError(
                 "quantized safetensors are not supported; use the unquantized model or a GGUF"
             )
         try:
             return cls._parse(architecture, raw)
-        except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise ModelLoadError(
-                f"config.json lacks or garbles a value ({error!r}); pull the model again"
+                f"config.json lacks or garbles a value ({type(error).__name__}: {quoted(str(error))}); "
+                "pull the model again"
             ) from error
 
     @classmethod
     def _parse(cls, architecture: str, raw: Mapping[str, Any]) -> ModelConfig:
-        num_heads, num_layers = int(raw["num_attention_heads"]), int(raw["num_hidden_layers"])
-        hidden_size = int(raw["hidden_size"])
+        num_heads = _whole("num_attention_heads", raw["num_attention_heads"])
+        num_layers = _whole("num_hidden_layers", raw["num_hidden_layers"], limit=10_000)
+        hidden_size = _whole("hidden_size", raw["hidden_size"])
         attention_bias = bool(raw.get("attention_bias", False))
         softcap = raw.get("attn_logit_softcapping")
         return cls(
             architecture=architecture,
-            vocab_size=int(raw["vocab_size"]),
+            vocab_size=_whole("vocab_size", raw["vocab_size"]),
             hidden_size=hidden_size,
-            intermediate_size=int(raw["intermediate_size"]),
+            intermediate_size=_whole("intermediate_size", raw["intermediate_size"]),
             num_layers=num_layers,
             num_heads=num_heads,
-            num_kv_heads=int(raw.get("num_key_value_heads") or num_heads),
-            head_dim=int(raw.get("head_dim") or hidden_size // num_heads),
-            max_model_len=int(raw["max_position_embeddings"]),
-            rms_norm_eps=float(raw["rms_norm_eps"]),
+            num_kv_heads=_whole("num_key_value_heads", raw.get("num_key_value_heads") or num_heads),
+            head_dim=_whole("head_dim", raw.get("head_dim") or hidden_size // num_heads),
+            max_model_len=_whole("max_position_embeddings", raw["max_position_embeddings"], limit=1 << 30),
+            rms_norm_eps=_positive("rms_norm_eps", raw["rms_norm_eps"]),
             rope=_parse_rope(raw),
             windows=_parse_windows(architecture, raw, num_layers),
             attn_logit_softcapping=None if softcap is None else float(softcap),
@@ -158,37 +157,63 @@ class ModelConfig:
         )
 
 
+def _whole(name: str, value: Any, limit: int = 1 << 24) -> int:
+    """`value` as an integer from 1 to `limit`; none of today's models is near it."""
+    number = int(value)
+    if not 1 <= number <= limit:
+        raise ModelLoadError(
+            f"config.json: {name} is {quoted(str(value))}, but must be from 1 to {limit}; "
+            "pull the model again"
+        )
+    return number
+
+
+def _positive(name: str, value: Any) -> float:
+    number = float(value)
+    if not 0 < number < math.inf:
+        raise ModelLoadError(
+            f"config.json: {name} is {quoted(str(value))}, but must be a positive number; "
+            "pull the model again"
+        )
+    return number
+
+
 def _parse_windows(architecture: str, raw: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
     window = raw.get("sliding_window")
     on = architecture == "mistral" or bool(raw.get("use_sliding_window", False))
     if not on or window is None:
         return (None,) * num_layers
+    size = _whole("sliding_window", window, limit=1 << 30)
     if "layer_types" in raw and raw["layer_types"] is not None:
-        return tuple(int(window) if t == "sliding_attention" else None for t in raw["layer_types"])
+        return tuple(size if t == "sliding_attention" else None for t in raw["layer_types"])
     first = 0 if architecture == "mistral" else int(raw["max_window_layers"])
-    return tuple(int(window) if layer >= first else None for layer in range(num_layers))
+    return tuple(size if layer >= first else None for layer in range(num_layers))
 
 
 def _parse_rope(raw: Mapping[str, Any]) -> RopeConfig:
     scaling: Mapping[str, Any] = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
-    theta = float(scaling.get("rope_theta") or raw.get("rope_theta") or 10000.0)
+    theta = _positive("rope_theta", scaling.get("rope_theta") or raw.get("rope_theta") or 10000.0)
     if float(scaling.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0) != 1.0:
         raise ModelLoadError("partial rotary embeddings are not supported; use another model")
-    original = int(scaling.get("original_max_position_embeddings") or raw["max_position_embeddings"])
+    name = "original_max_position_embeddings"
+    original = _whole(name, scaling.get(name) or raw["max_position_embeddings"], limit=1 << 30)
     if kind in ("default", "dynamic"):
         return RopeConfig(theta=theta)
     if kind == "linear":
-        return RopeConfig(kind, theta, float(scaling["factor"]))
+        return RopeConfig(kind, theta, _positive("factor", scaling["factor"]))
     if kind == "table":
         return RopeConfig(
-            kind, theta, float(scaling["factor"]), table=tuple(float(f) for f in scaling["table"])
+            kind,
+            theta,
+            _positive("factor", scaling["factor"]),
+            table=tuple(_positive("table", f) for f in scaling["table"]),
         )
     if kind == "llama3":
-        low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
-        return RopeConfig(kind, theta, float(scaling["factor"]), original, low, high)
+        low, high = (_positive(name, scaling[name]) for name in ("low_freq_factor", "high_freq_factor"))
+        return RopeConfig(kind, theta, _positive("factor", scaling["factor"]), original, low, high)
     if kind == "yarn":
-        factor = float(scaling.get("factor") or raw["max_position_embeddings"] / original)
+        factor = _positive("factor", scaling.get("factor") or raw["max_position_embeddings"] / original)
         return RopeConfig(
             kind,
             theta,

@@ -60,6 +60,14 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # t
             await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service!r} here")
         return health_pb2.HealthCheckResponse(status=self._status(request.service))
 
+    async def List(  # noqa: N802
+        self, request: health_pb2.HealthListRequest, context: _Context
+    ) -> health_pb2.HealthListResponse:
+        statuses = {
+            name: health_pb2.HealthCheckResponse(status=self._status(name)) for name in sorted(self._names)
+        }
+        return health_pb2.HealthListResponse(statuses=statuses)
+
     async def Watch(  # noqa: N802
         self, request: health_pb2.HealthCheckRequest, context: _Context
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:

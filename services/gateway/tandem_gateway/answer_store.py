@@ -87,6 +87,10 @@ class StoreError(Exception):
     """Redis does not answer."""
 
 
+class WrongTypeError(StoreError):
+    """A key is not what this module makes of it."""
+
+
 class NotOwnerError(Exception):
     """Another gateway goes on with the answer."""
 
@@ -177,22 +181,23 @@ class AnswerStore:
 
     async def read(self, name: str, start: int = 0) -> StoredAnswer | None:
         """The answer with its events from `start`; None if there is none, or one that cannot be read."""
-        async with self._redis() as redis:
-            fields = await redis.hgetall(_PREFIX + _slot(name))
-            if b"record" not in fields:
-                return None
-            owner = fields.get(b"owner", b"").decode()
-            gateway, _, number = owner.partition(":")
-            # One of this gateway's own has ended and was not released yet: an answer is computed once here.
-            is_owned = gateway not in ("", self._id) and _computes(
-                await redis.get(_GATEWAY_PREFIX + gateway), number
-            )
-            # After the check of the owner, so that a dead one's last events are read.
-            payloads = await redis.lrange(_PREFIX + _slot(name) + ":events", start, -1)
         try:
+            async with self._redis() as redis:
+                fields = await redis.hgetall(_PREFIX + _slot(name))
+                if b"record" not in fields:
+                    return None
+                owner = fields.get(b"owner", b"").decode()
+                gateway, _, number = owner.partition(":")
+                # One of this gateway's own has ended and was not released yet: this gateway computes an
+                # answer once.
+                is_owned = gateway not in ("", self._id) and _computes(
+                    await redis.get(_GATEWAY_PREFIX + gateway), number
+                )
+                # After the check of the owner, so that a dead one's last events are read.
+                payloads = await redis.lrange(_PREFIX + _slot(name) + ":events", start, -1)
             record = answers_pb2.AnswerRecord.FromString(fields[b"record"])
             events = [_event(decode_pb2.DecodeResponse.FromString(payload)) for payload in payloads]
-        except (DecodeError, ValueError) as error:
+        except (DecodeError, ValueError, WrongTypeError) as error:
             self._log.warning("an answer in Redis cannot be read", name=name, reason=str(error))
             return None
         return StoredAnswer(record, events, owner, is_owned)
@@ -216,7 +221,8 @@ class AnswerStore:
             async with asyncio.timeout(_TIMEOUT_S):
                 yield client
         except ResponseError as error:  # out of memory, or a key that is something else
-            raise StoreError(f"Redis refuses: {error}") from error
+            kind = WrongTypeError if str(error).startswith("WRONGTYPE") else StoreError
+            raise kind(f"Redis refuses: {error}") from error
         except (RedisError, OSError, TimeoutError) as error:
             if self._client is client:
                 self._log.warning("answers are not kept in Redis for now", reason=str(error) or "no answer")

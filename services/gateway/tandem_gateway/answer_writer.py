@@ -17,7 +17,9 @@ from tandem_gateway.answer_store import AnswerStore, NotOwnerError, StoredAnswer
 from tandem_gateway.errors import DeadlineError, UnavailableError
 
 #: Between two looks at an answer that another gateway computes.
-_FOLLOW_S = 0.05
+FOLLOW_S = 0.05
+#: A client that resumes waits so long for Redis: one that hangs is killed after 5 s, and replaced.
+STORE_WAIT_S = 10.0
 #: Between writes of an answer's events to the store; one write takes .2 ms of a core.
 _WRITE_S = 0.1
 
@@ -83,17 +85,23 @@ class AnswerWriter:
 
         deadline: monotonic seconds.
         """
+        last_heard = time.monotonic()
         while not answer.has_ended:
-            stored = await self._read_on(answer)
-            if answer.has_ended:
-                break
-            if not stored.is_owned:
-                await self._claim(answer, stored.owner)
-                if answer.owner:
+            try:
+                stored = await self._read_on(answer)
+                if answer.has_ended:
                     break
+                if not stored.is_owned:
+                    await self._claim(answer, stored.owner)
+                    if answer.owner:
+                        break
+                last_heard = time.monotonic()
+            except StoreError:
+                if time.monotonic() - last_heard > STORE_WAIT_S:
+                    raise
             if time.monotonic() >= deadline:
                 raise DeadlineError("the deadline passed before the answer was complete")
-            await asyncio.sleep(_FOLLOW_S)
+            await asyncio.sleep(FOLLOW_S)
 
     async def _claim(self, answer: Answer, previous: str) -> None:
         """Makes the answer this gateway's, unless another one was faster."""

@@ -35,7 +35,7 @@ from tandem_service.tasks import end_tasks
 
 from tandem_gateway.answer import NAME_CHARS, RUN_CHARS, Answer, Sent
 from tandem_gateway.answer_store import AnswerStore, NotOwnerError, StoreError
-from tandem_gateway.answer_writer import AnswerWriter
+from tandem_gateway.answer_writer import FOLLOW_S, STORE_WAIT_S, AnswerWriter
 from tandem_gateway.errors import (
     AnswerNotFoundError,
     CrashingRequestError,
@@ -181,8 +181,16 @@ class Answers:
         if match is None:
             raise InvalidRequestError("Last-Event-ID", "is no id of an event of this API; send it as it came")
         answer_id, position = match[1], int(match[2])
-        async with self._lock:
-            found = await self._find(answer_id[:NAME_CHARS], must_look=True)
+        deadline = time.monotonic() + STORE_WAIT_S
+        while True:
+            try:
+                async with self._lock:
+                    found = await self._find(answer_id[:NAME_CHARS], must_look=True)
+                break
+            except UnavailableError:
+                if time.monotonic() >= deadline:
+                    raise
+            await asyncio.sleep(FOLLOW_S)
         if (
             found is None
             or found.record.id != answer_id
