@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rpc_fuzz import mutate
+from tandem_drafting.lookahead_protocol import snapshot_from_bytes, snapshot_to_bytes
 from tandem_drafting.shared_corpus import SharedCorpus
 from tandem_drafting.spans import AcceptedSpan
 from tandem_lookahead.corpus import BYTES_PER_SEQUENCE, BYTES_PER_TOKEN, CorpusPolicy, NamespaceCorpus
+from tandem_proto.v1 import lookahead_pb2 as pb
 
 ANSWER = tuple(range(100, 120))
 
@@ -177,3 +182,43 @@ def test_a_damaged_snapshot_is_refused_with_a_reason():
     ):
         with pytest.raises(ValueError, match=words):
             NamespaceCorpus.from_bytes(payload, CorpusPolicy())
+
+
+def fuzz(number: int, seed: int) -> None:
+    """Snapshots with a right digest and changed content."""
+    rng = random.Random(seed)
+    corpus = NamespaceCorpus(CorpusPolicy())
+    for request in "abcd":
+        own = tuple(rng.randrange(100, 200) for _ in range(20))
+        corpus.add([AcceptedSpan(request, 0, (*ANSWER, *own))], 0)
+    good = snapshot_from_bytes(corpus.to_bytes(), pb.NamespaceCorpus)
+    refused = 0
+    for _ in range(number):
+        message = pb.NamespaceCorpus()
+        message.CopyFrom(good)
+        for _ in range(rng.choice((1, 2, 4))):
+            mutate(message, rng)
+        policy = CorpusPolicy(min_requests=rng.choice((1, 2, 3)), max_bytes=1 << 20)
+        try:
+            read = NamespaceCorpus.from_bytes(snapshot_to_bytes(message), policy)
+        except ValueError as error:
+            assert "\n" not in str(error)
+            refused += 1
+            continue
+        read.add([AcceptedSpan(rng.choice("abcdx"), 0, ANSWER)], 5.0)
+        read.shared()
+        for index in range(100):  # until it must drop something
+            read.add([AcceptedSpan(f"n{index}", 0, tuple(rng.randrange(1000) for _ in range(400)))], 6.0)
+        NamespaceCorpus.from_bytes(read.to_bytes(), policy)
+        assert read.num_bytes <= policy.max_bytes
+    assert 0 < refused < number
+
+
+def test_a_snapshot_that_somebody_made_up_is_refused_or_harmless():
+    fuzz(100, seed=0)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("seed", range(1, 9))
+def test_each_of_many_such_snapshots_is_refused_or_harmless(seed: int):
+    fuzz(500, seed)

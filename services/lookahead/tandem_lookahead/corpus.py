@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, pairwise
 
 import xxhash
 from tandem_drafting.k_anonymity import KAnonymityFilter, SharedSpan
@@ -187,6 +187,7 @@ class NamespaceCorpus:
 
     def _restore(self, stored: pb.StoredSequence, *, keeps_shared: bool) -> None:
         span, bounds = stored.span, list(stored.shared_bounds)
+        _check(stored)
         sequence = self._new_sequence(span.run, span.is_prompt, stored.is_imported, span.offset)
         sequence.num_tokens = len(span.token_ids)
         sequence.is_used, sequence.worth = stored.is_used, stored.worth
@@ -267,6 +268,20 @@ class NamespaceCorpus:
         self.num_tokens -= sequence.num_tokens
         self.num_bytes -= sequence.num_bytes
         self.num_shared_tokens -= sequence.num_shared_tokens
+
+
+def _check(stored: pb.StoredSequence) -> None:
+    """Raises ValueError for what no replica writes; the filter would read beyond its text."""
+    num_tokens, bounds = len(stored.span.token_ids), stored.shared_bounds
+    begins, ends = bounds[::2], bounds[1::2]
+    if len(begins) != len(ends) or any(begin >= end for begin, end in zip(begins, ends, strict=True)):
+        raise ValueError("snapshot is damaged: a shared part has no length")
+    if any(before > after for before, after in pairwise([0, *ends, num_tokens])):
+        raise ValueError("snapshot is damaged: shared parts are not in order or beyond the text")
+    if max(stored.span.token_ids, default=0) >= 1 << 31:
+        raise ValueError("snapshot is damaged: a token id is above 2^31")
+    if math.isnan(stored.worth) or stored.worth == math.inf:
+        raise ValueError(f"snapshot is damaged: a sequence is worth {stored.worth}")
 
 
 def fair_limit(sizes: Sequence[int], total: int) -> int:
