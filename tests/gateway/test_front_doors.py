@@ -488,22 +488,34 @@ def test_any_of_many_bodies_is_parsed_or_refused_with_a_sentence(body: bytes):
     parses_or_refuses(body)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-@given(data=st.data())
-async def test_no_body_or_header_is_a_server_error(front_of_session, data):
+@pytest.fixture
+async def one_front(pods, gateway):
+    """For all examples of a test."""
+    return await gateway(await pods())
+
+
+async def no_server_error(front, data: st.DataObject) -> None:
     body = data.draw(bodies)
     name = data.draw(
         st.sampled_from(["last-event-id", "idempotency-key", "x-request-id", "authorization", "content-type"])
     )
     value = data.draw(st.text(string.printable.strip(), max_size=300) | st.just("0" * 24 + "-1"))
     path = data.draw(st.sampled_from([CHAT, "/v1/completions"]))
-    response = await front_of_session.http.post(path, content=body, headers={name: value})
+    response = await front.http.post(path, content=body, headers={name: value})
     assert response.status_code < 500
 
 
-@pytest.fixture
-async def front_of_session(pods, gateway):
-    return await gateway(await pods())
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+async def test_no_body_or_header_is_a_server_error(one_front, data):
+    await no_server_error(one_front, data)
+
+
+@pytest.mark.wide
+@settings(max_examples=3000, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+async def test_none_of_many_bodies_and_headers_is_a_server_error(one_front, data):
+    await no_server_error(one_front, data)
 
 
 async def test_the_command_line_reaches_a_gateway_with_tls(pods, model_folder, tmp_path, monkeypatch, capsys):
