@@ -393,6 +393,24 @@ async def test_an_answer_whose_first_reply_of_redis_was_lost_goes_on(pods, two_g
     assert await _text(CHAT, head + await rest(other, CHAT, head[-1][0])) == "".join(WORDS)
 
 
+async def test_an_answer_goes_on_when_its_connection_to_redis_is_closed_by_another_task(
+    pods, two_gateways, monkeypatch
+):
+    pod = await pods(words=WORDS, pause_s=0.05)
+    one, other = await two_gateways(pod)
+    store, num_lost = one.process._answers._writer._store, 0
+
+    async def closed(*_: object) -> int:
+        nonlocal num_lost
+        num_lost += 1
+        raise AttributeError("'NoneType' object has no attribute 'writelines'")  # as redis-py does
+
+    monkeypatch.setattr(store._client, "evalsha", closed)
+    head = await first_events(one, CHAT, CHAT_BODY, 6)
+    assert num_lost == 1  # then there is a new connection
+    assert await _text(CHAT, head + await rest(other, CHAT, head[-1][0])) == "".join(WORDS)
+
+
 async def test_who_resumes_while_redis_is_away_waits_for_it(pods, two_gateways, monkeypatch):
     pod = await pods(words=WORDS, pause_s=0.05)
     one, other = await two_gateways(pod)

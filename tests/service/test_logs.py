@@ -45,6 +45,21 @@ def test_a_traceback_is_part_of_its_line(capsys):
     assert "RuntimeError: broken" in line["exception"]
 
 
+@pytest.mark.parametrize("log_format", ["json", "console"])
+def test_a_traceback_shows_no_local_variables(capsys, log_format):
+    """They hold users' prompts, and to show them stopped a gateway for seconds."""
+    logs.configure(PodSettings(log_format=log_format), "gateway")
+    prompt = "a user's secret"
+    try:
+        raise RuntimeError("broken")
+    except RuntimeError:
+        structlog.get_logger("tandem.test").exception("failed")
+        logging.getLogger("some.library").exception("failed too")
+    shown = capsys.readouterr().err
+    assert shown.count("RuntimeError: broken") == 2
+    assert prompt not in shown
+
+
 def test_levels_below_the_setting_are_silent(capsys):
     logs.configure(PodSettings(log_level="warning", log_format="json"), "decode")
     structlog.get_logger("tandem.test").info("quiet")

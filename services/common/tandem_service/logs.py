@@ -34,7 +34,10 @@ def configure(settings: CommonSettings, role: str) -> None:
     render: Processor = (
         structlog.processors.JSONRenderer()
         if as_json
-        else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+        # Not structlog's own choice, which shows local variables: users' prompts, and seconds of work.
+        else structlog.dev.ConsoleRenderer(
+            colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+        )
     )
     if as_json:
         shared.append(structlog.processors.format_exc_info)

@@ -13,8 +13,11 @@ import redis.asyncio as redis
 from redis.asyncio.cluster import RedisCluster
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import NoPermissionError, ResponseError
+from redis.exceptions import NoPermissionError, RedisError, ResponseError
 
+#: What a call may raise when Redis does not answer. The last two are redis-py's when another task closes the
+#: connection meanwhile.
+NO_ANSWER = (RedisError, OSError, TimeoutError, AttributeError, RuntimeError)
 #: A dead Redis host is detected in this time.
 _SOCKET_TIMEOUT_S = 2.0
 

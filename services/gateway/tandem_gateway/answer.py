@@ -28,7 +28,7 @@ class Answer:
     record: answers_pb2.AnswerRecord
     #: What the next computation runs; None: what is missing of the answer.
     request: TokenizedRequest | None
-    #: Whether it can be resumed: later readers find it, here and in the store.
+    #: Whether it can be resumed.
     is_kept: bool
     #: Whether it is computed to its end without readers.
     has_key: bool = False
@@ -39,6 +39,8 @@ class Answer:
     task: asyncio.Task[None] | None = None
     is_running: bool = False
     num_readers: int = 0
+    #: Whether it is no longer found here, and is to leave the store.
+    is_forgotten: bool = False
     #: Furthest position from which a reader has asked for events.
     furthest: int = 0
     num_bytes: int = 0

@@ -23,9 +23,9 @@ from typing import Any
 
 import structlog
 from google.protobuf.message import DecodeError
-from redis.exceptions import NoScriptError, RedisError, ResponseError
+from redis.exceptions import NoScriptError, ResponseError
 from tandem_proto.v1 import answers_pb2, decode_pb2
-from tandem_service.redis_client import RedisAddress, connect
+from tandem_service.redis_client import NO_ANSWER, RedisAddress, connect
 from tandem_service.tasks import end_tasks
 
 from tandem_gateway.request import Event
@@ -223,7 +223,7 @@ class AnswerStore:
         except ResponseError as error:  # out of memory, or a key that is something else
             kind = WrongTypeError if str(error).startswith("WRONGTYPE") else StoreError
             raise kind(f"Redis refuses: {error}") from error
-        except (RedisError, OSError, TimeoutError) as error:
+        except NO_ANSWER as error:
             if self._client is client:
                 self._log.warning("answers are not kept in Redis for now", reason=str(error) or "no answer")
                 self._client = None
@@ -242,7 +242,7 @@ class AnswerStore:
             try:
                 async with asyncio.timeout(_TIMEOUT_S):
                     self._client = await connect(self._address)
-            except (RedisError, OSError, TimeoutError) as error:
+            except NO_ANSWER as error:
                 raise StoreError(f"Redis does not answer: {error}") from error
         async with self._redis() as redis:
             owners = " ".join(map(str, (self._next_owner, *self._owners)))
@@ -282,6 +282,6 @@ def _event(message: decode_pb2.DecodeResponse) -> Event:
 
 
 async def _close(client: Any) -> None:
-    with contextlib.suppress(RedisError, OSError, TimeoutError):
+    with contextlib.suppress(*NO_ANSWER):
         async with asyncio.timeout(_TIMEOUT_S):
             await client.aclose()

@@ -144,10 +144,10 @@ class AnswerWriter:
             await self._write_alone(answer)
 
     async def _write_alone(self, answer: Answer) -> None:
-        if not answer.owner and (answer.num_stored or not answer.is_kept):  # released before, or never there
+        if not answer.owner and (answer.num_stored or answer.is_forgotten):  # released before, or never there
             return
         try:
-            if not answer.is_kept:
+            if answer.is_forgotten:
                 owner, answer.owner = answer.owner, ""
                 await self._store.drop(answer.name, owner)
                 return
@@ -163,7 +163,7 @@ class AnswerWriter:
                 owner, answer.owner = answer.owner, ""
                 await self._store.release(answer.name, owner)
         except StoreError:
-            if answer.is_kept:
+            if not answer.is_forgotten:
                 self._unwritten.add(answer)
         except NotOwnerError as error:
             self._store.end(answer.owner)

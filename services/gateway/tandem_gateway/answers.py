@@ -330,7 +330,7 @@ class Answers:
         self._kept[answer.name] = answer
 
     def _forget(self, answer: Answer) -> None:
-        answer.is_kept = False
+        answer.is_forgotten = True
         if self._kept.get(answer.name) is answer:
             del self._kept[answer.name]
 

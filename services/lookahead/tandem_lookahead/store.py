@@ -30,7 +30,7 @@ from redis.exceptions import RedisError, ResponseError
 from tandem_drafting.lookahead_protocol import spans_from_proto, spans_to_proto
 from tandem_drafting.spans import AcceptedSpan
 from tandem_proto.v1 import lookahead_pb2 as pb
-from tandem_service.redis_client import RedisAddress, connect, is_cluster
+from tandem_service.redis_client import NO_ANSWER, RedisAddress, connect, is_cluster
 from tandem_service.tasks import end_tasks
 
 from tandem_lookahead import scripts
@@ -311,7 +311,7 @@ class RedisStore:
 def _failures() -> Iterator[None]:
     try:
         yield
-    except (RedisError, OSError, TimeoutError) as error:
+    except NO_ANSWER as error:
         raise StoreUnavailableError(f"{type(error).__name__}: {error}") from error
 
 

@@ -147,7 +147,8 @@ class Injector:
         }
         if fault.kind is FaultKind.SLOW:
             self._fleet.slow_down_next_start(fault.name)
-        os.kill(child.pid, number.get(fault.kind, signal.SIGSTOP))
+        with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
+            os.kill(child.pid, number.get(fault.kind, signal.SIGSTOP))
         if fault.kind is FaultKind.PAUSE:
             fault.what += f" for {lasts_s:.2f} s"
             fault.lasts_s = lasts_s

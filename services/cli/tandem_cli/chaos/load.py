@@ -133,6 +133,8 @@ class Client:
         request = stream.case.request
         if stream.event_id:
             request = gateway_pb2.GenerateRequest(last_event_id=stream.event_id)
+        else:
+            stream.begin_anew()
         end = gateway_pb2.GeneratedEnd()
         async for response in self._stub.Generate(request, timeout=_LONGEST_REQUEST_S):
             if response.HasField("end"):
