@@ -23,14 +23,18 @@ from tandem_core.sampling import TokenLogprobs, check_token_ids
 from torch import Tensor
 
 from tandem_engine.batch import Batch
-from tandem_engine.block_manager import BlockManager
+from tandem_engine.block_manager import BlockManager, BlockUsage
 from tandem_engine.draft_source import NUM_LIKELIEST, DraftSource, Emitted, Likeliest
 from tandem_engine.draft_tree import MAX_TREE_NODES
 from tandem_engine.request import Request
 from tandem_engine.runner import ModelRunner
 from tandem_engine.sampling.device import read_back
 from tandem_engine.sampling.verify import Verified, Verifier
-from tandem_engine.scheduler import RequestUpdate, Scheduler
+from tandem_engine.scheduler import PromptWork, RequestCounts, RequestUpdate, Scheduler
+from tandem_engine.step_times import StepTimes
+
+#: Weight of the newest step in a mean of recent ones.
+_RECENT = 0.02
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,19 @@ class StepOutput:
         return [replace(self.truncated(num_tokens), finished=False), rest]
 
 
+@dataclass(frozen=True)
+class EngineSnapshot:
+    """An engine's state between two steps, for any thread."""
+
+    #: Monotonic seconds.
+    taken: float
+    blocks: BlockUsage
+    requests: RequestCounts
+    prompts: tuple[PromptWork, ...]
+    #: Broken invariants that the last check found.
+    violations: tuple[str, ...]
+
+
 class Engine:
     """Continuous batching with tree speculation over one model.
 
@@ -92,10 +109,13 @@ class Engine:
         #: For transfers, which hold blocks together with the requests that own them.
         self.blocks = blocks
         self.num_steps = 0
-        #: Recent mean duration of a decode step; 0 before any.
-        self.decode_step_seconds = 0.0
-        #: Recent prefill speed in tokens per second; 0 before any prefill.
-        self.prefill_tokens_per_second = 0.0
+        #: Of steps that only decode, drafts included; their "tokens" are sequences, "pairs" cached tokens.
+        self.decode_times = StepTimes()
+        #: Of steps that compute prompts.
+        self.prefill_times = StepTimes()
+        #: Recent mean of tokens that a sequence gains in a decode step.
+        self.tokens_per_step = 1.0
+        self._violations: tuple[str, ...] = ()
         self._runner = runner
         self._verifier = verifier
         self._vocab_size = vocab_size
@@ -119,6 +139,20 @@ class Engine:
         self.scheduler.abort(request_id)
         if self._drafter is not None:
             self._drafter.forget(request_id)
+
+    def check(self) -> None:
+        """Checks all invariants; snapshots have what is broken."""
+        self._violations = tuple(self.scheduler.check())
+
+    def snapshot(self) -> EngineSnapshot:
+        scheduler = self.scheduler
+        return EngineSnapshot(
+            time.monotonic(),
+            self.blocks.usage(),
+            scheduler.counts(),
+            scheduler.prompt_work(),
+            self._violations,
+        )
 
     def has_work(self) -> bool:
         return self.scheduler.has_work()
@@ -148,7 +182,7 @@ class Engine:
         updates = self.scheduler.update(batch, verified)
         outputs = self._outputs(batch, verified, updates)
         # Without drafting, which is about 1 % of a step.
-        self._account(batch, computed - started, time.perf_counter() - drafted)
+        self._account(batch, outputs, computed - started, time.perf_counter() - drafted)
         likeliest = results.likeliest if results is not None else None
         self._learn(batch, verified, updates, likeliest or logits)
         return outputs
@@ -212,17 +246,19 @@ class Engine:
             if done.finished:
                 self._drafter.forget(done.request.request_id)
 
-    def _account(self, batch: Batch, computing_s: float, step_s: float) -> None:
+    def _account(
+        self, batch: Batch, outputs: Sequence[StepOutput], computing_s: float, step_s: float
+    ) -> None:
         self.num_steps += 1
         sequences = batch.sequences
         drafted = sum([len(s.draft) for s in sequences if s.draft is not None])
         if batch.num_tokens == len(sequences) + drafted and all(s.samples for s in sequences):
-            old = self.decode_step_seconds
-            self.decode_step_seconds = step_s if old == 0.0 else 0.98 * old + 0.02 * step_s
+            context = sum([s.start for s in sequences])
+            self.decode_times.observe(len(sequences), context, step_s)
+            gained = sum([len(output.token_ids) for output in outputs]) / len(sequences)
+            self.tokens_per_step += _RECENT * (gained - self.tokens_per_step)
             if self._drafter is not None:
-                context = sum([s.start for s in sequences])
                 self._drafter.observe_step(len(sequences), context, drafted, step_s)
-        elif drafted == 0:
-            speed = batch.num_tokens / computing_s
-            old = self.prefill_tokens_per_second
-            self.prefill_tokens_per_second = speed if old == 0.0 else 0.8 * old + 0.2 * speed
+        else:
+            pairs = sum([s.num_new_tokens * (2 * s.start + s.num_new_tokens) for s in sequences]) // 2
+            self.prefill_times.observe(batch.num_tokens, pairs, computing_s)

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -21,12 +22,14 @@ from typing import Any, TypeVar
 from tandem_core.errors import InvariantError
 from tandem_kernels import native
 
-from tandem_engine.engine import Engine, StepOutput
+from tandem_engine.engine import Engine, EngineSnapshot, StepOutput
 
 T = TypeVar("T")
 #: Called on the engine's thread with an output, or with the exception that ended the engine.
 Listener = Callable[[StepOutput | Exception], None]
 
+#: Time without work after which the invariants are checked; that takes milliseconds in a large pool.
+_CHECK_AFTER_S = 0.2
 #: Wait when there is work but none can be scheduled (all blocks are in transfers).
 _NOTHING_SCHEDULED_WAIT_S = 0.005
 
@@ -41,6 +44,7 @@ class EngineLoop:
         self.is_stuck = False
         self._is_waiting = False
         self._num_turns = 0
+        self._snapshot = self.engine.snapshot()
         self._on_failure = on_failure
         self._listeners: dict[str, Listener] = {}
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -59,6 +63,16 @@ class EngineLoop:
     def progress(self) -> int | None:
         """Changes while the thread works; None while it waits for work."""
         return None if self._is_waiting else self._num_turns + native.work_done()
+
+    def snapshot(self) -> tuple[EngineSnapshot, float]:
+        """The newest, and for how many seconds the thread has said nothing: 0 while it waits for work.
+
+        Raises the exception that ended the engine.
+        """
+        if self.failed is not None:
+            raise self.failed
+        newest = self._snapshot
+        return newest, 0.0 if self._is_waiting else time.monotonic() - newest.taken
 
     def call(self, function: Callable[[], T]) -> Future[T]:
         """Runs function on the engine's thread, between steps."""
@@ -106,7 +120,9 @@ class EngineLoop:
             while not self._closing:
                 self._drain(block=not self.engine.has_work())
                 steps_before = self.engine.num_steps
-                for output in self.engine.step():
+                outputs = self.engine.step()
+                self._snapshot = self.engine.snapshot()
+                for output in outputs:
                     self.publish(output)
                 if self.engine.num_steps == steps_before and self.engine.has_work():
                     self._drain(block=True, timeout=_NOTHING_SCHEDULED_WAIT_S)
@@ -120,18 +136,28 @@ class EngineLoop:
 
     def _drain(self, *, block: bool, timeout: float | None = None) -> None:
         """Runs the queued calls; with block, waits for the first one."""
+        is_checked = not block or timeout is not None
+        has_called = False
         while True:
             self._num_turns += 1
             self._is_waiting = block
             try:
-                call = self._calls.get(block=block, timeout=timeout)
+                call = self._calls.get(block=block, timeout=timeout if is_checked else _CHECK_AFTER_S)
             except queue.Empty:
+                if not is_checked:
+                    is_checked = True
+                    self.engine.check()
+                    self._snapshot = self.engine.snapshot()
+                    continue
+                if has_called:  # the next step may be long
+                    self._snapshot = self.engine.snapshot()
                 return
             finally:
                 self._is_waiting = False
             if call is None:
                 return
             call()
+            has_called = is_checked = True
             block = False
 
 

@@ -15,6 +15,7 @@ else is needed, because a token depends on prompt, output, sampling parameters a
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass, field
 
 from tandem_core.errors import InvalidRequestError, InvariantError
@@ -45,6 +46,8 @@ class Request:
     tenant: str = ""
     #: Speculation mode of this request; None: the pod's. A pod never drafts more than its own mode allows.
     speculation: SpeculationMode | None = None
+    #: When its first token should be there, in monotonic seconds; the scheduler serves the earliest first.
+    due: float = math.inf
 
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0

@@ -1,5 +1,6 @@
 """The scheduler, rule by rule. test_scheduler_simulation.py lets all rules meet at random."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -26,11 +27,13 @@ def plain(token_id: int) -> Verified:
     return Verified((token_id,), (0,))
 
 
-def make_request(request_id: str, num_prompt: int = 6, *, base: int = 0, **sampling: object) -> Request:
+def make_request(
+    request_id: str, num_prompt: int = 6, *, base: int = 0, due: float = math.inf, **sampling: object
+) -> Request:
     """Prompts with different ids share no block unless they have the same base."""
     base = base or 1000 * (1 + sum(map(ord, request_id)))
     prompt = list(range(base, base + num_prompt))
-    return Request(request_id, prompt, SamplingParams(**sampling), eos_token_ids=frozenset({EOS}))
+    return Request(request_id, prompt, SamplingParams(**sampling), eos_token_ids=frozenset({EOS}), due=due)
 
 
 def chain(*token_ids: int) -> DraftTree:
@@ -374,6 +377,88 @@ class TestPreemption:
         assert shape(step(scheduler)[0]) == [("a", 4, 1, True)]
         assert (other.num_preemptions, other.output_token_ids) == (1, [1])
         assert scheduler.counts().waiting == 1
+
+
+class TestDeadlines:
+    """The earliest first token first; the order of two requests never changes."""
+
+    def test_the_batch_takes_the_earliest_and_then_the_oldest(self):
+        scheduler = make(max_batch=1)
+        for name, due in (("late", 9.0), ("none", math.inf), ("early", 1.0), ("as early", 1.0)):
+            scheduler.add(make_request(name, 4, max_tokens=1, due=due))
+        assert [shape(step(scheduler)[0])[0][0] for _ in range(4)] == ["early", "as early", "late", "none"]
+
+    def test_chunks_of_an_urgent_prompt_overtake_those_of_a_long_one(self):
+        scheduler = make(chunk_size=8, max_tokens_per_step=8)
+        scheduler.add(make_request("long", 32, max_tokens=1, due=60.0))
+        assert shape(step(scheduler)[0]) == [("long", 0, 8, False)]
+        scheduler.add(make_request("urgent", 8, max_tokens=1, due=1.0))
+        assert shape(step(scheduler)[0]) == [("urgent", 0, 8, True)]
+        assert shape(step(scheduler)[0]) == [("long", 8, 8, False)]
+
+    def test_a_prompt_that_the_next_step_cannot_begin_takes_no_blocks(self):
+        scheduler = make(chunk_size=8, max_tokens_per_step=8)
+        scheduler.add(make_request("first", 32, max_tokens=1, due=1.0))
+        scheduler.add(make_request("second", 32, max_tokens=1, due=2.0))
+        step(scheduler)
+        assert used_blocks(scheduler) == 8, "of the first alone"
+
+    def test_a_full_batch_pauses_the_last_which_keeps_its_kv(self):
+        scheduler = make(max_batch=1)
+        batch_job = make_request("batch", 4, max_tokens=4, due=60.0)
+        scheduler.add(batch_job)
+        step(scheduler)
+        scheduler.add(make_request("chat", 4, max_tokens=2, due=1.0))
+        assert shape(step(scheduler)[0]) == [("chat", 0, 4, True)]
+        assert (batch_job.status, batch_job.num_computed_tokens) == (RequestStatus.WAITING, 4)
+        assert shape(step(scheduler)[0]) == [("chat", 4, 1, True)]
+        assert shape(step(scheduler)[0]) == [("batch", 4, 1, True)], "goes on where it was"
+        assert batch_job.num_preemptions == 0
+
+    def test_equal_deadlines_pause_nobody(self):
+        scheduler = make(max_batch=1)
+        other = make_request("other", 4, max_tokens=4)
+        scheduler.reserve(other)
+        scheduler.add(make_request("running", 4, max_tokens=2))
+        step(scheduler)
+        scheduler.adopt(other, 4, (1,))
+        assert shape(step(scheduler)[0])[0][0] == "running"
+
+    @pytest.mark.parametrize(("due", "is_preempted"), [(60.0, True), (9.0, False)])
+    def test_blocks_are_taken_from_what_is_due_much_later_only(self, due, is_preempted):
+        scheduler = make(num_blocks=4)
+        later = make_request("later", 8, max_tokens=5, due=due)
+        scheduler.add(later)
+        step(scheduler)
+        scheduler.add(make_request("urgent", 12, max_tokens=1, due=1.0))
+        names = [name for name, *_ in shape(step(scheduler)[0])]
+        assert names == (["urgent"] if is_preempted else ["later"])
+        assert later.num_preemptions == is_preempted
+
+    def test_nobody_is_preempted_for_one_that_would_not_fit_even_then(self):
+        scheduler = make(num_blocks=6)
+        later = make_request("later", 4, max_tokens=5, due=60.0)
+        scheduler.add(later)
+        scheduler.reserve(make_request("in transfer", 14, max_tokens=1, due=2.0))
+        step(scheduler)
+        scheduler.add(make_request("urgent", 12, max_tokens=1, due=1.0))
+        assert shape(step(scheduler)[0])[0][0] == "later"
+
+    def test_a_reservation_passes_a_later_one_that_waits_for_blocks(self):
+        scheduler = make(num_blocks=4)
+        scheduler.add(make_request("running", 8, max_tokens=8, due=0.0))
+        scheduler.add(make_request("waits", 12, max_tokens=1, due=5.0))
+        step(scheduler)
+        assert scheduler.reserve(make_request("later", 4, max_tokens=1, due=6.0)) is None
+        assert scheduler.reserve(make_request("earlier", 4, max_tokens=1, due=4.0)) is not None
+
+    def test_a_reservation_takes_blocks_of_what_is_due_much_later(self):
+        scheduler = make(num_blocks=4)
+        later = make_request("later", 8, max_tokens=8, due=60.0)
+        scheduler.add(later)
+        step(scheduler)
+        assert scheduler.reserve(make_request("urgent", 12, max_tokens=1, due=1.0)) is not None
+        assert later.num_preemptions == 1
 
 
 class TestAbort:

@@ -6,6 +6,7 @@ KV:     the simulated cache stores, for each slot, the whole text that its entry
         early, shared wrongly, or left behind by a draft is found where a model would read it.
 """
 
+import math
 import random
 import zlib
 from dataclasses import dataclass, field
@@ -145,7 +146,9 @@ class Simulation:
             ignore_eos=rng.random() < 0.3,
         )
         salt = rng.choice([b"", b"", b"other"])
-        request = Request(str(len(self.all)), prompt, sampling, salt, frozenset({EOS}))
+        # Some are due long before those that came earlier, some never.
+        due = len(self.all) + rng.choice([0.0, 3.0, 60.0, math.inf])
+        request = Request(str(len(self.all)), prompt, sampling, salt, frozenset({EOS}), due=due)
         self.all.append(request)
         self.live.append(request)
         if rng.random() < 0.4:

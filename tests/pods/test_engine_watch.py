@@ -27,6 +27,12 @@ class Busy:
 
     num_steps = 0
 
+    def snapshot(self) -> None:
+        return None
+
+    def check(self) -> None:
+        return None
+
     def has_work(self) -> bool:
         return True
 

@@ -28,12 +28,18 @@ class Idle:
     def step(self):
         return []
 
+    def snapshot(self):
+        return None
+
+    def check(self):
+        return None
+
 async def main():
     settings = PodSettings(port=0, drain_s=0.0, pod_id="p")
     server = PodServer(settings, role="decode", service_names=[], status_codes={})
     loop = EngineLoop(Idle())
 
-    async def status():
+    def status():
         return common_pb2.PodStatus()
 
     async with running(loop), serving(server, status, lambda newest: None, loop, counts_work=True):

@@ -1,15 +1,23 @@
-"""The pod's status as gauges."""
+"""The pod's status, and its gauges."""
 
 import asyncio
-from collections.abc import Callable
+import threading
+import time
 from dataclasses import fields
+from types import SimpleNamespace
 
 import pytest
 import structlog
 from prometheus_client import CollectorRegistry
+from tandem_engine.block_manager import BlockUsage
+from tandem_engine.engine import EngineSnapshot
 from tandem_engine.gpu_block_store import CopyCounts
-from tandem_pod.status import PodGauges, StatusReader, refreshing_gauges
+from tandem_engine.loop import EngineLoop
+from tandem_engine.scheduler import PromptWork, RequestCounts, SchedulerConfig
+from tandem_engine.step_times import StepTimes
+from tandem_pod.status import PodGauges, pod_status, refreshing_gauges
 from tandem_proto.v1 import common_pb2
+from waiting import until
 
 STATUS = common_pb2.PodStatus(
     usage=common_pb2.ResourceUsage(
@@ -55,73 +63,10 @@ def test_a_gpus_copies_are_shown_as_they_are_at_the_scrape():
     assert registry.get_sample_value("tandem_kv_frames_copied_out") == counts.num_copied_out
 
 
-class BusyThread:
-    """An engine's thread whose calls run when the test says so."""
-
-    def __init__(self) -> None:
-        self.calls: list[Callable[[], None]] = []
-
-    def call_async(self, function):
-        future = asyncio.get_running_loop().create_future()
-
-        def run() -> None:
-            try:
-                future.set_result(function())
-            except RuntimeError as error:
-                future.set_exception(error)
-
-        self.calls.append(run)
-        return future
-
-    def run(self) -> None:
-        while self.calls:
-            self.calls.pop()()
-
-
-async def test_a_long_step_delays_no_status_and_its_age_is_said():
-    thread, seen = BusyThread(), iter(range(1, 9))
-    reader = StatusReader(
-        thread.call_async, lambda: common_pb2.PodStatus(requests_total=next(seen)), wait_s=0.01
-    )
-    first = asyncio.create_task(reader())
-    await asyncio.sleep(0.05)
-    assert not first.done(), "there is nothing to answer with before the first status"
-    thread.run()
-    assert (await first).requests_total == 1
-    during = [await reader() for _ in range(3)]
-    assert [status.requests_total for status in during] == [1, 1, 1]
-    assert 0.02 < during[1].age_seconds < during[2].age_seconds
-    assert len(thread.calls) == 1, "calls do not pile up behind the step"
-    thread.run()
-    await asyncio.sleep(0)
-    after = asyncio.create_task(reader())
-    await asyncio.sleep(0)
-    thread.run()
-    status = await after
-    assert status.requests_total == 3, "not the one that was read for an earlier call"
-    assert status.age_seconds < 1
-
-
-async def test_an_engine_that_failed_fails_the_status():
-    def fail() -> common_pb2.PodStatus:
-        raise RuntimeError("the engine's thread has ended")
-
-    thread = BusyThread()
-    reader = StatusReader(thread.call_async, fail, wait_s=0.01)
-    with pytest.raises(RuntimeError, match="has ended"):
-        call = asyncio.create_task(reader())
-        await asyncio.sleep(0)
-        thread.run()
-        await call
-
-
 async def test_the_status_is_shown_at_once_and_no_more_after_the_end():
     shown = asyncio.Event()
 
-    async def status() -> common_pb2.PodStatus:
-        return STATUS
-
-    async with refreshing_gauges(status, lambda _: shown.set()):
+    async with refreshing_gauges(lambda: STATUS, lambda _: shown.set()):
         await asyncio.wait_for(shown.wait(), 5.0)
     assert "pod-gauges" not in {task.get_name() for task in asyncio.all_tasks()}
 
@@ -130,7 +75,7 @@ async def test_a_status_that_fails_does_not_end_the_refreshing():
     answers = iter([RuntimeError("the engine is gone"), STATUS])
     shown = asyncio.Event()
 
-    async def status() -> common_pb2.PodStatus:
+    def status() -> common_pb2.PodStatus:
         answer = next(answers, STATUS)
         if isinstance(answer, Exception):
             raise answer
@@ -140,3 +85,71 @@ async def test_a_status_that_fails_does_not_end_the_refreshing():
         async with refreshing_gauges(status, lambda _: shown.set(), interval_s=0.01):
             await asyncio.wait_for(shown.wait(), 5.0)
     assert [str(entry["event"]) for entry in logs] == ["cannot read the pod's status for its gauges"]
+
+
+class LongSteps:
+    """An engine with work; each of its steps takes as long as the test says."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.in_step, self.may_end = threading.Event(), threading.Event()
+        self.prefill_times = StepTimes()
+        self.scheduler = SimpleNamespace(config=SchedulerConfig(max_model_len=4096))
+
+    def has_work(self) -> bool:
+        return not self.may_end.is_set()
+
+    def check(self) -> None:
+        self.num_checks = 1
+
+    def step(self) -> list:
+        self.in_step.set()
+        self.may_end.wait()
+        self.num_steps += 1
+        return []
+
+    def snapshot(self) -> EngineSnapshot:
+        prompts = tuple(PromptWork(time.monotonic() + i, 0, 10) for i in range(40))
+        return EngineSnapshot(time.monotonic(), BlockUsage(9, 8, 7, 1), RequestCounts(1, 2, 3), prompts, ())
+
+
+def status_of(loop: EngineLoop) -> common_pb2.PodStatus:
+    manifest = SimpleNamespace(name="m", revision="r", max_model_len=4096)
+    parts = SimpleNamespace(engine=loop.engine, manifest=manifest, layout=SimpleNamespace(block_size=64))
+    return pod_status(parts, loop, pod_id="p", role="decode")
+
+
+async def test_no_status_waits_for_a_step_and_its_age_is_said():
+    engine = LongSteps()
+    loop = EngineLoop(engine)
+    loop.start()
+    try:
+        await until(engine.in_step.is_set)
+        first = status_of(loop)
+        await asyncio.sleep(0.05)
+        second = status_of(loop)
+        assert second.age_seconds - first.age_seconds > 0.04
+        assert (first.usage.requests_waiting, first.usage.requests_running) == (4, 2)
+        engine.may_end.set()
+        await until(lambda: loop.progress() is None)
+        assert status_of(loop).age_seconds == 0, "an engine without work is as it was"
+    finally:
+        engine.may_end.set()
+        await asyncio.to_thread(loop.close)
+
+
+def test_the_last_prompt_of_a_status_stands_for_those_that_are_not_listed():
+    prompts = status_of(EngineLoop(LongSteps())).prompts
+    assert len(prompts) == 32
+    assert sum(prompt.stop - prompt.start for prompt in prompts) == 400
+    assert [round(prompt.due_seconds) for prompt in prompts] == list(range(32))
+
+
+async def test_an_engine_that_failed_fails_the_status():
+    engine = LongSteps()
+    engine.step = lambda: 1 / 0
+    loop = EngineLoop(engine)
+    loop.start()
+    await until(lambda: loop.failed is not None)
+    with pytest.raises(ZeroDivisionError):
+        status_of(loop)

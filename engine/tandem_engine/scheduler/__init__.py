@@ -6,11 +6,12 @@ sequences   what one sequence computes in a step, a check of the result, and whe
 config      limits, reservations, counts
 """
 
-from tandem_engine.scheduler.config import RequestCounts, Reservation, SchedulerConfig
+from tandem_engine.scheduler.config import PromptWork, RequestCounts, Reservation, SchedulerConfig
 from tandem_engine.scheduler.core import Scheduler
 from tandem_engine.scheduler.sequences import RequestUpdate, VerifiedTokens, append_tokens
 
 __all__ = [
+    "PromptWork",
     "RequestCounts",
     "RequestUpdate",
     "Reservation",

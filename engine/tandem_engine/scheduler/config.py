@@ -52,6 +52,16 @@ class Reservation:
 
 
 @dataclass(frozen=True)
+class PromptWork:
+    """A prompt that is not computed yet: tokens [start, stop)."""
+
+    #: Monotonic seconds, as in `Request.due`.
+    due: float
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
 class RequestCounts:
     """Number of requests by state; those that have KV and wait for a place in the batch count as waiting."""
 

@@ -11,14 +11,14 @@
 
 Prefill and decode share one rule: num_computed_tokens approaches num_tokens. A step holds, in this order and
 within the token budget: one token per decoding sequence, the nodes of their drafts, and chunks of prompts.
-The order is first come, first served.
+The order is earliest deadline first (`queues`).
 
 A sequence joins only when blocks for all its known tokens are free, so a prefill never stalls half way.
 Decoding then takes a block every block_size tokens. A draft uses only free blocks; for the next token itself
-the youngest sequence is preempted.
+the last sequence in order is preempted.
 
-Not here: deadlines and priorities (gateway), stop strings (pods, through `finish`). All calls come from the
-engine's thread.
+Not here: which deadline a request has (gateway), stop strings (pods, through `finish`). All calls come from
+the engine's thread.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tandem_core.sampling import FinishReason
 from tandem_engine.batch import Batch, ScheduledSequence
 from tandem_engine.block_manager import BlockManager
 from tandem_engine.request import Request, RequestStatus
-from tandem_engine.scheduler.config import RequestCounts, Reservation, SchedulerConfig
+from tandem_engine.scheduler.config import PromptWork, RequestCounts, Reservation, SchedulerConfig
 from tandem_engine.scheduler.queues import RequestQueues
 from tandem_engine.scheduler.sequences import (
     RequestUpdate,
@@ -70,11 +70,12 @@ class Scheduler:
     def reserve(self, request: Request) -> Reservation | None:
         """Blocks for a prompt that a prefill pod will compute; None while they are short (retry later).
 
-        The request is then WAITING_FOR_KV until `adopt` or `abort`. Raises as `add` does. Requests that
-        already wait here for blocks come first.
+        The request is then WAITING_FOR_KV until `adopt` or `abort`. Raises as `add` does. Earlier
+        requests that wait here for blocks come first.
         """
         self._validate(request)
-        if not self._queues.reserve(request):
+        # The blocks of requests in the step under way may still be written.
+        if not self._queues.reserve(request, may_preempt=self._in_flight is None):
             return None
         block_ids = self._blocks.block_ids(request.request_id)
         num_cached = request.num_computed_tokens
@@ -89,7 +90,7 @@ class Scheduler:
         With the token(s) that the prefill pod sampled, the whole prompt must be computed; they are
         appended, the finish rules apply, and what happened is returned. With None (the transfer failed or
         fell short) the rest of the prompt is computed here and None is returned. Either way the request
-        keeps its blocks and runs from the next step if there is a place, else in order of arrival.
+        keeps its blocks and runs from the next step if there is a place, else in its order.
 
         A request aborted meanwhile is FINISHED and must not be adopted.
         """
@@ -195,6 +196,9 @@ class Scheduler:
 
     def counts(self) -> RequestCounts:
         return self._queues.counts()
+
+    def prompt_work(self) -> tuple[PromptWork, ...]:
+        return self._queues.prompt_work()
 
     def check(self) -> list[str]:
         """Audit queues and blocks; one sentence per fault, empty when every invariant holds."""

@@ -1,22 +1,33 @@
 """The queues of requests, admission to the batch, and preemption.
 
-    waiting    no blocks                 in order of arrival
-    ready      blocks, KV adopted        in order of arrival, joins before younger waiting requests
-    reserved   blocks, KV in transfer    leaves by adopt or remove only
-    running    blocks for all its tokens in order of arrival, at most max_batch
+    waiting    no blocks
+    ready      blocks and KV; wants a place in the batch
+    reserved   blocks, KV in transfer; leaves by adopt or remove only
+    running    blocks for all its tokens; at most max_batch
 
-No starvation or deadlock: the oldest running request may preempt all others that hold blocks, except the
-reserved ones, whose transfers end by themselves. A waiting head that lacks blocks stops new reservations;
-only requests that already hold blocks may pass it.
+The order everywhere is earliest deadline first (`Request.due`), then arrival. The batch has the first of
+those that hold blocks: with a full batch, a later one that runs is paused and keeps its KV. Only for a
+request that is due much earlier are blocks taken away, because that KV must be computed again.
+
+No starvation or deadlock: the order of two requests never changes, and a deadline lies at most a bounded time
+behind the arrival. So every request becomes the first, which may preempt all others that hold blocks, except
+the reserved ones, whose transfers end by themselves. A waiting head that lacks blocks stops reservations for
+later ones; of these only requests that already hold blocks may pass it.
 """
 
 from __future__ import annotations
 
 from bisect import insort
+from typing import TypeAlias
 
 from tandem_engine.block_manager import BlockManager
 from tandem_engine.request import Request, RequestStatus
-from tandem_engine.scheduler.config import RequestCounts, SchedulerConfig
+from tandem_engine.scheduler.config import PromptWork, RequestCounts, SchedulerConfig
+
+#: A request's blocks are taken for one that waits if that is due so many seconds earlier.
+_MUCH_EARLIER_S = 10.0
+
+_Order: TypeAlias = tuple[float, int]
 
 
 class RequestQueues:
@@ -26,8 +37,8 @@ class RequestQueues:
         self._blocks = blocks
         self._config = config
         self._requests: dict[str, Request] = {}
-        #: Each live request's place in the order of arrival.
-        self._arrivals: dict[str, int] = {}
+        #: Of each live request: its deadline, and its place in the order of arrival.
+        self._orders: dict[str, _Order] = {}
         self._num_arrivals = 0
         self._waiting: list[Request] = []
         self._ready: list[Request] = []
@@ -52,11 +63,14 @@ class RequestQueues:
     def enter(self, request: Request) -> None:
         """A new request waits."""
         self._register(request)
-        insort(self._waiting, request, key=self._arrival)
+        insort(self._waiting, request, key=self._order)
 
-    def reserve(self, request: Request) -> bool:
-        """A new request gets all its blocks and waits for its KV; False, and no change, without blocks."""
-        if self._short_of_blocks is not None or not self._allocate_all(request):
+    def reserve(self, request: Request, *, may_preempt: bool) -> bool:
+        """A new request gets all its blocks and waits for its KV; False without blocks."""
+        short = self._short_of_blocks
+        if short is not None and self._order(short) < (request.due, self._num_arrivals):
+            return False
+        if not (self._make_room(request) if may_preempt else self._allocate_all(request)):
             return False
         self._register(request)
         request.status = RequestStatus.WAITING_FOR_KV
@@ -70,7 +84,7 @@ class RequestQueues:
         """A reserved request's transfer is over."""
         del self._reserved[request.request_id]
         request.status = RequestStatus.WAITING
-        insort(self._ready, request, key=self._arrival)
+        insort(self._ready, request, key=self._order)
 
     def remove(self, request: Request) -> None:
         """Remove a finished request; the caller frees its blocks."""
@@ -84,34 +98,74 @@ class RequestQueues:
         if request is self._short_of_blocks:
             self._short_of_blocks = None
         del self._requests[request.request_id]
-        del self._arrivals[request.request_id]
+        del self._orders[request.request_id]
         request.status = RequestStatus.FINISHED
 
     # -- admission ------------------------------------------------------------------------------------
 
     def admit(self) -> None:
-        """Fill the batch, oldest first; a request that lacks blocks is passed by those that have them."""
-        # Blocks are allocated only when the budget allows computing into them.
-        budget = self._config.max_tokens_per_step - sum(r.num_uncomputed_tokens for r in self._running)
+        """Fill the batch in order; a request that lacks blocks is passed by those that have them."""
         head_fits = True
-        while len(self._running) < self._config.max_batch:
-            head = self._waiting[0] if self._waiting and head_fits and budget > 0 else None
+        while self._waiting or self._ready:
+            head = self._waiting[0] if self._waiting and head_fits else None
+            if head is not None and not self._can_compute(head):
+                head = None
             ready = self._ready[0] if self._ready else None
-            if head is not None and (ready is None or self._arrival(head) < self._arrival(ready)):
-                head_fits = self._allocate_all(head)
+            if head is None or (ready is not None and self._order(ready) < self._order(head)):
+                joining = ready
+            else:
+                joining = head
+            if joining is None or not self._has_place(joining):
+                return
+            if joining is ready:
+                self._ready.pop(0)
+            else:
+                head_fits = self._make_room(joining)
                 if not head_fits:
-                    self._short_of_blocks = head
+                    self._short_of_blocks = joining
                     continue
-                joining = self._waiting.pop(0)
+                self._waiting.pop(0)
                 if joining is self._short_of_blocks:
                     self._short_of_blocks = None
-            elif ready is not None:
-                joining = self._ready.pop(0)
-            else:
-                return
+            if len(self._running) == self._config.max_batch:
+                self._pause(self._running[-1])
             joining.status = RequestStatus.RUNNING
-            insort(self._running, joining, key=self._arrival)
-            budget -= joining.num_uncomputed_tokens
+            insort(self._running, joining, key=self._order)
+
+    def _can_compute(self, request: Request) -> bool:
+        """Whether the next step has room for its prompt behind what comes first: blocks are allocated only
+        when they will be computed into."""
+        order = self._order(request)
+        earlier = sum([r.num_uncomputed_tokens for r in self._running if self._order(r) < order])
+        return earlier < self._config.max_tokens_per_step
+
+    def _has_place(self, request: Request) -> bool:
+        """Whether the batch has one, or would with its last request paused, which is due later."""
+        return len(self._running) < self._config.max_batch or request.due < self._running[-1].due
+
+    def _pause(self, request: Request) -> None:
+        """Out of the batch; it keeps its KV."""
+        self._running.remove(request)
+        request.draft = None
+        request.status = RequestStatus.WAITING
+        insort(self._ready, request, key=self._order)
+
+    def _make_room(self, request: Request) -> bool:
+        """Allocates all blocks, if need be those of requests that are due much later. False takes none."""
+        if self._allocate_all(request):
+            return True
+        holders = [r for r in self._running + self._ready if r.due > request.due + _MUCH_EARLIER_S]
+        # An upper bound, without what is cached: nothing is preempted for a request that still may not fit.
+        missing = self._blocks.blocks_for(request.num_tokens) + len(self._running) + len(self._ready)
+        held = sum([len(self._blocks.block_ids(r.request_id)) for r in holders])
+        if missing > self._blocks.num_free_blocks + held:
+            return False
+        holders.sort(key=self._order)
+        while holders:
+            self._preempt(holders.pop())
+            if self._allocate_all(request):
+                return True
+        return False  # their blocks are shared with others
 
     def _allocate_all(self, request: Request) -> bool:
         """Adopt what is cached and allocate the rest of all known tokens; False changes nothing.
@@ -134,14 +188,14 @@ class RequestQueues:
     # -- preemption -----------------------------------------------------------------------------------
 
     def secure_next_tokens(self) -> list[Request]:
-        """Give every running sequence, oldest first, blocks for all its known tokens; preempt if need be.
+        """Give every running sequence, in order, blocks for all its known tokens; preempt if need be.
 
         Returns those that can run this step. A sequence with nobody to preempt keeps its KV and waits.
         """
         able = []
         for request in self.running:
             if request.status is not RequestStatus.RUNNING:
-                continue  # just preempted for an older one
+                continue  # just preempted for an earlier one
             while not (secured := self._blocks.allocate(request, request.num_tokens)):
                 victim = self._victim(request)
                 if victim is None:
@@ -152,19 +206,19 @@ class RequestQueues:
         return able
 
     def _victim(self, request: Request) -> Request | None:
-        """The latest arrival among the younger running ones and those that hold blocks but do not run."""
-        younger = [r for r in self._running if self._arrival(r) > self._arrival(request)]
-        return max(younger + self._ready, key=self._arrival, default=None)
+        """The last in order among the later running ones and those that hold blocks but do not run."""
+        later = [r for r in self._running if self._order(r) > self._order(request)]
+        return max(later + self._ready, key=self._order, default=None)
 
     def _preempt(self, victim: Request) -> None:
-        """Free a request's blocks; it keeps its tokens and waits ahead of later arrivals."""
+        """Free a request's blocks; it keeps its tokens and its place in the order."""
         (self._running if victim.status is RequestStatus.RUNNING else self._ready).remove(victim)
         self._blocks.free(victim)
         victim.num_computed_tokens = 0
         victim.num_preemptions += 1
         victim.draft = None
         victim.status = RequestStatus.WAITING
-        insort(self._waiting, victim, key=self._arrival)
+        insort(self._waiting, victim, key=self._order)
 
     # -- accounting -----------------------------------------------------------------------------------
 
@@ -174,6 +228,12 @@ class RequestQueues:
             running=len(self._running),
             waiting_for_kv=len(self._reserved),
         )
+
+    def prompt_work(self) -> tuple[PromptWork, ...]:
+        """Of every request that still computes its prompt here, the earliest deadline first."""
+        prompts = [r for r in (*self._waiting, *self._ready, *self._running) if not r.is_decoding]
+        prompts.sort(key=self._order)
+        return tuple([PromptWork(r.due, r.num_computed_tokens, r.num_tokens) for r in prompts])
 
     def block_owners(self) -> frozenset[str]:
         """Ids of the requests that own blocks by the queue they are in."""
@@ -186,8 +246,8 @@ class RequestQueues:
         faults = []
         if sorted(r.request_id for r in queued) != sorted(self._requests):
             faults.append("the queues and the live requests differ")
-        if self._requests.keys() != self._arrivals.keys():
-            faults.append("the live requests and their order of arrival differ")
+        if self._requests.keys() != self._orders.keys():
+            faults.append("the live requests and their order differ")
         if len(self._running) > self._config.max_batch:
             faults.append(f"{len(self._running)} requests run, more than {self._config.max_batch}")
         for status, queue in (
@@ -197,8 +257,8 @@ class RequestQueues:
             (RequestStatus.WAITING_FOR_KV, reserved),
         ):
             faults += [f"{r.request_id} is {r.status}, not {status}" for r in queue if r.status is not status]
-            arrivals = [self._arrival(r) for r in queue]
-            if arrivals != sorted(arrivals):
+            orders = [self._order(r) for r in queue]
+            if orders != sorted(orders) and queue is not reserved:
                 faults.append(f"a queue of {status} requests is out of order")
         faults += [
             f"{r.request_id}: {r.num_computed_tokens} of {r.num_tokens} tokens are computed, yet it lives"
@@ -211,8 +271,8 @@ class RequestQueues:
 
     def _register(self, request: Request) -> None:
         self._requests[request.request_id] = request
-        self._arrivals[request.request_id] = self._num_arrivals
+        self._orders[request.request_id] = (request.due, self._num_arrivals)
         self._num_arrivals += 1
 
-    def _arrival(self, request: Request) -> int:
-        return self._arrivals[request.request_id]
+    def _order(self, request: Request) -> _Order:
+        return self._orders[request.request_id]

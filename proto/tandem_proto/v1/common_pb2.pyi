@@ -535,12 +535,18 @@ class PodStatus(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     KV_FREE_RATIO_FIELD_NUMBER: _builtins.int
-    STEP_SECONDS_FIELD_NUMBER: _builtins.int
-    PREFILL_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
     REQUESTS_TOTAL_FIELD_NUMBER: _builtins.int
     DRAFTED_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
     ACCEPTED_TOKENS_TOTAL_FIELD_NUMBER: _builtins.int
     AGE_SECONDS_FIELD_NUMBER: _builtins.int
+    PROMPTS_FIELD_NUMBER: _builtins.int
+    CHUNK_SIZE_FIELD_NUMBER: _builtins.int
+    PREFILL_COST_FIELD_NUMBER: _builtins.int
+    DECODE_COST_FIELD_NUMBER: _builtins.int
+    TOKENS_PER_STEP_FIELD_NUMBER: _builtins.int
+    MAX_BATCH_FIELD_NUMBER: _builtins.int
+    LOCAL_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    IDLE_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     pod_id: _builtins.str
     role: _builtins.str
     model: _builtins.str
@@ -549,18 +555,38 @@ class PodStatus(_message.Message):
     block_size: _builtins.int
     kv_free_ratio: _builtins.float
     """Free and cached blocks as a share of all, in [0, 1]."""
-    step_seconds: _builtins.float
-    """Recent mean seconds per decode step and prefill tokens per second; 0 before any were seen."""
-    prefill_tokens_per_second: _builtins.float
     requests_total: _builtins.int
     drafted_tokens_total: _builtins.int
     accepted_tokens_total: _builtins.int
     age_seconds: _builtins.float
-    """Since the engine's thread reported this. It answers between two steps, so the age of a status grows in a long
-    step.
+    """Since the engine's thread reported this, which it does after each step; 0 while it waits for work."""
+    chunk_size: _builtins.int
+    """Prompt tokens that the pod computes at most in one step."""
+    tokens_per_step: _builtins.float
+    """Recent mean of tokens that a sequence gains in a decode step."""
+    max_batch: _builtins.int
+    """Sequences that share a step at most."""
+    local_prefill_tokens: _builtins.int
+    """A decode pod computes a prompt itself, if fewer of its tokens are uncached; the second limit counts while the pod is
+    idle.
     """
+    idle_prefill_tokens: _builtins.int
     @_builtins.property
     def usage(self) -> Global___ResourceUsage: ...
+    @_builtins.property
+    def prompts(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptWork]:
+        """Prompts that the pod has not computed, the earliest deadline first; at most 32, the last of which stands for the
+        rest.
+        """
+
+    @_builtins.property
+    def prefill_cost(self) -> Global___StepCost:
+        """Duration of steps that compute prompts."""
+
+    @_builtins.property
+    def decode_cost(self) -> Global___StepCost:
+        """Of steps that only decode; here tokens are sequences, and pairs their cached tokens."""
+
     def __init__(
         self,
         *,
@@ -572,17 +598,80 @@ class PodStatus(_message.Message):
         block_size: _builtins.int = ...,
         usage: Global___ResourceUsage | None = ...,
         kv_free_ratio: _builtins.float = ...,
-        step_seconds: _builtins.float = ...,
-        prefill_tokens_per_second: _builtins.float = ...,
         requests_total: _builtins.int = ...,
         drafted_tokens_total: _builtins.int = ...,
         accepted_tokens_total: _builtins.int = ...,
         age_seconds: _builtins.float = ...,
+        prompts: _abc.Iterable[Global___PromptWork] | None = ...,
+        chunk_size: _builtins.int = ...,
+        prefill_cost: Global___StepCost | None = ...,
+        decode_cost: Global___StepCost | None = ...,
+        tokens_per_step: _builtins.float = ...,
+        max_batch: _builtins.int = ...,
+        local_prefill_tokens: _builtins.int = ...,
+        idle_prefill_tokens: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode_cost", b"decode_cost", "prefill_cost", b"prefill_cost", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens_total", b"accepted_tokens_total", "age_seconds", b"age_seconds", "block_size", b"block_size", "drafted_tokens_total", b"drafted_tokens_total", "kv_free_ratio", b"kv_free_ratio", "max_model_len", b"max_model_len", "model", b"model", "model_revision", b"model_revision", "pod_id", b"pod_id", "prefill_tokens_per_second", b"prefill_tokens_per_second", "requests_total", b"requests_total", "role", b"role", "step_seconds", b"step_seconds", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens_total", b"accepted_tokens_total", "age_seconds", b"age_seconds", "block_size", b"block_size", "chunk_size", b"chunk_size", "decode_cost", b"decode_cost", "drafted_tokens_total", b"drafted_tokens_total", "idle_prefill_tokens", b"idle_prefill_tokens", "kv_free_ratio", b"kv_free_ratio", "local_prefill_tokens", b"local_prefill_tokens", "max_batch", b"max_batch", "max_model_len", b"max_model_len", "model", b"model", "model_revision", b"model_revision", "pod_id", b"pod_id", "prefill_cost", b"prefill_cost", "prompts", b"prompts", "requests_total", b"requests_total", "role", b"role", "tokens_per_step", b"tokens_per_step", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PodStatus: _TypeAlias = PodStatus  # noqa: Y015
+
+@_typing.final
+class StepCost(_message.Message):
+    """Seconds of a step = per_step + per_token * tokens + per_pair * (pairs of a token and an earlier one); all 0 before any
+    step.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PER_STEP_FIELD_NUMBER: _builtins.int
+    PER_TOKEN_FIELD_NUMBER: _builtins.int
+    PER_PAIR_FIELD_NUMBER: _builtins.int
+    per_step: _builtins.float
+    per_token: _builtins.float
+    per_pair: _builtins.float
+    def __init__(
+        self,
+        *,
+        per_step: _builtins.float = ...,
+        per_token: _builtins.float = ...,
+        per_pair: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["per_pair", b"per_pair", "per_step", b"per_step", "per_token", b"per_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepCost: _TypeAlias = StepCost  # noqa: Y015
+
+@_typing.final
+class PromptWork(_message.Message):
+    """Part of a prompt that is to be computed: tokens [start, stop)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DUE_SECONDS_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
+    due_seconds: _builtins.float
+    """Seconds until the first token should be there; negative: it is late."""
+    start: _builtins.int
+    stop: _builtins.int
+    def __init__(
+        self,
+        *,
+        due_seconds: _builtins.float = ...,
+        start: _builtins.int = ...,
+        stop: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["due_seconds", b"due_seconds", "start", b"start", "stop", b"stop"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptWork: _TypeAlias = PromptWork  # noqa: Y015

@@ -110,7 +110,8 @@ class Handoff:
         self._block_bytes = block_bytes
         self._vocab_size = vocab_size
         self._ending: set[asyncio.Task[None]] = set()
-        self._reserving = asyncio.Lock()
+        #: Requests that want blocks. Each one's event is set when it becomes the first.
+        self._reserving: dict[Request, asyncio.Event] = {}
 
     async def run(
         self, request: Request, message: decode_pb2.DecodeRequest, attempts: Attempts
@@ -140,7 +141,7 @@ class Handoff:
                 if attempts.num_failed:
                     incoming.reopen()
                 try:
-                    first, result = await self._attempt(client, target, message, incoming, result)
+                    first, result = await self._attempt(client, target, request, message, incoming, result)
                     client.succeeded(target)
                     break
                 except PrefillFailedError as error:
@@ -168,6 +169,7 @@ class Handoff:
         self,
         client: PrefillClient,
         target: str,
+        request: Request,
         message: decode_pb2.DecodeRequest,
         incoming: IncomingTransfer,
         result: HandoffResult,
@@ -181,6 +183,7 @@ class Handoff:
                 tenant=message.tenant,
                 prompt_token_ids=message.prompt_token_ids,
                 output_token_ids=message.output_token_ids,
+                due_seconds=request.due - time.monotonic(),
                 sampling=message.sampling,
                 ticket=ticket_to_proto(incoming.ticket),
             ),
@@ -208,13 +211,25 @@ class Handoff:
         )
 
     async def _reserve(self, request: Request, holds: list[BlockHold]) -> Reservation:
-        # One request tries at a time, in order of arrival: small prompts cannot starve a large one.
-        async with self._reserving:
+        # The one with the earliest deadline tries: small prompts cannot starve a large one.
+        turn = self._reserving[request] = asyncio.Event()
+        try:
             while True:
+                if self._next_to_reserve() is not request:
+                    turn.clear()
+                    await turn.wait()
+                    continue
                 reservation = await self._loop.call_async(lambda: self._try_reserve(request, holds))
                 if reservation is not None:
                     return reservation
                 await asyncio.sleep(RESERVE_RETRY_S)
+        finally:
+            del self._reserving[request]
+            if self._reserving:
+                self._reserving[self._next_to_reserve()].set()
+
+    def _next_to_reserve(self) -> Request:
+        return min(self._reserving, key=lambda request: request.due)
 
     def _try_reserve(self, request: Request, holds: list[BlockHold]) -> Reservation | None:
         scheduler = self._loop.engine.scheduler

@@ -36,7 +36,7 @@ from tandem_engine.scheduler import append_tokens
 from tandem_engine.transport.incoming import KVReceiver
 from tandem_engine.transport.outgoing import KVSender
 from tandem_pod.engine_watch import leave_if_stuck
-from tandem_pod.status import StatusReader, pod_status
+from tandem_pod.status import decode_cost, due_at, pod_status
 from tandem_prefill.servicer import PrefillServicer
 from tandem_proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 
@@ -137,7 +137,6 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         self._num_calls = 0
         self._drafted = 0
         self._accepted = 0
-        self.status = StatusReader(loop.call_async, self._status)
 
     async def Decode(  # noqa: N802
         self,
@@ -260,7 +259,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         context: grpc.aio.ServicerContext[decode_pb2.DecodeRequest, decode_pb2.DecodeResponse],
     ) -> decode_pb2.GetDecodeStatusResponse:
         await leave_if_stuck(self._loop, context)
-        return decode_pb2.GetDecodeStatusResponse(status=await self.status())
+        return decode_pb2.GetDecodeStatusResponse(status=self.status())
 
     async def _compute_prompt(
         self,
@@ -304,6 +303,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             eos_token_ids=self._parts.eos_token_ids,
             tenant=message.tenant,
             speculation=SpeculationMode.parse(message.speculation),
+            due=due_at(message),
         )
         if message.output_token_ids:
             update = append_tokens(request, message.output_token_ids, max_model_len)
@@ -331,12 +331,15 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         self._drafted += receipt.drafted_tokens
         self._accepted += receipt.accepted_tokens
 
-    def _status(self) -> common_pb2.PodStatus:
-        status = pod_status(self._parts, pod_id=self._settings.pod_id, role="decode")
+    def status(self) -> common_pb2.PodStatus:
+        status = pod_status(self._parts, self._loop, pod_id=self._settings.pod_id, role="decode")
         status.usage.transfers_open = self._receiver.open_transfers + self._sender.open_transfers
         status.usage.credit_bytes_outstanding = self._receiver.credit_outstanding_bytes
         status.usage.streams_open = self._num_open_calls
-        status.step_seconds = self._loop.engine.decode_step_seconds
+        status.decode_cost.CopyFrom(decode_cost(self._loop.engine))
+        status.tokens_per_step = self._loop.engine.tokens_per_step
+        status.local_prefill_tokens = self._settings.local_prefill_tokens
+        status.idle_prefill_tokens = self._settings.idle_prefill_tokens
         status.requests_total = self._num_calls
         status.drafted_tokens_total = self._drafted
         status.accepted_tokens_total = self._accepted

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import grpc
@@ -75,7 +75,7 @@ async def running(loop: EngineLoop, *transports: KVReceiver | KVSender) -> Async
 @asynccontextmanager
 async def serving(
     server: PodServer,
-    status: Callable[[], Awaitable[common_pb2.PodStatus]],
+    status: Callable[[], common_pb2.PodStatus],
     show: Callable[[common_pb2.PodStatus], None],
     loop: EngineLoop,
     *,

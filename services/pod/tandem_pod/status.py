@@ -1,10 +1,8 @@
 """The status of a pod that runs the engine: as the message of the status call, and as gauges.
 
-Only the engine's thread may read the engine, and a step of a large model takes seconds. StatusReader
-therefore answers with the last status and its age when the thread is busy for longer than a moment.
-
-A task updates the gauges once a second from the message of the status call. They are not computed at each
-scrape, because a scrape runs on a thread of its own.
+The engine's thread publishes a snapshot after each step, so that no status waits for a step. A task updates
+the gauges once a second from the message of the status call. They are not computed at each scrape, because a
+scrape runs on a thread of its own.
 """
 
 from __future__ import annotations
@@ -12,33 +10,42 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TypeAlias
 
 import structlog
 from prometheus_client import CollectorRegistry, Gauge
 from tandem_engine.assemble import EngineParts
+from tandem_engine.engine import Engine
 from tandem_engine.gpu_block_store import CopyCounts
-from tandem_proto.v1 import common_pb2
+from tandem_engine.loop import EngineLoop
+from tandem_engine.scheduler import PromptWork
+from tandem_engine.step_times import StepCost
+from tandem_proto.v1 import common_pb2, decode_pb2, prefill_pb2
 
 _INTERVAL_S = 1.0
-#: How long a status call waits for the engine's thread; decode steps of small models are shorter.
-_WAIT_S = 0.25
+#: Prompts that a status lists one by one.
+_MAX_PROMPTS = 32
 #: Older values are not shown: NaN stands for them.
 _STALE_S = 5.0
-#: A status and the monotonic time when it was read.
-_Timed: TypeAlias = tuple[common_pb2.PodStatus, float]
+#: Deadline of a request that has none.
+_DEFAULT_DUE_S = 60.0
 
 
-def pod_status(parts: EngineParts, *, pod_id: str, role: str) -> common_pb2.PodStatus:
+def due_at(message: decode_pb2.DecodeRequest | prefill_pb2.PrefillRequest) -> float:
+    """The deadline of the request's first token, in monotonic seconds."""
+    return time.monotonic() + (message.due_seconds if message.HasField("due_seconds") else _DEFAULT_DUE_S)
+
+
+def pod_status(parts: EngineParts, loop: EngineLoop, *, pod_id: str, role: str) -> common_pb2.PodStatus:
     """What every pod with an engine reports; the caller adds transfers, streams and what only its role has.
 
-    Call it on the engine's thread. Checks all invariants when nothing is running.
+    For any thread. Raises the exception that ended the engine.
     """
     engine, manifest = parts.engine, parts.manifest
-    blocks, requests = engine.blocks.usage(), engine.scheduler.counts()
+    snapshot, age_s = loop.snapshot()
+    blocks, requests, config = snapshot.blocks, snapshot.requests, engine.scheduler.config
     return common_pb2.PodStatus(
         pod_id=pod_id,
         role=role,
@@ -53,51 +60,35 @@ def pod_status(parts: EngineParts, *, pod_id: str, role: str) -> common_pb2.PodS
             blocks_used=blocks.used,
             requests_waiting=requests.waiting + requests.waiting_for_kv,
             requests_running=requests.running,
-            violations=[] if engine.has_work() else engine.scheduler.check(),
+            violations=snapshot.violations,
         ),
         kv_free_ratio=blocks.free / blocks.total,
-        prefill_tokens_per_second=engine.prefill_tokens_per_second,
+        age_seconds=age_s,
+        prompts=_prompts_to_proto(snapshot.prompts),
+        chunk_size=config.chunk_size,
+        max_batch=config.max_batch,
+        prefill_cost=_cost_to_proto(engine.prefill_times.cost()),
     )
 
 
-class StatusReader:
-    """`await reader()`: the status that `read` makes on the engine's thread, or the last one if that is busy.
+def _prompts_to_proto(prompts: Sequence[PromptWork]) -> list[common_pb2.PromptWork]:
+    now = time.monotonic()
+    listed = [
+        common_pb2.PromptWork(due_seconds=prompt.due - now, start=prompt.start, stop=prompt.stop)
+        for prompt in prompts[:_MAX_PROMPTS]
+    ]
+    rest = sum(prompt.stop - prompt.start for prompt in prompts[_MAX_PROMPTS:])
+    if rest:
+        listed[-1].stop += rest
+    return listed
 
-    Only the first status is waited for without limit. Raises what `read` raises.
-    """
 
-    def __init__(
-        self,
-        call_async: Callable[[Callable[[], _Timed]], asyncio.Future[_Timed]],
-        read: Callable[[], common_pb2.PodStatus],
-        *,
-        wait_s: float = _WAIT_S,
-    ) -> None:
-        self._call_async, self._read, self._wait_s = call_async, read, wait_s
-        #: One for all callers, so that calls do not pile up behind a step.
-        self._reading: asyncio.Future[_Timed] | None = None
-        self._last: _Timed | None = None
+def _cost_to_proto(cost: StepCost) -> common_pb2.StepCost:
+    return common_pb2.StepCost(per_step=cost.per_step, per_token=cost.per_token, per_pair=cost.per_pair)
 
-    async def __call__(self) -> common_pb2.PodStatus:
-        if self._reading is None:
-            self._reading = self._call_async(self._timed)
-            self._reading.add_done_callback(self._keep)
-        reading = self._reading
-        await asyncio.wait({reading}, timeout=None if self._last is None else self._wait_s)
-        newest = reading.result() if reading.done() else self._last
-        assert newest is not None
-        status = common_pb2.PodStatus()
-        status.CopyFrom(newest[0])
-        status.age_seconds = time.monotonic() - newest[1]
-        return status
 
-    def _keep(self, reading: asyncio.Future[_Timed]) -> None:
-        self._reading = None
-        if not reading.cancelled() and reading.exception() is None:
-            self._last = reading.result()
-
-    def _timed(self) -> _Timed:
-        return self._read(), time.monotonic()
+def decode_cost(engine: Engine) -> common_pb2.StepCost:
+    return _cost_to_proto(engine.decode_times.cost())
 
 
 class PodGauges:
@@ -166,7 +157,7 @@ class PodGauges:
 
 @asynccontextmanager
 async def refreshing_gauges(
-    status: Callable[[], Awaitable[common_pb2.PodStatus]],
+    status: Callable[[], common_pb2.PodStatus],
     show: Callable[[common_pb2.PodStatus], None],
     interval_s: float = _INTERVAL_S,
 ) -> AsyncIterator[None]:
@@ -175,7 +166,7 @@ async def refreshing_gauges(
     async def refresh() -> None:
         while True:
             try:
-                show(await status())
+                show(status())
             except Exception:
                 structlog.get_logger("tandem.status").exception("cannot read the pod's status for its gauges")
             await asyncio.sleep(interval_s)

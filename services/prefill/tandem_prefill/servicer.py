@@ -32,7 +32,7 @@ from tandem_engine.transport.base import Ticket, TransferState
 from tandem_engine.transport.codec import ticket_from_proto
 from tandem_engine.transport.outgoing import KVSender, OutgoingTransfer
 from tandem_pod.engine_watch import leave_if_stuck
-from tandem_pod.status import StatusReader, pod_status
+from tandem_pod.status import due_at, pod_status
 from tandem_proto.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from tandem_service.tls import belongs_to_peer
 
@@ -64,7 +64,6 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self._pod_id = pod_id
         self._num_open_calls = 0
         self._num_calls = 0
-        self.status = StatusReader(loop.call_async, self._status)
 
     async def Prefill(  # noqa: N802
         self,
@@ -119,7 +118,14 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         context: grpc.aio.ServicerContext[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse],
     ) -> prefill_pb2.GetPrefillStatusResponse:
         await leave_if_stuck(self._loop, context)
-        return prefill_pb2.GetPrefillStatusResponse(status=await self.status())
+        return prefill_pb2.GetPrefillStatusResponse(status=self.status())
+
+    def status(self) -> common_pb2.PodStatus:
+        status = pod_status(self._parts, self._loop, pod_id=self._pod_id, role="prefill")
+        status.usage.transfers_open = max(self._sender.open_transfers, self._streamer.num_open)
+        status.usage.streams_open = self._num_open_calls
+        status.requests_total = self._num_calls
+        return status
 
     async def _heartbeats_until(
         self,
@@ -172,6 +178,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             cache_salt=cache_salt(message.tenant, self._parts.manifest.revision),
             eos_token_ids=self._parts.eos_token_ids,
             tenant=message.tenant,
+            due=due_at(message),
         )
 
     # The rest is called on the engine's thread.
@@ -197,13 +204,6 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         # Only while it is needed: a step without a listener computes all layers in one call.
         is_needed = self._streamer.num_open > 0
         self._loop.engine.layer_listener = self._streamer.on_layer_done if is_needed else None
-
-    def _status(self) -> common_pb2.PodStatus:
-        status = pod_status(self._parts, pod_id=self._pod_id, role="prefill")
-        status.usage.transfers_open = max(self._sender.open_transfers, self._streamer.num_open)
-        status.usage.streams_open = self._num_open_calls
-        status.requests_total = self._num_calls
-        return status
 
 
 def _check_owner(

@@ -1,0 +1,68 @@
+"""The cost of a step, learned from steps."""
+
+import random
+
+import pytest
+from tandem_engine import step_times
+from tandem_engine.step_times import StepCost, StepTimes
+
+TRUE = StepCost(per_step=0.004, per_token=0.0005, per_pair=2e-7)
+
+
+def observe(times: StepTimes, cost: StepCost, start: int, num_tokens: int, noise: float = 1.0) -> None:
+    num_pairs = num_tokens * (2 * start + num_tokens) // 2
+    times.observe(num_tokens, num_pairs, cost.seconds(1, num_tokens, num_pairs) * noise)
+
+
+def test_nothing_is_known_before_the_first_step():
+    assert not StepTimes().cost().is_known
+
+
+def test_a_long_prompt_is_predicted_from_chunks_of_many_sizes():
+    times, rng = StepTimes(), random.Random(1)
+    for _ in range(200):
+        start = rng.choice([0, 0, 512, 2048, 6000])
+        observe(times, TRUE, start, rng.choice([20, 100, 300, 512]), rng.uniform(0.9, 1.1))
+    for start, stop in ((0, 64), (0, 4096), (3000, 4096), (0, 16384)):
+        true = TRUE.prompt_seconds(start, stop, 512)
+        assert times.cost().prompt_seconds(start, stop, 512) == pytest.approx(true, rel=0.1)
+
+
+def test_prompts_of_one_size_are_predicted_and_longer_ones_not_as_free():
+    times = StepTimes()
+    for _ in range(50):
+        observe(times, TRUE, 0, 512)
+    one = TRUE.prompt_seconds(0, 512, 512)
+    assert times.cost().prompt_seconds(0, 512, 512) == pytest.approx(one, rel=0.01)
+    assert times.cost().prompt_seconds(0, 4096, 512) > 7 * one
+
+
+def test_many_small_steps_do_not_push_out_a_large_one():
+    times = StepTimes()
+    observe(times, TRUE, 3584, 512)
+    for _ in range(1000):
+        observe(times, TRUE, 0, 10)
+    expected = TRUE.prompt_seconds(0, 4096, 512)
+    assert times.cost().prompt_seconds(0, 4096, 512) == pytest.approx(expected, rel=0.3)
+
+
+def test_the_present_speed_of_the_machine_counts(monkeypatch):
+    times, now = StepTimes(), 1000.0
+    monkeypatch.setattr(step_times.time, "monotonic", lambda: now)
+    for start in (0, 512, 1024, 2048):
+        for _ in range(5):
+            observe(times, TRUE, start, 512)
+    now += 100
+    for start in (0, 512, 1024):
+        observe(times, TRUE, start, 512, noise=3.0)
+    ratio = times.cost().prompt_seconds(0, 2048, 512) / TRUE.prompt_seconds(0, 2048, 512)
+    assert 2 < ratio < 3.2
+
+
+def test_no_term_is_negative():
+    times, rng = StepTimes(), random.Random(2)
+    for _ in range(100):
+        times.observe(rng.randint(1, 512), rng.randint(1, 100_000), rng.uniform(0.001, 0.1))
+        cost = times.cost()
+        assert min(cost.per_step, cost.per_token, cost.per_pair) >= 0
+        assert cost.is_known
