@@ -263,13 +263,13 @@ async def measure_at_once(bench: Bench, fleet: Fleet, length: int, repeats: int)
 
 #: What a table of copies shows: the gauge, its unit in the table, and the factor to it.
 COPY_GAUGES = (
-    ('tandem_kv_copies{direction="read"}', "reads", 1.0),
-    ('tandem_kv_copied_bytes{direction="read"}', "read MB", 1e-6),
-    ('tandem_kv_copy_wait_seconds{direction="read"}', "wait for reads, ms", 1e3),
-    ("tandem_kv_frames_copied_out", "copied out", 1.0),
-    ('tandem_kv_copies{direction="write"}', "writes", 1.0),
-    ('tandem_kv_copied_bytes{direction="write"}', "written MB", 1e-6),
-    ('tandem_kv_copy_wait_seconds{direction="write"}', "wait for buffers, ms", 1e3),
+    ('tandem_kv_copies_total{direction="read"}', "reads", 1.0),
+    ('tandem_kv_copied_bytes_total{direction="read"}', "read MB", 1e-6),
+    ('tandem_kv_copy_wait_seconds_total{direction="read"}', "wait for reads, ms", 1e3),
+    ("tandem_kv_frames_copied_out_total", "copied out", 1.0),
+    ('tandem_kv_copies_total{direction="write"}', "writes", 1.0),
+    ('tandem_kv_copied_bytes_total{direction="write"}', "written MB", 1e-6),
+    ('tandem_kv_copy_wait_seconds_total{direction="write"}', "wait for buffers, ms", 1e3),
 )
 
 

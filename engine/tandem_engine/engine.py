@@ -48,6 +48,8 @@ class StepOutput:
     drafted_sources: tuple[str, ...]
     accepted_sources: tuple[str, ...]
     finished: bool
+    #: Of each guess verified: how many guesses lie before it in its draft.
+    drafted_positions: tuple[int, ...] = ()
 
     def truncated(self, num_tokens: int) -> StepOutput:
         """Only the first num_tokens tokens, for a text that a stop string ended."""
@@ -211,14 +213,16 @@ class Engine:
         sampling = [s for s in batch.sequences if s.samples]
         for sequence, seen, done in zip(sampling, verified, updates, strict=True):
             n = len(done.new_token_ids)
+            draft = sequence.draft
             outputs.append(
                 StepOutput(
                     done.request,
                     done.new_token_ids,
                     seen.logprobs[:n],
-                    sequence.draft.sources if sequence.draft is not None else (),
+                    draft.sources if draft is not None else (),
                     seen.accepted_sources[:n],
                     done.finished,
+                    tuple([depth - 1 for depth in draft.depths()[1:]]) if draft is not None else (),
                 )
             )
         return outputs

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import toy_tokenizers
 from fake_pods import MODEL, REVISION, FakePod
 from model_folders import make_folder
+from prometheus_client.parser import text_string_to_metric_families
 from tandem_gateway.main import GatewayProcess
 from tandem_gateway.settings import GatewaySettings
 from tandem_proto.v1 import gateway_pb2_grpc
@@ -69,11 +71,18 @@ class Front:
         )
 
     async def metric(self, sample: str) -> float:
-        """The value of one line of /metrics, such as `tandem_requests_total{outcome="ok"}`."""
-        for line in (await self.http.get("/metrics")).text.splitlines():
-            if line.startswith(sample + " "):
-                return float(line.rsplit(" ", 1)[1])
-        raise AssertionError(f"no sample {sample}")
+        """The sum of the series with these labels, such as `tandem_requests_total{outcome="ok"}`."""
+        name, _, labels = sample.partition("{")
+        wanted = dict(re.findall(r'(\w+)="([^"]*)"', labels))
+        families = text_string_to_metric_families((await self.http.get("/metrics")).text)
+        found = [
+            sample.value
+            for family in families
+            for sample in family.samples
+            if sample.name == name and wanted.items() <= sample.labels.items()
+        ]
+        assert found, f"no sample {sample}"
+        return sum(found)
 
     async def until_metric(self, sample: str, value: float) -> None:
         async def is_there() -> bool:

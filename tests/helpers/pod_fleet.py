@@ -9,6 +9,7 @@ from pathlib import Path
 
 import grpc
 from pod_usage import held
+from prometheus_client import CollectorRegistry
 from tandem_decode.main import open_pod as open_decode
 from tandem_decode.settings import DecodeSettings
 from tandem_engine.assemble import EngineConfig, assemble
@@ -33,6 +34,8 @@ class Fleet:
     prefill_target: str
     decode_target: str
     layout: KVLayout
+    #: Metrics of the decode and of the prefill pod.
+    registries: tuple[CollectorRegistry, CollectorRegistry]
 
     async def usage(self) -> tuple[common_pb2.ResourceUsage, common_pb2.ResourceUsage]:
         decode = await self.decode.GetDecodeStatus(decode_pb2.GetDecodeStatusRequest())
@@ -79,6 +82,7 @@ async def run_fleet(
             f"127.0.0.1:{p.port}",
             f"127.0.0.1:{d.port}",
             assemble(EngineConfig(model=tiny_model, **SIZES)).layout,
+            (d.registry, p.registry),
         )
         for channel in channels:
             await channel.close(None)

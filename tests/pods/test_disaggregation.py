@@ -461,7 +461,7 @@ async def test_the_gauges_of_both_pods_follow_their_status(tiny_model: Path) -> 
             assert _blocks(samples)["cached"] >= 12, "200 tokens are twelve full blocks, kept for later"
             assert sum(_blocks(samples).values()) == SIZES["num_blocks"]
             assert _busy(samples) == {}
-        assert seen[0]['tandem_kv_dropped_frames{cause="bad_digest"}'] == 0
+        assert seen[0]['tandem_kv_dropped_frames_total{cause="bad_digest"}'] == 0
         assert seen[0]["tandem_lookahead_connected"] == 0
-        assert seen[0]["tandem_lookahead_dropped_spans"] == 0
+        assert seen[0]["tandem_lookahead_dropped_spans_total"] == 0
     assert "pod-gauges" not in {task.get_name() for task in asyncio.all_tasks()}

@@ -45,14 +45,14 @@ def test_each_gauge_shows_its_own_field():
 def test_a_gpus_copies_are_shown_as_they_are_at_the_scrape():
     registry = CollectorRegistry()
     PodGauges(registry).watch_copies(None)
-    assert registry.get_sample_value("tandem_kv_copies", {"direction": "read"}) is None
+    assert registry.get_sample_value("tandem_kv_copies_total", {"direction": "read"}) is None
     counts = CopyCounts()
     registry = CollectorRegistry()
     PodGauges(registry).watch_copies(counts)
     for value, field in enumerate(fields(counts)):
         setattr(counts, field.name, value)
     shown = [
-        registry.get_sample_value(f"tandem_kv_{name}", {"direction": direction})
+        registry.get_sample_value(f"tandem_kv_{name}_total", {"direction": direction})
         for name in ("copies", "copied_bytes", "copy_wait_seconds")
         for direction in ("read", "write")
     ]
@@ -60,7 +60,7 @@ def test_a_gpus_copies_are_shown_as_they_are_at_the_scrape():
         counts.num_reads, counts.num_writes, counts.read_bytes, counts.written_bytes,
         counts.read_wait_s, counts.slot_wait_s,
     ]  # fmt: skip
-    assert registry.get_sample_value("tandem_kv_frames_copied_out") == counts.num_copied_out
+    assert registry.get_sample_value("tandem_kv_frames_copied_out_total") == counts.num_copied_out
 
 
 async def test_the_status_is_shown_at_once_and_no_more_after_the_end():

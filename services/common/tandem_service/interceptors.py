@@ -37,9 +37,9 @@ import grpc
 import grpc.aio
 import structlog
 from google.protobuf.message import DecodeError
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry
 
-from tandem_service.metrics import LATENCY_BUCKETS_S
+from tandem_service import metric_table
 from tandem_service.tls import Role, roles_of
 
 REQUEST_ID_KEY = "tandem-request-id"
@@ -130,14 +130,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
             TooManyStreamsError: grpc.StatusCode.RESOURCE_EXHAUSTED,
             **status_codes,
         }
-        self._calls = Counter("tandem_grpc_calls", "gRPC calls ended", ["method", "code"], registry=registry)
-        self._seconds = Histogram(
-            "tandem_grpc_call_seconds",
-            "Duration of gRPC calls",
-            ["method"],
-            buckets=LATENCY_BUCKETS_S,
-            registry=registry,
-        )
+        self._calls = metric_table.GRPC_CALLS.make(registry)
+        self._seconds = metric_table.GRPC_CALL_SECONDS.make(registry)
         self._log = structlog.get_logger("tandem.access")
 
     async def intercept_service(

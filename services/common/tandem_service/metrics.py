@@ -1,7 +1,7 @@
 """Prometheus: one registry per process, served over HTTP as /metrics.
 
-Names are `tandem_*` in base units. Each server has its own registry rather than prometheus_client's global
-one, so two servers in one test process do not collide.
+The metrics stand in `metric_table`. Each server has its own registry rather than prometheus_client's
+global one, so two servers in one test process do not collide.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from prometheus_client import (
     GCCollector,
     PlatformCollector,
     ProcessCollector,
+    disable_created_metrics,
     start_http_server,
 )
 
@@ -25,20 +26,11 @@ if TYPE_CHECKING:
 #: An event loop that does not turn for so long is not alive.
 _LIVE_S = 1.0
 
-#: Seconds; every SLO value is a bucket edge, so "share under 2.5 s" is exact.
-LATENCY_BUCKETS_S = (
-    0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0,
-    7.5, 10.0, 20.0, 30.0, 60.0, 120.0,
-)  # fmt: skip
-
-#: Seconds per token; the `chat` class's 150 ms is a bucket edge.
-TOKEN_BUCKETS_S = (
-    0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0,
-)  # fmt: skip
-
 
 def new_registry() -> CollectorRegistry:
     """A registry with metrics of the process (memory, CPU, file descriptors, garbage collection)."""
+    # Without a series beside each counter and histogram that says since when it counts.
+    disable_created_metrics()  # type: ignore[no-untyped-call]
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)

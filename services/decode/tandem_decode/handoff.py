@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -26,12 +27,13 @@ from tandem_engine.block_manager import BlockHold
 from tandem_engine.loop import EngineLoop
 from tandem_engine.request import Request
 from tandem_engine.scheduler import Reservation
+from tandem_engine.transport.base import TransferState
 from tandem_engine.transport.codec import ticket_to_proto
 from tandem_engine.transport.incoming import IncomingTransfer, KVReceiver
 from tandem_proto.v1 import decode_pb2, prefill_pb2
 
 from tandem_decode.prefill_client import PrefillClient
-from tandem_decode.prefill_stream import PrefillFailedError, PrefillStream
+from tandem_decode.prefill_stream import FailureKind, PrefillFailedError, PrefillStream
 
 log = structlog.get_logger(__name__)
 
@@ -67,16 +69,20 @@ class Attempts:
     """
 
     def __init__(self) -> None:
-        self.num_failed = 0
+        self.failures: Counter[FailureKind] = Counter()
         self.num_crashed = 0
         #: Set while the caller has not been told of the last crash.
         self.is_news = asyncio.Event()
         self._told = asyncio.Event()
 
-    async def failed(self, *, crashed: bool) -> None:
+    @property
+    def num_failed(self) -> int:
+        return self.failures.total()
+
+    async def failed(self, error: PrefillFailedError) -> None:
         """Returns when the caller knows of a crash."""
-        self.num_failed += 1
-        if crashed:
+        self.failures[error.kind] += 1
+        if error.crashed:
             self.num_crashed += 1
             self._told.clear()
             self.is_news.set()
@@ -112,6 +118,17 @@ class Handoff:
         self._ending: set[asyncio.Task[None]] = set()
         #: Requests that want blocks. Each one's event is set when it becomes the first.
         self._reserving: dict[Request, asyncio.Event] = {}
+        self._open: set[IncomingTransfer] = set()
+
+    def counts(self) -> dict[str, int]:
+        """Requests by where they are in the module's diagram."""
+        transfers = list(self._open)
+        num_sending = sum(transfer.state is TransferState.TRANSFERRING for transfer in transfers)
+        return {
+            "bootstrapping": len(self._reserving),
+            "waiting": len(transfers) - num_sending,
+            "transferring": num_sending,
+        }
 
     async def run(
         self, request: Request, message: decode_pb2.DecodeRequest, attempts: Attempts
@@ -134,6 +151,7 @@ class Handoff:
             result = HandoffResult(reserve_ns=time.monotonic_ns() - started)
             wanted = {i: reservation.block_ids[i] for i in reservation.wanted_blocks}
             incoming = self._receiver.open(wanted)
+            self._open.add(incoming)
             sources = [(self._client, target) for target in self._client.in_order(message.prefill_targets)]
             if message.kv_source:
                 sources.insert(0, (self._peers, message.kv_source))
@@ -147,7 +165,7 @@ class Handoff:
                 except PrefillFailedError as error:
                     log.warning("prefill failed; going on elsewhere", target=target, error=str(error))
                     client.failed(target)
-                    await attempts.failed(crashed=error.crashed)
+                    await attempts.failed(error)
                 if message.crashes + attempts.num_crashed >= _MAX_CRASHES:
                     raise TransferError(
                         f"{_MAX_CRASHES} pods crashed while they computed this request; it may be the cause, "
@@ -157,6 +175,7 @@ class Handoff:
                     break
         finally:
             if incoming is not None:
+                self._open.discard(incoming)
                 # Waits for a device's writes; one that failed leaves no block complete.
                 incoming.abort()
                 complete_blocks = _num_leading_valid(incoming.progress().complete_blocks, reservation)
@@ -192,7 +211,8 @@ class Handoff:
         try:
             finished = await stream.result()
             if finished.first_token_id >= self._vocab_size:
-                raise PrefillFailedError(f"first token {finished.first_token_id} is outside the vocabulary")
+                cause = f"first token {finished.first_token_id} is outside the vocabulary"
+                raise PrefillFailedError(cause, FailureKind.REFUSED)
             now = time.monotonic_ns()
         except BaseException:
             stream.cancel()

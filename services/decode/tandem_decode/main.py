@@ -22,6 +22,8 @@ from tandem_prefill.servicer import PrefillServicer
 from tandem_proto.v1 import common_pb2, decode_pb2_grpc, lookahead_pb2, prefill_pb2_grpc
 from tandem_service import logs, settings
 from tandem_service.channels import open_channel
+from tandem_service.metric_table import Process
+from tandem_service.metric_twins import serve_twins
 from tandem_service.server import PodServer
 from tandem_service.tls import PodTls, Role, is_loopback
 
@@ -78,6 +80,7 @@ async def open_pod(pod: DecodeSettings) -> AsyncIterator[PodServer]:
     prefill_pb2_grpc.add_PrefillServiceServicer_to_server(prefill, server.grpc_server)  # type: ignore[no-untyped-call]
     metrics = DecodeMetrics(server.registry)
     metrics.pod.watch_copies(parts.pool.copy_counts)
+    serve_twins(server.registry, Process.DECODE, model_name=parts.manifest.name)
     lookahead = LookaheadSync(
         drafter,
         _client_maker(pod, parts, drafter, loop, tls),
@@ -85,19 +88,20 @@ async def open_pod(pod: DecodeSettings) -> AsyncIterator[PodServer]:
         loop.call_async,
         pod.max_tenants,
     )
+    handoff = Handoff(
+        loop,
+        receiver,
+        client,
+        peers,
+        block_bytes=parts.layout.block_bytes,
+        vocab_size=parts.manifest.vocab_size,
+    )
     servicer = DecodeServicer(
         pod,
         parts,
         loop,
         receiver,
-        Handoff(
-            loop,
-            receiver,
-            client,
-            peers,
-            block_bytes=parts.layout.block_bytes,
-            vocab_size=parts.manifest.vocab_size,
-        ),
+        handoff,
         lookahead,
         metrics,
         prefill,
@@ -109,6 +113,7 @@ async def open_pod(pod: DecodeSettings) -> AsyncIterator[PodServer]:
 
     def show(status: common_pb2.PodStatus) -> None:
         metrics.pod.show(status)
+        metrics.show_handoffs(handoff.counts())
         metrics.show_dropped_frames(receiver.dropped_frames)
         metrics.show_reliability(drafter.reliability())
         metrics.show_lookahead(connected=lookahead.connected, dropped_spans=lookahead.dropped_spans)

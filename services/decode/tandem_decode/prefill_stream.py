@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import time
 from dataclasses import dataclass
 
@@ -37,11 +38,31 @@ class Limits:
     frame_s: float = 0.9
 
 
+class FailureKind(enum.Enum):
+    """Why an attempt failed, as the metrics name it."""
+
+    #: The call was lost after the pod had accepted it.
+    CRASHED = "crashed"
+    #: The pod could not be called.
+    UNREACHABLE = "unreachable"
+    #: The call is open, but no heartbeat comes.
+    SILENT = "silent"
+    #: Heartbeats come, but the engine computes nothing.
+    ENGINE_HANGS = "engine hangs"
+    #: The call goes on, but the frames that were sent do not arrive.
+    NO_FRAMES = "no frames"
+    #: The transfer ended with an error.
+    TRANSFER = "transfer failed"
+    #: The pod answered with an error status, or with a result that cannot be used.
+    REFUSED = "refused"
+
+
 class PrefillFailedError(Exception):
     """The attempt failed. `crashed`: the pod had accepted the call and then died or stopped."""
 
-    def __init__(self, cause: str, *, crashed: bool = False) -> None:
+    def __init__(self, cause: str, kind: FailureKind, *, crashed: bool = False) -> None:
         super().__init__(cause)
+        self.kind = kind
         self.crashed = crashed
 
 
@@ -103,21 +124,22 @@ class PrefillStream:
         """Raises PrefillFailedError."""
         done, limits, now = self._incoming.done, self._limits, time.monotonic()
         if done.done() and (error := done.exception()) is not None:
-            raise PrefillFailedError(str(error))
+            raise PrefillFailedError(str(error), FailureKind.TRANSFER)
         if self._error is not None:
             raise self._error
         if not self._reading.done() and now - self._heard_at > limits.heartbeat_s:
             cause = f"the prefill pod sent nothing for {limits.heartbeat_s:g} s"
-            raise PrefillFailedError(cause, crashed=self._is_accepted)
+            raise PrefillFailedError(cause, FailureKind.SILENT, crashed=self._is_accepted)
         if self._finished is None and now - self._layer_at > limits.engine_s:
             cause = f"the prefill pod's engine computed no layer for {limits.engine_s:g} s; it hangs"
-            raise PrefillFailedError(cause, crashed=True)
+            raise PrefillFailedError(cause, FailureKind.ENGINE_HANGS, crashed=True)
         num_received = self._incoming.progress().received_pairs
         is_owed = self._finished is not None or self._sent_bytes > num_received * self._block_bytes
         if num_received != self._num_received or not is_owed or done.done():
             self._num_received, self._frame_at = num_received, now
         elif now - self._frame_at > limits.frame_s:
-            raise PrefillFailedError(f"no KV frame arrived for {limits.frame_s:g} s, but some had been sent")
+            cause = f"no KV frame arrived for {limits.frame_s:g} s, but some had been sent"
+            raise PrefillFailedError(cause, FailureKind.NO_FRAMES)
 
     async def _read(self) -> None:
         try:
@@ -133,13 +155,17 @@ class PrefillStream:
                     if response.progress.computed_layers != self._num_layers:
                         self._num_layers, self._layer_at = response.progress.computed_layers, self._heard_at
             if self._finished is None:
-                self._error = PrefillFailedError("the prefill pod ended its stream without a first token")
+                cause = "the prefill pod ended its stream without a first token"
+                self._error = PrefillFailedError(cause, FailureKind.REFUSED)
         except grpc.aio.AioRpcError as error:
             # A pod sends the request id as soon as it accepts the call. A living pod's own failures have
             # other codes.
             crashed = error.code() is grpc.StatusCode.UNAVAILABLE and (
                 self._is_accepted or REQUEST_ID_KEY in (await self._call.initial_metadata())
             )
-            self._error = PrefillFailedError(f"{error.code().name}: {error.details()}", crashed=crashed)
+            kind = FailureKind.REFUSED
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                kind = FailureKind.CRASHED if crashed else FailureKind.UNREACHABLE
+            self._error = PrefillFailedError(f"{error.code().name}: {error.details()}", kind, crashed=crashed)
         finally:
             self._changed.set()

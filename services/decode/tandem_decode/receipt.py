@@ -26,6 +26,10 @@ class RequestRecord:
         self._handoff = HandoffResult()
         self.attempts = Attempts()
         self._steps = 0
+        self._num_drafts = 0
+        #: Guesses by how many lie before them in their draft.
+        self.drafted_at: Counter[int] = Counter()
+        self.accepted_at: Counter[int] = Counter()
         self._drafted: Counter[str] = Counter()
         self._accepted: Counter[str] = Counter()
         self._hits = 0
@@ -42,11 +46,23 @@ class RequestRecord:
         else:
             self._steps += 1
         self._last_token_ns = now
+        self._num_drafts += bool(output.drafted_sources)
+        self.drafted_at.update(output.drafted_positions)
+        self.accepted_at.update(range(len(output.accepted_sources)))
         self._drafted.update(output.drafted_sources)
         self._accepted.update(output.accepted_sources)
         self._hits += bool(output.accepted_sources)
         self._hits_by_source.update(set(output.accepted_sources))
         self._output_tokens += len(output.token_ids)
+
+    @property
+    def num_drafts(self) -> int:
+        """Steps that verified a draft."""
+        return self._num_drafts
+
+    @property
+    def num_preemptions(self) -> int:
+        return self._request.num_preemptions
 
     def receipt(self) -> common_pb2.Receipt:
         request, handoff = self._request, self._handoff

@@ -319,12 +319,22 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         metrics, receipt = self._metrics, record.receipt()
         metrics.requests.labels(outcome).inc()
         metrics.output_tokens.inc(receipt.output_tokens)
-        metrics.drafted_tokens.inc(receipt.drafted_tokens)
+        metrics.steps.inc(receipt.decode_steps)
+        metrics.drafts.inc(record.num_drafts)
+        metrics.preemptions.inc(record.num_preemptions)
         metrics.received_bytes.inc(receipt.transfer_bytes)
-        metrics.prefill_retries.inc(receipt.prefill_retries)
+        for kind, count in record.attempts.failures.items():
+            metrics.handoffs.labels(kind.value).inc(count)
+        for source, count in receipt.drafted_by_source.items():
+            metrics.drafted_tokens.labels(source).inc(count)
+        for position, count in record.drafted_at.items():
+            metrics.drafted_at.labels(str(position)).inc(count)
+        for position, count in record.accepted_at.items():
+            metrics.accepted_at.labels(str(position)).inc(count)
         for source, count in receipt.accepted_by_source.items():
             metrics.accepted_tokens.labels(source).inc(count)
         if receipt.prefill_pod:
+            metrics.handoffs.labels("ok").inc()
             metrics.transfer_seconds.observe(receipt.transfer_ns / 1e9)
         if receipt.output_tokens > 1:
             metrics.tpot_seconds.observe(receipt.decode_ns / 1e9 / (receipt.output_tokens - 1))

@@ -24,7 +24,7 @@ from contextlib import asynccontextmanager, contextmanager
 from tandem_proto.v1 import common_pb2
 
 from tandem_gateway.auth import Caller
-from tandem_gateway.errors import DeadlineError, OverloadedError
+from tandem_gateway.errors import DeadlineError, OverloadedError, RefusalReason
 from tandem_gateway.request import NS_PER_S, TokenizedRequest
 from tandem_gateway.settings import GatewaySettings
 
@@ -61,11 +61,14 @@ class OpenCalls:
                 f"tenant {tenant} has {self._of_tenant[tenant]} calls open here, limit "
                 f"{places + _OTHER_CALLS_OF_TENANT}; send the next one when one has ended",
                 _CALLS_RETRY_S,
+                RefusalReason.TENANT_CALLS,
             )
         num_open, limit = self._of_tenant.total(), self._settings.num_places() + _OTHER_CALLS
         if num_open >= limit:
             raise OverloadedError(
-                f"{num_open} calls are open here, limit {limit}; try again later", _CALLS_RETRY_S
+                f"{num_open} calls are open here, limit {limit}; try again later",
+                _CALLS_RETRY_S,
+                RefusalReason.OPEN_CALLS,
             )
         self._of_tenant[tenant] += 1
         try:
@@ -114,6 +117,7 @@ class TokenRates:
             raise OverloadedError(
                 f"tenant {tenant} has used its {per_minute} tokens per minute; try again later",
                 (1 - left) * _S_PER_MINUTE / per_minute,
+                RefusalReason.TENANT_TOKENS,
             )
         self.charge(tenant, per_minute, num_tokens)
 
@@ -135,7 +139,7 @@ class Admission:
         self.predictor = Predictor()
         self.num_waiting = 0
         self.num_in_flight = 0
-        self._max_in_flight = max_in_flight
+        self.max_in_flight = max_in_flight
         self._max_queue = max_queue
         #: Requests by tenant, in flight and waiting.
         self._of_tenant: Counter[str] = Counter()
@@ -153,6 +157,7 @@ class Admission:
                 f"tenant {tenant} has {self._of_tenant[tenant]} requests here already, limit {places}; send "
                 "the next one when one has ended",
                 self.retry_after_s(),
+                RefusalReason.TENANT_REQUESTS,
             )
         self._of_tenant[tenant] += 1
         try:
@@ -177,6 +182,7 @@ class Admission:
             raise OverloadedError(
                 f"the queue is full ({self.num_waiting} waiting, limit {self._max_queue}); try again later",
                 self.retry_after_s(),
+                RefusalReason.QUEUE_FULL,
             )
         admitted: asyncio.Future[None] = loop.create_future()
         urgency = request.arrived + (request.slo.ttft_s or _DEFAULT_TTFT_S)
@@ -197,7 +203,7 @@ class Admission:
 
     def _leave(self) -> None:
         self.num_in_flight -= 1
-        while self._waiters and self.num_in_flight < self._max_in_flight:
+        while self._waiters and self.num_in_flight < self.max_in_flight:
             _, _, admitted = heapq.heappop(self._waiters)
             if not admitted.done():
                 self.num_waiting -= 1
@@ -206,11 +212,11 @@ class Admission:
 
     @property
     def _has_free_slot(self) -> bool:
-        return self.num_in_flight < self._max_in_flight and self.num_waiting == 0
+        return self.num_in_flight < self.max_in_flight and self.num_waiting == 0
 
     def _wait_s(self) -> float:
         """Predicted wait of a new request behind the queue."""
-        return (self.num_waiting + 1) * self.predictor.service_s / self._max_in_flight
+        return (self.num_waiting + 1) * self.predictor.service_s / self.max_in_flight
 
     def retry_after_s(self) -> float:
         return min(max(self._wait_s(), _MIN_RETRY_AFTER_S), _MAX_RETRY_AFTER_S)

@@ -43,6 +43,27 @@ class Outcome(enum.Enum):
     ERROR = "error"
 
 
+class RefusalReason(enum.Enum):
+    """Why a request or call was refused with a retry-after; a label of the metrics."""
+
+    QUEUE_FULL = "queue full"
+    TENANT_REQUESTS = "tenant requests"
+    TENANT_TOKENS = "tenant tokens"
+    TENANT_CALLS = "tenant calls"
+    OPEN_CALLS = "open calls"
+    TOKENIZING = "tokenizing"
+    POD_FULL = "pod full"
+
+
+class LossCause(enum.Enum):
+    """Why a request left a decode pod for another one; a label of the metrics."""
+
+    CRASHED = "crashed"
+    SILENT = "silent"
+    UNREACHABLE = "unreachable"
+    DRAINING = "draining"
+
+
 class UnsupportedFieldError(InvalidRequestError):
     """A field of the API that this gateway does not serve."""
 
@@ -89,9 +110,10 @@ class ForbiddenError(GatewayError):
 class OverloadedError(GatewayError):
     """Refused at once; a slot is expected to be free in `retry_after_s` seconds."""
 
-    def __init__(self, message: str, retry_after_s: float) -> None:
+    def __init__(self, message: str, retry_after_s: float, reason: RefusalReason) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.reason = reason
 
 
 class DeadlineError(GatewayError):

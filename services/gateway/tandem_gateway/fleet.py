@@ -33,8 +33,6 @@ from tandem_service.channels import open_channel
 from tandem_service.discovery import DnsDiscovery
 from tandem_service.tls import PodTls
 
-from tandem_gateway.metrics import GatewayMetrics
-
 _POLL_TIMEOUT_S = 2.0
 _MAX_MISSES = 3
 #: An engine's longest step: a chunk of a prompt takes a large model seconds on a CPU.
@@ -140,17 +138,13 @@ class Fleet:
         *,
         model_revision: str,
         poll_interval_s: float,
-        metrics: GatewayMetrics,
         pod_tls: PodTls | None = None,
     ) -> None:
         self._pod_tls = pod_tls
         self._discoveries = dict(discoveries)
         self._model_revision = model_revision
         self._poll_interval_s = poll_interval_s
-        self._metrics = metrics
         self._pods: dict[Role, dict[str, Pod]] = {role: {} for role in Role}
-        for role in Role:
-            metrics.healthy_pods.labels(role.value).set(0)
         self._pollers: dict[Pod, asyncio.Task[None]] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._follower: asyncio.Task[None] | None = None
@@ -250,7 +244,6 @@ class Fleet:
             message = "pod is not usable" if cause else "pod is healthy"
             log(message, pod_role=pod.role.value, target=pod.target, cause=cause)
         if was_healthy != pod.healthy:
-            self._metrics.healthy_pods.labels(pod.role.value).set(len(self.healthy(pod.role)))
             # Current waiters hold the old event; later ones wait for the next change.
             self._changed.set()
             self._changed = asyncio.Event()

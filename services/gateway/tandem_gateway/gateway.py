@@ -33,6 +33,7 @@ from tandem_gateway.errors import (
     GatewayError,
     Outcome,
     OverloadedError,
+    RefusalReason,
     UnknownModelError,
     presentation,
 )
@@ -96,7 +97,7 @@ class Gateway:
         try:
             yield
         except REQUEST_ERRORS as error:
-            self._metrics.ended.labels(presentation(error).outcome.value).inc()
+            self._metrics.refused(error)
             raise
 
     async def prepare_chat(self, received: ReceivedRequest, messages: Sequence[Message]) -> TokenizedRequest:
@@ -147,6 +148,7 @@ class Gateway:
             raise OverloadedError(
                 f"{waiting[tenant]} long texts wait to be tokenized, limit {limit}; try again later",
                 _TOKENIZING_RETRY_S,
+                RefusalReason.TOKENIZING,
             )
         waiting[tenant] += 1
         try:
@@ -210,7 +212,7 @@ class Gateway:
             request = dataclasses.replace(request, request_id=unique_id)
         self._running_ids.add(request.request_id)
         self._num_received += 1
-        self._metrics.received.labels(request.slo.name).inc()
+        measured = self._metrics.of(request)
         outcome = Outcome.ERROR
         end: decode_pb2.DecodeFinished | None = None
         num_tokens = 0
@@ -221,7 +223,7 @@ class Gateway:
             async with self._admission.slot(request):
                 num_unused = 0
                 admitted_at = time.monotonic()
-                self._metrics.queue_seconds.labels(request.slo.name).observe(admitted_at - request.arrived)
+                measured.admitted(admitted_at)
                 first_at: float | None = None
                 async with aclosing(self._relay.stream(request)) as events:
                     async for event in events:
@@ -230,16 +232,18 @@ class Gateway:
                             self._complete(end.receipt, request, admitted_at, first_at)
                             break
                         num_tokens += len(event.token_ids)
-                        if first_at is None and event.token_ids:
-                            first_at = time.monotonic()
+                        if event.token_ids:
+                            now = measured.relayed(len(event.token_ids))
+                            first_at = now if first_at is None else first_at
                         yield event
             if end is None:  # the relay promises a DecodeFinished
                 raise GatewayError("the answer has no end")
             outcome = Outcome.OK
-            self._metrics.finished(end.receipt)
+            measured.finished(end)
             yield end
         except REQUEST_ERRORS as error:
             outcome = presentation(error).outcome
+            measured.failed(error)
             raise
         except (asyncio.CancelledError, GeneratorExit):
             if end is None:
@@ -249,7 +253,7 @@ class Gateway:
         finally:
             self._running_ids.discard(request.request_id)
             self._rates.charge(request.tenant, request.tokens_per_minute, num_tokens - num_unused)
-            self._metrics.ended.labels(outcome.value).inc()
+            measured.ended(outcome)
             details = {} if end is None else {
                 "output_tokens": end.receipt.output_tokens,
                 "ttft_s": round(end.receipt.ttft_ns / NS_PER_S, 4),

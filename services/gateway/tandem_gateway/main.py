@@ -67,16 +67,15 @@ class GatewayProcess:
             credentials=None if tls is None else tls.server_credentials(),
             max_connections=settings.max_connections,
         )
-        metrics = GatewayMetrics(self._server.registry)
+        metrics = GatewayMetrics(self._server.registry, model_name=tokenizer.manifest.name)
         self._fleet = Fleet(
             {Role.DECODE: DnsDiscovery(settings.decode), Role.PREFILL: DnsDiscovery(settings.prefill)},
             model_revision=tokenizer.manifest.revision,
             pod_tls=settings.pod_tls(),
             poll_interval_s=settings.poll_interval_s,
-            metrics=metrics,
         )
         admission = Admission(max_in_flight=settings.max_in_flight, max_queue=settings.max_queue)
-        metrics.watch(admission)
+        metrics.watch(admission, self._fleet)
         gateway = Gateway(
             tokenizer=tokenizer,
             fleet=self._fleet,

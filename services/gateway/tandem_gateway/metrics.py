@@ -1,83 +1,228 @@
 """Prometheus metrics of the gateway. SLO attainment counts every well-formed request, also refused and failed
-ones."""
+ones: each one received becomes one met or one miss."""
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from tandem_proto.v1 import common_pb2
-from tandem_service.metrics import LATENCY_BUCKETS_S, TOKEN_BUCKETS_S
+import math
+import time
+
+from prometheus_client import CollectorRegistry
+from tandem_core.errors import InvalidRequestError
+from tandem_core.slo import SLO_CLASSES
+from tandem_proto.v1 import common_pb2, decode_pb2
+from tandem_service import metric_table as table
+from tandem_service.metric_table import Process, Values
+from tandem_service.metric_twins import serve_twins, vllm_labels
 
 from tandem_gateway.admission import Admission
-from tandem_gateway.errors import Outcome
-from tandem_gateway.request import NS_PER_S
+from tandem_gateway.errors import (
+    GatewayError,
+    LossCause,
+    Outcome,
+    OverloadedError,
+    RefusalReason,
+    presentation,
+)
+from tandem_gateway.fleet import Fleet, Role
+from tandem_gateway.request import NS_PER_S, TokenizedRequest
 
 #: Prompt length that the gauge of the predicted TTFT assumes.
 _PREDICTED_PROMPT_TOKENS = 4096
+_STAGES = ("queue", "prefill", "transfer", "decode")
+#: vLLM's reasons of the end of an answer, for those of ours.
+_FINISH_REASONS = {common_pb2.FINISH_REASON_STOP: "stop", common_pb2.FINISH_REASON_LENGTH: "length"}
+#: Of requests that ended otherwise. Those that are not here were never begun.
+_ENDED_EARLY = {
+    Outcome.CANCELLED: "abort",
+    Outcome.DEADLINE: "abort",
+    Outcome.UNAVAILABLE: "error",
+    Outcome.ERROR: "error",
+}
 
 
 class GatewayMetrics:
     """Registers in the process's registry; one instance per process."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"tandem_{name}", text, labels, registry=registry)
+    def __init__(self, registry: CollectorRegistry, *, model_name: str) -> None:
+        self._registry = registry
+        self._model_name = model_name
+        self.ended = table.REQUESTS.make(registry)
+        self.finished = table.FINISHED.make(registry)
+        self._refused = table.REFUSED.make(registry)
+        self.received = table.SLO_RECEIVED.make(registry)
+        self.met = table.SLO_MET.make(registry)
+        self.misses = table.SLO_MISSES.make(registry)
+        self.goodput = table.GOODPUT_TOKENS.make(registry)
+        self.output = table.OUTPUT_TOKENS.make(registry)
+        self.prompt = table.PROMPT_TOKENS.make(registry)
+        self.cached = table.CACHED_PROMPT_TOKENS.make(registry)
+        self.ttft = table.TTFT_SECONDS.make(registry)
+        self.tpot = table.TPOT_SECONDS.make(registry)
+        self.itl = table.ITL_SECONDS.make(registry)
+        self.e2e = table.E2E_SECONDS.make(registry)
+        self.queue_seconds = table.QUEUE_SECONDS.make(registry)
+        self.stages = table.STAGE_SECONDS.make(registry)
+        self.prompt_length = table.REQUEST_PROMPT_TOKENS.make(registry)
+        self.output_length = table.REQUEST_OUTPUT_TOKENS.make(registry)
+        self.failovers = table.FAILOVERS.make(registry)
+        self.resumed = table.ANSWERS_RESUMED.make(registry)
+        self.kept_answer_bytes = table.KEPT_ANSWER_BYTES.make(registry)
+        self._show_zeros(registry)
+        serve_twins(registry, Process.GATEWAY, model_name=model_name)
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...] = LATENCY_BUCKETS_S) -> Histogram:
-            return Histogram(f"tandem_{name}", text, ["slo_class"], buckets=buckets, registry=registry)
-
-        def gauge(name: str, text: str, *labels: str) -> Gauge:
-            return Gauge(f"tandem_{name}", text, labels, registry=registry)
-
-        self.ended = counter("requests", "Requests ended, by outcome", "outcome")
-        self.received = counter(
-            "slo_requests_received", "Well-formed requests received; the base of attainment", "slo_class"
-        )
-        self._met = counter("slo_requests_met", "Requests that met every objective", "slo_class")
-        self._goodput = counter(
-            "goodput_tokens", "Output tokens of requests that met every objective", "slo_class"
-        )
-        self._output = counter("output_tokens", "Output tokens relayed", "slo_class")
-        self._prompt = counter("prompt_tokens", "Prompt tokens of finished requests")
-        self._cached = counter("cached_prompt_tokens", "Prompt tokens found in a prefix cache")
-        self._ttft = histogram("ttft_seconds", "Request received to first token relayed")
-        self._tpot = histogram("tpot_seconds", "Mean time per output token after the first", TOKEN_BUCKETS_S)
-        self._e2e = histogram("e2e_seconds", "Request received to last token relayed")
-        self.queue_seconds = histogram("queue_seconds", "Wait for admission at the gateway")
-        self.failovers = counter("decode_failovers", "Requests moved to another decode pod")
-        self.resumed = counter(
-            "answers_resumed", "Requests that got an answer begun before, by how they named it", "by"
-        )
-        self.kept_answer_bytes = gauge("kept_answer_bytes", "Memory of the answers that can be resumed")
-        self._queue_length = gauge("queue_length", "Requests waiting for admission")
-        self._in_flight = gauge("requests_in_flight", "Admitted requests that have not ended")
-        self._service = gauge(
-            "predicted_service_seconds", "Predicted time from admission to end of a request"
-        )
-        self._predicted_ttft = gauge(
-            "predicted_ttft_seconds", f"Predicted TTFT of a new prompt of {_PREDICTED_PROMPT_TOKENS} tokens"
-        )
-        self.healthy_pods = gauge("healthy_pods", "Pods that answer and are serving", "role")
+    def _show_zeros(self, registry: CollectorRegistry) -> None:
+        """Series whose labels are known beforehand, so that their rates are known from the first event on."""
+        targets = table.SLO_TARGET_SECONDS.make(registry)
         for outcome in Outcome:
             self.ended.labels(outcome.value)
+        for reason in (*_FINISH_REASONS.values(), *_ENDED_EARLY.values()):
+            self.finished.labels(reason)
+        for refusal in RefusalReason:
+            self._refused.labels(refusal.value)
+        for cause in LossCause:
+            self.failovers.labels(cause.value)
+        for name, slo in SLO_CLASSES.items():
+            for histogram in (
+                self.ttft, self.tpot, self.itl, self.e2e, self.queue_seconds, self.prompt_length,
+                self.output_length,
+            ):  # fmt: skip
+                histogram.labels(name)
+            for stage in _STAGES:
+                self.stages.labels(name, stage)
+            for objective, target_s in (("ttft", slo.ttft_s), ("tpot", slo.tpot_s), ("e2e", slo.e2e_s)):
+                if target_s:
+                    targets.labels(name, objective).set(target_s)
 
-    def watch(self, admission: Admission) -> None:
-        """Reads the gauges of the queue from `admission` at each scrape."""
-        self._queue_length.set_function(lambda: admission.num_waiting)
-        self._in_flight.set_function(lambda: admission.num_in_flight)
-        self._service.set_function(lambda: admission.predictor.service_s)
-        self._predicted_ttft.set_function(lambda: admission.predicted_ttft_s(_PREDICTED_PROMPT_TOKENS))
+    def watch(self, admission: Admission, fleet: Fleet) -> None:
+        """Reads the gauges of the queue and of the pods' last reports at each scrape."""
+        registry = self._registry
+        for row, read in (
+            (table.QUEUE_LENGTH, lambda: admission.num_waiting),
+            (table.IN_FLIGHT, lambda: admission.num_in_flight),
+            (table.ADMISSION_LIMIT, lambda: admission.max_in_flight),
+            (table.SATURATION, lambda: _saturation(admission, fleet)),
+            (table.PREDICTED_SERVICE, lambda: admission.predictor.service_s),
+            (table.PREDICTED_TTFT, lambda: admission.predicted_ttft_s(_PREDICTED_PROMPT_TOKENS)),
+        ):
+            row.make(registry).set_function(read)
+        table.HEALTHY_PODS.view(
+            registry, lambda: {(role.value,): float(len(fleet.healthy(role))) for role in Role}
+        )
+        table.LISTED_PODS.view(registry, lambda: _listed(fleet))
+        table.REPORT_AGE.view(registry, lambda: _report_ages(fleet))
+        table.FLEET_KV_USAGE.view(registry, lambda: _kv_usage(fleet))
+        table.VLLM_CACHE_CONFIG.view(registry, lambda: self._cache_config(fleet))
 
-    def finished(self, receipt: common_pb2.Receipt) -> None:
-        """Counts a request that ended without an error."""
-        name = receipt.slo.name
-        self._ttft.labels(name).observe(receipt.ttft_ns / NS_PER_S)
-        self._e2e.labels(name).observe(receipt.e2e_ns / NS_PER_S)
+    def refused(self, error: InvalidRequestError | GatewayError) -> None:
+        """Counts a request or call that ended before it was well-formed."""
+        self.ended.labels(presentation(error).outcome.value).inc()
+        self.count_refusal(error)
+
+    def count_refusal(self, error: InvalidRequestError | GatewayError) -> None:
+        if isinstance(error, OverloadedError):
+            self._refused.labels(error.reason.value).inc()
+
+    def of(self, request: TokenizedRequest) -> RequestMetrics:
+        """Counts a well-formed request as received."""
+        return RequestMetrics(self, request)
+
+    def _cache_config(self, fleet: Fleet) -> Values:
+        pods = fleet.healthy(Role.DECODE)
+        if not pods:
+            return {}
+        num_blocks = sum(pod.load.total_blocks for pod in pods)
+        return {(*vllm_labels(self._model_name), str(pods[0].load.block_size), str(num_blocks)): 1.0}
+
+
+class RequestMetrics:
+    """Measures one well-formed request: received, admitted, relayed ..., finished or failed, ended."""
+
+    def __init__(self, metrics: GatewayMetrics, request: TokenizedRequest) -> None:
+        self._metrics = metrics
+        self._labels = request.slo.name, request.tenant
+        self._slo_class = request.slo.name
+        self._arrived = request.arrived
+        self._last_at: float | None = None
+        self._itl = metrics.itl.labels(self._slo_class)
+        self._output = metrics.output.labels(*self._labels)
+        #: Why the request misses its SLO, if the outcome does not say it; "": it does not.
+        self._miss = ""
+        self._is_met = False
+        metrics.received.labels(*self._labels).inc()
+
+    def admitted(self, at: float) -> None:
+        self._metrics.queue_seconds.labels(self._slo_class).observe(at - self._arrived)
+
+    def relayed(self, num_tokens: int) -> float:
+        """Counts tokens on their way to the caller; returns the time."""
+        now = time.monotonic()
+        if self._last_at is None:
+            self._metrics.ttft.labels(self._slo_class).observe(now - self._arrived)
+        else:
+            self._itl.observe(now - self._last_at)
+        self._last_at = now
+        self._output.inc(num_tokens)
+        return now
+
+    def finished(self, end: decode_pb2.DecodeFinished) -> None:
+        """The answer is complete; its receipt says when, and whether the SLO is met."""
+        metrics, name, receipt = self._metrics, self._slo_class, end.receipt
+        metrics.finished.labels(_FINISH_REASONS.get(end.reason, "abort")).inc()
+        metrics.e2e.labels(name).observe(receipt.e2e_ns / NS_PER_S)
         if receipt.output_tokens > 1:
             decode_s = (receipt.e2e_ns - receipt.ttft_ns) / NS_PER_S
-            self._tpot.labels(name).observe(decode_s / (receipt.output_tokens - 1))
-        self._output.labels(name).inc(receipt.output_tokens)
-        self._prompt.inc(receipt.prompt_tokens)
-        self._cached.inc(receipt.cached_tokens)
+            metrics.tpot.labels(name).observe(decode_s / (receipt.output_tokens - 1))
+        for stage in _STAGES:
+            metrics.stages.labels(name, stage).observe(getattr(receipt, f"{stage}_ns") / NS_PER_S)
+        metrics.prompt_length.labels(name).observe(receipt.prompt_tokens)
+        metrics.output_length.labels(name).observe(receipt.output_tokens)
+        metrics.prompt.labels(*self._labels).inc(receipt.prompt_tokens)
+        metrics.cached.labels(*self._labels).inc(receipt.cached_tokens)
+        self._is_met = receipt.slo_met
+        # "ttft 3.1 s exceeded ...; e2e ...": the first objective that was missed.
+        self._miss = receipt.slo_miss_reason.partition(" ")[0]
         if receipt.slo_met:
-            self._met.labels(name).inc()
-            self._goodput.labels(name).inc(receipt.output_tokens)
+            metrics.met.labels(*self._labels).inc()
+            metrics.goodput.labels(*self._labels).inc(receipt.output_tokens)
+
+    def failed(self, error: InvalidRequestError | GatewayError) -> None:
+        self._metrics.count_refusal(error)
+
+    def ended(self, outcome: Outcome) -> None:
+        """Last, however the request ended."""
+        self._metrics.ended.labels(outcome.value).inc()
+        if outcome in _ENDED_EARLY:
+            self._metrics.finished.labels(_ENDED_EARLY[outcome]).inc()
+        if not self._is_met:
+            self._metrics.misses.labels(*self._labels, self._miss or outcome.value).inc()
+
+
+def _listed(fleet: Fleet) -> Values:
+    roles = [pod.role for pod in fleet.pods()]
+    return {(role.value,): float(roles.count(role)) for role in Role}
+
+
+def _report_ages(fleet: Fleet) -> Values:
+    """Since the last answer, plus the age that the pod gave in it."""
+    now = time.monotonic()
+    return {
+        (pod.role.value, pod.report.pod_id or pod.target): math.inf
+        if pod.last_seen is None
+        else now - pod.last_seen + pod.report.age_seconds
+        for pod in fleet.pods()
+    }
+
+
+def _kv_usage(fleet: Fleet) -> dict[tuple[str, ...], float]:
+    used: dict[tuple[str, ...], float] = {}
+    for role in Role:
+        loads = [pod.load for pod in fleet.healthy(role)]
+        total = sum(load.total_blocks for load in loads)
+        if total:
+            used[role.value,] = 1.0 - sum(load.free_blocks for load in loads) / total
+    return used
+
+
+def _saturation(admission: Admission, fleet: Fleet) -> float:
+    of_places = admission.num_in_flight / admission.max_in_flight
+    return max(of_places, _kv_usage(fleet).get((Role.DECODE.value,), 0.0))

@@ -34,7 +34,9 @@ from tandem_gateway.errors import (
     CrashingRequestError,
     DeadlineError,
     GatewayError,
+    LossCause,
     OverloadedError,
+    RefusalReason,
     UnavailableError,
     UpstreamError,
 )
@@ -57,8 +59,9 @@ _FINISH_REASONS = frozenset(common_pb2.FinishReason.values()) - {common_pb2.FINI
 class _LostError(Exception):
     """The pod is lost. `accepted`: it had accepted the call; `crashed`: and then died."""
 
-    def __init__(self, cause: str, *, accepted: bool, crashed: bool) -> None:
-        super().__init__(cause)
+    def __init__(self, message: str, cause: LossCause, *, accepted: bool, crashed: bool) -> None:
+        super().__init__(message)
+        self.cause = cause
         self.accepted = accepted
         self.crashed = crashed
 
@@ -129,7 +132,9 @@ class Relay:
                             others = failed.union(too_small, (route.decode.target,))
                             if event.draining and self._router.choose(request, others) is not None:
                                 kv_source = route.decode.target
-                                raise _LostError("it is draining", accepted=True, crashed=False)
+                                raise _LostError(
+                                    "it is draining", LossCause.DRAINING, accepted=True, crashed=False
+                                )
                             continue
                         if isinstance(event, decode_pb2.DecodeChunk):
                             tokens += event.token_ids
@@ -153,7 +158,7 @@ class Relay:
                 self._log.warning(
                     "decode pod failed; trying another", target=route.decode.target, num_tokens=len(tokens)
                 )
-                self._metrics.failovers.inc()
+                self._metrics.failovers.labels(error.cause.value).inc()
                 failed |= {route.decode.target}
 
     def _check_crashes(self, num_crashed: int, num_tokens: int) -> None:
@@ -231,8 +236,8 @@ class Relay:
         except StopAsyncIteration:
             raise UpstreamError(f"the decode pod {pod.target} ended the stream without a finish") from None
         except TimeoutError as error:
-            cause = f"it sent nothing for {_SILENCE_LIMIT_S:g} s"
-            raise _LostError(cause, accepted=is_accepted, crashed=is_accepted) from error
+            message = f"it sent nothing for {_SILENCE_LIMIT_S:g} s"
+            raise _LostError(message, LossCause.SILENT, accepted=is_accepted, crashed=is_accepted) from error
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
                 num_tokens = pod.load.total_blocks * pod.load.block_size
@@ -242,8 +247,11 @@ class Relay:
             # A pod sends the request id as soon as it accepts the call.
             is_accepted = is_accepted or REQUEST_ID_KEY in (await call.initial_metadata())
             is_crashed = is_accepted and error.code() is grpc.StatusCode.UNAVAILABLE
-            cause = f"{error.code().name}: {error.details()}"
-            raise _LostError(cause, accepted=is_accepted, crashed=is_crashed) from error
+            cause = LossCause.UNREACHABLE
+            if is_accepted:
+                cause = LossCause.CRASHED if is_crashed else LossCause.DRAINING
+            message = f"{error.code().name}: {error.details()}"
+            raise _LostError(message, cause, accepted=is_accepted, crashed=is_crashed) from error
         finally:
             for one in busy:
                 one.in_flight -= 1
@@ -275,7 +283,7 @@ class Relay:
                 field, separator, message = details.partition(": ")
                 return InvalidRequestError(*((field, message) if separator else ("request", details)))
             case grpc.StatusCode.RESOURCE_EXHAUSTED:
-                return OverloadedError(details, _POD_FULL_RETRY_S)
+                return OverloadedError(details, _POD_FULL_RETRY_S, RefusalReason.POD_FULL)
             case grpc.StatusCode.DEADLINE_EXCEEDED:
                 return DeadlineError("the deadline passed before the answer was complete")
             case _:

@@ -2,38 +2,28 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry
+from tandem_service import metric_table as table
 
 
 class LookaheadMetrics:
     """Registers them in one registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        def counter(name: str, text: str) -> Counter:
-            return Counter(f"tandem_lookahead_{name}", text, registry=registry)
-
-        def gauge(name: str, text: str) -> Gauge:
-            return Gauge(f"tandem_lookahead_{name}", text, registry=registry)
-
-        self.spans_received = counter("spans_received", "Spans that pods sent")
-        self.tokens_merged = counter("tokens_merged", "Tokens merged into a namespace's corpus")
-        self.prompts_refused = counter("prompts_refused", "Dropped spans of prompts that are not shared")
-        self.spans_dropped = counter("spans_dropped", "Spans dropped because the backlog for Redis was full")
-        self.entries_damaged = counter("stream_entries_damaged", "Unreadable entries in Redis streams")
-        self.snapshots_published = counter("snapshots_published", "Snapshots written to Redis")
-        self.snapshots_rejected = counter("snapshots_rejected", "Dropped damaged snapshots in Redis")
-        self.snapshots_refused = Counter(
-            "tandem_lookahead_snapshots_refused",
-            "Snapshots that Redis refused, by cause",
-            ["cause"],
-            registry=registry,
-        )
-        self.redis_failures = counter("redis_failures", "Times Redis was lost")
-        self.subscribers_lagging = counter("streams_lagging", "Streams closed because a pod read too slowly")
-        self.redis_connected = gauge("redis_connected", "1 while Redis answers")
-        self.streams_open = gauge("streams_open", "Streams of decode pods")
-        self.backlog_spans = gauge("backlog_spans", "Spans that wait for Redis")
-        self.namespaces = gauge("namespaces", "Namespaces held")
-        self.tokens_held = gauge("corpus_tokens", "Tokens held, over all namespaces")
-        self.tokens_shared = gauge("corpus_shared_tokens", "Tokens shared with pods, over all namespaces")
-        self.memory_bytes = gauge("corpus_memory_bytes", "Memory of all text, as the limits count it")
+        self.spans_received = table.SPANS_RECEIVED.make(registry)
+        self.tokens_merged = table.TOKENS_MERGED.make(registry)
+        self.prompts_refused = table.PROMPTS_REFUSED.make(registry)
+        self.spans_dropped = table.SPANS_DROPPED.make(registry)
+        self.entries_damaged = table.ENTRIES_DAMAGED.make(registry)
+        self.snapshots_published = table.SNAPSHOTS_PUBLISHED.make(registry)
+        self.snapshots_rejected = table.SNAPSHOTS_REJECTED.make(registry)
+        self.snapshots_refused = table.SNAPSHOTS_REFUSED.make(registry)
+        self.redis_failures = table.REDIS_FAILURES.make(registry)
+        self.subscribers_lagging = table.STREAMS_LAGGING.make(registry)
+        self.redis_connected = table.REDIS_CONNECTED.make(registry)
+        self.streams_open = table.STREAMS_OPEN.make(registry)
+        self.backlog_spans = table.BACKLOG_SPANS.make(registry)
+        self.namespaces = table.NAMESPACES.make(registry)
+        self.tokens_held = table.CORPUS_TOKENS.make(registry)
+        self.tokens_shared = table.CORPUS_SHARED_TOKENS.make(registry)
+        self.memory_bytes = table.CORPUS_MEMORY_BYTES.make(registry)

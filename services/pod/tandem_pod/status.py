@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 import structlog
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import CollectorRegistry
 from tandem_engine.assemble import EngineParts
 from tandem_engine.engine import Engine
 from tandem_engine.gpu_block_store import CopyCounts
@@ -23,6 +23,8 @@ from tandem_engine.loop import EngineLoop
 from tandem_engine.scheduler import PromptWork
 from tandem_engine.step_times import StepCost
 from tandem_proto.v1 import common_pb2, decode_pb2, prefill_pb2
+from tandem_service import metric_table as table
+from tandem_service.metric_table import Values
 
 _INTERVAL_S = 1.0
 #: Prompts that a status lists one by one.
@@ -96,28 +98,10 @@ class PodGauges:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
-        self._blocks = Gauge(
-            "tandem_kv_blocks",
-            "KV blocks: free, kept for the prefix cache, or used by requests and transfers",
-            ["state"],
-            registry=registry,
-        )
-        self._requests = Gauge(
-            "tandem_requests",
-            "Requests: waiting for the batch, for blocks or for KV; running; with an open KV transfer",
-            ["state"],
-            registry=registry,
-        )
-        self._age = Gauge(
-            "tandem_engine_status_age_seconds",
-            "Time since the engine's thread told its state; it grows while a step runs or the engine hangs",
-            registry=registry,
-        )
-        self._violations = Gauge(
-            "tandem_invariant_violations",
-            "Broken invariants found by the pod's last check of blocks and queues",
-            registry=registry,
-        )
+        self._blocks = table.KV_BLOCKS.make(registry)
+        self._requests = table.POD_REQUESTS.make(registry)
+        self._age = table.STATUS_AGE.make(registry)
+        self._violations = table.VIOLATIONS.make(registry)
 
     def show(self, status: common_pb2.PodStatus) -> None:
         usage = status.usage
@@ -135,24 +119,17 @@ class PodGauges:
         """Shows what a GPU's transfers copied; None shows nothing."""
         if counts is None:
             return
-        for name, text, read, written in (
-            ("copies", "Copies of KV from (read) and to (write) the GPU", "num_reads", "num_writes"),
-            ("copied_bytes", "Bytes of these copies", "read_bytes", "written_bytes"),
-            (
-                "copy_wait_seconds",
-                "Time that senders waited for a copy (read) and receivers for a buffer (write)",
-                "read_wait_s",
-                "slot_wait_s",
-            ),
+        for row, read, written in (
+            (table.KV_COPIES, "num_reads", "num_writes"),
+            (table.KV_COPIED_BYTES, "read_bytes", "written_bytes"),
+            (table.KV_COPY_WAIT, "read_wait_s", "slot_wait_s"),
         ):
-            gauge = Gauge(f"tandem_kv_{name}", text, ["direction"], registry=self._registry)
-            for direction, attribute in (("read", read), ("write", written)):
-                gauge.labels(direction).set_function(partial(getattr, counts, attribute))
-        Gauge(
-            "tandem_kv_frames_copied_out",
-            "Frames copied once more, since pinned buffers were short",
-            registry=self._registry,
-        ).set_function(lambda: counts.num_copied_out)
+            row.view(self._registry, partial(_by_direction, counts, read, written))
+        table.KV_COPIED_OUT.view(self._registry, lambda: {(): counts.num_copied_out})
+
+
+def _by_direction(counts: CopyCounts, read: str, written: str) -> Values:
+    return {("read",): getattr(counts, read), ("write",): getattr(counts, written)}
 
 
 @asynccontextmanager

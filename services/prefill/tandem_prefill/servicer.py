@@ -91,6 +91,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             finished = self._finished(prompt, transfer, first_token.result(), arrived_ns)
             sent = transfer.finish()
             yield prefill_pb2.PrefillResponse(finished=finished)
+            self._metrics.queue_seconds.observe(finished.queue_ns / 1e9)
             self._metrics.prefill_seconds.observe(finished.compute_ns / 1e9)
             async for heartbeat in self._heartbeats_until(sent, prompt, transfer, context):
                 yield heartbeat
@@ -105,6 +106,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             self._num_open_calls -= 1
             self._metrics.requests.labels(outcome).inc()
             self._metrics.sent_bytes.inc(transfer.sent_bytes)
+            self._metrics.preemptions.inc(prompt.num_preemptions)
             transfer.abort()  # does nothing after a finished transfer
             await asyncio.shield(self._loop.call_async(lambda: self._end(prompt.request_id)))
 

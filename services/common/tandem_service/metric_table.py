@@ -1,0 +1,752 @@
+"""The table of metrics: what each is called, counts, is labelled with, and which processes serve it.
+
+A name stands here once. Processes make their Prometheus objects from these rows (`REQUESTS.make(registry)`);
+the Grafana dashboards, the alert rules and the table in docs/observability.md are generated from them. After
+a change of this file run deploy/observability/generate.py.
+
+`tandem_*` names are ours. `vllm:*` names are those of vLLM and of the Gateway API inference extension's
+model-server protocol, served where Tandem measures what vLLM means by them, from the same data as the
+`tandem_*` row that `sources` names. Each is served by one kind of process, so that a sum over all
+scraped processes counts nothing twice.
+
+To add a metric: one row here, one `make` or `view` where it is measured, a panel in
+deploy/observability/dashboards.py. Predicted times and their errors belong to the section "Prediction";
+reasons of refusals are values of `REFUSED`'s label.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
+from prometheus_client.registry import Collector
+from tandem_core.slo import SLO_CLASSES
+
+
+class Process(enum.Enum):
+    """The kinds of processes that serve metrics."""
+
+    GATEWAY = "gateway"
+    DECODE = "decode"
+    PREFILL = "prefill"
+    LOOKAHEAD = "lookahead"
+
+
+_GATEWAY = (Process.GATEWAY,)
+_DECODE = (Process.DECODE,)
+_PODS = (Process.DECODE, Process.PREFILL)
+_LOOKAHEAD = (Process.LOOKAHEAD,)
+_ALL = tuple(Process)
+
+
+class Unit(enum.Enum):
+    """What the value of a metric is counted in."""
+
+    SECONDS = "seconds"
+    BYTES = "bytes"
+    TOKENS = "tokens"
+    REQUESTS = "requests"
+    RATIO = "ratio"
+    COUNT = "count"
+
+
+#: Values by values of the labels, in the order of the row's labels.
+Values = Mapping[tuple[str, ...], float]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Data of another row: its samples with these labels, added up over all other labels."""
+
+    row: Row
+    where: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One metric. A counter's name ends with `_total`; a histogram's has no `_bucket`, `_sum` or `_count`."""
+
+    name: str
+    help: str
+    labels: tuple[str, ...]
+    unit: Unit
+    served_by: tuple[Process, ...]
+    #: Not empty: the metric has no data of its own.
+    sources: tuple[Source, ...] = ()
+    #: Of `sources`: which of their labels a label of this row is, where the names differ.
+    label_of: Mapping[str, str] = field(default_factory=dict)
+
+    kind: ClassVar[str] = ""
+    _suffixes: ClassVar[tuple[str, ...]] = ("",)
+
+    def __post_init__(self) -> None:
+        if self.name.endswith("_total") != (self.kind == "counter"):
+            raise ValueError(f"{self.name}: a counter's name ends with _total, and no other's")
+
+    @property
+    def series(self) -> tuple[str, ...]:
+        """The names of its series, as queries use them."""
+        return tuple(self.name + suffix for suffix in self._suffixes)
+
+    def family(self) -> Metric:
+        """Without samples."""
+        return Metric(self.name.removesuffix("_total"), self.help, self.kind)
+
+    def view(self, registry: CollectorRegistry, read: Callable[[], Values]) -> None:
+        """Serves values that are counted elsewhere. `read` is called at each scrape, in the pods on a thread
+        of its own; it must not wait for anything."""
+        registry.register(_View(self, read))
+
+
+class CounterRow(Row):
+    kind = "counter"
+
+    def make(self, registry: CollectorRegistry) -> Counter:
+        return Counter(self.name, self.help, self.labels, registry=registry)
+
+
+class GaugeRow(Row):
+    kind = "gauge"
+
+    def make(self, registry: CollectorRegistry) -> Gauge:
+        return Gauge(self.name, self.help, self.labels, registry=registry)
+
+
+@dataclass(frozen=True)
+class HistogramRow(Row):
+    #: Upper edges, without infinity.
+    buckets: tuple[float, ...] = ()
+
+    kind = "histogram"
+    _suffixes = ("_bucket", "_sum", "_count")
+
+    def make(self, registry: CollectorRegistry) -> Histogram:
+        return Histogram(self.name, self.help, self.labels, buckets=self.buckets, registry=registry)
+
+
+class _View(Collector):
+    def __init__(self, row: Row, read: Callable[[], Values]) -> None:
+        self._row, self._read = row, read
+
+    def describe(self) -> Iterable[Metric]:
+        return [self._row.family()]
+
+    def collect(self) -> Iterable[Metric]:
+        family = self._row.family()
+        for values, value in self._read().items():
+            family.add_sample(self._row.name, dict(zip(self._row.labels, values, strict=True)), value)
+        return [family]
+
+
+def _edges(base: Iterable[float], targets: Iterable[float]) -> tuple[float, ...]:
+    """With every target of the SLO classes, so that "share under 2.5 s" is exact."""
+    return tuple(sorted({*base, *(target for target in targets if target)}))
+
+
+#: Seconds.
+LATENCY_BUCKETS_S = _edges(
+    (0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 7.5, 10.0,
+     20.0, 30.0, 60.0, 120.0),
+    (target for slo in SLO_CLASSES.values() for target in (slo.ttft_s, slo.e2e_s)),
+)  # fmt: skip
+#: Seconds per token.
+TOKEN_BUCKETS_S = _edges(
+    (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0),
+    (slo.tpot_s for slo in SLO_CLASSES.values()),
+)
+#: Tokens of a request.
+_LENGTH_BUCKETS = tuple(float(2**n) for n in range(4, 18))
+
+
+def _counter(
+    name: str, help_: str, *labels: str, by: tuple[Process, ...], unit: Unit = Unit.COUNT
+) -> CounterRow:
+    return CounterRow(name, help_, labels, unit, by)
+
+
+def _gauge(name: str, help_: str, *labels: str, by: tuple[Process, ...], unit: Unit = Unit.COUNT) -> GaugeRow:
+    return GaugeRow(name, help_, labels, unit, by)
+
+
+def _seconds(
+    name: str,
+    help_: str,
+    *labels: str,
+    by: tuple[Process, ...],
+    buckets: tuple[float, ...] = LATENCY_BUCKETS_S,
+) -> HistogramRow:
+    return HistogramRow(name, help_, labels, Unit.SECONDS, by, buckets=buckets)
+
+
+# -- every process ------------------------------------------------------------------------------------
+
+GRPC_CALLS = _counter("tandem_grpc_calls_total", "gRPC calls ended", "method", "code", by=_ALL)
+GRPC_CALL_SECONDS = _seconds("tandem_grpc_call_seconds", "Duration of gRPC calls", "method", by=_ALL)
+
+# -- gateway: requests. Tenants are those of the keys file, or "default", so there are few of them. -------
+
+REQUESTS = _counter(
+    "tandem_requests_total", "Requests ended, by outcome", "outcome", by=_GATEWAY, unit=Unit.REQUESTS
+)
+FINISHED = _counter(
+    "tandem_finished_requests_total",
+    "Requests whose answer ended: stop, length, abort (the client left or its deadline passed) or error",
+    "finish_reason",
+    by=_GATEWAY,
+    unit=Unit.REQUESTS,
+)
+REFUSED = _counter(
+    "tandem_refused_requests_total",
+    "Requests and calls refused with a retry-after, by reason",
+    "reason",
+    by=_GATEWAY,
+    unit=Unit.REQUESTS,
+)
+SLO_RECEIVED = _counter(
+    "tandem_slo_requests_received_total",
+    "Well-formed requests received; the base of attainment",
+    "slo_class",
+    "tenant",
+    by=_GATEWAY,
+    unit=Unit.REQUESTS,
+)
+SLO_MET = _counter(
+    "tandem_slo_requests_met_total",
+    "Requests that met every objective",
+    "slo_class",
+    "tenant",
+    by=_GATEWAY,
+    unit=Unit.REQUESTS,
+)
+SLO_MISSES = _counter(
+    "tandem_slo_misses_total",
+    "Requests that ended and did not meet every objective: ttft, tpot or e2e (the first that was missed), or "
+    "how a request without a complete answer ended",
+    "slo_class",
+    "tenant",
+    "cause",
+    by=_GATEWAY,
+    unit=Unit.REQUESTS,
+)
+GOODPUT_TOKENS = _counter(
+    "tandem_goodput_tokens_total",
+    "Output tokens of requests that met every objective",
+    "slo_class",
+    "tenant",
+    by=_GATEWAY,
+    unit=Unit.TOKENS,
+)
+OUTPUT_TOKENS = _counter(
+    "tandem_output_tokens_total",
+    "Output tokens relayed",
+    "slo_class",
+    "tenant",
+    by=_GATEWAY,
+    unit=Unit.TOKENS,
+)
+PROMPT_TOKENS = _counter(
+    "tandem_prompt_tokens_total",
+    "Prompt tokens of finished requests",
+    "slo_class",
+    "tenant",
+    by=_GATEWAY,
+    unit=Unit.TOKENS,
+)
+CACHED_PROMPT_TOKENS = _counter(
+    "tandem_cached_prompt_tokens_total",
+    "Prompt tokens found in a prefix cache",
+    "slo_class",
+    "tenant",
+    by=_GATEWAY,
+    unit=Unit.TOKENS,
+)
+TTFT_SECONDS = _seconds(
+    "tandem_ttft_seconds", "Request received to first token relayed", "slo_class", by=_GATEWAY
+)
+TPOT_SECONDS = _seconds(
+    "tandem_tpot_seconds",
+    "Mean time per output token after the first, of finished requests",
+    "slo_class",
+    by=_GATEWAY,
+    buckets=TOKEN_BUCKETS_S,
+)
+ITL_SECONDS = _seconds(
+    "tandem_itl_seconds",
+    "Time between two messages with tokens of one answer; a message has the tokens of one step",
+    "slo_class",
+    by=_GATEWAY,
+    buckets=TOKEN_BUCKETS_S,
+)
+E2E_SECONDS = _seconds(
+    "tandem_e2e_seconds", "Request received to last token relayed", "slo_class", by=_GATEWAY
+)
+QUEUE_SECONDS = _seconds(
+    "tandem_queue_seconds", "Wait for admission at the gateway", "slo_class", by=_GATEWAY
+)
+STAGE_SECONDS = _seconds(
+    "tandem_stage_seconds",
+    "Time of finished requests by stage: queue (gateway and pods), prefill, transfer, decode",
+    "slo_class",
+    "stage",
+    by=_GATEWAY,
+)
+REQUEST_PROMPT_TOKENS = HistogramRow(
+    "tandem_request_prompt_tokens",
+    "Prompt tokens of a finished request",
+    ("slo_class",),
+    Unit.TOKENS,
+    _GATEWAY,
+    buckets=_LENGTH_BUCKETS,
+)
+REQUEST_OUTPUT_TOKENS = HistogramRow(
+    "tandem_request_output_tokens",
+    "Output tokens of a finished request",
+    ("slo_class",),
+    Unit.TOKENS,
+    _GATEWAY,
+    buckets=_LENGTH_BUCKETS,
+)
+SLO_TARGET_SECONDS = _gauge(
+    "tandem_slo_target_seconds",
+    "Objectives of the SLO classes: ttft, tpot, e2e",
+    "slo_class",
+    "objective",
+    by=_GATEWAY,
+    unit=Unit.SECONDS,
+)
+FAILOVERS = _counter(
+    "tandem_decode_failovers_total",
+    "Requests moved to another decode pod: crashed, silent, unreachable, draining",
+    "cause",
+    by=_GATEWAY,
+)
+ANSWERS_RESUMED = _counter(
+    "tandem_answers_resumed_total",
+    "Requests that got an answer begun before, by how they named it",
+    "by",
+    by=_GATEWAY,
+)
+KEPT_ANSWER_BYTES = _gauge(
+    "tandem_kept_answer_bytes", "Memory of the answers that can be resumed", by=_GATEWAY, unit=Unit.BYTES
+)
+
+# -- gateway: admission and the fleet ----------------------------------------------------------------------
+
+QUEUE_LENGTH = _gauge(
+    "tandem_queue_length", "Requests waiting for admission", by=_GATEWAY, unit=Unit.REQUESTS
+)
+IN_FLIGHT = _gauge(
+    "tandem_requests_in_flight",
+    "Admitted requests that have not ended",
+    by=_GATEWAY,
+    unit=Unit.REQUESTS,
+)
+ADMISSION_LIMIT = _gauge(
+    "tandem_admission_limit", "Most requests that may be in flight", by=_GATEWAY, unit=Unit.REQUESTS
+)
+SATURATION = _gauge(
+    "tandem_saturation_ratio",
+    "The larger of requests in flight per admission limit and KV use of the decode pods; 1 is full",
+    by=_GATEWAY,
+    unit=Unit.RATIO,
+)
+HEALTHY_PODS = _gauge("tandem_healthy_pods", "Pods that answer and are serving", "role", by=_GATEWAY)
+LISTED_PODS = _gauge("tandem_listed_pods", "Pods that discovery lists", "role", by=_GATEWAY)
+REPORT_AGE = _gauge(
+    "tandem_pod_report_age_seconds",
+    "Age of what the gateway knows of a pod: since its last answer, and since its engine's thread told its "
+    "state; infinite before the first",
+    "role",
+    "pod",
+    by=_GATEWAY,
+    unit=Unit.SECONDS,
+)
+FLEET_KV_USAGE = _gauge(
+    "tandem_fleet_kv_usage_ratio",
+    "Share of the KV blocks of a role's healthy pods that requests and transfers use",
+    "role",
+    by=_GATEWAY,
+    unit=Unit.RATIO,
+)
+
+# -- gateway: prediction -----------------------------------------------------------------------------------
+
+PREDICTED_SERVICE = _gauge(
+    "tandem_predicted_service_seconds",
+    "Predicted time from admission to end of a request",
+    by=_GATEWAY,
+    unit=Unit.SECONDS,
+)
+PREDICTED_TTFT = _gauge(
+    "tandem_predicted_ttft_seconds",
+    "Predicted TTFT of a new prompt of 4096 tokens",
+    by=_GATEWAY,
+    unit=Unit.SECONDS,
+)
+
+# -- pods with an engine -----------------------------------------------------------------------------------
+
+KV_BLOCKS = _gauge(
+    "tandem_kv_blocks",
+    "KV blocks: free, kept for the prefix cache (cached), or used by requests and transfers",
+    "state",
+    by=_PODS,
+)
+POD_REQUESTS = _gauge(
+    "tandem_requests",
+    "Requests: waiting for the batch, for blocks or for KV; running; with an open KV transfer (transferring)",
+    "state",
+    by=_PODS,
+    unit=Unit.REQUESTS,
+)
+STATUS_AGE = _gauge(
+    "tandem_engine_status_age_seconds",
+    "Time since the engine's thread told its state; it grows while a step runs or the engine hangs",
+    by=_PODS,
+    unit=Unit.SECONDS,
+)
+VIOLATIONS = _gauge(
+    "tandem_invariant_violations",
+    "Broken invariants found by the pod's last check of blocks and queues",
+    by=_PODS,
+)
+KV_COPIES = _counter(
+    "tandem_kv_copies_total", "Copies of KV from (read) and to (write) the GPU", "direction", by=_PODS
+)
+KV_COPIED_BYTES = _counter(
+    "tandem_kv_copied_bytes_total", "Bytes of these copies", "direction", by=_PODS, unit=Unit.BYTES
+)
+KV_COPY_WAIT = _counter(
+    "tandem_kv_copy_wait_seconds_total",
+    "Time that senders waited for a copy (read) and receivers for a buffer (write)",
+    "direction",
+    by=_PODS,
+    unit=Unit.SECONDS,
+)
+KV_COPIED_OUT = _counter(
+    "tandem_kv_frames_copied_out_total", "Frames copied once more, since pinned buffers were short", by=_PODS
+)
+
+# -- decode pod. What its requests did is counted when they end. -------------------------------------------
+
+DECODE_REQUESTS = _counter(
+    "tandem_decode_requests_total", "Requests by outcome", "outcome", by=_DECODE, unit=Unit.REQUESTS
+)
+DECODE_OUTPUT_TOKENS = _counter(
+    "tandem_decode_output_tokens_total", "Tokens emitted", by=_DECODE, unit=Unit.TOKENS
+)
+DECODE_STEPS = _counter(
+    "tandem_decode_steps_total",
+    "Verification passes, summed over sequences; each emits one token and the accepted guesses",
+    by=_DECODE,
+)
+DRAFTS = _counter("tandem_decode_drafts_total", "Of these, passes over a draft", by=_DECODE)
+DRAFTED_TOKENS = _counter(
+    "tandem_decode_drafted_tokens_total",
+    "Guesses verified, by source",
+    "source",
+    by=_DECODE,
+    unit=Unit.TOKENS,
+)
+ACCEPTED_TOKENS = _counter(
+    "tandem_decode_accepted_tokens_total",
+    "Guesses accepted, by source",
+    "source",
+    by=_DECODE,
+    unit=Unit.TOKENS,
+)
+DRAFTED_AT = _counter(
+    "tandem_decode_drafted_at_total",
+    "Guesses verified, by how many guesses lie before them on their path",
+    "position",
+    by=_DECODE,
+    unit=Unit.TOKENS,
+)
+ACCEPTED_AT = _counter(
+    "tandem_decode_accepted_at_total",
+    "Guesses accepted, by how many accepted ones lie before them in the same step",
+    "position",
+    by=_DECODE,
+    unit=Unit.TOKENS,
+)
+_TENTHS = "by tenths of the predicted acceptance"
+GUESSES_SENT = _counter(
+    "tandem_draft_guesses_sent_total", f"Guesses verified, {_TENTHS}", "tenth", by=_DECODE, unit=Unit.TOKENS
+)
+GUESSES_PREDICTED = _counter(
+    "tandem_draft_guesses_predicted_total",
+    f"Guesses of these that were expected to be accepted, {_TENTHS}",
+    "tenth",
+    by=_DECODE,
+    unit=Unit.TOKENS,
+)
+GUESSES_ACCEPTED = _counter(
+    "tandem_draft_guesses_accepted_total",
+    f"Guesses of these that were accepted, {_TENTHS}",
+    "tenth",
+    by=_DECODE,
+    unit=Unit.TOKENS,
+)
+DECODE_TPOT = _seconds(
+    "tandem_decode_tpot_seconds",
+    "Mean time per token after a request's first",
+    by=_DECODE,
+    buckets=TOKEN_BUCKETS_S,
+)
+DECODE_PREEMPTIONS = _counter(
+    "tandem_decode_preemptions_total", "Times requests gave up their KV blocks to older ones", by=_DECODE
+)
+LOCAL_PREFILLS = _counter(
+    "tandem_decode_local_prefills_total",
+    "Prompts computed on this pod, by reason",
+    "reason",
+    by=_DECODE,
+    unit=Unit.REQUESTS,
+)
+HANDOFFS = _counter(
+    "tandem_handoffs_total",
+    "Attempts to get a prompt's KV from a prefill pod: ok, or the cause of the failure",
+    "outcome",
+    by=_DECODE,
+)
+HANDOFF_QUEUE = _gauge(
+    "tandem_handoff_queue_length",
+    "Prompts on their way to or on a prefill pod: waiting for blocks here (bootstrapping), for the first "
+    "frame (waiting), receiving frames (transferring)",
+    "state",
+    by=_DECODE,
+    unit=Unit.REQUESTS,
+)
+TRANSFER_SECONDS = _seconds(
+    "tandem_kv_transfer_seconds", "From the first token's arrival to the last frame's", by=_DECODE
+)
+KV_RECEIVED_BYTES = _counter(
+    "tandem_kv_received_bytes_total", "KV payload bytes received", by=_DECODE, unit=Unit.BYTES
+)
+KV_DROPPED_FRAMES = _counter(
+    "tandem_kv_dropped_frames_total", "KV frames dropped, by cause", "cause", by=_DECODE
+)
+LOOKAHEAD_CONNECTED = _gauge(
+    "tandem_lookahead_connected", "Open streams to the lookahead service", by=_DECODE
+)
+LOOKAHEAD_DROPPED_SPANS = _counter(
+    "tandem_lookahead_dropped_spans_total",
+    "Spans dropped because the queue to the lookahead service was full",
+    by=_DECODE,
+)
+
+# -- prefill. A decode pod that drains serves prefill too, so it has these. --------------------------------
+
+PREFILL_REQUESTS = _counter(
+    "tandem_prefill_requests_total", "Prompts by outcome", "outcome", by=_PODS, unit=Unit.REQUESTS
+)
+PREFILL_PROMPT_TOKENS = _counter(
+    "tandem_prefill_prompt_tokens_total",
+    "Prompt tokens computed or found in the prefix cache",
+    by=_PODS,
+    unit=Unit.TOKENS,
+)
+PREFILL_CACHED_TOKENS = _counter(
+    "tandem_prefill_cached_tokens_total",
+    "Prompt tokens found in the prefix cache",
+    by=_PODS,
+    unit=Unit.TOKENS,
+)
+PREFILL_QUEUE_SECONDS = _seconds(
+    "tandem_prefill_queue_seconds", "From a prompt's arrival to its first step", by=_PODS
+)
+PREFILL_SECONDS = _seconds(
+    "tandem_prefill_seconds", "From a prompt's first step to its first token", by=_PODS
+)
+PREFILL_PREEMPTIONS = _counter(
+    "tandem_prefill_preemptions_total", "Times prompts gave up their KV blocks to older ones", by=_PODS
+)
+KV_SENT_BYTES = _counter("tandem_kv_sent_bytes_total", "KV payload bytes sent", by=_PODS, unit=Unit.BYTES)
+
+# -- lookahead service -------------------------------------------------------------------------------------
+
+SPANS_RECEIVED = _counter("tandem_lookahead_spans_received_total", "Spans that pods sent", by=_LOOKAHEAD)
+TOKENS_MERGED = _counter(
+    "tandem_lookahead_tokens_merged_total",
+    "Tokens merged into a namespace's corpus",
+    by=_LOOKAHEAD,
+    unit=Unit.TOKENS,
+)
+PROMPTS_REFUSED = _counter(
+    "tandem_lookahead_prompts_refused_total", "Dropped spans of prompts that are not shared", by=_LOOKAHEAD
+)
+SPANS_DROPPED = _counter(
+    "tandem_lookahead_spans_dropped_total",
+    "Spans dropped because the backlog for Redis was full",
+    by=_LOOKAHEAD,
+)
+ENTRIES_DAMAGED = _counter(
+    "tandem_lookahead_stream_entries_damaged_total", "Unreadable entries in Redis streams", by=_LOOKAHEAD
+)
+SNAPSHOTS_PUBLISHED = _counter(
+    "tandem_lookahead_snapshots_published_total", "Snapshots written to Redis", by=_LOOKAHEAD
+)
+SNAPSHOTS_REJECTED = _counter(
+    "tandem_lookahead_snapshots_rejected_total", "Dropped damaged snapshots in Redis", by=_LOOKAHEAD
+)
+SNAPSHOTS_REFUSED = _counter(
+    "tandem_lookahead_snapshots_refused_total",
+    "Snapshots that Redis refused, by cause",
+    "cause",
+    by=_LOOKAHEAD,
+)
+REDIS_FAILURES = _counter("tandem_lookahead_redis_failures_total", "Times Redis was lost", by=_LOOKAHEAD)
+STREAMS_LAGGING = _counter(
+    "tandem_lookahead_streams_lagging_total",
+    "Streams closed because a pod read too slowly",
+    by=_LOOKAHEAD,
+)
+REDIS_CONNECTED = _gauge("tandem_lookahead_redis_connected", "1 while Redis answers", by=_LOOKAHEAD)
+STREAMS_OPEN = _gauge("tandem_lookahead_streams_open", "Streams of decode pods", by=_LOOKAHEAD)
+BACKLOG_SPANS = _gauge("tandem_lookahead_backlog_spans", "Spans that wait for Redis", by=_LOOKAHEAD)
+NAMESPACES = _gauge("tandem_lookahead_namespaces", "Namespaces held", by=_LOOKAHEAD)
+CORPUS_TOKENS = _gauge(
+    "tandem_lookahead_corpus_tokens",
+    "Tokens held, over all namespaces",
+    by=_LOOKAHEAD,
+    unit=Unit.TOKENS,
+)
+CORPUS_SHARED_TOKENS = _gauge(
+    "tandem_lookahead_corpus_shared_tokens",
+    "Tokens shared with pods, over all namespaces",
+    by=_LOOKAHEAD,
+    unit=Unit.TOKENS,
+)
+CORPUS_MEMORY_BYTES = _gauge(
+    "tandem_lookahead_corpus_memory_bytes",
+    "Memory of all text, as the limits count it",
+    by=_LOOKAHEAD,
+    unit=Unit.BYTES,
+)
+
+# -- names of vLLM and of the Gateway API inference extension ------------------------------------------------
+
+#: Of every `vllm:` name, first. The gateway is one engine with all its pods behind it; so is each pod.
+VLLM_LABELS = ("model_name", "engine")
+
+
+def _vllm_counter(
+    name: str, help_: str, *sources: Source, label: str = "", of: str = "", by: tuple[Process, ...] = _GATEWAY
+) -> CounterRow:
+    labels = (*VLLM_LABELS, label) if label else VLLM_LABELS
+    label_of = {label: of or label} if label else {}
+    return CounterRow(f"vllm:{name}", help_, labels, sources[0].row.unit, by, sources, label_of)
+
+
+def _vllm_gauge(name: str, help_: str, source: Source) -> GaugeRow:
+    return GaugeRow(f"vllm:{name}", help_, VLLM_LABELS, source.row.unit, _GATEWAY, (source,))
+
+
+def _vllm_histogram(name: str, help_: str, row: HistogramRow, **where: str) -> HistogramRow:
+    sources = (Source(row, where),)
+    return HistogramRow(f"vllm:{name}", help_, VLLM_LABELS, row.unit, _GATEWAY, sources, buckets=row.buckets)
+
+
+VLLM_WAITING = _vllm_gauge(
+    "num_requests_waiting", "Requests waiting for admission at the gateway", Source(QUEUE_LENGTH)
+)
+VLLM_RUNNING = _vllm_gauge(
+    "num_requests_running",
+    "Requests admitted by the gateway that have not ended, also those that a pod has not begun",
+    Source(IN_FLIGHT),
+)
+VLLM_KV_USAGE = _vllm_gauge(
+    "kv_cache_usage_perc",
+    "KV use of the healthy decode pods; 1 is 100 %",
+    Source(FLEET_KV_USAGE, {"role": "decode"}),
+)
+VLLM_CACHE_CONFIG = GaugeRow(
+    "vllm:cache_config_info",
+    "1, with the block size in tokens and the number of blocks of the healthy decode pods as labels",
+    (*VLLM_LABELS, "block_size", "num_gpu_blocks"),
+    Unit.COUNT,
+    _GATEWAY,
+)
+VLLM_TTFT = _vllm_histogram("time_to_first_token_seconds", "Time to first token", TTFT_SECONDS)
+VLLM_TPOT = _vllm_histogram(
+    "request_time_per_output_token_seconds", "Mean time per output token of a request", TPOT_SECONDS
+)
+VLLM_ITL = _vllm_histogram("inter_token_latency_seconds", "Time between two messages of tokens", ITL_SECONDS)
+VLLM_E2E = _vllm_histogram("e2e_request_latency_seconds", "End-to-end time of requests", E2E_SECONDS)
+VLLM_QUEUE_TIME = _vllm_histogram(
+    "request_queue_time_seconds", "Waiting, at the gateway and in pods", STAGE_SECONDS, stage="queue"
+)
+VLLM_PREFILL_TIME = _vllm_histogram(
+    "request_prefill_time_seconds", "From the first step to the first token", STAGE_SECONDS, stage="prefill"
+)
+VLLM_DECODE_TIME = _vllm_histogram(
+    "request_decode_time_seconds", "From the first token to the last", STAGE_SECONDS, stage="decode"
+)
+VLLM_REQUEST_PROMPT = _vllm_histogram(
+    "request_prompt_tokens", "Prompt tokens of a request", REQUEST_PROMPT_TOKENS
+)
+VLLM_REQUEST_GENERATION = _vllm_histogram(
+    "request_generation_tokens", "Output tokens of a request", REQUEST_OUTPUT_TOKENS
+)
+VLLM_PROMPT_TOKENS = _vllm_counter(
+    "prompt_tokens_total", "Prompt tokens of finished requests", Source(PROMPT_TOKENS)
+)
+VLLM_GENERATION_TOKENS = _vllm_counter(
+    "generation_tokens_total", "Output tokens relayed", Source(OUTPUT_TOKENS)
+)
+VLLM_SUCCESS = _vllm_counter(
+    "request_success_total",
+    "Requests whose answer ended, by reason",
+    Source(FINISHED),
+    label="finished_reason",
+    of="finish_reason",
+)
+VLLM_REJECTIONS = _vllm_counter(
+    "admission_rejections_total", "Requests refused with a retry-after", Source(REFUSED), label="reason"
+)
+VLLM_PREFIX_QUERIES = _vllm_counter(
+    "prefix_cache_queries_total",
+    "Prompt tokens looked up in prefix caches, of finished requests",
+    Source(PROMPT_TOKENS),
+)
+VLLM_PREFIX_HITS = _vllm_counter(
+    "prefix_cache_hits_total", "Of these, tokens that were found", Source(CACHED_PROMPT_TOKENS)
+)
+VLLM_PREEMPTIONS = _vllm_counter(
+    "num_preemptions_total",
+    "Times requests gave up their KV blocks to older ones",
+    Source(DECODE_PREEMPTIONS),
+    Source(PREFILL_PREEMPTIONS),
+    by=_PODS,
+)
+VLLM_DRAFTS = _vllm_counter("spec_decode_num_drafts_total", "Drafts verified", Source(DRAFTS), by=_DECODE)
+VLLM_DRAFT_TOKENS = _vllm_counter(
+    "spec_decode_num_draft_tokens_total", "Draft tokens verified", Source(DRAFTED_TOKENS), by=_DECODE
+)
+VLLM_ACCEPTED_TOKENS = _vllm_counter(
+    "spec_decode_num_accepted_tokens_total", "Draft tokens accepted", Source(ACCEPTED_TOKENS), by=_DECODE
+)
+VLLM_ACCEPTED_PER_POS = _vllm_counter(
+    "spec_decode_num_accepted_tokens_per_pos_total",
+    "Draft tokens accepted, by position in their draft",
+    Source(ACCEPTED_AT),
+    label="position",
+    by=_DECODE,
+)
+
+#: Every row.
+TABLE: tuple[Row, ...] = tuple(value for value in tuple(globals().values()) if isinstance(value, Row))
+
+#: Names besides the table's that queries may use: made by prometheus_client, and by Prometheus itself.
+FOREIGN_SERIES = frozenset(
+    {
+        "up",
+        "process_cpu_seconds_total",
+        "process_resident_memory_bytes",
+        "process_open_fds",
+        "process_start_time_seconds",
+    }
+)

@@ -1,0 +1,108 @@
+"""What a gateway serves at /metrics: the table's names, and numbers that add up."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+
+import grpc
+import httpx
+import openai
+import pytest
+from metric_names import differences
+from tandem_core.slo import SloTarget
+from tandem_service.metric_table import Process
+
+USER = [{"role": "user", "content": "Hi"}]
+
+
+async def ask(front, **body: object):
+    return await front.openai.chat.completions.create(model="", messages=USER, extra_body=body)
+
+
+async def test_a_gateway_serves_the_tables_names_and_no_other(pods, gateway):
+    front = await gateway(await pods())
+    await ask(front)
+    for accept in ("text/plain", "application/openmetrics-text; version=1.0.0"):
+        answer = await front.http.get("/metrics", headers={"accept": accept})
+        assert answer.headers["content-type"].startswith(accept)
+    exposition = (await front.http.get("/metrics")).text
+    assert differences(exposition, Process.GATEWAY) == []
+    assert "_created" not in exposition
+
+
+async def test_vllms_names_say_what_ours_say(pods, gateway):
+    front = await gateway(await pods(total_blocks=100, free_blocks=40))
+    await ask(front)
+    await ask(front, slo_class="batch")
+    for vllm, ours in (
+        ("vllm:prompt_tokens_total", "tandem_prompt_tokens_total"),
+        ("vllm:generation_tokens_total", "tandem_output_tokens_total"),
+        ("vllm:time_to_first_token_seconds_count", "tandem_ttft_seconds_count"),
+        ("vllm:e2e_request_latency_seconds_sum", "tandem_e2e_seconds_sum"),
+        ("vllm:inter_token_latency_seconds_count", "tandem_itl_seconds_count"),
+        ("vllm:request_decode_time_seconds_sum", 'tandem_stage_seconds_sum{stage="decode"}'),
+        ("vllm:prefix_cache_hits_total", "tandem_cached_prompt_tokens_total"),
+    ):
+        assert await front.metric(vllm) == pytest.approx(await front.metric(ours))
+    assert await front.metric("vllm:generation_tokens_total") == 6
+    assert await front.metric("vllm:time_to_first_token_seconds_count") == 2
+    assert await front.metric('vllm:request_success_total{finished_reason="stop"}') == 2
+    assert await front.metric("vllm:kv_cache_usage_perc") == pytest.approx(0.6)
+    assert await front.metric('vllm:cache_config_info{block_size="64",num_gpu_blocks="100"}') == 1
+    assert await front.metric("vllm:num_requests_waiting") == 0
+    assert await front.metric("vllm:num_requests_running") == 0
+
+
+async def test_every_request_received_becomes_one_met_or_one_miss_of_its_tenant(pods, gateway, tmp_path):
+    keys = tmp_path / "keys.jsonl"
+    lines = [
+        {"key_sha256": hashlib.sha256(tenant.encode()).hexdigest(), "tenant": tenant}
+        for tenant in ("acme", "blue")
+    ]
+    keys.write_text("\n".join(map(json.dumps, lines)))
+    pod = await pods(pause_s=0.05)
+    front = await gateway(pod, api_keys_file=keys, max_in_flight=1, max_queue=1, failover_wait_s=0.2)
+
+    async def one(tenant: str, **body: object) -> None:
+        async with httpx.AsyncClient(trust_env=False) as client:
+            await client.post(
+                f"{front.url}/v1/chat/completions",
+                json={"messages": USER, **body},
+                headers={"authorization": f"Bearer {tenant}"},
+            )
+
+    await asyncio.gather(*(one("acme") for _ in range(4)), one("blue", slo_class="batch"))
+    await front.until_metric("tandem_requests_in_flight", 0)
+    pod.fail_with = grpc.StatusCode.INTERNAL
+    await one("blue")
+    received = await front.metric("tandem_slo_requests_received_total")
+    met = await front.metric("tandem_slo_requests_met_total")
+    assert received == 6
+    assert met + await front.metric("tandem_slo_misses_total") == received
+    refused = await front.metric('tandem_slo_misses_total{cause="refused"}')
+    # Of the two places, a tenant may have one.
+    assert refused == await front.metric('tandem_refused_requests_total{reason="tenant requests"}') == 3
+    assert refused == await front.metric("vllm:admission_rejections_total")
+    assert await front.metric('tandem_slo_misses_total{tenant="blue",cause="error"}') == 1
+    assert await front.metric('tandem_slo_requests_received_total{tenant="acme"}') == 4
+    assert await front.metric('vllm:request_success_total{finished_reason="error"}') == 1
+
+
+async def test_the_first_objective_that_was_missed_is_the_cause(pods, gateway, monkeypatch):
+    strict = {"interactive": SloTarget("interactive", ttft_s=1e-6), "chat": SloTarget("chat", e2e_s=1e-6)}
+    monkeypatch.setattr("tandem_gateway.auth.SLO_CLASSES", strict)
+    front = await gateway(await pods())
+    for slo_class, cause in (("interactive", "ttft"), ("chat", "e2e")):
+        await ask(front, slo_class=slo_class)
+        assert await front.metric(f'tandem_slo_misses_total{{slo_class="{slo_class}",cause="{cause}"}}') == 1
+
+
+async def test_a_client_that_leaves_is_an_abort(pods, gateway):
+    front = await gateway(await pods(pause_s=30.0))
+    with pytest.raises(openai.APITimeoutError):
+        await front.openai.with_options(timeout=0.3).chat.completions.create(model="", messages=USER)
+    await front.until_metric("tandem_requests_in_flight", 0)
+    await front.until_metric('vllm:request_success_total{finished_reason="abort"}', 1)
+    assert await front.metric('tandem_slo_misses_total{cause="cancelled"}') == 1
