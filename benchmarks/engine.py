@@ -30,13 +30,15 @@ from pathlib import Path
 
 from peers import Peer, PeerUnavailableError, Server, lineup
 from reporting import markdown_table, page
+from tandem_cli.bench.arrivals import ClosedLoop
 from tandem_cli.bench.dataset import Turn
-from tandem_cli.bench.loadgen import ClosedLoop, run_load
+from tandem_cli.bench.loadgen import run_load
 from tandem_cli.bench.options import BenchOptions
 from tandem_cli.bench.prompts import Prompt
 from tandem_cli.bench.record import OK, Recorder, RequestRecord
-from tandem_cli.bench.run import make_prompts
+from tandem_cli.bench.requests import NO_OBJECTIVES, plain_requests
 from tandem_cli.bench.transports import HttpTransport
+from tandem_cli.bench.workload import make_prompts
 from tandem_core.model import registry
 from tandem_engine import model_loader
 
@@ -181,8 +183,8 @@ class Bench:
         _say(f"{peer.name} is missing: {reason}")
 
 
-def _transport(peer: Peer, server: Server, max_tokens: int) -> HttpTransport:
-    options = BenchOptions(model=peer.model, max_tokens=max_tokens, ignore_eos=True, slo_class="")
+def _transport(peer: Peer, server: Server) -> HttpTransport:
+    options = BenchOptions(model=peer.model, ignore_eos=True)
     return HttpTransport(server.url, options, extra_body=peer.extra_body)
 
 
@@ -191,11 +193,10 @@ def _send(
     max_tokens: int = OUTPUT_TOKENS, timeout_s: float = TIMEOUT_S,
 ) -> list[RequestRecord]:  # fmt: skip
     async def send() -> list[RequestRecord]:
-        transport = _transport(peer, server, max_tokens)
+        transport = _transport(peer, server)
+        requests = plain_requests(prompts, NO_OBJECTIVES, max_tokens)
         try:
-            return await run_load(
-                transport, prompts, ClosedLoop(concurrency), timeout_s=timeout_s, on_done=lambda _: None
-            )
+            return await run_load(transport, requests, ClosedLoop(concurrency), timeout_s=timeout_s)
         finally:
             await transport.close()
 
@@ -207,15 +208,17 @@ async def _interfere(
 ) -> tuple[RequestRecord, RequestRecord]:
     """A stream that runs for ALONE_S before the long prompt is sent, and until that has its first token."""
     began = time.perf_counter()
+    streaming, transport = _transport(peer, server), _transport(peer, server)
     # More tokens than the stream generates before it is cancelled.
-    streaming, transport = _transport(peer, server, 5000), _transport(peer, server, 1)
-    running = Recorder(0, "running", began)
-    stream = asyncio.create_task(streaming.send(short, running))
+    (long_answer,) = plain_requests([short], NO_OBJECTIVES, 5000)
+    (one_token,) = plain_requests([long], NO_OBJECTIVES, 1)
+    running = Recorder(long_answer, began)
+    stream = asyncio.create_task(streaming.send(long_answer, running))
     try:
         await asyncio.sleep(ALONE_S)
-        other = Recorder(1, "other", began)
+        other = Recorder(one_token, began)
         async with asyncio.timeout(TIMEOUT_S):
-            await transport.send(long, other)
+            await transport.send(one_token, other)
         return running.finish(OK), other.finish(OK)
     except Exception as error:
         return running.finish(OK), other.finish(type(error).__name__, str(error))

@@ -12,6 +12,7 @@ import pytest
 from fake_gateway import Answer, FakeGateway
 from tandem_cli.bench.options import BenchError, BenchOptions, Point
 from tandem_cli.bench.record import OK, RequestRecord, Speculation
+from tandem_cli.bench.records_file import read_runs
 from tandem_cli.bench.report import comparison_table
 from tandem_cli.bench.run import run_bench
 from tandem_cli.bench.stats import Run, summarise
@@ -20,6 +21,7 @@ from tandem_core.slo import SLO_CLASSES
 from tandem_proto.v1 import common_pb2
 from typer.testing import CliRunner
 
+INTERACTIVE = SLO_CLASSES["interactive"]
 MODES = ("off", "local", "global")
 OPTIONS = BenchOptions(
     concurrency="1,2", speculation="off,local,global", workload="json", num_requests=2, model="",
@@ -46,7 +48,7 @@ def gateway() -> Iterator[FakeGateway]:
 
 def test_modes_take_turns_on_the_same_prompts_and_no_mode_sees_one_twice(gateway: FakeGateway) -> None:
     runs = run_bench(replace(OPTIONS, target=gateway.target, api_key="bench-{speculation}"))
-    order = [[run.mode for run in runs if (run.point.concurrency, run.round) == (1, n)] for n in range(3)]
+    order = [[run.system for run in runs if (run.point.concurrency, run.round) == (1, n)] for n in range(3)]
     assert order == [["off", "local", "global"], ["local", "global", "off"], ["global", "off", "local"]]
     assert [run.point.concurrency for run in runs] == [1] * 9 + [2] * 9
     warm_up, asked = gateway.requests[:3], gateway.requests[3:]
@@ -60,7 +62,7 @@ def test_modes_take_turns_on_the_same_prompts_and_no_mode_sees_one_twice(gateway
 def test_a_mode_that_is_refused_is_named_before_the_run(gateway: FakeGateway) -> None:
     options = replace(OPTIONS, target=gateway.target, speculation="off,chain")
     with pytest.raises(
-        BenchError, match="speculation chain failed: INVALID_ARGUMENT: speculation: not today"
+        BenchError, match="first request to chain failed: INVALID_ARGUMENT: speculation: not today"
     ):
         run_bench(options)
     assert [request.speculation for request in gateway.requests] == ["off", "chain"]
@@ -70,8 +72,8 @@ def run_of(mode: str, number: int, tpot_s: float, *, ttft_s: float = 1.0, steps:
     """One request of 11 tokens; mode `other` has a different text."""
     figures = Speculation(steps, 20, 11 - 1 - steps, {"prompt": 10 - steps}, 3)
     text, e2e_s = "b" if mode == "other" else "a", ttft_s + 10 * tpot_s
-    record = RequestRecord(0, "d", OK, "", 0.0, ttft_s, e2e_s, (), 100, 11, text, figures)
-    return Run(Point("json", 4), number, mode, summarise([record], SLO_CLASSES["interactive"]), (record,))
+    record = RequestRecord(0, "d", OK, "", 0.0, ttft_s, e2e_s, (), 100, 11, text, figures, slo=INTERACTIVE)
+    return Run(Point("json", 4), number, mode, summarise([record]), (record,))
 
 
 def rows(table: str) -> list[dict[str, str]]:
@@ -85,7 +87,7 @@ def test_ratios_are_formed_within_rounds_and_shown_as_median_and_range() -> None
     runs = [run_of("off", n, s) for n, s in enumerate(off)]
     runs += [run_of("local", n, s, steps=5) for n, s in enumerate(fast)]
     first, second = rows(comparison_table(runs))
-    assert (first["speculation"], second["speculation"]) == ("off", "local")
+    assert (first["system"], second["system"]) == ("off", "local")
     assert first["TPOT ratio"] == "1.000 (1.00 to 1.00)"
     assert second["TPOT ratio"] == "0.500 (0.50 to 0.60)"
     assert (second["TPOT ms"], second["MAT"], second["token hit rate"]) == ("10.0", "2.00", "0.250")
@@ -109,16 +111,16 @@ def test_a_mode_has_a_key_of_its_own_where_the_key_names_it() -> None:
 
 def test_a_comparison_is_printed_and_written(gateway: FakeGateway, tmp_path: Path) -> None:
     options = replace(OPTIONS, target=gateway.target, rounds=1)
-    runs = run_bench(replace(options, output=tmp_path / "c.json", report=tmp_path / "c.md"))
+    runs = run_bench(replace(options, output=tmp_path / "c.jsonl", report=tmp_path / "c.md"))
     assert len(runs) == 6
     table = rows((tmp_path / "c.md").read_text().partition("\n\n")[2].rstrip())
     assert len(table) == 6
-    assert [table[1][name] for name in ("workload", "concurrency", "speculation")] == ["json", "1", "local"]
+    assert [table[1][name] for name in ("workload", "concurrency", "system")] == ["json", "1", "local"]
     assert (table[1]["MAT"], table[1]["token hit rate"]) == ("3.00", "0.250")
     assert [row["same text"] for row in table[:3]] == ["2 of 2", "2 of 2", "0 of 2"]
-    written = json.loads((tmp_path / "c.json").read_text())
-    assert [len(run["requests"]) for run in written["runs"]] == [2] * 6
-    assert written["config"]["speculation"] == "off,local,global"
+    assert read_runs(tmp_path / "c.jsonl") == runs
+    config = json.loads((tmp_path / "c.jsonl").read_text().splitlines()[0])["config"]
+    assert config["speculation"] == "off,local,global"
 
 
 def run(*arguments: str) -> tuple[int, str]:
@@ -147,7 +149,6 @@ def test_the_command_compares_where_several_values_are_given(gateway: FakeGatewa
         ),
         (("--concurrency", "1", "--workload", "poems"), "'poems' is unknown; use retail, random"),
         (("--concurrency", "1,4", "--plot", "x.png"), "--plot shows one run"),
-        (("--concurrency", "1", "--report", "x.md"), "--report a comparison of several"),
         (("--concurrency", "1", "--rate", "1"), "either --rate or --concurrency"),
         (("--concurrency", "1,2", "--slo-class", "gold"), "'gold' is unknown"),
         (("--concurrency", "1,2", "--report", "no/such/x.md"), "does not exist"),

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from fake_gateway import Answer, FakeGateway
-from tandem_cli.bench.loadgen import ClosedLoop, OpenLoop, run_load
+from fake_openai import FakeOpenAI
+from tandem_cli.bench.arrivals import ClosedLoop, OpenLoop, Schedule
+from tandem_cli.bench.loadgen import run_load
 from tandem_cli.bench.options import BenchError, BenchOptions
 from tandem_cli.bench.record import OK, TIMEOUT, RequestRecord
-from tandem_cli.bench.run import make_prompts, run_bench
+from tandem_cli.bench.records_file import read_runs
+from tandem_cli.bench.requests import plain_requests
+from tandem_cli.bench.run import run_bench
 from tandem_cli.bench.transports import GrpcTransport, HttpTransport, Transport
+from tandem_cli.bench.workload import make_prompts
+from tandem_core.slo import SLO_CLASSES
 from tandem_proto.v1 import common_pb2
 from waiting import until
 
@@ -32,11 +36,16 @@ CONFIG = BenchOptions(concurrency="2", num_requests=5, model="", max_tokens=6, t
 
 
 async def load(
-    transport: Transport, schedule: ClosedLoop | OpenLoop, num_requests: int, timeout_s: float = 20.0
+    transport: Transport,
+    schedule: Schedule,
+    num_requests: int,
+    timeout_s: float = 20.0,
+    max_retries: int = 0,
 ) -> list[RequestRecord]:
     prompts = make_prompts(replace(CONFIG, num_requests=num_requests), "retail")
+    requests = plain_requests(prompts, SLO_CLASSES["interactive"], 6)
     try:
-        return await run_load(transport, prompts, schedule, timeout_s=timeout_s, on_done=lambda _: None)
+        return await run_load(transport, requests, schedule, timeout_s=timeout_s, max_retries=max_retries)
     finally:
         await transport.close()
 
@@ -93,6 +102,41 @@ async def test_refusals_are_recorded_with_their_status() -> None:
     assert records[1].ttft_s is None
 
 
+async def test_a_refused_request_is_sent_again_when_the_server_says_so() -> None:
+    gateway = FakeGateway(ANSWER, refuse_each=2, retry_after_ms=60)
+    with gateway.serving():
+        first, second, third = await load(
+            GrpcTransport(gateway.target, OPTIONS), ClosedLoop(1), 3, max_retries=1
+        )
+    assert [len(record.attempts) for record in (first, second, third)] == [1, 2, 2]
+    assert [attempt.status for attempt in second.attempts] == ["RESOURCE_EXHAUSTED", OK]
+    assert second.attempts[0].retry_after_s == 0.06
+    waited_s = second.last_sent_s - second.attempts[0].ended_s
+    assert waited_s >= 0.059
+    assert second.ttft_s is not None
+    assert second.ttft_s > second.last_sent_s > 0.06, "times count from the first sending"
+    assert gateway.requests[1].messages == gateway.requests[2].messages
+
+
+async def test_a_request_is_not_sent_more_often_than_allowed_nor_without_a_retry_after() -> None:
+    gateway = FakeGateway(ANSWER, refuse_each=1, retry_after_ms=1)
+    with gateway.serving():
+        (record,) = await load(GrpcTransport(gateway.target, OPTIONS), ClosedLoop(1), 1, max_retries=2)
+    assert [attempt.status for attempt in record.attempts] == ["RESOURCE_EXHAUSTED"] * 3
+    assert record.status == "RESOURCE_EXHAUSTED"
+    with FakeGateway(ANSWER, refuse_each=1).serving() as silent:
+        (record,) = await load(GrpcTransport(silent.target, OPTIONS), ClosedLoop(1), 1, max_retries=2)
+    assert [attempt.retry_after_s for attempt in record.attempts] == [None]
+
+
+async def test_the_end_of_the_run_ends_the_wait_to_send_again() -> None:
+    with FakeGateway(ANSWER, refuse_each=1, retry_after_ms=60_000).serving() as gateway:
+        transport = GrpcTransport(gateway.target, OPTIONS)
+        (record,) = await load(transport, ClosedLoop(1), 1, timeout_s=1.5, max_retries=5)
+    assert record.status == TIMEOUT
+    assert [attempt.status for attempt in record.attempts] == ["RESOURCE_EXHAUSTED"]
+
+
 async def test_the_time_limit_cancels_what_runs_and_sends_nothing_more() -> None:
     with FakeGateway(ANSWER, pause_s=5.0).serving() as gateway:
         records = await load(GrpcTransport(gateway.target, OPTIONS), ClosedLoop(2), 6, timeout_s=0.3)
@@ -108,98 +152,58 @@ async def test_a_gateway_that_is_not_there_fails_each_request() -> None:
     assert {record.status for record in records} == {"UNAVAILABLE"}
 
 
-class FakeOpenAI(BaseHTTPRequestHandler):
-    """Streams two pieces of text and a usage chunk; refuses the model "unknown"."""
-
-    bodies: list[dict[str, object]]
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.bodies.append(body)
-        if body["model"] == "unknown":
-            self.send_error(404, "no such model")
-            return
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        self.end_headers()
-        receipt = {
-            "decode_steps": 2,
-            "drafted_tokens": 9,
-            "accepted_tokens": 3,
-            "accepted_by_source": {"a": 3},
-            "drafted_by_source": {"a": 9},
-        }
-        usage = {"prompt_tokens": 40, "completion_tokens": 6, "tandem_receipt": receipt}
-        events: list[object] = [
-            {"choices": [{"delta": {"role": "assistant"}}]},
-            {"choices": [{"delta": {"content": "He"}}]},
-            {"choices": [{"delta": {"content": "llo"}, "finish_reason": "stop"}]},
-            {"choices": [], "usage": usage},
-        ]
-        for event in events:
-            self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
-        self.wfile.write(b"data: [DONE]\n\n")
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Quiet."""
-
-
 @pytest.fixture
-def openai_server() -> Iterator[tuple[str, list[dict[str, object]]]]:
-    bodies: list[dict[str, object]] = []
-    handler = type("Handler", (FakeOpenAI,), {"bodies": bodies})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}", bodies
-    server.shutdown()
-    server.server_close()
+def openai() -> Iterator[FakeOpenAI]:
+    figures = {"decode_steps": 2, "drafted_tokens": 9, "accepted_tokens": 3, "accepted_by_source": {"a": 3}}
+    with FakeOpenAI(receipt=figures).serving() as server:
+        yield server
 
 
-async def test_http_reads_events_usage_and_receipt(
-    openai_server: tuple[str, list[dict[str, object]]],
-) -> None:
-    url, bodies = openai_server
-    (record,) = await load(HttpTransport(url, OPTIONS), ClosedLoop(1), 1)
+async def test_http_reads_events_usage_and_receipt(openai: FakeOpenAI) -> None:
+    (record,) = await load(HttpTransport(openai.url, OPTIONS), ClosedLoop(1), 1)
     assert (record.status, record.text) == (OK, "Hello")
     assert (record.prompt_tokens, record.output_tokens) == (40, 6)
     assert len(record.gaps_s) == 1
     assert record.speculation is not None
     assert record.speculation.accepted_by_source == {"a": 3}
     assert (record.speculation.decode_steps, record.speculation.drafted_tokens) == (2, 9)
-    assert bodies[0]["stream_options"] == {"include_usage": True}
-    assert bodies[0]["slo_class"] == "interactive"
+    assert openai.bodies[0]["stream_options"] == {"include_usage": True}
+    assert openai.bodies[0]["slo_class"] == "interactive"
 
 
-async def test_http_sends_extra_fields_and_removes_those_set_to_none(
-    openai_server: tuple[str, list[dict[str, object]]],
-) -> None:
-    url, bodies = openai_server
-    await load(HttpTransport(url, OPTIONS, "local", {"ignore_eos": None, "top_k": 1}), ClosedLoop(1), 1)
-    assert "ignore_eos" not in bodies[0]
-    assert (bodies[0]["top_k"], bodies[0]["speculation"]) == (1, "local")
-
-
-async def test_http_errors_are_recorded_with_their_code(
-    openai_server: tuple[str, list[dict[str, object]]],
-) -> None:
-    (record,) = await load(
-        HttpTransport(openai_server[0], replace(OPTIONS, model="unknown")), ClosedLoop(1), 1
+async def test_http_sends_extra_fields_and_removes_those_set_to_none(openai: FakeOpenAI) -> None:
+    await load(
+        HttpTransport(openai.url, OPTIONS, "local", {"ignore_eos": None, "top_k": 1}), ClosedLoop(1), 1
     )
+    assert "ignore_eos" not in openai.bodies[0]
+    assert (openai.bodies[0]["top_k"], openai.bodies[0]["speculation"]) == (1, "local")
+
+
+async def test_http_reads_the_retry_after_in_milliseconds_first(openai: FakeOpenAI) -> None:
+    transport = HttpTransport(openai.url, replace(OPTIONS, model="busy"))
+    (record,) = await load(transport, ClosedLoop(1), 1, max_retries=1)
+    assert [attempt.status for attempt in record.attempts] == ["HTTP 429", OK]
+    assert record.attempts[0].retry_after_s == 0.02
+    assert record.attempts[0].is_refused
+
+
+async def test_http_errors_are_recorded_with_their_code(openai: FakeOpenAI) -> None:
+    (record,) = await load(HttpTransport(openai.url, replace(OPTIONS, model="unknown")), ClosedLoop(1), 1)
     assert record.status == "HTTP 404"
     assert "no such model" in record.error
 
 
-def test_a_whole_run_writes_json_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_whole_run_writes_its_records_and_a_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with FakeGateway(Answer(("a",), common_pb2.Receipt(output_tokens=1))).serving() as gateway:
         options = replace(CONFIG, target=gateway.target, api_key="secret")
-        (run,) = run_bench(replace(options, output=tmp_path / "run.json", plot=tmp_path / "run.png"))
+        (run,) = run_bench(replace(options, output=tmp_path / "run.jsonl", plot=tmp_path / "run.png"))
     assert (run.summary.num_sent, run.summary.num_ok, run.summary.attainment) == (5, 5, 1.0)
-    written = json.loads((tmp_path / "run.json").read_text())
-    assert written["summary"]["num_ok"] == 5
-    assert written["config"]["concurrency"] == "2"
-    assert "secret" not in (tmp_path / "run.json").read_text()
-    assert len(written["requests"]) == 5
+    text = (tmp_path / "run.jsonl").read_text()
+    assert json.loads(text.splitlines()[0])["config"]["concurrency"] == "2"
+    assert "secret" not in text
+    assert read_runs(tmp_path / "run.jsonl") == [run]
     assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
     assert "attainment  100.0% of all sent (interactive)" in capsys.readouterr().out
 
@@ -209,7 +213,7 @@ def test_a_whole_run_writes_json_and_a_picture(tmp_path: Path, capsys: pytest.Ca
     [
         (replace(CONFIG, slo_class="gold"), "slo-class 'gold'"),
         (replace(CONFIG, policy=Path("/nonexistent/p.md")), "--policy"),
-        (replace(CONFIG, concurrency=None), "either --rate or --concurrency"),
+        (replace(CONFIG, concurrency=None), "either --rate or --concurrency, or --trace"),
     ],
 )
 def test_a_configuration_that_makes_no_run_is_refused_first(config: BenchOptions, complaint: str) -> None:

@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 import pytest
-from tandem_cli.bench.record import OK, RequestRecord, Speculation
-from tandem_cli.bench.stats import Percentiles, meets, percentile, summarise
-from tandem_core.slo import SLO_CLASSES
+from tandem_cli.bench.record import OK, Attempt, Promise, RequestRecord, Speculation
+from tandem_cli.bench.stats import (
+    Percentiles,
+    by_class,
+    by_tenant,
+    calibration,
+    fair_shares,
+    fairness,
+    jain,
+    percentile,
+    refusals,
+    summarise,
+)
+from tandem_core.slo import SLO_CLASSES, SloTarget
 
 INTERACTIVE, CHAT, BATCH = SLO_CLASSES["interactive"], SLO_CLASSES["chat"], SLO_CLASSES["batch"]
 
@@ -19,8 +30,15 @@ def record(
     sent_s: float = 0.0,
     gaps_s: tuple[float, ...] = (),
     speculation: Speculation | None = None,
+    slo: SloTarget = SLO_CLASSES["batch"],
+    tenant: str = "",
+    attempts: tuple[Attempt, ...] = (),
+    promise: Promise | None = None,
 ) -> RequestRecord:
-    return RequestRecord(0, "d", status, "", sent_s, ttft_s, e2e_s, gaps_s, 100, tokens, "", speculation)
+    return RequestRecord(
+        0, "d", status, "", sent_s, ttft_s, e2e_s, gaps_s, 100, tokens, "", speculation,
+        slo=slo, tenant=tenant, attempts=attempts, promise=promise,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("percent", "value"), [(0, 1.0), (50, 2.5), (90, 3.7), (99, 3.97), (100, 4.0)])
@@ -43,28 +61,28 @@ def test_tpot_is_the_time_after_the_first_token_over_the_tokens_after_it() -> No
     ("ttft_s", "e2e_s", "is_met"), [(2.5, 5.0, True), (2.51, 5.0, False), (2.5, 5.01, False)]
 )
 def test_interactive_bounds_the_first_token_and_the_whole(ttft_s: float, e2e_s: float, is_met: bool) -> None:
-    assert meets(record(ttft_s=ttft_s, e2e_s=e2e_s), INTERACTIVE) is is_met
+    assert record(ttft_s=ttft_s, e2e_s=e2e_s, slo=INTERACTIVE).is_met() is is_met
 
 
 def test_chat_bounds_the_time_per_token() -> None:
-    assert meets(record(ttft_s=0.5, e2e_s=0.5 + 10 * 0.149), CHAT)
-    assert not meets(record(ttft_s=0.5, e2e_s=0.5 + 10 * 0.151), CHAT)
+    assert record(ttft_s=0.5, e2e_s=0.5 + 10 * 0.149, slo=CHAT).is_met()
+    assert not record(ttft_s=0.5, e2e_s=0.5 + 10 * 0.151, slo=CHAT).is_met()
 
 
 def test_a_failure_meets_nothing_and_an_empty_answer_counts_by_its_end() -> None:
-    assert not meets(record(status="UNAVAILABLE"), BATCH)
-    assert meets(record(ttft_s=None, e2e_s=2.4, tokens=0), INTERACTIVE)
-    assert not meets(record(ttft_s=None, e2e_s=2.6, tokens=0), INTERACTIVE)
+    assert not record(status="UNAVAILABLE", slo=BATCH).is_met()
+    assert record(ttft_s=None, e2e_s=2.4, tokens=0, slo=INTERACTIVE).is_met()
+    assert not record(ttft_s=None, e2e_s=2.6, tokens=0, slo=INTERACTIVE).is_met()
 
 
 def test_attainment_counts_all_sent_and_goodput_only_what_met_the_objective() -> None:
     records = [
-        record(sent_s=0.0, ttft_s=1.0, e2e_s=3.0, tokens=20),  # met
-        record(sent_s=1.0, ttft_s=3.0, e2e_s=4.0, tokens=40),  # first token too late
-        record(sent_s=2.0, ttft_s=1.0, e2e_s=8.0, tokens=60),  # too long; ends last, at 10 s
+        record(slo=INTERACTIVE, sent_s=0.0, ttft_s=1.0, e2e_s=3.0, tokens=20),  # met
+        record(slo=INTERACTIVE, sent_s=1.0, ttft_s=3.0, e2e_s=4.0, tokens=40),  # first token too late
+        record(slo=INTERACTIVE, sent_s=2.0, ttft_s=1.0, e2e_s=8.0, tokens=60),  # too long; ends last, at 10 s
         record(sent_s=2.0, ttft_s=None, e2e_s=0.1, tokens=0, status="RESOURCE_EXHAUSTED"),
     ]
-    summary = summarise(records, INTERACTIVE)
+    summary = summarise(records)
     assert summary.num_sent == 4
     assert summary.num_ok == 3
     assert summary.failures == {"RESOURCE_EXHAUSTED": 1}
@@ -72,6 +90,7 @@ def test_attainment_counts_all_sent_and_goodput_only_what_met_the_objective() ->
     assert summary.requests_per_s == pytest.approx(0.3)
     assert summary.output_tokens_per_s == pytest.approx(12.0)
     assert summary.attainment == pytest.approx(0.25)
+    assert (summary.num_refused, summary.attainment_of_admitted) == (1, pytest.approx(1 / 3))
     assert summary.goodput_requests_per_s == pytest.approx(0.1)
     assert summary.goodput_tokens_per_s == pytest.approx(2.0)
     assert summary.e2e_s is not None
@@ -84,7 +103,7 @@ def test_accepted_length_pools_steps_and_leaves_out_the_prefills_token() -> None
         record(tokens=21, speculation=Speculation(10, 40, 10, {"prompt": 10}, 6)),
         record(tokens=99),
     ]
-    summary = summarise(records, BATCH)
+    summary = summarise(records)
     assert summary.drafts is not None
     assert summary.drafts.mean_accepted_length == pytest.approx((10 + 20) / 15)
     assert summary.drafts.iteration_hit_rate == pytest.approx(9 / 15)
@@ -93,18 +112,101 @@ def test_accepted_length_pools_steps_and_leaves_out_the_prefills_token() -> None
 
 
 def test_without_a_receipt_or_a_step_nothing_is_said_of_drafts() -> None:
-    assert summarise([record()], BATCH).drafts is None
-    assert summarise([record(tokens=1, speculation=Speculation())], BATCH).drafts is None
+    assert summarise([record()]).drafts is None
+    assert summarise([record(tokens=1, speculation=Speculation())]).drafts is None
 
 
 def test_no_guesses_are_no_hits() -> None:
-    drafts = summarise([record(speculation=Speculation(decode_steps=10))], BATCH).drafts
+    drafts = summarise([record(speculation=Speculation(decode_steps=10))]).drafts
     assert drafts is not None
     assert (drafts.mean_accepted_length, drafts.iteration_hit_rate, drafts.token_hit_rate) == (1.0, 0.0, 0.0)
 
 
 def test_a_run_without_a_success_has_no_latencies_but_a_report() -> None:
-    summary = summarise([record(status="UNAVAILABLE", e2e_s=0.0, tokens=0, ttft_s=None)], INTERACTIVE)
+    summary = summarise([record(status="UNAVAILABLE", e2e_s=0.0, tokens=0, ttft_s=None)])
     assert summary.ttft_s is None
     assert summary.attainment == 0.0
     assert summary.requests_per_s == 0.0
+
+
+def test_classes_and_tenants_share_the_run_s_duration() -> None:
+    records = [
+        record(sent_s=0.0, e2e_s=2.0, slo=CHAT, tenant="a", ttft_s=0.5, tokens=30),
+        record(sent_s=8.0, e2e_s=2.0, slo=BATCH, tenant="b", ttft_s=0.5, tokens=10),
+        record(sent_s=8.0, e2e_s=0.1, slo=CHAT, tenant="b", ttft_s=None, tokens=0, status="HTTP 429"),
+    ]
+    classes, tenants = by_class(records), by_tenant(records)
+    assert {name: summary.duration_s for name, summary in (classes | tenants).items()} == dict.fromkeys(
+        ("chat", "batch", "a", "b"), pytest.approx(10.0)
+    )
+    assert (classes["chat"].attainment, classes["chat"].attainment_of_admitted) == (0.5, 1.0)
+    assert tenants["b"].num_refused == 1
+    assert tenants["a"].goodput_tokens_per_s == pytest.approx(3.0)
+
+
+def test_refusals_count_sendings_and_what_came_of_those_sent_again() -> None:
+    refused = Attempt(0.0, 0.002, "RESOURCE_EXHAUSTED", 1.0)
+    records = [
+        record(ttft_s=2.0, e2e_s=3.0, slo=CHAT, tokens=21, attempts=(refused, Attempt(1.5, 3.0, OK))),
+        record(
+            status="RESOURCE_EXHAUSTED",
+            attempts=(refused, Attempt(1.0, 1.004, "RESOURCE_EXHAUSTED", 1.0)),
+        ),
+        record(status="UNAVAILABLE", attempts=(Attempt(0.0, 0.5, "UNAVAILABLE", 2.0),)),
+        record(ttft_s=0.5, slo=CHAT, tokens=21, attempts=(Attempt(0.0, 2.0, OK),)),
+    ]
+    told = refusals(records)
+    assert (told.count, told.num_honoured, told.num_then_admitted) == (3, 2, 1)
+    assert told.latency_s is not None
+    assert (told.latency_s.p50, told.latency_s.p99) == (
+        pytest.approx(0.002),
+        pytest.approx(0.004, rel=0.02),
+    )
+    assert told.ttft_from_last_s is not None
+    assert told.ttft_from_last_s.p50 == pytest.approx(0.5)
+    assert [summarise(records).attainment, told.attainment_from_last] == [0.25, 0.5]
+
+
+def test_jain_is_one_for_equals_and_a_share_for_one_who_has_all() -> None:
+    assert jain([3.0, 3.0, 3.0]) == pytest.approx(1.0)
+    assert jain([1.0, 0.0, 0.0, 0.0]) == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(
+    ("total", "asked", "shares"),
+    [
+        (9.0, {"a": 10, "b": 10, "c": 10}, {"a": 3, "b": 3, "c": 3}),
+        (10.0, {"a": 100, "b": 2, "c": 4}, {"a": 4, "b": 2, "c": 4}),
+        (50.0, {"a": 10, "b": 5}, {"a": 10, "b": 5}),
+    ],
+)
+def test_a_fair_share_gives_to_others_what_a_tenant_did_not_ask_for(
+    total: float, asked: dict[str, float], shares: dict[str, float]
+) -> None:
+    assert fair_shares(total, asked) == pytest.approx(shares)
+
+
+def test_a_noisy_tenant_that_gets_the_rest_is_fair_and_one_that_takes_from_others_is_not() -> None:
+    def sent(tenant: str, met: int, missed: int) -> list[RequestRecord]:
+        return [record(tenant=tenant)] * met + [record(tenant=tenant, status="HTTP 429")] * missed
+
+    fair = fairness(sent("noisy", 6, 54) + sent("a", 2, 0) + sent("b", 4, 0))
+    unfair = fairness(sent("noisy", 11, 49) + sent("a", 1, 1) + sent("b", 0, 4))
+    assert fair is not None
+    assert unfair is not None
+    assert fair.jain_of_fair_share == pytest.approx(1.0)
+    assert fair.jain_of_goodput == pytest.approx(144 / 3 / 56)
+    assert unfair.jain_of_fair_share < 0.7
+    assert fairness(sent("alone", 5, 0)) is None
+    assert fairness(sent("a", 0, 5) + sent("b", 0, 5)) is None
+
+
+def test_predictions_are_compared_with_what_the_gateway_measured() -> None:
+    def told(ttft_s: float, p90_s: float | None) -> RequestRecord:
+        return record(promise=Promise(ttft_s, 9.0, 0.0, CHAT, met=True, ttft_p90_s=p90_s, e2e_p50_s=8.0))
+
+    shares = calibration([told(1.0, 1.0), told(1.1, 1.0), told(0.2, 0.3), told(0.2, 9.0), record()])
+    assert shares is not None
+    assert (shares.count, shares.ttft_p90, shares.e2e_p50) == (4, 0.75, 0.0)
+    assert shares.ttft_p50 is None
+    assert calibration([record()]) is None

@@ -34,11 +34,15 @@ class FakeGateway(gateway_pb2_grpc.GatewayServiceServicer):
     pause_s: float = 0.0
     #: Every request whose number is a multiple is refused; 0: none.
     refuse_each: int = 0
+    #: With a refusal: when to send the request again, in milliseconds; 0: it does not say.
+    retry_after_ms: int = 0
     #: Chats end after so many chunks with UNAVAILABLE, unless they are resumed; 0: they do not.
     cut_after: int = 0
     target: str = ""
     requests: list[gateway_pb2.ChatRequest] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
+    #: All metadata of each request.
+    metadata: list[dict[str, str]] = field(default_factory=list)
     running: int = 0
     most_running: int = 0
     cancelled: int = 0
@@ -53,7 +57,8 @@ class FakeGateway(gateway_pb2_grpc.GatewayServiceServicer):
     def Chat(self, request, context):  # noqa: N802
         with self._lock:
             self.requests.append(request)
-            self.keys.append(dict(context.invocation_metadata()).get("authorization", ""))
+            self.metadata.append(dict(context.invocation_metadata()))
+            self.keys.append(self.metadata[-1].get("authorization", ""))
             self.running += 1
             self.most_running = max(self.most_running, self.running)
             is_refused = self.refuse_each and len(self.requests) % self.refuse_each == 0
@@ -63,6 +68,8 @@ class FakeGateway(gateway_pb2_grpc.GatewayServiceServicer):
         context.send_initial_metadata((("x-request-id", "r-1"),))
         try:
             if answer.failure is not None:
+                if self.retry_after_ms:
+                    context.set_trailing_metadata((("retry-after-ms", str(self.retry_after_ms)),))
                 context.abort(*answer.failure)
             num_seen = int(request.last_event_id or 0)
             for index, word in list(enumerate(answer.words, start=1))[num_seen:]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, get_type_hints
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -12,11 +13,6 @@ from tandem_cli.bench.options import BenchError, BenchOptions
 from tandem_cli.options import fail
 
 app = typer.Typer(help="Measure a running gateway.", no_args_is_help=True)
-
-
-@app.callback()
-def _group() -> None:
-    """Makes `serve` a subcommand although it is the only one."""
 
 
 def _with_bench_options(command: Callable[[BenchOptions], None]) -> Callable[..., None]:
@@ -40,8 +36,9 @@ def _with_bench_options(command: Callable[[BenchOptions], None]) -> Callable[...
 def serve(options: BenchOptions) -> None:
     """Send requests at a rate or a concurrency; report TTFT, TPOT, ITL, E2EL, goodput and attainment.
 
-    With several values of --speculation, --workload or --concurrency the modes take turns on the same
-    prompts, and each is shown as a ratio to the first mode.
+    Several values of --rate give a table and curves over the rate. With several values of --speculation,
+    --workload or --concurrency the modes take turns on the same prompts, and each is shown as a ratio to the
+    first. --peers adds other servers to either.
     """
     from tandem_cli.bench.dataset import DatasetError
     from tandem_cli.bench.run import run_bench
@@ -52,3 +49,18 @@ def serve(options: BenchOptions) -> None:
         fail(str(error), code=2)
     if not any(run.summary.num_ok for run in runs):
         fail("no request succeeded")
+
+
+@app.command("report")
+def report(
+    records: Annotated[Path, typer.Argument(help="What `tandem bench serve --output` wrote.")],
+    plot: Annotated[Path | None, typer.Option(help="Write the PNG here; needs matplotlib.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write the tables here as Markdown.")] = None,
+) -> None:
+    """Print the tables of a benchmark again, from its records."""
+    from tandem_cli.bench.run import report_file
+
+    try:
+        report_file(records, plot=plot, report=report)
+    except BenchError as error:
+        fail(str(error), code=2)

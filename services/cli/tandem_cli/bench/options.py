@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -10,8 +11,10 @@ from typing import Annotated, NamedTuple
 
 import typer
 from tandem_core.model.registry import DEFAULT_MODEL
+from tandem_core.slo import SLO_CLASSES, SloTarget
 
 from tandem_cli.bench.prompts import WORKLOADS
+from tandem_cli.bench.requests import MixError, Tenant, parse_mix, parse_tenants
 from tandem_cli.options import CaOption, TemperatureOption
 
 
@@ -25,15 +28,32 @@ class TransportName(StrEnum):
 
 
 class Point(NamedTuple):
-    """A workload at a load. concurrency None: requests leave at the run's rate."""
+    """A workload at a load: requests in flight, or mean requests per second; of a trace possibly neither."""
 
     workload: str
-    concurrency: int | None
+    concurrency: int | None = None
+    rate: float | None = None
+
+    def load(self) -> str:
+        if self.concurrency is not None:
+            return f"concurrency {self.concurrency}"
+        return "as recorded" if self.rate is None else f"{self.rate:g} requests/s"
+
+
+class System(NamedTuple):
+    """One row of a comparison: Tandem with a speculation mode ("": the pods' default), or another server."""
+
+    name: str
+    speculation: str = ""
+    #: Base URL of another server with OpenAI's protocol; "": Tandem at the run's target.
+    url: str = ""
+    #: Its model's name; "": the first that it lists.
+    model: str = ""
 
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """Several values of speculation, workload or concurrency make a comparison."""
+    """Several values of speculation, workload, rate or concurrency, or peers, make a comparison."""
 
     target: Annotated[
         str | None,
@@ -43,17 +63,42 @@ class BenchOptions:
     ] = None
     ca: CaOption = None
     transport: Annotated[TransportName, typer.Option(help="Protocol of the requests.")] = TransportName.GRPC
-    rate: Annotated[float | None, typer.Option(min=0.001, help="Mean requests per second (Poisson).")] = None
+    rate: Annotated[
+        str | None,
+        typer.Option(help="Mean requests per second; several with commas are compared; 2x: --capacity's."),
+    ] = None
+    capacity: Annotated[
+        float | None, typer.Option(min=0.001, help="Requests per second that --rate 1x stands for.")
+    ] = None
+    burstiness: Annotated[
+        float,
+        typer.Option(help="Shape of the gaps' gamma distribution: 1 Poisson, 0.25 bursts, inf constant."),
+    ] = 1.0
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Replay recorded arrivals and lengths: own JSON lines, Mooncake's, BurstGPT's CSV."
+        ),
+    ] = None
+    rate_scale: Annotated[
+        float | None, typer.Option(min=0.000001, help="How many times as fast as recorded; default: 1.")
+    ] = None
     concurrency: Annotated[
         str | None, typer.Option(help="Requests in flight; several with commas are compared.")
     ] = None
-    num_requests: Annotated[int, typer.Option(min=1, help="Requests of a run.")] = 32
+    num_requests: Annotated[
+        int | None, typer.Option(min=1, help="Requests of a run; default: 32, or those of the trace.")
+    ] = None
     speculation: Annotated[
         str, typer.Option(help="off, local, chain, global; several are compared. Unset: the pods' default.")
     ] = ""
     workload: Annotated[
         str, typer.Option(help="retail, random, copy, faq, json; several with commas are compared.")
     ] = "retail"
+    peers: Annotated[
+        str,
+        typer.Option(help="Other OpenAI servers to compare with: NAME=URL, or NAME=URL#MODEL, with commas."),
+    ] = ""
     rounds: Annotated[int, typer.Option(min=1, help="Runs of each mode in a comparison.")] = 3
     dataset: Annotated[
         Path | None, typer.Option(help="Dialogues as JSON lines; default: a small built-in sample.")
@@ -62,7 +107,8 @@ class BenchOptions:
         Path | None, typer.Option(help="Text of the system prompt; default: the sample's policy.")
     ] = None
     input_tokens: Annotated[
-        int | None, typer.Option(min=16, help="Prompt length of retail, random and copy; default: theirs.")
+        int | None,
+        typer.Option(min=16, help="Prompt length of retail, random and copy; of a trace's the longest."),
     ] = None
     model: Annotated[
         str, typer.Option(help="Model name to request (http needs one); its tokenizer, if here, counts.")
@@ -72,10 +118,35 @@ class BenchOptions:
     temperature: TemperatureOption = 0.0
     seed: Annotated[int, typer.Option(min=0, help="Of departures, prompts and sampling.")] = 0
     slo_class: Annotated[str, typer.Option(help="interactive, chat or batch.")] = "interactive"
+    mix: Annotated[
+        str, typer.Option(help="Classes drawn for each request, e.g. interactive=.6,chat=.3,batch=.1.")
+    ] = ""
+    tenants: Annotated[
+        str,
+        typer.Option(
+            envvar="TANDEM_BENCH_TENANTS",
+            help="Tenants drawn for each request: NAME=KEY:WEIGHT, with commas.",
+        ),
+    ] = ""
+    slo_ttft_ms: Annotated[
+        float | None, typer.Option(min=0.001, help="TTFT objective of every request; default: its class's.")
+    ] = None
+    slo_tpot_ms: Annotated[float | None, typer.Option(min=0.001, help="The same for TPOT.")] = None
+    slo_e2e_ms: Annotated[float | None, typer.Option(min=0.001, help="The same for the whole.")] = None
+    honour_retry_after: Annotated[
+        int,
+        typer.Option(min=0, metavar="N", help="Send a refused request again as told, at most N times."),
+    ] = 0
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for a run.")] = 600.0
-    output: Annotated[Path | None, typer.Option(help="Write all figures here as JSON.")] = None
-    plot: Annotated[Path | None, typer.Option(help="Write a PNG of one run here; needs matplotlib.")] = None
-    report: Annotated[Path | None, typer.Option(help="Write a comparison here as Markdown.")] = None
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Write every request here as a JSON line; `tandem bench report` reads them."),
+    ] = None
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Write a PNG here, of one run or of curves over --rate; needs matplotlib."),
+    ] = None
+    report: Annotated[Path | None, typer.Option(help="Write the tables here as Markdown.")] = None
     api_key: Annotated[
         str | None,
         typer.Option(
@@ -84,8 +155,8 @@ class BenchOptions:
         ),
     ] = None
 
-    def modes(self) -> tuple[str, ...]:
-        """Speculation modes; "" is the pods' default. Raises BenchError."""
+    def systems(self) -> tuple[System, ...]:
+        """Tandem in each speculation mode, then the peers. Raises BenchError."""
         from tandem_core.speculation import SpeculationMode
 
         known = [mode.value for mode in SpeculationMode]
@@ -93,31 +164,110 @@ class BenchOptions:
         for mode in modes:
             if mode not in known:
                 raise BenchError(f"--speculation {mode!r} is unknown; use {', '.join(known)}")
-        return modes or ("",)
+        peers = []
+        for text in _names(self.peers):
+            name, _, address = text.partition("=")
+            url, _, model = address.partition("#")
+            if not name or not url.startswith(("http://", "https://")):
+                raise BenchError(f"--peers {text!r}: give NAME=URL with a URL of http:// or https://")
+            peers.append(System(name, url=url.removesuffix("/").removesuffix("/v1"), model=model))
+        prefix = "Tandem " if peers else ""
+        ours = [System(prefix + mode, mode) for mode in modes] or [System("Tandem" if peers else "default")]
+        systems = (*ours, *peers)
+        if len({system.name for system in systems}) < len(systems):
+            raise BenchError("--peers or --speculation names a system twice; give each a name of its own")
+        return systems
 
-    def points(self) -> Iterator[Point]:
+    def points(self) -> list[Point]:
         """Raises BenchError."""
-        if (self.rate is None) == (self.concurrency is None):
+        if self.rate is not None and self.concurrency is not None:
             raise BenchError("give either --rate or --concurrency")
-        loads: list[int | None] = [None]
+        if self.rate is None and self.concurrency is None and self.trace is None:
+            raise BenchError("give either --rate or --concurrency, or --trace")
+        if self.trace is None and self.rate_scale is not None:
+            raise BenchError("--rate-scale changes the speed of a --trace; give one, or use --rate")
+        if self.rate is not None and self.rate_scale is not None:
+            raise BenchError("--rate and --rate-scale both say how fast the --trace is replayed; give one")
+        if self.trace is not None and self.concurrency is not None:
+            raise BenchError("--trace has arrival times; give --rate or --rate-scale, not --concurrency")
+        if not self.burstiness > 0:
+            raise BenchError(f"--burstiness {self.burstiness:g}: give a number above 0, or inf")
+        if self.trace is not None and self.burstiness != 1:
+            raise BenchError("--trace has arrival times; leave out --burstiness")
+        loads: list[tuple[int | None, float | None]] = [(None, None)]
         if self.concurrency is not None:
             names = _names(self.concurrency)
             if not names or not all(name.isdecimal() and 1 <= int(name) <= 100_000 for name in names):
                 raise BenchError(
                     f"--concurrency {self.concurrency!r}: give whole numbers from 1 to 100000, with commas"
                 )
-            loads = [int(name) for name in names]
+            loads = [(int(name), None) for name in names]
+        elif self.rate is not None:
+            loads = [(None, rate) for rate in self._rates(self.rate)]
         for workload in _names(self.workload):
             if workload not in WORKLOADS:
                 raise BenchError(f"--workload {workload!r} is unknown; use {', '.join(WORKLOADS)}")
-            yield from (Point(workload, load) for load in loads)
+        return [Point(workload, *load) for workload in _names(self.workload) for load in loads]
+
+    def _rates(self, text: str) -> Iterator[float]:
+        names = _names(text)
+        if not names:
+            raise BenchError("--rate is empty; give requests per second")
+        for name in names:
+            try:
+                rate = float(name.removesuffix("x"))
+            except ValueError:
+                rate = math.nan
+            if not 0 < rate < 1e6:
+                raise BenchError(
+                    f"--rate {name!r}: give requests per second above 0, or a multiple of --capacity like 2x"
+                )
+            if name.endswith("x"):
+                if self.capacity is None:
+                    raise BenchError(f"--rate {name}: a multiple needs --capacity, in requests per second")
+                rate *= self.capacity
+            yield rate
+
+    def objectives(self, slo_class: str) -> SloTarget:
+        """Of a request of this class; "" has only those given. Raises BenchError."""
+        if slo_class and slo_class not in SLO_CLASSES:
+            raise BenchError(f"--slo-class {slo_class!r} is unknown; use one of {', '.join(SLO_CLASSES)}")
+        target = SLO_CLASSES.get(slo_class, SloTarget(""))
+        return SloTarget(
+            target.name,
+            target.ttft_s if self.slo_ttft_ms is None else self.slo_ttft_ms / 1000,
+            target.tpot_s if self.slo_tpot_ms is None else self.slo_tpot_ms / 1000,
+            target.e2e_s if self.slo_e2e_ms is None else self.slo_e2e_ms / 1000,
+        )
+
+    @property
+    def has_objectives(self) -> bool:
+        return any(limit is not None for limit in (self.slo_ttft_ms, self.slo_tpot_ms, self.slo_e2e_ms))
+
+    def class_weights(self) -> dict[str, float]:
+        """Raises BenchError."""
+        try:
+            weights = parse_mix(self.mix)
+        except MixError as error:
+            raise BenchError(str(error)) from error
+        self.objectives(self.slo_class)
+        return weights or {self.slo_class: 1.0}
+
+    def tenant_weights(self) -> dict[Tenant, float]:
+        """Raises BenchError."""
+        try:
+            return parse_tenants(self.tenants)
+        except MixError as error:
+            raise BenchError(str(error)) from error
 
     def key_for(self, mode: str) -> str | None:
         return self.api_key.replace("{speculation}", mode) if self.api_key else None
 
     def described(self) -> dict[str, object]:
-        """For the JSON file, without the key."""
+        """For the records, without keys."""
         values = {name: value for name, value in asdict(self).items() if name != "api_key"}
+        weights = {tenant.name: weight for tenant, weight in self.tenant_weights().items()}
+        values["tenants"] = ",".join(f"{name}:{weight:g}" for name, weight in weights.items())
         return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
 
 

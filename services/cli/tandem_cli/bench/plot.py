@@ -1,20 +1,23 @@
-"""The picture of a run: how TTFT and E2E are spread, and who ran when."""
+"""Pictures: how TTFT and E2E of a run are spread and who ran when; curves over several rates."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 from tandem_core.slo import SloTarget
 
 from tandem_cli.bench.record import RequestRecord
-from tandem_cli.bench.stats import meets
+from tandem_cli.bench.stats import Percentiles, Run, Summary
 
 _MET, _MISSED, _FAILED = "#2a7f4f", "#d98c21", "#b3261e"
 
 
-def draw(path: Path, records: Sequence[RequestRecord], slo: SloTarget, title: str) -> None:
-    """Write a PNG. Left: shares of TTFT and E2E with the objectives as dashed lines; right: the timeline."""
+def draw(path: Path, records: Sequence[RequestRecord], title: str) -> None:
+    """Write a PNG. Left: shares of TTFT and E2E, with the objectives as dashed lines if all requests have the
+    same; right: the timeline."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -24,6 +27,8 @@ def draw(path: Path, records: Sequence[RequestRecord], slo: SloTarget, title: st
 
     figure, (spread, timeline) = plt.subplots(1, 2, figsize=(13, 5), constrained_layout=True)
     good = [record for record in records if record.is_ok]
+    slos = {record.slo for record in records}
+    slo = slos.pop() if len(slos) == 1 else SloTarget("")
     series = (
         ("TTFT", [record.ttft_s for record in good if record.ttft_s is not None], slo.ttft_s, "C0"),
         ("E2E", [record.e2e_s for record in good], slo.e2e_s, "C1"),
@@ -43,7 +48,7 @@ def draw(path: Path, records: Sequence[RequestRecord], slo: SloTarget, title: st
 
     for row, record in enumerate(records):
         first_s = record.e2e_s if record.ttft_s is None else record.ttft_s
-        colour = _MET if meets(record, slo) else _MISSED if record.is_ok else _FAILED
+        colour = _MET if record.is_met() else _MISSED if record.is_ok else _FAILED
         timeline.barh(row, first_s, left=record.sent_s, color=colour, alpha=0.35, height=0.8)
         timeline.barh(row, record.e2e_s - first_s, left=record.sent_s + first_s, color=colour, height=0.8)
     timeline.set(xlabel="seconds since the start", ylabel="request", ylim=(-1, len(records)))
@@ -55,3 +60,69 @@ def draw(path: Path, records: Sequence[RequestRecord], slo: SloTarget, title: st
     figure.suptitle(title)
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def draw_curves(path: Path, runs: Sequence[Run], title: str) -> None:
+    """Write a PNG with TTFT, TPOT and goodput over the request rate, a colour for each system; medians over
+    rounds. Solid: p50, dashed: p99; dotted: every request in time. All runs have a rate."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
+
+    figure, panels = plt.subplots(1, 3, figsize=(15, 4.8), constrained_layout=True)
+    rates = sorted({rate for run in runs if (rate := run.point.rate) is not None})
+    for number, system in enumerate(dict.fromkeys(run.system for run in runs)):
+        at: dict[float, list[Summary]] = {
+            rate: [run.summary for run in runs if (run.point.rate, run.system) == (rate, system)]
+            for rate in rates
+        }
+        colour = f"C{number % 10}"
+        panels[2].plot([], [], color=colour, marker="o", label=system)  # its entry in the legend
+        for panel, percentiles_of in zip(panels, (_ttft_s, _tpot_ms), strict=False):
+            for which, style in (("p50", "-"), ("p99", "--")):
+                _draw_line(
+                    panel,
+                    {
+                        rate: [getattr(p, which) for summary in here if (p := percentiles_of(summary))]
+                        for rate, here in at.items()
+                    },
+                    colour,
+                    style,
+                )
+        goodput = {rate: [summary.goodput_requests_per_s for summary in here] for rate, here in at.items()}
+        _draw_line(panels[2], goodput, colour, "-")
+    panels[2].plot(rates, rates, color="grey", linestyle=":", linewidth=1, label="all in time")
+    for panel, (name, unit) in zip(
+        panels, (("TTFT", "seconds"), ("TPOT", "milliseconds"), ("Goodput", "requests/s")), strict=True
+    ):
+        panel.set(title=name, xlabel="requests/s offered", ylabel=unit, xscale="log", ylim=(0, None))
+        panel.xaxis.set_major_locator(FixedLocator(rates))
+        panel.xaxis.set_minor_locator(NullLocator())
+        panel.xaxis.set_major_formatter(ScalarFormatter())
+        panel.grid(alpha=0.3)
+    panels[2].legend(loc="best")
+    styles = [Line2D([], [], color="grey", linestyle=style) for style in ("-", "--")]
+    panels[0].legend(styles, ["p50", "p99"], loc="best")
+    figure.suptitle(title)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _ttft_s(summary: Summary) -> Percentiles | None:
+    return summary.ttft_s
+
+
+def _tpot_ms(summary: Summary) -> Percentiles | None:
+    tpot = summary.tpot_s
+    return tpot and Percentiles(1e3 * tpot.mean, 1e3 * tpot.p50, 1e3 * tpot.p90, 1e3 * tpot.p99)
+
+
+def _draw_line(panel: Any, values: Mapping[float, Sequence[float]], colour: str, style: str) -> None:
+    """Medians of the values of each rate that has some."""
+    points = [(rate, median(of_rate)) for rate, of_rate in values.items() if of_rate]
+    marker = "o" if style == "-" else None
+    if points:
+        panel.plot(*zip(*points, strict=True), color=colour, linestyle=style, marker=marker)

@@ -1,6 +1,10 @@
 """The record of one request, and the recorder that makes it.
 
-Times are in seconds since the request was sent, except `sent_s`, which is since the start of the run.
+Times are in seconds since the request was sent first, except `sent_s`, which is since the start of the run.
+
+    sent   refused, "retry after 2 s"   sent again    first token          end
+    |------|............................|-------------|--------------------|
+    0      attempt 0                    last_sent_s   ttft_s               e2e_s
 """
 
 from __future__ import annotations
@@ -10,8 +14,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from tandem_core.slo import SloTarget
+
+from tandem_cli.bench.requests import NO_OBJECTIVES, Request
+
 OK = "OK"
 TIMEOUT = "TIMEOUT"
+#: Statuses of a server that has no room now.
+REFUSALS = ("RESOURCE_EXHAUSTED", "HTTP 429")
 
 
 @dataclass(frozen=True)
@@ -27,8 +37,41 @@ class Speculation:
 
 
 @dataclass(frozen=True)
+class Promise:
+    """What the receipt says of objectives and predictions, in seconds as the gateway measured them."""
+
+    ttft_s: float
+    e2e_s: float
+    queue_s: float
+    #: The objectives by which the gateway judged; wider than asked for where it says so.
+    slo: SloTarget
+    met: bool
+    miss_reason: str = ""
+    #: As predicted when the request was admitted; None: no prediction.
+    ttft_p50_s: float | None = None
+    ttft_p90_s: float | None = None
+    e2e_p50_s: float | None = None
+    e2e_p90_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One sending of a request."""
+
+    sent_s: float
+    ended_s: float
+    status: str
+    #: As the server said; None: it did not.
+    retry_after_s: float | None = None
+
+    @property
+    def is_refused(self) -> bool:
+        return self.status in REFUSALS
+
+
+@dataclass(frozen=True)
 class RequestRecord:
-    """One finished request. status: "OK", a gRPC code, "HTTP <code>" or "TIMEOUT"."""
+    """One finished request. status: "OK", a gRPC code, "HTTP <code>" or "TIMEOUT", of the last sending."""
 
     index: int
     dialogue_id: str
@@ -44,10 +87,25 @@ class RequestRecord:
     output_tokens: int
     text: str
     speculation: Speculation | None
+    #: The objectives asked for, under the name of the class.
+    slo: SloTarget = NO_OBJECTIVES
+    tenant: str = ""
+    max_tokens: int = 0
+    attempts: tuple[Attempt, ...] = ()
+    promise: Promise | None = None
 
     @property
     def is_ok(self) -> bool:
         return self.status == OK
+
+    @property
+    def is_refused(self) -> bool:
+        return self.status in REFUSALS
+
+    @property
+    def last_sent_s(self) -> float:
+        """When the sending began that was answered."""
+        return self.attempts[-1].sent_s if self.attempts else 0.0
 
     @property
     def tpot_s(self) -> float | None:
@@ -56,15 +114,25 @@ class RequestRecord:
             return None
         return (self.e2e_s - self.ttft_s) / (self.output_tokens - 1)
 
+    def is_met(self, slo: SloTarget | None = None, *, since_s: float = 0.0) -> bool:
+        """Whether it succeeded within every objective, by default those asked for and counted from the first
+        sending. An empty answer's first token is its end."""
+        if not self.is_ok:
+            return False
+        ttft_s = self.e2e_s if self.ttft_s is None else self.ttft_s
+        target = self.slo if slo is None else slo
+        return target.miss(ttft_s - since_s, self.tpot_s or 0.0, self.e2e_s - since_s) == ""
+
 
 class Recorder:
     """Records the events of one request; a transport calls it."""
 
-    def __init__(self, index: int, dialogue_id: str, run_started_s: float) -> None:
-        self._index = index
-        self._dialogue_id = dialogue_id
+    def __init__(self, request: Request, run_started_s: float) -> None:
+        self._request = request
         self._sent = time.perf_counter()
         self._sent_s = self._sent - run_started_s
+        self._attempts: list[Attempt] = []
+        self._attempt_sent_s = 0.0
         self._arrivals_s: list[float] = []
         self._text: list[str] = []
         self._counted_tokens = 0
@@ -73,30 +141,54 @@ class Recorder:
         self.prompt_tokens = 0
         self.output_tokens: int | None = None
         self.speculation: Speculation | None = None
+        self.promise: Promise | None = None
+
+    @property
+    def has_tokens(self) -> bool:
+        return bool(self._arrivals_s)
 
     def tokens(self, num_tokens: int, text: str) -> None:
         """A message with tokens has arrived."""
-        self._arrivals_s.append(time.perf_counter() - self._sent)
+        self._arrivals_s.append(self._now_s())
         self._counted_tokens += num_tokens
         self._text.append(text)
 
     def end(self) -> None:
         """The last message has arrived; closing the connection does not count."""
-        self._ended_s = time.perf_counter() - self._sent
+        self._ended_s = self._now_s()
 
-    def finish(self, status: str, error: str = "") -> RequestRecord:
+    def failed(self, status: str, retry_after_s: float | None) -> None:
+        """The sending has failed, and the next one follows later."""
+        self._attempts.append(Attempt(self._attempt_sent_s, self._now_s(), status, retry_after_s))
+
+    def sent_again(self) -> None:
+        self._attempt_sent_s = self._now_s()
+
+    def finish(self, status: str, error: str = "", retry_after_s: float | None = None) -> RequestRecord:
         arrivals = self._arrivals_s
+        e2e_s = self._ended_s if self._ended_s is not None else self._now_s()
+        # Between two sendings, the last one is already noted.
+        if not self._attempts or self._attempts[-1].sent_s < self._attempt_sent_s:
+            self._attempts.append(Attempt(self._attempt_sent_s, e2e_s, status, retry_after_s))
         return RequestRecord(
-            index=self._index,
-            dialogue_id=self._dialogue_id,
+            index=self._request.index,
+            dialogue_id=self._request.prompt.dialogue_id,
             status=status,
             error=error,
             sent_s=self._sent_s,
             ttft_s=arrivals[0] if arrivals else None,
-            e2e_s=self._ended_s if self._ended_s is not None else time.perf_counter() - self._sent,
+            e2e_s=e2e_s,
             gaps_s=tuple(later - earlier for earlier, later in pairwise(arrivals)),
             prompt_tokens=self.prompt_tokens,
             output_tokens=self._counted_tokens if self.output_tokens is None else self.output_tokens,
             text="".join(self._text),
             speculation=self.speculation,
+            slo=self._request.slo,
+            tenant=self._request.tenant.name,
+            max_tokens=self._request.max_tokens,
+            attempts=tuple(self._attempts),
+            promise=self.promise,
         )
+
+    def _now_s(self) -> float:
+        return time.perf_counter() - self._sent

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from statistics import median
 
 from rich.table import Table
 
-from tandem_cli.bench.stats import Percentiles, Run, Summary, draft_figures
+from tandem_cli.bench.record import RequestRecord
+from tandem_cli.bench.stats import (
+    Percentiles,
+    Run,
+    Summary,
+    by_class,
+    by_tenant,
+    calibration,
+    draft_figures,
+    fairness,
+    refusals,
+)
 
 
 def latency_table(summary: Summary) -> Table:
@@ -25,9 +37,10 @@ def latency_table(summary: Summary) -> Table:
     return table
 
 
-def describe(summary: Summary) -> str:
+def describe(records: Sequence[RequestRecord], summary: Summary) -> str:
     """All figures that are not latencies, in lines."""
     failures = ", ".join(f"{status} {count}" for status, count in sorted(summary.failures.items()))
+    classes = ", ".join(dict.fromkeys(record.slo.name or "no class" for record in records))
     lines = [
         f"sent {summary.num_sent}, succeeded {summary.num_ok}"
         + (f", failed: {failures}" if failures else "")
@@ -36,8 +49,26 @@ def describe(summary: Summary) -> str:
         f" {summary.input_tokens_per_s:.4g} input tokens/s",
         f"goodput     {summary.goodput_requests_per_s:.3g} requests/s, {summary.goodput_tokens_per_s:.4g}"
         f" output tokens/s within the SLO",
-        f"attainment  {summary.attainment:.1%} of all sent ({summary.slo})",
+        f"attainment  {summary.attainment:.1%} of all sent ({classes})"
+        + (
+            f", {summary.attainment_of_admitted:.1%} of those not refused"
+            if summary.num_refused and summary.attainment_of_admitted is not None
+            else ""
+        ),
+        *_refusal_lines(records),
     ]
+    if (fair := fairness(records)) is not None:
+        lines.append(
+            f"fairness    Jain's index over tenants {fair.jain_of_fair_share:.3f} of the fair share, "
+            f"{fair.jain_of_goodput:.3f} of goodput"
+        )
+    if (calibrated := calibration(records)) is not None:
+        shares = (
+            ("TTFT p50", calibrated.ttft_p50), ("TTFT p90", calibrated.ttft_p90),
+            ("E2E p50", calibrated.e2e_p50), ("E2E p90", calibrated.e2e_p90),
+        )  # fmt: skip
+        told = ", ".join(f"{name} {share:.0%}" for name, share in shares if share is not None)
+        lines.append(f"predictions that held, of {calibrated.count}: {told}")
     if summary.drafts is not None:
         drafts = summary.drafts
         sources = ", ".join(f"{name} {count}" for name, count in drafts.accepted_by_source.items())
@@ -49,22 +80,139 @@ def describe(summary: Summary) -> str:
     return "\n".join(lines)
 
 
+def _refusal_lines(records: Sequence[RequestRecord]) -> list[str]:
+    told = refusals(records)
+    lines = []
+    if told.latency_s is not None:
+        lines.append(
+            f"refusals    {told.count}, answered after {1e3 * told.latency_s.p50:.1f} ms (p50), "
+            f"{1e3 * told.latency_s.p99:.1f} ms (p99)"
+        )
+        if told.num_honoured:
+            share = told.num_then_admitted / told.num_honoured
+            lines[-1] += f"; retry-after honoured {told.num_honoured} times, then admitted {share:.0%}"
+    if told.ttft_from_last_s is not None:
+        lines.append(
+            f"sent again  TTFT from the last sending {told.ttft_from_last_s.p50:.3g} s (p50), "
+            f"{told.ttft_from_last_s.p99:.3g} s (p99); attainment so counted {told.attainment_from_last:.1%}"
+        )
+    return lines
+
+
+def has_groups(records: Sequence[RequestRecord]) -> bool:
+    """Whether there are several classes or tenants."""
+    return len({record.slo.name for record in records}) > 1 or len({record.tenant for record in records}) > 1
+
+
+_GROUP_HEAD = (
+    "load", "system", "class or tenant", "sent", "succeeded", "refused", "TTFT s p50 / p99",
+    "TPOT ms p50 / p99", "attainment", "of admitted", "goodput requests/s", "goodput tokens/s",
+)  # fmt: skip
+
+
+def group_table(runs: Sequence[Run]) -> str:
+    """Rows for each class and each tenant, and for both, of each system at each point; rounds are pooled."""
+    rows: list[Sequence[str]] = []
+    for point, system in dict.fromkeys((run.point, run.system) for run in runs):
+        rounds = [run for run in runs if (run.point, run.system) == (point, system)]
+        for name, summary in _groups(pooled_records(rounds)).items():
+            cells = _group_cells(summary)
+            rows.append([point.load(), system, name, *cells])
+    return markdown([_GROUP_HEAD, *rows])
+
+
+def pooled_records(rounds: Sequence[Run]) -> list[RequestRecord]:
+    """Of several rounds, as if each had begun when the one before it ended."""
+    records: list[RequestRecord] = []
+    for run in rounds:
+        shift_s = max((record.sent_s + record.e2e_s for record in records), default=0.0)
+        records += [replace(record, sent_s=record.sent_s + shift_s) for record in run.records]
+    return records
+
+
+def _groups(records: Sequence[RequestRecord]) -> dict[str, Summary]:
+    classes, tenants = by_class(records), by_tenant(records)
+    groups = {f"class {name or '-'}": summary for name, summary in classes.items()}
+    if len(tenants) > 1:
+        groups |= {f"tenant {name or '-'}": summary for name, summary in tenants.items()}
+    return groups
+
+
+def _group_cells(summary: Summary) -> list[str]:
+    admitted = summary.attainment_of_admitted
+    return [
+        str(summary.num_sent),
+        str(summary.num_ok),
+        str(summary.num_refused),
+        _pair(summary.ttft_s, 1.0, ".2f"),
+        _pair(summary.tpot_s, 1e3, ".1f"),
+        f"{summary.attainment:.3f}",
+        "-" if admitted is None else f"{admitted:.3f}",
+        f"{summary.goodput_requests_per_s:.3g}",
+        f"{summary.goodput_tokens_per_s:.3g}",
+    ]
+
+
+_RATE_HEAD = (
+    "workload", "load", "system", "TTFT s p50 / p99", "TPOT ms p50 / p99", "requests/s", "goodput requests/s",
+    "goodput tokens/s", "attainment", "of admitted", "refused", "succeeded",
+)  # fmt: skip
+
+
+def rate_table(runs: Sequence[Run]) -> str:
+    """A row for each system at each rate: medians over rounds; counts are of all rounds."""
+    rows: list[Sequence[str]] = []
+    for point, system in dict.fromkeys((run.point, run.system) for run in runs):
+        here = [run.summary for run in runs if (run.point, run.system) == (point, system)]
+        admitted = [s.attainment_of_admitted for s in here if s.attainment_of_admitted is not None]
+        ttfts = [summary.ttft_s for summary in here if summary.ttft_s]
+        tpots = [summary.tpot_s for summary in here if summary.tpot_s]
+        num_sent = sum(summary.num_sent for summary in here)
+        rows.append(
+            [
+                point.workload,
+                point.load(),
+                system,
+                f"{_median((ttft.p50 for ttft in ttfts), '.2f')} / {_median((t.p99 for t in ttfts), '.2f')}",
+                f"{_median((1e3 * t.p50 for t in tpots), '.1f')} / "
+                f"{_median((1e3 * t.p99 for t in tpots), '.1f')}",
+                _median((summary.requests_per_s for summary in here), ".3g"),
+                _median((summary.goodput_requests_per_s for summary in here), ".3g"),
+                _median((summary.goodput_tokens_per_s for summary in here), ".3g"),
+                _median((summary.attainment for summary in here), ".3f"),
+                _median(admitted, ".3f"),
+                f"{sum(summary.num_refused for summary in here)} of {num_sent}",
+                f"{sum(summary.num_ok for summary in here)} of {num_sent}",
+            ]
+        )
+    return markdown([_RATE_HEAD, *rows])
+
+
+def _pair(values: Percentiles | None, scale: float, form: str) -> str:
+    return f"{values.p50 * scale:{form}} / {values.p99 * scale:{form}}" if values else "-"
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """A table whose first row is the head."""
+    lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 _HEAD = (
-    "workload", "concurrency", "speculation", "TTFT s", "TPOT ms", "MAT", "token hit rate", "tokens/s",
+    "workload", "concurrency", "system", "TTFT s", "TPOT ms", "MAT", "token hit rate", "tokens/s",
     "goodput tokens/s", "TPOT ratio", "goodput ratio", "same text", "succeeded",
 )  # fmt: skip
 
 
 def comparison_table(runs: Sequence[Run]) -> str:
-    """A row for each mode at each point, in the order of the first round."""
+    """A row for each system at each point, in the order of the first round."""
     rows: list[Sequence[str]] = []
     for point in dict.fromkeys(run.point for run in runs):
         here = [run for run in runs if run.point == point]
-        modes = [run.mode for run in here if run.round == 0]
-        first = {run.round: run for run in here if run.mode == modes[0]}
-        rows += [_row([run for run in here if run.mode == mode], first) for mode in modes]
-    lines = [_HEAD, ["---"] * len(_HEAD), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        systems = [run.system for run in here if run.round == 0]
+        first = {run.round: run for run in here if run.system == systems[0]}
+        rows += [_row([run for run in here if run.system == system], first) for system in systems]
+    return markdown([_HEAD, *rows])
 
 
 def _row(runs: Sequence[Run], first: dict[int, Run]) -> list[str]:
@@ -74,7 +222,7 @@ def _row(runs: Sequence[Run], first: dict[int, Run]) -> list[str]:
     return [
         runs[0].point.workload,
         "-" if runs[0].point.concurrency is None else str(runs[0].point.concurrency),
-        runs[0].mode or "default",
+        runs[0].system,
         _median((summary.ttft_s.p50 for summary in summaries if summary.ttft_s), ".2f"),
         _median((tpot for summary in summaries if (tpot := _tpot_ms(summary)) is not None), ".1f"),
         "-" if drafts is None else f"{drafts.mean_accepted_length:.2f}",

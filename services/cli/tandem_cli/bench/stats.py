@@ -1,17 +1,16 @@
-"""Percentiles, throughput, goodput and attainment of a run.
+"""Percentiles, throughput, goodput, attainment and fairness of a run.
 
-Attainment is the share of all requests sent that met their SLO; failed and refused requests count as missed.
-Goodput is the output of requests within their SLO, per second of the run.
+Attainment is the share of all requests sent that met their SLO; failed, refused and timed-out requests count
+as missed. Goodput is the output of requests within their SLO, per second of the run. Times count from the
+first sending of a request.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-
-from tandem_core.slo import SloTarget
 
 from tandem_cli.bench.options import Point
 from tandem_cli.bench.record import RequestRecord
@@ -56,13 +55,16 @@ class DraftFigures:
 
 @dataclass(frozen=True)
 class Summary:
-    """A whole run. Latencies are over requests that succeeded; durations in seconds."""
+    """A whole run, or one class or tenant of it. Latencies are over requests that succeeded; seconds."""
 
     num_sent: int
     num_ok: int
+    #: Requests that the server refused for good, as overloaded.
+    num_refused: int
+    num_met: int
     #: Failures by status.
     failures: Mapping[str, int]
-    #: From the first request sent to the last one ended.
+    #: Of the whole run: from the first request sent to the last one ended.
     duration_s: float
     ttft_s: Percentiles | None
     tpot_s: Percentiles | None
@@ -71,9 +73,10 @@ class Summary:
     requests_per_s: float
     input_tokens_per_s: float
     output_tokens_per_s: float
-    slo: str
-    #: Share of all sent that met the objective, in [0, 1].
+    #: Share of all sent that met the objectives, in [0, 1].
     attainment: float
+    #: The same of those that were not refused; None when all were.
+    attainment_of_admitted: float | None
     goodput_requests_per_s: float
     goodput_tokens_per_s: float
     #: None when no receipt reports a step.
@@ -81,12 +84,51 @@ class Summary:
 
 
 @dataclass(frozen=True)
+class Refusals:
+    """Answers "no room now", over all sendings."""
+
+    count: int
+    latency_s: Percentiles | None
+    #: Refusals after whose retry-after the request was sent again; and those of them not refused again.
+    num_honoured: int
+    num_then_admitted: int
+    #: From the last sending, of requests that were sent more than once and succeeded.
+    ttft_from_last_s: Percentiles | None
+    #: Share of all sent that met the objectives counted from the last sending.
+    attainment_from_last: float
+
+
+@dataclass(frozen=True)
+class Fairness:
+    """Jain's index over tenants: 1 when all have the same, 1/n when one has all.
+
+    Of the goodput in tokens; and of the requests within their SLO divided by the tenant's fair share of
+    them. The fair share is max-min: the total is divided equally, and what a tenant did not ask for goes to
+    the others.
+    """
+
+    jain_of_goodput: float
+    jain_of_fair_share: float
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """How often what was measured at the gateway was at most what was predicted: a good p90 has .9."""
+
+    count: int
+    ttft_p50: float | None
+    ttft_p90: float | None
+    e2e_p50: float | None
+    e2e_p90: float | None
+
+
+@dataclass(frozen=True)
 class Run:
-    """One speculation mode's requests of one round. mode "": the pods' default."""
+    """A system at a point, in one of its rounds."""
 
     point: Point
     round: int
-    mode: str
+    system: str
     summary: Summary
     records: tuple[RequestRecord, ...]
 
@@ -99,24 +141,26 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
     return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
 
 
-def meets(record: RequestRecord, slo: SloTarget) -> bool:
-    """Whether the request succeeded within every objective. An empty answer's first token is its end."""
-    if not record.is_ok:
-        return False
-    ttft_s = record.e2e_s if record.ttft_s is None else record.ttft_s
-    return slo.miss(ttft_s, record.tpot_s or 0.0, record.e2e_s) == ""
-
-
-def summarise(records: Sequence[RequestRecord], slo: SloTarget) -> Summary:
-    """Figures of a run with at least one record."""
-    good = [record for record in records if record.is_ok]
-    within = [record for record in records if meets(record, slo)]
+def duration_of(records: Sequence[RequestRecord]) -> float:
+    """Seconds from the first request sent to the last one ended."""
     started = min(record.sent_s for record in records)
-    duration_s = max(record.sent_s + record.e2e_s for record in records) - started
+    return max(record.sent_s + record.e2e_s for record in records) - started
+
+
+def summarise(records: Sequence[RequestRecord], duration_s: float | None = None) -> Summary:
+    """Figures of at least one record. duration_s: of the run, if these are a part of its records."""
+    good = [record for record in records if record.is_ok]
+    met = [record for record in records if record.is_met()]
+    num_refused = sum(record.is_refused for record in records)
+    if duration_s is None:
+        duration_s = duration_of(records)
     per_s = 1 / duration_s if duration_s > 0 else 0.0
+    num_admitted = len(records) - num_refused
     return Summary(
         num_sent=len(records),
         num_ok=len(good),
+        num_refused=num_refused,
+        num_met=len(met),
         failures=dict(Counter(record.status for record in records if not record.is_ok)),
         duration_s=duration_s,
         ttft_s=Percentiles.of([record.ttft_s for record in good if record.ttft_s is not None]),
@@ -126,12 +170,100 @@ def summarise(records: Sequence[RequestRecord], slo: SloTarget) -> Summary:
         requests_per_s=len(good) * per_s,
         input_tokens_per_s=sum(record.prompt_tokens for record in good) * per_s,
         output_tokens_per_s=sum(record.output_tokens for record in good) * per_s,
-        slo=slo.name,
-        attainment=len(within) / len(records),
-        goodput_requests_per_s=len(within) * per_s,
-        goodput_tokens_per_s=sum(record.output_tokens for record in within) * per_s,
+        attainment=len(met) / len(records),
+        attainment_of_admitted=len(met) / num_admitted if num_admitted else None,
+        goodput_requests_per_s=len(met) * per_s,
+        goodput_tokens_per_s=sum(record.output_tokens for record in met) * per_s,
         drafts=draft_figures(good),
     )
+
+
+def by_class(records: Sequence[RequestRecord]) -> dict[str, Summary]:
+    return _grouped(records, lambda record: record.slo.name)
+
+
+def by_tenant(records: Sequence[RequestRecord]) -> dict[str, Summary]:
+    return _grouped(records, lambda record: record.tenant)
+
+
+def _grouped(records: Sequence[RequestRecord], name_of: Callable[[RequestRecord], str]) -> dict[str, Summary]:
+    duration_s = duration_of(records)
+    names = sorted({name_of(record) for record in records})
+    return {
+        name: summarise([record for record in records if name_of(record) == name], duration_s)
+        for name in names
+    }
+
+
+def refusals(records: Sequence[RequestRecord]) -> Refusals:
+    """Of at least one record."""
+    honoured = [
+        (attempt, later)
+        for record in records
+        for attempt, later in zip(record.attempts, record.attempts[1:], strict=False)
+        if attempt.is_refused
+    ]
+    refused = [attempt for record in records for attempt in record.attempts if attempt.is_refused]
+    again = [record for record in records if record.is_ok and record.last_sent_s > 0]
+    return Refusals(
+        count=len(refused),
+        latency_s=Percentiles.of([attempt.ended_s - attempt.sent_s for attempt in refused]),
+        num_honoured=len(honoured),
+        num_then_admitted=sum(not later.is_refused for _, later in honoured),
+        ttft_from_last_s=Percentiles.of(
+            [record.ttft_s - record.last_sent_s for record in again if record.ttft_s is not None]
+        ),
+        attainment_from_last=sum(record.is_met(since_s=record.last_sent_s) for record in records)
+        / len(records),
+    )
+
+
+def fairness(records: Sequence[RequestRecord]) -> Fairness | None:
+    """None with fewer than two tenants, or when nobody's request met its SLO."""
+    tenants = by_tenant(records)
+    total = sum(summary.num_met for summary in tenants.values())
+    if len(tenants) < 2 or not total:
+        return None
+    shares = fair_shares(total, {name: summary.num_sent for name, summary in tenants.items()})
+    return Fairness(
+        jain([summary.goodput_tokens_per_s for summary in tenants.values()]),
+        jain([summary.num_met / shares[name] for name, summary in tenants.items()]),
+    )
+
+
+def jain(values: Sequence[float]) -> float:
+    """Jain's index of values >= 0, not all 0."""
+    return float(sum(values) ** 2 / (len(values) * sum(value * value for value in values)))
+
+
+def fair_shares(total: float, asked: Mapping[str, float]) -> dict[str, float]:
+    """Max-min fair division of a total > 0, of which nobody gets more than asked for (> 0)."""
+    shares: dict[str, float] = {}
+    left = min(total, sum(asked.values()))
+    for num_done, name in enumerate(sorted(asked, key=lambda name: asked[name])):
+        shares[name] = min(asked[name], left / (len(asked) - num_done))
+        left -= shares[name]
+    return shares
+
+
+def calibration(records: Sequence[RequestRecord]) -> Calibration | None:
+    """Over answers whose receipt has a prediction; None when none has."""
+    told = [record.promise for record in records if record.is_ok and record.promise is not None]
+    told = [promise for promise in told if promise.ttft_p90_s is not None or promise.e2e_p90_s is not None]
+    if not told:
+        return None
+    return Calibration(
+        len(told),
+        _share_within([(promise.ttft_s, promise.ttft_p50_s) for promise in told]),
+        _share_within([(promise.ttft_s, promise.ttft_p90_s) for promise in told]),
+        _share_within([(promise.e2e_s, promise.e2e_p50_s) for promise in told]),
+        _share_within([(promise.e2e_s, promise.e2e_p90_s) for promise in told]),
+    )
+
+
+def _share_within(pairs: Sequence[tuple[float, float | None]]) -> float | None:
+    known = [(actual, predicted) for actual, predicted in pairs if predicted is not None]
+    return sum(actual <= predicted for actual, predicted in known) / len(known) if known else None
 
 
 def draft_figures(good: Sequence[RequestRecord]) -> DraftFigures | None:

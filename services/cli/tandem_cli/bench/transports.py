@@ -5,27 +5,38 @@ from __future__ import annotations
 import json
 import ssl
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
+from typing import cast
 
 import grpc
 import grpc.aio
 import httpx
 from google.protobuf import json_format
+from tandem_core.slo import SloTarget
 from tandem_proto.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 from tandem_service.channels import open_public_channel
+from tandem_service.interceptors import RETRY_AFTER_KEY
 
 from tandem_cli.bench.options import BenchOptions
 from tandem_cli.bench.prompts import Prompt
-from tandem_cli.bench.record import Recorder, Speculation
+from tandem_cli.bench.record import Promise, Recorder, Speculation
+from tandem_cli.bench.requests import Request, Tenant
 
 
 class SendError(Exception):
-    """The request failed; `status` is a gRPC code name or "HTTP <code>"."""
+    """The request failed; `status` is a gRPC code name or "HTTP <code>".
 
-    def __init__(self, status: str, message: str) -> None:
+    retry_after_s: when to send it again, if the server says so.
+    """
+
+    def __init__(self, status: str, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.status = status
+        self.retry_after_s = retry_after_s
+
+
+_NS_PER_S = 1_000_000_000
 
 
 def temperature_of(options: BenchOptions, prompt: Prompt) -> float:
@@ -33,10 +44,10 @@ def temperature_of(options: BenchOptions, prompt: Prompt) -> float:
 
 
 class Transport(ABC):
-    """Sends prompts. Cancelling `send` cancels the request on the server."""
+    """Sends requests. Cancelling `send` cancels the request on the server."""
 
     @abstractmethod
-    async def send(self, prompt: Prompt, recorder: Recorder) -> None:
+    async def send(self, request: Request, recorder: Recorder) -> None:
         """Send one request and record its events. Raises SendError."""
 
     @abstractmethod
@@ -50,37 +61,64 @@ class GrpcTransport(Transport):
         self._mode = mode
         self._channel = open_public_channel(target, options.ca)
         self._stub = gateway_pb2_grpc.GatewayServiceStub(self._channel)  # type: ignore[no-untyped-call]
-        key = options.key_for(mode)
-        self._metadata = (("authorization", f"Bearer {key}"),) if key else ()
 
-    async def send(self, prompt: Prompt, recorder: Recorder) -> None:
-        options = self._options
-        request = gateway_pb2.ChatRequest(
+    async def send(self, request: Request, recorder: Recorder) -> None:
+        options, prompt = self._options, request.prompt
+        message = gateway_pb2.ChatRequest(
             model=options.model,
             messages=[
                 gateway_pb2.ChatMessage(role=turn.role, content=turn.content) for turn in prompt.messages
             ],
             sampling=common_pb2.SamplingParams(
-                max_tokens=options.max_tokens,
+                max_tokens=request.max_tokens,
                 temperature=temperature_of(options, prompt),
                 seed=options.seed + prompt.seed_offset,
                 ignore_eos=options.ignore_eos,
             ),
-            slo_class=options.slo_class,
+            slo_class=request.slo.name,
             speculation=self._mode,
         )
+        metadata = tuple((name.lower(), value) for name, value in _headers(request, options, self._mode))
         try:
-            async for response in self._stub.Chat(request, metadata=self._metadata):
+            async for response in self._stub.Chat(message, metadata=metadata):
                 if response.WhichOneof("event") == "end":
                     recorder.end()
                     _note_receipt(response.end.receipt, recorder)
                 elif response.chunk.token_ids:
                     recorder.tokens(len(response.chunk.token_ids), response.chunk.text)
         except grpc.aio.AioRpcError as error:
-            raise SendError(error.code().name, error.details() or "") from error
+            trailers = dict(cast("Iterable[tuple[str, str]]", error.trailing_metadata() or ()))
+            told_ms = _number(trailers.get(RETRY_AFTER_KEY, ""))
+            retry_after_s = None if told_ms is None else told_ms / 1000
+            raise SendError(error.code().name, error.details() or "", retry_after_s) from error
 
     async def close(self) -> None:
         await self._channel.close(None)
+
+
+def _headers(request: Request, options: BenchOptions, mode: str) -> list[tuple[str, str]]:
+    """The key, and the objectives if they are the request's own."""
+    headers = []
+    if key := _key_of(request.tenant, options, mode):
+        headers.append(("Authorization", f"Bearer {key}"))
+    if request.sends_objectives:
+        slo = request.slo
+        objectives = (("ttft", slo.ttft_s), ("tpot", slo.tpot_s), ("e2e", slo.e2e_s))
+        headers += [(f"x-slo-{name}-ms", f"{1000 * limit_s:g}") for name, limit_s in objectives if limit_s]
+    return headers
+
+
+def _key_of(tenant: Tenant, options: BenchOptions, mode: str) -> str | None:
+    return tenant.key.replace("{speculation}", mode) if tenant.key else options.key_for(mode)
+
+
+def _number(text: str) -> float | None:
+    """None for anything but a number >= 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if 0 <= number < 1e9 else None
 
 
 def _note_receipt(receipt: common_pb2.Receipt, recorder: Recorder) -> None:
@@ -93,6 +131,24 @@ def _note_receipt(receipt: common_pb2.Receipt, recorder: Recorder) -> None:
         dict(receipt.accepted_by_source),
         receipt.hit_steps,
     )
+    slo = receipt.slo
+    recorder.promise = Promise(
+        ttft_s=receipt.ttft_ns / _NS_PER_S,
+        e2e_s=receipt.e2e_ns / _NS_PER_S,
+        queue_s=receipt.queue_ns / _NS_PER_S,
+        slo=SloTarget(slo.name, slo.ttft_ns / _NS_PER_S, slo.tpot_ns / _NS_PER_S, slo.e2e_ns / _NS_PER_S),
+        met=receipt.slo_met,
+        miss_reason=receipt.slo_miss_reason,
+        **dict(_predictions(receipt)),
+    )
+
+
+def _predictions(receipt: common_pb2.Receipt) -> Iterable[tuple[str, float]]:
+    """Those that the receipt has; an older gateway's has none, and 0 is none too."""
+    told = {field.name: value for field, value in receipt.ListFields()}
+    for name in ("ttft_p50", "ttft_p90", "e2e_p50", "e2e_p90"):
+        if predicted_ns := told.get(f"predicted_{name}_ns"):
+            yield f"{name}_s", predicted_ns / _NS_PER_S
 
 
 class HttpTransport(Transport):
@@ -104,30 +160,32 @@ class HttpTransport(Transport):
         options: BenchOptions,
         mode: str = "",
         extra_body: Mapping[str, object] = MappingProxyType({}),
+        sends_headers: bool = True,
     ) -> None:
-        """extra_body: fields that replace those of the body, for servers that differ; None removes one."""
+        """extra_body: fields that replace those of the body, for servers that differ; None removes one.
+        sends_headers: the key and the objectives, which are for Tandem alone."""
         self._options = options
+        self._sends_headers = sends_headers
         self._mode = mode
         self._extra_body = extra_body
-        key = options.key_for(mode)
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._client = httpx.AsyncClient(
             base_url=base_url,
-            headers=headers,
             timeout=httpx.Timeout(None, connect=10.0),
             limits=httpx.Limits(max_connections=None),
             trust_env=False,
             verify=True if options.ca is None else ssl.create_default_context(cafile=str(options.ca)),
         )
 
-    async def send(self, prompt: Prompt, recorder: Recorder) -> None:
+    async def send(self, request: Request, recorder: Recorder) -> None:
+        headers = dict(_headers(request, self._options, self._mode)) if self._sends_headers else {}
         try:
             async with self._client.stream(
-                "POST", "/v1/chat/completions", json=self._body(prompt)
+                "POST", "/v1/chat/completions", json=self._body(request), headers=headers
             ) as response:
                 if response.status_code != 200:
                     text = (await response.aread()).decode(errors="replace")
-                    raise SendError(f"HTTP {response.status_code}", text[:500])
+                    retry_after_s = _retry_after_s(response.headers)
+                    raise SendError(f"HTTP {response.status_code}", text[:500], retry_after_s)
                 async for line in response.aiter_lines():
                     if line.startswith("data:"):
                         self._take_event(line.removeprefix("data:").strip(), recorder)
@@ -137,20 +195,20 @@ class HttpTransport(Transport):
     async def close(self) -> None:
         await self._client.aclose()
 
-    def _body(self, prompt: Prompt) -> dict[str, object]:
-        options = self._options
+    def _body(self, request: Request) -> dict[str, object]:
+        options, prompt = self._options, request.prompt
         body: dict[str, object] = {
             "model": options.model,
             "messages": [{"role": turn.role, "content": turn.content} for turn in prompt.messages],
             "stream": True,
             "stream_options": {"include_usage": True},
-            "max_tokens": options.max_tokens,
+            "max_tokens": request.max_tokens,
             "temperature": temperature_of(options, prompt),
             "seed": options.seed + prompt.seed_offset,
         }
         # Only if given: other servers may refuse unknown fields.
-        if options.slo_class:
-            body["slo_class"] = options.slo_class
+        if request.slo.name:
+            body["slo_class"] = request.slo.name
         if self._mode:
             body["speculation"] = self._mode
         if options.ignore_eos:
@@ -177,3 +235,9 @@ class HttpTransport(Transport):
                 _note_receipt(parsed, recorder)
             recorder.prompt_tokens = int(usage["prompt_tokens"])
             recorder.output_tokens = int(usage["completion_tokens"])
+
+
+def _retry_after_s(headers: httpx.Headers) -> float | None:
+    """OpenAI's header in milliseconds if it is there, else HTTP's in seconds; a date is not read."""
+    told_ms = _number(headers.get("retry-after-ms", ""))
+    return told_ms / 1000 if told_ms is not None else _number(headers.get("retry-after", ""))

@@ -1,0 +1,107 @@
+"""The requests of a run: prompts with the class, the tenant and the length that were drawn for them.
+
+    prompt   from the workload
+    class    --mix      ┐ drawn from the seed and the request's number,
+    tenant   --tenants  ┘ or read from a trace
+
+A request is the same at every rate and for every system that is compared.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tandem_core.slo import SLO_CLASSES, SloTarget
+
+from tandem_cli.bench.prompts import Prompt
+
+
+class MixError(ValueError):
+    """A share or a tenant cannot be read; one sentence."""
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """A sender of requests. The key is in no output."""
+
+    name: str = ""
+    key: str | None = field(default=None, repr=False)
+
+
+NOBODY = Tenant()
+NO_OBJECTIVES = SloTarget("")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request, complete. `slo.name` is its class; "" sends none."""
+
+    index: int
+    prompt: Prompt
+    slo: SloTarget
+    max_tokens: int
+    tenant: Tenant = NOBODY
+    #: Whether the objectives are sent, because they are not those of the class.
+    sends_objectives: bool = False
+
+
+def plain_requests(
+    prompts: Sequence[Prompt], slo: SloTarget, max_tokens: int, tenant: Tenant = NOBODY
+) -> list[Request]:
+    """A request for each prompt, all of one class and tenant."""
+    return [Request(index, prompt, slo, max_tokens, tenant) for index, prompt in enumerate(prompts)]
+
+
+def parse_mix(text: str) -> dict[str, float]:
+    """Weights of SLO classes, from "interactive=.6,chat=.4". Raises MixError."""
+    weights: dict[str, float] = {}
+    for part in _parts(text):
+        name, _, weight = part.partition("=")
+        if name not in SLO_CLASSES:
+            raise MixError(
+                f"--mix {part!r}: {name!r} is no class; use CLASS=WEIGHT of {', '.join(SLO_CLASSES)}"
+            )
+        if name in weights:
+            raise MixError(f"--mix names {name} twice; give each class once")
+        weights[name] = _weight(weight, f"--mix {part!r}")
+    return weights
+
+
+def parse_tenants(text: str) -> dict[Tenant, float]:
+    """Weights of tenants, from "a=KEY:3,b=KEY" (weight 1) or "a:3" (without a key). Raises MixError, which
+    never shows a key."""
+    tenants: dict[Tenant, float] = {}
+    for part in _parts(text):
+        head, colon, weight = part.rpartition(":")
+        name, _, key = (head if colon else part).partition("=")
+        if not name:
+            raise MixError(
+                "--tenants: a tenant has no name; use NAME=KEY:WEIGHT, with commas between tenants"
+            )
+        if any(tenant.name == name for tenant in tenants):
+            raise MixError(f"--tenants names {name} twice; give each tenant once")
+        tenants[Tenant(name, key or None)] = _weight(weight, f"--tenants {name}") if colon else 1.0
+    return tenants
+
+
+def draw(what: str, weights: Mapping[str, float], seed: int, index: int) -> str:
+    """One of the names, the same for equal arguments."""
+    generator = random.Random(f"{what}/{seed}/{index}")
+    return generator.choices(list(weights), weights=list(weights.values()))[0]
+
+
+def _parts(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _weight(text: str, where: str) -> float:
+    try:
+        weight = float(text)
+    except ValueError:
+        weight = math.nan
+    if not 0 < weight < math.inf:
+        raise MixError(f"{where}: the weight is not a number above 0; give one, such as 0.5 or 3")
+    return weight

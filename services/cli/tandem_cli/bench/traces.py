@@ -1,0 +1,145 @@
+"""Recorded arrivals to replay: when requests came and how long they were.
+
+Three forms of file are understood, told apart by their first line:
+
+    {"arrival_s": 1.5, "prompt_tokens": 900, "output_tokens": 60, "slo_class": "chat", "tenant": "a"}
+        JSON lines of our own; all but the time, in seconds, may be left out
+    {"timestamp": 1500, "input_length": 6758, "output_length": 500, "hash_ids": [0, 1, 2]}
+        JSON lines of Mooncake; the time in milliseconds; equal ids are equal blocks of 512 prompt tokens
+    Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
+        CSV of BurstGPT; the time in seconds; rows without response tokens are failed requests and left out
+
+Further columns and keys are not read. Times count from the first request of the file.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+#: Prompt tokens of a block of Mooncake's traces.
+BLOCK_TOKENS = 512
+
+
+class TraceError(ValueError):
+    """The file is no trace; names file, line and what is wrong."""
+
+
+@dataclass(frozen=True)
+class TraceEntry:
+    """A request of a trace. None or "": the trace does not say, so the run's options do."""
+
+    arrival_s: float
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    #: Ids of the prompt's blocks of 512 tokens, the last one not full; requests share those with equal ids.
+    blocks: tuple[int, ...] = ()
+    slo_class: str = ""
+    tenant: str = ""
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.arrival_s):
+            raise ValueError("the time is not a finite number")
+        for name, value in (("prompt", self.prompt_tokens), ("output", self.output_tokens)):
+            if value is not None and value < 1:
+                raise ValueError(f"{value} {name} tokens; at least 1 is needed")
+        if self.blocks and len(self.blocks) != math.ceil((self.prompt_tokens or 0) / BLOCK_TOKENS):
+            raise ValueError(
+                f"{len(self.blocks)} hash_ids for {self.prompt_tokens} tokens; one for each {BLOCK_TOKENS} "
+                "tokens is needed"
+            )
+
+
+def read_trace(path: Path, limit: int | None = None) -> list[TraceEntry]:
+    """The first `limit` entries, or all, the first at 0 s. Raises TraceError."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            entries = list(islice(_entries(file, str(path)), limit))
+    except (OSError, UnicodeDecodeError) as error:
+        raise TraceError(f"--trace {path} cannot be read: {error}") from error
+    if not entries:
+        raise TraceError(f"--trace {path} holds no request")
+    # Lines of concurrent writers may be swapped.
+    entries.sort(key=lambda entry: entry.arrival_s)
+    first_s = entries[0].arrival_s
+    return [replace(entry, arrival_s=entry.arrival_s - first_s) for entry in entries]
+
+
+def mean_rate(entries: list[TraceEntry]) -> float:
+    """Requests per second as recorded; 0 when all came at once."""
+    last_s = entries[-1].arrival_s
+    return (len(entries) - 1) / last_s if last_s else 0.0
+
+
+def _entries(lines: Iterable[str], origin: str) -> Iterator[TraceEntry]:
+    numbered = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
+    first = next(numbered, None)
+    if first is None:
+        return
+    rows = _with_first(first, numbered)
+    parse = _from_json
+    if not first[1].lstrip().startswith("{"):
+        _, head = next(rows)
+        columns = next(csv.reader([head]))
+        wanted = ("Timestamp", "Request tokens", "Response tokens")
+        if missing := [name for name in wanted if name not in columns]:
+            raise TraceError(
+                f"--trace {origin}: neither JSON lines nor BurstGPT's CSV, whose head has {missing[0]!r}; "
+                "give a trace of Tandem, Mooncake or BurstGPT"
+            )
+
+        def parse(line: str) -> TraceEntry | None:
+            return _from_burstgpt(dict(zip(columns, next(csv.reader([line])), strict=False)))
+
+    for number, line in rows:
+        try:
+            entry = parse(line)
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+            raise TraceError(f"--trace {origin}:{number}: {what}") from error
+        if entry is not None:
+            yield entry
+
+
+def _with_first(first: tuple[int, str], others: Iterator[tuple[int, str]]) -> Iterator[tuple[int, str]]:
+    yield first
+    yield from others
+
+
+def _from_json(line: str) -> TraceEntry | None:
+    raw = json.loads(line)
+    if not isinstance(raw, dict):
+        raise ValueError("expected an object")
+    if "timestamp" in raw:
+        return TraceEntry(
+            arrival_s=float(raw["timestamp"]) / 1000,
+            prompt_tokens=int(raw["input_length"]),
+            output_tokens=max(1, int(raw["output_length"])),
+            blocks=tuple(int(block) for block in raw.get("hash_ids") or ()),
+        )
+    if "arrival_s" not in raw:
+        raise ValueError("it has neither arrival_s (seconds) nor Mooncake's timestamp (milliseconds)")
+    return TraceEntry(
+        arrival_s=float(raw["arrival_s"]),
+        prompt_tokens=_optional_count(raw.get("prompt_tokens")),
+        output_tokens=_optional_count(raw.get("output_tokens")),
+        slo_class=str(raw.get("slo_class") or ""),
+        tenant=str(raw.get("tenant") or ""),
+    )
+
+
+def _optional_count(value: object) -> int | None:
+    return None if value is None else int(str(value))
+
+
+def _from_burstgpt(row: dict[str, str]) -> TraceEntry | None:
+    """None: a request that failed when it was recorded."""
+    prompt_tokens, output_tokens = int(row["Request tokens"]), int(row["Response tokens"])
+    if prompt_tokens < 1 or output_tokens < 1:
+        return None
+    return TraceEntry(float(row["Timestamp"]), prompt_tokens, output_tokens)
