@@ -18,10 +18,12 @@ STEP ?=
 RESULTS ?= build/benchmarks
 # Extra flags of benchmarks/gpu.
 GPU ?=
+# Extra flags of deploy/observability/observe.py, e.g. `make observe OBSERVE="--prometheus-port 9099"`.
+OBSERVE ?=
 # Extra flags of pytest, e.g. `make test TEST="tests/cli -x"`.
 TEST ?=
 
-.PHONY: help venv serve test test-all bench-engine bench-kernels bench-gpu lint format types imports proto proto-check buf check clean
+.PHONY: help venv serve test test-all bench-engine bench-kernels bench-gpu observe observability lint format types imports proto proto-check buf check clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -70,6 +72,12 @@ bench-kernels: $(VENV)/.dev ## The CPU kernels beside torch's
 
 bench-gpu: $(VENV)/.dev ## Parts of nine minutes on one GPU (GPU="--part B"); without a GPU a dry run
 	$(BIN)/python benchmarks/gpu --out $(RESULTS)/gpu $(GPU)
+
+observe: $(VENV)/.runtime ## Prometheus and Alertmanager beside a running `make serve`
+	@exec $(BIN)/python deploy/observability/observe.py $(OBSERVE)
+
+observability: $(VENV)/.dev ## Regenerate dashboards, alert rules and the tables of docs/observability.md
+	$(BIN)/python deploy/observability/generate.py
 
 lint: $(VENV)/.dev ## ruff: rules and format
 	$(BIN)/ruff check .

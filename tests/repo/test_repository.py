@@ -105,6 +105,8 @@ def test_each_package_of_the_wheel_is_also_on_the_editable_path() -> None:
         "test-all",
         "bench-engine",
         "bench-kernels",
+        "observe",
+        "observability",
         "lint",
         "types",
         "imports",
@@ -129,7 +131,7 @@ def test_ci_runs_only_targets_that_exist() -> None:
 
 def test_constraints_are_exact_and_cover_the_dependencies() -> None:
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
-    assert all(re.fullmatch(r"[A-Za-z0-9_.-]+==[A-Za-z0-9_.]+", line) for line in lines)
+    assert all(re.fullmatch(r"[A-Za-z0-9_.-]+==([0-9]+!)?[A-Za-z0-9_.]+", line) for line in lines)
     pinned = {re.sub(r"[-_.]+", "-", line.split("==")[0]).lower(): line.split("==")[1] for line in lines}
     project = PYPROJECT["project"]
     extras = project["optional-dependencies"]

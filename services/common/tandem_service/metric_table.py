@@ -360,7 +360,7 @@ REPORT_AGE = _gauge(
     "Age of what the gateway knows of a pod: since its last answer, and since its engine's thread told its "
     "state; infinite before the first",
     "role",
-    "pod",
+    "pod_id",
     by=_GATEWAY,
     unit=Unit.SECONDS,
 )

@@ -11,6 +11,8 @@ from tandem_pod.status import PodGauges
 from tandem_service import metric_table as table
 from tandem_service.metric_table import Values
 
+from tandem_decode.prefill_stream import FailureKind
+
 
 class DecodeMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -40,6 +42,10 @@ class DecodeMetrics:
         table.GUESSES_SENT.view(registry, lambda: self._tenths(lambda tenth: tenth.num_guesses))
         table.GUESSES_PREDICTED.view(registry, lambda: self._tenths(lambda tenth: tenth.predicted))
         table.GUESSES_ACCEPTED.view(registry, lambda: self._tenths(lambda tenth: tenth.accepted))
+
+        # Known before the first failure.
+        for outcome in ("ok", *(kind.value for kind in FailureKind)):
+            self.handoffs.labels(outcome)
 
     def show_reliability(self, tenths: Sequence[Reliability]) -> None:
         """Predicted beside realised acceptance of guesses: the drafter's reliability curve."""

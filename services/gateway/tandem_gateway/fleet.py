@@ -166,10 +166,14 @@ class Fleet:
         await asyncio.gather(*(pod.channel.close(None) for pod in self.pods()))
 
     def pods(self) -> list[Pod]:
-        return [pod for pods in self._pods.values() for pod in pods.values()]
+        return [pod for role in Role for pod in self._of(role)]
 
     def healthy(self, role: Role) -> list[Pod]:
-        return [pod for pod in self._pods[role].values() if pod.healthy]
+        return [pod for pod in self._of(role) if pod.healthy]
+
+    def _of(self, role: Role) -> list[Pod]:
+        # A copy in one step, since scrapes read it from another thread.
+        return list(self._pods[role].values())
 
     def mark_dead(self, pod: Pod, cause: str) -> None:
         """Called when a request gets UNAVAILABLE; the pod is not used until it answers a poll."""

@@ -40,6 +40,15 @@ _ENDED_EARLY = {
 }
 
 
+#: Why a request misses its SLO: an objective, or an outcome without a complete answer.
+_MISS_CAUSES = (
+    "ttft",
+    "tpot",
+    "e2e",
+    *(o.value for o in Outcome if o not in (Outcome.OK, Outcome.UNAUTHENTICATED)),
+)
+
+
 class GatewayMetrics:
     """Registers in the process's registry; one instance per process."""
 
@@ -67,6 +76,8 @@ class GatewayMetrics:
         self.failovers = table.FAILOVERS.make(registry)
         self.resumed = table.ANSWERS_RESUMED.make(registry)
         self.kept_answer_bytes = table.KEPT_ANSWER_BYTES.make(registry)
+        #: Classes and tenants whose series are there.
+        self._known: set[tuple[str, str]] = set()
         self._show_zeros(registry)
         serve_twins(registry, Process.GATEWAY, model_name=model_name)
 
@@ -124,6 +135,14 @@ class GatewayMetrics:
 
     def of(self, request: TokenizedRequest) -> RequestMetrics:
         """Counts a well-formed request as received."""
+        labels = request.slo.name, request.tenant
+        if labels not in self._known:
+            self._known.add(labels)
+            for counter in (self.met, self.goodput, self.output, self.prompt, self.cached):
+                counter.labels(*labels)
+            # The share of misses is known before the first one.
+            for cause in _MISS_CAUSES:
+                self.misses.labels(*labels, cause)
         return RequestMetrics(self, request)
 
     def _cache_config(self, fleet: Fleet) -> Values:

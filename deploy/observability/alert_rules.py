@@ -1,0 +1,224 @@
+"""The alert rules and the recorded ratios that they share. Run generate.py after a change.
+
+The error budget's burn is alerted on as the Google SRE workbook recommends (chapter 5, multi-window,
+multi-burn-rate): a long window, so that few misses do not wake anybody, and a short one, so that an alert
+ends soon after its cause.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import yaml
+from tandem_core.slo import SLO_CLASSES
+from tandem_service import metric_table as t
+
+#: Share of the requests of each class that is to meet its SLO.
+OBJECTIVE = 0.99
+#: Misses in the long window below which nothing is alerted: with few requests one miss is a large share.
+_MIN_MISSES = 5
+
+#: Severity -> (burn rate, long window, short window). A burn of 1 uses the budget of 30 days in 30 days;
+#: 14.4 uses 2 % of it in an hour, 6 uses 5 % in six, 3 uses 10 % in a day.
+BURNS = {
+    "page": ((14.4, "1h", "5m"), (6.0, "6h", "30m")),
+    "ticket": ((3.0, "1d", "2h"), (1.0, "3d", "6h")),
+}
+
+
+@dataclass(frozen=True)
+class Alert:
+    name: str
+    expr: str
+    severity: str
+    #: How long the expression holds before the alert fires.
+    for_: str
+    summary: str
+    #: What an operator does.
+    action: str
+    labels: tuple[tuple[str, str], ...] = ()
+
+
+def recorded_name(window: str) -> str:
+    return f"slo_class:tandem_slo_miss_ratio:rate{window}"
+
+
+def miss_ratio(window: str) -> str:
+    """Misses per request that ended, by class."""
+    misses = f"sum by (slo_class) (rate({t.SLO_MISSES.name}[{window}]))"
+    met = f"sum by (slo_class) (rate({t.SLO_MET.name}[{window}]))"
+    return f"{misses} / ({misses} + {met})"
+
+
+def _burn(slo_class: str, severity: str) -> Alert:
+    of_class = f'{{slo_class="{slo_class}"}}'
+    budget = 1 - OBJECTIVE
+    terms = [
+        f"({recorded_name(long)}{of_class} > {burn * budget:g}"
+        f" and {recorded_name(short)}{of_class} > {burn * budget:g}"
+        f" and sum by (slo_class) (increase({t.SLO_MISSES.name}{of_class}[{long}])) >= {_MIN_MISSES})"
+        for burn, long, short in BURNS[severity]
+    ]
+    windows = ", or ".join(f"{burn:g} times over {long} and {short}" for burn, long, short in BURNS[severity])
+    return Alert(
+        f"TandemErrorBudgetBurn{severity.capitalize()}",
+        " or ".join(terms),
+        severity,
+        "0m" if severity == "ticket" else "1m",
+        f"Requests of class {slo_class} miss their SLO faster than the objective of {OBJECTIVE:.0%} allows "
+        f"({windows}).",
+        "Open the SLO dashboard: *Misses by cause* says whether requests are refused, fail or are slow, and "
+        "*p90 by stage* of the class which stage is slow. Refused or queued: add pods of the role whose "
+        "stage "
+        "grows (prefill for TTFT, decode for TPOT), or lower the load. Failed: see the fleet dashboard.",
+        (("slo_class", slo_class),),
+    )
+
+
+ALERTS = (
+    *(_burn(slo_class, severity) for slo_class in SLO_CLASSES for severity in BURNS),
+    Alert(
+        "TandemNoDecodePod",
+        f'{t.HEALTHY_PODS.name}{{role="decode"}} == 0',
+        "page",
+        "1m",
+        "Gateway {{ $labels.instance }} has no decode pod that serves; requests fail.",
+        "Look whether decode pods run and what their last log lines say (memory, model folder, "
+        "certificates). "
+        "If they run and serve, look at the gateway's log lines `pod is not usable`: they name the cause.",
+    ),
+    Alert(
+        "TandemNoPrefillPod",
+        f'{t.HEALTHY_PODS.name}{{role="prefill"}} == 0 and on (instance) '
+        f'max_over_time({t.LISTED_PODS.name}{{role="prefill"}}[6h]) > 0',
+        "ticket",
+        "2m",
+        "Gateway {{ $labels.instance }} has no prefill pod that serves; decode pods compute the prompts.",
+        "Requests are served, but running answers slow down beside long prompts. As for decode pods.",
+    ),
+    Alert(
+        "TandemPodUnhealthy",
+        f"{t.HEALTHY_PODS.name} < on (instance, role) {t.LISTED_PODS.name}",
+        "ticket",
+        "5m",
+        "A {{ $labels.role }} pod that gateway {{ $labels.instance }} lists does not serve.",
+        "`tandem up` and Kubernetes restart pods that end. One that stays unhealthy starts and fails again, "
+        "serves another model revision, or cannot be reached: the gateway's log says which.",
+    ),
+    Alert(
+        "TandemGatewayAbsent",
+        f"absent({t.IN_FLIGHT.name})",
+        "page",
+        "2m",
+        "No gateway is scraped.",
+        "Start the gateway, or mend the scrape configuration: without it no other alert of requests can "
+        "fire.",
+    ),
+    Alert(
+        "TandemScrapeFailed",
+        'up{job=~"tandem.*"} == 0',
+        "ticket",
+        "2m",
+        "{{ $labels.job }} {{ $labels.instance }} does not answer scrapes.",
+        "The process is gone, or its metrics port is closed or blocked by a network policy.",
+    ),
+    Alert(
+        "TandemReportsStale",
+        f"max by (role, pod_id) ({t.REPORT_AGE.name}) > 30",
+        "ticket",
+        "1m",
+        "The last report of {{ $labels.role }} pod {{ $labels.pod_id }} is {{ $value | humanizeDuration "
+        "}} old.",
+        "The pod is dead, cannot be reached, or its engine computes one very long step. If its process uses "
+        "no CPU and its status age grows, the engine hangs: the pod ends itself after a while; otherwise "
+        "restart it. Its requests move to other pods.",
+    ),
+    Alert(
+        "TandemInvariantBroken",
+        f"{t.VIOLATIONS.name} > 0",
+        "page",
+        "0m",
+        "{{ $labels.job }} {{ $labels.instance }} found {{ $value }} broken invariants in its blocks or "
+        "queues.",
+        "This is a bug. Keep the pod's log and `GET /fleet` of a gateway, which names the violations; then "
+        "restart the pod. Report both.",
+    ),
+    Alert(
+        "TandemFailovers",
+        f'sum by (cause) (increase({t.FAILOVERS.name}{{cause!="draining"}}[15m])) > 3',
+        "ticket",
+        "0m",
+        "{{ $value | humanize }} answers moved to another decode pod in 15 minutes ({{ $labels.cause }}).",
+        "Clients notice a pause at most. Look at the decode pods' restarts and last log lines; `silent` and "
+        "`unreachable` without restarts point to the network.",
+    ),
+    Alert(
+        "TandemHandoffsFail",
+        f'sum by (outcome) (increase({t.HANDOFFS.name}{{outcome!="ok"}}[15m])) > 3 and on () '
+        f'sum(rate({t.HANDOFFS.name}{{outcome!="ok"}}[15m])) / sum(rate({t.HANDOFFS.name}[15m])) > 0.05',
+        "ticket",
+        "0m",
+        "More than 5 % of the attempts to get KV from a prefill pod fail ({{ $labels.outcome }}).",
+        "Requests are served, more slowly. `no frames`: the KV ports of decode pods (`--kv-port`) are "
+        "blocked. "
+        "`crashed`, `engine hangs`: see the prefill pod's log. `refused`: model or KV layout of the two "
+        "roles "
+        "differ.",
+    ),
+    Alert(
+        "TandemSaturated",
+        f"avg_over_time({t.SATURATION.name}[10m]) > 0.95",
+        "ticket",
+        "10m",
+        "Gateway {{ $labels.instance }} is full: its places for requests, or the KV memory of the decode "
+        "pods.",
+        "The fleet dashboard says which of the two. Add decode pods, or raise `--max-in-flight` where KV "
+        "memory is left.",
+    ),
+    Alert(
+        "TandemKVFramesDamaged",
+        f'sum by (cause) (increase({t.KV_DROPPED_FRAMES.name}{{cause=~"bad_.*|malformed"}}[15m])) > 0',
+        "ticket",
+        "0m",
+        "Decode pods dropped KV frames that were damaged on their way ({{ $labels.cause }}).",
+        "No wrong text results: the blocks are computed again. Repeated, it points to faulty memory or "
+        "network "
+        "hardware, or to pods of different versions.",
+    ),
+    Alert(
+        "TandemRedisLost",
+        f"{t.REDIS_CONNECTED.name} == 0",
+        "ticket",
+        "2m",
+        "Redis does not answer {{ $labels.instance }}; replicas of the lookahead service do not share text.",
+        "Requests are served; drafts from new shared text and the resumption of answers through another "
+        "gateway are missing. Start Redis, or mend `--redis-url`.",
+    ),
+)
+
+
+def to_yaml() -> str:
+    """As Prometheus reads it."""
+    windows = sorted({window for burns in BURNS.values() for _, *pair in burns for window in pair})
+    groups = [
+        {
+            "name": "tandem-slo",
+            "interval": "30s",
+            "rules": [{"record": recorded_name(window), "expr": miss_ratio(window)} for window in windows],
+        },
+        {
+            "name": "tandem",
+            "rules": [
+                {
+                    "alert": alert.name,
+                    "expr": alert.expr,
+                    "for": alert.for_,
+                    "labels": {"severity": alert.severity, **dict(alert.labels)},
+                    "annotations": {"summary": alert.summary, "action": alert.action},
+                }
+                for alert in ALERTS
+            ],
+        },
+    ]
+    head = "# Generated by deploy/observability/generate.py from alert_rules.py; do not edit.\n"
+    return head + yaml.safe_dump({"groups": groups}, sort_keys=False, width=110)

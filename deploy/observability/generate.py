@@ -1,0 +1,97 @@
+"""Writes what is generated from the table of metrics: dashboards, alert rules, the tables in the docs.
+
+    .venv/bin/python deploy/observability/generate.py
+
+Run it after a change of metric_table.py, grafana_dashboards.py or alert_rules.py, and commit the files. A
+test compares them.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import alert_rules
+import grafana_dashboards
+from tandem_service.metric_table import TABLE, Process
+
+HERE = Path(__file__).resolve().parent
+DOCS = HERE.parents[1] / "docs" / "observability.md"
+
+
+def files() -> dict[Path, str]:
+    """Every generated file with its text."""
+    made = {
+        HERE / "dashboards" / f"{board.uid}.json": grafana_dashboards.to_json(board)
+        for board in grafana_dashboards.BOARDS
+    }
+    made[HERE / "rules.yml"] = alert_rules.to_yaml()
+    docs = DOCS.read_text(encoding="utf-8")
+    for name, table in (("metrics", _metrics()), ("vllm", _vllm()), ("alerts", _alerts())):
+        docs = _between(docs, name, table)
+    made[DOCS] = docs
+    return made
+
+
+def _between(docs: str, name: str, table: str) -> str:
+    """Replaces what stands between the marks of this name."""
+    pattern = re.compile(rf"(<!-- {name}: generated -->\n).*?(<!-- end -->)", re.DOTALL)
+    found, count = pattern.subn(lambda match: f"{match[1]}\n{table}\n{match[2]}", docs)
+    if count != 1:
+        raise ValueError(f"{DOCS} needs exactly one `<!-- {name}: generated -->` with an end")
+    return found
+
+
+def _metrics() -> str:
+    lines = ["| name | type | labels | served by | meaning |", "|---|---|---|---|---|"]
+    lines += [
+        f"| `{row.name}` | {row.kind} | {', '.join(row.labels)} | {_served_by(row.served_by)} | {row.help} |"
+        for row in TABLE
+        if row.name.startswith("tandem_")
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _vllm() -> str:
+    lines = [
+        "| name | labels besides model_name, engine | served by | here | data of |",
+        "|---|---|---|---|---|",
+    ]
+    for row in TABLE:
+        if row.name.startswith("vllm:"):
+            sources = ", ".join(
+                f"`{source.row.name}`" + "".join(f", {k} {v}" for k, v in source.where.items())
+                for source in row.sources
+            )
+            lines.append(
+                f"| `{row.name}` | {', '.join(row.labels[2:])} | {_served_by(row.served_by)} | {row.help} | "
+                f"{sources} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def _served_by(processes: tuple[Process, ...]) -> str:
+    return "all" if len(processes) == len(Process) else ", ".join(process.value for process in processes)
+
+
+def _alerts() -> str:
+    lines = ["| alert | severity | when | what to do |", "|---|---|---|---|"]
+    seen = set()
+    for alert in alert_rules.ALERTS:
+        if alert.name not in seen:  # one for each class
+            seen.add(alert.name)
+            summary = alert.summary.replace("class interactive", "a class")
+            summary = re.sub(r"{{ \$(?:labels\.)?(\w+)[^}]*}}", r"*\1*", summary)
+            lines.append(f"| {alert.name} | {alert.severity} | {summary} | {alert.action} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    for path, text in files().items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        print(path)
+
+
+if __name__ == "__main__":
+    main()
