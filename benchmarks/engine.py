@@ -23,21 +23,19 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 
-from peers import Peer, PeerUnavailableError, Server, lineup
+from peers import BATCH, Peer, Roster, Server, lineup, say, send, transport_to
 from reporting import markdown_table, page
 from tandem_cli.bench.arrivals import ClosedLoop
 from tandem_cli.bench.dataset import Turn
-from tandem_cli.bench.loadgen import run_load
 from tandem_cli.bench.options import BenchOptions
 from tandem_cli.bench.prompts import Prompt
 from tandem_cli.bench.record import OK, Recorder, RequestRecord
-from tandem_cli.bench.requests import NO_OBJECTIVES, plain_requests
-from tandem_cli.bench.transports import HttpTransport
+from tandem_cli.bench.requests import plain_requests
 from tandem_cli.bench.workload import make_prompts
 from tandem_core.model import registry
 from tandem_engine import model_loader
@@ -108,45 +106,31 @@ class Prompts:
         return made
 
 
-class Bench:
+class Bench(Roster):
     """The peers that still answer, one at a time."""
 
     def __init__(self, report: Report) -> None:
+        super().__init__()
         self._report = report
-        self._servers: dict[Peer, Server] = {}
-
-    def start(self, peer: Peer, stack: contextlib.ExitStack) -> None:
-        """Returns when it answers; a peer that does not is noted as missing."""
-        began = time.perf_counter()
-        prompt = Prompt("warm-up", (Turn("user", "Say hello."),))
-        try:
-            server = Server(peer)
-            stack.callback(server.close)
-            server.wait_until(lambda: _send(peer, server, [prompt], 1, max_tokens=8, timeout_s=60)[0])
-        except PeerUnavailableError as error:
-            self._drop(peer, str(error))
-            return
-        server.pause()
-        self._servers[peer] = server
-        self._report.rows[peer.name] = {}
-        _say(f"{peer.name}: ready after {time.perf_counter() - began:.0f} s")
+        report.missing = self.missing
 
     def measure(self, load: Load, prompts: Prompts) -> None:
-        seen: dict[Peer, list[RequestRecord]] = {peer: [] for peer in self._servers}
+        seen: dict[Peer, list[RequestRecord]] = {peer: [] for peer in self.servers}
         for number in range(load.rounds):
-            asked = prompts.make(load.prompt_tokens, load.concurrency)
-            for peer, server in self._turns(number):
-                records = _send(peer, server, asked, load.concurrency)
+            made = prompts.make(load.prompt_tokens, load.concurrency)
+            asked = plain_requests(made, BATCH, OUTPUT_TOKENS)
+            for peer, server in self.turns(number):
+                records = send(peer, server, asked, ClosedLoop(load.concurrency), timeout_s=TIMEOUT_S)
                 seen[peer] += self._checked(peer, records)
-        for peer in self._servers:
+        for peer in self.servers:
             ttft_ms = 1e3 * statistics.median(record.ttft_s or 0.0 for record in seen[peer])
             tpot_ms = 1e3 * statistics.median(record.tpot_s or 0.0 for record in seen[peer])
-            self._report.rows[peer.name][str(load)] = f"{_ms(ttft_ms)} / {_ms(tpot_ms)}"
-            _say(f"{load}, {peer.name}: TTFT {_ms(ttft_ms)} ms, TPOT {_ms(tpot_ms)} ms")
+            self._row(peer)[str(load)] = f"{_ms(ttft_ms)} / {_ms(tpot_ms)}"
+            say(f"{load}, {peer.name}: TTFT {_ms(ttft_ms)} ms, TPOT {_ms(tpot_ms)} ms")
 
     def interfere(self, prompts: Prompts) -> None:
         asked = [*prompts.make(SHORT_TOKENS, 1), *prompts.make(LONG_TOKENS, 1)]
-        for peer, server in self._turns(0):
+        for peer, server in self.turns(0):
             if not peer.concurrent:
                 continue
             running, other = asyncio.run(_interfere(peer, server, *asked))
@@ -157,50 +141,18 @@ class Bench:
                 # A gap that touches the computation of the other prompt belongs to it.
                 beside = running.gaps_s[len(alone) :]
                 figures = [_ms(1e3 * statistics.median(gaps)) if gaps else "-" for gaps in (alone, beside)]
-                self._report.rows[peer.name]["ITL"] = " / ".join(figures)
+                self._row(peer)["ITL"] = " / ".join(figures)
 
-    def _turns(self, number: int) -> Iterator[tuple[Peer, Server]]:
-        """All peers, each running while it is yielded; another begins in each round."""
-        peers = list(self._servers)
-        first = number % len(peers) if peers else 0
-        for peer in peers[first:] + peers[:first]:
-            server = self._servers[peer]
-            server.resume()
-            yield peer, server
-            server.pause()
+    def _row(self, peer: Peer) -> dict[str, str]:
+        return self._report.rows.setdefault(peer.name, {})
 
     def _checked(self, peer: Peer, records: Sequence[RequestRecord]) -> Sequence[RequestRecord]:
         """The records; none, if one failed, and the peer is dropped then."""
         for record in records:
             if record.status != OK:
-                self._drop(peer, f"stopped early: {record.status}: {record.error}")
+                self.drop(peer, f"stopped early: {record.status}: {record.error}")
                 return []
         return records
-
-    def _drop(self, peer: Peer, reason: str) -> None:
-        self._servers.pop(peer, None)
-        self._report.missing[peer.name] = reason
-        _say(f"{peer.name} is missing: {reason}")
-
-
-def _transport(peer: Peer, server: Server) -> HttpTransport:
-    options = BenchOptions(model=peer.model, ignore_eos=True)
-    return HttpTransport(server.url, options, extra_body=peer.extra_body)
-
-
-def _send(
-    peer: Peer, server: Server, prompts: Sequence[Prompt], concurrency: int,
-    max_tokens: int = OUTPUT_TOKENS, timeout_s: float = TIMEOUT_S,
-) -> list[RequestRecord]:  # fmt: skip
-    async def send() -> list[RequestRecord]:
-        transport = _transport(peer, server)
-        requests = plain_requests(prompts, NO_OBJECTIVES, max_tokens)
-        try:
-            return await run_load(transport, requests, ClosedLoop(concurrency), timeout_s=timeout_s)
-        finally:
-            await transport.close()
-
-    return asyncio.run(send())
 
 
 async def _interfere(
@@ -208,10 +160,10 @@ async def _interfere(
 ) -> tuple[RequestRecord, RequestRecord]:
     """A stream that runs for ALONE_S before the long prompt is sent, and until that has its first token."""
     began = time.perf_counter()
-    streaming, transport = _transport(peer, server), _transport(peer, server)
+    streaming, transport = transport_to(peer, server), transport_to(peer, server)
     # More tokens than the stream generates before it is cancelled.
-    (long_answer,) = plain_requests([short], NO_OBJECTIVES, 5000)
-    (one_token,) = plain_requests([long], NO_OBJECTIVES, 1)
+    (long_answer,) = plain_requests([short], BATCH, 5000)
+    (one_token,) = plain_requests([long], BATCH, 1)
     running = Recorder(long_answer, began)
     stream = asyncio.create_task(streaming.send(long_answer, running))
     try:
@@ -270,10 +222,6 @@ def main() -> None:
 
 def _ms(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.1f}"
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The systems that `benchmarks/engine.py` compares: how each is installed and its OpenAI server is started.
+"""The systems that `engine.py`, `rate_curve.py` and `slo.py` compare: how each is installed and started.
 
 llama.cpp and vLLM are installed on first use into environments of their own, under
 $XDG_CACHE_HOME/tandem-peers. A server is stopped with SIGSTOP while others are measured, because an idle
@@ -7,6 +7,8 @@ server still polls. Tandem is not stopped, because its pods would miss each othe
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hashlib
 import json
 import os
@@ -17,18 +19,27 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tandem_cli.bench.arrivals import ClosedLoop, Schedule
+from tandem_cli.bench.dataset import Turn
+from tandem_cli.bench.loadgen import run_load
+from tandem_cli.bench.options import BenchOptions
+from tandem_cli.bench.prompts import Prompt
 from tandem_cli.bench.record import OK, RequestRecord
+from tandem_cli.bench.requests import Request, plain_requests
+from tandem_cli.bench.transports import HttpTransport
 from tandem_cli.fleet import FleetOptions, PortInUseError, check_ports, plan_fleet
 from tandem_core.model.manifest import ModelManifest
+from tandem_core.slo import SLO_CLASSES
 
 BENCHMARKS = Path(__file__).resolve().parent
 MAX_MODEL_LEN = 7168
 #: vLLM compiles for two minutes if its cache is empty.
 START_TIMEOUT_S = 900.0
+BATCH = SLO_CLASSES["batch"]
 
 
 class PeerUnavailableError(RuntimeError):
@@ -139,6 +150,67 @@ class Server:
             os.killpg(self._process.pid, number)
 
 
+class Roster:
+    """The servers that answer, of which one runs at a time."""
+
+    def __init__(self) -> None:
+        self.servers: dict[Peer, Server] = {}
+        #: Peer -> why it is missing, or stopped early.
+        self.missing: dict[str, str] = {}
+
+    def start(self, peer: Peer, stack: contextlib.ExitStack) -> None:
+        """Returns when it answers, or is noted as missing."""
+        began = time.perf_counter()
+        hello = plain_requests([Prompt("warm-up", (Turn("user", "Say hello."),))], BATCH, 8)
+        try:
+            server = Server(peer)
+            stack.callback(server.close)
+            server.wait_until(lambda: send(peer, server, hello, ClosedLoop(1), timeout_s=60)[0])
+        except PeerUnavailableError as error:
+            self.drop(peer, str(error))
+            return
+        server.pause()
+        self.servers[peer] = server
+        say(f"{peer.name}: ready after {time.perf_counter() - began:.0f} s")
+
+    def turns(self, number: int) -> Iterator[tuple[Peer, Server]]:
+        """All peers, each running while it is yielded; another begins in each round."""
+        peers = list(self.servers)
+        first = number % len(peers) if peers else 0
+        for peer in peers[first:] + peers[:first]:
+            server = self.servers[peer]
+            server.resume()
+            yield peer, server
+            server.pause()
+
+    def drop(self, peer: Peer, reason: str) -> None:
+        self.servers.pop(peer, None)
+        self.missing[peer.name] = reason
+        say(f"{peer.name} is missing: {reason}")
+
+
+def transport_to(peer: Peer, server: Server) -> HttpTransport:
+    options = BenchOptions(model=peer.model, ignore_eos=True)
+    return HttpTransport(server.url, options, extra_body=peer.extra_body)
+
+
+def send(
+    peer: Peer, server: Server, requests: Sequence[Request], schedule: Schedule, *, timeout_s: float
+) -> list[RequestRecord]:
+    async def sending() -> list[RequestRecord]:
+        transport = transport_to(peer, server)
+        try:
+            return await run_load(transport, requests, schedule, timeout_s=timeout_s)
+        finally:
+            await transport.close()
+
+    return asyncio.run(sending())
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
 def lineup(model_dir: Path, dtype: str, fleets: Sequence[str]) -> list[Peer]:
     """All peers, each without and with its own drafts. fleets: flags of `tandem up` for two rows each."""
     manifest = ModelManifest.read(model_dir)
@@ -155,7 +227,12 @@ def lineup(model_dir: Path, dtype: str, fleets: Sequence[str]) -> list[Peer]:
                 str(folder),
                 lambda port: _transformers(port, export(model_dir, dtype, folder), dtype),
                 # The exported model has no end token, so ignore_eos, which it refuses, is not needed.
-                {"ignore_eos": None, "stream_options": None, "generation_config": json.dumps(generation)},
+                {
+                    "ignore_eos": None,
+                    "stream_options": None,
+                    "slo_class": None,
+                    "generation_config": json.dumps(generation),
+                },
                 environ=lambda: {"HF_HUB_OFFLINE": "1"},
                 concurrent=False,
             )
@@ -168,7 +245,7 @@ def lineup(model_dir: Path, dtype: str, fleets: Sequence[str]) -> list[Peer]:
                 lambda port, flags=flags: [
                     LLAMA_CPP.python(), BENCHMARKS / "llama_cpp_server.py", model_dir, "--port", port, *flags
                 ],
-                {"cache_prompt": False},
+                {"cache_prompt": False, "slo_class": None},
             )
         )  # fmt: skip
     # vLLM's prompt lookup, with the values of its documentation's example.
@@ -179,24 +256,27 @@ def lineup(model_dir: Path, dtype: str, fleets: Sequence[str]) -> list[Peer]:
                 name,
                 str(folder),
                 lambda port, flags=flags: [*_vllm(port, export(model_dir, dtype, folder), dtype), *flags],
+                {"slo_class": None},
                 environ=_vllm_environ,
             )
         )
     for up in fleets:
         label = "Tandem" if len(fleets) == 1 else f"Tandem {up}".rstrip()
         for name, speculation in ((label, "off"), (f"{label}, drafts", "global")):
-            peers.append(
-                Peer(
-                    name,
-                    manifest.name,
-                    lambda port, up=up, speculation=speculation: _tandem(port, model_dir, speculation, up),
-                    {"slo_class": "batch"},
-                    environ=_fresh_home,
-                    find_port=lambda: _free_fleet_port(model_dir),
-                    pausable=False,
-                )
-            )
+            peers.append(tandem_peer(name, model_dir, f"--speculation {speculation} {up}"))
     return peers
+
+
+def tandem_peer(name: str, model_dir: Path, up: str) -> Peer:
+    """Tandem with flags of `tandem up`. Its gRPC port is the one after its HTTP port."""
+    return Peer(
+        name,
+        ModelManifest.read(model_dir).name,
+        lambda port: _tandem(port, model_dir, up),
+        environ=_fresh_home,
+        find_port=lambda: _free_fleet_port(model_dir),
+        pausable=False,
+    )
 
 
 def cache_home() -> Path:
@@ -253,9 +333,9 @@ def _vllm_environ() -> dict[str, str]:
     } | ({"LD_PRELOAD": str(openmp)} if openmp.exists() else {})
 
 
-def _tandem(port: int, model_dir: Path, speculation: str, up: str) -> list[object]:
+def _tandem(port: int, model_dir: Path, up: str) -> list[object]:
     tandem = Path(sys.executable).with_name("tandem")
-    command = [tandem, "up", "--model", model_dir, "--speculation", speculation]
+    command = [tandem, "up", "--model", model_dir]
     command += ["--http-port", port, "--grpc-port", port + 1, "--base-port", port + 100]
     return [*command, "--state-file", cache_home() / f"fleet-{port}.json", *shlex.split(up)]
 

@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 import psutil
+from tandem_core.slo import SloTarget
 
 #: What decides the speed of matrix products on x86, as /proc/cpuinfo names it.
 _FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16")
@@ -43,6 +44,11 @@ def describe_machine() -> str:
         f"{name} ({features or 'no known vector instructions'}), {len(os.sched_getaffinity(0))} cores, "
         f"{memory_gb:.0f} GB, {platform.system()}, {versions}"
     )
+
+
+def describe_objectives(slo: SloTarget) -> str:
+    limits = (("TTFT", slo.ttft_s), ("TPOT", slo.tpot_s), ("E2E", slo.e2e_s))
+    return ", ".join(f"{name} {limit_s:g} s" for name, limit_s in limits if limit_s) or "none"
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -1,0 +1,251 @@
+"""The page and the pictures of `slo.py`, computed from its runs alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from reporting import describe_objectives, markdown_table, page
+from tandem_cli.bench.plot import draw_curves
+from tandem_cli.bench.record import RequestRecord
+from tandem_cli.bench.report import pooled_records
+from tandem_cli.bench.stats import (
+    Calibration,
+    Percentiles,
+    Run,
+    calibration,
+    fairness,
+    refusals,
+    summarise,
+)
+from tandem_core.slo import SLO_CLASSES
+
+#: The parts whose runs differ in the load.
+SHAPES = ("poisson", "bursts", "trace")
+READING = """\
+"Of admitted" is the share of the requests not refused that met their objectives by the client's clock:
+those of the class, and in brackets those that the receipt names, which the gateway widens where the
+machine could not meet them without load. Goodput is requests/s in time; "of peak" is its share of the
+configuration's highest with these arrivals. Refusals are as the client sees them. A prediction held when
+the gateway measured at most what it had predicted at admission; a calibrated p90 holds for 90 %."""
+
+
+def finish(runs: Sequence[Run], out: Path, plot: Path | None) -> None:
+    """Writes the page and the pictures, and prints the page."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(report(runs))
+    print(out.read_text())
+    curves = [run for run in runs if run.point.workload == "poisson"]
+    if plot is not None and curves:
+        draw_curves(plot, curves, "Poisson arrivals")
+        if calibration(pooled_records(curves)) is not None:
+            draw_calibration(plot.with_name(f"{plot.stem}-predictions.png"), runs, curves[0].system)
+
+
+def _about(runs: Sequence[Run]) -> str:
+    records = [record for run in runs for record in run.records]
+    answered = [record.prompt_tokens for record in records if record.prompt_tokens]
+    mean = sum(answered) / len(answered) if answered else 0.0
+    limits = "; ".join(f"{slo.name}: {describe_objectives(slo)}" for slo in SLO_CLASSES.values())
+    return (
+        f"Retail dialogues, prompts of {mean:.0f} tokens on average, {max(r.max_tokens for r in records)} "
+        f"output tokens. Objectives: {limits}."
+    )
+
+
+def report(runs: Sequence[Run]) -> str:
+    """All tables, from the runs alone."""
+    capacity = next((run.summary.requests_per_s for run in runs if run.point.workload == "capacity"), None)
+    measured = "" if capacity is None else f" Capacity: {capacity:.3g} requests/s."
+    sections = [
+        ("Overload", overload_table(runs, capacity)),
+        ("Retry-after honoured", retry_table(runs)),
+        ("Predictions that held", calibration_table(runs, capacity)),
+        ("A noisy tenant", fairness_table(runs)),
+    ]
+    tables = "\n\n".join(f"## {title}\n\n{table}" for title, table in sections if table)
+    return page("SLOs under overload", tables, f"{_about(runs)}{measured}\n{READING}")
+
+
+def overload_table(runs: Sequence[Run], capacity: float | None) -> str:
+    shapes = [run for run in runs if run.point.workload in SHAPES]
+    rows = []
+    for run in sorted(shapes, key=lambda run: SHAPES.index(run.point.workload)):
+        summary, told = run.summary, refusals(run.records)
+        peers = [
+            other.summary.goodput_requests_per_s
+            for other in shapes
+            if (other.point.workload, other.system) == (run.point.workload, run.system)
+        ]
+        goodput = summary.goodput_requests_per_s
+        rows.append(
+            [
+                run.point.workload,
+                _load(run, capacity),
+                run.system,
+                str(summary.num_sent),
+                f"{summary.num_refused / summary.num_sent:.0%}",
+                f"{_share(summary.attainment_of_admitted)} ({_share(kept_promises(run.records))})",
+                f"{summary.attainment:.3f}",
+                f"{goodput:.3g}",
+                f"{goodput / max(peers):.0%}" if max(peers) else "-",
+                _ms(told.latency_s),
+                _seconds(summary.ttft_s),
+            ]
+        )
+    head = (
+        "arrivals", "load", "configuration", "sent", "refused", "of admitted", "of all", "goodput", "of peak",
+        "refusal ms p50 / p99", "TTFT s p50 / p99",
+    )  # fmt: skip
+    return markdown_table(head, rows) if rows else ""
+
+
+def kept_promises(records: Sequence[RequestRecord]) -> float | None:
+    """Share of the answers not refused that met the objectives of their receipt; None without a receipt."""
+    admitted = [record for record in records if not record.is_refused]
+    if not any(record.promise for record in admitted):
+        return None
+    return sum(record.promise is not None and record.is_met(record.promise.slo) for record in admitted) / len(
+        admitted
+    )
+
+
+def retry_table(runs: Sequence[Run]) -> str:
+    rows = []
+    for run in [run for run in runs if run.point.workload == "retry"]:
+        told = refusals(run.records)
+        share = told.num_then_admitted / told.num_honoured if told.num_honoured else None
+        again = [record for record in run.records if len(record.attempts) > 1]
+        waits = Percentiles.of([record.last_sent_s for record in again])
+        rows.append(
+            [
+                run.system,
+                str(run.summary.num_sent),
+                str(told.num_honoured),
+                _share(share),
+                _seconds(waits),
+                f"{run.summary.attainment:.3f}",
+                f"{told.attainment_from_last:.3f}",
+            ]
+        )
+    head = (
+        "configuration", "sent", "sent again", "then admitted", "waited s p50 / p99", "in time of all",
+        "counted from the last sending",
+    )  # fmt: skip
+    return markdown_table(head, rows) if rows else ""
+
+
+def calibration_table(runs: Sequence[Run], capacity: float | None) -> str:
+    """By class over all loads, and by load over all classes."""
+    rows = []
+    opened = [run for run in runs if run.point.rate is not None]
+    for system in dict.fromkeys(run.system for run in opened):
+        here = [run for run in opened if run.system == system]
+        records = pooled_records(here)
+        groups = {
+            f"class {name}": [record for record in records if record.slo.name == name] for name in SLO_CLASSES
+        }
+        for load in dict.fromkeys(_load(run, capacity) for run in here):
+            groups[load] = pooled_records([run for run in here if _load(run, capacity) == load])
+        for name, group in groups.items():
+            if (told := calibration(group)) is not None:
+                shares = (told.ttft_p50, told.ttft_p90, told.e2e_p50, told.e2e_p90)
+                rows.append([system, name, str(told.count), *(_share(share) for share in shares)])
+    head = ("configuration", "of", "predictions", "TTFT p50", "TTFT p90", "E2E p50", "E2E p90")
+    return markdown_table(head, rows) if rows else ""
+
+
+def fairness_table(runs: Sequence[Run]) -> str:
+    rows = []
+    for noisy in [run for run in runs if run.point.workload == "noisy"]:
+        alone = next(run for run in runs if (run.point.workload, run.system) == ("alone", noisy.system))
+        quiet = {record.tenant for record in alone.records}
+        before, after = (
+            summarise([record for record in run.records if record.tenant in quiet]) for run in (alone, noisy)
+        )
+        fair = fairness(noisy.records)
+        p99s = [summary.ttft_s.p99 if summary.ttft_s else None for summary in (before, after)]
+        ratio = p99s[1] / p99s[0] if p99s[0] and p99s[1] else None
+        rows.append(
+            [
+                noisy.system,
+                _seconds(before.ttft_s),
+                _seconds(after.ttft_s),
+                "-" if ratio is None else f"{ratio:.2f}",
+                f"{before.attainment:.3f} / {after.attainment:.3f}",
+                "-" if fair is None else f"{fair.jain_of_fair_share:.3f}",
+                "-" if fair is None else f"{fair.jain_of_goodput:.3f}",
+            ]
+        )
+    head = (
+        "configuration", "others' TTFT s p50 / p99 alone", "beside the noisy one", "p99 ratio",
+        "others in time, alone / beside", "Jain, of the fair share", "Jain, of goodput",
+    )  # fmt: skip
+    return markdown_table(head, rows) if rows else ""
+
+
+def _load(run: Run, capacity: float | None) -> str:
+    rate = run.point.rate or 0.0
+    return f"{rate / capacity:.2g}x" if capacity else f"{rate:.3g}/s"
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _seconds(values: Percentiles | None) -> str:
+    return "-" if values is None else f"{values.p50:.2f} / {values.p99:.2f}"
+
+
+def _ms(values: Percentiles | None) -> str:
+    return "-" if values is None else f"{1e3 * values.p50:.1f} / {1e3 * values.p99:.1f}"
+
+
+def draw_calibration(path: Path, runs: Sequence[Run], system: str) -> None:
+    """Write a PNG: shares of predictions that held over the load, by class; calibrated ones lie on the dotted
+    lines. Left TTFT, right E2E; solid p90, dashed p50."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    mine = [run for run in runs if run.system == system and run.point.rate is not None]
+    rates = sorted({run.point.rate for run in mine if run.point.rate is not None})
+    figure, panels = plt.subplots(1, 2, figsize=(11, 4.5), constrained_layout=True, sharey=True)
+    for panel, name in zip(panels, ("ttft", "e2e"), strict=True):
+        for number, slo_class in enumerate(SLO_CLASSES):
+            for quantile, style in (("p90", "-"), ("p50", "--")):
+                points = []
+                for rate in rates:
+                    records = pooled_records([run for run in mine if run.point.rate == rate])
+                    told = calibration([record for record in records if record.slo.name == slo_class])
+                    share = _of(told, name, quantile)
+                    if share is not None:
+                        points.append((rate, share))
+                if points:
+                    label = slo_class if style == "-" else None
+                    panel.plot(
+                        *zip(*points, strict=True),
+                        color=f"C{number}",
+                        linestyle=style,
+                        marker="o",
+                        label=label,
+                    )
+        for share in (0.5, 0.9):
+            panel.axhline(share, color="grey", linestyle=":", linewidth=1)
+        panel.set(title=name.upper(), xlabel="requests/s offered", ylabel="share that held", ylim=(0, 1.02))
+        panel.grid(alpha=0.3)
+    panels[0].legend(loc="lower right")
+    figure.suptitle(f"Predictions of {system}: solid p90, dashed p50")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _of(told: Calibration | None, name: str, quantile: str) -> float | None:
+    if told is None:
+        return None
+    shares = {
+        ("ttft", "p50"): told.ttft_p50, ("ttft", "p90"): told.ttft_p90,
+        ("e2e", "p50"): told.e2e_p50, ("e2e", "p90"): told.e2e_p90,
+    }  # fmt: skip
+    return shares[name, quantile]
