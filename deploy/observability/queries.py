@@ -183,8 +183,8 @@ def to_markdown(answers: list[Answer]) -> str:
     lines = [
         "# Every query of the dashboards and rules, against a live Prometheus",
         "",
-        f"{good} of {len(answers)} answered with numbers; 0 per second is one. An alert's expression is empty "
-        "while all is well, so the series that it asks for are listed instead.",
+        f"{good} of {len(answers)} answered with numbers; 0 per second is one. An alert's expression is "
+        "empty while all is well, so the series that it asks for are listed instead.",
         "",
         "After a minute of load: `make serve`, `make observe`, `tandem bench serve`, then "
         "`.venv/bin/python deploy/observability/queries.py --out FILE`. The test in "
