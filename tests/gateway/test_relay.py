@@ -5,6 +5,7 @@ import time
 
 import grpc
 import pytest
+from otlp_collector import ERROR, collecting
 from tandem_proto.v1 import gateway_pb2
 from waiting import until
 
@@ -348,3 +349,29 @@ async def test_a_pod_that_failed_a_request_waits_until_the_others_have_failed_it
     front = await gateway(*broken, good)
     assert await _text(front) == ("Hello there!", "good")
     assert [len(pod.requests) for pod in broken] == [1, 1]
+
+
+async def test_the_trace_of_an_answer_shows_each_pod_and_why_it_was_left(
+    pods, gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with collecting() as collector:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+        bad = await pods("bad", fail_with=grpc.StatusCode.UNAVAILABLE, fail_after=1, free_blocks=100)
+        good = await pods("good", free_blocks=90)
+        front = await gateway(bad, good)
+        assert await _text(front) == ("Hello there!", "good")
+        also_bad = await pods("also bad", fail_with=grpc.StatusCode.UNAVAILABLE, fail_after=1)
+        lost = await gateway(also_bad)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await _text(lost)
+        for one in (front, lost):
+            await one.process.stop()
+    answered, failed = [span for span in collector.spans() if not span.parent_id]
+    first, second = [span for span in collector.children(answered) if span.name == "call decode pod"]
+    assert (first.status, first.attributes["error.type"]) == (ERROR, "crashed")
+    assert first.attributes["server.port"] == int(bad.target.rpartition(":")[2])
+    assert (second.status, second.attributes["tandem.answer.tokens_before"]) == (0, 1)
+    assert answered.status == 0
+    assert (failed.status, failed.attributes["error.type"]) == (ERROR, "crashing_request")
+    assert "wait for decode pod" in collector.names_below(failed)
+    collector.assert_stages_add_up()

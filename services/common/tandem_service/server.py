@@ -32,6 +32,7 @@ from tandem_service.interceptors import CallInterceptor, Gate
 from tandem_service.metrics import MetricsServer, new_registry
 from tandem_service.settings import CommonSettings
 from tandem_service.tls import Role
+from tandem_service.tracing import start_tracing
 
 
 class PodServer:
@@ -73,6 +74,8 @@ class PodServer:
             ),
             options=server_options(max_request_bytes, max_connections),
         )
+        #: Begins the traces of this process; `close` it after the last request.
+        self.tracing = start_tracing(role, settings.pod_id)
         #: Set when the drain begins; a servicer with endless streams must end them then.
         self.draining = asyncio.Event()
         #: Awaited first in a drain, while new calls are still taken: other pods fetch what this one holds.

@@ -21,6 +21,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict, Settin
 from tandem_service.discovery import parse_target
 from tandem_service.redis_client import RedisAddress
 from tandem_service.tls import PemFiles, PodTls, TlsFileError, is_loopback
+from tandem_service.tracing import TracingSettingsError, check_environment
 
 ENV_PREFIX = "TANDEM_"
 
@@ -150,6 +151,7 @@ def load(cls: type[SettingsT], argv: Sequence[str] | None = None) -> SettingsT:
         settings = cls(_cli_parse_args=arguments)
         if isinstance(settings, CommonSettings):
             settings.pod_tls()
+            check_environment()
         return settings
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
@@ -166,7 +168,7 @@ def load(cls: type[SettingsT], argv: Sequence[str] | None = None) -> SettingsT:
             message = f"{flag} (or {ENV_PREFIX}{field.upper()}) is {first['input']!r}: {reason}"
     except SettingsError as error:
         message = str(error.__cause__ or error).removeprefix("error parsing CLI: ")
-    except TlsFileError as error:
+    except (TlsFileError, TracingSettingsError) as error:
         message = str(error)
     print(f"error: {message}", file=sys.stderr)
     raise SystemExit(2)

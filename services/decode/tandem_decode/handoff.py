@@ -31,6 +31,7 @@ from tandem_engine.transport.base import TransferState
 from tandem_engine.transport.codec import ticket_to_proto
 from tandem_engine.transport.incoming import IncomingTransfer, KVReceiver
 from tandem_proto.v1 import decode_pb2, prefill_pb2
+from tandem_service.tracing import current
 
 from tandem_decode.prefill_client import PrefillClient
 from tandem_decode.prefill_stream import FailureKind, PrefillFailedError, PrefillStream
@@ -140,6 +141,8 @@ class Handoff:
         own blocks. Raises TransferError at the second pod that crashes with the request.
         """
         started = time.monotonic_ns()
+        trace = current()
+        trace.stage("reserve blocks", at_ns=started)
         incoming: IncomingTransfer | None = None
         first: prefill_pb2.PrefillFinished | None = None
         # A list, because a reservation that was cancelled here may still run on the engine's thread. The
@@ -163,6 +166,8 @@ class Handoff:
                     client.succeeded(target)
                     break
                 except PrefillFailedError as error:
+                    trace.set_stage({"tandem.loss.message": str(error)})
+                    trace.fail_stage(error.kind.value)
                     log.warning("prefill failed; going on elsewhere", target=target, error=str(error))
                     client.failed(target)
                     await attempts.failed(error)
@@ -174,6 +179,7 @@ class Handoff:
                 if incoming.done.done():
                     break
         finally:
+            trace.stage("adopt blocks")
             if incoming is not None:
                 self._open.discard(incoming)
                 # Waits for a device's writes; one that failed leaves no block complete.
@@ -181,7 +187,14 @@ class Handoff:
                 complete_blocks = _num_leading_valid(incoming.progress().complete_blocks, reservation)
             # Shielded: a cancelled request must still release the hold.
             await asyncio.shield(self._loop.call_async(lambda: self._release(holds)))
-        await self._loop.call_async(lambda: self._adopt(request, reservation, complete_blocks, first))
+
+        def adopt() -> int:
+            self._adopt(request, reservation, complete_blocks, first)
+            return time.monotonic_ns()
+
+        adopted_ns = await self._loop.call_async(adopt)
+        if first is None:
+            trace.stage("queue", at_ns=adopted_ns)
         return result
 
     async def _attempt(
@@ -195,6 +208,8 @@ class Handoff:
     ) -> tuple[prefill_pb2.PrefillFinished, HandoffResult]:
         """Raises PrefillFailedError."""
         started = time.monotonic_ns()
+        trace = current()
+        trace.call_stage("call prefill pod", target)
         call = client.prefill(
             target,
             prefill_pb2.PrefillRequest(
@@ -217,10 +232,11 @@ class Handoff:
         except BaseException:
             stream.cancel()
             raise
+        trace.stage("KV transfer", at_ns=stream.token_ns)
         ending = asyncio.create_task(stream.read_to_end())
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
-        return finished, replace(
+        result = replace(
             result,
             prefill_pod=finished.pod_id,
             remote_cached_tokens=finished.cached_tokens,
@@ -229,6 +245,10 @@ class Handoff:
             transfer_ns=now - stream.token_ns,
             transfer_bytes=incoming.progress().verified_pairs * self._block_bytes,
         )
+        trace.set_stage(
+            {"tandem.kv.received_bytes": result.transfer_bytes, "tandem.prefill.pod": finished.pod_id}
+        )
+        return finished, result
 
     async def _reserve(self, request: Request, holds: list[BlockHold]) -> Reservation:
         # The one with the earliest deadline tries: small prompts cannot starve a large one.

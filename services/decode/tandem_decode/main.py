@@ -74,6 +74,7 @@ async def open_pod(pod: DecodeSettings) -> AsyncIterator[PodServer]:
         sender,
         KVStreamer(parts.engine.blocks, parts.layout.num_layers),
         PrefillMetrics(server.registry),
+        server.tracing,
         pod.pod_id,
         only_to_caller=tls is not None or is_loopback(pod.host),
     )
@@ -106,6 +107,7 @@ async def open_pod(pod: DecodeSettings) -> AsyncIterator[PodServer]:
         metrics,
         prefill,
         sender,
+        server.tracing,
     )
     server.hand_over = servicer.hand_over
     decode_pb2_grpc.add_DecodeServiceServicer_to_server(servicer, server.grpc_server)  # type: ignore[no-untyped-call]

@@ -17,6 +17,8 @@ from typing import TypeAlias
 
 import grpc
 from tandem_proto.v1 import prefill_pb2, prefill_pb2_grpc
+from tandem_service.interceptors import REQUEST_ID_KEY
+from tandem_service.tracing import current
 
 PrefillCall: TypeAlias = "grpc.aio.UnaryStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse]"
 
@@ -91,7 +93,8 @@ class PrefillClient:
         if link.idle is not None:
             link.idle.cancel()
         stub = prefill_pb2_grpc.PrefillServiceStub(link.channel)  # type: ignore[no-untyped-call]
-        call: PrefillCall = stub.Prefill(message, metadata=(("tandem-request-id", message.request_id),))
+        metadata = ((REQUEST_ID_KEY, message.request_id), *current().metadata)
+        call: PrefillCall = stub.Prefill(message, metadata=metadata)
         link.num_calls += 1
         call.add_done_callback(lambda _: self._ended(target, link))
         return call

@@ -8,6 +8,7 @@ from collections import Counter
 from tandem_engine.engine import StepOutput
 from tandem_engine.request import Request
 from tandem_proto.v1 import common_pb2
+from tandem_service.tracing import RequestTrace, Value
 
 from tandem_decode.handoff import Attempts, HandoffResult
 
@@ -20,7 +21,7 @@ class RequestRecord:
         #: The caller's id; the engine's id is unique per call.
         self._request_id = request_id
         self._pod_id = pod_id
-        self._arrived_ns = time.monotonic_ns()
+        self.arrived_ns = time.monotonic_ns()
         self._first_token_ns = 0
         self._last_token_ns = 0
         self._handoff = HandoffResult()
@@ -35,6 +36,7 @@ class RequestRecord:
         self._hits = 0
         self._hits_by_source: Counter[str] = Counter()
         self._output_tokens = 0
+        self._longest_gap_ns = 0
 
     def handed_off(self, result: HandoffResult) -> None:
         self._handoff = result
@@ -45,6 +47,7 @@ class RequestRecord:
             self._first_token_ns = now
         else:
             self._steps += 1
+            self._longest_gap_ns = max(self._longest_gap_ns, now - self._last_token_ns)
         self._last_token_ns = now
         self._num_drafts += bool(output.drafted_sources)
         self.drafted_at.update(output.drafted_positions)
@@ -56,6 +59,10 @@ class RequestRecord:
         self._output_tokens += len(output.token_ids)
 
     @property
+    def has_tokens(self) -> bool:
+        return self._first_token_ns > 0
+
+    @property
     def num_drafts(self) -> int:
         """Steps that verified a draft."""
         return self._num_drafts
@@ -64,6 +71,24 @@ class RequestRecord:
     def num_preemptions(self) -> int:
         return self._request.num_preemptions
 
+    def trace_prefill(self, trace: RequestTrace) -> None:
+        """Of a prompt that is computed here: the engine's thread says afterwards when it began."""
+        if not self._handoff.prefill_pod and self._request.first_scheduled_ns is not None:
+            trace.stage("prefill", at_ns=self._request.first_scheduled_ns)
+
+    def trace_attributes(self) -> dict[str, Value]:
+        """Of the stage from the first token on; a step has no span of its own."""
+        accepted = {f"tandem.decode.accepted.{source}": count for source, count in self._accepted.items()}
+        return {
+            "tandem.decode.tokens": self._output_tokens,
+            "tandem.decode.steps": self._steps,
+            "tandem.decode.drafted_tokens": self._drafted.total(),
+            "tandem.decode.accepted_tokens": self._accepted.total(),
+            "tandem.decode.longest_gap_s": self._longest_gap_ns / 1e9,
+            "tandem.preemptions": self.num_preemptions,
+            **accepted,
+        }
+
     def receipt(self) -> common_pb2.Receipt:
         request, handoff = self._request, self._handoff
         first = self._first_token_ns or time.monotonic_ns()
@@ -71,7 +96,7 @@ class RequestRecord:
             queue_ns, prefill_ns = handoff.reserve_ns + handoff.queue_ns, handoff.prefill_ns
         else:
             started = request.first_scheduled_ns or first
-            queue_ns, prefill_ns = started - self._arrived_ns, first - started
+            queue_ns, prefill_ns = started - self.arrived_ns, first - started
         return common_pb2.Receipt(
             request_id=self._request_id,
             queue_ns=max(queue_ns, 0),

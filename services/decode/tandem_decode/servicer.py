@@ -39,6 +39,7 @@ from tandem_pod.engine_watch import leave_if_stuck
 from tandem_pod.status import decode_cost, due_at, pod_status
 from tandem_prefill.servicer import PrefillServicer
 from tandem_proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc
+from tandem_service.tracing import RequestTrace, Tracing, current
 
 from tandem_decode.handoff import Attempts, Handoff, HandoffResult
 from tandem_decode.lookahead_sync import LookaheadSync
@@ -122,6 +123,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         metrics: DecodeMetrics,
         prefill: PrefillServicer,
         sender: KVSender,
+        tracing: Tracing,
     ) -> None:
         self._settings = settings
         self._parts = parts
@@ -132,6 +134,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         self._metrics = metrics
         self._prefill = prefill
         self._sender = sender
+        self._tracing = tracing
         self._is_draining = False
         self._num_open_calls = 0
         self._num_calls = 0
@@ -152,6 +155,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         record = RequestRecord(state, request.request_id, self._settings.pod_id)
         self._num_open_calls += 1
         self._num_calls += 1
+        headers = context.invocation_metadata() or ()
+        trace = self._tracing.begin(headers, "decode pod", "enter engine", started_ns=record.arrived_ns)
         outcome = "failed"
         self._lookahead.begin(state.tenant)
         try:
@@ -201,6 +206,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                 output = new.truncated(stream.num_tokens - offset)
                 if is_shared:
                     self._lookahead.push(state.tenant, state.request_id, offset, output.token_ids)
+                if not record.has_tokens:
+                    record.trace_prefill(trace)
+                    trace.stage("decode")
                 record.step(output)
                 if stream.finish_reason is not None and not output.finished:
                     # Not awaited: after a stop string the engine must not spend another step on the request.
@@ -208,6 +216,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                 for chunk in chunks:
                     yield decode_pb2.DecodeResponse(chunk=chunk)
             outcome = stream.finish_reason.value
+            if trace.is_recording:
+                trace.set_stage(record.trace_attributes())
+            trace.stage("release")
             yield decode_pb2.DecodeResponse(
                 finished=decode_pb2.DecodeFinished(
                     reason=codec.finish_reason_to_proto(stream.finish_reason),
@@ -218,12 +229,19 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         except (asyncio.CancelledError, GeneratorExit):
             outcome = "cancelled"
             raise
+        except Exception as error:
+            trace.fail(type(error).__name__)
+            raise
         finally:
             self._num_open_calls -= 1
+            self._trace_end(trace, record, outcome)
             self._lookahead.end(state.tenant)
             self._count(record, outcome)
             # Shielded: a cancelled call must still release its blocks.
-            await asyncio.shield(self._loop.call_async(lambda: self._loop.forget(state.request_id)))
+            try:
+                await asyncio.shield(self._loop.call_async(lambda: self._loop.forget(state.request_id)))
+            finally:
+                trace.end()
 
     async def hand_over(self) -> None:
         """Begins the drain; returns when every request has ended or left, and its KV is fetched."""
@@ -287,7 +305,12 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             self._metrics.local_prefills.labels("short").inc()
         else:
             self._metrics.local_prefills.labels("no prefill pod").inc()
-        await self._loop.call_async(lambda: engine.add(state))
+
+        def add() -> int:
+            engine.add(state)
+            return time.monotonic_ns()
+
+        current().stage("queue", at_ns=await self._loop.call_async(add))
         return HandoffResult()
 
     def _to_request(self, message: decode_pb2.DecodeRequest) -> Request:
@@ -314,6 +337,15 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                     f"{len(update.new_token_ids)}; send the tokens of an answer to this request",
                 )
         return request
+
+    def _trace_end(self, trace: RequestTrace, record: RequestRecord, outcome: str) -> None:
+        trace.set({"tandem.outcome": outcome})
+        if outcome in ("cancelled", "failed") and trace.is_recording:
+            if record.has_tokens:
+                trace.set_stage(record.trace_attributes())
+            else:
+                record.trace_prefill(trace)
+            trace.stage("release")
 
     def _count(self, record: RequestRecord, outcome: str) -> None:
         metrics, receipt = self._metrics, record.receipt()

@@ -31,6 +31,7 @@ from contextlib import aclosing, contextmanager
 from tandem_core.codec import sampling_to_proto
 from tandem_core.errors import InvalidRequestError
 from tandem_proto.v1 import answers_pb2, decode_pb2
+from tandem_service import tracing
 from tandem_service.tasks import end_tasks
 
 from tandem_gateway.answer import NAME_CHARS, RUN_CHARS, Answer, Sent
@@ -151,6 +152,7 @@ class Answers:
         if not key:
             self._keep(answer)
             return answer
+        tracing.current().stage("store answer")
         async with self._lock:
             found = await self._find(name)
             with contextlib.suppress(StoreError):  # without Redis, the key holds for this gateway
@@ -163,6 +165,7 @@ class Answers:
 
     async def join(self, tenant: str, key: str, payload_sha256: bytes) -> Answer | None:
         """The answer of an idempotency key. Raises InvalidRequestError, IdempotencyKeyError."""
+        tracing.current().stage("look up answer")
         if not _KEY.fullmatch(key):
             raise InvalidRequestError("Idempotency-Key", "must be 1 to 255 printable ASCII characters")
         async with self._lock:
@@ -177,6 +180,7 @@ class Answers:
 
         Raises InvalidRequestError, AnswerNotFoundError, UnavailableError.
         """
+        tracing.current().stage("look up answer")
         match = _EVENT_ID.fullmatch(event_id)
         if match is None:
             raise InvalidRequestError("Last-Event-ID", "is no id of an event of this API; send it as it came")
@@ -213,6 +217,8 @@ class Answers:
         deadline = time.monotonic() + self._request_timeout_s
         if not answer.is_running:
             answer.error = None
+        if answer.is_running or answer.has_ended:
+            tracing.current().stage("read answer")
         answer.num_readers += 1
         answer.furthest = max(answer.furthest, position)
         num_read = num_tokens = 0

@@ -24,7 +24,9 @@ from tandem_core.model.tokenizer import Tokenizer
 from tandem_core.sampling import check_token_ids
 from tandem_core.speculation import SpeculationMode
 from tandem_proto.v1 import common_pb2, decode_pb2, gateway_pb2
+from tandem_service.tracing import Headers, RequestTrace, Tracing, current
 
+from tandem_gateway import trace_attributes
 from tandem_gateway.admission import Admission, TokenRates
 from tandem_gateway.auth import Caller
 from tandem_gateway.errors import (
@@ -72,6 +74,7 @@ class Gateway:
         relay: Relay,
         metrics: GatewayMetrics,
         settings: GatewaySettings,
+        tracing: Tracing,
     ) -> None:
         self.tokenizer = tokenizer
         self.manifest = tokenizer.manifest
@@ -81,6 +84,7 @@ class Gateway:
         self._rates = TokenRates()
         self._num_received = 0
         self._relay = relay
+        self._tracing = tracing
         self._metrics = metrics
         self._tokenizing = ThreadPoolExecutor(_TOKENIZING_THREADS, "tokenize")
         #: By tenant, of texts that are tokenized or wait for that.
@@ -98,10 +102,22 @@ class Gateway:
             yield
         except REQUEST_ERRORS as error:
             self._metrics.refused(error)
+            trace = current()
+            trace.fail_stage(presentation(error).code)
+            trace.fail(presentation(error).code)
             raise
+
+    def begin_trace(self, headers: Headers, kind: str, *, started_ns: int) -> RequestTrace:
+        """Of an authenticated call for an answer; `kind` is "chat" or "completion"."""
+        name = f"{trace_attributes.operation(kind)} {self.manifest.name}"
+        trace = self._tracing.begin(headers, name, "receive", started_ns=started_ns, is_entry=True)
+        if trace.is_recording:
+            trace.set(trace_attributes.of_call(kind, self.manifest.name))
+        return trace
 
     async def prepare_chat(self, received: ReceivedRequest, messages: Sequence[Message]) -> TokenizedRequest:
         """Checks, renders and tokenizes a chat. Raises InvalidRequestError, ForbiddenError."""
+        current().stage("tokenize")
         self.check_model(received.model)
         if not messages:
             raise InvalidRequestError("messages", "is empty; send at least one message")
@@ -118,12 +134,14 @@ class Gateway:
 
     async def prepare_text(self, received: ReceivedRequest, text: str) -> TokenizedRequest:
         """Checks and tokenizes a plain text. Raises InvalidRequestError, ForbiddenError."""
+        current().stage("tokenize")
         self.check_model(received.model)
         token_ids = await self._encode(received.caller, [text], "prompt", lambda: self.tokenizer.encode(text))
         return self._tokenized(received, token_ids, field="prompt")
 
     async def prepare_tokens(self, received: ReceivedRequest, token_ids: Sequence[int]) -> TokenizedRequest:
         """Checks a prompt of token ids. Raises InvalidRequestError, ForbiddenError."""
+        current().stage("tokenize")
         self.check_model(received.model)
         check_token_ids("prompt", token_ids, self.manifest.vocab_size)
         return self._tokenized(received, token_ids, field="prompt")
@@ -189,7 +207,7 @@ class Gateway:
         timeout_s = self.settings.request_timeout_s
         if received.timeout_s is not None:
             timeout_s = min(timeout_s, received.timeout_s)
-        return TokenizedRequest(
+        request = TokenizedRequest(
             request_id=received.request_id,
             tenant=received.caller.tenant,
             prompt_token_ids=tuple(token_ids),
@@ -201,6 +219,10 @@ class Gateway:
             tenant_places=self.settings.tenant_places(received.caller),
             tokens_per_minute=received.caller.tokens_per_minute,
         )
+        trace = current()
+        if trace.is_recording:
+            trace.set(trace_attributes.of_request(request))
+        return request
 
     async def run(self, request: TokenizedRequest) -> AsyncGenerator[Event, None]:
         """Yields the events of the request. Close the generator to cancel the request.
@@ -213,6 +235,8 @@ class Gateway:
         self._running_ids.add(request.request_id)
         self._num_received += 1
         measured = self._metrics.of(request)
+        trace = current()
+        trace.begin_work("admission queue")
         outcome = Outcome.ERROR
         end: decode_pb2.DecodeFinished | None = None
         num_tokens = 0
@@ -240,20 +264,31 @@ class Gateway:
                 raise GatewayError("the answer has no end")
             outcome = Outcome.OK
             measured.finished(end)
+            if trace.is_recording:
+                trace.set(trace_attributes.of_answer(end, self.manifest.name))
             yield end
         except REQUEST_ERRORS as error:
             outcome = presentation(error).outcome
             measured.failed(error)
+            trace.fail_stage(presentation(error).code)
+            trace.fail(presentation(error).code)
             raise
         except (asyncio.CancelledError, GeneratorExit):
             if end is None:
                 # gRPC cancels the call both at the caller's deadline and when the caller leaves.
                 outcome = Outcome.DEADLINE if time.monotonic() >= request.deadline else Outcome.CANCELLED
+                if outcome is Outcome.DEADLINE:
+                    trace.fail("deadline_exceeded")
+            raise
+        except Exception:
+            trace.fail("internal_error")
             raise
         finally:
             self._running_ids.discard(request.request_id)
             self._rates.charge(request.tenant, request.tokens_per_minute, num_tokens - num_unused)
             measured.ended(outcome)
+            trace.set({"tandem.outcome": outcome.value})
+            trace.end_work("respond")
             details = {} if end is None else {
                 "output_tokens": end.receipt.output_tokens,
                 "ttft_s": round(end.receipt.ttft_ns / NS_PER_S, 4),

@@ -90,6 +90,19 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     async def _answer(
         self, request: _Request, context: _Context, kind: type[ResponseT]
     ) -> AsyncGenerator[ResponseT, None]:
+        started_ns = time.monotonic_ns()
+        headers = context.invocation_metadata() or ()
+        trace = self._gateway.begin_trace(headers, _kind(request), started_ns=started_ns)
+        try:
+            async with aclosing(self._traced_answer(request, context, kind)) as responses:
+                async for response in responses:
+                    yield response
+        finally:
+            trace.end()
+
+    async def _traced_answer(
+        self, request: _Request, context: _Context, kind: type[ResponseT]
+    ) -> AsyncGenerator[ResponseT, None]:
         with self._gateway.counting_refusals():
             answer, position = await self._find_or_begin(request, context)
         async with aclosing(self._answers.read(answer, position)) as events:
@@ -118,7 +131,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         """The answer, and the caller's position in it."""
         received = self._received(request, context)
         tenant = received.caller.tenant
-        kind = "chat" if isinstance(request, gateway_pb2.ChatRequest) else "completion"
+        kind = _kind(request)
         if request.last_event_id:
             return await self._answers.find(tenant, request.last_event_id, kind)
         key, digest = request.idempotency_key, b""
@@ -160,3 +173,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             timeout_s=context.time_remaining(),
             speculation=request.speculation,
         )
+
+
+def _kind(request: _Request) -> str:
+    return "chat" if isinstance(request, gateway_pb2.ChatRequest) else "completion"

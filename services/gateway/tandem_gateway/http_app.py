@@ -18,6 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tandem_core.errors import InvalidRequestError, TandemError, quoted
 from tandem_service.interceptors import request_id_or_new
+from tandem_service.tracing import current
 
 from tandem_gateway.admission import OpenCalls
 from tandem_gateway.answers import Answers
@@ -41,7 +42,8 @@ _CLIENT_CLOSED_REQUEST = 499
 
 
 class RequestIdMiddleware:
-    """Reads or creates the request id, binds it to the log context and returns it to the client."""
+    """Reads or creates the request id, binds it to the log context and returns it to the client. Ends the
+    trace that the request began."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -57,15 +59,29 @@ class RequestIdMiddleware:
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)[_REQUEST_ID_HEADER] = request_id
+                current().set({"http.response.status_code": message["status"]})
             await send(message)
 
-        await self._app(scope, receive, send_with_id)
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception:
+            current().fail("internal_error")
+            raise
+        finally:
+            current().end()  # the whole response is sent
 
 
 def make_app(
     gateway: Gateway, answers: Answers, keys: ApiKeys, calls: OpenCalls, registry: CollectorRegistry
 ) -> FastAPI:
-    app = FastAPI(title="Tandem", openapi_url=None, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="Tandem",
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+        # Its own spans would begin before the key is checked, and its logs contain messages of errors.
+        telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
+    )
     app.add_middleware(RequestIdMiddleware)
     app.include_router(OpenAiApi(gateway, answers, keys, calls).router)
 

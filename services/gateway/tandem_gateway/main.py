@@ -83,6 +83,7 @@ class GatewayProcess:
             relay=Relay(self._fleet, Router(self._fleet), metrics, failover_wait_s=settings.failover_wait_s),
             metrics=metrics,
             settings=settings,
+            tracing=self._server.tracing,
         )
         address = settings.redis_address() if settings.resume_ttl_s else None
         self._answers = Answers(
@@ -160,6 +161,7 @@ class GatewayProcess:
         await asyncio.gather(*self._tasks)
         await self._answers.close()
         await self._fleet.close()
+        await self._server.tracing.close()
 
 
 async def _serve(settings: GatewaySettings) -> None:

@@ -11,6 +11,7 @@ from tandem_core.errors import InvalidRequestError
 from tandem_core.slo import SLO_CLASSES
 from tandem_proto.v1 import common_pb2, decode_pb2
 from tandem_service import metric_table as table
+from tandem_service import tracing
 from tandem_service.metric_table import Process, Values
 from tandem_service.metric_twins import serve_twins, vllm_labels
 
@@ -167,6 +168,7 @@ class RequestMetrics:
         #: Why the request misses its SLO, if the outcome does not say it; "": it does not.
         self._miss = ""
         self._is_met = False
+        self._exemplar = tracing.current().exemplar
         metrics.received.labels(*self._labels).inc()
 
     def admitted(self, at: float) -> None:
@@ -176,7 +178,7 @@ class RequestMetrics:
         """Counts tokens on their way to the caller; returns the time."""
         now = time.monotonic()
         if self._last_at is None:
-            self._metrics.ttft.labels(self._slo_class).observe(now - self._arrived)
+            self._metrics.ttft.labels(self._slo_class).observe(now - self._arrived, self._exemplar)
         else:
             self._itl.observe(now - self._last_at)
         self._last_at = now
@@ -187,7 +189,7 @@ class RequestMetrics:
         """The answer is complete; its receipt says when, and whether the SLO is met."""
         metrics, name, receipt = self._metrics, self._slo_class, end.receipt
         metrics.finished.labels(_FINISH_REASONS.get(end.reason, "abort")).inc()
-        metrics.e2e.labels(name).observe(receipt.e2e_ns / NS_PER_S)
+        metrics.e2e.labels(name).observe(receipt.e2e_ns / NS_PER_S, self._exemplar)
         if receipt.output_tokens > 1:
             decode_s = (receipt.e2e_ns - receipt.ttft_ns) / NS_PER_S
             metrics.tpot.labels(name).observe(decode_s / (receipt.output_tokens - 1))

@@ -80,8 +80,10 @@ class OpenAiApi:
         self, request: Request, body_type: type[ChatBody] | type[CompletionBody], kind: type[Renderer]
     ) -> Response:
         position, is_streamed = 0, True
+        started_ns = time.monotonic_ns()
         with self._gateway.counting_refusals():
             caller = self._keys.authenticate(request.headers.get("authorization", ""))
+            self._gateway.begin_trace(request.headers.items(), kind.answer_kind, started_ns=started_ns)
             last_event_id = request.headers.get(_LAST_EVENT_ID)
             if last_event_id is not None:
                 answer, position = await self._answers.find(caller.tenant, last_event_id, kind.answer_kind)

@@ -27,6 +27,7 @@ import structlog
 from tandem_core.codec import sampling_to_proto
 from tandem_core.errors import InvalidRequestError
 from tandem_proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc
+from tandem_service import tracing
 from tandem_service.interceptors import REQUEST_ID_KEY
 
 from tandem_gateway.errors import (
@@ -106,6 +107,7 @@ class Relay:
         kv_source = ""
         #: End of the wait in the current outage; None: no outage.
         give_up_at: float | None = None
+        trace, is_waiting = tracing.current(), False
         while True:
             # Without another pod, try one that failed and is healthy again.
             route = self._router.choose(request, failed.union(too_small)) or self._router.choose(
@@ -114,12 +116,16 @@ class Relay:
             if route is None:
                 if give_up_at is None:
                     give_up_at = self._outage_ends(request)
+                if not is_waiting:
+                    trace.stage("wait for decode pod")
+                    is_waiting = True
                 try:
                     await self._wait_for_pod(request, give_up_at, too_small)
                 except UnavailableError as error:
                     raise (_cut_off(error, request, len(tokens)) if tokens else error) from error
                 continue
             num_before, num_crashed_before = len(tokens), num_crashed
+            is_waiting = False
             try:
                 call = self._stream_from(route, request, tokens, num_lost, num_crashed, kv_source)
                 kv_source = ""
@@ -146,8 +152,11 @@ class Relay:
                 return
             except _TooSmallError as error:
                 self._log.info("decode pod is too small for the request", target=route.decode.target)
+                trace.fail_stage("too small")
                 too_small[route.decode.target] = error
             except _LostError as error:
+                trace.set_stage({"tandem.loss.message": str(error)})
+                trace.fail_stage(error.cause.value)
                 self._fleet.mark_dead(route.decode, str(error))
                 self._router.forget(route.decode)
                 num_lost += error.accepted
@@ -186,6 +195,12 @@ class Relay:
         Raises _LostError, _TooSmallError, InvalidRequestError or GatewayError.
         """
         pod = route.decode
+        trace = tracing.current()
+        trace.call_stage(
+            "call decode pod",
+            pod.target,
+            {"tandem.answer.tokens_before": len(tokens), "tandem.decode.retries": num_lost},
+        )
         stub = decode_pb2_grpc.DecodeServiceStub(pod.channel)  # type: ignore[no-untyped-call]
         call = stub.Decode(
             decode_pb2.DecodeRequest(
@@ -202,7 +217,7 @@ class Relay:
                 chunk_boundary=request.chunk_boundary,
             ),
             timeout=max(0.001, request.deadline - time.monotonic()),
-            metadata=((REQUEST_ID_KEY, request.request_id),),
+            metadata=((REQUEST_ID_KEY, request.request_id), *trace.metadata),
         )
         # Until the first token the prompt is work of the first prefill pod, too.
         busy = [pod, *route.prefill[:1]]

@@ -97,3 +97,4 @@ async def serving(
     finally:
         await server.stop()
         await end_tasks([watching])
+        await server.tracing.close()

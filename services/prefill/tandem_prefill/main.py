@@ -60,6 +60,7 @@ async def open_pod(pod: PrefillSettings) -> AsyncIterator[PodServer]:
         sender,
         streamer,
         metrics,
+        server.tracing,
         pod.pod_id,
         only_to_caller=pod.pod_tls_cert is not None or is_loopback(pod.host),
     )

@@ -35,6 +35,7 @@ from tandem_pod.engine_watch import leave_if_stuck
 from tandem_pod.status import due_at, pod_status
 from tandem_proto.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from tandem_service.tls import belongs_to_peer
+from tandem_service.tracing import Tracing
 
 from tandem_prefill.kv_streaming import KVStreamer
 from tandem_prefill.metrics import PrefillMetrics
@@ -50,6 +51,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         sender: KVSender,
         streamer: KVStreamer,
         metrics: PrefillMetrics,
+        tracing: Tracing,
         pod_id: str,
         *,
         only_to_caller: bool = True,
@@ -61,6 +63,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self._sender = sender
         self._streamer = streamer
         self._metrics = metrics
+        self._tracing = tracing
         self._pod_id = pod_id
         self._num_open_calls = 0
         self._num_calls = 0
@@ -79,7 +82,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self._num_open_calls += 1
         self._num_calls += 1
         arrived_ns = time.monotonic_ns()
-        outcome = "failed"
+        outcome, has_token = "failed", False
+        headers = context.invocation_metadata() or ()
+        trace = self._tracing.begin(headers, "prefill pod", "queue", started_ns=arrived_ns)
         try:
             first_token: Future[StepOutput] = Future()
             # The engine's thread takes this after its current step, which may be long.
@@ -89,6 +94,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                     yield heartbeat
                 settled.result()
             finished = self._finished(prompt, transfer, first_token.result(), arrived_ns)
+            has_token = True
+            trace.stage("prefill", at_ns=prompt.first_scheduled_ns)
+            trace.stage("send KV")
             sent = transfer.finish()
             yield prefill_pb2.PrefillResponse(finished=finished)
             self._metrics.queue_seconds.observe(finished.queue_ns / 1e9)
@@ -102,13 +110,31 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         except (asyncio.CancelledError, GeneratorExit):
             outcome = "cancelled"
             raise
+        except Exception as error:
+            trace.fail(type(error).__name__)
+            raise
         finally:
             self._num_open_calls -= 1
+            trace.set(
+                {
+                    "tandem.outcome": outcome,
+                    "tandem.prompt.tokens": prompt.num_prompt_tokens,
+                    "tandem.prompt.cached_tokens": prompt.num_cached_tokens,
+                    "tandem.kv.sent_bytes": transfer.sent_bytes,
+                    "tandem.preemptions": prompt.num_preemptions,
+                }
+            )
+            if not has_token and prompt.first_scheduled_ns is not None:
+                trace.stage("prefill", at_ns=prompt.first_scheduled_ns)
+            trace.stage("release")
             self._metrics.requests.labels(outcome).inc()
             self._metrics.sent_bytes.inc(transfer.sent_bytes)
             self._metrics.preemptions.inc(prompt.num_preemptions)
             transfer.abort()  # does nothing after a finished transfer
-            await asyncio.shield(self._loop.call_async(lambda: self._end(prompt.request_id)))
+            try:
+                await asyncio.shield(self._loop.call_async(lambda: self._end(prompt.request_id)))
+            finally:
+                trace.end()
 
     @property
     def num_open_calls(self) -> int:
