@@ -157,7 +157,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         self._num_calls += 1
         headers = context.invocation_metadata() or ()
         trace = self._tracing.begin(headers, "decode pod", "enter engine", started_ns=record.arrived_ns)
-        outcome = "failed"
+        outcome, is_complete = "failed", False
         self._lookahead.begin(state.tenant)
         try:
             if is_shared:
@@ -215,10 +215,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                     self._loop.call(lambda: self._loop.forget(state.request_id))
                 for chunk in chunks:
                     yield decode_pb2.DecodeResponse(chunk=chunk)
-            outcome = stream.finish_reason.value
-            if trace.is_recording:
-                trace.set_stage(record.trace_attributes())
-            trace.stage("release")
+            outcome, is_complete = stream.finish_reason.value, True
+            _trace_end(trace, record, outcome)
             yield decode_pb2.DecodeResponse(
                 finished=decode_pb2.DecodeFinished(
                     reason=codec.finish_reason_to_proto(stream.finish_reason),
@@ -234,7 +232,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             raise
         finally:
             self._num_open_calls -= 1
-            self._trace_end(trace, record, outcome)
+            if not is_complete:
+                _trace_end(trace, record, outcome)
             self._lookahead.end(state.tenant)
             self._count(record, outcome)
             # Shielded: a cancelled call must still release its blocks.
@@ -338,15 +337,6 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                 )
         return request
 
-    def _trace_end(self, trace: RequestTrace, record: RequestRecord, outcome: str) -> None:
-        trace.set({"tandem.outcome": outcome})
-        if outcome in ("cancelled", "failed") and trace.is_recording:
-            if record.has_tokens:
-                trace.set_stage(record.trace_attributes())
-            else:
-                record.trace_prefill(trace)
-            trace.stage("release")
-
     def _count(self, record: RequestRecord, outcome: str) -> None:
         metrics, receipt = self._metrics, record.receipt()
         metrics.requests.labels(outcome).inc()
@@ -386,3 +376,15 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         status.drafted_tokens_total = self._drafted
         status.accepted_tokens_total = self._accepted
         return status
+
+
+def _trace_end(trace: RequestTrace, record: RequestRecord, outcome: str) -> None:
+    """The last token is there, or the request ends without it."""
+    if not trace.is_recording:
+        return
+    trace.set({"tandem.outcome": outcome})
+    if record.has_tokens:
+        trace.set_stage(record.trace_attributes())
+    else:
+        record.trace_prefill(trace)
+    trace.stage("release")

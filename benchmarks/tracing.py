@@ -1,0 +1,288 @@
+"""What tracing costs: beside the same system with tracing off, and in one process by the request.
+
+    python benchmarks/tracing.py [--rounds 12] [--requests 6] [--out FILE.md]
+
+Two fleets (`tandem up`, default model) run side by side on the same cores, one without tracing and one that
+traces a tenth of its requests. They get the same requests in turns; each round gives one ratio of token
+rates and one of CPU seconds per token, over all processes of a fleet. The fleets are changed in order from
+round to round, so that drift of the machine falls on both alike.
+
+The second part repeats the calls that one request makes in its three processes, and counts the CPU time of
+the whole process, with that of the thread that encodes and sends the spans. The collector is a process of its
+own. All traffic is on loopback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextvars
+import json
+import multiprocessing
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import psutil
+from reporting import markdown_table, write_page
+from tandem_core.sampling import SamplingParams
+from tandem_core.slo import SLO_CLASSES
+from tandem_gateway import trace_attributes
+from tandem_gateway.request import TokenizedRequest
+from tandem_proto.v1 import common_pb2, decode_pb2
+from tandem_service.tracing import RequestTrace, Tracing, start_tracing
+
+SHARE = 0.1
+FIRST_PORT = 28100
+START_LIMIT_S = 300.0
+
+
+class _Sink(BaseHTTPRequestHandler):
+    """Takes everything."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing."""
+
+
+def _serve_collector(pipe: Connection) -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Sink)
+    pipe.send(server.server_port)
+    server.serve_forever()
+
+
+@contextmanager
+def collector() -> Iterator[str]:
+    """The URL of one in a process of its own."""
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(
+        target=_serve_collector, args=(theirs,), daemon=True
+    )
+    process.start()
+    try:
+        yield f"http://127.0.0.1:{ours.recv()}"
+    finally:
+        process.terminate()
+        process.join()
+
+
+@dataclass
+class Fleet:
+    name: str
+    process: subprocess.Popen[bytes]
+    grpc_port: int
+
+    def cpu_s(self) -> float:
+        family = psutil.Process(self.process.pid).children(recursive=True)
+        return sum(sum(process.cpu_times()[:2]) for process in family)
+
+
+@dataclass(frozen=True)
+class Load:
+    """One run of `tandem bench serve`."""
+
+    tokens_per_s: float
+    cpu_s_per_token: float
+
+
+@contextmanager
+def fleet(name: str, slot: int, folder: Path, environment: dict[str, str], memory: str) -> Iterator[Fleet]:
+    port = FIRST_PORT + 10 * slot
+    state, script = folder / f"{name}.json", Path(sys.executable).with_name("tandem")
+    command = [str(script), "up", "--grpc-port", str(port), "--http-port", str(port + 1), "--base-port",
+               str(30000 + 2000 * slot), "--state-file", str(state), "--set", f"decode.memory-bytes={memory}",
+               "--set", f"prefill.memory-bytes={memory}"]  # fmt: skip
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("OTEL_")}
+    # Each fleet keeps its own shared text, so that both draft from the same.
+    home = {"TANDEM_HOME": str(folder / name)}
+    with (folder / f"{name}.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=clean | home | environment)
+    try:
+        deadline = time.monotonic() + START_LIMIT_S
+        while not (state.exists() and json.loads(state.read_text())["ready"]):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError((folder / f"{name}.log").read_text()[-2000:])
+            time.sleep(0.2)
+        yield Fleet(name, process, port)
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def load(fleet: Fleet, folder: Path, options: argparse.Namespace, seed: int) -> Load:
+    script, out = Path(sys.executable).with_name("tandem"), folder / "bench.json"
+    command = [str(script), "bench", "serve", "--target", f"127.0.0.1:{fleet.grpc_port}",
+               "--concurrency", "2", "--num-requests", str(options.requests), "--input-tokens", "512",
+               "--max-tokens", "64", "--ignore-eos", "--seed", str(seed), "--output", str(out)]  # fmt: skip
+    before = fleet.cpu_s()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    used = fleet.cpu_s() - before
+    summary = json.loads(out.read_text())["summary"]
+    if summary["num_ok"] != options.requests:
+        raise RuntimeError(f"{fleet.name}: {summary['failures']}")
+    tokens = summary["output_tokens_per_s"] * summary["duration_s"]
+    return Load(summary["output_tokens_per_s"], used / tokens)
+
+
+def beside_off(options: argparse.Namespace) -> list[list[str]]:
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        folder = Path(name)
+        url = stack.enter_context(collector())
+        traced = {
+            "OTEL_EXPORTER_OTLP_ENDPOINT": url,
+            "OTEL_TRACES_SAMPLER": "parentbased_traceidratio",
+            "OTEL_TRACES_SAMPLER_ARG": str(SHARE),
+        }
+        off = stack.enter_context(fleet("off", 0, folder, {}, options.memory))
+        on = stack.enter_context(fleet("on", 1, folder, traced, options.memory))
+        rates: list[float] = []
+        costs: list[float] = []
+        for index in range(-1, options.rounds):
+            order = (off, on) if index % 2 else (on, off)
+            found = {one.name: load(one, folder, options, index + 1) for one in order}
+            print(index, found, flush=True)
+            if index >= 0:  # the first round warms up
+                rates.append(found["on"].tokens_per_s / found["off"].tokens_per_s)
+                costs.append(found["on"].cpu_s_per_token / found["off"].cpu_s_per_token)
+    return [
+        ["tokens/s, 10 % traced / off", *_spread(rates)],
+        ["CPU s per token, 10 % traced / off", *_spread(costs)],
+    ]
+
+
+def _spread(ratios: list[float]) -> list[str]:
+    ordered = sorted(ratios)
+    quarter = len(ordered) // 4
+    middle = f"{ordered[quarter]:.3f} to {ordered[-1 - quarter]:.3f}"
+    return [f"{statistics.median(ordered):.4f}", middle]
+
+
+REQUEST = TokenizedRequest(
+    request_id="0123456789abcdef", tenant="default", prompt_token_ids=(1,) * 200, sampling=SamplingParams(),
+    slo=SLO_CLASSES["interactive"], arrived=0.0, deadline=1.0,
+)  # fmt: skip
+END = decode_pb2.DecodeFinished(
+    reason=common_pb2.FINISH_REASON_STOP, receipt=common_pb2.Receipt(request_id="0123456789abcdef")
+)
+
+
+def one_request(tracings: list[Tracing]) -> None:
+    """What a request of 200 prompt tokens with a prefill pod asks of the three processes."""
+    gateway, decode, prefill = tracings
+
+    def below(tracing: Tracing, trace: RequestTrace, name: str) -> RequestTrace:
+        return tracing.begin(trace.metadata, name, "queue", started_ns=time.monotonic_ns())
+
+    root = gateway.begin((), "chat model", "receive", started_ns=time.monotonic_ns(), is_entry=True)
+    if root.is_recording:
+        root.set(trace_attributes.of_call("chat", "model"))
+        root.set(trace_attributes.of_request(REQUEST))
+    root.stage("tokenize")
+    root.begin_work("admission queue")
+    root.call_stage("call decode pod", "127.0.0.1:1", {"tandem.decode.retries": 0})
+    pod = below(decode, root, "decode pod")
+    pod.stage("reserve blocks")
+    pod.call_stage("call prefill pod", "127.0.0.1:2")
+    source = below(prefill, pod, "prefill pod")
+    for name in ("prefill", "send KV", "release"):
+        source.stage(name)
+    source.set({"tandem.outcome": "ok", "tandem.prompt.tokens": 200, "tandem.kv.sent_bytes": 1})
+    source.end()
+    for name in ("KV transfer", "adopt blocks", "decode"):
+        pod.stage(name)
+    if pod.is_recording:
+        pod.set_stage({"tandem.decode.tokens": 64, "tandem.decode.steps": 20, "tandem.preemptions": 0})
+    pod.stage("release")
+    pod.end()
+    if root.is_recording:
+        root.set(trace_attributes.of_answer(END, "model"))
+    root.set({"tandem.outcome": "ok"})
+    root.end_work("respond")
+    root.end()
+
+
+async def cost_us(environment: dict[str, str], num_requests: int) -> float:
+    """CPU microseconds of a request, over all of this process's threads."""
+    for name in [name for name in os.environ if name.startswith("OTEL_")]:
+        del os.environ[name]
+    os.environ.update(environment)
+    tracings = [start_tracing(role, "x") for role in ("gateway", "decode", "prefill")]
+
+    def run(number: int) -> None:
+        for _ in range(number):
+            contextvars.copy_context().run(one_request, tracings)
+
+    run(50)
+    started = time.process_time()
+    for _ in range(num_requests // 20):
+        run(20)
+        await asyncio.sleep(0.02)  # the queue of spans must not overflow: dropped spans cost less
+    for tracing in tracings:
+        await tracing.close()
+    return (time.process_time() - started) / num_requests * 1e6
+
+
+def in_process(options: argparse.Namespace) -> list[list[str]]:
+    with collector() as url:
+        on = {"OTEL_EXPORTER_OTLP_ENDPOINT": url, "OTEL_TRACES_SAMPLER": "traceidratio"}
+        cases: dict[str, dict[str, str]] = {
+            "off": {},
+            "on, request not traced": on | {"OTEL_TRACES_SAMPLER_ARG": "0"},
+            "on, request traced, spans sent": on | {"OTEL_TRACES_SAMPLER_ARG": "1"},
+            "on, 10 % of requests traced": on | {"OTEL_TRACES_SAMPLER_ARG": str(SHARE)},
+        }
+        figures: dict[str, list[float]] = {name: [] for name in cases}
+        for _ in range(5):
+            for name, environment in cases.items():
+                figures[name].append(asyncio.run(cost_us(environment, options.calls)))
+    return [
+        [
+            f"CPU of a request: {name}",
+            f"{statistics.median(found):.0f} µs",
+            f"{min(found):.0f} to {max(found):.0f}",
+        ]
+        for name, found in figures.items()
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=12, help="pairs of runs; 0: only the cost in one process"
+    )
+    parser.add_argument("--requests", type=int, default=6, help="of one run")
+    parser.add_argument("--calls", type=int, default=2000, help="of each case in one process")
+    parser.add_argument("--memory", default="1000000000", help="bytes of each pod")
+    parser.add_argument("--out", type=Path, help="write the page here")
+    options = parser.parse_args()
+    parts: list[Callable[[argparse.Namespace], list[list[str]]]] = [in_process]
+    if options.rounds:
+        parts.append(beside_off)
+    rows = [row for part in parts for row in part(options)]
+    head = ["", "median", "middle half; of the CPU of a request: least to most"]
+    table = markdown_table(head, rows)
+    print(table)
+    if options.out is not None:
+        write_page(options.out, "What tracing costs", table)
+
+
+if __name__ == "__main__":
+    main()
