@@ -15,6 +15,7 @@ from tandem_proto.v1 import common_pb2
 
 from tandem_core.sampling import FinishReason, SamplingParams, TokenLogprobs
 from tandem_core.slo import SloTarget
+from tandem_core.step_cost import StepCost
 
 _NS_PER_S = 1_000_000_000
 
@@ -59,7 +60,28 @@ def slo_to_proto(slo: SloTarget) -> common_pb2.SloTarget:
         ttft_ns=round(slo.ttft_s * _NS_PER_S),
         tpot_ns=round(slo.tpot_s * _NS_PER_S),
         e2e_ns=round(slo.e2e_s * _NS_PER_S),
+        strict=slo.is_strict,
     )
+
+
+def slo_from_proto(message: common_pb2.SloTarget) -> SloTarget:
+    return SloTarget(
+        name=message.name,
+        ttft_s=message.ttft_ns / _NS_PER_S,
+        tpot_s=message.tpot_ns / _NS_PER_S,
+        e2e_s=message.e2e_ns / _NS_PER_S,
+        is_strict=message.strict,
+    )
+
+
+def step_cost_to_proto(cost: StepCost) -> common_pb2.StepCost:
+    return common_pb2.StepCost(
+        per_step=cost.per_step, per_token=cost.per_token, per_pair=cost.per_pair, unloaded=cost.unloaded
+    )
+
+
+def step_cost_from_proto(message: common_pb2.StepCost) -> StepCost:
+    return StepCost(message.per_step, message.per_token, message.per_pair, message.unloaded or 1.0)
 
 
 def finish_reason_to_proto(reason: FinishReason) -> common_pb2.FinishReason.ValueType:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 
@@ -14,6 +14,32 @@ class SloTarget:
     ttft_s: float = 0.0
     tpot_s: float = 0.0
     e2e_s: float = 0.0
+    #: Whether a request is refused rather than served late on a machine that cannot meet it.
+    is_strict: bool = False
+
+    def widened(self, *, ttft_s: float, tpot_s: float, e2e_s: float) -> SloTarget:
+        """No objective tighter than the given one."""
+        return replace(
+            self,
+            ttft_s=max(self.ttft_s, ttft_s) if self.ttft_s else 0.0,
+            tpot_s=max(self.tpot_s, tpot_s) if self.tpot_s else 0.0,
+            e2e_s=max(self.e2e_s, e2e_s) if self.e2e_s else 0.0,
+        )
+
+    def scaled(self, factor: float) -> SloTarget:
+        return replace(
+            self, ttft_s=factor * self.ttft_s, tpot_s=factor * self.tpot_s, e2e_s=factor * self.e2e_s
+        )
+
+    def overridden(self, asked: SloTarget) -> SloTarget:
+        """With the objectives that `asked` has; 0 there keeps this one's."""
+        return replace(
+            self,
+            ttft_s=asked.ttft_s or self.ttft_s,
+            tpot_s=asked.tpot_s or self.tpot_s,
+            e2e_s=asked.e2e_s or self.e2e_s,
+            is_strict=asked.is_strict or self.is_strict,
+        )
 
     def miss(self, ttft_s: float, tpot_s: float, e2e_s: float) -> str:
         """ "" when every objective was met, else which were missed and by how much."""
@@ -29,6 +55,9 @@ class SloTarget:
         )
 
 
+#: A day.
+LONGEST_OBJECTIVE_S = 86_400
+NO_OBJECTIVES = SloTarget("")
 SLO_CLASSES = MappingProxyType(
     {
         "interactive": SloTarget("interactive", ttft_s=2.5, e2e_s=5.0),

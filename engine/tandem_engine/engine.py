@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from tandem_core.sampling import TokenLogprobs, check_token_ids
+from tandem_core.sampling import SamplingParams, TokenLogprobs, check_token_ids
 from torch import Tensor
 
 from tandem_engine.batch import Batch
@@ -35,6 +35,8 @@ from tandem_engine.step_times import StepTimes
 
 #: Weight of the newest step in a mean of recent ones.
 _RECENT = 0.02
+#: Lengths in tokens of what is computed to measure the costs of steps.
+_MEASURED_PROMPTS, _MEASURED_OUTPUT = (64, 256), 6
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,24 @@ class Engine:
         self._drafter = drafter
         self._max_draft_nodes = min(max_draft_nodes, MAX_TREE_NODES - 1)
         self.layer_listener = layer_listener
+
+    def measure_costs(self, *, decodes: bool) -> None:
+        """Computes prompts that nobody asked for. Then costs of steps are known before the first request,
+        and none is slowed by the first use of memory. With a large model it takes seconds."""
+        config, blocks = self.scheduler.config, self.blocks
+        drafter, self._drafter = self._drafter, None
+        caches, blocks.enable_prefix_caching = blocks.enable_prefix_caching, False
+        num_output = _MEASURED_OUTPUT if decodes else 1
+        most = min(config.max_model_len, blocks.num_blocks * blocks.block_size) - num_output
+        for num_tokens in _MEASURED_PROMPTS:
+            # Only those of the last prompt count: the first touched the memory.
+            self.prefill_times, self.decode_times = StepTimes(), StepTimes()
+            sampling = SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True)
+            for part in (num_tokens, num_tokens // 4):
+                self.add(Request("costs", [0] * max(1, min(part, most)), sampling))
+                while self.has_work():
+                    self.step()
+        self._drafter, blocks.enable_prefix_caching = drafter, caches
 
     def check_tokens(self, request: Request) -> None:
         """Raises InvalidRequestError when a token id lies outside the vocabulary."""

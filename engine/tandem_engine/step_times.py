@@ -1,50 +1,31 @@
 """How long a step takes, learned from the steps that an engine runs.
 
-    seconds = per_step + per_token * tokens + per_pair * pairs
-
-Tokens are those that the step computes. Pairs are (token, earlier token) that attention compares, so that a
-chunk at the end of a long prompt costs more than one at its beginning. The ratios of the coefficients are a
-non-negative least-squares fit to steps of every size; their level is the median of recent steps, because the
-speed of a shared machine changes.
+The ratios of the coefficients of `StepCost` are a non-negative least-squares fit to steps of every size.
+Their level is the median of recent steps, because the speed of a shared machine changes.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
-from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
+from tandem_core.step_cost import StepCost
 
 _NUM_TERMS = 3
 #: Steps kept of each size, so that many small steps do not push out the few large ones.
 _STEPS_PER_SIZE = 6
-#: Half-life of a step's weight; and the least weight in the fit, since the only large step may be old.
-_HALF_LIFE_S = 20.0
+#: Half-life of a step's weight; and the least weight, since the only large step may be old. After a pause all
+#: steps count about equally, because the last ones may have met a load that is gone.
+_HALF_LIFE_S = 10.0
 _LEAST_WEIGHT = 0.01
-
-
-@dataclass(frozen=True)
-class StepCost:
-    """Coefficients in seconds."""
-
-    per_step: float = 0.0
-    per_token: float = 0.0
-    per_pair: float = 0.0
-
-    def seconds(self, num_steps: float, num_tokens: float, num_pairs: float) -> float:
-        return self.per_step * num_steps + self.per_token * num_tokens + self.per_pair * num_pairs
-
-    def prompt_seconds(self, start: int, stop: int, chunk_size: int) -> float:
-        """To compute the prompt tokens [start, stop) in chunks, while nothing else runs."""
-        num_tokens = stop - start
-        return self.seconds(-(-num_tokens // chunk_size), num_tokens, num_tokens * (start + stop) / 2)
-
-    @property
-    def is_known(self) -> bool:
-        return self.per_step + self.per_token + self.per_pair > 0
+#: How long a fit is used, even with newer steps: a fit takes half a millisecond.
+_FIT_EVERY_S = 0.2
+#: The quantile of steps that had the machine for themselves.
+_FASTEST = 0.1
 
 
 class StepTimes:
@@ -53,9 +34,8 @@ class StepTimes:
     def __init__(self) -> None:
         #: (tokens, pairs, seconds, time of the end) by size: the powers of two of tokens and pairs.
         self._steps: dict[tuple[int, int], deque[tuple[float, float, float, float]]] = {}
-        self._num_observed = 0
         self._fitted = StepCost()
-        self._num_fitted = 0
+        self._fitted_at = -math.inf
 
     def observe(self, num_tokens: int, num_pairs: int, seconds: float) -> None:
         size = (num_tokens.bit_length(), num_pairs.bit_length())
@@ -63,23 +43,22 @@ class StepTimes:
             # A new dict: another thread may be reading the old one.
             self._steps = {**self._steps, size: deque(maxlen=_STEPS_PER_SIZE)}
         self._steps[size].append((num_tokens, num_pairs, seconds, time.monotonic()))
-        self._num_observed += 1
 
     def cost(self) -> StepCost:
         """All zero before the first step."""
-        if self._num_fitted != self._num_observed:
-            self._num_fitted = self._num_observed
-            self._fitted = _fit(np.array([step for steps in self._steps.values() for step in steps.copy()]))
+        now = time.monotonic()
+        steps = [step for steps in self._steps.values() for step in steps.copy()]
+        if steps and (now - self._fitted_at > _FIT_EVERY_S or not self._fitted.is_known):
+            self._fitted_at = now
+            self._fitted = _fit(np.array(steps), now)
         return self._fitted
 
 
-def _fit(steps: NDArray[np.float64]) -> StepCost:
+def _fit(steps: NDArray[np.float64], now: float) -> StepCost:
     """`steps` [n, 4]: tokens, pairs, seconds, time of the end. Errors count relative to the step's length."""
     tokens, pairs, seconds, ended = steps.T
     features = np.stack([np.ones_like(tokens), tokens, pairs], axis=1)
-    # Relative to the newest, so that a pause changes nothing.
-    recency = 0.5 ** ((ended.max() - ended) / _HALF_LIFE_S)
-    weights = np.maximum(recency, _LEAST_WEIGHT)
+    weights = np.maximum(0.5 ** ((now - ended) / _HALF_LIFE_S), _LEAST_WEIGHT)
     rows = features * (np.sqrt(weights) / seconds)[:, None]
     wanted = np.sqrt(weights)
     best, least = np.zeros(_NUM_TERMS), np.inf
@@ -97,6 +76,8 @@ def _fit(steps: NDArray[np.float64]) -> StepCost:
             best[terms] = found
     ratios = seconds / (features @ best)
     order = np.argsort(ratios)
-    cumulated = recency[order].cumsum()
+    cumulated = weights[order].cumsum()
     level = ratios[order[np.searchsorted(cumulated, cumulated[-1] / 2)]]
-    return StepCost(*(level * best).tolist())
+    unloaded = min(1.0, float(np.quantile(ratios, _FASTEST) / level))
+    per_step, per_token, per_pair = (level * best).tolist()
+    return StepCost(per_step, per_token, per_pair, unloaded)

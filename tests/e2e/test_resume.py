@@ -50,6 +50,7 @@ def body(index: int) -> dict[str, object]:
     return {
         "prompt": [rng.randrange(10, toy_models.VOCABULARY) for _ in range(20 + 40 * index)],
         "stream": True,
+        "slo_class": "batch",
         "stream_options": {"include_usage": True},
         "logprobs": 1,
         "max_tokens": 60 + 10 * index,

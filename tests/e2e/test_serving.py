@@ -51,9 +51,9 @@ def chat_request(messages: list[dict[str, str]], sampling: common_pb2.SamplingPa
 
 
 def chat(
-    fleet: RunningFleet, messages: list[dict[str, str]], max_tokens: int
+    fleet: RunningFleet, messages: list[dict[str, str]], max_tokens: int, **fields: str
 ) -> tuple[str, common_pb2.Receipt]:
-    call = fleet.gateway().Chat(chat_request(messages, greedy(max_tokens)), timeout=300)
+    call = fleet.gateway().Chat(chat_request(messages, greedy(max_tokens), **fields), timeout=300)
     text = ""
     for response in call:
         text += response.chunk.text
@@ -81,8 +81,11 @@ def client(fleet: RunningFleet) -> openai.OpenAI:
 def test_the_same_text_over_grpc_over_http_and_in_one_process(
     fleet: RunningFleet, corpus, model_dir: Path
 ) -> None:
-    messages = dialogue(corpus, 0)
-    text, receipt = chat(fleet, messages, 48)
+    for index in range(len(DIALOGUE_CHARS)):
+        messages = dialogue(corpus, index)
+        text, receipt = chat(fleet, messages, 48)
+        if receipt.prefill_pod:  # a decode pod leaves one that gets no processor for a second
+            break
     assert receipt.prefill_pod == "prefill-0"
     assert receipt.decode_pod == "decode-0"
     assert receipt.transfer_bytes > 0
@@ -117,14 +120,14 @@ def test_seeded_sampling_is_the_same_apart_and_together(fleet: RunningFleet, cor
 
 def test_four_dialogues_at_once_while_others_misbehave(fleet: RunningFleet, corpus) -> None:
     def over_grpc(index: int) -> int:
-        _, receipt = chat(fleet, dialogue(corpus, index), 32)
+        _, receipt = chat(fleet, dialogue(corpus, index), 32, slo_class="batch")
         assert 2000 <= receipt.prompt_tokens <= 4000
         return receipt.output_tokens
 
     def over_http(index: int) -> int:
         stream = client(fleet).chat.completions.create(
             model=MODEL, messages=dialogue(corpus, index), temperature=0.0, max_tokens=32,
-            stream=True, stream_options={"include_usage": True},
+            stream=True, stream_options={"include_usage": True}, extra_body={"slo_class": "batch"},
         )  # fmt: skip
         chunks = list(stream)
         assert chunks[-1].usage.total_tokens > 2000
@@ -142,7 +145,8 @@ def test_four_dialogues_at_once_while_others_misbehave(fleet: RunningFleet, corp
 
 def _grpc_client_cancels_midway(fleet: RunningFleet) -> None:
     call = fleet.gateway().Chat(
-        chat_request([{"role": "user", "content": "Count to a thousand."}], greedy(400)), timeout=120
+        chat_request([{"role": "user", "content": "Count to a thousand."}], greedy(400), slo_class="batch"),
+        timeout=120,
     )
     with pytest.raises(grpc.RpcError) as cancelled:
         for response in call:
@@ -214,14 +218,14 @@ def test_an_unknown_model_is_not_found(fleet: RunningFleet) -> None:
 
 
 def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(fleet: RunningFleet) -> None:
-    """Nine may run and two may wait; the rest of twenty hear 429 without waiting."""
+    """Seven without objectives may run and two may wait; the rest of twenty hear 429 without waiting."""
 
     def ask(_: int) -> tuple[int, float, str | None]:
         started = time.monotonic()
         answer = httpx.post(
             f"{fleet.url}/v1/chat/completions",
             json={"messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 48,
-                  "temperature": 0.0, "ignore_eos": True},
+                  "temperature": 0.0, "ignore_eos": True, "slo_class": "batch"},
             timeout=300, trust_env=False,
         )  # fmt: skip
         return answer.status_code, time.monotonic() - started, answer.headers.get("Retry-After")
@@ -230,7 +234,7 @@ def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(fleet: RunningF
         answers = list(pool.map(ask, range(20)))
     statuses = [status for status, _, _ in answers]
     assert set(statuses) == {200, 429}
-    assert statuses.count(200) >= 11
+    assert statuses.count(200) >= 9
     for status, seconds, retry_after in answers:
         if status == 429:
             assert seconds < 5.0

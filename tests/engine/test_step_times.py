@@ -3,8 +3,9 @@
 import random
 
 import pytest
+from tandem_core.step_cost import StepCost
 from tandem_engine import step_times
-from tandem_engine.step_times import StepCost, StepTimes
+from tandem_engine.step_times import StepTimes
 
 TRUE = StepCost(per_step=0.004, per_token=0.0005, per_pair=2e-7)
 
@@ -66,3 +67,12 @@ def test_no_term_is_negative():
         cost = times.cost()
         assert min(cost.per_step, cost.per_token, cost.per_pair) >= 0
         assert cost.is_known
+
+
+def test_the_unloaded_share_is_that_of_the_fastest_steps():
+    times, rng = StepTimes(), random.Random(4)
+    for i in range(200):
+        observe(times, TRUE, rng.choice([0, 512, 1024]), rng.choice([64, 256, 512]), 2.0 if i % 3 else 1.0)
+    cost = times.cost()
+    alone = cost.unloaded * cost.prompt_seconds(0, 1024, 512)
+    assert alone == pytest.approx(TRUE.prompt_seconds(0, 1024, 512), rel=0.15)

@@ -1,14 +1,16 @@
 """Admission: bounded, earliest deadline first, and nobody waits for someone who has left."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from tandem_core.sampling import SamplingParams
-from tandem_core.slo import SLO_CLASSES
-from tandem_gateway.admission import Admission, Predictor
-from tandem_gateway.errors import DeadlineError, OverloadedError
+from tandem_core.slo import SLO_CLASSES, SloTarget
+from tandem_gateway import admission
+from tandem_gateway.admission import AdaptiveLimit, Admission
+from tandem_gateway.errors import DeadlineError, OverloadedError, RefusalReason
 from tandem_gateway.request import TokenizedRequest
-from tandem_proto.v1 import common_pb2
+from tandem_gateway.settings import Policy
 from waiting import run_ready_tasks
 
 
@@ -19,11 +21,25 @@ def _request(name: str, slo_class: str = "interactive", *, timeout_s: float = 60
     )
 
 
+class NoForecast:
+    """As without pods: nothing is predicted."""
+
+    def forecast(self, request, queue_s):
+        return None
+
+
+NO_FORECAST = NoForecast()
+
+
 class Line:
     """Requests in front of an admission; `entered` is the order in which they got their places."""
 
-    def __init__(self, *, max_in_flight: int = 1, max_queue: int = 8) -> None:
-        self.admission = Admission(max_in_flight=max_in_flight, max_queue=max_queue)
+    def __init__(
+        self, *, max_in_flight: int = 1, max_queue: int = 8, policy: Policy = Policy.PREDICT
+    ) -> None:
+        self.admission = Admission(
+            NO_FORECAST, max_in_flight=max_in_flight, max_queue=max_queue, policy=policy, slack=3.0
+        )
         self.entered: list[str] = []
         self._leave: dict[str, asyncio.Event] = {}
 
@@ -72,7 +88,7 @@ async def test_a_full_queue_refuses_at_once_with_a_retry_after_that_grows_with_t
     tasks = [await line.arrive(_request("running"))]
     waits = []
     for name in "abc":
-        waits.append(line.admission.retry_after_s())
+        waits.append(line.admission._turn_s())
         tasks.append(await line.arrive(_request(name)))
     assert waits == sorted(set(waits))
     with pytest.raises(OverloadedError, match="2 waiting, limit 2") as info:
@@ -121,12 +137,51 @@ async def test_a_deadline_ends_the_wait():
     await running
 
 
-def test_the_predictor_learns_from_receipts():
-    predictor = Predictor()
-    receipt = common_pb2.Receipt(
-        prompt_tokens=1100, cached_tokens=100, ttft_ns=3_000_000_000, e2e_ns=5_000_000_000, output_tokens=10
-    )
-    for _ in range(200):
-        predictor.observe(receipt, queued_s=1.0)
-    assert predictor.service_s == pytest.approx(4.0, rel=0.01)
-    assert predictor.prefill_s(500) == pytest.approx(1.0, rel=0.01), "2 s for 1000 uncached tokens"
+async def test_fifo_serves_in_order_of_arrival_and_ttl_refuses_who_waited_for_too_long():
+    line = Line(policy=Policy.FIFO)
+    tasks = [
+        await line.arrive(_request(name, slo))
+        for name, slo in (("a", "batch"), ("b", "batch"), ("c", "chat"))
+    ]
+    for name in "abc":
+        await line.leave(name)
+    assert line.entered == ["a", "b", "c"]
+    await asyncio.gather(*tasks)
+    line = Line(policy=Policy.TTL)
+    running = await line.arrive(_request("running"))
+    late = replace(_request("late"), slo=SloTarget("chat", ttft_s=0.05))
+    with pytest.raises(OverloadedError, match=r"waited longer than the 0\.05 s") as info:
+        await (await line.arrive(late))
+    assert info.value.reason is RefusalReason.WAITED
+    await line.leave("running")
+    await running
+
+
+async def test_requests_without_objectives_leave_places_for_others():
+    line = Line(max_in_flight=4)
+    tasks = [await line.arrive(_request(name, "batch")) for name in "abcd"]
+    assert line.entered == ["a", "b", "c"], "three quarters of four"
+    tasks.append(await line.arrive(_request("chat", "chat")))
+    assert line.entered[-1] == "chat", "it passes the one that waits"
+    await line.leave("a")
+    assert line.entered[-1] == "d"
+    for name in ("b", "c", "d", "chat"):
+        await line.leave(name)
+    await asyncio.gather(*tasks)
+    assert (line.admission.num_in_flight, line.admission.num_waiting) == (0, 0)
+
+
+def test_the_adaptive_limit_rises_by_one_a_round_and_falls_by_a_share(monkeypatch):
+    now = 100.0
+    monkeypatch.setattr(admission.time, "monotonic", lambda: now)
+    limit = AdaptiveLimit(100)
+    limit.ended(met=False)
+    limit.ended(met=False)
+    assert limit.value == pytest.approx(70), "once a second"
+    for _ in range(70):
+        limit.ended(met=True)
+    assert limit.value == pytest.approx(71, abs=0.1)
+    for _ in range(100):
+        now += 2
+        limit.ended(met=False)
+    assert limit.value == 1

@@ -5,8 +5,10 @@ import hashlib
 import grpc
 import openai
 import pytest
+from tandem_core.errors import InvalidRequestError
+from tandem_core.slo import SloTarget
 from tandem_gateway.auth import ANYONE, ApiKeys, KeyFileError
-from tandem_gateway.errors import UnauthenticatedError
+from tandem_gateway.errors import ForbiddenError, UnauthenticatedError
 from tandem_proto.v1 import gateway_pb2
 
 REQUEST = gateway_pb2.ChatRequest(messages=[gateway_pb2.ChatMessage(role="user", content="hi")])
@@ -88,3 +90,18 @@ def test_a_damaged_file_is_refused_with_its_line(line, words, tmp_path):
     path.write_text("\n" + line + "\n")
     with pytest.raises(KeyFileError, match=f":2: .*{words}"):
         ApiKeys.load(path)
+
+
+def test_a_key_bounds_the_objectives_of_its_requests(tmp_path):
+    digest = hashlib.sha256(b"k").hexdigest()
+    file = tmp_path / "keys.jsonl"
+    file.write_text(f'{{"key_sha256": "{digest}", "tenant": "t", "weight": 2.5, "min_ttft_ms": 500}}')
+    caller = ApiKeys.load(file).authenticate("Bearer k")
+    assert caller.weight == 2.5
+    assert caller.slo("chat", SloTarget("", ttft_s=0.5, e2e_s=0.001)).ttft_s == 0.5
+    with pytest.raises(
+        ForbiddenError, match="ttft objective: this key may ask for 500 ms or more, not for 499"
+    ):
+        caller.slo("chat", SloTarget("", ttft_s=0.499))
+    with pytest.raises(InvalidRequestError, match=r"slo\.e2e: is 86401 s; send at most 86400 s"):
+        caller.slo("chat", SloTarget("", e2e_s=86_401.0))

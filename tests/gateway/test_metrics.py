@@ -91,13 +91,12 @@ async def test_every_request_received_becomes_one_met_or_one_miss_of_its_tenant(
     assert await front.metric('vllm:request_success_total{finished_reason="error"}') == 1
 
 
-async def test_the_first_objective_that_was_missed_is_the_cause(pods, gateway, monkeypatch):
-    strict = {"interactive": SloTarget("interactive", ttft_s=1e-6), "chat": SloTarget("chat", e2e_s=1e-6)}
-    monkeypatch.setattr("tandem_gateway.auth.SLO_CLASSES", strict)
+async def test_the_stage_that_took_too_long_is_the_cause(pods, gateway, monkeypatch):
+    monkeypatch.setattr("tandem_gateway.auth.SLO_CLASSES", {"chat": SloTarget("chat", ttft_s=1e-6)})
     front = await gateway(await pods())
-    for slo_class, cause in (("interactive", "ttft"), ("chat", "e2e")):
-        await ask(front, slo_class=slo_class)
-        assert await front.metric(f'tandem_slo_misses_total{{slo_class="{slo_class}",cause="{cause}"}}') == 1
+    await ask(front, slo_class="chat")
+    # The fake pod's receipt accounts for next to nothing of the time.
+    assert await front.metric('tandem_slo_misses_total{slo_class="chat",cause="other"}') == 1
 
 
 async def test_a_client_that_leaves_is_an_abort(pods, gateway):

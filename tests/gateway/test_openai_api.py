@@ -311,3 +311,41 @@ async def test_a_drain_lets_a_running_stream_finish(pods, gateway):
     await front.openai.close()
     await front.http.aclose()
     await asyncio.wait_for(stopping, 3.0)
+
+
+async def test_objectives_come_with_a_request(pods, gateway):
+    front = await gateway(await pods())
+    headers = {
+        "x-slo-class": "chat",
+        "x-slo-ttft-ms": "700",
+        "x-slo-e2e-ms": "9000.5",
+        "x-slo-strict": "true",
+    }
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    response = await front.http.post("/v1/chat/completions", json=body, headers=headers)
+    slo = response.json()["usage"]["tandem_receipt"]["slo"]
+    assert (slo["name"], slo["strict"]) == ("chat", True)
+    assert (slo["ttft_ns"], slo["tpot_ns"], slo["e2e_ns"]) == (700_000_000, 150_000_000, 9_000_500_000)
+
+
+@pytest.mark.parametrize(
+    ("headers", "words"),
+    [
+        ({"x-slo-ttft-ms": "0"}, "x-slo-ttft-ms: is '0'; send a number of milliseconds over 0"),
+        ({"x-slo-tpot-ms": "nan"}, "x-slo-tpot-ms: is 'nan'"),
+        ({"x-slo-e2e-ms": "5s"}, "x-slo-e2e-ms: is '5s'"),
+        ({"x-slo-e2e-ms": "1e12"}, "at most 86400000"),
+        ({"x-slo-strict": "yes"}, "x-slo-strict: is 'yes'; send true or false"),
+        ({"x-slo-tftt-ms": "100"}, "is no header of this API; use x-slo-class, x-slo-ttft-ms"),
+        ({"x-slo-class": "batch"}, "x-slo-class: is 'batch', but slo_class in the body is 'chat'"),
+        ({"x-slo-class": "gold"}, "slo_class"),
+    ],
+)
+async def test_wrong_objectives_are_refused_by_name(pods, gateway, headers, words):
+    front = await gateway(await pods())
+    body = {"messages": [{"role": "user", "content": "hi"}]} | (
+        {"slo_class": "chat"} if headers.get("x-slo-class") == "batch" else {}
+    )
+    response = await front.http.post("/v1/chat/completions", json=body, headers=headers)
+    assert response.status_code == 400
+    assert words in response.json()["error"]["message"]

@@ -22,4 +22,4 @@ def test_a_receipt_in_json_has_the_messages_names_and_values() -> None:
     assert (shown["prefill_retries"], shown["slo_miss_reason"]) == (0, "")
     assert shown["accepted_by_source"] == {"prompt": 3, "output": 2}
     assert shown["hit_steps_by_source"] == {}
-    assert shown["slo"] == {"name": "chat", "ttft_ns": 10**9, "tpot_ns": 0, "e2e_ns": 0}
+    assert shown["slo"] == {"name": "chat", "ttft_ns": 10**9, "tpot_ns": 0, "e2e_ns": 0, "strict": False}

@@ -187,7 +187,7 @@ async def test_a_pod_is_used_through_a_step_of_seconds_but_not_of_minutes(pods, 
 
 async def test_the_pod_gets_the_healthy_prefill_pods_least_busy_first(pods, gateway):
     decode = await pods()
-    busy, idle = await pods("busy", num_running=4), await pods("idle")
+    busy, idle = await pods("busy", num_prompts=4), await pods("idle")
     dead = "127.0.0.1:1"
     front = await gateway(decode, prefill=(busy.target, idle.target, dead))
     await front.until_metric('tandem_healthy_pods{role="prefill"}', 2)

@@ -6,9 +6,14 @@ from dataclasses import replace
 import pytest
 from tandem_core.sampling import SamplingParams
 from tandem_core.slo import SLO_CLASSES
-from tandem_gateway.fleet import Pod, PodLoad, Role
+from tandem_core.step_cost import StepCost
+from tandem_gateway.fleet import Pod, Role
+from tandem_gateway.pod_load import PodLoad
 from tandem_gateway.request import TokenizedRequest
-from tandem_gateway.routing import PrefixIndex, Router
+from tandem_gateway.routing import OutputLengths, PrefixIndex, Router
+
+#: A millisecond per prompt token, and per output token and sequence of the batch.
+COSTS = {"prefill_cost": StepCost(per_token=0.001), "decode_cost": StepCost(per_token=0.001)}
 
 
 class FixedFleet:
@@ -25,10 +30,10 @@ class FixedFleet:
 async def make_pod():
     made = []
 
-    def make(target: str, role: Role = Role.DECODE, **load: int) -> Pod:
+    def make(target: str, role: Role = Role.DECODE, **load: object) -> Pod:
         pod = Pod(role, target)
         pod.healthy = True
-        pod.load = PodLoad(**{"free_blocks": 100, "total_blocks": 100, "block_size": 64, **load})
+        pod.load = PodLoad(**{"free_blocks": 100, "total_blocks": 100, "block_size": 64, **COSTS, **load})
         made.append(pod)
         return pod
 
@@ -36,8 +41,13 @@ async def make_pod():
     await asyncio.gather(*(pod.channel.close() for pod in made))
 
 
-def _request(tokens: range, tenant: str = "default") -> TokenizedRequest:
-    return TokenizedRequest("r", tenant, tuple(tokens), SamplingParams(), SLO_CLASSES["batch"], 0.0, 1.0)
+def _request(tokens: range, tenant: str = "default", max_tokens: int = 100) -> TokenizedRequest:
+    sampling = SamplingParams(max_tokens=max_tokens)
+    return TokenizedRequest("r", tenant, tuple(tokens), sampling, SLO_CLASSES["batch"], 0.0, 1.0)
+
+
+def _router(*pods: Pod) -> Router:
+    return Router(FixedFleet(*pods), OutputLengths())
 
 
 PROMPT = range(1000, 1000 + 40 * 64)
@@ -45,27 +55,27 @@ PROMPT = range(1000, 1000 + 40 * 64)
 
 async def test_a_conversation_returns_to_the_pod_that_holds_its_prefix(make_pod):
     a, b = make_pod("a:1"), make_pod("b:1")
-    router = Router(FixedFleet(a, b))
+    router = _router(a, b)
     b.in_flight = 1
     assert router.choose(_request(PROMPT)).decode is a
     a.in_flight, b.in_flight = 2, 0
     longer = range(PROMPT.start, PROMPT.stop + 100)
-    assert router.choose(_request(longer)).decode is a, "2560 cached tokens outweigh two requests"
+    assert router.choose(_request(longer)).decode is a, "2.56 s of prefill outweigh two more sequences"
     assert router.choose(_request(longer, tenant="other")).decode is b, "tenants share no cache"
     assert router.choose(_request(range(5))).decode is b
 
 
 async def test_a_much_busier_pod_loses_even_its_own_prefixes(make_pod):
     a, b = make_pod("a:1"), make_pod("b:1")
-    router = Router(FixedFleet(a, b))
+    router = _router(a, b)
     assert router.choose(_request(PROMPT)).decode is a
-    a.load = PodLoad(free_blocks=100, total_blocks=100, block_size=64, num_requests=8)
+    a.load = replace(a.load, num_requests=30)
     assert router.choose(_request(PROMPT)).decode is b
 
 
 async def test_prefixes_are_counted_in_each_pods_own_blocks(make_pod):
     small, large = make_pod("a:1", block_size=16, free_blocks=50), make_pod("b:1", block_size=128)
-    router = Router(FixedFleet(small, large))
+    router = _router(small, large)
     short, medium = range(1000, 1060), range(2000, 2120)
     assert router.choose(_request(short), frozenset({"b:1"})).decode is small
     assert router.choose(_request(short)).decode is small, "three blocks of 16 are cached"
@@ -76,19 +86,19 @@ async def test_prefixes_are_counted_in_each_pods_own_blocks(make_pod):
 
 async def test_a_pod_without_room_for_the_prompt_comes_last(make_pod):
     full, roomy = make_pod("a:1", free_blocks=39), make_pod("b:1", free_blocks=40, num_requests=20)
-    router = Router(FixedFleet(full, roomy))
+    router = _router(full, roomy)
     assert router.choose(_request(PROMPT)).decode is roomy
     assert router.choose(_request(PROMPT), frozenset({"b:1"})).decode is full
 
 
 async def test_with_equal_load_the_pod_with_most_free_blocks_wins(make_pod):
-    router = Router(FixedFleet(make_pod("a:1", free_blocks=50), make_pod("b:1", free_blocks=60)))
+    router = _router(make_pod("a:1", free_blocks=50), make_pod("b:1", free_blocks=60))
     assert router.choose(_request(range(5))).decode.target == "b:1"
 
 
 async def test_unhealthy_and_excluded_pods_are_not_chosen(make_pod):
     a, b = make_pod("a:1"), make_pod("b:1")
-    router = Router(FixedFleet(a, b))
+    router = _router(a, b)
     a.healthy = False
     assert router.choose(_request(range(5))).decode is b
     assert router.choose(_request(range(5)), frozenset({"b:1"})) is None
@@ -97,7 +107,7 @@ async def test_unhealthy_and_excluded_pods_are_not_chosen(make_pod):
 async def test_what_a_pod_held_is_forgotten_when_it_leaves(make_pod):
     a, b = make_pod("a:1"), make_pod("b:1", free_blocks=90)
     fleet = FixedFleet(a, b)
-    router = Router(fleet)
+    router = Router(fleet, OutputLengths())
     assert router.choose(_request(PROMPT)).decode is a
     fleet.pods.remove(a)
     assert router.choose(_request(range(5))).decode is b
@@ -107,21 +117,74 @@ async def test_what_a_pod_held_is_forgotten_when_it_leaves(make_pod):
 
 
 async def test_prefill_pods_are_ordered_least_busy_first(make_pod):
-    pods = [make_pod("p:1", Role.PREFILL, num_requests=2), make_pod("p:2", Role.PREFILL), make_pod("d:1")]
-    route = Router(FixedFleet(*pods)).choose(_request(range(5)))
+    pods = [make_pod("p:1", Role.PREFILL), make_pod("p:2", Role.PREFILL), make_pod("d:1")]
+    pods[0].backlog.add("r1", 0.0, 0.5)
+    route = _router(*pods).choose(_request(range(5)))
     assert [pod.target for pod in route.prefill] == ["p:2", "p:1"]
 
 
 async def test_a_prompt_returns_to_the_prefill_pod_that_computed_it(make_pod):
     one, two = make_pod("p:1", Role.PREFILL), make_pod("p:2", Role.PREFILL)
-    router = Router(FixedFleet(one, two, make_pod("d:1")))
-    two.in_flight = 1
+    router = _router(one, two, make_pod("d:1"))
+    two.backlog.add("r1", 0.0, 1.0)
     assert router.choose(_request(PROMPT)).prefill[0] is one
-    one.in_flight, two.in_flight = 1, 0
-    assert router.choose(_request(PROMPT)).prefill[0] is one, "2,560 cached tokens outweigh one request"
+    two.backlog.remove("r1")
+    one.backlog.add("r1", 0.0, 1.0)
+    assert router.choose(_request(PROMPT)).prefill[0] is one, "2,560 cached tokens outweigh a second"
     assert router.choose(_request(range(5))).prefill[0] is two
-    one.in_flight = 2
+    one.backlog.add("r2", 0.0, 4.0)
     assert router.choose(_request(PROMPT)).prefill[0] is two
+
+
+async def test_a_faster_pod_gets_the_prompt(make_pod):
+    slow = make_pod("p:1", Role.PREFILL, prefill_cost=StepCost(per_token=0.003))
+    fast = make_pod("p:2", Role.PREFILL)
+    fast.backlog.add("r1", 0.0, 3.0)
+    router = _router(slow, fast, make_pod("d:1"))
+    route = router.plan(_request(PROMPT))
+    assert route.prefill[0] is fast, "3 s of others' prompts and 2.56 s are less than 7.68 s"
+    assert (route.wait_s, route.prefill_s) == (pytest.approx(3.0, abs=0.1), pytest.approx(2.56))
+
+
+async def test_short_prompts_are_planned_where_the_decode_pod_computes_them(make_pod):
+    decode = make_pod("d:1", local_prefill_tokens=50, idle_prefill_tokens=100)
+    prefill = make_pod("p:1", Role.PREFILL)
+    router = _router(decode, prefill)
+    assert router.plan(_request(range(60))).computes_prompt is decode, "it is idle"
+    decode.in_flight = 1
+    assert router.plan(_request(range(60))).computes_prompt is prefill
+    assert router.plan(_request(range(40))).computes_prompt is decode
+    router.choose(_request(PROMPT))
+    more = range(PROMPT.start, PROMPT.stop + 40)
+    assert router.plan(_request(more)).computes_prompt is decode, "most of it is cached"
+
+
+async def test_a_plan_remembers_nothing(make_pod):
+    router = _router(make_pod("d:1"))
+    assert router.plan(_request(PROMPT)).prefill_s == router.plan(_request(PROMPT)).prefill_s
+
+
+async def test_the_time_per_token_is_that_of_the_batch_with_the_request(make_pod):
+    pod = make_pod("d:1", num_requests=3, tokens_per_step=2.0, max_batch=4)
+    router = _router(pod)
+    route = router.plan(_request(range(64)))
+    assert (route.token_s, route.alone_token_s) == (pytest.approx(0.002), pytest.approx(0.0005))
+    pod.load = replace(pod.load, num_requests=7)
+    assert router.plan(_request(range(64))).token_s == pytest.approx(0.004), "eight take turns in four places"
+
+
+def test_lengths_of_answers_are_learned_by_tenant_and_beginning():
+    lengths = OutputLengths()
+    order, other = _request(range(64, 200)), _request(range(300, 500))
+    assert lengths.expected(order) == 100, "max_tokens, before anything is known"
+    for _ in range(50):
+        lengths.observe(order, 20)
+    assert lengths.expected(_request(range(64, 190))) == 20
+    assert lengths.expected(other) == 20, "as the tenant's other answers"
+    lengths.observe(other, 60)
+    assert lengths.expected(other) == 60
+    assert lengths.expected(_request(range(64, 190), tenant="b")) == 100
+    assert lengths.expected(_request(range(64, 190), max_tokens=5)) == 5
 
 
 def test_the_index_forgets_the_end_of_the_oldest_prompt_first():

@@ -42,6 +42,8 @@ class FakePod(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.PrefillSer
     total_blocks: int = 100
     free_blocks: int = 100
     num_running: int = 0
+    #: Of a thousand tokens each, which it has yet to compute.
+    num_prompts: int = 0
     revision: str = REVISION
     age_seconds: float = 0.0
     target: str = ""
@@ -144,4 +146,5 @@ class FakePod(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.PrefillSer
             block_size=64,
             usage=usage,
             age_seconds=self.age_seconds,
+            prompts=[common_pb2.PromptWork(due_seconds=-1.0, stop=1000)] * self.num_prompts,
         )

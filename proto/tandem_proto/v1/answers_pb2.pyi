@@ -5,6 +5,7 @@ What gateways keep of an answer, so that any of them can go on with it."""
 
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from tandem_proto.v1 import common_pb2 as _common_pb2
 from tandem_proto.v1 import decode_pb2 as _decode_pb2
 import builtins as _builtins
 import sys
@@ -30,6 +31,7 @@ class AnswerRecord(_message.Message):
     WITH_USAGE_FIELD_NUMBER: _builtins.int
     CREATED_SECONDS_FIELD_NUMBER: _builtins.int
     PAYLOAD_SHA256_FIELD_NUMBER: _builtins.int
+    SLO_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Names this computation of the answer; event ids begin with it."""
     slo_class: _builtins.str
@@ -45,6 +47,10 @@ class AnswerRecord(_message.Message):
     def request(self) -> _decode_pb2.DecodeRequest:
         """Prompt, complete sampling parameters (with the seed), tenant and request id. No targets."""
 
+    @_builtins.property
+    def slo(self) -> _common_pb2.SloTarget:
+        """The objectives asked for; unset in records of older gateways, whose requests had those of the class."""
+
     def __init__(
         self,
         *,
@@ -55,10 +61,11 @@ class AnswerRecord(_message.Message):
         with_usage: _builtins.bool = ...,
         created_seconds: _builtins.int = ...,
         payload_sha256: _builtins.bytes = ...,
+        slo: _common_pb2.SloTarget | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "slo", b"slo"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_seconds", b"created_seconds", "id", b"id", "kind", b"kind", "payload_sha256", b"payload_sha256", "request", b"request", "slo_class", b"slo_class", "with_usage", b"with_usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_seconds", b"created_seconds", "id", b"id", "kind", b"kind", "payload_sha256", b"payload_sha256", "request", b"request", "slo", b"slo", "slo_class", b"slo_class", "with_usage", b"with_usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

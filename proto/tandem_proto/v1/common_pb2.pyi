@@ -210,6 +210,7 @@ class SloTarget(_message.Message):
     TTFT_NS_FIELD_NUMBER: _builtins.int
     TPOT_NS_FIELD_NUMBER: _builtins.int
     E2E_NS_FIELD_NUMBER: _builtins.int
+    STRICT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name of the class: "interactive", "chat" or "batch"."""
     ttft_ns: _builtins.int
@@ -218,6 +219,8 @@ class SloTarget(_message.Message):
     """Mean time per output token after the first."""
     e2e_ns: _builtins.int
     """Whole request."""
+    strict: _builtins.bool
+    """Refuse the request rather than widen the objectives, where this system could not meet them even without load."""
     def __init__(
         self,
         *,
@@ -225,10 +228,11 @@ class SloTarget(_message.Message):
         ttft_ns: _builtins.int = ...,
         tpot_ns: _builtins.int = ...,
         e2e_ns: _builtins.int = ...,
+        strict: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["e2e_ns", b"e2e_ns", "name", b"name", "tpot_ns", b"tpot_ns", "ttft_ns", b"ttft_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["e2e_ns", b"e2e_ns", "name", b"name", "strict", b"strict", "tpot_ns", b"tpot_ns", "ttft_ns", b"ttft_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -380,6 +384,13 @@ class Receipt(_message.Message):
     HIT_STEPS_BY_SOURCE_FIELD_NUMBER: _builtins.int
     DRAFTED_BY_SOURCE_FIELD_NUMBER: _builtins.int
     DECODE_RETRIES_FIELD_NUMBER: _builtins.int
+    SLO_WIDENED_FIELD_NUMBER: _builtins.int
+    PREDICTED_TTFT_P50_NS_FIELD_NUMBER: _builtins.int
+    PREDICTED_TTFT_P90_NS_FIELD_NUMBER: _builtins.int
+    PREDICTED_E2E_P50_NS_FIELD_NUMBER: _builtins.int
+    PREDICTED_E2E_P90_NS_FIELD_NUMBER: _builtins.int
+    SLO_MISS_CAUSE_FIELD_NUMBER: _builtins.int
+    PREEMPTIONS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     queue_ns: _builtins.int
     """Waiting for admission and for a place in a batch."""
@@ -416,6 +427,19 @@ class Receipt(_message.Message):
     """Decode pods that were lost with the request; another pod continued it. Steps, drafts and the times of prefill,
     transfer and decode are the last pod's.
     """
+    slo_widened: _builtins.bool
+    """`slo` is wider than the objectives that were asked for, because this system would miss those even without load."""
+    predicted_ttft_p50_ns: _builtins.int
+    """As predicted when the request was admitted: the medians and 90th percentiles; 0: nothing could be predicted."""
+    predicted_ttft_p90_ns: _builtins.int
+    predicted_e2e_p50_ns: _builtins.int
+    predicted_e2e_p90_ns: _builtins.int
+    slo_miss_cause: _builtins.str
+    """Empty when the SLO was met; else which stage took the longest beyond what was predicted: "queue", "prefill",
+    "transfer", "decode", "length" (a longer answer than expected), "preemption", "failover" or "other".
+    """
+    preemptions: _builtins.int
+    """Times the decode pod took the request's blocks for others; it then computed the text again."""
     @_builtins.property
     def accepted_by_source(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Accepted draft tokens by source ("prompt", "output", "global", ...)."""
@@ -457,10 +481,17 @@ class Receipt(_message.Message):
         hit_steps_by_source: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         drafted_by_source: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         decode_retries: _builtins.int = ...,
+        slo_widened: _builtins.bool = ...,
+        predicted_ttft_p50_ns: _builtins.int = ...,
+        predicted_ttft_p90_ns: _builtins.int = ...,
+        predicted_e2e_p50_ns: _builtins.int = ...,
+        predicted_e2e_p90_ns: _builtins.int = ...,
+        slo_miss_cause: _builtins.str = ...,
+        preemptions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["slo", b"slo"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_by_source", b"accepted_by_source", "accepted_tokens", b"accepted_tokens", "cached_tokens", b"cached_tokens", "decode_ns", b"decode_ns", "decode_pod", b"decode_pod", "decode_retries", b"decode_retries", "decode_steps", b"decode_steps", "drafted_by_source", b"drafted_by_source", "drafted_tokens", b"drafted_tokens", "e2e_ns", b"e2e_ns", "hit_steps", b"hit_steps", "hit_steps_by_source", b"hit_steps_by_source", "output_tokens", b"output_tokens", "prefill_ns", b"prefill_ns", "prefill_pod", b"prefill_pod", "prefill_retries", b"prefill_retries", "prompt_tokens", b"prompt_tokens", "queue_ns", b"queue_ns", "request_id", b"request_id", "seed", b"seed", "slo", b"slo", "slo_met", b"slo_met", "slo_miss_reason", b"slo_miss_reason", "transfer_bytes", b"transfer_bytes", "transfer_ns", b"transfer_ns", "ttft_ns", b"ttft_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_by_source", b"accepted_by_source", "accepted_tokens", b"accepted_tokens", "cached_tokens", b"cached_tokens", "decode_ns", b"decode_ns", "decode_pod", b"decode_pod", "decode_retries", b"decode_retries", "decode_steps", b"decode_steps", "drafted_by_source", b"drafted_by_source", "drafted_tokens", b"drafted_tokens", "e2e_ns", b"e2e_ns", "hit_steps", b"hit_steps", "hit_steps_by_source", b"hit_steps_by_source", "output_tokens", b"output_tokens", "predicted_e2e_p50_ns", b"predicted_e2e_p50_ns", "predicted_e2e_p90_ns", b"predicted_e2e_p90_ns", "predicted_ttft_p50_ns", b"predicted_ttft_p50_ns", "predicted_ttft_p90_ns", b"predicted_ttft_p90_ns", "preemptions", b"preemptions", "prefill_ns", b"prefill_ns", "prefill_pod", b"prefill_pod", "prefill_retries", b"prefill_retries", "prompt_tokens", b"prompt_tokens", "queue_ns", b"queue_ns", "request_id", b"request_id", "seed", b"seed", "slo", b"slo", "slo_met", b"slo_met", "slo_miss_cause", b"slo_miss_cause", "slo_miss_reason", b"slo_miss_reason", "slo_widened", b"slo_widened", "transfer_bytes", b"transfer_bytes", "transfer_ns", b"transfer_ns", "ttft_ns", b"ttft_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -630,19 +661,23 @@ class StepCost(_message.Message):
     PER_STEP_FIELD_NUMBER: _builtins.int
     PER_TOKEN_FIELD_NUMBER: _builtins.int
     PER_PAIR_FIELD_NUMBER: _builtins.int
+    UNLOADED_FIELD_NUMBER: _builtins.int
     per_step: _builtins.float
     per_token: _builtins.float
     per_pair: _builtins.float
+    unloaded: _builtins.float
+    """The share of these times that steps take while nothing else uses the machine; 0 means 1."""
     def __init__(
         self,
         *,
         per_step: _builtins.float = ...,
         per_token: _builtins.float = ...,
         per_pair: _builtins.float = ...,
+        unloaded: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["per_pair", b"per_pair", "per_step", b"per_step", "per_token", b"per_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["per_pair", b"per_pair", "per_step", b"per_step", "per_token", b"per_token", "unloaded", b"unloaded"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -54,6 +54,7 @@ class ChatRequest(_message.Message):
     SPECULATION_FIELD_NUMBER: _builtins.int
     LAST_EVENT_ID_FIELD_NUMBER: _builtins.int
     IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
+    SLO_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Empty: the only model served."""
     slo_class: _builtins.str
@@ -74,6 +75,10 @@ class ChatRequest(_message.Message):
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]: ...
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
+    @_builtins.property
+    def slo(self) -> _common_pb2.SloTarget:
+        """Objectives of this request; those that are 0 are the class's. `name` is not read."""
+
     def __init__(
         self,
         *,
@@ -85,10 +90,11 @@ class ChatRequest(_message.Message):
         speculation: _builtins.str = ...,
         last_event_id: _builtins.str = ...,
         idempotency_key: _builtins.str = ...,
+        slo: _common_pb2.SloTarget | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "slo", b"slo"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["idempotency_key", b"idempotency_key", "last_event_id", b"last_event_id", "messages", b"messages", "model", b"model", "request_id", b"request_id", "sampling", b"sampling", "slo_class", b"slo_class", "speculation", b"speculation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["idempotency_key", b"idempotency_key", "last_event_id", b"last_event_id", "messages", b"messages", "model", b"model", "request_id", b"request_id", "sampling", b"sampling", "slo", b"slo", "slo_class", b"slo_class", "speculation", b"speculation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -133,6 +139,7 @@ class GenerateRequest(_message.Message):
     SPECULATION_FIELD_NUMBER: _builtins.int
     LAST_EVENT_ID_FIELD_NUMBER: _builtins.int
     IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
+    SLO_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     text: _builtins.str
     slo_class: _builtins.str
@@ -147,6 +154,10 @@ class GenerateRequest(_message.Message):
     def token_ids(self) -> _common_pb2.TokenIds: ...
     @_builtins.property
     def sampling(self) -> _common_pb2.SamplingParams: ...
+    @_builtins.property
+    def slo(self) -> _common_pb2.SloTarget:
+        """As in ChatRequest."""
+
     def __init__(
         self,
         *,
@@ -159,10 +170,11 @@ class GenerateRequest(_message.Message):
         speculation: _builtins.str = ...,
         last_event_id: _builtins.str = ...,
         idempotency_key: _builtins.str = ...,
+        slo: _common_pb2.SloTarget | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "sampling", b"sampling", "slo", b"slo", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["idempotency_key", b"idempotency_key", "last_event_id", b"last_event_id", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "slo_class", b"slo_class", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["idempotency_key", b"idempotency_key", "last_event_id", b"last_event_id", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "slo", b"slo", "slo_class", b"slo_class", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015

@@ -245,7 +245,9 @@ def describe_receipt(receipt: common_pb2.Receipt) -> str:
     sources = ", ".join(f"{name} {count}" for name, count in sorted(receipt.accepted_by_source.items()))
     pods = " -> ".join(pod for pod in (receipt.prefill_pod, receipt.decode_pod) if pod)
     slo = f"SLO {receipt.slo.name}: " if receipt.slo.name else "SLO: "
-    slo += "met" if receipt.slo_met else f"missed ({receipt.slo_miss_reason or 'no reason given'})"
+    slo += (
+        "met" if receipt.slo_met else f"missed ({receipt.slo_miss_reason}; cause: {receipt.slo_miss_cause})"
+    )
     retries = f", {receipt.prefill_retries} prefill retries" if receipt.prefill_retries else ""
     retries += f", {receipt.decode_retries} decode retries" if receipt.decode_retries else ""
     return "\n".join(

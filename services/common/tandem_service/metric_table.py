@@ -223,8 +223,8 @@ SLO_MET = _counter(
 )
 SLO_MISSES = _counter(
     "tandem_slo_misses_total",
-    "Requests that ended and did not meet every objective: ttft, tpot or e2e (the first that was missed), or "
-    "how a request without a complete answer ended",
+    "Requests that ended and did not meet every objective, by the stage that took longer than predicted, or "
+    "by how a request without a complete answer ended",
     "slo_class",
     "tenant",
     "cause",

@@ -63,6 +63,7 @@ async def open_pod(pod: DecodeSettings) -> AsyncIterator[PodServer]:
     tls = pod.pod_tls()
     drafter = Drafter(None, DraftPolicy(mode=SpeculationMode(pod.speculation)))
     parts = await asyncio.to_thread(assemble, pod.engine_config(max_draft_nodes=pod.draft_nodes), drafter)
+    await asyncio.to_thread(parts.engine.measure_costs, decodes=True)
     loop = EngineLoop(parts.engine, on_failure=exit_process)
     receiver = ZmqReceiver(parts.layout, parts.pool, ReceiverOptions(host=pod.kv_host, port=pod.kv_port))
     client = PrefillClient(functools.partial(open_channel, tls=tls, role=Role.PREFILL))

@@ -115,6 +115,7 @@ class RequestRecord:
             decode_pod=self._pod_id,
             transfer_bytes=handoff.transfer_bytes,
             seed=request.sampling.seed,
+            preemptions=request.num_preemptions,
             prefill_retries=self.attempts.num_failed,
             hit_steps=self._hits,
             hit_steps_by_source=dict(self._hits_by_source),

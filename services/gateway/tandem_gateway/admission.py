@@ -2,11 +2,18 @@
 
     call arrives     its tenant, and the gateway, has few
                      others open                            -> it is received and tokenized
-    request arrives  a slot is free and the queue is empty  -> admitted
-                     the queue has room                     -> waits, earliest SLO deadline first
+    request arrives  it is predicted to miss an objective,
+                     or to make another one miss its own    -> OverloadedError: what was predicted, and when
+                                                               to come back; room is kept for it then
+                     a slot is free and the queue is empty  -> admitted
+                     the queue has room                     -> waits, earliest deadline first
                      the queue is full, or the tenant has
                      its places already                     -> OverloadedError with a computed retry-after
     request ends     the first request of the queue is admitted
+
+Objectives that this system could not meet even without load are widened, and the receipt says so, unless the
+request is strict. So an idle system refuses nobody else. While nothing can be predicted, because no pod has
+computed anything yet or their reports are old, requests are not refused; how many run at once adapts.
 
 A request that is cancelled or passes its deadline while it waits leaves the queue immediately.
 """
@@ -16,29 +23,39 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field, replace
 
-from tandem_proto.v1 import common_pb2
+from tandem_core.sampling import SamplingParams
+from tandem_core.slo import SLO_CLASSES
 
 from tandem_gateway.auth import Caller
 from tandem_gateway.errors import DeadlineError, OverloadedError, RefusalReason
-from tandem_gateway.request import NS_PER_S, TokenizedRequest
-from tandem_gateway.settings import GatewaySettings
+from tandem_gateway.forecast import Forecast, Forecaster
+from tandem_gateway.request import DEFAULT_DUE_S, TokenizedRequest
+from tandem_gateway.settings import GatewaySettings, Policy
 
 _OTHER_CALLS, _OTHER_CALLS_OF_TENANT = 64, 16
 _CALLS_RETRY_S = 1.0
 _MIN_RETRY_AFTER_S = 0.05
 _MAX_RETRY_AFTER_S = 60.0
-#: Queue order of a request without a TTFT objective: as if it had this one, so that it is not starved.
-_DEFAULT_TTFT_S = 60.0
+#: How long a refused client may be late, and still find the room that was kept for it.
+_GRACE_S = 1.0
+#: A tenant is active for so long after its last work; it may be ahead of its share by so many seconds.
+_ACTIVE_S, _AHEAD_S = 10.0, 1.0
+#: A tenant that is ahead must keep its objectives within this part of them, so that others find room.
+_PART_WHEN_AHEAD = 0.5
+#: Requests without objectives take at most this share of the places, so that others find one.
+_BEST_EFFORT_SHARE = 0.75
 _S_PER_MINUTE = 60.0
-#: Weight of the newest request in the exponentially weighted means; about the last twenty count.
+#: Weight of the newest request in the exponentially weighted mean; about the last twenty count.
 _ALPHA = 0.1
-#: Shorter uncached prompts measure overhead rather than prefill speed.
-_MIN_TOKENS = 32
+#: Of the adaptive limit: by what factor it is lowered, and how often at most.
+_LOWER_BY, _LOWER_EVERY_S = 0.7, 1.0
 
 
 class OpenCalls:
@@ -77,27 +94,6 @@ class OpenCalls:
             self._of_tenant[tenant] -= 1
 
 
-class Predictor:
-    """Predicts times from receipts, as exponentially weighted means."""
-
-    def __init__(self) -> None:
-        #: Mean seconds from admission to the end of a request; 1 before the first receipt.
-        self.service_s = 1.0
-        self._s_per_token = 0.001
-
-    def prefill_s(self, num_tokens: int) -> float:
-        """Seconds from admission to the first token for a prompt of so many uncached tokens."""
-        return self._s_per_token * num_tokens
-
-    def observe(self, receipt: common_pb2.Receipt, *, queued_s: float) -> None:
-        """Updates the means. `queued_s`, the wait at the gateway, counts in neither."""
-        self.service_s += _ALPHA * (receipt.e2e_ns / NS_PER_S - queued_s - self.service_s)
-        uncached = receipt.prompt_tokens - receipt.cached_tokens
-        if uncached >= _MIN_TOKENS:
-            seconds = max(0.0, receipt.ttft_ns / NS_PER_S - queued_s)
-            self._s_per_token += _ALPHA * (seconds / uncached - self._s_per_token)
-
-
 class TokenRates:
     """Token buckets of tenants: at most a minute's tokens, refilled steadily. Belongs to one event loop.
 
@@ -132,23 +128,97 @@ class TokenRates:
         return min(float(per_minute), left + (now - since) * per_minute / _S_PER_MINUTE)
 
 
+class AdaptiveLimit:
+    """How many requests may run while nothing can be predicted: more after each that met its objectives,
+    fewer after one that missed them (additive increase, multiplicative decrease; Chiu and Jain 1989)."""
+
+    def __init__(self, highest: int) -> None:
+        self.value = float(highest)
+        self._highest = highest
+        self._lowered_at = 0.0
+
+    def ended(self, *, met: bool) -> None:
+        now = time.monotonic()
+        if met:
+            self.value = min(self.value + 1 / self.value, self._highest)
+        elif now - self._lowered_at > _LOWER_EVERY_S:
+            self._lowered_at = now
+            self.value = max(1.0, _LOWER_BY * self.value)
+
+
+class FairShares:
+    """By how much each tenant has used more than its share of the work, while others want theirs.
+
+    A tenant's share is its weight among the tenants that are active. Each request moves the tenant's finish
+    time by its seconds of work over that share, as for a constant bandwidth server (Abeni and Buttazzo 1998).
+    A tenant is ahead by the time until then: its requests are due that much later, behind those of others.
+    """
+
+    def __init__(self) -> None:
+        #: Finish times of tenants that were active lately, and their weights.
+        self._finish: dict[str, tuple[float, float]] = {}
+
+    def ahead_s(self, tenant: str) -> float:
+        """0 if no other tenant is active."""
+        self._forget()
+        if self._finish.keys() <= {tenant}:
+            return 0.0
+        finish, _ = self._finish.get(tenant, (0.0, 0.0))
+        return max(0.0, finish - time.monotonic() - _AHEAD_S)
+
+    def charge(self, tenant: str, weight: float, seconds: float) -> None:
+        self._forget()
+        now = time.monotonic()
+        finish, _ = self._finish.get(tenant, (now, weight))
+        total = weight + sum([theirs for name, (_, theirs) in self._finish.items() if name != tenant])
+        self._finish[tenant] = max(finish, now) + seconds * total / weight, weight
+
+    def _forget(self) -> None:
+        now = time.monotonic()
+        self._finish = {name: one for name, one in self._finish.items() if one[0] > now - _ACTIVE_S}
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """A request with its place, its objectives widened where this system could not meet them alone."""
+
+    request: TokenizedRequest
+    is_widened: bool = False
+    #: None: nothing could be predicted.
+    forecast: Forecast | None = None
+    #: Monotonic seconds; the forecast counts from then.
+    judged_at: float = field(default_factory=time.monotonic)
+
+
 class Admission:
     """Assigns slots to requests. Belongs to one event loop."""
 
-    def __init__(self, *, max_in_flight: int, max_queue: int) -> None:
-        self.predictor = Predictor()
+    def __init__(
+        self, forecaster: Forecaster, *, max_in_flight: int, max_queue: int, policy: Policy, slack: float
+    ) -> None:
+        self._forecaster = forecaster
+        self._policy = policy
+        self._slack = slack
         self.num_waiting = 0
         self.num_in_flight = 0
+        #: Mean seconds from admission to the end of a request.
+        self.service_s = 1.0
+        self._blind_limit = AdaptiveLimit(max_in_flight)
+        #: Whether the last request came while no pod's report said enough to predict anything.
+        self._is_blind = False
+        self._shares = FairShares()
         self.max_in_flight = max_in_flight
         self._max_queue = max_queue
         #: Requests by tenant, in flight and waiting.
         self._of_tenant: Counter[str] = Counter()
-        #: Heap of (SLO deadline, arrival order, future). Cancelled futures stay in it and are skipped.
-        self._waiters: list[tuple[float, int, asyncio.Future[None]]] = []
+        #: Of the requests in flight, those that may wait.
+        self._num_best_effort = 0
+        #: Heap of (deadline, arrival order, admitted, future). Cancelled futures stay in it and are skipped.
+        self._waiters: list[tuple[float, int, Admitted, asyncio.Future[None]]] = []
         self._order = itertools.count()
 
     @asynccontextmanager
-    async def slot(self, request: TokenizedRequest) -> AsyncIterator[None]:
+    async def slot(self, request: TokenizedRequest) -> AsyncIterator[Admitted]:
         """Holds a slot for the length of the block. Raises OverloadedError, or DeadlineError when the
         request's deadline passes before it is admitted."""
         tenant, places = request.tenant, request.tenant_places
@@ -156,72 +226,219 @@ class Admission:
             raise OverloadedError(
                 f"tenant {tenant} has {self._of_tenant[tenant]} requests here already, limit {places}; send "
                 "the next one when one has ended",
-                self.retry_after_s(),
+                self._turn_s(),
                 RefusalReason.TENANT_REQUESTS,
             )
+        if request.deadline <= time.monotonic():
+            raise DeadlineError("the deadline had passed before the request could start")
+        admitted = self._judge(request)
         self._of_tenant[tenant] += 1
         try:
-            await self._enter(request)
+            await self._enter(admitted)
             try:
-                yield
+                yield admitted
             finally:
-                self._leave()
+                self._leave(admitted)
         finally:
             self._of_tenant[tenant] -= 1
             if not self._of_tenant[tenant]:
                 del self._of_tenant[tenant]
 
-    async def _enter(self, request: TokenizedRequest) -> None:
-        loop = asyncio.get_running_loop()
-        if request.deadline <= loop.time():
-            raise DeadlineError("the deadline had passed before the request could start")
+    def ended(self, admitted: Admitted, *, ttft_s: float, e2e_s: float, num_tokens: int, met: bool) -> None:
+        """A request ended, so many seconds after its arrival."""
+        self.service_s += _ALPHA * (e2e_s - self.service_s)
+        self._blind_limit.ended(met=met)
+        if admitted.forecast is not None:
+            request, judged_s = admitted.request, admitted.judged_at - admitted.request.arrived
+            self._forecaster.observe(
+                request,
+                admitted.forecast,
+                ttft_s=ttft_s - judged_s,
+                e2e_s=e2e_s - judged_s,
+                num_tokens=num_tokens,
+            )
+
+    # -- whether its objectives will be met -----------------------------------------------------------
+
+    def _judge(self, request: TokenizedRequest) -> Admitted:
+        """Raises OverloadedError for one that will miss its objectives."""
+        if self._policy is not Policy.PREDICT:
+            return Admitted(replace(request, due_s=0.0))
+        ahead_s = self._shares.ahead_s(request.tenant)
+        if ahead_s:
+            request = replace(request, due_s=request.due - request.arrived + ahead_s)
+        # Who resumes an answer had been admitted.
+        forecast = None if request.is_repeated else self._forecast(request)
+        self._is_blind = forecast is not None and not forecast.route.is_known
+        if forecast is None or self._is_blind:
+            return Admitted(request)
+        is_widened = False
+        slo = request.slo
+        if not slo.is_strict and self._slack:
+            slo = request.slo.widened(
+                ttft_s=self._slack * forecast.route.alone_prefill_s,
+                tpot_s=self._slack * forecast.route.alone_token_s,
+                e2e_s=self._slack * forecast.route.alone_e2e_s,
+            )
+            is_widened = slo != request.slo
+            if is_widened:
+                request = replace(request, slo=slo)
+                forecast = self._forecast(request) or forecast
+        elif not slo.is_strict and forecast.misses_alone(slo):
+            return Admitted(replace(request, due_s=DEFAULT_DUE_S), forecast=forecast)
+        backlog, key = forecast.route.computes_prompt.backlog, _content(request)
+        is_returning = backlog.redeem(key)
+        waited_s = time.monotonic() - request.arrived
+        missed = forecast.misses(slo, waited_s)
+        if not missed and slo.ttft_s and backlog.slack(request.due) < forecast.route.prefill_s:
+            missed = "others"
+        if not missed and ahead_s and forecast.misses(slo.scaled(_PART_WHEN_AHEAD), waited_s):
+            missed = "share"
+        is_idle = backlog.is_empty and not forecast.route.decode.in_flight
+        if not missed or (is_idle and not slo.is_strict):
+            self._shares.charge(request.tenant, request.weight, forecast.route.work_s)
+            return Admitted(request, is_widened, forecast)
+        raise self._refusal(request, forecast, missed, waited_s, is_returning=is_returning)
+
+    def _refusal(
+        self,
+        request: TokenizedRequest,
+        forecast: Forecast,
+        missed: str,
+        waited_s: float,
+        *,
+        is_returning: bool,
+    ) -> OverloadedError:
+        """Tells when it will be admitted, and keeps room for it then."""
+        slo, route = request.slo, forecast.route
+        over = {
+            "ttft": forecast.ttft.likely + waited_s - slo.ttft_s,
+            # Until enough of the sequences that run have ended.
+            "e2e": forecast.share_to_end(slo, waited_s) * self.service_s,
+            "tpot": forecast.share_to_end(slo, waited_s) * self.service_s,
+            "others": route.computes_prompt.backlog.seconds(math.inf),
+            "share": self._shares.ahead_s(request.tenant),
+        }[missed]
+        retry_s = min(max(over, _MIN_RETRY_AFTER_S), _MAX_RETRY_AFTER_S)
+        returns = time.monotonic() + retry_s
+        due = returns + (slo.ttft_s or slo.e2e_s or DEFAULT_DUE_S)
+        route.computes_prompt.backlog.promise(_content(request), due, route.prefill_s, returns + _GRACE_S)
+        what = {
+            "ttft": f"the first token is predicted after {forecast.ttft.p50:.2f} s (p90 "
+            f"{forecast.ttft.p90:.2f} s), over the {slo.ttft_s:g} s of its objective",
+            "e2e": f"the end is predicted after {forecast.e2e.p50:.2f} s (p90 {forecast.e2e.p90:.2f} s), "
+            f"over the {slo.e2e_s:g} s of its objective",
+            "tpot": f"{forecast.token_s * 1000:.0f} ms per token are predicted, over the "
+            f"{slo.tpot_s * 1000:g} ms of its objective",
+            "others": "it would make a request that was admitted before miss its objective",
+            "share": f"tenant {request.tenant} has used more than its share, and others want theirs",
+        }[missed]
+        again = " again" if is_returning else ""
+        return OverloadedError(f"refused{again}: {what}; try again later", retry_s, RefusalReason(missed))
+
+    def _forecast(self, request: TokenizedRequest) -> Forecast | None:
+        return self._forecaster.forecast(request, self._queue_s(request))
+
+    def _queue_s(self, request: TokenizedRequest) -> float:
+        """Predicted wait in the queue here."""
         if self._has_free_slot:
-            self.num_in_flight += 1
+            return 0.0
+        earlier = sum([due <= request.due and not waiter.done() for due, _, _, waiter in self._waiters])
+        return (earlier + 1) * self.service_s / self.max_in_flight
+
+    def predicted_ttft_s(self, num_prompt_tokens: int) -> float:
+        """The median for a new prompt of so many tokens; NaN without a decode pod."""
+        now = time.monotonic()
+        prompt = (0,) * num_prompt_tokens
+        request = TokenizedRequest("", "", prompt, SamplingParams(), SLO_CLASSES["interactive"], now, now)
+        forecast = self._forecast(request)
+        return math.nan if forecast is None else forecast.ttft.p50
+
+    # -- places ---------------------------------------------------------------------------------------
+
+    async def _enter(self, admitted: Admitted) -> None:
+        request = admitted.request
+        if self.num_waiting == 0 and self._fits(admitted):
+            self._take(admitted)
             return
         if self.num_waiting >= self._max_queue:
             raise OverloadedError(
                 f"the queue is full ({self.num_waiting} waiting, limit {self._max_queue}); try again later",
-                self.retry_after_s(),
+                self._turn_s(),
                 RefusalReason.QUEUE_FULL,
             )
-        admitted: asyncio.Future[None] = loop.create_future()
-        urgency = request.arrived + (request.slo.ttft_s or _DEFAULT_TTFT_S)
-        heapq.heappush(self._waiters, (urgency, next(self._order), admitted))
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiters, (request.due, next(self._order), admitted, turn))
         self.num_waiting += 1
+        self._admit_waiting()
+        expires = request.deadline
+        if self._policy is Policy.TTL and request.slo.ttft_s:
+            expires = min(expires, request.arrived + request.slo.ttft_s)
         try:
-            async with asyncio.timeout_at(request.deadline):
-                await admitted
+            async with asyncio.timeout_at(expires):
+                await turn
         except BaseException as error:
-            if admitted.done() and not admitted.cancelled():
-                self._leave()  # admitted at the same moment: give the slot to the next request
+            if turn.done() and not turn.cancelled():
+                self._leave(admitted)  # admitted at the same moment: give the slot to the next request
             else:
-                admitted.cancel()
+                turn.cancel()
                 self.num_waiting -= 1
+            if isinstance(error, TimeoutError) and expires < request.deadline:
+                raise OverloadedError(
+                    f"it waited longer than the {request.slo.ttft_s:g} s of its objective; try again later",
+                    self._turn_s(),
+                    RefusalReason.WAITED,
+                ) from None
             if isinstance(error, TimeoutError):
                 raise DeadlineError("the deadline passed while the request waited for its turn") from None
             raise
 
-    def _leave(self) -> None:
+    def _leave(self, admitted: Admitted) -> None:
         self.num_in_flight -= 1
-        while self._waiters and self.num_in_flight < self.max_in_flight:
-            _, _, admitted = heapq.heappop(self._waiters)
-            if not admitted.done():
-                self.num_waiting -= 1
-                self.num_in_flight += 1
-                admitted.set_result(None)
+        self._num_best_effort -= not admitted.request.has_objectives
+        self._admit_waiting()
+
+    def _admit_waiting(self) -> None:
+        """Those that have a place, the earliest deadline first; one that has none lets later ones pass."""
+        passed = []
+        while self._waiters and self.num_in_flight < self._limit:
+            waiter = heapq.heappop(self._waiters)
+            _, _, admitted, turn = waiter
+            if turn.done():
+                continue
+            if not self._fits(admitted):
+                passed.append(waiter)
+                continue
+            self.num_waiting -= 1
+            self._take(admitted)
+            turn.set_result(None)
+        for waiter in passed:
+            heapq.heappush(self._waiters, waiter)
+
+    def _take(self, admitted: Admitted) -> None:
+        self.num_in_flight += 1
+        self._num_best_effort += not admitted.request.has_objectives
+
+    def _fits(self, admitted: Admitted) -> bool:
+        if self.num_in_flight >= self._limit:
+            return False
+        share = 1 if admitted.request.has_objectives else _BEST_EFFORT_SHARE
+        return self._num_best_effort < share * self.max_in_flight or self.num_in_flight == 0
+
+    @property
+    def _limit(self) -> float:
+        return self._blind_limit.value if self._is_blind else self.max_in_flight
 
     @property
     def _has_free_slot(self) -> bool:
-        return self.num_in_flight < self.max_in_flight and self.num_waiting == 0
+        return self.num_in_flight < self._limit and self.num_waiting == 0
 
-    def _wait_s(self) -> float:
-        """Predicted wait of a new request behind the queue."""
-        return (self.num_waiting + 1) * self.predictor.service_s / self.max_in_flight
+    def _turn_s(self) -> float:
+        """When the next request behind the queue is likely to have its turn."""
+        seconds = (self.num_waiting + 1) * self.service_s / self.max_in_flight
+        return min(max(seconds, _MIN_RETRY_AFTER_S), _MAX_RETRY_AFTER_S)
 
-    def retry_after_s(self) -> float:
-        return min(max(self._wait_s(), _MIN_RETRY_AFTER_S), _MAX_RETRY_AFTER_S)
 
-    def predicted_ttft_s(self, num_prompt_tokens: int) -> float:
-        """Predicted TTFT of a new request: its wait for a slot plus its prefill."""
-        wait_s = 0.0 if self._has_free_slot else self._wait_s()
-        return wait_s + self.predictor.prefill_s(num_prompt_tokens)
+def _content(request: TokenizedRequest) -> int:
+    """By which a refused request is known when it comes back."""
+    return hash((request.tenant, request.prompt_token_ids))

@@ -7,9 +7,9 @@ import time
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tandem_core.codec import given_sampling
+from tandem_core.codec import given_sampling, slo_from_proto
 from tandem_core.sampling import SamplingParams
-from tandem_core.slo import SLO_CLASSES
+from tandem_core.slo import SLO_CLASSES, SloTarget
 from tandem_core.speculation import SpeculationMode
 from tandem_proto.v1 import answers_pb2, decode_pb2
 
@@ -102,6 +102,11 @@ class Answer:
         """Until the next `notify`."""
         await self._news.wait()
 
+    def _slo(self) -> SloTarget:
+        if self.record.HasField("slo"):
+            return slo_from_proto(self.record.slo)
+        return SLO_CLASSES.get(self.record.slo_class) or next(iter(SLO_CLASSES.values()))
+
     def remaining(self, timeout_s: float) -> TokenizedRequest:
         """A request for what is missing of it, with a deadline of its own."""
         now = time.monotonic()
@@ -111,7 +116,7 @@ class Answer:
             tenant=request.tenant,
             prompt_token_ids=tuple(request.prompt_token_ids),
             sampling=SamplingParams(**given_sampling(request.sampling)),
-            slo=SLO_CLASSES.get(self.record.slo_class) or next(iter(SLO_CLASSES.values())),
+            slo=self._slo(),
             arrived=now,
             deadline=now + timeout_s,
             speculation=SpeculationMode.parse(request.speculation),

@@ -28,7 +28,7 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing, contextmanager
 
-from tandem_core.codec import sampling_to_proto
+from tandem_core.codec import sampling_to_proto, slo_to_proto
 from tandem_core.errors import InvalidRequestError
 from tandem_proto.v1 import answers_pb2, decode_pb2
 from tandem_service import tracing
@@ -138,6 +138,7 @@ class Answers:
                     speculation=request.speculation or "",
                 ),
                 slo_class=request.slo.name,
+                slo=slo_to_proto(request.slo),
                 kind=kind,
                 with_usage=with_usage,
                 created_seconds=int(time.time()),

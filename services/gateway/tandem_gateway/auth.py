@@ -4,7 +4,9 @@ The keys file has one JSON object per line, with digests only:
 
     {"key_sha256": "9f86d0...", "tenant": "acme", "slo_classes": ["interactive", "batch"]}
 
-`slo_classes` is optional (default: all); its first is the caller's default. Without a keys file every caller
+`slo_classes` is optional (default: all); its first is the caller's default. `min_ttft_ms`, `min_tpot_ms` and
+`min_e2e_ms` bound the objectives that a request may ask for; `weight` (1) is the tenant's share of the work
+when tenants want more than there is. Without a keys file every caller
 is the tenant "default".
 """
 
@@ -17,7 +19,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tandem_core.errors import InvalidRequestError, quoted
-from tandem_core.slo import SLO_CLASSES, SloTarget
+from tandem_core.slo import LONGEST_OBJECTIVE_S, NO_OBJECTIVES, SLO_CLASSES, SloTarget
 
 from tandem_gateway.errors import ForbiddenError, UnauthenticatedError
 
@@ -34,11 +36,18 @@ class Caller:
     max_requests: int | None = None
     #: Prompt and output tokens of the tenant; None: no limit.
     tokens_per_minute: int | None = None
+    #: Of the tenant, for its share of the work when all want more than there is.
+    weight: float = 1.0
+    #: The tightest objectives that its requests may ask for; 0: any.
+    tightest: SloTarget = NO_OBJECTIVES
     #: Whether there are no tenants to protect from each other.
     is_anyone: bool = False
 
-    def slo(self, name: str) -> SloTarget:
-        """The class `name`, "" for the default. Raises InvalidRequestError, ForbiddenError."""
+    def slo(self, name: str, objectives: SloTarget) -> SloTarget:
+        """The class `name`, "" for the default, with the objectives that the request has itself.
+
+        Raises InvalidRequestError, ForbiddenError.
+        """
         chosen = name or self.slo_classes[0]
         if chosen not in SLO_CLASSES:
             raise InvalidRequestError(
@@ -46,7 +55,18 @@ class Caller:
             )
         if chosen not in self.slo_classes:
             raise ForbiddenError(f"slo_class: this key may use {', '.join(self.slo_classes)}, not {chosen!r}")
-        return SLO_CLASSES[chosen]
+        for kind in ("ttft", "tpot", "e2e"):
+            asked, bound = (getattr(one, f"{kind}_s") for one in (objectives, self.tightest))
+            if asked > LONGEST_OBJECTIVE_S:
+                raise InvalidRequestError(
+                    f"slo.{kind}", f"is {asked:g} s; send at most {LONGEST_OBJECTIVE_S} s, or 0 for none"
+                )
+            if 0 < asked < bound:
+                raise ForbiddenError(
+                    f"{kind} objective: this key may ask for {bound * 1000:g} ms or more, not for "
+                    f"{asked * 1000:g} ms"
+                )
+        return SLO_CLASSES[chosen].overridden(objectives)
 
 
 ANYONE = Caller("default", is_anyone=True)
@@ -64,6 +84,10 @@ class _KeyLine(BaseModel):
     slo_classes: tuple[str, ...] = Field(default=ALL_CLASSES, min_length=1)
     max_requests: int | None = Field(default=None, ge=1)
     tokens_per_minute: int | None = Field(default=None, ge=1)
+    weight: float = Field(default=1.0, gt=0, le=1000)
+    min_ttft_ms: float = Field(default=0.0, ge=0)
+    min_tpot_ms: float = Field(default=0.0, ge=0)
+    min_e2e_ms: float = Field(default=0.0, ge=0)
 
 
 class ApiKeys:
@@ -98,7 +122,12 @@ class ApiKeys:
                     f"{path}:{number}: slo_classes: {sorted(unknown)} unknown; use {ALL_CLASSES}"
                 )
             callers[bytes.fromhex(entry.key_sha256)] = Caller(
-                entry.tenant, entry.slo_classes, entry.max_requests, entry.tokens_per_minute
+                entry.tenant,
+                entry.slo_classes,
+                entry.max_requests,
+                entry.tokens_per_minute,
+                entry.weight,
+                SloTarget("", entry.min_ttft_ms / 1000, entry.min_tpot_ms / 1000, entry.min_e2e_ms / 1000),
             )
         return cls(callers)
 

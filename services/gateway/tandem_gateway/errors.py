@@ -53,6 +53,15 @@ class RefusalReason(enum.Enum):
     OPEN_CALLS = "open calls"
     TOKENIZING = "tokenizing"
     POD_FULL = "pod full"
+    #: It would miss this objective, or make another request miss one.
+    TTFT = "ttft"
+    TPOT = "tpot"
+    E2E = "e2e"
+    OTHERS = "others"
+    #: The tenant has used more than its share.
+    SHARE = "share"
+    #: It did, in the queue.
+    WAITED = "waited"
 
 
 class LossCause(enum.Enum):
@@ -108,7 +117,7 @@ class ForbiddenError(GatewayError):
 
 
 class OverloadedError(GatewayError):
-    """Refused at once; a slot is expected to be free in `retry_after_s` seconds."""
+    """Refused at once; it is expected to be admitted in `retry_after_s` seconds."""
 
     def __init__(self, message: str, retry_after_s: float, reason: RefusalReason) -> None:
         super().__init__(message)

@@ -14,7 +14,6 @@ import contextlib
 import enum
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import grpc
 import grpc.aio
@@ -33,8 +32,11 @@ from tandem_service.channels import open_channel
 from tandem_service.discovery import DnsDiscovery
 from tandem_service.tls import PodTls
 
+from tandem_gateway.pod_load import Backlog, PodLoad
+
 _POLL_TIMEOUT_S = 2.0
 _MAX_MISSES = 3
+_FRESH_S = 5.0
 #: An engine's longest step: a chunk of a prompt takes a large model seconds on a CPU.
 _LONGEST_STEP_S = 60.0
 #: Time for the requests of a pod that is no longer listed to end.
@@ -48,20 +50,9 @@ class Role(enum.Enum):
     PREFILL = "prefill"
 
 
-@dataclass(frozen=True)
-class PodLoad:
-    """The part of a pod's last report that routing uses."""
-
-    #: Free or cached; cached blocks are evicted when a request needs them.
-    free_blocks: int = 0
-    total_blocks: int = 0
-    block_size: int = 0
-    #: Waiting and running.
-    num_requests: int = 0
-
-
 class Pod:
-    """One pod and the channel to it. `in_flight` counts this gateway's own requests on it."""
+    """One pod and the channel to it. `in_flight` counts this gateway's own requests on it, `backlog` has the
+    prompts that it has yet to compute."""
 
     def __init__(self, role: Role, target: str, pod_tls: PodTls | None = None) -> None:
         self.role = role
@@ -71,6 +62,7 @@ class Pod:
         self.healthy = False
         self.in_flight = 0
         self.load = PodLoad()
+        self.backlog = Backlog()
         #: The last report, unchanged.
         self.report = common_pb2.PodStatus()
         #: Monotonic seconds of the last answer; None before the first.
@@ -92,17 +84,23 @@ class Pod:
         self._pems = None if self._tls is None else self._tls.pems()
         self.channel = open_channel(self.target, self._tls, tls.Role(self.role.value))
 
+    @property
+    def is_fresh(self) -> bool:
+        """Whether its last answer is new enough to predict from."""
+        return self.last_seen is not None and time.monotonic() - self.last_seen < _FRESH_S
+
     async def poll(self) -> bool:
         """Returns whether the pod serves; updates `load` and `report`. Raises AioRpcError."""
         stub = health_pb2_grpc.HealthStub(self.channel)
         health = await stub.Check(health_pb2.HealthCheckRequest(), timeout=_POLL_TIMEOUT_S)
         self.report = await self._get_status()
-        usage = self.report.usage
-        self.load = PodLoad(
-            free_blocks=usage.blocks_free + usage.blocks_cached,
-            total_blocks=usage.blocks_total,
-            block_size=self.report.block_size,
-            num_requests=usage.requests_waiting + usage.requests_running,
+        self.load = PodLoad.of(self.report)
+        now = time.monotonic()
+        self.backlog.report(
+            [
+                (now + prompt.due_seconds, self.load.prompt_seconds(prompt.start, prompt.stop))
+                for prompt in self.report.prompts
+            ]
         )
         return bool(health.status == health_pb2.HealthCheckResponse.SERVING)
 

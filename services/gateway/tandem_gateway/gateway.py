@@ -27,7 +27,7 @@ from tandem_proto.v1 import common_pb2, decode_pb2, gateway_pb2
 from tandem_service.tracing import Headers, RequestTrace, Tracing, current
 
 from tandem_gateway import trace_attributes
-from tandem_gateway.admission import Admission, TokenRates
+from tandem_gateway.admission import Admission, Admitted, TokenRates
 from tandem_gateway.auth import Caller
 from tandem_gateway.errors import (
     REQUEST_ERRORS,
@@ -41,6 +41,7 @@ from tandem_gateway.errors import (
 )
 from tandem_gateway.fleet import Fleet
 from tandem_gateway.metrics import GatewayMetrics
+from tandem_gateway.miss_cause import miss_cause
 from tandem_gateway.relay import Relay
 from tandem_gateway.request import NS_PER_S, Event, ReceivedRequest, TokenizedRequest, complete_sampling
 from tandem_gateway.settings import GatewaySettings
@@ -196,7 +197,7 @@ class Gateway:
         if not token_ids:
             raise InvalidRequestError(field, "is empty; send at least one token")
         manifest = self.manifest
-        slo = received.caller.slo(received.slo_class)
+        slo = received.caller.slo(received.slo_class, received.objectives)
         sampling = complete_sampling(
             received.sampling,
             prompt_field=field,
@@ -218,6 +219,7 @@ class Gateway:
             speculation=SpeculationMode.parse(received.speculation),
             tenant_places=self.settings.tenant_places(received.caller),
             tokens_per_minute=received.caller.tokens_per_minute,
+            weight=received.caller.weight,
         )
         trace = current()
         if trace.is_recording:
@@ -244,7 +246,8 @@ class Gateway:
         try:
             self._rates.take(request.tenant, request.tokens_per_minute, len(request.prompt_token_ids))
             num_unused = len(request.prompt_token_ids)
-            async with self._admission.slot(request):
+            async with self._admission.slot(request) as admitted:
+                request = admitted.request
                 num_unused = 0
                 admitted_at = time.monotonic()
                 measured.admitted(admitted_at)
@@ -253,7 +256,7 @@ class Gateway:
                     async for event in events:
                         if isinstance(event, decode_pb2.DecodeFinished):
                             end = event
-                            self._complete(end.receipt, request, admitted_at, first_at)
+                            self._complete(end.receipt, admitted, admitted_at, first_at)
                             break
                         num_tokens += len(event.token_ids)
                         if event.token_ids:
@@ -316,12 +319,13 @@ class Gateway:
     def _complete(
         self,
         receipt: common_pb2.Receipt,
-        request: TokenizedRequest,
+        admitted: Admitted,
         admitted_at: float,
         first_at: float | None,
     ) -> None:
         """Adds the gateway's fields to the pod's receipt: queue time, TTFT and E2E at the gateway, SLO."""
         now = time.monotonic()
+        request, forecast = admitted.request, admitted.forecast
         queued_s = admitted_at - request.arrived
         e2e_s = now - request.arrived
         ttft_s = (first_at or now) - request.arrived
@@ -338,4 +342,17 @@ class Gateway:
         receipt.slo.CopyFrom(slo_to_proto(request.slo))
         receipt.slo_met = not miss
         receipt.slo_miss_reason = miss
-        self._admission.predictor.observe(receipt, queued_s=queued_s)
+        if miss:
+            receipt.slo_miss_cause = miss_cause(
+                receipt, forecast, is_late_start=ttft_s > request.slo.ttft_s > 0
+            )
+        receipt.slo_widened = admitted.is_widened
+        if forecast is not None:
+            judged_s = admitted.judged_at - request.arrived
+            receipt.predicted_ttft_p50_ns = round((judged_s + forecast.ttft.p50) * NS_PER_S)
+            receipt.predicted_ttft_p90_ns = round((judged_s + forecast.ttft.p90) * NS_PER_S)
+            receipt.predicted_e2e_p50_ns = round((judged_s + forecast.e2e.p50) * NS_PER_S)
+            receipt.predicted_e2e_p90_ns = round((judged_s + forecast.e2e.p90) * NS_PER_S)
+        self._admission.ended(
+            admitted, ttft_s=ttft_s, e2e_s=e2e_s, num_tokens=receipt.output_tokens, met=not miss
+        )

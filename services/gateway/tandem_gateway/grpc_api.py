@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import grpc
 import grpc.aio
-from tandem_core.codec import given_sampling
+from tandem_core.codec import given_sampling, slo_from_proto
 from tandem_core.errors import InvalidRequestError
 from tandem_core.model.chat_template import Message
 from tandem_proto.v1 import decode_pb2, gateway_pb2, gateway_pb2_grpc
@@ -172,6 +172,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             arrived=arrived,
             timeout_s=context.time_remaining(),
             speculation=request.speculation,
+            objectives=slo_from_proto(request.slo),
         )
 
 

@@ -27,13 +27,14 @@ from tandem_gateway.answer_store import AnswerStore
 from tandem_gateway.answers import Answers
 from tandem_gateway.auth import ApiKeys, KeyFileError
 from tandem_gateway.fleet import Fleet, Role
+from tandem_gateway.forecast import Forecaster
 from tandem_gateway.gateway import Gateway, max_message_bytes
 from tandem_gateway.grpc_api import SERVICE_NAME, STATUS_CODES, GatewayServicer, caller_of
 from tandem_gateway.http_app import make_app
 from tandem_gateway.http_server import HttpServer
 from tandem_gateway.metrics import GatewayMetrics
 from tandem_gateway.relay import Relay
-from tandem_gateway.routing import Router
+from tandem_gateway.routing import OutputLengths, Router
 from tandem_gateway.settings import GatewaySettings
 
 #: The end of a drain, in which streams that did not finish get their last event.
@@ -74,13 +75,21 @@ class GatewayProcess:
             pod_tls=settings.pod_tls(),
             poll_interval_s=settings.poll_interval_s,
         )
-        admission = Admission(max_in_flight=settings.max_in_flight, max_queue=settings.max_queue)
+        lengths = OutputLengths()
+        router = Router(self._fleet, lengths)
+        admission = Admission(
+            Forecaster(router, lengths),
+            max_in_flight=settings.max_in_flight,
+            max_queue=settings.max_queue,
+            policy=settings.admission,
+            slack=settings.slo_slack,
+        )
         metrics.watch(admission, self._fleet)
         gateway = Gateway(
             tokenizer=tokenizer,
             fleet=self._fleet,
             admission=admission,
-            relay=Relay(self._fleet, Router(self._fleet), metrics, failover_wait_s=settings.failover_wait_s),
+            relay=Relay(self._fleet, router, metrics, failover_wait_s=settings.failover_wait_s),
             metrics=metrics,
             settings=settings,
             tracing=self._server.tracing,

@@ -113,7 +113,7 @@ class GatewayMetrics:
             (table.IN_FLIGHT, lambda: admission.num_in_flight),
             (table.ADMISSION_LIMIT, lambda: admission.max_in_flight),
             (table.SATURATION, lambda: _saturation(admission, fleet)),
-            (table.PREDICTED_SERVICE, lambda: admission.predictor.service_s),
+            (table.PREDICTED_SERVICE, lambda: admission.service_s),
             (table.PREDICTED_TTFT, lambda: admission.predicted_ttft_s(_PREDICTED_PROMPT_TOKENS)),
         ):
             row.make(registry).set_function(read)
@@ -200,8 +200,7 @@ class RequestMetrics:
         metrics.prompt.labels(*self._labels).inc(receipt.prompt_tokens)
         metrics.cached.labels(*self._labels).inc(receipt.cached_tokens)
         self._is_met = receipt.slo_met
-        # "ttft 3.1 s exceeded ...; e2e ...": the first objective that was missed.
-        self._miss = receipt.slo_miss_reason.partition(" ")[0]
+        self._miss = receipt.slo_miss_cause
         if receipt.slo_met:
             metrics.met.labels(*self._labels).inc()
             metrics.goodput.labels(*self._labels).inc(receipt.output_tokens)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -19,6 +20,9 @@ from contextlib import aclosing
 import structlog
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
+from starlette.datastructures import Headers
+from tandem_core.errors import InvalidRequestError, quoted
+from tandem_core.slo import LONGEST_OBJECTIVE_S, SloTarget
 from tandem_proto.v1 import decode_pb2
 
 from tandem_gateway.admission import OpenCalls
@@ -33,6 +37,10 @@ from tandem_gateway.openai_render import ChatRenderer, CompletionRenderer, Json,
 from tandem_gateway.request import Event, ReceivedRequest, TokenizedRequest
 
 _LAST_EVENT_ID, _IDEMPOTENCY_KEY = "last-event-id", "idempotency-key"
+_SLO_CLASS, _SLO_STRICT = "x-slo-class", "x-slo-strict"
+_SLO_TTFT, _SLO_TPOT, _SLO_E2E = "x-slo-ttft-ms", "x-slo-tpot-ms", "x-slo-e2e-ms"
+_SLO_HEADERS = (_SLO_CLASS, _SLO_TTFT, _SLO_TPOT, _SLO_E2E, _SLO_STRICT)
+_MAX_OBJECTIVE_MS = LONGEST_OBJECTIVE_S * 1000
 
 
 class OpenAiApi:
@@ -121,9 +129,10 @@ class OpenAiApi:
             caller=caller,
             model=body.model or "",
             sampling=body.given_sampling(),
-            slo_class=body.slo_class or "",
+            slo_class=_slo_class(body, request.headers),
             arrived=arrived,
             speculation=body.speculation or "",
+            objectives=_objectives(request.headers),
         )
         answer = await self._answers.begin(
             await until_disconnect(request.receive, self._tokenize(received, body)),
@@ -215,3 +224,42 @@ def _render(event: Event, renderer: Renderer, *, with_usage: bool) -> Json | Non
     if event.text or event.logprobs:
         return renderer.chunk(event, with_usage_field=with_usage)
     return None
+
+
+def _slo_class(body: ChatBody | CompletionBody, headers: Headers) -> str:
+    """Of the body, or of the header."""
+    named = headers.get(_SLO_CLASS, "")
+    if named and body.slo_class and named != body.slo_class:
+        raise InvalidRequestError(
+            _SLO_CLASS, f"is {quoted(named)}, but slo_class in the body is {quoted(body.slo_class)}; send one"
+        )
+    return named or body.slo_class or ""
+
+
+def _objectives(headers: Headers) -> SloTarget:
+    """Those that the request's headers set. Raises InvalidRequestError."""
+    unknown = [name for name in headers if name.startswith("x-slo-") and name not in _SLO_HEADERS]
+    if unknown:
+        raise InvalidRequestError(
+            quoted(unknown[0]), f"is no header of this API; use {', '.join(_SLO_HEADERS)}"
+        )
+    ttft_s, tpot_s, e2e_s = (_seconds(headers, name) for name in (_SLO_TTFT, _SLO_TPOT, _SLO_E2E))
+    strict = headers.get(_SLO_STRICT, "false")
+    if strict not in ("true", "false"):
+        raise InvalidRequestError(_SLO_STRICT, f"is {quoted(strict)}; send true or false")
+    return SloTarget("", ttft_s, tpot_s, e2e_s, is_strict=strict == "true")
+
+
+def _seconds(headers: Headers, name: str) -> float:
+    text = headers.get(name)
+    if text is None:
+        return 0.0
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= _MAX_OBJECTIVE_MS:
+        raise InvalidRequestError(
+            name, f"is {quoted(text)}; send a number of milliseconds over 0, at most {_MAX_OBJECTIVE_MS}"
+        )
+    return value / 1000

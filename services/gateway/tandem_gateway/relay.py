@@ -17,6 +17,7 @@ cancels the call, and the pod frees its resources.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
@@ -215,14 +216,15 @@ class Relay:
                 crashes=num_crashed,
                 kv_source=kv_source,
                 chunk_boundary=request.chunk_boundary,
+                due_seconds=request.due - time.monotonic(),
             ),
             timeout=max(0.001, request.deadline - time.monotonic()),
             metadata=((REQUEST_ID_KEY, request.request_id), *trace.metadata),
         )
-        # Until the first token the prompt is work of the first prefill pod, too.
-        busy = [pod, *route.prefill[:1]]
-        for one in busy:
-            one.in_flight += 1
+        pod.in_flight += 1
+        backlog = route.computes_prompt.backlog
+        limit = request.arrived + (request.slo.ttft_s or math.inf)
+        backlog.add(request.request_id, request.due, route.prefill_s, limit=limit)
         responses = aiter(call)
         is_accepted = False
         try:
@@ -234,8 +236,7 @@ class Relay:
                     case "chunk" if not (num_lost or request.is_repeated) or (
                         response.chunk.offset == len(tokens)
                     ):
-                        while len(busy) > 1:
-                            busy.pop().in_flight -= 1
+                        backlog.remove(request.request_id)
                         yield response.chunk
                     case "finished" if response.finished.reason in _FINISH_REASONS:
                         yield response.finished
@@ -268,8 +269,8 @@ class Relay:
             message = f"{error.code().name}: {error.details()}"
             raise _LostError(message, cause, accepted=is_accepted, crashed=is_crashed) from error
         finally:
-            for one in busy:
-                one.in_flight -= 1
+            backlog.remove(request.request_id)
+            pod.in_flight -= 1
             call.cancel()  # does nothing to a call that has ended
 
     async def _wait_for_pod(

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from tandem_core.prefix_hash import ChainHash, cache_salt, hash_prefixes
 from tandem_core.sampling import SamplingParams
-from tandem_core.slo import SloTarget
+from tandem_core.slo import NO_OBJECTIVES, SloTarget
 from tandem_core.speculation import SpeculationMode
 from tandem_proto.v1 import decode_pb2
 
@@ -22,6 +23,8 @@ from tandem_gateway.auth import Caller
 from tandem_gateway.errors import ContextLengthError
 
 DEFAULT_MAX_TOKENS = 512
+#: When the first token of a request without objectives should be there.
+DEFAULT_DUE_S = 60.0
 NS_PER_S = 1_000_000_000
 
 Event = decode_pb2.DecodeChunk | decode_pb2.DecodeFinished
@@ -45,6 +48,8 @@ class ReceivedRequest:
     timeout_s: float | None = None
     #: "": the mode of the pods.
     speculation: str = ""
+    #: Of this request alone; 0 keeps the class's.
+    objectives: SloTarget = NO_OBJECTIVES
 
 
 @dataclass(frozen=True)
@@ -64,12 +69,36 @@ class TokenizedRequest:
     tenant_places: int | None = None
     #: Prompt and output tokens of the tenant; None: no limit.
     tokens_per_minute: int | None = None
+    #: Of the tenant, for its share of the work.
+    weight: float = 1.0
     #: The answer so far, of a request that is resumed.
     output_token_ids: tuple[int, ...] = ()
     #: Whether it ran before; its text then counts no second time for the lookahead service.
     is_repeated: bool = False
     #: Tokens that a reader of the answer has already; an event ends there. 0: none.
     chunk_boundary: int = 0
+    #: Seconds from its arrival until its first token is due; None: as its objectives say.
+    due_s: float | None = None
+    _block_hashes: dict[int, list[ChainHash]] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def due(self) -> float:
+        """When its first token should be there. One without an objective gets its turn nevertheless."""
+        if self.due_s is not None:
+            return self.arrived + self.due_s
+        return self.arrived + (self.slo.ttft_s or self.slo.e2e_s or DEFAULT_DUE_S)
+
+    @property
+    def has_objectives(self) -> bool:
+        return bool(self.slo.ttft_s or self.slo.tpot_s or self.slo.e2e_s)
+
+    def block_hashes(self, block_size: int) -> list[ChainHash]:
+        """Of the prompt's full blocks; none without blocks."""
+        if block_size not in self._block_hashes:
+            salt = cache_salt(self.tenant, model_revision="")
+            hashes = hash_prefixes(salt, self.prompt_token_ids, block_size) if block_size else []
+            self._block_hashes[block_size] = hashes
+        return self._block_hashes[block_size]
 
 
 def complete_sampling(

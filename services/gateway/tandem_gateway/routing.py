@@ -1,9 +1,10 @@
 """Chooses the decode pod of a request, and the order in which it asks the prefill pods.
 
-The cost of a pod is a number of prompt tokens to compute: the tokens of this prompt that are not in the pod's
-prefix cache, plus a fixed number for each of its unfinished requests. So a conversation returns to the pod
-that holds its KV, unless that pod is so busy that it is cheaper to compute the prompt elsewhere. And when a
-decode pod is lost, the prefill pod that computed the prompt still has it for the next one.
+Each pod reports what its steps cost. The choice is the pods with which the request is predicted to end first:
+the prompts before its own, the tokens of its prompt that are not in the pod's prefix cache, and the time per
+output token in the batch that it joins. So a conversation returns to the pod that holds its KV, unless that
+pod is so busy that it is cheaper to compute the prompt elsewhere. And when a decode pod is lost, the prefill
+pod that computed the prompt still has it for the next one.
 
 The block size of the prefix cache can differ between pods; each pod reports it.
 """
@@ -14,23 +15,110 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from tandem_core.prefix_hash import ChainHash, cache_salt, hash_prefixes
+from tandem_core.prefix_hash import ChainHash
 
 from tandem_gateway.fleet import Fleet, Pod, Role
 from tandem_gateway.request import TokenizedRequest
 
 #: Blocks remembered per pod: 4 million tokens in blocks of 64.
 _MAX_BLOCKS_PER_POD = 65_536
-#: An unfinished request costs as much as this many uncached prompt tokens. A prefill pod has the whole prompt
-#: of each before it.
-_TOKENS_PER_REQUEST = {Role.DECODE: 512, Role.PREFILL: 2048}
+#: Beginnings of prompts whose answers' lengths are remembered, and how many tokens of them.
+_MAX_TEMPLATES = 4096
+_TEMPLATE_TOKENS = 64
+#: Weight of the newest answer in a mean length.
+_NEWEST = 0.1
 
 
 @dataclass(frozen=True)
 class Route:
+    """Pods for a request, and what it will take there."""
+
     decode: Pod
     #: In the order in which the decode pod asks them.
     prefill: tuple[Pod, ...]
+    computes_prompt: Pod
+    #: For prompts with earlier deadlines.
+    wait_s: float
+    #: To compute the prompt, and per output token.
+    prefill_s: float
+    token_s: float
+    #: The same while nothing else uses the machine.
+    alone_prefill_s: float
+    alone_token_s: float
+    #: Expected tokens; cached tokens in the middle of the answer; sequences on the decode pod.
+    num_output: int
+    context: int
+    num_running: int
+
+    @property
+    def is_known(self) -> bool:
+        """Whether reports of the pods say what things cost, and are new."""
+        return self.computes_prompt.load.prefill_cost.is_known and all(
+            pod.is_fresh for pod in (self.decode, self.computes_prompt)
+        )
+
+    @property
+    def ttft_s(self) -> float:
+        return self.wait_s + self.prefill_s
+
+    @property
+    def e2e_s(self) -> float:
+        return self.ttft_s + self.num_output * self.token_s
+
+    @property
+    def work_s(self) -> float:
+        """Seconds of the pods that the request takes: of a batch's steps, its part."""
+        return self.prefill_s + self.num_output * self.token_s / (self.num_running + 1)
+
+    @property
+    def alone_e2e_s(self) -> float:
+        return self.alone_prefill_s + self.num_output * self.alone_token_s
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Of one prompt on one pod."""
+
+    num_uncached: int
+    wait_s: float
+    prefill_s: float
+    lacks_room: bool
+
+    @property
+    def ready_s(self) -> float:
+        return self.wait_s + self.prefill_s
+
+
+class OutputLengths:
+    """Expected lengths of answers, learned for each tenant and beginning of a prompt, often a template.
+
+    Belongs to one event loop.
+    """
+
+    def __init__(self) -> None:
+        #: By tenant and first tokens; the tenant alone is the fallback.
+        self._means: OrderedDict[tuple[str, int], float] = OrderedDict()
+
+    def expected(self, request: TokenizedRequest) -> int:
+        """Tokens, at most max_tokens."""
+        most = request.sampling.max_tokens
+        if request.sampling.ignore_eos:
+            return most
+        for key in self._keys(request):
+            if key in self._means:
+                return min(most, max(1, round(self._means[key])))
+        return most
+
+    def observe(self, request: TokenizedRequest, num_tokens: int) -> None:
+        for key in self._keys(request):
+            mean = self._means.get(key, float(num_tokens))
+            self._means[key] = mean + _NEWEST * (num_tokens - mean)
+            self._means.move_to_end(key)
+        while len(self._means) > _MAX_TEMPLATES:
+            self._means.popitem(last=False)
+
+    def _keys(self, request: TokenizedRequest) -> tuple[tuple[str, int], tuple[str, int]]:
+        return (request.tenant, hash(request.prompt_token_ids[:_TEMPLATE_TOKENS])), (request.tenant, 0)
 
 
 class PrefixIndex:
@@ -71,48 +159,74 @@ class PrefixIndex:
 class Router:
     """Chooses among the fleet's healthy pods."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, lengths: OutputLengths) -> None:
         self._fleet = fleet
+        self._lengths = lengths
         self._prefixes = PrefixIndex()
 
-    def choose(self, request: TokenizedRequest, excluded: frozenset[str] = frozenset()) -> Route | None:
-        """Returns the cheapest pods, with a decode pod not in `excluded`, and adds the prompt to the LRUs of
-        those that will compute it; None: no decode pod."""
+    def plan(self, request: TokenizedRequest, excluded: frozenset[str] = frozenset()) -> Route | None:
+        """The pods with which the request is predicted to end first, among decode pods that are not in
+        `excluded`; None: no decode pod."""
         healthy, prefill = (self._fleet.healthy(role) for role in (Role.DECODE, Role.PREFILL))
         # A pod that left or restarted has lost its cache.
         self._prefixes.keep_only([pod.target for pod in (*healthy, *prefill)])
         candidates = [pod for pod in healthy if pod.target not in excluded]
         if not candidates:
             return None
-        salt = cache_salt(request.tenant, model_revision="")
-        # A pod without a prefix cache reports block size 0.
-        hashes = {
-            size: hash_prefixes(salt, request.prompt_token_ids, size) if size else []
-            for size in {pod.load.block_size for pod in (*candidates, *prefill)}
-        }
+        work = {pod: self._work(pod, request) for pod in (*candidates, *prefill)}
+        prefill.sort(key=lambda pod: (work[pod].lacks_room, work[pod].ready_s, pod.target))
+        num_output = self._lengths.expected(request)
+        routes = []
+        for pod in candidates:
+            computes = pod if self._is_local(pod, request, work[pod]) or not prefill else prefill[0]
+            context = len(request.prompt_token_ids) + num_output // 2
+            busy = max(pod.in_flight, pod.load.num_requests)
+            route = Route(
+                decode=pod,
+                prefill=tuple(prefill),
+                computes_prompt=computes,
+                wait_s=work[computes].wait_s,
+                prefill_s=work[computes].prefill_s,
+                token_s=pod.load.token_seconds(busy + 1, context),
+                alone_prefill_s=work[computes].prefill_s * computes.load.prefill_cost.unloaded,
+                alone_token_s=pod.load.token_seconds(1, context) * pod.load.decode_cost.unloaded,
+                num_output=num_output,
+                context=context,
+                num_running=busy,
+            )
+            routes.append((work[pod].lacks_room, route.e2e_s, -pod.load.free_blocks, pod.target, route))
+        return min(routes, key=lambda scored: scored[:4])[4]
 
-        def cost(pod: Pod) -> tuple[bool, int, int, str]:
-            return self._cost(pod, request, hashes[pod.load.block_size])
-
-        best = min(candidates, key=cost)
-        prefill.sort(key=cost)
-        for pod in (best, *prefill[:1]):
-            self._prefixes.add(pod.target, hashes[pod.load.block_size])
-        return Route(best, tuple(prefill))
+    def choose(self, request: TokenizedRequest, excluded: frozenset[str] = frozenset()) -> Route | None:
+        """The same, and adds the prompt to the LRUs of the pods that will have it."""
+        route = self.plan(request, excluded)
+        if route is not None:
+            for pod in (route.decode, *route.prefill[:1]):
+                self._prefixes.add(pod.target, request.block_hashes(pod.load.block_size))
+        return route
 
     def forget(self, pod: Pod) -> None:
         """Forgets the cache of a pod that died."""
         self._prefixes.forget(pod.target)
 
-    def _cost(
-        self, pod: Pod, request: TokenizedRequest, hashes: Sequence[ChainHash]
-    ) -> tuple[bool, int, int, str]:
-        """Sort key: lacks room for the prompt, tokens of work, most free blocks first, then the name."""
+    def _work(self, pod: Pod, request: TokenizedRequest) -> _Work:
+        load, num_tokens = pod.load, len(request.prompt_token_ids)
+        # A pod without a prefix cache reports block size 0.
+        hashes = request.block_hashes(load.block_size)
+        num_cached = self._prefixes.num_matching(pod.target, hashes) * load.block_size
+        # The last token is always computed.
+        num_cached = min(num_cached, num_tokens - 1)
+        needed = -(-num_tokens // load.block_size) if load.block_size else 0
+        return _Work(
+            num_uncached=num_tokens - num_cached,
+            wait_s=pod.backlog.seconds(request.due),
+            prefill_s=load.prompt_seconds(num_cached, num_tokens),
+            lacks_room=needed > load.free_blocks,
+        )
+
+    def _is_local(self, pod: Pod, request: TokenizedRequest, work: _Work) -> bool:
+        """Whether the decode pod will compute the prompt itself."""
         load = pod.load
-        cached = self._prefixes.num_matching(pod.target, hashes) * load.block_size
-        # The pod's report is up to a second old; `in_flight` is exact but leaves out other gateways.
-        busy = max(pod.in_flight, load.num_requests)
-        work = len(request.prompt_token_ids) - cached + busy * _TOKENS_PER_REQUEST[pod.role]
-        needed = -(-len(request.prompt_token_ids) // load.block_size) if load.block_size else 0
-        lacks_room = needed > load.free_blocks
-        return lacks_room, work, -load.free_blocks, pod.target
+        is_idle = not max(pod.in_flight, load.num_requests)
+        limit = max(load.local_prefill_tokens, load.idle_prefill_tokens if is_idle else 0)
+        return work.num_uncached < limit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -11,6 +12,14 @@ from tandem_service.settings import Port, RedisSettings, Targets
 from tandem_service.tls import PemFiles, ServerTls, is_loopback
 
 from tandem_gateway.auth import Caller
+
+
+class Policy(enum.StrEnum):
+    """How requests are admitted; the last two are there to be compared with."""
+
+    PREDICT = "predict"
+    FIFO = "fifo"
+    TTL = "ttl"
 
 
 class GatewaySettings(RedisSettings):
@@ -33,6 +42,11 @@ class GatewaySettings(RedisSettings):
     """most requests in the queue; more are refused at once with a retry-after"""
     max_in_flight: Annotated[int, Field(ge=1)] = 128
     """most requests on the decode pods at a time"""
+    admission: Policy = Policy.PREDICT
+    """predict: refuse what would miss its objectives; fifo: in order of arrival; ttl: fifo, but refuse who
+    waited longer than its TTFT objective"""
+    slo_slack: Annotated[float, Field(ge=0)] = 3.0
+    """objectives are at least so many times what the request would take without load; 0: as they are"""
     api_keys_file: Path | None = None
     """JSON lines of key_sha256, tenant, slo_classes, max_requests, tokens_per_minute; unset: no keys"""
     tls_cert: Path | None = None

@@ -16,12 +16,12 @@ from functools import partial
 
 import structlog
 from prometheus_client import CollectorRegistry
+from tandem_core import codec
 from tandem_engine.assemble import EngineParts
 from tandem_engine.engine import Engine
 from tandem_engine.gpu_block_store import CopyCounts
 from tandem_engine.loop import EngineLoop
 from tandem_engine.scheduler import PromptWork
-from tandem_engine.step_times import StepCost
 from tandem_proto.v1 import common_pb2, decode_pb2, prefill_pb2
 from tandem_service import metric_table as table
 from tandem_service.metric_table import Values
@@ -69,7 +69,7 @@ def pod_status(parts: EngineParts, loop: EngineLoop, *, pod_id: str, role: str) 
         prompts=_prompts_to_proto(snapshot.prompts),
         chunk_size=config.chunk_size,
         max_batch=config.max_batch,
-        prefill_cost=_cost_to_proto(engine.prefill_times.cost()),
+        prefill_cost=codec.step_cost_to_proto(engine.prefill_times.cost()),
     )
 
 
@@ -85,12 +85,8 @@ def _prompts_to_proto(prompts: Sequence[PromptWork]) -> list[common_pb2.PromptWo
     return listed
 
 
-def _cost_to_proto(cost: StepCost) -> common_pb2.StepCost:
-    return common_pb2.StepCost(per_step=cost.per_step, per_token=cost.per_token, per_pair=cost.per_pair)
-
-
 def decode_cost(engine: Engine) -> common_pb2.StepCost:
-    return _cost_to_proto(engine.decode_times.cost())
+    return codec.step_cost_to_proto(engine.decode_times.cost())
 
 
 class PodGauges:

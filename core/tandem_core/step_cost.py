@@ -1,0 +1,36 @@
+"""The cost model of an engine's steps, which pods fit and gateways predict with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """seconds = per_step + per_token * tokens + per_pair * pairs
+
+    Of a step that computes prompts: pairs of a token and an earlier one, which attention compares. Of a step
+    that only decodes: "tokens" are sequences, and "pairs" their cached tokens. All zero: not known.
+    """
+
+    per_step: float = 0.0
+    per_token: float = 0.0
+    per_pair: float = 0.0
+    #: The share of these times that steps take while nothing else uses the machine.
+    unloaded: float = 1.0
+
+    @property
+    def is_known(self) -> bool:
+        return self.per_step + self.per_token + self.per_pair > 0
+
+    def seconds(self, num_steps: float, num_tokens: float, num_pairs: float) -> float:
+        return self.per_step * num_steps + self.per_token * num_tokens + self.per_pair * num_pairs
+
+    def prompt_seconds(self, start: int, stop: int, chunk_size: int) -> float:
+        """To compute the prompt tokens [start, stop) in chunks, while nothing else runs."""
+        num_tokens = max(stop - start, 0)
+        num_chunks = -(-num_tokens // max(chunk_size, 1))
+        return self.seconds(num_chunks, num_tokens, num_tokens * (start + stop) / 2)
+
+
+UNKNOWN_COST = StepCost()

@@ -1,0 +1,176 @@
+"""Predicts when a request will get its first token and its last one, and how sure that is.
+
+    pods' reports, backlogs --router--> Route: times as if the model of costs were exact
+    times measured at the end of requests / those times --> quantiles of the ratio --> Forecast
+
+The ratio is kept for each class and for predictions of about the same size: a prediction of 20 ms is wrong by
+another factor than one of 2 s. Conformal prediction, with a window in place of exchangeability.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, insort
+from collections import deque
+from dataclasses import dataclass
+
+from tandem_core.slo import SloTarget
+
+from tandem_gateway.request import TokenizedRequest
+from tandem_gateway.routing import OutputLengths, Route, Router
+
+#: Ratios kept of one class and size.
+_WINDOW = 128
+#: With fewer, those of other classes count too.
+_ENOUGH = 16
+#: Ratios that count before any measurement.
+_PRIOR = (0.7, 0.9, 1.0, 1.1, 1.3, 1.6)
+#: The share of admitted requests that should meet an objective, by prediction.
+_ADMIT_QUANTILE = 0.97
+
+
+@dataclass(frozen=True)
+class Quantiles:
+    """Of a duration in seconds."""
+
+    p50: float
+    p90: float
+    #: The one that admission compares with an objective.
+    likely: float
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Of one request, from now."""
+
+    route: Route
+    #: Before its own place in the gateway's queue.
+    queue_s: float
+    ttft: Quantiles
+    e2e: Quantiles
+
+    @property
+    def token_s(self) -> float:
+        return self.route.token_s
+
+    def misses(self, slo: SloTarget, waited_s: float) -> str:
+        """The name of the objective that will be missed; "" if none."""
+        for name, value, limit in (
+            ("ttft", waited_s + self.ttft.likely, slo.ttft_s),
+            ("tpot", self.token_s, slo.tpot_s),
+            ("e2e", waited_s + self.e2e.likely, slo.e2e_s),
+        ):
+            if limit and value > limit:
+                return name
+        return ""
+
+    def share_to_end(self, slo: SloTarget, waited_s: float) -> float:
+        """Of the sequences on its decode pod, the share that must end before it would meet its objectives."""
+        route = self.route
+        load, running = route.decode.load, max(route.num_running, 1)
+        scale = self.e2e.likely / max(self.queue_s + route.e2e_s, 1e-6)
+        for fewer in range(1, running):
+            token_s = load.token_seconds(running - fewer + 1, route.context)
+            e2e_s = waited_s + scale * (self.queue_s + route.ttft_s + route.num_output * token_s)
+            if not (0 < slo.e2e_s < e2e_s or 0 < slo.tpot_s < token_s):
+                return fewer / running
+        return 1.0
+
+    def misses_alone(self, slo: SloTarget) -> bool:
+        """Whether an objective would be missed without any load."""
+        return any(
+            limit and value > limit
+            for value, limit in (
+                (self.route.alone_prefill_s, slo.ttft_s),
+                (self.route.alone_token_s, slo.tpot_s),
+                (self.route.alone_e2e_s, slo.e2e_s),
+            )
+        )
+
+
+class _Ratios:
+    """The last ratios, in order of arrival and sorted."""
+
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque()
+        self.sorted: list[float] = []
+
+    def add(self, ratio: float) -> None:
+        if len(self._recent) == _WINDOW:
+            del self.sorted[bisect_left(self.sorted, self._recent.popleft())]
+        self._recent.append(ratio)
+        insort(self.sorted, ratio)
+
+
+class Calibration:
+    """Measured over predicted durations, by class and size of the prediction."""
+
+    def __init__(self) -> None:
+        self._ratios: dict[tuple[str, int], _Ratios] = {}
+
+    def observe(self, slo_class: str, predicted_s: float, measured_s: float) -> None:
+        for name in (slo_class, ""):
+            key = (name, _size(predicted_s))
+            self._ratios.setdefault(key, _Ratios()).add(measured_s / max(predicted_s, 1e-6))
+
+    def quantiles(self, slo_class: str, predicted_s: float) -> Quantiles:
+        p50, p90, likely = (
+            predicted_s * ratio
+            for ratio in self._quantiles(slo_class, predicted_s, (0.5, 0.9, _ADMIT_QUANTILE))
+        )
+        return Quantiles(p50, p90, likely)
+
+    def _quantiles(self, slo_class: str, predicted_s: float, levels: tuple[float, ...]) -> list[float]:
+        size = _size(predicted_s)
+        for name in (slo_class, ""):
+            known = self._ratios.get((name, size))
+            if known is not None and len(known.sorted) >= _ENOUGH:
+                return [_quantile(known.sorted, level) for level in levels]
+        near = [
+            self._ratios[key].sorted
+            for key in (("", size), ("", size - 1), ("", size + 1))
+            if key in self._ratios
+        ]
+        few = sorted([*_PRIOR, *(near[0] if near else ())])
+        return [_quantile(few, level) for level in levels]
+
+
+def _size(seconds: float) -> int:
+    """Neighbours differ by a factor of two."""
+    return round(math.log2(max(seconds, 1e-3)))
+
+
+def _quantile(ordered: list[float], level: float) -> float:
+    """The smallest value that at least this share, and one more, do not exceed."""
+    return ordered[min(math.ceil(level * (len(ordered) + 1)) - 1, len(ordered) - 1)]
+
+
+class Forecaster:
+    """Belongs to one event loop."""
+
+    def __init__(self, router: Router, lengths: OutputLengths) -> None:
+        self._router = router
+        self._lengths = lengths
+        self._ttft, self._e2e = Calibration(), Calibration()
+
+    def forecast(self, request: TokenizedRequest, queue_s: float) -> Forecast | None:
+        """None: there is no decode pod. `queue_s`: what the request will wait before it is sent to one."""
+        route = self._router.plan(request)
+        if route is None:
+            return None
+        name = request.slo.name
+        return Forecast(
+            route=route,
+            queue_s=queue_s,
+            ttft=self._ttft.quantiles(name, queue_s + route.ttft_s),
+            e2e=self._e2e.quantiles(name, queue_s + route.e2e_s),
+        )
+
+    def observe(
+        self, request: TokenizedRequest, forecast: Forecast, *, ttft_s: float, e2e_s: float, num_tokens: int
+    ) -> None:
+        """Times of a request that ended, from when the forecast was made."""
+        route, name = forecast.route, request.slo.name
+        self._ttft.observe(name, forecast.queue_s + route.ttft_s, ttft_s)
+        self._e2e.observe(name, forecast.queue_s + route.e2e_s, e2e_s)
+        self._lengths.observe(request, num_tokens)

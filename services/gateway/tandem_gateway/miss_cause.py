@@ -1,0 +1,37 @@
+"""Why a request missed its SLO: the stage that took the longest beyond what was predicted."""
+
+from __future__ import annotations
+
+from tandem_proto.v1 import common_pb2
+
+from tandem_gateway.forecast import Forecast
+from tandem_gateway.request import NS_PER_S
+
+_UNTIL_FIRST_TOKEN = ("queue", "prefill", "transfer", "failover", "other")
+
+
+def miss_cause(receipt: common_pb2.Receipt, forecast: Forecast | None, *, is_late_start: bool) -> str:
+    """Of a complete receipt. `is_late_start`: the first token was late, so what came after it did not matter.
+
+    Without a forecast all of a stage's time counts.
+    """
+    took = {
+        stage: getattr(receipt, f"{stage}_ns") / NS_PER_S
+        for stage in ("queue", "prefill", "transfer", "decode")
+    }
+    # Of a request that moved to another pod, the stages are the last pod's.
+    unaccounted = receipt.e2e_ns / NS_PER_S - sum(took.values())
+    has_moved = receipt.decode_retries or receipt.prefill_retries
+    beyond = {**took, "failover" if has_moved else "other": unaccounted}
+    if forecast is not None:
+        route = forecast.route
+        extra = max(receipt.output_tokens - route.num_output, 0)
+        expected = min(receipt.output_tokens, route.num_output)
+        beyond["queue"] -= forecast.queue_s + route.wait_s
+        beyond["prefill"] -= route.prefill_s
+        beyond["decode"] -= (expected + extra) * route.token_s
+        beyond["length"] = extra * route.token_s
+    if is_late_start:
+        beyond = {stage: seconds for stage, seconds in beyond.items() if stage in _UNTIL_FIRST_TOKEN}
+    cause = max(beyond, key=lambda stage: beyond[stage])
+    return "preemption" if cause == "decode" and receipt.preemptions else cause

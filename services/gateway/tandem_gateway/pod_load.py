@@ -1,0 +1,157 @@
+"""What a pod has to do, as the gateway knows it: from the pod's last report, and from the requests that this
+gateway has sent since.
+
+All times are monotonic seconds of this process.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from tandem_core.codec import step_cost_from_proto
+from tandem_core.step_cost import UNKNOWN_COST, StepCost
+from tandem_proto.v1 import common_pb2
+
+#: Costs of a pod that has not computed anything yet.
+_UNKNOWN_PREFILL = StepCost(per_token=0.001)
+_UNKNOWN_DECODE = StepCost(per_step=0.02, per_token=0.002)
+
+
+@dataclass(frozen=True)
+class PodLoad:
+    """The part of a pod's last report that routing and prediction use."""
+
+    #: Free or cached; cached blocks are evicted when a request needs them.
+    free_blocks: int = 0
+    total_blocks: int = 0
+    block_size: int = 0
+    #: Waiting and running.
+    num_requests: int = 0
+    chunk_size: int = 512
+    max_batch: int = 32
+    prefill_cost: StepCost = UNKNOWN_COST
+    decode_cost: StepCost = UNKNOWN_COST
+    #: Tokens that a sequence gains in a decode step.
+    tokens_per_step: float = 1.0
+    #: A decode pod computes prompts with fewer uncached tokens itself; the second limit is an idle pod's.
+    local_prefill_tokens: int = 0
+    idle_prefill_tokens: int = 0
+
+    @classmethod
+    def of(cls, report: common_pb2.PodStatus) -> PodLoad:
+        usage = report.usage
+        return cls(
+            free_blocks=usage.blocks_free + usage.blocks_cached,
+            total_blocks=usage.blocks_total,
+            block_size=report.block_size,
+            num_requests=usage.requests_waiting + usage.requests_running,
+            chunk_size=report.chunk_size or cls.chunk_size,
+            max_batch=report.max_batch or cls.max_batch,
+            prefill_cost=step_cost_from_proto(report.prefill_cost),
+            decode_cost=step_cost_from_proto(report.decode_cost),
+            tokens_per_step=report.tokens_per_step or 1.0,
+            local_prefill_tokens=report.local_prefill_tokens,
+            idle_prefill_tokens=report.idle_prefill_tokens,
+        )
+
+    def prompt_seconds(self, start: int, stop: int) -> float:
+        """To compute prompt tokens [start, stop), while nothing else runs."""
+        cost = self.prefill_cost if self.prefill_cost.is_known else _UNKNOWN_PREFILL
+        return cost.prompt_seconds(start, stop, self.chunk_size)
+
+    def token_seconds(self, num_sequences: int, context: int) -> float:
+        """Per output token of each of so many sequences, which have so many cached tokens on average."""
+        cost = self.decode_cost if self.decode_cost.is_known else _UNKNOWN_DECODE
+        together = min(num_sequences, self.max_batch)
+        step_s = cost.seconds(1, together, together * context)
+        # Those that do not fit take turns.
+        return step_s / self.tokens_per_step * num_sequences / together
+
+
+class Backlog:
+    """Prompts that a pod has yet to compute, each with its deadline and its seconds of work.
+
+    The pod serves the earliest deadline first, so that a new request waits for those before its own.
+    """
+
+    def __init__(self) -> None:
+        #: This gateway's own, by request id.
+        self._own: dict[str, tuple[float, float]] = {}
+        #: When their first tokens are late.
+        self._limits: dict[str, float] = {}
+        #: Since when the pod has computed the current one.
+        self._begun = 0.0
+        #: At the last report: all that it lists, and of that this gateway's own.
+        self._reported_at = 0.0
+        self._reported: list[tuple[float, float]] = []
+        self._own_then: list[tuple[float, float]] = []
+        #: Of refused requests that were told when to come back: deadline, seconds, until when it counts.
+        self._promised: dict[int, tuple[float, float, float]] = {}
+
+    def promise(self, key: int, due: float, seconds: float, until: float) -> None:
+        """Keeps room for a request that was refused and will come back."""
+        self._promised[key] = (due, seconds, until)
+
+    def redeem(self, key: int) -> bool:
+        """The request has come back; whether room was kept for it."""
+        return self._promised.pop(key, None) is not None
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._own and self._foreign(math.inf) <= 0
+
+    def add(self, request_id: str, due: float, seconds: float, *, limit: float = math.inf) -> None:
+        """A prompt; `due` is its place in the order, `limit` when its first token is late."""
+        if not self._own:
+            self._begun = time.monotonic()
+        self._own[request_id] = (due, seconds)
+        self._limits[request_id] = limit
+
+    def remove(self, request_id: str) -> None:
+        """The prompt is computed, or its request has ended; unknown ids are ignored."""
+        if self._own.pop(request_id, None) is not None:
+            del self._limits[request_id]
+            self._begun = time.monotonic()
+
+    def report(self, prompts: Sequence[tuple[float, float]]) -> None:
+        """What the pod says it has yet to compute, from all gateways."""
+        self._reported_at = time.monotonic()
+        self._reported = list(prompts)
+        self._own_then = list(self._own.values())
+
+    def seconds(self, due: float) -> float:
+        """Of work that comes before a request with this deadline."""
+        now = time.monotonic()
+        own = _before(self._own.values(), due)
+        if own:
+            # The pod has worked since; at most on one of them, or it would have been removed.
+            own -= min(now - self._begun, max(seconds for _, seconds in self._own.values()), own)
+        return own + max(self._foreign(due), 0.0) + _before(self._live_promises(), due)
+
+    def _foreign(self, due: float) -> float:
+        """Of other gateways; negative where the pod has done more than it had reported."""
+        worked = time.monotonic() - self._reported_at
+        return _before(self._reported, due) - _before(self._own_then, due) - worked
+
+    def _live_promises(self) -> list[tuple[float, float]]:
+        now = time.monotonic()
+        self._promised = {key: one for key, one in self._promised.items() if one[2] > now}
+        return [one[:2] for one in self._promised.values()]
+
+    def slack(self, due: float) -> float:
+        """The most work with this deadline that makes no later prompt late; those that will be late anyway do
+        not count."""
+        now = time.monotonic()
+        work = [(*one, self._limits[request_id]) for request_id, one in self._own.items()]
+        work += [(theirs, seconds, theirs) for theirs, seconds in self._live_promises()]
+        left = [
+            limit - now - self.seconds(theirs) - seconds for theirs, seconds, limit in work if theirs > due
+        ]
+        return min([seconds for seconds in left if seconds >= 0], default=math.inf)
+
+
+def _before(work: Iterable[tuple[float, float]], due: float) -> float:
+    return sum([seconds for theirs, seconds in work if theirs < due])

@@ -1,0 +1,323 @@
+"""Predictions: backlogs, calibrated quantiles, and who is admitted, widened or refused by them."""
+
+import random
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from tandem_core.sampling import SamplingParams
+from tandem_core.slo import SloTarget
+from tandem_core.step_cost import UNKNOWN_COST, StepCost
+from tandem_gateway import admission, pod_load
+from tandem_gateway.admission import Admission, FairShares
+from tandem_gateway.errors import OverloadedError, RefusalReason
+from tandem_gateway.forecast import Calibration, Forecast, Quantiles
+from tandem_gateway.pod_load import Backlog, PodLoad
+from tandem_gateway.request import TokenizedRequest
+from tandem_gateway.routing import Route
+from tandem_gateway.settings import Policy
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(pod_load, "time", clock)
+    return clock
+
+
+class TestBacklog:
+    def test_only_earlier_deadlines_are_waited_for(self, clock):
+        backlog = Backlog()
+        for name, due, seconds in (("a", 1010.0, 1.0), ("b", 1020.0, 2.0), ("c", 1030.0, 4.0)):
+            backlog.add(name, due, seconds)
+        assert [backlog.seconds(due) for due in (1005.0, 1015.0, 1025.0, 1035.0)] == [0, 1, 3, 7]
+        backlog.remove("b")
+        backlog.remove("never added")
+        assert backlog.seconds(1035.0) == 5
+
+    def test_the_pod_has_worked_since(self, clock):
+        backlog = Backlog()
+        backlog.add("a", 1010.0, 1.0)
+        backlog.add("b", 1020.0, 2.0)
+        clock.now += 0.5
+        assert backlog.seconds(1100.0) == 2.5
+        clock.now += 10
+        assert backlog.seconds(1100.0) == 1.0, "one of them at most: the other's first token would be here"
+        backlog.remove("a")
+        assert backlog.seconds(1100.0) == 2.0
+
+    def test_what_other_gateways_sent_is_in_the_report(self, clock):
+        backlog = Backlog()
+        backlog.add("own", 1010.0, 1.0)
+        backlog.report([(1005.0, 3.0), (1010.0, 1.0)])
+        assert backlog.seconds(1100.0) == 4.0
+        assert backlog.seconds(1007.0) == 3.0
+        clock.now += 1
+        assert backlog.seconds(1007.0) == 2.0
+        clock.now += 10
+        assert backlog.seconds(1007.0) == 0.0
+
+    def test_slack_is_the_least_of_those_that_are_later_and_in_time(self, clock):
+        backlog = Backlog()
+        assert backlog.slack(1001.0) == float("inf")
+        backlog.add("early", 1003.0, 1.0, limit=1003.0)
+        backlog.add("late", 1010.0, 1.0, limit=1010.0)
+        assert backlog.slack(1001.0) == 2.0
+        assert backlog.slack(1005.0) == 8.0
+        backlog.add("hopeless", 1002.0, 9.0, limit=1002.0)
+        assert backlog.slack(1005.0) == float("inf"), "the others are late, whatever comes"
+
+    def test_a_place_behind_others_is_no_permission_to_be_late(self, clock):
+        backlog = Backlog()
+        backlog.add("of a tenant that is ahead", 1020.0, 1.0, limit=1003.0)
+        assert backlog.slack(1001.0) == 2.0
+
+    def test_room_is_kept_for_a_while(self, clock):
+        backlog = Backlog()
+        backlog.promise(7, due=1005.0, seconds=2.0, until=1004.0)
+        assert not backlog.seconds(1004.0)
+        assert backlog.seconds(1006.0) == 2.0
+        assert backlog.is_empty, "a promise is no work"
+        assert backlog.redeem(7)
+        assert not backlog.redeem(7)
+        backlog.promise(7, due=1005.0, seconds=2.0, until=1004.0)
+        clock.now = 1004.5
+        assert backlog.seconds(1006.0) == 0
+
+
+class TestCalibration:
+    def test_without_measurements_the_median_is_the_prediction(self):
+        quantiles = Calibration().quantiles("chat", 2.0)
+        assert quantiles.p50 == pytest.approx(2.0, rel=0.2)
+        assert quantiles.p50 < quantiles.p90 <= quantiles.likely
+
+    def test_quantiles_hold_for_each_class_and_size(self):
+        calibration, rng = Calibration(), random.Random(3)
+
+        def measured(name: str, predicted: float) -> float:
+            factor = {"chat": 1.0, "batch": 3.0}[name] * (5.0 if predicted < 0.1 else 1.0)
+            return predicted * factor * rng.lognormvariate(0.0, 0.3)
+
+        held = dict.fromkeys((("chat", 0.02), ("chat", 2.0), ("batch", 0.02), ("batch", 2.0)), 0)
+        for i in range(1000):
+            for name, predicted in held:
+                actual = measured(name, predicted)
+                if i >= 200:
+                    held[name, predicted] += actual <= calibration.quantiles(name, predicted).p90
+                calibration.observe(name, predicted, actual)
+        assert all(0.86 < count / 800 < 0.94 for count in held.values()), held
+
+    def test_a_class_without_measurements_is_as_the_others_are(self):
+        calibration = Calibration()
+        for _ in range(50):
+            calibration.observe("chat", 1.0, 4.0)
+        assert calibration.quantiles("batch", 1.0).p50 == pytest.approx(4.0)
+
+    def test_a_change_of_the_machine_is_learned(self):
+        calibration = Calibration()
+        for ratio in [1.0] * 300 + [2.0] * 128:
+            calibration.observe("chat", 1.0, ratio)
+        assert calibration.quantiles("chat", 1.0).p50 == 2.0
+
+
+SLO = SloTarget("chat", ttft_s=1.0, tpot_s=0.1, e2e_s=5.0)
+
+
+class FixedForecaster:
+    """The same forecast for each request, on one pod."""
+
+    def __init__(
+        self, *, ttft: float, alone_ttft: float = 0.1, token_s: float = 0.05, is_known: bool = True
+    ) -> None:
+        # Each of four sequences that run adds a quarter to the time per token.
+        cost = StepCost(per_token=token_s / 4) if is_known else UNKNOWN_COST
+        load = PodLoad(prefill_cost=cost, decode_cost=cost)
+        self.pod = SimpleNamespace(backlog=Backlog(), in_flight=1, is_fresh=True, load=load)
+        self.ttft, self.alone_ttft, self.token_s = ttft, alone_ttft, token_s
+        self.observed = []
+
+    def forecast(self, request: TokenizedRequest, queue_s: float) -> Forecast:
+        route = Route(
+            self.pod, (), self.pod, self.ttft - 0.1, 0.1, self.token_s, self.alone_ttft, 0.04, 10, 100, 4
+        )
+        return Forecast(
+            route,
+            queue_s,
+            Quantiles(self.ttft, self.ttft, self.ttft),
+            Quantiles(self.ttft + 1, self.ttft + 1, self.ttft + 1),
+        )
+
+    def observe(self, request, forecast, **measured) -> None:
+        self.observed.append(measured)
+
+
+def request(slo: SloTarget = SLO, prompt: tuple[int, ...] = (1, 2, 3)) -> TokenizedRequest:
+    now = time.monotonic()
+    return TokenizedRequest("r", "default", prompt, SamplingParams(), slo, now, now + 600)
+
+
+def judge(forecaster: FixedForecaster, *, slack: float = 0.0, asked: TokenizedRequest | None = None):
+    admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=slack)
+    return admission._judge(asked or request())
+
+
+class TestJudgement:
+    def test_what_will_meet_its_objectives_is_admitted(self):
+        admitted = judge(FixedForecaster(ttft=0.9))
+        assert (admitted.is_widened, admitted.request.slo) == (False, SLO)
+        assert admitted.forecast is not None
+
+    @pytest.mark.parametrize(
+        ("forecast", "slo", "reason", "words"),
+        [
+            (
+                {"ttft": 1.5},
+                SLO,
+                RefusalReason.TTFT,
+                r"first token is predicted after 1\.50 s .*over the 1 s",
+            ),
+            (
+                {"ttft": 0.9},
+                replace(SLO, e2e_s=1.5),
+                RefusalReason.E2E,
+                r"end is predicted after 1\.90 s .*over the 1\.5 s",
+            ),
+            ({"ttft": 0.9, "token_s": 0.2}, SLO, RefusalReason.TPOT, "200 ms per token .*over the 100 ms"),
+        ],
+    )
+    def test_what_will_miss_one_is_refused_with_what_was_predicted(self, forecast, slo, reason, words):
+        with pytest.raises(OverloadedError, match=words) as info:
+            judge(FixedForecaster(**forecast), asked=request(slo))
+        assert info.value.reason is reason
+        assert info.value.retry_after_s > 0
+
+    def test_the_retry_after_is_the_time_until_the_objective_would_be_met(self):
+        with pytest.raises(OverloadedError) as info:
+            judge(FixedForecaster(ttft=4.0))
+        assert info.value.retry_after_s == pytest.approx(3.0, abs=0.1)
+
+    @pytest.mark.parametrize(("e2e_s", "share"), [(1.75, 0.5), (1.5, 0.75), (1.2, 1.0)])
+    def test_of_an_end_that_is_late_until_enough_sequences_have_ended(self, e2e_s, share):
+        forecaster = FixedForecaster(ttft=0.9, token_s=0.16)
+        admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
+        admission.service_s = 10.0
+        # 1.9 s are predicted, .76 of the route's .9 s and ten tokens of .04 s for each of four sequences.
+        with pytest.raises(OverloadedError) as info:
+            admission._judge(request(SloTarget("chat", e2e_s=e2e_s)))
+        assert info.value.retry_after_s == pytest.approx(10 * share)
+
+    def test_a_request_without_objectives_is_never_refused(self):
+        assert judge(FixedForecaster(ttft=1000.0), asked=request(SloTarget("batch"))).request.due_s is None
+
+    def test_an_idle_system_refuses_nobody_but_who_is_strict(self):
+        forecaster = FixedForecaster(ttft=1.5)
+        forecaster.pod.in_flight = 0
+        judge(forecaster)
+        with pytest.raises(OverloadedError):
+            judge(forecaster, asked=request(replace(SLO, is_strict=True)))
+
+    def test_objectives_that_cannot_be_met_alone_are_widened(self):
+        forecaster = FixedForecaster(ttft=2.0, alone_ttft=1.5)
+        admitted = judge(forecaster, slack=3.0)
+        assert admitted.is_widened
+        slo = admitted.request.slo
+        assert (slo.ttft_s, slo.tpot_s, slo.e2e_s) == pytest.approx((4.5, 0.12, 5.7))
+        forecaster.ttft = 5.0
+        with pytest.raises(OverloadedError, match="over the 4\\.5 s"):
+            judge(forecaster, slack=3.0)
+
+    def test_or_are_the_best_effort_where_they_are_taken_as_they_are(self):
+        admitted = judge(FixedForecaster(ttft=100.0, alone_ttft=1.5))
+        assert not admitted.is_widened
+        assert admitted.request.due_s == 60.0
+        with pytest.raises(OverloadedError):
+            judge(FixedForecaster(ttft=100.0, alone_ttft=1.5), asked=request(replace(SLO, is_strict=True)))
+
+    def test_nobody_is_admitted_who_makes_another_one_late(self):
+        forecaster = FixedForecaster(ttft=0.5)
+        now = time.monotonic()
+        forecaster.pod.backlog.add("other", now + 10, 9.95, limit=now + 10)
+        with pytest.raises(OverloadedError, match="admitted before") as info:
+            judge(forecaster)
+        assert info.value.reason is RefusalReason.OTHERS
+
+    def test_room_is_kept_for_who_was_refused(self):
+        forecaster = FixedForecaster(ttft=1.5)
+        with pytest.raises(OverloadedError) as info:
+            judge(forecaster)
+        returns = time.monotonic() + info.value.retry_after_s
+        assert forecaster.pod.backlog.seconds(returns + 1.01) == pytest.approx(0.1)
+        forecaster.ttft = 0.9
+        judge(forecaster)
+        assert forecaster.pod.backlog.seconds(returns + 1.01) == 0, "it came back"
+
+    def test_without_reports_nobody_is_refused(self):
+        admitted = judge(FixedForecaster(ttft=100.0, is_known=False))
+        assert admitted.forecast is None
+
+    def test_an_answer_that_goes_on_is_not_refused(self):
+        judge(FixedForecaster(ttft=100.0), asked=replace(request(), is_repeated=True))
+
+
+class TestShares:
+    @pytest.fixture
+    def now(self, monkeypatch: pytest.MonkeyPatch) -> Clock:
+        clock = Clock()
+        monkeypatch.setattr(admission, "time", clock)
+        return clock
+
+    def test_a_tenant_alone_is_never_ahead(self, now):
+        shares = FairShares()
+        for _ in range(100):
+            shares.charge("noisy", 1.0, 5.0)
+        assert shares.ahead_s("noisy") == 0
+
+    def test_who_used_more_than_its_share_is_ahead_by_that(self, now):
+        shares = FairShares()
+        shares.charge("quiet", 1.0, 0.1)
+        for _ in range(10):
+            shares.charge("noisy", 1.0, 1.0)
+        assert shares.ahead_s("quiet") == 0
+        assert shares.ahead_s("noisy") == pytest.approx(19.0), "ten seconds at half of the machine, less one"
+        now.now += 15
+        assert shares.ahead_s("noisy") == 0, "the other one wants nothing any more"
+        shares.charge("quiet", 1.0, 0.1)
+        assert shares.ahead_s("noisy") == pytest.approx(4.0)
+
+    def test_weights_are_shares(self, now):
+        shares = FairShares()
+        for _ in range(10):
+            shares.charge("small", 1.0, 1.0)
+            shares.charge("large", 3.0, 3.0)
+        assert shares.ahead_s("small") == pytest.approx(shares.ahead_s("large"), rel=0.15)
+
+    def test_who_is_ahead_comes_behind_others_and_leaves_them_room(self):
+        forecaster = FixedForecaster(ttft=0.7, token_s=0.01)
+        admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
+        admission._judge(replace(request(), tenant="quiet"))
+        admission._shares.charge("default", 1.0, 5.0)
+        with pytest.raises(OverloadedError, match="more than its share") as info:
+            admission._judge(request())
+        assert info.value.reason is RefusalReason.SHARE
+        admission._judge(replace(request(), tenant="quiet"))
+        forecaster.ttft = 0.3
+        admitted = admission._judge(request())
+        assert admitted.request.due - admitted.request.arrived == pytest.approx(1 + 9, abs=0.2)
+
+
+def test_measured_times_count_from_the_forecast():
+    forecaster = FixedForecaster(ttft=0.9)
+    admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
+    asked = request()
+    admitted = replace(admission._judge(asked), judged_at=asked.arrived + 0.25)
+    admission.ended(admitted, ttft_s=0.75, e2e_s=1.25, num_tokens=7, met=True)
+    assert forecaster.observed == [{"ttft_s": 0.5, "e2e_s": 1.0, "num_tokens": 7}]
