@@ -25,7 +25,7 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from queries import Expression
 from tandem_cli.state_file import FleetRecord, PodRecord
 from tandem_core.slo import SLO_CLASSES
-from tandem_service.metric_table import TABLE
+from tandem_service.metric_table import TABLE, Process
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "deploy/observability"
@@ -166,6 +166,27 @@ def test_prometheus_accepts_the_configuration(tmp_path: Path) -> None:
     path.write_text(yaml.safe_dump(config))
     checked = subprocess.run([str(PROMTOOL), "check", "config", str(path)], capture_output=True, text=True)
     assert checked.returncode == 0, checked.stderr
+
+
+def test_the_pod_monitor_selects_the_pods_of_the_manifests_and_names_their_jobs() -> None:
+    kubectl = Path(sys.executable).parent / "kubectl"
+    base = ROOT / "deploy/k8s/base"
+    rendered = subprocess.run([kubectl, "kustomize", base], capture_output=True, text=True, check=True).stdout
+    monitor = yaml.safe_load((FOLDER / "podmonitor.yaml").read_text())
+    (selected,) = monitor["spec"]["selector"]["matchExpressions"]
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    jobs, namespaces = set(), set()
+    for manifest in yaml.safe_load_all(rendered):
+        if manifest["kind"] not in ("Deployment", "StatefulSet"):
+            continue
+        template = manifest["spec"]["template"]
+        ports = {port["name"] for c in template["spec"]["containers"] for port in c.get("ports", ())}
+        if endpoint["port"] in ports:
+            jobs.add(template["metadata"]["labels"][selected["key"]])
+            namespaces.add(manifest["metadata"]["namespace"])
+    assert jobs == set(selected["values"]) == {f"tandem-{process.value}" for process in Process}
+    assert monitor["spec"]["jobLabel"] == selected["key"]
+    assert namespaces == {monitor["metadata"]["namespace"]}
 
 
 def run_observe(*flags: str, **environment: str) -> tuple[int, str]:
