@@ -35,6 +35,8 @@ from tandem_engine.step_times import StepTimes
 
 #: Weight of the newest step in a mean of recent ones.
 _RECENT = 0.02
+#: Prompt tokens of a step, whatever the objectives of others.
+_LEAST_CHUNK = 32
 #: Lengths in tokens of what is computed to measure the costs of steps.
 _MEASURED_PROMPTS, _MEASURED_OUTPUT = (64, 256), 6
 
@@ -183,7 +185,7 @@ class Engine:
         """Runs one step; empty when nothing could be scheduled or only prompt chunks were computed."""
         self._draft()
         drafted = time.perf_counter()
-        batch = self.scheduler.schedule()
+        batch = self.scheduler.schedule(self._max_prompt_tokens())
         if batch is None:
             return []
         started = time.perf_counter()
@@ -214,6 +216,16 @@ class Engine:
         if self._drafter is not None and update.finished:
             self._drafter.forget(update.request.request_id)
         return StepOutput(update.request, update.new_token_ids, (), (), (), update.finished)
+
+    def _max_prompt_tokens(self) -> int | None:
+        """With which the next step keeps the tightest objective per token of the sequences that decode."""
+        tightest = min([r.token_s for r in self.scheduler.decoding() if r.token_s], default=0.0)
+        if not tightest:
+            return None
+        cost = self.prefill_times.cost()
+        if not cost.per_token:
+            return None
+        return max(_LEAST_CHUNK, int((tightest * self.tokens_per_step - cost.per_step) / cost.per_token))
 
     def _draft(self) -> None:
         if self._drafter is None:

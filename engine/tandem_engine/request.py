@@ -48,6 +48,8 @@ class Request:
     speculation: SpeculationMode | None = None
     #: When its first token should be there, in monotonic seconds; the scheduler serves the earliest first.
     due: float = math.inf
+    #: Objective in seconds per output token; 0: none. Prompts in the same steps are cut to keep it.
+    token_s: float = 0.0
 
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0

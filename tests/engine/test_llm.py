@@ -10,6 +10,8 @@ import pytest
 from tandem_core.errors import InvalidRequestError
 from tandem_core.sampling import FinishReason, SamplingParams
 from tandem_engine.llm import LLM
+from tandem_engine.request import Request
+from tandem_engine.step_times import StepTimes
 from toy_models import SIZES, prompt_of
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -82,3 +84,21 @@ def test_completions_account_for_themselves(llm: LLM) -> None:
     assert len(completion.token_ids) == 24
     assert completion.stats.prompt_tokens == 90
     assert 0 < completion.stats.ttft_s <= completion.stats.e2e_s
+
+
+def test_prompts_beside_text_with_an_objective_per_token_come_in_chunks(llm: LLM) -> None:
+    engine, sampling = llm.engine, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    engine.prefill_times, engine.tokens_per_step = StepTimes(), 1.0
+    for num_tokens in (10, 20, 40):
+        engine.prefill_times.observe(num_tokens, num_tokens * num_tokens // 2, 0.001 * num_tokens)
+    # Refitted by no step of this test.
+    cost = engine.prefill_times.cost()
+    engine.prefill_times.cost = lambda: cost
+    engine.add(Request("text", prompt_of(10, 7), sampling, token_s=0.04))
+    engine.step()
+    prompt = Request("prompt", prompt_of(60, 8), sampling)
+    engine.add(prompt)
+    engine.step()
+    assert 32 <= prompt.num_computed_tokens <= 40, "as many as take 40 ms"
+    while engine.has_work():
+        engine.step()

@@ -403,6 +403,17 @@ class TestDeadlines:
         step(scheduler)
         assert used_blocks(scheduler) == 8, "of the first alone"
 
+    def test_prompts_are_cut_while_a_sequence_decodes(self):
+        scheduler = make(chunk_size=32)
+        scheduler.add(make_request("prompt", 20, max_tokens=1))
+        batch = scheduler.schedule(8)
+        assert shape(batch) == [("prompt", 0, 20, True)], "nothing decodes"
+        scheduler.update(batch, [plain(7)])
+        scheduler.add(make_request("text", 4, max_tokens=9))
+        step(scheduler)
+        scheduler.add(make_request("other", 20, max_tokens=1))
+        assert shape(scheduler.schedule(8)) == [("text", 4, 1, True), ("other", 0, 8, False)]
+
     def test_a_full_batch_pauses_the_last_which_keeps_its_kv(self):
         scheduler = make(max_batch=1)
         batch_job = make_request("batch", 4, max_tokens=4, due=60.0)

@@ -132,9 +132,10 @@ class Scheduler:
 
     # -- a step ---------------------------------------------------------------------------------------
 
-    def schedule(self) -> Batch | None:
+    def schedule(self, max_prompt_tokens: int | None = None) -> Batch | None:
         """The next step's work; None when nothing can run (idle, or all wait for KV or its blocks).
 
+        With a limit, all prompts together get at most so many tokens while a sequence decodes.
         The draft of each running request is used, shrunk or dropped, and cleared. The batch must come
         back through `update` before the next call.
         """
@@ -154,6 +155,8 @@ class Scheduler:
                 draft_budget -= len(draft)
                 budget -= len(draft)
             sequences.append(decode_sequence(self._blocks, request, draft))
+        if max_prompt_tokens is not None and decoding:
+            budget = min(budget, max_prompt_tokens)
         wanted = self.config.enough_prompt_tokens or budget
         for request in prefilling:
             if budget > 0 and wanted > 0:

@@ -35,6 +35,7 @@ class DecodeRequest(_message.Message):
     KV_SOURCE_FIELD_NUMBER: _builtins.int
     CHUNK_BOUNDARY_FIELD_NUMBER: _builtins.int
     DUE_SECONDS_FIELD_NUMBER: _builtins.int
+    TOKEN_SECONDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     tenant: _builtins.str
     """Tenant of the caller; isolates caches. Empty: the default tenant."""
@@ -58,6 +59,8 @@ class DecodeRequest(_message.Message):
     """Seconds until the first token should be there; negative: it is late. The pod serves the earliest first. Unset: as if
     60.
     """
+    token_seconds: _builtins.float
+    """Objective in seconds per output token; 0: none. The pod computes other prompts in chunks that keep it."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -89,10 +92,11 @@ class DecodeRequest(_message.Message):
         kv_source: _builtins.str = ...,
         chunk_boundary: _builtins.int = ...,
         due_seconds: _builtins.float | None = ...,
+        token_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_due_seconds", b"_due_seconds", "due_seconds", b"due_seconds", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_due_seconds", b"_due_seconds", "chunk_boundary", b"chunk_boundary", "crashes", b"crashes", "decode_retries", b"decode_retries", "due_seconds", b"due_seconds", "kv_source", b"kv_source", "output_token_ids", b"output_token_ids", "prefill_targets", b"prefill_targets", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_due_seconds", b"_due_seconds", "chunk_boundary", b"chunk_boundary", "crashes", b"crashes", "decode_retries", b"decode_retries", "due_seconds", b"due_seconds", "kv_source", b"kv_source", "output_token_ids", b"output_token_ids", "prefill_targets", b"prefill_targets", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "tenant", b"tenant", "token_seconds", b"token_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__due_seconds: _TypeAlias = _typing.Literal["due_seconds"]  # noqa: Y015
     _WhichOneofArgType__due_seconds: _TypeAlias = _typing.Literal["_due_seconds", b"_due_seconds"]  # noqa: Y015

@@ -36,7 +36,7 @@ from tandem_engine.scheduler import append_tokens
 from tandem_engine.transport.incoming import KVReceiver
 from tandem_engine.transport.outgoing import KVSender
 from tandem_pod.engine_watch import leave_if_stuck
-from tandem_pod.status import decode_cost, due_at, pod_status
+from tandem_pod.status import decode_cost, due_at, pod_status, token_objective
 from tandem_prefill.servicer import PrefillServicer
 from tandem_proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 from tandem_service.tracing import RequestTrace, Tracing, current
@@ -326,6 +326,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             tenant=message.tenant,
             speculation=SpeculationMode.parse(message.speculation),
             due=due_at(message),
+            token_s=token_objective(message),
         )
         if message.output_token_ids:
             update = append_tokens(request, message.output_token_ids, max_model_len)

@@ -217,6 +217,7 @@ class Relay:
                 kv_source=kv_source,
                 chunk_boundary=request.chunk_boundary,
                 due_seconds=request.due - time.monotonic(),
+                token_seconds=request.slo.tpot_s,
             ),
             timeout=max(0.001, request.deadline - time.monotonic()),
             metadata=((REQUEST_ID_KEY, request.request_id), *trace.metadata),

@@ -33,11 +33,21 @@ _MAX_PROMPTS = 32
 _STALE_S = 5.0
 #: Deadline of a request that has none.
 _DEFAULT_DUE_S = 60.0
+#: A day.
+_LONGEST_S = 86_400.0
 
 
 def due_at(message: decode_pb2.DecodeRequest | prefill_pb2.PrefillRequest) -> float:
     """The deadline of the request's first token, in monotonic seconds."""
-    return time.monotonic() + (message.due_seconds if message.HasField("due_seconds") else _DEFAULT_DUE_S)
+    seconds = message.due_seconds if message.HasField("due_seconds") else _DEFAULT_DUE_S
+    # NaN has no place in an order.
+    return time.monotonic() + (min(max(seconds, -_LONGEST_S), _LONGEST_S) if seconds == seconds else 0.0)
+
+
+def token_objective(message: decode_pb2.DecodeRequest) -> float:
+    """In seconds per output token; 0: none."""
+    seconds = message.token_seconds
+    return min(seconds, _LONGEST_S) if seconds > 0 else 0.0
 
 
 def pod_status(parts: EngineParts, loop: EngineLoop, *, pod_id: str, role: str) -> common_pb2.PodStatus:
