@@ -138,8 +138,8 @@ class FixedForecaster:
     def __init__(
         self, *, ttft: float, alone_ttft: float = 0.1, token_s: float = 0.05, is_known: bool = True
     ) -> None:
-        # Each of four sequences that run adds a quarter to the time per token.
-        cost = StepCost(per_token=token_s / 4) if is_known else UNKNOWN_COST
+        # Four sequences run; each, the new one too, adds a fifth to the time per token.
+        cost = StepCost(per_token=token_s / 5) if is_known else UNKNOWN_COST
         load = PodLoad(prefill_cost=cost, decode_cost=cost)
         self.pod = SimpleNamespace(backlog=Backlog(), in_flight=1, is_fresh=True, load=load)
         self.ttft, self.alone_ttft, self.token_s = ttft, alone_ttft, token_s
@@ -205,12 +205,12 @@ class TestJudgement:
             judge(FixedForecaster(ttft=4.0))
         assert info.value.retry_after_s == pytest.approx(3.0, abs=0.1)
 
-    @pytest.mark.parametrize(("e2e_s", "share"), [(1.75, 0.5), (1.5, 0.75), (1.2, 1.0)])
+    @pytest.mark.parametrize(("e2e_s", "share"), [(1.7, 0.25), (1.5, 0.5), (1.2, 0.75), (1.0, 1.0)])
     def test_of_an_end_that_is_late_until_enough_sequences_have_ended(self, e2e_s, share):
-        forecaster = FixedForecaster(ttft=0.9, token_s=0.16)
+        forecaster = FixedForecaster(ttft=0.9, token_s=0.2)
         admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
         admission.service_s = 10.0
-        # 1.9 s are predicted, .76 of the route's .9 s and ten tokens of .04 s for each of four sequences.
+        # 1.9 s are predicted, .66 of the route's .9 s and ten tokens of .04 s for each of five sequences.
         with pytest.raises(OverloadedError) as info:
             admission._judge(request(SloTarget("chat", e2e_s=e2e_s)))
         assert info.value.retry_after_s == pytest.approx(10 * share)
@@ -249,6 +249,19 @@ class TestJudgement:
         with pytest.raises(OverloadedError, match="admitted before") as info:
             judge(forecaster)
         assert info.value.reason is RefusalReason.OTHERS
+
+    async def test_nor_who_slows_the_tokens_of_another_one_too_much(self):
+        forecaster = FixedForecaster(ttft=0.1, token_s=0.2)
+        admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
+        slo = SloTarget("chat", e2e_s=2.0)
+        async with admission.slot(request(slo)) as running:
+            # Ten tokens of .2 s with it, and of .16 s without it, since four sequences run.
+            with pytest.raises(OverloadedError, match="admitted before"):
+                admission._judge(request(slo, prompt=(4, 5)))
+            admission._judge(request(SloTarget("batch")))
+            running.num_tokens = 5
+            admission._judge(request(slo, prompt=(4, 5)))
+        assert not admission._running
 
     def test_room_is_kept_for_who_was_refused(self):
         forecaster = FixedForecaster(ttft=1.5)

@@ -37,6 +37,7 @@ from tandem_gateway.auth import Caller
 from tandem_gateway.errors import DeadlineError, OverloadedError, RefusalReason
 from tandem_gateway.forecast import Forecast, Forecaster
 from tandem_gateway.request import DEFAULT_DUE_S, TokenizedRequest
+from tandem_gateway.routing import Route
 from tandem_gateway.settings import GatewaySettings, Policy
 
 _OTHER_CALLS, _OTHER_CALLS_OF_TENANT = 64, 16
@@ -178,7 +179,7 @@ class FairShares:
         self._finish = {name: one for name, one in self._finish.items() if one[0] > now - _ACTIVE_S}
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Admitted:
     """A request with its place, its objectives widened where this system could not meet them alone."""
 
@@ -188,6 +189,16 @@ class Admitted:
     forecast: Forecast | None = None
     #: Monotonic seconds; the forecast counts from then.
     judged_at: float = field(default_factory=time.monotonic)
+    #: Of the answer so far.
+    num_tokens: int = 0
+
+    def is_in_time(self, token_s: float) -> bool:
+        """Whether its end will be in time at so many seconds per token from now on. Unknown counts as yes."""
+        if self.forecast is None or not self.request.slo.e2e_s:
+            return True
+        first_at = max(time.monotonic(), self.judged_at + self.forecast.ttft.p50 * (not self.num_tokens))
+        num_left = max(self.forecast.route.num_output - self.num_tokens, 0)
+        return first_at + num_left * token_s <= self.request.arrived + self.request.slo.e2e_s
 
 
 class Admission:
@@ -207,6 +218,7 @@ class Admission:
         #: Whether the last request came while no pod's report said enough to predict anything.
         self._is_blind = False
         self._shares = FairShares()
+        self._running: set[Admitted] = set()
         self.max_in_flight = max_in_flight
         self._max_queue = max_queue
         #: Requests by tenant, in flight and waiting.
@@ -290,7 +302,7 @@ class Admission:
         is_returning = backlog.redeem(key)
         waited_s = time.monotonic() - request.arrived
         missed = forecast.misses(slo, waited_s)
-        if not missed and slo.ttft_s and backlog.slack(request.due) < forecast.route.prefill_s:
+        if not missed and request.has_objectives and self._makes_others_late(request, forecast.route):
             missed = "others"
         if not missed and ahead_s and forecast.misses(slo.scaled(_PART_WHEN_AHEAD), waited_s):
             missed = "share"
@@ -299,6 +311,17 @@ class Admission:
             self._shares.charge(request.tenant, request.weight, forecast.route.work_s)
             return Admitted(request, is_widened, forecast)
         raise self._refusal(request, forecast, missed, waited_s, is_returning=is_returning)
+
+    def _makes_others_late(self, request: TokenizedRequest, route: Route) -> bool:
+        """Whether an earlier request's first token would come too late, or its end."""
+        if route.computes_prompt.backlog.slack(request.due) < route.prefill_s:
+            return True
+        before_s = route.decode.load.token_seconds(max(route.num_running, 1), route.context)
+        return any(
+            other.is_in_time(before_s) and not other.is_in_time(route.token_s)
+            for other in self._running
+            if other.forecast is not None and other.forecast.route.decode is route.decode
+        )
 
     def _refusal(
         self,
@@ -395,6 +418,7 @@ class Admission:
 
     def _leave(self, admitted: Admitted) -> None:
         self.num_in_flight -= 1
+        self._running.discard(admitted)
         self._num_best_effort -= not admitted.request.has_objectives
         self._admit_waiting()
 
@@ -417,6 +441,7 @@ class Admission:
 
     def _take(self, admitted: Admitted) -> None:
         self.num_in_flight += 1
+        self._running.add(admitted)
         self._num_best_effort += not admitted.request.has_objectives
 
     def _fits(self, admitted: Admitted) -> bool:

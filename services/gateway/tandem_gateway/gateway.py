@@ -259,6 +259,7 @@ class Gateway:
                             self._complete(end.receipt, admitted, admitted_at, first_at)
                             break
                         num_tokens += len(event.token_ids)
+                        admitted.num_tokens = num_tokens
                         if event.token_ids:
                             now = measured.relayed(len(event.token_ids))
                             first_at = now if first_at is None else first_at

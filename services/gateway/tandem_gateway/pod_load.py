@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from tandem_core.codec import step_cost_from_proto
 from tandem_core.step_cost import UNKNOWN_COST, StepCost
@@ -86,8 +88,7 @@ class Backlog:
         self._begun = 0.0
         #: At the last report: all that it lists, and of that this gateway's own.
         self._reported_at = 0.0
-        self._reported: list[tuple[float, float]] = []
-        self._own_then: list[tuple[float, float]] = []
+        self._reported = self._own_then = _Sums([])
         #: Of refused requests that were told when to come back: deadline, seconds, until when it counts.
         self._promised: dict[int, tuple[float, float, float]] = {}
 
@@ -119,22 +120,23 @@ class Backlog:
     def report(self, prompts: Sequence[tuple[float, float]]) -> None:
         """What the pod says it has yet to compute, from all gateways."""
         self._reported_at = time.monotonic()
-        self._reported = list(prompts)
-        self._own_then = list(self._own.values())
+        self._reported, self._own_then = _Sums(prompts), _Sums(self._own.values())
 
     def seconds(self, due: float) -> float:
         """Of work that comes before a request with this deadline."""
-        now = time.monotonic()
-        own = _before(self._own.values(), due)
-        if own:
-            # The pod has worked since; at most on one of them, or it would have been removed.
-            own -= min(now - self._begun, max(seconds for _, seconds in self._own.values()), own)
-        return own + max(self._foreign(due), 0.0) + _before(self._live_promises(), due)
+        own, promised = _before(self._own.values(), due), _before(self._live_promises(), due)
+        return max(own - self._done(), 0.0) + max(self._foreign(due), 0.0) + promised
+
+    def _done(self) -> float:
+        """Of own prompts: the pod has worked since it had none, or the last one was removed. At most on one,
+        or that would have been removed, too."""
+        longest = max([seconds for _, seconds in self._own.values()], default=0.0)
+        return min(time.monotonic() - self._begun, longest)
 
     def _foreign(self, due: float) -> float:
         """Of other gateways; negative where the pod has done more than it had reported."""
         worked = time.monotonic() - self._reported_at
-        return _before(self._reported, due) - _before(self._own_then, due) - worked
+        return self._reported.before(due) - self._own_then.before(due) - worked
 
     def _live_promises(self) -> list[tuple[float, float]]:
         now = time.monotonic()
@@ -144,13 +146,29 @@ class Backlog:
     def slack(self, due: float) -> float:
         """The most work with this deadline that makes no later prompt late; those that will be late anyway do
         not count."""
-        now = time.monotonic()
-        work = [(*one, self._limits[request_id]) for request_id, one in self._own.items()]
-        work += [(theirs, seconds, theirs) for theirs, seconds in self._live_promises()]
-        left = [
-            limit - now - self.seconds(theirs) - seconds for theirs, seconds, limit in work if theirs > due
-        ]
-        return min([seconds for seconds in left if seconds >= 0], default=math.inf)
+        now, done, least = time.monotonic(), self._done(), math.inf
+        work = [(*one, self._limits[request_id], True) for request_id, one in self._own.items()]
+        work += [(*one, one[0], False) for one in self._live_promises()]
+        own = promised = 0.0  # what comes before it, and itself
+        for theirs, seconds, limit, is_own in sorted(work):
+            own, promised = own + is_own * seconds, promised + (not is_own) * seconds
+            if theirs > due:
+                before = max(own - done, 0.0) + promised + max(self._foreign(theirs), 0.0)
+                if before <= limit - now:
+                    least = min(least, limit - now - before)
+        return least
+
+
+class _Sums:
+    """Seconds of work by deadline."""
+
+    def __init__(self, work: Iterable[tuple[float, float]]) -> None:
+        ordered = sorted(work)
+        self._dues = [due for due, _ in ordered]
+        self._sums = [0.0, *accumulate(seconds for _, seconds in ordered)]
+
+    def before(self, due: float) -> float:
+        return self._sums[bisect_left(self._dues, due)]
 
 
 def _before(work: Iterable[tuple[float, float]], due: float) -> float:
