@@ -204,7 +204,9 @@ async def test_a_full_queue_is_refused_at_once_with_a_retry_after(pods, gateway)
     error = await _error(front.grpc.Chat(gateway_pb2.ChatRequest(messages=USER)))
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "limit 0" in error.details()
-    assert int(dict(error.trailing_metadata())["retry-after-ms"]) > 0
+    trailing = dict(error.trailing_metadata())
+    assert int(trailing["retry-after-ms"]) > 0
+    assert trailing["refusal-reason"] == "queue full"
     assert await front.metric('tandem_requests_total{outcome="refused"}') == 1
     # Attainment is over all received: a refusal counts as received and not as met.
     assert await front.metric('tandem_slo_requests_received_total{slo_class="interactive"}') == 2

@@ -221,6 +221,7 @@ async def test_a_full_queue_is_429_with_retry_after(pods, gateway):
             assert response.status_code == 429
             assert int(response.headers["retry-after"]) >= 1
             assert int(response.headers["retry-after-ms"]) >= 1
+            assert response.headers["x-refusal-reason"] == "queue full"
             assert response.json()["error"]["code"] == "overloaded"
         running.cancel()
 

@@ -9,13 +9,15 @@ call in -> request id from metadata, or a new one; bound to the log context; sen
                        context.abort()     -> passes
                        cancellation        -> passes (the client left, or its deadline passed)
                        anything else       -> INTERNAL with the request id; the traceback is logged only
-                       one with a `retry_after_s` -> also the trailing metadata say so, in milliseconds
+                       one with a `retry_after_s` -> also the trailing metadata say so, in milliseconds;
+                       with a `reason`, that too
         -> one access line, one count
 """
 
 from __future__ import annotations
 
 import asyncio
+import enum
 import re
 import time
 import uuid
@@ -45,6 +47,7 @@ from tandem_service.tls import Role, roles_of
 REQUEST_ID_KEY = "tandem-request-id"
 #: When a refused call may be tried again; OpenAI's HTTP clients know a header of this name.
 RETRY_AFTER_KEY = "retry-after-ms"
+REFUSAL_REASON_KEY = "refusal-reason"
 
 #: Accepted request ids; any other (log injection, megabytes) is replaced.
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
@@ -255,7 +258,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
             code = status.name
             retry_after_s = getattr(error, "retry_after_s", None)
             if retry_after_s is not None:
-                context.set_trailing_metadata(((RETRY_AFTER_KEY, str(max(1, round(retry_after_s * 1000)))),))
+                metadata = [(RETRY_AFTER_KEY, str(max(1, round(retry_after_s * 1000))))]
+                if isinstance(reason := getattr(error, "reason", None), enum.Enum):
+                    metadata.append((REFUSAL_REASON_KEY, reason.value))
+                context.set_trailing_metadata(tuple(metadata))
             await context.abort(status, message)
         finally:
             seconds = time.monotonic() - started

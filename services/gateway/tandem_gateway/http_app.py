@@ -119,6 +119,8 @@ def make_app(
             # RFC 9110 allows whole seconds only; OpenAI's client prefers the header in milliseconds.
             headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
             headers["retry-after-ms"] = str(max(1, round(error.retry_after_s * 1000)))
+        if isinstance(error, OverloadedError):
+            headers["x-refusal-reason"] = error.reason.value
         return JSONResponse(error_json(error), status_code=presentation(error).http_status, headers=headers)
 
     @app.exception_handler(ClientDisconnect)  # left while sending its body
