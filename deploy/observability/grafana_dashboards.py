@@ -314,6 +314,20 @@ SLO = Board(
                     ),
                     "s",
                 ),
+                Panel(
+                    "Predictions that held",
+                    (
+                        Query(
+                            f"{rate(t.PREDICTIONS_HELD, 'slo_class', 'time')} / "
+                            f"{rate(t.PREDICTIONS, 'slo_class', 'time')}",
+                            "{{slo_class}} {{time}}",
+                        ),
+                    ),
+                    "percentunit",
+                    description="Share of requests that took at most the 90th percentile predicted at their "
+                    "admission; 90 % if predictions are calibrated.",
+                    max_value=1.0,
+                ),
             ),
         ),
         Section(

@@ -374,6 +374,22 @@ FLEET_KV_USAGE = _gauge(
 
 # -- gateway: prediction -----------------------------------------------------------------------------------
 
+PREDICTIONS = _counter(
+    "tandem_predictions_total",
+    "Finished requests whose time was predicted at admission: ttft or e2e",
+    "slo_class",
+    "time",
+    by=_GATEWAY,
+    unit=Unit.REQUESTS,
+)
+PREDICTIONS_HELD = _counter(
+    "tandem_predictions_held_total",
+    "Of these, requests that took at most the predicted 90th percentile",
+    "slo_class",
+    "time",
+    by=_GATEWAY,
+    unit=Unit.REQUESTS,
+)
 PREDICTED_SERVICE = _gauge(
     "tandem_predicted_service_seconds",
     "Predicted time from admission to end of a request",

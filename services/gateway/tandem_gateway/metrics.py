@@ -74,6 +74,8 @@ class GatewayMetrics:
         self.stages = table.STAGE_SECONDS.make(registry)
         self.prompt_length = table.REQUEST_PROMPT_TOKENS.make(registry)
         self.output_length = table.REQUEST_OUTPUT_TOKENS.make(registry)
+        self.predictions = table.PREDICTIONS.make(registry)
+        self.predictions_held = table.PREDICTIONS_HELD.make(registry)
         self.failovers = table.FAILOVERS.make(registry)
         self.resumed = table.ANSWERS_RESUMED.make(registry)
         self.kept_answer_bytes = table.KEPT_ANSWER_BYTES.make(registry)
@@ -101,6 +103,9 @@ class GatewayMetrics:
                 histogram.labels(name)
             for stage in _STAGES:
                 self.stages.labels(name, stage)
+            for measured in ("ttft", "e2e"):
+                self.predictions.labels(name, measured)
+                self.predictions_held.labels(name, measured)
             for objective, target_s in (("ttft", slo.ttft_s), ("tpot", slo.tpot_s), ("e2e", slo.e2e_s)):
                 if target_s:
                     targets.labels(name, objective).set(target_s)
@@ -199,6 +204,13 @@ class RequestMetrics:
         metrics.output_length.labels(name).observe(receipt.output_tokens)
         metrics.prompt.labels(*self._labels).inc(receipt.prompt_tokens)
         metrics.cached.labels(*self._labels).inc(receipt.cached_tokens)
+        for measured, took_ns, limit_ns in (
+            ("ttft", receipt.ttft_ns, receipt.predicted_ttft_p90_ns),
+            ("e2e", receipt.e2e_ns, receipt.predicted_e2e_p90_ns),
+        ):
+            if limit_ns:
+                metrics.predictions.labels(name, measured).inc()
+                metrics.predictions_held.labels(name, measured).inc(took_ns <= limit_ns)
         self._is_met = receipt.slo_met
         self._miss = receipt.slo_miss_cause
         if receipt.slo_met:
