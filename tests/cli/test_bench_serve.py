@@ -92,6 +92,7 @@ async def test_an_open_loop_does_not_wait_for_answers() -> None:
     departures = OpenLoop(rate=200.0, seed=0).departures_s(6)
     for record, departure_s in zip(records, departures, strict=True):
         assert departure_s <= record.sent_s < departure_s + 0.15
+        assert record.late_s == pytest.approx(record.sent_s - departure_s)
 
 
 async def test_refusals_are_recorded_with_their_status() -> None:

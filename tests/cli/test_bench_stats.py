@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from tandem_cli.bench.record import OK, Attempt, Promise, RequestRecord, Speculation
+from tandem_cli.bench.report import describe
 from tandem_cli.bench.stats import (
     Percentiles,
     by_class,
@@ -199,6 +202,12 @@ def test_a_noisy_tenant_that_gets_the_rest_is_fair_and_one_that_takes_from_other
     assert unfair.jain_of_fair_share < 0.7
     assert fairness(sent("alone", 5, 0)) is None
     assert fairness(sent("a", 0, 5) + sent("b", 0, 5)) is None
+
+
+def test_a_client_that_is_late_is_told_of() -> None:
+    in_time, late = [replace(record(), late_s=0.01)] * 60, [replace(record(), late_s=0.5)] * 2
+    assert "too busy" not in describe(in_time, summarise(in_time))
+    assert "up to 0.50 s (p99) later than planned" in describe(in_time + late, summarise(in_time + late))
 
 
 def test_predictions_are_compared_with_what_the_gateway_measured() -> None:

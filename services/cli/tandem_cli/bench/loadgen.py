@@ -62,7 +62,7 @@ class _Run:
                 if departure_s >= self._timeout_s:
                     break
                 await asyncio.sleep(departure_s - (time.perf_counter() - self._started))
-                group.create_task(self._one(request))
+                group.create_task(self._one(request, departure_s))
 
     async def closed_loop(self, requests: Sequence[Request], concurrency: int) -> None:
         waiting = iter(requests)
@@ -77,8 +77,8 @@ class _Run:
             for _ in range(min(concurrency, len(requests))):
                 group.create_task(worker())
 
-    async def _one(self, request: Request) -> None:
-        recorder = Recorder(request, self._started)
+    async def _one(self, request: Request, planned_s: float | None = None) -> None:
+        recorder = Recorder(request, self._started, planned_s)
         try:
             async with asyncio.timeout(max(0.0, self._left_s())):
                 await self._send(request, recorder)

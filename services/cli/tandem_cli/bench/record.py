@@ -93,6 +93,8 @@ class RequestRecord:
     max_tokens: int = 0
     attempts: tuple[Attempt, ...] = ()
     promise: Promise | None = None
+    #: How much later than planned an open loop sent it, because the client was busy.
+    late_s: float = 0.0
 
     @property
     def is_ok(self) -> bool:
@@ -127,10 +129,12 @@ class RequestRecord:
 class Recorder:
     """Records the events of one request; a transport calls it."""
 
-    def __init__(self, request: Request, run_started_s: float) -> None:
+    def __init__(self, request: Request, run_started_s: float, planned_s: float | None = None) -> None:
+        """planned_s: when it should leave, in seconds since the start of the run; None: whenever it does."""
         self._request = request
         self._sent = time.perf_counter()
         self._sent_s = self._sent - run_started_s
+        self._late_s = 0.0 if planned_s is None else max(0.0, self._sent_s - planned_s)
         self._attempts: list[Attempt] = []
         self._attempt_sent_s = 0.0
         self._arrivals_s: list[float] = []
@@ -188,6 +192,7 @@ class Recorder:
             max_tokens=self._request.max_tokens,
             attempts=tuple(self._attempts),
             promise=self.promise,
+            late_s=self._late_s,
         )
 
     def _now_s(self) -> float:

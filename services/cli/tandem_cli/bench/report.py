@@ -18,8 +18,12 @@ from tandem_cli.bench.stats import (
     calibration,
     draft_figures,
     fairness,
+    percentile,
     refusals,
 )
+
+#: A client that is later than this changes the load that it should make.
+_LATE_S = 0.1
 
 
 def latency_table(summary: Summary) -> Table:
@@ -57,6 +61,12 @@ def describe(records: Sequence[RequestRecord], summary: Summary) -> str:
         ),
         *_refusal_lines(records),
     ]
+    late_s = percentile(sorted(record.late_s for record in records), 99)
+    if late_s > _LATE_S:
+        lines.append(
+            f"late        the client was too busy: it sent requests up to {late_s:.2f} s (p99) later than "
+            "planned, and measured from then; use fewer requests/s or another machine"
+        )
     if (fair := fairness(records)) is not None:
         lines.append(
             f"fairness    Jain's index over tenants {fair.jain_of_fair_share:.3f} of the fair share, "
