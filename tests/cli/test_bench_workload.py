@@ -15,7 +15,7 @@ from tandem_cli.bench.options import BenchError, BenchOptions, Point
 from tandem_cli.bench.prompts import estimate_tokens
 from tandem_cli.bench.requests import MixError, Request, Tenant, parse_mix, parse_tenants
 from tandem_cli.bench.traces import TraceEntry
-from tandem_cli.bench.workload import RequestMaker
+from tandem_cli.bench.workload import RequestMaker, load_trace
 
 OPTIONS = BenchOptions(model="", rate="2", num_requests=12, max_tokens=50, workload="json")
 
@@ -180,6 +180,22 @@ def test_rates_may_be_multiples_of_the_capacity() -> None:
 def test_loads_that_contradict_each_other_are_refused(changes: dict[str, object], complaint: str) -> None:
     with pytest.raises(BenchError, match=complaint):
         replace(OPTIONS, **changes).points()
+
+
+def test_what_would_leave_after_the_end_of_the_run_is_not_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text("".join(f'{{"arrival_s": {10 * number}}}\n' for number in range(100)))
+    options = replace(OPTIONS, trace=path, rate=None, num_requests=None, timeout=50.0)
+    assert len(load_trace(options)) == 5
+    assert len(load_trace(replace(options, rate_scale=2.0))) == 10
+    assert len(load_trace(replace(options, rate=".1,.4"))) == 20
+    assert len(load_trace(replace(options, num_requests=3))) == 3
+    monkeypatch.setattr("tandem_cli.bench.workload._MAX_TRACE", 99)
+    with pytest.raises(BenchError, match="more than 99 requests; say with --num-requests"):
+        load_trace(options)
+    assert len(load_trace(replace(options, num_requests=100, rate_scale=100.0))) == 100
 
 
 def test_a_tenant_of_the_trace_without_a_key_is_named() -> None:

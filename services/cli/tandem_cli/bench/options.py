@@ -65,7 +65,9 @@ class BenchOptions:
     transport: Annotated[TransportName, typer.Option(help="Protocol of the requests.")] = TransportName.GRPC
     rate: Annotated[
         str | None,
-        typer.Option(help="Mean requests per second; several with commas are compared; 2x: --capacity's."),
+        typer.Option(
+            help="Mean requests per second, or 2x for twice --capacity; several with commas are compared."
+        ),
     ] = None
     capacity: Annotated[
         float | None, typer.Option(min=0.001, help="Requests per second that --rate 1x stands for.")

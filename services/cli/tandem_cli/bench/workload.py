@@ -31,6 +31,8 @@ from tandem_cli.bench.traces import BLOCK_TOKENS, TraceEntry, TraceError, mean_r
 DEFAULT_NUM_REQUESTS = 32
 #: The shortest prompt that a workload makes.
 _MIN_PROMPT_TOKENS = 16
+#: Requests of a trace that are replayed without being asked for: more would take hours and gigabytes.
+_MAX_TRACE = 100_000
 
 
 def load_material(options: BenchOptions) -> Material:
@@ -153,10 +155,20 @@ class RequestMaker:
 
 
 def load_trace(options: BenchOptions) -> list[TraceEntry]:
-    """Entries of the options' trace; none without one. Raises BenchError."""
+    """Entries of the options' trace that leave before the end of the run; none without a trace. Raises
+    BenchError."""
     if options.trace is None:
         return []
     try:
-        return read_trace(options.trace, options.num_requests)
+        entries = read_trace(options.trace, options.num_requests or _MAX_TRACE + 1)
     except TraceError as error:
         raise BenchError(str(error)) from error
+    if options.num_requests is None and len(entries) > _MAX_TRACE:
+        raise BenchError(
+            f"--trace {options.trace} has more than {_MAX_TRACE} requests; say with --num-requests how many "
+            "to replay"
+        )
+    recorded = mean_rate(entries)
+    rates = [point.rate for point in options.points() if point.rate is not None]
+    speed = max(rates) / recorded if rates and recorded else options.rate_scale or 1.0
+    return [entry for entry in entries if entry.arrival_s / speed < options.timeout]
