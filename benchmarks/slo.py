@@ -55,6 +55,9 @@ from tandem_engine import model_loader
 #: Name -> flags of `tandem up`. The first one is ours; capacity is measured on it.
 CONFIGURATIONS = {
     "ours": "",
+    "FIFO": "--set gateway.admission=fifo",
+    "queue limit": "--set gateway.admission=fifo --set gateway.max-in-flight=8 --set gateway.max-queue=16",
+    "FCFS + TTL": "--set gateway.admission=ttl --set gateway.max-in-flight=8",
 }
 MIX = "interactive=.5,chat=.3,batch=.2"
 PARTS = (*SHAPES, "retry", "fairness")

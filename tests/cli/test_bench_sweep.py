@@ -50,8 +50,8 @@ def test_rates_and_peers_are_one_table_and_one_picture(tmp_path: Path) -> None:
     # A peer gets nothing that only Tandem understands, and no key.
     assert all(body["model"] == "other" and "slo_class" not in body for body in peer.bodies)
     assert not any("authorization" in headers or "x-slo-ttft-ms" in headers for headers in peer.headers)
-    assert {told["x-slo-ttft-ms"] for told in gateway.metadata[1:]} == {"30000"}
-    assert {told["authorization"] for told in gateway.metadata} == {"Bearer secret"}
+    assert {request.slo.ttft_ns for request in gateway.requests[1:]} == {30 * 10**9}
+    assert set(gateway.keys) == {"Bearer secret"}
 
 
 def test_classes_and_tenants_have_rows_of_their_own(
@@ -121,6 +121,9 @@ def test_http_sends_the_objectives_and_reads_predictions_of_the_receipt() -> Non
         "ttft_ns": "2000000000",
         "e2e_ns": "3000000000",
         "slo": {"name": "chat", "ttft_ns": "4000000000"},
+        "slo_widened": True,
+        "predicted_ttft_p90_ns": "2500000000",
+        "predicted_e2e_p50_ns": "1000000000",
     }
     with FakeOpenAI(receipt=receipt).serving() as server:
         options = replace(
@@ -137,7 +140,8 @@ def test_http_sends_the_objectives_and_reads_predictions_of_the_receipt() -> Non
     assert server.headers[0]["x-slo-ttft-ms"] == "1000"
     promise = run.records[0].promise
     assert promise is not None
-    assert (promise.ttft_s, promise.e2e_s, promise.slo.ttft_s) == (2.0, 3.0, 4.0)
+    assert (promise.ttft_s, promise.e2e_s, promise.slo.ttft_s, promise.widened) == (2.0, 3.0, 4.0, True)
+    assert (promise.ttft_p50_s, promise.ttft_p90_s, promise.e2e_p50_s) == (None, 2.5, 1.0)
 
 
 def test_a_peer_is_asked_for_its_model_unless_it_is_given() -> None:

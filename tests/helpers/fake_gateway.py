@@ -41,8 +41,6 @@ class FakeGateway(gateway_pb2_grpc.GatewayServiceServicer):
     target: str = ""
     requests: list[gateway_pb2.ChatRequest] = field(default_factory=list)
     keys: list[str] = field(default_factory=list)
-    #: All metadata of each request.
-    metadata: list[dict[str, str]] = field(default_factory=list)
     running: int = 0
     most_running: int = 0
     cancelled: int = 0
@@ -57,8 +55,7 @@ class FakeGateway(gateway_pb2_grpc.GatewayServiceServicer):
     def Chat(self, request, context):  # noqa: N802
         with self._lock:
             self.requests.append(request)
-            self.metadata.append(dict(context.invocation_metadata()))
-            self.keys.append(self.metadata[-1].get("authorization", ""))
+            self.keys.append(dict(context.invocation_metadata()).get("authorization", ""))
             self.running += 1
             self.most_running = max(self.most_running, self.running)
             is_refused = self.refuse_each and len(self.requests) % self.refuse_each == 0

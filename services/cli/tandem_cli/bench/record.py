@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from tandem_core.slo import SloTarget
+from tandem_core.slo import NO_OBJECTIVES, SloTarget
 
-from tandem_cli.bench.requests import NO_OBJECTIVES, Request
+from tandem_cli.bench.requests import Request
 
 OK = "OK"
 TIMEOUT = "TIMEOUT"
@@ -46,7 +46,10 @@ class Promise:
     #: The objectives by which the gateway judged; wider than asked for where it says so.
     slo: SloTarget
     met: bool
+    #: Whether they are wider than asked for, because the system could not meet those even without load.
+    widened: bool = False
     miss_reason: str = ""
+    miss_cause: str = ""
     #: As predicted when the request was admitted; None: no prediction.
     ttft_p50_s: float | None = None
     ttft_p90_s: float | None = None

@@ -32,7 +32,6 @@ class Tenant:
 
 
 NOBODY = Tenant()
-NO_OBJECTIVES = SloTarget("")
 
 
 @dataclass(frozen=True)

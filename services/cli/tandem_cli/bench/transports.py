@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 import httpx
 from google.protobuf import json_format
-from tandem_core.slo import SloTarget
+from tandem_core.codec import slo_from_proto, slo_to_proto
 from tandem_proto.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 from tandem_service.channels import open_public_channel
 from tandem_service.interceptors import RETRY_AFTER_KEY
@@ -77,8 +77,10 @@ class GrpcTransport(Transport):
             ),
             slo_class=request.slo.name,
             speculation=self._mode,
+            slo=slo_to_proto(request.slo) if request.sends_objectives else None,
         )
-        metadata = tuple((name.lower(), value) for name, value in _headers(request, options, self._mode))
+        key = _key_of(request.tenant, options, self._mode)
+        metadata = (("authorization", f"Bearer {key}"),) if key else ()
         try:
             async for response in self._stub.Chat(message, metadata=metadata):
                 if response.WhichOneof("event") == "end":
@@ -94,18 +96,6 @@ class GrpcTransport(Transport):
 
     async def close(self) -> None:
         await self._channel.close(None)
-
-
-def _headers(request: Request, options: BenchOptions, mode: str) -> list[tuple[str, str]]:
-    """The key, and the objectives if they are the request's own."""
-    headers = []
-    if key := _key_of(request.tenant, options, mode):
-        headers.append(("Authorization", f"Bearer {key}"))
-    if request.sends_objectives:
-        slo = request.slo
-        objectives = (("ttft", slo.ttft_s), ("tpot", slo.tpot_s), ("e2e", slo.e2e_s))
-        headers += [(f"x-slo-{name}-ms", f"{1000 * limit_s:g}") for name, limit_s in objectives if limit_s]
-    return headers
 
 
 def _key_of(tenant: Tenant, options: BenchOptions, mode: str) -> str | None:
@@ -131,24 +121,25 @@ def _note_receipt(receipt: common_pb2.Receipt, recorder: Recorder) -> None:
         dict(receipt.accepted_by_source),
         receipt.hit_steps,
     )
-    slo = receipt.slo
     recorder.promise = Promise(
         ttft_s=receipt.ttft_ns / _NS_PER_S,
         e2e_s=receipt.e2e_ns / _NS_PER_S,
         queue_s=receipt.queue_ns / _NS_PER_S,
-        slo=SloTarget(slo.name, slo.ttft_ns / _NS_PER_S, slo.tpot_ns / _NS_PER_S, slo.e2e_ns / _NS_PER_S),
+        slo=slo_from_proto(receipt.slo),
         met=receipt.slo_met,
         miss_reason=receipt.slo_miss_reason,
-        **dict(_predictions(receipt)),
+        miss_cause=receipt.slo_miss_cause,
+        widened=receipt.slo_widened,
+        ttft_p50_s=_seconds(receipt.predicted_ttft_p50_ns),
+        ttft_p90_s=_seconds(receipt.predicted_ttft_p90_ns),
+        e2e_p50_s=_seconds(receipt.predicted_e2e_p50_ns),
+        e2e_p90_s=_seconds(receipt.predicted_e2e_p90_ns),
     )
 
 
-def _predictions(receipt: common_pb2.Receipt) -> Iterable[tuple[str, float]]:
-    """Those that the receipt has; an older gateway's has none, and 0 is none too."""
-    told = {field.name: value for field, value in receipt.ListFields()}
-    for name in ("ttft_p50", "ttft_p90", "e2e_p50", "e2e_p90"):
-        if predicted_ns := told.get(f"predicted_{name}_ns"):
-            yield f"{name}_s", predicted_ns / _NS_PER_S
+def _seconds(predicted_ns: int) -> float | None:
+    """None: nothing could be predicted."""
+    return predicted_ns / _NS_PER_S if predicted_ns else None
 
 
 class HttpTransport(Transport):
@@ -177,7 +168,7 @@ class HttpTransport(Transport):
         )
 
     async def send(self, request: Request, recorder: Recorder) -> None:
-        headers = dict(_headers(request, self._options, self._mode)) if self._sends_headers else {}
+        headers = self._headers(request) if self._sends_headers else {}
         try:
             async with self._client.stream(
                 "POST", "/v1/chat/completions", json=self._body(request), headers=headers
@@ -194,6 +185,18 @@ class HttpTransport(Transport):
 
     async def close(self) -> None:
         await self._client.aclose()
+
+    def _headers(self, request: Request) -> dict[str, str]:
+        """The key, and the objectives if they are the request's own."""
+        headers = {}
+        if key := _key_of(request.tenant, self._options, self._mode):
+            headers["Authorization"] = f"Bearer {key}"
+        if request.sends_objectives:
+            slo = request.slo
+            for name, limit_s in (("ttft", slo.ttft_s), ("tpot", slo.tpot_s), ("e2e", slo.e2e_s)):
+                if limit_s:
+                    headers[f"x-slo-{name}-ms"] = f"{1000 * limit_s:g}"
+        return headers
 
     def _body(self, request: Request) -> dict[str, object]:
         options, prompt = self._options, request.prompt
