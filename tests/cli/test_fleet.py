@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import sys
 from dataclasses import replace
@@ -185,3 +186,16 @@ def test_with_tls_each_process_gets_the_certificate_of_its_role(tmp_path: Path) 
         given = [spec.command[i + 1] for i, flag in enumerate(spec.command) if flag.startswith("--pod-tls")]
         names = [f"{spec.role}.pem", f"{spec.role}.key", "ca.pem"] if spec.role != "redis" else []
         assert given == [str(tmp_path / name) for name in names]
+
+
+@pytest.mark.parametrize(
+    ("num_pods", "asked", "threads"),
+    [(1, None, None), (2, None, "2"), (4, None, "1"), (9, None, "1"), (2, 3, "3")],
+)
+def test_pods_of_a_role_divide_the_cores(num_pods, asked, threads, monkeypatch):
+    monkeypatch.setattr("tandem_cli.fleet.os.sched_getaffinity", lambda _: set(range(5)))
+    options = FleetOptions(model_dir=Path("m"), num_prefill=num_pods, num_decode=num_pods, threads=asked)
+    for spec in plan_fleet(options).processes:
+        if spec.role in ("prefill", "decode"):
+            flags = dict(itertools.pairwise(spec.command))
+            assert flags.get("--threads") == threads

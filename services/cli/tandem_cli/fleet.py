@@ -7,6 +7,7 @@ lookahead  base + 300       decode j's KV ingress  base + 200 + j       metrics 
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 from collections.abc import Sequence
@@ -153,7 +154,8 @@ class _Planner:
 
     def _prefill(self, index: int) -> ProcessSpec:
         port = self._options.base_port + index
-        flags = [*self._model_flags(), "--nice", str(_PREFILL_NICE)]
+        flags = [*self._model_flags(), *self._threads(self._options.num_prefill)]
+        flags += ["--nice", str(_PREFILL_NICE)]
         return self._pod("prefill", f"prefill-{index}", {"grpc": port}, flags)
 
     def _decode(self, index: int, lookahead: Sequence[ProcessSpec]) -> ProcessSpec:
@@ -161,6 +163,7 @@ class _Planner:
         ports = {"grpc": base + 100 + index, "kv": base + 200 + index}
         flags = [
             *self._model_flags(),
+            *self._threads(self._options.num_decode),
             *("--kv-host", self._options.host, "--kv-port", str(ports["kv"])),
             *("--speculation", self._options.speculation),
         ]
@@ -210,9 +213,15 @@ class _Planner:
         if options.memory_bytes:
             share = options.memory_bytes // (options.num_prefill + options.num_decode)
             flags += ["--memory-bytes", str(share)]
-        if self._options.threads is not None:
-            flags += ["--threads", str(self._options.threads)]
         return flags
+
+    def _threads(self, num_pods: int) -> list[str]:
+        """Pods of a role divide the cores. Threads that wait for each other at every layer of a decode step
+        would else wait for those of other pods."""
+        threads = self._options.threads
+        if threads is None and num_pods > 1:
+            threads = max(1, len(os.sched_getaffinity(0)) // num_pods)
+        return [] if threads is None else ["--threads", str(threads)]
 
     def _pod(self, role: str, name: str, ports: dict[str, int], flags: list[str]) -> ProcessSpec:
         ports = {**ports, "metrics": ports["grpc"] + _METRICS_OFFSET}

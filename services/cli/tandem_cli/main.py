@@ -80,7 +80,7 @@ def up(
     http_port: Annotated[int, typer.Option(min=1, max=65535, help="Gateway, HTTP.")] = 8000,
     base_port: Annotated[int, typer.Option(min=1, max=64000, help="First port of the other pods.")] = 51100,
     threads: Annotated[
-        int | None, typer.Option(help="CPU threads per engine pod; unset: the pod decides.")
+        int | None, typer.Option(help="CPU threads per engine pod; unset: pods of a role divide the cores.")
     ] = None,
     max_model_len: Annotated[
         int, typer.Option(help="Longest text, prompt and answer, in tokens; 0: the model's context.")
