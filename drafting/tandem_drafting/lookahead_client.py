@@ -41,6 +41,7 @@ _BACKOFF_LIMIT_S = 2.0
 #: Batches sent in this time may be lost when the stream breaks.
 _RESEND_S = 2.0
 _SPANS_PER_BATCH = 2048
+_TRACES_PER_BATCH = 256
 #: A batch with this many tokens gets no further span; a gRPC message holds 4 MiB.
 _TOKENS_PER_BATCH = 100_000
 
@@ -80,6 +81,8 @@ class LookaheadClient:
         self._pushed: deque[AcceptedSpan] = deque()
         self._unsent: deque[AcceptedSpan] = deque()
         self._sent: deque[tuple[float, list[AcceptedSpan]]] = deque()
+        #: Of traced requests that have ended; as many as are sent with one batch.
+        self._traceparents: deque[str] = deque(maxlen=_TRACES_PER_BATCH)
         self._flushed = asyncio.Event()
         self._partial = _PartialSnapshot()
         self._wants_prompts = False
@@ -113,6 +116,10 @@ class LookaheadClient:
             for span in split_span(AcceptedSpan(name, 0, tuple(token_ids), is_prompt=True)):
                 self._push(span)
 
+    def push_trace(self, traceparent: str) -> None:
+        """Reports that a traced request has ended, after its last tokens. From the event loop only."""
+        self._traceparents.append(traceparent)
+
     def start(self) -> None:
         """Starts to connect; returns at once."""
         self._tasks = [
@@ -135,7 +142,7 @@ class LookaheadClient:
     async def _flush_forever(self) -> None:
         while True:
             await asyncio.sleep(_FLUSH_S)
-            if not self._pushed:
+            if not self._pushed and not self._traceparents:
                 continue
             self._unsent.extend(joined([self._pushed.popleft() for _ in range(len(self._pushed))]))
             while len(self._unsent) > self._max_queued_spans:
@@ -201,13 +208,17 @@ class LookaheadClient:
         self._sent.clear()
         self._unsent.extendleft(reversed(again))
         while True:
-            while self._unsent:
+            while self._unsent or (self._traceparents and not self._pushed):
                 spans = self._next_batch()
+                traceparents = [] if self._unsent or self._pushed else list(self._traceparents)
                 now = time.monotonic()
                 self._sent.append((now, spans))
                 while self._sent[0][0] < now - _RESEND_S:
                     self._sent.popleft()
-                yield pb.SyncRequest(spans=pb.SpanBatch(spans=spans_to_proto(spans)))
+                if traceparents:
+                    self._traceparents.clear()
+                batch = pb.SpanBatch(spans=spans_to_proto(spans), traceparents=traceparents)
+                yield pb.SyncRequest(spans=batch)
             self._flushed.clear()
             await self._flushed.wait()
 

@@ -8,6 +8,7 @@ import grpc
 import grpc.aio
 import pytest
 import redis.asyncio as redis
+from otlp_collector import collecting
 from tandem_drafting.lookahead_protocol import SNAPSHOT_CHUNK_BYTES
 from tandem_proto.v1 import lookahead_pb2 as pb
 from tandem_proto.v1 import lookahead_pb2_grpc
@@ -293,3 +294,24 @@ async def test_the_mirror_survives_a_poorer_service(fleet, tmp_path):
     client.push("r2", 0, (7, 8))
     await fleet.until(lambda: mirror.count((7, 8)) == 1)
     assert mirror.count(ANSWER[:4]) == 1
+
+
+async def test_a_traced_request_shows_when_its_text_was_stored(fleet, monkeypatch):
+    trace_id, span_id = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    with collecting() as collector:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+        service = await fleet.service()
+        sender, mirror = await fleet.pod(service)
+        sender.push("r1", 0, ANSWER)
+        sender.push_trace(f"00-{trace_id}-{span_id}-01")
+        await fleet.until(lambda: mirror.count(ANSWER[:8]) == 1)
+        sender.push_trace("malformed")
+        sender.push_trace(f"00-{trace_id}-{span_id}-00")  # not sampled
+        sender.push("r2", 0, ANSWER)
+        await fleet.until(lambda: mirror.count(ANSWER[:8]) == 2)
+        await fleet.stop()
+    server = collector.only("lookahead service")
+    assert (server.trace_id, server.parent_id, server.service) == (trace_id, span_id, "tandem-lookahead")
+    assert server.attributes == {"tandem.lookahead.spans": 1, "tandem.lookahead.redis": True}
+    assert collector.names_below(server) == ["store text"]
+    collector.assert_stages_add_up()

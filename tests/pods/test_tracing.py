@@ -12,12 +12,15 @@ import grpc
 import httpx
 import pytest
 from otlp_collector import CLIENT, ERROR, SERVER, Collector, Span, collecting
-from pod_fleet import run_fleet
+from pod_fleet import request, run_fleet
+from redis_servers import RedisServer
 from tandem_decode.main import open_pod as open_decode
 from tandem_decode.settings import DecodeSettings
 from tandem_gateway.main import GatewayProcess
 from tandem_gateway.settings import GatewaySettings
-from tandem_proto.v1 import gateway_pb2, gateway_pb2_grpc
+from tandem_lookahead.main import LookaheadPod
+from tandem_lookahead.settings import LookaheadSettings
+from tandem_proto.v1 import decode_pb2_grpc, gateway_pb2, gateway_pb2_grpc
 from toy_models import SIZES, prompt_of
 from waiting import until_async
 
@@ -165,7 +168,6 @@ async def test_what_the_client_does_not_sample_is_not_recorded(
 async def test_a_prefill_pod_that_fails_is_in_the_trace_with_the_cause(
     tiny_model: Path, collector: Collector
 ) -> None:
-    from pod_fleet import request
 
     async with run_fleet(tiny_model) as fleet:
         targets = ["127.0.0.1:9", fleet.prefill_target]
@@ -233,4 +235,35 @@ async def test_an_answer_that_moves_to_another_pod_shows_both(tiny_model: Path, 
     source = below(collector, below(collector, ended, "call prefill pod"), "prefill pod")
     assert source.instance == left, "the KV came from the pod that drained"
     assert root.status == 0
+    collector.assert_stages_add_up()
+
+
+async def test_the_trace_reaches_the_lookahead_service(
+    tiny_model: Path, collector: Collector, tmp_path: Path
+) -> None:
+    async with AsyncExitStack() as stack:
+        redis = RedisServer(tmp_path)
+        await redis.start()
+        stack.push_async_callback(redis.stop)
+        lookahead = LookaheadPod(LookaheadSettings(port=0, redis_url=redis.url, drain_s=2.0, pod_id="la"))
+        await lookahead.start()
+        stack.push_async_callback(lookahead.close)
+        stack.push_async_callback(lookahead.server.stop)
+        settings = DecodeSettings(
+            model=tiny_model, pod_id="d0", lookahead=f"127.0.0.1:{lookahead.server.port}", **SIZES
+        )
+        server = await stack.enter_async_context(open_decode(settings))
+        channel = await stack.enter_async_context(grpc.aio.insecure_channel(f"127.0.0.1:{server.port}"))
+        stub = decode_pb2_grpc.DecodeServiceStub(channel)
+        async for _ in stub.Decode(request("r", prompt_of(40), []), metadata=(("traceparent", SAMPLED),)):
+            pass
+
+        async def is_merged() -> bool:
+            value = lookahead.server.registry.get_sample_value("tandem_lookahead_tokens_merged_total")
+            return value == 24
+
+        await until_async(is_merged)
+    stored = collector.only("lookahead service")
+    assert stored.trace_id == TRACE_ID
+    assert stored.parent_id == collector.only("decode").span_id, "it stores what was decoded"
     collector.assert_stages_add_up()

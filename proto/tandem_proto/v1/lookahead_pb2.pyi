@@ -118,16 +118,22 @@ class SpanBatch(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SPANS_FIELD_NUMBER: _builtins.int
+    TRACEPARENTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___Span]: ...
+    @_builtins.property
+    def traceparents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """W3C traceparent of each traced request whose last tokens this batch or one before it holds."""
+
     def __init__(
         self,
         *,
         spans: _abc.Iterable[Global___Span] | None = ...,
+        traceparents: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["spans", b"spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["spans", b"spans", "traceparents", b"traceparents"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -91,6 +91,12 @@ class LookaheadSync:
         if client is not None:
             client.push_prompt(request_id, token_ids)
 
+    def push_trace(self, tenant: str, traceparent: str) -> None:
+        """Reports that a traced request, which still counts as running, has got its last token."""
+        client = self._tenants[tenant].client
+        if client is not None:
+            client.push_trace(traceparent)
+
     @property
     def num_tenants(self) -> int:
         """Tenants that hold memory here."""

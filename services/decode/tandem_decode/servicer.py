@@ -216,6 +216,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                 for chunk in chunks:
                     yield decode_pb2.DecodeResponse(chunk=chunk)
             outcome, is_complete = stream.finish_reason.value, True
+            if is_shared and trace.is_recording:
+                self._lookahead.push_trace(state.tenant, dict(trace.metadata)["traceparent"])
             _trace_end(trace, record, outcome)
             yield decode_pb2.DecodeResponse(
                 finished=decode_pb2.DecodeFinished(

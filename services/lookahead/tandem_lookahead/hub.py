@@ -20,6 +20,7 @@ import structlog
 from tandem_drafting.spans import AcceptedSpan
 from tandem_proto.v1 import lookahead_pb2 as pb
 from tandem_service.tasks import end_tasks
+from tandem_service.tracing import RequestTrace
 
 from tandem_lookahead.compactor import Compactor
 from tandem_lookahead.corpus import CorpusPolicy, fair_limit
@@ -65,6 +66,8 @@ class LookaheadHub:
         self._write_wanted = asyncio.Event()
         self._outbox = Outbox(settings.backlog_tokens)
         self._tasks: list[asyncio.Task[None]] = []
+        #: Of requests whose spans are in the outbox.
+        self._traces: list[RequestTrace] = []
         #: Redis may still be starting.
         self._is_new = True
         self._is_stopping = False
@@ -132,13 +135,16 @@ class LookaheadHub:
             follower.close()
         return follower
 
-    def submit(self, namespace: Namespace, spans: Sequence[AcceptedSpan]) -> None:
-        """Takes spans from a pod; never waits, never raises."""
+    def submit(
+        self, namespace: Namespace, spans: Sequence[AcceptedSpan], traces: Sequence[RequestTrace] = ()
+    ) -> None:
+        """Takes spans from a pod; never waits, never raises. The traces end when the spans are stored."""
         self.num_received += len(spans)
         self._metrics.spans_received.inc(len(spans))
         allowed = [span for span in spans if namespace.wants_prompts or not span.is_prompt]
         self._metrics.prompts_refused.inc(len(spans) - len(allowed))
         self._outbox.put(namespace, allowed)
+        self._traces += traces
         self._write_wanted.set()
 
     async def add_import(self, namespace: Namespace, spans: Sequence[AcceptedSpan]) -> None:
@@ -311,6 +317,10 @@ class LookaheadHub:
                     self.num_dropped += num_dropped
                     self._metrics.spans_dropped.inc(num_dropped)
                     self._metrics.tokens_merged.inc(num_merged)
+            for trace in self._traces:
+                trace.set({"tandem.lookahead.redis": self.is_connected})
+                trace.end()
+            self._traces.clear()
             self._metrics.backlog_spans.set(self._outbox.num_backlog)
 
     async def _compact(self) -> None:

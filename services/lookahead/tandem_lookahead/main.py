@@ -44,7 +44,7 @@ class LookaheadPod:
         metrics = LookaheadMetrics(self.server.registry)
         self._store = RedisStore(address, stream_length=options.stream_length)
         self._hub = LookaheadHub(self._store, options, metrics)
-        servicer = LookaheadServicer(self._hub, metrics, pod_id=options.pod_id)
+        servicer = LookaheadServicer(self._hub, metrics, self.server.tracing, pod_id=options.pod_id)
         lookahead_pb2_grpc.add_LookaheadServiceServicer_to_server(  # type: ignore[no-untyped-call]
             servicer, self.server.grpc_server
         )
@@ -65,6 +65,7 @@ class LookaheadPod:
         """Releases what `start` took, also when that failed."""
         await self._hub.stop()
         await self._store.close()
+        await self.server.tracing.close()
 
     async def _end_streams(self) -> None:
         """Sync streams do not end by themselves; without this a drain would take its full limit."""

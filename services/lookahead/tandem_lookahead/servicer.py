@@ -4,8 +4,9 @@ lookahead`."""
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
 import grpc
@@ -19,6 +20,7 @@ from tandem_drafting.shared_corpus import SharedCorpus
 from tandem_drafting.spans import AcceptedSpan
 from tandem_proto.v1 import lookahead_pb2 as pb
 from tandem_proto.v1 import lookahead_pb2_grpc
+from tandem_service.tracing import RequestTrace, Tracing
 
 from tandem_lookahead.hub import LookaheadHub, TooManyNamespacesError
 from tandem_lookahead.metrics import LookaheadMetrics
@@ -52,9 +54,12 @@ _MAX_IMPORT_BYTES = 256 << 20
 class LookaheadServicer(lookahead_pb2_grpc.LookaheadServiceServicer):
     """Translates between gRPC and the hub."""
 
-    def __init__(self, hub: LookaheadHub, metrics: LookaheadMetrics, *, pod_id: str) -> None:
+    def __init__(
+        self, hub: LookaheadHub, metrics: LookaheadMetrics, tracing: Tracing, *, pod_id: str
+    ) -> None:
         self._hub = hub
         self._metrics = metrics
+        self._tracing = tracing
         self._pod_id = pod_id
         self._num_streams = 0
 
@@ -163,7 +168,20 @@ class LookaheadServicer(lookahead_pb2_grpc.LookaheadServiceServicer):
         async for request in requests:
             if request.WhichOneof("message") != "spans":
                 raise BadMessageError("message: only spans may follow the hello")
-            self._hub.submit(namespace, spans_from_proto(request.spans.spans))
+            spans = spans_from_proto(request.spans.spans)
+            traces = [self._begin_trace(traceparent, spans) for traceparent in request.spans.traceparents]
+            self._hub.submit(namespace, spans, traces)
+
+    def _begin_trace(self, traceparent: str, spans: Sequence[AcceptedSpan]) -> RequestTrace:
+        headers, started_ns = [("traceparent", traceparent)], time.monotonic_ns()
+
+        def begin() -> RequestTrace:
+            return self._tracing.begin(headers, "lookahead service", "store text", started_ns=started_ns)
+
+        # The stream that this runs in belongs to no request.
+        trace = contextvars.copy_context().run(begin)
+        trace.set({"tandem.lookahead.spans": len(spans)})
+        return trace
 
     def _count_streams(self, change: int) -> None:
         self._num_streams += change
