@@ -34,8 +34,10 @@ from pathlib import Path
 
 import psutil
 from reporting import markdown_table, write_page
+from tandem_cli.bench.records_file import read_runs
 from tandem_core.sampling import SamplingParams
 from tandem_core.slo import SLO_CLASSES
+from tandem_engine import model_loader
 from tandem_gateway import trace_attributes
 from tandem_gateway.request import TokenizedRequest
 from tandem_proto.v1 import common_pb2, decode_pb2
@@ -105,9 +107,11 @@ class Load:
 def fleet(name: str, slot: int, folder: Path, environment: dict[str, str], memory: str) -> Iterator[Fleet]:
     port = FIRST_PORT + 10 * slot
     state, script = folder / f"{name}.json", Path(sys.executable).with_name("tandem")
-    command = [str(script), "up", "--grpc-port", str(port), "--http-port", str(port + 1), "--base-port",
-               str(30000 + 2000 * slot), "--state-file", str(state), "--set", f"decode.memory-bytes={memory}",
-               "--set", f"prefill.memory-bytes={memory}"]  # fmt: skip
+    model = str(model_loader.pull(model_loader.DEFAULT_MODEL))
+    command = [str(script), "up", "--model", model, "--grpc-port", str(port), "--http-port", str(port + 1),
+               "--base-port", str(30000 + 2000 * slot), "--state-file", str(state),
+               "--set", f"decode.memory-bytes={memory}", "--set", f"prefill.memory-bytes={memory}",
+               ]  # fmt: skip
     clean = {key: value for key, value in os.environ.items() if not key.startswith("OTEL_")}
     # Each fleet keeps its own shared text, so that both draft from the same.
     home = {"TANDEM_HOME": str(folder / name)}
@@ -128,16 +132,16 @@ def fleet(name: str, slot: int, folder: Path, environment: dict[str, str], memor
 def load(fleet: Fleet, folder: Path, options: argparse.Namespace, seed: int) -> Load:
     script, out = Path(sys.executable).with_name("tandem"), folder / "bench.json"
     command = [str(script), "bench", "serve", "--target", f"127.0.0.1:{fleet.grpc_port}",
-               "--concurrency", "2", "--num-requests", str(options.requests), "--input-tokens", "512",
-               "--max-tokens", "64", "--ignore-eos", "--seed", str(seed), "--output", str(out)]  # fmt: skip
+               "--concurrency", "2", "--num-requests", str(options.requests), "--input-tokens", "400",
+               "--max-tokens", "32", "--ignore-eos", "--seed", str(seed), "--output", str(out)]  # fmt: skip
     before = fleet.cpu_s()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     used = fleet.cpu_s() - before
-    summary = json.loads(out.read_text())["summary"]
-    if summary["num_ok"] != options.requests:
-        raise RuntimeError(f"{fleet.name}: {summary['failures']}")
-    tokens = summary["output_tokens_per_s"] * summary["duration_s"]
-    return Load(summary["output_tokens_per_s"], used / tokens)
+    (run,) = read_runs(out)
+    if run.summary.num_ok != options.requests:
+        raise RuntimeError(f"{fleet.name}: {run.summary.failures}")
+    rate = run.summary.output_tokens_per_s
+    return Load(rate, used / (rate * run.summary.duration_s))
 
 
 def beside_off(options: argparse.Namespace) -> list[list[str]]:
