@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -44,7 +44,11 @@ from tandem_proto.v1 import common_pb2, decode_pb2
 from tandem_service.tracing import RequestTrace, Tracing, start_tracing
 
 SHARE = 0.1
+INPUT_TOKENS, OUTPUT_TOKENS = 400, 32
 FIRST_PORT = 28100
+NOTES = """The first four rows are CPU time of one process that makes the tracing calls of gateway, decode pod
+and prefill pod, with encoding and sending; the spread is from the least to the most of five. In the last two
+rows it is the middle half of the pairs, and shows what this machine can resolve."""
 START_LIMIT_S = 300.0
 
 
@@ -132,8 +136,9 @@ def fleet(name: str, slot: int, folder: Path, environment: dict[str, str], memor
 def load(fleet: Fleet, folder: Path, options: argparse.Namespace, seed: int) -> Load:
     script, out = Path(sys.executable).with_name("tandem"), folder / "bench.json"
     command = [str(script), "bench", "serve", "--target", f"127.0.0.1:{fleet.grpc_port}",
-               "--concurrency", "2", "--num-requests", str(options.requests), "--input-tokens", "400",
-               "--max-tokens", "32", "--ignore-eos", "--seed", str(seed), "--output", str(out)]  # fmt: skip
+               "--concurrency", "2", "--num-requests", str(options.requests),
+               "--input-tokens", str(INPUT_TOKENS), "--max-tokens", str(OUTPUT_TOKENS), "--ignore-eos",
+               "--seed", str(seed), "--output", str(out)]  # fmt: skip
     before = fleet.cpu_s()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     used = fleet.cpu_s() - before
@@ -144,30 +149,40 @@ def load(fleet: Fleet, folder: Path, options: argparse.Namespace, seed: int) -> 
     return Load(rate, used / (rate * run.summary.duration_s))
 
 
-def beside_off(options: argparse.Namespace) -> list[list[str]]:
-    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
-        folder = Path(name)
-        url = stack.enter_context(collector())
-        traced = {
-            "OTEL_EXPORTER_OTLP_ENDPOINT": url,
-            "OTEL_TRACES_SAMPLER": "parentbased_traceidratio",
-            "OTEL_TRACES_SAMPLER_ARG": str(SHARE),
-        }
-        off = stack.enter_context(fleet("off", 0, folder, {}, options.memory))
-        on = stack.enter_context(fleet("on", 1, folder, traced, options.memory))
-        rates: list[float] = []
-        costs: list[float] = []
-        for index in range(-1, options.rounds):
-            order = (off, on) if index % 2 else (on, off)
-            found = {one.name: load(one, folder, options, index + 1) for one in order}
-            print(index, found, flush=True)
-            if index >= 0:  # the first round warms up
-                rates.append(found["on"].tokens_per_s / found["off"].tokens_per_s)
-                costs.append(found["on"].cpu_s_per_token / found["off"].cpu_s_per_token)
-    return [
-        ["tokens/s, 10 % traced / off", *_spread(rates)],
-        ["CPU s per token, 10 % traced / off", *_spread(costs)],
+def beside_off(options: argparse.Namespace) -> tuple[list[list[str]], float]:
+    """Rows, and the median of the CPU seconds of a request without tracing."""
+    rates: list[float] = []
+    costs: list[float] = []
+    requests_s: list[float] = []
+    # Each of the two places is traced in one half of the rounds.
+    for is_traced in ((False, True), (True, False)):
+        with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+            folder = Path(name)
+            traced = {
+                "OTEL_EXPORTER_OTLP_ENDPOINT": stack.enter_context(collector()),
+                "OTEL_TRACES_SAMPLER": "parentbased_traceidratio",
+                "OTEL_TRACES_SAMPLER_ARG": str(SHARE),
+            }
+            fleets = []
+            for slot, is_on in enumerate(is_traced):
+                which, environment = ("on", traced) if is_on else ("off", {})
+                one = stack.enter_context(fleet(which, slot, folder, environment, options.memory))
+                fleets.append(one)
+            for index in range(-1, options.rounds // 2):
+                order = fleets if index % 2 else fleets[::-1]
+                found = {one.name: load(one, folder, options, index + 1) for one in order}
+                if index < 0:  # warms up
+                    continue
+                on, off = found["on"], found["off"]
+                rates.append(on.tokens_per_s / off.tokens_per_s)
+                costs.append(on.cpu_s_per_token / off.cpu_s_per_token)
+                requests_s.append(off.cpu_s_per_token * OUTPUT_TOKENS)
+                print(index, f"rate {rates[-1]:.3f}, CPU {costs[-1]:.3f}", flush=True)
+    rows = [
+        [f"tokens/s, 10 % traced / off, {len(rates)} pairs", *_spread(rates)],
+        [f"CPU s per token, 10 % traced / off, {len(costs)} pairs", *_spread(costs)],
     ]
+    return rows, statistics.median(requests_s)
 
 
 def _spread(ratios: list[float]) -> list[str]:
@@ -242,7 +257,8 @@ async def cost_us(environment: dict[str, str], num_requests: int) -> float:
     return (time.process_time() - started) / num_requests * 1e6
 
 
-def in_process(options: argparse.Namespace) -> list[list[str]]:
+def in_process(options: argparse.Namespace) -> tuple[list[list[str]], float]:
+    """Rows, and what tracing a tenth of the requests costs each, in seconds."""
     with collector() as url:
         on = {"OTEL_EXPORTER_OTLP_ENDPOINT": url, "OTEL_TRACES_SAMPLER": "traceidratio"}
         cases: dict[str, dict[str, str]] = {
@@ -255,14 +271,12 @@ def in_process(options: argparse.Namespace) -> list[list[str]]:
         for _ in range(5):
             for name, environment in cases.items():
                 figures[name].append(asyncio.run(cost_us(environment, options.calls)))
-    return [
-        [
-            f"CPU of a request: {name}",
-            f"{statistics.median(found):.0f} µs",
-            f"{min(found):.0f} to {max(found):.0f}",
-        ]
-        for name, found in figures.items()
-    ]
+    medians = {name: statistics.median(found) for name, found in figures.items()}
+    rows = []
+    for name, found in figures.items():
+        spread = f"{min(found):.0f} to {max(found):.0f}"
+        rows.append([f"tracing calls of one request, {name}", f"{medians[name]:.0f} µs", spread])
+    return rows, (medians["on, 10 % of requests traced"] - medians["off"]) / 1e6
 
 
 def main() -> None:
@@ -277,15 +291,20 @@ def main() -> None:
     parser.add_argument("--memory", default="1000000000", help="bytes of each pod")
     parser.add_argument("--out", type=Path, help="write the page here")
     options = parser.parse_args()
-    parts: list[Callable[[argparse.Namespace], list[list[str]]]] = [in_process]
+    rows, added_s = in_process(options)
     if options.rounds:
-        parts.append(beside_off)
-    rows = [row for part in parts for row in part(options)]
-    head = ["", "median", "middle half; of the CPU of a request: least to most"]
+        paired, request_s = beside_off(options)
+        tokens = f"{INPUT_TOKENS} + {OUTPUT_TOKENS} tokens"
+        rows += [
+            [f"a request of {tokens}, CPU of all processes, off", f"{request_s:.2f} s", ""],
+            ["what tracing 10 % adds to that", f"{added_s / request_s:.3%}", ""],
+            *paired,
+        ]
+    head = ["", "median", "spread"]
     table = markdown_table(head, rows)
     print(table)
     if options.out is not None:
-        write_page(options.out, "What tracing costs", table)
+        write_page(options.out, "What tracing costs", table, NOTES)
 
 
 if __name__ == "__main__":
