@@ -16,6 +16,8 @@ UP ?=
 BENCH ?=
 STEP ?=
 RESULTS ?= build/benchmarks
+# Extra flags of benchmarks/slo.py, e.g. `make bench-slo SLO="--seconds 120 --dataset FILE.jsonl"`.
+SLO ?=
 # Extra flags of benchmarks/gpu.
 GPU ?=
 # Extra flags of deploy/observability/observe.py, e.g. `make observe OBSERVE="--prometheus-port 9099"`.
@@ -23,7 +25,7 @@ OBSERVE ?=
 # Extra flags of pytest, e.g. `make test TEST="tests/cli -x"`.
 TEST ?=
 
-.PHONY: help venv serve test test-all bench-engine bench-kernels bench-gpu observe observability lint format types imports proto proto-check buf check clean
+.PHONY: help venv serve test test-all bench-engine bench-slo bench-kernels bench-gpu observe observability lint format types imports proto proto-check buf check clean
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -66,6 +68,10 @@ test-all: $(VENV)/.dev ## Run all tests, the slow sweeps too
 bench-engine: $(VENV)/.dev ## TTFT, TPOT and step times beside other systems (BENCH="--quick": minutes)
 	$(BIN)/python benchmarks/engine_step.py --out $(RESULTS)/engine-step.md $(STEP)
 	$(BIN)/python benchmarks/engine.py --out $(RESULTS)/engine.md $(BENCH)
+
+bench-slo: $(VENV)/.dev ## Overload, predictions and fairness beside FIFO, a queue limit and FCFS + TTL
+	@mkdir -p $(RESULTS)
+	$(BIN)/python benchmarks/slo.py --out $(RESULTS)/slo.md --records $(RESULTS)/slo.jsonl --plot $(RESULTS)/slo.png $(SLO)
 
 bench-kernels: $(VENV)/.dev ## The CPU kernels beside torch's
 	$(BIN)/python benchmarks/kernels_cpu.py --out $(RESULTS)/kernels-cpu.md

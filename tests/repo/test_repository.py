@@ -104,6 +104,7 @@ def test_each_package_of_the_wheel_is_also_on_the_editable_path() -> None:
         "test",
         "test-all",
         "bench-engine",
+        "bench-slo",
         "bench-kernels",
         "observe",
         "observability",
