@@ -307,6 +307,13 @@ SLO = Board(
                 ),
                 _rates("Refusals by reason", t.REFUSED, "reason", "reqps"),
                 Panel(
+                    "Share of requests with widened objectives",
+                    (Query(f"{rate(t.SLO_WIDENED, 'slo_class')} / {_ENDED}", "{{slo_class}}"),),
+                    "percentunit",
+                    description=f"{t.SLO_WIDENED.help}.",
+                    max_value=1.0,
+                ),
+                Panel(
                     "Predicted time to first token",
                     (
                         Query(f"max({t.PREDICTED_TTFT.name})", "of a prompt of 4096 tokens"),

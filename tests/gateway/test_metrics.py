@@ -27,7 +27,7 @@ async def test_a_gateway_serves_the_tables_names_and_no_other(pods, gateway):
     for accept in ("text/plain", "application/openmetrics-text; version=1.0.0"):
         answer = await front.http.get("/metrics", headers={"accept": accept})
         assert answer.headers["content-type"].startswith(accept)
-    assert await front.metric('tandem_slo_misses_total{cause="ttft"}') == 0, "known before the first miss"
+    assert await front.metric('tandem_slo_misses_total{cause="prefill"}') == 0, "known before the first miss"
     exposition = (await front.http.get("/metrics")).text
     assert differences(exposition, Process.GATEWAY) == []
     assert "_created" not in exposition

@@ -4,10 +4,8 @@ import random
 from types import SimpleNamespace
 
 import pytest
-from tandem_gateway.miss_cause import miss_cause
+from tandem_gateway.miss_cause import CAUSES, miss_cause
 from tandem_proto.v1 import common_pb2
-
-STAGES = ("queue", "prefill", "transfer", "decode", "failover", "preemption", "length", "other")
 
 
 def forecast_of(*, wait_s: float, prefill_s: float, token_s: float, num_output: int) -> SimpleNamespace:
@@ -23,7 +21,7 @@ def receipt_of(seconds: dict[str, float], **fields: int) -> common_pb2.Receipt:
     return receipt
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", CAUSES)
 def test_a_delay_is_found_in_the_stage_where_it_was(stage):
     """Each stage deviates by up to a third from what was predicted; one is delayed."""
     rng, right = random.Random(5), 0

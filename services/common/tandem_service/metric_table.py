@@ -231,6 +231,15 @@ SLO_MISSES = _counter(
     by=_GATEWAY,
     unit=Unit.REQUESTS,
 )
+SLO_WIDENED = _counter(
+    "tandem_slo_widened_total",
+    "Finished requests with wider objectives than asked for, which this system could not meet even without "
+    "load; met and missed are judged by the wider ones",
+    "slo_class",
+    "tenant",
+    by=_GATEWAY,
+    unit=Unit.REQUESTS,
+)
 GOODPUT_TOKENS = _counter(
     "tandem_goodput_tokens_total",
     "Output tokens of requests that met every objective",

@@ -85,6 +85,7 @@ class GatewayProcess:
             slack=settings.slo_slack,
         )
         metrics.watch(admission, self._fleet)
+        self._metrics, self._admission = metrics, admission
         gateway = Gateway(
             tokenizer=tokenizer,
             fleet=self._fleet,
@@ -148,6 +149,7 @@ class GatewayProcess:
     async def _follow_fleet(self) -> None:
         while not self._server.draining.is_set():
             self._server.set_serving(bool(self._fleet.healthy(Role.DECODE)))
+            self._metrics.show_prediction(self._admission)
             await self._fleet.wait_for_change(self._settings.poll_interval_s)
 
     async def _drain_http(self) -> None:

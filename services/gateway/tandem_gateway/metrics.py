@@ -25,6 +25,7 @@ from tandem_gateway.errors import (
     presentation,
 )
 from tandem_gateway.fleet import Fleet, Role
+from tandem_gateway.miss_cause import CAUSES
 from tandem_gateway.request import NS_PER_S, TokenizedRequest
 
 #: Prompt length that the gauge of the predicted TTFT assumes.
@@ -41,11 +42,9 @@ _ENDED_EARLY = {
 }
 
 
-#: Why a request misses its SLO: an objective, or an outcome without a complete answer.
+#: Why a request misses its SLO: a stage, or an outcome without a complete answer.
 _MISS_CAUSES = (
-    "ttft",
-    "tpot",
-    "e2e",
+    *CAUSES,
     *(o.value for o in Outcome if o not in (Outcome.OK, Outcome.UNAUTHENTICATED)),
 )
 
@@ -76,6 +75,8 @@ class GatewayMetrics:
         self.output_length = table.REQUEST_OUTPUT_TOKENS.make(registry)
         self.predictions = table.PREDICTIONS.make(registry)
         self.predictions_held = table.PREDICTIONS_HELD.make(registry)
+        self.widened = table.SLO_WIDENED.make(registry)
+        self._predicted_ttft = table.PREDICTED_TTFT.make(registry)
         self.failovers = table.FAILOVERS.make(registry)
         self.resumed = table.ANSWERS_RESUMED.make(registry)
         self.kept_answer_bytes = table.KEPT_ANSWER_BYTES.make(registry)
@@ -119,7 +120,6 @@ class GatewayMetrics:
             (table.ADMISSION_LIMIT, lambda: admission.max_in_flight),
             (table.SATURATION, lambda: _saturation(admission, fleet)),
             (table.PREDICTED_SERVICE, lambda: admission.service_s),
-            (table.PREDICTED_TTFT, lambda: admission.predicted_ttft_s(_PREDICTED_PROMPT_TOKENS)),
         ):
             row.make(registry).set_function(read)
         table.HEALTHY_PODS.view(
@@ -129,6 +129,10 @@ class GatewayMetrics:
         table.REPORT_AGE.view(registry, lambda: _report_ages(fleet))
         table.FLEET_KV_USAGE.view(registry, lambda: _kv_usage(fleet))
         table.VLLM_CACHE_CONFIG.view(registry, lambda: self._cache_config(fleet))
+
+    def show_prediction(self, admission: Admission) -> None:
+        """On the event loop, to which the forecast belongs; a scrape has a thread of its own."""
+        self._predicted_ttft.set(admission.predicted_ttft_s(_PREDICTED_PROMPT_TOKENS))
 
     def refused(self, error: InvalidRequestError | GatewayError) -> None:
         """Counts a request or call that ended before it was well-formed."""
@@ -144,7 +148,7 @@ class GatewayMetrics:
         labels = request.slo.name, request.tenant
         if labels not in self._known:
             self._known.add(labels)
-            for counter in (self.met, self.goodput, self.output, self.prompt, self.cached):
+            for counter in (self.met, self.widened, self.goodput, self.output, self.prompt, self.cached):
                 counter.labels(*labels)
             # The share of misses is known before the first one.
             for cause in _MISS_CAUSES:
@@ -211,6 +215,7 @@ class RequestMetrics:
             if limit_ns:
                 metrics.predictions.labels(name, measured).inc()
                 metrics.predictions_held.labels(name, measured).inc(took_ns <= limit_ns)
+        metrics.widened.labels(*self._labels).inc(receipt.slo_widened)
         self._is_met = receipt.slo_met
         self._miss = receipt.slo_miss_cause
         if receipt.slo_met:

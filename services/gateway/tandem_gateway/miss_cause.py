@@ -8,6 +8,8 @@ from tandem_gateway.forecast import Forecast
 from tandem_gateway.request import NS_PER_S
 
 _UNTIL_FIRST_TOKEN = ("queue", "prefill", "transfer", "failover", "other")
+#: All causes.
+CAUSES = (*_UNTIL_FIRST_TOKEN, "decode", "length", "preemption")
 
 
 def miss_cause(receipt: common_pb2.Receipt, forecast: Forecast | None, *, is_late_start: bool) -> str:
