@@ -26,8 +26,10 @@ READING = """\
 "Of admitted" is the share of the requests not refused that met their objectives by the client's clock:
 those of the class, and in brackets those that the receipt names, which the gateway widens where the
 machine could not meet them without load. Goodput is requests/s in time; "of peak" is its share of the
-configuration's highest with these arrivals. Refusals are as the client sees them. A prediction held when
-the gateway measured at most what it had predicted at admission; a calibrated p90 holds for 90 %."""
+configuration's highest with these arrivals. Refusals are as the client sees them. "In time elsewhere" is
+the share of them that another configuration served in time, possibly at the cost of other requests: it
+hints at wrong refusals, but no oracle decides. A prediction held when the gateway measured at most what
+it had predicted at admission; a calibrated p90 holds for 90 %."""
 
 
 def finish(runs: Sequence[Run], out: Path, plot: Path | None) -> None:
@@ -90,14 +92,26 @@ def overload_table(runs: Sequence[Run], capacity: float | None) -> str:
                 f"{goodput:.3g}",
                 f"{goodput / max(peers):.0%}" if max(peers) else "-",
                 _ms(told.latency_s),
+                _share(served_elsewhere(run, shapes)),
                 _seconds(summary.ttft_s),
             ]
         )
     head = (
         "arrivals", "load", "configuration", "sent", "refused", "of admitted", "of all", "goodput", "of peak",
-        "refusal ms p50 / p99", "TTFT s p50 / p99",
+        "refusal ms p50 / p99", "refused, in time elsewhere", "TTFT s p50 / p99",
     )  # fmt: skip
     return markdown_table(head, rows) if rows else ""
+
+
+def served_elsewhere(run: Run, runs: Sequence[Run]) -> float | None:
+    """Share of the refused requests that another configuration served in time, of the same requests; None
+    without a refusal or another configuration."""
+    others = [other for other in runs if other.point == run.point and other.system != run.system]
+    refused = {record.index for record in run.records if record.is_refused}
+    if not refused or not others:
+        return None
+    met = {record.index for other in others for record in other.records if record.is_met()}
+    return len(refused & met) / len(refused)
 
 
 def kept_promises(records: Sequence[RequestRecord]) -> float | None:

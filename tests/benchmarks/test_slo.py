@@ -172,6 +172,27 @@ def test_promises_are_judged_by_the_client_s_clock_and_the_receipt_s_objectives(
     assert slo_report.kept_promises([answer(0.1)]) is None
 
 
+def test_a_refusal_is_compared_with_what_another_configuration_made_of_the_same_request() -> None:
+    def run(system: str, statuses: str, rate: float = 2.0) -> Run:
+        records = tuple(
+            replace(
+                answer(0.1 if status == "o" else 9.0, status="HTTP 429" if status == "r" else OK), index=index
+            )
+            for index, status in enumerate(statuses)
+        )
+        return Run(Point("poisson", rate=rate), 0, system, summarise(records), records)
+
+    # o: in time, l: late, r: refused
+    ours, fifo, limited, faster = (
+        run("ours", "rrrro"), run("FIFO", "olllo"), run("queue limit", "rollr"), run("FIFO", "ooooo", 4.0)
+    )  # fmt: skip
+    runs = [ours, fifo, limited, faster]
+    assert slo_report.served_elsewhere(ours, runs) == 0.5
+    assert slo_report.served_elsewhere(limited, runs) == 1.0
+    assert slo_report.served_elsewhere(fifo, runs) is None
+    assert slo_report.served_elsewhere(ours, [ours]) is None
+
+
 def test_predictions_have_rows_by_class_and_by_load_and_a_picture(tmp_path: Path) -> None:
     told = Promise(
         1.0, 2.0, 0.0, SLO_CLASSES["chat"], met=True, ttft_p50_s=0.5, ttft_p90_s=1.0, e2e_p90_s=9.0
