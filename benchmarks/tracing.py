@@ -113,7 +113,7 @@ def fleet(name: str, slot: int, folder: Path, environment: dict[str, str], memor
     state, script = folder / f"{name}.json", Path(sys.executable).with_name("tandem")
     model = str(model_loader.pull(model_loader.DEFAULT_MODEL))
     command = [str(script), "up", "--model", model, "--grpc-port", str(port), "--http-port", str(port + 1),
-               "--base-port", str(30000 + 2000 * slot), "--state-file", str(state),
+               "--base-port", str(20000 + 2000 * slot), "--state-file", str(state),
                "--set", f"decode.memory-bytes={memory}", "--set", f"prefill.memory-bytes={memory}",
                ]  # fmt: skip
     clean = {key: value for key, value in os.environ.items() if not key.startswith("OTEL_")}
@@ -136,7 +136,7 @@ def fleet(name: str, slot: int, folder: Path, environment: dict[str, str], memor
 def load(fleet: Fleet, folder: Path, options: argparse.Namespace, seed: int) -> Load:
     script, out = Path(sys.executable).with_name("tandem"), folder / "bench.json"
     command = [str(script), "bench", "serve", "--target", f"127.0.0.1:{fleet.grpc_port}",
-               "--concurrency", "2", "--num-requests", str(options.requests),
+               "--slo-class", "batch", "--concurrency", "2", "--num-requests", str(options.requests),
                "--input-tokens", str(INPUT_TOKENS), "--max-tokens", str(OUTPUT_TOKENS), "--ignore-eos",
                "--seed", str(seed), "--output", str(out)]  # fmt: skip
     before = fleet.cpu_s()

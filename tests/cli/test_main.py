@@ -270,3 +270,10 @@ def test_a_conversation_keeps_its_history_and_drops_what_failed(gateway: FakeGat
         assert [m.content for m in conversation.messages] == ["s", "one", "su", "two", "su", "three", "s"]
         conversation.reset()
         assert [m.role for m in conversation.messages] == ["system"]
+
+
+def test_up_says_which_variable_of_tracing_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "localhost:4318")
+    ended = tandem("up", home=tmp_path)
+    assert ended.returncode == 2
+    assert "OTEL_EXPORTER_OTLP_ENDPOINT is 'localhost:4318': expected the URL" in ended.stderr

@@ -114,10 +114,12 @@ def up(
     from tandem_core.errors import ModelLoadError
     from tandem_core.model.manifest import ModelManifest
     from tandem_core.model.registry import cache_root
+    from tandem_service.tracing import TracingSettingsError, check_environment
 
     from tandem_cli import fleet, models, redis_server, up
 
     try:
+        check_environment()
         folder = models.obtain(model)
         models.prepare_weights(folder, dtype.value, quantization.value)
         options = fleet.FleetOptions(
@@ -151,8 +153,9 @@ def up(
         fleet.PortInUseError,
         ModelLoadError,
         redis_server.RedisNotFoundError,
+        TracingSettingsError,
     ) as error:
-        fail(str(error), code=2 if isinstance(error, fleet.OptionError) else 1)
+        fail(str(error), code=2 if isinstance(error, fleet.OptionError | TracingSettingsError) else 1)
     raise typer.Exit(code)
 
 
