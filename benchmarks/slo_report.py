@@ -72,7 +72,12 @@ def report(runs: Sequence[Run]) -> str:
 def overload_table(runs: Sequence[Run], capacity: float | None) -> str:
     shapes = [run for run in runs if run.point.workload in SHAPES]
     rows = []
-    for run in sorted(shapes, key=lambda run: SHAPES.index(run.point.workload)):
+    systems = list(dict.fromkeys(run.system for run in runs))
+    # The runs are in the order in which configurations took turns.
+    shapes.sort(
+        key=lambda run: (SHAPES.index(run.point.workload), run.point.rate or 0.0, systems.index(run.system))
+    )
+    for run in shapes:
         summary, told = run.summary, refusals(run.records)
         peers = [
             other.summary.goodput_requests_per_s

@@ -63,8 +63,9 @@ def draw(path: Path, records: Sequence[RequestRecord], title: str) -> None:
 
 
 def draw_curves(path: Path, runs: Sequence[Run], title: str) -> None:
-    """Write a PNG with TTFT, TPOT and goodput over the request rate, a colour for each system; medians over
-    rounds. Solid: p50, dashed: p99; dotted: every request in time. All runs have a rate."""
+    """Write a PNG with TTFT, TPOT, goodput and attainment over the request rate, a colour for each system;
+    medians over rounds. Solid: p50, dashed: p99; dotted: every request in time. All runs have a rate.
+    Latencies are those of answered requests: attainment shows a system that refuses most."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -72,7 +73,7 @@ def draw_curves(path: Path, runs: Sequence[Run], title: str) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
 
-    figure, panels = plt.subplots(1, 3, figsize=(15, 4.8), constrained_layout=True)
+    figure, panels = plt.subplots(1, 4, figsize=(19, 4.8), constrained_layout=True)
     rates = sorted({rate for run in runs if (rate := run.point.rate) is not None})
     for number, system in enumerate(dict.fromkeys(run.system for run in runs)):
         at: dict[float, list[Summary]] = {
@@ -94,10 +95,15 @@ def draw_curves(path: Path, runs: Sequence[Run], title: str) -> None:
                 )
         goodput = {rate: [summary.goodput_requests_per_s for summary in here] for rate, here in at.items()}
         _draw_line(panels[2], goodput, colour, "-")
+        attainment = {rate: [summary.attainment for summary in here] for rate, here in at.items()}
+        _draw_line(panels[3], attainment, colour, "-")
     panels[2].plot(rates, rates, color="grey", linestyle=":", linewidth=1, label="all in time")
-    for panel, (name, unit) in zip(
-        panels, (("TTFT", "seconds"), ("TPOT", "milliseconds"), ("Goodput", "requests/s")), strict=True
-    ):
+    panels[3].axhline(1.0, color="grey", linestyle=":", linewidth=1)
+    names = (
+        ("TTFT", "seconds"), ("TPOT", "milliseconds"), ("Goodput", "requests/s"),
+        ("Attainment", "share of all sent"),
+    )  # fmt: skip
+    for panel, (name, unit) in zip(panels, names, strict=True):
         panel.set(title=name, xlabel="requests/s offered", ylabel=unit, xscale="log", ylim=(0, None))
         panel.xaxis.set_major_locator(FixedLocator(rates))
         panel.xaxis.set_minor_locator(NullLocator())

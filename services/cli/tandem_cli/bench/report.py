@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from statistics import median
 
 from rich.table import Table
 
+from tandem_cli.bench.options import Point
 from tandem_cli.bench.record import RequestRecord
 from tandem_cli.bench.stats import (
     Percentiles,
@@ -123,12 +124,20 @@ _GROUP_HEAD = (
 def group_table(runs: Sequence[Run]) -> str:
     """Rows for each class and each tenant, and for both, of each system at each point; rounds are pooled."""
     rows: list[Sequence[str]] = []
-    for point, system in dict.fromkeys((run.point, run.system) for run in runs):
+    for point, system in _points_and_systems(runs):
         rounds = [run for run in runs if (run.point, run.system) == (point, system)]
         for name, summary in _groups(pooled_records(rounds)).items():
             cells = _group_cells(summary)
             rows.append([point.load(), system, name, *cells])
     return markdown([_GROUP_HEAD, *rows])
+
+
+def _points_and_systems(runs: Sequence[Run]) -> Iterator[tuple[Point, str]]:
+    """Each that was measured; the systems of every point in the order of the first one."""
+    measured = {(run.point, run.system) for run in runs}
+    systems = list(dict.fromkeys(run.system for run in runs))
+    for point in dict.fromkeys(run.point for run in runs):
+        yield from ((point, system) for system in systems if (point, system) in measured)
 
 
 def pooled_records(rounds: Sequence[Run]) -> list[RequestRecord]:
@@ -172,7 +181,7 @@ _RATE_HEAD = (
 def rate_table(runs: Sequence[Run]) -> str:
     """A row for each system at each rate: medians over rounds; counts are of all rounds."""
     rows: list[Sequence[str]] = []
-    for point, system in dict.fromkeys((run.point, run.system) for run in runs):
+    for point, system in _points_and_systems(runs):
         here = [run.summary for run in runs if (run.point, run.system) == (point, system)]
         admitted = [s.attainment_of_admitted for s in here if s.attainment_of_admitted is not None]
         ttfts = [summary.ttft_s for summary in here if summary.ttft_s]
