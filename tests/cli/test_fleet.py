@@ -29,7 +29,7 @@ OPTIONS = FleetOptions(model_dir=Path("models/m"), num_prefill=2, num_decode=2, 
 def test_the_default_fleet_has_the_documented_ports() -> None:
     plan = plan_fleet(OPTIONS)
     assert {spec.name: dict(spec.ports) for spec in plan.processes} == {
-        "gateway-0": {"grpc": 50051, "http": 8000},
+        "gateway-0": {"grpc": 50051, "http": 8000, "metrics": 52500},
         "prefill-0": {"grpc": 51100, "metrics": 52100},
         "prefill-1": {"grpc": 51101, "metrics": 52101},
         "decode-0": {"grpc": 51200, "kv": 51300, "metrics": 52200},
@@ -77,8 +77,8 @@ def test_several_gateways_have_consecutive_ports_and_share_a_redis() -> None:
     plan = plan_fleet(options)
     gateways = [spec for spec in plan.processes if spec.role == "gateway"]
     assert [dict(spec.ports) for spec in gateways] == [
-        {"grpc": 50051, "http": 8000},
-        {"grpc": 50052, "http": 8001},
+        {"grpc": 50051, "http": 8000, "metrics": 52500},
+        {"grpc": 50052, "http": 8001, "metrics": 52501},
     ]
     (redis,) = (spec for spec in plan.processes if spec.role == "redis")
     for spec in gateways:

@@ -8,14 +8,19 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from processes import is_alive
+from prometheus_client import CollectorRegistry
+from tandem_cli import health
 from tandem_cli.supervisor import Health, ProcessSpec, RestartPolicy, StartupError, Supervisor, describe_exit
+from tandem_service.metrics import MetricsServer
 from waiting import pause_async, run_ready_tasks, until, wait_until
 
 SLEEP = "import time; print('up', flush=True); time.sleep(60)"
@@ -264,3 +269,28 @@ asyncio.run(main())
 def test_exits_are_described_in_words() -> None:
     assert describe_exit(3) == "ended with code 3"
     assert describe_exit(-9) == "was killed by SIGKILL"
+
+
+async def test_a_process_that_does_not_become_ready_is_killed_and_started_again() -> None:
+    policy = RestartPolicy(first_delay_s=0.05, start_limit_s=0.5, max_deaths_before_ready=9)
+    async with running([spec("a", "import time; time.sleep(60)")], policy=policy) as watched:
+        await until(lambda: len(watched.pids("a")) == 1)
+        before = watched.pids("a")
+        await until(lambda: ("a", "not ready after 0 s: killed") in watched.events)
+        await until(lambda: watched.pids("a") not in ([], before))
+
+
+async def test_a_gateway_is_probed_where_callers_cannot_be() -> None:
+    ready = threading.Event()
+    server = MetricsServer(CollectorRegistry(), "127.0.0.1", 0, ready.is_set)
+    gateway = replace(spec("gateway-0", ""), health_target=f"http://127.0.0.1:{server.port}")
+    try:
+        assert await health.probe(gateway) is Health.NOT_SERVING
+        ready.set()
+        assert await health.probe(gateway) is Health.SERVING
+        server._loop = asyncio.new_event_loop()  # one that never runs, as a hung one
+        assert await health.probe(gateway) is Health.SILENT
+        server._loop.close()
+    finally:
+        await asyncio.to_thread(server.close)
+    assert await health.probe(gateway) is Health.SILENT

@@ -526,13 +526,12 @@ async def test_the_command_line_reaches_a_gateway_with_tls(pods, model_folder, t
     process = GatewayProcess(
         GatewaySettings(
             model=model_folder, decode=(pod.target,), grpc_port=0, http_port=0, drain_s=0.0,
-            tls_cert=files.cert, tls_key=files.key,
+            metrics_port=0, tls_cert=files.cert, tls_key=files.key,
         )
     )  # fmt: skip
     await process.start()
-    spec = ProcessSpec(
-        "gateway", "gateway", (), ports={}, health_target=f"https://127.0.0.1:{process.http_port}/health"
-    )
+    url = f"http://127.0.0.1:{process._server.metrics_port}"
+    spec = ProcessSpec("gateway", "gateway", (), ports={}, health_target=url)
 
     async def serves() -> bool:
         return await health.probe(spec) is Health.SERVING
@@ -551,3 +550,65 @@ async def test_the_command_line_reaches_a_gateway_with_tls(pods, model_folder, t
     finally:
         await process.stop()
     assert await health.probe(spec) is Health.SILENT
+
+
+async def test_a_large_message_without_a_key_is_refused_and_not_sent_back(pods, gateway, keys_file):
+    front = await gateway(await pods(), api_keys_file=keys_file)
+    stub = health_pb2_grpc.HealthStub(front.channel)
+    with pytest.raises(grpc.aio.AioRpcError, match="bytes, limit 1024") as info:
+        await stub.Check(health_pb2.HealthCheckRequest(service="x" * 10_000))
+    assert info.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert len(info.value.details()) < 200
+    with pytest.raises(grpc.aio.AioRpcError) as info:
+        await stub.Check(health_pb2.HealthCheckRequest(service="x" * 1000))
+    assert info.value.code() is grpc.StatusCode.NOT_FOUND
+    assert len(info.value.details()) < 200
+
+
+async def test_idle_connections_shut_nobody_out(pods, gateway, keys_file, monkeypatch):
+    monkeypatch.setattr("tandem_service.channels._MAX_IDLE_MS", 300)
+    front = await gateway(await pods(), api_keys_file=keys_file, max_connections=4)
+    idle = []
+    for _ in range(60):
+        reader, writer = await asyncio.open_connection("127.0.0.1", front.process.http_port)
+        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        if await reader.readline() != b"":
+            idle.append(writer)
+    headers = {"authorization": "Bearer acme-key"}
+    assert (await front.http.post(CHAT, json={"messages": USER}, headers=headers)).status_code == 200
+    for writer in idle:
+        writer.close()
+    # gRPC: connections without a call are closed after a time, however they keep themselves alive.
+    reader, writer = await asyncio.open_connection("127.0.0.1", front.process.grpc_port)
+    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0")
+    async with asyncio.timeout(60):
+        while await reader.read(1 << 16):
+            pass
+    writer.close()
+
+
+async def test_a_tenant_s_limits_hold_for_answers_that_are_resumed(pods, gateway, tmp_path):
+    keys = tmp_path / "keys.jsonl"
+    line = {"key_sha256": hashlib.sha256(b"k").hexdigest(), "tenant": "t", "max_requests": 1}
+    keys.write_text(json.dumps(line))
+    pod = await pods(pause_s=0.2)
+    front = await gateway(pod, api_keys_file=keys)
+    headers, body = {"authorization": "Bearer k"}, {"messages": USER, "stream": True}
+    async with front.http.stream("POST", CHAT, json=body, headers=headers) as response:
+        async for line in response.aiter_lines():
+            if line.startswith("id: "):
+                event_id = line.removeprefix("id: ")
+                break
+    pod.pause_s = 30.0
+    await front.until_metric("tandem_requests_in_flight", 0)
+    running = asyncio.create_task(front.http.post(CHAT, json={"messages": USER}, headers=headers))
+    await front.until_metric("tandem_requests_in_flight", 1)
+    resumed = await front.http.post(CHAT, headers={**headers, "last-event-id": event_id})
+    assert resumed.status_code == 429, resumed.text
+    assert "has 1 requests here already, limit 1" in resumed.text
+    for _ in range(2):
+        keyed = await front.http.post(
+            CHAT, json={"messages": USER}, headers={**headers, "idempotency-key": "one"}
+        )
+        assert keyed.status_code == 429, "also when it is asked for again"
+    running.cancel()

@@ -198,11 +198,11 @@ class _Planner:
             flags += ["--max-model-len", str(options.max_model_len)]
         if options.api_keys_file is not None:
             flags += ["--api-keys-file", str(options.api_keys_file)]
+        # Callers can fill the public ports; the supervisor must not take that for a hang.
+        ports["metrics"] = options.base_port + 400 + index + _METRICS_OFFSET
+        flags += ["--metrics-port", str(ports["metrics"])]
         spec = self._process("gateway", f"gateway-{index}", ports, flags)
-        if options.serves_tls:
-            health_url = f"https://{reachable(options.host)}:{ports['http']}/health"
-            return replace(spec, health_target=health_url)
-        return spec
+        return replace(spec, health_target=f"http://{reachable(options.host)}:{ports['metrics']}")
 
     def _model_flags(self) -> list[str]:
         options = self._options

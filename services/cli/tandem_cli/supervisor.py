@@ -48,7 +48,7 @@ class ProcessSpec:
     command: tuple[str, ...]
     #: Port by purpose ("grpc", "http", "kv", "metrics").
     ports: Mapping[str, int]
-    #: host:port of its grpc.health.v1, the https URL of a gateway's /health, or that of Redis' unix socket.
+    #: host:port of its grpc.health.v1, the URL of a gateway's metrics port, or that of Redis' unix socket.
     health_target: str
 
 
@@ -63,6 +63,8 @@ class RestartPolicy:
     max_deaths_before_ready: int = 3
     #: Silence after which a process that was ready counts as hung.
     hung_after_s: float = 5.0
+    #: Time after which one that is not ready does; a large model takes minutes to be loaded and converted.
+    start_limit_s: float = 1800.0
 
     def delay_s(self, deaths_in_a_row: int) -> float:
         """Wait before the start that follows the n-th death in a row, n >= 1."""
@@ -261,7 +263,11 @@ class Supervisor:
     async def _watch_health(self, child: Child, process: Process) -> None:
         """Sets `ready`; then kills the process if it hangs."""
         started = time.monotonic()
-        while await self._probe(child.spec) is not Health.SERVING:  # noqa: ASYNC110  # no event of this loop
+        while await self._probe(child.spec) is not Health.SERVING:
+            if time.monotonic() - started > self._policy.start_limit_s:
+                self._on_event(child.spec, f"not ready after {self._policy.start_limit_s:.0f} s: killed")
+                process.kill()
+                return
             await asyncio.sleep(_PROBE_INTERVAL_S)
         child.ready.set()
         child.was_ever_ready = True

@@ -13,6 +13,8 @@ MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 
 #: Detects a dead host (which sends no RST) in about two seconds: a ping each second, one second to answer.
 _KEEPALIVE_MS = 1000
+#: A public connection without a call is closed after this time.
+_MAX_IDLE_MS = 15_000
 
 _COMMON_OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -41,9 +43,15 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 def server_options(max_request_bytes: int, max_connections: int | None = None) -> tuple[tuple[str, int], ...]:
     """A larger request fails with RESOURCE_EXHAUSTED before it is parsed or reaches an interceptor.
     `max_connections` None: no limit."""
-    limit = () if max_connections is None else (("grpc.max_allowed_incoming_connections", max_connections),)
+    public: tuple[tuple[str, int], ...] = ()
+    if max_connections is not None:
+        public = (
+            ("grpc.max_allowed_incoming_connections", max_connections),
+            # Of connections without a call; clients connect again when they have one.
+            ("grpc.max_connection_idle_ms", _MAX_IDLE_MS),
+        )
     return (
-        *limit,
+        *public,
         *_COMMON_OPTIONS,
         ("grpc.max_receive_message_length", max_request_bytes),
         # With SO_REUSEPORT two servers on one port would silently share its calls.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from tandem_core.errors import quoted
 
 if TYPE_CHECKING:
     _Context = grpc.aio.ServicerContext[health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse]
@@ -57,7 +58,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # t
         self, request: health_pb2.HealthCheckRequest, context: _Context
     ) -> health_pb2.HealthCheckResponse:
         if request.service not in self._names:
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service!r} here")
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {quoted(request.service)} here")
         return health_pb2.HealthCheckResponse(status=self._status(request.service))
 
     async def List(  # noqa: N802

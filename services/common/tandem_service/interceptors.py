@@ -62,6 +62,8 @@ Metadata = Iterable[tuple[str, str | bytes]]
 _OPEN_METHODS = "/grpc."
 _OPEN_MESSAGE_S = 1.0
 _MAX_OPEN_STREAMS = 32
+#: Of a message for which no key is needed.
+_MAX_OPEN_BYTES = 1024
 
 if TYPE_CHECKING:
     _Handler = grpc.RpcMethodHandler[Any, Any]
@@ -217,7 +219,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
                             yield response
 
         return grpc.stream_stream_rpc_method_handler(
-            gated, _decoder(handler, raises=True), handler.response_serializer
+            gated,
+            _decoder(handler, raises=True, max_bytes=_MAX_OPEN_BYTES if is_open else None),
+            handler.response_serializer,
         )
 
     @contextmanager
@@ -306,7 +310,9 @@ async def _only(requests: AsyncIterator[Any], timeout_s: float) -> Any:
         raise MalformedRequestError("the call has no message; send the one that the method takes") from None
 
 
-def _decoder(handler: _Handler, *, raises: bool = False) -> Callable[[bytes], Any] | None:
+def _decoder(
+    handler: _Handler, *, raises: bool = False, max_bytes: int | None = None
+) -> Callable[[bytes], Any] | None:
     """The method's own deserializer, whose failure becomes a MalformedRequestError.
 
     gRPC decodes a single request before it calls the handler and turns an exception there into UNKNOWN,
@@ -319,6 +325,10 @@ def _decoder(handler: _Handler, *, raises: bool = False) -> Callable[[bytes], An
         return None
 
     def decode(raw: bytes) -> Any:
+        if max_bytes is not None and len(raw) > max_bytes:
+            raise MalformedRequestError(
+                f"the request has {len(raw)} bytes, limit {max_bytes}; this method needs no more"
+            )
         try:
             return deserialize(raw)
         except DecodeError as error:

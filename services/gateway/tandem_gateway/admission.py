@@ -48,9 +48,10 @@ _MAX_RETRY_AFTER_S = 60.0
 _GRACE_S = 1.0
 #: A tenant is active for so long after its last work; it may be ahead of its share by so many seconds.
 _ACTIVE_S, _AHEAD_S = 10.0, 1.0
-#: A tenant that is ahead must keep its objectives within this part of them, so that others find room.
+#: While others are refused, a tenant that is ahead must keep its objectives within this part of them.
 _PART_WHEN_AHEAD = 0.5
-#: Requests without objectives take at most this share of the places, so that others find one.
+#: Requests without objectives take at most this share of the places, so that others find one; and fewer after
+#: each second in which a request with objectives was refused.
 _BEST_EFFORT_SHARE = 0.75
 _S_PER_MINUTE = 60.0
 #: Weight of the newest request in the exponentially weighted mean; about the last twenty count.
@@ -73,7 +74,7 @@ class OpenCalls:
     def hold(self, caller: Caller) -> Iterator[None]:
         """Held while the call is open. Raises OverloadedError."""
         tenant = caller.tenant
-        places = self._settings.tenant_places(caller)
+        places = self._settings.tenant_limits(caller).places
         if places is not None and self._of_tenant[tenant] >= places + _OTHER_CALLS_OF_TENANT:
             raise OverloadedError(
                 f"tenant {tenant} has {self._of_tenant[tenant]} calls open here, limit "
@@ -130,8 +131,8 @@ class TokenRates:
 
 
 class AdaptiveLimit:
-    """How many requests may run while nothing can be predicted: more after each that met its objectives,
-    fewer after one that missed them (additive increase, multiplicative decrease; Chiu and Jain 1989)."""
+    """How many requests may run: more after each that went well, fewer after one that did not (additive
+    increase, multiplicative decrease; Chiu and Jain 1989)."""
 
     def __init__(self, highest: int) -> None:
         self.value = float(highest)
@@ -158,6 +159,8 @@ class FairShares:
     def __init__(self) -> None:
         #: Finish times of tenants that were active lately, and their weights.
         self._finish: dict[str, tuple[float, float]] = {}
+        #: When a request was refused last.
+        self._refused_at: dict[str, float] = {}
 
     def ahead_s(self, tenant: str) -> float:
         """0 if no other tenant is active."""
@@ -166,6 +169,14 @@ class FairShares:
             return 0.0
         finish, _ = self._finish.get(tenant, (0.0, 0.0))
         return max(0.0, finish - time.monotonic() - _AHEAD_S)
+
+    def refused(self, tenant: str) -> None:
+        self._refused_at[tenant] = time.monotonic()
+
+    def leaves_too_little(self, tenant: str) -> bool:
+        """Whether another tenant, which is not ahead, was refused lately."""
+        self._forget()
+        return any(name != tenant and not self.ahead_s(name) for name in self._refused_at)
 
     def charge(self, tenant: str, weight: float, seconds: float) -> None:
         self._forget()
@@ -177,6 +188,7 @@ class FairShares:
     def _forget(self) -> None:
         now = time.monotonic()
         self._finish = {name: one for name, one in self._finish.items() if one[0] > now - _ACTIVE_S}
+        self._refused_at = {name: at for name, at in self._refused_at.items() if at > now - _ACTIVE_S}
 
 
 @dataclass(eq=False)
@@ -225,6 +237,7 @@ class Admission:
         self._of_tenant: Counter[str] = Counter()
         #: Of the requests in flight, those that may wait.
         self._num_best_effort = 0
+        self._best_effort_limit = AdaptiveLimit(max(1, int(_BEST_EFFORT_SHARE * max_in_flight)))
         #: Heap of (deadline, arrival order, admitted, future). Cancelled futures stay in it and are skipped.
         self._waiters: list[tuple[float, int, Admitted, asyncio.Future[None]]] = []
         self._order = itertools.count()
@@ -233,7 +246,7 @@ class Admission:
     async def slot(self, request: TokenizedRequest) -> AsyncIterator[Admitted]:
         """Holds a slot for the length of the block. Raises OverloadedError, or DeadlineError when the
         request's deadline passes before it is admitted."""
-        tenant, places = request.tenant, request.tenant_places
+        tenant, places = request.tenant, request.limits.places
         if places is not None and self._of_tenant[tenant] >= places:
             raise OverloadedError(
                 f"tenant {tenant} has {self._of_tenant[tenant]} requests here already, limit {places}; send "
@@ -260,6 +273,8 @@ class Admission:
         """A request ended, so many seconds after its arrival."""
         self.service_s += _ALPHA * (e2e_s - self.service_s)
         self._blind_limit.ended(met=met)
+        if not admitted.request.has_objectives:
+            self._best_effort_limit.ended(met=True)
         if admitted.forecast is not None:
             request, judged_s = admitted.request, admitted.judged_at - admitted.request.arrived
             self._forecaster.observe(
@@ -304,12 +319,19 @@ class Admission:
         missed = forecast.misses(slo, waited_s)
         if not missed and request.has_objectives and self._makes_others_late(request, forecast.route):
             missed = "others"
-        if not missed and ahead_s and forecast.misses(slo.scaled(_PART_WHEN_AHEAD), waited_s):
+        if (
+            not missed
+            and ahead_s
+            and self._shares.leaves_too_little(request.tenant)
+            and forecast.misses(slo.scaled(_PART_WHEN_AHEAD), waited_s)
+        ):
             missed = "share"
         is_idle = backlog.is_empty and not forecast.route.decode.in_flight
         if not missed or (is_idle and not slo.is_strict):
-            self._shares.charge(request.tenant, request.weight, forecast.route.work_s)
+            self._shares.charge(request.tenant, request.limits.weight, forecast.route.work_s)
             return Admitted(request, is_widened, forecast)
+        self._shares.refused(request.tenant)
+        self._best_effort_limit.ended(met=False)
         raise self._refusal(request, forecast, missed, waited_s, is_returning=is_returning)
 
     def _makes_others_late(self, request: TokenizedRequest, route: Route) -> bool:
@@ -335,7 +357,7 @@ class Admission:
         """Tells when it will be admitted, and keeps room for it then."""
         slo, route = request.slo, forecast.route
         over = {
-            "ttft": forecast.ttft.likely + waited_s - slo.ttft_s,
+            "ttft": forecast.ttft.p90 + waited_s - slo.ttft_s,
             # Until enough of the sequences that run have ended.
             "e2e": forecast.share_to_end(slo, waited_s) * self.service_s,
             "tpot": forecast.share_to_end(slo, waited_s) * self.service_s,
@@ -447,8 +469,7 @@ class Admission:
     def _fits(self, admitted: Admitted) -> bool:
         if self.num_in_flight >= self._limit:
             return False
-        share = 1 if admitted.request.has_objectives else _BEST_EFFORT_SHARE
-        return self._num_best_effort < share * self.max_in_flight or self.num_in_flight == 0
+        return admitted.request.has_objectives or self._num_best_effort < int(self._best_effort_limit.value)
 
     @property
     def _limit(self) -> float:

@@ -13,7 +13,7 @@ from tandem_core.slo import SLO_CLASSES, SloTarget
 from tandem_core.speculation import SpeculationMode
 from tandem_proto.v1 import answers_pb2, decode_pb2
 
-from tandem_gateway.request import Event, TokenizedRequest
+from tandem_gateway.request import NO_LIMITS, Event, TenantLimits, TokenizedRequest
 
 #: An answer's id: a name, by which it is found, and a number of the computation.
 NAME_CHARS, RUN_CHARS = 16, 8
@@ -30,6 +30,8 @@ class Answer:
     request: TokenizedRequest | None
     #: Whether it can be resumed.
     is_kept: bool
+    #: Of the tenant, for further computations; those of whoever asked for it last.
+    limits: TenantLimits = NO_LIMITS
     #: Whether it is computed to its end without readers.
     has_key: bool = False
     events: list[Event] = field(default_factory=list)
@@ -123,6 +125,7 @@ class Answer:
             output_token_ids=self.token_ids,
             is_repeated=True,
             chunk_boundary=self.furthest if self.furthest > self.num_tokens else 0,
+            limits=self.limits,
         )
 
 

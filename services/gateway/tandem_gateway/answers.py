@@ -42,11 +42,12 @@ from tandem_gateway.errors import (
     CrashingRequestError,
     GatewayError,
     IdempotencyKeyError,
+    OverloadedError,
     UnavailableError,
     UpstreamError,
 )
 from tandem_gateway.metrics import GatewayMetrics
-from tandem_gateway.request import Event, TokenizedRequest
+from tandem_gateway.request import NO_LIMITS, Event, TenantLimits, TokenizedRequest
 
 #: Time after the deadline until a caller that does not read its answer is disconnected.
 _READ_GRACE_S = 5.0
@@ -164,8 +165,13 @@ class Answers:
             self._keep(answer)
             return answer
 
-    async def join(self, tenant: str, key: str, payload_sha256: bytes) -> Answer | None:
-        """The answer of an idempotency key. Raises InvalidRequestError, IdempotencyKeyError."""
+    async def join(
+        self, tenant: str, key: str, payload_sha256: bytes, limits: TenantLimits = NO_LIMITS
+    ) -> Answer | None:
+        """The answer of an idempotency key; `limits` are for what is missing of it.
+
+        Raises InvalidRequestError, IdempotencyKeyError.
+        """
         tracing.current().stage("look up answer")
         if not _KEY.fullmatch(key):
             raise InvalidRequestError("Idempotency-Key", "must be 1 to 255 printable ASCII characters")
@@ -174,10 +180,13 @@ class Answers:
         if found is None:
             return None
         self._metrics.resumed.labels("key").inc()
+        found.limits = limits
         return _checked(found, payload_sha256)
 
-    async def find(self, tenant: str, event_id: str, kind: str) -> tuple[Answer, int]:
-        """The answer of an event id, and the caller's position in it.
+    async def find(
+        self, tenant: str, event_id: str, kind: str, limits: TenantLimits = NO_LIMITS
+    ) -> tuple[Answer, int]:
+        """The answer of an event id, and the caller's position in it; `limits` are for what is missing of it.
 
         Raises InvalidRequestError, AnswerNotFoundError, UnavailableError.
         """
@@ -208,6 +217,7 @@ class Answers:
                 "Last-Event-ID", f"belongs to a {found.record.kind}; resume it where it was begun"
             )
         self._metrics.resumed.labels("event id").inc()
+        found.limits = limits
         return found, position
 
     async def read(self, answer: Answer, position: int = 0) -> AsyncGenerator[Sent, None]:
@@ -276,7 +286,9 @@ class Answers:
                 UnavailableError(f"the answer is kept in Redis, which cannot be reached now: {error}")
             )
         except Exception as error:
-            is_final = not _is_resumable(error)
+            # Who is refused and asks again, with the same key, is a new request.
+            is_refused = isinstance(error, OverloadedError) and not answer.events
+            is_final = is_refused or not _is_resumable(error)
             answer.fail(error)
         finally:
             self._settle(answer, is_final=is_final)

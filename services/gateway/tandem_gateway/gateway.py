@@ -217,9 +217,7 @@ class Gateway:
             arrived=received.arrived,
             deadline=received.arrived + timeout_s,
             speculation=SpeculationMode.parse(received.speculation),
-            tenant_places=self.settings.tenant_places(received.caller),
-            tokens_per_minute=received.caller.tokens_per_minute,
-            weight=received.caller.weight,
+            limits=self.settings.tenant_limits(received.caller),
         )
         trace = current()
         if trace.is_recording:
@@ -244,7 +242,7 @@ class Gateway:
         num_tokens = 0
         num_unused = 0
         try:
-            self._rates.take(request.tenant, request.tokens_per_minute, len(request.prompt_token_ids))
+            self._rates.take(request.tenant, request.limits.tokens_per_minute, len(request.prompt_token_ids))
             num_unused = len(request.prompt_token_ids)
             async with self._admission.slot(request) as admitted:
                 request = admitted.request
@@ -289,7 +287,7 @@ class Gateway:
             raise
         finally:
             self._running_ids.discard(request.request_id)
-            self._rates.charge(request.tenant, request.tokens_per_minute, num_tokens - num_unused)
+            self._rates.charge(request.tenant, request.limits.tokens_per_minute, num_tokens - num_unused)
             measured.ended(outcome)
             trace.set({"tandem.outcome": outcome.value})
             trace.end_work("respond")

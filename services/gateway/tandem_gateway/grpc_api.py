@@ -130,16 +130,16 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     async def _find_or_begin(self, request: _Request, context: _Context) -> tuple[Answer, int]:
         """The answer, and the caller's position in it."""
         received = self._received(request, context)
-        tenant = received.caller.tenant
+        tenant, limits = received.caller.tenant, self._gateway.settings.tenant_limits(received.caller)
         kind = _kind(request)
         if request.last_event_id:
-            return await self._answers.find(tenant, request.last_event_id, kind)
+            return await self._answers.find(tenant, request.last_event_id, kind, limits)
         key, digest = request.idempotency_key, b""
         if key:
             content = copy.deepcopy(request)
             content.ClearField("request_id")
             digest = hashlib.sha256(kind.encode() + content.SerializeToString(deterministic=True)).digest()
-            joined = await self._answers.join(tenant, key, digest)
+            joined = await self._answers.join(tenant, key, digest, limits)
             if joined is not None:
                 return joined, 0
         tokenized = await self._tokenize(received, request)

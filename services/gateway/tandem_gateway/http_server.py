@@ -23,6 +23,8 @@ _TOO_MANY = (
 _PROBE_PATHS = frozenset({"/health", "/metrics"})
 _PROBE_CONNECTIONS = 64
 _PROBE_TIMEOUT_S = 1.0
+#: A connection without a request is closed after this time.
+_KEEP_ALIVE_S = 20
 
 
 class _ProbesOnly:
@@ -48,12 +50,16 @@ class _LimitedProtocol(H11Protocol):  # type: ignore[misc]  # uvicorn is not fol
 
     max_connections: int
     header_timeout_s: float
+    #: Since when it waits for a further request.
+    idle_since: float | None = None
     #: Runs from the connection, or the first byte of a further request, to the end of the request's headers.
     _headers_due: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         num_beyond = len(self.connections) - self.max_connections
+        if num_beyond > 0 and self._close_longest_idle():
+            num_beyond -= 1
         if num_beyond > _PROBE_CONNECTIONS:
             transport.write(_TOO_MANY)
             transport.close()
@@ -63,12 +69,23 @@ class _LimitedProtocol(H11Protocol):  # type: ignore[misc]  # uvicorn is not fol
             self.header_timeout_s = min(self.header_timeout_s, _PROBE_TIMEOUT_S)
         self._expect_headers()
 
+    def _close_longest_idle(self) -> bool:
+        """Whether there was one: it waits for its next request, which clients send on another one, too."""
+        idle = [other for other in self.connections if other.idle_since is not None and other is not self]
+        if not idle:
+            return False
+        longest = min(idle, key=lambda other: other.idle_since)
+        longest.idle_since = None
+        longest.transport.close()
+        return True
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._headers_are_here()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         request_before = self.cycle
+        self.idle_since = None
         if self._headers_due is None and (self.cycle is None or self.cycle.response_complete):
             self._expect_headers()
         super().data_received(data)
@@ -77,6 +94,7 @@ class _LimitedProtocol(H11Protocol):  # type: ignore[misc]  # uvicorn is not fol
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self.idle_since = self.loop.time()
         if self._headers_due is None and self.conn.trailing_data[0]:  # a part of the next request
             self._expect_headers()
 
@@ -142,7 +160,7 @@ class HttpServer:
             log_config=None,
             access_log=False,
             lifespan="off",
-            timeout_keep_alive=75,
+            timeout_keep_alive=_KEEP_ALIVE_S,
             ws="none",
             **self._ssl_options,
         )

@@ -94,7 +94,11 @@ class OpenAiApi:
             self._gateway.begin_trace(request.headers.items(), kind.answer_kind, started_ns=started_ns)
             last_event_id = request.headers.get(_LAST_EVENT_ID)
             if last_event_id is not None:
-                answer, position = await self._answers.find(caller.tenant, last_event_id, kind.answer_kind)
+                limits = self._gateway.settings.tenant_limits(caller)
+                with self._calls.hold(caller):
+                    answer, position = await self._answers.find(
+                        caller.tenant, last_event_id, kind.answer_kind, limits
+                    )
             else:
                 with self._calls.hold(caller):
                     answer, is_streamed = await self._begin(request, caller, body_type, kind.answer_kind)
@@ -121,7 +125,8 @@ class OpenAiApi:
         key, digest = request.headers.get(_IDEMPOTENCY_KEY, ""), b""
         if key:
             digest = hashlib.sha256(request.url.path.encode() + b"\0" + payload).digest()
-            joined = await self._answers.join(caller.tenant, key, digest)
+            limits = self._gateway.settings.tenant_limits(caller)
+            joined = await self._answers.join(caller.tenant, key, digest, limits)
             if joined is not None:
                 return joined, is_streamed
         received = ReceivedRequest(

@@ -53,6 +53,21 @@ class ReceivedRequest:
 
 
 @dataclass(frozen=True)
+class TenantLimits:
+    """What a tenant may use."""
+
+    #: Most requests at once, in flight and in the queue; None: no limit.
+    places: int | None = None
+    #: Prompt and output tokens; None: no limit.
+    tokens_per_minute: int | None = None
+    #: For its share of the work when tenants want more than there is.
+    weight: float = 1.0
+
+
+NO_LIMITS = TenantLimits()
+
+
+@dataclass(frozen=True)
 class TokenizedRequest:
     """A request that passed every check. `arrived` and `deadline` are monotonic seconds."""
 
@@ -65,12 +80,7 @@ class TokenizedRequest:
     deadline: float
     #: None: the mode of the pods.
     speculation: SpeculationMode | None = None
-    #: Most requests of the tenant at once, in flight and in the queue; None: no limit.
-    tenant_places: int | None = None
-    #: Prompt and output tokens of the tenant; None: no limit.
-    tokens_per_minute: int | None = None
-    #: Of the tenant, for its share of the work.
-    weight: float = 1.0
+    limits: TenantLimits = NO_LIMITS
     #: The answer so far, of a request that is resumed.
     output_token_ids: tuple[int, ...] = ()
     #: Whether it ran before; its text then counts no second time for the lookahead service.

@@ -12,6 +12,7 @@ from tandem_service.settings import Port, RedisSettings, Targets
 from tandem_service.tls import PemFiles, ServerTls, is_loopback
 
 from tandem_gateway.auth import Caller
+from tandem_gateway.request import TenantLimits
 
 
 class Policy(enum.StrEnum):
@@ -98,8 +99,9 @@ class GatewaySettings(RedisSettings):
         """Requests that are in flight or in the queue at most."""
         return self.max_in_flight + self.max_queue
 
-    def tenant_places(self, caller: Caller) -> int | None:
-        """Of these, those that the caller's tenant may take; None: all."""
-        if caller.is_anyone:
-            return None
-        return caller.max_requests or max(1, round(self.tenant_share * self.num_places()))
+    def tenant_limits(self, caller: Caller) -> TenantLimits:
+        """Of the places those that the caller's tenant may take, and what its key says."""
+        places = None
+        if not caller.is_anyone:
+            places = caller.max_requests or max(1, round(self.tenant_share * self.num_places()))
+        return TenantLimits(places, caller.tokens_per_minute, caller.weight)

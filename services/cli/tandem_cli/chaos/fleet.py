@@ -61,7 +61,7 @@ class ChaosFleet:
         self._supervisor = supervisor
         #: By the name of the process behind.
         self.proxies = proxies
-        self.gateways = {spec.name: spec.health_target for spec in plan.stages[0]}
+        self.gateways = {spec.name: f"127.0.0.1:{spec.ports['grpc']}" for spec in plan.stages[0]}
 
     @property
     def children(self) -> list[Child]:
