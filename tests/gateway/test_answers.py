@@ -134,6 +134,15 @@ async def test_another_gateway_resumes_what_the_first_one_began(pods, two_gatewa
         assert tail[-2][1]["usage"]["completion_tokens"] == len(WORDS)
 
 
+async def test_those_who_resume_in_the_same_moment_share_one_computation(pods, two_gateways):
+    pod = await pods(words=WORDS, pause_s=0.05)
+    one, other = await two_gateways(pod)
+    head = await first_events(one, CHAT, CHAT_BODY, 3)
+    tails = await asyncio.gather(*(rest(other, CHAT, head[-1][0]) for _ in range(4)))
+    assert {await _text(CHAT, head + tail) for tail in tails} == {"".join(WORDS)}
+    assert len(pod.requests) == 2, "what was begun, and the rest of it"
+
+
 async def first_events_resumed(front, last_id: str, count: int) -> list[tuple[str, dict]]:
     return await first_events(front, CHAT, {}, count, **{"last-event-id": last_id})
 
@@ -396,7 +405,7 @@ async def test_an_answer_whose_first_reply_of_redis_was_lost_goes_on(pods, two_g
 async def test_an_answer_goes_on_when_its_connection_to_redis_is_closed_by_another_task(
     pods, two_gateways, monkeypatch
 ):
-    pod = await pods(words=WORDS, pause_s=0.05)
+    pod = await pods(words=WORDS, pause_s=0.3)
     one, other = await two_gateways(pod)
     store, num_lost = one.process._answers._writer._store, 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -43,6 +44,8 @@ class Answer:
     num_readers: int = 0
     #: Whether it is no longer found here, and is to leave the store.
     is_forgotten: bool = False
+    #: When a caller found it, in monotonic seconds.
+    last_found: float = -math.inf
     #: Furthest position from which a reader has asked for events.
     furthest: int = 0
     num_bytes: int = 0

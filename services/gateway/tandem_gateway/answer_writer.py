@@ -68,9 +68,7 @@ class AnswerWriter:
         know of every answer that a client knows of."""
         if answer.num_stored:
             self._unwritten.add(answer)
-            return
-        await self._write(answer)
-        if not answer.num_stored:  # a lost connection shows in the first attempt
+        else:
             await self._write(answer)
 
     def settled(self, answer: Answer) -> None:

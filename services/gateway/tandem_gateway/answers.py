@@ -52,6 +52,8 @@ from tandem_gateway.request import NO_LIMITS, Event, TenantLimits, TokenizedRequ
 #: Time after the deadline until a caller that does not read its answer is disconnected.
 _READ_GRACE_S = 5.0
 _PURGE_S = 5.0
+#: Time from finding an answer to reading it.
+_FOUND_S = 1.0
 _EVENT_ID = re.compile(rf"([0-9a-f]{{{NAME_CHARS + RUN_CHARS}}})-([0-9]{{1,9}})")
 _KEY = re.compile(r"[\x21-\x7e]{1,255}")
 
@@ -199,7 +201,7 @@ class Answers:
         while True:
             try:
                 async with self._lock:
-                    found = await self._find(answer_id[:NAME_CHARS], must_look=True)
+                    found = await self._find(answer_id[:NAME_CHARS], answer_id=answer_id, must_look=True)
                 break
             except UnavailableError:
                 if time.monotonic() >= deadline:
@@ -311,10 +313,18 @@ class Answers:
             self._writer.settled(answer)
         answer.notify()
 
-    async def _find(self, name: str, *, must_look: bool = False) -> Answer | None:
-        """`must_look`: without an answer of Redis there is none. Raises UnavailableError. Hold the lock."""
+    async def _find(self, name: str, *, answer_id: str = "", must_look: bool = False) -> Answer | None:
+        """`answer_id`: of the computation, if the caller knows it. `must_look`: without an answer of Redis
+        there is none. Raises UnavailableError. Hold the lock."""
         known = self._kept.get(name)
-        if known is not None and (known.has_ended or known.owner or known.is_running or not known.is_stored):
+        if known is not None and (
+            known.has_ended
+            or known.owner
+            or known.is_running
+            or not known.is_stored
+            or (self._is_wanted(known) and known.record.id.startswith(answer_id))
+        ):
+            known.last_found = time.monotonic()
             return known
         if self._writer is None:
             return None
@@ -335,8 +345,13 @@ class Answers:
         answer = Answer(stored.record, None, is_kept=True, has_key=has_key, is_stored=True)
         for event in stored.events:
             answer.add(event)
+        answer.last_found = time.monotonic()
         self._keep(answer)
         return answer
+
+    def _is_wanted(self, known: Answer) -> bool:
+        """Whether another caller has found this copy and is about to go on with it."""
+        return known.num_readers > 0 or time.monotonic() - known.last_found < _FOUND_S
 
     def _has_room(self) -> bool:
         self._drop_expired()
