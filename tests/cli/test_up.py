@@ -23,8 +23,9 @@ from tandem_cli.state_file import FleetRecord, read_state
 from waiting import wait_until
 
 POD = """#!{python}
-import signal, sys
+import signal, sys, threading
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 arguments = dict(zip(sys.argv[1::2], sys.argv[2::2]))
@@ -34,6 +35,15 @@ server = grpc.server(ThreadPoolExecutor(2))
 servicer = health.HealthServicer()
 health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
 server.add_insecure_port("127.0.0.1:" + arguments.get("--port", arguments.get("--grpc-port")))
+class Ready(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def log_message(self, *_):
+        pass
+if "--metrics-port" in arguments:
+    ready = ThreadingHTTPServer(("127.0.0.1", int(arguments["--metrics-port"])), Ready)
+    threading.Thread(target=ready.serve_forever, daemon=True).start()
 def end(*_):
     print("draining", flush=True)
     sys.exit(0)
@@ -47,7 +57,7 @@ signal.pause()
 def free_base_port() -> int:
     """Start of a range whose ports used by a small fleet are free now."""
     for base in range(21000, 60000, 1500):
-        offsets = (0, 100, 200, 300, 1000, 1100, 1300, 900, 901)
+        offsets = (0, 100, 200, 300, 1000, 1100, 1300, 1400, 900, 901)
         try:
             for offset in offsets:
                 with socket.create_server(("127.0.0.1", base + offset)):
