@@ -218,7 +218,7 @@ def test_an_unknown_model_is_not_found(fleet: RunningFleet) -> None:
 
 
 def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(fleet: RunningFleet) -> None:
-    """Seven without objectives may run and two may wait; the rest of twenty hear 429 without waiting."""
+    """Six without objectives may run and two may wait; the rest of twenty hear 429 without waiting."""
 
     def ask(_: int) -> tuple[int, float, str | None]:
         started = time.monotonic()
@@ -234,7 +234,7 @@ def test_a_full_queue_refuses_at_once_and_says_when_to_come_back(fleet: RunningF
         answers = list(pool.map(ask, range(20)))
     statuses = [status for status, _, _ in answers]
     assert set(statuses) == {200, 429}
-    assert statuses.count(200) >= 9
+    assert statuses.count(200) >= 8
     for status, seconds, retry_after in answers:
         if status == 429:
             assert seconds < 5.0
