@@ -24,6 +24,8 @@ _HALF_LIFE_S = 10.0
 _LEAST_WEIGHT = 0.01
 #: How long a fit is used, even with newer steps: a fit takes half a millisecond.
 _FIT_EVERY_S = 0.2
+#: Pairs per token from which their cost shows: attention is then a good part of a step.
+_ENOUGH_PAIRS = 512
 #: The quantile of steps that had the machine for themselves.
 _FASTEST = 0.1
 
@@ -62,11 +64,11 @@ def _fit(steps: NDArray[np.float64], now: float) -> StepCost:
     rows = features * (np.sqrt(weights) / seconds)[:, None]
     wanted = np.sqrt(weights)
     best, least = np.zeros(_NUM_TERMS), np.inf
+    # In steps with few pairs their cost is lost in the noise, which would be multiplied for long prompts.
+    usable = (1, 2, 0) if (pairs / tokens).max() >= _ENOUGH_PAIRS else (1, 0)
     # With three terms all sets of positive ones can be tried. The smallest set wins a tie, so that one size
     # of step, which fits any term, is not split among them by chance.
-    for terms in (
-        list(terms) for size in range(1, _NUM_TERMS + 1) for terms in combinations((1, 2, 0), size)
-    ):
+    for terms in (list(terms) for size in range(1, len(usable) + 1) for terms in combinations(usable, size)):
         found, *_ = np.linalg.lstsq(rows[:, terms], wanted, rcond=None)
         if (found < 0).any():
             continue

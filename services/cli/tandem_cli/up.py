@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tandem_service.tls import PodTls, Role
 
-from tandem_cli import health, reach, redis_server
+from tandem_cli import health, redis_server
 from tandem_cli.fleet import (
     FleetOptions,
     FleetPlan,
@@ -86,8 +86,6 @@ class _Fleet:
                 self._ready = True
                 self._write_state()
                 self._view.banner(banner(self._options, self._model_name, time.monotonic() - started))
-                for line in await reach.lines([child.spec for child in supervisor.children], tls):
-                    self._view.event("slo", line)
                 self._view.event("fleet", f"ready after {time.monotonic() - started:.1f} s")
                 await asyncio.wait([stop, supervisor.failed], return_when=asyncio.FIRST_COMPLETED)
                 if supervisor.failed.done():
