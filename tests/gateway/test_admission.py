@@ -185,3 +185,14 @@ def test_the_adaptive_limit_rises_by_one_a_round_and_falls_by_a_share(monkeypatc
         now += 2
         limit.ended(met=False)
     assert limit.value == 1
+
+
+async def test_a_queue_full_of_requests_without_objectives_keeps_nobody_else_out():
+    line = Line(max_in_flight=4, max_queue=2)
+    tasks = [await line.arrive(_request(name, "batch")) for name in "abcde"]
+    assert (line.entered, line.admission.num_waiting) == (["a", "b", "c"], 2)
+    tasks.append(await line.arrive(_request("chat", "chat")))
+    assert line.entered[-1] == "chat", "there is a place for it, and none for those in the queue"
+    for name in ("a", "b", "c", "d", "e", "chat"):
+        await line.leave(name)
+    await asyncio.gather(*tasks)

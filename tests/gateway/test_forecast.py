@@ -11,7 +11,7 @@ from tandem_core.sampling import SamplingParams
 from tandem_core.slo import SloTarget
 from tandem_core.step_cost import UNKNOWN_COST, StepCost
 from tandem_gateway import admission, pod_load
-from tandem_gateway.admission import Admission, Admitted, FairShares
+from tandem_gateway.admission import Admission, FairShares
 from tandem_gateway.errors import OverloadedError, RefusalReason
 from tandem_gateway.forecast import Calibration, Forecast, Quantiles
 from tandem_gateway.pod_load import Backlog, PodLoad
@@ -267,7 +267,7 @@ class TestJudgement:
     async def test_requests_without_objectives_make_way_while_others_are_refused(self):
         forecaster = FixedForecaster(ttft=0.5)
         admission = Admission(forecaster, max_in_flight=16, max_queue=8, policy=Policy.PREDICT, slack=0.0)
-        fits = [admission._fits(Admitted(request(SloTarget("batch"))))]
+        fits = [admission._fits(request(SloTarget("batch")))]
         async with contextlib.AsyncExitStack() as running:
             for _ in range(4):
                 await running.enter_async_context(admission.slot(request(SloTarget("batch"))))
@@ -276,12 +276,10 @@ class TestJudgement:
                 with pytest.raises(OverloadedError):
                     admission._judge(request())
                 admission._best_effort_limit._lowered_at = 0.0  # a second later
-            fits.append(admission._fits(Admitted(request(SloTarget("batch")))))
-            assert admission._fits(Admitted(request())), "those with objectives have a place"
+            fits.append(admission._fits(request(SloTarget("batch"))))
+            assert admission._fits(request()), "those with objectives have a place"
         assert fits == [True, False]
-        assert admission._fits(Admitted(request(SloTarget("batch")))), (
-            "one at least, once the others are done"
-        )
+        assert admission._fits(request(SloTarget("batch"))), "one at least, once the others are done"
 
     def test_room_is_kept_for_who_was_refused(self):
         forecaster = FixedForecaster(ttft=1.5)

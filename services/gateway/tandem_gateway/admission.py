@@ -386,7 +386,7 @@ class Admission:
 
     def _queue_s(self, request: TokenizedRequest) -> float:
         """Predicted wait in the queue here."""
-        if self._has_free_slot:
+        if self._fits(request):
             return 0.0
         earlier = sum([due <= request.due and not waiter.done() for due, _, _, waiter in self._waiters])
         return (earlier + 1) * self.service_s / self.max_in_flight
@@ -403,7 +403,9 @@ class Admission:
 
     async def _enter(self, admitted: Admitted) -> None:
         request = admitted.request
-        if self.num_waiting == 0 and self._fits(admitted):
+        # After this, those that still wait have no place, though this one may have one.
+        self._admit_waiting()
+        if self._fits(request):
             self._take(admitted)
             return
         if self.num_waiting >= self._max_queue:
@@ -415,7 +417,6 @@ class Admission:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiters, (request.due, next(self._order), admitted, turn))
         self.num_waiting += 1
-        self._admit_waiting()
         expires = request.deadline
         if self._policy is Policy.TTL and request.slo.ttft_s:
             expires = min(expires, request.arrived + request.slo.ttft_s)
@@ -452,7 +453,7 @@ class Admission:
             _, _, admitted, turn = waiter
             if turn.done():
                 continue
-            if not self._fits(admitted):
+            if not self._fits(admitted.request):
                 passed.append(waiter)
                 continue
             self.num_waiting -= 1
@@ -466,18 +467,14 @@ class Admission:
         self._running.add(admitted)
         self._num_best_effort += not admitted.request.has_objectives
 
-    def _fits(self, admitted: Admitted) -> bool:
+    def _fits(self, request: TokenizedRequest) -> bool:
         if self.num_in_flight >= self._limit:
             return False
-        return admitted.request.has_objectives or self._num_best_effort < int(self._best_effort_limit.value)
+        return request.has_objectives or self._num_best_effort < int(self._best_effort_limit.value)
 
     @property
     def _limit(self) -> float:
         return self._blind_limit.value if self._is_blind else self.max_in_flight
-
-    @property
-    def _has_free_slot(self) -> bool:
-        return self.num_in_flight < self._limit and self.num_waiting == 0
 
     def _turn_s(self) -> float:
         """When the next request behind the queue is likely to have its turn."""

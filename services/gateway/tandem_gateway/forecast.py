@@ -121,12 +121,10 @@ class Calibration:
             known = self._ratios.get((name, size))
             if known is not None and len(known.sorted) >= _ENOUGH:
                 return [_quantile(known.sorted, level) for level in levels]
-        near = [
-            self._ratios[key].sorted
-            for key in (("", size), ("", size - 1), ("", size + 1))
-            if key in self._ratios
-        ]
-        few = sorted([*_PRIOR, *(near[0] if near else ())])
+        nearest = next(
+            (self._ratios[key] for near in (0, -1, 1) if (key := ("", size + near)) in self._ratios), None
+        )
+        few = sorted([*_PRIOR, *(nearest.sorted if nearest is not None else ())])
         return [_quantile(few, level) for level in levels]
 
 
