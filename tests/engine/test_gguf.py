@@ -123,6 +123,21 @@ def test_packings_hold_the_values_of_each_format(kind: Kind) -> None:
     assert error < 1e-7 if kind in EXACT else error < (0.02 if packing.bits == 4 else 0.008)
 
 
+@pytest.mark.parametrize("kind", [Kind.IQ2_XXS, Kind.IQ2_XS, Kind.IQ2_S], ids=lambda kind: kind.name)
+def test_levels_of_two_bits_are_not_shifted(kind: Kind) -> None:
+    rows = random_blocks(kind, 200, 512, seed=1, scale=1.0)
+    values = torch.from_numpy(gguf.dequantize(rows, kind)).view(-1, 32)
+    packed = quantized_of(kind, rows, Packing.INT8).dequantize().view(-1, 32)
+    # Groups whose halves have one scale; in them the smallest level is 8 of 43 parts of the largest.
+    lowest, highest = values.abs().amin(1), values.abs().amax(1)
+    even = torch.isclose(lowest * 43, highest * 8) & torch.isclose(values.abs()[:, 16:].amax(1), highest)
+    even &= torch.isclose(values.abs()[:, :16].amin(1), lowest) & torch.isclose(
+        values.abs()[:, 16:].amin(1), lowest
+    )
+    assert even.sum() > 20
+    torch.testing.assert_close(packed[even], values[even], rtol=1e-3, atol=0)
+
+
 def test_a_packing_whose_factors_do_not_fit_float16_is_found_by_rounding() -> None:
     rows = random_blocks(Kind.IQ3_S, 2, 256, seed=1)
     rows[:, :2] = np.array([60000], dtype=np.float16).view(np.uint8)

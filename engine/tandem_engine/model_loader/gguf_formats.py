@@ -7,8 +7,8 @@ llama.cpp's quantizer, benchmarks/gguf_quality.py; Student's t with 5 degrees of
 .02):
 
     INT4   0     Q4_0 Q4_1 TQ1_0 TQ2_0    .001 IQ1_S   .005 IQ3_S   .07 IQ3_XXS
-    INT8   0     Q8_0 Q5_0 IQ4_NL MXFP4   .003 IQ4_XS  .14 Q5_1     .15 Q5_K
-           below .04   Q3_K Q2_K IQ2_XXS IQ2_XS IQ2_S IQ1_M
+    INT8   0     Q8_0 Q5_0 IQ4_NL MXFP4   .001 IQ2_XXS   .003 IQ4_XS   .14 Q5_1   .15 Q5_K
+           below .04   Q3_K Q2_K IQ2_XS IQ2_S IQ1_M
 
 In 4 bits Q2_K and IQ1_M would add .22 and .16 of a large error of their own, which costs perplexity.
 """
@@ -93,6 +93,22 @@ def _iq3_xxs(blocks: _Bytes) -> tuple[_Floats, _Floats]:
     return _symmetric(_half(blocks, 0) * (2 + 4 * factors), 7.5)
 
 
+def _iq2_xxs(blocks: _Bytes) -> tuple[_Floats, _Floats]:
+    # Levels 8, 25 and 43 with a sign.
+    factors = (_words(blocks, 2, 66, np.uint32)[:, 1::2] >> 28).astype(np.float32)
+    return _symmetric(_half(blocks, 0) * (1 + 2 * factors) * np.float32(0.125), 128)
+
+
+def _iq2(at: int) -> Callable[[_Bytes], tuple[_Floats, _Floats]]:
+    def grid(blocks: _Bytes) -> tuple[_Floats, _Floats]:
+        # The same levels, with a scale for each 16 values. Codes of twice these levels hold the half with the
+        # larger scale as it is. Rounded to 127 steps, the level 8 would always be 2 % too large.
+        factors = _nibbles(blocks[:, at : at + 8]).reshape(len(blocks), -1, 2).max(axis=2)
+        return _symmetric(_half(blocks, 0) * (1 + 2 * factors.astype(np.float32)) * np.float32(0.0625), 128)
+
+    return grid
+
+
 def _iq1_s(blocks: _Bytes) -> tuple[_Floats, _Floats]:
     words = _words(blocks, 34, 50, np.uint16)
     step = _half(blocks, 0) * (2 * ((words >> 12) & 7) + 1)
@@ -127,6 +143,9 @@ _GRIDS: dict[_Kind, tuple[Packing, Callable[[_Bytes], tuple[_Floats, _Floats]]]]
     _Kind.Q8_0: (Packing.INT8, lambda blocks: _symmetric(_half(blocks, 0), 128)),
     _Kind.IQ4_NL: (Packing.INT8, lambda blocks: _symmetric(_half(blocks, 0), 128)),
     _Kind.IQ4_XS: (Packing.INT8, _iq4_xs),
+    _Kind.IQ2_XXS: (Packing.INT8, _iq2_xxs),
+    _Kind.IQ2_XS: (Packing.INT8, _iq2(66)),
+    _Kind.IQ2_S: (Packing.INT8, _iq2(74)),
     _Kind.MXFP4: (Packing.INT8, lambda blocks: _symmetric(MXFP4.e8m0_to_fp32_half(blocks[:, :1]), 128)),
 }
 
