@@ -60,7 +60,8 @@ constexpr int kTileRows = 4;
 struct RowGroup {
   int8_t codes[kTileRows][kGroup];
   float scales[kTileRows], sums[kTileRows];  // of the codes: scale * sum
-  int32_t code_sums[2][kTileRows];           // of the first and the second 16 codes
+  int32_t first_sums[kTileRows];             // of the first 16 codes
+  int32_t shifts[kTileRows];                 // -128 times the sum of all codes
 };
 
 // Rows of a product's left side. Quantized weights read only what quantize_row made of them.

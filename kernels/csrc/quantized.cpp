@@ -42,8 +42,6 @@ struct Format {
   static constexpr bool kIsK = Kind == Packing::kQ4K || Kind == Packing::kQ6K;
   static constexpr int kBits = Kind == Packing::kInt8 ? 8 : Kind == Packing::kQ6K ? 6 : 4;
   static constexpr bool kHasMinimum = kBits == 4;
-  // The code that means 0 where no minimum is stored.
-  static constexpr int kZero = kHasMinimum ? 0 : 1 << (kBits - 1);
   static constexpr int kGroups = kIsK ? 8 : 1;
   static constexpr int kHeadBytes = (kHasMinimum ? 4 : 2) * kPanel;
   static constexpr int kFactorBytes = kIsK ? 2 * kPanel : 0;
@@ -103,21 +101,31 @@ struct Call {
 // quads add of 6-bit codes (4 * 63 * 127 = 32,004); codes of 8 bits are two planes of 4 bits, each with its own sum.
 template <int Bits, int Rows, int Vecs>
 struct Sums {
-  static constexpr int kPlanes = !kHasDotProduct && Bits == 8 ? 2 : 1;
+  static constexpr bool kIsWide = kHasDotProduct || Bits == 6;
+  static constexpr int kPlanes = !kIsWide && Bits == 8 ? 2 : 1;
   VecInt planes[kPlanes][Rows][Vecs] = {};
+
+  // offset(r) belongs to each sum of row r: the code that means 0, times the activations.
+  template <class Offset>
+  __attribute__((always_inline)) explicit Sums(Offset offset) {
+    if constexpr (kIsWide)
+      for (int r = 0; r < Rows; ++r)
+        for (int v = 0; v < Vecs; ++v) planes[0][r][v] += offset(r);
+  }
 
   // Codes of two quads of depth.
   __attribute__((always_inline)) void add(const RowGroup& group, int quad, int other_quad, const VecInt* codes,
                                           const VecInt* other_codes) {
+#if defined(__AVX512VNNI__)
+    add_one(group, quad, codes);
+    add_one(group, other_quad, other_codes);
+#else
     for (int r = 0; r < Rows; ++r) {
       int32_t by, other;
       std::memcpy(&by, group.codes[r] + 4 * quad, 4);
       std::memcpy(&other, group.codes[r] + 4 * other_quad, 4);
       for (int v = 0; v < Vecs; ++v) {
         VecInt& sum = planes[0][r][v];
-#if defined(__AVX512VNNI__)
-        sum = add_products(add_products(sum, codes[v], by), other_codes[v], other);
-#else
         if constexpr (Bits == 6) {
           sum = in_order(sum + joined(add_halves(products(codes[v], by), products(other_codes[v], other))));
         } else {
@@ -130,20 +138,31 @@ struct Sums {
             upper = in_order(add_halves(upper, products(high_nibbles(other_codes[v]), other)));
           }
         }
-#endif
       }
     }
+#endif
   }
 
-  VecInt of(int r, int v) const {
 #if defined(__AVX512VNNI__)
-    return planes[0][r][v];
-#else
-    if constexpr (Bits == 6) return planes[0][r][v];
-    VecInt sum = joined(planes[0][r][v]);
-    if constexpr (kPlanes == 2) sum += joined(planes[1][r][v]) << 4;
-    return sum;
+  __attribute__((always_inline)) void add_one(const RowGroup& group, int quad, const VecInt* codes) {
+    for (int r = 0; r < Rows; ++r) {
+      int32_t by;
+      std::memcpy(&by, group.codes[r] + 4 * quad, 4);
+      for (int v = 0; v < Vecs; ++v) planes[0][r][v] = add_products(planes[0][r][v], codes[v], by);
+    }
+  }
 #endif
+
+  template <class Offset>
+  VecInt of(int r, int v, Offset offset) const {
+#if !defined(__AVX512VNNI__)
+    if constexpr (!kIsWide) {
+      VecInt sum = joined(planes[0][r][v]);
+      if constexpr (kPlanes == 2) sum += (joined(planes[1][r][v]) << 4) + offset(r);
+      return sum;
+    }
+#endif
+    return planes[0][r][v];
   }
 };
 
@@ -173,23 +192,27 @@ void block(const Call& c, int64_t row, int column) {
     const uint8_t* packed = weights + F::kFactorBytes + at * 4;
     const auto load_codes = [&](int line, int v) { return load_int(packed + (line * kPanel + v * kLanes) * 4); };
     // Adds what the sums mean, of one group or one of its halves.
-    const auto settle = [&](const Sums<F::kBits, Rows, Vecs>& sums, const int8_t* factor, auto code_sum) {
+    const auto settle = [&](const Sums<F::kBits, Rows, Vecs>& sums, const int8_t* factor, auto offset) {
       for (int r = 0; r < Rows; ++r) {
-        const Vec unit = splat(group->scales[r]), offset = splat(group->sums[r]);
+        const Vec unit = splat(group->scales[r]), sum = splat(group->sums[r]);
         for (int v = 0; v < Vecs; ++v) {
-          const Vec dot = __builtin_convertvector(sums.of(r, v) - F::kZero * code_sum(r), Vec) * unit;
+          const Vec dot = __builtin_convertvector(sums.of(r, v, offset), Vec) * unit;
           const Vec by = F::kIsK ? scale[v] * from_int8(factor + v * kLanes) : scale[v];
           total[r][v] = fma(dot, by, total[r][v]);
           if constexpr (F::kHasMinimum) {
             const Vec least = F::kIsK ? minimum[v] * from_int8(factor + kPanel + v * kLanes) : minimum[v];
-            total[r][v] = fma(offset, least, total[r][v]);
+            total[r][v] = fma(sum, least, total[r][v]);
           }
         }
       }
     };
     if constexpr (Kind == Packing::kQ6K) {
       for (int half = 0; half < 2; ++half) {
-        Sums<F::kBits, Rows, Vecs> sums;
+        const auto offset = [&](int r) {
+          const int first = -32 * group->first_sums[r];
+          return half ? group->shifts[r] / 4 - first : first;
+        };
+        Sums<F::kBits, Rows, Vecs> sums(offset);
         for (int k = 0; k < kQuads / 2; k += 2) {
           VecInt codes[2][Vecs];
           for (int i = 0; i < 2; ++i)
@@ -203,10 +226,11 @@ void block(const Call& c, int64_t row, int column) {
           const int quad = half * kQuads / 2 + k;
           sums.add(*group, quad, quad + 1, codes[0], codes[1]);
         }
-        settle(sums, factors + half * kPanel, [&](int r) { return group->code_sums[half][r]; });
+        settle(sums, factors + half * kPanel, offset);
       }
     } else {
-      Sums<F::kBits, Rows, Vecs> sums;
+      const auto offset = [&](int r) { return F::kHasMinimum ? 0 : group->shifts[r]; };
+      Sums<F::kBits, Rows, Vecs> sums(offset);
       for (int k = 0; k < kQuads / 2; ++k) {
         VecInt codes[2][Vecs];
         for (int v = 0; v < Vecs; ++v) {
@@ -221,7 +245,7 @@ void block(const Call& c, int64_t row, int column) {
         }
         sums.add(*group, k, k + kQuads / 2, codes[0], codes[1]);
       }
-      settle(sums, factors, [&](int r) { return group->code_sums[0][r] + group->code_sums[1][r]; });
+      settle(sums, factors, offset);
     }
   }
   for (int r = 0; r < Rows; ++r)
@@ -280,9 +304,13 @@ void quantize_row(const Activations& to, int64_t row, int depth) {
       totals[2 * v / kCount] += code;
       to_int8(group->codes[r] + v * kLanes, code);
     }
-    for (int half = 0; half < 2; ++half) group->code_sums[half][r] = sum(totals[half]);
+    // Both halves in one sum: each is at most 16 * 127 = 2032.
+    const int halves = sum(totals[0] + (totals[1] << 16));
+    const int first = int16_t(halves), all = first + ((halves - first) >> 16);
+    group->first_sums[r] = first;
+    group->shifts[r] = -128 * all;
     group->scales[r] = most / 127.0f;
-    group->sums[r] = group->scales[r] * (group->code_sums[0][r] + group->code_sums[1][r]);
+    group->sums[r] = group->scales[r] * all;
   }
 }
 
