@@ -55,6 +55,8 @@ class SloTarget:
         )
 
 
+#: Share of the requests of each class that is to meet its SLO; the rest is the error budget.
+ATTAINMENT_OBJECTIVE = 0.99
 #: A day.
 LONGEST_OBJECTIVE_S = 86_400
 NO_OBJECTIVES = SloTarget("")

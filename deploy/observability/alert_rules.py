@@ -10,11 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import yaml
-from tandem_core.slo import SLO_CLASSES
+from tandem_core.slo import ATTAINMENT_OBJECTIVE, SLO_CLASSES
 from tandem_service import metric_table as t
 
-#: Share of the requests of each class that is to meet its SLO.
-OBJECTIVE = 0.99
 #: Misses in the long window below which nothing is alerted: with few requests one miss is a large share.
 _MIN_MISSES = 5
 
@@ -52,7 +50,7 @@ def miss_ratio(window: str) -> str:
 
 def _burn(slo_class: str, severity: str) -> Alert:
     of_class = f'{{slo_class="{slo_class}"}}'
-    budget = 1 - OBJECTIVE
+    budget = 1 - ATTAINMENT_OBJECTIVE
     terms = [
         f"({recorded_name(long)}{of_class} > {burn * budget:g}"
         f" and {recorded_name(short)}{of_class} > {burn * budget:g}"
@@ -65,7 +63,8 @@ def _burn(slo_class: str, severity: str) -> Alert:
         " or ".join(terms),
         severity,
         "0m" if severity == "ticket" else "1m",
-        f"Requests of class {slo_class} miss their SLO faster than the objective of {OBJECTIVE:.0%} allows "
+        f"Requests of class {slo_class} miss their SLO faster than the objective of "
+        f"{ATTAINMENT_OBJECTIVE:.0%} allows "
         f"({windows}).",
         "Open the SLO dashboard: *Misses by cause* says whether requests are refused, fail or are slow, and "
         "*p90 by stage* of the class which stage is slow. Refused or queued: add pods of the role whose "

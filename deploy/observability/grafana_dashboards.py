@@ -11,13 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from alert_rules import OBJECTIVE, miss_ratio
+from alert_rules import miss_ratio
 from grafana_foundation_sdk.builders import dashboard as builders
 from grafana_foundation_sdk.builders import heatmap, prometheus, stat, timeseries
 from grafana_foundation_sdk.builders.common import StackingConfig, VizLegendOptions
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models import common, dashboard
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
+from tandem_core.slo import ATTAINMENT_OBJECTIVE
 from tandem_service import metric_table as t
 from tandem_service.metric_table import HistogramRow, Row, Unit
 
@@ -222,7 +223,7 @@ FLEET = Board(
 SLO = Board(
     "tandem-slo",
     "Tandem / SLO",
-    f"Attainment, goodput and error budget by class and tenant; the objective is {OBJECTIVE:.0%}.",
+    f"Attainment, goodput and error budget by class and tenant; the objective is {ATTAINMENT_OBJECTIVE:.0%}.",
     (
         Section(
             "Now",
@@ -249,7 +250,7 @@ SLO = Board(
                     (
                         Query(
                             f"1 - sum by (slo_class) (increase({t.SLO_MISSES.name}[$__range])) / "
-                            f"({1 - OBJECTIVE:g} * (sum by (slo_class) "
+                            f"({1 - ATTAINMENT_OBJECTIVE:g} * (sum by (slo_class) "
                             f"(increase({t.SLO_MET.name}[$__range])) + "
                             f"sum by (slo_class) (increase({t.SLO_MISSES.name}[$__range]))))",
                             "{{slo_class}}",
@@ -292,7 +293,10 @@ SLO = Board(
                 Panel(
                     "Error budget burn",
                     tuple(
-                        Query(f"{miss_ratio(window)} / {1 - OBJECTIVE:g}", f"{{{{slo_class}}}} {window}")
+                        Query(
+                            f"{miss_ratio(window)} / {1 - ATTAINMENT_OBJECTIVE:g}",
+                            f"{{{{slo_class}}}} {window}",
+                        )
                         for window in ("5m", "1h", "6h")
                     ),
                     description="1 uses the whole budget of a period in the period; the alerts fire at 14.4, "

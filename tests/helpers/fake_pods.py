@@ -114,6 +114,8 @@ class FakePod(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.PrefillSer
             prompt_tokens=len(request.prompt_token_ids),
             output_tokens=len(self.words) - num_done,
             decode_pod=self.name,
+            decode_steps=2,
+            drafted_by_source={"prompt": 3},
             accepted_by_source={"prompt": 2},
         )
         yield decode_pb2.DecodeResponse(

@@ -201,8 +201,16 @@ class Admitted:
     forecast: Forecast | None = None
     #: Monotonic seconds; the forecast counts from then.
     judged_at: float = field(default_factory=time.monotonic)
+    #: Monotonic seconds; None before it is admitted, and before its first token.
+    admitted_at: float | None = None
+    first_at: float | None = None
     #: Of the answer so far.
     num_tokens: int = 0
+
+    @property
+    def queued_s(self) -> float:
+        """Seconds from its arrival until it was admitted, or until now."""
+        return (self.admitted_at or time.monotonic()) - self.request.arrived
 
     def is_in_time(self, token_s: float) -> bool:
         """Whether its end will be in time at so many seconds per token from now on. Unknown counts as yes."""
@@ -284,6 +292,10 @@ class Admission:
                 e2e_s=e2e_s - judged_s,
                 num_tokens=num_tokens,
             )
+
+    def open_requests(self) -> list[Admitted]:
+        """Those in flight, and those that wait."""
+        return [*self._running, *(one for _, _, one, turn in self._waiters if not turn.done())]
 
     # -- whether its objectives will be met -----------------------------------------------------------
 
@@ -463,6 +475,7 @@ class Admission:
             heapq.heappush(self._waiters, waiter)
 
     def _take(self, admitted: Admitted) -> None:
+        admitted.admitted_at = time.monotonic()
         self.num_in_flight += 1
         self._running.add(admitted)
         self._num_best_effort += not admitted.request.has_objectives

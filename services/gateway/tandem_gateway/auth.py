@@ -6,8 +6,8 @@ The keys file has one JSON object per line, with digests only:
 
 `slo_classes` is optional (default: all); its first is the caller's default. `min_ttft_ms`, `min_tpot_ms` and
 `min_e2e_ms` bound the objectives that a request may ask for; `weight` (1) is the tenant's share of the work
-when tenants want more than there is. Without a keys file every caller
-is the tenant "default".
+when tenants want more than there is. `"operator": true` lets the key see the dashboard, which shows the
+requests of all tenants. Without a keys file every caller is the tenant "default" and may see it.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ class Caller:
     tightest: SloTarget = NO_OBJECTIVES
     #: Whether there are no tenants to protect from each other.
     is_anyone: bool = False
+    #: Whether it may see what concerns all tenants.
+    is_operator: bool = False
 
     def slo(self, name: str, objectives: SloTarget) -> SloTarget:
         """The class `name`, "" for the default, with the objectives that the request has itself.
@@ -69,7 +71,7 @@ class Caller:
         return SLO_CLASSES[chosen].overridden(objectives)
 
 
-ANYONE = Caller("default", is_anyone=True)
+ANYONE = Caller("default", is_anyone=True, is_operator=True)
 
 
 class KeyFileError(Exception):
@@ -88,6 +90,7 @@ class _KeyLine(BaseModel):
     min_ttft_ms: float = Field(default=0.0, ge=0)
     min_tpot_ms: float = Field(default=0.0, ge=0)
     min_e2e_ms: float = Field(default=0.0, ge=0)
+    operator: bool = False
 
 
 class ApiKeys:
@@ -128,6 +131,7 @@ class ApiKeys:
                 entry.tokens_per_minute,
                 entry.weight,
                 SloTarget("", entry.min_ttft_ms / 1000, entry.min_tpot_ms / 1000, entry.min_e2e_ms / 1000),
+                is_operator=entry.operator,
             )
         return cls(callers)
 
@@ -147,3 +151,13 @@ class ApiKeys:
         if found is None:
             raise UnauthenticatedError("the API key is not known here; check it for typing errors")
         return found
+
+    def authenticate_operator(self, authorization: str) -> Caller:
+        """As `authenticate`; raises ForbiddenError for a key that is not an operator's."""
+        caller = self.authenticate(authorization)
+        if not caller.is_operator:
+            raise ForbiddenError(
+                "this shows the requests of all tenants; use a key whose line in the keys file has "
+                '"operator": true'
+            )
+        return caller

@@ -29,6 +29,7 @@ from tandem_service.tracing import Headers, RequestTrace, Tracing, current
 from tandem_gateway import trace_attributes
 from tandem_gateway.admission import Admission, Admitted, TokenRates
 from tandem_gateway.auth import Caller
+from tandem_gateway.dashboard.ended import EndedRequests
 from tandem_gateway.errors import (
     REQUEST_ERRORS,
     ContextLengthError,
@@ -74,6 +75,7 @@ class Gateway:
         admission: Admission,
         relay: Relay,
         metrics: GatewayMetrics,
+        ended: EndedRequests,
         settings: GatewaySettings,
         tracing: Tracing,
     ) -> None:
@@ -87,6 +89,7 @@ class Gateway:
         self._relay = relay
         self._tracing = tracing
         self._metrics = metrics
+        self._ended = ended
         self._tokenizing = ThreadPoolExecutor(_TOKENIZING_THREADS, "tokenize")
         #: By tenant, of texts that are tokenized or wait for that.
         self._num_tokenizing: Counter[str] = Counter()
@@ -247,20 +250,18 @@ class Gateway:
             async with self._admission.slot(request) as admitted:
                 request = admitted.request
                 num_unused = 0
-                admitted_at = time.monotonic()
-                measured.admitted(admitted_at)
-                first_at: float | None = None
+                measured.admitted(admitted.queued_s)
                 async with aclosing(self._relay.stream(request)) as events:
                     async for event in events:
                         if isinstance(event, decode_pb2.DecodeFinished):
                             end = event
-                            self._complete(end.receipt, admitted, admitted_at, first_at)
+                            self._complete(end.receipt, admitted)
                             break
                         num_tokens += len(event.token_ids)
                         admitted.num_tokens = num_tokens
                         if event.token_ids:
                             now = measured.relayed(len(event.token_ids))
-                            first_at = now if first_at is None else first_at
+                            admitted.first_at = admitted.first_at or now
                         yield event
             if end is None:  # the relay promises a DecodeFinished
                 raise GatewayError("the answer has no end")
@@ -289,6 +290,7 @@ class Gateway:
             self._running_ids.discard(request.request_id)
             self._rates.charge(request.tenant, request.limits.tokens_per_minute, num_tokens - num_unused)
             measured.ended(outcome)
+            self._ended.add(request, outcome, None if end is None else end.receipt)
             trace.set({"tandem.outcome": outcome.value})
             trace.end_work("respond")
             details = {} if end is None else {
@@ -315,25 +317,18 @@ class Gateway:
             requests_total=self._num_received,
         )
 
-    def _complete(
-        self,
-        receipt: common_pb2.Receipt,
-        admitted: Admitted,
-        admitted_at: float,
-        first_at: float | None,
-    ) -> None:
+    def _complete(self, receipt: common_pb2.Receipt, admitted: Admitted) -> None:
         """Adds the gateway's fields to the pod's receipt: queue time, TTFT and E2E at the gateway, SLO."""
         now = time.monotonic()
         request, forecast = admitted.request, admitted.forecast
-        queued_s = admitted_at - request.arrived
         e2e_s = now - request.arrived
-        ttft_s = (first_at or now) - request.arrived
+        ttft_s = (admitted.first_at or now) - request.arrived
         # Of a resumed answer, those that came now.
         num_output = receipt.output_tokens - len(request.output_token_ids)
         tpot_s = (e2e_s - ttft_s) / (num_output - 1) if num_output > 1 else 0.0
         miss = request.slo.miss(ttft_s, tpot_s, e2e_s)
         receipt.request_id = request.request_id
-        receipt.queue_ns += round(queued_s * NS_PER_S)
+        receipt.queue_ns += round(admitted.queued_s * NS_PER_S)
         receipt.ttft_ns = round(ttft_s * NS_PER_S)
         receipt.e2e_ns = round(e2e_s * NS_PER_S)
         receipt.prompt_tokens = len(request.prompt_token_ids)

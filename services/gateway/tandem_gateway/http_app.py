@@ -1,4 +1,4 @@
-"""The HTTP application: OpenAI's routes, /health, /metrics, /fleet, request ids, error rendering."""
+"""The HTTP application: OpenAI's routes, /health, /metrics, /fleet, /dashboard, request ids, errors."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from tandem_service.tracing import current
 from tandem_gateway.admission import OpenCalls
 from tandem_gateway.answers import Answers
 from tandem_gateway.auth import ApiKeys
+from tandem_gateway.dashboard.history import History
+from tandem_gateway.dashboard.routes import dashboard_router
 from tandem_gateway.errors import (
     BodyTimeoutError,
     GatewayError,
@@ -72,7 +74,12 @@ class RequestIdMiddleware:
 
 
 def make_app(
-    gateway: Gateway, answers: Answers, keys: ApiKeys, calls: OpenCalls, registry: CollectorRegistry
+    gateway: Gateway,
+    answers: Answers,
+    keys: ApiKeys,
+    calls: OpenCalls,
+    history: History,
+    registry: CollectorRegistry,
 ) -> FastAPI:
     app = FastAPI(
         title="Tandem",
@@ -84,6 +91,9 @@ def make_app(
     )
     app.add_middleware(RequestIdMiddleware)
     app.include_router(OpenAiApi(gateway, answers, keys, calls).router)
+    app.include_router(
+        dashboard_router(history, keys, gateway_id=gateway.settings.pod_id, model=gateway.manifest.name)
+    )
 
     @app.get("/health")
     async def health() -> JSONResponse:

@@ -26,6 +26,9 @@ from tandem_gateway.admission import Admission, OpenCalls
 from tandem_gateway.answer_store import AnswerStore
 from tandem_gateway.answers import Answers
 from tandem_gateway.auth import ApiKeys, KeyFileError
+from tandem_gateway.dashboard.ended import EndedRequests
+from tandem_gateway.dashboard.history import History
+from tandem_gateway.dashboard.sampler import Sampler
 from tandem_gateway.fleet import Fleet, Role
 from tandem_gateway.forecast import Forecaster
 from tandem_gateway.gateway import Gateway, max_message_bytes
@@ -86,12 +89,15 @@ class GatewayProcess:
         )
         metrics.watch(admission, self._fleet)
         self._metrics, self._admission = metrics, admission
+        history, ended = History(), EndedRequests()
+        self._sampler = Sampler(history, metrics, admission, self._fleet, ended)
         gateway = Gateway(
             tokenizer=tokenizer,
             fleet=self._fleet,
             admission=admission,
             relay=Relay(self._fleet, router, metrics, failover_wait_s=settings.failover_wait_s),
             metrics=metrics,
+            ended=ended,
             settings=settings,
             tracing=self._server.tracing,
         )
@@ -110,7 +116,7 @@ class GatewayProcess:
         gateway_pb2_grpc.add_GatewayServiceServicer_to_server(  # type: ignore[no-untyped-call]
             GatewayServicer(gateway, self._answers, keys), self._server.grpc_server
         )
-        app = make_app(gateway, self._answers, keys, calls, self._server.registry)
+        app = make_app(gateway, self._answers, keys, calls, history, self._server.registry)
         self._http = HttpServer(
             app,
             settings.host,
@@ -136,6 +142,7 @@ class GatewayProcess:
         await self._server.start()
         await self._http.start()
         self._tasks = [asyncio.create_task(self._follow_fleet()), asyncio.create_task(self._drain_http())]
+        self._sampling = asyncio.create_task(self._sampler.run())
 
     async def serve_until_signal(self) -> None:
         await self._server.serve_until_signal()
@@ -169,6 +176,7 @@ class GatewayProcess:
             self._answers.stop()
 
     async def _close(self) -> None:
+        self._sampling.cancel()
         await asyncio.gather(*self._tasks)
         await self._answers.close()
         await self._fleet.close()

@@ -1,0 +1,113 @@
+"""The requests that ended since the last sample, and what only their receipts say: drafts by source."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import Counter, deque
+from dataclasses import dataclass
+
+from tandem_proto.v1 import common_pb2
+
+from tandem_gateway.dashboard.rows import EndedRow, TtftRow
+from tandem_gateway.errors import Outcome
+from tandem_gateway.request import NS_PER_S, TokenizedRequest
+
+#: Beyond, the oldest that no sample has taken are dropped; their receipts are in the sums.
+_MAX_PENDING = 1024
+#: Of those that end in one second so many are shown.
+SHOWN_PER_SECOND = 4
+
+
+@dataclass(frozen=True)
+class _Ended:
+    request: TokenizedRequest
+    outcome: Outcome
+    receipt: common_pb2.Receipt
+    e2e_s: float
+
+    @property
+    def rank(self) -> tuple[bool, bool, float]:
+        """Those that ran and missed their SLO first, refused ones last, the slowest first."""
+        return self.outcome is Outcome.REFUSED, self.receipt.slo_met, -self.e2e_s
+
+
+class EndedRequests:
+    """Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._pending: deque[_Ended] = deque(maxlen=_MAX_PENDING)
+        self.drafted: Counter[str] = Counter()
+        self.accepted: Counter[str] = Counter()
+        self.num_tokens = 0
+        self.num_steps = 0
+        self.num_prefill_retries = 0
+
+    def add(self, request: TokenizedRequest, outcome: Outcome, receipt: common_pb2.Receipt | None) -> None:
+        """`receipt` is None for a request without a complete answer."""
+        receipt = receipt or common_pb2.Receipt()
+        self.drafted.update(receipt.drafted_by_source)
+        self.accepted.update(receipt.accepted_by_source)
+        self.num_tokens += receipt.output_tokens
+        self.num_steps += receipt.decode_steps
+        self.num_prefill_retries += receipt.prefill_retries
+        self._pending.append(_Ended(request, outcome, receipt, time.monotonic() - request.arrived))
+
+    def take(self) -> tuple[list[EndedRow], TtftRow | None]:
+        """Rows of some that ended since the last call, and the medians of all of them."""
+        ended = list(self._pending)
+        self._pending.clear()
+        shown = sorted(ended, key=lambda one: one.rank)[:SHOWN_PER_SECOND]
+        return [_row(one) for one in shown], _medians([one.receipt for one in ended])
+
+
+def _medians(receipts: list[common_pb2.Receipt]) -> TtftRow | None:
+    predicted = [receipt for receipt in receipts if receipt.predicted_ttft_p50_ns]
+    if not predicted:
+        return None
+    actual, p50, p90 = (
+        round(statistics.median(getattr(receipt, name) for receipt in predicted) / NS_PER_S, 4)
+        for name in ("ttft_ns", "predicted_ttft_p50_ns", "predicted_ttft_p90_ns")
+    )
+    return TtftRow(len(predicted), actual, p50, p90)
+
+
+def _row(ended: _Ended) -> EndedRow:
+    request, receipt = ended.request, ended.receipt
+
+    def seconds(nanoseconds: int) -> float:
+        return round(nanoseconds / NS_PER_S, 4)
+
+    return EndedRow(
+        request_id=request.request_id,
+        tenant=request.tenant,
+        slo_class=request.slo.name,
+        outcome=ended.outcome.value,
+        cause="" if receipt.slo_met else receipt.slo_miss_cause or ended.outcome.value,
+        miss_reason=receipt.slo_miss_reason,
+        prompt_tokens=len(request.prompt_token_ids),
+        cached_tokens=receipt.cached_tokens,
+        output_tokens=receipt.output_tokens,
+        decode_steps=receipt.decode_steps,
+        queue_s=seconds(receipt.queue_ns),
+        prefill_s=seconds(receipt.prefill_ns),
+        transfer_s=seconds(receipt.transfer_ns),
+        decode_s=seconds(receipt.decode_ns),
+        ttft_s=seconds(receipt.ttft_ns),
+        e2e_s=round(ended.e2e_s, 4),
+        ttft_p50_s=seconds(receipt.predicted_ttft_p50_ns),
+        ttft_p90_s=seconds(receipt.predicted_ttft_p90_ns),
+        e2e_p50_s=seconds(receipt.predicted_e2e_p50_ns),
+        e2e_p90_s=seconds(receipt.predicted_e2e_p90_ns),
+        ttft_objective_s=request.slo.ttft_s,
+        tpot_objective_s=request.slo.tpot_s,
+        e2e_objective_s=request.slo.e2e_s,
+        prefill_pod=receipt.prefill_pod,
+        decode_pod=receipt.decode_pod,
+        prefill_retries=receipt.prefill_retries,
+        decode_retries=receipt.decode_retries,
+        preemptions=receipt.preemptions,
+        transfer_bytes=receipt.transfer_bytes,
+        drafted=dict(receipt.drafted_by_source),
+        accepted=dict(receipt.accepted_by_source),
+    )

@@ -1,0 +1,89 @@
+"""/dashboard: the page, which holds no data, and /dashboard/data, which asks for an operator's key."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from importlib import resources
+
+from fastapi import APIRouter, HTTPException, Request, Response
+from fastapi.responses import RedirectResponse
+from tandem_core.slo import ATTAINMENT_OBJECTIVE, SLO_CLASSES
+
+from tandem_gateway.auth import ApiKeys
+from tandem_gateway.dashboard.ended import SHOWN_PER_SECOND
+from tandem_gateway.dashboard.history import History
+from tandem_gateway.dashboard.rows import COLUMNS
+
+#: Samples of one answer, about a megabyte: a reader that has none asks several times.
+_MAX_SAMPLES = 300
+_CONTENT_TYPES = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".LICENSE": "text/plain",
+}
+#: The page loads nothing from elsewhere, and no other site can show it in a frame.
+_PAGE_HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "connect-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "cache-control": "no-cache",
+}
+
+
+def dashboard_router(history: History, keys: ApiKeys, *, gateway_id: str, model: str) -> APIRouter:
+    """`gateway_id` is how the page names this gateway."""
+    router = APIRouter(prefix="/dashboard")
+    files = _static_files()
+    about = {
+        "gateway": gateway_id,
+        "model": model,
+        # Tells a reader that the numbers of samples begin anew.
+        "start": secrets.token_hex(8),
+        "attainment_objective": ATTAINMENT_OBJECTIVE,
+        "objectives": {
+            name: {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s, "e2e_s": slo.e2e_s}
+            for name, slo in SLO_CLASSES.items()
+        },
+        "requests_per_second": SHOWN_PER_SECOND,
+        "columns": dict(COLUMNS),
+    }
+    about_json = json.dumps(about, separators=(",", ":")).encode()
+
+    @router.get("/data")
+    async def data(request: Request, since: int = 0) -> Response:
+        """The samples from number `since` on; `next` is the number after the last of them, and `newest` that
+        of the newest sample."""
+        keys.authenticate_operator(request.headers.get("authorization", ""))
+        stop, samples = history.since(since, _MAX_SAMPLES)
+        newest = history.next_number - 1
+        body = b'{"about":%b,"next":%d,"newest":%d,"samples":%b}' % (about_json, stop, newest, samples)
+        return Response(body, media_type="application/json", headers={"cache-control": "no-store"})
+
+    @router.get("")
+    async def without_slash() -> Response:
+        # The page names its files relative to the folder, so that it works behind a proxy's prefix.
+        return RedirectResponse("dashboard/")
+
+    @router.get("/{path:path}")
+    async def page(path: str) -> Response:
+        if (path or "index.html") not in files:
+            raise HTTPException(404, "there is no such file")
+        content, content_type = files[path or "index.html"]
+        return Response(content, media_type=content_type, headers=_PAGE_HEADERS)
+
+    return router
+
+
+def _static_files() -> dict[str, tuple[bytes, str]]:
+    """Content and type by path."""
+    folder = resources.files(__package__) / "static"
+    found = {}
+    for prefix, directory in (("", folder), ("vendor/", folder / "vendor")):
+        for file in directory.iterdir():
+            suffix = file.name[file.name.rfind(".") :]
+            if file.is_file() and suffix in _CONTENT_TYPES:
+                found[prefix + file.name] = file.read_bytes(), _CONTENT_TYPES[suffix]
+    return found
