@@ -33,7 +33,8 @@ async def _check_http(url: str, timeout_s: float = 2.0) -> Health:
     import httpx
 
     try:
-        async with httpx.AsyncClient(trust_env=False, timeout=timeout_s) as client:
+        # The URL is http; with verification each client would read all root certificates first, 15 ms of CPU.
+        async with httpx.AsyncClient(trust_env=False, verify=False, timeout=timeout_s) as client:
             if not (await client.get(f"{url}/livez")).is_success:  # the event loop hangs
                 return Health.SILENT
             is_ready = (await client.get(f"{url}/readyz")).is_success
