@@ -215,6 +215,32 @@ def chat(
 
 
 @app.command()
+def top(
+    url: Annotated[
+        str, typer.Option(help="HTTP address of the gateway; https:// with TLS.")
+    ] = "http://127.0.0.1:8000",
+    key: Annotated[
+        str | None,
+        typer.Option(envvar="TANDEM_API_KEY", help="An operator's key, if the gateway requires one."),
+    ] = None,
+    ca: CaOption = None,
+    once: Annotated[bool, typer.Option("--once", help="Print once and end.")] = False,
+) -> None:
+    """Show what a gateway and its pods do, as its page /dashboard does."""
+    import contextlib
+
+    from rich.console import Console
+
+    from tandem_cli import top
+
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            top.show(top.Feed(url, key, ca), Console(), once=once)
+    except top.TopError as error:
+        fail(str(error))
+
+
+@app.command()
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from stdin.")],
     model: ModelOption = DEFAULT_MODEL,

@@ -144,7 +144,7 @@ def banner(options: FleetOptions, model_name: str, seconds: float) -> str:
     return f"""
   Tandem serves {model_name} ({pods}); ready after {seconds:.1f} s
     gRPC  {grpc_target}   tandem.v1.GatewayService
-    HTTP  {url}   OpenAI API; also /health, /metrics
+    HTTP  {url}   OpenAI API; also /dashboard, /health, /metrics
 
   {chat}
 

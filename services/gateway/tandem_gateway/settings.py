@@ -30,7 +30,7 @@ class GatewaySettings(RedisSettings):
     grpc_port: Port = 50051
     """port of the gRPC API; 0 takes a free one"""
     http_port: Port = 8000
-    """port of the OpenAI API, /health, /metrics and /fleet; 0 takes a free one"""
+    """port of the OpenAI API, /dashboard, /health, /metrics and /fleet; 0 takes a free one"""
     model: Path
     """model folder with tandem.json and tokenizer.json"""
     max_model_len: Annotated[int, Field(ge=0)] = 0
@@ -49,7 +49,8 @@ class GatewaySettings(RedisSettings):
     slo_slack: Annotated[float, Field(ge=0)] = 3.0
     """objectives are at least so many times what the request would take without load; 0: as they are"""
     api_keys_file: Path | None = None
-    """JSON lines of key_sha256, tenant, slo_classes, max_requests, tokens_per_minute; unset: no keys"""
+    """JSON lines of key_sha256, tenant, slo_classes, max_requests, tokens_per_minute, operator; unset: no
+    keys"""
     tls_cert: Path | None = None
     """PEM file of the certificate of both public ports; unset: plaintext"""
     tls_key: Path | None = None

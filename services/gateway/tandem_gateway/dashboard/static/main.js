@@ -19,13 +19,26 @@ const events = () => feed.events.filter((event) => event.what.includes(" moved "
 const positive = { range: (plot, low, high) => [0, Math.max(high ?? 0, 1) * 1.05] };
 const charts = {
   goodput: new Chart(byId("goodput"), { format: perSecond, scale: positive, events }),
-  attainment: new Chart(byId("attainment"), { format: percent, scale: { range: () => [0, 1.02] }, limit: 0.99, events }),
-  ttft: new Chart(byId("ttft"), { format: duration, scale: { distr: 3, range: decades }, events }),
+  attainment: new Chart(byId("attainment"), { format: percent, scale: { range: upperPart }, limit: 0.99, events }),
+  ttft: new Chart(byId("ttft"), { format: duration, scale: { distr: 3, range: decades }, splits: onesTwosFives, events }),
   stages: new Chart(byId("stage-chart"), { format: whole, scale: positive, events }),
   kv: new Chart(byId("kv-chart"), { format: percent, scale: { range: (plot, low, high) => [0, Math.min(Math.max(high ?? 0, 0.05) * 1.1, 1.02)] }, events }),
   drafts: new Chart(byId("drafts-chart"), { format: perSecond, scale: positive, events }),
 };
 const requests = new RequestList();
+
+/** Ticks of a logarithmic scale. */
+function onesTwosFives(plot, axis, low, high) {
+  const ticks = [];
+  for (let power = 10 ** Math.floor(Math.log10(low)); power <= high; power *= 10) ticks.push(power, 2 * power, 5 * power);
+  return ticks.filter((tick) => tick >= low * 0.999 && tick <= high * 1.001);
+}
+
+/** Where the lowest attainment leaves room, the upper part alone. */
+function upperPart(plot, low) {
+  const floor = [0.9, 0.5].find((share) => (low ?? 1) >= share) ?? 0;
+  return [floor, 1 + (1 - floor) * 0.03];
+}
 
 /** Whole powers of ten around the values. */
 function decades(plot, low, high) {
@@ -101,8 +114,8 @@ function showCharts({ samples, index }) {
     times,
     [
       { label: "actual", colour: "blue", points: true, values: ttft("actual_s") },
-      { label: "predicted p50", colour: "green", values: ttft("p50_s"), dashed: true },
-      { label: "predicted p90", colour: "purple", values: ttft("p90_s"), dashed: true },
+      { label: "predicted p50", colour: "orange", hidden: true, values: ttft("p50_s") },
+      { label: "to p90", colour: "orange", above: 1, values: ttft("p90_s") },
     ],
     from,
     to,

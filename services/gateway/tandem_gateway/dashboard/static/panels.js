@@ -54,9 +54,8 @@ export function showClasses(view) {
     .map(([cause, misses]) => `${cause} ${count(misses)}`);
   const held = now.predictions - minute.predictions;
   const within = held ? percent((now.predictions_held - minute.predictions_held) / held) : "–";
-  byId("classes").append(
-    element("caption", {}, `Missed in the last 30 minutes, by cause: ${causes.join(", ") || "none"}. `, `TTFT within its predicted p90: ${within} (90 % is aimed at).`),
-  );
+  byId("misses").textContent =
+    `Missed in the last 30 minutes, by cause: ${causes.join(", ") || "none"}. TTFT within its predicted p90: ${within} (90 % is aimed at).`;
 }
 
 function objectives({ ttft_s, tpot_s, e2e_s }) {
@@ -75,7 +74,7 @@ export function showStages(view) {
   const transfers = decodePods.reduce((sum, pod) => sum + pod.transfers, 0);
   const received = (sample) => Object.values(sample.classes).reduce((sum, one) => sum + one.received, 0);
   byId("stages").replaceChildren(
-    stage("queued", "queued", now.queued, `${perSecond(rate(from, now, received))}/s come`),
+    stage("queued", "queued", now.queued, `${perSecond(rate(from, now, received))}/s arrive`),
     flow("admitted"),
     stage("prefill", "prefill", now.prefill, "no token yet"),
     stage("transfer", "KV transfers", transfers, "open, all gateways"),
@@ -152,9 +151,9 @@ export function showDrafts(view) {
     return [swatch(colour, name), count(drafted), count(accepted), drafted ? percent(accepted / drafted) : "–"];
   });
   const steps = now.steps - from.steps;
-  const columns = [["source, last minute", null], ["drafted", "number"], ["accepted", "number"], ["share", "number"]];
+  const columns = [["source", null], ["drafted", "number"], ["accepted", "number"], ["share", "number"]];
   fillTable(byId("drafts"), columns, rows, "no request with drafts has ended yet");
-  if (steps) byId("drafts").append(element("caption", {}, `${((now.tokens - from.tokens) / steps).toFixed(2)} tokens per step of the requests that ended`));
+  byId("steps").textContent = steps ? `${((now.tokens - from.tokens) / steps).toFixed(2)} tokens per step` : "";
 }
 
 export function showEvents(view, events) {

@@ -5,7 +5,7 @@ import { bytes, clock, count, duration, plural } from "./numbers.js";
 import { STAGE_COLOURS } from "./panels.js";
 
 const MAX_LISTED = 60;
-const COLUMNS = [["ended", null], ["request", null], ["class", "optional"], ["tenant", "optional"], ["TTFT", "number"], ["E2E", "number"], ["SLO", null]];
+const COLUMNS = [["ended", null], ["request", null], ["class", null], ["TTFT", "number"], ["E2E", "number"], ["SLO", null]];
 
 const keyOf = (request) => `${request.request_id} ${request.time}`;
 
@@ -69,10 +69,10 @@ export class RequestList {
 }
 
 function row(key, request) {
-  const result = request.cause ? element("span", { class: "bad" }, `missed: ${request.cause}`) : "met";
+  const result = request.cause ? element("span", { class: "bad" }, request.cause) : "met";
   const ran = request.decode_pod !== "";
   const contents = [
-    clock(request.time), request.request_id, request.slo_class, request.tenant,
+    clock(request.time), request.request_id, request.slo_class,
     ran ? duration(request.ttft_s) : "–", duration(request.e2e_s), result,
   ];
   const cells = contents.map((content, index) =>
