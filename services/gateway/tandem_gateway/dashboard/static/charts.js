@@ -95,6 +95,7 @@ export class Chart {
       if (one.above === undefined) continue;
       ctx.strokeStyle = colour(one.colour);
       ctx.lineWidth = 2 * devicePixelRatio;
+      ctx.globalAlpha = 0.5;
       ctx.beginPath();
       for (const [index, high] of values[number].entries()) {
         if (high === null) continue;

@@ -38,7 +38,7 @@ export function bar(kind, colour, from, to, title = null) {
 /** Labels below tracks from 0 to `longest` seconds. */
 export function axis(longest, format) {
   const made = element("div", { class: "axis" });
-  for (const share of [0, 0.25, 0.5, 0.75, 1]) {
+  for (const share of [0, 0.5, 1]) {
     const label = made.appendChild(element("span", {}, share ? format(share * longest) : "0"));
     label.style.left = `${100 * share}%`;
   }

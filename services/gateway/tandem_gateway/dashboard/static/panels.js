@@ -42,7 +42,7 @@ export function showClasses(view) {
   fillTable(
     byId("classes"),
     [
-      ["class", null], ["objectives", "optional"], ["requests/s", "number"], ["tokens/s", "number optional"], ["goodput/s", "number"],
+      ["class", null], ["objectives", "optional"], ["requests/s", "number optional"], ["tokens/s", "number optional"], ["goodput/s", "number"],
       ["attainment", "number"], ["burn 5 min", "number"], ["burn 30 min", "number"], ["missed", "number optional"],
     ],
     rows,
@@ -134,7 +134,7 @@ export function showPods(view) {
     byId("pods"),
     [
       ["pod", null], ["role", "optional"], ["state", null], [element("span", {}, swatch("blue", "KV used")), null],
-      [element("span", {}, swatch("sky", "cached")), "number"], ["waiting", "number"], ["running", "number"],
+      [element("span", {}, swatch("sky", "cached")), "number optional"], ["waiting", "number"], ["running", "number"],
       ["KV transfers", "number optional"], ["last answer", "number optional"],
     ],
     rows,

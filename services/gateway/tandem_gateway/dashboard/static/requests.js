@@ -5,7 +5,7 @@ import { bytes, clock, count, duration, plural } from "./numbers.js";
 import { STAGE_COLOURS } from "./panels.js";
 
 const MAX_LISTED = 60;
-const COLUMNS = [["ended", null], ["request", null], ["class", null], ["TTFT", "number"], ["E2E", "number"], ["SLO", null]];
+const COLUMNS = [["ended", null], ["request", null], ["class", "optional"], ["TTFT", "number"], ["E2E", "number"], ["SLO", null]];
 
 const keyOf = (request) => `${request.request_id} ${request.time}`;
 
@@ -101,7 +101,7 @@ function waterfall(request) {
     if (p90) parts.push(bar("range", "purple", p50 / longest, p90 / longest, "predicted p50 to p90"));
     if (limit && limit <= longest) parts.push(bar("limit", "red", limit / longest, null, "objective"));
     parts.push(bar("mark", "text", Math.min(actual / longest, 0.998), null, "actual"));
-    const predicted = p90 ? `, predicted ${duration(p50)} to ${duration(p90)}` : "";
+    const predicted = p90 ? `, predicted ${duration(p50)} – ${duration(p90)}` : "";
     lanes.push(lane(label, parts, `${duration(actual)}${predicted}`));
   }
   return [...lanes, element("div", { class: "lane waterfall" }, element("span"), axis(longest, duration), element("span"))];
