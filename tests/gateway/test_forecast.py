@@ -157,8 +157,11 @@ class FixedForecaster:
             Quantiles(self.ttft + 1, self.ttft + 1),
         )
 
-    def observe(self, request, forecast, **measured) -> None:
-        self.observed.append(measured)
+    def started(self, request, forecast, ttft_s) -> None:
+        self.observed.append(("ttft", ttft_s))
+
+    def ended(self, request, forecast, e2e_s, num_tokens) -> None:
+        self.observed.append(("e2e", e2e_s, num_tokens))
 
 
 def request(slo: SloTarget = SLO, prompt: tuple[int, ...] = (1, 2, 3)) -> TokenizedRequest:
@@ -352,5 +355,7 @@ def test_measured_times_count_from_the_forecast():
     admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
     asked = request()
     admitted = replace(admission._judge(asked), judged_at=asked.arrived + 0.25)
-    admission.ended(admitted, ttft_s=0.75, e2e_s=1.25, num_tokens=7, met=True)
-    assert forecaster.observed == [{"ttft_s": 0.5, "e2e_s": 1.0, "num_tokens": 7}]
+    admission.started(admitted, ttft_s=0.75)
+    assert forecaster.observed == [("ttft", 0.5)]
+    admission.ended(admitted, e2e_s=1.25, num_tokens=7, met=True)
+    assert forecaster.observed[1:] == [("e2e", 1.0, 7)]

@@ -277,7 +277,13 @@ class Admission:
             if not self._of_tenant[tenant]:
                 del self._of_tenant[tenant]
 
-    def ended(self, admitted: Admitted, *, ttft_s: float, e2e_s: float, num_tokens: int, met: bool) -> None:
+    def started(self, admitted: Admitted, *, ttft_s: float) -> None:
+        """The first token came, so many seconds after the request's arrival."""
+        if admitted.forecast is not None:
+            judged_s = admitted.judged_at - admitted.request.arrived
+            self._forecaster.started(admitted.request, admitted.forecast, ttft_s - judged_s)
+
+    def ended(self, admitted: Admitted, *, e2e_s: float, num_tokens: int, met: bool) -> None:
         """A request ended, so many seconds after its arrival."""
         self.service_s += _ALPHA * (e2e_s - self.service_s)
         self._blind_limit.ended(met=met)
@@ -285,13 +291,7 @@ class Admission:
             self._best_effort_limit.ended(met=True)
         if admitted.forecast is not None:
             request, judged_s = admitted.request, admitted.judged_at - admitted.request.arrived
-            self._forecaster.observe(
-                request,
-                admitted.forecast,
-                ttft_s=ttft_s - judged_s,
-                e2e_s=e2e_s - judged_s,
-                num_tokens=num_tokens,
-            )
+            self._forecaster.ended(request, admitted.forecast, e2e_s - judged_s, num_tokens)
 
     def open_requests(self) -> list[Admitted]:
         """Those in flight, and those that wait."""

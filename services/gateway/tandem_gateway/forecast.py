@@ -1,7 +1,7 @@
 """Predicts when a request will get its first token and its last one, and how sure that is.
 
     pods' reports, backlogs --router--> Route: times as if the model of costs were exact
-    times measured at the end of requests / those times --> quantiles of the ratio --> Forecast
+    times measured at the first token and at the end / those times --> quantiles of the ratio --> Forecast
 
 The ratio is kept for each class and for predictions of about the same size: a prediction of 20 ms is wrong by
 another factor than one of 2 s. Conformal prediction, with a window in place of exchangeability.
@@ -159,11 +159,11 @@ class Forecaster:
             e2e=self._e2e.quantiles(name, queue_s + route.e2e_s),
         )
 
-    def observe(
-        self, request: TokenizedRequest, forecast: Forecast, *, ttft_s: float, e2e_s: float, num_tokens: int
-    ) -> None:
-        """Times of a request that ended, from when the forecast was made."""
-        route, name = forecast.route, request.slo.name
-        self._ttft.observe(name, forecast.queue_s + route.ttft_s, ttft_s)
-        self._e2e.observe(name, forecast.queue_s + route.e2e_s, e2e_s)
+    def started(self, request: TokenizedRequest, forecast: Forecast, ttft_s: float) -> None:
+        """Of a request that has its first token, the time until then from when the forecast was made."""
+        self._ttft.observe(request.slo.name, forecast.queue_s + forecast.route.ttft_s, ttft_s)
+
+    def ended(self, request: TokenizedRequest, forecast: Forecast, e2e_s: float, num_tokens: int) -> None:
+        """Of a request that ended, the time until then from when the forecast was made."""
+        self._e2e.observe(request.slo.name, forecast.queue_s + forecast.route.e2e_s, e2e_s)
         self._lengths.observe(request, num_tokens)

@@ -261,7 +261,9 @@ class Gateway:
                         admitted.num_tokens = num_tokens
                         if event.token_ids:
                             now = measured.relayed(len(event.token_ids))
-                            admitted.first_at = admitted.first_at or now
+                            if not admitted.first_at:
+                                admitted.first_at = now
+                                self._admission.started(admitted, ttft_s=now - request.arrived)
                         yield event
             if end is None:  # the relay promises a DecodeFinished
                 raise GatewayError("the answer has no end")
@@ -347,6 +349,4 @@ class Gateway:
             receipt.predicted_ttft_p90_ns = round((judged_s + forecast.ttft.p90) * NS_PER_S)
             receipt.predicted_e2e_p50_ns = round((judged_s + forecast.e2e.p50) * NS_PER_S)
             receipt.predicted_e2e_p90_ns = round((judged_s + forecast.e2e.p90) * NS_PER_S)
-        self._admission.ended(
-            admitted, ttft_s=ttft_s, e2e_s=e2e_s, num_tokens=receipt.output_tokens, met=not miss
-        )
+        self._admission.ended(admitted, e2e_s=e2e_s, num_tokens=receipt.output_tokens, met=not miss)
