@@ -7,6 +7,7 @@ import { CLASS_COLOURS, STAGE_COLOURS, showClasses, showDrafts, showEvents, show
 import { RequestList } from "./requests.js";
 
 const byId = (id) => document.getElementById(id);
+/** More lines than colours cannot be told apart; the table of pods has them all. */
 const POD_COLOURS = ["blue", "orange", "green", "purple", "sky", "red", "grey"];
 /** Without a new sample for so long, the numbers are called old. */
 const STALE_S = 4;
@@ -122,9 +123,9 @@ function showCharts({ samples, index }) {
   );
   const stages = ["queued", "prefill", "decode"].map((name) => ({ label: name, colour: STAGE_COLOURS[name], values: shown.map((sample) => sample[name]) }));
   charts.stages.show(times, stages, from, to);
-  const pods = samples[index].pods.map((pod, place) => ({
+  const pods = samples[index].pods.slice(0, POD_COLOURS.length).map((pod, place) => ({
     label: pod.pod_id,
-    colour: POD_COLOURS[place % POD_COLOURS.length],
+    colour: POD_COLOURS[place],
     dashed: pod.role === "prefill",
     values: shown.map((sample) => {
       const then = sample.pods.find((other) => other.target === pod.target);
@@ -132,6 +133,7 @@ function showCharts({ samples, index }) {
     }),
   }));
   charts.kv.show(times, pods, from, to);
+  byId("kv-note").textContent = `of ${samples[index].pods.length > pods.length ? `the first ${pods.length} pods` : "each pod"}, without prefix caches`;
   const drafts = sources(samples[index]).map(({ name, colour }) => ({
     label: name,
     colour,

@@ -23,7 +23,8 @@ export class RequestList {
     const choose = (event) => {
       const row = event.target.closest("tr[data-key]");
       if (!row || (event.type === "keydown" && event.key !== "Enter")) return;
-      this.chosen = this.listed.find((request) => keyOf(request) === row.dataset.key);
+      const isChosen = this.chosen && keyOf(this.chosen) === row.dataset.key;
+      this.chosen = isChosen ? null : this.listed.find((request) => keyOf(request) === row.dataset.key);
       this.show(this.view);
     };
     this.body.addEventListener("click", choose);
@@ -61,7 +62,7 @@ export class RequestList {
       this.detail.replaceChildren(element("p", { class: "empty" }, "no request has ended yet"));
       return;
     }
-    this.note.textContent = this.chosen ? "" : "the newest; choose another one in the list";
+    this.note.textContent = this.chosen ? "chosen; choose it again to follow the newest" : "the newest; choose another one in the list";
     if (keyOf(request) === this.shownKey) return;
     this.shownKey = keyOf(request);
     this.detail.replaceChildren(...(request.decode_pod ? waterfall(request) : []), facts(request));
