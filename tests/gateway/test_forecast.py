@@ -95,6 +95,13 @@ class TestBacklog:
         assert backlog.seconds(1006.0) == 0
 
 
+def observe(calibration: Calibration, name: str, predicted: float, measured: float) -> Quantiles:
+    """What was said before the measurement."""
+    said = calibration.quantiles(name, predicted)
+    calibration.observe(name, predicted, said, measured)
+    return said
+
+
 class TestCalibration:
     def test_without_measurements_the_median_is_the_prediction(self):
         quantiles = Calibration().quantiles("chat", 2.0)
@@ -112,22 +119,31 @@ class TestCalibration:
         for i in range(1000):
             for name, predicted in held:
                 actual = measured(name, predicted)
-                if i >= 200:
-                    held[name, predicted] += actual <= calibration.quantiles(name, predicted).p90
-                calibration.observe(name, predicted, actual)
+                said = observe(calibration, name, predicted, actual)
+                held[name, predicted] += i >= 200 and actual <= said.p90
         assert all(0.86 < count / 800 < 0.94 for count in held.values()), held
 
     def test_a_class_without_measurements_is_as_the_others_are(self):
         calibration = Calibration()
         for _ in range(50):
-            calibration.observe("chat", 1.0, 4.0)
+            observe(calibration, "chat", 1.0, 4.0)
         assert calibration.quantiles("batch", 1.0).p50 == pytest.approx(4.0)
 
     def test_a_change_of_the_machine_is_learned(self):
         calibration = Calibration()
         for ratio in [1.0] * 300 + [2.0] * 128:
-            calibration.observe("chat", 1.0, ratio)
+            observe(calibration, "chat", 1.0, ratio)
         assert calibration.quantiles("chat", 1.0).p50 == 2.0
+
+    def test_a_change_of_load_is_followed_before_the_window_has_passed(self):
+        calibration, rng = Calibration(), random.Random(4)
+        for _ in range(300):
+            observe(calibration, "chat", 1.0, rng.lognormvariate(0.0, 0.2))
+        held = [
+            actual <= observe(calibration, "chat", 1.0, actual).p90
+            for actual in (rng.lognormvariate(0.25, 0.2) for _ in range(100))
+        ]
+        assert sum(held) >= 85
 
 
 SLO = SloTarget("chat", ttft_s=1.0, tpot_s=0.1, e2e_s=5.0)

@@ -4,7 +4,9 @@
     times measured at the first token and at the end / those times --> quantiles of the ratio --> Forecast
 
 The ratio is kept for each class and for predictions of about the same size: a prediction of 20 ms is wrong by
-another factor than one of 2 s. Conformal prediction, with a window in place of exchangeability.
+another factor than one of 2 s. This is conformal prediction over a window. Because load changes faster than a
+window, the level that is read from it moves with each prediction that held or did not (adaptive conformal
+inference, Gibbs and Candes 2021).
 """
 
 from __future__ import annotations
@@ -23,6 +25,9 @@ from tandem_gateway.routing import OutputLengths, Route, Router
 _WINDOW = 128
 #: With fewer, those of other classes count too.
 _ENOUGH = 16
+#: By how much a level moves: to where half of the predictions fail, in about 20 requests.
+_LEVEL_RATE = 0.05
+_LOWEST_LEVEL, _HIGHEST_LEVEL = 0.02, 0.995
 #: Ratios that count before any measurement.
 _PRIOR = (0.7, 0.9, 1.0, 1.1, 1.3, 1.6)
 
@@ -105,15 +110,24 @@ class Calibration:
 
     def __init__(self) -> None:
         self._ratios: dict[tuple[str, int], _Ratios] = {}
+        #: By class; those of the window from which p50 and p90 are read.
+        self._levels: dict[str, tuple[float, float]] = {}
 
-    def observe(self, slo_class: str, predicted_s: float, measured_s: float) -> None:
+    def observe(self, slo_class: str, predicted_s: float, said: Quantiles, measured_s: float) -> None:
+        """`predicted_s` as given to `quantiles`, and what that said."""
+        p50, p90 = self._levels.get(slo_class, (0.5, 0.9))
+        self._levels[slo_class] = (
+            _moved(p50, 0.5, held=measured_s <= said.p50),
+            _moved(p90, 0.9, held=measured_s <= said.p90),
+        )
         for name in (slo_class, ""):
             key = (name, _size(predicted_s))
             self._ratios.setdefault(key, _Ratios()).add(measured_s / max(predicted_s, 1e-6))
 
     def quantiles(self, slo_class: str, predicted_s: float) -> Quantiles:
-        p50, p90 = (predicted_s * ratio for ratio in self._quantiles(slo_class, predicted_s, (0.5, 0.9)))
-        return Quantiles(p50, p90)
+        levels = self._levels.get(slo_class, (0.5, 0.9))
+        p50, p90 = (predicted_s * ratio for ratio in self._quantiles(slo_class, predicted_s, levels))
+        return Quantiles(p50, max(p50, p90))
 
     def _quantiles(self, slo_class: str, predicted_s: float, levels: tuple[float, ...]) -> list[float]:
         size = _size(predicted_s)
@@ -126,6 +140,10 @@ class Calibration:
         )
         few = sorted([*_PRIOR, *(nearest.sorted if nearest is not None else ())])
         return [_quantile(few, level) for level in levels]
+
+
+def _moved(level: float, wanted: float, *, held: bool) -> float:
+    return min(max(level + _LEVEL_RATE * (wanted - held), _LOWEST_LEVEL), _HIGHEST_LEVEL)
 
 
 def _size(seconds: float) -> int:
@@ -161,9 +179,10 @@ class Forecaster:
 
     def started(self, request: TokenizedRequest, forecast: Forecast, ttft_s: float) -> None:
         """Of a request that has its first token, the time until then from when the forecast was made."""
-        self._ttft.observe(request.slo.name, forecast.queue_s + forecast.route.ttft_s, ttft_s)
+        predicted_s = forecast.queue_s + forecast.route.ttft_s
+        self._ttft.observe(request.slo.name, predicted_s, forecast.ttft, ttft_s)
 
     def ended(self, request: TokenizedRequest, forecast: Forecast, e2e_s: float, num_tokens: int) -> None:
         """Of a request that ended, the time until then from when the forecast was made."""
-        self._e2e.observe(request.slo.name, forecast.queue_s + forecast.route.e2e_s, e2e_s)
+        self._e2e.observe(request.slo.name, forecast.queue_s + forecast.route.e2e_s, forecast.e2e, e2e_s)
         self._lengths.observe(request, num_tokens)
