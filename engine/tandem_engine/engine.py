@@ -66,17 +66,19 @@ class StepOutput:
             accepted_sources=self.accepted_sources[:num_tokens],
         )
 
-    def split(self, num_tokens: int) -> list[StepOutput]:
-        """The first num_tokens tokens and the others; one part where either would be empty."""
-        if not 0 < num_tokens < len(self.token_ids):
-            return [self]
-        rest = replace(
-            self,
-            token_ids=self.token_ids[num_tokens:],
-            logprobs=self.logprobs[num_tokens:],
-            accepted_sources=self.accepted_sources[num_tokens:],
-        )
-        return [replace(self.truncated(num_tokens), finished=False), rest]
+    def split(self) -> list[StepOutput]:
+        """One part per token; the last one tells whether the request has finished."""
+        last = len(self.token_ids) - 1
+        return [
+            replace(
+                self,
+                token_ids=self.token_ids[i : i + 1],
+                logprobs=self.logprobs[i : i + 1],
+                accepted_sources=self.accepted_sources[i : i + 1],
+                finished=self.finished and i == last,
+            )
+            for i in range(last + 1)
+        ] or [self]
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 
 import grpc
@@ -169,23 +170,20 @@ async def test_a_beginning_of_another_request_is_refused(
 
 
 @pytest.mark.parametrize("case", ["greedy", "logprobs"])
-async def test_a_chunk_ends_where_the_caller_wants_to_go_on(tiny_model: Path, case: str) -> None:
+async def test_chunks_of_one_token_let_a_caller_go_on_anywhere(tiny_model: Path, case: str) -> None:
     async with run_fleet(tiny_model) as fleet:
         # The prompt repeats itself and so does the text, so that drafts make chunks of several tokens.
         message = request("whole", prompt_of(8) * 6, [], max_tokens=60, ignore_eos=True, **CASES[case])
         whole = await answer_to(fleet, message)
-        longest = 0
-        for boundary in range(1, 62, 4):
-            again = begun(message, [])
-            again.chunk_boundary = boundary
-            ends, texts, logprobs = [], [], []
-            async for response in fleet.decode.Decode(again):
-                if response.HasField("chunk"):
-                    longest = max(longest, len(response.chunk.token_ids))
-                    ends.append(response.chunk.offset + len(response.chunk.token_ids))
-                    texts.append(response.chunk.text)
-                    logprobs += response.chunk.logprobs
-            assert boundary in ends or boundary > 60
-            assert "".join(texts) == whole.text
-            assert logprobs == whole.logprobs
-        assert longest > 1
+        again = begun(message, [])
+        for again.one_token_chunks in (False, True):
+            chunks = [
+                response.chunk async for response in fleet.decode.Decode(again) if response.HasField("chunk")
+            ]
+            assert [chunk.offset for chunk in chunks] == list(
+                accumulate((len(chunk.token_ids) for chunk in chunks[:-1]), initial=0)
+            )
+            assert "".join(chunk.text for chunk in chunks) == whole.text
+            assert [logprob for chunk in chunks for logprob in chunk.logprobs] == whole.logprobs
+            longest = max(len(chunk.token_ids) for chunk in chunks)
+            assert (longest == 1) is again.one_token_chunks

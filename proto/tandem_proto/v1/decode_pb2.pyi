@@ -33,7 +33,7 @@ class DecodeRequest(_message.Message):
     DECODE_RETRIES_FIELD_NUMBER: _builtins.int
     CRASHES_FIELD_NUMBER: _builtins.int
     KV_SOURCE_FIELD_NUMBER: _builtins.int
-    CHUNK_BOUNDARY_FIELD_NUMBER: _builtins.int
+    ONE_TOKEN_CHUNKS_FIELD_NUMBER: _builtins.int
     DUE_SECONDS_FIELD_NUMBER: _builtins.int
     TOKEN_SECONDS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
@@ -53,8 +53,8 @@ class DecodeRequest(_message.Message):
     """gRPC target of a draining decode pod that computed the answer so far. It is asked for the KV before the prefill
     pods.
     """
-    chunk_boundary: _builtins.int
-    """A chunk ends after so many tokens of the answer: a caller that has them already can go on from there. 0: none needs to."""
+    one_token_chunks: _builtins.bool
+    """Every chunk has one token: callers who have a part of the answer, each another one, can go on from where they are."""
     due_seconds: _builtins.float
     """Seconds until the first token should be there; negative: it is late. The pod serves the earliest first. Unset: as if
     60.
@@ -90,13 +90,13 @@ class DecodeRequest(_message.Message):
         decode_retries: _builtins.int = ...,
         crashes: _builtins.int = ...,
         kv_source: _builtins.str = ...,
-        chunk_boundary: _builtins.int = ...,
+        one_token_chunks: _builtins.bool = ...,
         due_seconds: _builtins.float | None = ...,
         token_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_due_seconds", b"_due_seconds", "due_seconds", b"due_seconds", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_due_seconds", b"_due_seconds", "chunk_boundary", b"chunk_boundary", "crashes", b"crashes", "decode_retries", b"decode_retries", "due_seconds", b"due_seconds", "kv_source", b"kv_source", "output_token_ids", b"output_token_ids", "prefill_targets", b"prefill_targets", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "tenant", b"tenant", "token_seconds", b"token_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_due_seconds", b"_due_seconds", "crashes", b"crashes", "decode_retries", b"decode_retries", "due_seconds", b"due_seconds", "kv_source", b"kv_source", "one_token_chunks", b"one_token_chunks", "output_token_ids", b"output_token_ids", "prefill_targets", b"prefill_targets", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "tenant", b"tenant", "token_seconds", b"token_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__due_seconds: _TypeAlias = _typing.Literal["due_seconds"]  # noqa: Y015
     _WhichOneofArgType__due_seconds: _TypeAlias = _typing.Literal["_due_seconds", b"_due_seconds"]  # noqa: Y015

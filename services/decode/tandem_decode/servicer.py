@@ -199,7 +199,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                 offset = stream.num_tokens
                 chunks = [
                     self._chunk(stream, part)
-                    for part in new.split(request.chunk_boundary - offset)
+                    for part in (new.split() if request.one_token_chunks else [new])
                     if stream.finish_reason is None
                 ]
                 # Tokens that a draft added after a stop string would not exist without the draft.

@@ -46,8 +46,6 @@ class Answer:
     is_forgotten: bool = False
     #: When a caller found it, in monotonic seconds.
     last_found: float = -math.inf
-    #: Furthest position from which a reader has asked for events.
-    furthest: int = 0
     num_bytes: int = 0
     #: Monotonic seconds.
     last_used: float = field(default_factory=time.monotonic)
@@ -127,7 +125,8 @@ class Answer:
             speculation=SpeculationMode.parse(request.speculation),
             output_token_ids=self.token_ids,
             is_repeated=True,
-            chunk_boundary=self.furthest if self.furthest > self.num_tokens else 0,
+            # Clients may have tokens that the store lacks, and each may have come to another one.
+            one_token_events=self.is_stored,
             limits=self.limits,
         )
 

@@ -233,7 +233,6 @@ class Answers:
         if answer.is_running or answer.has_ended:
             tracing.current().stage("read answer")
         answer.num_readers += 1
-        answer.furthest = max(answer.furthest, position)
         num_read = num_tokens = 0
         try:
             while True:
@@ -243,7 +242,7 @@ class Answers:
                     start = num_tokens
                     num_tokens += len(event.token_ids) if isinstance(event, decode_pb2.DecodeChunk) else 1
                     if start < position < num_tokens:
-                        # Computed here for another reader, in events that end elsewhere.
+                        # No event of any computation of the answer ended there.
                         raise _not_kept(answer.event_id(position))
                     with _disconnecting_slow_reader(deadline):
                         yield Sent(event, answer.event_id(num_tokens), num_tokens <= position)

@@ -215,7 +215,7 @@ class Relay:
                 decode_retries=num_lost + request.is_repeated,
                 crashes=num_crashed,
                 kv_source=kv_source,
-                chunk_boundary=request.chunk_boundary,
+                one_token_chunks=request.one_token_events,
                 due_seconds=request.due - time.monotonic(),
                 token_seconds=request.slo.tpot_s,
             ),

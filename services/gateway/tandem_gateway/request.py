@@ -85,8 +85,8 @@ class TokenizedRequest:
     output_token_ids: tuple[int, ...] = ()
     #: Whether it ran before; its text then counts no second time for the lookahead service.
     is_repeated: bool = False
-    #: Tokens that a reader of the answer has already; an event ends there. 0: none.
-    chunk_boundary: int = 0
+    #: Whether each event has one token, so that readers who have a part of the answer can go on from there.
+    one_token_events: bool = False
     #: Seconds from its arrival until its first token is due; None: as its objectives say.
     due_s: float | None = None
     _block_hashes: dict[int, list[ChainHash]] = field(default_factory=dict, compare=False, repr=False)
