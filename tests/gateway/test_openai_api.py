@@ -9,6 +9,7 @@ import httpx
 import openai
 import pytest
 import structlog
+from tandem_proto.v1 import gateway_pb2
 
 USER = [{"role": "user", "content": "hi"}]
 CHAT = "/v1/chat/completions"
@@ -307,6 +308,20 @@ async def test_a_drain_lets_a_running_stream_finish(pods, gateway):
     front = await gateway(pod, drain_s=5.0)
     stream = await front.openai.chat.completions.create(model="", messages=USER, stream=True)
     stopping = asyncio.create_task(front.process.stop())
+    await asyncio.wait_for(front.process._server.draining.wait(), 1.0)
+    for kept in (front.http, httpx.AsyncClient(base_url=front.http.base_url)):
+        refused = await kept.post("/v1/chat/completions", json={"messages": USER})
+        assert refused.status_code == 503
+        assert int(refused.headers["retry-after"]) > 0
+        assert refused.headers["connection"] == "close"
+        assert "stopping" in refused.json()["error"]["message"]
+        assert (await kept.get("/health")).json()["status"] == "the gateway is stopping"
+    await kept.aclose()
+    with pytest.raises(grpc.aio.AioRpcError) as refusal:
+        await front.grpc.Chat(
+            gateway_pb2.ChatRequest(messages=[gateway_pb2.ChatMessage(role="user", content="x")])
+        ).read()
+    assert refusal.value.code() is grpc.StatusCode.UNAVAILABLE
     texts = [chunk.choices[0].delta.content async for chunk in stream]
     assert texts[:3] == ["Hello", " there", "!"]
     await front.openai.close()

@@ -59,7 +59,8 @@ _KEY = re.compile(r"[\x21-\x7e]{1,255}")
 
 
 class Answers:
-    """Of one gateway. `await start()`, then `stop()` when no more are wanted, and `await close()`."""
+    """Of one gateway. `await start()`, then `await drain()` and `stop()` when no more are wanted, and
+    `await close()`."""
 
     def __init__(
         self,
@@ -83,6 +84,7 @@ class Answers:
         #: One search or creation by name at a time, so that a name has one answer here.
         self._lock = asyncio.Lock()
         self._is_stopping = False
+        self.is_draining = False
         self._changed = asyncio.Event()
         self._purger: asyncio.Task[None] | None = None
         metrics.kept_answer_bytes.set_function(self._num_bytes)
@@ -92,15 +94,16 @@ class Answers:
             await self._writer.start()
         self._purger = asyncio.create_task(self._purge())
 
-    async def finished(self) -> None:
-        """Until no answer is computed."""
+    async def drain(self) -> None:
+        """Begins no new answer, and waits until none is computed."""
+        self.is_draining = True
         while self._running:
             await self._changed.wait()
             self._changed.clear()
 
     def stop(self) -> None:
         """Ends the running answers with an error after which clients can resume them elsewhere."""
-        self._is_stopping = True
+        self.is_draining = self._is_stopping = True
         for answer in list(self._running):
             answer.fail(_stopping())
             if answer.task is not None:
@@ -127,7 +130,7 @@ class Answers:
 
         Raises IdempotencyKeyError, UnavailableError.
         """
-        if self._is_stopping:
+        if self.is_draining:
             raise _stopping()
         name = _key_name(request.tenant, key) if key else secrets.token_hex(NAME_CHARS // 2)
         answer = Answer(

@@ -97,11 +97,17 @@ def make_app(
 
     @app.get("/health")
     async def health() -> JSONResponse:
-        """200 while a decode pod can take a request."""
+        """200 while a request would be taken and a decode pod is there for it."""
         num_pods = len(gateway.fleet.healthy(Role.DECODE))
-        status = {"status": "ok" if num_pods else "no decode pod is healthy", "decode_pods": num_pods}
-        headers = None if num_pods else {"retry-after": "1"}
-        return JSONResponse(status, status_code=200 if num_pods else 503, headers=headers)
+        text = "ok" if num_pods else "no decode pod is healthy"
+        if answers.is_draining:
+            text = "the gateway is stopping"
+        is_ready = text == "ok"
+        return JSONResponse(
+            {"status": text, "decode_pods": num_pods},
+            status_code=200 if is_ready else 503,
+            headers=None if is_ready else {"retry-after": "1"},
+        )
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:

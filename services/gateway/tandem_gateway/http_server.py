@@ -27,6 +27,17 @@ _PROBE_TIMEOUT_S = 1.0
 _KEEP_ALIVE_S = 20
 
 
+def _last(send: Send) -> Send:
+    """For a response after which the connection closes."""
+
+    async def send_last(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            MutableHeaders(scope=message)["connection"] = "close"
+        await send(message)
+
+    return send_last
+
+
 class _ProbesOnly:
     """The application, for probes; any other request is refused. The connection closes after either."""
 
@@ -34,15 +45,10 @@ class _ProbesOnly:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_last(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["connection"] = "close"
-            await send(message)
-
         app = self._app
         if scope["path"] not in _PROBE_PATHS:
             app = Response(status_code=503, headers={"retry-after": "1"})
-        await app(scope, receive, send_last)
+        await app(scope, receive, _last(send))
 
 
 class _LimitedProtocol(H11Protocol):  # type: ignore[misc]  # uvicorn is not followed by mypy
@@ -115,7 +121,7 @@ class _QuietServer(uvicorn.Server):  # type: ignore[misc]  # uvicorn is not foll
 
 
 class HttpServer:
-    """`await start()`, then `await stop(grace_s)`."""
+    """`await start()`, then `close_after_responses()` if a drain comes first, and `await stop(grace_s)`."""
 
     def __init__(
         self,
@@ -128,6 +134,7 @@ class HttpServer:
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self._app = app
+        self._closes_after_responses = False
         self._ssl_options: dict[str, object] = {}
         if tls is not None:
             self._ssl_options["ssl_context_factory"] = lambda config, default: tls
@@ -155,7 +162,8 @@ class HttpServer:
             ) from error
         self.port = listener.getsockname()[1]
         config = uvicorn.Config(
-            self._app,
+            self._call,
+            interface="asgi3",
             http=self._protocol,
             log_config=None,
             access_log=False,
@@ -171,6 +179,13 @@ class HttpServer:
                 self._task.result()
                 raise OSError("the HTTP server ended while it started")
             await asyncio.sleep(0.005)
+
+    def close_after_responses(self) -> None:
+        """From now on each response is the last one of its connection, so that clients go elsewhere."""
+        self._closes_after_responses = True
+
+    async def _call(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, _last(send) if self._closes_after_responses else send)
 
     async def stop(self, grace_s: float) -> None:
         """Accepts no new connections and closes those that are still open after `grace_s`."""

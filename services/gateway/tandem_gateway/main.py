@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 
 import structlog
 from tandem_core.errors import ModelLoadError
@@ -112,6 +113,7 @@ class GatewayProcess:
             max_bytes=settings.resume_max_bytes,
             request_timeout_s=settings.request_timeout_s,
         )
+        self._answers_ended = asyncio.Event()
         self._server.hand_over = self._end_answers
         gateway_pb2_grpc.add_GatewayServiceServicer_to_server(  # type: ignore[no-untyped-call]
             GatewayServicer(gateway, self._answers, keys), self._server.grpc_server
@@ -141,7 +143,7 @@ class GatewayProcess:
         await self._answers.start()
         await self._server.start()
         await self._http.start()
-        self._tasks = [asyncio.create_task(self._follow_fleet()), asyncio.create_task(self._drain_http())]
+        self._tasks = [asyncio.create_task(self._follow_fleet()), asyncio.create_task(self._stop_http())]
         self._sampling = asyncio.create_task(self._sampler.run())
 
     async def serve_until_signal(self) -> None:
@@ -159,9 +161,13 @@ class GatewayProcess:
             self._metrics.show_prediction(self._admission)
             await self._fleet.wait_for_change(self._settings.poll_interval_s)
 
-    async def _drain_http(self) -> None:
+    async def _stop_http(self) -> None:
         await self._server.draining.wait()
-        await self._http.stop(self._settings.drain_s)
+        self._http.close_after_responses()
+        deadline = time.monotonic() + self._settings.drain_s
+        # Until then new requests get a 503, which a client can tell from an outage.
+        await self._answers_ended.wait()
+        await self._http.stop(max(0.0, deadline - time.monotonic()))
 
     async def _end_answers(self) -> None:
         """Lets the running answers finish. What still runs shortly before the end of the drain, or at a
@@ -169,11 +175,12 @@ class GatewayProcess:
         try:
             drain_s = self._settings.drain_s
             async with asyncio.timeout(max(0.0, drain_s - min(_LAST_EVENTS_S, drain_s / 2))):
-                await self._answers.finished()
+                await self._answers.drain()
         except TimeoutError:
             pass
         finally:
             self._answers.stop()
+            self._answers_ended.set()
 
     async def _close(self) -> None:
         self._sampling.cancel()
