@@ -4,7 +4,9 @@
 A real server and real channels on loopback, with certificates of the CA that `tandem up --tls` makes.
 """
 
+import asyncio
 import datetime
+import re
 import shutil
 import stat
 from collections.abc import AsyncIterator
@@ -14,13 +16,16 @@ from types import ModuleType
 
 import grpc
 import pytest
+import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tandem_cli.fleet import certificate_files
+from tandem_decode.settings import DecodeSettings
 from tandem_proto.v1 import decode_pb2, decode_pb2_grpc
+from tandem_service import tls as tls_module
 from tandem_service.channels import open_channel
 from tandem_service.server import PodServer
 from tandem_service.settings import PodSettings, load
-from tandem_service.tls import PemFiles, PodTls, Role, TlsFileError, belongs_to_peer, peer_host
+from tandem_service.tls import PemFiles, PodTls, ReloadingPems, Role, TlsFileError, belongs_to_peer, peer_host
 
 SERVICE = "tandem.v1.DecodeService"
 CALLERS = {"Decode": (Role.GATEWAY,)}
@@ -85,6 +90,13 @@ async def outcome(server: PodServer, tls: PodTls | None, method: str = "Decode")
     return "OK", ""
 
 
+def trusting_both(tmp_path: Path, files: PemFiles, folder: Path) -> PemFiles:
+    """`files` of one CA, with trust in its CA and in that of `folder`, whose servers refuse it."""
+    assert files.ca is not None
+    (tmp_path / "both.pem").write_bytes(files.ca.read_bytes() + (folder / "ca.pem").read_bytes())
+    return PemFiles(files.cert, files.key, tmp_path / "both.pem")
+
+
 def credentials(folder: Path, role: Role) -> PodTls:
     return PodTls(certificate_files(folder, role))
 
@@ -109,8 +121,7 @@ async def test_no_certificate_or_one_of_another_ca_does_not_get_in(
     folder: Path, certificates: ModuleType, tmp_path: Path
 ) -> None:
     certificates.prepare(tmp_path / "other")
-    stranger = certificate_files(tmp_path / "other", Role.GATEWAY)
-    known_ca = PodTls(PemFiles(stranger.cert, stranger.key, folder / "ca.pem"))
+    known_ca = PodTls(trusting_both(tmp_path, certificate_files(tmp_path / "other", Role.GATEWAY), folder))
     async with serving(folder) as server:
         for tls in (None, known_ca):
             assert (await outcome(server, tls, "Check"))[0] == "UNAVAILABLE"
@@ -140,7 +151,7 @@ async def test_a_server_takes_a_new_certificate_and_ca_without_a_restart(
         # A client that reads its files for each channel follows; the old CA is no longer trusted.
         assert await outcome(server, before) == ("OK", "")
         old = certificate_files(tmp_path / "old", Role.GATEWAY)
-        of_old_ca = PodTls(PemFiles(old.cert, old.key, folder / "ca.pem"))
+        of_old_ca = PodTls(trusting_both(tmp_path, old, folder))
         assert (await outcome(server, of_old_ca))[0] == "UNAVAILABLE"
         # An open connection goes on.
         await health.Check(health_pb2.HealthCheckRequest())
@@ -163,8 +174,105 @@ async def test_files_that_do_not_fit_together_keep_the_old_certificate(
 
 async def test_an_expired_certificate_does_not_get_in(folder: Path, certificates: ModuleType) -> None:
     async with serving(folder) as server:
-        certificates.issue(folder, Role.GATEWAY, datetime.timedelta(seconds=-1))
-        assert (await outcome(server, credentials(folder, Role.GATEWAY)))[0] == "UNAVAILABLE"
+        certificates.issue(folder, Role.GATEWAY, datetime.timedelta(seconds=2))
+        tls = credentials(folder, Role.GATEWAY)
+        await asyncio.sleep(2.1)
+        assert (await outcome(server, tls))[0] == "UNAVAILABLE"
+
+
+async def test_a_server_keeps_its_certificate_when_the_next_one_would_be_refused(
+    folder: Path, certificates: ModuleType
+) -> None:
+    async with serving(folder) as server:
+        tls = credentials(folder, Role.GATEWAY)
+        certificates.issue(folder, Role.DECODE, datetime.timedelta(seconds=-1))
+        assert await outcome(server, tls) == ("OK", "")
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("expired", r"decode\.pem expired at 20.* \(this machine's clock says 20.*\); issue a new one"),
+        ("early", r"decode\.pem is not valid before 20.*; set the clock, or issue a new one"),
+        ("another role", r"not one of the role decode: .* lack DNS:tandem-decode and URI:spiffe://tandem/de"),
+        (
+            "another CA",
+            r"that trust the CA .*ca\.pem would refuse .*decode\.pem \(unable to get local i",
+        ),
+        ("expired CA", r"would refuse .* \(certificate has expired\); give a certificate"),
+    ],
+)
+def test_a_certificate_that_peers_would_refuse_is_one_sentence_at_the_start(
+    folder: Path,
+    certificates: ModuleType,
+    fault: str,
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    hour = datetime.timedelta(hours=1)
+    if fault == "expired":
+        certificates.issue(folder, Role.DECODE, datetime.timedelta(seconds=-1))
+    elif fault == "early":
+        monkeypatch.setattr(certificates, "_CLOCK_SKEW", -hour)
+        certificates.issue(folder, Role.DECODE)
+    elif fault == "another role":
+        for suffix in ("pem", "key"):
+            shutil.copy(folder / f"prefill.{suffix}", folder / f"decode.{suffix}")
+    elif fault == "another CA":
+        certificates.prepare(tmp_path / "other")
+        shutil.copy(tmp_path / "other" / "ca.pem", folder / "ca.pem")
+    else:
+        monkeypatch.setattr(certificates, "_CA_VALIDITY", datetime.timedelta(seconds=-1))
+        (folder / "ca.pem").unlink()
+        certificates.prepare(folder)
+    arguments = [f"--{name.replace('_', '-')}={path}" for name, path in flags(folder, Role.DECODE).items()]
+    with pytest.raises(SystemExit):
+        load(DecodeSettings, ["--model=m", *arguments])
+    error = capsys.readouterr().err
+    assert re.search(words, error)
+    assert error.count("\n") == 1
+
+
+def test_a_certificate_for_servers_alone_is_refused_at_the_start(
+    folder: Path, certificates: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        certificates.ExtendedKeyUsageOID, "CLIENT_AUTH", certificates.ExtendedKeyUsageOID.CODE_SIGNING
+    )
+    files = certificates.issue(folder, Role.DECODE)
+    with pytest.raises(TlsFileError, match=r"unsuitable certificate purpose.* for servers and clients"):
+        PodTls(files)
+
+
+def test_certificates_are_renewed_when_a_third_of_their_time_is_left(
+    folder: Path, certificates: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = certificate_files(folder, Role.DECODE)
+    first = files.read()
+    assert not certificates.renew(folder)
+    assert files.read() == first
+    # The operator's is not due, this one is: 5 minutes of 7 have passed.
+    certificates.issue(folder, Role.DECODE, datetime.timedelta(minutes=2))
+    assert certificates.renew(folder)
+    assert not files.read().is_due()
+    certificates.issue(folder, Role.DECODE, datetime.timedelta(seconds=-1))
+    assert certificates.renew(folder)
+    assert files.read().not_after > datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=80)
+
+
+def test_a_certificate_that_is_due_is_warned_of_once_a_day(
+    folder: Path, certificates: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pems = ReloadingPems(certificates.issue(folder, Role.DECODE, datetime.timedelta(minutes=2)))
+    now = 1000.0
+    with structlog.testing.capture_logs() as lines:
+        for now in (1000.0, 1001.0, 87_500.0, 88_000.0):
+            monkeypatch.setattr(tls_module.time, "monotonic", lambda now=now: now)
+            pems.current()
+    assert [line["log_level"] for line in lines] == ["warning", "warning"]
+    assert "less than a third" in lines[0]["event"]
 
 
 def test_keys_are_the_owners_alone_and_the_ca_is_made_once(folder: Path, certificates: ModuleType) -> None:

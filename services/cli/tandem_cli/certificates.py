@@ -18,7 +18,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
-from tandem_service.tls import PemFiles, Role
+from tandem_service.tls import PemFiles, Role, TlsFileError
 
 from tandem_cli.fleet import certificate_files
 
@@ -35,6 +35,17 @@ def prepare(folder: Path, validity: datetime.timedelta = _VALIDITY) -> None:
     _ensure_ca(folder)
     for role in Role:
         issue(folder, role, validity)
+
+
+def renew(folder: Path, validity: datetime.timedelta = _VALIDITY) -> bool:
+    """`prepare` if the certificate of a role is to be renewed or cannot be used; returns whether it was."""
+    try:
+        if not any(certificate_files(folder, role).read().is_due() for role in Role):
+            return False
+    except TlsFileError:
+        pass
+    prepare(folder, validity)
+    return True
 
 
 def kubernetes_secrets(folder: Path, namespace: str, validity: datetime.timedelta = _VALIDITY) -> str:

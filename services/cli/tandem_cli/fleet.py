@@ -249,8 +249,10 @@ class _Planner:
         )
 
 
-def certificate_files(folder: Path, role: str) -> PemFiles:
-    return PemFiles(folder / f"{role}.pem", folder / f"{role}.key", folder / "ca.pem")
+def certificate_files(folder: Path, name: str) -> PemFiles:
+    """Of a role, or of a server that has none."""
+    role = name if isinstance(name, Role) else None
+    return PemFiles(folder / f"{name}.pem", folder / f"{name}.key", folder / "ca.pem", role)
 
 
 def check_ports(plan: FleetPlan, host: str) -> None:

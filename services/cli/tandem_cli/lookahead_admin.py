@@ -92,7 +92,7 @@ def _credentials() -> PodTls | None:
             "TANDEM_POD_TLS_CERT, TANDEM_POD_TLS_KEY and TANDEM_POD_TLS_CA go together; set all three"
         )
     try:
-        return PodTls(PemFiles(cert, key, ca))
+        return PodTls(PemFiles(cert, key, ca, Role.OPERATOR))
     except TlsFileError as error:
         raise AdminError(str(error)) from error
 

@@ -30,6 +30,9 @@ from tandem_cli.log_view import LogView
 from tandem_cli.state_file import PodRecord, StateFile
 from tandem_cli.supervisor import ProcessSpec, StartupError, Supervisor
 
+#: Between two looks at whether the pods' certificates are to be renewed.
+RENEWAL_INTERVAL_S = 3600.0
+
 
 def run_fleet(options: FleetOptions, model_name: str, state_path: Path) -> int:
     """Serves until a signal; returns the exit code. Raises PortInUseError before it starts a process."""
@@ -78,6 +81,7 @@ class _Fleet:
             loop.add_signal_handler(number, self._on_signal)
         stop = asyncio.create_task(self._told_to_stop())
         ready = asyncio.create_task(supervisor.wait_ready())
+        renewing = asyncio.create_task(self._renew_certificates())
         try:
             supervisor.start()
             await asyncio.wait({stop, ready}, return_when=asyncio.FIRST_COMPLETED)
@@ -97,11 +101,24 @@ class _Fleet:
         finally:
             ready.cancel()
             stop.cancel()
+            renewing.cancel()
             self._view.event("fleet", "stopping")
             await supervisor.stop()
             self._state.remove()
             with contextlib.suppress(asyncio.CancelledError, StartupError):
                 await ready
+
+    async def _renew_certificates(self) -> None:
+        folder = self._options.tls_dir
+        while folder is not None:
+            await asyncio.sleep(RENEWAL_INTERVAL_S)
+            from tandem_cli import certificates
+
+            try:
+                if certificates.renew(folder):
+                    self._view.event("fleet", f"renewed the certificates in {folder}")
+            except (OSError, ValueError) as error:
+                self._view.event("fleet", f"the certificates in {folder} cannot be renewed: {error}")
 
     async def _told_to_stop(self) -> None:
         await self._stop.wait()

@@ -13,14 +13,14 @@ import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal, Self, TypeVar
+from typing import Annotated, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict, SettingsError
 
 from tandem_service.discovery import parse_target
 from tandem_service.redis_client import RedisAddress
-from tandem_service.tls import PemFiles, PodTls, TlsFileError, is_loopback
+from tandem_service.tls import PemFiles, PodTls, Role, TlsFileError, is_loopback
 from tandem_service.tracing import TracingSettingsError, check_environment
 
 ENV_PREFIX = "TANDEM_"
@@ -59,6 +59,9 @@ class CommonSettings(BaseSettings):
         use_attribute_docstrings=True,
         protected_namespaces=(),
     )
+
+    #: What the process's certificate must state; None: any role.
+    role: ClassVar[Role | None] = None
 
     host: str = "127.0.0.1"
     """address to listen on; off loopback, pods need the --pod-tls flags or --insecure"""
@@ -99,7 +102,11 @@ class CommonSettings(BaseSettings):
         """Credentials towards other pods; None: plaintext. Raises TlsFileError."""
         if self.pod_tls_cert is None or self.pod_tls_key is None or self.pod_tls_ca is None:
             return None
-        return PodTls(PemFiles(self.pod_tls_cert, self.pod_tls_key, self.pod_tls_ca))
+        return PodTls(PemFiles(self.pod_tls_cert, self.pod_tls_key, self.pod_tls_ca, self.role))
+
+    def check_certificates(self) -> None:
+        """Raises TlsFileError for one that peers would refuse."""
+        self.pod_tls()
 
 
 class PodSettings(CommonSettings):
@@ -150,7 +157,7 @@ def load(cls: type[SettingsT], argv: Sequence[str] | None = None) -> SettingsT:
     try:
         settings = cls(_cli_parse_args=arguments)
         if isinstance(settings, CommonSettings):
-            settings.pod_tls()
+            settings.check_certificates()
             check_environment()
         return settings
     except ValidationError as error:

@@ -15,9 +15,11 @@ not affected by a change.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import ipaddress
 import ssl
 import threading
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -28,11 +30,13 @@ import grpc
 import structlog
 
 ROLE_URI = "spiffe://tandem/"
+#: Between two warnings of a certificate that is to be renewed.
+_WARNING_INTERVAL_S = 86_400.0
 _SAN = "x509_subject_alternative_name"
 
 
 class TlsFileError(ValueError):
-    """A PEM file cannot be used; the message names the files and the remedy."""
+    """A PEM file cannot be used, or peers would refuse it; the message names the files and the remedy."""
 
 
 class Role(StrEnum):
@@ -58,19 +62,28 @@ class Pems:
     cert: bytes
     key: bytes
     ca: bytes | None
+    not_before: datetime.datetime
+    not_after: datetime.datetime
+
+    def is_due(self) -> bool:
+        """Whether less than a third of the certificate's time is left, so that it is to be renewed."""
+        left = self.not_after - datetime.datetime.now(datetime.UTC)
+        return left < (self.not_after - self.not_before) / 3
 
 
 @dataclass(frozen=True)
 class PemFiles:
-    """A process's certificate, its key, and the certificates of the CAs whose peers it accepts; None: clients
-    need no certificate."""
+    """A process's certificate, its key, the certificates of the CAs whose peers it accepts (None: clients
+    need no certificate), and the role that its certificate must state (None: any)."""
 
     cert: Path
     key: Path
     ca: Path | None
+    role: Role | None = None
 
     def read(self) -> Pems:
-        """Raises TlsFileError for a file that is missing or damaged, or a key of another certificate."""
+        """Raises TlsFileError for a file that is missing or damaged, a key of another certificate, and a
+        certificate that peers would refuse: out of its time, of another CA, of another role."""
         try:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             # The empty password: an encrypted key is an error, not a question on the terminal.
@@ -78,13 +91,90 @@ class PemFiles:
             if self.ca is not None:
                 context.load_verify_locations(self.ca)
             ca = None if self.ca is None else self.ca.read_bytes()
-            return Pems(self.cert.read_bytes(), self.key.read_bytes(), ca)
+            cert, key = self.cert.read_bytes(), self.key.read_bytes()
         except OSError as error:  # ssl.SSLError too
             and_ca, its_ca = ("", "") if self.ca is None else (f" and the CA {self.ca}", ", and its CA")
             raise TlsFileError(
                 f"the certificate {self.cert}, its key {self.key}{and_ca} cannot be used "
                 f"together ({error.strerror or error}); give PEM files of one "
                 f"certificate and its unencrypted key{its_ca}"
+            ) from error
+        not_before, not_after = self._check_statements(cert)
+        if self.ca is not None:
+            self._check_trust(self.ca)
+        return Pems(cert, key, ca, not_before, not_after)
+
+    def _check_statements(self, cert: bytes) -> tuple[datetime.datetime, datetime.datetime]:
+        """Checks the certificate's time and role; returns when its time begins and ends."""
+        # Imported here since it takes 40 ms, and processes without TLS do not need it.
+        from cryptography import x509
+
+        try:
+            leaf = x509.load_pem_x509_certificate(cert)
+            first, last = leaf.not_valid_before_utc, leaf.not_valid_after_utc
+            names = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        except x509.ExtensionNotFound:
+            names = x509.SubjectAlternativeName([])
+        except ValueError as error:
+            raise TlsFileError(
+                f"the certificate {self.cert} cannot be read ({error}); issue it anew"
+            ) from error
+        now = datetime.datetime.now(datetime.UTC)
+        clock = f"this machine's clock says {now:%Y-%m-%d %H:%M} UTC"
+        if now > last:
+            raise TlsFileError(
+                f"the certificate {self.cert} expired at {last:%Y-%m-%d %H:%M} UTC ({clock}); issue a new one"
+            )
+        if now < first:
+            raise TlsFileError(
+                f"the certificate {self.cert} is not valid before {first:%Y-%m-%d %H:%M} UTC ({clock}); set "
+                "the clock, or issue a new one"
+            )
+        role = self.role
+        if role is not None:
+            uris = names.get_values_for_type(x509.UniformResourceIdentifier)
+            missing = [
+                name
+                for name, stated in (
+                    (f"DNS:{role.dns_name}", names.get_values_for_type(x509.DNSName)),
+                    (f"URI:{role.uri}", uris),
+                )
+                if name.partition(":")[2] not in stated
+            ]
+            if missing:
+                others = ", ".join(uris) or "no role"
+                raise TlsFileError(
+                    f"the certificate {self.cert} is not one of the role {role.value}: its subject "
+                    f"alternative names lack {' and '.join(missing)} (it states {others}); give the "
+                    "certificate of this role"
+                )
+        return first, last
+
+    def _check_trust(self, ca: Path) -> None:
+        """Lets the certificate meet itself in a handshake, as server and as client: each accepts it only if
+        the CA signed it, for that use, and is itself valid."""
+        server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        client.check_hostname = False
+        for context in (server, client):
+            context.load_cert_chain(self.cert, self.key, password="")
+            context.load_verify_locations(ca)
+            context.verify_mode = ssl.CERT_REQUIRED
+        to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+        ends = (
+            client.wrap_bio(to_client, to_server),
+            server.wrap_bio(to_server, to_client, server_side=True),
+        )
+        try:
+            for _round_trip in range(2):
+                for end in ends:
+                    with contextlib.suppress(ssl.SSLWantReadError):
+                        end.do_handshake()
+        except ssl.SSLError as error:
+            reason = error.verify_message if isinstance(error, ssl.SSLCertVerificationError) else error.reason
+            raise TlsFileError(
+                f"pods that trust the CA {ca} would refuse the certificate {self.cert} ({reason}); give a "
+                "certificate that this CA signed for servers and clients, or the CA that signed it"
             ) from error
 
     def stamp(self) -> tuple[tuple[int, int, int], ...]:
@@ -108,6 +198,7 @@ class ReloadingPems:
         self._lock = threading.Lock()
         self._pems = files.read()
         self._stamp = files.stamp()
+        self._warned_at: float | None = None
 
     def current(self) -> Pems:
         with self._lock, contextlib.suppress(OSError):
@@ -119,7 +210,18 @@ class ReloadingPems:
                     self._log.info("certificates read again", cert=str(self._files.cert))
                 except TlsFileError as error:
                     self._log.warning("keeping the old certificates", reason=str(error))
+            self._warn_if_due()
         return self._pems
+
+    def _warn_if_due(self) -> None:
+        now = time.monotonic()
+        if self._pems.is_due() and (self._warned_at is None or now - self._warned_at > _WARNING_INTERVAL_S):
+            self._warned_at = now
+            self._log.warning(
+                "the certificate is to be renewed: less than a third of its time is left",
+                cert=str(self._files.cert),
+                expires=f"{self._pems.not_after:%Y-%m-%d %H:%M} UTC",
+            )
 
 
 class ServerTls:

@@ -7,10 +7,13 @@ from typing import Annotated, Literal
 from pydantic import Field
 from tandem_pod.settings import EnginePodSettings
 from tandem_service.settings import Port
+from tandem_service.tls import Role
 
 
 class DecodeSettings(EnginePodSettings):
     """tandem-decode: owns requests, receives KV, and decodes with tree speculation."""
+
+    role = Role.DECODE
 
     kv_host: str = "127.0.0.1"
     """address of the KV ingress, as prefill pods reach it"""

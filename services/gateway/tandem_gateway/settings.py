@@ -9,7 +9,7 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 from tandem_service.channels import MAX_MESSAGE_BYTES
 from tandem_service.settings import Port, RedisSettings, Targets
-from tandem_service.tls import PemFiles, ServerTls, is_loopback
+from tandem_service.tls import PemFiles, Role, ServerTls, is_loopback
 
 from tandem_gateway.auth import Caller
 from tandem_gateway.request import TenantLimits
@@ -26,6 +26,8 @@ class Policy(enum.StrEnum):
 class GatewaySettings(RedisSettings):
     """The gateway listens on two ports, gRPC and HTTP. With Redis, several gateways share the answers that
     clients may resume."""
+
+    role = Role.GATEWAY
 
     grpc_port: Port = 50051
     """port of the gRPC API; 0 takes a free one"""
@@ -92,6 +94,10 @@ class GatewaySettings(RedisSettings):
         if self.tls_cert is None or self.tls_key is None:
             return None
         return ServerTls(PemFiles(self.tls_cert, self.tls_key, None))
+
+    def check_certificates(self) -> None:
+        super().check_certificates()
+        self.public_tls()
 
     def listen_port(self) -> int:
         return self.grpc_port

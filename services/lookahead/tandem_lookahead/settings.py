@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field
 from pydantic_settings import NoDecode
 from tandem_service.settings import PodSettings, RedisSettings
+from tandem_service.tls import Role
 
 
 def _split(value: object) -> tuple[str, ...]:
@@ -21,6 +22,8 @@ Tenants = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
 
 class LookaheadSettings(PodSettings, RedisSettings):
     """Settings of `tandem-lookahead`."""
+
+    role = Role.LOOKAHEAD
 
     min_requests: Annotated[int, Field(ge=1, le=16)] = 2
     """distinct requests of a tenant that must generate a text before it is shared; 1: shared at once"""
