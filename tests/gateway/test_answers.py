@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import signal
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -237,6 +239,34 @@ async def test_requests_with_one_key_get_one_answer(pods, gateway, two_gateways,
     assert bad.status_code == 400
 
 
+async def test_a_key_holds_at_each_gateway_while_redis_hangs(pods, gateway, tmp_path):
+    """Two gateways compute the answer, which is the same since the seed is. Both count it."""
+    server = RedisServer(tmp_path / "redis")
+    await server.start()
+    async with redis.Redis.from_url(server.url) as client:
+        await answers(client)
+    pod = await pods(words=WORDS, pause_s=0.1)
+    fronts = [await gateway(pod, redis_url=server.url) for _ in range(2)]
+    headers = {"idempotency-key": "order-17"}
+
+    async def ask(front) -> str:
+        response = await front.http.post(CHAT, json={**CHAT_BODY, "stream": False}, headers=headers)
+        return response.json()["choices"][0]["message"]["content"]
+
+    os.kill(server.pid, signal.SIGSTOP)
+    try:
+        texts = await asyncio.gather(*(ask(front) for front in fronts * 2))
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+    assert set(texts) == {"".join(WORDS)}
+    assert len(pod.requests) == 2
+    counts = [await front.metric('tandem_answers_not_kept_total{cause="redis"}') for front in fronts]
+    assert counts == [1, 1]
+    assert await ask(fronts[0]) == "".join(WORDS)
+    assert len(pod.requests) == 2
+    await server.stop()
+
+
 async def test_a_request_with_a_key_is_computed_although_its_caller_left(pods, gateway):
     pod = await pods(words=WORDS, pause_s=0.1)
     front = await gateway(pod)
@@ -324,6 +354,21 @@ async def test_answers_in_memory_are_bounded(pods, gateway):
     ]
     assert statuses[0] == 404
     assert statuses[-1] == 200
+    gone = await front.http.post(CHAT, headers={"last-event-id": ids[0]})
+    assert gone.json()["error"]["code"] == "answer_not_found"
+
+    # Answers that are computed are not dropped. When they fill the memory, the next one has no ids.
+    slow = await pods(words=("x" * 100_000,) * 12, pause_s=0.3)
+    front = await gateway(slow, resume_max_bytes=1 << 20)
+    running = asyncio.create_task(front.http.post(CHAT, json=CHAT_BODY))
+
+    async def is_full() -> bool:
+        return await front.metric("tandem_kept_answer_bytes") > 1 << 20
+
+    await until_async(is_full)
+    assert {event_id for event_id, _ in await first_events(front, CHAT, CHAT_BODY, 2)} == {""}
+    assert await front.metric('tandem_answers_not_kept_total{cause="memory"}') == 1
+    assert len(events_of((await running).text)) == 14
 
 
 async def test_a_stream_goes_on_when_redis_stops(pods, gateway, tmp_path):

@@ -338,6 +338,13 @@ ANSWERS_RESUMED = _counter(
     "by",
     by=_GATEWAY,
 )
+ANSWERS_NOT_KEPT = _counter(
+    "tandem_answers_not_kept_total",
+    "Answers begun that cannot be resumed since memory is full (memory), or whose idempotency key holds at "
+    "this gateway alone since Redis does not answer (redis)",
+    "cause",
+    by=_GATEWAY,
+)
 KEPT_ANSWER_BYTES = _gauge(
     "tandem_kept_answer_bytes", "Memory of the answers that can be resumed", by=_GATEWAY, unit=Unit.BYTES
 )

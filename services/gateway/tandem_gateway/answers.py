@@ -19,7 +19,6 @@ the store has not, up to the client's position; the tokens are the same.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import re
 import secrets
@@ -155,6 +154,8 @@ class Answers:
             has_key=bool(key),
         )
         if not answer.is_kept:
+            if self._ttl_s > 0 and (is_streamed or key):
+                self._metrics.not_kept.labels("memory").inc()
             return answer
         if not key:
             self._keep(answer)
@@ -162,9 +163,11 @@ class Answers:
         tracing.current().stage("store answer")
         async with self._lock:
             found = await self._find(name)
-            with contextlib.suppress(StoreError):  # without Redis, the key holds for this gateway
+            try:
                 if found is None and self._writer is not None and not await self._writer.begin(answer):
                     found = await self._find(name)  # another gateway was faster
+            except StoreError:
+                self._metrics.not_kept.labels("redis").inc()
             if found is not None:
                 return _checked(found, payload_sha256)
             self._keep(answer)
@@ -402,8 +405,8 @@ def _checked(answer: Answer, payload_sha256: bytes) -> Answer:
 
 def _not_kept(event_id: str) -> AnswerNotFoundError:
     return AnswerNotFoundError(
-        f"the answer of event {event_id} is not kept here: it has expired or belongs to another tenant; send "
-        "the request anew"
+        f"the answer of event {event_id} is not kept here: it has expired, was dropped when memory was full, "
+        "or belongs to another tenant; send the request anew"
     )
 
 

@@ -104,6 +104,7 @@ class GatewayMetrics:
         self._predicted_ttft = table.PREDICTED_TTFT.make(registry)
         self.failovers = table.FAILOVERS.make(registry)
         self.resumed = table.ANSWERS_RESUMED.make(registry)
+        self.not_kept = table.ANSWERS_NOT_KEPT.make(registry)
         self.kept_answer_bytes = table.KEPT_ANSWER_BYTES.make(registry)
         #: Classes and tenants whose series are there.
         self._known: set[tuple[str, str]] = set()
@@ -121,6 +122,8 @@ class GatewayMetrics:
             self._refused.labels(refusal.value)
         for cause in LossCause:
             self.failovers.labels(cause.value)
+        for reason in ("memory", "redis"):
+            self.not_kept.labels(reason)
         for name, slo in SLO_CLASSES.items():
             for histogram in (
                 self.ttft, self.tpot, self.itl, self.e2e, self.queue_seconds, self.prompt_length,
