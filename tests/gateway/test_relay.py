@@ -185,6 +185,22 @@ async def test_a_pod_is_used_through_a_step_of_seconds_but_not_of_minutes(pods, 
     assert hung.requests == []
 
 
+async def test_a_pod_whose_reports_fail_is_not_used_until_they_succeed_again(pods, gateway):
+    broken, other = await pods("broken", free_blocks=100), await pods("other", free_blocks=10)
+    front = await gateway(broken, other, decode=(broken.target, other.target), poll_interval_s=0.1)
+    await front.until_healthy(2)
+    assert (await _text(front))[1] == "broken"
+    broken.status_error = RuntimeError("a report that cannot be made")
+    await front.until_healthy(1)
+    seen = broken.num_status_calls
+    assert [(await _text(front))[1] for _ in range(3)] == ["other"] * 3
+    await until(lambda: broken.num_status_calls >= seen + 5)
+    assert [pod.target for pod in front.process._fleet.pods() if pod.healthy] == [other.target]
+    broken.status_error = None
+    await front.until_healthy(2)
+    assert (await _text(front))[1] == "broken"
+
+
 async def test_the_pod_gets_the_healthy_prefill_pods_least_busy_first(pods, gateway):
     decode = await pods()
     busy, idle = await pods("busy", num_prompts=4), await pods("idle")

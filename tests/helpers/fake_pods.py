@@ -53,6 +53,8 @@ class FakePod(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.PrefillSer
     started: asyncio.Event = field(default_factory=asyncio.Event)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
     num_status_calls: int = 0
+    #: Status calls raise this, while the health service says SERVING.
+    status_error: Exception | None = None
     server: PodServer | None = None
     #: Certificates for mutual TLS, as the settings pod_tls_*; then only gateways may call it.
     tls: Mapping[str, Path] = field(default_factory=dict)
@@ -137,6 +139,8 @@ class FakePod(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.PrefillSer
 
     def _status(self, role: str) -> common_pb2.PodStatus:
         self.num_status_calls += 1
+        if self.status_error is not None:
+            raise self.status_error
         usage = common_pb2.ResourceUsage(
             blocks_total=self.total_blocks, blocks_free=self.free_blocks, requests_running=self.num_running
         )
