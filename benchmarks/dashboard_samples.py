@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack
 
 from prometheus_client import CollectorRegistry
 from tandem_core.sampling import SamplingParams
-from tandem_core.slo import SLO_CLASSES
+from tandem_core.slo import DEFAULT_SLO_CLASSES
 from tandem_gateway.admission import Admission
 from tandem_gateway.dashboard.ended import EndedRequests
 from tandem_gateway.dashboard.history import MAX_BYTES, MAX_SAMPLES, History
@@ -59,7 +59,7 @@ class ListedFleet(Fleet):
 
 def request(number: int, tenant: int = 0, slo_class: str = "interactive") -> TokenizedRequest:
     now = time.monotonic()
-    slo = SLO_CLASSES[slo_class]
+    slo = DEFAULT_SLO_CLASSES[slo_class]
     return TokenizedRequest(
         f"{number:032x}", f"tenant-{tenant}", (1,) * 300, SamplingParams(), slo, now, now + 600
     )
@@ -74,7 +74,7 @@ async def measure(num_tenants: int, num_pods: int, num_open: int, num_ending: in
     history, ended = History(max_bytes=1 << 30), EndedRequests()
     sampler = Sampler(history, metrics, admission, fleet, ended)
     for tenant in range(num_tenants):
-        for name in SLO_CLASSES:
+        for name in DEFAULT_SLO_CLASSES:
             metrics.of(request(0, tenant, name)).ended(Outcome.OK)
     cpu_s = 0.0
     async with AsyncExitStack() as stack:

@@ -33,13 +33,13 @@ from tandem_cli.bench.requests import Request, plain_requests
 from tandem_cli.bench.transports import HttpTransport
 from tandem_cli.fleet import FleetOptions, PortInUseError, check_ports, plan_fleet
 from tandem_core.model.manifest import ModelManifest
-from tandem_core.slo import SLO_CLASSES
+from tandem_core.slo import DEFAULT_SLO_CLASSES
 
 BENCHMARKS = Path(__file__).resolve().parent
 MAX_MODEL_LEN = 7168
 #: vLLM compiles for two minutes if its cache is empty.
 START_TIMEOUT_S = 900.0
-BATCH = SLO_CLASSES["batch"]
+BATCH = DEFAULT_SLO_CLASSES["batch"]
 
 
 class PeerUnavailableError(RuntimeError):

@@ -26,7 +26,7 @@ from tandem_cli.bench.records_file import RecordsWriter
 from tandem_cli.bench.report import rate_table
 from tandem_cli.bench.stats import Run, summarise
 from tandem_cli.bench.workload import RequestMaker
-from tandem_core.slo import SLO_CLASSES
+from tandem_core.slo import DEFAULT_SLO_CLASSES
 from tandem_engine import model_loader
 
 
@@ -61,7 +61,7 @@ class Sweep:
     def write(self) -> None:
         options = self._options
         missing = "".join(f"\nMissing: {name}: {reason}  " for name, reason in self._roster.missing.items())
-        slo = SLO_CLASSES[options.slo_class]
+        slo = DEFAULT_SLO_CLASSES[options.slo_class]
         notes = (
             f"{options.model}, Poisson arrivals, {options.num_requests} requests in each of {options.rounds} "
             f"rounds, prompts of {options.input_tokens} tokens, {options.max_tokens} output tokens, greedy. "
@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--input-tokens", type=int, default=512)
     parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--slo-class", default="interactive", choices=sorted(SLO_CLASSES))
+    parser.add_argument("--slo-class", default="interactive", choices=sorted(DEFAULT_SLO_CLASSES))
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for a run")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # a terminated benchmark ends its peers too

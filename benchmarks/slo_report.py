@@ -18,7 +18,7 @@ from tandem_cli.bench.stats import (
     refusals,
     summarise,
 )
-from tandem_core.slo import SLO_CLASSES
+from tandem_core.slo import DEFAULT_SLO_CLASSES
 
 #: The parts whose runs differ in the load.
 SHAPES = ("poisson", "bursts", "trace")
@@ -48,7 +48,7 @@ def _about(runs: Sequence[Run]) -> str:
     records = [record for run in runs for record in run.records]
     answered = [record.prompt_tokens for record in records if record.prompt_tokens]
     mean = sum(answered) / len(answered) if answered else 0.0
-    limits = "; ".join(f"{slo.name}: {describe_objectives(slo)}" for slo in SLO_CLASSES.values())
+    limits = "; ".join(f"{slo.name}: {describe_objectives(slo)}" for slo in DEFAULT_SLO_CLASSES.values())
     return (
         f"Retail dialogues, prompts of {mean:.0f} tokens on average, {max(r.max_tokens for r in records)} "
         f"output tokens. Objectives: {limits}."
@@ -162,7 +162,8 @@ def calibration_table(runs: Sequence[Run], capacity: float | None) -> str:
         here = [run for run in opened if run.system == system]
         records = pooled_records(here)
         groups = {
-            f"class {name}": [record for record in records if record.slo.name == name] for name in SLO_CLASSES
+            f"class {name}": [record for record in records if record.slo.name == name]
+            for name in DEFAULT_SLO_CLASSES
         }
         for load in dict.fromkeys(_load(run, capacity) for run in here):
             groups[load] = pooled_records([run for run in here if _load(run, capacity) == load])
@@ -232,7 +233,7 @@ def draw_calibration(path: Path, runs: Sequence[Run], system: str) -> None:
     rates = sorted({run.point.rate for run in mine if run.point.rate is not None})
     figure, panels = plt.subplots(1, 2, figsize=(11, 4.5), constrained_layout=True, sharey=True)
     for panel, name in zip(panels, ("ttft", "e2e"), strict=True):
-        for number, slo_class in enumerate(SLO_CLASSES):
+        for number, slo_class in enumerate(DEFAULT_SLO_CLASSES):
             for quantile, style in (("p90", "-"), ("p50", "--")):
                 points = []
                 for rate in rates:

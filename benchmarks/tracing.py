@@ -36,7 +36,7 @@ import psutil
 from reporting import markdown_table, write_page
 from tandem_cli.bench.records_file import read_runs
 from tandem_core.sampling import SamplingParams
-from tandem_core.slo import SLO_CLASSES
+from tandem_core.slo import DEFAULT_SLO_CLASSES
 from tandem_engine import model_loader
 from tandem_gateway import trace_attributes
 from tandem_gateway.request import TokenizedRequest
@@ -194,7 +194,7 @@ def _spread(ratios: list[float]) -> list[str]:
 
 REQUEST = TokenizedRequest(
     request_id="0123456789abcdef", tenant="default", prompt_token_ids=(1,) * 200, sampling=SamplingParams(),
-    slo=SLO_CLASSES["interactive"], arrived=0.0, deadline=1.0,
+    slo=DEFAULT_SLO_CLASSES["interactive"], arrived=0.0, deadline=1.0,
 )  # fmt: skip
 END = decode_pb2.DecodeFinished(
     reason=common_pb2.FINISH_REASON_STOP, receipt=common_pb2.Receipt(request_id="0123456789abcdef")

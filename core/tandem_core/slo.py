@@ -60,7 +60,7 @@ ATTAINMENT_OBJECTIVE = 0.99
 #: A day.
 LONGEST_OBJECTIVE_S = 86_400
 NO_OBJECTIVES = SloTarget("")
-SLO_CLASSES = MappingProxyType(
+DEFAULT_SLO_CLASSES = MappingProxyType(
     {
         "interactive": SloTarget("interactive", ttft_s=2.5, e2e_s=5.0),
         "chat": SloTarget("chat", ttft_s=1.0, tpot_s=0.150),

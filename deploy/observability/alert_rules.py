@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import yaml
-from tandem_core.slo import ATTAINMENT_OBJECTIVE, SLO_CLASSES
+from tandem_core.slo import ATTAINMENT_OBJECTIVE
 from tandem_service import metric_table as t
 
 #: Misses in the long window below which nothing is alerted: with few requests one miss is a large share.
@@ -34,7 +34,6 @@ class Alert:
     summary: str
     #: What an operator does.
     action: str
-    labels: tuple[tuple[str, str], ...] = ()
 
 
 def recorded_name(window: str) -> str:
@@ -48,13 +47,13 @@ def miss_ratio(window: str) -> str:
     return f"{misses} / ({misses} + {met})"
 
 
-def _burn(slo_class: str, severity: str) -> Alert:
-    of_class = f'{{slo_class="{slo_class}"}}'
+def _burn(severity: str) -> Alert:
+    """Fires for each class that is served, the operator's too."""
     budget = 1 - ATTAINMENT_OBJECTIVE
     terms = [
-        f"({recorded_name(long)}{of_class} > {burn * budget:g}"
-        f" and {recorded_name(short)}{of_class} > {burn * budget:g}"
-        f" and sum by (slo_class) (increase({t.SLO_MISSES.name}{of_class}[{long}])) >= {_MIN_MISSES})"
+        f"({recorded_name(long)} > {burn * budget:g}"
+        f" and {recorded_name(short)} > {burn * budget:g}"
+        f" and sum by (slo_class) (increase({t.SLO_MISSES.name}[{long}])) >= {_MIN_MISSES})"
         for burn, long, short in BURNS[severity]
     ]
     windows = ", or ".join(f"{burn:g} times over {long} and {short}" for burn, long, short in BURNS[severity])
@@ -63,19 +62,18 @@ def _burn(slo_class: str, severity: str) -> Alert:
         " or ".join(terms),
         severity,
         "0m" if severity == "ticket" else "1m",
-        f"Requests of class {slo_class} miss their SLO faster than the objective of "
+        "Requests of class {{ $labels.slo_class }} miss their SLO faster than the objective of "
         f"{ATTAINMENT_OBJECTIVE:.0%} allows "
         f"({windows}).",
         "Open the SLO dashboard: *Misses by cause* says whether requests are refused, fail or are slow, and "
         "*p90 by stage* of the class which stage is slow. Refused or queued: add pods of the role whose "
         "stage "
         "grows (prefill for TTFT, decode for TPOT), or lower the load. Failed: see the fleet dashboard.",
-        (("slo_class", slo_class),),
     )
 
 
 ALERTS = (
-    *(_burn(slo_class, severity) for slo_class in SLO_CLASSES for severity in BURNS),
+    *(_burn(severity) for severity in BURNS),
     Alert(
         "TandemNoDecodePod",
         f'{t.HEALTHY_PODS.name}{{role="decode"}} == 0',
@@ -212,7 +210,7 @@ def to_yaml() -> str:
                     "alert": alert.name,
                     "expr": alert.expr,
                     "for": alert.for_,
-                    "labels": {"severity": alert.severity, **dict(alert.labels)},
+                    "labels": {"severity": alert.severity},
                     "annotations": {"summary": alert.summary, "action": alert.action},
                 }
                 for alert in ALERTS

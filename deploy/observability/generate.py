@@ -76,13 +76,9 @@ def _served_by(processes: tuple[Process, ...]) -> str:
 
 def _alerts() -> str:
     lines = ["| alert | severity | when | what to do |", "|---|---|---|---|"]
-    seen = set()
     for alert in alert_rules.ALERTS:
-        if alert.name not in seen:  # one for each class
-            seen.add(alert.name)
-            summary = alert.summary.replace("class interactive", "a class")
-            summary = re.sub(r"{{ \$(?:labels\.)?(\w+)[^}]*}}", r"*\1*", summary)
-            lines.append(f"| {alert.name} | {alert.severity} | {summary} | {alert.action} |")
+        summary = re.sub(r"{{ \$(?:labels\.)?(\w+)[^}]*}}", r"*\1*", alert.summary)
+        lines.append(f"| {alert.name} | {alert.severity} | {summary} | {alert.action} |")
     return "\n".join(lines) + "\n"
 
 

@@ -17,7 +17,7 @@ from tandem_cli.bench.options import BenchError, BenchOptions, Point
 from tandem_cli.bench.record import OK, Promise, RequestRecord
 from tandem_cli.bench.records_file import RecordsWriter, read_runs
 from tandem_cli.bench.stats import Run, summarise
-from tandem_core.slo import SLO_CLASSES
+from tandem_core.slo import DEFAULT_SLO_CLASSES
 from tandem_gateway.auth import ApiKeys
 from tandem_proto.v1 import common_pb2
 
@@ -83,7 +83,7 @@ def test_all_configurations_get_the_same_requests_of_three_classes_and_tenants(m
         Counter(request.messages[-1].content for request in fake.requests[8:]) for fake in (first, second)
     ]
     assert sent[0] == sent[1]
-    assert {request.slo_class for request in first.requests} == set(SLO_CLASSES)
+    assert {request.slo_class for request in first.requests} == set(DEFAULT_SLO_CLASSES)
     assert set(first.keys) == {f"Bearer {key}" for key in KEYS.values()}
     assert {record.tenant for record in of(runs, "poisson")[1].records} == set(TENANTS)
 
@@ -156,12 +156,12 @@ def test_the_gateway_accepts_the_keys_that_are_made(tmp_path: Path) -> None:
 def answer(ttft_s: float, *, status: str = OK, promise: Promise | None = None) -> RequestRecord:
     return RequestRecord(
         0, "d", status, "", 0.0, ttft_s, ttft_s, (), 9, 1, "", None,
-        slo=SLO_CLASSES["chat"], tenant="a", max_tokens=4, promise=promise,
+        slo=DEFAULT_SLO_CLASSES["chat"], tenant="a", max_tokens=4, promise=promise,
     )  # fmt: skip
 
 
 def test_promises_are_judged_by_the_client_s_clock_and_the_receipt_s_objectives() -> None:
-    wide = Promise(1.0, 1.0, 0.0, replace(SLO_CLASSES["chat"], ttft_s=3.0), met=True)
+    wide = Promise(1.0, 1.0, 0.0, replace(DEFAULT_SLO_CLASSES["chat"], ttft_s=3.0), met=True)
     records = [
         answer(2.0, promise=wide),
         answer(4.0, promise=wide),
@@ -195,7 +195,7 @@ def test_a_refusal_is_compared_with_what_another_configuration_made_of_the_same_
 
 def test_predictions_have_rows_by_class_and_by_load_and_a_picture(tmp_path: Path) -> None:
     told = Promise(
-        1.0, 2.0, 0.0, SLO_CLASSES["chat"], met=True, ttft_p50_s=0.5, ttft_p90_s=1.0, e2e_p90_s=9.0
+        1.0, 2.0, 0.0, DEFAULT_SLO_CLASSES["chat"], met=True, ttft_p50_s=0.5, ttft_p90_s=1.0, e2e_p90_s=9.0
     )
     records = (answer(1.0, promise=told),)
     runs = [Run(Point("poisson", rate=rate), 0, "ours", summarise(records), records) for rate in (2.0, 8.0)]

@@ -17,11 +17,11 @@ from tandem_cli.bench.report import comparison_table
 from tandem_cli.bench.run import run_bench
 from tandem_cli.bench.stats import Run, summarise
 from tandem_cli.main import app
-from tandem_core.slo import SLO_CLASSES
+from tandem_core.slo import DEFAULT_SLO_CLASSES
 from tandem_proto.v1 import common_pb2
 from typer.testing import CliRunner
 
-INTERACTIVE = SLO_CLASSES["interactive"]
+INTERACTIVE = DEFAULT_SLO_CLASSES["interactive"]
 MODES = ("off", "local", "global")
 OPTIONS = BenchOptions(
     concurrency="1,2", speculation="off,local,global", workload="json", num_requests=2, model="",

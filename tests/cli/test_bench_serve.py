@@ -20,7 +20,7 @@ from tandem_cli.bench.requests import plain_requests
 from tandem_cli.bench.run import run_bench
 from tandem_cli.bench.transports import GrpcTransport, HttpTransport, Transport
 from tandem_cli.bench.workload import make_prompts
-from tandem_core.slo import SLO_CLASSES
+from tandem_core.slo import DEFAULT_SLO_CLASSES
 from tandem_proto.v1 import common_pb2
 from waiting import until
 
@@ -43,7 +43,7 @@ async def load(
     max_retries: int = 0,
 ) -> list[RequestRecord]:
     prompts = make_prompts(replace(CONFIG, num_requests=num_requests), "retail")
-    requests = plain_requests(prompts, SLO_CLASSES["interactive"], 6)
+    requests = plain_requests(prompts, DEFAULT_SLO_CLASSES["interactive"], 6)
     try:
         return await run_load(transport, requests, schedule, timeout_s=timeout_s, max_retries=max_retries)
     finally:
@@ -214,7 +214,7 @@ def test_a_whole_run_writes_its_records_and_a_picture(
 @pytest.mark.parametrize(
     ("config", "complaint"),
     [
-        (replace(CONFIG, slo_class="gold"), "slo-class 'gold'"),
+        (replace(CONFIG, slo_class="gold"), "SLO class 'gold'"),
         (replace(CONFIG, policy=Path("/nonexistent/p.md")), "--policy"),
         (replace(CONFIG, concurrency=None), "either --rate or --concurrency, or --trace"),
     ],

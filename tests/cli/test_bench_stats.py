@@ -19,9 +19,13 @@ from tandem_cli.bench.stats import (
     refusals,
     summarise,
 )
-from tandem_core.slo import SLO_CLASSES, SloTarget
+from tandem_core.slo import DEFAULT_SLO_CLASSES, SloTarget
 
-INTERACTIVE, CHAT, BATCH = SLO_CLASSES["interactive"], SLO_CLASSES["chat"], SLO_CLASSES["batch"]
+INTERACTIVE, CHAT, BATCH = (
+    DEFAULT_SLO_CLASSES["interactive"],
+    DEFAULT_SLO_CLASSES["chat"],
+    DEFAULT_SLO_CLASSES["batch"],
+)
 
 
 def record(
@@ -33,7 +37,7 @@ def record(
     sent_s: float = 0.0,
     gaps_s: tuple[float, ...] = (),
     speculation: Speculation | None = None,
-    slo: SloTarget = SLO_CLASSES["batch"],
+    slo: SloTarget = DEFAULT_SLO_CLASSES["batch"],
     tenant: str = "",
     attempts: tuple[Attempt, ...] = (),
     promise: Promise | None = None,

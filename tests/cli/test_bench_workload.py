@@ -16,6 +16,7 @@ from tandem_cli.bench.prompts import estimate_tokens
 from tandem_cli.bench.requests import MixError, Request, Tenant, parse_mix, parse_tenants
 from tandem_cli.bench.traces import TraceEntry
 from tandem_cli.bench.workload import RequestMaker, load_trace
+from tandem_core.slo import SloTarget
 
 OPTIONS = BenchOptions(model="", rate="2", num_requests=12, max_tokens=50, workload="json")
 
@@ -74,10 +75,23 @@ def test_explicit_objectives_replace_those_of_every_class() -> None:
     assert not any(request.sends_objectives for request in make(OPTIONS))
 
 
+def test_classes_are_those_of_the_gateway(tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match="'gold' is unknown; use one of interactive, chat, batch"):
+        make(replace(OPTIONS, mix="gold=1"))
+    file = tmp_path / "slo.json"
+    file.write_text('{"gold": {"ttft_ms": 300}}')
+    options = replace(OPTIONS, mix="gold=1", slo_classes_file=file)
+    assert {request.slo for request in make(options)} == {SloTarget("gold", ttft_s=0.3)}
+    with pytest.raises(BenchError, match="'chat' is unknown; use one of gold"):
+        make(replace(options, mix="chat=1"))
+    file.write_text("{}")
+    with pytest.raises(BenchError, match=r"slo\.json: the file: .*give 1 to 16 classes"):
+        make(options)
+
+
 @pytest.mark.parametrize(
     ("mix", "complaint"),
     [
-        ("gold=1", "'gold' is no class"),
         ("chat", "the weight is not a number above 0"),
         ("chat=0", "not a number above 0"),
         ("chat=inf", "not a number above 0"),

@@ -8,7 +8,7 @@ from types import MappingProxyType
 import pytest
 from tandem_core import codec
 from tandem_core.sampling import FinishReason, SamplingParams, TokenLogprobs
-from tandem_core.slo import SLO_CLASSES
+from tandem_core.slo import DEFAULT_SLO_CLASSES
 from tandem_proto.v1 import common_pb2
 
 EVERYTHING = SamplingParams(
@@ -60,7 +60,7 @@ def test_finish_reasons_have_the_wires_names(reason: FinishReason) -> None:
 
 
 def test_objectives_are_nanoseconds_on_the_wire() -> None:
-    wire = codec.slo_to_proto(SLO_CLASSES["chat"])
+    wire = codec.slo_to_proto(DEFAULT_SLO_CLASSES["chat"])
     assert wire == common_pb2.SloTarget(name="chat", ttft_ns=10**9, tpot_ns=150_000_000)
 
 

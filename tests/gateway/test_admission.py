@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from tandem_core.sampling import SamplingParams
-from tandem_core.slo import SLO_CLASSES, SloTarget
+from tandem_core.slo import DEFAULT_SLO_CLASSES, SloTarget
 from tandem_gateway import admission
 from tandem_gateway.admission import AdaptiveLimit, Admission
 from tandem_gateway.errors import DeadlineError, OverloadedError, RefusalReason
@@ -17,7 +17,7 @@ from waiting import run_ready_tasks
 def _request(name: str, slo_class: str = "interactive", *, timeout_s: float = 60.0) -> TokenizedRequest:
     now = asyncio.get_running_loop().time()
     return TokenizedRequest(
-        name, "default", (1,), SamplingParams(), SLO_CLASSES[slo_class], now, now + timeout_s
+        name, "default", (1,), SamplingParams(), DEFAULT_SLO_CLASSES[slo_class], now, now + timeout_s
     )
 
 

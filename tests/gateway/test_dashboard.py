@@ -8,7 +8,7 @@ import time
 import grpc
 import pytest
 from tandem_core.sampling import SamplingParams
-from tandem_core.slo import SLO_CLASSES
+from tandem_core.slo import DEFAULT_SLO_CLASSES
 from tandem_gateway.dashboard.ended import SHOWN_PER_SECOND, EndedRequests
 from tandem_gateway.dashboard.history import History
 from tandem_gateway.dashboard.rows import Sample
@@ -210,7 +210,9 @@ def test_the_history_keeps_so_many_bytes():
 
 def add(log: EndedRequests, name: str, outcome: Outcome = Outcome.OK, **fields: object) -> None:
     now = time.monotonic()
-    request = TokenizedRequest(name, "acme", (1, 2), SamplingParams(), SLO_CLASSES["chat"], now, now + 60)
+    request = TokenizedRequest(
+        name, "acme", (1, 2), SamplingParams(), DEFAULT_SLO_CLASSES["chat"], now, now + 60
+    )
     log.add(request, outcome, common_pb2.Receipt(**fields) if fields else None)
 
 

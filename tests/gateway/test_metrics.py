@@ -11,7 +11,6 @@ import httpx
 import openai
 import pytest
 from metric_names import differences
-from tandem_core.slo import SloTarget
 from tandem_service.metric_table import Process
 
 USER = [{"role": "user", "content": "Hi"}]
@@ -91,12 +90,28 @@ async def test_every_request_received_becomes_one_met_or_one_miss_of_its_tenant(
     assert await front.metric('vllm:request_success_total{finished_reason="error"}') == 1
 
 
-async def test_the_stage_that_took_too_long_is_the_cause(pods, gateway, monkeypatch):
-    monkeypatch.setattr("tandem_gateway.auth.SLO_CLASSES", {"chat": SloTarget("chat", ttft_s=1e-6)})
-    front = await gateway(await pods())
+async def test_the_stage_that_took_too_long_is_the_cause(pods, gateway, tmp_path):
+    (tmp_path / "slo.json").write_text('{"chat": {"ttft_ms": 0.001}}')
+    front = await gateway(await pods(), slo_classes_file=tmp_path / "slo.json", slo_slack=0.0)
     await ask(front, slo_class="chat")
     # The fake pod's receipt accounts for next to nothing of the time.
     assert await front.metric('tandem_slo_misses_total{slo_class="chat",cause="other"}') == 1
+
+
+async def test_an_operator_s_classes_replace_the_default_ones_everywhere(pods, gateway, tmp_path):
+    classes = tmp_path / "slo.json"
+    classes.write_text('{"voice": {"ttft_ms": 33210, "tpot_ms": 61, "strict": true}, "batch": {}}')
+    front = await gateway(await pods(), slo_classes_file=classes)
+    response = await front.http.post("/v1/chat/completions", json={"messages": USER})
+    assert response.status_code == 200
+    assert await front.metric('tandem_slo_requests_met_total{slo_class="voice"}') == 1, "the default class"
+    assert await front.metric('tandem_slo_target_seconds{slo_class="voice",objective="ttft"}') == 33.21
+    assert await front.metric('tandem_ttft_seconds_bucket{slo_class="voice",le="33.21"}') == 1
+    assert await front.metric('tandem_tpot_seconds_bucket{slo_class="voice",le="0.061"}') == 1
+    refused = await front.http.post("/v1/chat/completions", json={"messages": USER, "slo_class": "chat"})
+    assert refused.status_code == 400
+    assert "'chat' is unknown; use one of voice, batch" in refused.json()["error"]["message"]
+    assert 'slo_class="chat"' not in (await front.http.get("/metrics")).text
 
 
 async def test_a_client_that_leaves_is_an_abort(pods, gateway):

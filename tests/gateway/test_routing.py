@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from tandem_core.sampling import SamplingParams
-from tandem_core.slo import SLO_CLASSES
+from tandem_core.slo import DEFAULT_SLO_CLASSES
 from tandem_core.step_cost import StepCost
 from tandem_gateway.fleet import Pod, Role
 from tandem_gateway.pod_load import PodLoad
@@ -43,7 +43,7 @@ async def make_pod():
 
 def _request(tokens: range, tenant: str = "default", max_tokens: int = 100) -> TokenizedRequest:
     sampling = SamplingParams(max_tokens=max_tokens)
-    return TokenizedRequest("r", tenant, tuple(tokens), sampling, SLO_CLASSES["batch"], 0.0, 1.0)
+    return TokenizedRequest("r", tenant, tuple(tokens), sampling, DEFAULT_SLO_CLASSES["batch"], 0.0, 1.0)
 
 
 def _router(*pods: Pod) -> Router:

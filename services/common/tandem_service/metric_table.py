@@ -23,7 +23,7 @@ from typing import ClassVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 from prometheus_client.registry import Collector
-from tandem_core.slo import SLO_CLASSES
+from tandem_core.slo import DEFAULT_SLO_CLASSES
 
 
 class Process(enum.Enum):
@@ -123,8 +123,10 @@ class HistogramRow(Row):
     kind = "histogram"
     _suffixes = ("_bucket", "_sum", "_count")
 
-    def make(self, registry: CollectorRegistry) -> Histogram:
-        return Histogram(self.name, self.help, self.labels, buckets=self.buckets, registry=registry)
+    def make(self, registry: CollectorRegistry, edges: Iterable[float] = ()) -> Histogram:
+        """`edges`: more of them, such as the targets of an operator's SLO classes."""
+        buckets = _edges(self.buckets, edges)
+        return Histogram(self.name, self.help, self.labels, buckets=buckets, registry=registry)
 
 
 class _View(Collector):
@@ -150,12 +152,12 @@ def _edges(base: Iterable[float], targets: Iterable[float]) -> tuple[float, ...]
 LATENCY_BUCKETS_S = _edges(
     (0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 7.5, 10.0,
      20.0, 30.0, 60.0, 120.0),
-    (target for slo in SLO_CLASSES.values() for target in (slo.ttft_s, slo.e2e_s)),
+    (target for slo in DEFAULT_SLO_CLASSES.values() for target in (slo.ttft_s, slo.e2e_s)),
 )  # fmt: skip
 #: Seconds per token.
 TOKEN_BUCKETS_S = _edges(
     (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0),
-    (slo.tpot_s for slo in SLO_CLASSES.values()),
+    (slo.tpot_s for slo in DEFAULT_SLO_CLASSES.values()),
 )
 #: Tokens of a request.
 _LENGTH_BUCKETS = tuple(float(2**n) for n in range(4, 18))

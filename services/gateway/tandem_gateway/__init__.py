@@ -4,4 +4,5 @@ grpc_api / openai_api   authenticate and parse requests, render answers
 gateway                 runs one request from admission to receipt
 admission, routing      decide when a request starts and on which pods
 fleet, relay            track the health of the pods; stream from one of them
+unloaded                which objectives the system keeps without load, for its operator
 """

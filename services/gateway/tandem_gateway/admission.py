@@ -31,7 +31,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 
 from tandem_core.sampling import SamplingParams
-from tandem_core.slo import SLO_CLASSES
+from tandem_core.slo import NO_OBJECTIVES
 
 from tandem_gateway.auth import Caller
 from tandem_gateway.errors import DeadlineError, OverloadedError, RefusalReason
@@ -407,7 +407,7 @@ class Admission:
         """The median for a new prompt of so many tokens; NaN without a decode pod."""
         now = time.monotonic()
         prompt = (0,) * num_prompt_tokens
-        request = TokenizedRequest("", "", prompt, SamplingParams(), SLO_CLASSES["interactive"], now, now)
+        request = TokenizedRequest("", "", prompt, SamplingParams(), NO_OBJECTIVES, now, now)
         forecast = self._forecast(request)
         return math.nan if forecast is None else forecast.ttft.p50
 

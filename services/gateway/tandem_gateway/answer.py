@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from tandem_core.codec import given_sampling, slo_from_proto
 from tandem_core.sampling import SamplingParams
-from tandem_core.slo import SLO_CLASSES, SloTarget
+from tandem_core.slo import SloTarget
 from tandem_core.speculation import SpeculationMode
 from tandem_proto.v1 import answers_pb2, decode_pb2
 
@@ -108,7 +108,7 @@ class Answer:
     def _slo(self) -> SloTarget:
         if self.record.HasField("slo"):
             return slo_from_proto(self.record.slo)
-        return SLO_CLASSES.get(self.record.slo_class) or next(iter(SLO_CLASSES.values()))
+        return SloTarget(self.record.slo_class)
 
     def remaining(self, timeout_s: float) -> TokenizedRequest:
         """A request for what is missing of it, with a deadline of its own."""

@@ -14,24 +14,25 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tandem_core.errors import InvalidRequestError, quoted
-from tandem_core.slo import LONGEST_OBJECTIVE_S, NO_OBJECTIVES, SLO_CLASSES, SloTarget
+from tandem_core.slo import DEFAULT_SLO_CLASSES, LONGEST_OBJECTIVE_S, NO_OBJECTIVES, SloTarget
 
 from tandem_gateway.errors import ForbiddenError, UnauthenticatedError
-
-ALL_CLASSES = tuple(SLO_CLASSES)
 
 
 @dataclass(frozen=True)
 class Caller:
-    """A tenant and the SLO classes that it may use, the default first."""
+    """A tenant and the SLO classes that it may use, the default first; () allows all."""
 
     tenant: str
-    slo_classes: tuple[str, ...] = ALL_CLASSES
+    slo_classes: tuple[str, ...] = ()
+    #: All that there are.
+    known_classes: Mapping[str, SloTarget] = field(default_factory=lambda: DEFAULT_SLO_CLASSES)
     #: Most requests of the tenant at once; None: the share of the gateway's settings.
     max_requests: int | None = None
     #: Prompt and output tokens of the tenant; None: no limit.
@@ -50,13 +51,14 @@ class Caller:
 
         Raises InvalidRequestError, ForbiddenError.
         """
-        chosen = name or self.slo_classes[0]
-        if chosen not in SLO_CLASSES:
+        allowed = self.slo_classes or tuple(self.known_classes)
+        chosen = name or allowed[0]
+        if chosen not in self.known_classes:
             raise InvalidRequestError(
-                "slo_class", f"{quoted(chosen)} is unknown; use one of {', '.join(SLO_CLASSES)}"
+                "slo_class", f"{quoted(chosen)} is unknown; use one of {', '.join(self.known_classes)}"
             )
-        if chosen not in self.slo_classes:
-            raise ForbiddenError(f"slo_class: this key may use {', '.join(self.slo_classes)}, not {chosen!r}")
+        if chosen not in allowed:
+            raise ForbiddenError(f"slo_class: this key may use {', '.join(allowed)}, not {chosen!r}")
         for kind in ("ttft", "tpot", "e2e"):
             asked, bound = (getattr(one, f"{kind}_s") for one in (objectives, self.tightest))
             if asked > LONGEST_OBJECTIVE_S:
@@ -68,10 +70,7 @@ class Caller:
                     f"{kind} objective: this key may ask for {bound * 1000:g} ms or more, not for "
                     f"{asked * 1000:g} ms"
                 )
-        return SLO_CLASSES[chosen].overridden(objectives)
-
-
-ANYONE = Caller("default", is_anyone=True, is_operator=True)
+        return self.known_classes[chosen].overridden(objectives)
 
 
 class KeyFileError(Exception):
@@ -83,7 +82,7 @@ class _KeyLine(BaseModel):
 
     key_sha256: str = Field(pattern=r"^[0-9a-fA-F]{64}$")
     tenant: str = Field(min_length=1)
-    slo_classes: tuple[str, ...] = Field(default=ALL_CLASSES, min_length=1)
+    slo_classes: tuple[str, ...] | None = Field(default=None, min_length=1)
     max_requests: int | None = Field(default=None, ge=1)
     tokens_per_minute: int | None = Field(default=None, ge=1)
     weight: float = Field(default=1.0, gt=0, le=1000)
@@ -96,15 +95,22 @@ class _KeyLine(BaseModel):
 class ApiKeys:
     """Authenticates bearer tokens."""
 
-    def __init__(self, callers: dict[bytes, Caller] | None) -> None:
-        """`callers` by SHA-256 digest of their key; None: no key is required."""
+    def __init__(self, callers: dict[bytes, Caller] | None, anyone: Caller) -> None:
+        """`callers` by SHA-256 digest of their key; None: no key is required, and each caller is `anyone`."""
         self._callers = callers
+        self._anyone = anyone
+
+    @property
+    def slo_classes(self) -> Mapping[str, SloTarget]:
+        """All that there are."""
+        return self._anyone.known_classes
 
     @classmethod
-    def load(cls, path: Path | None) -> ApiKeys:
+    def load(cls, path: Path | None, slo_classes: Mapping[str, SloTarget] = DEFAULT_SLO_CLASSES) -> ApiKeys:
         """Reads a keys file; None: no key is required. Raises KeyFileError."""
+        anyone = Caller("default", known_classes=slo_classes, is_anyone=True, is_operator=True)
         if path is None:
-            return cls(None)
+            return cls(None, anyone)
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
@@ -119,26 +125,28 @@ class ApiKeys:
                 first = error.errors(include_url=False, include_input=False)[0]
                 where = ".".join(str(part) for part in first["loc"])
                 raise KeyFileError(f"{path}:{number}: {where}: {first['msg']}") from error
-            unknown = set(entry.slo_classes) - set(ALL_CLASSES)
+            allowed = entry.slo_classes or ()
+            unknown = set(allowed) - set(slo_classes)
             if unknown:
                 raise KeyFileError(
-                    f"{path}:{number}: slo_classes: {sorted(unknown)} unknown; use {ALL_CLASSES}"
+                    f"{path}:{number}: slo_classes: {sorted(unknown)} unknown; use {tuple(slo_classes)}"
                 )
             callers[bytes.fromhex(entry.key_sha256)] = Caller(
                 entry.tenant,
-                entry.slo_classes,
+                allowed,
+                slo_classes,
                 entry.max_requests,
                 entry.tokens_per_minute,
                 entry.weight,
                 SloTarget("", entry.min_ttft_ms / 1000, entry.min_tpot_ms / 1000, entry.min_e2e_ms / 1000),
                 is_operator=entry.operator,
             )
-        return cls(callers)
+        return cls(callers, anyone)
 
     def authenticate(self, authorization: str) -> Caller:
         """The caller behind an Authorization header or metadata value; raises UnauthenticatedError."""
         if self._callers is None:
-            return ANYONE
+            return self._anyone
         scheme, _, key = authorization.partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise UnauthenticatedError("an API key is needed: send `Authorization: Bearer KEY`")

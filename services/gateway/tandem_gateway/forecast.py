@@ -170,12 +170,11 @@ class Forecaster:
         if route is None:
             return None
         name = request.slo.name
-        return Forecast(
-            route=route,
-            queue_s=queue_s,
-            ttft=self._ttft.quantiles(name, queue_s + route.ttft_s),
-            e2e=self._e2e.quantiles(name, queue_s + route.e2e_s),
-        )
+        ttft = self._ttft.quantiles(name, queue_s + route.ttft_s)
+        e2e = self._e2e.quantiles(name, queue_s + route.e2e_s)
+        # They are learned apart, and no answer ends before it begins.
+        e2e = Quantiles(max(e2e.p50, ttft.p50), max(e2e.p90, ttft.p90))
+        return Forecast(route=route, queue_s=queue_s, ttft=ttft, e2e=e2e)
 
     def started(self, request: TokenizedRequest, forecast: Forecast, ttft_s: float) -> None:
         """Of a request that has its first token, the time until then from when the forecast was made."""

@@ -1,6 +1,6 @@
 """`tandem-gateway`: assembles the gateway process, starts both servers and drains them after a signal.
 
-GatewayProcess(settings)  reads model folder and keys; raises ModelLoadError, KeyFileError
+GatewayProcess(settings)  reads model folder and keys; raises ModelLoadError, KeyFileError, SloFileError
 await start()             both ports are bound, pods are polled
 await serve_until_signal()
     SERVING while a decode pod is healthy; SIGTERM drains gRPC and HTTP concurrently
@@ -21,6 +21,7 @@ from tandem_service.discovery import DnsDiscovery
 from tandem_service.interceptors import Gate
 from tandem_service.server import PodServer
 from tandem_service.settings import load
+from tandem_service.slo_file import SloFileError, load_slo_classes
 from tandem_service.tls import is_loopback
 
 from tandem_gateway.admission import Admission, OpenCalls
@@ -40,6 +41,7 @@ from tandem_gateway.metrics import GatewayMetrics
 from tandem_gateway.relay import Relay
 from tandem_gateway.routing import OutputLengths, Router
 from tandem_gateway.settings import GatewaySettings
+from tandem_gateway.unloaded import kept_unloaded
 
 #: The end of a drain, in which streams that did not finish get their last event.
 _LAST_EVENTS_S = 1.0
@@ -53,7 +55,7 @@ class GatewayProcess:
         tokenizer = Tokenizer(settings.model)
         tokenizer.manifest = tokenizer.manifest.limited_to(settings.max_model_len)
         tokenizer.prepare_to_encode()
-        keys = ApiKeys.load(settings.api_keys_file)
+        keys = ApiKeys.load(settings.api_keys_file, load_slo_classes(settings.slo_classes_file))
         calls = OpenCalls(settings)
         tls = settings.public_tls()
         if tls is None and settings.api_keys_file is not None and not is_loopback(settings.host):
@@ -72,7 +74,9 @@ class GatewayProcess:
             credentials=None if tls is None else tls.server_credentials(),
             max_connections=settings.max_connections,
         )
-        metrics = GatewayMetrics(self._server.registry, model_name=tokenizer.manifest.name)
+        metrics = GatewayMetrics(
+            self._server.registry, model_name=tokenizer.manifest.name, slo_classes=keys.slo_classes
+        )
         self._fleet = Fleet(
             {Role.DECODE: DnsDiscovery(settings.decode), Role.PREFILL: DnsDiscovery(settings.prefill)},
             model_revision=tokenizer.manifest.revision,
@@ -90,6 +94,7 @@ class GatewayProcess:
         )
         metrics.watch(admission, self._fleet)
         self._metrics, self._admission = metrics, admission
+        self._max_tokens = tokenizer.manifest.max_model_len
         history, ended = History(), EndedRequests()
         self._sampler = Sampler(history, metrics, admission, self._fleet, ended)
         gateway = Gateway(
@@ -156,7 +161,13 @@ class GatewayProcess:
         await self._close()
 
     async def _follow_fleet(self) -> None:
+        kept = None
         while not self._server.draining.is_set():
+            if kept is None:
+                kept = kept_unloaded(self._fleet, self._metrics.slo_classes, self._max_tokens)
+                for name, objectives in (kept or {}).items():
+                    log = structlog.get_logger("tandem.gateway")
+                    log.info("objectives kept without load", slo_class=name, **objectives)
             self._server.set_serving(bool(self._fleet.healthy(Role.DECODE)))
             self._metrics.show_prediction(self._admission)
             await self._fleet.wait_for_change(self._settings.poll_interval_s)
@@ -202,6 +213,6 @@ def main() -> None:
     logs.configure(settings, "gateway")
     try:
         asyncio.run(_serve(settings))
-    except (ModelLoadError, KeyFileError, OSError) as error:
+    except (ModelLoadError, KeyFileError, SloFileError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from error

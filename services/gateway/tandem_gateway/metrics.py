@@ -6,10 +6,11 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry
 from tandem_core.errors import InvalidRequestError
-from tandem_core.slo import SLO_CLASSES
+from tandem_core.slo import DEFAULT_SLO_CLASSES, SloTarget
 from tandem_proto.v1 import common_pb2, decode_pb2
 from tandem_service import metric_table as table
 from tandem_service import tracing
@@ -77,8 +78,15 @@ class TenantCounter:
 class GatewayMetrics:
     """Registers in the process's registry; one instance per process."""
 
-    def __init__(self, registry: CollectorRegistry, *, model_name: str) -> None:
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        *,
+        model_name: str,
+        slo_classes: Mapping[str, SloTarget] = DEFAULT_SLO_CLASSES,
+    ) -> None:
         self._registry = registry
+        self.slo_classes = slo_classes
         self._model_name = model_name
         self.ended = table.REQUESTS.make(registry)
         self.finished = table.FINISHED.make(registry)
@@ -90,10 +98,11 @@ class GatewayMetrics:
         self.output = TenantCounter(table.OUTPUT_TOKENS, registry)
         self.prompt = table.PROMPT_TOKENS.make(registry)
         self.cached = table.CACHED_PROMPT_TOKENS.make(registry)
-        self.ttft = table.TTFT_SECONDS.make(registry)
-        self.tpot = table.TPOT_SECONDS.make(registry)
+        latencies = [limit for slo in slo_classes.values() for limit in (slo.ttft_s, slo.e2e_s)]
+        self.ttft = table.TTFT_SECONDS.make(registry, latencies)
+        self.tpot = table.TPOT_SECONDS.make(registry, [slo.tpot_s for slo in slo_classes.values()])
         self.itl = table.ITL_SECONDS.make(registry)
-        self.e2e = table.E2E_SECONDS.make(registry)
+        self.e2e = table.E2E_SECONDS.make(registry, latencies)
         self.queue_seconds = table.QUEUE_SECONDS.make(registry)
         self.stages = table.STAGE_SECONDS.make(registry)
         self.prompt_length = table.REQUEST_PROMPT_TOKENS.make(registry)
@@ -124,7 +133,7 @@ class GatewayMetrics:
             self.failovers.labels(cause.value)
         for reason in ("memory", "redis"):
             self.not_kept.labels(reason)
-        for name, slo in SLO_CLASSES.items():
+        for name, slo in self.slo_classes.items():
             for histogram in (
                 self.ttft, self.tpot, self.itl, self.e2e, self.queue_seconds, self.prompt_length,
                 self.output_length,

@@ -50,6 +50,9 @@ class GatewaySettings(RedisSettings):
     waited longer than its TTFT objective"""
     slo_slack: Annotated[float, Field(ge=0)] = 3.0
     """objectives are at least so many times what the request would take without load; 0: as they are"""
+    slo_classes_file: Path | None = None
+    """JSON object of SLO classes with ttft_ms, tpot_ms, e2e_ms, strict; the first is the default; unset:
+    interactive, chat, batch"""
     api_keys_file: Path | None = None
     """JSON lines of key_sha256, tenant, slo_classes, max_requests, tokens_per_minute, operator; unset: no
     keys"""

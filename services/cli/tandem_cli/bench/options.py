@@ -11,7 +11,8 @@ from typing import Annotated, NamedTuple
 
 import typer
 from tandem_core.model.registry import DEFAULT_MODEL
-from tandem_core.slo import SLO_CLASSES, SloTarget
+from tandem_core.slo import SloTarget
+from tandem_service.slo_file import SloFileError, load_slo_classes
 
 from tandem_cli.bench.prompts import WORKLOADS
 from tandem_cli.bench.requests import MixError, Tenant, parse_mix, parse_tenants
@@ -119,7 +120,12 @@ class BenchOptions:
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Always generate --max-tokens.")] = False
     temperature: TemperatureOption = 0.0
     seed: Annotated[int, typer.Option(min=0, help="Of departures, prompts and sampling.")] = 0
-    slo_class: Annotated[str, typer.Option(help="interactive, chat or batch.")] = "interactive"
+    slo_class: Annotated[
+        str, typer.Option(help="interactive, chat, batch, or one of --slo-classes-file.")
+    ] = "interactive"
+    slo_classes_file: Annotated[
+        Path | None, typer.Option(help="SLO classes of the gateway, if it has a file of them.")
+    ] = None
     mix: Annotated[
         str, typer.Option(help="Classes drawn for each request, e.g. interactive=.6,chat=.3,batch=.1.")
     ] = ""
@@ -232,9 +238,13 @@ class BenchOptions:
 
     def objectives(self, slo_class: str) -> SloTarget:
         """Of a request of this class; "" has only those given. Raises BenchError."""
-        if slo_class and slo_class not in SLO_CLASSES:
-            raise BenchError(f"--slo-class {slo_class!r} is unknown; use one of {', '.join(SLO_CLASSES)}")
-        target = SLO_CLASSES.get(slo_class, SloTarget(""))
+        try:
+            classes = load_slo_classes(self.slo_classes_file)
+        except SloFileError as error:
+            raise BenchError(str(error)) from error
+        if slo_class and slo_class not in classes:
+            raise BenchError(f"SLO class {slo_class!r} is unknown; use one of {', '.join(classes)}")
+        target = classes.get(slo_class, SloTarget(""))
         return SloTarget(
             target.name,
             target.ttft_s if self.slo_ttft_ms is None else self.slo_ttft_ms / 1000,
@@ -252,8 +262,10 @@ class BenchOptions:
             weights = parse_mix(self.mix)
         except MixError as error:
             raise BenchError(str(error)) from error
-        self.objectives(self.slo_class)
-        return weights or {self.slo_class: 1.0}
+        weights = weights or {self.slo_class: 1.0}
+        for slo_class in weights:
+            self.objectives(slo_class)
+        return weights
 
     def tenant_weights(self) -> dict[Tenant, float]:
         """Raises BenchError."""

@@ -8,7 +8,7 @@ from importlib import resources
 
 from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi.responses import RedirectResponse
-from tandem_core.slo import ATTAINMENT_OBJECTIVE, SLO_CLASSES
+from tandem_core.slo import ATTAINMENT_OBJECTIVE
 
 from tandem_gateway.auth import ApiKeys
 from tandem_gateway.dashboard.ended import SHOWN_PER_SECOND
@@ -45,7 +45,7 @@ def dashboard_router(history: History, keys: ApiKeys, *, gateway_id: str, model:
         "attainment_objective": ATTAINMENT_OBJECTIVE,
         "objectives": {
             name: {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s, "e2e_s": slo.e2e_s}
-            for name, slo in SLO_CLASSES.items()
+            for name, slo in keys.slo_classes.items()
         },
         "requests_per_second": SHOWN_PER_SECOND,
         "columns": dict(COLUMNS),

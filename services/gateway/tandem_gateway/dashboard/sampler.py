@@ -9,7 +9,6 @@ from collections.abc import Iterable
 
 import structlog
 from prometheus_client import Metric
-from tandem_core.slo import SLO_CLASSES
 
 from tandem_gateway.admission import Admission, Admitted
 from tandem_gateway.dashboard.ended import EndedRequests
@@ -91,7 +90,7 @@ class Sampler:
         metrics = self._metrics
         counters = (metrics.received, metrics.met, metrics.misses, metrics.goodput, metrics.output)
         sums = [counter.sums(0) for counter in counters]
-        return {name: ClassRow(*(of_class[name] for of_class in sums)) for name in SLO_CLASSES}
+        return {name: ClassRow(*(of_class[name] for of_class in sums)) for name in metrics.slo_classes}
 
 
 def _total(families: Iterable[Metric], suffix: str, **labels: str) -> int:

@@ -1,0 +1,67 @@
+"""The operator's SLO classes, from a JSON file that replaces the default ones:
+
+    {"voice": {"ttft_ms": 800, "tpot_ms": 60, "strict": true}, "chat": {"ttft_ms": 1500}, "batch": {}}
+
+The first class is the one of requests that name none. An objective that is left out is none. `strict`: a
+request is refused rather than served late on a machine that could not meet it even without load.
+
+All gateways of a system get the same file, and `tandem bench` and deploy/observability/generate.py that file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
+from tandem_core.slo import DEFAULT_SLO_CLASSES, LONGEST_OBJECTIVE_S, SloTarget
+
+#: Each class is a label of many series.
+_MAX_CLASSES = 16
+
+_Name = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_-]{0,31}$")]
+_Milliseconds = Annotated[float, Field(gt=0, le=1000 * LONGEST_OBJECTIVE_S, allow_inf_nan=False)]
+
+
+class _Objectives(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    ttft_ms: _Milliseconds | None = None
+    tpot_ms: _Milliseconds | None = None
+    e2e_ms: _Milliseconds | None = None
+    strict: bool = False
+
+
+_CLASSES = TypeAdapter(Annotated[dict[_Name, _Objectives], Field(min_length=1, max_length=_MAX_CLASSES)])
+
+
+class SloFileError(ValueError):
+    """The file is missing or damaged; the message names the place and the remedy."""
+
+
+def load_slo_classes(path: Path | None) -> Mapping[str, SloTarget]:
+    """By name, the default class first; None: those of Tandem. Raises SloFileError."""
+    if path is None:
+        return DEFAULT_SLO_CLASSES
+    try:
+        entries = _CLASSES.validate_json(path.read_bytes())
+    except OSError as error:
+        raise SloFileError(f"the file of SLO classes {path} cannot be read: {error.strerror}") from error
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise SloFileError(
+            f'{path}: {where}: {first["msg"]}; give 1 to {_MAX_CLASSES} classes like {{"chat": {{"ttft_ms": '
+            '1000, "tpot_ms": 150}, "batch": {}}'
+        ) from error
+    return {
+        name: SloTarget(
+            name,
+            ttft_s=(entry.ttft_ms or 0.0) / 1000,
+            tpot_s=(entry.tpot_ms or 0.0) / 1000,
+            e2e_s=(entry.e2e_ms or 0.0) / 1000,
+            is_strict=entry.strict,
+        )
+        for name, entry in entries.items()
+    }

@@ -1,0 +1,63 @@
+"""Which objectives the system keeps while nothing else runs, from what its pods say that their steps cost.
+
+An operator reads it at the start, before the first request, and sets targets by it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+
+from tandem_core.slo import SloTarget
+
+from tandem_gateway.fleet import Fleet, Role
+from tandem_gateway.pod_load import PodLoad
+
+#: Of the request whose time per token and whose end are judged.
+_PROMPT_TOKENS = 256
+
+
+def kept_unloaded(
+    fleet: Fleet, slo_classes: Mapping[str, SloTarget], max_tokens: int
+) -> dict[str, dict[str, str]] | None:
+    """By class and objective, up to which length of prompt or answer it is kept; None: no pod has said yet
+    what its steps cost. `max_tokens` is the longest text that is served."""
+    decode = [pod.load for pod in fleet.healthy(Role.DECODE) if pod.load.decode_cost.is_known]
+    prefill = [
+        pod.load
+        for pod in fleet.healthy(Role.PREFILL) or fleet.healthy(Role.DECODE)
+        if pod.load.prefill_cost.is_known
+    ]
+    if not decode or not prefill:
+        return None
+    return {name: _kept(slo, prefill, decode, max_tokens) for name, slo in slo_classes.items()}
+
+
+def _kept(
+    slo: SloTarget, prefill: Sequence[PodLoad], decode: Sequence[PodLoad], max_tokens: int
+) -> dict[str, str]:
+    def prompt_s(num_tokens: int) -> float:
+        return min(load.prompt_seconds(0, num_tokens) * load.prefill_cost.unloaded for load in prefill)
+
+    def token_s(context: int) -> float:
+        return min(load.token_seconds(1, context) * load.decode_cost.unloaded for load in decode)
+
+    def end_s(num_output: int) -> float:
+        return prompt_s(_PROMPT_TOKENS) + num_output * token_s(_PROMPT_TOKENS + num_output // 2)
+
+    kept = {}
+    if slo.ttft_s:
+        longest = _longest(prompt_s, slo.ttft_s, max_tokens)
+        kept["ttft"] = f"{slo.ttft_s:g} s for prompts up to {longest:,} tokens"
+    if slo.tpot_s:
+        milliseconds = token_s(_PROMPT_TOKENS) * 1000
+        kept["tpot"] = f"{slo.tpot_s * 1000:g} ms, takes {milliseconds:.3g} ms"
+    if slo.e2e_s:
+        longest = _longest(end_s, slo.e2e_s, max_tokens - _PROMPT_TOKENS)
+        kept["e2e"] = f"{slo.e2e_s:g} s for answers up to {longest:,} tokens to prompts of {_PROMPT_TOKENS}"
+    return kept
+
+
+def _longest(seconds: Callable[[int], float], limit_s: float, most: int) -> int:
+    """The largest number of tokens up to `most` that takes at most the limit."""
+    return bisect_left(range(1, most + 1), True, key=lambda num_tokens: seconds(num_tokens) > limit_s)

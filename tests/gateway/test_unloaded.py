@@ -1,0 +1,56 @@
+"""What the gateway says of objectives at its start."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from tandem_core.slo import DEFAULT_SLO_CLASSES, SloTarget
+from tandem_core.step_cost import StepCost
+from tandem_gateway.fleet import Role
+from tandem_gateway.pod_load import PodLoad
+from tandem_gateway.unloaded import kept_unloaded
+
+SLOW = PodLoad(prefill_cost=StepCost(per_token=0.004), decode_cost=StepCost(per_step=0.1))
+#: Measured beside other work, which doubled its times.
+FAST = PodLoad(
+    prefill_cost=StepCost(per_token=0.002, unloaded=0.5), decode_cost=StepCost(per_step=0.05, unloaded=0.5)
+)
+
+
+def fleet(prefill: list[PodLoad], decode: list[PodLoad]) -> SimpleNamespace:
+    pods = {Role.PREFILL: prefill, Role.DECODE: decode}
+    return SimpleNamespace(healthy=lambda role: [SimpleNamespace(load=load) for load in pods[role]])
+
+
+def test_the_fastest_pods_decide_without_their_load() -> None:
+    for pods in (fleet([SLOW, FAST], [FAST, SLOW]), fleet([], [FAST])):
+        kept = kept_unloaded(pods, DEFAULT_SLO_CLASSES, 8192)
+        assert kept == {
+            "interactive": {
+                "ttft": "2.5 s for prompts up to 2,500 tokens",
+                # 256 tokens take .256 s, and each output token .025 s.
+                "e2e": "5 s for answers up to 189 tokens to prompts of 256",
+            },
+            "chat": {"ttft": "1 s for prompts up to 1,000 tokens", "tpot": "150 ms, takes 25 ms"},
+            "batch": {},
+        }
+
+
+def test_no_length_exceeds_the_model_s_context_or_is_claimed_when_none_is_kept() -> None:
+    classes = {"a": SloTarget("a", ttft_s=100.0, e2e_s=1000.0), "b": SloTarget("b", ttft_s=1e-4, e2e_s=0.1)}
+    kept = kept_unloaded(fleet([FAST], [FAST]), classes, 1024)
+    assert kept == {
+        "a": {
+            "ttft": "100 s for prompts up to 1,024 tokens",
+            "e2e": "1000 s for answers up to 768 tokens to prompts of 256",
+        },
+        "b": {
+            "ttft": "0.0001 s for prompts up to 0 tokens",
+            "e2e": "0.1 s for answers up to 0 tokens to prompts of 256",
+        },
+    }
+
+
+def test_nothing_is_said_before_the_pods_know_their_costs() -> None:
+    assert kept_unloaded(fleet([PodLoad()], [FAST]), DEFAULT_SLO_CLASSES, 1024) is None
+    assert kept_unloaded(fleet([FAST], []), DEFAULT_SLO_CLASSES, 1024) is None

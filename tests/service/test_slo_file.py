@@ -1,0 +1,56 @@
+"""The operator's SLO classes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tandem_core.slo import DEFAULT_SLO_CLASSES, SloTarget
+from tandem_service.slo_file import SloFileError, load_slo_classes
+
+
+def test_a_file_replaces_the_default_classes_and_keeps_its_order(tmp_path: Path) -> None:
+    assert load_slo_classes(None) == DEFAULT_SLO_CLASSES
+    file = tmp_path / "slo.json"
+    file.write_text(
+        '{"voice": {"ttft_ms": 800, "tpot_ms": 60.5, "strict": true}, "b-2_x": {"e2e_ms": 9000}, "c": {}}'
+    )
+    classes = load_slo_classes(file)
+    assert list(classes.values()) == [
+        SloTarget("voice", ttft_s=0.8, tpot_s=0.0605, is_strict=True),
+        SloTarget("b-2_x", e2e_s=9.0),
+        SloTarget("c"),
+    ]
+    assert list(classes) == ["voice", "b-2_x", "c"]
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "the file: Invalid JSON"),
+        ("[]", "the file: .*object"),
+        ("{}", "the file: .*at least 1"),
+        ('{"chat": {"ttft": 1}}', r"chat\.ttft: Extra inputs"),
+        ('{"chat": {"ttft_ms": 0}}', r"chat\.ttft_ms: .*greater than 0"),
+        ('{"chat": {"ttft_ms": -5}}', r"chat\.ttft_ms"),
+        ('{"chat": {"ttft_ms": 1e12}}', r"chat\.ttft_ms: .*less than or equal to 86400000"),
+        ('{"chat": {"ttft_ms": "800"}}', r"chat\.ttft_ms: .*valid number"),
+        ('{"chat": {"ttft_ms": NaN}}', r"chat\.ttft_ms"),
+        ('{"chat": {"strict": 1}}', r"chat\.strict"),
+        ('{"Chat": {}}', "Chat.*pattern"),
+        ('{"": {}}', "pattern"),
+        ("{" + ", ".join(f'"c{n}": {{}}' for n in range(17)) + "}", "at most 16"),
+    ],
+)
+def test_a_file_that_makes_no_sense_is_refused(text: str, complaint: str, tmp_path: Path) -> None:
+    file = tmp_path / "slo.json"
+    file.write_text(text)
+    with pytest.raises(SloFileError, match=complaint) as caught:
+        load_slo_classes(file)
+    assert "\n" not in str(caught.value)
+    assert str(file) in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SloFileError, match=r"none\.json cannot be read: No such file"):
+        load_slo_classes(tmp_path / "none.json")
