@@ -41,8 +41,10 @@ async def make_pod():
     await asyncio.gather(*(pod.channel.close() for pod in made))
 
 
-def _request(tokens: range, tenant: str = "default", max_tokens: int = 100) -> TokenizedRequest:
-    sampling = SamplingParams(max_tokens=max_tokens)
+def _request(
+    tokens: range, tenant: str = "default", max_tokens: int = 100, min_tokens: int = 0
+) -> TokenizedRequest:
+    sampling = SamplingParams(max_tokens=max_tokens, min_tokens=min_tokens)
     return TokenizedRequest("r", tenant, tuple(tokens), sampling, DEFAULT_SLO_CLASSES["batch"], 0.0, 1.0)
 
 
@@ -185,6 +187,7 @@ def test_lengths_of_answers_are_learned_by_tenant_and_beginning():
     assert lengths.expected(other) == 60
     assert lengths.expected(_request(range(64, 190), tenant="b")) == 100
     assert lengths.expected(_request(range(64, 190), max_tokens=5)) == 5
+    assert lengths.expected(_request(range(64, 190), min_tokens=70)) == 70
 
 
 def test_the_index_forgets_the_end_of_the_oldest_prompt_first():

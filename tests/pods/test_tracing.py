@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import grpc
-import httpx
 import pytest
+from front_doors import front_door
 from otlp_collector import CLIENT, ERROR, SERVER, Collector, Span, collecting
 from pod_fleet import request, run_fleet
 from redis_servers import RedisServer
 from tandem_decode.main import open_pod as open_decode
 from tandem_decode.settings import DecodeSettings
-from tandem_gateway.main import GatewayProcess
-from tandem_gateway.settings import GatewaySettings
 from tandem_lookahead.main import LookaheadPod
 from tandem_lookahead.settings import LookaheadSettings
-from tandem_proto.v1 import decode_pb2_grpc, gateway_pb2, gateway_pb2_grpc
+from tandem_proto.v1 import decode_pb2_grpc, gateway_pb2
 from toy_models import SIZES, prompt_of
 from waiting import until_async
 
@@ -46,33 +44,6 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
     with collecting() as collector:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
         yield collector
-
-
-@asynccontextmanager
-async def front_door(
-    model: Path, decode: tuple[str, ...], prefill: tuple[str, ...] = ()
-) -> AsyncIterator[tuple[httpx.AsyncClient, gateway_pb2_grpc.GatewayServiceStub]]:
-    """A gateway that sees all the pods."""
-    process = GatewayProcess(
-        GatewaySettings(
-            model=model, decode=decode, prefill=prefill, grpc_port=0, http_port=0, poll_interval_s=0.1,
-            pod_id="g-0",
-        )
-    )  # fmt: skip
-    await process.start()
-    url = f"http://127.0.0.1:{process.http_port}"
-    async with (
-        httpx.AsyncClient(base_url=url, timeout=60.0, trust_env=False) as http,
-        grpc.aio.insecure_channel(f"127.0.0.1:{process.grpc_port}") as channel,
-    ):
-
-        async def are_there() -> bool:
-            pods = (await http.get("/fleet")).json()["pods"]
-            return sum(pod["healthy"] for pod in pods) == len(decode) + len(prefill)
-
-        await until_async(are_there)
-        yield http, gateway_pb2_grpc.GatewayServiceStub(channel)
-    await process.stop()
 
 
 def body(num_tokens: int, **fields: object) -> dict[str, object]:

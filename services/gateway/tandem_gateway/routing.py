@@ -100,13 +100,13 @@ class OutputLengths:
         self._means: OrderedDict[tuple[str, int], float] = OrderedDict()
 
     def expected(self, request: TokenizedRequest) -> int:
-        """Tokens, at most max_tokens."""
-        most = request.sampling.max_tokens
+        """Tokens, from min_tokens to max_tokens."""
+        least, most = request.sampling.min_tokens, request.sampling.max_tokens
         if request.sampling.ignore_eos:
             return most
         for key in self._keys(request):
             if key in self._means:
-                return min(most, max(1, round(self._means[key])))
+                return min(most, max(1, least, round(self._means[key])))
         return most
 
     def observe(self, request: TokenizedRequest, num_tokens: int) -> None:
