@@ -1,6 +1,7 @@
 """Predictions: backlogs, calibrated quantiles, and who is admitted, widened or refused by them."""
 
 import contextlib
+import itertools
 import random
 import time
 from dataclasses import replace
@@ -10,7 +11,7 @@ import pytest
 from tandem_core.sampling import SamplingParams
 from tandem_core.slo import SloTarget
 from tandem_core.step_cost import UNKNOWN_COST, StepCost
-from tandem_gateway import admission, pod_load
+from tandem_gateway import admission, forecast, pod_load
 from tandem_gateway.admission import Admission, FairShares
 from tandem_gateway.errors import OverloadedError, RefusalReason
 from tandem_gateway.forecast import Calibration, Forecast, Quantiles
@@ -144,6 +145,18 @@ class TestCalibration:
             for actual in (rng.lognormvariate(0.25, 0.2) for _ in range(100))
         ]
         assert sum(held) >= 85
+
+    def test_what_nobody_has_measured_for_a_while_is_forgotten(self, clock, monkeypatch):
+        """Else a class that is refused for its late requests would be refused for good."""
+        monkeypatch.setattr(forecast, "time", clock)
+        calibration = Calibration()
+        for _ in range(100):
+            observe(calibration, "chat", 1.0, 8.0)
+        assert calibration.quantiles("chat", 1.0).p50 == 8.0
+        clock.now += 14
+        assert calibration.quantiles("chat", 1.0).p50 == 8.0
+        clock.now += 2
+        assert calibration.quantiles("chat", 1.0) == Calibration().quantiles("chat", 1.0)
 
 
 SLO = SloTarget("chat", ttft_s=1.0, tpot_s=0.1, e2e_s=5.0)
@@ -309,6 +322,51 @@ class TestJudgement:
         forecaster.ttft = 0.9
         judge(forecaster)
         assert forecaster.pod.backlog.seconds(returns + 1.01) == 0, "it came back"
+
+    def test_refused_clients_come_back_one_after_the_other(self):
+        forecaster = FixedForecaster(ttft=1.5)
+        gate = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
+        retries = []
+        for number in range(3):
+            with pytest.raises(OverloadedError) as info:
+                gate._judge(request(prompt=(number,)))
+            retries.append(info.value.retry_after_s)
+        # A request takes its prompt, and of ten steps of the batch its part.
+        work_s = forecaster.forecast(request(), 0.0).route.work_s
+        assert [b - a for a, b in itertools.pairwise(retries)] == pytest.approx([work_s, work_s], abs=0.02)
+
+    def test_who_comes_back_in_time_is_admitted_if_that_is_likely_to_do(self, monkeypatch):
+        clock = Clock()
+        monkeypatch.setattr(admission, "time", clock)
+        bookings = admission.Bookings()
+        assert bookings.book(7, 1005.0, 2.0) == 1005.0
+        assert bookings.book(7, 1003.0, 2.0) == 1007.0, "a second client with the same request"
+        assert bookings.book(8, 1020.0, 2.0) == 1020.0
+        assert not bookings.redeem(7), "five seconds too early"
+        clock.now = 1005.1
+        assert bookings.redeem(7)
+        assert not bookings.redeem(7)
+        assert not bookings.redeem(9)
+        clock.now = 1007.5
+        assert bookings.redeem(7)
+        clock.now = 1021.5
+        assert not bookings.redeem(8), "too late"
+
+    def test_slots_of_clients_that_do_not_come_back_are_given_to_others(self, monkeypatch):
+        clock = Clock()
+        monkeypatch.setattr(admission, "time", clock)
+        bookings = admission.Bookings()
+        for number in range(50):
+            bookings.book(number, clock.now, 1.0)
+        clock.now += 100
+        first = bookings.book(100, clock.now, 1.0)
+        assert bookings.book(101, clock.now, 1.0) - first < 0.01
+        for number in range(100, 140):
+            clock.now += 0.01
+            bookings.book(number, clock.now, 0.0)
+            assert bookings.redeem(number)
+        first = bookings.book(200, clock.now, 1.0)
+        assert bookings.book(201, clock.now, 1.0) - first > 0.9
 
     def test_without_reports_nobody_is_refused(self):
         admitted = judge(FixedForecaster(ttft=100.0, is_known=False))

@@ -25,7 +25,7 @@ import heapq
 import itertools
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -191,6 +191,52 @@ class FairShares:
         self._refused_at = {name: at for name, at in self._refused_at.items() if at > now - _ACTIVE_S}
 
 
+class Bookings:
+    """When refused clients may come back: one after the other, each when the work of those before it can be
+    done. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        #: By content of the request, in order: equal requests are common, such as greetings.
+        self._slots: defaultdict[int, deque[float]] = defaultdict(deque)
+        #: All slots in order, with their requests; also those that were redeemed.
+        self._order: deque[tuple[float, int]] = deque()
+        #: When the next slot is free.
+        self._free_at = 0.0
+        #: Share of the clients that came back in their slots.
+        self._returning = 1.0
+
+    def book(self, key: int, earliest: float, work_s: float) -> float:
+        """Returns the monotonic seconds of the slot, at `earliest` or later."""
+        self._forget_missed()
+        slot = max(earliest, self._free_at)
+        self._free_at = slot + work_s * self._returning
+        self._slots[key].append(slot)
+        self._order.append((slot, key))
+        return slot
+
+    def redeem(self, key: int) -> bool:
+        """Whether the client comes at the time that it was told."""
+        self._forget_missed()
+        if key not in self._slots or self._slots[key][0] - _GRACE_S > time.monotonic():
+            return False
+        self._remove(key)
+        self._returning += _ALPHA * (1 - self._returning)
+        return True
+
+    def _forget_missed(self) -> None:
+        oldest = time.monotonic() - _GRACE_S
+        while self._order and self._order[0][0] < oldest:
+            slot, key = self._order.popleft()
+            if key in self._slots and self._slots[key][0] == slot:
+                self._remove(key)
+                self._returning *= 1 - _ALPHA
+
+    def _remove(self, key: int) -> None:
+        self._slots[key].popleft()
+        if not self._slots[key]:
+            del self._slots[key]
+
+
 @dataclass(eq=False)
 class Admitted:
     """A request with its place, its objectives widened where this system could not meet them alone."""
@@ -238,6 +284,7 @@ class Admission:
         #: Whether the last request came while no pod's report said enough to predict anything.
         self._is_blind = False
         self._shares = FairShares()
+        self._bookings = Bookings()
         self._running: set[Admitted] = set()
         self.max_in_flight = max_in_flight
         self._max_queue = max_queue
@@ -326,14 +373,16 @@ class Admission:
         elif not slo.is_strict and forecast.misses_alone(slo):
             return Admitted(replace(request, due_s=DEFAULT_DUE_S), forecast=forecast)
         backlog, key = forecast.route.computes_prompt.backlog, _content(request)
-        is_returning = backlog.redeem(key)
+        backlog.redeem(key)
+        is_returning = self._bookings.redeem(key)
         waited_s = time.monotonic() - request.arrived
-        missed = forecast.misses(slo, waited_s)
+        missed = forecast.misses(slo, waited_s, is_likely=is_returning)
         if not missed and request.has_objectives and self._makes_others_late(request, forecast.route):
             missed = "others"
         if (
             not missed
             and ahead_s
+            and not is_returning
             and self._shares.leaves_too_little(request.tenant)
             and forecast.misses(slo.scaled(_PART_WHEN_AHEAD), waited_s)
         ):
@@ -376,8 +425,10 @@ class Admission:
             "others": route.computes_prompt.backlog.seconds(math.inf),
             "share": self._shares.ahead_s(request.tenant),
         }[missed]
-        retry_s = min(max(over, _MIN_RETRY_AFTER_S), _MAX_RETRY_AFTER_S)
-        returns = time.monotonic() + retry_s
+        now = time.monotonic()
+        over_s = min(max(over, _MIN_RETRY_AFTER_S), _MAX_RETRY_AFTER_S)
+        returns = self._bookings.book(_content(request), now + over_s, route.work_s)
+        retry_s = min(returns - now, _MAX_RETRY_AFTER_S)
         due = returns + (slo.ttft_s or slo.e2e_s or DEFAULT_DUE_S)
         route.computes_prompt.backlog.promise(_content(request), due, route.prefill_s, returns + _GRACE_S)
         what = {

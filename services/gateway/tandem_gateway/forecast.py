@@ -12,6 +12,7 @@ inference, Gibbs and Candes 2021).
 from __future__ import annotations
 
 import math
+import time
 from bisect import bisect_left, insort
 from collections import deque
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ from tandem_gateway.routing import OutputLengths, Route, Router
 
 #: Ratios kept of one class and size.
 _WINDOW = 128
+#: Older ones do not count: while a class is refused nothing is measured of it, and what made its requests
+#: late, such as costs that pods did not know yet, may be over.
+_MEMORY_S = 15.0
 #: With fewer, those of other classes count too.
 _ENOUGH = 16
 #: By how much a level moves: to where half of the predictions fail, in about 20 requests.
@@ -56,12 +60,13 @@ class Forecast:
     def token_s(self) -> float:
         return self.route.token_s
 
-    def misses(self, slo: SloTarget, waited_s: float) -> str:
-        """The name of the objective that will be missed; "" if none."""
+    def misses(self, slo: SloTarget, waited_s: float, *, is_likely: bool = False) -> str:
+        """The name of the objective that may be missed, or is likely to be; "" if none."""
+        ttft_s, e2e_s = (self.ttft.p50, self.e2e.p50) if is_likely else (self.ttft.p90, self.e2e.p90)
         for name, value, limit in (
-            ("ttft", waited_s + self.ttft.p90, slo.ttft_s),
+            ("ttft", waited_s + ttft_s, slo.ttft_s),
             ("tpot", self.token_s, slo.tpot_s),
-            ("e2e", waited_s + self.e2e.p90, slo.e2e_s),
+            ("e2e", waited_s + e2e_s, slo.e2e_s),
         ):
             if limit and value > limit:
                 return name
@@ -95,14 +100,23 @@ class _Ratios:
     """The last ratios, in order of arrival and sorted."""
 
     def __init__(self) -> None:
-        self._recent: deque[float] = deque()
+        #: With the monotonic seconds at which each was measured.
+        self._recent: deque[tuple[float, float]] = deque()
         self.sorted: list[float] = []
 
     def add(self, ratio: float) -> None:
         if len(self._recent) == _WINDOW:
-            del self.sorted[bisect_left(self.sorted, self._recent.popleft())]
-        self._recent.append(ratio)
+            self._forget_oldest()
+        self._recent.append((time.monotonic(), ratio))
         insort(self.sorted, ratio)
+
+    def forget_old(self) -> None:
+        oldest = time.monotonic() - _MEMORY_S
+        while self._recent and self._recent[0][0] < oldest:
+            self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        del self.sorted[bisect_left(self.sorted, self._recent.popleft()[1])]
 
 
 class Calibration:
@@ -110,31 +124,38 @@ class Calibration:
 
     def __init__(self) -> None:
         self._ratios: dict[tuple[str, int], _Ratios] = {}
-        #: By class; those of the window from which p50 and p90 are read.
-        self._levels: dict[str, tuple[float, float]] = {}
+        #: By class; those of the window from which p50 and p90 are read, and when they were moved.
+        self._levels: dict[str, tuple[float, float, float]] = {}
 
     def observe(self, slo_class: str, predicted_s: float, said: Quantiles, measured_s: float) -> None:
         """`predicted_s` as given to `quantiles`, and what that said."""
-        p50, p90 = self._levels.get(slo_class, (0.5, 0.9))
+        p50, p90 = self._levels_of(slo_class)
         self._levels[slo_class] = (
             _moved(p50, 0.5, held=measured_s <= said.p50),
             _moved(p90, 0.9, held=measured_s <= said.p90),
+            time.monotonic(),
         )
         for name in (slo_class, ""):
             key = (name, _size(predicted_s))
             self._ratios.setdefault(key, _Ratios()).add(measured_s / max(predicted_s, 1e-6))
 
     def quantiles(self, slo_class: str, predicted_s: float) -> Quantiles:
-        levels = self._levels.get(slo_class, (0.5, 0.9))
+        levels = self._levels_of(slo_class)
         p50, p90 = (predicted_s * ratio for ratio in self._quantiles(slo_class, predicted_s, levels))
         return Quantiles(p50, max(p50, p90))
+
+    def _levels_of(self, slo_class: str) -> tuple[float, float]:
+        p50, p90, moved_at = self._levels.get(slo_class, (0.5, 0.9, math.inf))
+        return (0.5, 0.9) if moved_at < time.monotonic() - _MEMORY_S else (p50, p90)
 
     def _quantiles(self, slo_class: str, predicted_s: float, levels: tuple[float, ...]) -> list[float]:
         size = _size(predicted_s)
         for name in (slo_class, ""):
             known = self._ratios.get((name, size))
-            if known is not None and len(known.sorted) >= _ENOUGH:
-                return [_quantile(known.sorted, level) for level in levels]
+            if known is not None:
+                known.forget_old()
+                if len(known.sorted) >= _ENOUGH:
+                    return [_quantile(known.sorted, level) for level in levels]
         nearest = next(
             (self._ratios[key] for near in (0, -1, 1) if (key := ("", size + near)) in self._ratios), None
         )
