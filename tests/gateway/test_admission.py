@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 from tandem_core.sampling import SamplingParams
 from tandem_core.slo import DEFAULT_SLO_CLASSES, SloTarget
-from tandem_gateway import admission
-from tandem_gateway.admission import AdaptiveLimit, Admission
+from tandem_gateway import limits
+from tandem_gateway.admission import Admission
 from tandem_gateway.errors import DeadlineError, OverloadedError, RefusalReason
+from tandem_gateway.limits import AdaptiveLimit
 from tandem_gateway.request import TokenizedRequest
 from tandem_gateway.settings import Policy
 from waiting import run_ready_tasks
@@ -173,7 +174,7 @@ async def test_requests_without_objectives_leave_places_for_others():
 
 def test_the_adaptive_limit_rises_by_one_a_round_and_falls_by_a_share(monkeypatch):
     now = 100.0
-    monkeypatch.setattr(admission.time, "monotonic", lambda: now)
+    monkeypatch.setattr(limits.time, "monotonic", lambda: now)
     limit = AdaptiveLimit(100)
     limit.ended(met=False)
     limit.ended(met=False)

@@ -11,14 +11,15 @@ import pytest
 from tandem_core.sampling import SamplingParams
 from tandem_core.slo import SloTarget
 from tandem_core.step_cost import UNKNOWN_COST, StepCost
-from tandem_gateway import admission, forecast, pod_load
-from tandem_gateway.admission import Admission, FairShares
+from tandem_gateway import forecast, pod_load, shares
+from tandem_gateway.admission import Admission
 from tandem_gateway.errors import OverloadedError, RefusalReason
 from tandem_gateway.forecast import Calibration, Forecast, Quantiles
 from tandem_gateway.pod_load import Backlog, PodLoad
 from tandem_gateway.request import TokenizedRequest
 from tandem_gateway.routing import Route
 from tandem_gateway.settings import Policy
+from tandem_gateway.shares import Bookings, FairShares
 
 
 class Clock:
@@ -337,8 +338,8 @@ class TestJudgement:
 
     def test_who_comes_back_in_time_is_admitted_if_that_is_likely_to_do(self, monkeypatch):
         clock = Clock()
-        monkeypatch.setattr(admission, "time", clock)
-        bookings = admission.Bookings()
+        monkeypatch.setattr(shares, "time", clock)
+        bookings = Bookings()
         assert bookings.book(7, 1005.0, 2.0) == 1005.0
         assert bookings.book(7, 1003.0, 2.0) == 1007.0, "a second client with the same request"
         assert bookings.book(8, 1020.0, 2.0) == 1020.0
@@ -354,8 +355,8 @@ class TestJudgement:
 
     def test_slots_of_clients_that_do_not_come_back_are_given_to_others(self, monkeypatch):
         clock = Clock()
-        monkeypatch.setattr(admission, "time", clock)
-        bookings = admission.Bookings()
+        monkeypatch.setattr(shares, "time", clock)
+        bookings = Bookings()
         for number in range(50):
             bookings.book(number, clock.now, 1.0)
         clock.now += 100
@@ -380,7 +381,7 @@ class TestShares:
     @pytest.fixture
     def now(self, monkeypatch: pytest.MonkeyPatch) -> Clock:
         clock = Clock()
-        monkeypatch.setattr(admission, "time", clock)
+        monkeypatch.setattr(shares, "time", clock)
         return clock
 
     def test_a_tenant_alone_is_never_ahead(self, now):

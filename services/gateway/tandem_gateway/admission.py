@@ -1,7 +1,5 @@
-"""Admission control: limits the calls that are open, the requests in flight and the queue in front of them.
+"""Admission control: limits the requests in flight and the queue in front of them.
 
-    call arrives     its tenant, and the gateway, has few
-                     others open                            -> it is received and tokenized
     request arrives  it is predicted to miss an objective,
                      or to make another one miss its own    -> OverloadedError: what was predicted, and when
                                                                to come back; room is kept for it then
@@ -25,216 +23,31 @@ import heapq
 import itertools
 import math
 import time
-from collections import Counter, defaultdict, deque
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 from tandem_core.sampling import SamplingParams
 from tandem_core.slo import NO_OBJECTIVES
 
-from tandem_gateway.auth import Caller
 from tandem_gateway.errors import DeadlineError, OverloadedError, RefusalReason
 from tandem_gateway.forecast import Forecast, Forecaster
+from tandem_gateway.limits import AdaptiveLimit
 from tandem_gateway.request import DEFAULT_DUE_S, TokenizedRequest
 from tandem_gateway.routing import Route
-from tandem_gateway.settings import GatewaySettings, Policy
+from tandem_gateway.settings import Policy
+from tandem_gateway.shares import GRACE_S, Bookings, FairShares
 
-_OTHER_CALLS, _OTHER_CALLS_OF_TENANT = 64, 16
-_CALLS_RETRY_S = 1.0
 _MIN_RETRY_AFTER_S = 0.05
 _MAX_RETRY_AFTER_S = 60.0
-#: How long a refused client may be late, and still find the room that was kept for it.
-_GRACE_S = 1.0
-#: A tenant is active for so long after its last work; it may be ahead of its share by so many seconds.
-_ACTIVE_S, _AHEAD_S = 10.0, 1.0
 #: While others are refused, a tenant that is ahead must keep its objectives within this part of them.
 _PART_WHEN_AHEAD = 0.5
 #: Requests without objectives take at most this share of the places, so that others find one; and fewer after
 #: each second in which a request with objectives was refused.
 _BEST_EFFORT_SHARE = 0.75
-_S_PER_MINUTE = 60.0
 #: Weight of the newest request in the exponentially weighted mean; about the last twenty count.
 _ALPHA = 0.1
-#: Of the adaptive limit: by what factor it is lowered, and how often at most.
-_LOWER_BY, _LOWER_EVERY_S = 0.7, 1.0
-
-
-class OpenCalls:
-    """Limits calls before anything of them but their key is read. Belongs to one event loop.
-
-    A few more than requests have places: they may ask for a status, or are on their way to a refusal.
-    """
-
-    def __init__(self, settings: GatewaySettings) -> None:
-        self._settings = settings
-        self._of_tenant: Counter[str] = Counter()
-
-    @contextmanager
-    def hold(self, caller: Caller) -> Iterator[None]:
-        """Held while the call is open. Raises OverloadedError."""
-        tenant = caller.tenant
-        places = self._settings.tenant_limits(caller).places
-        if places is not None and self._of_tenant[tenant] >= places + _OTHER_CALLS_OF_TENANT:
-            raise OverloadedError(
-                f"tenant {tenant} has {self._of_tenant[tenant]} calls open here, limit "
-                f"{places + _OTHER_CALLS_OF_TENANT}; send the next one when one has ended",
-                _CALLS_RETRY_S,
-                RefusalReason.TENANT_CALLS,
-            )
-        num_open, limit = self._of_tenant.total(), self._settings.num_places() + _OTHER_CALLS
-        if num_open >= limit:
-            raise OverloadedError(
-                f"{num_open} calls are open here, limit {limit}; try again later",
-                _CALLS_RETRY_S,
-                RefusalReason.OPEN_CALLS,
-            )
-        self._of_tenant[tenant] += 1
-        try:
-            yield
-        finally:
-            self._of_tenant[tenant] -= 1
-
-
-class TokenRates:
-    """Token buckets of tenants: at most a minute's tokens, refilled steadily. Belongs to one event loop.
-
-    A request may begin while there is a token, and then uses what it needs: a bucket may become negative.
-    """
-
-    def __init__(self) -> None:
-        #: Tokens left, and when that was.
-        self._left: dict[str, tuple[float, float]] = {}
-
-    def take(self, tenant: str, per_minute: int | None, num_tokens: int) -> None:
-        """For a request that begins. `per_minute` None: no limit. Raises OverloadedError."""
-        if per_minute is None:
-            return
-        left = self._refilled(tenant, per_minute)
-        if left < 1:
-            raise OverloadedError(
-                f"tenant {tenant} has used its {per_minute} tokens per minute; try again later",
-                (1 - left) * _S_PER_MINUTE / per_minute,
-                RefusalReason.TENANT_TOKENS,
-            )
-        self.charge(tenant, per_minute, num_tokens)
-
-    def charge(self, tenant: str, per_minute: int | None, num_tokens: int) -> None:
-        """For tokens that were computed; negative for those taken and not used."""
-        if per_minute is not None:
-            self._left[tenant] = self._refilled(tenant, per_minute) - num_tokens, time.monotonic()
-
-    def _refilled(self, tenant: str, per_minute: int) -> float:
-        now = time.monotonic()
-        left, since = self._left.get(tenant, (float(per_minute), now))
-        return min(float(per_minute), left + (now - since) * per_minute / _S_PER_MINUTE)
-
-
-class AdaptiveLimit:
-    """How many requests may run: more after each that went well, fewer after one that did not (additive
-    increase, multiplicative decrease; Chiu and Jain 1989)."""
-
-    def __init__(self, highest: int) -> None:
-        self.value = float(highest)
-        self._highest = highest
-        self._lowered_at = 0.0
-
-    def ended(self, *, met: bool) -> None:
-        now = time.monotonic()
-        if met:
-            self.value = min(self.value + 1 / self.value, self._highest)
-        elif now - self._lowered_at > _LOWER_EVERY_S:
-            self._lowered_at = now
-            self.value = max(1.0, _LOWER_BY * self.value)
-
-
-class FairShares:
-    """By how much each tenant has used more than its share of the work, while others want theirs.
-
-    A tenant's share is its weight among the tenants that are active. Each request moves the tenant's finish
-    time by its seconds of work over that share, as for a constant bandwidth server (Abeni and Buttazzo 1998).
-    A tenant is ahead by the time until then: its requests are due that much later, behind those of others.
-    """
-
-    def __init__(self) -> None:
-        #: Finish times of tenants that were active lately, and their weights.
-        self._finish: dict[str, tuple[float, float]] = {}
-        #: When a request was refused last.
-        self._refused_at: dict[str, float] = {}
-
-    def ahead_s(self, tenant: str) -> float:
-        """0 if no other tenant is active."""
-        self._forget()
-        if self._finish.keys() <= {tenant}:
-            return 0.0
-        finish, _ = self._finish.get(tenant, (0.0, 0.0))
-        return max(0.0, finish - time.monotonic() - _AHEAD_S)
-
-    def refused(self, tenant: str) -> None:
-        self._refused_at[tenant] = time.monotonic()
-
-    def leaves_too_little(self, tenant: str) -> bool:
-        """Whether another tenant, which is not ahead, was refused lately."""
-        self._forget()
-        return any(name != tenant and not self.ahead_s(name) for name in self._refused_at)
-
-    def charge(self, tenant: str, weight: float, seconds: float) -> None:
-        self._forget()
-        now = time.monotonic()
-        finish, _ = self._finish.get(tenant, (now, weight))
-        total = weight + sum([theirs for name, (_, theirs) in self._finish.items() if name != tenant])
-        self._finish[tenant] = max(finish, now) + seconds * total / weight, weight
-
-    def _forget(self) -> None:
-        now = time.monotonic()
-        self._finish = {name: one for name, one in self._finish.items() if one[0] > now - _ACTIVE_S}
-        self._refused_at = {name: at for name, at in self._refused_at.items() if at > now - _ACTIVE_S}
-
-
-class Bookings:
-    """When refused clients may come back: one after the other, each when the work of those before it can be
-    done. Belongs to one event loop."""
-
-    def __init__(self) -> None:
-        #: By content of the request, in order: equal requests are common, such as greetings.
-        self._slots: defaultdict[int, deque[float]] = defaultdict(deque)
-        #: All slots in order, with their requests; also those that were redeemed.
-        self._order: deque[tuple[float, int]] = deque()
-        #: When the next slot is free.
-        self._free_at = 0.0
-        #: Share of the clients that came back in their slots.
-        self._returning = 1.0
-
-    def book(self, key: int, earliest: float, work_s: float) -> float:
-        """Returns the monotonic seconds of the slot, at `earliest` or later."""
-        self._forget_missed()
-        slot = max(earliest, self._free_at)
-        self._free_at = slot + work_s * self._returning
-        self._slots[key].append(slot)
-        self._order.append((slot, key))
-        return slot
-
-    def redeem(self, key: int) -> bool:
-        """Whether the client comes at the time that it was told."""
-        self._forget_missed()
-        if key not in self._slots or self._slots[key][0] - _GRACE_S > time.monotonic():
-            return False
-        self._remove(key)
-        self._returning += _ALPHA * (1 - self._returning)
-        return True
-
-    def _forget_missed(self) -> None:
-        oldest = time.monotonic() - _GRACE_S
-        while self._order and self._order[0][0] < oldest:
-            slot, key = self._order.popleft()
-            if key in self._slots and self._slots[key][0] == slot:
-                self._remove(key)
-                self._returning *= 1 - _ALPHA
-
-    def _remove(self, key: int) -> None:
-        self._slots[key].popleft()
-        if not self._slots[key]:
-            del self._slots[key]
 
 
 @dataclass(eq=False)
@@ -430,7 +243,7 @@ class Admission:
         returns = self._bookings.book(_content(request), now + over_s, route.work_s)
         retry_s = min(returns - now, _MAX_RETRY_AFTER_S)
         due = returns + (slo.ttft_s or slo.e2e_s or DEFAULT_DUE_S)
-        route.computes_prompt.backlog.promise(_content(request), due, route.prefill_s, returns + _GRACE_S)
+        route.computes_prompt.backlog.promise(_content(request), due, route.prefill_s, returns + GRACE_S)
         what = {
             "ttft": f"the first token is predicted after {forecast.ttft.p50:.2f} s (p90 "
             f"{forecast.ttft.p90:.2f} s), over the {slo.ttft_s:g} s of its objective",

@@ -31,7 +31,7 @@ _MEMORY_S = 15.0
 _ENOUGH = 16
 #: By how much a level moves: to where half of the predictions fail, in about 20 requests.
 _LEVEL_RATE = 0.05
-_LOWEST_LEVEL, _HIGHEST_LEVEL = 0.02, 0.995
+_LOWEST_LEVEL, _HIGHEST_LEVEL = 0.02, 1.5
 #: Ratios that count before any measurement.
 _PRIOR = (0.7, 0.9, 1.0, 1.1, 1.3, 1.6)
 
@@ -173,7 +173,10 @@ def _size(seconds: float) -> int:
 
 
 def _quantile(ordered: list[float], level: float) -> float:
-    """The smallest value that at least this share, and one more, do not exceed."""
+    """The smallest value that at least this share, and one more, do not exceed; beyond 1 the largest one,
+    increased in proportion, for a load that is higher than any in the window."""
+    if level > 1:
+        return ordered[-1] * level
     return ordered[min(math.ceil(level * (len(ordered) + 1)) - 1, len(ordered) - 1)]
 
 

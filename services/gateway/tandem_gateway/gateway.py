@@ -27,7 +27,7 @@ from tandem_proto.v1 import common_pb2, decode_pb2, gateway_pb2
 from tandem_service.tracing import Headers, RequestTrace, Tracing, current
 
 from tandem_gateway import trace_attributes
-from tandem_gateway.admission import Admission, Admitted, TokenRates
+from tandem_gateway.admission import Admission, Admitted
 from tandem_gateway.auth import Caller
 from tandem_gateway.dashboard.ended import EndedRequests
 from tandem_gateway.errors import (
@@ -41,6 +41,7 @@ from tandem_gateway.errors import (
     presentation,
 )
 from tandem_gateway.fleet import Fleet
+from tandem_gateway.limits import TokenRates
 from tandem_gateway.metrics import GatewayMetrics
 from tandem_gateway.miss_cause import miss_cause
 from tandem_gateway.relay import Relay

@@ -20,7 +20,6 @@ from tandem_core.errors import InvalidRequestError, TandemError, quoted
 from tandem_service.interceptors import request_id_or_new
 from tandem_service.tracing import current
 
-from tandem_gateway.admission import OpenCalls
 from tandem_gateway.answers import Answers
 from tandem_gateway.auth import ApiKeys
 from tandem_gateway.dashboard.history import History
@@ -35,6 +34,7 @@ from tandem_gateway.errors import (
 from tandem_gateway.fleet import Role
 from tandem_gateway.gateway import Gateway
 from tandem_gateway.http_stream import ClientGoneError
+from tandem_gateway.limits import OpenCalls
 from tandem_gateway.openai_api import OpenAiApi
 from tandem_gateway.openai_render import error_json
 

@@ -24,7 +24,7 @@ from tandem_service.settings import load
 from tandem_service.slo_file import SloFileError, load_slo_classes
 from tandem_service.tls import is_loopback
 
-from tandem_gateway.admission import Admission, OpenCalls
+from tandem_gateway.admission import Admission
 from tandem_gateway.answer_store import AnswerStore
 from tandem_gateway.answers import Answers
 from tandem_gateway.auth import ApiKeys, KeyFileError
@@ -37,6 +37,7 @@ from tandem_gateway.gateway import Gateway, max_message_bytes
 from tandem_gateway.grpc_api import SERVICE_NAME, STATUS_CODES, GatewayServicer, caller_of
 from tandem_gateway.http_app import make_app
 from tandem_gateway.http_server import HttpServer
+from tandem_gateway.limits import OpenCalls
 from tandem_gateway.metrics import GatewayMetrics
 from tandem_gateway.relay import Relay
 from tandem_gateway.routing import OutputLengths, Router

@@ -25,13 +25,13 @@ from tandem_core.errors import InvalidRequestError, quoted
 from tandem_core.slo import LONGEST_OBJECTIVE_S, SloTarget
 from tandem_proto.v1 import decode_pb2
 
-from tandem_gateway.admission import OpenCalls
 from tandem_gateway.answer import Answer, Sent
 from tandem_gateway.answers import Answers
 from tandem_gateway.auth import ApiKeys, Caller
 from tandem_gateway.errors import REQUEST_ERRORS, BodyTimeoutError, BodyTooLargeError, GatewayError
 from tandem_gateway.gateway import Gateway, max_message_bytes
 from tandem_gateway.http_stream import SSE_DONE, EventStream, sse, until_disconnect
+from tandem_gateway.limits import OpenCalls
 from tandem_gateway.openai_models import ChatBody, CompletionBody, parse_body
 from tandem_gateway.openai_render import ChatRenderer, CompletionRenderer, Json, Renderer, error_json
 from tandem_gateway.request import Event, ReceivedRequest, TokenizedRequest
