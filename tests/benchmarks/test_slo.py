@@ -12,7 +12,7 @@ from statistics import mean
 import pytest
 import slo_report
 from fake_gateway import Answer, FakeGateway
-from slo import TENANTS, Benchmark, Plan, make_keys, mooncake_entries, scaled_to_mean
+from slo import CAPACITY_CONCURRENCY, TENANTS, Benchmark, Plan, make_keys, mooncake_entries, scaled_to_mean
 from tandem_cli.bench.options import BenchError, BenchOptions, Point
 from tandem_cli.bench.record import OK, Promise, RequestRecord
 from tandem_cli.bench.records_file import RecordsWriter, read_runs
@@ -127,7 +127,7 @@ def test_the_capacity_is_measured_on_the_first_configuration() -> None:
     plan = replace(PLAN, parts=("poisson",), loads=(0.01,), seconds=0.01, capacity=None)
     first, second, _ = Benchmark(plan, fleets.start, KEYS, None).measure()
     assert fleets.order == ["ours", "ours", "refusing"]
-    assert first.point == Point("capacity", 8)
+    assert first.point == Point("capacity", CAPACITY_CONCURRENCY)
     assert {record.slo.name for record in first.records} == {"batch"}
     assert second.point.rate == pytest.approx(0.01 * first.summary.requests_per_s, abs=1e-4)
 

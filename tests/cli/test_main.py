@@ -65,7 +65,7 @@ def test_help_names_the_commands_and_loads_neither_torch_nor_grpc(tmp_path: Path
         (("up", "--dtype", "int3"), "int3"),
         (("bench", "serve"), "give either --rate or --concurrency"),
         (("bench", "serve", "--rate", "1", "--concurrency", "1"), "give either --rate or --concurrency"),
-        (("bench", "serve", "--rate", "1", "--slo-class", "gold"), "--slo-class 'gold' is unknown"),
+        (("bench", "serve", "--rate", "1", "--slo-class", "gold"), "SLO class 'gold' is unknown"),
         (("bench", "serve", "--rate", "1", "--dataset", "/nonexistent/d"), "/nonexistent/d cannot be read"),
     ],
 )

@@ -33,7 +33,7 @@ NUM_DELAYS, NUM_FAILOVERS = 20, 5
 DELAY_S = 0.5
 OBJECTIVES = common_pb2.SloTarget(e2e_ns=350_000_000)
 EOS = 2
-_SHORT, _LONG = 8, 600
+_NUM_TOKENS = 8
 
 
 def generate(prompt: list[int], num_output: int) -> gateway_pb2.GenerateRequest:
@@ -98,7 +98,7 @@ class System:
         return tokens
 
     async def ask(
-        self, num_output: int = _SHORT, on_first: Callable[[], None] | None = None
+        self, num_output: int = _NUM_TOKENS, on_first: Callable[[], None] | None = None
     ) -> common_pb2.Receipt:
         call = self.gateway.Generate(generate(self.prompt(96), num_output))
         async for response in call:
@@ -142,16 +142,11 @@ async def delay_decode(system: System) -> common_pb2.Receipt:
     return await system.ask(200, on_first=lambda: system.delays.slow.add(engine))
 
 
-async def longer_than_expected(system: System) -> common_pb2.Receipt:
-    return await system.ask(_LONG)
-
-
 INJECTED: dict[str, Callable[[System], Awaitable[common_pb2.Receipt]]] = {
     "queue": delay_queue,
     "prefill": delay_prefill,
     "transfer": delay_transfer,
     "decode": delay_decode,
-    "length": longer_than_expected,
 }
 
 
