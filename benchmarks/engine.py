@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
+from typing import Literal
 
 from peers import BATCH, Peer, Roster, Server, lineup, say, send, transport_to
 from reporting import markdown_table, page
@@ -42,6 +43,8 @@ from tandem_engine import model_loader
 
 SHORT_TOKENS, LONG_TOKENS, OUTPUT_TOKENS = 256, 3840, 64
 TIMEOUT_S = 900.0
+#: Rounds from which ratios of the same round are shown.
+MIN_PAIRS = 4
 #: The running stream is measured this long before the other prompt is sent.
 ALONE_S = 3.0
 
@@ -73,6 +76,27 @@ class Report:
     rows: dict[str, dict[str, str]] = field(default_factory=dict)
     #: Peer -> why it is missing, or stopped early.
     missing: dict[str, str] = field(default_factory=dict)
+    #: Load -> peer -> TTFT and TPOT in seconds, the medians of each round.
+    rounds: dict[str, dict[str, list[tuple[float, float]]]] = field(default_factory=dict)
+
+    def ratios(self) -> str:
+        """Each peer's times divided by those of Tandem's row with or without drafts, round by round."""
+        lines = []
+        for load, by_peer in self.rounds.items():
+            for name, theirs in by_peer.items():
+                ours = by_peer.get("Tandem, drafts" if name.endswith("drafts") else "Tandem", [])
+                if name.startswith("Tandem") or len(ours) != len(theirs) or len(ours) < MIN_PAIRS:
+                    continue
+                pairs = list(zip(theirs, ours, strict=True))
+                figures = []
+                for n in range(2):
+                    low, median, high = statistics.quantiles([peer[n] / own[n] for peer, own in pairs], n=4)
+                    figures.append(f"{median:.2f} ({low:.2f} to {high:.2f})")
+                lines.append([load, name, str(len(pairs)), *figures])
+        if not lines:
+            return ""
+        head = ["load", "peer / Tandem", "rounds", "TTFT, quartiles", "TPOT, quartiles"]
+        return markdown_table(head, lines)
 
     def markdown(self) -> str:
         columns = list(dict.fromkeys(column for row in self.rows.values() for column in row))
@@ -86,6 +110,8 @@ class Report:
         )
         missing = "".join(f"\nMissing: {name}: {reason}  " for name, reason in self.missing.items())
         table = markdown_table(["system", *columns], rows)
+        if ratios := self.ratios():
+            table += f"\n\n{ratios}"
         return page("TTFT and TPOT of Tandem and other systems", table, notes + missing)
 
 
@@ -121,10 +147,13 @@ class Bench(Roster):
             asked = plain_requests(made, BATCH, OUTPUT_TOKENS)
             for peer, server in self.turns(number):
                 records = send(peer, server, asked, ClosedLoop(load.concurrency), timeout_s=TIMEOUT_S)
-                seen[peer] += self._checked(peer, records)
+                checked = self._checked(peer, records)
+                seen[peer] += checked
+                if checked:
+                    rounds = self._report.rounds.setdefault(str(load), {}).setdefault(peer.name, [])
+                    rounds.append((_median_s(checked, "ttft_s"), _median_s(checked, "tpot_s")))
         for peer in self.servers:
-            ttft_ms = 1e3 * statistics.median(record.ttft_s or 0.0 for record in seen[peer])
-            tpot_ms = 1e3 * statistics.median(record.tpot_s or 0.0 for record in seen[peer])
+            ttft_ms, tpot_ms = 1e3 * _median_s(seen[peer], "ttft_s"), 1e3 * _median_s(seen[peer], "tpot_s")
             self._row(peer)[str(load)] = f"{_ms(ttft_ms)} / {_ms(tpot_ms)}"
             say(f"{load}, {peer.name}: TTFT {_ms(ttft_ms)} ms, TPOT {_ms(tpot_ms)} ms")
 
@@ -195,12 +224,15 @@ def main() -> None:
     )
     parser.add_argument("--loads", metavar="TOKENS:CONCURRENCY,...",
                         help="prompt lengths and concurrent requests of these alone; no ITL")  # fmt: skip
+    parser.add_argument("--rounds", type=int, help="of each load; four or more show ratios round by round")
     parser.add_argument("--quick", action="store_true", help="one round, not four 4K prompts at once")
     options = parser.parse_args()
     loads = QUICK_LOADS if options.quick else LOADS
     if options.loads is not None:
         wanted = [tuple(map(int, load.split(":"))) for load in options.loads.split(",")]
         loads = tuple(Load(tokens, concurrency, 1 if options.quick else 2) for tokens, concurrency in wanted)
+    if options.rounds:
+        loads = tuple(replace(load, rounds=options.rounds) for load in loads)
     # A terminated benchmark ends its peers too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     model_dir = model_loader.pull(options.model)
@@ -218,6 +250,10 @@ def main() -> None:
             bench.interfere(prompts)
             options.out.write_text(report.markdown())
     print(report.markdown())
+
+
+def _median_s(records: Sequence[RequestRecord], figure: Literal["ttft_s", "tpot_s"]) -> float:
+    return statistics.median(getattr(record, figure) or 0.0 for record in records)
 
 
 def _ms(value: float) -> str:

@@ -15,6 +15,10 @@ another one each time. These are the parts, all with three classes (MIX) and thr
     alone      two tenants at half the capacity together
     noisy      the same requests at the same times, and a third tenant with twice the capacity
 
+In the first three, an eighth of the requests that the first configuration refuses are sent again at once,
+with objectives so wide that they are admitted and come after all others. One that meets the objectives of
+its class even so was refused wrongly.
+
 Each part begins with a fresh start and a warm-up that is not measured, and no prompt is used in two runs of a
 configuration.
 """
@@ -31,25 +35,27 @@ import shlex
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from peers import BATCH, PeerUnavailableError, Server, say, tandem_peer
-from slo_report import SHAPES, finish
+from slo_report import PROBE, SHAPES, finish
 from tandem_cli.bench.arrivals import ClosedLoop, OpenLoop, Replay, Schedule
 from tandem_cli.bench.dataset import Turn
 from tandem_cli.bench.loadgen import run_load
 from tandem_cli.bench.options import BenchError, BenchOptions, Point
 from tandem_cli.bench.prompts import Prompt
-from tandem_cli.bench.record import RequestRecord
+from tandem_cli.bench.record import OK, Recorder, RequestRecord
 from tandem_cli.bench.records_file import RecordsWriter, read_runs
 from tandem_cli.bench.requests import Request, Tenant, plain_requests
 from tandem_cli.bench.stats import Run, summarise
 from tandem_cli.bench.traces import TraceEntry, mean_rate, read_trace
-from tandem_cli.bench.transports import GrpcTransport
+from tandem_cli.bench.transports import GrpcTransport, SendError
 from tandem_cli.bench.workload import RequestMaker
+from tandem_core.slo import SloTarget
 from tandem_engine import model_loader
 
 #: Name -> flags of `tandem up`. The first one is ours; capacity is measured on it.
@@ -69,6 +75,9 @@ CAPACITY_CONCURRENCY = 32
 #: Loads, in multiples of the capacity, of the parts that have one load.
 RETRY_LOAD, NEIGHBOURS_LOAD, NOISY_LOAD = 2.0, 0.5, 2.0
 WARM_UP_REQUESTS = 8
+#: Of the refused requests, the part that is sent again to find out whether its refusal was right; more would
+#: change the load.
+PROBED_EVERY = 8
 #: Arrivals of the first 24 s of Mooncake's conversation trace (kvcache-ai/Mooncake, FAST25 release): the
 #: lengths of the prompts that came at 0, 3, 6, ... s. Their ratios are used, for a mean of --input-tokens.
 MOONCAKE_BIN_S = 3.0
@@ -232,10 +241,15 @@ class Benchmark:
         return first
 
     def _run(self, target: str, name: str, case: Case) -> None:
-        records = self._send(target, case.requests, case.schedule, case.max_retries)
-        self._note(
-            Run(Point(case.part, rate=round(case.rate, 4)), 0, name, summarise(records), tuple(records))
+        is_probed = case.part in SHAPES and name == next(iter(self._plan.configurations))
+        records, probes = self._send_probing(
+            target, case.requests, case.schedule, case.max_retries, PROBED_EVERY if is_probed else 0
         )
+        rate = round(case.rate, 4)
+        self._note(Run(Point(case.part, rate=rate), 0, name, summarise(records), tuple(records)))
+        if probes:
+            point = Point(f"{PROBE}{case.part}", rate=rate)
+            self._note(Run(point, 0, name, summarise(probes), tuple(probes)))
 
     def _note(self, run: Run) -> None:
         self.runs.append(run)
@@ -247,13 +261,64 @@ class Benchmark:
             f"{summary.num_refused}, in time {summary.num_met}, {summary.duration_s:.0f} s"
         )
 
-    def _send(
-        self, target: str, requests: Sequence[Request], schedule: Schedule, max_retries: int = 0
-    ) -> list[RequestRecord]:
+    def _send(self, target: str, requests: Sequence[Request], schedule: Schedule) -> list[RequestRecord]:
+        return self._send_probing(target, requests, schedule)[0]
+
+    def _send_probing(
+        self,
+        target: str,
+        requests: Sequence[Request],
+        schedule: Schedule,
+        max_retries: int = 0,
+        probed_every: int = 0,
+    ) -> tuple[list[RequestRecord], list[RequestRecord]]:
         options = self._plan.options
-        return send_to(
-            target, options, requests, schedule, timeout_s=options.timeout, max_retries=max_retries
-        )
+
+        async def sending() -> tuple[list[RequestRecord], list[RequestRecord]]:
+            transport = RefusalProbe(target, options, probed_every)
+            try:
+                records = await run_load(
+                    transport, requests, schedule, timeout_s=options.timeout, max_retries=max_retries
+                )
+                return records, await transport.probes()
+            finally:
+                await transport.close()
+
+        return asyncio.run(sending())
+
+
+class RefusalProbe(GrpcTransport):
+    """Sends some of the refused requests again at once, with objectives so wide that they are admitted and
+    come after all others. If one meets the objectives of its class even so, its refusal was wrong."""
+
+    def __init__(self, target: str, options: BenchOptions, every: int) -> None:
+        super().__init__(target, options)
+        #: 0: none is sent again.
+        self._every = every
+        self._num_refused = 0
+        self._probes: set[asyncio.Task[RequestRecord]] = set()
+
+    async def send(self, request: Request, recorder: Recorder) -> None:
+        try:
+            await super().send(request, recorder)
+        except SendError as error:
+            if error.retry_after_s is not None and self._every:
+                self._num_refused += 1
+                if self._num_refused % self._every == 1:
+                    self._probes.add(asyncio.create_task(self._probe(request)))
+            raise
+
+    async def _probe(self, request: Request) -> RequestRecord:
+        wide = replace(request, slo=SloTarget(request.slo.name, 60.0, 1.0, 60.0), sends_objectives=True)
+        recorder = Recorder(request, time.perf_counter())
+        try:
+            await super().send(wide, recorder)
+        except SendError as error:
+            return recorder.finish(error.status, str(error))
+        return recorder.finish(OK)
+
+    async def probes(self) -> list[RequestRecord]:
+        return await asyncio.gather(*self._probes)
 
 
 def mooncake_entries() -> list[TraceEntry]:

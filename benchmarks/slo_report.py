@@ -22,14 +22,16 @@ from tandem_core.slo import DEFAULT_SLO_CLASSES
 
 #: The parts whose runs differ in the load.
 SHAPES = ("poisson", "bursts", "trace")
+#: Before a part's name: refused requests that were sent again behind all others.
+PROBE = "refused in "
 READING = """\
 "Of admitted" is the share of the requests not refused that met their objectives by the client's clock:
 those of the class, and in brackets those that the receipt names, which the gateway widens where the
 machine could not meet them without load. Goodput is requests/s in time; "of peak" is its share of the
-configuration's highest with these arrivals. Refusals are as the client sees them. "In time elsewhere" is
-the share of them that another configuration served in time, possibly at the cost of other requests: it
-hints at wrong refusals, but no oracle decides. A prediction held when the gateway measured at most what
-it had predicted at admission; a calibrated p90 holds for 90 %."""
+configuration's highest with these arrivals. Refusals are as the client sees them. "Wrongly": some of the
+refused requests were sent again at once with objectives so wide that they came after all others; of these
+the share that met the objectives of their class even so. A prediction held when the gateway measured at
+most what it had predicted at admission; a calibrated p90 holds for 90 %."""
 
 
 def finish(runs: Sequence[Run], out: Path, plot: Path | None) -> None:
@@ -97,26 +99,26 @@ def overload_table(runs: Sequence[Run], capacity: float | None) -> str:
                 f"{goodput:.3g}",
                 f"{goodput / max(peers):.0%}" if max(peers) else "-",
                 _ms(told.latency_s),
-                _share(served_elsewhere(run, shapes)),
+                _wrongly_refused(run, runs),
                 _seconds(summary.ttft_s),
             ]
         )
     head = (
         "arrivals", "load", "configuration", "sent", "refused", "of admitted", "of all", "goodput", "of peak",
-        "refusal ms p50 / p99", "refused, in time elsewhere", "TTFT s p50 / p99",
+        "refusal ms p50 / p99", "wrongly", "TTFT s p50 / p99",
     )  # fmt: skip
     return markdown_table(head, rows) if rows else ""
 
 
-def served_elsewhere(run: Run, runs: Sequence[Run]) -> float | None:
-    """Share of the refused requests that another configuration served in time, of the same requests; None
-    without a refusal or another configuration."""
-    others = [other for other in runs if other.point == run.point and other.system != run.system]
-    refused = {record.index for record in run.records if record.is_refused}
-    if not refused or not others:
-        return None
-    met = {record.index for other in others for record in other.records if record.is_met()}
-    return len(refused & met) / len(refused)
+def _wrongly_refused(run: Run, runs: Sequence[Run]) -> str:
+    point = run.point._replace(workload=f"{PROBE}{run.point.workload}")
+    probed = [
+        record
+        for other in runs
+        if (other.point, other.system) == (point, run.system)
+        for record in other.records
+    ]
+    return f"{sum(record.is_met() for record in probed)} of {len(probed)}" if probed else "-"
 
 
 def kept_promises(records: Sequence[RequestRecord]) -> float | None:
@@ -157,7 +159,7 @@ def retry_table(runs: Sequence[Run]) -> str:
 def calibration_table(runs: Sequence[Run], capacity: float | None) -> str:
     """By class over all loads, and by load over all classes."""
     rows = []
-    opened = [run for run in runs if run.point.rate is not None]
+    opened = [run for run in runs if run.point.rate is not None and not run.point.workload.startswith(PROBE)]
     for system in dict.fromkeys(run.system for run in opened):
         here = [run for run in opened if run.system == system]
         records = pooled_records(here)
@@ -237,7 +239,11 @@ def draw_calibration(path: Path, runs: Sequence[Run], system: str) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    mine = [run for run in runs if run.system == system and run.point.rate is not None]
+    mine = [
+        run
+        for run in runs
+        if run.system == system and run.point.rate is not None and not run.point.workload.startswith(PROBE)
+    ]
     rates = sorted({run.point.rate for run in mine if run.point.rate is not None})
     figure, panels = plt.subplots(1, 2, figsize=(11, 4.5), constrained_layout=True, sharey=True)
     for panel, name in zip(panels, ("ttft", "e2e"), strict=True):

@@ -12,7 +12,16 @@ from statistics import mean
 import pytest
 import slo_report
 from fake_gateway import Answer, FakeGateway
-from slo import CAPACITY_CONCURRENCY, TENANTS, Benchmark, Plan, make_keys, mooncake_entries, scaled_to_mean
+from slo import (
+    CAPACITY_CONCURRENCY,
+    PROBED_EVERY,
+    TENANTS,
+    Benchmark,
+    Plan,
+    make_keys,
+    mooncake_entries,
+    scaled_to_mean,
+)
 from tandem_cli.bench.options import BenchError, BenchOptions, Point
 from tandem_cli.bench.record import OK, Promise, RequestRecord
 from tandem_cli.bench.records_file import RecordsWriter, read_runs
@@ -172,25 +181,33 @@ def test_promises_are_judged_by_the_client_s_clock_and_the_receipt_s_objectives(
     assert slo_report.kept_promises([answer(0.1)]) is None
 
 
-def test_a_refusal_is_compared_with_what_another_configuration_made_of_the_same_request() -> None:
-    def run(system: str, statuses: str, rate: float = 2.0) -> Run:
-        records = tuple(
-            replace(
-                answer(0.1 if status == "o" else 9.0, status="HTTP 429" if status == "r" else OK), index=index
-            )
-            for index, status in enumerate(statuses)
-        )
-        return Run(Point("poisson", rate=rate), 0, system, summarise(records), records)
+def test_an_eighth_of_the_refused_requests_is_sent_again_with_wide_objectives() -> None:
+    fleets = Fleets()
+    plan = replace(PLAN, configurations={"refusing": "--refuse"}, parts=("poisson",), loads=(2.0,))
+    runs = Benchmark(plan, fleets.start, KEYS, None).measure()
+    first, probed = runs
+    assert probed.point == first.point._replace(workload="refused in poisson")
+    num_refused = first.summary.num_refused
+    assert num_refused >= 10
+    assert len(probed.records) == len(range(0, num_refused, PROBED_EVERY))
+    wide = [call for call in fleets.ended[0].requests if call.slo.ttft_ns == 60 * 10**9]
+    assert len(wide) == len(probed.records)
+    refused = {record.index for record in first.records if record.is_refused}
+    assert {record.index for record in probed.records} <= refused
+    assert all(record.slo in DEFAULT_SLO_CLASSES.values() for record in probed.records)
 
-    # o: in time, l: late, r: refused
-    ours, fifo, limited, faster = (
-        run("ours", "rrrro"), run("FIFO", "olllo"), run("queue limit", "rollr"), run("FIFO", "ooooo", 4.0)
-    )  # fmt: skip
-    runs = [ours, fifo, limited, faster]
-    assert slo_report.served_elsewhere(ours, runs) == 0.5
-    assert slo_report.served_elsewhere(limited, runs) == 1.0
-    assert slo_report.served_elsewhere(fifo, runs) is None
-    assert slo_report.served_elsewhere(ours, [ours]) is None
+
+def test_a_refusal_was_wrong_if_the_request_meets_its_own_objectives_behind_all_others() -> None:
+    def run(part: str, *records: RequestRecord) -> Run:
+        return Run(Point(part, rate=2.0), 0, "ours", summarise(records), records)
+
+    refused = answer(0.1, status="RESOURCE_EXHAUSTED")
+    overload = run("poisson", refused, refused, answer(0.1))
+    probes = run("refused in poisson", answer(0.1), answer(90.0))
+    table = slo_report.overload_table([overload, probes], capacity=2.0).splitlines()
+    assert len(table) == 3, "probes have no row of their own"
+    assert " | 1 of 2 | " in table[2]
+    assert " | - | " in slo_report.overload_table([overload], capacity=2.0).splitlines()[2]
 
 
 def test_predictions_have_rows_by_class_and_by_load_and_a_picture(tmp_path: Path) -> None:
