@@ -7,7 +7,6 @@ run until Ctrl-C. They and what they store are this machine's alone; Grafana is 
 from __future__ import annotations
 
 import argparse
-import http.client
 import json
 import os
 import shutil
@@ -52,16 +51,14 @@ def targets(record: FleetRecord, host: str = "127.0.0.1") -> dict[str, list[str]
     """Addresses of /metrics by role."""
     found: dict[str, list[str]] = {}
     for pod in record.pods:
-        port = pod.ports.get("http" if pod.role == "gateway" else "metrics")
+        port = pod.ports.get("metrics")
         if port is not None:
             found.setdefault(pod.role, []).append(f"{host}:{port}")
     return found
 
 
-def prometheus_config(
-    addresses: Mapping[str, Sequence[str]], options: Options, schemes: Mapping[str, str]
-) -> dict[str, Any]:
-    """One job for each role; `schemes` by role: http or https."""
+def prometheus_config(addresses: Mapping[str, Sequence[str]], options: Options) -> dict[str, Any]:
+    """One job for each role."""
     interval = f"{options.scrape_interval_s * 1000:.0f}ms"
     return {
         "global": {"scrape_interval": interval, "evaluation_interval": interval},
@@ -72,9 +69,6 @@ def prometheus_config(
         "scrape_configs": [
             {
                 "job_name": f"tandem-{role}",
-                "scheme": schemes.get(role, "http"),
-                # On this machine; the certificate is of the gateway's public name.
-                "tls_config": {"insecure_skip_verify": True},
                 "static_configs": [{"targets": list(listed)}],
             }
             for role, listed in sorted(addresses.items())
@@ -113,19 +107,6 @@ def find(names: Sequence[str], path: str) -> str:
     )
 
 
-def _scheme(address: str) -> str:
-    """Of the gateway, which speaks TLS if it has a certificate: https where it answers no plaintext."""
-    try:
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(
-            f"http://{address}/metrics", timeout=5
-        ):
-            return "http"
-    except urllib.error.HTTPError:
-        return "http"
-    except (OSError, http.client.HTTPException):
-        return "https"
-
-
 def _check_free(port: int, flag: str) -> None:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -150,10 +131,9 @@ def start(options: Options) -> list[subprocess.Popen[bytes]]:
     _check_free(options.prometheus_port, "--prometheus-port")
     _check_free(options.alertmanager_port, "--alertmanager-port")
     addresses = targets(record)
-    schemes = {"gateway": _scheme(addresses["gateway"][0])}
     options.folder.mkdir(parents=True, exist_ok=True)
     configs = {
-        "prometheus.yml": prometheus_config(addresses, options, schemes),
+        "prometheus.yml": prometheus_config(addresses, options),
         "alertmanager.yml": ALERTMANAGER_CONFIG,
     }
     for name, config in configs.items():

@@ -134,8 +134,8 @@ RECORD = FleetRecord(
     "tiny",
     True,
     (
-        PodRecord("gateway", "gateway-0", 2, {"grpc": 50051, "http": 8000}),
-        PodRecord("gateway", "gateway-1", 3, {"grpc": 50052, "http": 8001}),
+        PodRecord("gateway", "gateway-0", 2, {"grpc": 50051, "http": 8000, "metrics": 52400}),
+        PodRecord("gateway", "gateway-1", 3, {"grpc": 50052, "http": 8001, "metrics": 52401}),
         PodRecord("decode", "decode-0", 4, {"grpc": 51200, "kv": 51300, "metrics": 52200}),
         PodRecord("redis", "redis", 5, {}),
     ),
@@ -144,13 +144,12 @@ RECORD = FleetRecord(
 
 def test_observe_scrapes_every_process_that_serves_metrics(tmp_path: Path) -> None:
     options = observe.Options(tmp_path / "s.json", tmp_path, scrape_interval_s=0.5)
-    config = observe.prometheus_config(observe.targets(RECORD), options, {"gateway": "https"})
+    config = observe.prometheus_config(observe.targets(RECORD), options)
     jobs = {job["job_name"]: job for job in config["scrape_configs"]}
     assert {name: job["static_configs"][0]["targets"] for name, job in jobs.items()} == {
         "tandem-decode": ["127.0.0.1:52200"],
-        "tandem-gateway": ["127.0.0.1:8000", "127.0.0.1:8001"],
+        "tandem-gateway": ["127.0.0.1:52400", "127.0.0.1:52401"],
     }
-    assert (jobs["tandem-gateway"]["scheme"], jobs["tandem-decode"]["scheme"]) == ("https", "http")
     assert config["global"]["scrape_interval"] == "500ms"
     assert config["rule_files"] == [str(RULES)]
 
@@ -158,7 +157,7 @@ def test_observe_scrapes_every_process_that_serves_metrics(tmp_path: Path) -> No
 @needs_promtool
 def test_prometheus_accepts_the_configuration(tmp_path: Path) -> None:
     options = observe.Options(tmp_path / "s.json", tmp_path)
-    config = observe.prometheus_config(observe.targets(RECORD), options, {})
+    config = observe.prometheus_config(observe.targets(RECORD), options)
     path = tmp_path / "prometheus.yml"
     path.write_text(yaml.safe_dump(config))
     checked = subprocess.run([str(PROMTOOL), "check", "config", str(path)], capture_output=True, text=True)

@@ -59,6 +59,8 @@ class Front:
     def __init__(self, process: GatewayProcess) -> None:
         self.process = process
         self.url = f"http://127.0.0.1:{process.http_port}"
+        #: Needs no key.
+        self.metrics_url = f"http://127.0.0.1:{process.metrics_port}/metrics"
         self.channel = open_channel(f"127.0.0.1:{process.grpc_port}")
         self.grpc = gateway_pb2_grpc.GatewayServiceStub(self.channel)
         self.http = httpx.AsyncClient(base_url=self.url, timeout=10.0, trust_env=False)
@@ -74,7 +76,7 @@ class Front:
         """The sum of the series with these labels, such as `tandem_requests_total{outcome="ok"}`."""
         name, _, labels = sample.partition("{")
         wanted = dict(re.findall(r'(\w+)="([^"]*)"', labels))
-        families = text_string_to_metric_families((await self.http.get("/metrics")).text)
+        families = text_string_to_metric_families((await self.http.get(self.metrics_url)).text)
         found = [
             sample.value
             for family in families
@@ -128,6 +130,7 @@ async def gateway(model_folder: Path) -> AsyncIterator[Callable]:
                 "decode": tuple(pod.target for pod in decode),
                 "grpc_port": 0,
                 "http_port": 0,
+                "metrics_port": 0,
                 "drain_s": 0.0,
                 "poll_interval_s": 0.1,
                 "failover_wait_s": 2.0,

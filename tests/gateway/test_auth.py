@@ -1,6 +1,7 @@
 """API keys: on both faces, tenants, SLO classes, and a keys file that says what is wrong with it."""
 
 import hashlib
+import json
 
 import grpc
 import openai
@@ -10,9 +11,15 @@ from tandem_core.slo import SloTarget
 from tandem_gateway.auth import ApiKeys, KeyFileError
 from tandem_gateway.errors import ForbiddenError, UnauthenticatedError
 from tandem_proto.v1 import gateway_pb2
+from waiting import pause_async, until_async
 
 REQUEST = gateway_pb2.ChatRequest(messages=[gateway_pb2.ChatMessage(role="user", content="hi")])
 USER = [{"role": "user", "content": "hi"}]
+
+
+def line(key: str, tenant: str, **fields: object) -> str:
+    """Of a keys file."""
+    return json.dumps({"key_sha256": hashlib.sha256(key.encode()).hexdigest(), "tenant": tenant, **fields})
 
 
 async def test_grpc_needs_a_known_key(pods, gateway, keys_file):
@@ -39,12 +46,48 @@ async def test_http_needs_a_known_key(pods, gateway, keys_file):
     assert info.value.code == "invalid_api_key"
     for path in ("/v1/models", "/fleet"):
         assert (await front.http.get(path)).status_code == 401
-    for path in ("/health", "/metrics"):
-        assert (await front.http.get(path)).status_code == 200
+    assert (await front.http.get("/health")).status_code == 200
     async with front.openai_client("acme-key") as client:
         answer = await client.chat.completions.create(model="", messages=USER)
     assert answer.choices[0].message.content == "Hello there!"
     assert pod.requests[0].tenant == "acme"
+
+
+async def test_metrics_name_tenants_and_are_for_operators(pods, gateway, tmp_path):
+    path = tmp_path / "keys"
+    path.write_text(f"{line('user-key', 'acme')}\n{line('boss-key', 'boss', operator=True)}\n")
+    front = await gateway(await pods(), api_keys_file=path, metrics_port=0)
+    for key, status in (("", 401), ("user-key", 403), ("boss-key", 200)):
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        assert (await front.http.get("/metrics", headers=headers)).status_code == status
+
+
+async def test_changed_keys_are_read_again(pods, gateway, tmp_path):
+    """As a mounted Secret changes: the file is a link into a folder that is exchanged as a whole."""
+    (tmp_path / "keys.jsonl").symlink_to("..data/keys.jsonl")
+
+    def mount(name: str, text: str) -> None:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "keys.jsonl").write_text(text)
+        (tmp_path / "new").symlink_to(name)
+        (tmp_path / "new").replace(tmp_path / "..data")
+
+    mount("1", line("old-key", "acme"))
+    front = await gateway(await pods(), api_keys_file=tmp_path / "keys.jsonl")
+
+    async def status(key: str) -> int:
+        return (await front.http.get("/v1/models", headers={"authorization": f"Bearer {key}"})).status_code
+
+    assert (await status("old-key"), await status("new-key")) == (200, 401)
+    mount("2", "damaged")
+    await pause_async(2.5)
+    assert await status("old-key") == 200, "a damaged file is not taken"
+    mount("3", line("new-key", "acme"))
+
+    async def is_exchanged() -> bool:
+        return (await status("old-key"), await status("new-key")) == (401, 200)
+
+    await until_async(is_exchanged)
 
 
 async def test_a_key_is_held_to_its_classes(pods, gateway, keys_file):

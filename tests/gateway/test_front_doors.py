@@ -7,6 +7,7 @@ import json
 import ssl
 import string
 import threading
+import time
 from pathlib import Path
 
 import grpc
@@ -24,7 +25,7 @@ from tandem_gateway.openai_models import ChatBody, CompletionBody, parse_body
 from tandem_gateway.settings import GatewaySettings
 from tandem_proto.v1 import gateway_pb2
 from tandem_service.tls import Role
-from waiting import until, until_async
+from waiting import pause_async, until, until_async
 
 CHAT = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
@@ -260,6 +261,36 @@ async def test_connections_are_limited(pods, gateway):
             return False
 
     await until_async(is_free)
+
+
+async def test_connections_grow_only_so_old(pods, gateway):
+    """So that clients spread over new gateways; running answers go on."""
+    pod = await pods(words=("a",) * 20, pause_s=0.05)
+    front = await gateway(pod, max_connection_age_s=0.5)
+    messages = [gateway_pb2.ChatMessage(role="user", content="hi")]
+    call = front.grpc.Chat(gateway_pb2.ChatRequest(messages=messages))
+    assert len([response async for response in call]) == 21, "a second on a connection of half of one"
+    seen = set()
+    give_up_at = time.monotonic() + 5
+    async with httpx.AsyncClient(base_url=front.url, trust_env=False) as http:
+        while "close" not in seen and time.monotonic() < give_up_at:
+            seen.add((await http.get("/health")).headers.get("connection", "stays"))
+            await pause_async(0.05)
+    assert seen == {"stays", "close"}
+
+
+async def test_a_gateway_without_decode_pods_is_ready_and_holds_requests(pods, gateway):
+    """It is what wakes a role from zero; a request waits for a while, then it is told when to come again."""
+    front = await gateway(decode=("127.0.0.1:1",), failover_wait_s=0.5, metrics_port=0)
+    url = f"http://127.0.0.1:{front.process.metrics_port}/readyz"
+    async with httpx.AsyncClient(trust_env=False) as http:
+        assert (await http.get(url)).status_code == 200
+    asked_at = time.monotonic()
+    body = {"model": "", "messages": [{"role": "user", "content": "hi"}]}
+    answer = await front.http.post(CHAT, json=body)
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"]
+    assert time.monotonic() - asked_at > 0.4
 
 
 async def test_one_tenant_cannot_take_every_place(pods, gateway, tmp_path):

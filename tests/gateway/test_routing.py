@@ -125,6 +125,27 @@ async def test_prefill_pods_are_ordered_least_busy_first(make_pod):
     assert [pod.target for pod in route.prefill] == ["p:2", "p:1"]
 
 
+async def test_kv_stays_in_a_zone_unless_another_one_is_clearly_faster(make_pod):
+    near, far = make_pod("a:1", role=Role.PREFILL), make_pod("b:1", role=Role.PREFILL)
+    decode = make_pod("d:1")
+    decode.zone, near.zone, far.zone = "z1", "z1", "z2"
+    router = _router(decode, far, near)
+    near.backlog.add("other", 0.5, 0.2)
+    assert router.plan(_request(PROMPT)).prefill == (near, far), "0.2 s later, but in the zone"
+    near.backlog.add("another", 0.5, 0.2)
+    assert router.plan(_request(PROMPT)).prefill == (far, near), "0.4 s later"
+    far.zone = ""
+    near.backlog.remove("another")
+    assert router.plan(_request(PROMPT)).prefill == (far, near), "an unknown zone is not far"
+
+
+async def test_a_decode_pod_is_chosen_in_the_zone_of_the_prefill_pod(make_pod):
+    prefill = make_pod("p:1", role=Role.PREFILL)
+    far, near = make_pod("a:1"), make_pod("b:1")
+    far.zone, near.zone, prefill.zone = "z1", "z2", "z2"
+    assert _router(far, near, prefill).plan(_request(PROMPT)).decode is near
+
+
 async def test_a_prompt_returns_to_the_prefill_pod_that_computed_it(make_pod):
     one, two = make_pod("p:1", Role.PREFILL), make_pod("p:2", Role.PREFILL)
     router = _router(one, two, make_pod("d:1"))

@@ -40,9 +40,12 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
-def server_options(max_request_bytes: int, max_connections: int | None = None) -> tuple[tuple[str, int], ...]:
+def server_options(
+    max_request_bytes: int, max_connections: int | None = None, max_connection_age_s: float = 0.0
+) -> tuple[tuple[str, int], ...]:
     """A larger request fails with RESOURCE_EXHAUSTED before it is parsed or reaches an interceptor.
-    `max_connections` None: no limit."""
+    `max_connections` None: no limit. A connection of that age (10 % more or less; 0: any) takes no further
+    calls, and its client opens another one; its running calls go on."""
     public: tuple[tuple[str, int], ...] = ()
     if max_connections is not None:
         public = (
@@ -50,6 +53,8 @@ def server_options(max_request_bytes: int, max_connections: int | None = None) -
             # Of connections without a call; clients connect again when they have one.
             ("grpc.max_connection_idle_ms", _MAX_IDLE_MS),
         )
+    if max_connection_age_s:
+        public += (("grpc.max_connection_age_ms", round(max_connection_age_s * 1000)),)
     return (
         *public,
         *_COMMON_OPTIONS,

@@ -59,6 +59,7 @@ class PodServer:
         gate: Gate | None = None,
         credentials: grpc.ServerCredentials | None = None,
         max_connections: int | None = None,
+        max_connection_age_s: float = 0.0,
     ) -> None:
         self._settings = settings
         self._tls = settings.pod_tls() if callers is not None else None
@@ -72,12 +73,14 @@ class PodServer:
                     status_codes, self.registry, callers if self._tls is not None else None, gate
                 ),
             ),
-            options=server_options(max_request_bytes, max_connections),
+            options=server_options(max_request_bytes, max_connections, max_connection_age_s),
         )
         #: Begins the traces of this process; `close` it after the last request.
         self.tracing = start_tracing(role, settings.pod_id)
         #: Set when the drain begins; a servicer with endless streams must end them then.
         self.draining = asyncio.Event()
+        #: What /readyz says: whether this process should be sent calls.
+        self.is_ready: Callable[[], bool] = lambda: self._health.is_serving
         #: Awaited first in a drain, while new calls are still taken: other pods fetch what this one holds.
         self.hand_over: Callable[[], Awaitable[None]] | None = None
         #: Bound ports, known after `start`.
@@ -109,7 +112,7 @@ class PodServer:
         if settings.metrics_port is not None:
             try:
                 self._metrics_server = MetricsServer(
-                    self.registry, settings.host, settings.metrics_port, lambda: self._health.is_serving
+                    self.registry, settings.host, settings.metrics_port, lambda: self.is_ready()
                 )
             except OSError as error:
                 raise OSError(

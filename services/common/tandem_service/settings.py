@@ -18,7 +18,7 @@ from typing import Annotated, ClassVar, Literal, Self, TypeVar
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict, SettingsError
 
-from tandem_service.discovery import parse_target
+from tandem_service.discovery import parse_entry
 from tandem_service.redis_client import RedisAddress
 from tandem_service.tls import PemFiles, PodTls, Role, TlsFileError, is_loopback
 from tandem_service.tracing import TracingSettingsError, check_environment
@@ -31,17 +31,17 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 
 
 def _split_targets(value: object) -> tuple[str, ...]:
-    """ "a:1,b:2" (or several such strings) -> ("a:1", "b:2"); ValueError for anything else."""
+    """ "a:1,k8s://b:2" (or several such strings) -> ("a:1", "k8s://b:2"); ValueError for anything else."""
     if isinstance(value, str):
         parts = value.split(",")
     elif isinstance(value, list | tuple):
         parts = [part for item in value for part in str(item).split(",")]
     else:
         raise ValueError("expected host:port[,host:port...]")
-    return tuple(str(parse_target(part)) for part in parts if part.strip())
+    return tuple(str(parse_entry(part)) for part in parts if part.strip())
 
 
-#: A field of several gRPC targets, given as `host:port,host:port`.
+#: A field of several gRPC targets, given as `host:port,k8s://service:port`.
 Targets = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_targets)]
 
 

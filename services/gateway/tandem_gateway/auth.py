@@ -6,23 +6,29 @@ The keys file has one JSON object per line, with digests only:
 
 `slo_classes` is optional (default: all); its first is the caller's default. `min_ttft_ms`, `min_tpot_ms` and
 `min_e2e_ms` bound the objectives that a request may ask for; `weight` (1) is the tenant's share of the work
-when tenants want more than there is. `"operator": true` lets the key see the dashboard, which shows the
-requests of all tenants. Without a keys file every caller is the tenant "default" and may see it.
+when tenants want more than there is. `"operator": true` lets the key see the dashboard and /metrics, which
+show the requests of all tenants. A changed file is read again within seconds. Without a keys file every
+caller is the tenant "default" and may see them.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tandem_core.errors import InvalidRequestError, quoted
 from tandem_core.slo import DEFAULT_SLO_CLASSES, LONGEST_OBJECTIVE_S, NO_OBJECTIVES, SloTarget
 
 from tandem_gateway.errors import ForbiddenError, UnauthenticatedError
+
+#: Between two looks at the file.
+_FOLLOW_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,15 @@ class KeyFileError(Exception):
     """The keys file is missing or damaged; the message names the line."""
 
 
+def _version(path: Path | None) -> tuple[int, int, int] | None:
+    """Changes with the file; a mounted Secret is another file after each change. None: no file."""
+    try:
+        status = None if path is None else path.stat()
+    except OSError:
+        return None
+    return None if status is None else (status.st_ino, status.st_mtime_ns, status.st_size)
+
+
 class _KeyLine(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
@@ -95,10 +110,19 @@ class _KeyLine(BaseModel):
 class ApiKeys:
     """Authenticates bearer tokens."""
 
-    def __init__(self, callers: dict[bytes, Caller] | None, anyone: Caller) -> None:
-        """`callers` by SHA-256 digest of their key; None: no key is required, and each caller is `anyone`."""
+    def __init__(
+        self,
+        callers: dict[bytes, Caller] | None,
+        anyone: Caller,
+        path: Path | None = None,
+        version: tuple[int, int, int] | None = None,
+    ) -> None:
+        """`callers` by SHA-256 digest of their key; None: no key is required, and each caller is `anyone`.
+        `path` is the file that they come from, `version` what `_version` said before it was read."""
         self._callers = callers
         self._anyone = anyone
+        self._path = path
+        self._version = version
 
     @property
     def slo_classes(self) -> Mapping[str, SloTarget]:
@@ -111,6 +135,7 @@ class ApiKeys:
         anyone = Caller("default", known_classes=slo_classes, is_anyone=True, is_operator=True)
         if path is None:
             return cls(None, anyone)
+        version = _version(path)
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
@@ -141,7 +166,29 @@ class ApiKeys:
                 SloTarget("", entry.min_ttft_ms / 1000, entry.min_tpot_ms / 1000, entry.min_e2e_ms / 1000),
                 is_operator=entry.operator,
             )
-        return cls(callers, anyone)
+        return cls(callers, anyone, path, version)
+
+    async def follow(self) -> None:
+        """Reads the file again when it changes, until cancelled."""
+        while True:
+            await asyncio.sleep(_FOLLOW_S)
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Takes the file as it is now; a damaged one is not taken, with a warning. Answers that run with a
+        key that is gone go on."""
+        version = _version(self._path)
+        if version == self._version:
+            return
+        self._version = version
+        log = structlog.get_logger("tandem.auth")
+        try:
+            fresh = ApiKeys.load(self._path, self.slo_classes)
+        except KeyFileError as error:
+            log.warning("changed API keys are not taken; those before stay in force", reason=str(error))
+            return
+        self._callers = fresh._callers
+        log.info("API keys read again", num_keys=len(fresh._callers or ()))
 
     def authenticate(self, authorization: str) -> Caller:
         """The caller behind an Authorization header or metadata value; raises UnauthenticatedError."""

@@ -4,6 +4,7 @@ discovery lists a target      a Pod is added, unhealthy until it answers
 poll, each second             SERVING -> healthy; NOT_SERVING -> unhealthy
 UNAVAILABLE                   to a poll or a request: unhealthy at once, polled again soon
 poll timed out                unhealthy after three in a row, because a busy pod may answer late once
+discovery withholds a target  (it terminates, or is not ready) it gets nothing new; its requests go on
 discovery drops a target      the Pod is removed; its channel is closed after its requests have ended
 """
 
@@ -29,7 +30,7 @@ from tandem_proto.v1 import (
 )
 from tandem_service import tls
 from tandem_service.channels import open_channel
-from tandem_service.discovery import DnsDiscovery
+from tandem_service.discovery import Discovery
 from tandem_service.tls import PodTls
 
 from tandem_gateway.pod_load import Backlog, PodLoad
@@ -60,6 +61,10 @@ class Pod:
         self._tls = pod_tls
         self._open_channel()
         self.healthy = False
+        #: Topology zone; "": unknown.
+        self.zone = ""
+        #: Why discovery says that it gets nothing new; "": it may.
+        self.withheld = ""
         self.in_flight = 0
         self.load = PodLoad()
         self.backlog = Backlog()
@@ -132,7 +137,7 @@ class Fleet:
 
     def __init__(
         self,
-        discoveries: Mapping[Role, DnsDiscovery],
+        discoveries: Mapping[Role, Discovery],
         *,
         model_revision: str,
         poll_interval_s: float,
@@ -147,10 +152,13 @@ class Fleet:
         self._closing: set[asyncio.Task[None]] = set()
         self._follower: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
+        self._discovered = asyncio.Event()
         self._log = structlog.get_logger("tandem.fleet")
 
     async def start(self) -> None:
         """Finds the pods and starts to poll them; returns before the first answer."""
+        for discovery in self._discoveries.values():
+            await discovery.start(self._discovered.set)
         await self._follow_once()
         self._follower = asyncio.create_task(self._follow())
 
@@ -161,6 +169,7 @@ class Fleet:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(discovery.close() for discovery in self._discoveries.values()))
         await asyncio.gather(*(pod.channel.close(None) for pod in self.pods()))
 
     def pods(self) -> list[Pod]:
@@ -184,7 +193,9 @@ class Fleet:
 
     async def _follow(self) -> None:
         while True:
-            await asyncio.sleep(self._poll_interval_s)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._discovered.wait(), self._poll_interval_s)
+            self._discovered.clear()
             try:
                 await self._follow_once()
             except Exception as error:
@@ -192,13 +203,19 @@ class Fleet:
 
     async def _follow_once(self) -> None:
         for role, discovery in self._discoveries.items():
-            targets = await discovery.targets()
+            endpoints = await discovery.endpoints()
             known = self._pods[role]
-            for target in targets:
-                if target not in known:
-                    pod = known[target] = Pod(role, target, self._pod_tls)
+            for endpoint in endpoints:
+                pod = known.get(endpoint.target)
+                if pod is None:
+                    pod = known[endpoint.target] = Pod(role, endpoint.target, self._pod_tls)
                     self._pollers[pod] = asyncio.create_task(self._poll(pod))
-            for target in set(known) - set(targets):
+                pod.zone = endpoint.zone
+                if pod.withheld != endpoint.withheld:
+                    pod.withheld = endpoint.withheld
+                    # The next poll says whether it is healthy, if it may be used again.
+                    self._set_health(pod, cause=endpoint.withheld or "not polled since")
+            for target in set(known) - {endpoint.target for endpoint in endpoints}:
                 pod = known.pop(target)
                 self._pollers.pop(pod).cancel()
                 self._set_health(pod, cause="no longer listed")
@@ -220,6 +237,7 @@ class Fleet:
                 pod.last_seen = time.monotonic()
                 revision = pod.report.model_revision
                 cause = "" if serving else "not serving"
+                cause = pod.withheld or cause
                 if revision and revision != self._model_revision:
                     cause = f"serves model revision {revision}, the gateway {self._model_revision}"
                 if pod.report.age_seconds > _LONGEST_STEP_S:

@@ -111,6 +111,8 @@ def make_app(
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:
+        # It names every tenant; the port of --metrics-port is for Prometheus, and needs no key.
+        keys.authenticate_operator(request.headers.get("authorization", ""))
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         # Tens of milliseconds, for which no stream may wait.
         return Response(await asyncio.to_thread(encode, registry), media_type=content_type)

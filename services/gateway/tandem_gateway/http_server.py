@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import socket
 import ssl
 from collections.abc import Iterator
@@ -19,8 +20,8 @@ _TOO_MANY = (
     b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 )
 
-#: Beyond the limit a few connections may ask for these, so that probes do not take a full gateway for dead.
-_PROBE_PATHS = frozenset({"/health", "/metrics"})
+#: Beyond the limit a few connections may ask for this, so that probes do not take a full gateway for dead.
+_PROBE_PATHS = frozenset({"/health"})
 _PROBE_CONNECTIONS = 64
 _PROBE_TIMEOUT_S = 1.0
 #: A connection without a request is closed after this time.
@@ -51,10 +52,25 @@ class _ProbesOnly:
         await app(scope, receive, _last(send))
 
 
+class _LastAfter:
+    """The application; a response that begins at `ends_at` (the loop's time) or later is the connection's
+    last."""
+
+    def __init__(self, app: ASGIApp, ends_at: float) -> None:
+        self._app = app
+        self._ends_at = ends_at
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_last = asyncio.get_running_loop().time() >= self._ends_at
+        await self._app(scope, receive, _last(send) if is_last else send)
+
+
 class _LimitedProtocol(H11Protocol):  # type: ignore[misc]  # uvicorn is not followed by mypy
     """One connection. Subclasses name the limits."""
 
     max_connections: int
+    #: 0: any.
+    max_connection_age_s: float
     header_timeout_s: float
     #: Since when it waits for a further request.
     idle_since: float | None = None
@@ -63,6 +79,10 @@ class _LimitedProtocol(H11Protocol):  # type: ignore[misc]  # uvicorn is not fol
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
+        if self.max_connection_age_s:
+            # Some are younger, so that clients which came together do not all leave together.
+            age_s = self.max_connection_age_s * random.uniform(0.9, 1.0)
+            self.app: ASGIApp = _LastAfter(self.app, self.loop.time() + age_s)
         num_beyond = len(self.connections) - self.max_connections
         if num_beyond > 0 and self._close_longest_idle():
             num_beyond -= 1
@@ -71,7 +91,7 @@ class _LimitedProtocol(H11Protocol):  # type: ignore[misc]  # uvicorn is not fol
             transport.close()
             return
         if num_beyond > 0:
-            self.app: ASGIApp = _ProbesOnly(self.app)
+            self.app = _ProbesOnly(self.app)
             self.header_timeout_s = min(self.header_timeout_s, _PROBE_TIMEOUT_S)
         self._expect_headers()
 
@@ -130,6 +150,7 @@ class HttpServer:
         port: int,
         *,
         max_connections: int,
+        max_connection_age_s: float = 0.0,
         header_timeout_s: float,
         tls: ssl.SSLContext | None = None,
     ) -> None:
@@ -141,7 +162,11 @@ class HttpServer:
         self._protocol = type(
             "Protocol",
             (_LimitedProtocol,),
-            {"max_connections": max_connections, "header_timeout_s": header_timeout_s},
+            {
+                "max_connections": max_connections,
+                "max_connection_age_s": max_connection_age_s,
+                "header_timeout_s": header_timeout_s,
+            },
         )
         self._host = host
         self._requested_port = port

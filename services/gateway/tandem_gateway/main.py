@@ -3,7 +3,7 @@
 GatewayProcess(settings)  reads model folder and keys; raises ModelLoadError, KeyFileError, SloFileError
 await start()             both ports are bound, pods are polled
 await serve_until_signal()
-    SERVING while a decode pod is healthy; SIGTERM drains gRPC and HTTP concurrently
+    ready at once, SERVING while a decode pod is healthy; SIGTERM drains gRPC and HTTP concurrently
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from tandem_core.errors import ModelLoadError
 from tandem_core.model.tokenizer import Tokenizer
 from tandem_proto.v1 import gateway_pb2_grpc
 from tandem_service import logs
-from tandem_service.discovery import DnsDiscovery
+from tandem_service.discovery import Discovery
 from tandem_service.interceptors import Gate
 from tandem_service.server import PodServer
 from tandem_service.settings import load
 from tandem_service.slo_file import SloFileError, load_slo_classes
+from tandem_service.tasks import end_tasks
 from tandem_service.tls import is_loopback
 
 from tandem_gateway.admission import Admission
@@ -57,6 +58,7 @@ class GatewayProcess:
         tokenizer.manifest = tokenizer.manifest.limited_to(settings.max_model_len)
         tokenizer.prepare_to_encode()
         keys = ApiKeys.load(settings.api_keys_file, load_slo_classes(settings.slo_classes_file))
+        self._keys = keys
         calls = OpenCalls(settings)
         tls = settings.public_tls()
         if tls is None and settings.api_keys_file is not None and not is_loopback(settings.host):
@@ -74,12 +76,15 @@ class GatewayProcess:
             gate=Gate(lambda metadata: calls.hold(caller_of(keys, metadata)), settings.read_timeout_s),
             credentials=None if tls is None else tls.server_credentials(),
             max_connections=settings.max_connections,
+            max_connection_age_s=settings.max_connection_age_s,
         )
+        # It is ready without pods: it holds what comes, or refuses it with a retry-after.
+        self._server.is_ready = lambda: not self._server.draining.is_set()
         metrics = GatewayMetrics(
             self._server.registry, model_name=tokenizer.manifest.name, slo_classes=keys.slo_classes
         )
         self._fleet = Fleet(
-            {Role.DECODE: DnsDiscovery(settings.decode), Role.PREFILL: DnsDiscovery(settings.prefill)},
+            {Role.DECODE: Discovery(settings.decode), Role.PREFILL: Discovery(settings.prefill)},
             model_revision=tokenizer.manifest.revision,
             pod_tls=settings.pod_tls(),
             poll_interval_s=settings.poll_interval_s,
@@ -130,6 +135,7 @@ class GatewayProcess:
             settings.host,
             settings.http_port,
             max_connections=settings.max_connections,
+            max_connection_age_s=settings.max_connection_age_s,
             header_timeout_s=settings.read_timeout_s,
             tls=None if tls is None else tls.http_context(),
         )
@@ -143,6 +149,10 @@ class GatewayProcess:
     def http_port(self) -> int:
         return self._http.port
 
+    @property
+    def metrics_port(self) -> int | None:
+        return self._server.metrics_port
+
     async def start(self) -> None:
         """Raises OSError, with the remedy, when a port is taken."""
         await self._fleet.start()
@@ -150,7 +160,10 @@ class GatewayProcess:
         await self._server.start()
         await self._http.start()
         self._tasks = [asyncio.create_task(self._follow_fleet()), asyncio.create_task(self._stop_http())]
-        self._sampling = asyncio.create_task(self._sampler.run())
+        self._background = [
+            asyncio.create_task(self._sampler.run()),
+            asyncio.create_task(self._keys.follow()),
+        ]
 
     async def serve_until_signal(self) -> None:
         await self._server.serve_until_signal()
@@ -195,7 +208,7 @@ class GatewayProcess:
             self._answers_ended.set()
 
     async def _close(self) -> None:
-        self._sampling.cancel()
+        await end_tasks(self._background)
         await asyncio.gather(*self._tasks)
         await self._answers.close()
         await self._fleet.close()

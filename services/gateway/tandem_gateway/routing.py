@@ -25,6 +25,9 @@ _MAX_BLOCKS_PER_POD = 65_536
 #: Beginnings of prompts whose answers' lengths are remembered, and how many tokens of them.
 _MAX_TEMPLATES = 4096
 _TEMPLATE_TOKENS = 64
+#: A prompt is computed in another zone than it is decoded in if it is ready so much sooner there: KV between
+#: zones takes longer, and clouds charge for it.
+_OTHER_ZONE_S = 0.25
 #: Weight of the newest answer in a mean length.
 _NEWEST = 0.1
 
@@ -156,6 +159,11 @@ class PrefixIndex:
             del self._seen[target]
 
 
+def _far_s(one: Pod, other: Pod) -> float:
+    """What a pair of pods counts as slower if they are known to be in two zones."""
+    return _OTHER_ZONE_S if one.zone and other.zone and one.zone != other.zone else 0.0
+
+
 class Router:
     """Chooses among the fleet's healthy pods."""
 
@@ -174,10 +182,16 @@ class Router:
         if not candidates:
             return None
         work = {pod: self._work(pod, request) for pod in (*candidates, *prefill)}
-        prefill.sort(key=lambda pod: (work[pod].lacks_room, work[pod].ready_s, pod.target))
         num_output = self._lengths.expected(request)
         routes = []
         for pod in candidates:
+            prefill.sort(
+                key=lambda other: (
+                    work[other].lacks_room,
+                    work[other].ready_s + _far_s(other, pod),
+                    other.target,
+                )
+            )
             computes = pod if self._is_local(pod, request, work[pod]) or not prefill else prefill[0]
             context = len(request.prompt_token_ids) + num_output // 2
             busy = max(pod.in_flight, pod.load.num_requests)
@@ -194,7 +208,8 @@ class Router:
                 context=context,
                 num_running=busy,
             )
-            routes.append((work[pod].lacks_room, route.e2e_s, -pod.load.free_blocks, pod.target, route))
+            e2e_s = route.e2e_s + _far_s(computes, pod)
+            routes.append((work[pod].lacks_room, e2e_s, -pod.load.free_blocks, pod.target, route))
         return min(routes, key=lambda scored: scored[:4])[4]
 
     def choose(self, request: TokenizedRequest, excluded: frozenset[str] = frozenset()) -> Route | None:

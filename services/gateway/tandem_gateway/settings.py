@@ -38,7 +38,8 @@ class GatewaySettings(RedisSettings):
     max_model_len: Annotated[int, Field(ge=0)] = 0
     """longest text, prompt and answer, in tokens, as of the pods; 0: the model's context"""
     decode: Annotated[Targets, Field(min_length=1)]
-    """decode pods, host:port[,host:port...]; a DNS name means all its addresses"""
+    """decode pods, host:port[,host:port...]; a DNS name means all its addresses, k8s://SERVICE:PORT the
+    pods of a Kubernetes Service"""
     prefill: Targets = ()
     """prefill pods, in the same form; none: decode pods compute the prompts"""
     max_queue: Annotated[int, Field(ge=0)] = 256
@@ -54,8 +55,8 @@ class GatewaySettings(RedisSettings):
     """JSON object of SLO classes with ttft_ms, tpot_ms, e2e_ms, strict; the first is the default; unset:
     interactive, chat, batch"""
     api_keys_file: Path | None = None
-    """JSON lines of key_sha256, tenant, slo_classes, max_requests, tokens_per_minute, operator; unset: no
-    keys"""
+    """JSON lines of key_sha256, tenant, slo_classes, max_requests, tokens_per_minute, operator; read again
+    when it changes; unset: no keys"""
     tls_cert: Path | None = None
     """PEM file of the certificate of both public ports; unset: plaintext"""
     tls_key: Path | None = None
@@ -68,6 +69,9 @@ class GatewaySettings(RedisSettings):
     """largest request, checked before it is parsed; less where the model's context holds less"""
     max_connections: Annotated[int, Field(ge=1)] = 1024
     """most connections at once, of HTTP and of gRPC each"""
+    max_connection_age_s: Annotated[float, Field(ge=0)] = 300.0
+    """age after which a connection takes no further request, so that clients spread over new gateways; its
+    running answers go on; 0: any age"""
     read_timeout_s: Annotated[float, Field(gt=0)] = 20.0
     """longest time in which a request must have arrived: HTTP headers, HTTP body, gRPC message, each"""
     max_messages: Annotated[int, Field(ge=1)] = 1024

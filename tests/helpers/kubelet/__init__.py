@@ -1,0 +1,1 @@
+"""A cluster on this machine, without Kubernetes: an API server, and processes in place of pods."""

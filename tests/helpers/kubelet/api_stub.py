@@ -1,0 +1,250 @@
+"""An API server of Kubernetes with the semantics that watchers depend on, over HTTP on loopback.
+
+    list                 all objects that a label selector matches, and the version of the whole
+    watch from version   every later change, in order; 410 if the history no longer reaches back so far;
+                         bookmarks, if asked for; ends after timeoutSeconds
+    get                  one object
+
+Tests write with `put` and `delete`, make it forget (`compact`), refuse (`forbidden`), cut all connections
+(`disconnect`), go away (`stop`) and come back (`start`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+Object = dict[str, Any]
+
+ENDPOINT_SLICES = "endpointslices"
+
+
+@dataclass
+class _Event:
+    version: int
+    plural: str
+    kind: str
+    object: Object
+
+
+@dataclass
+class ApiStub:
+    bookmark_s: float = 60.0
+    longest_watch_s: float = 300.0
+    port: int = 0
+    #: Verbs that are answered with 403.
+    forbidden: set[str] = field(default_factory=set)
+    #: "list", "watch" of every request so far.
+    requests: list[str] = field(default_factory=list)
+    version: int = 100
+    #: Versions up to this one are forgotten.
+    compacted: int = 0
+    _objects: dict[tuple[str, str, str], Object] = field(default_factory=dict)
+    _history: list[_Event] = field(default_factory=list)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _watching: list[web.Request] = field(default_factory=list)
+    _runner: web.AppRunner | None = None
+
+    # -- for tests ---------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        app = web.Application()
+        for prefix in ("/apis/{group}/{version}", "/api/{version}"):
+            app.router.add_get(prefix + "/namespaces/{namespace}/{plural}", self._collection)
+            app.router.add_get(prefix + "/namespaces/{namespace}/{plural}/{name}", self._get)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+
+    async def stop(self) -> None:
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            self.disconnect()
+            self._wake()  # watches end
+            await runner.cleanup()
+
+    def kubeconfig(self, folder: Path) -> Path:
+        path = folder / "kubeconfig"
+        server = f"http://127.0.0.1:{self.port}"
+        path.write_text(
+            json.dumps(
+                {
+                    "apiVersion": "v1",
+                    "kind": "Config",
+                    "clusters": [{"name": "stub", "cluster": {"server": server}}],
+                    "users": [{"name": "stub", "user": {}}],
+                    "contexts": [{"name": "stub", "context": {"cluster": "stub", "user": "stub"}}],
+                    "current-context": "stub",
+                }
+            )
+        )
+        return path
+
+    def put(self, plural: str, item: Object) -> None:
+        metadata = item["metadata"]
+        key = (plural, metadata["namespace"], metadata["name"])
+        kind = "MODIFIED" if key in self._objects else "ADDED"
+        self._record(plural, kind, key, copy.deepcopy(item))
+
+    def delete(self, plural: str, namespace: str, name: str) -> None:
+        key = (plural, namespace, name)
+        self._record(plural, "DELETED", key, self._objects[key])
+
+    def compact(self) -> None:
+        """Forgets all changes so far."""
+        self.compacted = self.version
+        self._history.clear()
+        self._wake()
+
+    def disconnect(self) -> None:
+        for request in self._watching:
+            if request.transport is not None:
+                request.transport.abort()
+
+    # -- the server --------------------------------------------------------------------------------
+
+    def _record(self, plural: str, kind: str, key: tuple[str, str, str], item: Object) -> None:
+        self.version += 1
+        item = {**item, "metadata": {**item["metadata"], "resourceVersion": str(self.version)}}
+        if kind == "DELETED":
+            del self._objects[key]
+        else:
+            self._objects[key] = item
+        self._history.append(_Event(self.version, plural, kind, item))
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def _select(self, request: web.Request) -> Iterator[Object]:
+        plural, namespace = request.match_info["plural"], request.match_info["namespace"]
+        for key, item in sorted(self._objects.items()):
+            if key[:2] == (plural, namespace) and _matches(item, request):
+                yield item
+
+    async def _get(self, request: web.Request) -> web.Response:
+        info = request.match_info
+        item = self._objects.get((info["plural"], info["namespace"], info["name"]))
+        return _status(404, "NotFound") if item is None else web.json_response(item)
+
+    async def _collection(self, request: web.Request) -> web.StreamResponse:
+        verb = "watch" if request.query.get("watch", "").lower() in ("true", "1") else "list"
+        self.requests.append(verb)
+        if verb in self.forbidden:
+            return _status(403, "Forbidden")
+        if verb == "watch":
+            return await self._watch(request)
+        kind = {"endpointslices": "EndpointSlice"}.get(request.match_info["plural"], "Object")
+        group = request.match_info.get("group")
+        version = request.match_info["version"]
+        return web.json_response(
+            {
+                "kind": f"{kind}List",
+                "apiVersion": f"{group}/{version}" if group else version,
+                "metadata": {"resourceVersion": str(self.version)},
+                "items": list(self._select(request)),
+            }
+        )
+
+    async def _watch(self, request: web.Request) -> web.StreamResponse:
+        seen = int(request.query.get("resourceVersion") or self.version)
+        if seen < self.compacted:
+            return _status(410, "Expired")
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        await response.prepare(request)
+        self._watching.append(request)
+        asked_s = float(request.query.get("timeoutSeconds") or self.longest_watch_s)
+        ends_at = time.monotonic() + min(asked_s, self.longest_watch_s)
+        bookmark_at = time.monotonic() + self.bookmark_s
+        wanted = (request.match_info["plural"], request.match_info["namespace"])
+        wants_bookmarks = request.query.get("allowWatchBookmarks", "").lower() in ("true", "1")
+        try:
+            while (now := time.monotonic()) < ends_at and self._runner is not None:
+                changed = self._changed
+                if seen < self.compacted:
+                    await _send(response, "ERROR", _status_object(410, "Expired"))
+                    break
+                for event in [event for event in self._history if event.version > seen]:
+                    seen = event.version
+                    of = (event.plural, event.object["metadata"]["namespace"])
+                    if of == wanted and _matches(event.object, request):
+                        await _send(response, event.kind, event.object)
+                if wants_bookmarks and now >= bookmark_at:
+                    bookmark_at = now + self.bookmark_s
+                    version = {"resourceVersion": str(self.version)}
+                    await _send(
+                        response,
+                        "BOOKMARK",
+                        {"kind": "EndpointSlice", "apiVersion": "discovery.k8s.io/v1", "metadata": version},
+                    )
+                try:
+                    async with asyncio.timeout(min(ends_at, bookmark_at) - now):
+                        await changed.wait()
+                except TimeoutError:
+                    pass
+        except (ConnectionError, asyncio.CancelledError):
+            pass  # the watcher left, or the server stops
+        finally:
+            self._watching = [other for other in self._watching if other is not request]
+        return response
+
+
+def _matches(item: Object, request: web.Request) -> bool:
+    labels = item["metadata"].get("labels", {})
+    wanted = [part.split("=") for part in request.query.get("labelSelector", "").split(",") if part]
+    return all(labels.get(name) == value for name, value in wanted)
+
+
+async def _send(response: web.StreamResponse, kind: str, item: Object) -> None:
+    await response.write(json.dumps({"type": kind, "object": item}).encode() + b"\n")
+
+
+def _status_object(code: int, reason: str) -> Object:
+    return {"kind": "Status", "apiVersion": "v1", "code": code, "reason": reason, "message": reason}
+
+
+def _status(code: int, reason: str) -> web.Response:
+    return web.json_response(_status_object(code, reason), status=code)
+
+
+def endpoint(
+    address: str, *, ready: bool = True, terminating: bool = False, zone: str | None = None, pod: str = ""
+) -> Object:
+    """As the controller of EndpointSlices writes it: a pod that terminates is never ready."""
+    made: Object = {
+        "addresses": [address],
+        "conditions": {"ready": ready and not terminating, "serving": ready, "terminating": terminating},
+    }
+    if zone is not None:
+        made["zone"] = zone
+    if pod:
+        made["targetRef"] = {"kind": "Pod", "name": pod}
+    return made
+
+
+def endpoint_slice(
+    service: str, *endpoints: Object, namespace: str = "default", suffix: str = "abcde", family: str = "IPv4"
+) -> Object:
+    return {
+        "apiVersion": "discovery.k8s.io/v1",
+        "kind": "EndpointSlice",
+        "metadata": {
+            "name": f"{service}-{suffix}",
+            "namespace": namespace,
+            "labels": {"kubernetes.io/service-name": service},
+        },
+        "addressType": family,
+        "endpoints": list(endpoints),
+        "ports": [{"name": "grpc", "port": 51200, "protocol": "TCP"}],
+    }
