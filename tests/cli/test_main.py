@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from tandem_cli.log_view import LogView
 from tandem_cli.state_file import PodRecord, StateFile, read_state
 from tandem_cli.up import banner
 from tandem_core.model import registry
+from tandem_engine.model_loader.description import read_kept
 from tandem_proto.v1 import common_pb2
 
 TANDEM = str(Path(sys.executable).parent / "tandem")
@@ -123,6 +125,50 @@ def test_show_and_list_say_what_a_model_is_made_of(tiny_model: Path) -> None:
     assert tiny_model.name in tandem("model", "list", home=home).stdout
 
 
+def test_a_description_is_kept_and_made_again_for_another_machine(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = models.described(tiny_model)
+    assert read_kept(tiny_model) == first
+    monkeypatch.setenv("TANDEM_NATIVE", "off")
+    assert read_kept(tiny_model) is None
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("model", "show", "{model}"), ("model", "pull", "no-such-model"), ("model", "rm", "nothing")],
+)
+def test_model_commands_and_their_errors_do_not_load_torch(
+    arguments: tuple[str, ...], tiny_model: Path, tmp_path: Path
+) -> None:
+    models.described(tiny_model)
+    probe = (
+        "import sys, tandem_cli.main\ntry: tandem_cli.main.main()\n"
+        "finally: sys.exit(3 if {'torch', 'transformers', 'grpc'} & set(sys.modules) else 0)"
+    )
+    words = [argument.format(model=tiny_model) for argument in arguments]
+    ended = subprocess.run(
+        [sys.executable, "-P", "-c", probe, *words],
+        env={**os.environ, "TANDEM_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_rm_names_what_it_frees_and_asks_nothing(tiny_model: Path, tmp_path: Path) -> None:
+    stored = tmp_path / "models" / "m"
+    shutil.copytree(tiny_model, stored)
+    size = sum(path.stat().st_size for path in stored.iterdir())
+    removed = tandem("model", "rm", "m", home=tmp_path)
+    assert removed.returncode == 0, removed.stderr
+    assert "tokenizer.json" in removed.stdout and f"freed in {stored}" in removed.stdout
+    assert f"{size / 1e6:.2g} MB" in removed.stdout
+    assert "kept: " in removed.stdout, "the checkpoint that the model was pulled from is not Tandem's"
+    assert list((tmp_path / "models").iterdir()) == []
+
+
 def test_a_pull_says_licence_and_sizes_before_it_fetches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,7 +178,7 @@ def test_a_pull_says_licence_and_sizes_before_it_fetches(
     ended = tandem("model", "pull", "qwen2.5-coder-1.5b-instruct", home=tmp_path)
     assert ended.returncode == 1
     said = ended.stderr.splitlines()
-    assert "unfinished: qwen2.5-coder-1.5b-instruct" in tandem("model", "list", home=tmp_path).stderr
+    assert list((tmp_path / "models").iterdir()) == [], "nothing has arrived, so nothing is kept"
     assert "licence apache-2.0" in said[0]
     assert said[1].startswith("1,093 MB to download")
     assert said[2].startswith("1,170 MB of disk")
@@ -268,7 +314,7 @@ def test_a_conversation_keeps_its_history_and_drops_what_failed(gateway: FakeGat
         next(stream)
         stream.close()  # type: ignore[attr-defined]
         assert [m.content for m in conversation.messages] == ["s", "one", "su", "two", "su", "three", "s"]
-        conversation.reset()
+        conversation.clear()
         assert [m.role for m in conversation.messages] == ["system"]
 
 

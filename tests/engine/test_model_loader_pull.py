@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf_files import Kind, write_gguf
 from safetensors.torch import load_file, save_file
 from tandem_core.errors import ModelLoadError
 from tandem_core.model.manifest import ModelManifest
@@ -95,8 +96,58 @@ def test_an_incomplete_checkpoint_leaves_nothing_behind(
     with pytest.raises(ModelLoadError):
         pull(str(broken))
     assert list_models() == []
+    assert list((home / "models").iterdir()) == []
     with pytest.raises(ModelLoadError, match="tandem model pull broken"):
         resolve("broken")
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "model.gguf", "model.safetensors", "weights.bin", "model"])
+def test_a_text_is_called_a_text_whatever_its_name(home: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("Dear colleague,\nthe model is attached: \N{GRINNING FACE}\n" * 30)
+    with pytest.raises(ModelLoadError, match="is a text file, no model: it begins with 'Dear colleague"):
+        pull(str(tmp_path / name))
+    assert not (home / "models").exists() or list((home / "models").iterdir()) == []
+
+
+def test_a_pointer_of_git_lfs_is_named(home: Path, checkpoint: Path, tmp_path: Path) -> None:
+    cloned = shutil.copytree(checkpoint, tmp_path / "cloned")
+    (cloned / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    with pytest.raises(ModelLoadError, match="git lfs pull"):
+        pull(str(cloned))
+
+
+def test_a_file_of_no_kind_of_model_is_refused_by_its_name(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "model.onnx").write_bytes(bytes(range(256)))
+    with pytest.raises(ModelLoadError, match="no kind of model that can be served"):
+        pull(str(tmp_path / "model.onnx"))
+    (tmp_path / "empty.gguf").touch()
+    with pytest.raises(ModelLoadError, match="is empty"):
+        pull(str(tmp_path / "empty.gguf"))
+
+
+def test_an_unsupported_architecture_is_named_with_the_supported_ones(
+    home: Path, checkpoint: Path, tmp_path: Path
+) -> None:
+    write_gguf(tmp_path / "other.gguf", lambda name: Kind.F32, arch="bert")
+    other = shutil.copytree(checkpoint, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "model_type": "bert"}))
+    for source in (tmp_path / "other.gguf", other):
+        with pytest.raises(
+            ModelLoadError, match=r"'bert' is not supported; use one of llama, mistral, qwen2"
+        ):
+            pull(str(source))
+
+
+def test_an_interrupted_pull_leaves_nothing(
+    home: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(stage: str, done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pull(str(checkpoint), interrupt)
+    assert list((home / "models").iterdir()) == []
 
 
 def test_a_pull_that_died_is_started_over(home: Path, checkpoint: Path) -> None:

@@ -27,12 +27,27 @@ _BUFFER = 32 << 20
 def locked(path: Path) -> Iterator[None]:
     """Hold an exclusive lock between processes; the kernel frees it when the holder dies.
 
-    The lock file stays: removing it would let two holders lock two different files of one name.
+    The holder removes the lock file. Who then gets the lock of the removed file, which nobody else can find,
+    tries again.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    while True:
+        with path.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if not _is_at(path, file):
+                continue
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+            return
+
+
+def _is_at(path: Path, file: IO[str]) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
 
 
 @contextmanager
@@ -62,4 +77,12 @@ def sha256_of(path: Path, progress: OnProgress = no_progress) -> str:
             digest.update(piece)
             done += len(piece)
             progress("checking", done, total)
+    return digest.hexdigest()
+
+
+def digest_of(files: list[Path], progress: OnProgress = no_progress) -> str:
+    """One SHA-256 over the names and digests of all files."""
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(f"{file.name}\0{sha256_of(file, progress)}\n".encode())
     return digest.hexdigest()

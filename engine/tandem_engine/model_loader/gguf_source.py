@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tandem_engine.model_loader.gguf_file import GgufTensor, open_all
 from tandem_engine.model_loader.gguf_formats import packing_for, quantized_of, values_of
+from tandem_engine.models.config import check_architecture
 
 _TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -51,7 +52,7 @@ class GgufSource:
         files = self._files = open_all(path)
         self.files = [file.path for file in files]
         self._fields = files[0].fields
-        self.architecture = str(self._field("general.architecture"))
+        self.architecture = check_architecture(self._field("general.architecture"), path)
         self._tensors: dict[str, GgufTensor] = {}
         self._rope_table: tuple[float, ...] = ()
         for name, tensor in ((name, t) for file in files for name, t in file.tensors.items()):

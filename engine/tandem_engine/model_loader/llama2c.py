@@ -22,7 +22,6 @@ from safetensors.numpy import save_file
 from tandem_core.errors import ModelLoadError
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
-SUFFIXES = (".bin", ".data")
 _SPECIAL = ["<unk>", "<s>", "</s>"]
 _HEADER = struct.Struct("<7i")
 

@@ -7,8 +7,10 @@
     lock the name -> build .<name>.new beside it: weights' source, config.json, tokenizer.json, and
     tandem.json last -> rename
 
-A build that died is started over, except for what it has downloaded (download.py). Weights are converted
-later, on demand (convert.py).
+A pull that fails leaves nothing but what it has downloaded of the catalogue (download.py), and the next one
+continues with that. Weights are converted later, on demand (convert.py).
+
+References and models that are refused are refused before torch and other large packages are imported.
 
 A local source is referred to, not copied, except for llama2.c's, which is rewritten (llama2c.py).
 """
@@ -23,19 +25,15 @@ from pathlib import Path
 from typing import Any
 
 from tandem_core.errors import ModelLoadError
-from tandem_core.model.catalogue import catalogue
+from tandem_core.model.catalogue import CatalogueEntry, catalogue
 from tandem_core.model.json_file import read_object
 from tandem_core.model.manifest import MANIFEST_NAME, ModelManifest
 from tandem_core.model.registry import DEFAULT_MODEL, folder_name, models_root
 
-from tandem_engine.model_loader import llama2c
-from tandem_engine.model_loader.convert import quantized_bits
-from tandem_engine.model_loader.download import download
-from tandem_engine.model_loader.files import OnProgress, locked, no_progress, sha256_of
-from tandem_engine.model_loader.gguf_source import GgufSource
-from tandem_engine.model_loader.safetensors_source import digest_of, revision_of
-from tandem_engine.model_loader.tokenizer_files import write_tokenizer
-from tandem_engine.models.config import ModelConfig
+from tandem_engine.model_loader.files import OnProgress, digest_of, locked, no_progress, sha256_of
+from tandem_engine.model_loader.model_file import LLAMA2C_SUFFIXES, check_model_file
+from tandem_engine.model_loader.safetensors_files import weight_files
+from tandem_engine.models.config import ModelConfig, check_architecture
 
 _HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "LICENSE*"]
 
@@ -68,8 +66,8 @@ def pull(ref: str, progress: OnProgress | None = None) -> Path:
             fresh.mkdir(parents=True, exist_ok=True)
             try:
                 _build(fresh, _fetch(ref, name, fresh, report), report)
-            except ModelLoadError:
-                if ref not in catalogue():  # whose downloads are continued
+            except BaseException:  # Ctrl-C too
+                if not _holds_download(fresh, catalogue().get(ref)):
                     shutil.rmtree(fresh, ignore_errors=True)
                 raise
             shutil.rmtree(folder, ignore_errors=True)
@@ -112,11 +110,19 @@ def _fetch(ref: str, name: str, fresh: Path, report: OnProgress) -> _Origin:
     entry = catalogue().get(ref)
     _clear(fresh, keep=entry.download_names if entry else frozenset())
     if entry:
+        from tandem_engine.model_loader.download import download
+
         return _Origin(name, entry.source, download(entry, fresh, report), entry.license, entry.sha256)
     path = Path(ref).expanduser()
     if path.exists():
+        _check_before_torch(path.resolve())
         return _Origin(name, str(path.resolve()), path.resolve())
     return _fetch_from_hub(ref, report)
+
+
+def _holds_download(folder: Path, entry: CatalogueEntry | None) -> bool:
+    names = entry.download_names if entry else ()
+    return any((folder / name).is_file() and (folder / name).stat().st_size for name in names)
 
 
 def _clear(folder: Path, keep: frozenset[str]) -> None:
@@ -132,6 +138,10 @@ def _fetch_from_hub(ref: str, report: OnProgress) -> _Origin:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
+        # Of gigabytes the few that say whether the model is supported.
+        snapshot = Path(snapshot_download(ref, allow_patterns=["config.json"]))
+        if (snapshot / "config.json").is_file():
+            ModelConfig.from_folder(snapshot)
         snapshot = Path(snapshot_download(ref, allow_patterns=_HUB_FILES, tqdm_class=bars_for(report)))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
@@ -181,13 +191,50 @@ def _has_gguf(ref: str, snapshot: Path) -> bool:
     return any(name.endswith(".gguf") for name in files)
 
 
+def _check_before_torch(path: Path) -> None:
+    """Raises ModelLoadError for what can be seen not to be a supported model."""
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    for file in files[:1]:
+        check_model_file(file)
+    if path.suffix == ".gguf":
+        from tandem_engine.model_loader.gguf_file import GgufFile
+
+        check_architecture(GgufFile(path).fields.get("general.architecture"), path)
+    elif path.suffix not in LLAMA2C_SUFFIXES:
+        _config_beside(path)
+
+
+def _config_beside(weights: Path) -> Path:
+    """The config.json of safetensors, which is read and checked. Raises ModelLoadError."""
+    checkpoint = weights if weights.is_dir() else weights.parent
+    if not (checkpoint / "config.json").is_file():
+        hint = _what_else_is_in(checkpoint)
+        raise ModelLoadError(
+            f"{checkpoint} has no config.json beside the weights; download the whole model{hint}"
+        )
+    ModelConfig.from_folder(checkpoint)
+    return checkpoint / "config.json"
+
+
+def _what_else_is_in(folder: Path) -> str:
+    found = sorted(path.name for path in folder.glob("*.gguf"))
+    return f", or pull {folder / found[0]}" if found else ""
+
+
 def _build(fresh: Path, origin: _Origin, report: OnProgress) -> None:
     """Write config.json, tokenizer.json and, last, tandem.json into fresh."""
+    from tandem_engine.model_loader.tokenizer_files import write_tokenizer
+
     weights = origin.weights
-    if weights.suffix in llama2c.SUFFIXES:
+    if weights.suffix in LLAMA2C_SUFFIXES:
+        from tandem_engine.model_loader import llama2c
+
         weights = fresh / "checkpoint"
         llama2c.write_checkpoint(origin.weights, weights)
     if weights.suffix == ".gguf":
+        from tandem_engine.model_loader.convert import quantized_bits
+        from tandem_engine.model_loader.gguf_source import GgufSource
+
         report("reading the model's header", 0, 0)
         source = GgufSource(weights)
         checkpoint, license_id, bits = weights, source.license, quantized_bits(source)
@@ -196,15 +243,10 @@ def _build(fresh: Path, origin: _Origin, report: OnProgress) -> None:
         if len(source.files) > 1:
             revision = digest_of(source.files, report)
     else:
-        checkpoint = weights if weights.is_dir() else weights.parent
-        path = checkpoint / "config.json"
-        if not path.is_file():
-            raise ModelLoadError(
-                f"{checkpoint} has no config.json beside the weights; download the whole model"
-            )
-        text = json.dumps(read_object(path), indent=2)
+        path = _config_beside(weights)
+        checkpoint, text = path.parent, json.dumps(read_object(path), indent=2)
         # The hub keeps the licence in the model card alone.
-        revision, license_id, bits = revision_of(weights, report), "unknown", 0
+        revision, license_id, bits = digest_of(weight_files(weights), report), "unknown", 0
     (fresh / "config.json").write_text(text, encoding="utf-8")
     config = ModelConfig.from_folder(fresh)
     report("reading the tokenizer", 0, 0)

@@ -2,53 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from math import prod
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from tandem_core.errors import ModelLoadError
-from tandem_core.model.json_file import read_object
 from tandem_kernels import Packing, QuantizedWeight
 from torch import Tensor
 
-from tandem_engine.model_loader.files import OnProgress, no_progress, sha256_of
-
-
-def weight_files(path: Path) -> list[Path]:
-    """The files that hold the weights: the index's, or the single one. Raises ModelLoadError."""
-    if path.is_file():
-        return [path]
-    index = path / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map = read_object(index).get("weight_map")
-        names = set(map(str, weight_map.values())) if isinstance(weight_map, dict) else set()
-        if not names or any(name != Path(name).name or "\0" in name for name in names):
-            raise ModelLoadError(
-                f"{index}: its weight_map names no files of this folder; download the model again"
-            )
-        files = [path / name for name in sorted(names)]
-    else:
-        files = sorted(path.glob("*.safetensors"))
-    missing = [f.name for f in files if not f.is_file()]
-    if missing or not files:
-        what = missing[0] if missing else "*.safetensors"
-        raise ModelLoadError(f"{path} lacks {what}; download the whole model (safetensors or GGUF)")
-    return files
-
-
-def revision_of(path: Path, progress: OnProgress = no_progress) -> str:
-    """digest_of all weight files."""
-    return digest_of(weight_files(path), progress)
-
-
-def digest_of(files: list[Path], progress: OnProgress = no_progress) -> str:
-    """One SHA-256 over the names and digests of all files."""
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(f"{file.name}\0{sha256_of(file, progress)}\n".encode())
-    return digest.hexdigest()
+from tandem_engine.model_loader.safetensors_files import weight_files
 
 
 class SafetensorsSource:

@@ -19,6 +19,18 @@ from tandem_core.model.json_file import read_object
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
 
+def check_architecture(name: object, where: object) -> str:
+    """The name, if models of this architecture can be computed. Raises ModelLoadError."""
+    supported = ", ".join(ARCHITECTURES)
+    if not name:
+        raise ModelLoadError(f"{where} names no architecture; use a model of one of these: {supported}")
+    if name not in ARCHITECTURES:
+        raise ModelLoadError(
+            f"{where}: architecture {quoted(str(name))} is not supported; use one of {supported}"
+        )
+    return str(name)
+
+
 @dataclass(frozen=True)
 class RopeConfig:
     """Rotary embedding parameters. `kind` is one of default, linear, llama3, yarn, table.
@@ -107,11 +119,7 @@ class ModelConfig:
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> ModelConfig:
         """Parse a Hugging Face config, of transformers 4 (`rope_theta`) or 5 (`rope_parameters`)."""
-        architecture = str(raw.get("model_type", ""))
-        if architecture not in ARCHITECTURES:
-            raise ModelLoadError(
-                f"model type {quoted(architecture)} is not supported; use one of {', '.join(ARCHITECTURES)}"
-            )
+        architecture = check_architecture(raw.get("model_type"), "config.json")
         if raw.get("hidden_act", "silu") not in ("silu", "swish"):
             raise ModelLoadError(
                 f"activation {quoted(str(raw['hidden_act']))} is not supported; only silu is"

@@ -2,7 +2,7 @@
 
 you> text    one Chat call; shows text, TTFT and TPOT as it arrives
 Ctrl-C       cancels the running answer (the history keeps its text so far); at the prompt: exits
-/reset       clears the history            /exit or Ctrl-D  exits
+/help        lists the commands (chat_commands.py)
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from rich.live import Live
 from rich.text import Text
 from tandem_proto.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 from tandem_service.channels import open_public_sync_channel
+
+from tandem_cli import chat_commands
 
 _NS_PER_MS = 1e6
 _NS_PER_S = 1e9
@@ -89,12 +91,23 @@ class Conversation:
     messages: list[gateway_pb2.ChatMessage] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.reset()
+        self.system = self.options.system or ""
 
-    def reset(self) -> None:
-        self.messages = []
-        if self.options.system:
-            self.messages.append(gateway_pb2.ChatMessage(role="system", content=self.options.system))
+    @property
+    def system(self) -> str:
+        """The system prompt; "": none."""
+        first = self.messages[0] if self.messages else None
+        return first.content if first is not None and first.role == "system" else ""
+
+    @system.setter
+    def system(self, text: str) -> None:
+        del self.messages[: 1 if self.system else 0]
+        if text:
+            self.messages.insert(0, gateway_pb2.ChatMessage(role="system", content=text))
+
+    def clear(self) -> None:
+        """Forgets all but the system prompt."""
+        del self.messages[1 if self.system else 0 :]
 
     def ask(self, text: str) -> Iterator[Answer]:
         """Yields the same Answer, updated, after each message of the stream. A stream that is cut is resumed.
@@ -192,19 +205,21 @@ def converse(options: ChatOptions) -> int:
     console = Console()
     with open_public_sync_channel(options.target, options.ca_file) as channel:
         conversation = Conversation(options, open_stub(channel))
-        console.print("Ctrl-C cancels an answer, /reset forgets the conversation, /exit leaves.", style="dim")
+        console.print("Ctrl-C cancels an answer, /help lists commands, /exit leaves.", style="dim")
         while True:
             try:
-                text = console.input("[bold cyan]you>[/] ").strip()
+                line = console.input("[bold cyan]you>[/] ").rstrip()
             except (EOFError, KeyboardInterrupt):
                 console.print()
                 return 0
-            if text == "/exit":
+            if not line.startswith("/"):
+                if text := line.strip():
+                    _show_answer(console, conversation, text)
+                continue
+            reply = chat_commands.run(conversation, line)
+            if reply is None:
                 return 0
-            if text == "/reset":
-                conversation.reset()
-            elif text:
-                _show_answer(console, conversation, text)
+            console.print(reply, style="dim", markup=False, highlight=False)
 
 
 def _show_answer(console: Console, conversation: Conversation, text: str) -> None:

@@ -75,6 +75,7 @@ class FleetOptions:
     speculation: SpeculationMode = SpeculationMode.GLOBAL
     api_keys_file: Path | None = None
     log_format: LogFormat = "console"
+    log_level: str = "info"
     #: Folder of the Redis server's data.
     redis_dir: Path = Path("lookahead")
     #: Redis server to use; empty: the fleet runs one.
@@ -233,7 +234,8 @@ class _Planner:
         extra = [
             part for pod in options.pod_flags if pod.role == role for part in (f"--{pod.flag}", pod.value)
         ]
-        common = ["--host", options.host, "--pod-id", name, "--log-format", options.log_format]
+        common = ["--host", options.host, "--pod-id", name]
+        common += ["--log-format", options.log_format, "--log-level", options.log_level]
         if options.tls_dir is not None:
             files = certificate_files(options.tls_dir, Role(role))
             common += ["--pod-tls-cert", str(files.cert), "--pod-tls-key", str(files.key)]

@@ -60,6 +60,13 @@ QuantizationOption = Annotated[
 ]
 
 
+class LogLevelName(StrEnum):
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
 class LogFormatName(StrEnum):
     CONSOLE = "console"
     JSON = "json"
@@ -100,6 +107,9 @@ def up(
         typer.Option("--set", metavar="ROLE.FLAG=VALUE", help="Another flag of a role's pods; repeatable."),
     ] = None,
     log_format: Annotated[LogFormatName, typer.Option(help="Form of the log lines.")] = LogFormatName.CONSOLE,
+    log_level: Annotated[
+        LogLevelName, typer.Option(help="Least severe lines of the pods that are shown.")
+    ] = LogLevelName.INFO,
     tls: Annotated[
         bool, typer.Option("--tls", help="Mutual TLS between pods, with certificates made here.")
     ] = False,
@@ -139,6 +149,7 @@ def up(
             speculation=speculation,
             api_keys_file=api_keys_file,
             log_format=log_format.value,
+            log_level=log_level.value,
             redis_dir=cache_root() / "lookahead" / str(grpc_port),
             redis_url=os.environ.get("REDIS_URL", ""),
             tls_dir=cache_root() / "tls" if tls else None,

@@ -1,4 +1,4 @@
-"""`tandem model`: lists, shows and downloads models."""
+"""`tandem model`: lists, shows, downloads and removes models."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tandem_core.model import registry
 
 from tandem_cli.options import fail, megabytes
 
-app = typer.Typer(help="Download, list and show models.", no_args_is_help=True)
+app = typer.Typer(help="Download, list, show and remove models.", no_args_is_help=True)
 
 
 @app.command("pull")
@@ -45,7 +45,8 @@ def list_models() -> None:
     for folder in registry.models_root().glob(".*.new"):
         name, size = folder.name[1:-4], sum(path.stat().st_size for path in folder.iterdir())
         typer.echo(
-            f"unfinished: {name}, {megabytes(size)}; pull it again to continue, or delete {folder}", err=True
+            f"unfinished: {name}, {megabytes(size)}; pull it again to continue, or `tandem model rm {name}`",
+            err=True,
         )
     if not manifests:
         typer.echo(f"no models yet; get one with `tandem model pull {registry.DEFAULT_MODEL}`")
@@ -72,15 +73,16 @@ def show_model(
     import dataclasses
     import json
 
+    from tandem_cli import models
+
     try:
         folder = registry.resolve(name)
-        from tandem_engine.model_loader import describe
-
-        shown = describe(folder)
+        shown = models.described(folder)
     except ModelLoadError as error:
         fail(str(error))
+    is_converted = (folder / shown.weight_file).is_file()
     if as_json:
-        fields = {"folder": str(folder), **dataclasses.asdict(shown)}
+        fields = {"folder": str(folder), "is_converted": is_converted, **dataclasses.asdict(shown)}
         typer.echo(json.dumps(fields, indent=2, ensure_ascii=False))
         return
     manifest = shown.manifest
@@ -90,7 +92,7 @@ def show_model(
     )
     computed = [shown.dtype, *([shown.quantization] if shown.quantization != "none" else [])]
     computed += ["packed for the compiled kernels"] if shown.packed else []
-    state = "converted" if shown.is_converted else "converted at the first start"
+    state = "converted" if is_converted else "converted at the first start"
     rows = {
         "family": f"{manifest.architecture}, {shown.num_parameters / 1e6:,.0f} million parameters",
         "formats": formats,
@@ -108,6 +110,24 @@ def show_model(
     }
     for title, text in rows.items():
         typer.echo(f"{title + ':':<17}" + text.replace("\n", "\n" + 17 * " "))
+
+
+@app.command("rm")
+def remove_model(
+    name: Annotated[str, typer.Argument(help="Name of a model, as `tandem model list` says.")],
+) -> None:
+    """Delete a model, and print what that frees. Refused while a process on this machine uses the model."""
+    from tandem_engine.model_loader import remove
+
+    try:
+        removed = remove(name)
+    except ModelLoadError as error:
+        fail(str(error))
+    for file, size in removed.files.items():
+        typer.echo(f"{megabytes(size):>10}  {file}")
+    typer.echo(f"{megabytes(removed.num_bytes):>10}  freed in {removed.folder}")
+    if removed.kept is not None:
+        typer.echo(f"kept: {removed.kept}, which is not in Tandem's folder")
 
 
 #: What the templates of these formats contain.

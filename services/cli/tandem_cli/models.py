@@ -11,12 +11,16 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tandem_core.errors import ModelLoadError
 from tandem_core.model import registry
 from tandem_core.model.catalogue import catalogue
 
 from tandem_cli.options import megabytes
+
+if TYPE_CHECKING:
+    from tandem_engine.model_loader import ModelDescription
 
 #: Stages of fewer bytes take one line where there is no terminal.
 _LARGE_BYTES = 50_000_000
@@ -40,7 +44,23 @@ def pull(reference: str) -> Path:
     from tandem_engine import model_loader
 
     with _progress_bars() as progress:
-        return model_loader.pull(reference, progress)
+        folder = model_loader.pull(reference, progress)
+    with contextlib.suppress(ModelLoadError):  # `tandem model show` says what is wrong
+        described(folder)
+    return folder
+
+
+def described(folder: Path) -> ModelDescription:
+    """What `tandem model show` prints; computed once. Raises ModelLoadError."""
+    from tandem_engine.model_loader.description import keep, read_kept
+
+    if (kept := read_kept(folder)) is not None:
+        return kept
+    from tandem_engine.model_loader import describe  # with torch
+
+    description = describe(folder)
+    keep(folder, description)
+    return description
 
 
 def prepare_weights(folder: Path, dtype: str, quantization: str) -> None:

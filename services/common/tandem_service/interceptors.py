@@ -52,8 +52,11 @@ REFUSAL_REASON_KEY = "refusal-reason"
 #: Accepted request ids; any other (log injection, megabytes) is replaced.
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 
-#: Called every second; logged at debug level only.
-_QUIET = re.compile(r"^/grpc\.|/Get\w*Status$")
+#: Logged at debug level only, whatever becomes of it: what is called every second, and the gateway's
+#: requests, of which it logs a line of its own.
+_QUIET = re.compile(r"^/grpc\.|/Get\w*Status$|GatewayService/(Chat|Generate)$")
+#: Logged at debug level too: nothing is wrong with the called process.
+_QUIET_CODES = ("OK", "CANCELLED")
 
 #: Of a call: pairs of key and value.
 Metadata = Iterable[tuple[str, str | bytes]]
@@ -271,7 +274,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
             seconds = time.monotonic() - started
             self._calls.labels(method, code).inc()
             self._seconds.labels(method).observe(seconds)
-            log = self._log.debug if _QUIET.search(method) else self._log.info
+            is_quiet = code in _QUIET_CODES or _QUIET.search(method)
+            log = self._log.debug if is_quiet else self._log.info
             log("call", method=method, code=code, seconds=round(seconds, 6), peer=peer)
 
     def _check_caller(self, method: str, context: _Context) -> None:

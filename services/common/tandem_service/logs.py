@@ -64,3 +64,5 @@ def configure(settings: CommonSettings, role: str) -> None:
     # At debug level gRPC logs a line per call, and asyncio one per selector.
     for noisy in ("grpc._cython.cygrpc", "asyncio"):
         logging.getLogger(noisy).setLevel(max(level, logging.INFO))
+    # It logs that it starts and ends, as the server's own lines do.
+    logging.getLogger("uvicorn.error").setLevel(max(level, logging.WARNING))

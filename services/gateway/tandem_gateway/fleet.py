@@ -44,6 +44,8 @@ _LONGEST_STEP_S = 60.0
 _LONGEST_REQUEST_S = 600.0
 #: Poll interval of an unhealthy pod.
 _RECHECK_S = 0.2
+#: In which a pod that starts may be out of reach without a warning; a large model takes longer to load.
+_START_LIMIT_S = 60.0
 
 
 class Role(enum.Enum):
@@ -75,6 +77,9 @@ class Pod:
         self.misses = 0
         #: Cause of its being unhealthy, for the log.
         self.cause = "not polled yet"
+        #: As the log has it; None: nothing is logged yet.
+        self.logged_cause: str | None = None
+        self.found_at = time.monotonic()
 
     def renew_channel(self) -> grpc.aio.Channel | None:
         """After a change of this gateway's certificates: opens a channel with the new ones; returns the one
@@ -236,17 +241,18 @@ class Fleet:
                 pod.misses = 0
                 pod.last_seen = time.monotonic()
                 revision = pod.report.model_revision
-                cause = "" if serving else "not serving"
+                cause, may_start = "" if serving else "not serving", not pod.withheld
                 cause = pod.withheld or cause
                 if revision and revision != self._model_revision:
                     cause = f"serves model revision {revision}, the gateway {self._model_revision}"
+                    may_start = False
                 if pod.report.age_seconds > _LONGEST_STEP_S:
                     cause = f"its engine has not answered for {pod.report.age_seconds:.0f} s"
-                self._set_health(pod, cause=cause)
+                self._set_health(pod, cause=cause, may_start=may_start)
             except grpc.aio.AioRpcError as error:
                 pod.misses += 1
                 if error.code() is grpc.StatusCode.UNAVAILABLE or pod.misses >= _MAX_MISSES:
-                    self._set_health(pod, cause=f"{error.code().name}: {error.details()}")
+                    self._set_health(pod, cause=f"{error.code().name}: {error.details()}", may_start=True)
             except Exception as error:
                 # Without its poller the pod would stay healthy forever.
                 self._log.exception("poll failed", target=pod.target, exc_info=error)
@@ -255,11 +261,14 @@ class Fleet:
                 self._poll_interval_s if pod.healthy else min(_RECHECK_S, self._poll_interval_s)
             )
 
-    def _set_health(self, pod: Pod, *, cause: str) -> None:
-        """`cause`: why the pod is unhealthy; "": it is healthy."""
+    def _set_health(self, pod: Pod, *, cause: str, may_start: bool = False) -> None:
+        """`cause`: why the pod is unhealthy; "": it is healthy. `may_start`: a pod that starts has it too,
+        which is not worth a warning before it has had time for that."""
         was_healthy, pod.healthy = pod.healthy, not cause
-        if cause != pod.cause:
-            pod.cause = cause
+        pod.cause = cause
+        is_starting = pod.logged_cause is None and time.monotonic() - pod.found_at < _START_LIMIT_S
+        if cause != pod.logged_cause and not (cause and may_start and is_starting):
+            pod.logged_cause = cause
             log = self._log.warning if cause else self._log.info
             message = "pod is not usable" if cause else "pod is healthy"
             log(message, pod_role=pod.role.value, target=pod.target, cause=cause)

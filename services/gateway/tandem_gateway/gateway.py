@@ -102,11 +102,15 @@ class Gateway:
 
     @contextmanager
     def counting_refusals(self) -> Iterator[None]:
-        """Counts the errors raised before `run`, by outcome."""
+        """Counts and logs the errors raised before `run`, by outcome."""
         try:
             yield
         except REQUEST_ERRORS as error:
             self._metrics.refused(error)
+            shown = presentation(error)
+            # Not the message, which may quote the caller's text.
+            field = {"field": error.field} if isinstance(error, InvalidRequestError) else {}
+            self._log.info("request", outcome=shown.outcome.value, code=shown.code, **field)
             trace = current()
             trace.fail_stage(presentation(error).code)
             trace.fail(presentation(error).code)

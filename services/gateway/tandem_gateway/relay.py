@@ -19,8 +19,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing, suppress
+from typing import TypeAlias
 
 import grpc
 import grpc.aio
@@ -51,11 +52,15 @@ from tandem_gateway.routing import Route, Router
 _POD_FULL_RETRY_S = 1.0
 #: A pod sends something every 0.25 s; one that sends nothing for this long has stopped or cannot be reached.
 _SILENCE_LIMIT_S = 1.0
+#: Within which a pod ends the call after its last event.
+_END_LIMIT_S = 1.0
 #: Statuses of a lost pod; a draining pod cancels its running calls.
 _POD_GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 #: Crashes with one request after which it is considered the cause.
 _MAX_CRASHES = 2
 _FINISH_REASONS = frozenset(common_pb2.FinishReason.values()) - {common_pb2.FINISH_REASON_UNSPECIFIED}
+
+DecodeCall: TypeAlias = "grpc.aio.UnaryStreamCall[decode_pb2.DecodeRequest, decode_pb2.DecodeResponse]"
 
 
 class _LostError(Exception):
@@ -91,6 +96,8 @@ class Relay:
         self._metrics = metrics
         self._failover_wait_s = failover_wait_s
         self._log = structlog.get_logger("tandem.relay")
+        #: Reads calls to their ends.
+        self._ending: set[asyncio.Task[None]] = set()
 
     async def stream(self, request: TokenizedRequest) -> AsyncGenerator[Event, None]:
         """Events of the request, a DecodeFinished last. Raises InvalidRequestError or GatewayError."""
@@ -227,7 +234,7 @@ class Relay:
         limit = request.arrived + (request.slo.ttft_s or math.inf)
         backlog.add(request.request_id, request.due, route.prefill_s, limit=limit)
         responses = aiter(call)
-        is_accepted = False
+        is_accepted = is_finished = False
         try:
             while True:
                 async with asyncio.timeout(_SILENCE_LIMIT_S):
@@ -240,6 +247,7 @@ class Relay:
                         backlog.remove(request.request_id)
                         yield response.chunk
                     case "finished" if response.finished.reason in _FINISH_REASONS:
+                        is_finished = True
                         yield response.finished
                         return
                     case "progress":
@@ -272,7 +280,12 @@ class Relay:
         finally:
             backlog.remove(request.request_id)
             pod.in_flight -= 1
-            call.cancel()  # does nothing to a call that has ended
+            if is_finished:
+                ending = asyncio.create_task(_read_to_end(call, responses))
+                self._ending.add(ending)
+                ending.add_done_callback(self._ending.discard)
+            else:
+                call.cancel()  # does nothing to a call that has ended
 
     async def _wait_for_pod(
         self, request: TokenizedRequest, give_up_at: float, too_small: Mapping[str, _TooSmallError]
@@ -307,3 +320,12 @@ class Relay:
                 target = route.decode.target
                 self._log.error("decode failed", target=target, code=error.code().name, details=details)
                 return UpstreamError(f"the decode pod {target} failed: {error.code().name}: {details}")
+
+
+async def _read_to_end(call: DecodeCall, responses: AsyncIterator[decode_pb2.DecodeResponse]) -> None:
+    """After the last event: the pod ends the call, which would count as cancelled if it were dropped."""
+    with suppress(TimeoutError, grpc.aio.AioRpcError):
+        async with asyncio.timeout(_END_LIMIT_S):
+            async for _ in responses:
+                pass
+    call.cancel()

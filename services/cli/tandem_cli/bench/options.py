@@ -12,7 +12,6 @@ from typing import Annotated, NamedTuple
 import typer
 from tandem_core.model.registry import DEFAULT_MODEL
 from tandem_core.slo import SloTarget
-from tandem_service.slo_file import SloFileError, load_slo_classes
 
 from tandem_cli.bench.prompts import WORKLOADS
 from tandem_cli.bench.requests import MixError, Tenant, parse_mix, parse_tenants
@@ -238,6 +237,9 @@ class BenchOptions:
 
     def objectives(self, slo_class: str) -> SloTarget:
         """Of a request of this class; "" has only those given. Raises BenchError."""
+        # Pydantic is not imported for other commands.
+        from tandem_service.slo_file import SloFileError, load_slo_classes
+
         try:
             classes = load_slo_classes(self.slo_classes_file)
         except SloFileError as error:

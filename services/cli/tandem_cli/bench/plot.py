@@ -5,61 +5,84 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tandem_core.slo import SloTarget
 
 from tandem_cli.bench.record import RequestRecord
 from tandem_cli.bench.stats import Percentiles, Run, Summary
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 _MET, _MISSED, _FAILED = "#2a7f4f", "#d98c21", "#b3261e"
 
 
 def draw(path: Path, records: Sequence[RequestRecord], title: str) -> None:
-    """Write a PNG. Left: shares of TTFT and E2E, with the objectives as dashed lines if all requests have the
-    same; right: the timeline."""
+    """Write a PNG. Left: shares of TTFT and E2E; middle: of TPOT; the objectives are dashed lines if all
+    requests have the same. Right: the timeline."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
-    from matplotlib.patches import Patch
-    from matplotlib.ticker import MaxNLocator
 
-    figure, (spread, timeline) = plt.subplots(1, 2, figsize=(13, 5), constrained_layout=True)
+    figure = run_figure(records)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def run_figure(records: Sequence[RequestRecord]) -> Figure:
+    from matplotlib import pyplot as plt
+
+    figure: Figure = plt.figure(figsize=(17, 5), constrained_layout=True)
+    seconds, milliseconds, timeline = figure.subplots(1, 3)
     good = [record for record in records if record.is_ok]
     slos = {record.slo for record in records}
     slo = slos.pop() if len(slos) == 1 else SloTarget("")
-    series = (
-        ("TTFT", [record.ttft_s for record in good if record.ttft_s is not None], slo.ttft_s, "C0"),
-        ("E2E", [record.e2e_s for record in good], slo.e2e_s, "C1"),
-    )
-    for label, values, limit_s, colour in series:
-        if values:
-            # Shares of all sent: failures keep the curve below 1.
-            shares = [(rank + 1) / len(records) for rank in range(len(values))]
-            spread.step([0.0, *sorted(values)], [0.0, *shares], where="post", label=label, color=colour)
-        if limit_s:
-            spread.axvline(limit_s, color=colour, linestyle="--", linewidth=1, label=f"{label} objective")
-    spread.set(xlabel="seconds", ylabel="share of all sent", ylim=(0, 1.02), xlim=(0, None))
-    spread.set_title("Distribution")
-    spread.margins(x=0.05)
-    spread.legend(loc="best")
-    spread.grid(alpha=0.3)
+    ttft = [record.ttft_s for record in good if record.ttft_s is not None]
+    tpot = [1e3 * record.tpot_s for record in good if record.tpot_s is not None]
+    _draw_shares(seconds, "TTFT", ttft, len(records), slo.ttft_s, "C0")
+    _draw_shares(seconds, "E2E", [record.e2e_s for record in good], len(records), slo.e2e_s, "C1")
+    _draw_shares(milliseconds, "TPOT", tpot, len(records), slo.tpot_s and 1e3 * slo.tpot_s, "C2")
+    for panel, name, unit in ((seconds, "TTFT and E2E", "seconds"), (milliseconds, "TPOT", "milliseconds")):
+        panel.set(title=name, xlabel=unit, ylabel="share of all sent", ylim=(0, 1.02), xlim=(0, None))
+        panel.margins(x=0.05)
+        panel.grid(alpha=0.3)
+        if panel.get_legend_handles_labels()[0]:
+            panel.legend(loc="best")
+    _draw_timeline(timeline, records)
+    return figure
+
+
+def _draw_shares(
+    panel: Axes, label: str, values: Sequence[float], num_sent: int, limit: float | None, colour: str
+) -> None:
+    """Shares of all sent: failures, and answers without the metric, keep the curve below 1."""
+    if values:
+        shares = [(rank + 1) / num_sent for rank in range(len(values))]
+        panel.step([0.0, *sorted(values)], [0.0, *shares], where="post", label=label, color=colour)
+    if limit:
+        panel.axvline(limit, color=colour, linestyle="--", linewidth=1, label=f"{label} objective")
+
+
+def _draw_timeline(panel: Axes, records: Sequence[RequestRecord]) -> None:
+    from matplotlib.patches import Patch
+    from matplotlib.ticker import MaxNLocator
 
     for row, record in enumerate(records):
         first_s = record.e2e_s if record.ttft_s is None else record.ttft_s
         colour = _MET if record.is_met() else _MISSED if record.is_ok else _FAILED
-        timeline.barh(row, first_s, left=record.sent_s, color=colour, alpha=0.35, height=0.8)
-        timeline.barh(row, record.e2e_s - first_s, left=record.sent_s + first_s, color=colour, height=0.8)
-    timeline.set(xlabel="seconds since the start", ylabel="request", ylim=(-1, len(records)))
-    timeline.invert_yaxis()
-    timeline.yaxis.set_major_locator(MaxNLocator(integer=True))
+        panel.barh(row, first_s, left=record.sent_s, color=colour, alpha=0.35, height=0.8)
+        panel.barh(row, record.e2e_s - first_s, left=record.sent_s + first_s, color=colour, height=0.8)
+    # Half a row beyond the first and the last one: a tick stands at requests only.
+    panel.set(xlabel="seconds since the start", ylabel="request", ylim=(-0.5, max(0.5, len(records) - 0.5)))
+    panel.invert_yaxis()
+    panel.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     meanings = ((_MET, "SLO met"), (_MISSED, "SLO missed"), (_FAILED, "failed"))
-    timeline.legend(handles=[Patch(color=colour, label=label) for colour, label in meanings])
-    timeline.set_title("Timeline, pale until the first token")
-    figure.suptitle(title)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    panel.legend(handles=[Patch(color=colour, label=label) for colour, label in meanings])
+    panel.set_title("Timeline, pale until the first token")
 
 
 def draw_curves(path: Path, runs: Sequence[Run], title: str) -> None:

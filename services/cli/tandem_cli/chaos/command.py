@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import tempfile
 import time
@@ -57,6 +56,8 @@ def chaos(
     log: Annotated[Path | None, typer.Option(help="Folder for the output of all processes.")] = None,
 ) -> None:
     """Inject faults into a fleet of its own, and check that no client sees them."""
+    import asyncio
+
     from tandem_core.errors import ModelLoadError
     from tandem_core.model import registry
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -16,23 +15,16 @@ from tandem_kernels import runs_packed
 from tandem_engine.kv_pool import KVShape
 from tandem_engine.memory import step_bytes, transfer_bytes
 from tandem_engine.model_loader.convert import file_tensors, open_source
+from tandem_engine.model_loader.description import ModelDescription, StoredFormat
 from tandem_engine.model_loader.gguf_file import open_all
 from tandem_engine.model_loader.loading import pick_numerics
-from tandem_engine.model_loader.safetensors_source import weight_files
+from tandem_engine.model_loader.safetensors_files import weight_files
 from tandem_engine.models.config import ModelConfig
 from tandem_engine.models.layout import WeightForm
 from tandem_engine.workspace import StepLimits
 
 #: Of a decode pod with default settings: chunks of 512 tokens, 16 sequences of a token and 31 guesses.
 _BLOCK_SIZE, _LIMITS = 64, StepLimits(max_tokens=512, max_seqs=16, max_decode_tokens=16 * 32)
-
-
-class StoredFormat(NamedTuple):
-    """The tensors of one element type in the source."""
-
-    kind: str
-    num_tensors: int
-    num_bytes: int
 
 
 class _Tensor(NamedTuple):
@@ -42,30 +34,8 @@ class _Tensor(NamedTuple):
     num_bytes: int
 
 
-@dataclass(frozen=True)
-class ModelDescription:
-    manifest: ModelManifest
-    #: Of the source, most bytes first.
-    formats: tuple[StoredFormat, ...]
-    num_parameters: int
-    #: dtype and quantization that `auto` picks on this machine, and the weight file of these.
-    dtype: str
-    quantization: str
-    packed: bool
-    weight_file: str
-    is_converted: bool
-    #: The weight file's, and of these what a decode step of one token reads; known before the conversion.
-    weight_bytes: int
-    step_bytes: int
-    kv_bytes_per_token: int
-    #: What a pod with default settings takes on a CPU beside weights and KV: for its largest step, and for
-    #: frames of KV transfers.
-    working_bytes: int
-    transfer_bytes: int
-
-
 def describe(folder: Path) -> ModelDescription:
-    """Raises ModelLoadError."""
+    """Reads the headers; description.py keeps the result. Raises ModelLoadError."""
     manifest, config = ModelManifest.read(folder), ModelConfig.from_folder(folder)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     numerics = pick_numerics(folder, device=str(device))
@@ -92,7 +62,6 @@ def describe(folder: Path) -> ModelDescription:
         quantization=form.quantization.value,
         packed=form.packed,
         weight_file=form.file_name,
-        is_converted=(folder / form.file_name).is_file(),
         weight_bytes=sum(t.num_bytes for t in in_file.values()),
         step_bytes=sum(t.num_bytes for t in read),
         kv_bytes_per_token=2 * config.num_layers * config.kv_size * form.dtype.itemsize,
