@@ -20,6 +20,9 @@ MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 128
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_IDS = 32
+MAX_ALLOWED_TOKEN_IDS = 65_536
+MAX_LOGITS_PROCESSORS = 8
+MAX_PROCESSOR_NAME_CHARS = 64
 _UINT32 = 2**32
 
 
@@ -57,6 +60,11 @@ class SamplingParams:
     logprobs: int | None = None
     ignore_eos: bool = False
     bad_words: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    logits_processors: tuple[str, ...] = ()
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    detokenize: bool = True
 
     def __post_init__(self) -> None:
         checks: tuple[tuple[str, object, bool, str], ...] = (
@@ -92,19 +100,30 @@ class SamplingParams:
             ("bad_words", "an empty or long sequence",
              all(1 <= len(word) <= MAX_BAD_WORD_IDS for word in self.bad_words),
              f"made of sequences of 1 to {MAX_BAD_WORD_IDS} ids"),
+            ("allowed_token_ids", f"{len(self.allowed_token_ids)} ids",
+             len(self.allowed_token_ids) <= MAX_ALLOWED_TOKEN_IDS, f"at most {MAX_ALLOWED_TOKEN_IDS} ids"),
+            ("logits_processors", f"{len(self.logits_processors)} names",
+             len(self.logits_processors) <= MAX_LOGITS_PROCESSORS, f"at most {MAX_LOGITS_PROCESSORS} names"),
+            ("logits_processors", "a long or empty name",
+             all(1 <= len(name) <= MAX_PROCESSOR_NAME_CHARS for name in self.logits_processors),
+             f"made of names of 1 to {MAX_PROCESSOR_NAME_CHARS} characters"),
         )  # fmt: skip
         for name, value, is_good, limit in checks:
             if not is_good:
                 raise InvalidRequestError(name, f"is {value}; it must be {limit}")
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raises InvalidRequestError when an id is outside [0, vocab_size), or bad_words may forbid all."""
+        """Raises InvalidRequestError when an id is outside [0, vocab_size), or all may be forbidden."""
         check_token_ids("logit_bias", self.logit_bias, vocab_size)
         check_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
         for word in self.bad_words:
             check_token_ids("bad_words", word, vocab_size)
-        if len({word[-1] for word in self.bad_words}) >= vocab_size:
+        check_token_ids("allowed_token_ids", self.allowed_token_ids, vocab_size)
+        bad = {word[-1] for word in self.bad_words}
+        if len(bad) >= vocab_size:
             raise InvalidRequestError("bad_words", "may forbid the whole vocabulary; leave out a sequence")
+        if self.allowed_token_ids and bad.issuperset(self.allowed_token_ids):
+            raise InvalidRequestError("bad_words", "may forbid all allowed_token_ids; leave out a sequence")
 
     @property
     def is_greedy(self) -> bool:
@@ -120,6 +139,8 @@ class SamplingParams:
             or self.frequency_penalty
             or self.min_tokens
             or self.bad_words
+            or self.allowed_token_ids
+            or self.logits_processors
         )
 
 

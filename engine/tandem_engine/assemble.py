@@ -32,6 +32,7 @@ from tandem_engine.model_loader.convert import LAYOUT_VERSION
 from tandem_engine.model_loader.loading import Numerics, pick_numerics
 from tandem_engine.models.decoder import Decoder
 from tandem_engine.runner import ModelRunner
+from tandem_engine.sampling.custom import LogitsProcessors
 from tandem_engine.sampling.verify import Verifier
 from tandem_engine.scheduler import Scheduler, SchedulerConfig
 from tandem_engine.transport.layout import KVLayout
@@ -64,6 +65,7 @@ class EngineConfig:
     max_batch: int = 16
     prefix_cache: bool = True
     max_draft_nodes: int = 8
+    logits_processors: tuple[str, ...] = ()
     #: False on a pod that computes prompts only.
     decodes: bool = True
 
@@ -140,7 +142,7 @@ def assemble(config: EngineConfig, drafter: DraftSource | None = None) -> Engine
     engine = Engine(
         runner,
         scheduler,
-        Verifier(),
+        Verifier(LogitsProcessors.load(config.logits_processors)),
         manager,
         vocab_size=manifest.vocab_size,
         drafter=drafter,

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from tandem_core.errors import InvalidRequestError
 from tandem_core.sampling import SamplingParams, TokenLogprobs, check_token_ids
 from torch import Tensor
 
@@ -54,6 +55,8 @@ class StepOutput:
     finished: bool
     #: Of each guess verified: how many guesses lie before it in its draft.
     drafted_positions: tuple[int, ...] = ()
+    #: Why the request ended without an answer.
+    error: InvalidRequestError | None = None
 
     def truncated(self, num_tokens: int) -> StepOutput:
         """Only the first num_tokens tokens, for a text that a stop string ended."""
@@ -150,10 +153,12 @@ class Engine:
         self._drafter, blocks.enable_prefix_caching = drafter, caches
 
     def check_tokens(self, request: Request) -> None:
-        """Raises InvalidRequestError when a token id lies outside the vocabulary."""
+        """Raises InvalidRequestError when a token id lies outside the vocabulary, or a logits processor is
+        unknown."""
         check_token_ids("prompt_token_ids", request.prompt_token_ids, self._vocab_size)
         check_token_ids("output_token_ids", request.output_token_ids, self._vocab_size)
         request.sampling.check_vocabulary(self._vocab_size)
+        self._verifier.custom.check(request.sampling.logits_processors)
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises InvalidRequestError or CapacityError, before it allocates anything."""
@@ -205,7 +210,7 @@ class Engine:
         verified = self._verifier.verify(batch, logits, results)
         self._runner.compact(batch, [v.path for v in verified])
         computed = time.perf_counter()
-        updates = self.scheduler.update(batch, verified)
+        updates = self._end_failed(verified, self.scheduler.update(batch, verified))
         outputs = self._outputs(batch, verified, updates)
         # Without drafting, which is about 1 % of a step.
         self._account(batch, outputs, computed - started, time.perf_counter() - drafted)
@@ -257,9 +262,22 @@ class Engine:
                     seen.accepted_sources[:n],
                     done.finished,
                     tuple([depth - 1 for depth in draft.depths()[1:]]) if draft is not None else (),
+                    seen.error,
                 )
             )
         return outputs
+
+    def _end_failed(
+        self, verified: Sequence[Verified], updates: Sequence[RequestUpdate]
+    ) -> list[RequestUpdate]:
+        """The updates; of requests for which no token could be chosen without one."""
+        result = []
+        for seen, done in zip(verified, updates, strict=True):
+            if seen.error is not None:
+                self.scheduler.abort(done.request.request_id)
+                done = replace(done, new_token_ids=(), finished=True)
+            result.append(done)
+        return result
 
     def _learn(
         self,

@@ -46,7 +46,7 @@ class Completion:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    #: The stop string or token that ended the text.
+    #: The stop string, or the id of the token of stop_token_ids, that ended the text.
     stop_reason: str = ""
     stats: CompletionStats = field(default_factory=CompletionStats)
 
@@ -146,13 +146,15 @@ class _Run:
         self.completion = Completion()
         self._started = time.perf_counter()
         sampling = request.sampling
-        self._text = StreamingDetokenizer(llm.tokenizer, sampling.stop, min_tokens=sampling.min_tokens)
+        self._text = StreamingDetokenizer(llm.tokenizer, sampling)
 
     @property
     def is_live(self) -> bool:
         return self.completion.finish_reason is None
 
     def take(self, output: StepOutput) -> None:
+        if output.error is not None:
+            raise output.error
         completion, stats = self.completion, self.completion.stats
         stats.e2e_s = time.perf_counter() - self._started
         if completion.token_ids:
@@ -163,7 +165,8 @@ class _Run:
             stats.cached_tokens = self.request.num_cached_tokens
         stats.preemptions = self.request.num_preemptions
         seen = self._text.num_tokens
-        text = self._text.push(output.token_ids)
+        ends = output.finished and self.request.finish_reason is FinishReason.STOP
+        text = self._text.push(output.token_ids, ends=ends)
         output = output.truncated(self._text.num_tokens - seen)
         stats.drafted_tokens += len(output.drafted_sources)
         stats.accepted_tokens += len(output.accepted_sources)
@@ -174,5 +177,6 @@ class _Run:
         elif output.finished:
             text += self._text.flush()
             completion.finish_reason = self.request.finish_reason
-            completion.stop_reason = self.request.stop_reason
+            if self.request.stop_token_id is not None:
+                completion.stop_reason = str(self.request.stop_token_id)
         completion.text += text

@@ -25,7 +25,7 @@ from tandem_kernels import native
 from tandem_engine.engine import Engine, EngineSnapshot, StepOutput
 
 T = TypeVar("T")
-#: Called on the engine's thread with an output, or with the exception that ended the engine.
+#: Called on the engine's thread with an output, or with the exception that ended the request or the engine.
 Listener = Callable[[StepOutput | Exception], None]
 
 #: Time without work after which the invariants are checked; that takes milliseconds in a large pool.
@@ -113,7 +113,7 @@ class EngineLoop:
         if output.finished:
             self._listeners.pop(output.request.request_id, None)
         if listener is not None:
-            listener(output)
+            listener(output.error or output)
 
     def _run(self) -> None:
         try:

@@ -58,8 +58,8 @@ class Request:
     num_preemptions: int = 0
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
-    #: The token or stop string that ended the text.
-    stop_reason: str = ""
+    #: The token of `stop_token_ids` that ended the text; None: something else did.
+    stop_token_id: int | None = None
     #: time.monotonic_ns() of the first step that computed part of it; None until then.
     first_scheduled_ns: int | None = None
     #: Proposal for the next step, set by the engine's loop before scheduling; None: plain decode.

@@ -28,6 +28,11 @@ EVERYTHING = SamplingParams(
     logprobs=0,
     ignore_eos=True,
     bad_words=((1, 2), (3,)),
+    allowed_token_ids=(6, 7),
+    logits_processors=("digits",),
+    skip_special_tokens=False,
+    include_stop_str_in_output=True,
+    detokenize=False,
 )
 
 

@@ -12,6 +12,7 @@ import toy_tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tandem_core.model.detokenizer import StreamingDetokenizer
+from tandem_core.sampling import SamplingParams
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
 CORPUS = [
@@ -81,7 +82,7 @@ def split(ids: Sequence[int], seed: int) -> list[Sequence[int]]:
 
 
 def stream(tokenizer: Tokenizer, ids: Sequence[int], stop: tuple[str, ...] = (), seed: int = 0) -> str:
-    detokenizer = StreamingDetokenizer(tokenizer, stop)
+    detokenizer = StreamingDetokenizer(tokenizer, SamplingParams(stop=tuple(stop)))
     return "".join(map(detokenizer.push, split(ids, seed))) + detokenizer.flush()
 
 
@@ -155,7 +156,7 @@ def test_a_character_comes_out_with_its_last_byte() -> None:
 
 
 def test_text_is_given_out_at_once_when_nothing_is_open() -> None:
-    detokenizer = StreamingDetokenizer(BYTE_LEVEL, stop=("\n\n",))
+    detokenizer = StreamingDetokenizer(BYTE_LEVEL, SamplingParams(stop=("\n\n",)))
     ids = BYTE_LEVEL.encode("Hello, world! The refund takes three days.").ids
     for n, token_id in enumerate(ids, start=1):
         assert (
@@ -222,14 +223,14 @@ def test_a_stop_string_with_repetitions_inside_repetitions() -> None:
 
 
 def test_what_may_begin_a_stop_string_is_held_until_decided() -> None:
-    detokenizer = StreamingDetokenizer(BYTE_FALLBACK, stop=("ello",))
+    detokenizer = StreamingDetokenizer(BYTE_FALLBACK, SamplingParams(stop=("ello",)))
     assert [detokenizer.push([i]) for i in fallback_ids("hellhello")] == ["h", "", "", "", "ellh"] + [""] * 4
     assert detokenizer.stopped == "ello"
     assert detokenizer.flush() == ""
 
 
 def test_flush_gives_what_was_held() -> None:
-    detokenizer = StreamingDetokenizer(BYTE_FALLBACK, stop=("ello",))
+    detokenizer = StreamingDetokenizer(BYTE_FALLBACK, SamplingParams(stop=("ello",)))
     assert detokenizer.push(fallback_ids("hell")) == "h"
     assert detokenizer.push([2 + 0xF0, 2 + 0x9F]) == ""
     assert detokenizer.flush() == "ell\ufffd\ufffd"
@@ -238,7 +239,7 @@ def test_flush_gives_what_was_held() -> None:
 
 
 def test_tokens_after_a_stop_string_are_ignored_and_not_counted() -> None:
-    detokenizer = StreamingDetokenizer(BYTE_FALLBACK, stop=("l",))
+    detokenizer = StreamingDetokenizer(BYTE_FALLBACK, SamplingParams(stop=("l",)))
     assert detokenizer.push(fallback_ids("helloo")) == "he"
     assert detokenizer.num_tokens == 3
     assert detokenizer.push(fallback_ids("a")) == ""
@@ -246,12 +247,29 @@ def test_tokens_after_a_stop_string_are_ignored_and_not_counted() -> None:
 
 
 def test_the_longest_of_two_stop_strings_that_end_together_is_cut() -> None:
-    detokenizer = StreamingDetokenizer(BYTE_FALLBACK, stop=("l", "el"))
+    detokenizer = StreamingDetokenizer(BYTE_FALLBACK, SamplingParams(stop=("l", "el")))
     assert detokenizer.push(fallback_ids("hello")) == "h"
     assert detokenizer.stopped == "el"
 
 
 def test_stop_strings_wait_for_min_tokens() -> None:
-    detokenizer = StreamingDetokenizer(BYTE_FALLBACK, stop=("el",), min_tokens=3)
+    detokenizer = StreamingDetokenizer(BYTE_FALLBACK, SamplingParams(stop=("el",), min_tokens=3))
     assert detokenizer.push(fallback_ids("helloel")) == "hello"
     assert detokenizer.num_tokens == 7
+
+
+def test_a_stop_string_may_stay_in_the_text() -> None:
+    sampling = SamplingParams(stop=("ello",), include_stop_str_in_output=True)
+    detokenizer = StreamingDetokenizer(BYTE_LEVEL, sampling)
+    assert detokenizer.push(BYTE_LEVEL.encode("Hello world").ids) == "Hello"
+    assert detokenizer.stopped == "ello"
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_the_text_of_an_end_token_stays_only_where_it_is_asked_for(keeps: bool) -> None:
+    ids = BYTE_LEVEL.encode("Hello world").ids
+    detokenizer = StreamingDetokenizer(BYTE_LEVEL, SamplingParams(include_stop_str_in_output=keeps))
+    whole, last = BYTE_LEVEL.decode(ids), BYTE_LEVEL.decode(ids[-1:])
+    text = detokenizer.push(ids, ends=True) + detokenizer.flush()
+    assert text == (whole if keeps else whole.removesuffix(last))
+    assert detokenizer.num_tokens == len(ids)

@@ -33,6 +33,9 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("bad_words", {"bad_words": ((1,),) * 129}, "is 129 sequences; it must be at most 128"),
     ("bad_words", {"bad_words": ((1,), ())}, "1 to 32 ids"),
     ("bad_words", {"bad_words": ((1,) * 33,)}, "1 to 32 ids"),
+    ("allowed_token_ids", {"allowed_token_ids": (1,) * 65_537}, "at most 65536 ids"),
+    ("logits_processors", {"logits_processors": ("a",) * 9}, "at most 8 names"),
+    ("logits_processors", {"logits_processors": ("a" * 65,)}, "1 to 64 characters"),
 ]
 
 
@@ -44,7 +47,13 @@ def test_out_of_range(field: str, given: dict[str, Any], limit: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [{"logit_bias": {9: 1.0}}, {"stop_token_ids": (1, 9)}, {"bad_words": ((1,), (9, 1))}]
+    "given",
+    [
+        {"logit_bias": {9: 1.0}},
+        {"stop_token_ids": (1, 9)},
+        {"bad_words": ((1,), (9, 1))},
+        {"allowed_token_ids": (9,)},
+    ],
 )
 def test_token_ids_outside_the_vocabulary(given: dict[str, Any]) -> None:
     params = SamplingParams(**given)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tandem_core.errors import InvariantError
 from tandem_core.sampling import SamplingParams
 from tandem_engine.sampling import processors
-from tandem_engine.sampling.processors import Row, TokenHistory, TokenIds
+from tandem_engine.sampling.custom import Row
+from tandem_engine.sampling.processors import TokenHistory, TokenIds
 from transformers import (
     LogitsProcessor,
     MinNewTokensLengthLogitsProcessor,

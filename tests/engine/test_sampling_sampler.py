@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tandem_core.errors import InvariantError
 from tandem_core.sampling import SamplingParams
 from tandem_engine.request import Request
-from tandem_engine.sampling.processors import Row
+from tandem_engine.sampling.custom import Row
 from tandem_engine.sampling.rng import RANGE, position_key, uniforms
 from tandem_engine.sampling.sampler import TokenChooser, draw, end_token_ids, most_likely
 

@@ -280,7 +280,7 @@ class TestFinishing:
     def test_the_first_end_token_is_kept_and_what_follows_is_dropped(self):
         request = self.run([1, 2, EOS, 3])
         assert request.output_token_ids == [1, 2, EOS]
-        assert (request.finish_reason, request.stop_reason) == (FinishReason.STOP, str(EOS))
+        assert (request.finish_reason, request.stop_token_id) == (FinishReason.STOP, None)
 
     def test_ignore_eos_ignores_it(self):
         request = self.run([1, EOS, 3], ignore_eos=True)
@@ -289,7 +289,7 @@ class TestFinishing:
 
     def test_stop_token_ids_count_even_when_eos_is_ignored(self):
         request = self.run([1, EOS, 3], ignore_eos=True, stop_token_ids=(3,))
-        assert (request.output_token_ids, request.stop_reason) == ([1, EOS, 3], "3")
+        assert (request.output_token_ids, request.stop_token_id) == ([1, EOS, 3], 3)
 
     def test_before_min_tokens_nothing_stops(self):
         request = self.run([EOS, 3, EOS, 4], min_tokens=3, stop_token_ids=(3,))
@@ -317,8 +317,8 @@ class TestFinishing:
         request = make_request("a")
         scheduler.add(request)
         step(scheduler)
-        assert scheduler.finish("a", FinishReason.STOP, "###") is request
-        assert (request.finish_reason, request.stop_reason) == (FinishReason.STOP, "###")
+        assert scheduler.finish("a", FinishReason.STOP) is request
+        assert request.finish_reason is FinishReason.STOP
         assert used_blocks(scheduler) == 0
 
 

@@ -68,6 +68,8 @@ async def test_given_parameters_reach_the_pod(pods, gateway):
         presence_penalty=0.5, frequency_penalty=-0.5, logit_bias={5: 1.0}, stop=["END"], stop_token_ids=[9],
         seed=11, logprobs=1, ignore_eos=True,
         bad_words=[common_pb2.TokenIds(ids=[5, 6]), common_pb2.TokenIds(ids=[7])],
+        allowed_token_ids=[5, 6, 9], logits_processors=["digits"], skip_special_tokens=False,
+        include_stop_str_in_output=True, detokenize=False,
     )  # fmt: skip
     request = gateway_pb2.GenerateRequest(
         text="the order", sampling=sampling, slo_class="chat", speculation="off"

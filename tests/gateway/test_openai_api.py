@@ -9,6 +9,7 @@ import httpx
 import openai
 import pytest
 import structlog
+from tandem_core.model.tokenizer import Tokenizer
 from tandem_proto.v1 import gateway_pb2
 
 USER = [{"role": "user", "content": "hi"}]
@@ -119,6 +120,76 @@ async def test_parameters_of_the_body_reach_the_pod(pods, gateway):
     assert pod.requests[0].speculation == "chain"
 
 
+async def test_what_vllms_clients_send_is_taken_where_it_means_what_it_says(pods, gateway):
+    pod = await pods()
+    front = await gateway(pod)
+    off = {
+        "best_of": None, "use_beam_search": False, "length_penalty": 1.0, "early_stopping": False,
+        "echo": False, "tools": [], "tool_choice": "none", "functions": None, "suffix": "", "documents": [],
+        "prompt_logprobs": None, "reasoning_effort": "none", "cache_salt": "", "kv_transfer_params": {},
+        "priority": 0, "spaces_between_special_tokens": True, "top_logprobs": 0, "logprobs": False,
+        "seed": -1, "top_k": -1, "logit_bias": None, "include_reasoning": True, "user": "u",
+        "add_special_tokens": False, "bad_words": [], "allowed_token_ids": [], "logits_processors": [],
+    }  # fmt: skip
+    response = await front.http.post(CHAT, json={"messages": USER, **off})
+    assert response.status_code == 200, response.text
+    asked = {
+        "skip_special_tokens": False, "include_stop_str_in_output": True, "detokenize": False,
+        "allowed_token_ids": [5, 6], "logits_processors": ["digits"], "min_tokens": 1, "request_id": "mine",
+    }  # fmt: skip
+    answer = await front.openai.chat.completions.create(model="", messages=USER, extra_body=asked)
+    first, second = (request.sampling for request in pod.requests)
+    assert first.skip_special_tokens
+    assert not first.include_stop_str_in_output
+    assert second.HasField("skip_special_tokens")
+    assert not second.skip_special_tokens
+    assert second.include_stop_str_in_output
+    assert not second.detokenize
+    assert list(second.allowed_token_ids) == [5, 6]
+    assert list(second.logits_processors) == ["digits"]
+    assert pod.requests[1].request_id == "mine"
+    assert answer.id == "chatcmpl-mine"
+
+
+async def test_texts_of_bad_words_are_forbidden_within_a_text_and_at_its_start(pods, gateway, model_folder):
+    pod = await pods()
+    front = await gateway(pod)
+    encode = Tokenizer(model_folder).encode
+    body = {"prompt": "a", "bad_words": ["order", [7, 8]]}
+    assert (await front.http.post("/v1/completions", json=body)).status_code == 200
+    sent = [list(word.ids) for word in pod.requests[0].sampling.bad_words]
+    assert sent == [[7, 8], encode("order"), encode(" order")]
+
+
+async def test_a_prompt_is_cut_to_its_last_tokens(pods, gateway):
+    pod = await pods()
+    front = await gateway(pod)
+    for limit, kept in ((3, 3), (500, 300), (-1, 256 - 100)):
+        prompt = [5 + i % 7 for i in range(300)]
+        body = {"prompt": prompt, "truncate_prompt_tokens": limit, "max_tokens": 100}
+        response = await front.http.post("/v1/completions", json=body)
+        if limit == 500:
+            assert response.status_code == 400  # still longer than the context
+            continue
+        assert list(pod.requests[-1].prompt_token_ids) == prompt[-kept:]
+
+
+async def test_token_ids_come_with_an_answer_that_asks_for_them(pods, gateway):
+    front = await gateway(await pods())
+    body = {"prompt": [5, 6], "return_token_ids": True, "return_tokens_as_token_ids": True, "logprobs": 1}
+    whole = (await front.http.post("/v1/completions", json=body)).json()["choices"][0]
+    assert whole["prompt_token_ids"] == [5, 6]
+    assert whole["token_ids"] == [10, 11, 12]
+    assert whole["logprobs"]["tokens"] == ["token_id:10", "token_id:11", "token_id:12"]
+    chat = (await front.http.post(CHAT, json={"messages": USER, "return_token_ids": True})).json()
+    assert chat["prompt_token_ids"]
+    assert chat["choices"][0]["token_ids"] == [10, 11, 12]
+    stream = await front.http.post("/v1/completions", json={**body, "stream": True})
+    events = [json.loads(event.partition("data: ")[2]) for event in stream.text.split("\n\n")[:-2]]
+    assert [event["choices"][0].get("token_ids") for event in events] == [[10], [11], [12], None]
+    assert [event["choices"][0].get("prompt_token_ids") for event in events] == [[5, 6], None, None, None]
+
+
 IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}
 
 
@@ -139,9 +210,18 @@ BAD_INPUTS = [
     (CHAT, {"messages": USER, "temperature": 3}, "temperature", ["[0, 2]"]),
     (CHAT, {"messages": USER, "logit_bias": {"x": 1}}, "logit_bias", ["'x'"]),
     (CHAT, {"messages": USER, "logit_bias": {"1" * 3000: 1}}, "logit_bias", ["not a token id"]),
-    (CHAT, {"messages": USER, "seed": -1}, "seed", ["2^64"]),
+    (CHAT, {"messages": USER, "seed": -2}, "seed", ["2^64"]),
+    (CHAT, {"messages": USER, "priority": 3}, "priority", ["slo_class"]),
+    (CHAT, {"messages": USER, "request_id": "a b"}, "request_id", ["1 to 128"]),
+    (CHAT, {"messages": USER, "add_special_tokens": True}, "add_special_tokens", ["template"]),
+    (CHAT, {"messages": USER, "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", ["at least 1", "-1"]),
+    (CHAT, {"messages": USER, "bad_words": [" "]}, "bad_words", ["blank"]),
+    (CHAT, {"messages": USER, "bad_words": ["a"] * 129}, "bad_words", ["more than 128"]),
+    (CHAT, {"messages": USER, "allowed_token_ids": [4000]}, "allowed_token_ids", ["outside the vocabulary"]),
+    (CHAT, {"messages": USER, "logits_processors": [{"qualname": "os.system"}]}, "logits_processors[0]", []),
+    ("/v1/completions", {"prompt": "a", "logprobs": True}, "logprobs", []),
     (CHAT, {"messages": USER, "bad_words": [[1], []]}, "bad_words", ["1 to 32 ids"]),
-    (CHAT, {"messages": USER, "bad_words": [[1, "a"]]}, "bad_words[0][1]", ["'a'", "integer"]),
+    (CHAT, {"messages": USER, "bad_words": [[1, "a"]]}, "bad_words[0]", ["'a'", "string"]),
     (CHAT, {"messages": USER, "top_logprobs": 2}, "top_logprobs", ["logprobs: true"]),
     (CHAT, {"messages": USER, "stream_options": {}}, "stream_options", ["stream: true"]),
     (CHAT, {"messages": USER, "slo_class": "fast"}, "slo_class", ["interactive"]),

@@ -25,6 +25,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from tandem_core.sampling import SamplingParams
+
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 #: A UTF-8 sequence that can still become whole has at most 3 bytes, each shown as one U+FFFD at most.
@@ -32,6 +34,8 @@ _MAX_INCOMPLETE = 3
 
 #: Tokens in the window before it is cut. Decoding this many costs about twice as much as decoding one.
 _MAX_WINDOW = 8
+
+_DEFAULTS = SamplingParams()
 
 
 class Decodes(Protocol):
@@ -41,16 +45,19 @@ class Decodes(Protocol):
 
 
 class StreamingDetokenizer:
-    """The text of one request. Special tokens have no text.
+    """The text of one request, as its `sampling` says.
 
-    `stop`: the text ends before the first complete stop string (of several, the longest).
-    `min_tokens`: the text of this many first tokens is not searched for stop strings.
+    `stop`: the text ends before the first complete stop string (of several, the longest), or behind it with
+    `include_stop_str_in_output`. `min_tokens`: the text of this many first tokens is not searched for stop
+    strings. `skip_special_tokens`: special tokens have no text.
     """
 
-    def __init__(self, tokenizer: Decodes, stop: Sequence[str] = (), *, min_tokens: int = 0) -> None:
+    def __init__(self, tokenizer: Decodes, sampling: SamplingParams = _DEFAULTS) -> None:
         self._tokenizer = tokenizer
-        self._min_tokens = min_tokens
-        self._matchers = tuple(_StopMatcher(s) for s in stop)
+        self._min_tokens = sampling.min_tokens
+        self._skips_special = sampling.skip_special_tokens
+        self._keeps_stop = sampling.include_stop_str_in_output
+        self._matchers = tuple(_StopMatcher(s) for s in sampling.stop)
         #: Text that may be the beginning of a stop string.
         self._held = ""
         self._window: list[int] = []
@@ -72,14 +79,20 @@ class StreamingDetokenizer:
         """Tokens taken so far; the one that completed a stop string is the last."""
         return self._num_tokens
 
-    def push(self, token_ids: Sequence[int]) -> str:
-        """Takes the next tokens; returns the text that became final. Ignores tokens after a stop string."""
+    def push(self, token_ids: Sequence[int], *, ends: bool = False) -> str:
+        """Takes the next tokens; returns the text that became final. Ignores tokens after a stop string.
+
+        `ends`: the last one is an end or stop token, whose text belongs to the answer only with
+        `include_stop_str_in_output`.
+        """
         parts: list[str] = []
-        for token_id in token_ids:
+        last = len(token_ids) - 1
+        for index, token_id in enumerate(token_ids):
             if self._stopped is not None:
                 break
             self._num_tokens += 1
-            parts.append(self._search(self._decode_next(token_id)))
+            if not (ends and index == last) or self._keeps_stop:
+                parts.append(self._search(self._decode_next(token_id)))
         return "".join(parts)
 
     def flush(self) -> str:
@@ -92,7 +105,7 @@ class StreamingDetokenizer:
         return rest
 
     def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skips_special)
 
     def _decode_next(self, token_id: int) -> str:
         """Text that no later token can change."""
@@ -151,7 +164,7 @@ class StreamingDetokenizer:
                 self._stopped = max(found, key=len)
                 whole = self._held + text[: i + 1]
                 self._held = ""
-                return whole[: len(whole) - len(self._stopped)]
+                return whole if self._keeps_stop else whole[: len(whole) - len(self._stopped)]
         whole = self._held + text
         num_final = len(whole) - max(m.num_matched for m in self._matchers)
         self._held = whole[num_final:]

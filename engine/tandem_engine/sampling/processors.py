@@ -24,7 +24,8 @@ import numpy.typing as npt
 from tandem_core.errors import InvariantError
 from tandem_core.sampling import SamplingParams
 
-Row = npt.NDArray[np.float32]
+from tandem_engine.sampling.custom import NO_PROCESSORS, LogitsProcessors, Row
+
 TokenIds = npt.NDArray[np.int64]
 
 _DROPPED = np.float32(-math.inf)
@@ -42,6 +43,7 @@ class TokenHistory:
     def __init__(self, prompt_token_ids: Sequence[int], output_token_ids: Iterable[int]) -> None:
         # Duplicates stay: writing a value twice costs less than finding them.
         self._prompt = np.array(prompt_token_ids, dtype=np.int64)
+        self.prompt = prompt_token_ids
         self.output = list(output_token_ids)
         self.output_counts = Counter(self.output)
 
@@ -95,6 +97,14 @@ def forbid(row: Row, token_ids: Iterable[int]) -> Row:
     forbidden = row.copy()
     forbidden[_within(row, token_ids)] = _DROPPED
     return forbidden if forbidden.max() > _DROPPED else row
+
+
+def keep_only(row: Row, token_ids: Sequence[int]) -> Row:
+    """-inf for all tokens but the given ones."""
+    kept = np.full_like(row, _DROPPED)
+    ids = _within(row, token_ids)
+    kept[ids] = row[ids]
+    return kept
 
 
 def bad_word_ends(bad_words: Iterable[Sequence[int]], output: list[int]) -> list[int]:
@@ -170,9 +180,19 @@ def min_p_ids(row: Row, min_p: float) -> TokenIds:
 
 
 def process(
-    row: Row, params: SamplingParams, history: TokenHistory, num_output: int, end_token_ids: frozenset[int]
+    row: Row,
+    params: SamplingParams,
+    history: TokenHistory,
+    num_output: int,
+    end_token_ids: frozenset[int],
+    custom: LogitsProcessors = NO_PROCESSORS,
 ) -> Row:
-    """The target's logits after num_output output tokens; what greedy decoding takes the argmax of."""
+    """The target's logits after num_output output tokens; what greedy decoding takes the argmax of.
+
+    Raises InvalidRequestError if a custom processor fails.
+    """
+    if params.allowed_token_ids:
+        row = keep_only(row, params.allowed_token_ids)
     if params.logit_bias:
         row = add_bias(row, params.logit_bias)
     if params.repetition_penalty != 1.0:
@@ -180,6 +200,8 @@ def process(
     if params.presence_penalty or params.frequency_penalty:
         counts = history.output_counts
         row = penalise_output(row, counts, params.presence_penalty, params.frequency_penalty)
+    for name in params.logits_processors:
+        row = custom.apply(name, history.prompt, history.output, row)
     if params.bad_words:
         row = forbid(row, bad_word_ends(params.bad_words, history.output))
     # Last: it forbids nothing if no token would be left, and bad words must stay forbidden.

@@ -13,7 +13,8 @@ import numpy as np
 
 from tandem_engine.request import Request
 from tandem_engine.sampling import processors
-from tandem_engine.sampling.processors import Row, TokenHistory, TokenIds
+from tandem_engine.sampling.custom import NO_PROCESSORS, LogitsProcessors, Row
+from tandem_engine.sampling.processors import TokenHistory, TokenIds
 from tandem_engine.sampling.rng import RANGE, position_key, uniforms, uniforms_of_range
 
 
@@ -67,8 +68,9 @@ def draw(row: Row, key: int, token_ids: TokenIds | None = None) -> int:
 class TokenChooser:
     """Chooses one request's next tokens, one after another."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, custom: LogitsProcessors = NO_PROCESSORS) -> None:
         self._params = request.sampling
+        self._custom = custom
         self._position = request.num_tokens
         self._num_output = len(request.output_token_ids)
         self._end_token_ids = end_token_ids(request)
@@ -80,9 +82,14 @@ class TokenChooser:
         )
 
     def choose(self, row: Row) -> int:
-        """The next token from its raw logits [V], which stay unchanged."""
+        """The next token from its raw logits [V], which stay unchanged.
+
+        Raises InvalidRequestError if a custom logits processor fails.
+        """
         if self._history is not None:
-            row = processors.process(row, self._params, self._history, self._num_output, self._end_token_ids)
+            row = processors.process(
+                row, self._params, self._history, self._num_output, self._end_token_ids, self._custom
+            )
         if self._params.is_greedy:
             token_id = most_likely(row)
         else:

@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-from tandem_core.errors import InvariantError
+from tandem_core.errors import InvalidRequestError, InvariantError
 from tandem_core.sampling import TokenLogprobs
 from torch import Tensor
 
 from tandem_engine.batch import Batch, ScheduledSequence
+from tandem_engine.sampling.custom import NO_PROCESSORS, LogitsProcessors
 from tandem_engine.sampling.device import StepResults
 from tandem_engine.sampling.sampler import TokenChooser, end_token_ids
 
@@ -42,6 +43,8 @@ class Verified:
     accepted_sources: tuple[str, ...]
     #: One per token if the request asked for them, else empty.
     logprobs: tuple[TokenLogprobs, ...]
+    #: Why no token could be chosen; the token is then without meaning, and the request must end.
+    error: InvalidRequestError | None = None
 
     def __post_init__(self) -> None:
         if not len(self.token_ids) == len(self.path) == len(self.accepted_sources) + 1:
@@ -49,7 +52,13 @@ class Verified:
 
 
 class Verifier:
-    """Turns a step's logits into tokens; holds no state between steps."""
+    """Turns a step's logits into tokens; holds no state between steps.
+
+    custom: the logits processors that requests may name.
+    """
+
+    def __init__(self, custom: LogitsProcessors = NO_PROCESSORS) -> None:
+        self.custom = custom
 
     def verify(self, batch: Batch, logits: Tensor, results: StepResults | None = None) -> list[Verified]:
         """One result per sampling sequence, in batch order; logits [R, V] float32, R = batch.num_logits_rows.
@@ -76,7 +85,10 @@ class Verifier:
             end_row = first_row + sequence.num_logits_rows
             choices = decided[first_row:end_row] if is_known else None
             rows = logits[first_row:end_row] if results is None else results.rows.get(n)
-            verified.append(_verify_sequence(sequence, rows, choices))
+            try:
+                verified.append(_verify_sequence(sequence, rows, choices, self.custom))
+            except InvalidRequestError as error:
+                verified.append(Verified((0,), (0,), (), (), error))
             first_row = end_row
         return verified
 
@@ -86,9 +98,11 @@ def _argmax(logits: Tensor) -> list[int]:
     return cast(list[int], logits.numpy().argmax(axis=-1).tolist())
 
 
-def _verify_sequence(sequence: ScheduledSequence, rows: Tensor | None, choices: list[int] | None) -> Verified:
+def _verify_sequence(
+    sequence: ScheduledSequence, rows: Tensor | None, choices: list[int] | None, custom: LogitsProcessors
+) -> Verified:
     """rows [n, V] raw logits on the host, one per node, None where nobody reads them; choices [n] when they
-    are decided already.
+    are decided already. Raises InvalidRequestError if a custom logits processor fails.
     """
     request = sequence.request
     num_present = 1 if sequence.draft is not None else sequence.num_new_tokens
@@ -100,7 +114,7 @@ def _verify_sequence(sequence: ScheduledSequence, rows: Tensor | None, choices: 
     if choices is not None:
         token_ids, path = _walk(sequence, choices.__getitem__)
     else:
-        chooser = TokenChooser(request)
+        chooser = TokenChooser(request, custom)
         host_rows = _present(rows).numpy()
         token_ids, path = _walk(sequence, lambda node: chooser.choose(host_rows[node]))
     num_top = request.sampling.logprobs

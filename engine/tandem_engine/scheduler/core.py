@@ -121,12 +121,11 @@ class Scheduler:
         """Drop a request in whatever state; None when it is unknown or already finished."""
         return self.finish(request_id, FinishReason.CANCELLED)
 
-    def finish(self, request_id: str, reason: FinishReason, stop_reason: str = "") -> Request | None:
+    def finish(self, request_id: str, reason: FinishReason) -> Request | None:
         """End a request for a cause outside its token ids: cancellation or a stop string."""
         request = self._queues.get(request_id)
         if request is not None:
             request.finish_reason = reason
-            request.stop_reason = stop_reason
             self._retire(request)
         return request
 

@@ -129,7 +129,8 @@ def append_tokens(request: Request, token_ids: Sequence[int], max_model_len: int
         request.output_token_ids.append(token_id)
         if _ends_text(request, token_id):
             request.finish_reason = FinishReason.STOP
-            request.stop_reason = str(token_id)
+            if not _is_end_token(request, token_id):
+                request.stop_token_id = token_id
         elif request.num_tokens >= limit:
             request.finish_reason = FinishReason.LENGTH
         if request.finish_reason is not None:
@@ -141,6 +142,9 @@ def _ends_text(request: Request, token_id: int) -> bool:
     sampling = request.sampling
     if len(request.output_token_ids) < sampling.min_tokens:
         return False
-    if token_id in sampling.stop_token_ids:
-        return True
-    return token_id in request.eos_token_ids and not sampling.ignore_eos
+    return token_id in sampling.stop_token_ids or _is_end_token(request, token_id)
+
+
+def _is_end_token(request: Request, token_id: int) -> bool:
+    """Whether it is one of the model's own end tokens, and those count."""
+    return token_id in request.eos_token_ids and not request.sampling.ignore_eos

@@ -32,6 +32,7 @@ class AnswerRecord(_message.Message):
     CREATED_SECONDS_FIELD_NUMBER: _builtins.int
     PAYLOAD_SHA256_FIELD_NUMBER: _builtins.int
     SLO_FIELD_NUMBER: _builtins.int
+    SHOWN_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Names this computation of the answer; event ids begin with it."""
     slo_class: _builtins.str
@@ -51,6 +52,8 @@ class AnswerRecord(_message.Message):
     def slo(self) -> _common_pb2.SloTarget:
         """The objectives asked for; unset in records of older gateways, whose requests had those of the class."""
 
+    @_builtins.property
+    def shown(self) -> Global___ShownAs: ...
     def __init__(
         self,
         *,
@@ -62,11 +65,38 @@ class AnswerRecord(_message.Message):
         created_seconds: _builtins.int = ...,
         payload_sha256: _builtins.bytes = ...,
         slo: _common_pb2.SloTarget | None = ...,
+        shown: Global___ShownAs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "slo", b"slo"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "shown", b"shown", "slo", b"slo"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_seconds", b"created_seconds", "id", b"id", "kind", b"kind", "payload_sha256", b"payload_sha256", "request", b"request", "slo", b"slo", "slo_class", b"slo_class", "with_usage", b"with_usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_seconds", b"created_seconds", "id", b"id", "kind", b"kind", "payload_sha256", b"payload_sha256", "request", b"request", "shown", b"shown", "slo", b"slo", "slo_class", b"slo_class", "with_usage", b"with_usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AnswerRecord: _TypeAlias = AnswerRecord  # noqa: Y015
+
+@_typing.final
+class ShownAs(_message.Message):
+    """How an answer is shown in HTTP, beside what every answer has."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    TOKENS_AS_IDS_FIELD_NUMBER: _builtins.int
+    token_ids: _builtins.bool
+    """With the ids of prompt and output tokens."""
+    tokens_as_ids: _builtins.bool
+    """Log probabilities name tokens as "token_id:5"."""
+    def __init__(
+        self,
+        *,
+        token_ids: _builtins.bool = ...,
+        tokens_as_ids: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids", "tokens_as_ids", b"tokens_as_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShownAs: _TypeAlias = ShownAs  # noqa: Y015

@@ -247,9 +247,13 @@ class GeneratedEnd(_message.Message):
     STOP_REASON_FIELD_NUMBER: _builtins.int
     RECEIPT_FIELD_NUMBER: _builtins.int
     EVENT_ID_FIELD_NUMBER: _builtins.int
+    STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
     reason: _common_pb2.FinishReason.ValueType
     stop_reason: _builtins.str
+    """The matched stop string, or the id of the matched token of `stop_token_ids`; empty at a plain end token."""
     event_id: _builtins.str
+    stop_token_id: _builtins.int
+    """Set if a token of `stop_token_ids` ended the text."""
     @_builtins.property
     def receipt(self) -> _common_pb2.Receipt: ...
     def __init__(
@@ -259,12 +263,15 @@ class GeneratedEnd(_message.Message):
         stop_reason: _builtins.str = ...,
         receipt: _common_pb2.Receipt | None = ...,
         event_id: _builtins.str = ...,
+        stop_token_id: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["receipt", b"receipt"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "receipt", b"receipt", "stop_token_id", b"stop_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event_id", b"event_id", "reason", b"reason", "receipt", b"receipt", "stop_reason", b"stop_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "event_id", b"event_id", "reason", b"reason", "receipt", b"receipt", "stop_reason", b"stop_reason", "stop_token_id", b"stop_token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__stop_token_id: _TypeAlias = _typing.Literal["stop_token_id"]  # noqa: Y015
+    _WhichOneofArgType__stop_token_id: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__stop_token_id) -> _WhichOneofReturnType__stop_token_id | None: ...
 
 Global___GeneratedEnd: _TypeAlias = GeneratedEnd  # noqa: Y015
 

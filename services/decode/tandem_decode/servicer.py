@@ -83,23 +83,23 @@ class _TextStream:
 
     def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
         self._request = request
-        self._detokenizer = StreamingDetokenizer(
-            tokenizer, request.sampling.stop, min_tokens=request.sampling.min_tokens
-        )
+        self._detokenizer = StreamingDetokenizer(tokenizer, request.sampling)
         self._detokenizer.push(request.output_token_ids)
         self.num_tokens = self._detokenizer.num_tokens
         self.finish_reason: FinishReason | None = None
         self.stop_reason = ""
+        self.stop_token_id: int | None = None
         self._end(is_finished=request.finish_reason is not None)
 
     def push(self, output: StepOutput) -> tuple[StepOutput, str]:
         """The output up to a stop string, and the text that became final with it."""
-        text = self._detokenizer.push(output.token_ids)
+        ends = output.finished and self._request.finish_reason is FinishReason.STOP
+        text = self._detokenizer.push(output.token_ids, ends=ends)
         output = output.truncated(self._detokenizer.num_tokens - self.num_tokens)
         self.num_tokens = self._detokenizer.num_tokens
         if self._end(is_finished=output.finished):
             text += self._detokenizer.flush()  # nothing after a stop string
-        return output, text
+        return output, text if self._request.sampling.detokenize else ""
 
     def _end(self, *, is_finished: bool) -> bool:
         """Whether the text ends here: at a stop string, or because the engine finished the request."""
@@ -107,7 +107,8 @@ class _TextStream:
             self.finish_reason, self.stop_reason = FinishReason.STOP, self._detokenizer.stopped
         elif is_finished:
             self.finish_reason = self._request.finish_reason or FinishReason.STOP
-            self.stop_reason = self._request.stop_reason
+            self.stop_token_id = self._request.stop_token_id
+            self.stop_reason = "" if self.stop_token_id is None else str(self.stop_token_id)
         return self.finish_reason is not None
 
 
@@ -223,6 +224,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                 finished=decode_pb2.DecodeFinished(
                     reason=codec.finish_reason_to_proto(stream.finish_reason),
                     stop_reason=stream.stop_reason,
+                    stop_token_id=stream.stop_token_id,
                     receipt=record.receipt(),
                 )
             )

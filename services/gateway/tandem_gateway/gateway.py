@@ -12,16 +12,17 @@ import dataclasses
 import secrets
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
+from typing import Any
 
 import structlog
 from tandem_core.codec import slo_to_proto
 from tandem_core.errors import InvalidRequestError, quoted
 from tandem_core.model.chat_template import Message
 from tandem_core.model.tokenizer import Tokenizer
-from tandem_core.sampling import check_token_ids
+from tandem_core.sampling import MAX_BAD_WORDS, MAX_STOP_CHARS, check_token_ids
 from tandem_core.speculation import SpeculationMode
 from tandem_proto.v1 import common_pb2, decode_pb2, gateway_pb2
 from tandem_service.tracing import Headers, RequestTrace, Tracing, current
@@ -45,7 +46,14 @@ from tandem_gateway.limits import TokenRates
 from tandem_gateway.metrics import GatewayMetrics
 from tandem_gateway.miss_cause import miss_cause
 from tandem_gateway.relay import Relay
-from tandem_gateway.request import NS_PER_S, Event, ReceivedRequest, TokenizedRequest, complete_sampling
+from tandem_gateway.request import (
+    DEFAULT_MAX_TOKENS,
+    NS_PER_S,
+    Event,
+    ReceivedRequest,
+    TokenizedRequest,
+    complete_sampling,
+)
 from tandem_gateway.settings import GatewaySettings
 
 #: Longer texts are tokenized in a thread, so that the event loop is not blocked.
@@ -145,7 +153,12 @@ class Gateway:
         """Checks and tokenizes a plain text. Raises InvalidRequestError, ForbiddenError."""
         current().stage("tokenize")
         self.check_model(received.model)
-        token_ids = await self._encode(received.caller, [text], "prompt", lambda: self.tokenizer.encode(text))
+        token_ids = await self._encode(
+            received.caller,
+            [text],
+            "prompt",
+            lambda: self.tokenizer.encode(text, add_special_tokens=received.add_special_tokens),
+        )
         return self._tokenized(received, token_ids, field="prompt")
 
     async def prepare_tokens(self, received: ReceivedRequest, token_ids: Sequence[int]) -> TokenizedRequest:
@@ -206,8 +219,10 @@ class Gateway:
             raise InvalidRequestError(field, "is empty; send at least one token")
         manifest = self.manifest
         slo = received.caller.slo(received.slo_class, received.objectives)
+        if received.truncate_to is not None:
+            token_ids = token_ids[-self._num_kept(received) :]
         sampling = complete_sampling(
-            received.sampling,
+            self._with_bad_texts(received),
             prompt_field=field,
             num_prompt_tokens=len(token_ids),
             max_model_len=manifest.max_model_len,
@@ -231,6 +246,35 @@ class Gateway:
         if trace.is_recording:
             trace.set(trace_attributes.of_request(request))
         return request
+
+    def _num_kept(self, received: ReceivedRequest) -> int:
+        """Tokens of a truncated prompt."""
+        if received.truncate_to is not None and received.truncate_to > 0:
+            return received.truncate_to
+        context = self.manifest.max_model_len
+        room = received.sampling.get("max_tokens", min(DEFAULT_MAX_TOKENS, context // 2))
+        return max(context - int(room), 1)
+
+    def _with_bad_texts(self, received: ReceivedRequest) -> Mapping[str, Any]:
+        """The given sampling fields; the texts of bad_words as token ids, within a text and at its start."""
+        if not received.bad_texts:
+            return received.sampling
+        words = dict.fromkeys(received.sampling.get("bad_words", ()))
+        if len(received.bad_texts) + len(words) > MAX_BAD_WORDS:
+            raise InvalidRequestError("bad_words", f"has more than {MAX_BAD_WORDS} entries; leave some out")
+        for text in received.bad_texts:
+            if not text.strip() or len(text) > MAX_STOP_CHARS:
+                raise InvalidRequestError(
+                    "bad_words", f"{quoted(text)} is blank or has more than {MAX_STOP_CHARS} characters"
+                )
+            plain, spaced = (
+                tuple(self.tokenizer.encode(prefix + text.lstrip(), add_special_tokens=False))
+                for prefix in ("", " ")
+            )
+            words[plain] = None
+            if spaced[-len(plain) :] != plain:
+                words[spaced] = None
+        return {**received.sampling, "bad_words": tuple(words)}
 
     async def run(self, request: TokenizedRequest) -> AsyncGenerator[Event, None]:
         """Yields the events of the request. Close the generator to cancel the request.

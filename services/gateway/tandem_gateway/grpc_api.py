@@ -122,6 +122,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
                     end = gateway_pb2.GeneratedEnd(
                         reason=event.reason,
                         stop_reason=event.stop_reason,
+                        stop_token_id=event.stop_token_id if event.HasField("stop_token_id") else None,
                         receipt=event.receipt,
                         event_id=event_id,
                     )

@@ -130,7 +130,7 @@ class OpenAiApi:
             if joined is not None:
                 return joined, is_streamed
         received = ReceivedRequest(
-            request_id=request.state.request_id,
+            request_id=body.request_id or request.state.request_id,
             caller=caller,
             model=body.model or "",
             sampling=body.given_sampling(),
@@ -138,11 +138,15 @@ class OpenAiApi:
             arrived=arrived,
             speculation=body.speculation or "",
             objectives=_objectives(request.headers),
+            bad_texts=body.bad_texts,
+            truncate_to=body.truncate_prompt_tokens,
+            add_special_tokens=body.add_special_tokens is not False,
         )
         answer = await self._answers.begin(
             await until_disconnect(request.receive, self._tokenize(received, body)),
             kind=kind,
             with_usage=body.wants_usage_chunk,
+            shown=body.shown(),
             is_streamed=is_streamed,
             key=key,
             payload_sha256=digest,
@@ -226,7 +230,7 @@ def _render(event: Event, renderer: Renderer, *, with_usage: bool) -> Json | Non
     """The event as JSON; None: nothing to show, while a character is incomplete."""
     if isinstance(event, decode_pb2.DecodeFinished):
         return renderer.finish(event, with_usage_field=with_usage)
-    if event.text or event.logprobs:
+    if event.text or event.logprobs or (event.token_ids and renderer.shows_token_ids):
         return renderer.chunk(event, with_usage_field=with_usage)
     return None
 

@@ -2,42 +2,60 @@
 
     bytes -> UTF-8? -> JSON of the right types? -> no unsupported field? -> ChatBody / CompletionBody
 
-An unsupported field of the API is refused, unless its value has no effect (`n: 1`, `tools: []`, null). An
-unknown field is refused too, because it may be a misspelling such as `max_token`.
+An unsupported field of OpenAI's API or of vLLM's is refused, unless its value means "off" (null, false, 0,
+"", [], {}, "none") or has no effect (`n: 1`). An unknown field is refused too, because it may be a
+misspelling such as `max_token`. docs/parameters.md lists the fields.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from tandem_core.errors import InvalidRequestError, quoted
 from tandem_core.model.chat_template import Message
 from tandem_core.sampling import SamplingParams
+from tandem_proto.v1 import answers_pb2
+from tandem_service.interceptors import request_id_or_new
 
 from tandem_gateway.errors import UnsupportedFieldError
 
-#: Fields of the API without an effect on the answer.
+#: Fields of the API without an effect on the answer. `spaces_between_special_tokens` has none in vLLM either
+#: with tokenizers of this kind; `length_penalty` and `early_stopping` have none without beam search.
 _IGNORED = frozenset(
     {"user", "store", "metadata", "service_tier", "parallel_tool_calls"}
-    | {"safety_identifier", "prompt_cache_key"}
+    | {"safety_identifier", "prompt_cache_key", "prompt_cache_retention", "include_reasoning"}
+    | {"spaces_between_special_tokens", "length_penalty", "early_stopping"}
 )
-#: Unsupported fields of the API, with their values that have no effect.
+#: Unsupported fields of OpenAI's API and of vLLM's, with their values that have no effect beside those that
+#: mean "off".
 _UNSERVED: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
         "n": (1,),
         "best_of": (1,),
-        "echo": (False,),
-        "suffix": ("",),
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
-        "functions": ([],),
-        "function_call": ("none", "auto"),
+        "echo": (),
+        "suffix": (),
+        "tools": (),
+        "tool_choice": ("auto",),
+        "functions": (),
+        "function_call": ("auto",),
         "response_format": ({"type": "text"},),
         "modalities": (["text"],),
-        "use_beam_search": (False,),
+        "use_beam_search": (),
+        "prompt_logprobs": (),
+        "truncation_side": ("left",),
+        "documents": (),
+        "chat_template": (),
+        "prompt_embeds": (),
+        "mm_processor_kwargs": (),
+        "media_io_kwargs": (),
+        "cache_salt": (),
+        "kv_transfer_params": (),
+        "vllm_xargs": (),
+        "logprob_token_ids": (),
+        "repetition_detection": (),
         "audio": (),
         "prediction": (),
         "web_search_options": (),
@@ -48,6 +66,7 @@ _UNSERVED: Mapping[str, tuple[object, ...]] = MappingProxyType(
 _ROLES = MappingProxyType(
     {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 )
+_OFF: tuple[object, ...] = (None, False, "", "none", [], {})
 #: Of 2^32 - 1.
 _MAX_TOKEN_ID_DIGITS = 10
 #: Fields of a message that the chat template does not use.
@@ -92,13 +111,20 @@ class _CommonBody(_SamplingBody):
     stream_options: StreamOptions | None = None
     logit_bias: dict[str, float] | None = None
     stop: str | list[str] | None = None
+    bad_words: list[str | list[int]] | None = None
+    truncate_prompt_tokens: int | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    request_id: str | None = None
+    priority: int | None = None
     slo_class: str | None = None
     speculation: str | None = None
 
     def refuse_unserved(self) -> None:
         """Raises UnsupportedFieldError for an untyped field that would have an effect."""
         for name, value in (self.model_extra or {}).items():
-            if value is None or name in _IGNORED:
+            if value is None or name in _IGNORED or (name in _UNSERVED and value in _OFF):
                 continue
             if name not in _UNSERVED:
                 raise UnsupportedFieldError(name, "is no field of this API; remove it or check its spelling")
@@ -108,6 +134,15 @@ class _CommonBody(_SamplingBody):
                 raise UnsupportedFieldError(name, f"{_shown(value)} is not supported here; {hint}")
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options", "is only allowed with stream: true")
+        if self.priority:
+            raise UnsupportedFieldError("priority", "is not supported here; name an slo_class instead")
+        limit = self.truncate_prompt_tokens
+        if limit is not None and limit != -1 and limit < 1:
+            raise InvalidRequestError(
+                "truncate_prompt_tokens", f"is {limit}; it must be at least 1, or -1 for as many as fit"
+            )
+        if self.request_id is not None and request_id_or_new(self.request_id) != self.request_id:
+            raise InvalidRequestError("request_id", "must be 1 to 128 letters, digits and . _ : / -")
 
     @property
     def wants_usage_chunk(self) -> bool:
@@ -122,7 +157,21 @@ class _CommonBody(_SamplingBody):
             given["logit_bias"] = _token_ids_as_keys(self.logit_bias)
         if given.get("top_k") == -1:  # vLLM's clients say -1 for "all"
             given["top_k"] = 0
+        if given.get("seed") == -1:  # and for "any"
+            del given["seed"]
+        given["bad_words"] = tuple(tuple(word) for word in self.bad_words or () if not isinstance(word, str))
         return given
+
+    def shown(self) -> answers_pb2.ShownAs:
+        """How the answer is to be shown."""
+        return answers_pb2.ShownAs(
+            token_ids=bool(self.return_token_ids), tokens_as_ids=bool(self.return_tokens_as_token_ids)
+        )
+
+    @property
+    def bad_texts(self) -> tuple[str, ...]:
+        """Of bad_words those that are texts."""
+        return tuple(word for word in self.bad_words or () if isinstance(word, str))
 
 
 class ChatBody(_CommonBody):
@@ -132,7 +181,7 @@ class ChatBody(_CommonBody):
     top_logprobs: int | None = None
 
     def given_sampling(self) -> dict[str, Any]:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise InvalidRequestError("top_logprobs", "is only allowed with logprobs: true")
         given = super().given_sampling()
         given["logprobs"] = (self.top_logprobs or 0) if self.logprobs else None
@@ -140,12 +189,26 @@ class ChatBody(_CommonBody):
             given["max_tokens"] = self.max_completion_tokens
         return given
 
+    def refuse_unserved(self) -> None:
+        super().refuse_unserved()
+        if self.add_special_tokens:
+            raise UnsupportedFieldError(
+                "add_special_tokens", "is not supported in chats, whose template has them; leave it out"
+            )
+
     def chat_messages(self) -> tuple[Message, ...]:
         return tuple(_message(f"messages[{index}]", turn) for index, turn in enumerate(self.messages))
 
 
 class CompletionBody(_CommonBody):
     prompt: str | list[int] | list[str | list[int]]
+    logprobs: int | Literal[False] | None = None
+
+    def given_sampling(self) -> dict[str, Any]:
+        given = super().given_sampling()
+        if self.logprobs is False:
+            del given["logprobs"]
+        return given
 
     def single_prompt(self) -> str | list[int]:
         """The prompt as a text or as token ids; a list of one prompt counts as that prompt."""

@@ -51,6 +51,11 @@ def message_json(message: Message) -> Json:
     return {field.name: value_json(getattr(message, field.name)) for field in message.DESCRIPTOR.fields}
 
 
+def _stop_reason(end: decode_pb2.DecodeFinished) -> str | int | None:
+    """As in vLLM: the stop string, or the stop token's id; None at a plain end token."""
+    return end.stop_token_id if end.HasField("stop_token_id") else end.stop_reason or None
+
+
 class Renderer(ABC):
     """Renders one answer. Chat and plain completions differ in names, shapes and logprobs only."""
 
@@ -70,16 +75,26 @@ class Renderer(ABC):
         }
         self._wants_logprobs = record.request.sampling.HasField("logprobs")
         self._token_bytes = token_bytes
+        self._prompt_token_ids = record.request.prompt_token_ids
+        self.shows_token_ids = record.shown.token_ids
+        self._names_are_ids = record.shown.tokens_as_ids
+        self._has_begun = False
 
     def chunk(self, chunk: decode_pb2.DecodeChunk, *, with_usage_field: bool) -> Json:
-        choice = self._delta(chunk.text, self._logprobs(chunk.logprobs))
-        return self._stream_object([choice], with_usage_field)
+        choice = dict(self._delta(chunk.text, self._logprobs(chunk.logprobs)))
+        if not self.shows_token_ids:
+            return self._stream_object([choice], with_usage_field)
+        choice["token_ids"] = list(chunk.token_ids)
+        # The prompt's are in the first chunk, as in vLLM.
+        prompt = None if self._has_begun else list(self._prompt_token_ids)
+        self._has_begun = True
+        return self._with_prompt(self._stream_object([choice], with_usage_field), prompt)
 
     def finish(self, end: decode_pb2.DecodeFinished, *, with_usage_field: bool) -> Json:
         choice = {
             **self._delta("", None),
             "finish_reason": _FINISH_REASONS[end.reason],
-            "stop_reason": end.stop_reason or None,
+            "stop_reason": _stop_reason(end),
         }
         return self._stream_object([choice], with_usage_field)
 
@@ -89,15 +104,18 @@ class Renderer(ABC):
     def whole(self, chunks: Sequence[decode_pb2.DecodeChunk], end: decode_pb2.DecodeFinished) -> Json:
         text = "".join(chunk.text for chunk in chunks)
         positions = [position for chunk in chunks for position in chunk.logprobs]
-        choice = {
+        choice: dict[str, JsonValue] = {
             "index": 0,
             **self._whole_text(text),
             "logprobs": self._logprobs(positions),
             "finish_reason": _FINISH_REASONS[end.reason],
-            "stop_reason": end.stop_reason or None,
+            "stop_reason": _stop_reason(end),
         }
         usage = usage_json(end.receipt)
-        return {**self._head, "object": self._whole_object, "choices": [choice], "usage": usage}
+        if self.shows_token_ids:
+            choice["token_ids"] = [token_id for chunk in chunks for token_id in chunk.token_ids]
+        whole: Json = {**self._head, "object": self._whole_object, "choices": [choice], "usage": usage}
+        return self._with_prompt(whole, list(self._prompt_token_ids)) if self.shows_token_ids else whole
 
     def _stream_object(self, choices: Sequence[Json], with_usage_field: bool) -> Json:
         body = {**self._head, "object": self._chunk_object, "choices": choices}
@@ -105,6 +123,13 @@ class Renderer(ABC):
 
     def _logprobs(self, positions: Sequence[common_pb2.PositionLogprobs]) -> Json | None:
         return self._logprobs_object(positions) if self._wants_logprobs else None
+
+    def _with_prompt(self, body: Json, prompt_token_ids: list[int] | None) -> Json:
+        """Adds the prompt's token ids where vLLM has them."""
+        return {**body, "prompt_token_ids": prompt_token_ids}
+
+    def _id_name(self, token: common_pb2.TokenLogprob) -> str:
+        return f"token_id:{token.token_id}"
 
     def _bytes_of(self, token: common_pb2.TokenLogprob) -> bytes:
         return token.token_bytes or self._token_bytes(token.token_id)
@@ -152,7 +177,8 @@ class ChatRenderer(Renderer):
 
     def _token(self, token: common_pb2.TokenLogprob) -> Json:
         raw = self._bytes_of(token)
-        return {"token": raw.decode("utf-8", "replace"), "logprob": token.logprob, "bytes": list(raw)}
+        name = self._id_name(token) if self._names_are_ids else raw.decode("utf-8", "replace")
+        return {"token": name, "logprob": token.logprob, "bytes": list(raw)}
 
 
 class CompletionRenderer(Renderer):
@@ -188,8 +214,14 @@ class CompletionRenderer(Renderer):
             "text_offset": offsets,
         }
 
+    def _with_prompt(self, body: Json, prompt_token_ids: list[int] | None) -> Json:
+        choices = cast(Sequence[Json], body["choices"])
+        return {**body, "choices": [{**choice, "prompt_token_ids": prompt_token_ids} for choice in choices]}
+
     def _name(self, token: common_pb2.TokenLogprob) -> str:
         """The token's text; a part of a character as OpenAI writes it, so that names do not collide."""
+        if self._names_are_ids:
+            return self._id_name(token)
         raw = self._bytes_of(token)
         try:
             return raw.decode("utf-8")

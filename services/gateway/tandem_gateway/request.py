@@ -50,6 +50,12 @@ class ReceivedRequest:
     speculation: str = ""
     #: Of this request alone; 0 keeps the class's.
     objectives: SloTarget = NO_OBJECTIVES
+    #: Texts that the output never contains.
+    bad_texts: tuple[str, ...] = ()
+    #: Only so many of the prompt's last tokens are used; -1: as many as fit; None: all.
+    truncate_to: int | None = None
+    #: Whether a plain text gets the special tokens that the model expects around one.
+    add_special_tokens: bool = True
 
 
 @dataclass(frozen=True)

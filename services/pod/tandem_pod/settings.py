@@ -6,9 +6,23 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
+from pydantic_settings import NoDecode
 from tandem_engine.assemble import EngineConfig
 from tandem_service.settings import PodSettings
+
+
+def _split(value: object) -> object:
+    """ "a,b" (or several such strings) -> ("a", "b")."""
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, list | tuple):
+        return value
+    return tuple(part.strip() for item in value for part in str(item).split(",") if part.strip())
+
+
+#: A field of several texts, given as `one,two`.
+Entries = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
 
 
 class EnginePodSettings(PodSettings):
@@ -43,6 +57,8 @@ class EnginePodSettings(PodSettings):
     """most sequences in one step"""
     prefix_cache: bool = True
     """keep the KV of finished requests for later ones with the same beginning"""
+    logits_processors: Entries = ()
+    """functions that requests may name to change logits: NAME=MODULE:FUNCTION,...; the same for all pods"""
 
     def engine_config(self, *, max_draft_nodes: int, decodes: bool = True) -> EngineConfig:
         shared = self.model_dump(include={field.name for field in fields(EngineConfig)})
