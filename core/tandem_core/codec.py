@@ -1,7 +1,7 @@
 """Protobuf <-> the types of this package: the one translation, for gateway and pods alike.
 
 SamplingParams is translated by the names of its fields, so that a new one needs nothing here. Its fields are
-numbers, strings, lists, maps, and lists of TokenIds.
+numbers, strings, lists, maps, lists of TokenIds, and a Guide.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any, Protocol
 
 from tandem_proto.v1 import common_pb2
 
+from tandem_core.errors import InvalidRequestError
+from tandem_core.guide import Guide, GuideKind
 from tandem_core.sampling import FinishReason, SamplingParams, TokenLogprobs
 from tandem_core.slo import SloTarget
 from tandem_core.step_cost import StepCost
@@ -39,6 +41,8 @@ def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
 def _from_wire(value: Any) -> Any:
     if isinstance(value, common_pb2.TokenIds):
         return tuple(value.ids)
+    if isinstance(value, common_pb2.Guide):
+        return guide_from_proto(value)
     if isinstance(value, Mapping):
         return MappingProxyType(dict(value))
     if isinstance(value, Sequence) and not isinstance(value, str):
@@ -49,9 +53,19 @@ def _from_wire(value: Any) -> Any:
 def _to_wire(value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
+    if isinstance(value, Guide):
+        return common_pb2.Guide(**{value.kind.value: value.source})
     if isinstance(value, tuple):
         return [common_pb2.TokenIds(ids=item) if isinstance(item, tuple) else item for item in value]
     return value
+
+
+def guide_from_proto(message: common_pb2.Guide) -> Guide:
+    """Raises InvalidRequestError when it is empty or too long."""
+    name = message.WhichOneof("source")
+    if name is None:
+        raise InvalidRequestError("guide", "has no source; set json_schema, regex or lark")
+    return Guide(GuideKind(name), getattr(message, name))
 
 
 def slo_to_proto(slo: SloTarget) -> common_pb2.SloTarget:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from tandem_core.errors import InvalidRequestError
+from tandem_core.guide import Guide
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
@@ -65,6 +66,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     detokenize: bool = True
+    guide: Guide | None = None
 
     def __post_init__(self) -> None:
         checks: tuple[tuple[str, object, bool, str], ...] = (
@@ -107,6 +109,10 @@ class SamplingParams:
             ("logits_processors", "a long or empty name",
              all(1 <= len(name) <= MAX_PROCESSOR_NAME_CHARS for name in self.logits_processors),
              f"made of names of 1 to {MAX_PROCESSOR_NAME_CHARS} characters"),
+            ("ignore_eos", self.ignore_eos, not (self.guide and self.ignore_eos),
+             "false with a guide, which decides where the text ends"),
+            ("min_tokens", self.min_tokens, not (self.guide and self.min_tokens),
+             "0 with a guide, which decides where the text ends"),
         )  # fmt: skip
         for name, value, is_good, limit in checks:
             if not is_good:
@@ -132,6 +138,11 @@ class SamplingParams:
     @property
     def needs_processing(self) -> bool:
         """Whether logits change before the choice in a way that depends on the tokens so far."""
+        return self.guide is not None or self.changes_logits
+
+    @property
+    def changes_logits(self) -> bool:
+        """The same without a guide."""
         return bool(
             self.logit_bias
             or self.repetition_penalty != 1.0

@@ -141,17 +141,26 @@ class Drafter:
         """One tree of at most `max_nodes` guesses per request, None where nothing pays.
 
         The price counts every request given, so pass the whole decoding batch. Requests that are not
-        decoding get None. Nothing beyond a request's max_tokens is guessed.
+        decoding get None. Nothing beyond a request's max_tokens is guessed, and nothing that its guide
+        forbids; what the guide forces comes first.
         """
         self._num_steps += 1
         trees: list[DraftTree | None] = [None] * len(requests)
         if self._mode is SpeculationMode.OFF or max_nodes < 1:
             return trees
+        max_guesses = min(max_nodes, MAX_TREE_NODES - 1)
+        self._grow(trees, requests, max_guesses)
+        for n, request in enumerate(requests):
+            if request.guide is not None and _may_draft(request):
+                request.guide.follow(request.output_token_ids)
+                trees[n] = request.guide.draft(trees[n], min(max_guesses, _room(request)))
+        return trees
+
+    def _grow(self, trees: list[DraftTree | None], requests: Sequence[Request], max_guesses: int) -> None:
         drafted: list[tuple[int, _Sequence]] = []
         inputs: list[SequenceInput] = []
         for n, request in enumerate(requests):
-            room = request.sampling.max_tokens - len(request.output_token_ids) - 1
-            if room < 1 or request.speculation is SpeculationMode.OFF or not request.is_decoding:
+            if not _may_draft(request):
                 continue
             sequence = self._sequences.get(request.request_id)
             if sequence is None:
@@ -159,17 +168,15 @@ class Drafter:
             if self._num_steps & sequence.backoff_mask:
                 continue
             drafted.append((n, sequence))
-            inputs.append(sequence.prepare(request, room))
+            inputs.append(sequence.prepare(request, _room(request)))
         if not inputs:
-            return trees
+            return
         context = sum([request.num_computed_tokens for request in requests])
-        max_guesses = min(max_nodes, MAX_TREE_NODES - 1)
         seconds = self.step_cost.curve(len(requests), context, max_guesses * len(inputs))
         made = native.draft_batch(inputs, max_guesses, len(requests), seconds)
         for (n, sequence), tree, is_hopeless in zip(drafted, made.trees(), made.is_hopeless, strict=True):
             trees[n] = tree
             sequence.back_off(has_draft=tree is not None, is_hopeless=bool(is_hopeless))
-        return trees
 
     def observe_step(self, num_sequences: int, context: int, num_guesses: int, seconds: float) -> None:
         self.step_cost.observe(num_sequences, context, num_guesses, seconds)
@@ -240,6 +247,15 @@ class Drafter:
         if recycler is None:
             recycler = self._recyclers[request.tenant] = Recycler()
         return _Sequence(request, model, recycler, mirror, max_chain=max_chain)
+
+
+def _room(request: Request) -> int:
+    """Guesses that can matter: the last token needs none."""
+    return request.sampling.max_tokens - len(request.output_token_ids) - 1
+
+
+def _may_draft(request: Request) -> bool:
+    return _room(request) >= 1 and request.speculation is not SpeculationMode.OFF and request.is_decoding
 
 
 def drafter_for(speculation: str) -> Drafter | None:

@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 import torch
 from tandem_core.errors import CapacityError, InvariantError, ModelLoadError
+from tandem_core.guide import Guide
+from tandem_core.model.guides import GuideCompiler
 from tandem_core.model.manifest import ModelManifest
 from tandem_core.model.tokenizer import Tokenizer
 from tandem_kernels.turbo_attention import MAX_HEAD_SIZE
@@ -19,6 +21,7 @@ from tandem_engine.block_manager import BlockManager
 from tandem_engine.cuda_graphs import CudaCapture, graph_sizes
 from tandem_engine.draft_source import DraftSource
 from tandem_engine.engine import Engine
+from tandem_engine.guided import GuideState
 from tandem_engine.kv_pool import (
     GpuMemory,
     KVPool,
@@ -75,6 +78,7 @@ class EngineParts:
     engine: Engine
     pool: KVPool
     tokenizer: Tokenizer
+    guides: GuideCompiler
     manifest: ModelManifest
     layout: KVLayout
     #: Whether the CPU kernels compute all layers, which count their work.
@@ -83,6 +87,10 @@ class EngineParts:
     @property
     def eos_token_ids(self) -> frozenset[int]:
         return frozenset(self.manifest.eos_token_ids)
+
+    def guide_state(self, guide: Guide | None) -> GuideState | None:
+        """For a new request. Raises InvalidRequestError. May take 100 ms, so not on an event loop."""
+        return None if guide is None else GuideState(self.guides.matcher(guide))
 
 
 def assemble(config: EngineConfig, drafter: DraftSource | None = None) -> EngineParts:
@@ -149,7 +157,8 @@ def assemble(config: EngineConfig, drafter: DraftSource | None = None) -> Engine
         max_draft_nodes=config.max_draft_nodes,
     )
     layout = _layout(manifest, decoder, shape, numerics)
-    return EngineParts(engine, pool, tokenizer, manifest, layout, decoder.is_compiled)
+    guides = GuideCompiler(config.model, manifest)
+    return EngineParts(engine, pool, tokenizer, guides, manifest, layout, decoder.is_compiled)
 
 
 def _num_blocks(

@@ -21,7 +21,7 @@ MAX_TREE_NODES = 64
 
 @dataclass(frozen=True)
 class DraftTree:
-    """Guessed tokens with their parents and sources ("prompt", "output", "global" or "recycled")."""
+    """Guessed tokens with their parents and sources ("prompt", "output", "global", "recycled" or "guide")."""
 
     token_ids: tuple[int, ...]
     parents: tuple[int, ...]

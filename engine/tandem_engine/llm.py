@@ -118,6 +118,7 @@ class LLM:
             sampling=sampling,
             cache_salt=cache_salt("", self.manifest.revision),
             eos_token_ids=self._parts.eos_token_ids,
+            guide=self._parts.guide_state(sampling.guide),
         )
 
     def _begin(self, run: _Run) -> None:

@@ -23,6 +23,7 @@ from tandem_core.sampling import FinishReason, SamplingParams
 from tandem_core.speculation import SpeculationMode
 
 from tandem_engine.draft_tree import DraftTree
+from tandem_engine.guided import GuideState
 
 
 class RequestStatus(enum.Enum):
@@ -46,6 +47,8 @@ class Request:
     tenant: str = ""
     #: Speculation mode of this request; None: the pod's. A pod never drafts more than its own mode allows.
     speculation: SpeculationMode | None = None
+    #: Made from sampling.guide when the request was; None without one.
+    guide: GuideState | None = None
     #: When its first token should be there, in monotonic seconds; the scheduler serves the earliest first.
     due: float = math.inf
     #: Objective in seconds per output token; 0: none. Prompts in the same steps are cut to keep it.
@@ -70,6 +73,8 @@ class Request:
             raise InvalidRequestError("prompt", "is empty; send at least one token")
         if self.num_computed_tokens != 0 or self.status is not RequestStatus.WAITING:
             raise InvariantError(f"request {self.request_id} must start with nothing computed")
+        if (self.guide is None) is not (self.sampling.guide is None):
+            raise InvariantError(f"request {self.request_id} needs a state for its guide, and only for one")
 
     @property
     def num_prompt_tokens(self) -> int:

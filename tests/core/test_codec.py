@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 import pytest
 from tandem_core import codec
+from tandem_core.guide import Guide, GuideKind
 from tandem_core.sampling import FinishReason, SamplingParams, TokenLogprobs
 from tandem_core.slo import DEFAULT_SLO_CLASSES
 from tandem_proto.v1 import common_pb2
@@ -34,6 +35,8 @@ EVERYTHING = SamplingParams(
     include_stop_str_in_output=True,
     detokenize=False,
 )
+#: Excludes two of the fields above.
+GUIDED = SamplingParams(guide=Guide(GuideKind.REGEX, "[a-z]+"))
 
 
 def test_the_fields_of_the_class_are_those_of_the_message() -> None:
@@ -41,15 +44,17 @@ def test_the_fields_of_the_class_are_those_of_the_message() -> None:
     assert set(ours) == {field.name for field in common_pb2.SamplingParams.DESCRIPTOR.fields}
 
 
-def test_the_example_sets_every_field() -> None:
+def test_the_examples_set_every_field() -> None:
     plain = SamplingParams()
     for field in dataclasses.fields(SamplingParams):
-        assert getattr(EVERYTHING, field.name) != getattr(plain, field.name), field.name
+        example = GUIDED if field.name == "guide" else EVERYTHING
+        assert getattr(example, field.name) != getattr(plain, field.name), field.name
 
 
-def test_sampling_parameters_travel_whole() -> None:
-    wire = common_pb2.SamplingParams.FromString(codec.sampling_to_proto(EVERYTHING).SerializeToString())
-    assert SamplingParams(**codec.given_sampling(wire)) == EVERYTHING
+@pytest.mark.parametrize("params", [EVERYTHING, GUIDED])
+def test_sampling_parameters_travel_whole(params: SamplingParams) -> None:
+    wire = common_pb2.SamplingParams.FromString(codec.sampling_to_proto(params).SerializeToString())
+    assert SamplingParams(**codec.given_sampling(wire)) == params
 
 
 def test_what_the_caller_left_open_stays_open() -> None:

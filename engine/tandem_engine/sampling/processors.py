@@ -1,6 +1,7 @@
 """Processes a row of logits before a token is chosen from it.
 
     raw row --process--> the target's logits        bias, penalties, bad words, min_tokens: see the text
+            --restrict-> what the guide allows      only with one (guided.py)
             --warp-----> the target's distribution  temperature, top-k, top-p, min-p; not for greedy
 
 Order and meaning are those of Hugging Face's generate and, for the presence and frequency penalties, of
@@ -10,7 +11,7 @@ is left, usually a handful of tokens. Ids outside the vocabulary are ignored: ad
 row can contain them.
 
 Rows are numpy arrays on the host: one row at a time, numpy's partition and sort are several times faster
-than torch's. Whole batches on a GPU: device.py. Not covered: constrained decoding.
+than torch's. Whole batches on a GPU: device.py.
 """
 
 from __future__ import annotations
@@ -208,6 +209,12 @@ def process(
     if num_output < params.min_tokens:
         row = forbid(row, end_token_ids)
     return row
+
+
+def restrict(row: Row, raw: Row, allowed: npt.NDArray[np.bool_]) -> Row:
+    """-inf for tokens that a guide does not allow; of the raw row, if the processed one leaves none."""
+    restricted = np.where(allowed, row, _DROPPED)
+    return restricted if restricted.max() > _DROPPED else np.where(allowed, raw, _DROPPED)
 
 
 def warp(row: Row, params: SamplingParams) -> tuple[Row, TokenIds | None]:

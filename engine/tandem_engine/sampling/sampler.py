@@ -77,19 +77,25 @@ class TokenChooser:
         #: None: the choice does not depend on the tokens so far.
         self._history = (
             TokenHistory(request.prompt_token_ids, request.output_token_ids)
-            if self._params.needs_processing
+            if self._params.changes_logits
             else None
         )
+        self._guide = request.guide
+        if self._guide is not None:
+            self._guide.follow(request.output_token_ids)
 
     def choose(self, row: Row) -> int:
         """The next token from its raw logits [V], which stay unchanged.
 
         Raises InvalidRequestError if a custom logits processor fails.
         """
+        raw = row
         if self._history is not None:
             row = processors.process(
                 row, self._params, self._history, self._num_output, self._end_token_ids, self._custom
             )
+        if self._guide is not None:
+            row = processors.restrict(row, raw, self._guide.allowed(len(row)))
         if self._params.is_greedy:
             token_id = most_likely(row)
         else:
@@ -97,6 +103,8 @@ class TokenChooser:
             token_id = draw(logits, position_key(self._params.seed, self._position), token_ids)
         if self._history is not None:
             self._history.append(token_id)
+        if self._guide is not None:
+            self._guide.consume(token_id)
         self._position += 1
         self._num_output += 1
         return token_id

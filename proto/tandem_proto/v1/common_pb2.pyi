@@ -89,6 +89,7 @@ class SamplingParams(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     BAD_WORDS_FIELD_NUMBER: _builtins.int
+    GUIDE_FIELD_NUMBER: _builtins.int
     ALLOWED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOGITS_PROCESSORS_FIELD_NUMBER: _builtins.int
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
@@ -141,6 +142,12 @@ class SamplingParams(_message.Message):
         """Token sequences that the output never contains; at most 128 of 1 to 32 ids each. min_tokens yields to them."""
 
     @_builtins.property
+    def guide(self) -> Global___Guide:
+        """What the text must match; unset: anything. Excludes ignore_eos and min_tokens, since the guide decides where the text
+        may end. bad_words and logit_bias yield where they would leave no token that it allows.
+        """
+
+    @_builtins.property
     def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Only these tokens may be chosen; empty: all."""
 
@@ -167,15 +174,16 @@ class SamplingParams(_message.Message):
         logprobs: _builtins.int | None = ...,
         ignore_eos: _builtins.bool = ...,
         bad_words: _abc.Iterable[Global___TokenIds] | None = ...,
+        guide: Global___Guide | None = ...,
         allowed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         logits_processors: _abc.Iterable[_builtins.str] | None = ...,
         skip_special_tokens: _builtins.bool | None = ...,
         include_stop_str_in_output: _builtins.bool = ...,
         detokenize: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_detokenize", b"_detokenize", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_temperature", b"_temperature", "_top_p", b"_top_p", "detokenize", b"detokenize", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "temperature", b"temperature", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_detokenize", b"_detokenize", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_temperature", b"_temperature", "_top_p", b"_top_p", "detokenize", b"detokenize", "guide", b"guide", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "temperature", b"temperature", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_detokenize", b"_detokenize", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_temperature", b"_temperature", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "detokenize", b"detokenize", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "include_stop_str_in_output", b"include_stop_str_in_output", "logit_bias", b"logit_bias", "logits_processors", b"logits_processors", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_detokenize", b"_detokenize", "_logprobs", b"_logprobs", "_max_tokens", b"_max_tokens", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_skip_special_tokens", b"_skip_special_tokens", "_temperature", b"_temperature", "_top_p", b"_top_p", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "detokenize", b"detokenize", "frequency_penalty", b"frequency_penalty", "guide", b"guide", "ignore_eos", b"ignore_eos", "include_stop_str_in_output", b"include_stop_str_in_output", "logit_bias", b"logit_bias", "logits_processors", b"logits_processors", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "skip_special_tokens", b"skip_special_tokens", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__detokenize: _TypeAlias = _typing.Literal["detokenize"]  # noqa: Y015
     _WhichOneofArgType__detokenize: _TypeAlias = _typing.Literal["_detokenize", b"_detokenize"]  # noqa: Y015
@@ -211,6 +219,38 @@ class SamplingParams(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_p) -> _WhichOneofReturnType__top_p | None: ...
 
 Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
+
+@_typing.final
+class Guide(_message.Message):
+    """A grammar in one of llguidance's languages; at most 128 KiB."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JSON_SCHEMA_FIELD_NUMBER: _builtins.int
+    REGEX_FIELD_NUMBER: _builtins.int
+    LARK_FIELD_NUMBER: _builtins.int
+    json_schema: _builtins.str
+    """A JSON schema as JSON text. The answer is compact JSON: no whitespace between tokens."""
+    regex: _builtins.str
+    """Rust's syntax (crate regex): neither look-around nor back references. The whole text matches."""
+    lark: _builtins.str
+    """llguidance's variant of Lark; the rule `start` is the text."""
+    def __init__(
+        self,
+        *,
+        json_schema: _builtins.str = ...,
+        regex: _builtins.str = ...,
+        lark: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["json_schema", b"json_schema", "lark", b"lark", "regex", b"regex", "source", b"source"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["json_schema", b"json_schema", "lark", b"lark", "regex", b"regex", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_source: _TypeAlias = _typing.Literal["json_schema", "regex", "lark"]  # noqa: Y015
+    _WhichOneofArgType_source: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_source) -> _WhichOneofReturnType_source | None: ...
+
+Global___Guide: _TypeAlias = Guide  # noqa: Y015
 
 @_typing.final
 class TokenIds(_message.Message):

@@ -151,7 +151,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             await context.abort(grpc.StatusCode.CANCELLED, "the pod is stopping; send the request to another")
         if self._loop.is_stuck:
             await context.abort(grpc.StatusCode.CANCELLED, "the engine hangs; send the request to another")
-        state = self._to_request(request)
+        has_guide = request.sampling.HasField("guide")  # which takes a while to compile
+        state = await asyncio.to_thread(self._to_request, request) if has_guide else self._to_request(request)
         is_shared = not request.decode_retries
         record = RequestRecord(state, request.request_id, self._settings.pod_id)
         self._num_open_calls += 1
@@ -319,16 +320,18 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     def _to_request(self, message: decode_pb2.DecodeRequest) -> Request:
         max_model_len = self._parts.manifest.max_model_len
         room = max_model_len - len(message.prompt_token_ids)
+        sampling = SamplingParams(**{"max_tokens": max(room, 1)} | codec.given_sampling(message.sampling))
         request = Request(
             # Unique per call: callers may use an id twice, and two calls must not share a listener, a block
             # table or a sequence in the lookahead service.
             request_id=f"{message.request_id}#{secrets.token_hex(8)}",
             prompt_token_ids=list(message.prompt_token_ids),
-            sampling=SamplingParams(**{"max_tokens": max(room, 1)} | codec.given_sampling(message.sampling)),
+            sampling=sampling,
             cache_salt=cache_salt(message.tenant, self._parts.manifest.revision),
             eos_token_ids=self._parts.eos_token_ids,
             tenant=message.tenant,
             speculation=SpeculationMode.parse(message.speculation),
+            guide=self._parts.guide_state(sampling.guide),
             due=due_at(message),
             token_s=token_objective(message),
         )

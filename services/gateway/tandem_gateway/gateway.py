@@ -20,7 +20,9 @@ from typing import Any
 import structlog
 from tandem_core.codec import slo_to_proto
 from tandem_core.errors import InvalidRequestError, quoted
+from tandem_core.guide import Guide
 from tandem_core.model.chat_template import Message
+from tandem_core.model.guides import check_guide
 from tandem_core.model.tokenizer import Tokenizer
 from tandem_core.sampling import MAX_BAD_WORDS, MAX_STOP_CHARS, check_token_ids
 from tandem_core.speculation import SpeculationMode
@@ -67,6 +69,7 @@ _JSON_ESCAPE_BYTES = 6
 #: Names, parameters, and 1,024 messages' roles.
 _OTHER_FIELDS_BYTES = 256 * 1024
 _TOKENIZING_RETRY_S = 1.0
+_MAX_CHECKED_GUIDES = 256
 
 
 def max_message_bytes(tokenizer: Tokenizer, *, is_json: bool) -> int:
@@ -104,6 +107,9 @@ class Gateway:
         self._num_tokenizing: Counter[str] = Counter()
         #: One text of a tenant at a time, so that tenants do not wait for each other's texts.
         self._tokenizing_turns: defaultdict[str, asyncio.Semaphore] = defaultdict(asyncio.BoundedSemaphore)
+        #: Guides that can be compiled, the oldest first.
+        self._checked_guides: dict[Guide, None] = {}
+        self._checking_guide = asyncio.Lock()
         #: Ids of running requests; the pods need them to be unique.
         self._running_ids: set[str] = set()
         self._log = structlog.get_logger("tandem.gateway")
@@ -136,6 +142,7 @@ class Gateway:
         """Checks, renders and tokenizes a chat. Raises InvalidRequestError, ForbiddenError."""
         current().stage("tokenize")
         self.check_model(received.model)
+        await self._check_guide(received)
         if not messages:
             raise InvalidRequestError("messages", "is empty; send at least one message")
         limit = self.settings.max_messages
@@ -153,6 +160,7 @@ class Gateway:
         """Checks and tokenizes a plain text. Raises InvalidRequestError, ForbiddenError."""
         current().stage("tokenize")
         self.check_model(received.model)
+        await self._check_guide(received)
         token_ids = await self._encode(
             received.caller,
             [text],
@@ -165,8 +173,20 @@ class Gateway:
         """Checks a prompt of token ids. Raises InvalidRequestError, ForbiddenError."""
         current().stage("tokenize")
         self.check_model(received.model)
+        await self._check_guide(received)
         check_token_ids("prompt", token_ids, self.manifest.vocab_size)
         return self._tokenized(received, token_ids, field="prompt")
+
+    async def _check_guide(self, received: ReceivedRequest) -> None:
+        """Raises InvalidRequestError naming what of the request's guide cannot be used."""
+        guide = received.sampling.get("guide")
+        if guide is None or guide in self._checked_guides:
+            return
+        async with self._checking_guide:  # one at a time: it takes up to 100 ms of a core
+            await asyncio.to_thread(check_guide, guide)
+        self._checked_guides[guide] = None
+        while len(self._checked_guides) > _MAX_CHECKED_GUIDES:
+            del self._checked_guides[next(iter(self._checked_guides))]
 
     async def _encode(
         self, caller: Caller, texts: Sequence[str], field: str, encode: Callable[[], list[int]]

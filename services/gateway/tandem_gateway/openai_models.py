@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from tandem_core.errors import InvalidRequestError, quoted
+from tandem_core.guide import Guide
 from tandem_core.model.chat_template import Message
 from tandem_core.sampling import SamplingParams
 from tandem_proto.v1 import answers_pb2
 from tandem_service.interceptors import request_id_or_new
 
 from tandem_gateway.errors import UnsupportedFieldError
+from tandem_gateway.openai_guides import ResponseFormat, StructuredOutputs, only
 
 #: Fields of the API without an effect on the answer. `spaces_between_special_tokens` has none in vLLM either
 #: with tokenizers of this kind; `length_penalty` and `early_stopping` have none without beam search.
@@ -41,7 +43,6 @@ _UNSERVED: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "tool_choice": ("auto",),
         "functions": (),
         "function_call": ("auto",),
-        "response_format": ({"type": "text"},),
         "modalities": (["text"],),
         "use_beam_search": (),
         "prompt_logprobs": (),
@@ -91,7 +92,8 @@ class ChatTurn(_Body):
     content: str | list[ContentPart] | None = None
 
 
-_SAMPLING_TYPES = get_type_hints(SamplingParams)
+#: A guide has other fields here: see openai_guides.py.
+_SAMPLING_TYPES = {name: kind for name, kind in get_type_hints(SamplingParams).items() if name != "guide"}
 if TYPE_CHECKING:
     _SamplingBody = _Body
 else:
@@ -120,6 +122,12 @@ class _CommonBody(_SamplingBody):
     priority: int | None = None
     slo_class: str | None = None
     speculation: str | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
     def refuse_unserved(self) -> None:
         """Raises UnsupportedFieldError for an untyped field that would have an effect."""
@@ -155,6 +163,8 @@ class _CommonBody(_SamplingBody):
             given["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         if self.logit_bias is not None:
             given["logit_bias"] = _token_ids_as_keys(self.logit_bias)
+        if (guide := self._guide()) is not None:
+            given["guide"] = guide
         if given.get("top_k") == -1:  # vLLM's clients say -1 for "all"
             given["top_k"] = 0
         if given.get("seed") == -1:  # and for "any"
@@ -172,6 +182,16 @@ class _CommonBody(_SamplingBody):
     def bad_texts(self) -> tuple[str, ...]:
         """Of bad_words those that are texts."""
         return tuple(word for word in self.bad_words or () if isinstance(word, str))
+
+    def _guide(self) -> Guide | None:
+        older = {"json": self.guided_json, "regex": self.guided_regex, "choice": self.guided_choice}
+        return only(
+            [
+                self.response_format.guide() if self.response_format is not None else None,
+                self.structured_outputs.guide() if self.structured_outputs is not None else None,
+                StructuredOutputs.model_validate(older | {"grammar": self.guided_grammar}).guide(),
+            ]
+        )
 
 
 class ChatBody(_CommonBody):

@@ -74,7 +74,10 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         context: grpc.aio.ServicerContext[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse],
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
         self._parts.layout.check(request.ticket.layout_fingerprint, request.ticket.layout_description)
-        prompt = self._to_request(request)
+        has_guide = request.sampling.HasField("guide")  # which takes a while to compile
+        prompt = (
+            await asyncio.to_thread(self._to_request, request) if has_guide else self._to_request(request)
+        )
         ticket = ticket_from_proto(request.ticket)
         if self._only_to_caller:
             _check_owner(ticket, context)
@@ -206,6 +209,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             cache_salt=cache_salt(message.tenant, self._parts.manifest.revision),
             eos_token_ids=self._parts.eos_token_ids,
             tenant=message.tenant,
+            guide=self._parts.guide_state(sampling.guide),
             due=due_at(message),
         )
 

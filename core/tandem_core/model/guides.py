@@ -1,0 +1,112 @@
+"""Compiles guides to matchers, which know at each position of a text the tokens that may follow.
+
+The work is llguidance's: a lexer of derivatives and an Earley parser walk the vocabulary's trie, without a
+table over all states, so compiling takes milliseconds and a mask some hundred microseconds. Here are its
+options, its limits and the errors. It bounds its work by counting steps, not by time, so a guide is accepted
+or refused alike on each machine.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from tandem_core.errors import InvalidRequestError, ModelLoadError
+from tandem_core.guide import Guide, GuideKind
+from tandem_core.json_schema import check_schema, parse_schema
+from tandem_core.model.manifest import ModelManifest
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+#: JSON as json.dumps writes it, the form that models have seen most. No other whitespace: where any is
+#: allowed, a model may write it without end.
+_JSON: JsonCompileOptions = {
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "whitespace_flexible": False,
+    "lenient": False,
+    "coerce_one_of": False,
+}
+#: A state takes up to 2 kB. Errors must not quote other parts of the state than the caller's own text.
+_LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+#: Compiled guides that are kept.
+_MAX_KEPT = 32
+
+
+def check_guide(guide: Guide) -> None:
+    """Raises InvalidRequestError when the guide cannot be compiled: what is wrong, with a keyword's name.
+
+    Needs no model, so names of special tokens in a Lark grammar are not checked. May take 100 ms; gives up
+    the GIL.
+    """
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(_grammar(guide), None, limits=_LIMITS)
+    if is_error:
+        raise _unusable(guide, messages[0])
+
+
+class GuideCompiler:
+    """Belongs to a model, and to any thread. Takes a second to make for a large vocabulary, without giving up
+    the GIL."""
+
+    def __init__(self, folder: Path, manifest: ModelManifest) -> None:
+        """Raises ModelLoadError."""
+        self.has_end = bool(manifest.eos_token_ids)
+        try:
+            self._tokenizer = LLTokenizer(
+                (folder / "tokenizer.json").read_text(encoding="utf-8"),
+                n_vocab=manifest.vocab_size,
+                eos_token=list(manifest.eos_token_ids) or None,
+            )
+        except (OSError, ValueError) as error:
+            raise ModelLoadError(f"{folder}: guides cannot use its tokenizer ({error})") from error
+        self._lock = threading.Lock()
+        #: By guide, the one used last at the end. Matchers before any token, of which copies are used.
+        self._kept: OrderedDict[Guide, LLMatcher] = OrderedDict()
+
+    def matcher(self, guide: Guide) -> LLMatcher:
+        """A new one, before any token. Raises InvalidRequestError. May take 100 ms; gives up the GIL."""
+        if not self.has_end:
+            raise InvalidRequestError("guide", "the model has no end token; use a model that has one")
+        with self._lock:
+            kept = self._kept.get(guide)
+            if kept is not None:
+                self._kept.move_to_end(guide)
+        if kept is None:
+            kept = LLMatcher(self._tokenizer, _grammar(guide), log_level=0, limits=_LIMITS)
+            if kept.is_error():
+                raise _unusable(guide, kept.get_error())
+            with self._lock:
+                self._kept[guide] = kept
+                while len(self._kept) > _MAX_KEPT:
+                    self._kept.popitem(last=False)
+        return kept.deep_copy()
+
+    def tokenize(self, text: str) -> list[int]:
+        """As forced text is drafted."""
+        return self._tokenizer.tokenize_str(text)
+
+
+def _grammar(guide: Guide) -> str:
+    if guide.kind is GuideKind.REGEX:
+        return LLMatcher.grammar_from_regex(guide.source)
+    if guide.kind is GuideKind.LARK:
+        return LLMatcher.grammar_from_lark(guide.source)
+    schema = parse_schema(guide.source)
+    check_schema(schema)
+    if isinstance(schema, bool):  # "anything" and "nothing"
+        schema = {} if schema else {"enum": []}
+    return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON)
+
+
+def reason(error: str) -> str:
+    """llguidance's sentence, without the mark of what it leaves out."""
+    return error.replace("<non-verbose/>", "").strip() or "unknown"
+
+
+def _unusable(guide: Guide, error: str) -> InvalidRequestError:
+    return InvalidRequestError("guide", f"its {guide.kind.value} cannot be used: {reason(error)}")

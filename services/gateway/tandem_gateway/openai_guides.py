@@ -1,0 +1,119 @@
+"""Guided decoding as OpenAI's and vLLM's clients ask for it.
+
+response_format      {"type": "json_object"}, or {"type": "json_schema", "json_schema": {"schema": ...}}; the
+                     schema is always enforced, whatever `strict` says
+structured_outputs   vLLM's: one of json, regex, choice, grammar, json_object
+guided_json, ...     vLLM's older names of the same
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import llguidance.gbnf_to_lark
+from pydantic import BaseModel, ConfigDict
+from tandem_core.errors import InvalidRequestError, quoted
+from tandem_core.guide import Guide, GuideKind
+
+from tandem_gateway.errors import UnsupportedFieldError
+
+_OBJECT = '{"type": "object"}'
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+class JsonSchemaFormat(_Strict):
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = None
+    strict: bool | None = None
+
+    model_config = ConfigDict(alias_generator=lambda name: name.rstrip("_"))
+
+
+class ResponseFormat(_Strict):
+    type: str
+    json_schema: JsonSchemaFormat | None = None
+
+    def guide(self) -> Guide | None:
+        """Raises InvalidRequestError."""
+        if self.type != "json_schema" and self.json_schema is not None:
+            raise InvalidRequestError(
+                "response_format", "has a json_schema, but another type; send one of them"
+            )
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return Guide(GuideKind.JSON_SCHEMA, _OBJECT)
+        if self.type != "json_schema":
+            raise UnsupportedFieldError(
+                "response_format.type", f"is {quoted(self.type)}; use text, json_object or json_schema"
+            )
+        if self.json_schema is None or self.json_schema.schema_ is None:
+            raise InvalidRequestError("response_format.json_schema.schema", "is missing; add it")
+        return _of_schema(self.json_schema.schema_)
+
+
+class StructuredOutputs(_Strict):
+    """vLLM's field; at most one of these is given."""
+
+    json_: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    #: Options of vLLM's backends, which do not differ in what the text may be.
+    disable_fallback: bool | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: str | None = None
+
+    model_config = ConfigDict(alias_generator=lambda name: name.rstrip("_"))
+
+    def guide(self) -> Guide | None:
+        """Raises InvalidRequestError."""
+        if self.disable_additional_properties or self.whitespace_pattern is not None:
+            raise UnsupportedFieldError(
+                "structured_outputs",
+                "disable_additional_properties and whitespace_pattern are not supported; write "
+                "additionalProperties into the schema, and leave the pattern out",
+            )
+        guides = [
+            None if self.json_ is None else _of_schema(self.json_),
+            None if self.regex is None else Guide(GuideKind.REGEX, self.regex),
+            None if self.choice is None else Guide.of_choices(self.choice),
+            None if self.grammar is None else _of_grammar(self.grammar),
+            Guide(GuideKind.JSON_SCHEMA, _OBJECT) if self.json_object else None,
+        ]
+        return only(guides)
+
+
+def only(guides: list[Guide | None]) -> Guide | None:
+    """The one that is given. Raises InvalidRequestError when several are."""
+    given = [guide for guide in guides if guide is not None]
+    if len(given) > 1:
+        raise InvalidRequestError(
+            "guide",
+            f"{len(given)} of response_format, structured_outputs, guided_* and strict tools guide the text; "
+            "send one",
+        )
+    return given[0] if given else None
+
+
+def _of_schema(schema: dict[str, Any] | bool | str) -> Guide:
+    text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
+    return Guide(GuideKind.JSON_SCHEMA, text)
+
+
+def _of_grammar(text: str) -> Guide:
+    """Lark, or llama.cpp's GBNF, which is known by its `::=`."""
+    guide = Guide(GuideKind.LARK, text)
+    if "::=" not in text:
+        return guide
+    try:
+        return Guide(GuideKind.LARK, llguidance.gbnf_to_lark.gbnf_to_lark(text))
+    except Exception as error:  # a parser by hand, which may fail in any way
+        raise InvalidRequestError("grammar", f"is no GBNF grammar that can be read: {error}") from error

@@ -1,0 +1,207 @@
+"""Guided texts: drafts are shaped by the guide and change no token, and the state follows the output."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jsonschema
+import pytest
+import torch
+import toy_tokenizers
+from tandem_core.errors import InvalidRequestError
+from tandem_core.guide import Guide, GuideKind
+from tandem_core.model.guides import GuideCompiler
+from tandem_core.model.manifest import ModelManifest
+from tandem_core.model.tokenizer import Tokenizer
+from tandem_core.sampling import FinishReason, SamplingParams
+from tandem_core.speculation import SpeculationMode
+from tandem_drafting.drafter import Drafter, DraftPolicy
+from tandem_engine import model_loader
+from tandem_engine.draft_tree import DraftTree
+from tandem_engine.guided import SOURCE, GuideState
+from tandem_engine.llm import LLM, Completion
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "order": {"type": "string", "pattern": "^#W[0-9]{7}$"},
+        "reason": {"enum": ["damaged", "wrong size", "no longer needed"]},
+        "items": {"type": "array", "items": {"type": "integer"}, "minItems": 1, "maxItems": 3},
+        "note": {"type": ["string", "null"], "maxLength": 8},
+    },
+    "required": ["order", "reason", "items", "note"],
+    "additionalProperties": False,
+}
+JSON = Guide(GuideKind.JSON_SCHEMA, json.dumps(SCHEMA))
+GUIDES = (JSON, Guide(GuideKind.REGEX, "[a-f]{40}!{3}"), Guide.of_choices(["certainly", "certainly not"]))
+SAMPLING = tuple(
+    SamplingParams(max_tokens=120, guide=guide, seed=seed, **how)
+    for seed, guide in enumerate(GUIDES)
+    for how in (
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.2, "logprobs": 2},
+    )
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model whose tokenizer has all bytes and some merges."""
+    texts = [
+        json.dumps({"order": "#W1234567", "reason": "damaged", "items": [1, 2], "note": None}),
+        "certainly",
+    ]
+    special = ["<unk>", "<s>", "</s>"]
+    tokenizer = toy_tokenizers.trained(texts * 3, 352, special)
+    torch.manual_seed(5)
+    config = LlamaConfig(
+        vocab_size=352, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, bos_token_id=1, eos_token_id=2,
+        initializer_range=0.2,
+    )  # fmt: skip
+    checkpoint = tmp_path_factory.mktemp("checkpoints") / "guided"
+    LlamaForCausalLM(config).save_pretrained(checkpoint)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    ).save_pretrained(checkpoint)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TANDEM_HOME", str(tmp_path_factory.mktemp("home")))
+        return model_loader.pull(str(checkpoint))
+
+
+def engine(folder: Path, mode: SpeculationMode = SpeculationMode.OFF) -> LLM:
+    drafter = Drafter(None, DraftPolicy(mode=mode))
+    return LLM(folder, drafter=drafter, num_blocks=128, block_size=16, threads=1, dtype="float32")
+
+
+def complete(llm: LLM, params: Sequence[SamplingParams] = SAMPLING) -> list[Completion]:
+    return llm.generate([[5 + n, 9, 7] for n in range(len(params))], params)
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> list[Completion]:
+    """Each text of its own, without drafts."""
+    llm = engine(folder)
+    return [llm.generate([[5 + n, 9, 7]], params)[0] for n, params in enumerate(SAMPLING)]
+
+
+def test_every_text_matches_its_guide(alone: list[Completion]) -> None:
+    for params, completion in zip(SAMPLING, alone, strict=True):
+        assert completion.finish_reason is FinishReason.STOP
+        assert params.guide is not None
+        if params.guide is JSON:
+            jsonschema.validate(json.loads(completion.text), SCHEMA)
+        else:
+            assert set(completion.text) <= set("abcdef!") or completion.text in ("certainly", "certainly not")
+    assert len({completion.text for completion in alone}) > len(GUIDES), "the model still chooses"
+
+
+def test_drafts_and_batches_change_no_token_and_the_guide_drafts(
+    folder: Path, alone: list[Completion]
+) -> None:
+    llm = engine(folder, SpeculationMode.LOCAL)
+    together = complete(llm)
+    assert [c.token_ids for c in together] == [c.token_ids for c in alone]
+    assert [c.logprobs for c in together] == [c.logprobs for c in alone]
+    for completion, plain in zip(together[:3], alone[:3], strict=True):
+        assert completion.stats.decode_steps < 0.8 * plain.stats.decode_steps, "keys and braces are drafted"
+
+
+def test_nothing_is_drafted_with_speculation_off(alone: list[Completion]) -> None:
+    assert all(completion.stats.drafted_tokens == 0 for completion in alone)
+
+
+def test_a_text_that_is_cut_begins_as_the_whole_one(folder: Path, alone: list[Completion]) -> None:
+    llm = engine(folder, SpeculationMode.LOCAL)
+    cut = SamplingParams(max_tokens=9, guide=JSON, temperature=0.0)
+    (completion,) = llm.generate([[5, 9, 7]], cut)
+    assert completion.finish_reason is FinishReason.LENGTH
+    assert completion.token_ids == alone[0].token_ids[:9]
+
+
+def test_a_guide_overrules_biases_that_would_forbid_all_that_it_allows(folder: Path) -> None:
+    llm = engine(folder)
+    tokenizer = llm.tokenizer
+    digits = tuple((tokenizer.encode(str(n), add_special_tokens=False)[0],) for n in range(10))
+    params = SamplingParams(
+        max_tokens=8, guide=Guide(GuideKind.REGEX, "[0-9]{4}"), temperature=0.0, bad_words=digits
+    )
+    (completion,) = llm.generate([[5]], params)
+    assert completion.text.isdigit()
+    assert len(completion.text) == 4
+
+
+# -- the state alone ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def compiled(folder: Path) -> tuple[Callable[[Guide], GuideState], Tokenizer]:
+    compiler = GuideCompiler(folder, ModelManifest.read(folder))
+    return lambda guide: GuideState(compiler.matcher(guide)), Tokenizer(folder)
+
+
+def ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_forbidden_branches_go_and_forced_text_comes_first(
+    compiled: tuple[Callable[[Guide], GuideState], Tokenizer],
+) -> None:
+    start, tokenizer = compiled
+    state = start(Guide(GuideKind.REGEX, "x(a|b)c*"))
+    x, a, b, c, d = (ids(tokenizer, letter)[0] for letter in "xabcd")
+    # x -> a -> c, x -> d, d
+    tree = DraftTree((x, a, c, d, d), (0, 1, 2, 1, 0), ("prompt",) * 5)
+    drafted = state.draft(tree, 8)
+    assert drafted == DraftTree((x, a, c), (0, 1, 2), (SOURCE, "prompt", "prompt"))
+    assert state.draft(tree, 2) == DraftTree((x, a), (0, 1), (SOURCE, "prompt"))
+    assert state.draft(None, 8) == DraftTree((x,), (0,), (SOURCE,))
+    state.consume(x)
+    assert state.draft(None, 8) is None, "the model chooses between a and b"
+    assert state.draft(DraftTree((d, b), (0, 0), ("output", "output")), 8) == DraftTree(
+        (b,), (0,), ("output",)
+    )
+
+
+def test_the_state_follows_the_output_forward_and_back(
+    compiled: tuple[Callable[[Guide], GuideState], Tokenizer],
+) -> None:
+    start, tokenizer = compiled
+    text = ids(tokenizer, "certainly not")
+    state, fresh = start(GUIDES[2]), start(GUIDES[2])
+    for token_id in text:
+        assert state.allowed(352)[token_id]
+        state.consume(token_id)
+    assert state.allowed(352).nonzero()[0].tolist() == [2]
+    for length in (len(text), 1, 0, 2, len(text)):
+        state.follow(text[:length])
+        again = start(GUIDES[2])
+        again.follow(text[:length])
+        assert (state.allowed(352) == again.allowed(352)).all()
+    fresh.follow([*text, 2])
+    assert fresh.draft(None, 8) is None
+
+
+def test_a_guide_without_any_text_is_an_error_of_the_request(
+    folder: Path, compiled: tuple[Callable[[Guide], GuideState], Tokenizer]
+) -> None:
+    endless = Guide(GuideKind.LARK, "start: start start")
+    with pytest.raises(InvalidRequestError, match="guide: cannot go on after 0 tokens: NoExtensionBias"):
+        compiled[0](endless).allowed(352)
+    with pytest.raises(InvalidRequestError, match="guide: cannot go on"):
+        engine(folder).generate([[5]], SamplingParams(guide=endless))
+
+
+def test_an_output_that_the_guide_forbids_is_an_error_of_the_request(
+    compiled: tuple[Callable[[Guide], GuideState], Tokenizer],
+) -> None:
+    start, tokenizer = compiled
+    state = start(GUIDES[2])
+    state.follow(ids(tokenizer, "nonsense"))
+    assert state.draft(None, 8) is None
+    with pytest.raises(InvalidRequestError, match="guide: cannot go on after 7 tokens"):
+        state.allowed(352)

@@ -1,0 +1,104 @@
+"""The fields of OpenAI's and vLLM's clients that guide an answer, as the guide that they mean."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from tandem_core.errors import InvalidRequestError
+from tandem_core.guide import Guide, GuideKind
+from tandem_core.model.guides import check_guide
+from tandem_gateway.openai_models import ChatBody, CompletionBody, parse_body
+
+SCHEMA = {"type": "object", "properties": {"b": {"type": "string"}, "a": {}}}
+OF_SCHEMA = Guide(GuideKind.JSON_SCHEMA, json.dumps(SCHEMA))
+ANY_OBJECT = Guide(GuideKind.JSON_SCHEMA, '{"type": "object"}')
+GBNF = 'root ::= "yes" | other\nother ::= [a-z]+'
+
+
+def parsed(**fields: Any) -> Any:
+    body = {"messages": [{"role": "user", "content": "x"}], **fields}
+    return parse_body(ChatBody, json.dumps(body).encode()).given_sampling()
+
+
+@pytest.mark.parametrize(
+    ("fields", "guide"),
+    [
+        ({"response_format": {"type": "json_object"}}, ANY_OBJECT),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}},
+            OF_SCHEMA,
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "description": "d", "schema": SCHEMA, "strict": False},
+                }
+            },
+            OF_SCHEMA,
+        ),
+        ({"guided_json": SCHEMA}, OF_SCHEMA),
+        ({"guided_json": json.dumps(SCHEMA)}, OF_SCHEMA),
+        ({"structured_outputs": {"json": SCHEMA}}, OF_SCHEMA),
+        ({"structured_outputs": {"json_object": True}}, ANY_OBJECT),
+        ({"structured_outputs": {"regex": "a+"}}, Guide(GuideKind.REGEX, "a+")),
+        ({"guided_regex": "a+"}, Guide(GuideKind.REGEX, "a+")),
+        ({"guided_choice": ["a", "b"]}, Guide(GuideKind.LARK, 'start: "a" | "b"')),
+        ({"guided_grammar": "start: /a/"}, Guide(GuideKind.LARK, "start: /a/")),
+    ],
+)
+def test_each_way_to_ask_means_one_guide(fields: dict[str, Any], guide: Guide) -> None:
+    assert parsed(**fields)["guide"] == guide
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"response_format": None, "guided_json": None},
+        {"response_format": {"type": "text"}},
+        {"structured_outputs": {}},
+        {"structured_outputs": {"json_object": False}},
+    ],
+)
+def test_what_is_off_guides_nothing(fields: dict[str, Any]) -> None:
+    assert "guide" not in parsed(**fields)
+
+
+def test_llama_cpp_s_grammars_become_lark() -> None:
+    guide = parsed(guided_grammar=GBNF)["guide"]
+    assert guide.kind is GuideKind.LARK
+    assert "::=" not in guide.source
+    check_guide(guide)
+
+
+def test_completions_take_the_same_fields() -> None:
+    body = parse_body(CompletionBody, b'{"prompt": "x", "guided_regex": "[0-9]"}')
+    assert body.given_sampling()["guide"] == Guide(GuideKind.REGEX, "[0-9]")
+
+
+@pytest.mark.parametrize(
+    ("fields", "what"),
+    [
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "guide: 2 of"),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "send one"),
+        ({"response_format": {"type": "json_schema"}}, "schema: is missing"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "n"}}}, "schema: is missing"),
+        ({"response_format": {"type": "text", "json_schema": {"schema": {}}}}, "another type"),
+        ({"response_format": "json"}, "response_format"),
+        ({"structured_outputs": {"jsn": {}}}, "structured_outputs.jsn"),
+        ({"structured_outputs": {"whitespace_pattern": "x"}}, "whitespace_pattern"),
+        ({"guided_grammar": "root ::= ("}, "no GBNF grammar"),
+        ({"guided_choice": []}, "has 0 choices"),
+        ({"guided_json": ""}, "has 0 bytes"),
+        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
+    ],
+)
+def test_what_is_wrong_is_named(fields: dict[str, Any], what: str) -> None:
+    with pytest.raises(InvalidRequestError, match=what):
+        given = parsed(**fields)
+        from tandem_core.sampling import SamplingParams
+
+        SamplingParams(**given)
