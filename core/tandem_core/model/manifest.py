@@ -40,7 +40,8 @@ class ModelManifest:
     tokenizer_hash: str
     #: Whether a raw prompt starts with bos_token (a chat template writes its own).
     add_bos: bool
-    #: GGUF file or folder of safetensors to convert from; relative paths start at the model folder.
+    #: GGUF file or folder of safetensors to convert from; relative paths start at the model folder. "": none
+    #: are here, the folder is for a gateway.
     weights: str
     #: Bits of the packing, 4 or 8, that the quantized projections need at least; 0: they are not quantized.
     #: None: the manifest predates this field (model_loader.source_bits fills it in).

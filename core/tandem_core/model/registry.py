@@ -4,6 +4,7 @@ $TANDEM_HOME | $XDG_CACHE_HOME/tandem | ~/.cache/tandem
   models/
     <name>/             complete: appears by one rename
     .<name>.lock        held while a process makes or replaces <name>
+  tokenizers/           the same without weights, for gateways
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ def cache_root() -> Path:
 
 def models_root() -> Path:
     return cache_root() / "models"
+
+
+def tokenizers_root() -> Path:
+    return cache_root() / "tokenizers"
 
 
 def folder_name(model_name: str) -> str:

