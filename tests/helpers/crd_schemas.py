@@ -1,6 +1,6 @@
 """Shapes of the custom resources in deploy/, written down from their documentation, since the projects' own
-schemas cannot be reached here. They hold the fields that deploy/ uses and refuse all others, so a misspelt one
-is found; whether a controller accepts the values is not.
+schemas cannot be reached here. They hold the fields that deploy/ uses and refuse all others: a misspelt field
+is found. Whether a controller accepts the values is not checked.
 """
 
 from __future__ import annotations
