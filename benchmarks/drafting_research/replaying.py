@@ -25,7 +25,7 @@ from typing import Protocol
 
 from tandem_cli.bench.dataset import DatasetError, Dialogue
 from tandem_core.errors import InvalidRequestError, ModelLoadError
-from tandem_core.model.chat_template import Message
+from tandem_core.model.conversation import Message
 from tandem_core.model.tokenizer import Tokenizer
 from tandem_drafting.native import Guesses
 

@@ -42,7 +42,7 @@ from free_drafter import FreeDrafter
 from reporting import markdown_table, write_page
 from tandem_cli.bench.dataset import load_dialogues
 from tandem_cli.bench.prompts import question
-from tandem_core.model.chat_template import Message
+from tandem_core.model.conversation import Message
 from tandem_core.sampling import SamplingParams
 from tandem_drafting.drafter import Drafter, DraftPolicy
 from tandem_drafting.mirror import GlobalMirror

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tandem_core.model.chat_template import Message
+from tandem_core.model.conversation import Message
 from tandem_core.model.detokenizer import StreamingDetokenizer
 from tandem_core.prefix_hash import cache_salt
 from tandem_core.sampling import FinishReason, SamplingParams, TokenLogprobs

@@ -244,7 +244,7 @@ def test_the_banner_of_a_gateway_with_tls_holds_commands_that_use_it() -> None:
 
 @pytest.mark.timeout(120)
 def test_generate_prints_what_the_engine_alone_computes(model_dir: Path) -> None:
-    from tandem_core.model.chat_template import Message
+    from tandem_core.model.conversation import Message
     from tandem_core.sampling import SamplingParams
     from tandem_engine.llm import LLM
 

@@ -15,7 +15,7 @@ import grpc
 import httpx
 import openai
 import pytest
-from tandem_core.model.chat_template import Message
+from tandem_core.model.conversation import Message
 from tandem_core.sampling import SamplingParams
 from tandem_engine.llm import LLM
 from tandem_proto.v1 import common_pb2, gateway_pb2

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tandem_core.errors import InvalidRequestError, ModelLoadError
-from tandem_core.model.chat_template import Message
+from tandem_core.model.conversation import Message
 from tandem_core.model.tokenizer import Tokenizer
 from tandem_engine.model_loader import load_decoder, pull
 from toy_models import save_checkpoint

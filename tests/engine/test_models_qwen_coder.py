@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from greedy import GREEDY, NUM_TOKENS, Prompts, assert_same, generate, make_llm
-from tandem_core.model.chat_template import Message
+from tandem_core.model.conversation import Message
 from tandem_core.model.manifest import MANIFEST_NAME, ModelManifest
 from tandem_core.model.registry import folder_name, models_root
 from tandem_engine.llm import LLM

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tandem_core.model.chat_template import Message
+from tandem_core.model.conversation import Message
 from tandem_core.model.manifest import ModelManifest
 from tandem_core.sampling import SamplingParams
 from tandem_engine import model_loader
@@ -128,10 +128,16 @@ def reference(folder: Path) -> PreTrainedTokenizerFast:
     )
 
 
+def as_sent(messages: Sequence[Message]) -> list[dict[str, str | None]]:
+    return [{"role": m.role, "content": m.content} for m in messages]
+
+
 async def test_chats_become_transformers_tokens(encode: Encode, reference) -> None:
     for messages in CONVERSATIONS:
         expected = reference.apply_chat_template(
-            [vars(m) for m in messages], add_generation_prompt=True, return_dict=False
+            as_sent(messages),
+            add_generation_prompt=True,
+            return_dict=False,
         )
         assert await encode(messages) == expected
 
@@ -139,7 +145,7 @@ async def test_chats_become_transformers_tokens(encode: Encode, reference) -> No
 async def test_control_tokens_of_a_user_equal_transformers_sanitised(encode: Encode, reference) -> None:
     for messages in INJECTIONS[:2]:
         expected = reference.apply_chat_template(
-            [vars(m) for m in messages],
+            as_sent(messages),
             add_generation_prompt=True,
             return_dict=False,
             sanitize_control_tokens=True,

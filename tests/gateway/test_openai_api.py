@@ -202,7 +202,6 @@ BAD_INPUTS = [
     (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content", ["5", "string"]),
     (CHAT, {"messages": [IMAGE]}, "messages[0].content[0]", ["image_url", "only text"]),
     (CHAT, {"messages": USER, "n": 2}, "n", ["2", "send 1"]),
-    (CHAT, {"messages": USER, "tools": [{"type": "function"}]}, "tools", ["not supported"]),
     (CHAT, {"messages": USER, "response_format": {"type": "xml"}}, "response_format.type", ["json_schema"]),
     (
         CHAT,

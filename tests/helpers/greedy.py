@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tandem_core.model.chat_template import Message
+from tandem_core.model.conversation import Message
 from tandem_core.sampling import SamplingParams
 from tandem_drafting.drafter import drafter_for
 from tandem_engine.llm import LLM, Completion

@@ -17,7 +17,8 @@ from typing import Any
 from tokenizers import Tokenizer as RustTokenizer
 
 from tandem_core.errors import InvalidRequestError, ModelLoadError
-from tandem_core.model.chat_template import ChatTemplate, Message, Segment
+from tandem_core.model.chat_template import ChatTemplate, Segment, ToolUse
+from tandem_core.model.conversation import DEFAULT_OPTIONS, ChatOptions, Message
 from tandem_core.model.manifest import ModelManifest
 
 _SPIECE_SPACE = "\u2581"
@@ -68,11 +69,21 @@ class Tokenizer:
             ids.insert(0, self._bos_id)
         return ids
 
-    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a conversation, ready for the assistant's turn.
+    @property
+    def tool_use(self) -> ToolUse | None:
+        """How the chat template takes tools; None: it knows none."""
+        return None if self._chat_template is None else self._chat_template.tool_use
 
-        Control tokens that a message contains are encoded as plain text. Raises InvalidRequestError when
-        the model has no chat template or its template refuses the messages.
+    def special_token_id(self, text: str) -> int | None:
+        """The id of the special token with this text, which decoding leaves out by default."""
+        token_id: int | None = self._tokenizer.token_to_id(text)
+        return token_id if token_id in self._added and self._added[token_id].special else None
+
+    def encode_chat(self, messages: Sequence[Message], options: ChatOptions = DEFAULT_OPTIONS) -> list[int]:
+        """Token ids of a conversation, ready for the assistant's turn unless the options say otherwise.
+
+        Control tokens that the caller wrote are encoded as plain text. Raises InvalidRequestError when
+        the model has no chat template, its template refuses the messages, or makes too long a text of them.
         """
         if self._chat_template is None:
             raise InvalidRequestError(
@@ -80,8 +91,16 @@ class Tokenizer:
                 f"the model {self.manifest.name} has no chat template; "
                 "send a plain prompt (Generate or /v1/completions)",
             )
+        segments = self._chat_template.render(messages, options)
+        num_chars = sum(len(segment.text) for segment in segments)
+        if num_chars > self.max_text_bytes:  # a template may write a short tool at length
+            raise InvalidRequestError(
+                "messages",
+                f"are {num_chars} characters with the tools and the chat template, and so more tokens than "
+                f"the model's context of {self.manifest.max_model_len}; send less",
+            )
         ids: list[int] = []
-        for index, segment in enumerate(self._chat_template.render(messages)):
+        for index, segment in enumerate(segments):
             ids += self._encode_segment(segment, is_first=index == 0)
         return ids
 
@@ -104,7 +123,7 @@ class Tokenizer:
 
     def prepare_to_encode(self) -> None:
         """Computes what encoding needs, .2 to 2 s by vocabulary; else the first texts do."""
-        _ = self._plain_tokenizer, self.max_text_bytes
+        _ = self._plain_tokenizer, self.max_text_bytes, self.tool_use
 
     @functools.cached_property
     def _plain_tokenizer(self) -> RustTokenizer:

@@ -3,8 +3,10 @@
 isort:skip_file
 What gateways keep of an answer, so that any of them can go on with it."""
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
 from tandem_proto.v1 import common_pb2 as _common_pb2
 from tandem_proto.v1 import decode_pb2 as _decode_pb2
 import builtins as _builtins
@@ -33,6 +35,7 @@ class AnswerRecord(_message.Message):
     PAYLOAD_SHA256_FIELD_NUMBER: _builtins.int
     SLO_FIELD_NUMBER: _builtins.int
     SHOWN_FIELD_NUMBER: _builtins.int
+    FORM_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Names this computation of the answer; event ids begin with it."""
     slo_class: _builtins.str
@@ -54,6 +57,10 @@ class AnswerRecord(_message.Message):
 
     @_builtins.property
     def shown(self) -> Global___ShownAs: ...
+    @_builtins.property
+    def form(self) -> Global___AnswerForm:
+        """Of a chat: what its text consists of."""
+
     def __init__(
         self,
         *,
@@ -66,10 +73,11 @@ class AnswerRecord(_message.Message):
         payload_sha256: _builtins.bytes = ...,
         slo: _common_pb2.SloTarget | None = ...,
         shown: Global___ShownAs | None = ...,
+        form: Global___AnswerForm | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request", "shown", b"shown", "slo", b"slo"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["form", b"form", "request", b"request", "shown", b"shown", "slo", b"slo"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_seconds", b"created_seconds", "id", b"id", "kind", b"kind", "payload_sha256", b"payload_sha256", "request", b"request", "shown", b"shown", "slo", b"slo", "slo_class", b"slo_class", "with_usage", b"with_usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_seconds", b"created_seconds", "form", b"form", "id", b"id", "kind", b"kind", "payload_sha256", b"payload_sha256", "request", b"request", "shown", b"shown", "slo", b"slo", "slo_class", b"slo_class", "with_usage", b"with_usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -100,3 +108,46 @@ class ShownAs(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ShownAs: _TypeAlias = ShownAs  # noqa: Y015
+
+@_typing.final
+class AnswerForm(_message.Message):
+    """How the text of a chat's answer is taken apart. Everything is content where this is unset."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOOL_FORMAT_FIELD_NUMBER: _builtins.int
+    TOOL_NAMES_FIELD_NUMBER: _builtins.int
+    SINGLE_CALL_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    STARTS_IN_REASONING_FIELD_NUMBER: _builtins.int
+    AS_FUNCTION_CALL_FIELD_NUMBER: _builtins.int
+    tool_format: _builtins.str
+    """The form of tool calls: "hermes", "llama3" or "mistral"; empty: there are none."""
+    single_call: _builtins.bool
+    """At most one call is shown."""
+    reasoning: _builtins.bool
+    """The text may begin with <think>...</think>, or, if the prompt has opened it, inside of it."""
+    starts_in_reasoning: _builtins.bool
+    as_function_call: _builtins.bool
+    """Calls are shown as the older `function_call`."""
+    @_builtins.property
+    def tool_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The tools that may be called."""
+
+    def __init__(
+        self,
+        *,
+        tool_format: _builtins.str = ...,
+        tool_names: _abc.Iterable[_builtins.str] | None = ...,
+        single_call: _builtins.bool = ...,
+        reasoning: _builtins.bool = ...,
+        starts_in_reasoning: _builtins.bool = ...,
+        as_function_call: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["as_function_call", b"as_function_call", "reasoning", b"reasoning", "single_call", b"single_call", "starts_in_reasoning", b"starts_in_reasoning", "tool_format", b"tool_format", "tool_names", b"tool_names"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AnswerForm: _TypeAlias = AnswerForm  # noqa: Y015

@@ -32,6 +32,8 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """max_tokens or the model's context was reached."""
     FINISH_REASON_CANCELLED: _FinishReason.ValueType  # 3
     """The caller cancelled, disconnected or ran out of its deadline."""
+    FINISH_REASON_TOOL_CALLS: _FinishReason.ValueType  # 4
+    """Of a chat at the gateway: the text ended, and calls tools."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why generation ended."""
@@ -43,6 +45,8 @@ FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_tokens or the model's context was reached."""
 FINISH_REASON_CANCELLED: FinishReason.ValueType  # 3
 """The caller cancelled, disconnected or ran out of its deadline."""
+FINISH_REASON_TOOL_CALLS: FinishReason.ValueType  # 4
+"""Of a chat at the gateway: the text ended, and calls tools."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final

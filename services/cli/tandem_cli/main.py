@@ -271,7 +271,7 @@ def generate(
 ) -> None:
     """Generate in this process, without pods."""
     from tandem_core.errors import TandemError
-    from tandem_core.model.chat_template import Message
+    from tandem_core.model.conversation import Message
     from tandem_core.sampling import SamplingParams
 
     from tandem_cli import models

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import secrets
 import time
 from collections import Counter, defaultdict
@@ -21,7 +22,7 @@ import structlog
 from tandem_core.codec import slo_to_proto
 from tandem_core.errors import InvalidRequestError, quoted
 from tandem_core.guide import Guide
-from tandem_core.model.chat_template import Message
+from tandem_core.model.conversation import DEFAULT_OPTIONS, ChatOptions, Message
 from tandem_core.model.guides import check_guide
 from tandem_core.model.tokenizer import Tokenizer
 from tandem_core.sampling import MAX_BAD_WORDS, MAX_STOP_CHARS, check_token_ids
@@ -57,6 +58,7 @@ from tandem_gateway.request import (
     complete_sampling,
 )
 from tandem_gateway.settings import GatewaySettings
+from tandem_gateway.tools.choice import NO_TOOLS, ToolChoice
 
 #: Longer texts are tokenized in a thread, so that the event loop is not blocked.
 _INLINE_CHARS = 4096
@@ -138,8 +140,17 @@ class Gateway:
             trace.set(trace_attributes.of_call(kind, self.manifest.name))
         return trace
 
-    async def prepare_chat(self, received: ReceivedRequest, messages: Sequence[Message]) -> TokenizedRequest:
-        """Checks, renders and tokenizes a chat. Raises InvalidRequestError, ForbiddenError."""
+    async def prepare_chat(
+        self,
+        received: ReceivedRequest,
+        messages: Sequence[Message],
+        choice: ToolChoice = NO_TOOLS,
+        options: ChatOptions = DEFAULT_OPTIONS,
+    ) -> TokenizedRequest:
+        """Checks, renders and tokenizes a chat. The choice's tools take the place of those in `options`.
+
+        Raises InvalidRequestError, ForbiddenError.
+        """
         current().stage("tokenize")
         self.check_model(received.model)
         await self._check_guide(received)
@@ -150,9 +161,13 @@ class Gateway:
             raise InvalidRequestError(
                 "messages", f"{len(messages)} messages are over the limit of {limit}; send fewer"
             )
-        texts = [message.content for message in messages]
+        texts = [text for message in messages for text in message.texts()]
+        texts += [json.dumps(tool.definition, ensure_ascii=False) for tool in choice.tools]
+        if options.template_arguments:
+            texts.append(json.dumps(options.template_arguments, ensure_ascii=False))
+        options = dataclasses.replace(options, tools=choice.tools)
         token_ids = await self._encode(
-            received.caller, texts, "messages", lambda: self.tokenizer.encode_chat(messages)
+            received.caller, texts, "messages", lambda: self.tokenizer.encode_chat(messages, options)
         )
         return self._tokenized(received, token_ids, field="messages")
 

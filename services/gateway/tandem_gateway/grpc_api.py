@@ -17,7 +17,6 @@ import grpc
 import grpc.aio
 from tandem_core.codec import given_sampling, slo_from_proto
 from tandem_core.errors import InvalidRequestError
-from tandem_core.model.chat_template import Message
 from tandem_proto.v1 import decode_pb2, gateway_pb2, gateway_pb2_grpc
 from tandem_service.interceptors import Metadata, current_request_id, request_id_or_new
 
@@ -26,6 +25,7 @@ from tandem_gateway.answers import Answers
 from tandem_gateway.auth import ApiKeys, Caller
 from tandem_gateway.errors import PRESENTATIONS
 from tandem_gateway.gateway import Gateway
+from tandem_gateway.grpc_messages import to_messages, to_options, to_tool_choice
 from tandem_gateway.request import ReceivedRequest, TokenizedRequest
 
 if TYPE_CHECKING:
@@ -148,8 +148,8 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
 
     async def _tokenize(self, received: ReceivedRequest, request: _Request) -> TokenizedRequest:
         if isinstance(request, gateway_pb2.ChatRequest):
-            messages = tuple(Message(message.role, message.content) for message in request.messages)
-            return await self._gateway.prepare_chat(received, messages)
+            messages, options = to_messages(request), to_options(request)
+            return await self._gateway.prepare_chat(received, messages, to_tool_choice(request), options)
         if request.WhichOneof("prompt") == "token_ids":
             return await self._gateway.prepare_tokens(received, request.token_ids.ids)
         return await self._gateway.prepare_text(received, request.text)

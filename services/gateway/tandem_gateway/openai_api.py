@@ -155,7 +155,9 @@ class OpenAiApi:
 
     async def _tokenize(self, received: ReceivedRequest, body: ChatBody | CompletionBody) -> TokenizedRequest:
         if isinstance(body, ChatBody):
-            return await self._gateway.prepare_chat(received, body.chat_messages())
+            return await self._gateway.prepare_chat(
+                received, body.chat_messages(), body.chosen_tools(), body.chat_options()
+            )
         prompt = body.single_prompt()
         if isinstance(prompt, str):
             return await self._gateway.prepare_text(received, prompt)

@@ -13,21 +13,23 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, ValidationError, create_model
-from tandem_core.errors import InvalidRequestError, quoted
+from pydantic import JsonValue, ValidationError, create_model
+from tandem_core.errors import InvalidRequestError
 from tandem_core.guide import Guide
-from tandem_core.model.chat_template import Message
+from tandem_core.model.conversation import ChatOptions, Message, Turn
 from tandem_core.sampling import SamplingParams
 from tandem_proto.v1 import answers_pb2
 from tandem_service.interceptors import request_id_or_new
 
 from tandem_gateway.errors import UnsupportedFieldError
 from tandem_gateway.openai_guides import ResponseFormat, StructuredOutputs, only
+from tandem_gateway.openai_messages import Body, ChatTurn, to_messages, to_tool_choice
+from tandem_gateway.tools.choice import ToolChoice, check_levels
 
 #: Fields of the API without an effect on the answer. `spaces_between_special_tokens` has none in vLLM either
 #: with tokenizers of this kind; `length_penalty` and `early_stopping` have none without beam search.
 _IGNORED = frozenset(
-    {"user", "store", "metadata", "service_tier", "parallel_tool_calls"}
+    {"user", "store", "metadata", "service_tier"}
     | {"safety_identifier", "prompt_cache_key", "prompt_cache_retention", "include_reasoning"}
     | {"spaces_between_special_tokens", "length_penalty", "early_stopping"}
 )
@@ -39,10 +41,6 @@ _UNSERVED: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "best_of": (1,),
         "echo": (),
         "suffix": (),
-        "tools": (),
-        "tool_choice": ("auto",),
-        "functions": (),
-        "function_call": ("auto",),
         "modalities": (["text"],),
         "use_beam_search": (),
         "prompt_logprobs": (),
@@ -64,43 +62,24 @@ _UNSERVED: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "verbosity": (),
     }
 )
-_ROLES = MappingProxyType(
-    {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-)
 _OFF: tuple[object, ...] = (None, False, "", "none", [], {})
 #: Of 2^32 - 1.
 _MAX_TOKEN_ID_DIGITS = 10
-#: Fields of a message that the chat template does not use.
-_IGNORED_IN_MESSAGE = frozenset({"name", "tool_call_id", "refusal", "annotations"})
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
-
-
-class StreamOptions(_Body):
+class StreamOptions(Body):
     include_usage: bool | None = None
-
-
-class ContentPart(_Body):
-    type: str
-    text: str | None = None
-
-
-class ChatTurn(_Body):
-    role: str
-    content: str | list[ContentPart] | None = None
 
 
 #: A guide has other fields here: see openai_guides.py.
 _SAMPLING_TYPES = {name: kind for name, kind in get_type_hints(SamplingParams).items() if name != "guide"}
 if TYPE_CHECKING:
-    _SamplingBody = _Body
+    _SamplingBody = Body
 else:
     #: The fields of SamplingParams under their names and types; null means the default, as in OpenAI's API.
     _SamplingBody = create_model(
         "_SamplingBody",
-        __base__=_Body,
+        __base__=Body,
         **{name: (kind | None, None) for name, kind in _SAMPLING_TYPES.items()},
     )
 
@@ -199,6 +178,14 @@ class ChatBody(_CommonBody):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    tools: list[dict[str, JsonValue]] | None = None
+    tool_choice: JsonValue = None
+    parallel_tool_calls: bool | None = None
+    functions: list[dict[str, JsonValue]] | None = None
+    function_call: JsonValue = None
+    chat_template_kwargs: dict[str, JsonValue] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
     def given_sampling(self) -> dict[str, Any]:
         if self.top_logprobs and not self.logprobs:
@@ -217,7 +204,30 @@ class ChatBody(_CommonBody):
             )
 
     def chat_messages(self) -> tuple[Message, ...]:
-        return tuple(_message(f"messages[{index}]", turn) for index, turn in enumerate(self.messages))
+        return to_messages(self.messages)
+
+    def chosen_tools(self) -> ToolChoice:
+        return to_tool_choice(
+            self.tools,
+            self.tool_choice,
+            is_parallel=self.parallel_tool_calls is not False,
+            functions=self.functions,
+            function_call=self.function_call,
+        )
+
+    def chat_options(self) -> ChatOptions:
+        """Without tools."""
+        arguments = self.chat_template_kwargs or {}
+        check_levels("chat_template_kwargs", arguments)
+        if not self.continue_final_message:
+            turn: Turn = "none" if self.add_generation_prompt is False else "new"
+        elif self.add_generation_prompt:
+            raise InvalidRequestError(
+                "continue_final_message", "cannot be true with add_generation_prompt: true; send one of them"
+            )
+        else:
+            turn = "continued"
+        return ChatOptions(template_arguments=arguments, turn=turn)
 
 
 class CompletionBody(_CommonBody):
@@ -277,28 +287,6 @@ def _invalid(error: ValidationError) -> InvalidRequestError:
     if first["type"] == "missing":
         return InvalidRequestError(field, "is required; add it")
     return InvalidRequestError(field or "body", f"is {_shown(first['input'])}: {first['msg']}")
-
-
-def _message(where: str, turn: ChatTurn) -> Message:
-    if turn.role not in _ROLES:
-        raise InvalidRequestError(f"{where}.role", f"is {quoted(turn.role)}; use one of {', '.join(_ROLES)}")
-    for name, value in (turn.model_extra or {}).items():
-        if value not in (None, []) and name not in _IGNORED_IN_MESSAGE:
-            raise UnsupportedFieldError(f"{where}.{name}", "is not supported here; leave it out")
-    if turn.content is None:
-        if turn.role != "assistant":
-            raise InvalidRequestError(f"{where}.content", "is missing; send a text")
-        return Message(_ROLES[turn.role], "")
-    if isinstance(turn.content, str):
-        return Message(_ROLES[turn.role], turn.content)
-    texts = []
-    for index, part in enumerate(turn.content):
-        if part.type != "text" or part.text is None:
-            raise UnsupportedFieldError(
-                f"{where}.content[{index}]", f"is a part of type {quoted(part.type)}; only text is supported"
-            )
-        texts.append(part.text)
-    return Message(_ROLES[turn.role], "\n".join(texts))
 
 
 def _token_ids_as_keys(logit_bias: Mapping[str, float]) -> Mapping[int, float]:
