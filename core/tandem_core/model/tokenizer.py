@@ -143,6 +143,10 @@ class Tokenizer:
         """The text of a whole sequence; bytes that are no UTF-8 become U+FFFD."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
+    def piece(self, token_id: int) -> str:
+        """The token as the vocabulary writes it ("Ġthe"); "" for an unknown id."""
+        return self._tokenizer.id_to_token(token_id) or ""
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes of one token in the middle of a text; b"" for an unknown id.
 

@@ -203,6 +203,15 @@ class Gateway:
         while len(self._checked_guides) > _MAX_CHECKED_GUIDES:
             del self._checked_guides[next(iter(self._checked_guides))]
 
+    async def count_text(self, caller: Caller, text: str, *, add_special_tokens: bool) -> list[int]:
+        """The tokens of a text that is not to be answered. Raises InvalidRequestError, OverloadedError."""
+        return await self._encode(
+            caller,
+            [text],
+            "prompt",
+            lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens),
+        )
+
     async def _encode(
         self, caller: Caller, texts: Sequence[str], field: str, encode: Callable[[], list[int]]
     ) -> list[int]:

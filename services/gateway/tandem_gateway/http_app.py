@@ -1,4 +1,4 @@
-"""The HTTP application: OpenAI's routes, /health, /metrics, /fleet, /dashboard, request ids, errors."""
+"""The HTTP application: all routes, request ids, errors, and what other origins may ask (CORS)."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tandem_core.errors import InvalidRequestError, TandemError, quoted
@@ -37,8 +38,12 @@ from tandem_gateway.http_stream import ClientGoneError
 from tandem_gateway.limits import OpenCalls
 from tandem_gateway.openai_api import OpenAiApi
 from tandem_gateway.openai_render import error_json
+from tandem_gateway.site.routes import site_router
+from tandem_gateway.tokenize_api import TokenizeApi
 
 _REQUEST_ID_HEADER = "x-request-id"
+#: Which scripts of the allowed origins may read.
+_SHOWN_HEADERS = (_REQUEST_ID_HEADER, "retry-after", "retry-after-ms", "x-refusal-reason")
 #: nginx's status for a client that left; it is not received.
 _CLIENT_CLOSED_REQUEST = 499
 
@@ -90,12 +95,29 @@ def make_app(
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
     app.add_middleware(RequestIdMiddleware)
+    if origins := gateway.settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=_SHOWN_HEADERS,
+        )
     app.include_router(OpenAiApi(gateway, answers, keys, calls).router)
+    app.include_router(TokenizeApi(gateway, keys, calls).router)
+    app.include_router(
+        site_router(
+            model=gateway.manifest.name,
+            max_model_len=gateway.manifest.max_model_len,
+            requires_keys=gateway.settings.api_keys_file is not None,
+        )
+    )
     app.include_router(
         dashboard_router(history, keys, gateway_id=gateway.settings.pod_id, model=gateway.manifest.name)
     )
 
-    @app.get("/health")
+    @app.api_route("/ping", methods=["GET", "HEAD", "POST"])
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> JSONResponse:
         """200 while a request would be taken and a decode pod is there for it."""
         num_pods = len(gateway.fleet.healthy(Role.DECODE))

@@ -21,7 +21,7 @@ _TOO_MANY = (
 )
 
 #: Beyond the limit a few connections may ask for this, so that probes do not take a full gateway for dead.
-_PROBE_PATHS = frozenset({"/health"})
+_PROBE_PATHS = frozenset({"/health", "/ping"})
 _PROBE_CONNECTIONS = 64
 _PROBE_TIMEOUT_S = 1.0
 #: A connection without a request is closed after this time.

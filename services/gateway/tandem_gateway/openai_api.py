@@ -10,7 +10,6 @@ the client disconnects at any point -> unless there is such a key, the call to t
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import math
 import time
@@ -28,13 +27,14 @@ from tandem_proto.v1 import decode_pb2
 from tandem_gateway.answer import Answer, Sent
 from tandem_gateway.answers import Answers
 from tandem_gateway.auth import ApiKeys, Caller
-from tandem_gateway.errors import REQUEST_ERRORS, BodyTimeoutError, BodyTooLargeError, GatewayError
-from tandem_gateway.gateway import Gateway, max_message_bytes
+from tandem_gateway.errors import REQUEST_ERRORS, GatewayError
+from tandem_gateway.gateway import Gateway
 from tandem_gateway.http_stream import SSE_DONE, EventStream, sse, until_disconnect
 from tandem_gateway.limits import OpenCalls
 from tandem_gateway.openai_models import ChatBody, CompletionBody, parse_body
 from tandem_gateway.openai_render import ChatRenderer, CompletionRenderer, Json, Renderer, error_json
 from tandem_gateway.request import Event, ReceivedRequest, TokenizedRequest
+from tandem_gateway.request_body import max_body_bytes, read_body
 
 _LAST_EVENT_ID, _IDEMPOTENCY_KEY = "last-event-id", "idempotency-key"
 _SLO_CLASS, _SLO_STRICT = "x-slo-class", "x-slo-strict"
@@ -65,23 +65,32 @@ class OpenAiApi:
         return await self._answer(request, CompletionBody, CompletionRenderer)
 
     async def _models(self, request: Request) -> JSONResponse:
-        self._keys.authenticate(request.headers.get("authorization", ""))
-        return JSONResponse({"object": "list", "data": [self._model_json()]})
+        caller = self._keys.authenticate(request.headers.get("authorization", ""))
+        return JSONResponse({"object": "list", "data": [self._model_json(caller)]})
 
     async def _model(self, request: Request, name: str) -> JSONResponse:
-        self._keys.authenticate(request.headers.get("authorization", ""))
+        caller = self._keys.authenticate(request.headers.get("authorization", ""))
         self._gateway.check_model(name)
-        return JSONResponse(self._model_json())
+        return JSONResponse(self._model_json(caller))
 
-    def _model_json(self) -> dict[str, str | int]:
-        manifest = self._gateway.manifest
+    def _model_json(self, caller: Caller) -> Json:
+        manifest, settings = self._gateway.manifest, self._gateway.settings
         return {
             "id": manifest.name,
             "object": "model",
             "created": self._started,
             "owned_by": "tandem",
+            "root": manifest.name,
+            "parent": None,
             "max_model_len": manifest.max_model_len,
             "revision": manifest.revision,
+            "limits": {
+                "max_body_bytes": max_body_bytes(self._gateway),
+                "max_messages": settings.max_messages,
+                "request_timeout_s": settings.request_timeout_s,
+                "tokens_per_minute": caller.tokens_per_minute,
+                "max_requests": settings.tenant_limits(caller).places,
+            },
         }
 
     async def _answer(
@@ -119,7 +128,7 @@ class OpenAiApi:
     ) -> tuple[Answer, bool]:
         """The answer to the body, and whether to stream it. Raises InvalidRequestError or GatewayError."""
         arrived = time.monotonic()
-        payload = await self._read_body(request)
+        payload = await read_body(request, self._gateway)
         body = parse_body(body_type, payload)
         is_streamed = bool(body.stream)
         key, digest = request.headers.get(_IDEMPOTENCY_KEY, ""), b""
@@ -162,27 +171,6 @@ class OpenAiApi:
         if isinstance(prompt, str):
             return await self._gateway.prepare_text(received, prompt)
         return await self._gateway.prepare_tokens(received, prompt)
-
-    async def _read_body(self, request: Request) -> bytes:
-        gateway = self._gateway
-        limit = min(gateway.settings.max_body_bytes, max_message_bytes(gateway.tokenizer, is_json=True))
-        message = f"is over the limit of {limit} bytes; shorten the prompt"
-        declared = request.headers.get("content-length", "")
-        if declared.isdigit() and int(declared) > limit:
-            raise BodyTooLargeError("body", message)
-        parts = bytearray()
-        timeout_s = self._gateway.settings.read_timeout_s
-        try:
-            async with asyncio.timeout(timeout_s):
-                async for part in request.stream():
-                    parts += part
-                    if len(parts) > limit:
-                        raise BodyTooLargeError("body", message)
-        except TimeoutError:
-            raise BodyTimeoutError(
-                "body", f"has not arrived within {timeout_s:g} s; send it faster"
-            ) from None
-        return bytes(parts)
 
 
 async def _whole(events: AsyncGenerator[Sent, None], renderer: Renderer) -> Response:

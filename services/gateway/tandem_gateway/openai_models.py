@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_type_hints
 
-from pydantic import JsonValue, ValidationError, create_model
+from pydantic import BaseModel, JsonValue, ValidationError, create_model
 from tandem_core.errors import InvalidRequestError
 from tandem_core.guide import Guide
 from tandem_core.model.conversation import ChatOptions, Message, Turn
@@ -70,6 +70,8 @@ _MAX_TOKEN_ID_DIGITS = 10
 class StreamOptions(Body):
     include_usage: bool | None = None
 
+
+BodyT = TypeVar("BodyT", bound=BaseModel)
 
 #: A guide has other fields here: see openai_guides.py.
 _SAMPLING_TYPES = {name: kind for name, kind in get_type_hints(SamplingParams).items() if name != "guide"}
@@ -260,6 +262,13 @@ class CompletionBody(_CommonBody):
 
 def parse_body(kind: type[ChatBody] | type[CompletionBody], body: bytes) -> ChatBody | CompletionBody:
     """Raises InvalidRequestError naming the field (or the byte) that is wrong."""
+    parsed = parse_json(kind, body)
+    parsed.refuse_unserved()
+    return parsed
+
+
+def parse_json(kind: type[BodyT], body: bytes) -> BodyT:
+    """Raises InvalidRequestError naming the field (or the byte) that is wrong."""
     try:
         body.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -267,14 +276,12 @@ def parse_body(kind: type[ChatBody] | type[CompletionBody], body: bytes) -> Chat
             "body", f"is not valid UTF-8 at byte {error.start} ({error.reason}); encode the JSON as UTF-8"
         ) from error
     try:
-        parsed = kind.model_validate_json(body)
+        return kind.model_validate_json(body)
     except ValidationError as error:
-        raise _invalid(error) from error
-    parsed.refuse_unserved()
-    return parsed
+        raise invalid_body(error) from error
 
 
-def _invalid(error: ValidationError) -> InvalidRequestError:
+def invalid_body(error: ValidationError) -> InvalidRequestError:
     first = error.errors(include_url=False)[0]
     if first["type"] == "json_invalid":
         return InvalidRequestError("body", f"is not valid JSON: {first['ctx']['error']}")

@@ -3,16 +3,35 @@
 from __future__ import annotations
 
 import enum
+import re
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_settings import NoDecode
 from tandem_service.channels import MAX_MESSAGE_BYTES
 from tandem_service.settings import Port, RedisSettings, Targets
 from tandem_service.tls import PemFiles, Role, ServerTls, is_loopback
 
 from tandem_gateway.auth import Caller
 from tandem_gateway.request import TenantLimits
+
+
+def _split_origins(value: object) -> tuple[str, ...]:
+    """ValueError for what no browser sends as an origin."""
+    given = value.split(",") if isinstance(value, str) else value
+    if not isinstance(given, list | tuple):
+        raise ValueError("expected https://host[:port][,...] or *")
+    origins = tuple(str(part).strip() for item in given for part in str(item).split(",") if part.strip())
+    for origin in origins:
+        if origin != "*" and not _ORIGIN.fullmatch(origin):
+            raise ValueError(f"{origin!r} is no origin; give https://host[:port] without a path, or *")
+    return origins
+
+
+_ORIGIN = re.compile(r"https?://[A-Za-z0-9.\-\[\]:]+")
+#: A field of several origins.
+Origins = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_origins)]
 
 
 class Policy(enum.StrEnum):
@@ -67,6 +86,9 @@ class GatewaySettings(RedisSettings):
     """longest time of a request whose client sets no shorter deadline"""
     max_body_bytes: Annotated[int, Field(ge=1024, le=MAX_MESSAGE_BYTES)] = 8 * 1024 * 1024
     """largest request, checked before it is parsed; less where the model's context holds less"""
+    cors_origins: Origins = ()
+    """origins whose pages may call the HTTP API from a browser, https://app.example.com[,...], or * for any;
+    unset: none"""
     max_connections: Annotated[int, Field(ge=1)] = 1024
     """most connections at once, of HTTP and of gRPC each"""
     max_connection_age_s: Annotated[float, Field(ge=0)] = 300.0

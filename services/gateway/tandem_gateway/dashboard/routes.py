@@ -24,7 +24,7 @@ _CONTENT_TYPES = {
     ".LICENSE": "text/plain",
 }
 #: The page loads nothing from elsewhere, and no other site can show it in a frame.
-_PAGE_HEADERS = {
+PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "connect-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "referrer-policy": "no-referrer",
@@ -72,7 +72,7 @@ def dashboard_router(history: History, keys: ApiKeys, *, gateway_id: str, model:
         if (path or "index.html") not in files:
             raise HTTPException(404, "there is no such file")
         content, content_type = files[path or "index.html"]
-        return Response(content, media_type=content_type, headers=_PAGE_HEADERS)
+        return Response(content, media_type=content_type, headers=PAGE_HEADERS)
 
     return router
 

@@ -1,0 +1,34 @@
+"""Reads a request's body within its limits of bytes and time, before anything is parsed."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.requests import Request
+
+from tandem_gateway.errors import BodyTimeoutError, BodyTooLargeError
+from tandem_gateway.gateway import Gateway, max_message_bytes
+
+
+def max_body_bytes(gateway: Gateway) -> int:
+    return min(gateway.settings.max_body_bytes, max_message_bytes(gateway.tokenizer, is_json=True))
+
+
+async def read_body(request: Request, gateway: Gateway) -> bytes:
+    """Raises BodyTooLargeError, BodyTimeoutError."""
+    limit = max_body_bytes(gateway)
+    message = f"is over the limit of {limit} bytes; shorten the prompt"
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > limit:
+        raise BodyTooLargeError("body", message)
+    parts = bytearray()
+    timeout_s = gateway.settings.read_timeout_s
+    try:
+        async with asyncio.timeout(timeout_s):
+            async for part in request.stream():
+                parts += part
+                if len(parts) > limit:
+                    raise BodyTooLargeError("body", message)
+    except TimeoutError:
+        raise BodyTimeoutError("body", f"has not arrived within {timeout_s:g} s; send it faster") from None
+    return bytes(parts)

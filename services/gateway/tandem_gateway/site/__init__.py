@@ -1,0 +1,5 @@
+"""What the gateway says about itself: /, /docs, /openapi.json, /version.
+
+openapi.py    the HTTP API as an OpenAPI document, with the models that parse the bodies
+routes.py     the routes; the pages' files are in static/, and load nothing from elsewhere
+"""

@@ -1,0 +1,60 @@
+"""The routes of the pages, and of what programs ask a server about itself."""
+
+from __future__ import annotations
+
+import html
+import json
+from importlib import resources
+from importlib.metadata import version
+
+from fastapi import APIRouter, HTTPException, Response
+
+from tandem_gateway.dashboard.routes import PAGE_HEADERS
+from tandem_gateway.site.openapi import openapi_document
+
+_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+
+
+def site_router(*, model: str, max_model_len: int, requires_keys: bool) -> APIRouter:
+    """The files are read once. They hold no data, so they need no key."""
+    router = APIRouter()
+    folder = resources.files(__package__) / "static"
+    files = {
+        file.name: (file.read_bytes(), _TYPES[file.name[file.name.rfind(".") :]]) for file in folder.iterdir()
+    }
+    tandem_version = version("tandem")
+    key = " -H 'Authorization: Bearer KEY'" if requires_keys else ""
+    index = files["index.html"][0].decode()
+    for name, text in (
+        ("MODEL", model),
+        ("CONTEXT", f"{max_model_len:,}"),
+        ("VERSION", tandem_version),
+        ("KEY", key),
+    ):
+        index = index.replace(f"{{{name}}}", html.escape(text, quote=False))
+    document = json.dumps(openapi_document(tandem_version, requires_keys=requires_keys)).encode()
+
+    @router.api_route("/", methods=["GET", "HEAD"])
+    async def about() -> Response:
+        return Response(index, media_type="text/html", headers=PAGE_HEADERS)
+
+    @router.get("/docs")
+    async def docs() -> Response:
+        return Response(files["docs.html"][0], media_type="text/html", headers=PAGE_HEADERS)
+
+    @router.get("/site/{name}")
+    async def file(name: str) -> Response:
+        if name not in files:
+            raise HTTPException(404, "there is no such file")
+        content, media_type = files[name]
+        return Response(content, media_type=media_type, headers=PAGE_HEADERS)
+
+    @router.get("/openapi.json")
+    async def openapi() -> Response:
+        return Response(document, media_type="application/json", headers={"cache-control": "no-cache"})
+
+    @router.get("/version")
+    async def show_version() -> dict[str, str]:
+        return {"version": tandem_version}
+
+    return router

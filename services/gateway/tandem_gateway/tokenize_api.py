@@ -1,0 +1,120 @@
+"""HTTP: /tokenize, /detokenize in the shapes of vLLM, within the limits of prompts.
+
+A prompt gets the tokens that /v1/completions would give it, messages those of /v1/chat/completions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, ValidationError
+from tandem_core.errors import InvalidRequestError
+from tandem_core.sampling import check_token_ids
+
+from tandem_gateway.auth import ApiKeys, Caller
+from tandem_gateway.gateway import Gateway
+from tandem_gateway.http_stream import until_disconnect
+from tandem_gateway.limits import OpenCalls
+from tandem_gateway.openai_models import ChatBody, invalid_body, parse_json
+from tandem_gateway.request import ReceivedRequest
+from tandem_gateway.request_body import read_body
+
+
+class TokenizeBody(BaseModel):
+    """With `prompt`, or with `messages` and further fields of a chat."""
+
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True)
+
+    model: str | None = None
+    prompt: str | None = None
+    #: Of a prompt; messages have the special tokens that the chat template writes.
+    add_special_tokens: bool | None = None
+    return_token_strs: bool = False
+
+    def chat(self) -> ChatBody | None:
+        """None: it is a prompt. Raises InvalidRequestError."""
+        fields: dict[str, Any] = dict(self.model_extra or {})
+        if self.prompt is not None:
+            if fields:
+                raise InvalidRequestError(next(iter(fields)), "does not go with prompt; leave it out")
+            return None
+        if "messages" not in fields:
+            raise InvalidRequestError("prompt", "is missing; send prompt or messages")
+        if self.add_special_tokens:
+            raise InvalidRequestError(
+                "add_special_tokens", "is for prompts: the chat template writes its own; leave it out"
+            )
+        try:
+            body = ChatBody.model_validate(fields)
+        except ValidationError as error:
+            raise invalid_body(error) from error
+        body.refuse_unserved()
+        return body
+
+
+class DetokenizeBody(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    model: str | None = None
+    tokens: list[int]
+
+
+class TokenizeApi:
+    def __init__(self, gateway: Gateway, keys: ApiKeys, calls: OpenCalls) -> None:
+        self._gateway = gateway
+        self._keys = keys
+        self._calls = calls
+        self.router = APIRouter()
+        self.router.add_api_route("/tokenize", self._tokenize, methods=["POST"])
+        self.router.add_api_route("/detokenize", self._detokenize, methods=["POST"])
+
+    async def _tokenize(self, request: Request) -> JSONResponse:
+        caller = self._keys.authenticate(request.headers.get("authorization", ""))
+        with self._calls.hold(caller):
+            body = parse_json(TokenizeBody, await read_body(request, self._gateway))
+            self._gateway.check_model(body.model or "")
+            tokens = await until_disconnect(request.receive, self._tokens(request, caller, body))
+        tokenizer = self._gateway.tokenizer
+        return JSONResponse(
+            {
+                "count": len(tokens),
+                "max_model_len": self._gateway.manifest.max_model_len,
+                "tokens": tokens,
+                "token_strs": [tokenizer.piece(t) for t in tokens] if body.return_token_strs else None,
+            }
+        )
+
+    async def _tokens(self, request: Request, caller: Caller, body: TokenizeBody) -> list[int]:
+        chat = body.chat()
+        if chat is None:
+            return await self._gateway.count_text(
+                caller, body.prompt or "", add_special_tokens=body.add_special_tokens is not False
+            )
+        received = ReceivedRequest(
+            request_id=request.state.request_id, caller=caller, model="", sampling={}, slo_class="",
+            arrived=time.monotonic(),
+        )  # fmt: skip
+        prepared = await self._gateway.prepare_chat(
+            received, chat.chat_messages(), chat.chosen_tools(), chat.chat_options()
+        )
+        return list(prepared.prompt_token_ids)
+
+    async def _detokenize(self, request: Request) -> JSONResponse:
+        caller = self._keys.authenticate(request.headers.get("authorization", ""))
+        with self._calls.hold(caller):
+            body = parse_json(DetokenizeBody, await read_body(request, self._gateway))
+            self._gateway.check_model(body.model or "")
+            manifest, tokens = self._gateway.manifest, body.tokens
+            if len(tokens) > manifest.max_model_len:
+                raise InvalidRequestError(
+                    "tokens",
+                    f"are {len(tokens)}, over the model's context of {manifest.max_model_len}; send fewer",
+                )
+            check_token_ids("tokens", tokens, manifest.vocab_size)
+            decode = self._gateway.tokenizer.decode
+            text = await asyncio.to_thread(decode, tokens, skip_special_tokens=False)
+        return JSONResponse({"prompt": text})

@@ -1,0 +1,71 @@
+"""/tokenize and /detokenize: vLLM's shapes, the tokens of the answering endpoints, and what they refuse."""
+
+import pytest
+from tandem_core.model.conversation import Message
+from tandem_core.model.tokenizer import Tokenizer
+
+MESSAGES = [{"role": "user", "content": "the order ✓"}]
+
+
+@pytest.fixture
+async def front(pods, gateway):
+    return await gateway(await pods())
+
+
+async def test_a_prompt_gets_the_tokens_that_a_completion_of_it_gets(front, model_folder):
+    answer = (await front.http.post("/tokenize", json={"prompt": "the order ✓"})).json()
+    expected = Tokenizer(model_folder).encode("the order ✓")
+    assert answer == {
+        "count": len(expected), "max_model_len": 256, "tokens": expected, "token_strs": None,
+    }  # fmt: skip
+
+
+async def test_messages_get_the_tokens_that_a_chat_of_them_gets(front, model_folder):
+    answer = (await front.http.post("/tokenize", json={"model": "tiny-chat", "messages": MESSAGES})).json()
+    assert answer["tokens"] == Tokenizer(model_folder).encode_chat([Message("user", "the order ✓")])
+
+
+async def test_a_text_comes_back_from_its_tokens(front):
+    text = "<|im_start|>the order ✓ \N{GRINNING FACE}"
+    body = {"prompt": text, "return_token_strs": True, "add_special_tokens": False}
+    answer = (await front.http.post("/tokenize", json=body)).json()
+    assert len(answer["token_strs"]) == answer["count"] and answer["token_strs"][0] == "<|im_start|>"
+    back = await front.http.post("/detokenize", json={"tokens": answer["tokens"]})
+    assert back.json() == {"prompt": text}
+
+
+async def test_a_prompt_longer_than_the_context_is_counted(front):
+    answer = (await front.http.post("/tokenize", json={"prompt": "the order " * 200})).json()
+    assert answer["count"] > answer["max_model_len"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": 1}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": MESSAGES}, "messages"),
+        ("/tokenize", {"prompt": "a", "add_special": True}, "add_special"),
+        ("/tokenize", {"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens"),
+        ("/tokenize", {"messages": []}, "messages"),
+        ("/tokenize", {"messages": [{"role": "king", "content": ""}]}, "messages[0].role"),
+        ("/tokenize", {"prompt": "a" * 5000}, "prompt"),
+        ("/tokenize", {"prompt": "a", "model": "other"}, "model"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": ["a"]}, "tokens[0]"),
+        ("/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": [10**30]}, "tokens"),
+        ("/detokenize", {"tokens": [1] * 257}, "tokens"),
+        ("/detokenize", {"tokens": [1], "skip": True}, "skip"),
+    ],
+)
+async def test_what_cannot_be_counted_is_named(front, path, body, field):
+    answer = await front.http.post(path, json=body)
+    assert answer.status_code == (404 if field == "model" else 400), answer.text
+    assert answer.json()["error"]["param"] == field
+
+
+async def test_counting_needs_a_key_where_answers_do(pods, gateway, keys_file):
+    front = await gateway(await pods(), api_keys_file=keys_file)
+    for path in ("/tokenize", "/detokenize"):
+        assert (await front.http.post(path, json={"prompt": "a"})).status_code == 401
