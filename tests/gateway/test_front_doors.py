@@ -134,11 +134,11 @@ async def test_a_tenant_s_long_texts_wait_for_each_other_only(pods, gateway, key
     tokenizer = front.process._answers._run.__self__.tokenizer
     encode, may_go_on, begun = tokenizer.encode, threading.Event(), []
 
-    def slow(text: str) -> list[int]:
+    def slow(text: str, **options: bool) -> list[int]:
         begun.append(text)
         if text.startswith("slow"):
             may_go_on.wait(30)
-        return encode(text)
+        return encode(text, **options)
 
     monkeypatch.setattr(tokenizer, "encode", slow)
 
