@@ -64,6 +64,21 @@ def allows(model: tuple[GuideCompiler, Tokenizer], guide: Guide, text: str) -> b
         (Guide.of_choices(["yes", 'a "b"\n\u0001é']), 'a "b"\n\u0001é', True),
         (Guide.of_choices(["yes", "no"]), "ye", False),
         (Guide(GuideKind.LARK, 'start: "no" <call> %json {"type": "integer"}'), "no<call>12", True),
+        (Guide(GuideKind.LARK, 'start: %json {"type": "object"}'), '{"a": 1}', True),
+        (Guide(GuideKind.LARK, 'start: %json {"type": "object"}'), '{"a" : 1}', False),
+        (Guide(GuideKind.LARK, 'start: "%json {" /a/'), "%json {a", True),
+        # A name in other letters must not stand beside the property of that name.
+        (schema({"type": "object", "properties": {"a": {"type": "null"}}}), '{"\\u0061": 1}', False),
+        (schema({"type": "object", "properties": {"a\n": {"type": "null"}}}), '{"a\\u000a": 1}', False),
+        (schema({"$ref": "#/$defs/a~1b%20c", "$defs": {"a/b c": {"type": "null"}}}), "null", True),
+        (schema({"format": "date", "type": "string"}), '"2024-02-29"', True),
+        (schema({"format": "date", "type": "string"}), '"2023-02-29"', False),
+        (schema({"format": "date", "type": "string"}), '"1900-02-29"', False),
+        (schema({"format": "date", "type": "string"}), '"0000-01-01"', False),
+        (schema({"format": "date-time", "type": "string"}), '"2024-02-29T23:59:59.5+01:00"', True),
+        (schema({"format": "date-time", "type": "string"}), '"2024-02-30T23:59:59Z"', False),
+        (schema({"format": "time", "type": "string"}), '"23:59:60Z"', False),
+        (schema({"format": "date"}), "1", True),
     ],
 )  # fmt: skip
 def test_exactly_the_texts_of_a_guide_end(
@@ -76,10 +91,54 @@ def test_exactly_the_texts_of_a_guide_end(
     ("guide", "what"),
     [
         (schema({"type": "array", "uniqueItems": True}), "'uniqueItems' is not supported"),
-        (schema({"type": "string", "format": "colour"}), "Unknown format: colour"),
+        (
+            schema({"type": "string", "format": "colour"}),
+            "'format' has 'colour'; supported are date, date-time",
+        ),
         (schema({"type": "integer", "minimum": 3, "maximum": 1}), "minimum .3. is greater than maximum"),
-        (schema({"$ref": "#/$defs/absent"}), "does not exist"),
+        (schema({"$ref": "#/$defs/absent"}), "'#/[$]defs/absent' is none of a schema in here"),
         (schema({"type": "text"}), "Invalid type: text"),
+        # What llguidance would not enforce, or take otherwise than the standard.
+        (
+            schema({"$ref": "#/x-d/a", "x-d": {"a": {"maxlength": 3}}}),
+            "'#/x-d/a' is none of a schema in here",
+        ),
+        (schema({"$ref": "other.json"}), "'other.json' is none"),
+        (schema({"type": "object", "minProperties": 2}), "'minProperties' may be 1 at most"),
+        (schema({"type": "array", "prefixItems": [{}], "additionalItems": False}), "'prefixItems' excludes"),
+        (
+            schema({"$schema": "http://json-schema.org/draft-07/schema#", "prefixItems": [{}]}),
+            "'prefixItems'",
+        ),
+        (schema({"type": "array", "additionalItems": False}), "'additionalItems' has no effect"),
+        (schema({"const": [2**53 + 1]}), "'const' has an integer beyond 9007199254740992"),
+        (schema({"type": "integer", "maximum": 10**400}), "'maximum' has an integer beyond"),
+        (Guide(GuideKind.JSON_SCHEMA, '{"minimum": NaN}'), "'minimum' has a number that is not finite"),
+        (Guide(GuideKind.JSON_SCHEMA, '{"const": 1e999}'), "'const' has a number that is not finite"),
+        (schema({"format": "unknown"}), "'format' has 'unknown'"),
+        (schema({"type": "string", "pattern": "^[[:alpha:]]$"}), "'pattern' has '\\[' in a .class."),
+        (schema({"type": "string", "pattern": "[a&&b]"}), "'pattern' has '&&' in a .class."),
+        (schema({"properties": {"a": {"$id": "http://x/y"}}}), "/properties/a: the keyword '.id'"),
+        (schema({"x-guidance": {"lenient": True}}), "'x-guidance' is not supported"),
+        (Guide(GuideKind.LARK, 'start: %json {"maxlength": 3}'), "'maxlength' is not supported"),
+        (Guide(GuideKind.LARK, "start: %json no"), "%json without a JSON schema"),
+        (Guide(GuideKind.JSON_SCHEMA, '{"const": ' + "[" * 2000 + "]" * 2000 + "}"), "recursion"),
+        # What would take seconds or more.
+        (
+            schema({"type": "string", "pattern": "^(a{1000}){1000}$"}),
+            "'pattern' is too large: .* 1000002 parts",
+        ),
+        (Guide(GuideKind.REGEX, "((a{100}){100}){100}"), "its regex is too large"),
+        (Guide(GuideKind.LARK, "start: /(a{1000}){1000}/"), "its lark has a terminal of"),
+        (
+            Guide(GuideKind.LARK, 'start: A\nA: B{1000}\nB: "a"~1000'),
+            "its lark has a terminal of 1000000 parts",
+        ),
+        (schema({"allOf": [{"multipleOf": n} for n in (101, 103, 107)]}), "'multipleOf' has too many steps"),
+        (
+            schema({"patternProperties": {f"^{n}$": {} for n in range(33)}}),
+            "'patternProperties' has more than 32",
+        ),
         (schema({"type": "string", "pattern": "(?=a)b"}), "look-around"),
         (schema(False), "guide: its json_schema cannot be used"),
         (Guide(GuideKind.REGEX, "("), "its regex cannot be used"),
@@ -93,6 +152,26 @@ def test_what_cannot_be_compiled_is_named_with_and_without_a_model(
         check_guide(guide)
     with pytest.raises(InvalidRequestError, match=what):
         model[0].matcher(guide)
+
+
+RULES = "".join(f"r{n}: r{n + 1}\n" for n in range(9000))
+DEFS = {str(n): {"items": {"$ref": f"#/$defs/{n + 1}"}} for n in range(2000)}
+
+
+@pytest.mark.parametrize(
+    "guide",
+    [
+        Guide(GuideKind.LARK, f'start: r0\n{RULES}r9000: "a"'),
+        schema({"$ref": "#/$defs/0", "$defs": DEFS | {"2000": {}}}),
+    ],
+)
+def test_rules_that_name_each_other_thousands_deep_do_not_exhaust_the_stack(
+    model: tuple[GuideCompiler, Tokenizer], guide: Guide
+) -> None:
+    check_guide(guide)
+    matcher = model[0].matcher(guide)
+    matcher.compute_bitmask()
+    assert not matcher.is_error()
 
 
 def test_an_unknown_special_token_is_refused_by_the_model(model: tuple[GuideCompiler, Tokenizer]) -> None:

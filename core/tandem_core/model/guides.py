@@ -10,15 +10,20 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from tandem_core.errors import InvalidRequestError, ModelLoadError
 from tandem_core.guide import Guide, GuideKind
-from tandem_core.json_schema import check_schema, parse_schema
+from tandem_core.json_schema import check_schema, exact_formats, parse_schema
+from tandem_core.lark import checked_lark
 from tandem_core.model.manifest import ModelManifest
+from tandem_core.regex_size import check_size
+
+T = TypeVar("T")
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -31,11 +36,17 @@ _JSON: JsonCompileOptions = {
     "whitespace_flexible": False,
     "lenient": False,
     "coerce_one_of": False,
+    # Not \\u: a name with it would stand beside the property of that name, and escape its schema.
+    "json_allowed_escapes": '"\\\\bfnrt',
 }
 #: A state takes up to 2 kB. Errors must not quote other parts of the state than the caller's own text.
 _LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 #: Compiled guides that are kept.
 _MAX_KEPT = 32
+#: llguidance recurses through rules that name each other; 128 KiB of them need less than half. Only pages
+#: that are touched take memory.
+_STACK_BYTES = 256 * 1024**2
+_STACK_LOCK = threading.Lock()
 
 
 def check_guide(guide: Guide) -> None:
@@ -44,7 +55,10 @@ def check_guide(guide: Guide) -> None:
     Needs no model, so names of special tokens in a Lark grammar are not checked. May take 100 ms; gives up
     the GIL.
     """
-    is_error, messages = LLMatcher.validate_grammar_with_warnings(_grammar(guide), None, limits=_LIMITS)
+    grammar = _grammar(guide)
+    is_error, messages = _on_deep_stack(
+        lambda: LLMatcher.validate_grammar_with_warnings(grammar, None, limits=_LIMITS)
+    )
     if is_error:
         raise _unusable(guide, messages[0])
 
@@ -77,7 +91,8 @@ class GuideCompiler:
             if kept is not None:
                 self._kept.move_to_end(guide)
         if kept is None:
-            kept = LLMatcher(self._tokenizer, _grammar(guide), log_level=0, limits=_LIMITS)
+            grammar = _grammar(guide)
+            kept = _on_deep_stack(lambda: LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS))
             if kept.is_error():
                 raise _unusable(guide, kept.get_error())
             with self._lock:
@@ -93,14 +108,40 @@ class GuideCompiler:
 
 def _grammar(guide: Guide) -> str:
     if guide.kind is GuideKind.REGEX:
+        if fault := check_size(guide.source):
+            raise InvalidRequestError("guide", f"its regex {fault}")
         return LLMatcher.grammar_from_regex(guide.source)
     if guide.kind is GuideKind.LARK:
-        return LLMatcher.grammar_from_lark(guide.source)
+        return LLMatcher.grammar_from_lark(checked_lark(guide.source, _JSON))
     schema = parse_schema(guide.source)
     check_schema(schema)
+    exact_formats(schema)
     if isinstance(schema, bool):  # "anything" and "nothing"
         schema = {} if schema else {"enum": []}
-    return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON)
+    try:
+        return LLMatcher.grammar_from_json_schema(schema, overrides=_JSON)
+    except (ValueError, RecursionError) as error:  # constants nested without end
+        raise _unusable(guide, str(error)) from None
+
+
+def _on_deep_stack(work: Callable[[], T]) -> T:
+    """Does it on a thread of its own, with a stack of _STACK_BYTES."""
+    results: list[T] = []
+
+    def run() -> None:
+        results.append(work())
+
+    with _STACK_LOCK:
+        default = threading.stack_size(_STACK_BYTES)
+        try:
+            thread = threading.Thread(target=run, name="guide")
+            thread.start()
+        finally:
+            threading.stack_size(default)
+    thread.join()
+    if not results:  # a panic of the library, which it prints
+        raise InvalidRequestError("guide", "cannot be compiled; simplify it")
+    return results[0]
 
 
 def reason(error: str) -> str:

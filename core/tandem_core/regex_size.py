@@ -1,0 +1,80 @@
+"""How large a regular expression becomes when its repetitions are written out.
+
+llguidance derives a lexer's states from the written-out form. `(a{1000}){1000}` has few characters and a
+million parts, and a single token mask over it takes seconds.
+"""
+
+from __future__ import annotations
+
+import re
+
+MAX_SIZE = 20_000
+_QUANTIFIER = re.compile(r"\{([0-9]{1,9})(,([0-9]{0,9}))?\}|[*+?]")
+_MAX_COUNTED = 10**12
+
+
+def check_size(pattern: str) -> str:
+    """What is wrong with its size; "" if nothing."""
+    size = expanded_size(pattern)
+    return f"is too large: written out it has {size} parts, at most {MAX_SIZE} are allowed" * (
+        size > MAX_SIZE
+    )
+
+
+def expanded_size(pattern: str) -> int:
+    """Characters and classes when each `x{n,m}` is written as m times x; an estimate where the syntax is
+    wrong."""
+    #: Of each open group: the size before its last part, and of that part.
+    open_groups: list[tuple[int, int]] = []
+    total = last = 0
+    position = 0
+    while position < len(pattern):
+        character = pattern[position]
+        if character == "(":
+            open_groups.append((total, last))
+            total = last = 0
+            position += 1
+        elif character == ")" and open_groups:
+            inner = total + last
+            before, previous = open_groups.pop()
+            total, last = before + previous, max(inner, 1)
+            position += 1
+        elif quantifier := _QUANTIFIER.match(pattern, position):
+            least, _, most = quantifier.groups()
+            count = max(int(least or 1), int(most or 1), 1)
+            last = min(last * count, _MAX_COUNTED)
+            position = quantifier.end()
+        else:
+            total, last = total + last, 1
+            position = _atom_end(pattern, position)
+    return sum(before + previous for before, previous in open_groups) + total + last
+
+
+def check_class_syntax(pattern: str) -> str:
+    """What in its [classes] another dialect than ECMA's reads in another way; "" if nothing."""
+    position = 0
+    while position < len(pattern):
+        end = _atom_end(pattern, position)
+        if pattern[position] == "[":
+            inner = re.sub(r"\\.", "", pattern[position + 1 : end - 1], flags=re.DOTALL)
+            for ambiguous in ("[", "&&", "--", "~~"):
+                if ambiguous in inner:
+                    return f"has {ambiguous!r} in a [class]; escape it"
+        position = end
+    return ""
+
+
+def _atom_end(pattern: str, position: int) -> int:
+    """Behind the character, escape or class that begins here."""
+    if pattern[position] == "\\":
+        return min(position + 2, len(pattern))
+    if pattern[position] != "[":
+        return position + 1
+    position += 1
+    if pattern[position : position + 1] == "^":
+        position += 1
+    if pattern[position : position + 1] == "]":  # a literal one, in Rust's syntax
+        position += 1
+    while position < len(pattern) and pattern[position] != "]":
+        position += 2 if pattern[position] == "\\" else 1
+    return min(position + 1, len(pattern))
