@@ -32,7 +32,7 @@ from tandem_engine.runner import ModelRunner
 from tandem_engine.sampling.device import read_back
 from tandem_engine.sampling.verify import Verified, Verifier
 from tandem_engine.scheduler import PromptWork, RequestCounts, RequestUpdate, Scheduler
-from tandem_engine.step_times import StepTimes
+from tandem_engine.step_times import DECODE_TERMS, StepTimes
 
 #: Weight of the newest step in a mean of recent ones.
 _RECENT = 0.02
@@ -40,6 +40,9 @@ _RECENT = 0.02
 _LEAST_CHUNK = 32
 #: Lengths in tokens of what is computed to measure the costs of steps.
 _MEASURED_PROMPTS, _MEASURED_OUTPUT = (64, 256), 6
+#: Sequences that then decode together, and the length of their prompts: what a batch costs does not follow
+#: from one sequence.
+_MEASURED_BATCH, _MEASURED_BATCH_PROMPT = 8, 16
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,7 @@ class Engine:
         self.blocks = blocks
         self.num_steps = 0
         #: Of steps that only decode, drafts included; their "tokens" are sequences, "pairs" cached tokens.
-        self.decode_times = StepTimes()
+        self.decode_times = StepTimes(DECODE_TERMS)
         #: Of steps that compute prompts.
         self.prefill_times = StepTimes()
         #: Recent mean of tokens that a sequence gains in a decode step.
@@ -144,13 +147,20 @@ class Engine:
         most = min(config.max_model_len, blocks.num_blocks * blocks.block_size) - num_output
         for num_tokens in _MEASURED_PROMPTS:
             # Only those of the last prompt count: the first touched the memory.
-            self.prefill_times, self.decode_times = StepTimes(), StepTimes()
-            sampling = SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True)
+            self.prefill_times, self.decode_times = StepTimes(), StepTimes(DECODE_TERMS)
             for part in (num_tokens, num_tokens // 4):
-                self.add(Request("costs", [0] * max(1, min(part, most)), sampling))
-                while self.has_work():
-                    self.step()
+                self._compute([max(1, min(part, most))], num_output)
+        if decodes and most >= _MEASURED_BATCH * (_MEASURED_BATCH_PROMPT + num_output):
+            self._compute([_MEASURED_BATCH_PROMPT] * min(_MEASURED_BATCH, config.max_batch), num_output)
         self._drafter, blocks.enable_prefix_caching = drafter, caches
+
+    def _compute(self, prompt_lengths: Sequence[int], num_output: int) -> None:
+        """Requests that nobody asked for, to the end of all."""
+        sampling = SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True)
+        for index, num_tokens in enumerate(prompt_lengths):
+            self.add(Request(f"costs-{index}", [0] * num_tokens, sampling))
+        while self.has_work():
+            self.step()
 
     def check_tokens(self, request: Request) -> None:
         """Raises InvalidRequestError when a token id lies outside the vocabulary, or a logits processor is

@@ -16,6 +16,11 @@ from numpy.typing import NDArray
 from tandem_core.step_cost import StepCost
 
 _NUM_TERMS = 3
+_PER_STEP, _PER_TOKEN, _PER_PAIR = range(_NUM_TERMS)
+#: Which term explains steps of a single size: of prompts the tokens, which take the arithmetic; of decode
+#: steps the step, which reads the weights whatever the number of sequences.
+PROMPT_TERMS = (_PER_TOKEN, _PER_PAIR, _PER_STEP)
+DECODE_TERMS = (_PER_STEP, _PER_TOKEN, _PER_PAIR)
 #: Steps kept of each size, so that many small steps do not push out the few large ones.
 _STEPS_PER_SIZE = 6
 #: Half-life of a step's weight; and the least weight, since the only large step may be old. After a pause all
@@ -33,7 +38,9 @@ _FASTEST = 0.1
 class StepTimes:
     """One thread observes, any thread may ask for the fit."""
 
-    def __init__(self) -> None:
+    def __init__(self, terms: tuple[int, ...] = PROMPT_TERMS) -> None:
+        """`terms`: the likeliest first."""
+        self._terms = terms
         #: (tokens, pairs, seconds, time of the end) by size: the powers of two of tokens and pairs.
         self._steps: dict[tuple[int, int], deque[tuple[float, float, float, float]]] = {}
         self._fitted = StepCost()
@@ -52,11 +59,11 @@ class StepTimes:
         steps = [step for steps in self._steps.values() for step in steps.copy()]
         if steps and (now - self._fitted_at > _FIT_EVERY_S or not self._fitted.is_known):
             self._fitted_at = now
-            self._fitted = _fit(np.array(steps), now)
+            self._fitted = _fit(np.array(steps), self._terms, now)
         return self._fitted
 
 
-def _fit(steps: NDArray[np.float64], now: float) -> StepCost:
+def _fit(steps: NDArray[np.float64], terms: tuple[int, ...], now: float) -> StepCost:
     """`steps` [n, 4]: tokens, pairs, seconds, time of the end. Errors count relative to the step's length."""
     tokens, pairs, seconds, ended = steps.T
     features = np.stack([np.ones_like(tokens), tokens, pairs], axis=1)
@@ -65,17 +72,18 @@ def _fit(steps: NDArray[np.float64], now: float) -> StepCost:
     wanted = np.sqrt(weights)
     best, least = np.zeros(_NUM_TERMS), np.inf
     # In steps with few pairs their cost is lost in the noise, which would be multiplied for long prompts.
-    usable = (1, 2, 0) if (pairs / tokens).max() >= _ENOUGH_PAIRS else (1, 0)
+    has_pairs = (pairs / tokens).max() >= _ENOUGH_PAIRS
+    usable = [term for term in terms if has_pairs or term != _PER_PAIR]
     # With three terms all sets of positive ones can be tried. The smallest set wins a tie, so that one size
     # of step, which fits any term, is not split among them by chance.
-    for terms in (list(terms) for size in range(1, len(usable) + 1) for terms in combinations(usable, size)):
-        found, *_ = np.linalg.lstsq(rows[:, terms], wanted, rcond=None)
+    for some in (list(some) for size in range(1, len(usable) + 1) for some in combinations(usable, size)):
+        found, *_ = np.linalg.lstsq(rows[:, some], wanted, rcond=None)
         if (found < 0).any():
             continue
-        error = float(np.square(rows[:, terms] @ found - wanted).sum())
+        error = float(np.square(rows[:, some] @ found - wanted).sum())
         if error < least - 1e-9:
             best, least = np.zeros(_NUM_TERMS), error
-            best[terms] = found
+            best[some] = found
     ratios = seconds / (features @ best)
     order = np.argsort(ratios)
     cumulated = weights[order].cumsum()

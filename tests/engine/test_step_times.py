@@ -5,7 +5,7 @@ import random
 import pytest
 from tandem_core.step_cost import StepCost
 from tandem_engine import step_times
-from tandem_engine.step_times import StepTimes
+from tandem_engine.step_times import DECODE_TERMS, StepTimes
 
 TRUE = StepCost(per_step=0.004, per_token=0.0005, per_pair=2e-7)
 
@@ -36,6 +36,18 @@ def test_prompts_of_one_size_are_predicted_and_longer_ones_not_as_free():
     one = TRUE.prompt_seconds(0, 512, 512)
     assert times.cost().prompt_seconds(0, 512, 512) == pytest.approx(one, rel=0.01)
     assert times.cost().prompt_seconds(0, 4096, 512) > 7 * one
+
+
+def test_steps_of_one_number_of_sequences_say_that_more_of_them_cost_little():
+    """A decode step waits for the weights; eight sequences are not eight times as slow as one."""
+    one, times = StepTimes(DECODE_TERMS), StepTimes(DECODE_TERMS)
+    for _ in range(5):
+        one.observe(1, 100, 0.01)
+        times.observe(1, 100, 0.01)
+        times.observe(8, 800, 0.02)
+    assert one.cost().seconds(1, 8, 800) == pytest.approx(0.01, rel=0.01)
+    assert times.cost().seconds(1, 8, 800) == pytest.approx(0.02, rel=0.1)
+    assert times.cost().seconds(1, 1, 100) == pytest.approx(0.01, rel=0.1)
 
 
 def test_many_small_steps_do_not_push_out_a_large_one():

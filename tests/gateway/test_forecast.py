@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 from tandem_core.sampling import SamplingParams
-from tandem_core.slo import SloTarget
+from tandem_core.slo import NO_OBJECTIVES, SloTarget
 from tandem_core.step_cost import UNKNOWN_COST, StepCost
 from tandem_gateway import forecast, pod_load, shares
 from tandem_gateway.admission import Admission
 from tandem_gateway.errors import OverloadedError, RefusalReason
-from tandem_gateway.forecast import Calibration, Forecast, Quantiles
+from tandem_gateway.forecast import Calibration, Forecast, Group, Quantiles
 from tandem_gateway.pod_load import Backlog, PodLoad
 from tandem_gateway.request import TokenizedRequest
 from tandem_gateway.routing import Route
@@ -97,16 +97,20 @@ class TestBacklog:
         assert backlog.seconds(1006.0) == 0
 
 
+CHAT = Group("chat")
+
+
 def observe(calibration: Calibration, name: str, predicted: float, measured: float) -> Quantiles:
     """What was said before the measurement."""
-    said = calibration.quantiles(name, predicted)
-    calibration.observe(name, predicted, said, measured)
+    group = Group(name, is_last=name == "batch")
+    said = calibration.quantiles(group, predicted)
+    calibration.observe(group, predicted, said, measured)
     return said
 
 
 class TestCalibration:
     def test_without_measurements_the_median_is_the_prediction(self):
-        quantiles = Calibration().quantiles("chat", 2.0)
+        quantiles = Calibration().quantiles(CHAT, 2.0)
         assert quantiles.p50 == pytest.approx(2.0, rel=0.2)
         assert quantiles.p50 < quantiles.p90
 
@@ -125,17 +129,26 @@ class TestCalibration:
                 held[name, predicted] += i >= 200 and actual <= said.p90
         assert all(0.86 < count / 800 < 0.94 for count in held.values()), held
 
-    def test_a_class_without_measurements_is_as_the_others_are(self):
+    def test_a_class_without_measurements_is_as_the_others_with_objectives_are(self):
         calibration = Calibration()
         for _ in range(50):
             observe(calibration, "chat", 1.0, 4.0)
-        assert calibration.quantiles("batch", 1.0).p50 == pytest.approx(4.0)
+            observe(calibration, "batch", 1.0, 20.0)
+        assert calibration.quantiles(Group("voice"), 1.0).p50 == pytest.approx(4.0)
+        assert calibration.quantiles(Group("nightly", is_last=True), 1.0).p50 == pytest.approx(20.0)
+
+    def test_those_whose_objectives_cannot_be_met_count_with_those_that_have_none(self):
+        asked = request()
+        assert Group.of(asked) == Group("chat")
+        assert Group.of(replace(asked, due_s=2.0)) == Group("chat")
+        assert Group.of(replace(asked, due_s=60.0)) == Group("chat", is_last=True)
+        assert Group.of(replace(asked, slo=NO_OBJECTIVES)).is_last
 
     def test_a_change_of_the_machine_is_learned(self):
         calibration = Calibration()
         for ratio in [1.0] * 300 + [2.0] * 128:
             observe(calibration, "chat", 1.0, ratio)
-        assert calibration.quantiles("chat", 1.0).p50 == 2.0
+        assert calibration.quantiles(CHAT, 1.0).p50 == 2.0
 
     def test_a_change_of_load_is_followed_before_the_window_has_passed(self):
         calibration, rng = Calibration(), random.Random(4)
@@ -153,11 +166,11 @@ class TestCalibration:
         calibration = Calibration()
         for _ in range(100):
             observe(calibration, "chat", 1.0, 8.0)
-        assert calibration.quantiles("chat", 1.0).p50 == 8.0
+        assert calibration.quantiles(CHAT, 1.0).p50 == 8.0
         clock.now += 14
-        assert calibration.quantiles("chat", 1.0).p50 == 8.0
+        assert calibration.quantiles(CHAT, 1.0).p50 == 8.0
         clock.now += 2
-        assert calibration.quantiles("chat", 1.0) == Calibration().quantiles("chat", 1.0)
+        assert calibration.quantiles(CHAT, 1.0) == Calibration().quantiles(CHAT, 1.0)
 
 
 SLO = SloTarget("chat", ttft_s=1.0, tpot_s=0.1, e2e_s=5.0)

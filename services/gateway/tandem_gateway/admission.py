@@ -243,7 +243,9 @@ class Admission:
         returns = self._bookings.book(_content(request), now + over_s, route.work_s)
         retry_s = min(returns - now, _MAX_RETRY_AFTER_S)
         due = returns + (slo.ttft_s or slo.e2e_s or DEFAULT_DUE_S)
-        route.computes_prompt.backlog.promise(_content(request), due, route.prefill_s, returns + GRACE_S)
+        # Room for as many as come back: most clients may not.
+        kept_s = route.prefill_s * self._bookings.returning
+        route.computes_prompt.backlog.promise(_content(request), due, kept_s, returns + GRACE_S)
         what = {
             "ttft": f"the first token is predicted after {forecast.ttft.p50:.2f} s (p90 "
             f"{forecast.ttft.p90:.2f} s), over the {slo.ttft_s:g} s of its objective",

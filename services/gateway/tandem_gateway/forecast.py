@@ -4,9 +4,10 @@
     times measured at the first token and at the end / those times --> quantiles of the ratio --> Forecast
 
 The ratio is kept for each class and for predictions of about the same size: a prediction of 20 ms is wrong by
-another factor than one of 2 s. This is conformal prediction over a window. Because load changes faster than a
-window, the level that is read from it moves with each prediction that held or did not (adaptive conformal
-inference, Gibbs and Candes 2021).
+another factor than one of 2 s. Where a class has few, classes count together: those with objectives that can
+be met, and the others, which wait for them and are late by factors that say nothing of them. This is
+conformal prediction over a window. Because load changes faster than a window, the level that is read from it
+moves with each prediction that held or did not (adaptive conformal inference, Gibbs and Candes 2021).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 
 from tandem_core.slo import SloTarget
 
-from tandem_gateway.request import TokenizedRequest
+from tandem_gateway.request import DEFAULT_DUE_S, TokenizedRequest
 from tandem_gateway.routing import OutputLengths, Route, Router
 
 #: Ratios kept of one class and size.
@@ -96,6 +97,25 @@ class Forecast:
         )
 
 
+@dataclass(frozen=True)
+class Group:
+    """Requests whose predictions are wrong by like factors."""
+
+    slo_class: str
+    #: Whether it comes after those that have objectives which can be met.
+    is_last: bool = False
+
+    @classmethod
+    def of(cls, request: TokenizedRequest) -> Group:
+        is_last = (request.due_s or 0.0) >= DEFAULT_DUE_S or not request.has_objectives
+        return cls(request.slo.name, is_last)
+
+    @property
+    def pool(self) -> str:
+        """Of this and other classes together."""
+        return "\0last" if self.is_last else "\0"
+
+
 class _Ratios:
     """The last ratios, in order of arrival and sorted."""
 
@@ -120,44 +140,44 @@ class _Ratios:
 
 
 class Calibration:
-    """Measured over predicted durations, by class and size of the prediction."""
+    """Measured over predicted durations, by group and size of the prediction."""
 
     def __init__(self) -> None:
-        self._ratios: dict[tuple[str, int], _Ratios] = {}
-        #: By class; those of the window from which p50 and p90 are read, and when they were moved.
-        self._levels: dict[str, tuple[float, float, float]] = {}
+        self._ratios: dict[tuple[Group | str, int], _Ratios] = {}
+        #: By group; those of the window from which p50 and p90 are read, and when they were moved.
+        self._levels: dict[Group, tuple[float, float, float]] = {}
 
-    def observe(self, slo_class: str, predicted_s: float, said: Quantiles, measured_s: float) -> None:
+    def observe(self, group: Group, predicted_s: float, said: Quantiles, measured_s: float) -> None:
         """`predicted_s` as given to `quantiles`, and what that said."""
-        p50, p90 = self._levels_of(slo_class)
-        self._levels[slo_class] = (
+        p50, p90 = self._levels_of(group)
+        self._levels[group] = (
             _moved(p50, 0.5, held=measured_s <= said.p50),
             _moved(p90, 0.9, held=measured_s <= said.p90),
             time.monotonic(),
         )
-        for name in (slo_class, ""):
+        for name in (group, group.pool):
             key = (name, _size(predicted_s))
             self._ratios.setdefault(key, _Ratios()).add(measured_s / max(predicted_s, 1e-6))
 
-    def quantiles(self, slo_class: str, predicted_s: float) -> Quantiles:
-        levels = self._levels_of(slo_class)
-        p50, p90 = (predicted_s * ratio for ratio in self._quantiles(slo_class, predicted_s, levels))
+    def quantiles(self, group: Group, predicted_s: float) -> Quantiles:
+        levels = self._levels_of(group)
+        p50, p90 = (predicted_s * ratio for ratio in self._quantiles(group, predicted_s, levels))
         return Quantiles(p50, max(p50, p90))
 
-    def _levels_of(self, slo_class: str) -> tuple[float, float]:
-        p50, p90, moved_at = self._levels.get(slo_class, (0.5, 0.9, math.inf))
+    def _levels_of(self, group: Group) -> tuple[float, float]:
+        p50, p90, moved_at = self._levels.get(group, (0.5, 0.9, math.inf))
         return (0.5, 0.9) if moved_at < time.monotonic() - _MEMORY_S else (p50, p90)
 
-    def _quantiles(self, slo_class: str, predicted_s: float, levels: tuple[float, ...]) -> list[float]:
-        size = _size(predicted_s)
-        for name in (slo_class, ""):
+    def _quantiles(self, group: Group, predicted_s: float, levels: tuple[float, ...]) -> list[float]:
+        size, pool = _size(predicted_s), group.pool
+        for name in (group, pool):
             known = self._ratios.get((name, size))
             if known is not None:
                 known.forget_old()
                 if len(known.sorted) >= _ENOUGH:
                     return [_quantile(known.sorted, level) for level in levels]
         nearest = next(
-            (self._ratios[key] for near in (0, -1, 1) if (key := ("", size + near)) in self._ratios), None
+            (self._ratios[key] for near in (0, -1, 1) if (key := (pool, size + near)) in self._ratios), None
         )
         few = sorted([*_PRIOR, *(nearest.sorted if nearest is not None else ())])
         return [_quantile(few, level) for level in levels]
@@ -193,9 +213,9 @@ class Forecaster:
         route = self._router.plan(request)
         if route is None:
             return None
-        name = request.slo.name
-        ttft = self._ttft.quantiles(name, queue_s + route.ttft_s)
-        e2e = self._e2e.quantiles(name, queue_s + route.e2e_s)
+        group = Group.of(request)
+        ttft = self._ttft.quantiles(group, queue_s + route.ttft_s)
+        e2e = self._e2e.quantiles(group, queue_s + route.e2e_s)
         # They are learned apart, and no answer ends before it begins.
         e2e = Quantiles(max(e2e.p50, ttft.p50), max(e2e.p90, ttft.p90))
         return Forecast(route=route, queue_s=queue_s, ttft=ttft, e2e=e2e)
@@ -203,9 +223,9 @@ class Forecaster:
     def started(self, request: TokenizedRequest, forecast: Forecast, ttft_s: float) -> None:
         """Of a request that has its first token, the time until then from when the forecast was made."""
         predicted_s = forecast.queue_s + forecast.route.ttft_s
-        self._ttft.observe(request.slo.name, predicted_s, forecast.ttft, ttft_s)
+        self._ttft.observe(Group.of(request), predicted_s, forecast.ttft, ttft_s)
 
     def ended(self, request: TokenizedRequest, forecast: Forecast, e2e_s: float, num_tokens: int) -> None:
         """Of a request that ended, the time until then from when the forecast was made."""
-        self._e2e.observe(request.slo.name, forecast.queue_s + forecast.route.e2e_s, forecast.e2e, e2e_s)
+        self._e2e.observe(Group.of(request), forecast.queue_s + forecast.route.e2e_s, forecast.e2e, e2e_s)
         self._lengths.observe(request, num_tokens)

@@ -67,14 +67,14 @@ class Bookings:
         self._order: deque[tuple[float, int]] = deque()
         #: When the next slot is free.
         self._free_at = 0.0
-        #: Share of the clients that came back in their slots.
-        self._returning = 1.0
+        #: Share of the clients that came back in their slots lately.
+        self.returning = 1.0
 
     def book(self, key: int, earliest: float, work_s: float) -> float:
         """Returns the monotonic seconds of the slot, at `earliest` or later."""
         self._forget_missed()
         slot = max(earliest, self._free_at)
-        self._free_at = slot + work_s * self._returning
+        self._free_at = slot + work_s * self.returning
         self._slots[key].append(slot)
         self._order.append((slot, key))
         return slot
@@ -85,7 +85,7 @@ class Bookings:
         if key not in self._slots or self._slots[key][0] - GRACE_S > time.monotonic():
             return False
         self._remove(key)
-        self._returning += _ALPHA * (1 - self._returning)
+        self.returning += _ALPHA * (1 - self.returning)
         return True
 
     def _forget_missed(self) -> None:
@@ -94,7 +94,7 @@ class Bookings:
             slot, key = self._order.popleft()
             if key in self._slots and self._slots[key][0] == slot:
                 self._remove(key)
-                self._returning *= 1 - _ALPHA
+                self.returning *= 1 - _ALPHA
 
     def _remove(self, key: int) -> None:
         self._slots[key].popleft()
