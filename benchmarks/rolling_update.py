@@ -25,18 +25,14 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import grpc
 from reporting import markdown_table, write_page
+from stream_load import Tally, ask, load
 from tandem_cli import health, redis_server
-from tandem_cli.bench.dataset import sample_dialogues
 from tandem_cli.supervisor import Health
-from tandem_proto.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
-from tandem_service.channels import open_channel
 
 FIRST_PORT = {"gateway": 27000, "decode": 27100, "prefill": 27200, "lookahead": 27300}
 HTTP_PORT, KV_PORT = 27400, 27500
@@ -45,7 +41,7 @@ REPLICAS = {"prefill": 2, "decode": 2, "lookahead": 1, "gateway": 2}
 SLOTS = {role: count + (role != "lookahead") for role, count in REPLICAS.items()}
 #: Gateways look at their pods once a second.
 SEEN_S = 2.0
-START_LIMIT_S, STOP_LIMIT_S, ANSWER_LIMIT_S = 180.0, 40.0, 300.0
+START_LIMIT_S, STOP_LIMIT_S = 180.0, 40.0
 
 
 @dataclass
@@ -126,83 +122,14 @@ class Fleet:
                 await self.until_serving([await self.start(role, pod.slot, new)])
         return took
 
+    def gateways(self) -> list[str]:
+        return [pod.target for pod in self.pods if pod.role == "gateway"]
+
     async def stop(self) -> None:
         for pod in self.pods:
             if pod.process.returncode is None:
                 pod.process.kill()
                 await pod.process.wait()
-
-
-@dataclass
-class Answer:
-    tokens: tuple[int, ...] = ()
-    num_resumes: int = 0
-    longest_gap_s: float = 0.0
-    failure: str = ""
-
-
-def request(index: int) -> gateway_pb2.ChatRequest:
-    texts = [dialogue.as_text() for dialogue in sample_dialogues()]
-    text = texts[index % len(texts)][: 400 + 300 * (index % 5)]
-    sampling = common_pb2.SamplingParams(
-        max_tokens=80 + 20 * (index % 4), temperature=0.7 * (index % 2), seed=index, ignore_eos=True
-    )
-    message = gateway_pb2.ChatMessage(role="user", content=f"{index}: {text}")
-    return gateway_pb2.ChatRequest(messages=[message], sampling=sampling, slo_class="batch")
-
-
-async def ask(fleet: Fleet, index: int, rng: random.Random) -> Answer:
-    """One answer, resumed through any gateway until it is complete."""
-    answer, event_id, tokens = Answer(), "", []
-    key = f"{index}-{rng.random()}"
-    give_up_at = time.monotonic() + ANSWER_LIMIT_S
-    last_at: float | None = None
-    while True:
-        gateways = [pod for pod in fleet.pods if pod.role == "gateway"]
-        async with open_channel(rng.choice(gateways).target) as channel:
-            stub = gateway_pb2_grpc.GatewayServiceStub(channel)
-            message = request(index)
-            message.idempotency_key = key
-            if event_id:
-                message = gateway_pb2.ChatRequest(last_event_id=event_id)
-            try:
-                async for response in stub.Chat(message):
-                    now = time.monotonic()
-                    if last_at is not None:
-                        answer.longest_gap_s = max(answer.longest_gap_s, now - last_at)
-                    last_at = now
-                    event_id = response.chunk.event_id or response.end.event_id
-                    tokens += response.chunk.token_ids
-                    if response.HasField("end"):
-                        answer.tokens = tuple(tokens)
-                        return answer
-            except grpc.aio.AioRpcError as error:
-                if error.code() is not grpc.StatusCode.UNAVAILABLE or time.monotonic() > give_up_at:
-                    answer.failure = f"{error.code().name}: {error.details()}"
-                    return answer
-        answer.num_resumes += 1
-        await asyncio.sleep(0.1)
-
-
-@dataclass
-class Tally:
-    counts: Counter[str] = field(default_factory=Counter)
-    gaps_s: list[float] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
-    is_over: bool = False
-
-
-async def load(fleet: Fleet, expected: Sequence[Answer], tally: Tally, rng: random.Random) -> None:
-    while not tally.is_over:
-        index = rng.randrange(len(expected))
-        answer = await ask(fleet, index, rng)
-        tally.counts["answers"] += 1
-        tally.counts["resumed"] += answer.num_resumes
-        tally.gaps_s.append(answer.longest_gap_s)
-        if answer.failure:
-            tally.failures.append(answer.failure)
-        elif answer.tokens != expected[index].tokens:
-            tally.counts["changed"] += 1
 
 
 async def run(options: argparse.Namespace) -> bool:
@@ -223,7 +150,7 @@ async def run(options: argparse.Namespace) -> bool:
             ]
             await fleet.until_serving(started)
             await asyncio.sleep(SEEN_S)
-            expected = [await ask(fleet, index, rng) for index in range(options.prompts)]
+            expected = [await ask(fleet.gateways, index, rng) for index in range(options.prompts)]
             assert all(answer.tokens and not answer.failure for answer in expected), expected
             roles = tuple(REPLICAS)
             ways = [(roles, options.old, options.new), (roles[::-1], options.new, options.old)]
@@ -232,7 +159,8 @@ async def run(options: argparse.Namespace) -> bool:
                 for role in roles:
                     tally = Tally()
                     clients = [
-                        asyncio.create_task(load(fleet, expected, tally, rng)) for _ in range(options.clients)
+                        asyncio.create_task(load(fleet.gateways, expected, tally, rng))
+                        for _ in range(options.clients)
                     ]
                     took = await fleet.replace(role, old, new)
                     tally.is_over = True

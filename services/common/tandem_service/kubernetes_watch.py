@@ -181,11 +181,11 @@ async def _load_config() -> client.Configuration:
 
 
 def _own_namespace() -> str:
-    """Of this pod; outside a cluster, and for a pod without a service account, "default"."""
-    try:
+    """Of this pod; outside a cluster that of kubectl's context."""
+    if "KUBERNETES_SERVICE_HOST" in os.environ:
         return _NAMESPACE_FILE.read_text(encoding="utf-8").strip()
-    except OSError:
-        return "default"
+    _, active = config.list_kube_config_contexts(os.environ.get("KUBECONFIG"))
+    return str(active["context"].get("namespace", "default"))
 
 
 def _sentence(error: Exception) -> str:

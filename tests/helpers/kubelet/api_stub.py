@@ -73,8 +73,9 @@ class ApiStub:
             self._wake()  # watches end
             await runner.cleanup()
 
-    def kubeconfig(self, folder: Path) -> Path:
+    def kubeconfig(self, folder: Path, namespace: str = "default") -> Path:
         path = folder / "kubeconfig"
+        context = {"cluster": "stub", "user": "stub", "namespace": namespace}
         server = f"http://127.0.0.1:{self.port}"
         path.write_text(
             json.dumps(
@@ -83,7 +84,7 @@ class ApiStub:
                     "kind": "Config",
                     "clusters": [{"name": "stub", "cluster": {"server": server}}],
                     "users": [{"name": "stub", "user": {}}],
-                    "contexts": [{"name": "stub", "context": {"cluster": "stub", "user": "stub"}}],
+                    "contexts": [{"name": "stub", "context": context}],
                     "current-context": "stub",
                 }
             )
