@@ -101,6 +101,9 @@ class ApiStub:
         key = (plural, namespace, name)
         self._record(plural, "DELETED", key, self._objects[key])
 
+    def get(self, plural: str, namespace: str, name: str) -> Object:
+        return self._objects[plural, namespace, name]
+
     def compact(self) -> None:
         """Forgets all changes so far."""
         self.compacted = self.version

@@ -190,7 +190,8 @@ class Cluster:
     def _create(self, deployment: _Deployment) -> None:
         number, name = next(self._numbers), deployment.workload.name
         free = [node for node in self.nodes if node not in self._cordoned]
-        node = min(free, key=lambda node: sum(pod.node == node for pod in self.of(name)))
+        staying = [pod.node for pod in self.of(name) if not pod.is_terminating]
+        node = min(free, key=staying.count)
         pod = ProcessPod(
             f"{name}-{number}",
             name,

@@ -1,0 +1,105 @@
+"""The rendered manifests as processes, under load (the process kubelet of tests/helpers). The benchmark
+benchmarks/cluster.py has more steps and measures them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from kubelet import overlay
+from kubelet.cluster import Cluster
+from stream_load import Answer, Tally, ask, load
+from tandem_cli import models
+from tandem_core.errors import ModelLoadError
+from tandem_core.model.registry import DEFAULT_MODEL
+
+pytestmark = [pytest.mark.e2e, pytest.mark.wide, pytest.mark.timeout(600)]
+PROMPTS, LEAST_TOKENS = 3, 512
+
+
+class Loaded:
+    """A running cluster, and the answers that it gave before anything happened to it."""
+
+    def __init__(self, cluster: Cluster, expected: list[Answer]) -> None:
+        self.cluster = cluster
+        self.expected = expected
+
+    def gateways(self) -> list[str]:
+        return [f"{self.cluster.service_address('tandem-gateway')}:50051"]
+
+    async def under_load(self, step, seed: int = 1) -> None:
+        """Runs the step while two clients stream; no answer may fail or change, and no pod be killed."""
+        tally, rng = Tally(), random.Random(seed)
+        num_ended = len(self.cluster.ended)
+        clients = [
+            asyncio.create_task(load(self.gateways, self.expected, tally, rng, LEAST_TOKENS))
+            for _ in range(2)
+        ]
+        await asyncio.sleep(2.0)
+        await step()
+        tally.is_over = True
+        await asyncio.gather(*clients)
+        assert tally.failures == []
+        assert tally.counts["changed"] == 0
+        assert tally.counts["answers"] > 0
+        ended = self.cluster.ended[num_ended:]
+        assert ended, "the step replaced no pod"
+        assert [pod.name for pod in ended if pod.was_killed] == []
+
+
+@pytest.fixture(scope="module", loop_scope="module")
+async def loaded(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Loaded]:
+    try:
+        model = models.obtain(DEFAULT_MODEL)
+    except ModelLoadError as error:
+        pytest.skip(str(error))
+    models.prepare_weights(model, "auto", "auto")
+    folder = tmp_path_factory.mktemp("cluster")
+    (folder / "overlay").mkdir()
+    cluster = Cluster(folder, Path(sys.prefix) / "bin", network=78, paths={})
+    await cluster.start()
+    try:
+        await cluster.apply(overlay.manifests(folder / "overlay", overlay.small(model)))
+        await cluster.until_rolled_out()
+        loaded = Loaded(cluster, [])
+        rng = random.Random(0)
+        loaded.expected = [await ask(loaded.gateways, index, rng, LEAST_TOKENS) for index in range(PROMPTS)]
+        assert all(answer.tokens and not answer.failure for answer in loaded.expected)
+        yield loaded
+    finally:
+        await cluster.close()
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("role", ["gateway", "decode", "prefill", "lookahead"])
+async def test_a_role_rolls_under_load_without_a_failed_or_changed_answer(loaded: Loaded, role: str) -> None:
+    async def roll() -> None:
+        loaded.cluster.restart(f"tandem-{role}", reason="test")
+        await loaded.cluster.until_rolled_out()
+
+    await loaded.under_load(roll)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_node_is_drained_under_load(loaded: Loaded) -> None:
+    async def drain() -> None:
+        await loaded.cluster.drain("node-b")
+        await loaded.cluster.until_rolled_out()
+        loaded.cluster.uncordon("node-b")
+
+    await loaded.under_load(drain)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_decode_goes_to_zero_and_wakes_under_load(loaded: Loaded) -> None:
+    async def scale() -> None:
+        for count in (0, 2):
+            loaded.cluster.scale("tandem-decode", count)
+            await asyncio.sleep(0.1)
+            await loaded.cluster.until_rolled_out()
+
+    await loaded.under_load(scale)
