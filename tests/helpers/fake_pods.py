@@ -39,6 +39,8 @@ class FakePod(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.PrefillSer
     prefill_crashes: int = 0
     #: False: begins every answer anew, like a pod older than DecodeRequest.output_token_ids.
     can_continue: bool = True
+    #: Why its answers end.
+    reason: common_pb2.FinishReason.ValueType = common_pb2.FINISH_REASON_STOP
     total_blocks: int = 100
     free_blocks: int = 100
     num_running: int = 0
@@ -121,9 +123,7 @@ class FakePod(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.PrefillSer
             accepted_by_source={"prompt": 2},
         )
         yield decode_pb2.DecodeResponse(
-            finished=decode_pb2.DecodeFinished(
-                reason=common_pb2.FINISH_REASON_STOP, stop_reason="<|im_end|>", receipt=receipt
-            )
+            finished=decode_pb2.DecodeFinished(reason=self.reason, stop_reason="<|im_end|>", receipt=receipt)
         )
 
     async def Prefill(self, request, context):

@@ -133,7 +133,7 @@ class Gateway:
             raise
 
     def begin_trace(self, headers: Headers, kind: str, *, started_ns: int) -> RequestTrace:
-        """Of an authenticated call for an answer; `kind` is "chat" or "completion"."""
+        """Of an authenticated call for an answer; `kind` as in AnswerRecord."""
         name = f"{trace_attributes.operation(kind)} {self.manifest.name}"
         trace = self._tracing.begin(headers, name, "receive", started_ns=started_ns, is_entry=True)
         if trace.is_recording:

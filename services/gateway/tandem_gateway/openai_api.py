@@ -1,4 +1,4 @@
-"""HTTP: /v1/chat/completions, /v1/completions, /v1/models as OpenAI's clients expect them.
+"""HTTP: /v1/chat/completions, /v1/completions, /v1/responses, /v1/models as OpenAI's clients expect them.
 
 key -> body bytes (limited) -> ReceivedRequest -> TokenizedRequest -> run
     stream    waits for the first event before it sends the status line, so that a refusal is a 429
@@ -13,8 +13,10 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from functools import partial
+from typing import TypeAlias
 
 import structlog
 from fastapi import APIRouter, Request, Response
@@ -29,12 +31,17 @@ from tandem_gateway.answers import Answers
 from tandem_gateway.auth import ApiKeys, Caller
 from tandem_gateway.errors import REQUEST_ERRORS, GatewayError
 from tandem_gateway.gateway import Gateway
-from tandem_gateway.http_stream import SSE_DONE, EventStream, sse, until_disconnect
+from tandem_gateway.http_stream import EventStream, until_disconnect
 from tandem_gateway.limits import OpenCalls
 from tandem_gateway.openai_models import ChatBody, CompletionBody, parse_body
-from tandem_gateway.openai_render import ChatRenderer, CompletionRenderer, Json, Renderer, error_json
+from tandem_gateway.openai_render import ChatRenderer, CompletionRenderer, Json, Renderer
 from tandem_gateway.request import Event, ReceivedRequest, TokenizedRequest
 from tandem_gateway.request_body import max_body_bytes, read_body
+from tandem_gateway.responses_models import parse_responses
+from tandem_gateway.responses_render import ResponsesRenderer
+
+#: Reads a request's body. Raises InvalidRequestError.
+Parse: TypeAlias = Callable[[bytes], ChatBody | CompletionBody]
 
 _LAST_EVENT_ID, _IDEMPOTENCY_KEY = "last-event-id", "idempotency-key"
 _SLO_CLASS, _SLO_STRICT = "x-slo-class", "x-slo-strict"
@@ -55,14 +62,18 @@ class OpenAiApi:
         self.router = APIRouter(prefix="/v1")
         self.router.add_api_route("/chat/completions", self._chat, methods=["POST"])
         self.router.add_api_route("/completions", self._complete, methods=["POST"])
+        self.router.add_api_route("/responses", self._respond, methods=["POST"])
         self.router.add_api_route("/models", self._models, methods=["GET"])
         self.router.add_api_route("/models/{name:path}", self._model, methods=["GET"])
 
     async def _chat(self, request: Request) -> Response:
-        return await self._answer(request, ChatBody, ChatRenderer)
+        return await self._answer(request, partial(parse_body, ChatBody), ChatRenderer)
 
     async def _complete(self, request: Request) -> Response:
-        return await self._answer(request, CompletionBody, CompletionRenderer)
+        return await self._answer(request, partial(parse_body, CompletionBody), CompletionRenderer)
+
+    async def _respond(self, request: Request) -> Response:
+        return await self._answer(request, parse_responses, ResponsesRenderer)
 
     async def _models(self, request: Request) -> JSONResponse:
         caller = self._keys.authenticate(request.headers.get("authorization", ""))
@@ -93,9 +104,7 @@ class OpenAiApi:
             },
         }
 
-    async def _answer(
-        self, request: Request, body_type: type[ChatBody] | type[CompletionBody], kind: type[Renderer]
-    ) -> Response:
+    async def _answer(self, request: Request, parse: Parse, kind: type[Renderer]) -> Response:
         position, is_streamed = 0, True
         started_ns = time.monotonic_ns()
         with self._gateway.counting_refusals():
@@ -110,7 +119,7 @@ class OpenAiApi:
                     )
             else:
                 with self._calls.hold(caller):
-                    answer, is_streamed = await self._begin(request, caller, body_type, kind.answer_kind)
+                    answer, is_streamed = await self._begin(request, caller, parse, kind.answer_kind)
         renderer = kind(answer.record, self._gateway.manifest.name, self._gateway.tokenizer.token_bytes)
         events = self._answers.read(answer, position)
         try:
@@ -123,13 +132,11 @@ class OpenAiApi:
         stream = _stream(first, events, renderer, with_usage=answer.record.with_usage)
         return EventStream(request, stream, source=events)
 
-    async def _begin(
-        self, request: Request, caller: Caller, body_type: type[ChatBody] | type[CompletionBody], kind: str
-    ) -> tuple[Answer, bool]:
+    async def _begin(self, request: Request, caller: Caller, parse: Parse, kind: str) -> tuple[Answer, bool]:
         """The answer to the body, and whether to stream it. Raises InvalidRequestError or GatewayError."""
         arrived = time.monotonic()
         payload = await read_body(request, self._gateway)
-        body = parse_body(body_type, payload)
+        body = parse(payload)
         is_streamed = bool(body.stream)
         key, digest = request.headers.get(_IDEMPOTENCY_KEY, ""), b""
         if key:
@@ -202,18 +209,19 @@ async def _stream(
         while True:
             rendered = _render(event, renderer, with_usage=with_usage)
             if rendered is not None and not is_seen:
-                yield sse(rendered, event_id)
+                yield renderer.encode(rendered, event_id)
             if isinstance(event, decode_pb2.DecodeFinished):
                 break
             event, event_id, is_seen = await anext(events)
         if with_usage:
-            yield sse(renderer.usage_chunk(event))
-        yield SSE_DONE
+            yield renderer.encode(renderer.usage_chunk(event))
+        yield renderer.encode_end()
     except REQUEST_ERRORS as error:
-        yield sse(error_json(error))
+        yield renderer.encode_error(error)
     except Exception as error:
         structlog.get_logger("tandem.http").exception("unexpected exception", exc_info=error)
-        yield sse(error_json(GatewayError("internal error; the server's log has it under the request id")))
+        hidden = GatewayError("internal error; the server's log has it under the request id")
+        yield renderer.encode_error(hidden)
 
 
 def _render(event: Event, renderer: Renderer, *, with_usage: bool) -> Json | None:

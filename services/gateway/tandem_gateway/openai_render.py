@@ -11,6 +11,7 @@ from tandem_core.errors import InvalidRequestError, TandemError
 from tandem_proto.v1 import answers_pb2, common_pb2, decode_pb2
 
 from tandem_gateway.errors import presentation
+from tandem_gateway.http_stream import SSE_DONE, sse
 
 Json = Mapping[str, "JsonValue"]
 JsonValue = str | int | float | bool | None | Sequence["JsonValue"] | Json
@@ -79,6 +80,17 @@ class Renderer(ABC):
         self.shows_token_ids = record.shown.token_ids
         self._names_are_ids = record.shown.tokens_as_ids
         self._has_begun = False
+
+    def encode(self, body: Json, event_id: str = "") -> bytes:
+        """What `chunk`, `finish` or `usage_chunk` returned, as server-sent events."""
+        return sse(body, event_id)
+
+    def encode_error(self, error: TandemError) -> bytes:
+        return sse(error_json(error))
+
+    def encode_end(self) -> bytes:
+        """Follows the last event of a complete stream."""
+        return SSE_DONE
 
     def chunk(self, chunk: decode_pb2.DecodeChunk, *, with_usage_field: bool) -> Json:
         choice = dict(self._delta(chunk.text, self._logprobs(chunk.logprobs)))

@@ -23,7 +23,7 @@ _REASONS: Mapping[int, str] = MappingProxyType(
 
 
 def of_call(kind: str, model: str) -> dict[str, Value]:
-    """Of a call for an answer of `model`; `kind` is "chat" or "completion"."""
+    """Of a call for an answer of `model`; `kind` as in AnswerRecord."""
     return {
         "gen_ai.operation.name": operation(kind),
         "gen_ai.provider.name": "tandem",
@@ -32,7 +32,7 @@ def of_call(kind: str, model: str) -> dict[str, Value]:
 
 
 def operation(kind: str) -> str:
-    return "chat" if kind == "chat" else "text_completion"
+    return "text_completion" if kind == "completion" else "chat"
 
 
 def of_request(request: TokenizedRequest) -> dict[str, Value]:

@@ -1,0 +1,265 @@
+"""Renders a chat's answer as OpenAI's Responses API shows it: one object, or a stream of typed events.
+
+    response.created, response.in_progress
+    for each item    response.output_item.added
+                     a message: response.content_part.added, response.output_text.delta ..., .done,
+                                response.content_part.done
+                     a tool call: response.function_call_arguments.delta ..., .done
+                     response.output_item.done
+    response.completed, or response.incomplete at the limit of tokens
+
+The chat's stream is the source, so an answer reads the same through both APIs. A resumed stream renders what
+the client has seen, too, and goes on with the same ids and sequence numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from tandem_core.errors import TandemError
+from tandem_proto.v1 import answers_pb2, decode_pb2
+
+from tandem_gateway.http_stream import sse
+from tandem_gateway.openai_render import ChatRenderer, Json, JsonValue, error_json
+
+_Object = dict[str, Any]
+
+
+@dataclass
+class _Item:
+    """An output item that is open."""
+
+    kind: str
+    id: str
+    index: int
+    text: str = ""
+    name: str = ""
+    call_id: str = ""
+    logprobs: list[Any] = field(default_factory=list)
+
+    def shown(self, status: str) -> _Object:
+        if self.kind == "function_call":
+            return {
+                "type": "function_call", "id": self.id, "call_id": self.call_id, "name": self.name,
+                "arguments": self.text, "status": status,
+            }  # fmt: skip
+        content = [self.part()] if self.text or status != "in_progress" else []
+        if self.kind == "reasoning":
+            return {"type": "reasoning", "id": self.id, "summary": [], "content": content, "status": status}
+        return {
+            "type": "message", "id": self.id, "role": "assistant", "status": status, "content": content,
+        }  # fmt: skip
+
+    def part(self) -> _Object:
+        if self.kind == "reasoning":
+            return {"type": "reasoning_text", "text": self.text}
+        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": self.logprobs}
+
+
+#: The names of the events for text, by the kind of its item.
+_TEXT_EVENTS = {"message": "response.output_text", "reasoning": "response.reasoning_text"}
+_ID_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+
+
+class ResponsesRenderer(ChatRenderer):
+    answer_kind = "response"
+    _id_prefix = "resp_"
+
+    def __init__(
+        self, record: answers_pb2.AnswerRecord, model: str, token_bytes: Callable[[int], bytes]
+    ) -> None:
+        super().__init__(record, model, token_bytes)
+        self._sampling = record.request.sampling
+        self._number = 0
+        self._output: list[_Object] = []
+        self._open: _Item | None = None
+        self._has_started = False
+        self._finish_reason: str | None = None
+
+    def chunk(self, chunk: decode_pb2.DecodeChunk, *, with_usage_field: bool) -> Json:
+        return self._events(super().chunk(chunk, with_usage_field=False))
+
+    def finish(self, end: decode_pb2.DecodeFinished, *, with_usage_field: bool) -> Json:
+        return self._events(super().finish(end, with_usage_field=False))
+
+    def usage_chunk(self, end: decode_pb2.DecodeFinished) -> Json:
+        usage = cast(_Object, super().usage_chunk(end)["usage"])
+        response = self._response(usage)
+        return {"events": [self._event(f"response.{response['status']}", {"response": response})]}
+
+    def whole(self, chunks: Sequence[decode_pb2.DecodeChunk], end: decode_pb2.DecodeFinished) -> Json:
+        chat = cast(_Object, super().whole(chunks, end))
+        choice = chat["choices"][0]
+        message, logprobs = choice["message"], choice["logprobs"]
+        delta = {
+            "content": message["content"],
+            "reasoning_content": message.get("reasoning_content"),
+            "tool_calls": [
+                {"index": index, **call} for index, call in enumerate(message.get("tool_calls") or ())
+            ],
+        }
+        self._finish_reason = choice["finish_reason"]
+        self._take(delta, logprobs)
+        self._close()
+        if not self._output:  # an answer without text is a message without text
+            self._add("message", "")
+            self._close()
+        return self._response(chat["usage"])
+
+    def encode(self, body: Json, event_id: str = "") -> bytes:
+        """The last event has the id: who has it has the others."""
+        events = cast(Sequence[_Object], body["events"])
+        return b"".join(
+            b"event: " + event["type"].encode() + b"\n" + sse(event, event_id if event is events[-1] else "")
+            for event in events
+        )
+
+    def encode_error(self, error: TandemError) -> bytes:
+        inner = cast(_Object, error_json(error)["error"])
+        event = self._event("error", {**inner, "type": "error", "error": inner})
+        return self.encode({"events": [event]})
+
+    def encode_end(self) -> bytes:
+        return b""  # the last event says that it is the last
+
+    def _events(self, chat: Json) -> Json:
+        choice = cast(Sequence[_Object], chat["choices"])[0]
+        events: list[_Object] = []
+        if not self._has_started:
+            self._has_started = True
+            names = ("response.created", "response.in_progress")
+            events += [self._event(name, {"response": self._response(None)}) for name in names]
+        events += self._take(choice["delta"], choice["logprobs"])
+        if choice["finish_reason"] is not None:
+            self._finish_reason = choice["finish_reason"]
+            if not self._output and self._open is None:
+                events += self._add("message", "")
+            events += self._close()
+        return {"events": events}
+
+    def _take(self, delta: _Object, logprobs: _Object | None) -> list[_Object]:
+        """The events of what a chat's delta brings."""
+        events: list[_Object] = []
+        if text := delta.get("reasoning_content"):
+            events += self._text("reasoning", text, [])
+        content = delta.get("content") or ""
+        positions = (logprobs or {}).get("content") or []
+        if content or positions:
+            events += self._text("message", content, positions)
+        for call in delta.get("tool_calls") or ():
+            events += self._call(call)
+        return events
+
+    def _text(self, kind: str, text: str, logprobs: list[Any]) -> list[_Object]:
+        events = [] if self._open is not None and self._open.kind == kind else self._add(kind, "")
+        item = cast(_Item, self._open)
+        item.text += text
+        item.logprobs += logprobs
+        more: _Object = {"content_index": 0, "delta": text}
+        if kind == "message":
+            more["logprobs"] = logprobs
+        return [*events, self._of_item(f"{_TEXT_EVENTS[kind]}.delta", item, more)]
+
+    def _call(self, call: _Object) -> list[_Object]:
+        """A call's first delta has its id and name, the further ones its arguments."""
+        function = call.get("function") or {}
+        events: list[_Object] = []
+        if call.get("id"):
+            events += self._add("function_call", call["id"], function.get("name") or "")
+        item = cast(_Item, self._open)
+        if arguments := function.get("arguments"):
+            item.text += arguments
+            name = "response.function_call_arguments.delta"
+            events.append(self._of_item(name, item, {"delta": arguments}))
+        return events
+
+    def _add(self, kind: str, call_id: str, name: str = "") -> list[_Object]:
+        """Closes the open item and opens another one."""
+        events = self._close()
+        number = len(self._output)
+        base = str(self._head["id"]).removeprefix(self._id_prefix)
+        item = self._open = _Item(kind, f"{_ID_PREFIXES[kind]}_{base}-{number}", number, "", name, call_id)
+        events.append(
+            self._event(
+                "response.output_item.added", {"output_index": number, "item": item.shown("in_progress")}
+            )
+        )
+        if kind != "function_call":
+            events.append(
+                self._of_item("response.content_part.added", item, {"content_index": 0, "part": item.part()})
+            )
+        return events
+
+    def _close(self) -> list[_Object]:
+        item, self._open = self._open, None
+        if item is None:
+            return []
+        if item.kind == "function_call":
+            name = "response.function_call_arguments.done"
+            events = [self._of_item(name, item, {"name": item.name, "arguments": item.text})]
+        else:
+            more: _Object = {"content_index": 0, "text": item.text}
+            if item.kind == "message":
+                more["logprobs"] = item.logprobs
+            part = {"content_index": 0, "part": item.part()}
+            events = [
+                self._of_item(f"{_TEXT_EVENTS[item.kind]}.done", item, more),
+                self._of_item("response.content_part.done", item, part),
+            ]
+        shown = item.shown("incomplete" if self._finish_reason == "length" else "completed")
+        self._output.append(shown)
+        return [
+            *events,
+            self._event("response.output_item.done", {"output_index": item.index, "item": shown}),
+        ]
+
+    def _of_item(self, name: str, item: _Item, more: _Object) -> _Object:
+        return self._event(name, {"item_id": item.id, "output_index": item.index, **more})
+
+    def _event(self, name: str, fields: _Object) -> _Object:
+        event = {**fields, "type": name, "sequence_number": self._number}
+        self._number += 1
+        return event
+
+    def _response(self, usage: _Object | None) -> _Object:
+        """The response so far; `usage` when it has ended."""
+        status = "in_progress" if usage is None else "completed"
+        if usage is not None and self._finish_reason == "length":
+            status = "incomplete"
+        sampling = self._sampling
+        return {
+            "id": self._head["id"],
+            "object": "response",
+            "created_at": self._head["created"],
+            "model": self._head["model"],
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "output": self._output if usage is not None else [],
+            "usage": None if usage is None else _usage(usage),
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "max_output_tokens": sampling.max_tokens,
+            # What a response repeats of its request elsewhere is not kept here.
+            "instructions": None,
+            "metadata": {},
+            "parallel_tool_calls": True,
+            "previous_response_id": None,
+            "store": False,
+            "tool_choice": "auto",
+            "tools": [],
+            "truncation": "disabled",
+        }
+
+
+def _usage(chat: _Object) -> dict[str, JsonValue]:
+    return {
+        "input_tokens": chat["prompt_tokens"],
+        "input_tokens_details": chat["prompt_tokens_details"],
+        "output_tokens": chat["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": chat["total_tokens"],
+        "tandem_receipt": chat["tandem_receipt"],
+    }
