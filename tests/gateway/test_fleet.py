@@ -75,15 +75,20 @@ async def test_a_pod_that_is_not_ready_gets_nothing_until_it_is(pods, gateway, a
 
     async def cause() -> str:
         status = await front.grpc.GetFleetStatus(gateway_pb2.GetFleetStatusRequest())
-        return "healthy" if status.pods and status.pods[0].healthy else "withheld"
+        return status.pods[0].cause if status.pods else "not listed"
 
-    assert await cause() == "withheld"
-    list_pod(api, a)
+    async def is_withheld() -> bool:
+        return await cause() == "it is not ready"
+
+    await until_async(is_withheld)
+    list_pod(api, a, zone="zone-a")
 
     async def is_healthy() -> bool:
-        return await cause() == "healthy"
+        return await cause() == ""
 
     await until_async(is_healthy)
+    status = await front.grpc.GetFleetStatus(gateway_pb2.GetFleetStatusRequest())
+    assert status.pods[0].zone == "zone-a"
 
 
 async def test_a_role_at_zero_has_no_pods_and_wakes(pods, gateway, api):

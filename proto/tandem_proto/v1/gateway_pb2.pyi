@@ -540,11 +540,17 @@ class PodHealth(_message.Message):
     HEALTHY_FIELD_NUMBER: _builtins.int
     LAST_SEEN_SECONDS_FIELD_NUMBER: _builtins.int
     STATUS_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
+    ZONE_FIELD_NUMBER: _builtins.int
     target: _builtins.str
     role: _builtins.str
     healthy: _builtins.bool
     last_seen_seconds: _builtins.float
     """Seconds since the last answer."""
+    cause: _builtins.str
+    """Why it is not healthy; empty: it is."""
+    zone: _builtins.str
+    """Topology zone; empty: unknown."""
     @_builtins.property
     def status(self) -> _common_pb2.PodStatus: ...
     def __init__(
@@ -555,10 +561,12 @@ class PodHealth(_message.Message):
         healthy: _builtins.bool = ...,
         last_seen_seconds: _builtins.float = ...,
         status: _common_pb2.PodStatus | None = ...,
+        cause: _builtins.str = ...,
+        zone: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["healthy", b"healthy", "last_seen_seconds", b"last_seen_seconds", "role", b"role", "status", b"status", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "healthy", b"healthy", "last_seen_seconds", b"last_seen_seconds", "role", b"role", "status", b"status", "target", b"target", "zone", b"zone"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

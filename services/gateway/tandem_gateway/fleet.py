@@ -134,6 +134,8 @@ class Pod:
             healthy=self.healthy,
             last_seen_seconds=float("inf") if self.last_seen is None else time.monotonic() - self.last_seen,
             status=self.report,
+            cause=self.cause,
+            zone=self.zone,
         )
 
 
