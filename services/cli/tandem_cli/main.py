@@ -25,6 +25,7 @@ from tandem_cli.options import (
     TemperatureOption,
     fail,
 )
+from tandem_cli.plan.command import plan
 
 app = typer.Typer(
     name="tandem",
@@ -37,6 +38,7 @@ app.add_typer(model_command.app, name="model")
 app.add_typer(bench_command.app, name="bench")
 app.add_typer(lookahead_command.app, name="lookahead")
 app.command()(chaos)
+app.command()(plan)
 
 
 class Dtype(StrEnum):

@@ -1,0 +1,236 @@
+"""`tandem plan`: reads the question, searches, prints the answer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from tandem_core.codec import step_cost_from_proto
+from tandem_core.slo import SloTarget
+
+from tandem_cli.options import fail
+from tandem_cli.plan import costs as pod_costs
+from tandem_cli.plan.costs import GPUS, SHAPES, DoesNotFitError, ModelShape, PodCosts
+from tandem_cli.plan.search import Result, cheapest, cheapest_together, slack
+from tandem_cli.plan.simulate import FleetPlan
+from tandem_cli.plan.workload import PlannedRequest, of_trace, poisson
+
+#: Tensor parallel sizes that are tried.
+_SIZES = (1, 2, 4, 8)
+#: Plans that are shown.
+_MOST_SHOWN = 6
+
+
+def plan(
+    rate: Annotated[float, typer.Option(min=0.001, help="Requests per second, on average.")],
+    prompt_tokens: Annotated[int, typer.Option(min=1)] = 4000,
+    output_tokens: Annotated[int, typer.Option(min=1)] = 1000,
+    cached_tokens: Annotated[
+        int, typer.Option(min=0, help="Of a prompt, in a prefix cache, such as a system prompt.")
+    ] = 0,
+    spread: Annotated[float, typer.Option(min=0, max=0.95, help="Of the lengths around their means.")] = 0.2,
+    trace: Annotated[
+        Path | None, typer.Option(help="Arrivals and lengths of a trace, see `tandem bench serve`.")
+    ] = None,
+    ttft: Annotated[float, typer.Option(min=0, help="Objective in seconds; 0: none.")] = 2.5,
+    tpot: Annotated[float, typer.Option(min=0, help="Objective in seconds per token; 0: none.")] = 0.0,
+    e2e: Annotated[float, typer.Option(min=0, help="Objective in seconds; 0: none.")] = 5.0,
+    attainment: Annotated[float, typer.Option(min=0.01, max=1, help="Share of requests in time.")] = 0.99,
+    gpu: Annotated[str, typer.Option(help=f"{', '.join(GPUS)}; not used with --measured.")] = "h200",
+    per_hour: Annotated[float | None, typer.Option(min=0, help="Of a GPU or host.")] = None,
+    shape: Annotated[str, typer.Option(help=", ".join(SHAPES))] = "qwen2.5-72b",
+    weight_bits: Annotated[int, typer.Option(min=2, max=32)] = 16,
+    kv_bits: Annotated[int, typer.Option(min=4, max=32)] = 16,
+    link: Annotated[float, typer.Option(min=0.001, help="GB/s between pods.")] = 12.5,
+    tokens_per_step: Annotated[
+        float, typer.Option(min=1, help="Tokens that a sequence gains in a step with drafts.")
+    ] = 1.0,
+    chunk_size: Annotated[int, typer.Option(min=16)] = 2048,
+    max_batch: Annotated[int, typer.Option(min=1)] = 128,
+    measured: Annotated[
+        str, typer.Option(help="gRPC address of a gateway: the costs that its pods report.")
+    ] = "",
+    requests: Annotated[int, typer.Option(min=20, help="Of the simulation.")] = 300,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    out: Annotated[Path | None, typer.Option(help="Write a kustomize overlay to this folder.")] = None,
+    base: Annotated[str, typer.Option(help="Resource of the overlay.")] = "../../base",
+) -> None:
+    """Say how many pods of each role keep the objectives, at what cost, and what decides."""
+    slo = SloTarget("", ttft, tpot, e2e)
+    if not (ttft or tpot or e2e):
+        fail("--ttft, --tpot and --e2e are all 0; set one of them")
+    workload = _workload(trace, rate, requests, prompt_tokens, output_tokens, cached_tokens, spread, seed)
+    if measured:
+        asked = [_measured(measured, per_hour or 0.0)]
+        name = f"as measured at {measured}"
+    else:
+        if gpu not in GPUS:
+            fail(f"--gpu {gpu} is unknown; use one of {', '.join(GPUS)}")
+        if shape not in SHAPES:
+            fail(f"--shape {shape} is unknown; use one of {', '.join(SHAPES)}")
+        model = replace(SHAPES[shape], weight_bytes=weight_bits / 8, kv_bytes=kv_bits / 8)
+        asked = _sizes(gpu, model, per_hour, chunk_size)
+        name = f"{shape} on {gpu}"
+    results: list[Result] = []
+    for costs in asked:
+        if _misses_alone(costs, workload, slo, tokens_per_step):
+            continue
+
+        def make(num_prefill: int, num_decode: int, costs: PodCosts = costs) -> FleetPlan:
+            return FleetPlan(
+                costs, num_prefill, num_decode, chunk_size, max_batch, link * 1e9, tokens_per_step
+            )
+
+        for search in (cheapest, cheapest_together):
+            found = search(make, workload, slo, attainment)
+            if found is not None:
+                results.append(found)
+    if not results:
+        typer.echo(
+            f"No fleet of {name} keeps these objectives: {_why_none(asked, workload, slo, tokens_per_step)}"
+        )
+        raise typer.Exit(1)
+    results.sort(key=lambda result: (result.plan.num_devices, result.e2e_s[1]))
+    best = results[0]
+    typer.echo(f"{name}, {len(workload)} requests at {len(workload) / workload[-1].arrival_s:.3g}/s\n")
+    typer.echo(_table(results[:_MOST_SHOWN]))
+    typer.echo("\n" + _conclusion(best, slack(best, workload, slo, attainment)))
+    if out is not None:
+        from tandem_cli.plan.overlay import write_overlay
+
+        try:
+            typer.echo(f"wrote {write_overlay(out, base, best)}")
+        except FileExistsError as error:
+            fail(f"{error.filename} exists already; name another folder with --out")
+
+
+def _workload(
+    trace: Path | None,
+    rate: float,
+    count: int,
+    prompt_tokens: int,
+    output_tokens: int,
+    cached_tokens: int,
+    spread: float,
+    seed: int,
+) -> list[PlannedRequest]:
+    if trace is None:
+        return poisson(
+            rate, count, prompt_tokens, output_tokens, cached_tokens=cached_tokens, spread=spread, seed=seed
+        )
+    from tandem_cli.bench.traces import TraceError, read_trace
+
+    try:
+        return of_trace(read_trace(trace, count), rate, prompt_tokens, output_tokens)
+    except TraceError as error:
+        fail(str(error))
+
+
+def _sizes(gpu: str, model: ModelShape, per_hour: float | None, chunk_size: int) -> list[PodCosts]:
+    found, reason = [], ""
+    for size in _SIZES:
+        try:
+            found.append(pod_costs.of_gpu(GPUS[gpu], model, size, per_hour=per_hour, chunk_size=chunk_size))
+        except DoesNotFitError as error:
+            reason = str(error)
+    if not found:
+        fail(f"{reason}; use a larger GPU or fewer --weight-bits")
+    return found
+
+
+def _measured(target: str, per_hour: float) -> PodCosts:
+    """Of the first decode pod and the first prefill pod that the gateway knows."""
+    import grpc
+    from tandem_proto.v1 import gateway_pb2, gateway_pb2_grpc
+
+    try:
+        with grpc.insecure_channel(target) as channel:
+            stub = gateway_pb2_grpc.GatewayServiceStub(channel)  # type: ignore[no-untyped-call]
+            pods = stub.GetFleetStatus(gateway_pb2.GetFleetStatusRequest(), timeout=5.0).pods
+    except grpc.RpcError as error:
+        fail(f"--measured {target}: {error.code().name}: {error.details()}")
+    decoders = [pod.status for pod in pods if pod.role == "decode" and pod.status.decode_cost.per_step]
+    prefills = [pod.status for pod in pods if pod.role == "prefill"] or decoders
+    if not decoders:
+        fail(f"--measured {target}: no decode pod has reported what its steps cost; send it requests first")
+    decode, prefill = decoders[0], prefills[0]
+    blocks = decode.usage.blocks_total * decode.block_size
+    return PodCosts(
+        prefill=step_cost_from_proto(prefill.prefill_cost),
+        decode=step_cost_from_proto(decode.decode_cost),
+        kv_tokens=blocks,
+        kv_bytes_per_token=0.0,
+        per_hour=per_hour,
+    )
+
+
+def _misses_alone(
+    costs: PodCosts, workload: list[PlannedRequest], slo: SloTarget, tokens_per_step: float
+) -> str:
+    """What half of the requests would miss without any other; "" if nothing."""
+    request = sorted(workload, key=lambda one: one.prompt_tokens + one.output_tokens)[len(workload) // 2]
+    ttft_s = costs.prefill.prompt_seconds(request.cached_tokens, request.prompt_tokens, 1 << 30)
+    step_s = costs.decode.seconds(1, 1, request.prompt_tokens + request.output_tokens / 2)
+    tpot_s = step_s / tokens_per_step
+    return slo.miss(ttft_s, tpot_s, ttft_s + tpot_s * (request.output_tokens - 1))
+
+
+def _why_none(
+    asked: list[PodCosts], workload: list[PlannedRequest], slo: SloTarget, tokens_per_step: float
+) -> str:
+    missed = [_misses_alone(costs, workload, slo, tokens_per_step) for costs in asked]
+    if all(missed):
+        return (
+            f"a request of median length misses them alone on {asked[-1].num_devices} devices: {missed[-1]}. "
+            "Widen them, shorten the answer, use fewer --weight-bits, or drafts (--tokens-per-step)."
+        )
+    return "each request meets them alone, but not beside others; lower --attainment or the rate."
+
+
+def _table(results: list[Result]) -> str:
+    head = (
+        "pods",
+        "devices",
+        "in time",
+        "TTFT s p50 / p99",
+        "ms per token",
+        "E2E s p50 / p99",
+        "per 1M tokens",
+    )
+    rows = [
+        (
+            _pods(result.plan),
+            str(result.plan.num_devices),
+            f"{result.attainment:.1%}",
+            f"{result.ttft_s[0]:.2f} / {result.ttft_s[1]:.2f}",
+            f"{1e3 * result.tpot_s[0]:.1f} / {1e3 * result.tpot_s[1]:.1f}",
+            f"{result.e2e_s[0]:.2f} / {result.e2e_s[1]:.2f}",
+            f"{result.per_million_tokens:.2f}",
+        )
+        for result in results
+    ]
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in (head, *rows)
+    )
+
+
+def _pods(plan: FleetPlan) -> str:
+    size = f" x {plan.costs.num_devices} GPUs" if plan.costs.num_devices > 1 else ""
+    if not plan.num_prefill:
+        return f"{plan.num_decode} together{size}"
+    return f"{plan.num_prefill} prefill, {plan.num_decode} decode{size}"
+
+
+def _conclusion(best: Result, shares: list[tuple[str, float]]) -> str:
+    plan = best.plan
+    kind = "prompts on pods of their own" if plan.num_prefill else "no pods for prompts alone"
+    (first, share), *others = shares
+    rest = ", ".join(f"{name} to {value:.0%}" for name, value in others)
+    return (
+        f"Best: {_pods(plan)} ({kind}), room for {plan.costs.kv_tokens} tokens of KV in each pod, "
+        f"--max-batch {plan.max_batch}, --chunk-size {plan.chunk_size}.\n"
+        f"What decides is {first}: the objective is kept down to {share:.0%} of it ({rest})."
+    )

@@ -1,0 +1,52 @@
+"""A kustomize overlay with a plan's numbers, on the base or an overlay of deploy/k8s."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tandem_cli.plan.search import Result
+
+#: Tokens of a KV block, the pods' default.
+_BLOCK_SIZE = 64
+_KUSTOMIZATION = """\
+# Written by `tandem plan`. To deploy: kubectl apply -k with the path of this folder.
+apiVersion: kustomize.config.k8s.io/v1beta1
+kind: Kustomization
+namespace: tandem
+resources:
+  - {base}
+replicas:
+  - name: tandem-prefill
+    count: {num_prefill}
+  - name: tandem-decode
+    count: {num_decode}
+configMapGenerator:
+  - name: tandem-prefill
+    behavior: merge
+    literals:
+      - TANDEM_CHUNK_SIZE={chunk_size}
+  - name: tandem-decode
+    behavior: merge
+    literals:
+      - TANDEM_CHUNK_SIZE={chunk_size}
+      - TANDEM_MAX_BATCH={max_batch}
+      - TANDEM_NUM_BLOCKS={num_blocks}
+"""
+
+
+def write_overlay(folder: Path, base: str, result: Result) -> Path:
+    """The kustomization, in a folder that has none yet. Raises OSError."""
+    plan = result.plan
+    text = _KUSTOMIZATION.format(
+        base=base,
+        num_prefill=plan.num_prefill,
+        num_decode=plan.num_decode,
+        chunk_size=plan.chunk_size,
+        max_batch=plan.max_batch,
+        num_blocks=plan.costs.kv_tokens // _BLOCK_SIZE,
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "kustomization.yaml"
+    with path.open("x", encoding="utf-8") as file:
+        file.write(text)
+    return path

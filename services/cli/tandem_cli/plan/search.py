@@ -1,0 +1,129 @@
+"""The cheapest fleet that keeps its objectives in the simulation, and what of it decides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from tandem_core.slo import SloTarget
+
+from tandem_cli.plan.simulate import LIMITS, FleetPlan, Outcome, simulate
+from tandem_cli.plan.workload import PlannedRequest
+
+#: Pods of a role at most.
+_MAX_PODS = 512
+#: (prefill pods, decode pods) -> the fleet.
+Make = Callable[[int, int], FleetPlan]
+
+
+@dataclass(frozen=True)
+class Result:
+    """A fleet and what it does with the workload."""
+
+    plan: FleetPlan
+    attainment: float
+    ttft_s: tuple[float, float]
+    tpot_s: tuple[float, float]
+    e2e_s: tuple[float, float]
+    #: Output tokens of requests in time, per second of the workload.
+    goodput: float
+
+    @property
+    def per_million_tokens(self) -> float:
+        """Cost of a million output tokens of requests in time."""
+        per_s = self.plan.num_devices * self.plan.costs.per_hour / 3600
+        return per_s / self.goodput * 1e6 if self.goodput else math.inf
+
+
+def evaluate(plan: FleetPlan, requests: Sequence[PlannedRequest], slo: SloTarget) -> Result:
+    return _result(plan, simulate(plan, requests), slo)
+
+
+def cheapest(
+    make: Callable[[int, int], FleetPlan],
+    requests: Sequence[PlannedRequest],
+    slo: SloTarget,
+    objective: float,
+) -> Result | None:
+    """The fewest devices with prefill pods of their own that meet the objective; None where none does.
+
+    Each role is first given so many pods that it is no limit, and then as few as keep the objective. In the
+    end two pods of a role are exchanged for one of the other, if that keeps it.
+    """
+    enough = _least(lambda n: evaluate(make(n, n), requests, slo).attainment >= objective)
+    if enough is None:
+        return None
+    num_prefill = _least(lambda n: evaluate(make(n, enough), requests, slo).attainment >= objective, enough)
+    if num_prefill is None:
+        return None
+    num_decode = _least(
+        lambda n: evaluate(make(num_prefill, n), requests, slo).attainment >= objective, enough
+    )
+    if num_decode is None:
+        return None
+    best = evaluate(make(num_prefill, num_decode), requests, slo)
+    for prefill, decode in ((num_prefill + 1, num_decode - 2), (num_prefill - 2, num_decode + 1)):
+        if min(prefill, decode) >= 1:
+            other = evaluate(make(prefill, decode), requests, slo)
+            if other.attainment >= objective and other.plan.num_devices < best.plan.num_devices:
+                best = other
+    return best
+
+
+def cheapest_together(
+    make: Callable[[int, int], FleetPlan],
+    requests: Sequence[PlannedRequest],
+    slo: SloTarget,
+    objective: float,
+) -> Result | None:
+    """The same for pods that compute prompts and decode."""
+    count = _least(lambda n: evaluate(make(0, n), requests, slo).attainment >= objective)
+    return None if count is None else evaluate(make(0, count), requests, slo)
+
+
+def slack(
+    result: Result, requests: Sequence[PlannedRequest], slo: SloTarget, objective: float
+) -> list[tuple[str, float]]:
+    """To which share of itself each limit may fall with the objective still kept, the tightest first."""
+    plan = result.plan
+
+    def is_enough(name: str, percent: int) -> bool:
+        return evaluate(plan.scaled(name, percent / 100), requests, slo).attainment >= objective
+
+    shares = [(name, (_least(partial(is_enough, name), 100) or 100) / 100) for name in LIMITS]
+    return sorted(shares, key=lambda share: -share[1])
+
+
+def _least(is_enough: Callable[[int], bool], most: int = _MAX_PODS) -> int | None:
+    """The smallest number from 1 to `most` that is enough, where more never is less; None: not even that."""
+    high = 1
+    while not is_enough(high):
+        if high >= most:
+            return None
+        high = min(2 * high, most)
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_enough(middle) else (middle, high)
+    return high
+
+
+def _result(plan: FleetPlan, outcomes: Sequence[Outcome], slo: SloTarget) -> Result:
+    met = [outcome for outcome in outcomes if outcome.is_met(slo)]
+    duration = outcomes[-1].request.arrival_s or 1.0
+    return Result(
+        plan=plan,
+        attainment=len(met) / len(outcomes),
+        ttft_s=_quantiles([outcome.ttft_s for outcome in outcomes]),
+        tpot_s=_quantiles([outcome.tpot_s for outcome in outcomes]),
+        e2e_s=_quantiles([outcome.e2e_s for outcome in outcomes]),
+        goodput=sum(outcome.request.output_tokens for outcome in met) / duration,
+    )
+
+
+def _quantiles(values: list[float]) -> tuple[float, float]:
+    """p50 and p99."""
+    ordered = sorted(values)
+    return ordered[len(ordered) // 2], ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)]
