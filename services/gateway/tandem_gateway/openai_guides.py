@@ -12,16 +12,17 @@ import json
 from typing import Any
 
 import llguidance.gbnf_to_lark
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict
 from tandem_core.errors import InvalidRequestError, quoted
 from tandem_core.guide import Guide, GuideKind
 
 from tandem_gateway.errors import UnsupportedFieldError
+from tandem_gateway.json_body import JsonBody
 
 _OBJECT = '{"type": "object"}'
 
 
-class _Strict(BaseModel):
+class _Strict(JsonBody):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from pydantic import BaseModel, ConfigDict, JsonValue
+from pydantic import ConfigDict, JsonValue
 from tandem_core.errors import InvalidRequestError, quoted
 from tandem_core.model.conversation import Message, ToolCall
 
 from tandem_gateway.errors import UnsupportedFieldError
+from tandem_gateway.json_body import JsonBody
 from tandem_gateway.tools.choice import Mode, ToolChoice, check_tools
 
 _ROLES = MappingProxyType(
@@ -23,7 +24,7 @@ _ROLES = MappingProxyType(
 _IGNORED_IN_MESSAGE = frozenset({"refusal", "annotations", "audio"})
 
 
-class Body(BaseModel):
+class Body(JsonBody):
     """A JSON object of the caller; fields that it does not name are in `model_extra`."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
