@@ -31,7 +31,10 @@ def curl(target: str, method: str, message: object) -> subprocess.CompletedProce
 
 
 def test_a_chat_is_streamed(system):
-    message = {"messages": [{"role": "user", "content": "hi"}], "sampling": {"maxTokens": 4}}
+    message = {
+        "messages": [{"role": "user", "content": "hi"}],
+        "sampling": {"maxTokens": 4, "ignoreEos": True},
+    }
     done = curl(system.grpc_target, "Chat", message)
     assert done.returncode == 0, done.stderr
     decoder, events, rest = json.JSONDecoder(), [], done.stdout.strip()

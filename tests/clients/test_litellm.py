@@ -9,6 +9,7 @@ import pytest
 
 litellm = pytest.importorskip("litellm")
 
+TO_THE_LIMIT = {"ignore_eos": True}
 MESSAGES = [{"role": "user", "content": "Where is my order?"}]
 
 
@@ -27,12 +28,12 @@ def test_chat_and_its_stream_say_the_same(options):
 
 
 def test_text_completion(options):
-    done = litellm.text_completion(**options, prompt="Once", max_tokens=4)
+    done = litellm.text_completion(**options, prompt="Once", max_tokens=4, extra_body=TO_THE_LIMIT)
     assert done.usage.completion_tokens == 4
 
 
 def test_responses(options):
-    response = litellm.responses(**options, input="Where?", max_output_tokens=16)
+    response = litellm.responses(**options, input="Where?", max_output_tokens=16, extra_body=TO_THE_LIMIT)
     assert response.usage.output_tokens == 16
 
 

@@ -75,8 +75,10 @@ def test_a_load_tool_counts_tokens_times_and_usage(system, path, shape, extra: M
                 num_chunks += 1
             elif data["usage"]:
                 usage = data["usage"]
-    assert is_done and num_chunks > 1
-    assert usage["completion_tokens"] == 6 and usage["prompt_tokens"] > 0
+    assert is_done and num_chunks
+    is_full = "ignore_eos" in body
+    assert usage["completion_tokens"] == 6 if is_full else 1 <= usage["completion_tokens"] <= 6
+    assert usage["prompt_tokens"] > 0
 
 
 def test_the_probes_of_load_tools_find_the_model(system):

@@ -18,7 +18,7 @@ import OpenAI from "openai";
 const [baseURL, model] = process.argv.slice(2);
 const client = new OpenAI({ baseURL, apiKey: "none", maxRetries: 0 });
 const messages = [{ role: "user", content: "Where is my order?" }];
-const options = { model, messages, max_tokens: 6, seed: 1 };
+const options = { model, messages, max_tokens: 6, seed: 1, ignore_eos: true };
 const chat = await client.chat.completions.create(options);
 let text = "", usage = null;
 const stream = await client.chat.completions.create({
@@ -29,7 +29,7 @@ for await (const chunk of stream) {
 }
 const types = [];
 let streamed = "";
-const asked = { model, input: "Where?", max_output_tokens: 16, stream: true };
+const asked = { model, input: "Where?", max_output_tokens: 16, stream: true, ignore_eos: true };
 const responding = await client.responses.create(asked);
 for await (const event of responding) {
   types.push(event.type);

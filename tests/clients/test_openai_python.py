@@ -9,6 +9,8 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+#: The model's end token may come at any time otherwise.
+TO_THE_LIMIT = {"ignore_eos": True}
 MESSAGES = [{"role": "system", "content": "You help."}, {"role": "user", "content": "Where is my order?"}]
 
 
@@ -26,15 +28,25 @@ def test_models_are_listed_with_their_context(client, system):
 
 
 def test_chat(client, system):
-    chat = client.chat.completions.create(model=system.model, messages=MESSAGES, max_tokens=8, seed=1)
+    chat = client.chat.completions.create(
+        model=system.model, messages=MESSAGES, max_tokens=8, seed=1, extra_body=TO_THE_LIMIT
+    )
     assert chat.choices[0].finish_reason == "length"
     assert chat.usage.completion_tokens == 8
-    again = client.chat.completions.create(model=system.model, messages=MESSAGES, max_tokens=8, seed=1)
+    again = client.chat.completions.create(
+        model=system.model, messages=MESSAGES, max_tokens=8, seed=1, extra_body=TO_THE_LIMIT
+    )
     assert again.choices[0].message.content == chat.choices[0].message.content
 
 
 def test_a_chat_stream_brings_the_same_text_and_its_usage(client, system):
-    options = {"model": system.model, "messages": MESSAGES, "max_tokens": 8, "seed": 1}
+    options = {
+        "model": system.model,
+        "messages": MESSAGES,
+        "max_tokens": 8,
+        "seed": 1,
+        "extra_body": TO_THE_LIMIT,
+    }
     whole = client.chat.completions.create(**options).choices[0].message.content
     chunks = list(
         client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True})
@@ -45,7 +57,12 @@ def test_a_chat_stream_brings_the_same_text_and_its_usage(client, system):
 
 def test_logprobs_have_the_alternatives_that_are_asked_for(client, system):
     chat = client.chat.completions.create(
-        model=system.model, messages=MESSAGES, max_tokens=3, logprobs=True, top_logprobs=4
+        model=system.model,
+        messages=MESSAGES,
+        max_tokens=3,
+        logprobs=True,
+        top_logprobs=4,
+        extra_body=TO_THE_LIMIT,
     )
     content = chat.choices[0].logprobs.content
     assert [len(position.top_logprobs) for position in content] == [4, 4, 4]
@@ -54,19 +71,23 @@ def test_logprobs_have_the_alternatives_that_are_asked_for(client, system):
 
 def test_a_completion_continues_text_and_token_ids(client, system):
     for prompt in ("Once upon", [5, 6, 7]):
-        done = client.completions.create(model=system.model, prompt=prompt, max_tokens=4, logprobs=2)
+        done = client.completions.create(
+            model=system.model, prompt=prompt, max_tokens=4, logprobs=2, extra_body=TO_THE_LIMIT
+        )
         assert done.usage.completion_tokens == 4
         assert len(done.choices[0].logprobs.tokens) == 4
-    stream = client.completions.create(model=system.model, prompt="Once", max_tokens=4, stream=True)
+    stream = client.completions.create(
+        model=system.model, prompt="Once", max_tokens=4, stream=True, extra_body=TO_THE_LIMIT
+    )
     assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length"
 
 
 def test_a_response_and_its_stream(client, system):
     options = {"model": system.model, "instructions": "You help.", "input": "Where?", "max_output_tokens": 16}
-    response = client.responses.create(**options, extra_body={"seed": 3})
+    response = client.responses.create(**options, extra_body={"seed": 3, **TO_THE_LIMIT})
     assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert response.usage.output_tokens == 16
-    with client.responses.stream(**options, extra_body={"seed": 3}) as stream:
+    with client.responses.stream(**options, extra_body={"seed": 3, **TO_THE_LIMIT}) as stream:
         events = list(stream)
     deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
     assert "".join(deltas) == response.output_text

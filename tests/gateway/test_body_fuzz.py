@@ -12,7 +12,8 @@ NAMES = (
     "format", "tools", "tool_choice", "function", "name", "parameters", "arguments", "call_id", "tool_calls",
     "output", "max_tokens", "max_output_tokens", "temperature", "top_p", "stop", "stream", "seed", "include",
     "logprobs", "top_logprobs", "logit_bias", "response_format", "json_schema", "schema", "guided_regex",
-    "guided_choice", "reasoning", "store", "add_special_tokens", "return_token_strs", "chat_template_kwargs", "stream_options",
+    "guided_choice", "reasoning", "store", "add_special_tokens", "return_token_strs", "chat_template_kwargs",
+    "stream_options",
 )  # fmt: skip
 WORDS = (
     "user", "assistant", "tool", "system", "message", "function_call", "function_call_output", "input_text",
