@@ -102,12 +102,20 @@ class Generator:
         self._mirror = GlobalMirror(vocab_size=ModelManifest.read(model_dir).vocab_size)
         sizes = {"dtype": "float32", "num_blocks": 1024, "max_batch": 64, "max_draft_nodes": 12, **sizes}
         config = EngineConfig(model=model_dir, **sizes)  # type: ignore[arg-type]
-        self._engine = assemble(config, FreeDrafter(self._mirror, max_rows=MAX_ROWS)).engine
+        self._parts = assemble(config, FreeDrafter(self._mirror, max_rows=MAX_ROWS))
+        self._engine = self._parts.engine
         self._num_requests = 0
 
     def run(self, piece: Piece, mode: SpeculationMode) -> Run:
         requests = [
-            Request(f"{self._num_requests + n}", list(prompt), sampling, speculation=mode)
+            Request(
+                f"{self._num_requests + n}",
+                list(prompt),
+                sampling,
+                speculation=mode,
+                eos_token_ids=self._parts.eos_token_ids,
+                guide=self._parts.guide_state(sampling.guide),
+            )
             for n, (prompt, sampling) in enumerate(zip(piece.prompts, piece.sampling, strict=True), start=1)
         ]
         self._num_requests += len(requests)
@@ -170,7 +178,7 @@ def compare(generator: Generator, piece: Piece, number: int, model: str) -> Outc
     )
 
 
-def cut_model(model_dir: Path, num_layers: int, folder: Path) -> Path:
+def cut_model(model_dir: Path, num_layers: int, folder: Path, max_vocab_size: int = CUT_VOCABULARY) -> Path:
     """Writes the first layers and tokens of a model to `folder`, in float32. Returns `folder`."""
     manifest = ModelManifest.read(model_dir)
     raw = json.loads((model_dir / "config.json").read_text())

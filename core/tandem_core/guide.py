@@ -35,7 +35,12 @@ class Guide:
     source: str
 
     def __post_init__(self) -> None:
-        num_bytes = len(self.source.encode())
+        try:
+            num_bytes = len(self.source.encode())
+        except UnicodeEncodeError:
+            raise InvalidRequestError(
+                "guide", f"its {self.kind.value} has half of a surrogate pair; send whole characters"
+            ) from None
         if not 1 <= num_bytes <= MAX_GUIDE_BYTES:
             raise InvalidRequestError(
                 "guide", f"its {self.kind.value} has {num_bytes} bytes; it must have 1 to {MAX_GUIDE_BYTES}"

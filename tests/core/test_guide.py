@@ -34,6 +34,11 @@ def test_its_length_in_bytes_is_bounded(source: str) -> None:
         Guide(GuideKind.REGEX, source)
 
 
+def test_half_a_surrogate_pair_is_refused() -> None:
+    with pytest.raises(InvalidRequestError, match="half of a surrogate pair"):
+        Guide(GuideKind.REGEX, "\ud83d")
+
+
 def test_choices_are_bounded_and_not_empty() -> None:
     for choices in ([], ["x"] * (MAX_CHOICES + 1)):
         with pytest.raises(InvalidRequestError, match=f"must have 1 to {MAX_CHOICES} of them"):

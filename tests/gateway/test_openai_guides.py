@@ -91,6 +91,8 @@ def test_completions_take_the_same_fields() -> None:
         ({"structured_outputs": {"jsn": {}}}, "structured_outputs.jsn"),
         ({"structured_outputs": {"whitespace_pattern": "x"}}, "whitespace_pattern"),
         ({"guided_grammar": "root ::= ("}, "no GBNF grammar"),
+        ({"guided_grammar": "root ::= " + "a" * 5000}, "at most 4096; write it as Lark"),
+        ({"guided_grammar": "root ::= " + "(" * 2000}, "no GBNF grammar"),
         ({"guided_choice": []}, "has 0 choices"),
         ({"guided_json": ""}, "has 0 bytes"),
         ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),

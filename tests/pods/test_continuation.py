@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 
 import grpc
+import guided_models
 import pytest
+from guide_schemas import fault
 from pod_fleet import Fleet, request, run_fleet
 from tandem_proto.v1 import common_pb2, decode_pb2
 from toy_models import prompt_of
@@ -27,6 +30,18 @@ CASES = {
     "logprobs": {"logprobs": 3, "frequency_penalty": 1.0},
     "min_tokens": {"ignore_eos": False, "min_tokens": 9, "stop_token_ids": list(range(0, 96, 2))},
     "bad_words": {"bad_words": [common_pb2.TokenIds(ids=[token]) for token in range(1, 96, 3)]},
+}
+
+#: As an argument of a tool.
+GUIDED = {
+    "type": "object",
+    "properties": {
+        "order_id": {"type": "string", "pattern": "^#W[0-9]{7}$"},
+        "items": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 3},
+        "note": {"type": ["string", "null"], "maxLength": 6},
+    },
+    "required": ["order_id", "items", "note"],
+    "additionalProperties": False,
 }
 
 
@@ -87,6 +102,36 @@ async def test_wherever_an_answer_is_cut_its_rest_is_the_same(
             assert rest.finished.stop_reason == whole.finished.stop_reason
             assert rest.finished.receipt.output_tokens == num_tokens - cut
         await fleet.assert_idle()
+
+
+@pytest.fixture(scope="module")
+def guided_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("guided")
+    return guided_models.save_model(folder, guided_models.byte_level(), seed=3)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("case", ["greedy", "sampled", "penalties"])
+async def test_wherever_json_is_cut_another_pod_writes_the_same_rest(
+    guided_model: Path, case: str, apart: bool
+) -> None:
+    """The prefill pod samples the first token; each rest begins on a pod without the state of the guide."""
+    guide = common_pb2.Guide(json_schema=json.dumps(GUIDED))
+    sampling = CASES[case] | {"guide": guide, "ignore_eos": False, "max_tokens": 200}
+    async with run_fleet(guided_model, speculation="off") as first:
+        targets = [first.prefill_target] if apart else []
+        whole = await answer_to(first, request("whole", prompt_of(90), targets, **sampling))
+    assert whole.finished.reason == common_pb2.FINISH_REASON_STOP
+    assert fault(GUIDED, whole.text) == ""
+    async with run_fleet(guided_model) as second:
+        targets = [second.prefill_target] if apart else []
+        message = request("whole", prompt_of(90), targets, **sampling)
+        for cut in range(1, len(whole.token_ids) + 1):
+            rest = await answer_to(second, begun(message, whole.token_ids[:cut]))
+            assert rest.token_ids == whole.token_ids[cut:]
+            assert "".join(whole.texts[:cut]) + rest.text == whole.text
+            assert rest.finished.reason == whole.finished.reason
+        await second.assert_idle()
 
 
 async def test_another_pod_continues_what_this_one_began(tiny_model: Path) -> None:

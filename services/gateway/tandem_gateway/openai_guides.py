@@ -12,17 +12,18 @@ import json
 from typing import Any
 
 import llguidance.gbnf_to_lark
-from pydantic import ConfigDict
+from pydantic import BaseModel, ConfigDict
 from tandem_core.errors import InvalidRequestError, quoted
 from tandem_core.guide import Guide, GuideKind
 
 from tandem_gateway.errors import UnsupportedFieldError
-from tandem_gateway.json_body import JsonBody
 
 _OBJECT = '{"type": "object"}'
+#: The time to convert one grows with its square, and other streams wait.
+MAX_GBNF_BYTES = 4096
 
 
-class _Strict(JsonBody):
+class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 
@@ -114,6 +115,10 @@ def _of_grammar(text: str) -> Guide:
     guide = Guide(GuideKind.LARK, text)
     if "::=" not in text:
         return guide
+    if len(text) > MAX_GBNF_BYTES:
+        raise InvalidRequestError(
+            "grammar", f"has {len(text)} characters of GBNF, at most {MAX_GBNF_BYTES}; write it as Lark"
+        )
     try:
         return Guide(GuideKind.LARK, llguidance.gbnf_to_lark.gbnf_to_lark(text))
     except Exception as error:  # a parser by hand, which may fail in any way

@@ -1,0 +1,323 @@
+"""Guided decoding: no token differs with drafts, how much faster it is with them, and what a guide costs.
+
+    python benchmarks/guided.py --tokens 1000000 --seconds 3000 --log build/guided.jsonl --out FILE.md
+
+Three parts, on the JSON schemas of guide_schemas.py:
+
+exactness  pieces like those of exactness.py, each request under a schema of its own, without drafts and with
+           drafts from the text (local) and from shared text too (global); by a small random model with the
+           tokenizer of the default one. Each finished piece is a line of the log, behind which a further run
+           continues.
+speed      the whole model writes answers under schemas of a customer-service bot, one request at a time and
+           four, without drafts, with those that the guide forces, and with all that the pod has.
+costs      time to compile each schema, and per token for the mask and for following the text.
+
+Exit status 1: a token differs, or an answer is no instance of its schema.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from api_schemas import BY_HAND
+from exactness import (
+    BATCHES,
+    SAMPLING,
+    Generator,
+    Outcome,
+    Piece,
+    compare,
+    num_differing,
+    read_log,
+    report,
+)
+from guide_schemas import corpus, fault
+from reporting import markdown_table, write_page
+from tandem_cli.bench.dataset import load_dialogues
+from tandem_core.guide import Guide, GuideKind
+from tandem_core.model.guides import GuideCompiler, check_guide
+from tandem_core.model.manifest import ModelManifest
+from tandem_core.model.tokenizer import Tokenizer
+from tandem_core.sampling import FinishReason, SamplingParams
+from tandem_drafting.drafter import drafter_for
+from tandem_engine import model_loader
+from tandem_engine.guided import GuideState
+from tandem_engine.llm import LLM, Completion
+from transformers import LlamaConfig, LlamaForCausalLM
+
+RANDOM_MODEL = "random model"
+MAX_TOKENS = 400
+#: Of BY_HAND, what tools and extractors of a shop ask for.
+SPEED_SCHEMAS = (
+    "cancel order", "exchange items", "address", "flight search", "charge", "invoice", "pydantic order",
+    "github issue", "kubernetes container", "moderation", "extraction", "reasoning steps",
+)  # fmt: skip
+#: Requests at a time.
+CONCURRENCY = (1, 4)
+ROUNDS = 3
+
+
+def guide_of(schema: Mapping[str, object]) -> Guide:
+    return Guide(GuideKind.JSON_SCHEMA, json.dumps(schema))
+
+
+def lengthened(schema: Mapping[str, object], num_items: int) -> Mapping[str, object]:
+    """A list of its instances; the schema itself where its references would change their meaning."""
+    if {"$schema", "$id", "$ref"} & schema.keys() or '"#"' in json.dumps(schema):
+        return schema
+    items = {keyword: value for keyword, value in schema.items() if keyword != "$defs"}
+    return {
+        "type": "array",
+        "items": items,
+        "minItems": num_items,
+        "maxItems": num_items,
+        "$defs": schema.get("$defs", {}),
+    }
+
+
+# -- exactness -------------------------------------------------------------------------------------------
+
+
+def random_model(model_dir: Path, folder: Path) -> Path:
+    """Two layers and the tokenizer of the model. Returns its folder, within `folder`."""
+    manifest = ModelManifest.read(model_dir)
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=manifest.vocab_size,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        bos_token_id=1,
+        eos_token_id=manifest.eos_token_ids[0],
+        initializer_range=0.2,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    (folder / "config.json").write_text(config.to_json_string())
+    (folder / "tokenizer.json").write_bytes((model_dir / "tokenizer.json").read_bytes())
+    dataclasses.replace(
+        manifest, name=RANDOM_MODEL, revision="random", weights="model.safetensors", weight_bits=0
+    ).write(folder)
+    return folder
+
+
+def make_guided_piece(
+    number: int, prompts: Sequence[Sequence[int]], schemas: Sequence[Mapping[str, object]]
+) -> Piece:
+    """The number-th piece; equal for equal numbers."""
+    choices = random.Random(number)
+    batch, num_requests = BATCHES[number % len(BATCHES)]
+    kinds = list(SAMPLING.values())
+    chosen, sampling = [], []
+    for index in range(num_requests):
+        text = prompts[choices.randrange(len(prompts))]
+        start = choices.randrange(max(len(text) - 64, 1))
+        chosen.append(tuple(text[start : start + choices.randint(16, 128)]))
+        schema = lengthened(schemas[choices.randrange(len(schemas))], choices.randint(2, 6))
+        own = {
+            "max_tokens": choices.randint(MAX_TOKENS // 4, MAX_TOKENS),
+            "seed": choices.getrandbits(63),
+            "guide": guide_of(schema),
+        }
+        sampling.append(dataclasses.replace(kinds[index % len(kinds)], **own))
+    return Piece(batch, chosen, sampling)
+
+
+def guided_outcomes(
+    generator: Generator, prompts: Sequence[Sequence[int]], name: str, num_tokens: int, log: Sequence[Outcome]
+) -> Iterator[Outcome]:
+    """Pieces behind the logged ones, until they have `num_tokens` tokens together."""
+    schemas = [schema for _, schema in corpus()]
+    missing = num_tokens - sum(outcome.tokens for outcome in log)
+    number = 1 + max((outcome.piece for outcome in log), default=-1)
+    while missing > 0:
+        outcome = compare(generator, make_guided_piece(number, prompts, schemas), number, name)
+        yield outcome
+        missing -= outcome.tokens
+        number += 1
+
+
+# -- speed -----------------------------------------------------------------------------------------------
+
+
+class Speed(NamedTuple):
+    """Of all answers of a round."""
+
+    tokens_per_second: float
+    tokens_per_step: float
+    faults: int
+
+
+def prompt_of(name: str, tokenizer: Tokenizer, dialogue: str) -> list[int]:
+    text = f"{dialogue[:600]}\n\nWrite the JSON for: {name}."
+    return tokenizer.encode(text)
+
+
+def speed_of(llm: LLM, concurrency: int, dialogues: Sequence[str], *, guided: bool, round_: int) -> Speed:
+    runs: list[tuple[str, list[int], SamplingParams]] = []
+    for number, name in enumerate(SPEED_SCHEMAS):
+        guide = guide_of(BY_HAND[name]) if guided else None
+        params = SamplingParams(
+            max_tokens=160, temperature=0.7, seed=1000 * round_ + number, guide=guide, ignore_eos=not guided
+        )
+        runs.append(
+            (name, prompt_of(name, llm.tokenizer, dialogues[(number + round_) % len(dialogues)]), params)
+        )
+    decode_s, tokens, steps, faults = 0.0, 0, 0, 0
+    for first in range(0, len(runs), concurrency):
+        group = runs[first : first + concurrency]
+        done = llm.generate([prompt for _, prompt, _ in group], [params for *_, params in group])
+        decode_s += max(c.stats.e2e_s for c in done) - max(c.stats.ttft_s for c in done)
+        tokens += sum(len(c.token_ids) - 1 for c in done)
+        steps += sum(c.stats.decode_steps for c in done)
+        if guided:
+            faults += sum(is_fault(name, c) for (name, *_), c in zip(group, done, strict=True))
+    return Speed(tokens / decode_s, tokens / max(steps, 1), faults)
+
+
+def is_fault(name: str, completion: Completion) -> bool:
+    is_cut = completion.finish_reason is FinishReason.LENGTH
+    return not is_cut and fault(BY_HAND[name], completion.text) != ""
+
+
+def measure_speed(model_dir: Path) -> tuple[list[list[str]], int]:
+    """Rows of the table, and how many answers are no instances."""
+    dialogues = [dialogue.as_text() for dialogue in load_dialogues(None)]
+    modes = {"off": drafter_for("off"), "local": drafter_for("local")}
+    llms = {name: LLM(model_dir, drafter=drafter, num_blocks=256) for name, drafter in modes.items()}
+    found: dict[tuple[int, str, bool], list[Speed]] = {}
+    cases = [("off", False), ("off", True), ("local", True)]
+    for round_, concurrency in itertools.product(range(ROUNDS + 1), CONCURRENCY):
+        for name, guided in cases:
+            speed = speed_of(llms[name], concurrency, dialogues, guided=guided, round_=round_)
+            if round_ > 0:  # the first one fills caches
+                found.setdefault((concurrency, name, guided), []).append(speed)
+    rows = []
+    for concurrency in CONCURRENCY:
+        plain = found[concurrency, "off", True]
+        for name, guided in cases:
+            speeds = found[concurrency, name, guided]
+            ratios = [
+                one.tokens_per_second / base.tokens_per_second
+                for one, base in zip(speeds, plain, strict=True)
+            ]
+            rows.append(
+                [
+                    str(concurrency),
+                    "yes" if guided else "no",
+                    name,
+                    f"{statistics.median(s.tokens_per_second for s in speeds):.0f}",
+                    f"{statistics.median(s.tokens_per_step for s in speeds):.2f}",
+                    f"{statistics.median(ratios):.2f}",
+                ]
+            )
+    return rows, sum(speed.faults for speeds in found.values() for speed in speeds)
+
+
+# -- costs -----------------------------------------------------------------------------------------------
+
+
+def quantiles(values: Sequence[float]) -> list[str]:
+    """Median, p99 and largest, in ms."""
+    ordered = sorted(values)
+    chosen = (ordered[len(ordered) // 2], ordered[int(len(ordered) * 0.99)], ordered[-1])
+    return [f"{1e3 * value:.2f}" for value in chosen]
+
+
+def timed(times: list[float], work: Callable[[], object]) -> None:
+    start = time.perf_counter()
+    work()
+    times.append(time.perf_counter() - start)
+
+
+def measure_costs(model_dir: Path) -> list[list[str]]:
+    """Over all schemas; tokens are chosen evenly among those that the guide allows."""
+    manifest = ModelManifest.read(model_dir)
+    compiler = GuideCompiler(model_dir, manifest)
+    check_s: list[float] = []
+    compile_s: list[float] = []
+    mask_s: list[float] = []
+    follow_s: list[float] = []
+    draft_s: list[float] = []
+    for number, (_, schema) in enumerate(corpus()):
+        guide = guide_of(schema)
+        timed(check_s, lambda guide=guide: check_guide(guide))
+        timed(compile_s, lambda guide=guide: compiler.matcher(guide))
+        state = GuideState(compiler.matcher(guide))
+        choices = random.Random(number)
+        for _ in range(200):
+            start = time.perf_counter()
+            allowed = state.allowed(manifest.vocab_size).nonzero()[0]
+            mask_s.append(time.perf_counter() - start)
+            token_id = int(allowed[choices.randrange(len(allowed))])
+            if token_id in manifest.eos_token_ids:
+                break
+            timed(follow_s, lambda state=state, token_id=token_id: state.consume(token_id))
+            timed(draft_s, lambda state=state: state.draft(None, 16))
+    return [
+        ["check at the gateway, per schema", str(len(check_s)), *quantiles(check_s)],
+        ["compile at a pod, per schema", str(len(compile_s)), *quantiles(compile_s)],
+        ["mask, per token", f"{len(mask_s):,}", *quantiles(mask_s)],
+        ["follow the text, per token", f"{len(follow_s):,}", *quantiles(follow_s)],
+        ["forced text, per step", f"{len(draft_s):,}", *quantiles(draft_s)],
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=20_000, help="of the exactness part, without drafts")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="begin no further piece after this")
+    parser.add_argument("--log", type=Path, required=True, help="of the exactness part")
+    parser.add_argument("--only-exactness", action="store_true", help="leave the page as it is")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    stop_at = time.monotonic() + options.seconds
+    options.log.parent.mkdir(parents=True, exist_ok=True)
+    outcomes = read_log(options.log)
+    model_dir = model_loader.pull(model_loader.DEFAULT_MODEL)
+    tokenizer = Tokenizer(model_dir)
+    prompts = [tokenizer.encode(dialogue.as_text()) for dialogue in load_dialogues(None)]
+    with tempfile.TemporaryDirectory() as folder, options.log.open("a", buffering=1) as log:
+        generator = Generator(random_model(model_dir, Path(folder)), threads=1)
+        for outcome in guided_outcomes(generator, prompts, RANDOM_MODEL, options.tokens, tuple(outcomes)):
+            outcomes.append(outcome)
+            log.write(json.dumps(dataclasses.asdict(outcome)) + "\n")
+            if time.monotonic() > stop_at:
+                break
+    exact_table, exact_notes = report(outcomes)
+    if options.only_exactness:
+        print(exact_table, exact_notes, sep="\n\n")
+        sys.exit(num_differing(outcomes) > 0)
+    speed_rows, num_faults = measure_speed(model_dir)
+    tables = [
+        markdown_table(
+            ("requests at a time", "guided", "drafts", "tokens/s", "tokens per step", "x guided, no drafts"),
+            speed_rows,
+        ),
+        markdown_table(("cost", "measured", "median ms", "p99 ms", "largest ms"), measure_costs(model_dir)),
+        exact_table,
+    ]
+    notes = (
+        f"{len(SPEED_SCHEMAS)} schemas, {ROUNDS} rounds; {num_faults} finished answers are no instance of "
+        f"their schema. Costs are over all {sum(1 for _ in corpus())} schemas.\n\n{exact_notes}"
+    )
+    write_page(options.out, "Guided decoding", "\n\n".join(tables), notes)
+    sys.exit(num_differing(outcomes) > 0 or num_faults > 0)
+
+
+if __name__ == "__main__":
+    main()
