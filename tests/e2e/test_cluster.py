@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 from kubelet import overlay
 from kubelet.cluster import Cluster
 from stream_load import Answer, Tally, ask, load
@@ -51,7 +52,7 @@ class Loaded:
         assert [pod.name for pod in ended if pod.was_killed] == []
 
 
-@pytest.fixture(scope="module", loop_scope="module")
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def loaded(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Loaded]:
     try:
         model = models.obtain(DEFAULT_MODEL)
