@@ -75,7 +75,9 @@ def check_schema(schema: object) -> None:
     root = parts.get("")
     root_id = str(root.get("$id", root.get("id", ""))) if isinstance(root, dict) else ""
     is_old = isinstance(root, dict) and any(draft in str(root.get("$schema")) for draft in _OLD_DRAFTS)
-    anchors = {part["$anchor"] for part in parts.values() if isinstance(part, dict) and "$anchor" in part}
+    anchors = {
+        str(part["$anchor"]) for part in parts.values() if isinstance(part, dict) and "$anchor" in part
+    }
     for where, part in parts.items():
         if not isinstance(part, dict):
             continue
@@ -187,7 +189,7 @@ def _check_steps(parts: Mapping[str, object]) -> None:
                 )
 
 
-def _is_reached(ref: str, root_id: str, places: Mapping[str, object], anchors: set[Any]) -> bool:
+def _is_reached(ref: str, root_id: str, places: Mapping[str, object], anchors: set[str]) -> bool:
     """Whether it is one of the schemas that are checked here."""
     base, _, fragment = ref.partition("#")
     return base in ("", root_id.partition("#")[0]) and (unquote(fragment) in places or fragment in anchors)
