@@ -3,14 +3,11 @@
 import json
 from pathlib import Path
 
-import chat_templates
 import grpc
 import pytest
-import toy_tokenizers
-from fake_pods import MODEL, REVISION
-from model_folders import make_folder
 from tandem_core.model.tokenizer import Tokenizer
 from tandem_proto.v1 import gateway_pb2
+from tool_models import make_tool_folder
 
 CHAT = "/v1/chat/completions"
 USER = [{"role": "user", "content": "Where is order 5?"}]
@@ -28,7 +25,6 @@ CALLED = [
     },
     {"role": "tool", "tool_call_id": "c1", "content": "sent"},
 ]
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
 @pytest.fixture(scope="module", params=["qwen2.5", "smollm2"])
@@ -39,12 +35,7 @@ def template(request) -> str:
 
 @pytest.fixture(scope="module")
 def folder(template, tmp_path_factory) -> Path:
-    tokenizer = toy_tokenizers.trained(["where is the order"] * 20, 400, SPECIAL)
-    return make_folder(
-        tmp_path_factory.mktemp("model"), tokenizer, name=MODEL, revision=REVISION, max_model_len=8192,
-        vocab_size=tokenizer.get_vocab_size(), bos_token="<|im_start|>", eos_token="<|im_end|>",
-        chat_template=Path(chat_templates.__path__[0], f"{template}.jinja").read_text(),
-    )  # fmt: skip
+    return make_tool_folder(tmp_path_factory.mktemp("model"), template)
 
 
 @pytest.fixture

@@ -74,10 +74,14 @@ class Tokenizer:
         """How the chat template takes tools; None: it knows none."""
         return None if self._chat_template is None else self._chat_template.tool_use
 
-    def special_token_id(self, text: str) -> int | None:
-        """The id of the special token with this text, which decoding leaves out by default."""
+    def added_token_id(self, text: str) -> int | None:
+        """The id of the token that stands for exactly this text, beside the vocabulary of text pieces."""
         token_id: int | None = self._tokenizer.token_to_id(text)
-        return token_id if token_id in self._added and self._added[token_id].special else None
+        return token_id if token_id in self._added else None
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether decoding leaves it out by default."""
+        return token_id in self._added and bool(self._added[token_id].special)
 
     def encode_chat(self, messages: Sequence[Message], options: ChatOptions = DEFAULT_OPTIONS) -> list[int]:
         """Token ids of a conversation, ready for the assistant's turn unless the options say otherwise.

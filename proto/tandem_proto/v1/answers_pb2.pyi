@@ -121,8 +121,9 @@ class AnswerForm(_message.Message):
     REASONING_FIELD_NUMBER: _builtins.int
     STARTS_IN_REASONING_FIELD_NUMBER: _builtins.int
     AS_FUNCTION_CALL_FIELD_NUMBER: _builtins.int
+    GUIDED_FIELD_NUMBER: _builtins.int
     tool_format: _builtins.str
-    """The form of tool calls: "hermes", "llama3" or "mistral"; empty: there are none."""
+    """The form of tool calls: "hermes", "llama3", "mistral" or "mistral-args"; empty: there are none."""
     single_call: _builtins.bool
     """At most one call is shown."""
     reasoning: _builtins.bool
@@ -130,6 +131,8 @@ class AnswerForm(_message.Message):
     starts_in_reasoning: _builtins.bool
     as_function_call: _builtins.bool
     """Calls are shown as the older `function_call`."""
+    guided: _builtins.bool
+    """A grammar holds calls to the format, so nothing else counts as one."""
     @_builtins.property
     def tool_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The tools that may be called."""
@@ -143,10 +146,11 @@ class AnswerForm(_message.Message):
         reasoning: _builtins.bool = ...,
         starts_in_reasoning: _builtins.bool = ...,
         as_function_call: _builtins.bool = ...,
+        guided: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["as_function_call", b"as_function_call", "reasoning", b"reasoning", "single_call", b"single_call", "starts_in_reasoning", b"starts_in_reasoning", "tool_format", b"tool_format", "tool_names", b"tool_names"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["as_function_call", b"as_function_call", "guided", b"guided", "reasoning", b"reasoning", "single_call", b"single_call", "starts_in_reasoning", b"starts_in_reasoning", "tool_format", b"tool_format", "tool_names", b"tool_names"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -148,6 +148,7 @@ class Answers:
                 kind=kind,
                 with_usage=with_usage,
                 shown=shown,
+                form=request.form,
                 created_seconds=int(time.time()),
                 payload_sha256=payload_sha256,
             ),

@@ -59,6 +59,7 @@ from tandem_gateway.request import (
 )
 from tandem_gateway.settings import GatewaySettings
 from tandem_gateway.tools.choice import NO_TOOLS, ToolChoice
+from tandem_gateway.tools.form import AnswerForms
 
 #: Longer texts are tokenized in a thread, so that the event loop is not blocked.
 _INLINE_CHARS = 4096
@@ -97,6 +98,7 @@ class Gateway:
         self.manifest = tokenizer.manifest
         self.fleet = fleet
         self.settings = settings
+        self._forms = AnswerForms(tokenizer, settings.tool_format, splits_reasoning=settings.split_reasoning)
         self._admission = admission
         self._rates = TokenRates()
         self._num_received = 0
@@ -153,7 +155,6 @@ class Gateway:
         """
         current().stage("tokenize")
         self.check_model(received.model)
-        await self._check_guide(received)
         if not messages:
             raise InvalidRequestError("messages", "is empty; send at least one message")
         limit = self.settings.max_messages
@@ -166,10 +167,20 @@ class Gateway:
         if options.template_arguments:
             texts.append(json.dumps(options.template_arguments, ensure_ascii=False))
         options = dataclasses.replace(options, tools=choice.tools)
+        received = self._forms.with_sampling(received, choice)
         token_ids = await self._encode(
             received.caller, texts, "messages", lambda: self.tokenizer.encode_chat(messages, options)
         )
-        return self._tokenized(received, token_ids, field="messages")
+        content: Guide | None = received.sampling.get("guide")
+        guide = content
+        if choice.tools:
+            async with self._checking_guide:
+                guide = await asyncio.to_thread(self._forms.guide, choice, content, token_ids)
+            received = dataclasses.replace(received, sampling={**received.sampling, "guide": guide})
+        await self._check_guide(received)
+        request = self._tokenized(received, token_ids, field="messages")
+        form = self._forms.of(choice, token_ids, is_guided=guide is not content)
+        return dataclasses.replace(request, form=form)
 
     async def prepare_text(self, received: ReceivedRequest, text: str) -> TokenizedRequest:
         """Checks and tokenizes a plain text. Raises InvalidRequestError, ForbiddenError."""

@@ -17,7 +17,7 @@ import grpc
 import grpc.aio
 from tandem_core.codec import given_sampling, slo_from_proto
 from tandem_core.errors import InvalidRequestError
-from tandem_proto.v1 import decode_pb2, gateway_pb2, gateway_pb2_grpc
+from tandem_proto.v1 import common_pb2, decode_pb2, gateway_pb2, gateway_pb2_grpc
 from tandem_service.interceptors import Metadata, current_request_id, request_id_or_new
 
 from tandem_gateway.answer import Answer
@@ -27,6 +27,7 @@ from tandem_gateway.errors import PRESENTATIONS
 from tandem_gateway.gateway import Gateway
 from tandem_gateway.grpc_messages import to_messages, to_options, to_tool_choice
 from tandem_gateway.request import ReceivedRequest, TokenizedRequest
+from tandem_gateway.tools.answer_parser import AnswerDelta, AnswerParser
 
 if TYPE_CHECKING:
     from typing import Any
@@ -105,13 +106,17 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     ) -> AsyncGenerator[ResponseT, None]:
         with self._gateway.counting_refusals():
             answer, position = await self._find_or_begin(request, context)
+        parser = AnswerParser(answer.record.form, seed=answer.record.id)
         async with aclosing(self._answers.read(answer, position)) as events:
             async for event, event_id, is_seen in events:
                 if isinstance(event, decode_pb2.DecodeChunk):
+                    part = parser.push(event.text)
                     if is_seen:
                         continue
                     chunk = gateway_pb2.GeneratedChunk(
-                        text=event.text,
+                        text=part.content,
+                        reasoning=part.reasoning,
+                        tool_calls=_to_proto(part),
                         token_ids=event.token_ids,
                         logprobs=event.logprobs,
                         event_id=event_id,
@@ -119,8 +124,13 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
                     yield kind(chunk=chunk)
                 else:
                     context.set_trailing_metadata(((RECEIPT_KEY, event.receipt.SerializeToString()),))
+                    part = parser.finish()
+                    is_call = parser.has_calls and event.reason == common_pb2.FINISH_REASON_STOP
                     end = gateway_pb2.GeneratedEnd(
-                        reason=event.reason,
+                        reason=common_pb2.FINISH_REASON_TOOL_CALLS if is_call else event.reason,
+                        text=part.content,
+                        reasoning=part.reasoning,
+                        tool_calls=_to_proto(part),
                         stop_reason=event.stop_reason,
                         stop_token_id=event.stop_token_id if event.HasField("stop_token_id") else None,
                         receipt=event.receipt,
@@ -175,6 +185,13 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             speculation=request.speculation,
             objectives=slo_from_proto(request.slo),
         )
+
+
+def _to_proto(part: AnswerDelta) -> list[gateway_pb2.ToolCallDelta]:
+    return [
+        gateway_pb2.ToolCallDelta(index=call.index, id=call.id, name=call.name, arguments=call.arguments)
+        for call in part.calls
+    ]
 
 
 def _kind(request: _Request) -> str:

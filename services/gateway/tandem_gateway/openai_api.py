@@ -225,12 +225,10 @@ async def _stream(
 
 
 def _render(event: Event, renderer: Renderer, *, with_usage: bool) -> Json | None:
-    """The event as JSON; None: nothing to show, while a character is incomplete."""
+    """The event as JSON; None: nothing to show yet."""
     if isinstance(event, decode_pb2.DecodeFinished):
         return renderer.finish(event, with_usage_field=with_usage)
-    if event.text or event.logprobs or (event.token_ids and renderer.shows_token_ids):
-        return renderer.chunk(event, with_usage_field=with_usage)
-    return None
+    return renderer.chunk(event, with_usage_field=with_usage)
 
 
 def _slo_class(body: ChatBody | CompletionBody, headers: Headers) -> str:

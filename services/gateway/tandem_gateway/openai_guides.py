@@ -12,18 +12,19 @@ import json
 from typing import Any
 
 import llguidance.gbnf_to_lark
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict
 from tandem_core.errors import InvalidRequestError, quoted
 from tandem_core.guide import Guide, GuideKind
 
 from tandem_gateway.errors import UnsupportedFieldError
+from tandem_gateway.json_body import JsonBody
 
 _OBJECT = '{"type": "object"}'
 #: The time to convert one grows with its square, and other streams wait.
 MAX_GBNF_BYTES = 4096
 
 
-class _Strict(BaseModel):
+class _Strict(JsonBody):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
 

@@ -5,14 +5,16 @@ Older forms are read, too: `functions` with `function_call` are tools, the role 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from pydantic import BaseModel, ConfigDict, JsonValue
+from pydantic import ConfigDict, JsonValue
 from tandem_core.errors import InvalidRequestError, quoted
-from tandem_core.model.conversation import Message, ToolCall
+from tandem_core.model.conversation import Message, Tool, ToolCall
 
 from tandem_gateway.errors import UnsupportedFieldError
+from tandem_gateway.json_body import JsonBody
 from tandem_gateway.tools.choice import Mode, ToolChoice, check_tools
 
 _ROLES = MappingProxyType(
@@ -23,7 +25,7 @@ _ROLES = MappingProxyType(
 _IGNORED_IN_MESSAGE = frozenset({"refusal", "annotations", "audio"})
 
 
-class Body(BaseModel):
+class Body(JsonBody):
     """A JSON object of the caller; fields that it does not name are in `model_extra`."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
@@ -80,7 +82,11 @@ def to_tool_choice(
             raise InvalidRequestError("functions", "cannot be sent together with tools; send tools alone")
         tools = [{"type": "function", "function": dict(function)} for function in functions]
         choice, is_parallel, field = function_call, False, "function_call"
-    checked = check_tools(tools or [])
+    found = _choice(field, check_tools(tools or []), choice, is_parallel=is_parallel)
+    return dataclasses.replace(found, as_function_call=bool(functions))
+
+
+def _choice(field: str, checked: Sequence[Tool], choice: JsonValue, *, is_parallel: bool) -> ToolChoice:
     if choice is None:
         return ToolChoice.of(checked, Mode.AUTO, is_parallel=is_parallel)
     if isinstance(choice, str):

@@ -12,6 +12,7 @@ from tandem_proto.v1 import answers_pb2, common_pb2, decode_pb2
 
 from tandem_gateway.errors import presentation
 from tandem_gateway.http_stream import SSE_DONE, sse
+from tandem_gateway.tools.answer_parser import AnswerDelta, AnswerParser, CallDelta
 
 Json = Mapping[str, "JsonValue"]
 JsonValue = str | int | float | bool | None | Sequence["JsonValue"] | Json
@@ -92,8 +93,12 @@ class Renderer(ABC):
         """Follows the last event of a complete stream."""
         return SSE_DONE
 
-    def chunk(self, chunk: decode_pb2.DecodeChunk, *, with_usage_field: bool) -> Json:
-        choice = dict(self._delta(chunk.text, self._logprobs(chunk.logprobs)))
+    def chunk(self, chunk: decode_pb2.DecodeChunk, *, with_usage_field: bool) -> Json | None:
+        """None: there is nothing to show yet, for example while a character is incomplete."""
+        part = self._part(chunk.text)
+        if not (part or chunk.logprobs or self.shows_token_ids):
+            return None
+        choice = dict(self._delta(part, self._logprobs(chunk.logprobs)))
         if not self.shows_token_ids:
             return self._stream_object([choice], with_usage_field)
         choice["token_ids"] = list(chunk.token_ids)
@@ -104,8 +109,8 @@ class Renderer(ABC):
 
     def finish(self, end: decode_pb2.DecodeFinished, *, with_usage_field: bool) -> Json:
         choice = {
-            **self._delta("", None),
-            "finish_reason": _FINISH_REASONS[end.reason],
+            **self._delta(self._last_part(), None),
+            "finish_reason": self._finish_reason(end),
             "stop_reason": _stop_reason(end),
         }
         return self._stream_object([choice], with_usage_field)
@@ -120,7 +125,7 @@ class Renderer(ABC):
             "index": 0,
             **self._whole_text(text),
             "logprobs": self._logprobs(positions),
-            "finish_reason": _FINISH_REASONS[end.reason],
+            "finish_reason": self._finish_reason(end),
             "stop_reason": _stop_reason(end),
         }
         usage = usage_json(end.receipt)
@@ -147,7 +152,19 @@ class Renderer(ABC):
         return token.token_bytes or self._token_bytes(token.token_id)
 
     @abstractmethod
-    def _delta(self, text: str, logprobs: Json | None) -> Json:
+    def _part(self, text: str) -> AnswerDelta:
+        """What the text adds to the answer; false: nothing yet."""
+
+    @abstractmethod
+    def _last_part(self) -> AnswerDelta:
+        """What was held back, when no more text comes."""
+
+    def _finish_reason(self, end: decode_pb2.DecodeFinished) -> str:
+        """After the last part."""
+        return _FINISH_REASONS[end.reason]
+
+    @abstractmethod
+    def _delta(self, part: AnswerDelta, logprobs: Json | None) -> Json:
         """The choice of a stream chunk."""
 
     @abstractmethod
@@ -156,6 +173,14 @@ class Renderer(ABC):
 
     @abstractmethod
     def _logprobs_object(self, positions: Sequence[common_pb2.PositionLogprobs]) -> Json: ...
+
+
+def _call_json(call: CallDelta) -> dict[str, JsonValue]:
+    """A call, or the part of one that is not its first."""
+    if not call.name:
+        return {"function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 class ChatRenderer(Renderer):
@@ -169,16 +194,51 @@ class ChatRenderer(Renderer):
     ) -> None:
         super().__init__(record, model, token_bytes)
         self._sent_role = False
+        self._parser = AnswerParser(record.form, seed=record.id)
+        self._as_function_call = record.form.as_function_call
 
-    def _delta(self, text: str, logprobs: Json | None) -> Json:
+    def _part(self, text: str) -> AnswerDelta:
+        return self._parser.push(text)
+
+    def _last_part(self) -> AnswerDelta:
+        return self._parser.finish()
+
+    def _finish_reason(self, end: decode_pb2.DecodeFinished) -> str:
+        if end.reason == common_pb2.FINISH_REASON_STOP and self._parser.has_calls:
+            return "function_call" if self._as_function_call else "tool_calls"
+        return super()._finish_reason(end)
+
+    def _delta(self, part: AnswerDelta, logprobs: Json | None) -> Json:
         delta: dict[str, JsonValue] = {} if self._sent_role else {"role": "assistant", "content": ""}
         self._sent_role = True
-        if text:
-            delta["content"] = text
+        if part.content:
+            delta["content"] = part.content
+        if part.reasoning:
+            delta["reasoning_content"] = part.reasoning
+        delta |= self._calls_json(part, with_index=True)
         return {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": None}
 
     def _whole_text(self, text: str) -> Json:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+        part = self._part(text) + self._last_part()
+        message: dict[str, JsonValue] = {
+            "role": "assistant",
+            "content": None if part.calls and not part.content else part.content,
+            "refusal": None,
+        }
+        if part.reasoning:
+            message["reasoning_content"] = part.reasoning
+        return {"message": message | self._calls_json(part, with_index=False)}
+
+    def _calls_json(self, part: AnswerDelta, *, with_index: bool) -> dict[str, JsonValue]:
+        """The field for the calls, if there are any."""
+        calls = [_call_json(call) for call in part.calls]
+        if not calls:
+            return {}
+        if self._as_function_call:
+            return {"function_call": calls[0]["function"]}
+        if with_index:
+            calls = [{"index": call.index, **shown} for call, shown in zip(part.calls, calls, strict=True)]
+        return {"tool_calls": calls}
 
     def _logprobs_object(self, positions: Sequence[common_pb2.PositionLogprobs]) -> Json:
         content = [
@@ -205,8 +265,14 @@ class CompletionRenderer(Renderer):
         super().__init__(record, model, token_bytes)
         self._text_offset = 0
 
-    def _delta(self, text: str, logprobs: Json | None) -> Json:
-        return {"index": 0, "text": text, "logprobs": logprobs, "finish_reason": None}
+    def _part(self, text: str) -> AnswerDelta:
+        return AnswerDelta(text)
+
+    def _last_part(self) -> AnswerDelta:
+        return AnswerDelta()
+
+    def _delta(self, part: AnswerDelta, logprobs: Json | None) -> Json:
+        return {"index": 0, "text": part.content, "logprobs": logprobs, "finish_reason": None}
 
     def _whole_text(self, text: str) -> Json:
         return {"text": text}

@@ -17,7 +17,7 @@ from tandem_core.prefix_hash import ChainHash, cache_salt, hash_prefixes
 from tandem_core.sampling import SamplingParams
 from tandem_core.slo import NO_OBJECTIVES, SloTarget
 from tandem_core.speculation import SpeculationMode
-from tandem_proto.v1 import decode_pb2
+from tandem_proto.v1 import answers_pb2, decode_pb2
 
 from tandem_gateway.auth import Caller
 from tandem_gateway.errors import ContextLengthError
@@ -95,6 +95,8 @@ class TokenizedRequest:
     one_token_events: bool = False
     #: Seconds from its arrival until its first token is due; None: as its objectives say.
     due_s: float | None = None
+    #: Of a chat: how its text is taken apart; None: everything is content.
+    form: answers_pb2.AnswerForm | None = field(default=None, compare=False)
     _block_hashes: dict[int, list[ChainHash]] = field(default_factory=dict, compare=False, repr=False)
 
     @property

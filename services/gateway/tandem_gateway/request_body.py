@@ -1,4 +1,4 @@
-"""Reads a request's body within its limits of bytes and time, before anything is parsed."""
+"""Reads a request's body within its limits of bytes, time and JSON values, before anything is parsed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from starlette.requests import Request
 
 from tandem_gateway.errors import BodyTimeoutError, BodyTooLargeError
 from tandem_gateway.gateway import Gateway, max_message_bytes
+from tandem_gateway.json_structure import JsonLimits, check_structure
 
 
 def max_body_bytes(gateway: Gateway) -> int:
@@ -15,7 +16,7 @@ def max_body_bytes(gateway: Gateway) -> int:
 
 
 async def read_body(request: Request, gateway: Gateway) -> bytes:
-    """Raises BodyTooLargeError, BodyTimeoutError."""
+    """Raises BodyTooLargeError, BodyTimeoutError, InvalidRequestError."""
     limit = max_body_bytes(gateway)
     message = f"is over the limit of {limit} bytes; shorten the prompt"
     declared = request.headers.get("content-length", "")
@@ -31,4 +32,6 @@ async def read_body(request: Request, gateway: Gateway) -> bytes:
                     raise BodyTooLargeError("body", message)
     except TimeoutError:
         raise BodyTimeoutError("body", f"has not arrived within {timeout_s:g} s; send it faster") from None
-    return bytes(parts)
+    body = bytes(parts)
+    await check_structure(body, JsonLimits.for_context(gateway.manifest.max_model_len))
+    return body

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
+from pydantic import ConfigDict, JsonValue, ValidationError
 from tandem_core.errors import InvalidRequestError, quoted
 
 from tandem_gateway.errors import UnsupportedFieldError
+from tandem_gateway.json_body import JsonBody
 from tandem_gateway.openai_models import ChatBody, invalid_body, parse_json
 
 _Object = dict[str, JsonValue]
@@ -46,14 +47,14 @@ _OF_CHATS = {
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
 
-class _Text(BaseModel):
+class _Text(JsonBody):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     format: _Object | None = None
     verbosity: str | None = None
 
 
-class ResponsesBody(BaseModel):
+class ResponsesBody(JsonBody):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
 
     model: str | None = None

@@ -76,10 +76,11 @@ class ResponsesRenderer(ChatRenderer):
         self._output: list[_Object] = []
         self._open: _Item | None = None
         self._has_started = False
-        self._finish_reason: str | None = None
+        self._finished_by: str | None = None
 
-    def chunk(self, chunk: decode_pb2.DecodeChunk, *, with_usage_field: bool) -> Json:
-        return self._events(super().chunk(chunk, with_usage_field=False))
+    def chunk(self, chunk: decode_pb2.DecodeChunk, *, with_usage_field: bool) -> Json | None:
+        chat = super().chunk(chunk, with_usage_field=False)
+        return None if chat is None else self._events(chat)
 
     def finish(self, end: decode_pb2.DecodeFinished, *, with_usage_field: bool) -> Json:
         return self._events(super().finish(end, with_usage_field=False))
@@ -100,7 +101,7 @@ class ResponsesRenderer(ChatRenderer):
                 {"index": index, **call} for index, call in enumerate(message.get("tool_calls") or ())
             ],
         }
-        self._finish_reason = choice["finish_reason"]
+        self._finished_by = choice["finish_reason"]
         self._take(delta, logprobs)
         self._close()
         if not self._output:  # an answer without text is a message without text
@@ -133,7 +134,7 @@ class ResponsesRenderer(ChatRenderer):
             events += [self._event(name, {"response": self._response(None)}) for name in names]
         events += self._take(choice["delta"], choice["logprobs"])
         if choice["finish_reason"] is not None:
-            self._finish_reason = choice["finish_reason"]
+            self._finished_by = choice["finish_reason"]
             if not self._output and self._open is None:
                 events += self._add("message", "")
             events += self._close()
@@ -142,14 +143,19 @@ class ResponsesRenderer(ChatRenderer):
     def _take(self, delta: _Object, logprobs: _Object | None) -> list[_Object]:
         """The events of what a chat's delta brings."""
         events: list[_Object] = []
+        calls = delta.get("tool_calls") or ()
+        for call in calls:
+            if not call.get("id"):  # belongs to the open item, which other text would close
+                events += self._call(call)
         if text := delta.get("reasoning_content"):
             events += self._text("reasoning", text, [])
         content = delta.get("content") or ""
         positions = (logprobs or {}).get("content") or []
         if content or positions:
             events += self._text("message", content, positions)
-        for call in delta.get("tool_calls") or ():
-            events += self._call(call)
+        for call in calls:
+            if call.get("id"):
+                events += self._call(call)
         return events
 
     def _text(self, kind: str, text: str, logprobs: list[Any]) -> list[_Object]:
@@ -208,7 +214,7 @@ class ResponsesRenderer(ChatRenderer):
                 self._of_item(f"{_TEXT_EVENTS[item.kind]}.done", item, more),
                 self._of_item("response.content_part.done", item, part),
             ]
-        shown = item.shown("incomplete" if self._finish_reason == "length" else "completed")
+        shown = item.shown("incomplete" if self._finished_by == "length" else "completed")
         self._output.append(shown)
         return [
             *events,
@@ -226,7 +232,7 @@ class ResponsesRenderer(ChatRenderer):
     def _response(self, usage: _Object | None) -> _Object:
         """The response so far; `usage` when it has ended."""
         status = "in_progress" if usage is None else "completed"
-        if usage is not None and self._finish_reason == "length":
+        if usage is not None and self._finished_by == "length":
             status = "incomplete"
         sampling = self._sampling
         return {

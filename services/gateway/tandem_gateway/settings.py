@@ -15,6 +15,7 @@ from tandem_service.tls import PemFiles, Role, ServerTls, is_loopback
 
 from tandem_gateway.auth import Caller
 from tandem_gateway.request import TenantLimits
+from tandem_gateway.tools.detect import FormatSetting
 
 
 def _split_origins(value: object) -> tuple[str, ...]:
@@ -98,6 +99,10 @@ class GatewaySettings(RedisSettings):
     """longest time in which a request must have arrived: HTTP headers, HTTP body, gRPC message, each"""
     max_messages: Annotated[int, Field(ge=1)] = 1024
     """most messages in one chat"""
+    tool_format: FormatSetting = FormatSetting.AUTO
+    """form of the model's tool calls; auto: as its chat template shows"""
+    split_reasoning: bool = True
+    """show <think>...</think> at an answer's beginning as reasoning_content, if the chat template has it"""
     resume_ttl_s: Annotated[float, Field(ge=0)] = 120.0
     """seconds for which a cut stream can be resumed, or an answer be asked for again by its key; 0: never"""
     resume_max_bytes: Annotated[int, Field(ge=1 << 20)] = 64 << 20

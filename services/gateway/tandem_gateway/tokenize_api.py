@@ -11,20 +11,21 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ConfigDict, ValidationError
 from tandem_core.errors import InvalidRequestError
 from tandem_core.sampling import check_token_ids
 
 from tandem_gateway.auth import ApiKeys, Caller
 from tandem_gateway.gateway import Gateway
 from tandem_gateway.http_stream import until_disconnect
+from tandem_gateway.json_body import JsonBody
 from tandem_gateway.limits import OpenCalls
 from tandem_gateway.openai_models import ChatBody, invalid_body, parse_json
 from tandem_gateway.request import ReceivedRequest
 from tandem_gateway.request_body import read_body
 
 
-class TokenizeBody(BaseModel):
+class TokenizeBody(JsonBody):
     """With `prompt`, or with `messages` and further fields of a chat."""
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
@@ -56,7 +57,7 @@ class TokenizeBody(BaseModel):
         return body
 
 
-class DetokenizeBody(BaseModel):
+class DetokenizeBody(JsonBody):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     model: str | None = None

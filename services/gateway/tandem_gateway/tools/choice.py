@@ -36,6 +36,8 @@ class ToolChoice:
     tools: tuple[Tool, ...] = ()
     #: Several calls in one answer.
     is_parallel: bool = True
+    #: Calls are shown as the older `function_call`.
+    as_function_call: bool = False
 
     @classmethod
     def of(

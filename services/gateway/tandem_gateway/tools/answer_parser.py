@@ -1,0 +1,123 @@
+"""The text of one choice of a chat, taken apart: reasoning, content and tool calls.
+
+    text --ReasoningSplitter--> rest --CallsParser--> AnswerDelta
+
+An AnswerForm (answers.proto) says which of these there are. It is kept with the answer, so that each gateway
+which resumes the answer's stream shows the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field, replace
+
+from tandem_proto.v1 import answers_pb2
+
+from tandem_gateway.tools.calls_parser import CallsParser
+from tandem_gateway.tools.detect import FORMATS
+from tandem_gateway.tools.reasoning import ReasoningSplitter
+
+
+@dataclass
+class CallDelta:
+    """`id` and `name` are set in the first part of a call."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""
+
+
+@dataclass
+class AnswerDelta:
+    """What a piece of text adds."""
+
+    content: str = ""
+    reasoning: str = ""
+    #: At most one of each index.
+    calls: list[CallDelta] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.content or self.reasoning or self.calls)
+
+    def __add__(self, later: AnswerDelta) -> AnswerDelta:
+        calls = {call.index: call for call in self.calls}
+        for call in later.calls:
+            first = calls.get(call.index, CallDelta(call.index, call.id, call.name))
+            calls[call.index] = replace(first, arguments=first.arguments + call.arguments)
+        return AnswerDelta(
+            self.content + later.content, self.reasoning + later.reasoning, list(calls.values())
+        )
+
+
+class AnswerParser:
+    """One for each choice. `seed` makes the ids of calls: equal for each reader of an answer."""
+
+    def __init__(self, form: answers_pb2.AnswerForm, seed: str) -> None:
+        self._seed = seed
+        self._is_single = form.single_call
+        tool_format = FORMATS.get(form.tool_format)
+        if tool_format is not None and form.guided:
+            tool_format = tool_format.as_guided()
+        self._has_short_ids = tool_format is not None and tool_format.has_short_ids
+        names = frozenset(form.tool_names)
+        self._calls = CallsParser(tool_format, names, self) if tool_format is not None else None
+        self._reasoning = ReasoningSplitter(is_inside=form.starts_in_reasoning) if form.reasoning else None
+        self._num_calls = 0
+        self._delta = AnswerDelta()
+
+    @property
+    def has_calls(self) -> bool:
+        return self._num_calls > 0
+
+    def push(self, text: str) -> AnswerDelta:
+        if self._reasoning is not None:
+            reasoning, text = self._reasoning.push(text)
+            self._delta.reasoning += reasoning
+        self._push_rest(text)
+        return self._taken()
+
+    def finish(self) -> AnswerDelta:
+        """What was held back. Call it once, after the last text."""
+        if self._reasoning is not None:
+            reasoning, text = self._reasoning.finish()
+            self._delta.reasoning += reasoning
+            self._push_rest(text)
+        if self._calls is not None:
+            self._calls.finish()
+        return self._taken()
+
+    def content(self, text: str) -> None:
+        self._delta.content += text
+
+    def begin_call(self, name: str) -> None:
+        self._num_calls += 1
+        if self._is_shown:
+            index = self._num_calls - 1
+            self._delta.calls.append(CallDelta(index, self._call_id(index), name))
+
+    def arguments(self, text: str) -> None:
+        if not (self._is_shown and text):
+            return
+        index = self._num_calls - 1
+        if not self._delta.calls or self._delta.calls[-1].index != index:
+            self._delta.calls.append(CallDelta(index))
+        self._delta.calls[-1].arguments += text
+
+    @property
+    def _is_shown(self) -> bool:
+        return self._num_calls == 1 or not self._is_single
+
+    def _push_rest(self, text: str) -> None:
+        if self._calls is not None:
+            self._calls.push(text)
+        else:
+            self._delta.content += text
+
+    def _call_id(self, index: int) -> str:
+        digest = hashlib.sha256(f"{self._seed} {index}".encode()).hexdigest()
+        return digest[:9] if self._has_short_ids else f"call_{digest[:24]}"
+
+    def _taken(self) -> AnswerDelta:
+        delta, self._delta = self._delta, AnswerDelta()
+        return delta

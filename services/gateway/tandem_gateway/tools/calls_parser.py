@@ -1,0 +1,202 @@
+"""Finds tool calls in the text of an answer while it comes.
+
+    text --marker--> opened --{--> object --}--> after --closer--> text
+                        +--name[ARGS]{ ----------^  +--, ; ]
+
+What turns out not to be a call is content, from its marker on. A call that breaks off after its arguments
+have begun keeps them, as they are. Everything depends on the text so far alone, not on how it is cut into
+pieces: a resumed stream shows the same.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Protocol
+
+from tandem_gateway.tools.formats import Opener, ToolFormat
+from tandem_gateway.tools.json_scanner import CallObjectReader, CallReader
+
+_NAME_CHARS = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_-.")
+#: In front of the arguments' object in Mistral's newer form.
+_NAMED = re.compile(r"([A-Za-z0-9_.-]+)\s*(?:\[CALL_ID\]\s*[A-Za-z0-9]*\s*)?(?:\[ARGS\]\s*)?")
+_MAX_NAMED_CHARS = 256
+_BARE = Opener("", is_certain=False)
+
+
+class Sink(Protocol):
+    """Takes what is found."""
+
+    def content(self, text: str) -> None: ...
+
+    def begin_call(self, name: str) -> None: ...
+
+    def arguments(self, text: str) -> None: ...
+
+
+class CallsParser:
+    def __init__(self, form: ToolFormat, tool_names: frozenset[str], sink: Sink) -> None:
+        self._form = form
+        self._tool_names = tool_names
+        self._sink = sink
+        self._state = self._in_text
+        self._opener = _BARE
+        #: Nothing but space has come.
+        self._is_start = True
+        #: Text that may be a marker, with the space before it.
+        self._held = ""
+        #: The text from the space before the marker to here, while it may be none of a call.
+        self._raw = ""
+        self._num_before_call = 0
+        self._is_list = False
+        self._call = CallReader()
+        self._is_begun = False
+
+    def push(self, text: str) -> None:
+        for char in text:
+            self._state(char)
+
+    def finish(self) -> None:
+        """The text has ended: what was held back is content. Parts of a closing marker are not."""
+        if self._state == self._in_text:
+            self._show(self._held)
+        elif self._state == self._in_broken:
+            self._sink.arguments(self._held)
+        elif self._state != self._after_call and not self._is_begun:
+            self._show(self._raw)
+        self._held = self._raw = ""
+
+    def _show(self, text: str) -> None:
+        if text:
+            self._is_start = self._is_start and text.isspace()
+            self._sink.content(text)
+
+    def _in_text(self, char: str) -> None:
+        self._held += char
+        while self._held:
+            marker = self._held.lstrip()
+            space = self._held[: len(self._held) - len(marker)]
+            if not marker:
+                return
+            for opener in self._form.openers:
+                if marker == opener.marker:
+                    self._open(opener, self._held)
+                    return
+            if marker == "{" and self._is_start and self._form.takes_bare_object:
+                self._open(_BARE, space)
+                self._in_opened("{")
+                return
+            if any(opener.marker.startswith(marker) for opener in self._form.openers):
+                return
+            self._held = marker[1:]
+            self._show(space + marker[0])
+
+    def _open(self, opener: Opener, raw: str) -> None:
+        self._opener, self._raw, self._held = opener, raw, ""
+        self._num_before_call = len(raw)
+        self._is_list = False
+        self._state = self._in_opened
+
+    def _in_opened(self, char: str) -> None:
+        """Before a call's first character."""
+        self._raw += char
+        if char.isspace():
+            return
+        if char == "{":
+            is_certain = self._opener.is_certain
+            self._begin_reading(CallObjectReader(None if is_certain else self._tool_names), char)
+        elif char == "[" and not self._is_list and self._opener is not _BARE:
+            self._is_list = True
+        elif self._form.takes_named_arguments and not self._is_list and char in _NAME_CHARS:
+            self._held = char
+            self._state = self._in_name
+        else:
+            self._take_back()
+
+    def _in_name(self, char: str) -> None:
+        self._raw += char
+        if char != "{":
+            self._held += char
+            if len(self._held) > _MAX_NAMED_CHARS:
+                self._take_back()
+            return
+        named = _NAMED.fullmatch(self._held)
+        if named is None:
+            self._take_back()
+        else:
+            self._held = ""
+            self._begin_reading(CallReader(named[1]), char)
+
+    def _begin_reading(self, call: CallReader, char: str) -> None:
+        self._call, self._is_begun = call, False
+        self._state = self._in_call
+        self._read(char)
+
+    def _in_call(self, char: str) -> None:
+        if not self._is_begun:
+            self._raw += char
+        self._read(char)
+
+    def _read(self, char: str) -> None:
+        call = self._call
+        call.advance(char)
+        if not self._is_begun and call.has_begun:
+            self._is_begun, self._is_start, self._raw = True, False, ""
+            self._sink.begin_call(call.name or "")
+        if self._is_begun and (text := call.take_arguments()):
+            self._sink.arguments(text)
+        if call.is_complete and self._is_begun:
+            self._state = self._after_call
+            self._held = ""
+        elif call.is_wrong and self._is_begun:
+            self._state = self._in_broken
+            self._held = ""
+            self._in_broken(char)
+        elif call.is_wrong:
+            self._take_back()
+
+    def _take_back(self) -> None:
+        """It is no call: what was opened is content, and what follows is read again."""
+        num_shown = max(self._num_before_call, 1 + len(self._raw) - len(self._raw.lstrip()))
+        shown, rest = self._raw[:num_shown], self._raw[num_shown:]
+        self._raw = self._held = ""
+        self._state = self._in_text
+        self._show(shown)
+        self.push(rest)
+
+    def _after_call(self, char: str) -> None:
+        self._held += char
+        closer = self._opener.closer
+        # Small models close one brace too many.
+        rest = self._held.lstrip("} \t\r\n") if closer else self._held.lstrip()
+        if not rest:
+            return
+        if closer and closer.startswith(rest):
+            if rest == closer:
+                self._held = ""
+                self._state = self._in_text
+            return
+        if self._is_list and rest == "]":
+            self._is_list, self._held = False, ""
+        elif rest == ("," if self._is_list else self._form.separator):
+            self._continue()
+        else:
+            held, self._held = self._held, ""
+            self._state = self._in_text
+            self.push(held)
+
+    def _continue(self) -> None:
+        """Another call follows without a marker."""
+        self._raw, self._held, self._is_begun = self._held, "", False
+        self._num_before_call = len(self._raw)
+        self._state = self._in_opened
+
+    def _in_broken(self, char: str) -> None:
+        """The arguments are no JSON any more; they go on to the closing marker."""
+        self._held += char
+        closer = self._opener.closer
+        while self._held and not (closer and closer.startswith(self._held)):
+            self._sink.arguments(self._held[0])
+            self._held = self._held[1:]
+        if self._held and self._held == closer:
+            self._held = ""
+            self._state = self._in_text

@@ -1,0 +1,76 @@
+"""What the answers of the served model consist of, and what of the sampling follows from that."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from tandem_core.guide import Guide
+from tandem_core.model.tokenizer import Tokenizer
+from tandem_proto.v1 import answers_pb2
+
+from tandem_gateway.request import ReceivedRequest
+from tandem_gateway.tools import detect
+from tandem_gateway.tools.choice import Mode, ToolChoice
+from tandem_gateway.tools.detect import FormatSetting
+from tandem_gateway.tools.grammar import Thinking, tool_guide
+from tandem_gateway.tools.reasoning import CLOSE, OPEN
+
+
+class AnswerForms:
+    """Of one model."""
+
+    def __init__(self, tokenizer: Tokenizer, setting: FormatSetting, *, splits_reasoning: bool) -> None:
+        self._tokenizer = tokenizer
+        self._format = detect.tool_format_of(tokenizer, setting)
+        self._has_reasoning = splits_reasoning and detect.has_reasoning(tokenizer)
+        use = tokenizer.tool_use
+        #: A template that refuses two calls in a message could not take an answer with two back.
+        self._is_single = use is not None and not use.has_parallel_calls
+
+    def of(
+        self, choice: ToolChoice, prompt: Sequence[int], *, is_guided: bool
+    ) -> answers_pb2.AnswerForm | None:
+        """None: everything is content. `is_guided`: a grammar of `guide` holds for the answer."""
+        if not choice.tools and not self._has_reasoning:
+            return None
+        return answers_pb2.AnswerForm(
+            tool_format=self._format.name if choice.tools else "",
+            tool_names=[tool.name for tool in choice.tools],
+            single_call=self._is_single or not choice.is_parallel,
+            reasoning=self._has_reasoning,
+            starts_in_reasoning=self._has_reasoning and detect.opens_reasoning(self._tokenizer, prompt),
+            as_function_call=choice.as_function_call,
+            guided=is_guided,
+        )
+
+    def guide(self, choice: ToolChoice, content: Guide | None, prompt: Sequence[int]) -> Guide | None:
+        """The grammar of the answer, if it needs one. `content`: what the request asks of an answer without
+        calls. Raises InvalidRequestError. May take 100 ms."""
+        is_required = choice.mode is Mode.REQUIRED
+        if not choice.tools or not (is_required or content or any(tool.is_strict for tool in choice.tools)):
+            return content
+        thinking = None
+        if self._has_reasoning:
+            opens = detect.opens_reasoning(self._tokenizer, prompt)
+            thinking = Thinking.OPENED if opens else Thinking.POSSIBLE
+        return tool_guide(
+            self._format,
+            choice.tools,
+            self._tokenizer.added_token_id,
+            is_required=is_required,
+            is_single=self._is_single or not choice.is_parallel,
+            content=content,
+            thinking=thinking,
+        )
+
+    def with_sampling(self, received: ReceivedRequest, choice: ToolChoice) -> ReceivedRequest:
+        """Markers that are special tokens have to be in the text."""
+        markers = (
+            *(self._format.markers if choice.tools else ()),
+            *((OPEN, CLOSE) if self._has_reasoning else ()),
+        )
+        ids = (self._tokenizer.added_token_id(marker) for marker in markers)
+        if not any(token_id is not None and self._tokenizer.is_special(token_id) for token_id in ids):
+            return received
+        return dataclasses.replace(received, sampling={**received.sampling, "skip_special_tokens": False})

@@ -1,0 +1,171 @@
+"""The grammar of an answer that must call tools, or whose calls must follow their schemas.
+
+    required:  thinking? call (between call)*
+    else:      thinking? text without markers, or the content that was asked for; then calls, or none
+
+It is one Lark grammar with the tools' schemas inside, as llguidance reads it. Tokens that stand for a marker
+are named by id, since the model has learnt them and not their spelling.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+from tandem_core.errors import InvalidRequestError
+from tandem_core.guide import Guide, GuideKind
+from tandem_core.json_schema import check_schema
+from tandem_core.model.conversation import Json, Tool
+from tandem_core.model.guides import check_guide
+
+from tandem_gateway.errors import UnsupportedFieldError
+from tandem_gateway.tools.formats import ToolFormat
+from tandem_gateway.tools.reasoning import CLOSE, OPEN
+
+_ANY_OBJECT: Mapping[str, Json] = {"type": "object"}
+
+
+class Thinking(enum.Enum):
+    """Reasoning before the answer."""
+
+    POSSIBLE = enum.auto()
+    #: The prompt has opened it.
+    OPENED = enum.auto()
+
+
+def tool_guide(
+    tool_format: ToolFormat,
+    tools: Sequence[Tool],
+    token_id: Callable[[str], int | None],
+    *,
+    is_required: bool,
+    is_single: bool,
+    content: Guide | None,
+    thinking: Thinking | None,
+) -> Guide:
+    """`token_id`: of a marker that is a token of its own. `content`: of an answer without calls.
+
+    Raises InvalidRequestError naming the tool whose schema cannot be enforced.
+    """
+    writer = _Writer(tool_format, token_id)
+    syntax, marker = tool_format.syntax, tool_format.openers[0].marker
+    heads, tail = [], writer.text(syntax.tail)
+    for index, tool in enumerate(tools):
+        parameters = _enforced(f"tools[{index}].function.parameters", tool, is_required=is_required)
+        writer.rule(f"arguments_{index}", _json(parameters))
+        named = f'"name": {json.dumps(tool.name)}, "{syntax.arguments_key}": '
+        heads.append(syntax.head + (tool.name + syntax.name_end if syntax.name_end else named))
+    writer.choice("call", [f"{writer.text(h)} arguments_{i} {tail}" for i, h in enumerate(heads)])
+    more = "" if is_single else f" ({writer.text(syntax.between)} call)*"
+    writer.rule("calls", f"{writer.text(syntax.begin)} call{more} {writer.text(syntax.end)}")
+    if is_required:
+        answer = "calls"
+    elif content is not None:
+        writer.rule("content", _content(content))
+        answer = "(content | calls)"
+    elif tool_format.as_guided().takes_bare_object:
+        # Text that begins like a call would be one.
+        writer.rule("TEXT", _without(marker) + r" & /\s*([^{\s](.|\n)*)?/")
+        answer = "(TEXT | calls)"
+    else:
+        writer.rule("TEXT", _without(marker))
+        if writer.is_token(marker):
+            answer = "TEXT calls?"
+        else:
+            # What ends with the marker is one lexeme; the rest of the first call follows it.
+            writer.rule("text_and_marker[lazy]", rf"/(.|\n)*{_escaped(marker)}/")
+            rests = [(syntax.begin + head).removeprefix(marker) for head in heads]
+            writer.choice("rest", [f"{writer.text(r)} arguments_{i} {tail}" for i, r in enumerate(rests)])
+            answer = f"(TEXT | text_and_marker rest{more} {writer.text(syntax.end)})"
+    writer.rule("start", f"{writer.thinking(thinking)} {answer}")
+    try:
+        return Guide(GuideKind.LARK, writer.source())
+    except InvalidRequestError as error:
+        raise InvalidRequestError("tools", f"are too long for a grammar: {error}") from error
+
+
+def _enforced(field: str, tool: Tool, *, is_required: bool) -> Mapping[str, Json]:
+    """The schema that arguments follow: any object, if the tool is not strict and no guide can enforce its
+    own, or none has to."""
+    if not (tool.is_strict or is_required):
+        return _ANY_OBJECT
+    try:
+        check_schema(tool.parameters)
+        check_guide(Guide(GuideKind.JSON_SCHEMA, json.dumps(tool.parameters, ensure_ascii=False)))
+    except InvalidRequestError as error:
+        if tool.is_strict:
+            raise InvalidRequestError(
+                field, f"cannot be enforced ({error}); change it, or leave out strict: true"
+            ) from error
+        return _ANY_OBJECT
+    return {"type": "object", **tool.parameters}
+
+
+def _json(schema: Mapping[str, Json]) -> str:
+    return "%json " + json.dumps(schema, ensure_ascii=False)
+
+
+class _Writer:
+    """The rules so far, and how texts with markers are written in them."""
+
+    def __init__(self, tool_format: ToolFormat, token_id: Callable[[str], int | None]) -> None:
+        markers = (*tool_format.markers, tool_format.syntax.name_end, OPEN, CLOSE)
+        ids = {marker: token_id(marker) for marker in markers if marker}
+        self._ids = {marker: number for marker, number in ids.items() if number is not None}
+        self._markers = re.compile("(" + "|".join(map(re.escape, self._ids)) + ")" if self._ids else "(?!)")
+        self._rules: list[str] = []
+
+    def rule(self, name: str, body: str) -> None:
+        self._rules.append(f"{name}: {body}")
+
+    def choice(self, name: str, bodies: Sequence[str]) -> None:
+        self.rule(name, " | ".join(bodies))
+
+    def is_token(self, marker: str) -> bool:
+        return marker in self._ids
+
+    def source(self) -> str:
+        return "\n".join(self._rules) + "\n"
+
+    def text(self, text: str) -> str:
+        """Exactly this text, its markers as their tokens."""
+        pieces = [piece for piece in self._markers.split(text) if piece]
+        return " ".join(
+            f"<[{self._ids[piece]}]>" if piece in self._ids else json.dumps(piece, ensure_ascii=False)
+            for piece in pieces
+        )
+
+    def thinking(self, thinking: Thinking | None) -> str:
+        if thinking is None:
+            return ""
+        if self.is_token(CLOSE):
+            self.rule("THOUGHT", _without(CLOSE))
+            thought = f"THOUGHT {self.text(CLOSE)}"
+        else:
+            self.rule("thought[lazy]", rf"/(.|\n)*{_escaped(CLOSE)}/")
+            thought = "thought"
+        self.rule("SPACE", r"/\n*/")
+        if thinking is Thinking.OPENED:
+            return f"{thought} SPACE"
+        return f"({self.text(OPEN)} {thought} SPACE)?"
+
+
+def _content(content: Guide) -> str:
+    if content.kind is not GuideKind.JSON_SCHEMA:
+        raise UnsupportedFieldError(
+            "tools", "cannot be combined with a regex, choice or grammar; use a JSON schema"
+        )
+    schema = json.loads(content.source)
+    return _json(schema if isinstance(schema, dict) else {})
+
+
+def _without(marker: str) -> str:
+    """Any text that does not contain it."""
+    return rf"/(.|\n)*/ & ~/(.|\n)*{_escaped(marker)}(.|\n)*/"
+
+
+def _escaped(text: str) -> str:
+    """For a regular expression between slashes."""
+    return re.escape(text).replace("/", r"\/")

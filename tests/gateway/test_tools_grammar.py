@@ -1,0 +1,127 @@
+"""Which answers the grammar of a request with tools allows, in every format, token by token."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tandem_core.errors import InvalidRequestError
+from tandem_core.guide import Guide, GuideKind
+from tandem_core.model.conversation import Tool
+from tandem_core.model.guides import GuideCompiler
+from tandem_core.model.tokenizer import Tokenizer
+from tandem_gateway.tools.detect import FORMATS
+from tandem_gateway.tools.grammar import Thinking, tool_guide
+from tool_models import make_tool_folder
+
+CHAT = "/v1/chat/completions"
+USER = [{"role": "user", "content": "Where is order 5?"}]
+PARAMETERS = {
+    "type": "object",
+    "properties": {"id": {"type": "string"}, "n": {"$ref": "#/$defs/n"}},
+    "required": ["id", "n"],
+    "additionalProperties": False,
+    "$defs": {"n": {"type": "integer"}},
+}
+STRICT = {"type": "function", "function": {"name": "find", "strict": True, "parameters": PARAMETERS}}
+LOOSE = {"type": "function", "function": {"name": "cancel"}}
+TOOLS = [Tool(STRICT), Tool(LOOSE)]
+
+FIND = '<tool_call>\n{"name": "find", "arguments": {"id": "5", "n": 3}}\n</tool_call>'
+CANCEL = '<tool_call>\n{"name": "cancel", "arguments": {}}\n</tool_call>'
+CANCEL_ANY = '<tool_call>\n{"name": "cancel", "arguments": {"x": [1]}}\n</tool_call>'
+LLAMA = '{"name": "find", "parameters": {"id": "5", "n": 3}}'
+MISTRAL = '{"name": "find", "arguments": {"id": "5", "n": 3}}'
+#: Format and options -> what is allowed, what is not.
+CASES = [
+    ("hermes", {},
+     ["", "hello <tool> x", "x <tool_call", FIND, f"Hm.\n{FIND}", f"{FIND}\n{CANCEL_ANY}\n{FIND}"],
+     ["a <tool_call>x", f"{FIND} x", FIND.replace("3", '"3"'), FIND.replace(', "n": 3', "")]),
+    ("hermes", {"is_required": True}, [FIND, f"{FIND}\n{CANCEL}"], ["", "x", f"{FIND}\n{CANCEL_ANY}"]),
+    ("hermes", {"is_required": True, "is_single": True}, [FIND], [f"{FIND}\n{CANCEL}"]),
+    ("hermes", {"content": Guide(GuideKind.JSON_SCHEMA, '{"type": "object"}')},
+     [FIND, '{"a": 1}'], ["hi", '{"a": 1}' + FIND]),
+    ("hermes", {"is_required": True, "thinking": Thinking.POSSIBLE},
+     [FIND, f"<think>\nhm\n</think>\n\n{FIND}"], ["<think>x", "<think>x</think>y"]),
+    ("hermes", {"is_required": True, "thinking": Thinking.OPENED}, [f"hm\n</think>\n\n{FIND}"], [FIND]),
+    ("llama3", {}, ["", "Hi {", LLAMA, f"{LLAMA}; {LLAMA}"], ["{x", LLAMA.replace("3", "x")]),
+    ("llama3", {"is_required": True}, [LLAMA], ["Hi"]),
+    ("mistral", {}, ["Hi", f"[TOOL_CALLS] [{MISTRAL}, {MISTRAL}]", f"Hi[TOOL_CALLS] [{MISTRAL}]"],
+     ["Hi[TOOL_CALLS]x"]),
+    ("mistral-args", {}, ["Hi", '[TOOL_CALLS]find[ARGS]{"id": "5", "n": 3}[TOOL_CALLS]cancel[ARGS]{}'],
+     ["[TOOL_CALLS]find[ARGS]{}"]),
+]  # fmt: skip
+MARKERS = ["<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>"]
+
+
+@pytest.fixture(scope="module", params=["markers are tokens", "markers are text"])
+def model(request, tmp_path_factory) -> tuple[Tokenizer, GuideCompiler]:
+    special = MARKERS if request.param == "markers are tokens" else []
+    folder: Path = make_tool_folder(tmp_path_factory.mktemp("model"), "qwen2.5", special)
+    tokenizer = Tokenizer(folder)
+    return tokenizer, GuideCompiler(folder, tokenizer.manifest)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]} {' '.join(case[1])}")
+def test_the_grammar_allows_calls_of_the_format_alone(case, model, subtests):
+    tool_format, options, allowed, forbidden = case
+    tokenizer, compiler = model
+    defaults = {"is_required": False, "is_single": False, "content": None, "thinking": None}
+    guide = tool_guide(FORMATS[tool_format], TOOLS, tokenizer.added_token_id, **{**defaults, **options})
+
+    def is_allowed(text: str) -> bool:
+        matcher = compiler.matcher(guide)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    for texts, wanted in ((allowed, True), (forbidden, False)):
+        for text in texts:
+            with subtests.test(text, wanted=wanted):
+                assert is_allowed(text) is wanted
+
+
+def test_a_strict_tool_whose_schema_cannot_be_enforced_is_refused_and_a_loose_one_is_not(model):
+    tokenizer, _ = model
+    parameters = {"type": "object", "properties": {"a": {"type": "string", "maxLenght": 5}}}
+
+    def guide(strict: bool) -> Guide:
+        function = {"name": "f", "strict": strict, "parameters": parameters}
+        tool = Tool({"type": "function", "function": function})
+        return tool_guide(
+            FORMATS["hermes"], [Tool(LOOSE), tool], tokenizer.added_token_id,
+            is_required=True, is_single=False, content=None, thinking=None,
+        )  # fmt: skip
+
+    with pytest.raises(InvalidRequestError, match=r"tools\[1\].function.parameters: .*'maxLenght'.*strict"):
+        guide(strict=True)
+    assert guide(strict=False).kind is GuideKind.LARK
+
+
+async def test_requests_that_need_a_grammar_bring_it_to_the_pod(pods, gateway, tmp_path):
+    pod = await pods(words=(FIND,))
+    front = await gateway(pod, model=make_tool_folder(tmp_path, "qwen2.5"))
+    named = {"type": "function", "function": {"name": "cancel"}}
+    for extra, is_guided in [
+        ({"tools": [LOOSE]}, False),
+        ({"tools": [LOOSE, STRICT]}, True),
+        ({"tools": [LOOSE], "tool_choice": "required"}, True),
+        ({"tools": [LOOSE, STRICT], "tool_choice": named}, True),
+        ({"tools": [LOOSE], "response_format": {"type": "json_object"}}, True),
+        ({"tools": [STRICT], "tool_choice": "none"}, False),
+    ]:
+        response = await front.http.post(CHAT, json={"messages": USER, **extra})
+        assert response.status_code == 200, response.text
+        sampling = pod.requests[-1].sampling
+        assert bool(sampling.guide.lark) is is_guided
+        if "tool_choice" in extra and is_guided:
+            assert '\\"find\\"' not in sampling.guide.lark
+    bad = json.loads(json.dumps(STRICT).replace('"integer"', '"integer", "odd": true'))
+    response = await front.http.post(CHAT, json={"messages": USER, "tools": [bad]})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "tools[0].function.parameters"
+    assert "'odd'" in response.json()["error"]["message"]
+    regex = {"tools": [STRICT], "guided_regex": "a"}
+    response = await front.http.post(CHAT, json={"messages": USER, **regex})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "tools"
