@@ -37,7 +37,8 @@ MISTRAL = '{"name": "find", "arguments": {"id": "5", "n": 3}}'
 CASES = [
     ("hermes", {},
      ["", "hello <tool> x", "x <tool_call", FIND, f"Hm.\n{FIND}", f"{FIND}\n{CANCEL_ANY}\n{FIND}"],
-     ["a <tool_call>x", f"{FIND} x", FIND.replace("3", '"3"'), FIND.replace(', "n": 3', "")]),
+     ["a <tool_call>x", f"{FIND} x", "```json\n{", '{"name"', "<tools>",
+      FIND.replace("3", '"3"'), FIND.replace(', "n": 3', "")]),
     ("hermes", {"is_required": True}, [FIND, f"{FIND}\n{CANCEL}"], ["", "x", f"{FIND}\n{CANCEL_ANY}"]),
     ("hermes", {"is_required": True, "is_single": True}, [FIND], [f"{FIND}\n{CANCEL}"]),
     ("hermes", {"content": Guide(GuideKind.JSON_SCHEMA, '{"type": "object"}')},

@@ -27,6 +27,10 @@ from tandem_gateway.tools.reasoning import CLOSE, OPEN
 _ANY_OBJECT: Mapping[str, Json] = {"type": "object"}
 
 
+#: Text that does not begin as small models begin a call without the markers: with {, a code block or a tag.
+_LIKE_NO_CALL = r"\s*([^{`<\s](.|\n)*)?"
+
+
 class Thinking(enum.Enum):
     """Reasoning before the answer."""
 
@@ -67,15 +71,15 @@ def tool_guide(
         answer = "(content | calls)"
     elif tool_format.as_guided().takes_bare_object:
         # Text that begins like a call would be one.
-        writer.rule("TEXT", _without(marker) + r" & /\s*([^{\s](.|\n)*)?/")
+        writer.rule("TEXT", f"{_without(marker)} & /{_LIKE_NO_CALL}/")
         answer = "(TEXT | calls)"
     else:
-        writer.rule("TEXT", _without(marker))
+        writer.rule("TEXT", f"{_without(marker)} & /{_LIKE_NO_CALL}/")
         if writer.is_token(marker):
             answer = "TEXT calls?"
         else:
             # What ends with the marker is one lexeme; the rest of the first call follows it.
-            writer.rule("text_and_marker[lazy]", rf"/(.|\n)*{_escaped(marker)}/")
+            writer.rule("text_and_marker[lazy]", f"/{_LIKE_NO_CALL}{_escaped(marker)}/")
             rests = [(syntax.begin + head).removeprefix(marker) for head in heads]
             writer.choice("rest", [f"{writer.text(r)} arguments_{i} {tail}" for i, r in enumerate(rests)])
             answer = f"(TEXT | text_and_marker rest{more} {writer.text(syntax.end)})"
