@@ -377,6 +377,19 @@ def test_an_autoscaler_scales_deployments_that_exist_by_metrics_that_exist(name:
             assert names <= known
 
 
+@pytest.mark.parametrize("role", ["gateway", "decode", "prefill"])
+def test_pods_are_spread_over_nodes_and_zones_after_a_rollout_too(role: str) -> None:
+    """Without matchLabelKeys the old pods count, and the new ones may all come to one node."""
+    rules = pod_spec(role)["topologySpreadConstraints"]
+    assert {rule["topologyKey"] for rule in rules} == {
+        "kubernetes.io/hostname",
+        "topology.kubernetes.io/zone",
+    }
+    for rule in rules:
+        assert rule["matchLabelKeys"] == ["pod-template-hash"]
+        assert rule["labelSelector"]["matchLabels"] == {NAME: f"tandem-{role}"}
+
+
 @pytest.mark.parametrize("role", ["decode", "prefill"])
 def test_a_rollout_needs_no_spare_gpu(role: str) -> None:
     assert workload(role, GPU)["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": 0, "maxUnavailable": 1}

@@ -190,8 +190,13 @@ class Cluster:
     def _create(self, deployment: _Deployment) -> None:
         number, name = next(self._numbers), deployment.workload.name
         free = [node for node in self.nodes if node not in self._cordoned]
-        staying = [pod.node for pod in self.of(name) if not pod.is_terminating]
-        node = min(free, key=staying.count)
+        # As topologySpreadConstraints with matchLabelKeys say: spread among the pods of one template.
+        alike = [
+            pod.node
+            for pod in self.of(name)
+            if not pod.is_terminating and self._made[id(pod)] == deployment.wanted
+        ]
+        node = min(free, key=alike.count)
         pod = ProcessPod(
             f"{name}-{number}",
             name,
