@@ -6,7 +6,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize")
+PATHS = (
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/tokenize", "/detokenize",
+)  # fmt: skip
 NAMES = (
     "model", "messages", "prompt", "input", "instructions", "tokens", "role", "content", "type", "text",
     "format", "tools", "tool_choice", "function", "name", "parameters", "arguments", "call_id", "tool_calls",

@@ -40,7 +40,7 @@ class AnswerRecord(_message.Message):
     """Names this computation of the answer; event ids begin with it."""
     slo_class: _builtins.str
     kind: _builtins.str
-    """"chat", "completion" or "response"."""
+    """"chat", "completion", "response" or "message"."""
     with_usage: _builtins.bool
     """Whether the stream ends with an event of its own for the usage."""
     created_seconds: _builtins.int

@@ -161,7 +161,9 @@ def make_app(
             headers["retry-after-ms"] = str(max(1, round(error.retry_after_s * 1000)))
         if isinstance(error, OverloadedError):
             headers["x-refusal-reason"] = error.reason.value
-        return JSONResponse(error_json(error), status_code=presentation(error).http_status, headers=headers)
+        # Anthropic's clients look for the type; OpenAI's do not mind it.
+        body = {"type": "error", **error_json(error)}
+        return JSONResponse(body, status_code=presentation(error).http_status, headers=headers)
 
     @app.exception_handler(ClientDisconnect)  # left while sending its body
     @app.exception_handler(ClientGoneError)

@@ -1,4 +1,5 @@
-"""HTTP: /v1/chat/completions, /v1/completions, /v1/responses, /v1/models as OpenAI's clients expect them.
+"""HTTP: /v1/chat/completions, /v1/completions, /v1/responses, /v1/models as OpenAI's clients expect
+them, /v1/messages as Anthropic's do.
 
 key -> body bytes (limited) -> ReceivedRequest -> TokenizedRequest -> run
     stream    waits for the first event before it sends the status line, so that a refusal is a 429
@@ -33,6 +34,8 @@ from tandem_gateway.errors import REQUEST_ERRORS, GatewayError
 from tandem_gateway.gateway import Gateway
 from tandem_gateway.http_stream import EventStream, until_disconnect
 from tandem_gateway.limits import OpenCalls
+from tandem_gateway.messages_models import parse_messages
+from tandem_gateway.messages_render import MessagesRenderer
 from tandem_gateway.openai_models import ChatBody, CompletionBody, parse_body
 from tandem_gateway.openai_render import ChatRenderer, CompletionRenderer, Json, Renderer
 from tandem_gateway.request import Event, ReceivedRequest, TokenizedRequest
@@ -43,6 +46,7 @@ from tandem_gateway.responses_render import ResponsesRenderer
 #: Reads a request's body. Raises InvalidRequestError.
 Parse: TypeAlias = Callable[[bytes], ChatBody | CompletionBody]
 
+_API_KEY = "x-api-key"
 _LAST_EVENT_ID, _IDEMPOTENCY_KEY = "last-event-id", "idempotency-key"
 _SLO_CLASS, _SLO_STRICT = "x-slo-class", "x-slo-strict"
 _SLO_TTFT, _SLO_TPOT, _SLO_E2E = "x-slo-ttft-ms", "x-slo-tpot-ms", "x-slo-e2e-ms"
@@ -63,6 +67,7 @@ class OpenAiApi:
         self.router.add_api_route("/chat/completions", self._chat, methods=["POST"])
         self.router.add_api_route("/completions", self._complete, methods=["POST"])
         self.router.add_api_route("/responses", self._respond, methods=["POST"])
+        self.router.add_api_route("/messages", self._message, methods=["POST"])
         self.router.add_api_route("/models", self._models, methods=["GET"])
         self.router.add_api_route("/models/{name:path}", self._model, methods=["GET"])
 
@@ -74,6 +79,9 @@ class OpenAiApi:
 
     async def _respond(self, request: Request) -> Response:
         return await self._answer(request, parse_responses, ResponsesRenderer)
+
+    async def _message(self, request: Request) -> Response:
+        return await self._answer(request, parse_messages, MessagesRenderer)
 
     async def _models(self, request: Request) -> JSONResponse:
         caller = self._keys.authenticate(request.headers.get("authorization", ""))
@@ -108,7 +116,7 @@ class OpenAiApi:
         position, is_streamed = 0, True
         started_ns = time.monotonic_ns()
         with self._gateway.counting_refusals():
-            caller = self._keys.authenticate(request.headers.get("authorization", ""))
+            caller = self._keys.authenticate(_authorization(request.headers))
             self._gateway.begin_trace(request.headers.items(), kind.answer_kind, started_ns=started_ns)
             last_event_id = request.headers.get(_LAST_EVENT_ID)
             if last_event_id is not None:
@@ -229,6 +237,12 @@ def _render(event: Event, renderer: Renderer, *, with_usage: bool) -> Json | Non
     if isinstance(event, decode_pb2.DecodeFinished):
         return renderer.finish(event, with_usage_field=with_usage)
     return renderer.chunk(event, with_usage_field=with_usage)
+
+
+def _authorization(headers: Headers) -> str:
+    """Anthropic's clients send the key in a header of their own."""
+    key = headers.get(_API_KEY)
+    return headers.get("authorization", f"Bearer {key}" if key else "")
 
 
 def _slo_class(body: ChatBody | CompletionBody, headers: Headers) -> str:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from tandem_gateway.messages_models import MessagesBody
 from tandem_gateway.openai_models import ChatBody, CompletionBody
 from tandem_gateway.responses_models import ResponsesBody
 from tandem_gateway.tokenize_api import DetokenizeBody, TokenizeBody
@@ -35,6 +36,8 @@ ROUTES = (
           answers=True),
     Route("post", "/v1/responses", "Answers", "Answers as OpenAI's Responses API; nothing is stored.",
           ResponsesBody, _STREAMS, answers=True),
+    Route("post", "/v1/messages", "Answers", "Answers as Anthropic's Messages API.", MessagesBody, _STREAMS,
+          answers=True),
     Route("get", "/v1/models", "Models", "The served model, with its limits."),
     Route("get", "/v1/models/{model}", "Models", "One model; 404 for another one."),
     Route("post", "/tokenize", "Tokens", "Token ids of a prompt or of messages.", TokenizeBody),

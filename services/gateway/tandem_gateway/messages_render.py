@@ -1,0 +1,161 @@
+"""Renders a chat's answer as Anthropic's Messages API shows it: one message, or a stream of typed events.
+
+    message_start
+    for each block    content_block_start, content_block_delta ..., content_block_stop
+    message_delta     stop reason and usage
+    message_stop
+
+The chat's stream is the source, as for the Responses API (responses_render.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+from tandem_core.errors import TandemError
+from tandem_proto.v1 import answers_pb2, decode_pb2
+
+from tandem_gateway.http_stream import sse
+from tandem_gateway.openai_render import ChatRenderer, Json, error_json
+
+_Object = dict[str, Any]
+
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class MessagesRenderer(ChatRenderer):
+    answer_kind = "message"
+    _id_prefix = "msg_"
+
+    def __init__(
+        self, record: answers_pb2.AnswerRecord, model: str, token_bytes: Callable[[int], bytes]
+    ) -> None:
+        super().__init__(record, model, token_bytes)
+        self._num_prompt = len(record.request.prompt_token_ids)
+        self._has_started = False
+        #: The kind of the open block, and how many blocks there were with it.
+        self._open, self._num_blocks = "", 0
+        self._ending: _Object = {}
+
+    def chunk(self, chunk: decode_pb2.DecodeChunk, *, with_usage_field: bool) -> Json:
+        return self._events(super().chunk(chunk, with_usage_field=False))
+
+    def finish(self, end: decode_pb2.DecodeFinished, *, with_usage_field: bool) -> Json:
+        return self._events(super().finish(end, with_usage_field=False))
+
+    def usage_chunk(self, end: decode_pb2.DecodeFinished) -> Json:
+        usage = _usage(cast(_Object, super().usage_chunk(end)["usage"]))
+        delta: Json = {"type": "message_delta", "delta": self._ending, "usage": usage}
+        stop: Json = {"type": "message_stop"}
+        return {"events": [delta, stop]}
+
+    def whole(self, chunks: Sequence[decode_pb2.DecodeChunk], end: decode_pb2.DecodeFinished) -> Json:
+        chat = cast(_Object, super().whole(chunks, end))
+        choice = chat["choices"][0]
+        message = choice["message"]
+        content: list[_Object] = []
+        if message["content"]:
+            content.append({"type": "text", "text": message["content"]})
+        for call in message.get("tool_calls") or ():
+            arguments = call["function"]["arguments"]
+            content.append({"type": "tool_use", **_head_of(call), "input": _parsed(arguments)})
+        return self._message(content, _stop(choice), _usage(chat["usage"]))
+
+    def encode(self, body: Json, event_id: str = "") -> bytes:
+        """The last event has the id: who has it has the others."""
+        events = cast(Sequence[_Object], body["events"])
+        return b"".join(
+            b"event: " + event["type"].encode() + b"\n" + sse(event, event_id if event is events[-1] else "")
+            for event in events
+        )
+
+    def encode_error(self, error: TandemError) -> bytes:
+        return self.encode({"events": [{"type": "error", **error_json(error)}]})
+
+    def encode_end(self) -> bytes:
+        return b""
+
+    def _events(self, chat: Json) -> Json:
+        choice = cast(Sequence[_Object], chat["choices"])[0]
+        events: list[_Object] = []
+        if not self._has_started:
+            self._has_started = True
+            usage = {"input_tokens": self._num_prompt, "output_tokens": 0}
+            events.append({"type": "message_start", "message": self._message([], {}, usage)})
+        delta = choice["delta"]
+        if text := delta.get("content"):
+            events += self._block("text", {"type": "text", "text": ""})
+            events.append(self._delta_event({"type": "text_delta", "text": text}))
+        for call in delta.get("tool_calls") or ():
+            if call.get("id"):
+                events += self._close()
+                events += self._block("tool_use", {"type": "tool_use", **_head_of(call), "input": {}})
+            if arguments := (call.get("function") or {}).get("arguments"):
+                events.append(self._delta_event({"type": "input_json_delta", "partial_json": arguments}))
+        if choice["finish_reason"] is not None:
+            events += self._close()
+            self._ending = _stop(choice)
+        return {"events": events}
+
+    def _block(self, kind: str, block: _Object) -> list[_Object]:
+        """Opens a block, unless one of this kind is open."""
+        if self._open == kind:
+            return []
+        events = self._close()
+        self._open, self._num_blocks = kind, self._num_blocks + 1
+        start = {"type": "content_block_start", "index": self._num_blocks - 1, "content_block": block}
+        return [*events, start]
+
+    def _close(self) -> list[_Object]:
+        if not self._open:
+            return []
+        self._open = ""
+        return [{"type": "content_block_stop", "index": self._num_blocks - 1}]
+
+    def _delta_event(self, delta: _Object) -> _Object:
+        return {"type": "content_block_delta", "index": self._num_blocks - 1, "delta": delta}
+
+    def _message(self, content: list[_Object], stop: _Object, usage: _Object) -> _Object:
+        return {
+            "id": self._head["id"],
+            "type": "message",
+            "role": "assistant",
+            "model": self._head["model"],
+            "content": content,
+            "stop_reason": None,
+            "stop_sequence": None,
+            **stop,
+            "usage": usage,
+        }
+
+
+def _stop(choice: _Object) -> _Object:
+    """A stop string is one of the caller's; the model's end has none."""
+    sequence = choice.get("stop_reason")
+    if isinstance(sequence, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": sequence}
+    return {"stop_reason": _STOP_REASONS[choice["finish_reason"]], "stop_sequence": None}
+
+
+def _head_of(call: _Object) -> _Object:
+    return {"id": call["id"], "name": call["function"]["name"]}
+
+
+def _parsed(arguments: str) -> Any:
+    try:
+        return json.loads(arguments)
+    except ValueError:  # cut off by the limit of tokens
+        return {}
+
+
+def _usage(chat: _Object) -> _Object:
+    cached = chat["prompt_tokens_details"]["cached_tokens"]
+    return {
+        "input_tokens": chat["prompt_tokens"] - cached,
+        "cache_read_input_tokens": cached,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": chat["completion_tokens"],
+        "tandem_receipt": chat["tandem_receipt"],
+    }
