@@ -39,8 +39,9 @@ class MessagesRenderer(ChatRenderer):
         self._open, self._num_blocks = "", 0
         self._ending: _Object = {}
 
-    def chunk(self, chunk: decode_pb2.DecodeChunk, *, with_usage_field: bool) -> Json:
-        return self._events(super().chunk(chunk, with_usage_field=False))
+    def chunk(self, chunk: decode_pb2.DecodeChunk, *, with_usage_field: bool) -> Json | None:
+        chat = super().chunk(chunk, with_usage_field=False)
+        return None if chat is None else self._events(chat)
 
     def finish(self, end: decode_pb2.DecodeFinished, *, with_usage_field: bool) -> Json:
         return self._events(super().finish(end, with_usage_field=False))
@@ -85,19 +86,28 @@ class MessagesRenderer(ChatRenderer):
             usage = {"input_tokens": self._num_prompt, "output_tokens": 0}
             events.append({"type": "message_start", "message": self._message([], {}, usage)})
         delta = choice["delta"]
+        calls = delta.get("tool_calls") or ()
+        for call in calls:
+            if not call.get("id"):  # belongs to the open block, which text would close
+                events += self._arguments(call)
         if text := delta.get("content"):
             events += self._block("text", {"type": "text", "text": ""})
             events.append(self._delta_event({"type": "text_delta", "text": text}))
-        for call in delta.get("tool_calls") or ():
+        for call in calls:
             if call.get("id"):
                 events += self._close()
                 events += self._block("tool_use", {"type": "tool_use", **_head_of(call), "input": {}})
-            if arguments := (call.get("function") or {}).get("arguments"):
-                events.append(self._delta_event({"type": "input_json_delta", "partial_json": arguments}))
+                events += self._arguments(call)
         if choice["finish_reason"] is not None:
             events += self._close()
             self._ending = _stop(choice)
         return {"events": events}
+
+    def _arguments(self, call: _Object) -> list[_Object]:
+        arguments = (call.get("function") or {}).get("arguments")
+        return (
+            [self._delta_event({"type": "input_json_delta", "partial_json": arguments})] if arguments else []
+        )
 
     def _block(self, kind: str, block: _Object) -> list[_Object]:
         """Opens a block, unless one of this kind is open."""
@@ -134,7 +144,7 @@ class MessagesRenderer(ChatRenderer):
 def _stop(choice: _Object) -> _Object:
     """A stop string is one of the caller's; the model's end has none."""
     sequence = choice.get("stop_reason")
-    if isinstance(sequence, str):
+    if isinstance(sequence, str) and choice["finish_reason"] == "stop":
         return {"stop_reason": "stop_sequence", "stop_sequence": sequence}
     return {"stop_reason": _STOP_REASONS[choice["finish_reason"]], "stop_sequence": None}
 
