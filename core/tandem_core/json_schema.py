@@ -127,11 +127,19 @@ def _is_extension(keyword: str) -> bool:
 
 def _check_numbers(where: str, part: Mapping[str, Any]) -> None:
     for keyword in _NUMBERS:
+        value = part.get(keyword, 0)
+        is_draft_4 = keyword.startswith("exclusive") and isinstance(value, bool)
+        if keyword not in ("const", "enum") and not is_draft_4 and not _is_number(value):
+            raise _refused(where, keyword, "has no number")
         for number in _numbers(part.get(keyword)):
             if isinstance(number, int) and abs(number) > MAX_INTEGER:
                 raise _refused(where, keyword, f"has an integer beyond {MAX_INTEGER}, which is not exact")
             if not math.isfinite(number):
                 raise _refused(where, keyword, "has a number that is not finite")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _numbers(value: object) -> Iterator[int | float]:

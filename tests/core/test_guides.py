@@ -115,6 +115,10 @@ def test_exactly_the_texts_of_a_guide_end(
         (schema({"type": "integer", "maximum": 10**400}), "'maximum' has an integer beyond"),
         (Guide(GuideKind.JSON_SCHEMA, '{"minimum": NaN}'), "'minimum' has a number that is not finite"),
         (Guide(GuideKind.JSON_SCHEMA, '{"const": 1e999}'), "'const' has a number that is not finite"),
+        (schema({"type": "integer", "multipleOf": True}), "'multipleOf' has no number"),
+        (schema({"type": "integer", "minimum": "3"}), "'minimum' has no number"),
+        # llguidance cuts the wrong value within a character and panics.
+        (schema({"type": "string", "minLength": "a" + "🙂" * 40}), "llguidance cannot read it"),
         (schema({"$anchor": [1], "uniqueItems": True}), "'uniqueItems' is not supported"),
         (schema({"format": "unknown"}), "'format' has 'unknown'"),
         (schema({"type": "string", "pattern": "^[[:alpha:]]$"}), "'pattern' has '\\[' in a .class."),

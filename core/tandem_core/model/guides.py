@@ -8,6 +8,7 @@ or refused alike on each machine.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -129,7 +130,8 @@ def _on_deep_stack(work: Callable[[], T]) -> T:
     results: list[T] = []
 
     def run() -> None:
-        results.append(work())
+        with contextlib.suppress(BaseException):  # a panic of the library is no Exception
+            results.append(work())
 
     with _STACK_LOCK:
         default = threading.stack_size(_STACK_BYTES)
@@ -139,13 +141,15 @@ def _on_deep_stack(work: Callable[[], T]) -> T:
         finally:
             threading.stack_size(default)
     thread.join()
-    if not results:  # a panic of the library, which it prints
-        raise InvalidRequestError("guide", "cannot be compiled; simplify it")
+    if not results:
+        raise InvalidRequestError("guide", "llguidance cannot read it; simplify it")
     return results[0]
 
 
 def reason(error: str) -> str:
     """llguidance's sentence, without the mark of what it leaves out."""
+    if error.startswith("panic:"):
+        return "llguidance cannot read it; simplify it"
     return error.replace("<non-verbose/>", "").strip() or "unknown"
 
 
