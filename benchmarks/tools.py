@@ -81,6 +81,7 @@ def ask(url: str, peer: Peer, case: Case, **extra: object) -> tuple[dict[str, ob
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="qwen2.5-coder-1.5b-instruct")
+    parser.add_argument("--rows", default="", help="measure only rows whose names contain this")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     model_dir = model_loader.pull(options.model)
@@ -95,7 +96,10 @@ def main() -> None:
         llama_cpp: {"auto": {}},
     }
     rows, notes = [], []
-    for peer, kinds in variants.items():
+    for peer, every in variants.items():
+        kinds = {kind: extra for kind, extra in every.items() if options.rows in f"{peer.name}, {kind}"}
+        if not kinds:
+            continue
         with contextlib.ExitStack() as stack:
             roster = Roster()
             roster.start(peer, stack)

@@ -31,13 +31,17 @@ TOOLS = [Tool(STRICT), Tool(LOOSE)]
 FIND = '<tool_call>\n{"name": "find", "arguments": {"id": "5", "n": 3}}\n</tool_call>'
 CANCEL = '<tool_call>\n{"name": "cancel", "arguments": {}}\n</tool_call>'
 CANCEL_ANY = '<tool_call>\n{"name": "cancel", "arguments": {"x": [1]}}\n</tool_call>'
+#: Without the markers.
+LOOSE_FIND = '{\n  "name": "find",\n  "arguments": {"id": "5", "n": 3}\n}'
 LLAMA = '{"name": "find", "parameters": {"id": "5", "n": 3}}'
 MISTRAL = '{"name": "find", "arguments": {"id": "5", "n": 3}}'
 #: Format and options -> what is allowed, what is not.
 CASES = [
     ("hermes", {},
-     ["", "hello <tool> x", "x <tool_call", FIND, f"Hm.\n{FIND}", f"{FIND}\n{CANCEL_ANY}\n{FIND}"],
-     ["a <tool_call>x", f"{FIND} x", "```json\n{", '{"name"', "<tools>",
+     ["", "hello <tool> x", "x <tool_call", FIND, f"Hm.\n{FIND}", f"{FIND}\n{CANCEL_ANY}\n{FIND}",
+      LOOSE_FIND, f"Sure:\n```json\n{LOOSE_FIND}\n```", '{"id": 5}', '```json\n{"id": 5}\n```'],
+     ["a <tool_call>x", f"{FIND} x", LOOSE_FIND.replace("3", "x"),
+      '{"name": "Ada"}', '```json\n{"name": "find", "x": 1}', f"{LOOSE_FIND} and more",
       FIND.replace("3", '"3"'), FIND.replace(', "n": 3', "")]),
     ("hermes", {"is_required": True}, [FIND, f"{FIND}\n{CANCEL}"], ["", "x", f"{FIND}\n{CANCEL_ANY}"]),
     ("hermes", {"is_required": True, "is_single": True}, [FIND], [f"{FIND}\n{CANCEL}"]),

@@ -132,7 +132,7 @@ class AnswerForm(_message.Message):
     as_function_call: _builtins.bool
     """Calls are shown as the older `function_call`."""
     guided: _builtins.bool
-    """A grammar holds calls to the format, so nothing else counts as one."""
+    """A grammar holds calls to their schemas, so nothing that it did not see counts as one."""
     @_builtins.property
     def tool_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The tools that may be called."""

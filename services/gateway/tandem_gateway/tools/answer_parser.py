@@ -57,11 +57,11 @@ class AnswerParser:
         self._seed = seed
         self._is_single = form.single_call
         tool_format = FORMATS.get(form.tool_format)
-        if tool_format is not None and form.guided:
-            tool_format = tool_format.as_guided()
         self._has_short_ids = tool_format is not None and tool_format.has_short_ids
         names = frozenset(form.tool_names)
-        self._calls = CallsParser(tool_format, names, self) if tool_format is not None else None
+        self._calls = None
+        if tool_format is not None:
+            self._calls = CallsParser(tool_format, names, self, is_guided=form.guided)
         self._reasoning = ReasoningSplitter(is_inside=form.starts_in_reasoning) if form.reasoning else None
         self._num_calls = 0
         self._delta = AnswerDelta()

@@ -34,8 +34,12 @@ class Sink(Protocol):
 
 
 class CallsParser:
-    def __init__(self, form: ToolFormat, tool_names: frozenset[str], sink: Sink) -> None:
+    def __init__(
+        self, form: ToolFormat, tool_names: frozenset[str], sink: Sink, *, is_guided: bool = False
+    ) -> None:
+        """`is_guided`: a grammar holds calls to their schemas, those with the name first."""
         self._form = form
+        self._is_guided = is_guided
         self._tool_names = tool_names
         self._sink = sink
         self._state = self._in_text
@@ -103,7 +107,8 @@ class CallsParser:
             return
         if char == "{":
             is_certain = self._opener.is_certain
-            self._begin_reading(CallObjectReader(None if is_certain else self._tool_names), char)
+            known = None if is_certain else self._tool_names
+            self._begin_reading(CallObjectReader(known, has_name_first=self._is_guided), char)
         elif char == "[" and not self._is_list and self._opener is not _BARE:
             self._is_list = True
         elif self._form.takes_named_arguments and not self._is_list and char in _NAME_CHARS:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 
@@ -52,11 +51,3 @@ class ToolFormat:
     def markers(self) -> tuple[str, ...]:
         """Those that may be tokens of their own."""
         return tuple(m for opener in self.openers for m in (opener.marker, opener.closer) if m)
-
-    def as_guided(self) -> ToolFormat:
-        """Without what is no part of its syntax, for answers that a grammar holds to it."""
-        return dataclasses.replace(
-            self,
-            openers=tuple(opener for opener in self.openers if opener.is_certain),
-            takes_bare_object=self.takes_bare_object and not (self.syntax.begin or self.syntax.head != "{"),
-        )

@@ -13,10 +13,11 @@ import enum
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 from tandem_core.errors import InvalidRequestError
 from tandem_core.guide import Guide, GuideKind
-from tandem_core.json_schema import check_schema
 from tandem_core.model.conversation import Json, Tool
 from tandem_core.model.guides import check_guide
 
@@ -27,8 +28,8 @@ from tandem_gateway.tools.reasoning import CLOSE, OPEN
 _ANY_OBJECT: Mapping[str, Json] = {"type": "object"}
 
 
-#: Text that does not begin as small models begin a call without the markers: with {, a code block or a tag.
-_LIKE_NO_CALL = r"\s*([^{`<\s](.|\n)*)?"
+#: How an object begins that may be a call without the format's markers.
+_NAMED = r'\s*\{\s*"name"\s*:'
 
 
 class Thinking(enum.Enum):
@@ -69,20 +70,23 @@ def tool_guide(
     elif content is not None:
         writer.rule("content", _content(content))
         answer = "(content | calls)"
-    elif tool_format.as_guided().takes_bare_object:
+    elif syntax.head == "{" and not syntax.begin:
         # Text that begins like a call would be one.
-        writer.rule("TEXT", f"{_without(marker)} & /{_LIKE_NO_CALL}/")
+        writer.rule("TEXT", rf"{_without(_escaped(marker))} & /\s*([^{{\s](.|\n)*)?/")
         answer = "(TEXT | calls)"
     else:
-        writer.rule("TEXT", f"{_without(marker)} & /{_LIKE_NO_CALL}/")
+        loose = writer.loose_calls(tool_format, [tool.name for tool in tools])
+        text = " & ".join([_without(_escaped(marker)), *loose.excluded])
+        writer.rule("TEXT", text)
         if writer.is_token(marker):
-            answer = "TEXT calls?"
+            answer = f"(TEXT calls?{loose.alternative})"
         else:
             # What ends with the marker is one lexeme; the rest of the first call follows it.
-            writer.rule("text_and_marker[lazy]", f"/{_LIKE_NO_CALL}{_escaped(marker)}/")
+            writer.rule("text_and_marker[lazy]", rf"/(.|\n)*{_escaped(marker)}/")
             rests = [(syntax.begin + head).removeprefix(marker) for head in heads]
             writer.choice("rest", [f"{writer.text(r)} arguments_{i} {tail}" for i, r in enumerate(rests)])
-            answer = f"(TEXT | text_and_marker rest{more} {writer.text(syntax.end)})"
+            end = writer.text(syntax.end)
+            answer = f"(TEXT | text_and_marker rest{more} {end}{loose.alternative})"
     writer.rule("start", f"{writer.thinking(thinking)} {answer}")
     try:
         return Guide(GuideKind.LARK, writer.source())
@@ -95,20 +99,34 @@ def _enforced(field: str, tool: Tool, *, is_required: bool) -> Mapping[str, Json
     own, or none has to."""
     if not (tool.is_strict or is_required):
         return _ANY_OBJECT
-    try:
-        check_schema(tool.parameters)
-        check_guide(Guide(GuideKind.JSON_SCHEMA, json.dumps(tool.parameters, ensure_ascii=False)))
-    except InvalidRequestError as error:
-        if tool.is_strict:
-            raise InvalidRequestError(
-                field, f"cannot be enforced ({error}); change it, or leave out strict: true"
-            ) from error
+    fault = _fault(json.dumps(tool.parameters, ensure_ascii=False))
+    if fault and tool.is_strict:
+        raise InvalidRequestError(
+            field, f"cannot be enforced ({fault}); change it, or leave out strict: true"
+        )
+    if fault:
         return _ANY_OBJECT
     return {"type": "object", **tool.parameters}
 
 
+@lru_cache(maxsize=1024)
+def _fault(schema: str) -> str:
+    """Why the schema cannot be enforced; "" if it can."""
+    try:
+        check_guide(Guide(GuideKind.JSON_SCHEMA, schema))
+    except InvalidRequestError as error:
+        return str(error)
+    return ""
+
+
 def _json(schema: Mapping[str, Json]) -> str:
     return "%json " + json.dumps(schema, ensure_ascii=False)
+
+
+class _LooseCalls(NamedTuple):
+    #: Of the text beside them.
+    excluded: tuple[str, ...]
+    alternative: str
 
 
 class _Writer:
@@ -141,11 +159,26 @@ class _Writer:
             for piece in pieces
         )
 
+    def loose_calls(self, tool_format: ToolFormat, names: Sequence[str]) -> _LooseCalls:
+        """Calls without the format's markers, which small models write: they follow the schemas, too."""
+        openers = [opener for opener in tool_format.openers if not opener.is_certain]
+        if not openers:
+            return _LooseCalls((), "")
+        begin = "|".join(_escaped(opener.marker) for opener in openers)
+        end = "|".join(sorted({_escaped(opener.closer) for opener in openers}))
+        self.rule("loose[lazy]", rf"/((.|\n)*({begin}))?{_NAMED}/")
+        for index, name in enumerate(names):
+            self.rule(f"LOOSE_{index}", rf'/\s*"{_escaped(name)}"\s*,\s*"(arguments|parameters)"\s*:\s*/')
+        self.choice("loose_call", [f"LOOSE_{index} arguments_{index}" for index in range(len(names))])
+        self.rule("LOOSE_END", rf"/\s*\}}\s*({end})?/")
+        excluded = (rf"~/(.|\n)*({begin}){_NAMED}(.|\n)*/", rf"~/{_NAMED}(.|\n)*/")
+        return _LooseCalls(excluded, " | loose loose_call LOOSE_END")
+
     def thinking(self, thinking: Thinking | None) -> str:
         if thinking is None:
             return ""
         if self.is_token(CLOSE):
-            self.rule("THOUGHT", _without(CLOSE))
+            self.rule("THOUGHT", _without(_escaped(CLOSE)))
             thought = f"THOUGHT {self.text(CLOSE)}"
         else:
             self.rule("thought[lazy]", rf"/(.|\n)*{_escaped(CLOSE)}/")
@@ -165,9 +198,9 @@ def _content(content: Guide) -> str:
     return _json(schema if isinstance(schema, dict) else {})
 
 
-def _without(marker: str) -> str:
-    """Any text that does not contain it."""
-    return rf"/(.|\n)*/ & ~/(.|\n)*{_escaped(marker)}(.|\n)*/"
+def _without(pattern: str) -> str:
+    """Any text that has no match of it."""
+    return rf"/(.|\n)*/ & ~/(.|\n)*{pattern}(.|\n)*/"
 
 
 def _escaped(text: str) -> str:

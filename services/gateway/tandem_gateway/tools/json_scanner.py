@@ -155,12 +155,13 @@ class CallObjectReader(CallReader):
     """{"name": ..., "arguments": {...}} in any order; `parameters` are arguments, too.
 
     `known`: the only names that count, and other keys make it wrong: where nothing else says that this is a
-    call. None: any name and keys.
+    call; with `has_name_first` also another first key than the name. None: any name and keys.
     """
 
-    def __init__(self, known: frozenset[str] | None) -> None:
+    def __init__(self, known: frozenset[str] | None, *, has_name_first: bool = False) -> None:
         super().__init__()
         self._known = known
+        self._has_name_first = has_name_first
         self._key: str | None = None
         #: Of the key or value at the first level that is being read; None outside of them.
         self._text: str | None = None
@@ -208,7 +209,8 @@ class CallObjectReader(CallReader):
     def _end_key(self) -> None:
         self._key, self._text = json.loads(self._text or '""'), None
         allowed = ("name", *_ARGUMENTS, *_OTHER_KEYS)
-        if self._known is not None and self._key not in allowed:
+        is_late = self._has_name_first and self.name is None and self._key != "name"
+        if self._known is not None and (self._key not in allowed or is_late):
             self.is_wrong = True
 
     def _end_value(self) -> None:
