@@ -25,7 +25,7 @@ from tandem_engine import model_loader
 from tool_cases import CASES, TOOLS, Case
 
 MAX_TOKENS = 96
-TIMEOUT_S = 120.0
+TIMEOUT_S = 600.0
 
 
 @dataclass
