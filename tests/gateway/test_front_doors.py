@@ -354,7 +354,7 @@ async def test_a_caller_cannot_choose_its_tenant(pods, gateway, keys_file):
     # Field 2 of DecodeRequest is the tenant; fields 20 to 30 of ChatRequest are unknown.
     message = gateway_pb2.ChatRequest(messages=[gateway_pb2.ChatMessage(role="user", content="hi")])
     payload = message.SerializeToString() + b"".join(
-        bytes([(field << 3 | 2) & 0x7F | 0x80, field >> 4, 4]) + b"slow" for field in range(20, 31)
+        bytes([(field << 3 | 2) & 0x7F | 0x80, field >> 4, 4]) + b"slow" for field in range(60, 71)
     )
     assert await raw_call(front.channel, payload, "acme-key") is grpc.StatusCode.OK
     call = front.grpc.Chat(message, metadata=list(headers.items()))
