@@ -351,7 +351,7 @@ async def test_a_caller_cannot_choose_its_tenant(pods, gateway, keys_file):
     for name in ("user", "safety_identifier", "prompt_cache_key"):
         answer = await front.http.post(CHAT, json={"messages": USER, name: "slow"}, headers=headers)
         assert answer.status_code == 200
-    # Field 2 of DecodeRequest is the tenant; fields 20 to 30 of ChatRequest are unknown.
+    # Field 2 of DecodeRequest is the tenant; fields 60 to 70 of ChatRequest are unknown.
     message = gateway_pb2.ChatRequest(messages=[gateway_pb2.ChatMessage(role="user", content="hi")])
     payload = message.SerializeToString() + b"".join(
         bytes([(field << 3 | 2) & 0x7F | 0x80, field >> 4, 4]) + b"slow" for field in range(60, 71)
@@ -501,7 +501,7 @@ def parses_or_refuses(body: bytes) -> None:
         try:
             parsed = parse_body(kind, body)
             parsed.given_sampling()
-            _ = parsed.chat_messages() if isinstance(parsed, ChatBody) else parsed.single_prompt()
+            _ = parsed.chat_messages() if isinstance(parsed, ChatBody) else parsed.prompts()
         except InvalidRequestError as error:
             assert len(str(error)) < 1200
 

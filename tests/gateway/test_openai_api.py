@@ -201,7 +201,6 @@ BAD_INPUTS = [
     (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content", ["missing"]),
     (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content", ["5", "string"]),
     (CHAT, {"messages": [IMAGE]}, "messages[0].content[0]", ["image_url", "only text"]),
-    (CHAT, {"messages": USER, "n": 2}, "n", ["2", "send 1"]),
     (CHAT, {"messages": USER, "response_format": {"type": "xml"}}, "response_format.type", ["json_schema"]),
     (
         CHAT,
@@ -212,6 +211,10 @@ BAD_INPUTS = [
     (CHAT, {"messages": USER, "guided_json": {"type": "object", "maxsize": 1}}, "json_schema", ["'maxsize'"]),
     (CHAT, {"messages": USER, "guided_regex": "("}, "guide", ["regex"]),
     (CHAT, {"messages": USER, "guided_regex": "a", "min_tokens": 2}, "min_tokens", ["guide"]),
+    (CHAT, {"messages": USER, "n": 0}, "n", ["between 1 and 32"]),
+    (CHAT, {"messages": USER, "n": 33}, "n", ["between 1 and 32"]),
+    (CHAT, {"messages": USER, "n": 3, "best_of": 2}, "best_of", ["less than n (3)"]),
+    (CHAT, {"messages": USER, "best_of": 2, "stream": True}, "best_of", ["cannot be streamed"]),
     (CHAT, {"messages": USER, "max_token": 5}, "max_token", ["spelling"]),
     (CHAT, {"messages": USER, "max_tokens": "5"}, "max_tokens", ["'5'", "integer"]),
     (CHAT, {"messages": USER, "max_tokens": 300}, "max_tokens", ["at most"]),
@@ -241,7 +244,8 @@ BAD_INPUTS = [
     (CHAT, b"[" * 5000, "body", ["limit of 4096"]),
     (CHAT, b"[" * 2000, "body", ["JSON"]),
     (CHAT, b'{"messages": [], "temperature": NaN}', "temperature", ["finite"]),
-    ("/v1/completions", {"prompt": ["a", "b"]}, "prompt", ["2 prompts", "limit is 1"]),
+    ("/v1/completions", {"prompt": ["a"] * 5, "n": 32}, "prompt", ["5 prompts", "limit is 128"]),
+    ("/v1/completions", {"prompt": ["a", ""]}, "prompt", ["empty"]),
     ("/v1/completions", {"prompt": []}, "prompt", ["empty"]),
     ("/v1/completions", {"prompt": "hat " * 300}, "prompt", ["256", "shorten"]),
     ("/v1/completions", {"prompt": "a", "echo": True}, "echo", ["not supported"]),
@@ -285,7 +289,9 @@ async def test_the_clients_exceptions_are_openais(pods, gateway):
     assert (info.value.code, info.value.param) == ("model_not_found", "model")
     assert "tiny-chat" in str(info.value)
     with pytest.raises(openai.BadRequestError) as bad:
-        await front.openai.chat.completions.create(model="", messages=USER, n=2)
+        await front.openai.chat.completions.create(
+            model="", messages=USER, extra_body={"use_beam_search": True}
+        )
     assert bad.value.code == "unsupported_parameter"
     missing = await front.http.get("/v1/nothing")
     assert missing.status_code == 404

@@ -37,6 +37,8 @@ class FakePod(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.PrefillSer
     is_draining: bool = False
     #: Crashes of prefill pods that it reports first.
     prefill_crashes: int = 0
+    #: Log probabilities are -1 / (1 + seed).
+    logprob_of_seed: bool = False
     #: False: begins every answer anew, like a pod older than DecodeRequest.output_token_ids.
     can_continue: bool = True
     #: Why its answers end.
@@ -102,6 +104,8 @@ class FakePod(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.PrefillSer
                     token = common_pb2.TokenLogprob(
                         token_id=10 + index, logprob=-0.5, token_bytes=word.encode()
                     )
+                    if self.logprob_of_seed:
+                        token.logprob = -1 / (1 + request.sampling.seed)
                     other = common_pb2.TokenLogprob(token_id=99, logprob=-1.5, token_bytes=b"\xe2\x82")
                     top = [token, other][: request.sampling.logprobs]
                     logprobs = [common_pb2.PositionLogprobs(chosen=token, top=top)]

@@ -36,6 +36,8 @@ class AnswerRecord(_message.Message):
     SLO_FIELD_NUMBER: _builtins.int
     SHOWN_FIELD_NUMBER: _builtins.int
     FORM_FIELD_NUMBER: _builtins.int
+    MORE_REQUESTS_FIELD_NUMBER: _builtins.int
+    NUM_CHOICES_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Names this computation of the answer; event ids begin with it."""
     slo_class: _builtins.str
@@ -47,6 +49,8 @@ class AnswerRecord(_message.Message):
     """Unix time, shown to clients."""
     payload_sha256: _builtins.bytes
     """SHA-256 of the request as the client sent it, if the client gave an idempotency key."""
+    num_choices: _builtins.int
+    """Choices per prompt; 0 means 1. Their seeds count up from the request's."""
     @_builtins.property
     def request(self) -> _decode_pb2.DecodeRequest:
         """Prompt, complete sampling parameters (with the seed), tenant and request id. No targets."""
@@ -61,6 +65,10 @@ class AnswerRecord(_message.Message):
     def form(self) -> Global___AnswerForm:
         """Of a chat: what its text consists of."""
 
+    @_builtins.property
+    def more_requests(self) -> _containers.RepeatedCompositeFieldContainer[_decode_pb2.DecodeRequest]:
+        """One for each prompt after the first. Choices are numbered prompt by prompt."""
+
     def __init__(
         self,
         *,
@@ -74,10 +82,12 @@ class AnswerRecord(_message.Message):
         slo: _common_pb2.SloTarget | None = ...,
         shown: Global___ShownAs | None = ...,
         form: Global___AnswerForm | None = ...,
+        more_requests: _abc.Iterable[_decode_pb2.DecodeRequest] | None = ...,
+        num_choices: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["form", b"form", "request", b"request", "shown", b"shown", "slo", b"slo"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_seconds", b"created_seconds", "form", b"form", "id", b"id", "kind", b"kind", "payload_sha256", b"payload_sha256", "request", b"request", "shown", b"shown", "slo", b"slo", "slo_class", b"slo_class", "with_usage", b"with_usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["created_seconds", b"created_seconds", "form", b"form", "id", b"id", "kind", b"kind", "more_requests", b"more_requests", "num_choices", b"num_choices", "payload_sha256", b"payload_sha256", "request", b"request", "shown", b"shown", "slo", b"slo", "slo_class", b"slo_class", "with_usage", b"with_usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -91,19 +101,27 @@ class ShownAs(_message.Message):
 
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TOKENS_AS_IDS_FIELD_NUMBER: _builtins.int
+    NUM_BEST_FIELD_NUMBER: _builtins.int
+    HIDES_LOGPROBS_FIELD_NUMBER: _builtins.int
     token_ids: _builtins.bool
     """With the ids of prompt and output tokens."""
     tokens_as_ids: _builtins.bool
     """Log probabilities name tokens as "token_id:5"."""
+    num_best: _builtins.int
+    """Of each prompt's choices only so many, those with the highest mean log probability; 0: all."""
+    hides_logprobs: _builtins.bool
+    """Without the log probabilities, which were only computed to compare choices."""
     def __init__(
         self,
         *,
         token_ids: _builtins.bool = ...,
         tokens_as_ids: _builtins.bool = ...,
+        num_best: _builtins.int = ...,
+        hides_logprobs: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids", "tokens_as_ids", b"tokens_as_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hides_logprobs", b"hides_logprobs", "num_best", b"num_best", "token_ids", b"token_ids", "tokens_as_ids", b"tokens_as_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

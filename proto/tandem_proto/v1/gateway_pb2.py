@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from tandem_proto.v1 import common_pb2 as tandem__proto_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dtandem_proto/v1/gateway.proto\x12\ttandem.v1\x1a\x1ctandem_proto/v1/common.proto\"\x8c\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\'\n\ntool_calls\x18\x03 \x03(\x0b\x32\x13.tandem.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x0c\n\x04name\x18\x05 \x01(\t\x12\x11\n\treasoning\x18\x06 \x01(\t\"M\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\x12\x0e\n\x06strict\x18\x04 \x01(\x08\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"K\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"\xa4\x03\n\x0b\x43hatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12(\n\x08messages\x18\x02 \x03(\x0b\x32\x16.tandem.v1.ChatMessage\x12+\n\x08sampling\x18\x03 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x11\n\tslo_class\x18\x04 \x01(\t\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x13\n\x0bspeculation\x18\x06 \x01(\t\x12\x15\n\rlast_event_id\x18\x07 \x01(\t\x12\x17\n\x0fidempotency_key\x18\x08 \x01(\t\x12!\n\x03slo\x18\t \x01(\x0b\x32\x14.tandem.v1.SloTarget\x12\x1e\n\x05tools\x18\x14 \x03(\x0b\x32\x0f.tandem.v1.Tool\x12\x13\n\x0btool_choice\x18\x15 \x01(\t\x12\x15\n\rrequired_tool\x18\x16 \x01(\t\x12\x18\n\x10single_tool_call\x18\x17 \x01(\x08\x12\x1a\n\x12template_arguments\x18\x18 \x01(\t\x12\x1e\n\x16\x63ontinue_final_message\x18\x19 \x01(\x08\"k\n\x0c\x43hatResponse\x12*\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x19.tandem.v1.GeneratedChunkH\x00\x12&\n\x03\x65nd\x18\x02 \x01(\x0b\x32\x17.tandem.v1.GeneratedEndH\x00\x42\x07\n\x05\x65vent\"\xa0\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x13.tandem.v1.TokenIdsH\x00\x12+\n\x08sampling\x18\x04 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x11\n\tslo_class\x18\x05 \x01(\t\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x13\n\x0bspeculation\x18\x07 \x01(\t\x12\x15\n\rlast_event_id\x18\x08 \x01(\t\x12\x17\n\x0fidempotency_key\x18\t \x01(\t\x12!\n\x03slo\x18\n \x01(\x0b\x32\x14.tandem.v1.SloTargetB\x08\n\x06prompt\"o\n\x10GenerateResponse\x12*\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x19.tandem.v1.GeneratedChunkH\x00\x12&\n\x03\x65nd\x18\x02 \x01(\x0b\x32\x17.tandem.v1.GeneratedEndH\x00\x42\x07\n\x05\x65vent\"\xb7\x01\n\x0eGeneratedChunk\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x15\n\ttoken_ids\x18\x02 \x03(\rB\x02\x10\x01\x12-\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1b.tandem.v1.PositionLogprobs\x12\x10\n\x08\x65vent_id\x18\x04 \x01(\t\x12\x11\n\treasoning\x18\x14 \x01(\t\x12,\n\ntool_calls\x18\x15 \x03(\x0b\x32\x18.tandem.v1.ToolCallDelta\"\x80\x02\n\x0cGeneratedEnd\x12\'\n\x06reason\x18\x01 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x13\n\x0bstop_reason\x18\x02 \x01(\t\x12#\n\x07receipt\x18\x03 \x01(\x0b\x32\x12.tandem.v1.Receipt\x12\x10\n\x08\x65vent_id\x18\x04 \x01(\t\x12\x1a\n\rstop_token_id\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\x0c\n\x04text\x18\x14 \x01(\t\x12\x11\n\treasoning\x18\x15 \x01(\t\x12,\n\ntool_calls\x18\x16 \x03(\x0b\x32\x18.tandem.v1.ToolCallDeltaB\x10\n\x0e_stop_token_id\"\x13\n\x11ListModelsRequest\":\n\x12ListModelsResponse\x12$\n\x06models\x18\x01 \x03(\x0b\x32\x14.tandem.v1.ModelInfo\"B\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\"\x17\n\x15GetFleetStatusRequest\"\x87\x01\n\x16GetFleetStatusResponse\x12\"\n\x04pods\x18\x01 \x03(\x0b\x32\x14.tandem.v1.PodHealth\x12\x17\n\x0frequests_queued\x18\x02 \x01(\r\x12\x18\n\x10requests_running\x18\x03 \x01(\r\x12\x16\n\x0erequests_total\x18\x04 \x01(\x04\"\x98\x01\n\tPodHealth\x12\x0e\n\x06target\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0f\n\x07healthy\x18\x03 \x01(\x08\x12\x19\n\x11last_seen_seconds\x18\x04 \x01(\x02\x12$\n\x06status\x18\x05 \x01(\x0b\x32\x14.tandem.v1.PodStatus\x12\r\n\x05\x63\x61use\x18\x06 \x01(\t\x12\x0c\n\x04zone\x18\x07 \x01(\t2\xb4\x02\n\x0eGatewayService\x12\x39\n\x04\x43hat\x12\x16.tandem.v1.ChatRequest\x1a\x17.tandem.v1.ChatResponse0\x01\x12\x45\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x12I\n\nListModels\x12\x1c.tandem.v1.ListModelsRequest\x1a\x1d.tandem.v1.ListModelsResponse\x12U\n\x0eGetFleetStatus\x12 .tandem.v1.GetFleetStatusRequest\x1a!.tandem.v1.GetFleetStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dtandem_proto/v1/gateway.proto\x12\ttandem.v1\x1a\x1ctandem_proto/v1/common.proto\"\x8c\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\'\n\ntool_calls\x18\x03 \x03(\x0b\x32\x13.tandem.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x0c\n\x04name\x18\x05 \x01(\t\x12\x11\n\treasoning\x18\x06 \x01(\t\"M\n\x04Tool\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x12\n\nparameters\x18\x03 \x01(\t\x12\x0e\n\x06strict\x18\x04 \x01(\x08\"7\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x11\n\targuments\x18\x03 \x01(\t\"K\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\targuments\x18\x04 \x01(\t\"\xaf\x03\n\x0b\x43hatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12(\n\x08messages\x18\x02 \x03(\x0b\x32\x16.tandem.v1.ChatMessage\x12+\n\x08sampling\x18\x03 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x11\n\tslo_class\x18\x04 \x01(\t\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x13\n\x0bspeculation\x18\x06 \x01(\t\x12\x15\n\rlast_event_id\x18\x07 \x01(\t\x12\x17\n\x0fidempotency_key\x18\x08 \x01(\t\x12!\n\x03slo\x18\t \x01(\x0b\x32\x14.tandem.v1.SloTarget\x12\x1e\n\x05tools\x18\x14 \x03(\x0b\x32\x0f.tandem.v1.Tool\x12\x13\n\x0btool_choice\x18\x15 \x01(\t\x12\x15\n\rrequired_tool\x18\x16 \x01(\t\x12\x18\n\x10single_tool_call\x18\x17 \x01(\x08\x12\x1a\n\x12template_arguments\x18\x18 \x01(\t\x12\x1e\n\x16\x63ontinue_final_message\x18\x19 \x01(\x08\x12\t\n\x01n\x18( \x01(\r\"k\n\x0c\x43hatResponse\x12*\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x19.tandem.v1.GeneratedChunkH\x00\x12&\n\x03\x65nd\x18\x02 \x01(\x0b\x32\x17.tandem.v1.GeneratedEndH\x00\x42\x07\n\x05\x65vent\"\xab\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x13.tandem.v1.TokenIdsH\x00\x12+\n\x08sampling\x18\x04 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x11\n\tslo_class\x18\x05 \x01(\t\x12\x12\n\nrequest_id\x18\x06 \x01(\t\x12\x13\n\x0bspeculation\x18\x07 \x01(\t\x12\x15\n\rlast_event_id\x18\x08 \x01(\t\x12\x17\n\x0fidempotency_key\x18\t \x01(\t\x12!\n\x03slo\x18\n \x01(\x0b\x32\x14.tandem.v1.SloTarget\x12\t\n\x01n\x18( \x01(\rB\x08\n\x06prompt\"o\n\x10GenerateResponse\x12*\n\x05\x63hunk\x18\x01 \x01(\x0b\x32\x19.tandem.v1.GeneratedChunkH\x00\x12&\n\x03\x65nd\x18\x02 \x01(\x0b\x32\x17.tandem.v1.GeneratedEndH\x00\x42\x07\n\x05\x65vent\"\xc7\x01\n\x0eGeneratedChunk\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x15\n\ttoken_ids\x18\x02 \x03(\rB\x02\x10\x01\x12-\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1b.tandem.v1.PositionLogprobs\x12\x10\n\x08\x65vent_id\x18\x04 \x01(\t\x12\x11\n\treasoning\x18\x14 \x01(\t\x12,\n\ntool_calls\x18\x15 \x03(\x0b\x32\x18.tandem.v1.ToolCallDelta\x12\x0e\n\x06\x63hoice\x18( \x01(\r\"\x90\x02\n\x0cGeneratedEnd\x12\'\n\x06reason\x18\x01 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x13\n\x0bstop_reason\x18\x02 \x01(\t\x12#\n\x07receipt\x18\x03 \x01(\x0b\x32\x12.tandem.v1.Receipt\x12\x10\n\x08\x65vent_id\x18\x04 \x01(\t\x12\x1a\n\rstop_token_id\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\x0c\n\x04text\x18\x14 \x01(\t\x12\x11\n\treasoning\x18\x15 \x01(\t\x12,\n\ntool_calls\x18\x16 \x03(\x0b\x32\x18.tandem.v1.ToolCallDelta\x12\x0e\n\x06\x63hoice\x18( \x01(\rB\x10\n\x0e_stop_token_id\"\x13\n\x11ListModelsRequest\":\n\x12ListModelsResponse\x12$\n\x06models\x18\x01 \x03(\x0b\x32\x14.tandem.v1.ModelInfo\"B\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\"\x17\n\x15GetFleetStatusRequest\"\x87\x01\n\x16GetFleetStatusResponse\x12\"\n\x04pods\x18\x01 \x03(\x0b\x32\x14.tandem.v1.PodHealth\x12\x17\n\x0frequests_queued\x18\x02 \x01(\r\x12\x18\n\x10requests_running\x18\x03 \x01(\r\x12\x16\n\x0erequests_total\x18\x04 \x01(\x04\"\x98\x01\n\tPodHealth\x12\x0e\n\x06target\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0f\n\x07healthy\x18\x03 \x01(\x08\x12\x19\n\x11last_seen_seconds\x18\x04 \x01(\x02\x12$\n\x06status\x18\x05 \x01(\x0b\x32\x14.tandem.v1.PodStatus\x12\r\n\x05\x63\x61use\x18\x06 \x01(\t\x12\x0c\n\x04zone\x18\x07 \x01(\t2\xb4\x02\n\x0eGatewayService\x12\x39\n\x04\x43hat\x12\x16.tandem.v1.ChatRequest\x1a\x17.tandem.v1.ChatResponse0\x01\x12\x45\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x12I\n\nListModels\x12\x1c.tandem.v1.ListModelsRequest\x1a\x1d.tandem.v1.ListModelsResponse\x12U\n\x0eGetFleetStatus\x12 .tandem.v1.GetFleetStatusRequest\x1a!.tandem.v1.GetFleetStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,29 +43,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOOLCALLDELTA']._serialized_start=353
   _globals['_TOOLCALLDELTA']._serialized_end=428
   _globals['_CHATREQUEST']._serialized_start=431
-  _globals['_CHATREQUEST']._serialized_end=851
-  _globals['_CHATRESPONSE']._serialized_start=853
-  _globals['_CHATRESPONSE']._serialized_end=960
-  _globals['_GENERATEREQUEST']._serialized_start=963
-  _globals['_GENERATEREQUEST']._serialized_end=1251
-  _globals['_GENERATERESPONSE']._serialized_start=1253
-  _globals['_GENERATERESPONSE']._serialized_end=1364
-  _globals['_GENERATEDCHUNK']._serialized_start=1367
-  _globals['_GENERATEDCHUNK']._serialized_end=1550
-  _globals['_GENERATEDEND']._serialized_start=1553
-  _globals['_GENERATEDEND']._serialized_end=1809
-  _globals['_LISTMODELSREQUEST']._serialized_start=1811
-  _globals['_LISTMODELSREQUEST']._serialized_end=1830
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1832
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1890
-  _globals['_MODELINFO']._serialized_start=1892
-  _globals['_MODELINFO']._serialized_end=1958
-  _globals['_GETFLEETSTATUSREQUEST']._serialized_start=1960
-  _globals['_GETFLEETSTATUSREQUEST']._serialized_end=1983
-  _globals['_GETFLEETSTATUSRESPONSE']._serialized_start=1986
-  _globals['_GETFLEETSTATUSRESPONSE']._serialized_end=2121
-  _globals['_PODHEALTH']._serialized_start=2124
-  _globals['_PODHEALTH']._serialized_end=2276
-  _globals['_GATEWAYSERVICE']._serialized_start=2279
-  _globals['_GATEWAYSERVICE']._serialized_end=2587
+  _globals['_CHATREQUEST']._serialized_end=862
+  _globals['_CHATRESPONSE']._serialized_start=864
+  _globals['_CHATRESPONSE']._serialized_end=971
+  _globals['_GENERATEREQUEST']._serialized_start=974
+  _globals['_GENERATEREQUEST']._serialized_end=1273
+  _globals['_GENERATERESPONSE']._serialized_start=1275
+  _globals['_GENERATERESPONSE']._serialized_end=1386
+  _globals['_GENERATEDCHUNK']._serialized_start=1389
+  _globals['_GENERATEDCHUNK']._serialized_end=1588
+  _globals['_GENERATEDEND']._serialized_start=1591
+  _globals['_GENERATEDEND']._serialized_end=1863
+  _globals['_LISTMODELSREQUEST']._serialized_start=1865
+  _globals['_LISTMODELSREQUEST']._serialized_end=1884
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1886
+  _globals['_LISTMODELSRESPONSE']._serialized_end=1944
+  _globals['_MODELINFO']._serialized_start=1946
+  _globals['_MODELINFO']._serialized_end=2012
+  _globals['_GETFLEETSTATUSREQUEST']._serialized_start=2014
+  _globals['_GETFLEETSTATUSREQUEST']._serialized_end=2037
+  _globals['_GETFLEETSTATUSRESPONSE']._serialized_start=2040
+  _globals['_GETFLEETSTATUSRESPONSE']._serialized_end=2175
+  _globals['_PODHEALTH']._serialized_start=2178
+  _globals['_PODHEALTH']._serialized_end=2330
+  _globals['_GATEWAYSERVICE']._serialized_start=2333
+  _globals['_GATEWAYSERVICE']._serialized_end=2641
 # @@protoc_insertion_point(module_scope)

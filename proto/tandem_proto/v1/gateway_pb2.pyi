@@ -168,6 +168,7 @@ class ChatRequest(_message.Message):
     SINGLE_TOOL_CALL_FIELD_NUMBER: _builtins.int
     TEMPLATE_ARGUMENTS_FIELD_NUMBER: _builtins.int
     CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
+    N_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Empty: the only model served."""
     slo_class: _builtins.str
@@ -194,6 +195,10 @@ class ChatRequest(_message.Message):
     """Variables of the chat template, such as enable_thinking: a JSON object; empty: none."""
     continue_final_message: _builtins.bool
     """The answer goes on inside of the last message, instead of in a message of its own."""
+    n: _builtins.int
+    """Answers to the same prompt, at most 32; 0 means 1. Choice i is the answer to the seed + i. The stream has the events
+    of all choices, each with its number, and ends with the last one's end.
+    """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]: ...
     @_builtins.property
@@ -224,10 +229,11 @@ class ChatRequest(_message.Message):
         single_tool_call: _builtins.bool = ...,
         template_arguments: _builtins.str = ...,
         continue_final_message: _builtins.bool = ...,
+        n: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "slo", b"slo"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["continue_final_message", b"continue_final_message", "idempotency_key", b"idempotency_key", "last_event_id", b"last_event_id", "messages", b"messages", "model", b"model", "request_id", b"request_id", "required_tool", b"required_tool", "sampling", b"sampling", "single_tool_call", b"single_tool_call", "slo", b"slo", "slo_class", b"slo_class", "speculation", b"speculation", "template_arguments", b"template_arguments", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["continue_final_message", b"continue_final_message", "idempotency_key", b"idempotency_key", "last_event_id", b"last_event_id", "messages", b"messages", "model", b"model", "n", b"n", "request_id", b"request_id", "required_tool", b"required_tool", "sampling", b"sampling", "single_tool_call", b"single_tool_call", "slo", b"slo", "slo_class", b"slo_class", "speculation", b"speculation", "template_arguments", b"template_arguments", "tool_choice", b"tool_choice", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -273,6 +279,7 @@ class GenerateRequest(_message.Message):
     LAST_EVENT_ID_FIELD_NUMBER: _builtins.int
     IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
     SLO_FIELD_NUMBER: _builtins.int
+    N_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     text: _builtins.str
     slo_class: _builtins.str
@@ -282,6 +289,8 @@ class GenerateRequest(_message.Message):
     last_event_id: _builtins.str
     """As in ChatRequest."""
     idempotency_key: _builtins.str
+    """As in ChatRequest."""
+    n: _builtins.int
     """As in ChatRequest."""
     @_builtins.property
     def token_ids(self) -> _common_pb2.TokenIds: ...
@@ -304,10 +313,11 @@ class GenerateRequest(_message.Message):
         last_event_id: _builtins.str = ...,
         idempotency_key: _builtins.str = ...,
         slo: _common_pb2.SloTarget | None = ...,
+        n: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "sampling", b"sampling", "slo", b"slo", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["idempotency_key", b"idempotency_key", "last_event_id", b"last_event_id", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "slo", b"slo", "slo_class", b"slo_class", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["idempotency_key", b"idempotency_key", "last_event_id", b"last_event_id", "model", b"model", "n", b"n", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "slo", b"slo", "slo_class", b"slo_class", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -351,11 +361,13 @@ class GeneratedChunk(_message.Message):
     EVENT_ID_FIELD_NUMBER: _builtins.int
     REASONING_FIELD_NUMBER: _builtins.int
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     event_id: _builtins.str
     """Continues the stream after this message, as `last_event_id`. Empty: the gateway does not keep answers."""
     reasoning: _builtins.str
     """Of Chat, beside `text`: what the model wrote before its answer, and the tools that it calls."""
+    choice: _builtins.int
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -371,10 +383,11 @@ class GeneratedChunk(_message.Message):
         event_id: _builtins.str = ...,
         reasoning: _builtins.str = ...,
         tool_calls: _abc.Iterable[Global___ToolCallDelta] | None = ...,
+        choice: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event_id", b"event_id", "logprobs", b"logprobs", "reasoning", b"reasoning", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "event_id", b"event_id", "logprobs", b"logprobs", "reasoning", b"reasoning", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -392,6 +405,7 @@ class GeneratedEnd(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     REASONING_FIELD_NUMBER: _builtins.int
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
     reason: _common_pb2.FinishReason.ValueType
     stop_reason: _builtins.str
     """The matched stop string, or the id of the matched token of `stop_token_ids`; empty at a plain end token."""
@@ -401,6 +415,7 @@ class GeneratedEnd(_message.Message):
     text: _builtins.str
     """The last part of the answer, which was held back until it was clear what it is."""
     reasoning: _builtins.str
+    choice: _builtins.int
     @_builtins.property
     def receipt(self) -> _common_pb2.Receipt: ...
     @_builtins.property
@@ -416,10 +431,11 @@ class GeneratedEnd(_message.Message):
         text: _builtins.str = ...,
         reasoning: _builtins.str = ...,
         tool_calls: _abc.Iterable[Global___ToolCallDelta] | None = ...,
+        choice: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "receipt", b"receipt", "stop_token_id", b"stop_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "event_id", b"event_id", "reason", b"reason", "reasoning", b"reasoning", "receipt", b"receipt", "stop_reason", b"stop_reason", "stop_token_id", b"stop_token_id", "text", b"text", "tool_calls", b"tool_calls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "choice", b"choice", "event_id", b"event_id", "reason", b"reason", "reasoning", b"reasoning", "receipt", b"receipt", "stop_reason", b"stop_reason", "stop_token_id", b"stop_token_id", "text", b"text", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_token_id: _TypeAlias = _typing.Literal["stop_token_id"]  # noqa: Y015
     _WhichOneofArgType__stop_token_id: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id"]  # noqa: Y015

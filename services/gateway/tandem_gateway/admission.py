@@ -28,6 +28,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
+from tandem_core.errors import InvalidRequestError
 from tandem_core.sampling import SamplingParams
 from tandem_core.slo import NO_OBJECTIVES
 
@@ -58,6 +59,8 @@ class Admitted:
     is_widened: bool = False
     #: None: nothing could be predicted.
     forecast: Forecast | None = None
+    #: Sequences that it runs; each takes a place.
+    num_places: int = 1
     #: Monotonic seconds; the forecast counts from then.
     judged_at: float = field(default_factory=time.monotonic)
     #: Monotonic seconds; None before it is admitted, and before its first token.
@@ -111,11 +114,16 @@ class Admission:
         self._order = itertools.count()
 
     @asynccontextmanager
-    async def slot(self, request: TokenizedRequest) -> AsyncIterator[Admitted]:
-        """Holds a slot for the length of the block. Raises OverloadedError, or DeadlineError when the
-        request's deadline passes before it is admitted."""
+    async def slot(self, request: TokenizedRequest, num_places: int = 1) -> AsyncIterator[Admitted]:
+        """Holds so many places for the length of the block. The request is judged as one sequence. Raises
+        OverloadedError, or DeadlineError when the request's deadline passes before it is admitted."""
         tenant, places = request.tenant, request.limits.places
-        if places is not None and self._of_tenant[tenant] >= places:
+        if places is not None and num_places > max(places, 1):
+            raise InvalidRequestError(
+                "n",
+                f"makes {num_places} sequences, but tenant {tenant} may have {places}; ask for fewer choices",
+            )
+        if places is not None and self._of_tenant[tenant] + num_places > places:
             raise OverloadedError(
                 f"tenant {tenant} has {self._of_tenant[tenant]} requests here already, limit {places}; send "
                 "the next one when one has ended",
@@ -125,7 +133,8 @@ class Admission:
         if request.deadline <= time.monotonic():
             raise DeadlineError("the deadline had passed before the request could start")
         admitted = self._judge(request)
-        self._of_tenant[tenant] += 1
+        admitted.num_places = num_places
+        self._of_tenant[tenant] += num_places
         try:
             await self._enter(admitted)
             try:
@@ -133,7 +142,7 @@ class Admission:
             finally:
                 self._leave(admitted)
         finally:
-            self._of_tenant[tenant] -= 1
+            self._of_tenant[tenant] -= num_places
             if not self._of_tenant[tenant]:
                 del self._of_tenant[tenant]
 
@@ -283,7 +292,7 @@ class Admission:
         request = admitted.request
         # After this, those that still wait have no place, though this one may have one.
         self._admit_waiting()
-        if self._fits(request):
+        if self._fits(request, admitted.num_places):
             self._take(admitted)
             return
         if self.num_waiting >= self._max_queue:
@@ -318,9 +327,9 @@ class Admission:
             raise
 
     def _leave(self, admitted: Admitted) -> None:
-        self.num_in_flight -= 1
+        self.num_in_flight -= admitted.num_places
         self._running.discard(admitted)
-        self._num_best_effort -= not admitted.request.has_objectives
+        self._num_best_effort -= admitted.num_places * (not admitted.request.has_objectives)
         self._admit_waiting()
 
     def _admit_waiting(self) -> None:
@@ -331,8 +340,10 @@ class Admission:
             _, _, admitted, turn = waiter
             if turn.done():
                 continue
-            if not self._fits(admitted.request):
+            if not self._fits(admitted.request, admitted.num_places):
                 passed.append(waiter)
+                if admitted.num_places > 1:
+                    break  # else single requests would take each place that it waits for
                 continue
             self.num_waiting -= 1
             self._take(admitted)
@@ -342,14 +353,18 @@ class Admission:
 
     def _take(self, admitted: Admitted) -> None:
         admitted.admitted_at = time.monotonic()
-        self.num_in_flight += 1
+        self.num_in_flight += admitted.num_places
         self._running.add(admitted)
-        self._num_best_effort += not admitted.request.has_objectives
+        self._num_best_effort += admitted.num_places * (not admitted.request.has_objectives)
 
-    def _fits(self, request: TokenizedRequest) -> bool:
-        if self.num_in_flight >= self._limit:
+    def _fits(self, request: TokenizedRequest, num_places: int = 1) -> bool:
+        """Whether there are so many places; one that needs more than there are gets all of them."""
+        if self.num_in_flight and self.num_in_flight + num_places - 1 >= self._limit:
             return False
-        return request.has_objectives or self._num_best_effort < int(self._best_effort_limit.value)
+        limit = int(self._best_effort_limit.value)
+        return (
+            request.has_objectives or not self._num_best_effort or self._num_best_effort + num_places <= limit
+        )
 
     @property
     def _limit(self) -> float:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from tandem_core.codec import given_sampling, slo_from_proto
@@ -14,7 +15,8 @@ from tandem_core.slo import SloTarget
 from tandem_core.speculation import SpeculationMode
 from tandem_proto.v1 import answers_pb2, decode_pb2
 
-from tandem_gateway.request import NO_LIMITS, Event, TenantLimits, TokenizedRequest
+from tandem_gateway.answer_store import StoreError
+from tandem_gateway.request import NO_LIMITS, Event, TenantLimits, TokenizedRequest, choices_of
 
 #: An answer's id: a name, by which it is found, and a number of the computation.
 NAME_CHARS, RUN_CHARS = 16, 8
@@ -27,8 +29,8 @@ class Answer:
     """The events of one request so far. `Answers` computes it, `AnswerWriter` brings it to the store."""
 
     record: answers_pb2.AnswerRecord
-    #: What the next computation runs; None: what is missing of the answer.
-    request: TokenizedRequest | None
+    #: What the next computation runs, one request per choice; None: what is missing of the answer.
+    requests: tuple[TokenizedRequest, ...] | None
     #: Whether it can be resumed.
     is_kept: bool
     #: Of the tenant, for further computations; those of whoever asked for it last.
@@ -36,7 +38,9 @@ class Answer:
     #: Whether it is computed to its end without readers.
     has_key: bool = False
     events: list[Event] = field(default_factory=list)
-    num_tokens: int = 0
+    #: Of each choice: the tokens that there are, and one more after its end.
+    position: list[int] = field(init=False)
+    _num_ended: int = 0
     #: Why the computation ended too early.
     error: Exception | None = None
     task: asyncio.Task[None] | None = None
@@ -61,29 +65,31 @@ class Answer:
 
     def __post_init__(self) -> None:
         self.num_bytes = self.record.ByteSize() + _EVENT_OVERHEAD
+        self.position = [0] * self.num_choices
 
     @property
     def name(self) -> str:
         return self.record.id[:NAME_CHARS]
 
     @property
-    def has_ended(self) -> bool:
-        return bool(self.events) and isinstance(self.events[-1], decode_pb2.DecodeFinished)
+    def num_choices(self) -> int:
+        return (1 + len(self.record.more_requests)) * (self.record.num_choices or 1)
 
     @property
-    def token_ids(self) -> tuple[int, ...]:
-        chunks = (event for event in self.events if isinstance(event, decode_pb2.DecodeChunk))
-        return tuple(token_id for chunk in chunks for token_id in chunk.token_ids)
+    def has_ended(self) -> bool:
+        return self._num_ended == self.num_choices
 
-    def event_id(self, position: int) -> str:
+    def event_id(self, position: Sequence[int]) -> str:
         """ "" if the answer is not kept."""
-        return f"{self.record.id}-{position}" if self.is_kept else ""
+        return f"{self.record.id}-{'.'.join(map(str, position))}" if self.is_kept else ""
 
     def add(self, event: Event) -> None:
-        """Readers do not see it before `notify`."""
+        """Readers do not see it before `notify`. Raises StoreError for an event of no choice."""
+        if event.choice >= self.num_choices:
+            raise StoreError(f"an event belongs to choice {event.choice} of {self.num_choices}")
         self.events.append(event)
-        if isinstance(event, decode_pb2.DecodeChunk):
-            self.num_tokens += len(event.token_ids)
+        self.position[event.choice] += num_positions(event)
+        self._num_ended += isinstance(event, decode_pb2.DecodeFinished)
         self.num_bytes += event.ByteSize() + _EVENT_OVERHEAD
 
     def fail(self, error: Exception) -> None:
@@ -94,12 +100,13 @@ class Answer:
         self._news.set()
         self._news = asyncio.Event()
 
-    @property
-    def last_position(self) -> int:
-        """Where a reader can be at most. A client may have tokens that the store, and so this copy, lacks."""
+    def may_be_at(self, position: Sequence[int]) -> bool:
+        """Whether a reader can be there. A client may have tokens that the store, and so this copy, lacks."""
+        if len(position) != self.num_choices:
+            return False
         if self.has_ended or not self.is_stored:
-            return self.num_tokens + self.has_ended
-        return self.record.request.sampling.max_tokens + 1
+            return all(at <= end for at, end in zip(position, self.position, strict=True))
+        return all(at <= self._request_of(c).sampling.max_tokens + 1 for c, at in enumerate(position))
 
     async def wait(self) -> None:
         """Until the next `notify`."""
@@ -110,25 +117,48 @@ class Answer:
             return slo_from_proto(self.record.slo)
         return SloTarget(self.record.slo_class)
 
-    def remaining(self, timeout_s: float) -> TokenizedRequest:
-        """A request for what is missing of it, with a deadline of its own."""
+    def _request_of(self, choice: int) -> decode_pb2.DecodeRequest:
+        """That of the choice's prompt."""
+        prompt = choice // (self.record.num_choices or 1)
+        return self.record.more_requests[prompt - 1] if prompt else self.record.request
+
+    def remaining(self, timeout_s: float) -> tuple[TokenizedRequest, ...]:
+        """Requests for what is missing of it, with a deadline of their own."""
         now = time.monotonic()
-        request = self.record.request
-        return TokenizedRequest(
-            request_id=request.request_id,
-            tenant=request.tenant,
-            prompt_token_ids=tuple(request.prompt_token_ids),
-            sampling=SamplingParams(**given_sampling(request.sampling)),
-            slo=self._slo(),
-            arrived=now,
-            deadline=now + timeout_s,
-            speculation=SpeculationMode.parse(request.speculation),
-            output_token_ids=self.token_ids,
-            is_repeated=True,
-            # Clients may have tokens that the store lacks, and each may have come to another one.
-            one_token_events=self.is_stored,
-            limits=self.limits,
+        prompts = [
+            TokenizedRequest(
+                request_id=self.record.request.request_id,
+                tenant=request.tenant,
+                prompt_token_ids=tuple(request.prompt_token_ids),
+                sampling=SamplingParams(**given_sampling(request.sampling)),
+                slo=self._slo(),
+                arrived=now,
+                deadline=now + timeout_s,
+                speculation=SpeculationMode.parse(request.speculation),
+                is_repeated=True,
+                # Clients may have tokens that the store lacks, and each may have come to another one.
+                one_token_events=self.is_stored,
+                limits=self.limits,
+            )
+            for request in (self.record.request, *self.record.more_requests)
+        ]
+        outputs: list[list[int]] = [[] for _ in range(self.num_choices)]
+        ended = set()
+        for event in self.events:
+            if isinstance(event, decode_pb2.DecodeFinished):
+                ended.add(event.choice)
+            else:
+                outputs[event.choice] += event.token_ids
+        return tuple(
+            replace(request, output_token_ids=tuple(outputs[request.choice]))
+            for request in choices_of(prompts, self.record.num_choices or 1)
+            if request.choice not in ended
         )
+
+
+def num_positions(event: Event) -> int:
+    """By how much it moves its choice's position on."""
+    return len(event.token_ids) if isinstance(event, decode_pb2.DecodeChunk) else 1
 
 
 class Sent(NamedTuple):

@@ -4,11 +4,12 @@ begin(request) --> Answer <-- read(answer, position) by each connection
 join(key)     /      ^
 find(event id)       +-- one task: run(request) -> events
 
-An event id is the answer's id and a position: the number of tokens up to there, one more after the end. A
-cut stream is found by its last event id, a repeated request by its idempotency key; either gets the events
-that it lacks, those that are there at once and the others as they are computed. When the last reader leaves,
-the computation ends, unless the client gave an idempotency key and so may ask again. A computation that ended
-too early is resumed by the next reader from the tokens so far, as a decode pod continues for a lost one.
+An event id is the answer's id and a position: of each choice the number of tokens up to there, one more
+after its end. A cut stream is found by its last event id, a repeated request by its idempotency key; either
+gets the events that it lacks, those that are there at once and the others as they are computed. When the last
+reader leaves, the computation ends, unless the client gave an idempotency key and so may ask again. A
+computation that ended too early is resumed by the next reader from the tokens so far, as a decode pod
+continues for a lost one.
 
 Answers are kept in memory for `ttl_s` within `max_bytes`, and with a store also there, so that another
 gateway can read them while this one computes, and take over when it dies. The first event is in the store
@@ -24,7 +25,7 @@ import re
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 
 from tandem_core.codec import sampling_to_proto, slo_to_proto
@@ -33,8 +34,8 @@ from tandem_proto.v1 import answers_pb2, decode_pb2
 from tandem_service import tracing
 from tandem_service.tasks import end_tasks
 
-from tandem_gateway.answer import NAME_CHARS, RUN_CHARS, Answer, Sent
-from tandem_gateway.answer_store import AnswerStore, NotOwnerError, StoreError
+from tandem_gateway.answer import NAME_CHARS, RUN_CHARS, Answer, Sent, num_positions
+from tandem_gateway.answer_store import AnswerStore, NotOwnerError, StoredAnswer, StoreError
 from tandem_gateway.answer_writer import FOLLOW_S, STORE_WAIT_S, AnswerWriter
 from tandem_gateway.errors import (
     AnswerNotFoundError,
@@ -46,14 +47,15 @@ from tandem_gateway.errors import (
     UpstreamError,
 )
 from tandem_gateway.metrics import GatewayMetrics
-from tandem_gateway.request import NO_LIMITS, Event, TenantLimits, TokenizedRequest
+from tandem_gateway.request import NO_LIMITS, Event, TenantLimits, TokenizedRequest, choices_of
 
 #: Time after the deadline until a caller that does not read its answer is disconnected.
 _READ_GRACE_S = 5.0
 _PURGE_S = 5.0
 #: Time from finding an answer to reading it.
 _FOUND_S = 1.0
-_EVENT_ID = re.compile(rf"([0-9a-f]{{{NAME_CHARS + RUN_CHARS}}})-([0-9]{{1,9}})")
+_EVENT_ID = re.compile(rf"([0-9a-f]{{{NAME_CHARS + RUN_CHARS}}})-([0-9]{{1,9}}(?:\.[0-9]{{1,9}})*)")
+_MAX_EVENT_ID_CHARS = 2048
 _KEY = re.compile(r"[\x21-\x7e]{1,255}")
 
 
@@ -63,7 +65,7 @@ class Answers:
 
     def __init__(
         self,
-        run: Callable[[TokenizedRequest], AsyncGenerator[Event, None]],
+        run: Callable[[Sequence[TokenizedRequest]], AsyncGenerator[Event, None]],
         metrics: GatewayMetrics,
         store: AnswerStore | None,
         *,
@@ -117,42 +119,41 @@ class Answers:
 
     async def begin(
         self,
-        request: TokenizedRequest,
+        prompts: Sequence[TokenizedRequest],
         *,
         kind: str,
+        num_choices: int = 1,
         with_usage: bool = False,
         shown: answers_pb2.ShownAs | None = None,
         is_streamed: bool = True,
         key: str = "",
         payload_sha256: bytes = b"",
     ) -> Answer:
-        """A new answer; with an idempotency key that is in use the one of that key.
+        """A new answer of so many choices for each prompt; with an idempotency key that is in use the one of
+        that key.
 
         Raises IdempotencyKeyError, UnavailableError.
         """
         if self.is_draining:
             raise _stopping()
-        name = _key_name(request.tenant, key) if key else secrets.token_hex(NAME_CHARS // 2)
+        first = prompts[0]
+        name = _key_name(first.tenant, key) if key else secrets.token_hex(NAME_CHARS // 2)
         answer = Answer(
             answers_pb2.AnswerRecord(
                 id=name + secrets.token_hex(RUN_CHARS // 2),
-                request=decode_pb2.DecodeRequest(
-                    request_id=request.request_id,
-                    tenant=request.tenant,
-                    prompt_token_ids=request.prompt_token_ids,
-                    sampling=sampling_to_proto(request.sampling),
-                    speculation=request.speculation or "",
-                ),
-                slo_class=request.slo.name,
-                slo=slo_to_proto(request.slo),
+                request=_record_of(first),
+                more_requests=map(_record_of, prompts[1:]),
+                num_choices=num_choices,
+                slo_class=first.slo.name,
+                slo=slo_to_proto(first.slo),
                 kind=kind,
                 with_usage=with_usage,
                 shown=shown,
-                form=request.form,
+                form=first.form,
                 created_seconds=int(time.time()),
                 payload_sha256=payload_sha256,
             ),
-            request,
+            choices_of(prompts, num_choices),
             is_kept=self._ttl_s > 0 and (is_streamed or bool(key)) and self._has_room(),
             has_key=bool(key),
         )
@@ -196,16 +197,16 @@ class Answers:
 
     async def find(
         self, tenant: str, event_id: str, kind: str, limits: TenantLimits = NO_LIMITS
-    ) -> tuple[Answer, int]:
+    ) -> tuple[Answer, tuple[int, ...]]:
         """The answer of an event id, and the caller's position in it; `limits` are for what is missing of it.
 
         Raises InvalidRequestError, AnswerNotFoundError, UnavailableError.
         """
         tracing.current().stage("look up answer")
-        match = _EVENT_ID.fullmatch(event_id)
+        match = _EVENT_ID.fullmatch(event_id) if len(event_id) <= _MAX_EVENT_ID_CHARS else None
         if match is None:
             raise InvalidRequestError("Last-Event-ID", "is no id of an event of this API; send it as it came")
-        answer_id, position = match[1], int(match[2])
+        answer_id, position = match[1], tuple(map(int, match[2].split(".")))
         deadline = time.monotonic() + STORE_WAIT_S
         while True:
             try:
@@ -220,7 +221,7 @@ class Answers:
             found is None
             or found.record.id != answer_id
             or found.record.request.tenant != tenant
-            or position > found.last_position
+            or not found.may_be_at(position)
         ):
             raise _not_kept(event_id)
         if found.record.kind != kind:
@@ -231,7 +232,7 @@ class Answers:
         found.limits = limits
         return found, position
 
-    async def read(self, answer: Answer, position: int = 0) -> AsyncGenerator[Sent, None]:
+    async def read(self, answer: Answer, position: Sequence[int] = ()) -> AsyncGenerator[Sent, None]:
         """All events from the first one; those up to `position` are marked as seen. Close it to leave.
 
         Raises what `run` raises.
@@ -242,21 +243,24 @@ class Answers:
         if answer.is_running or answer.has_ended:
             tracing.current().stage("read answer")
         answer.num_readers += 1
-        num_read = num_tokens = 0
+        num_read = 0
+        position = position or [0] * answer.num_choices
+        at = [0] * answer.num_choices
         try:
             while True:
                 while num_read < len(answer.events):
                     event = answer.events[num_read]
                     num_read += 1
-                    start = num_tokens
-                    num_tokens += len(event.token_ids) if isinstance(event, decode_pb2.DecodeChunk) else 1
-                    if start < position < num_tokens:
+                    choice = event.choice
+                    start = at[choice]
+                    at[choice] += num_positions(event)
+                    if start < position[choice] < at[choice]:
                         # No event of any computation of the answer ended there.
                         raise _not_kept(answer.event_id(position))
                     with _disconnecting_slow_reader(deadline):
-                        yield Sent(event, answer.event_id(num_tokens), num_tokens <= position)
-                    if isinstance(event, decode_pb2.DecodeFinished):
-                        return
+                        yield Sent(event, answer.event_id(at), at[choice] <= position[choice])
+                if answer.has_ended:
+                    return
                 if answer.error is not None:
                     raise answer.error
                 if not answer.is_running:
@@ -272,21 +276,21 @@ class Answers:
     def _start(self, answer: Answer) -> None:
         if self._is_stopping:
             raise _stopping()
-        request = answer.request or answer.remaining(self._request_timeout_s)
-        answer.request = None
-        answer.task = asyncio.create_task(self._compute(answer, request))
+        requests = answer.requests or answer.remaining(self._request_timeout_s)
+        answer.requests = None
+        answer.task = asyncio.create_task(self._compute(answer, requests))
         self._running.add(answer)
         answer.is_running = True
 
-    async def _compute(self, answer: Answer, request: TokenizedRequest) -> None:
+    async def _compute(self, answer: Answer, requests: Sequence[TokenizedRequest]) -> None:
         """Appends events until the answer has ended."""
         is_final = False
         try:
             if self._writer is not None and answer.is_stored and not answer.owner:
-                await self._writer.take_over(answer, request.deadline)
-                request = answer.remaining(self._request_timeout_s)
+                await self._writer.take_over(answer, requests[0].deadline)
+                requests = answer.remaining(self._request_timeout_s)
             if not answer.has_ended:
-                async with aclosing(self._run(request)) as events:
+                async with aclosing(self._run(requests)) as events:
                     async for event in events:
                         await self._add(answer, event)
         except NotOwnerError as error:
@@ -339,6 +343,7 @@ class Answers:
         # What is here is a copy, and another gateway may have gone on with the answer.
         try:
             stored = await self._writer.read(name)
+            answer = None if stored is None else _copy_of(stored)
         except StoreError as error:
             if known is None and not must_look:
                 return None
@@ -347,14 +352,9 @@ class Answers:
             ) from error
         if known is not None:
             self._forget(known)
-        if stored is None:
-            return None
-        has_key = bool(stored.record.payload_sha256)
-        answer = Answer(stored.record, None, is_kept=True, has_key=has_key, is_stored=True)
-        for event in stored.events:
-            answer.add(event)
-        answer.last_found = time.monotonic()
-        self._keep(answer)
+        if answer is not None:
+            answer.last_found = time.monotonic()
+            self._keep(answer)
         return answer
 
     def _is_wanted(self, known: Answer) -> bool:
@@ -392,6 +392,25 @@ class Answers:
         while True:
             await asyncio.sleep(min(_PURGE_S, max(self._ttl_s, 0.1)))
             self._drop_expired()
+
+
+def _copy_of(stored: StoredAnswer) -> Answer:
+    """Raises StoreError for one that cannot be."""
+    has_key = bool(stored.record.payload_sha256)
+    answer = Answer(stored.record, None, is_kept=True, has_key=has_key, is_stored=True)
+    for event in stored.events:
+        answer.add(event)
+    return answer
+
+
+def _record_of(request: TokenizedRequest) -> decode_pb2.DecodeRequest:
+    return decode_pb2.DecodeRequest(
+        request_id=request.request_id,
+        tenant=request.tenant,
+        prompt_token_ids=request.prompt_token_ids,
+        sampling=sampling_to_proto(request.sampling),
+        speculation=request.speculation or "",
+    )
 
 
 def _key_name(tenant: str, key: str) -> str:

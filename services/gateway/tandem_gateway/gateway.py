@@ -27,12 +27,13 @@ from tandem_core.model.guides import check_guide
 from tandem_core.model.tokenizer import Tokenizer
 from tandem_core.sampling import MAX_BAD_WORDS, MAX_STOP_CHARS, check_token_ids
 from tandem_core.speculation import SpeculationMode
-from tandem_proto.v1 import common_pb2, decode_pb2, gateway_pb2
+from tandem_proto.v1 import decode_pb2, gateway_pb2
 from tandem_service.tracing import Headers, RequestTrace, Tracing, current
 
 from tandem_gateway import trace_attributes
 from tandem_gateway.admission import Admission, Admitted
 from tandem_gateway.auth import Caller
+from tandem_gateway.choices import Running, relay_choices
 from tandem_gateway.dashboard.ended import EndedRequests
 from tandem_gateway.errors import (
     REQUEST_ERRORS,
@@ -331,61 +332,66 @@ class Gateway:
                 words[spaced] = None
         return {**received.sampling, "bad_words": tuple(words)}
 
-    async def run(self, request: TokenizedRequest) -> AsyncGenerator[Event, None]:
-        """Yields the events of the request. Close the generator to cancel the request.
+    async def run(self, requests: Sequence[TokenizedRequest]) -> AsyncGenerator[Event, None]:
+        """Yields the events of all choices of one call. Close the generator to cancel them.
 
-        Raises OverloadedError, DeadlineError, UnavailableError, UpstreamError.
+        They are admitted together and take a place each. Raises OverloadedError, DeadlineError,
+        UnavailableError, UpstreamError.
         """
-        if request.request_id in self._running_ids:
-            unique_id = f"{request.request_id}-{secrets.token_hex(4)}"
-            request = dataclasses.replace(request, request_id=unique_id)
-        self._running_ids.add(request.request_id)
+        if requests[0].request_id in self._running_ids:
+            suffix = secrets.token_hex(4)
+            requests = [
+                dataclasses.replace(request, request_id=f"{request.request_id}-{suffix}")
+                for request in requests
+            ]
+        first = requests[0]
+        self._running_ids.add(first.request_id)
         self._num_received += 1
-        measured = self._metrics.of(request)
+        running = [Running(request, self._metrics.of(request)) for request in requests]
         trace = current()
         trace.begin_work("admission queue")
         outcome = Outcome.ERROR
-        end: decode_pb2.DecodeFinished | None = None
-        num_tokens = 0
+        num_prompt = sum(len(prompt) for prompt in {request.prompt_token_ids for request in requests})
         num_unused = 0
         try:
-            self._rates.take(request.tenant, request.limits.tokens_per_minute, len(request.prompt_token_ids))
-            num_unused = len(request.prompt_token_ids)
-            async with self._admission.slot(request) as admitted:
-                request = admitted.request
+            self._rates.take(first.tenant, first.limits.tokens_per_minute, num_prompt)
+            num_unused = num_prompt
+            async with self._admission.slot(first, len(requests)) as admitted:
                 num_unused = 0
-                measured.admitted(admitted.queued_s)
-                async with aclosing(self._relay.stream(request)) as events:
-                    async for event in events:
+                for choice in running:
+                    choice.admitted(admitted)
+                num_left = len(running)
+                async with aclosing(relay_choices(self._relay, running)) as events:
+                    async for choice, event in events:
+                        event.choice = choice.request.choice
                         if isinstance(event, decode_pb2.DecodeFinished):
-                            end = event
-                            self._complete(end.receipt, admitted)
-                            break
-                        num_tokens += len(event.token_ids)
-                        admitted.num_tokens = num_tokens
-                        if event.token_ids:
-                            now = measured.relayed(len(event.token_ids))
+                            self._complete(choice, event, admitted, is_first=choice is running[0])
+                            num_left -= 1
+                            if not num_left:
+                                break  # the last event is sent when the places are free
+                        elif choice.relayed(len(event.token_ids)):
+                            admitted.num_tokens = max(admitted.num_tokens, choice.num_tokens)
                             if not admitted.first_at:
-                                admitted.first_at = now
-                                self._admission.started(admitted, ttft_s=now - request.arrived)
+                                admitted.first_at = choice.first_at
+                                self._admission.started(admitted, ttft_s=choice.first_at - first.arrived)
                         yield event
-            if end is None:  # the relay promises a DecodeFinished
+            if num_left:  # the relay promises a DecodeFinished for each
                 raise GatewayError("the answer has no end")
             outcome = Outcome.OK
-            measured.finished(end)
-            if trace.is_recording:
-                trace.set(trace_attributes.of_answer(end, self.manifest.name))
-            yield end
+            if trace.is_recording and running[0].end is not None:
+                trace.set(trace_attributes.of_answer(running[0].end, self.manifest.name))
+            yield event
         except REQUEST_ERRORS as error:
             outcome = presentation(error).outcome
-            measured.failed(error)
+            for choice in running:
+                choice.metrics.failed(error)
             trace.fail_stage(presentation(error).code)
             trace.fail(presentation(error).code)
             raise
         except (asyncio.CancelledError, GeneratorExit):
-            if end is None:
+            if any(choice.end is None for choice in running):
                 # gRPC cancels the call both at the caller's deadline and when the caller leaves.
-                outcome = Outcome.DEADLINE if time.monotonic() >= request.deadline else Outcome.CANCELLED
+                outcome = Outcome.DEADLINE if time.monotonic() >= first.deadline else Outcome.CANCELLED
                 if outcome is Outcome.DEADLINE:
                     trace.fail("deadline_exceeded")
             raise
@@ -393,27 +399,38 @@ class Gateway:
             trace.fail("internal_error")
             raise
         finally:
-            self._running_ids.discard(request.request_id)
-            self._rates.charge(request.tenant, request.limits.tokens_per_minute, num_tokens - num_unused)
-            measured.ended(outcome)
-            self._ended.add(request, outcome, None if end is None else end.receipt)
+            self._running_ids.discard(first.request_id)
+            num_tokens = sum(choice.num_tokens for choice in running)
+            self._rates.charge(first.tenant, first.limits.tokens_per_minute, num_tokens - num_unused)
+            for choice in running:
+                of_choice = Outcome.OK if choice.end is not None else outcome
+                choice.metrics.ended(of_choice)
+                receipt = None if choice.end is None else choice.end.receipt
+                self._ended.add(choice.request, of_choice, receipt)
             trace.set({"tandem.outcome": outcome.value})
             trace.end_work("respond")
-            details = {} if end is None else {
-                "output_tokens": end.receipt.output_tokens,
-                "ttft_s": round(end.receipt.ttft_ns / NS_PER_S, 4),
-                "slo_met": end.receipt.slo_met,
-            }  # fmt: skip
-            self._log.info(
-                "request",
-                request_id=request.request_id,
-                outcome=outcome.value,
-                tenant=request.tenant,
-                slo_class=request.slo.name,
-                prompt_tokens=len(request.prompt_token_ids),
-                e2e_s=round(time.monotonic() - request.arrived, 4),
-                **details,
-            )
+            self._log_end(running, outcome)
+
+    def _log_end(self, running: Sequence[Running], outcome: Outcome) -> None:
+        first = running[0].request
+        receipts = [choice.end.receipt for choice in running if choice.end is not None]
+        details: dict[str, int | float | bool] = {"choices": len(running)} if len(running) > 1 else {}
+        if len(receipts) == len(running):
+            details |= {
+                "output_tokens": sum(receipt.output_tokens for receipt in receipts),
+                "ttft_s": round(min(receipt.ttft_ns for receipt in receipts) / NS_PER_S, 4),
+                "slo_met": all(receipt.slo_met for receipt in receipts),
+            }
+        self._log.info(
+            "request",
+            request_id=first.request_id,
+            outcome=outcome.value,
+            tenant=first.tenant,
+            slo_class=first.slo.name,
+            prompt_tokens=len(first.prompt_token_ids),
+            e2e_s=round(time.monotonic() - first.arrived, 4),
+            **details,
+        )
 
     def fleet_status(self) -> gateway_pb2.GetFleetStatusResponse:
         return gateway_pb2.GetFleetStatusResponse(
@@ -423,12 +440,18 @@ class Gateway:
             requests_total=self._num_received,
         )
 
-    def _complete(self, receipt: common_pb2.Receipt, admitted: Admitted) -> None:
-        """Adds the gateway's fields to the pod's receipt: queue time, TTFT and E2E at the gateway, SLO."""
+    def _complete(
+        self, choice: Running, end: decode_pb2.DecodeFinished, admitted: Admitted, *, is_first: bool
+    ) -> None:
+        """Adds the gateway's fields to the pod's receipt: queue time, TTFT and E2E at the gateway, SLO.
+
+        Predictions are of a call's first choice.
+        """
         now = time.monotonic()
-        request, forecast = admitted.request, admitted.forecast
+        choice.end, receipt = end, end.receipt
+        request, forecast = choice.request, admitted.forecast if is_first else None
         e2e_s = now - request.arrived
-        ttft_s = (admitted.first_at or now) - request.arrived
+        ttft_s = (choice.first_at or now) - request.arrived
         # Of a resumed answer, those that came now.
         num_output = receipt.output_tokens - len(request.output_token_ids)
         tpot_s = (e2e_s - ttft_s) / (num_output - 1) if num_output > 1 else 0.0
@@ -453,4 +476,6 @@ class Gateway:
             receipt.predicted_ttft_p90_ns = round((judged_s + forecast.ttft.p90) * NS_PER_S)
             receipt.predicted_e2e_p50_ns = round((judged_s + forecast.e2e.p50) * NS_PER_S)
             receipt.predicted_e2e_p90_ns = round((judged_s + forecast.e2e.p90) * NS_PER_S)
-        self._admission.ended(admitted, e2e_s=e2e_s, num_tokens=receipt.output_tokens, met=not miss)
+        if is_first:
+            self._admission.ended(admitted, e2e_s=e2e_s, num_tokens=receipt.output_tokens, met=not miss)
+        choice.metrics.finished(end)

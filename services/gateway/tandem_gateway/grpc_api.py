@@ -26,6 +26,7 @@ from tandem_gateway.auth import ApiKeys, Caller
 from tandem_gateway.errors import PRESENTATIONS
 from tandem_gateway.gateway import Gateway
 from tandem_gateway.grpc_messages import to_messages, to_options, to_tool_choice
+from tandem_gateway.openai_models import MAX_CHOICES
 from tandem_gateway.request import ReceivedRequest, TokenizedRequest
 from tandem_gateway.tools.answer_parser import AnswerDelta, AnswerParser
 
@@ -106,9 +107,16 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     ) -> AsyncGenerator[ResponseT, None]:
         with self._gateway.counting_refusals():
             answer, position = await self._find_or_begin(request, context)
-        parser = AnswerParser(answer.record.form, seed=answer.record.id)
+        parsers = [
+            AnswerParser(
+                answer.record.form, seed=f"{answer.record.id}-{choice}" if choice else answer.record.id
+            )
+            for choice in range(answer.num_choices)
+        ]
+        receipts: list[tuple[str, bytes]] = []
         async with aclosing(self._answers.read(answer, position)) as events:
             async for event, event_id, is_seen in events:
+                parser = parsers[event.choice]
                 if isinstance(event, decode_pb2.DecodeChunk):
                     part = parser.push(event.text)
                     if is_seen:
@@ -120,10 +128,14 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
                         token_ids=event.token_ids,
                         logprobs=event.logprobs,
                         event_id=event_id,
+                        choice=event.choice,
                     )
                     yield kind(chunk=chunk)
                 else:
-                    context.set_trailing_metadata(((RECEIPT_KEY, event.receipt.SerializeToString()),))
+                    receipts.append((RECEIPT_KEY, event.receipt.SerializeToString()))
+                    context.set_trailing_metadata(tuple(receipts))
+                    if is_seen and answer.num_choices > 1:
+                        continue
                     part = parser.finish()
                     is_call = parser.has_calls and event.reason == common_pb2.FINISH_REASON_STOP
                     end = gateway_pb2.GeneratedEnd(
@@ -135,10 +147,11 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
                         stop_token_id=event.stop_token_id if event.HasField("stop_token_id") else None,
                         receipt=event.receipt,
                         event_id=event_id,
+                        choice=event.choice,
                     )
                     yield kind(end=end)
 
-    async def _find_or_begin(self, request: _Request, context: _Context) -> tuple[Answer, int]:
+    async def _find_or_begin(self, request: _Request, context: _Context) -> tuple[Answer, tuple[int, ...]]:
         """The answer, and the caller's position in it."""
         received = self._received(request, context)
         tenant, limits = received.caller.tenant, self._gateway.settings.tenant_limits(received.caller)
@@ -152,9 +165,12 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             digest = hashlib.sha256(kind.encode() + content.SerializeToString(deterministic=True)).digest()
             joined = await self._answers.join(tenant, key, digest, limits)
             if joined is not None:
-                return joined, 0
+                return joined, ()
         tokenized = await self._tokenize(received, request)
-        return await self._answers.begin(tokenized, kind=kind, key=key, payload_sha256=digest), 0
+        answer = await self._answers.begin(
+            [tokenized], kind=kind, num_choices=request.n or 1, key=key, payload_sha256=digest
+        )
+        return answer, ()
 
     async def _tokenize(self, received: ReceivedRequest, request: _Request) -> TokenizedRequest:
         if isinstance(request, gateway_pb2.ChatRequest):
@@ -174,6 +190,8 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             raise InvalidRequestError(
                 "request_id", "must be 1 to 128 letters, digits and . _ : / -; or leave it empty"
             )
+        if request.n > MAX_CHOICES:
+            raise InvalidRequestError("n", f"is {request.n}; it must be at most {MAX_CHOICES}")
         return ReceivedRequest(
             request_id=request.request_id or current_request_id(),
             caller=caller,

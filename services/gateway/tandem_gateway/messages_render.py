@@ -19,6 +19,7 @@ from tandem_proto.v1 import answers_pb2, decode_pb2
 
 from tandem_gateway.http_stream import sse
 from tandem_gateway.openai_render import ChatRenderer, Json, error_json
+from tandem_gateway.request import Event
 
 _Object = dict[str, Any]
 
@@ -46,14 +47,14 @@ class MessagesRenderer(ChatRenderer):
     def finish(self, end: decode_pb2.DecodeFinished, *, with_usage_field: bool) -> Json:
         return self._events(super().finish(end, with_usage_field=False))
 
-    def usage_chunk(self, end: decode_pb2.DecodeFinished) -> Json:
-        usage = _usage(cast(_Object, super().usage_chunk(end)["usage"]))
+    def usage_chunk(self) -> Json:
+        usage = _usage(cast(_Object, super().usage_chunk()["usage"]))
         delta: Json = {"type": "message_delta", "delta": self._ending, "usage": usage}
         stop: Json = {"type": "message_stop"}
         return {"events": [delta, stop]}
 
-    def whole(self, chunks: Sequence[decode_pb2.DecodeChunk], end: decode_pb2.DecodeFinished) -> Json:
-        chat = cast(_Object, super().whole(chunks, end))
+    def whole(self, events: Sequence[Event]) -> Json:
+        chat = cast(_Object, super().whole(events))
         choice = chat["choices"][0]
         message = choice["message"]
         content: list[_Object] = []

@@ -38,7 +38,7 @@ from tandem_gateway.messages_models import parse_messages
 from tandem_gateway.messages_render import MessagesRenderer
 from tandem_gateway.openai_models import ChatBody, CompletionBody, parse_body
 from tandem_gateway.openai_render import ChatRenderer, CompletionRenderer, Json, Renderer
-from tandem_gateway.request import Event, ReceivedRequest, TokenizedRequest
+from tandem_gateway.request import Event, ReceivedRequest, TokenizedRequest, with_seed
 from tandem_gateway.request_body import max_body_bytes, read_body
 from tandem_gateway.responses_models import parse_responses
 from tandem_gateway.responses_render import ResponsesRenderer
@@ -113,7 +113,8 @@ class OpenAiApi:
         }
 
     async def _answer(self, request: Request, parse: Parse, kind: type[Renderer]) -> Response:
-        position, is_streamed = 0, True
+        position: tuple[int, ...] = ()
+        is_streamed = True
         started_ns = time.monotonic_ns()
         with self._gateway.counting_refusals():
             caller = self._keys.authenticate(_authorization(request.headers))
@@ -157,7 +158,7 @@ class OpenAiApi:
             request_id=body.request_id or request.state.request_id,
             caller=caller,
             model=body.model or "",
-            sampling=body.given_sampling(),
+            sampling=with_seed(body.given_sampling()),
             slo_class=_slo_class(body, request.headers),
             arrived=arrived,
             speculation=body.speculation or "",
@@ -169,6 +170,7 @@ class OpenAiApi:
         answer = await self._answers.begin(
             await until_disconnect(request.receive, self._tokenize(received, body)),
             kind=kind,
+            num_choices=body.num_choices,
             with_usage=body.wants_usage_chunk,
             shown=body.shown(),
             is_streamed=is_streamed,
@@ -177,35 +179,44 @@ class OpenAiApi:
         )
         return answer, is_streamed
 
-    async def _tokenize(self, received: ReceivedRequest, body: ChatBody | CompletionBody) -> TokenizedRequest:
+    async def _tokenize(
+        self, received: ReceivedRequest, body: ChatBody | CompletionBody
+    ) -> list[TokenizedRequest]:
+        """One for each prompt."""
         if isinstance(body, ChatBody):
-            return await self._gateway.prepare_chat(
-                received, body.chat_messages(), body.chosen_tools(), body.chat_options()
+            return [
+                await self._gateway.prepare_chat(
+                    received, body.chat_messages(), body.chosen_tools(), body.chat_options()
+                )
+            ]
+        return [
+            await (
+                self._gateway.prepare_text(received, prompt)
+                if isinstance(prompt, str)
+                else self._gateway.prepare_tokens(received, prompt)
             )
-        prompt = body.single_prompt()
-        if isinstance(prompt, str):
-            return await self._gateway.prepare_text(received, prompt)
-        return await self._gateway.prepare_tokens(received, prompt)
+            for prompt in body.prompts()
+        ]
 
 
 async def _whole(events: AsyncGenerator[Sent, None], renderer: Renderer) -> Response:
-    chunks: list[decode_pb2.DecodeChunk] = []
     async with aclosing(events):
-        async for event, _, _ in events:
-            if isinstance(event, decode_pb2.DecodeFinished):
-                return JSONResponse(renderer.whole(chunks, event))
-            chunks.append(event)
-    raise GatewayError("the answer has no end")
+        return JSONResponse(renderer.whole([sent.event async for sent in events]))
 
 
 async def _first_new(events: AsyncGenerator[Sent, None], renderer: Renderer) -> Sent:
     """The first event that the client does not have, or the last one of all. The renderer gets the others,
     because it remembers what it rendered."""
-    while True:
-        sent = await anext(events)
-        if not sent.is_seen or isinstance(sent.event, decode_pb2.DecodeFinished):
-            return sent
-        _render(sent.event, renderer, with_usage=False)
+    last: Sent | None = None
+    async for sent in events:
+        if last is not None:
+            _render(last.event, renderer, with_usage=False)
+        last = sent
+        if not sent.is_seen:
+            break
+    if last is None:
+        raise GatewayError("the answer has no end")
+    return last
 
 
 async def _stream(
@@ -213,16 +224,14 @@ async def _stream(
 ) -> AsyncGenerator[bytes, None]:
     """The stream's bytes. An error after the first event becomes an event of its own, without an id."""
     try:
-        event, event_id, is_seen = first
-        while True:
-            rendered = _render(event, renderer, with_usage=with_usage)
-            if rendered is not None and not is_seen:
-                yield renderer.encode(rendered, event_id)
-            if isinstance(event, decode_pb2.DecodeFinished):
-                break
-            event, event_id, is_seen = await anext(events)
+        sent: Sent | None = first
+        while sent is not None:
+            rendered = _render(sent.event, renderer, with_usage=with_usage)
+            if rendered is not None and not sent.is_seen:
+                yield renderer.encode(rendered, sent.event_id)
+            sent = await anext(events, None)
         if with_usage:
-            yield renderer.encode(renderer.usage_chunk(event))
+            yield renderer.encode(renderer.usage_chunk())
         yield renderer.encode_end()
     except REQUEST_ERRORS as error:
         yield renderer.encode_error(error)

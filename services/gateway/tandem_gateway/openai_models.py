@@ -3,8 +3,8 @@
     bytes -> UTF-8? -> JSON of the right types? -> no unsupported field? -> ChatBody / CompletionBody
 
 An unsupported field of OpenAI's API or of vLLM's is refused, unless its value means "off" (null, false, 0,
-"", [], {}, "none") or has no effect (`n: 1`). An unknown field is refused too, because it may be a
-misspelling such as `max_token`. docs/parameters.md lists the fields.
+"", [], {}, "none") or has no effect (`tool_choice: "auto"`). An unknown field is refused too, because it may
+be a misspelling such as `max_token`. docs/parameters.md lists the fields.
 """
 
 from __future__ import annotations
@@ -37,8 +37,6 @@ _IGNORED = frozenset(
 #: mean "off".
 _UNSERVED: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
-        "n": (1,),
-        "best_of": (1,),
         "echo": (),
         "suffix": (),
         "modalities": (["text"],),
@@ -62,6 +60,8 @@ _UNSERVED: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "verbosity": (),
     }
 )
+#: For one prompt, and for all prompts of a call.
+MAX_CHOICES, MAX_SEQUENCES = 32, 128
 _OFF: tuple[object, ...] = (None, False, "", "none", [], {})
 #: Of 2^32 - 1.
 _MAX_TOKEN_ID_DIGITS = 10
@@ -99,6 +99,8 @@ class _CommonBody(_SamplingBody):
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    n: int | None = None
+    best_of: int | None = None
     request_id: str | None = None
     priority: int | None = None
     slo_class: str | None = None
@@ -125,6 +127,16 @@ class _CommonBody(_SamplingBody):
             raise InvalidRequestError("stream_options", "is only allowed with stream: true")
         if self.priority:
             raise UnsupportedFieldError("priority", "is not supported here; name an slo_class instead")
+        for name, value in (("n", self.n), ("best_of", self.best_of)):
+            if value is not None and not 1 <= value <= MAX_CHOICES:
+                raise InvalidRequestError(name, f"is {value}; it must be between 1 and {MAX_CHOICES}")
+        if self.compares_choices and self.stream:
+            raise InvalidRequestError(
+                "best_of",
+                "cannot be streamed, since the best choices are known at the end; send stream: false",
+            )
+        if self.num_choices < (self.n or 1):
+            raise InvalidRequestError("best_of", f"is {self.best_of}, less than n ({self.n})")
         limit = self.truncate_prompt_tokens
         if limit is not None and limit != -1 and limit < 1:
             raise InvalidRequestError(
@@ -153,11 +165,27 @@ class _CommonBody(_SamplingBody):
         given["bad_words"] = tuple(tuple(word) for word in self.bad_words or () if not isinstance(word, str))
         return given
 
+    @property
+    def num_choices(self) -> int:
+        """To be computed for each prompt."""
+        return self.best_of or self.n or 1
+
+    @property
+    def compares_choices(self) -> bool:
+        return self.num_choices > (self.n or 1)
+
     def shown(self) -> answers_pb2.ShownAs:
         """How the answer is to be shown."""
         return answers_pb2.ShownAs(
-            token_ids=bool(self.return_token_ids), tokens_as_ids=bool(self.return_tokens_as_token_ids)
+            token_ids=bool(self.return_token_ids),
+            tokens_as_ids=bool(self.return_tokens_as_token_ids),
+            num_best=(self.n or 1) if self.compares_choices else 0,
+            hides_logprobs=self.compares_choices and not self.wants_logprobs,
         )
+
+    @property
+    def wants_logprobs(self) -> bool:
+        raise NotImplementedError
 
     @property
     def bad_texts(self) -> tuple[str, ...]:
@@ -193,7 +221,10 @@ class ChatBody(_CommonBody):
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequestError("top_logprobs", "is only allowed with logprobs: true")
         given = super().given_sampling()
-        given["logprobs"] = (self.top_logprobs or 0) if self.logprobs else None
+        if self.wants_logprobs or self.compares_choices:
+            given["logprobs"] = self.top_logprobs or 0
+        else:
+            given["logprobs"] = None
         if self.max_completion_tokens is not None:
             given["max_tokens"] = self.max_completion_tokens
         return given
@@ -204,6 +235,10 @@ class ChatBody(_CommonBody):
             raise UnsupportedFieldError(
                 "add_special_tokens", "is not supported in chats, whose template has them; leave it out"
             )
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.logprobs)
 
     def chat_messages(self) -> tuple[Message, ...]:
         return to_messages(self.messages)
@@ -238,26 +273,31 @@ class CompletionBody(_CommonBody):
 
     def given_sampling(self) -> dict[str, Any]:
         given = super().given_sampling()
-        if self.logprobs is False:
-            del given["logprobs"]
+        if not self.wants_logprobs:
+            given["logprobs"] = 0 if self.compares_choices else None
         return given
 
-    def single_prompt(self) -> str | list[int]:
-        """The prompt as a text or as token ids; a list of one prompt counts as that prompt."""
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None and self.logprobs is not False
+
+    def prompts(self) -> list[str | list[int]]:
+        """Each as a text or as token ids."""
         prompt = self.prompt
         if isinstance(prompt, str):
-            return prompt
+            return [prompt]
         if not prompt:
             raise InvalidRequestError("prompt", "is empty; send a text or token ids")
         if isinstance(prompt[0], int):
-            return [token for token in prompt if isinstance(token, int)]
-        if len(prompt) != 1:
-            raise UnsupportedFieldError(
-                "prompt", f"holds {len(prompt)} prompts; the limit is 1: send one request for each"
+            return [[token for token in prompt if isinstance(token, int)]]
+        prompts = [one for one in prompt if not isinstance(one, int)]
+        if len(prompts) * self.num_choices > MAX_SEQUENCES:
+            raise InvalidRequestError(
+                "prompt",
+                f"holds {len(prompts)} prompts with {self.num_choices} choices each; the limit is "
+                f"{MAX_SEQUENCES} choices in all: send fewer at once",
             )
-        only = prompt[0]
-        assert not isinstance(only, int)  # the case above
-        return only
+        return prompts
 
 
 def parse_body(kind: type[ChatBody] | type[CompletionBody], body: bytes) -> ChatBody | CompletionBody:

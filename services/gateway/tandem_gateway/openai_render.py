@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from google.protobuf.message import Message
@@ -12,6 +15,7 @@ from tandem_proto.v1 import answers_pb2, common_pb2, decode_pb2
 
 from tandem_gateway.errors import presentation
 from tandem_gateway.http_stream import SSE_DONE, sse
+from tandem_gateway.request import Event
 from tandem_gateway.tools.answer_parser import AnswerDelta, AnswerParser, CallDelta
 
 Json = Mapping[str, "JsonValue"]
@@ -32,13 +36,18 @@ def error_json(error: TandemError) -> Json:
     return {"error": {"message": str(error), "type": shown.kind, "param": param, "code": shown.code}}
 
 
-def usage_json(receipt: common_pb2.Receipt) -> Json:
+def usage_json(receipts: Sequence[common_pb2.Receipt], num_choices: int) -> Json:
+    """Of so many choices per prompt, by number. A prompt counts once, the tokens of all choices count."""
+    prompts = receipts[::num_choices]
+    num_prompt = sum(receipt.prompt_tokens for receipt in prompts)
+    num_output = sum(receipt.output_tokens for receipt in receipts)
     return {
-        "prompt_tokens": receipt.prompt_tokens,
-        "completion_tokens": receipt.output_tokens,
-        "total_tokens": receipt.prompt_tokens + receipt.output_tokens,
-        "prompt_tokens_details": {"cached_tokens": receipt.cached_tokens},
-        "tandem_receipt": message_json(receipt),
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_output,
+        "total_tokens": num_prompt + num_output,
+        "prompt_tokens_details": {"cached_tokens": sum(receipt.cached_tokens for receipt in prompts)},
+        "tandem_receipt": message_json(receipts[0]),
+        **({"tandem_receipts": list(map(message_json, receipts))} if len(receipts) > 1 else {}),
     }
 
 
@@ -58,6 +67,21 @@ def _stop_reason(end: decode_pb2.DecodeFinished) -> str | int | None:
     return end.stop_token_id if end.HasField("stop_token_id") else end.stop_reason or None
 
 
+@dataclass
+class _Choice:
+    """A whole answer's choice."""
+
+    number: int
+    chunks: list[decode_pb2.DecodeChunk]
+    logprobs: list[common_pb2.PositionLogprobs]
+    end: decode_pb2.DecodeFinished = field(default_factory=decode_pb2.DecodeFinished)
+
+    @property
+    def mean_logprob(self) -> float:
+        chosen = [position.chosen.logprob for position in self.logprobs]
+        return sum(chosen) / len(chosen) if chosen else -math.inf
+
+
 class Renderer(ABC):
     """Renders one answer. Chat and plain completions differ in names, shapes and logprobs only."""
 
@@ -75,12 +99,19 @@ class Renderer(ABC):
             "created": record.created_seconds,
             "model": model,
         }
-        self._wants_logprobs = record.request.sampling.HasField("logprobs")
+        self._wants_logprobs = (
+            record.request.sampling.HasField("logprobs") and not record.shown.hides_logprobs
+        )
         self._token_bytes = token_bytes
-        self._prompt_token_ids = record.request.prompt_token_ids
+        self._prompts = [request.prompt_token_ids for request in (record.request, *record.more_requests)]
+        self._num_choices = record.num_choices or 1
+        self._num_best = record.shown.num_best or self._num_choices
         self.shows_token_ids = record.shown.token_ids
         self._names_are_ids = record.shown.tokens_as_ids
-        self._has_begun = False
+        #: Choices of which something was rendered.
+        self._begun: set[int] = set()
+        #: By choice, of those that have ended.
+        self._receipts: dict[int, common_pb2.Receipt] = {}
 
     def encode(self, body: Json, event_id: str = "") -> bytes:
         """What `chunk`, `finish` or `usage_chunk` returned, as server-sent events."""
@@ -95,55 +126,90 @@ class Renderer(ABC):
 
     def chunk(self, chunk: decode_pb2.DecodeChunk, *, with_usage_field: bool) -> Json | None:
         """None: there is nothing to show yet, for example while a character is incomplete."""
-        part = self._part(chunk.text)
+        part = self._part(chunk.choice, chunk.text)
         if not (part or chunk.logprobs or self.shows_token_ids):
             return None
-        choice = dict(self._delta(part, self._logprobs(chunk.logprobs)))
+        is_first = chunk.choice not in self._begun
+        self._begun.add(chunk.choice)
+        logprobs = self._logprobs(chunk.choice, chunk.logprobs)
+        delta = self._delta(part, is_first=is_first)
+        choice = {"index": chunk.choice, **delta, "logprobs": logprobs, "finish_reason": None}
         if not self.shows_token_ids:
             return self._stream_object([choice], with_usage_field)
         choice["token_ids"] = list(chunk.token_ids)
         # The prompt's are in the first chunk, as in vLLM.
-        prompt = None if self._has_begun else list(self._prompt_token_ids)
-        self._has_begun = True
-        return self._with_prompt(self._stream_object([choice], with_usage_field), prompt)
+        prompt = self._prompt_of(chunk.choice) if is_first else None
+        return self._with_prompt(self._stream_object([choice], with_usage_field), [prompt])
 
     def finish(self, end: decode_pb2.DecodeFinished, *, with_usage_field: bool) -> Json:
+        self._receipts[end.choice] = end.receipt
+        is_first = end.choice not in self._begun
+        self._begun.add(end.choice)
         choice = {
-            **self._delta(self._last_part(), None),
+            "index": end.choice,
+            **self._delta(self._last_part(end.choice), is_first=is_first),
+            "logprobs": None,
             "finish_reason": self._finish_reason(end),
             "stop_reason": _stop_reason(end),
         }
         return self._stream_object([choice], with_usage_field)
 
-    def usage_chunk(self, end: decode_pb2.DecodeFinished) -> Json:
-        return {**self._stream_object([], False), "usage": usage_json(end.receipt)}
+    def usage_chunk(self) -> Json:
+        """After the last choice's end."""
+        return {**self._stream_object([], False), "usage": self._usage()}
 
-    def whole(self, chunks: Sequence[decode_pb2.DecodeChunk], end: decode_pb2.DecodeFinished) -> Json:
-        text = "".join(chunk.text for chunk in chunks)
-        positions = [position for chunk in chunks for position in chunk.logprobs]
-        choice: dict[str, JsonValue] = {
-            "index": 0,
-            **self._whole_text(text),
-            "logprobs": self._logprobs(positions),
-            "finish_reason": self._finish_reason(end),
-            "stop_reason": _stop_reason(end),
+    def whole(self, events: Sequence[Event]) -> Json:
+        choices = [_Choice(number, [], []) for number in range(len(self._prompts) * self._num_choices)]
+        for event in events:
+            if isinstance(event, decode_pb2.DecodeFinished):
+                choices[event.choice].end = event
+                self._receipts[event.choice] = event.receipt
+            else:
+                choices[event.choice].chunks.append(event)
+                choices[event.choice].logprobs.extend(event.logprobs)
+        shown = []
+        for first in range(0, len(choices), self._num_choices):
+            of_prompt = choices[first : first + self._num_choices]
+            if self._num_best < self._num_choices:
+                of_prompt = sorted(of_prompt, key=lambda choice: -choice.mean_logprob)[: self._num_best]
+            shown += of_prompt
+        body: Json = {
+            **self._head,
+            "object": self._whole_object,
+            "choices": [self._whole_choice(index, choice) for index, choice in enumerate(shown)],
+            "usage": self._usage(),
         }
-        usage = usage_json(end.receipt)
+        prompts = [self._prompt_of(choice.number) for choice in shown]
+        return self._with_prompt(body, prompts) if self.shows_token_ids else body
+
+    def _whole_choice(self, index: int, choice: _Choice) -> Json:
+        body: dict[str, JsonValue] = {
+            "index": index,
+            **self._whole_text(choice.number, "".join(chunk.text for chunk in choice.chunks)),
+            "logprobs": self._logprobs(choice.number, choice.logprobs),
+            "finish_reason": self._finish_reason(choice.end),
+            "stop_reason": _stop_reason(choice.end),
+        }
         if self.shows_token_ids:
-            choice["token_ids"] = [token_id for chunk in chunks for token_id in chunk.token_ids]
-        whole: Json = {**self._head, "object": self._whole_object, "choices": [choice], "usage": usage}
-        return self._with_prompt(whole, list(self._prompt_token_ids)) if self.shows_token_ids else whole
+            body["token_ids"] = [token_id for chunk in choice.chunks for token_id in chunk.token_ids]
+        return body
+
+    def _usage(self) -> Json:
+        return usage_json([self._receipts[number] for number in sorted(self._receipts)], self._num_choices)
+
+    def _prompt_of(self, choice: int) -> list[int]:
+        return list(self._prompts[choice // self._num_choices])
 
     def _stream_object(self, choices: Sequence[Json], with_usage_field: bool) -> Json:
         body = {**self._head, "object": self._chunk_object, "choices": choices}
         return {**body, "usage": None} if with_usage_field else body
 
-    def _logprobs(self, positions: Sequence[common_pb2.PositionLogprobs]) -> Json | None:
-        return self._logprobs_object(positions) if self._wants_logprobs else None
+    def _logprobs(self, choice: int, positions: Sequence[common_pb2.PositionLogprobs]) -> Json | None:
+        return self._logprobs_object(choice, positions) if self._wants_logprobs else None
 
-    def _with_prompt(self, body: Json, prompt_token_ids: list[int] | None) -> Json:
-        """Adds the prompt's token ids where vLLM has them."""
-        return {**body, "prompt_token_ids": prompt_token_ids}
+    def _with_prompt(self, body: Json, prompts: Sequence[list[int] | None]) -> Json:
+        """Adds the prompt's token ids, one list for each choice in the body, where vLLM has them."""
+        return {**body, "prompt_token_ids": prompts[0]}
 
     def _id_name(self, token: common_pb2.TokenLogprob) -> str:
         return f"token_id:{token.token_id}"
@@ -152,11 +218,11 @@ class Renderer(ABC):
         return token.token_bytes or self._token_bytes(token.token_id)
 
     @abstractmethod
-    def _part(self, text: str) -> AnswerDelta:
+    def _part(self, choice: int, text: str) -> AnswerDelta:
         """What the text adds to the answer; false: nothing yet."""
 
     @abstractmethod
-    def _last_part(self) -> AnswerDelta:
+    def _last_part(self, choice: int) -> AnswerDelta:
         """What was held back, when no more text comes."""
 
     def _finish_reason(self, end: decode_pb2.DecodeFinished) -> str:
@@ -164,15 +230,15 @@ class Renderer(ABC):
         return _FINISH_REASONS[end.reason]
 
     @abstractmethod
-    def _delta(self, part: AnswerDelta, logprobs: Json | None) -> Json:
-        """The choice of a stream chunk."""
+    def _delta(self, part: AnswerDelta, *, is_first: bool) -> Json:
+        """The part of a stream chunk's choice that holds the text."""
 
     @abstractmethod
-    def _whole_text(self, text: str) -> Json:
+    def _whole_text(self, choice: int, text: str) -> Json:
         """The part of a whole answer's choice that holds the text."""
 
     @abstractmethod
-    def _logprobs_object(self, positions: Sequence[common_pb2.PositionLogprobs]) -> Json: ...
+    def _logprobs_object(self, choice: int, positions: Sequence[common_pb2.PositionLogprobs]) -> Json: ...
 
 
 def _call_json(call: CallDelta) -> dict[str, JsonValue]:
@@ -193,33 +259,35 @@ class ChatRenderer(Renderer):
         self, record: answers_pb2.AnswerRecord, model: str, token_bytes: Callable[[int], bytes]
     ) -> None:
         super().__init__(record, model, token_bytes)
-        self._sent_role = False
-        self._parser = AnswerParser(record.form, seed=record.id)
+        #: By choice.
+        self._parsers = [
+            AnswerParser(record.form, seed=f"{record.id}-{choice}" if choice else record.id)
+            for choice in range(len(self._prompts) * self._num_choices)
+        ]
         self._as_function_call = record.form.as_function_call
 
-    def _part(self, text: str) -> AnswerDelta:
-        return self._parser.push(text)
+    def _part(self, choice: int, text: str) -> AnswerDelta:
+        return self._parsers[choice].push(text)
 
-    def _last_part(self) -> AnswerDelta:
-        return self._parser.finish()
+    def _last_part(self, choice: int) -> AnswerDelta:
+        return self._parsers[choice].finish()
 
     def _finish_reason(self, end: decode_pb2.DecodeFinished) -> str:
-        if end.reason == common_pb2.FINISH_REASON_STOP and self._parser.has_calls:
+        if end.reason == common_pb2.FINISH_REASON_STOP and self._parsers[end.choice].has_calls:
             return "function_call" if self._as_function_call else "tool_calls"
         return super()._finish_reason(end)
 
-    def _delta(self, part: AnswerDelta, logprobs: Json | None) -> Json:
-        delta: dict[str, JsonValue] = {} if self._sent_role else {"role": "assistant", "content": ""}
-        self._sent_role = True
+    def _delta(self, part: AnswerDelta, *, is_first: bool) -> Json:
+        delta: dict[str, JsonValue] = {"role": "assistant", "content": ""} if is_first else {}
         if part.content:
             delta["content"] = part.content
         if part.reasoning:
             delta["reasoning_content"] = part.reasoning
         delta |= self._calls_json(part, with_index=True)
-        return {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+        return {"delta": delta}
 
-    def _whole_text(self, text: str) -> Json:
-        part = self._part(text) + self._last_part()
+    def _whole_text(self, choice: int, text: str) -> Json:
+        part = self._part(choice, text) + self._last_part(choice)
         message: dict[str, JsonValue] = {
             "role": "assistant",
             "content": None if part.calls and not part.content else part.content,
@@ -240,7 +308,7 @@ class ChatRenderer(Renderer):
             calls = [{"index": call.index, **shown} for call, shown in zip(part.calls, calls, strict=True)]
         return {"tool_calls": calls}
 
-    def _logprobs_object(self, positions: Sequence[common_pb2.PositionLogprobs]) -> Json:
+    def _logprobs_object(self, choice: int, positions: Sequence[common_pb2.PositionLogprobs]) -> Json:
         content = [
             {**self._token(position.chosen), "top_logprobs": [self._token(token) for token in position.top]}
             for position in positions
@@ -263,26 +331,27 @@ class CompletionRenderer(Renderer):
         self, record: answers_pb2.AnswerRecord, model: str, token_bytes: Callable[[int], bytes]
     ) -> None:
         super().__init__(record, model, token_bytes)
-        self._text_offset = 0
+        #: By choice.
+        self._text_offsets: Counter[int] = Counter()
 
-    def _part(self, text: str) -> AnswerDelta:
+    def _part(self, choice: int, text: str) -> AnswerDelta:
         return AnswerDelta(text)
 
-    def _last_part(self) -> AnswerDelta:
+    def _last_part(self, choice: int) -> AnswerDelta:
         return AnswerDelta()
 
-    def _delta(self, part: AnswerDelta, logprobs: Json | None) -> Json:
-        return {"index": 0, "text": part.content, "logprobs": logprobs, "finish_reason": None}
+    def _delta(self, part: AnswerDelta, *, is_first: bool) -> Json:
+        return {"text": part.content}
 
-    def _whole_text(self, text: str) -> Json:
+    def _whole_text(self, choice: int, text: str) -> Json:
         return {"text": text}
 
-    def _logprobs_object(self, positions: Sequence[common_pb2.PositionLogprobs]) -> Json:
+    def _logprobs_object(self, choice: int, positions: Sequence[common_pb2.PositionLogprobs]) -> Json:
         tokens = [self._name(position.chosen) for position in positions]
         offsets = []
         for token in tokens:
-            offsets.append(self._text_offset)
-            self._text_offset += len(token)
+            offsets.append(self._text_offsets[choice])
+            self._text_offsets[choice] += len(token)
         return {
             "tokens": tokens,
             "token_logprobs": [position.chosen.logprob for position in positions],
@@ -292,9 +361,9 @@ class CompletionRenderer(Renderer):
             "text_offset": offsets,
         }
 
-    def _with_prompt(self, body: Json, prompt_token_ids: list[int] | None) -> Json:
-        choices = cast(Sequence[Json], body["choices"])
-        return {**body, "choices": [{**choice, "prompt_token_ids": prompt_token_ids} for choice in choices]}
+    def _with_prompt(self, body: Json, prompts: Sequence[list[int] | None]) -> Json:
+        choices = zip(cast(Sequence[Json], body["choices"]), prompts, strict=True)
+        return {**body, "choices": [{**choice, "prompt_token_ids": prompt} for choice, prompt in choices]}
 
     def _name(self, token: common_pb2.TokenLogprob) -> str:
         """The token's text; a part of a character as OpenAI writes it, so that names do not collide."""

@@ -9,8 +9,8 @@ unchanged. Times inside the gateway are in seconds of `time.monotonic()`, in rec
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tandem_core.prefix_hash import ChainHash, cache_salt, hash_prefixes
@@ -93,6 +93,8 @@ class TokenizedRequest:
     is_repeated: bool = False
     #: Whether each event has one token, so that readers who have a part of the answer can go on from there.
     one_token_events: bool = False
+    #: Its number among those of one call, which are answered together.
+    choice: int = 0
     #: Seconds from its arrival until its first token is due; None: as its objectives say.
     due_s: float | None = None
     #: Of a chat: how its text is taken apart; None: everything is content.
@@ -117,6 +119,27 @@ class TokenizedRequest:
             hashes = hash_prefixes(salt, self.prompt_token_ids, block_size) if block_size else []
             self._block_hashes[block_size] = hashes
         return self._block_hashes[block_size]
+
+
+def with_seed(sampling: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The given fields; a random seed if there is none, which all prompts of a call share."""
+    return {"seed": secrets.randbits(63), **sampling}
+
+
+def choices_of(prompts: Sequence[TokenizedRequest], num_choices: int) -> tuple[TokenizedRequest, ...]:
+    """The requests of one call: so many for each prompt, numbered prompt by prompt. Each is the request that
+    a caller would send alone with the seed + i."""
+    return tuple(
+        replace(
+            prompt,
+            request_id=f"{prompt.request_id}-{number}" if number else prompt.request_id,
+            choice=number,
+            sampling=replace(prompt.sampling, seed=(prompt.sampling.seed + i) % 2**64),
+        )
+        for p, prompt in enumerate(prompts)
+        for i in range(num_choices)
+        for number in (p * num_choices + i,)
+    )
 
 
 def complete_sampling(

@@ -23,6 +23,7 @@ from tandem_proto.v1 import answers_pb2, decode_pb2
 
 from tandem_gateway.http_stream import sse
 from tandem_gateway.openai_render import ChatRenderer, Json, JsonValue, error_json
+from tandem_gateway.request import Event
 
 _Object = dict[str, Any]
 
@@ -85,13 +86,13 @@ class ResponsesRenderer(ChatRenderer):
     def finish(self, end: decode_pb2.DecodeFinished, *, with_usage_field: bool) -> Json:
         return self._events(super().finish(end, with_usage_field=False))
 
-    def usage_chunk(self, end: decode_pb2.DecodeFinished) -> Json:
-        usage = cast(_Object, super().usage_chunk(end)["usage"])
+    def usage_chunk(self) -> Json:
+        usage = cast(_Object, super().usage_chunk()["usage"])
         response = self._response(usage)
         return {"events": [self._event(f"response.{response['status']}", {"response": response})]}
 
-    def whole(self, chunks: Sequence[decode_pb2.DecodeChunk], end: decode_pb2.DecodeFinished) -> Json:
-        chat = cast(_Object, super().whole(chunks, end))
+    def whole(self, events: Sequence[Event]) -> Json:
+        chat = cast(_Object, super().whole(events))
         choice = chat["choices"][0]
         message, logprobs = choice["message"], choice["logprobs"]
         delta = {
