@@ -177,11 +177,12 @@ def test_what_a_step_reads_is_known_before_the_conversion(tmp_path: Path, mix: s
     (path,) = write_gguf(tmp_path / "model.gguf", MIXES[mix])
     folder = folder_of(path)
     before = describe(folder)
-    assert not before.is_converted
+    assert not (folder / before.weight_file).exists()
     numerics = pick_numerics(folder)
     decoder = load_decoder(folder, numerics.dtype, quantization=numerics.quantization)
     after = describe(folder)
-    assert after.is_converted
+    assert after.weight_file == before.weight_file
+    assert (folder / after.weight_file).exists()
     assert (before.weight_bytes, before.step_bytes) == (after.weight_bytes, after.step_bytes)
     assert before.weight_bytes == decoder.num_bytes
     assert before.step_bytes == decoder.num_bytes - decoder.embed_tokens.nbytes

@@ -221,7 +221,9 @@ async def test_chunks_of_one_token_let_a_caller_go_on_anywhere(tiny_model: Path,
         message = request("whole", prompt_of(8) * 6, [], max_tokens=60, ignore_eos=True, **CASES[case])
         whole = await answer_to(fleet, message)
         again = begun(message, [])
-        for again.one_token_chunks in (False, True):
+        lengths: list[int] = []
+        # How much is drafted depends on what steps cost here and now, and grows with each repetition.
+        for again.one_token_chunks in (*[False] * 6, True):
             chunks = [
                 response.chunk async for response in fleet.decode.Decode(again) if response.HasField("chunk")
             ]
@@ -230,5 +232,7 @@ async def test_chunks_of_one_token_let_a_caller_go_on_anywhere(tiny_model: Path,
             )
             assert "".join(chunk.text for chunk in chunks) == whole.text
             assert [logprob for chunk in chunks for logprob in chunk.logprobs] == whole.logprobs
-            longest = max(len(chunk.token_ids) for chunk in chunks)
-            assert (longest == 1) is again.one_token_chunks
+            lengths.append(max(len(chunk.token_ids) for chunk in chunks))
+        *free, limited = lengths
+        assert max(free) > 1
+        assert limited == 1
