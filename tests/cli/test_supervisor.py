@@ -281,12 +281,14 @@ async def test_a_process_that_does_not_become_ready_is_killed_and_started_again(
 
 
 async def test_a_gateway_is_probed_where_callers_cannot_be() -> None:
-    ready = threading.Event()
-    server = MetricsServer(CollectorRegistry(), "127.0.0.1", 0, ready.is_set)
+    serving = threading.Event()
+    server = MetricsServer(
+        CollectorRegistry(), "127.0.0.1", 0, is_ready=lambda: True, is_serving=serving.is_set
+    )
     gateway = replace(spec("gateway-0", ""), health_target=f"http://127.0.0.1:{server.port}")
     try:
         assert await health.probe(gateway) is Health.NOT_SERVING
-        ready.set()
+        serving.set()
         assert await health.probe(gateway) is Health.SERVING
         server._loop = asyncio.new_event_loop()  # one that never runs, as a hung one
         assert await health.probe(gateway) is Health.SILENT

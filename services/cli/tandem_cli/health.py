@@ -29,7 +29,8 @@ async def check(
 
 
 async def _check_http(url: str, timeout_s: float = 2.0) -> Health:
-    """By /livez and /readyz of the metrics port, which a thread answers."""
+    """By /livez and /healthz of the metrics port, which a thread answers. A gateway serves once it knows a
+    decode pod."""
     import httpx
 
     try:
@@ -37,10 +38,10 @@ async def _check_http(url: str, timeout_s: float = 2.0) -> Health:
         async with httpx.AsyncClient(trust_env=False, verify=False, timeout=timeout_s) as client:
             if not (await client.get(f"{url}/livez")).is_success:  # the event loop hangs
                 return Health.SILENT
-            is_ready = (await client.get(f"{url}/readyz")).is_success
+            is_serving = (await client.get(f"{url}/healthz")).is_success
     except httpx.TransportError:
         return Health.SILENT
-    return Health.SERVING if is_ready else Health.NOT_SERVING
+    return Health.SERVING if is_serving else Health.NOT_SERVING
 
 
 async def probe(spec: ProcessSpec, tls: PodTls | None = None) -> Health:

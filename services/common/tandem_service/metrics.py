@@ -42,7 +42,8 @@ class MetricsServer:
     """HTTP without TLS for the machines that watch a pod, from a thread of its own.
 
     /metrics   the registry; a busy event loop does not block scrapes
-    /readyz    200 while `is_ready` is true, else 503
+    /readyz    200 while `is_ready` is true, else 503: whether to send calls here
+    /healthz   the same of `is_serving`: whether they are answered now, as grpc.health.v1 says
     /livez     200 if the event loop of the constructor answers within a second, else 503
 
     The kubelet's probes have no client certificate for mutual TLS, so they ask here. Raises OSError when the
@@ -50,11 +51,17 @@ class MetricsServer:
     """
 
     def __init__(
-        self, registry: CollectorRegistry, host: str, port: int, is_ready: Callable[[], bool]
+        self,
+        registry: CollectorRegistry,
+        host: str,
+        port: int,
+        *,
+        is_ready: Callable[[], bool],
+        is_serving: Callable[[], bool],
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._server, self._thread = start_http_server(port, addr=host, registry=registry)
-        self._checks = {"/readyz": is_ready, "/livez": self._loop_turns}
+        self._checks = {"/readyz": is_ready, "/healthz": is_serving, "/livez": self._loop_turns}
         self._metrics: WSGIApplication = self._server.get_app()  # type: ignore[assignment]
         self._server.set_app(self._answer)
         #: The bound port, also when the requested one was 0.

@@ -112,7 +112,11 @@ class PodServer:
         if settings.metrics_port is not None:
             try:
                 self._metrics_server = MetricsServer(
-                    self.registry, settings.host, settings.metrics_port, lambda: self.is_ready()
+                    self.registry,
+                    settings.host,
+                    settings.metrics_port,
+                    is_ready=lambda: self.is_ready(),
+                    is_serving=lambda: self._health.is_serving,
                 )
             except OSError as error:
                 raise OSError(
