@@ -184,7 +184,7 @@ def _read_until(connection: socket.socket, wanted: bytes) -> bytes:
         (b'{"messages": []}', 400, ["messages"]),
         (b'{"model": "gpt-9", "messages": [{"role": "user", "content": "hi"}]}', 404, ["gpt-9", MODEL]),
         (b'{"temperature": 9, "messages": [{"role": "user", "content": "hi"}]}', 400, ["temperature", "2"]),
-        (b'{"n": 2, "messages": [{"role": "user", "content": "hi"}]}', 400, ["n"]),
+        (b'{"n": 99, "messages": [{"role": "user", "content": "hi"}]}', 400, ["n", "32"]),
     ],
 )
 def test_bad_http_input_names_field_and_limit(
