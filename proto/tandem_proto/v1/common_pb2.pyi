@@ -234,7 +234,7 @@ class Guide(_message.Message):
     REGEX_FIELD_NUMBER: _builtins.int
     LARK_FIELD_NUMBER: _builtins.int
     json_schema: _builtins.str
-    """A JSON schema as JSON text. The answer is compact JSON: no whitespace between tokens."""
+    """A JSON schema as JSON text. The answer has one space after each comma and colon, and no other whitespace."""
     regex: _builtins.str
     """Rust's syntax (crate regex): neither look-around nor back references. The whole text matches."""
     lark: _builtins.str
