@@ -92,9 +92,10 @@ async def test_every_request_received_becomes_one_met_or_one_miss_of_its_tenant(
 
 async def test_the_stage_that_took_too_long_is_the_cause(pods, gateway, tmp_path):
     (tmp_path / "slo.json").write_text('{"chat": {"ttft_ms": 0.001}}')
-    front = await gateway(await pods(), slo_classes_file=tmp_path / "slo.json", slo_slack=0.0)
+    pod = await pods(pause_s=0.3)
+    front = await gateway(pod, slo_classes_file=tmp_path / "slo.json", slo_slack=0.0)
     await ask(front, slo_class="chat")
-    # The fake pod's receipt accounts for next to nothing of the time.
+    # The fake pod's receipt accounts for next to nothing of the .9 s that its words take.
     assert await front.metric('tandem_slo_misses_total{slo_class="chat",cause="other"}') == 1
 
 
