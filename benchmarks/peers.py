@@ -211,7 +211,9 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def lineup(model_dir: Path, dtype: str, fleets: Sequence[str]) -> list[Peer]:
+def lineup(
+    model_dir: Path, dtype: str, fleets: Sequence[str], versions: Mapping[str, Path] | None = None
+) -> list[Peer]:
     """All peers, each without and with its own drafts. fleets: flags of `tandem up` for two rows each."""
     manifest = ModelManifest.read(model_dir)
     #: The model as safetensors in Hugging Face's layout, which transformers and vLLM read.
@@ -264,15 +266,18 @@ def lineup(model_dir: Path, dtype: str, fleets: Sequence[str]) -> list[Peer]:
         label = "Tandem" if len(fleets) == 1 else f"Tandem {up}".rstrip()
         for name, speculation in ((label, "off"), (f"{label}, drafts", "global")):
             peers.append(tandem_peer(name, model_dir, f"--speculation {speculation} {up}"))
+    for label, venv in (versions or {}).items():
+        for name, speculation in ((label, "off"), (f"{label}, drafts", "global")):
+            peers.append(tandem_peer(name, model_dir, f"--speculation {speculation} {fleets[0]}", venv))
     return peers
 
 
-def tandem_peer(name: str, model_dir: Path, up: str) -> Peer:
-    """Tandem with flags of `tandem up`. Its gRPC port is the one after its HTTP port."""
+def tandem_peer(name: str, model_dir: Path, up: str, venv: Path = Path(sys.prefix)) -> Peer:
+    """Tandem of that environment, with flags of `tandem up`. Its gRPC port is the one after its HTTP port."""
     return Peer(
         name,
         ModelManifest.read(model_dir).name,
-        lambda port: _tandem(port, model_dir, up),
+        lambda port: _tandem(venv, port, model_dir, up),
         environ=_fresh_home,
         find_port=lambda: _free_fleet_port(model_dir),
         pausable=False,
@@ -333,9 +338,8 @@ def _vllm_environ() -> dict[str, str]:
     } | ({"LD_PRELOAD": str(openmp)} if openmp.exists() else {})
 
 
-def _tandem(port: int, model_dir: Path, up: str) -> list[object]:
-    tandem = Path(sys.executable).with_name("tandem")
-    command = [tandem, "up", "--model", model_dir]
+def _tandem(venv: Path, port: int, model_dir: Path, up: str) -> list[object]:
+    command = [venv / "bin" / "tandem", "up", "--model", model_dir]
     command += ["--http-port", port, "--grpc-port", port + 1, "--base-port", port + 100]
     return [*command, "--state-file", cache_home() / f"fleet-{port}.json", *shlex.split(up)]
 
