@@ -359,12 +359,21 @@ async def test_an_answer_moves_when_another_pod_appears(pods, gateway):
 
 
 async def test_a_pod_that_failed_a_request_waits_until_the_others_have_failed_it(pods, gateway):
-    """Two that answer polls but no calls: each is healthy again when the other one is left."""
-    broken = [await pods(f"broken-{n}", hangs=True, pause_s=60.0) for n in range(2)]
+    """Three that answer polls but no calls: each is healthy again when the next one is left."""
+    broken = [await pods(f"broken-{n}", hangs=True, pause_s=60.0) for n in range(3)]
     good = await pods("good", num_running=4, free_blocks=90)
     front = await gateway(*broken, good)
     assert await _text(front) == ("Hello there!", "good")
-    assert [len(pod.requests) for pod in broken] == [1, 1]
+    assert [len(pod.requests) for pod in broken] == [1, 1, 1]
+
+
+async def test_a_request_with_which_four_pods_go_silent_gets_no_fifth(pods, gateway):
+    fleet = [await pods(f"d-{n}", hangs=True, pause_s=60.0) for n in range(5)]
+    front = await gateway(*fleet)
+    with pytest.raises(grpc.aio.AioRpcError, match="or 4 went silent") as info:
+        await _text(front)
+    assert info.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert sum(len(pod.requests) for pod in fleet) == 4
 
 
 async def test_the_trace_of_an_answer_shows_each_pod_and_why_it_was_left(

@@ -96,6 +96,8 @@ class FakePod(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.PrefillSer
                 if self.is_draining:
                     yield decode_pb2.DecodeResponse(progress=decode_pb2.DecodeProgress(draining=True))
                 end = time.monotonic() + self.pause_s
+                if self.hangs:
+                    yield decode_pb2.DecodeResponse(progress=decode_pb2.DecodeProgress())
                 while (left_s := end - time.monotonic()) > 0:
                     await pause_async(left_s if self.hangs else min(left_s, 0.1))
                     yield decode_pb2.DecodeResponse(progress=decode_pb2.DecodeProgress())

@@ -58,7 +58,7 @@ class FailureKind(enum.Enum):
 
 
 class PrefillFailedError(Exception):
-    """The attempt failed. `crashed`: the pod had accepted the call and then died or stopped."""
+    """The attempt failed. `crashed`: the pod had accepted the call, and then died or its engine hung."""
 
     def __init__(self, cause: str, kind: FailureKind, *, crashed: bool = False) -> None:
         super().__init__(cause)
@@ -129,7 +129,7 @@ class PrefillStream:
             raise self._error
         if not self._reading.done() and now - self._heard_at > limits.heartbeat_s:
             cause = f"the prefill pod sent nothing for {limits.heartbeat_s:g} s"
-            raise PrefillFailedError(cause, FailureKind.SILENT, crashed=self._is_accepted)
+            raise PrefillFailedError(cause, FailureKind.SILENT)
         if self._finished is None and now - self._layer_at > limits.engine_s:
             cause = f"the prefill pod's engine computed no layer for {limits.engine_s:g} s; it hangs"
             raise PrefillFailedError(cause, FailureKind.ENGINE_HANGS, crashed=True)

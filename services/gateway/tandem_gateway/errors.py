@@ -137,7 +137,7 @@ class UnavailableError(GatewayError):
 
 
 class CrashingRequestError(GatewayError):
-    """Two pods crashed with the request. The statuses are those after which clients do not retry."""
+    """Two pods crashed with the request, or four went silent. After these statuses clients do not retry."""
 
 
 class UpstreamError(GatewayError):

@@ -3,8 +3,8 @@
     choose pod -> Decode(request, tokens so far) -> DecodeChunk, ..., DecodeFinished
        ^               |
        +-- pod lost: tries another pod, or waits for one. If two pods of either role crashed with the request
-       |   since its last token, it may be the cause and is not sent to a third one. A refused connection or a
-       |   cancellation while draining is no crash
+       |   since its last token, or four went silent, it may be the cause and is not sent to another one. A
+       |   refused connection or a cancellation while draining is no crash
        +-- the pod drains: leaves it as soon as another pod is there, which fetches the KV from it
        +-- FAILED_PRECONDITION, the request exceeds the pod's KV pool: tries another pod; if every pod is
            too small, raises ContextLengthError
@@ -58,19 +58,22 @@ _END_LIMIT_S = 1.0
 _POD_GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 #: Crashes with one request after which it is considered the cause.
 _MAX_CRASHES = 2
+#: For how much of a crash a silence counts. A pod whose engine hangs says so; silence is likelier the fault
+#: of a host or a network.
+_SILENCE_CRASHES = 0.5
 _FINISH_REASONS = frozenset(common_pb2.FinishReason.values()) - {common_pb2.FINISH_REASON_UNSPECIFIED}
 
 DecodeCall: TypeAlias = "grpc.aio.UnaryStreamCall[decode_pb2.DecodeRequest, decode_pb2.DecodeResponse]"
 
 
 class _LostError(Exception):
-    """The pod is lost. `accepted`: it had accepted the call; `crashed`: and then died."""
+    """The pod is lost. `accepted`: it had accepted the call; `crashes`: for how many crashes that counts."""
 
-    def __init__(self, message: str, cause: LossCause, *, accepted: bool, crashed: bool) -> None:
+    def __init__(self, message: str, cause: LossCause, *, accepted: bool, crashes: float = 0.0) -> None:
         super().__init__(message)
         self.cause = cause
         self.accepted = accepted
-        self.crashed = crashed
+        self.crashes = crashes
 
 
 class _TooSmallError(Exception):
@@ -109,8 +112,8 @@ class Relay:
         #: The answer so far.
         tokens = list(request.output_token_ids)
         num_lost = 0
-        #: Pods of either role that crashed since the last token.
-        num_crashed = 0
+        #: Pods of either role that crashed since the last token; one that went silent counts less.
+        num_crashed = 0.0
         #: The pod that the answer has just left, if it drains and so still has the KV.
         kv_source = ""
         #: End of the wait in the current outage; None: no outage.
@@ -146,13 +149,11 @@ class Relay:
                             others = failed.union(too_small, (route.decode.target,))
                             if event.draining and self._router.choose(request, others) is not None:
                                 kv_source = route.decode.target
-                                raise _LostError(
-                                    "it is draining", LossCause.DRAINING, accepted=True, crashed=False
-                                )
+                                raise _LostError("it is draining", LossCause.DRAINING, accepted=True)
                             continue
                         if isinstance(event, decode_pb2.DecodeChunk):
                             tokens += event.token_ids
-                            num_crashed = 0
+                            num_crashed = 0.0
                         else:
                             event.receipt.output_tokens += num_before
                             event.receipt.decode_retries = num_lost
@@ -168,7 +169,7 @@ class Relay:
                 self._fleet.mark_dead(route.decode, str(error))
                 self._router.forget(route.decode)
                 num_lost += error.accepted
-                num_crashed += error.crashed
+                num_crashed += error.crashes
                 self._check_crashes(num_crashed, len(tokens))
                 if give_up_at is None or error.accepted:
                     give_up_at = self._outage_ends(request)
@@ -178,11 +179,12 @@ class Relay:
                 self._metrics.failovers.labels(error.cause.value).inc()
                 failed |= {route.decode.target}
 
-    def _check_crashes(self, num_crashed: int, num_tokens: int) -> None:
+    def _check_crashes(self, num_crashed: float, num_tokens: int) -> None:
         if num_crashed >= _MAX_CRASHES:
             raise CrashingRequestError(
-                f"{num_crashed} pods crashed while they computed token {num_tokens + 1} of this request; it "
-                "is not tried on another one, since it may be the cause"
+                f"{_MAX_CRASHES} pods crashed while they computed token {num_tokens + 1} of this request, or "
+                f"{_MAX_CRASHES / _SILENCE_CRASHES:g} went silent; it is not tried on another one, since it "
+                "may be the cause"
             )
 
     def _outage_ends(self, request: TokenizedRequest) -> float:
@@ -195,7 +197,7 @@ class Relay:
         request: TokenizedRequest,
         tokens: Sequence[int],
         num_lost: int,
-        num_crashed: int,
+        num_crashed: float,
         kv_source: str,
     ) -> AsyncGenerator[Event | decode_pb2.DecodeProgress, None]:
         """Events from one pod, after `tokens`, which came from `num_lost` other pods.
@@ -220,7 +222,7 @@ class Relay:
                 speculation=request.speculation or "",
                 output_token_ids=tokens,
                 decode_retries=num_lost + request.is_repeated,
-                crashes=num_crashed,
+                crashes=int(num_crashed),
                 kv_source=kv_source,
                 one_token_chunks=request.one_token_events,
                 due_seconds=request.due - time.monotonic(),
@@ -262,7 +264,8 @@ class Relay:
             raise UpstreamError(f"the decode pod {pod.target} ended the stream without a finish") from None
         except TimeoutError as error:
             message = f"it sent nothing for {_SILENCE_LIMIT_S:g} s"
-            raise _LostError(message, LossCause.SILENT, accepted=is_accepted, crashed=is_accepted) from error
+            crashes = is_accepted * _SILENCE_CRASHES
+            raise _LostError(message, LossCause.SILENT, accepted=is_accepted, crashes=crashes) from error
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
                 num_tokens = pod.load.total_blocks * pod.load.block_size
@@ -276,7 +279,7 @@ class Relay:
             if is_accepted:
                 cause = LossCause.CRASHED if is_crashed else LossCause.DRAINING
             message = f"{error.code().name}: {error.details()}"
-            raise _LostError(message, cause, accepted=is_accepted, crashed=is_crashed) from error
+            raise _LostError(message, cause, accepted=is_accepted, crashes=float(is_crashed)) from error
         finally:
             backlog.remove(request.request_id)
             pod.in_flight -= 1
