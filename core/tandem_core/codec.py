@@ -15,7 +15,7 @@ from tandem_proto.v1 import common_pb2
 
 from tandem_core.errors import InvalidRequestError
 from tandem_core.guide import Guide, GuideKind
-from tandem_core.sampling import FinishReason, SamplingParams, TokenLogprobs
+from tandem_core.sampling import FinishReason, PromptLogprobs, SamplingParams, TokenLogprobs
 from tandem_core.slo import SloTarget
 from tandem_core.step_cost import StepCost
 
@@ -123,4 +123,15 @@ def logprobs_from_proto(message: common_pb2.PositionLogprobs) -> TokenLogprobs:
         token_id=message.chosen.token_id,
         logprob=message.chosen.logprob,
         top=tuple((entry.token_id, entry.logprob) for entry in message.top),
+    )
+
+
+def prompt_logprobs_to_proto(logprobs: PromptLogprobs | None) -> common_pb2.PromptLogprobs | None:
+    if logprobs is None:
+        return None
+    return common_pb2.PromptLogprobs(
+        logprobs=logprobs.logprobs,
+        ranks=logprobs.ranks,
+        top_token_ids=logprobs.top_token_ids,
+        top_logprobs=logprobs.top_logprobs,
     )

@@ -66,6 +66,8 @@ class SamplingParams:
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     detokenize: bool = True
+    #: As `logprobs`, of the prompt's tokens.
+    prompt_logprobs: int | None = None
     guide: Guide | None = None
 
     def __post_init__(self) -> None:
@@ -96,6 +98,9 @@ class SamplingParams:
              len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS, f"at most {MAX_STOP_TOKEN_IDS} ids"),
             ("seed", self.seed, 0 <= self.seed < 2**64, "in [0, 2^64)"),
             ("logprobs", self.logprobs, self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
+             f"in [0, {MAX_LOGPROBS}]"),
+            ("prompt_logprobs", self.prompt_logprobs,
+             self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= MAX_LOGPROBS,
              f"in [0, {MAX_LOGPROBS}]"),
             ("bad_words", f"{len(self.bad_words)} sequences", len(self.bad_words) <= MAX_BAD_WORDS,
              f"at most {MAX_BAD_WORDS} sequences"),
@@ -170,3 +175,15 @@ class TokenLogprobs:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class PromptLogprobs:
+    """Log probabilities of consecutive tokens of a prompt; of a whole one from its second token on."""
+
+    logprobs: tuple[float, ...]
+    #: Place of each token among all at its position, from 1; equals by ascending id.
+    ranks: tuple[int, ...]
+    #: The most likely tokens, position by position, the same number at each.
+    top_token_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]

@@ -46,6 +46,12 @@ class ScheduledSequence:
             return 0
         return 1 if self.draft is None else self.num_new_tokens
 
+    @property
+    def scored_positions(self) -> range:
+        """Positions of the prompt whose logits give log probabilities that the request wants."""
+        scores = self.request.prompt_scores
+        return range(0) if scores is None else scores.missing(self.start, self.start + self.num_new_tokens)
+
     def positions(self) -> Sequence[int]:
         """Each new token's position in the text, for RoPE; a draft's nodes by their depth."""
         if self.draft is None:

@@ -122,7 +122,7 @@ class BlockManager:
         """Number of leading tokens of this prompt that are in the cache now; changes nothing."""
         hits = 0
         parent = hash_salt(cache_salt)
-        for start in range(0, self._num_matchable(len(token_ids)), self.block_size):
+        for start in range(0, self._num_matchable(len(token_ids) - 1), self.block_size):
             content = self._content(parent, token_ids[start : start + self.block_size])
             if self._pool.find(content) is None:
                 break
@@ -133,13 +133,13 @@ class BlockManager:
     def match_prefix(self, request: Request) -> int:
         """Start the request's table with the blocks that hold its longest cached prefix.
 
-        Returns the number of tokens they cover: a multiple of block_size, at most num_tokens - 1, since
-        logits come only from computing a token. Their references are the request's until `free`.
+        Returns the number of tokens they cover: a multiple of block_size, at most
+        `request.num_matchable_tokens`. Their references are the request's until `free`.
         """
         if request.request_id in self._tables:
             raise InvariantError(f"request {request.request_id} already owns a block table")
         table = self._tables[request.request_id] = _BlockTable()
-        for i in range(self._num_matchable(request.num_tokens) // self.block_size):
+        for i in range(self._num_matchable(request.num_matchable_tokens) // self.block_size):
             block_id = self._pool.find(self._chain(request, table, i))
             if block_id is None:
                 break
@@ -244,10 +244,10 @@ class BlockManager:
         return faults + self._pool.check(owners)
 
     def _num_matchable(self, num_tokens: int) -> int:
-        """Tokens in full blocks, short of the last token."""
+        """Of so many tokens, those in full blocks."""
         if not self.enable_prefix_caching:
             return 0
-        return max(num_tokens - 1, 0) // self.block_size * self.block_size
+        return max(num_tokens, 0) // self.block_size * self.block_size
 
     def _content(self, parent: ChainHash, token_ids: Sequence[int]) -> BlockContent:
         return BlockContent(self._hasher(parent, token_ids), tuple(token_ids))

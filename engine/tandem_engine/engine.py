@@ -20,16 +20,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from tandem_core.errors import InvalidRequestError
-from tandem_core.sampling import SamplingParams, TokenLogprobs, check_token_ids
+from tandem_core.sampling import PromptLogprobs, SamplingParams, TokenLogprobs, check_token_ids
 from torch import Tensor
 
-from tandem_engine.batch import Batch
+from tandem_engine.batch import Batch, ScheduledSequence
 from tandem_engine.block_manager import BlockManager, BlockUsage
 from tandem_engine.draft_source import NUM_LIKELIEST, DraftSource, Emitted, Likeliest
 from tandem_engine.draft_tree import MAX_TREE_NODES
 from tandem_engine.request import Request
 from tandem_engine.runner import ModelRunner
 from tandem_engine.sampling.device import read_back
+from tandem_engine.sampling.prompt_logprobs import prompt_logprobs
 from tandem_engine.sampling.verify import Verified, Verifier
 from tandem_engine.scheduler import PromptWork, RequestCounts, RequestUpdate, Scheduler
 from tandem_engine.step_times import DECODE_TERMS, StepTimes
@@ -60,6 +61,8 @@ class StepOutput:
     drafted_positions: tuple[int, ...] = ()
     #: Why the request ended without an answer.
     error: InvalidRequestError | None = None
+    #: Of the prompt, if the request wants them: with the first token.
+    prompt_logprobs: PromptLogprobs | None = None
 
     def truncated(self, num_tokens: int) -> StepOutput:
         """Only the first num_tokens tokens, for a text that a stop string ended."""
@@ -82,6 +85,7 @@ class StepOutput:
                 logprobs=self.logprobs[i : i + 1],
                 accepted_sources=self.accepted_sources[i : i + 1],
                 finished=self.finished and i == last,
+                prompt_logprobs=self.prompt_logprobs if i == 0 else None,
             )
             for i in range(last + 1)
         ] or [self]
@@ -209,9 +213,11 @@ class Engine:
         for sequence in batch.sequences:
             if sequence.request.first_scheduled_ns is None:
                 sequence.request.first_scheduled_ns = time.monotonic_ns()
+        # Such a step says nothing about what prompts cost: it computes logits for each of their tokens.
+        is_scoring = any(s.scored_positions for s in batch.sequences)
         listener = self.layer_listener
         logits = self._runner.execute(
-            batch, (lambda layer: listener(batch, layer)) if listener is not None else None
+            batch, (lambda layer: listener(batch, layer)) if listener is not None else None, _score_prompt
         )
         results = None
         if logits.device.type != "cpu" and batch.num_logits_rows:
@@ -223,7 +229,8 @@ class Engine:
         updates = self._end_failed(verified, self.scheduler.update(batch, verified))
         outputs = self._outputs(batch, verified, updates)
         # Without drafting, which is about 1 % of a step.
-        self._account(batch, outputs, computed - started, time.perf_counter() - drafted)
+        prompt_s = None if is_scoring else computed - started
+        self._account(batch, outputs, prompt_s, time.perf_counter() - drafted)
         likeliest = results.likeliest if results is not None else None
         self._learn(batch, verified, updates, likeliest or logits)
         return outputs
@@ -273,6 +280,7 @@ class Engine:
                     done.finished,
                     tuple([depth - 1 for depth in draft.depths()[1:]]) if draft is not None else (),
                     seen.error,
+                    _delivered_scores(done),
                 )
             )
         return outputs
@@ -313,8 +321,9 @@ class Engine:
                 self._drafter.forget(done.request.request_id)
 
     def _account(
-        self, batch: Batch, outputs: Sequence[StepOutput], computing_s: float, step_s: float
+        self, batch: Batch, outputs: Sequence[StepOutput], prompt_s: float | None, step_s: float
     ) -> None:
+        """prompt_s: the time that a step with prompts took to compute; None: not to be counted."""
         self.num_steps += 1
         sequences = batch.sequences
         drafted = sum([len(s.draft) for s in sequences if s.draft is not None])
@@ -325,6 +334,23 @@ class Engine:
             self.tokens_per_step += _RECENT * (gained - self.tokens_per_step)
             if self._drafter is not None:
                 self._drafter.observe_step(len(sequences), context, drafted, step_s)
-        else:
+        elif prompt_s is not None:
             pairs = sum([s.num_new_tokens * (2 * s.start + s.num_new_tokens) for s in sequences]) // 2
-            self.prefill_times.observe(batch.num_tokens, pairs, computing_s)
+            self.prefill_times.observe(batch.num_tokens, pairs, prompt_s)
+
+
+def _score_prompt(sequence: ScheduledSequence, first: int, logits: Tensor) -> None:
+    """Adds the prompt's log probabilities under the logits [n, V] of positions first, first + 1, ..."""
+    request = sequence.request
+    if request.prompt_scores is not None:
+        next_ids = request.prompt_token_ids[first + 1 : first + 1 + len(logits)]
+        request.prompt_scores.add(first, prompt_logprobs(logits, next_ids, request.prompt_scores.num_top))
+
+
+def _delivered_scores(done: RequestUpdate) -> PromptLogprobs | None:
+    """The prompt's log probabilities, if they are wanted: once, with the first token."""
+    scores = done.request.prompt_scores
+    if scores is None or not done.new_token_ids:
+        return None
+    done.request.prompt_scores = None
+    return scores.result()

@@ -16,11 +16,12 @@ from pathlib import Path
 from tandem_core.model.conversation import Message
 from tandem_core.model.detokenizer import StreamingDetokenizer
 from tandem_core.prefix_hash import cache_salt
-from tandem_core.sampling import FinishReason, SamplingParams, TokenLogprobs
+from tandem_core.sampling import FinishReason, PromptLogprobs, SamplingParams, TokenLogprobs
 
 from tandem_engine.assemble import EngineConfig, assemble
 from tandem_engine.draft_source import DraftSource
 from tandem_engine.engine import StepOutput
+from tandem_engine.prompt_scores import PromptScores
 from tandem_engine.request import Request
 
 Prompt = str | Sequence[int]
@@ -45,6 +46,7 @@ class Completion:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: PromptLogprobs | None = None
     finish_reason: FinishReason | None = None
     #: The stop string, or the id of the token of stop_token_ids, that ended the text.
     stop_reason: str = ""
@@ -112,13 +114,15 @@ class LLM:
         return self.generate([self.tokenizer.encode_chat(messages)], sampling)[0]
 
     def _request(self, prompt: Prompt, sampling: SamplingParams) -> Request:
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         return Request(
             request_id=f"llm-{next(self._ids)}",
-            prompt_token_ids=self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt),
+            prompt_token_ids=token_ids,
             sampling=sampling,
             cache_salt=cache_salt("", self.manifest.revision),
             eos_token_ids=self._parts.eos_token_ids,
             guide=self._parts.guide_state(sampling.guide),
+            prompt_scores=PromptScores.wanted(token_ids, sampling),
         )
 
     def _begin(self, run: _Run) -> None:
@@ -173,6 +177,7 @@ class _Run:
         stats.accepted_tokens += len(output.accepted_sources)
         completion.token_ids.extend(output.token_ids)
         completion.logprobs.extend(output.logprobs)
+        completion.prompt_logprobs = completion.prompt_logprobs or output.prompt_logprobs
         if self._text.stopped is not None:
             completion.finish_reason, completion.stop_reason = FinishReason.STOP, self._text.stopped
         elif output.finished:

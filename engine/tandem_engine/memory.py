@@ -21,6 +21,7 @@ from tandem_core.errors import CapacityError
 from tandem_engine.free_memory import available_bytes
 from tandem_engine.kv_pool import KVShape, default_num_blocks
 from tandem_engine.models.config import ModelConfig
+from tandem_engine.runner import MAX_PROMPT_ROWS
 from tandem_engine.transport.base import DEFAULT_CREDIT_BYTES
 from tandem_engine.workspace import StepLimits
 
@@ -74,7 +75,9 @@ def step_bytes(
     if not packed:
         # torch keeps float32 copies of both operands of a product.
         row += 4 * (hidden + projected + 3 * inner)
-    logits = 4 * config.vocab_size * max(limits.max_decode_tokens, limits.max_seqs)
+    # The logits of prompts' positions, and their logarithms, exist beside those that sample.
+    prompt_rows = limits.max_seqs + 2 * MAX_PROMPT_ROWS
+    logits = 4 * config.vocab_size * max(limits.max_decode_tokens, prompt_rows)
     # Few tasks are split by keys, and each split keeps a state.
     splits = 4 * threads * -(-config.max_model_len // _SPLIT_KEYS)
     rows = max(_TASK_ROWS, _TASK_VALUES // config.head_dim)

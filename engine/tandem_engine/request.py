@@ -24,6 +24,7 @@ from tandem_core.speculation import SpeculationMode
 
 from tandem_engine.draft_tree import DraftTree
 from tandem_engine.guided import GuideState
+from tandem_engine.prompt_scores import PromptScores
 
 
 class RequestStatus(enum.Enum):
@@ -49,6 +50,8 @@ class Request:
     speculation: SpeculationMode | None = None
     #: Made from sampling.guide when the request was; None without one.
     guide: GuideState | None = None
+    #: Collects the prompt's log probabilities; None: they are not wanted, or are delivered.
+    prompt_scores: PromptScores | None = None
     #: When its first token should be there, in monotonic seconds; the scheduler serves the earliest first.
     due: float = math.inf
     #: Objective in seconds per output token; 0: none. Prompts in the same steps are cut to keep it.
@@ -92,6 +95,12 @@ class Request:
     def is_decoding(self) -> bool:
         """Only the last sampled token is missing from the KV cache."""
         return bool(self.output_token_ids) and self.num_uncomputed_tokens == 1
+
+    @property
+    def num_matchable_tokens(self) -> int:
+        """Tokens that can be taken from the prefix cache: all but the last, whose logits are needed; and none
+        whose position is still to be scored."""
+        return self.num_tokens - 1 if self.prompt_scores is None else self.prompt_scores.num_done
 
     def tokens(self, start: int, stop: int) -> list[int]:
         """Token ids at positions [start, stop) of prompt + output, without joining the two lists."""

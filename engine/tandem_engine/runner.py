@@ -10,6 +10,7 @@ the nodes' depth. The runner then copies the accepted path's KV to the slots tha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -22,6 +23,11 @@ from tandem_engine.cuda_graphs import Capture, DecodeGraphs
 from tandem_engine.kv_pool import KVPool
 from tandem_engine.models.decoder import Decoder, ModelInputs
 from tandem_engine.workspace import Workspace
+
+#: Rows of prompts' logits that exist at once; one has a float per token of the vocabulary.
+MAX_PROMPT_ROWS = 64
+#: Called with a sequence, the first of n <= MAX_PROMPT_ROWS positions, and their logits [n, vocab] float32.
+PromptListener: TypeAlias = Callable[[ScheduledSequence, int, Tensor], None]
 
 
 def model_inputs(batch: Batch, block_size: int) -> ModelInputs:
@@ -97,13 +103,18 @@ class ModelRunner:
         self._graphs.capture(capture, model_inputs(idle, self.pool.shape.block_size))
 
     @torch.inference_mode()
-    def execute(self, batch: Batch, on_layer_done: Callable[[int], None] | None = None) -> Tensor:
+    def execute(
+        self,
+        batch: Batch,
+        on_layer_done: Callable[[int], None] | None = None,
+        on_prompt_logits: PromptListener | None = None,
+    ) -> Tensor:
         """Computes the batch's KV and returns logits [batch.num_logits_rows, vocab] float32.
 
         Rows are in batch order; a drafted sequence has one row per node. on_layer_done(layer) is called
         when the layer's KV of the whole batch is in the pool; on a GPU, when what writes it is
-        launched, so that a reader must wait for an event recorded then. The logits are valid until the next
-        step.
+        launched, so that a reader must wait for an event recorded then. on_prompt_logits is called for the
+        `scored_positions` of every sequence. The logits are valid until the next step.
         """
         inputs = model_inputs(batch, self.pool.shape.block_size)
         logits_rows = _logits_rows(batch)
@@ -128,7 +139,20 @@ class ModelRunner:
             attention=attention,
             interleaved=self.pool.shape.interleaved,
         )
+        if on_prompt_logits is not None:
+            self._score_prompts(batch, hidden, on_prompt_logits)
         return self.decoder.logits(hidden.index_select(0, rows))
+
+    def _score_prompts(self, batch: Batch, hidden: Tensor, on_prompt_logits: PromptListener) -> None:
+        """hidden [T, H]: of the batch's tokens."""
+        first_row = 0
+        for sequence in batch.sequences:
+            positions = sequence.scored_positions
+            for first in positions[::MAX_PROMPT_ROWS]:
+                row = first_row + first - sequence.start
+                num_rows = min(MAX_PROMPT_ROWS, positions.stop - first)
+                on_prompt_logits(sequence, first, self.decoder.logits(hidden[row : row + num_rows]))
+            first_row += sequence.num_new_tokens
 
     @torch.inference_mode()
     def compact(self, batch: Batch, paths: Sequence[Sequence[int]]) -> None:

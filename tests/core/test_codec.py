@@ -34,6 +34,7 @@ EVERYTHING = SamplingParams(
     skip_special_tokens=False,
     include_stop_str_in_output=True,
     detokenize=False,
+    prompt_logprobs=5,
 )
 #: Excludes two of the fields above.
 GUIDED = SamplingParams(guide=Guide(GuideKind.REGEX, "[a-z]+"))

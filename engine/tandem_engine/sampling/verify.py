@@ -168,12 +168,13 @@ def token_logprobs(rows: Tensor, token_ids: tuple[int, ...], num_top: int) -> tu
     logprobs = torch.log_softmax(rows.float(), dim=-1)
     num_top = min(num_top, rows.shape[1])
     return tuple(
-        TokenLogprobs(token_id, float(row[token_id]), _most_likely(row, num_top))
+        TokenLogprobs(token_id, float(row[token_id]), most_likely(row, num_top))
         for row, token_id in zip(logprobs, token_ids, strict=True)
     )
 
 
-def _most_likely(row: Tensor, num_top: int) -> tuple[tuple[int, float], ...]:
+def most_likely(row: Tensor, num_top: int) -> tuple[tuple[int, float], ...]:
+    """Ids and values of the num_top largest of row [V], descending, equals by ascending id."""
     if num_top == 0:
         return ()
     # topk breaks ties as it likes: take all that equal the last one, then sort them stably.

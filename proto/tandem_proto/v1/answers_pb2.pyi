@@ -103,6 +103,9 @@ class ShownAs(_message.Message):
     TOKENS_AS_IDS_FIELD_NUMBER: _builtins.int
     NUM_BEST_FIELD_NUMBER: _builtins.int
     HIDES_LOGPROBS_FIELD_NUMBER: _builtins.int
+    ECHOED_TEXTS_FIELD_NUMBER: _builtins.int
+    HIDES_OUTPUT_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     token_ids: _builtins.bool
     """With the ids of prompt and output tokens."""
     tokens_as_ids: _builtins.bool
@@ -111,6 +114,14 @@ class ShownAs(_message.Message):
     """Of each prompt's choices only so many, those with the highest mean log probability; 0: all."""
     hides_logprobs: _builtins.bool
     """Without the log probabilities, which were only computed to compare choices."""
+    hides_output: _builtins.bool
+    """Without the token that was generated, since the caller asked for none."""
+    prompt_logprobs: _builtins.int
+    """The prompts' log probabilities, with so many of the most likely tokens, in a field of their own; unset: not."""
+    @_builtins.property
+    def echoed_texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Each prompt's text, shown before the text of its choices; empty: it is not."""
+
     def __init__(
         self,
         *,
@@ -118,12 +129,17 @@ class ShownAs(_message.Message):
         tokens_as_ids: _builtins.bool = ...,
         num_best: _builtins.int = ...,
         hides_logprobs: _builtins.bool = ...,
+        echoed_texts: _abc.Iterable[_builtins.str] | None = ...,
+        hides_output: _builtins.bool = ...,
+        prompt_logprobs: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hides_logprobs", b"hides_logprobs", "num_best", b"num_best", "token_ids", b"token_ids", "tokens_as_ids", b"tokens_as_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "echoed_texts", b"echoed_texts", "hides_logprobs", b"hides_logprobs", "hides_output", b"hides_output", "num_best", b"num_best", "prompt_logprobs", b"prompt_logprobs", "token_ids", b"token_ids", "tokens_as_ids", b"tokens_as_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
 
 Global___ShownAs: _TypeAlias = ShownAs  # noqa: Y015
 

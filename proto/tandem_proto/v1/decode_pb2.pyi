@@ -175,6 +175,7 @@ class DecodeChunk(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """Whole UTF-8; may be empty while a character or a possible stop string is incomplete."""
     offset: _builtins.int
@@ -187,6 +188,10 @@ class DecodeChunk(_message.Message):
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PositionLogprobs]:
         """One per token when asked for."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _common_pb2.PromptLogprobs:
+        """When asked for, in the chunk with the answer's first token."""
+
     def __init__(
         self,
         *,
@@ -195,10 +200,11 @@ class DecodeChunk(_message.Message):
         logprobs: _abc.Iterable[_common_pb2.PositionLogprobs] | None = ...,
         offset: _builtins.int = ...,
         choice: _builtins.int = ...,
+        prompt_logprobs: _common_pb2.PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "logprobs", b"logprobs", "offset", b"offset", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "logprobs", b"logprobs", "offset", b"offset", "prompt_logprobs", b"prompt_logprobs", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

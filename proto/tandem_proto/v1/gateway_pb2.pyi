@@ -280,6 +280,7 @@ class GenerateRequest(_message.Message):
     IDEMPOTENCY_KEY_FIELD_NUMBER: _builtins.int
     SLO_FIELD_NUMBER: _builtins.int
     N_FIELD_NUMBER: _builtins.int
+    ECHO_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     text: _builtins.str
     slo_class: _builtins.str
@@ -292,6 +293,10 @@ class GenerateRequest(_message.Message):
     """As in ChatRequest."""
     n: _builtins.int
     """As in ChatRequest."""
+    echo: _builtins.bool
+    """The prompt's text comes before the text of each choice. sampling.max_tokens may then be 0: only the prompt's text and
+    log probabilities are sent.
+    """
     @_builtins.property
     def token_ids(self) -> _common_pb2.TokenIds: ...
     @_builtins.property
@@ -314,10 +319,11 @@ class GenerateRequest(_message.Message):
         idempotency_key: _builtins.str = ...,
         slo: _common_pb2.SloTarget | None = ...,
         n: _builtins.int = ...,
+        echo: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "sampling", b"sampling", "slo", b"slo", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["idempotency_key", b"idempotency_key", "last_event_id", b"last_event_id", "model", b"model", "n", b"n", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "slo", b"slo", "slo_class", b"slo_class", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["echo", b"echo", "idempotency_key", b"idempotency_key", "last_event_id", b"last_event_id", "model", b"model", "n", b"n", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "slo", b"slo", "slo_class", b"slo_class", "speculation", b"speculation", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -362,6 +368,7 @@ class GeneratedChunk(_message.Message):
     REASONING_FIELD_NUMBER: _builtins.int
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     event_id: _builtins.str
     """Continues the stream after this message, as `last_event_id`. Empty: the gateway does not keep answers."""
@@ -374,6 +381,10 @@ class GeneratedChunk(_message.Message):
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PositionLogprobs]: ...
     @_builtins.property
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCallDelta]: ...
+    @_builtins.property
+    def prompt_logprobs(self) -> _common_pb2.PromptLogprobs:
+        """When asked for, in the first message of choice 0; they are the same for all choices."""
+
     def __init__(
         self,
         *,
@@ -384,10 +395,11 @@ class GeneratedChunk(_message.Message):
         reasoning: _builtins.str = ...,
         tool_calls: _abc.Iterable[Global___ToolCallDelta] | None = ...,
         choice: _builtins.int = ...,
+        prompt_logprobs: _common_pb2.PromptLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "event_id", b"event_id", "logprobs", b"logprobs", "reasoning", b"reasoning", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "event_id", b"event_id", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "reasoning", b"reasoning", "text", b"text", "token_ids", b"token_ids", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

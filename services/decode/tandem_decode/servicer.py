@@ -31,6 +31,7 @@ from tandem_core.speculation import SpeculationMode
 from tandem_engine.assemble import EngineParts
 from tandem_engine.engine import StepOutput
 from tandem_engine.loop import EngineLoop
+from tandem_engine.prompt_scores import PromptScores
 from tandem_engine.request import Request
 from tandem_engine.scheduler import append_tokens
 from tandem_engine.transport.incoming import KVReceiver
@@ -268,6 +269,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             token_ids=output.token_ids,
             offset=offset,
             logprobs=codec.logprobs_to_proto(output.logprobs, self._parts.tokenizer),
+            prompt_logprobs=codec.prompt_logprobs_to_proto(output.prompt_logprobs),
         )
 
     def _progress(self, prefill_crashes: int = 0) -> decode_pb2.DecodeResponse:
@@ -290,10 +292,13 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         outputs: _OutputQueue,
         attempts: Attempts,
     ) -> HandoffResult:
-        """Hands the prompt to a prefill pod, unless few of its tokens are uncached."""
+        """Hands the prompt to a prefill pod, unless few of its tokens are uncached or its log probabilities
+        are wanted, which a prefill pod does not send."""
         engine = self._loop.engine
         await self._loop.call_async(lambda: self._loop.listen(state.request_id, outputs.put))
-        if message.prefill_targets or message.kv_source:
+        if state.prompt_scores is not None:
+            self._metrics.local_prefills.labels("log probabilities").inc()
+        elif message.prefill_targets or message.kv_source:
             engine.check_tokens(state)
             cached, busy = await self._loop.call_async(
                 lambda: (
@@ -335,7 +340,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             due=due_at(message),
             token_s=token_objective(message),
         )
-        if message.output_token_ids:
+        if not message.output_token_ids:
+            request.prompt_scores = PromptScores.wanted(request.prompt_token_ids, sampling)
+        else:  # its caller has them
             update = append_tokens(request, message.output_token_ids, max_model_len)
             if len(update.new_token_ids) < len(message.output_token_ids):
                 raise InvalidRequestError(

@@ -23,7 +23,7 @@ from tandem_service.interceptors import Metadata, current_request_id, request_id
 from tandem_gateway.answer import Answer
 from tandem_gateway.answers import Answers
 from tandem_gateway.auth import ApiKeys, Caller
-from tandem_gateway.errors import PRESENTATIONS
+from tandem_gateway.errors import PRESENTATIONS, UnsupportedFieldError
 from tandem_gateway.gateway import Gateway
 from tandem_gateway.grpc_messages import to_messages, to_options, to_tool_choice
 from tandem_gateway.openai_models import MAX_CHOICES
@@ -192,6 +192,10 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             )
         if request.n > MAX_CHOICES:
             raise InvalidRequestError("n", f"is {request.n}; it must be at most {MAX_CHOICES}")
+        is_echo = isinstance(request, gateway_pb2.GenerateRequest) and request.echo
+        if request.sampling.HasField("prompt_logprobs") or is_echo:
+            name = "echo" if is_echo else "sampling.prompt_logprobs"
+            raise UnsupportedFieldError(name, "is not supported here; leave it out")
         return ReceivedRequest(
             request_id=request.request_id or current_request_id(),
             caller=caller,

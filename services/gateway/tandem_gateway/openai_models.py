@@ -74,7 +74,11 @@ class StreamOptions(Body):
 BodyT = TypeVar("BodyT", bound=BaseModel)
 
 #: A guide has other fields here: see openai_guides.py.
-_SAMPLING_TYPES = {name: kind for name, kind in get_type_hints(SamplingParams).items() if name != "guide"}
+_SAMPLING_TYPES = {
+    name: kind
+    for name, kind in get_type_hints(SamplingParams).items()
+    if name not in ("guide", "prompt_logprobs")
+}
 if TYPE_CHECKING:
     _SamplingBody = Body
 else:
