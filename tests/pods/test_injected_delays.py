@@ -1,7 +1,7 @@
 """A delay is injected into one stage of real pods; the receipt of the request that missed its SLO names it.
 
-For each stage, NUM_DELAYS requests to a gateway, a decode pod and a prefill pod, over gRPC and ZeroMQ. `-s`
-shows what was found.
+For each stage some requests to a gateway, a decode pod and a prefill pod, over gRPC and ZeroMQ. `-s` shows
+what was found.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tandem_service.server import PodServer
 from toy_models import SIZES, prompt_of
 from waiting import until_async
 
-NUM_DELAYS, NUM_FAILOVERS = 20, 5
+NUM_FAILOVERS = 5
 #: Longer than a request takes without it, shorter than the second after which a pod is given up.
 DELAY_S = 0.5
 OBJECTIVES = common_pb2.SloTarget(e2e_ns=350_000_000)
@@ -150,9 +150,12 @@ INJECTED: dict[str, Callable[[System], Awaitable[common_pb2.Receipt]]] = {
 }
 
 
+@pytest.mark.parametrize(
+    ("num_delays", "least_found"), [(4, 3), pytest.param(20, 19, marks=pytest.mark.wide)]
+)
 @pytest.mark.parametrize("stage", INJECTED)
 async def test_the_receipt_names_the_stage_that_was_delayed(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, stage: str, num_delays: int, least_found: int
 ) -> None:
     delays = Delays()
     delays.patch(monkeypatch)
@@ -166,14 +169,14 @@ async def test_the_receipt_names_the_stage_that_was_delayed(
             receipt = await system.ask()
         assert receipt.slo_met, "without a delay"
         causes: Counter[str] = Counter()
-        while causes.total() < NUM_DELAYS:
+        while causes.total() < num_delays:
             receipt = await INJECTED[stage](system)
             causes[receipt.slo_miss_cause or "met"] += 1
             # A request in the queue is admitted by prediction, so less than a tenth may be late.
             for _ in range(12 if stage == "queue" else 3):
                 await system.ask()
     print(f"injected {stage}: found {dict(causes)}")
-    assert causes[stage] >= 0.95 * NUM_DELAYS, causes
+    assert causes[stage] >= least_found, causes
 
 
 async def test_the_receipt_names_a_failover(tiny_model: Path) -> None:
