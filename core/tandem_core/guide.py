@@ -12,6 +12,7 @@ import enum
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 
 from tandem_core.errors import InvalidRequestError
 
@@ -33,27 +34,31 @@ class Guide:
 
     kind: GuideKind
     source: str
+    #: Where the caller gave it, for errors; no part of what it says.
+    field: str = dataclass_field(default="guide", compare=False)
 
     def __post_init__(self) -> None:
         try:
             num_bytes = len(self.source.encode())
         except UnicodeEncodeError:
             raise InvalidRequestError(
-                "guide", f"its {self.kind.value} has half of a surrogate pair; send whole characters"
+                self.field, f"its {self.kind.value} has half of a surrogate pair; send whole characters"
             ) from None
         if not 1 <= num_bytes <= MAX_GUIDE_BYTES:
             raise InvalidRequestError(
-                "guide", f"its {self.kind.value} has {num_bytes} bytes; it must have 1 to {MAX_GUIDE_BYTES}"
+                self.field,
+                f"its {self.kind.value} has {num_bytes} bytes; it must have 1 to {MAX_GUIDE_BYTES}",
             )
 
     @classmethod
-    def of_choices(cls, choices: Sequence[str]) -> Guide:
+    def of_choices(cls, choices: Sequence[str], field: str = "guide") -> Guide:
         """One of the texts, exactly. Raises InvalidRequestError."""
         if not 1 <= len(choices) <= MAX_CHOICES:
             raise InvalidRequestError(
-                "guide", f"has {len(choices)} choices; it must have 1 to {MAX_CHOICES} of them"
+                field, f"has {len(choices)} choices; it must have 1 to {MAX_CHOICES} of them"
             )
         if not all(choices):
-            raise InvalidRequestError("guide", "has an empty choice; remove it")
+            raise InvalidRequestError(field, "has an empty choice; remove it")
         # Lark's strings are written as JSON's are.
-        return cls(GuideKind.LARK, f"start: {' | '.join(json.dumps(c, ensure_ascii=False) for c in choices)}")
+        texts = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+        return cls(GuideKind.LARK, f"start: {texts}", field)

@@ -69,7 +69,7 @@ _EXACT_FORMATS = {
 }
 
 
-def check_schema(schema: object) -> None:
+def check_enforceable(schema: object) -> None:
     """Raises InvalidRequestError naming the first keyword that would not be enforced, and where it is."""
     parts = dict(_schemas(schema, "", 0))
     root = parts.get("")

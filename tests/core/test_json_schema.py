@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tandem_core.errors import InvalidRequestError
-from tandem_core.json_schema import MAX_DEPTH, check_schema, parse_schema
+from tandem_core.json_schema import MAX_DEPTH, check_enforceable, parse_schema
 
 
 @pytest.mark.parametrize(
@@ -24,11 +24,11 @@ from tandem_core.json_schema import MAX_DEPTH, check_schema, parse_schema
 )
 def test_what_would_not_be_enforced_is_refused_by_name_and_place(schema: Any, where: str) -> None:
     with pytest.raises(InvalidRequestError, match=where):
-        check_schema(schema)
+        check_enforceable(schema)
 
 
 def test_names_of_properties_and_values_are_no_keywords() -> None:
-    check_schema(
+    check_enforceable(
         {
             "properties": {"maxlength": {"const": {"not": 1}}, "if": True},
             "required": ["if"],
@@ -45,9 +45,9 @@ def test_nesting_is_bounded() -> None:
     schema: dict[str, Any] = {}
     for _ in range(MAX_DEPTH):
         schema = {"items": schema}
-    check_schema(schema)
+    check_enforceable(schema)
     with pytest.raises(InvalidRequestError, match=f"more than {MAX_DEPTH} schemas deep"):
-        check_schema({"items": schema})
+        check_enforceable({"items": schema})
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "3", "null", '"string"', "[" * 100_000])

@@ -80,6 +80,8 @@ async def test_tools_in_the_history_become_those_of_a_chat(front):
         ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools[0].type"),
         ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
         ({"temprature": 1.0}, "temprature"),
+        ({"stop_sequences": ["a" * 9000]}, "stop_sequences"),
+        ({"tools": [{"name": "f", "input_schema": {"type": "objekt"}}]}, "tools[0].input_schema.type"),
     ],
 )
 async def test_what_is_not_served_is_refused_by_name_in_anthropics_form(front, fields, param):

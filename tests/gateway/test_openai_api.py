@@ -193,6 +193,8 @@ async def test_token_ids_come_with_an_answer_that_asks_for_them(pods, gateway):
 IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}
 
 
+BAD_FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"tpye": "object"}}}
+
 BAD_INPUTS = [
     (CHAT, {}, "messages", ["required"]),
     (CHAT, {"messages": []}, "messages", ["empty"]),
@@ -208,8 +210,17 @@ BAD_INPUTS = [
         "response_format.schema",
         ["Extra"],
     ),
-    (CHAT, {"messages": USER, "guided_json": {"type": "object", "maxsize": 1}}, "json_schema", ["'maxsize'"]),
-    (CHAT, {"messages": USER, "guided_regex": "("}, "guide", ["regex"]),
+    (CHAT, {"messages": USER, "guided_json": {"type": "object", "maxsize": 1}}, "guided_json", ["'maxsize'"]),
+    (CHAT, {"messages": USER, "guided_regex": "("}, "guided_regex", ["regex"]),
+    (CHAT, {"messages": USER, "guided_choice": []}, "guided_choice", ["1 to 4096"]),
+    (CHAT, {"messages": USER, "guided_grammar": "begin: /a/"}, "guided_grammar", ["lark"]),
+    (CHAT, {"messages": USER, "structured_outputs": {"regex": "("}}, "structured_outputs.regex", ["regex"]),
+    (
+        CHAT,
+        {"messages": USER, "response_format": BAD_FORMAT},
+        "response_format.json_schema.schema",
+        ["'tpye'"],
+    ),
     (CHAT, {"messages": USER, "guided_regex": "a", "min_tokens": 2}, "min_tokens", ["guide"]),
     (CHAT, {"messages": USER, "n": 0}, "n", ["between 1 and 32"]),
     (CHAT, {"messages": USER, "n": 33}, "n", ["between 1 and 32"]),

@@ -107,6 +107,9 @@ async def test_logprobs_come_where_they_are_asked_for(front):
     assert part.logprobs is not None
 
 
+BAD_TOOL = {"type": "function", "name": "f", "parameters": {"type": "objekt"}}
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -127,6 +130,13 @@ async def test_logprobs_come_where_they_are_asked_for(front):
         ({"input": "a", "top_logprobs": 2}, "top_logprobs"),
         ({"input": "a", "text": {"verbosity": "high"}}, "text.verbosity"),
         ({"input": "a", "reasoning": {"effort": "high"}}, "reasoning"),
+        ({"input": "a", "max_output_tokens": 0}, "max_output_tokens"),
+        ({"input": "word " * 5000}, "input"),
+        (
+            {"input": "a", "text": {"format": {"type": "json_schema", "name": "x", "schema": {"tpye": 1}}}},
+            "text.format.schema",
+        ),
+        ({"input": "a", "tools": [BAD_TOOL]}, "tools[0].parameters.type"),
     ],
 )
 async def test_what_is_not_served_is_refused_by_name(front, fields, param):

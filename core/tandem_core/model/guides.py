@@ -19,7 +19,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from tandem_core.errors import InvalidRequestError, ModelLoadError
 from tandem_core.guide import Guide, GuideKind
-from tandem_core.json_schema import check_schema, exact_formats, parse_schema
+from tandem_core.json_schema import check_enforceable, exact_formats, parse_schema
 from tandem_core.lark import checked_lark
 from tandem_core.model.manifest import ModelManifest
 from tandem_core.regex_size import check_size
@@ -51,17 +51,22 @@ _STACK_LOCK = threading.Lock()
 
 
 def check_guide(guide: Guide) -> None:
-    """Raises InvalidRequestError when the guide cannot be compiled: what is wrong, with a keyword's name.
+    """Raises InvalidRequestError, with the guide's field, when it cannot be compiled: what is wrong, with a
+    keyword's name.
 
     Needs no model, so names of special tokens in a Lark grammar are not checked. May take 100 ms; gives up
     the GIL.
     """
-    grammar = _grammar(guide)
-    is_error, messages = _on_deep_stack(
-        lambda: LLMatcher.validate_grammar_with_warnings(grammar, None, limits=_LIMITS)
-    )
-    if is_error:
-        raise _unusable(guide, messages[0])
+    try:
+        grammar = _grammar(guide)
+        is_error, messages = _on_deep_stack(
+            lambda: LLMatcher.validate_grammar_with_warnings(grammar, None, limits=_LIMITS)
+        )
+        if is_error:
+            raise _unusable(guide, messages[0])
+    except InvalidRequestError as error:
+        error.rename(guide.field)
+        raise
 
 
 class GuideCompiler:
@@ -115,7 +120,7 @@ def _grammar(guide: Guide) -> str:
     if guide.kind is GuideKind.LARK:
         return LLMatcher.grammar_from_lark(checked_lark(guide.source, _JSON))
     schema = parse_schema(guide.source)
-    check_schema(schema)
+    check_enforceable(schema)
     exact_formats(schema)
     if isinstance(schema, bool):  # "anything" and "nothing"
         schema = {} if schema else {"enum": []}

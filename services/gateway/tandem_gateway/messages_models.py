@@ -36,6 +36,13 @@ _OF_CHATS = {
     "n": "one request for each",
     "logprobs": "/v1/chat/completions",
 }
+#: As errors name a chat's fields, by patterns of their beginnings.
+FIELD_NAMES = {
+    "max_completion_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    r"(tools\[\d+\])\.function\.parameters": r"\1.input_schema",
+    r"(tools\[\d+\])\.function": r"\1",
+}
 _CHOICES: dict[JsonValue, str] = {"auto": "auto", "any": "required", "none": "none"}
 
 

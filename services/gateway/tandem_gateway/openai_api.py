@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from functools import partial
 from typing import TypeAlias
 
@@ -27,6 +28,7 @@ from tandem_core.errors import InvalidRequestError, quoted
 from tandem_core.slo import LONGEST_OBJECTIVE_S, SloTarget
 from tandem_proto.v1 import decode_pb2
 
+from tandem_gateway import messages_models, responses_models
 from tandem_gateway.answer import Answer, Sent
 from tandem_gateway.answers import Answers
 from tandem_gateway.auth import ApiKeys, Caller
@@ -34,18 +36,17 @@ from tandem_gateway.errors import REQUEST_ERRORS, GatewayError
 from tandem_gateway.gateway import Gateway
 from tandem_gateway.http_stream import EventStream, until_disconnect
 from tandem_gateway.limits import OpenCalls
-from tandem_gateway.messages_models import parse_messages
 from tandem_gateway.messages_render import MessagesRenderer
 from tandem_gateway.openai_models import ChatBody, CompletionBody, parse_body
 from tandem_gateway.openai_render import ChatRenderer, CompletionRenderer, Json, Renderer
 from tandem_gateway.request import Event, ReceivedRequest, TokenizedRequest, with_seed
 from tandem_gateway.request_body import max_body_bytes, read_body
-from tandem_gateway.responses_models import parse_responses
 from tandem_gateway.responses_render import ResponsesRenderer
 
 #: Reads a request's body. Raises InvalidRequestError.
 Parse: TypeAlias = Callable[[bytes], ChatBody | CompletionBody]
 
+NO_NAMES: Mapping[str, str] = {}
 _API_KEY = "x-api-key"
 _LAST_EVENT_ID, _IDEMPOTENCY_KEY = "last-event-id", "idempotency-key"
 _SLO_CLASS, _SLO_STRICT = "x-slo-class", "x-slo-strict"
@@ -78,10 +79,12 @@ class OpenAiApi:
         return await self._answer(request, partial(parse_body, CompletionBody), CompletionRenderer)
 
     async def _respond(self, request: Request) -> Response:
-        return await self._answer(request, parse_responses, ResponsesRenderer)
+        names = responses_models.FIELD_NAMES
+        return await self._answer(request, responses_models.parse_responses, ResponsesRenderer, names)
 
     async def _message(self, request: Request) -> Response:
-        return await self._answer(request, parse_messages, MessagesRenderer)
+        names = messages_models.FIELD_NAMES
+        return await self._answer(request, messages_models.parse_messages, MessagesRenderer, names)
 
     async def _models(self, request: Request) -> JSONResponse:
         caller = self._keys.authenticate(request.headers.get("authorization", ""))
@@ -112,7 +115,10 @@ class OpenAiApi:
             },
         }
 
-    async def _answer(self, request: Request, parse: Parse, kind: type[Renderer]) -> Response:
+    async def _answer(
+        self, request: Request, parse: Parse, kind: type[Renderer], names: Mapping[str, str] = NO_NAMES
+    ) -> Response:
+        """`names`: of a chat's fields, if the API of the request has others."""
         position: tuple[int, ...] = ()
         is_streamed = True
         started_ns = time.monotonic_ns()
@@ -128,7 +134,7 @@ class OpenAiApi:
                     )
             else:
                 with self._calls.hold(caller):
-                    answer, is_streamed = await self._begin(request, caller, parse, kind.answer_kind)
+                    answer, is_streamed = await self._begin(request, caller, parse, kind.answer_kind, names)
         renderer = kind(answer.record, self._gateway.manifest.name, self._gateway.tokenizer.token_bytes)
         events = self._answers.read(answer, position)
         try:
@@ -141,7 +147,9 @@ class OpenAiApi:
         stream = _stream(first, events, renderer, with_usage=answer.record.with_usage)
         return EventStream(request, stream, source=events)
 
-    async def _begin(self, request: Request, caller: Caller, parse: Parse, kind: str) -> tuple[Answer, bool]:
+    async def _begin(
+        self, request: Request, caller: Caller, parse: Parse, kind: str, names: Mapping[str, str]
+    ) -> tuple[Answer, bool]:
         """The answer to the body, and whether to stream it. Raises InvalidRequestError or GatewayError."""
         arrived = time.monotonic()
         payload = await read_body(request, self._gateway)
@@ -154,11 +162,13 @@ class OpenAiApi:
             joined = await self._answers.join(caller.tenant, key, digest, limits)
             if joined is not None:
                 return joined, is_streamed
+        with _naming(names):
+            sampling = with_seed(body.given_sampling())
         received = ReceivedRequest(
             request_id=body.request_id or request.state.request_id,
             caller=caller,
             model=body.model or "",
-            sampling=with_seed(body.given_sampling()),
+            sampling=sampling,
             slo_class=_slo_class(body, request.headers),
             arrived=arrived,
             speculation=body.speculation or "",
@@ -167,8 +177,10 @@ class OpenAiApi:
             truncate_to=body.truncate_prompt_tokens,
             add_special_tokens=body.add_special_tokens is not False,
         )
+        with _naming(names):
+            tokenized = await until_disconnect(request.receive, self._tokenize(received, body))
         answer = await self._answers.begin(
-            await until_disconnect(request.receive, self._tokenize(received, body)),
+            tokenized,
             kind=kind,
             num_choices=body.num_choices,
             with_usage=body.wants_usage_chunk,
@@ -197,6 +209,20 @@ class OpenAiApi:
             )
             for prompt in body.prompts()
         ]
+
+
+@contextmanager
+def _naming(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors inside name a field of a chat as the API of the request calls it."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        for pattern, name in names.items():
+            renamed, count = re.subn(rf"^{pattern}(?![^.\[])", name, error.field)
+            if count:
+                error.rename(renamed)
+                break
+        raise
 
 
 async def _whole(events: AsyncGenerator[Sent, None], renderer: Renderer) -> Response:

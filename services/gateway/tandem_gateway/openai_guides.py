@@ -50,14 +50,14 @@ class ResponseFormat(_Strict):
         if self.type == "text":
             return None
         if self.type == "json_object":
-            return Guide(GuideKind.JSON_SCHEMA, _OBJECT)
+            return Guide(GuideKind.JSON_SCHEMA, _OBJECT, "response_format")
         if self.type != "json_schema":
             raise UnsupportedFieldError(
                 "response_format.type", f"is {quoted(self.type)}; use text, json_object or json_schema"
             )
         if self.json_schema is None or self.json_schema.schema_ is None:
             raise InvalidRequestError("response_format.json_schema.schema", "is missing; add it")
-        return _of_schema(self.json_schema.schema_)
+        return _of_schema(self.json_schema.schema_, "response_format.json_schema.schema")
 
 
 class StructuredOutputs(_Strict):
@@ -76,8 +76,8 @@ class StructuredOutputs(_Strict):
 
     model_config = ConfigDict(alias_generator=lambda name: name.rstrip("_"))
 
-    def guide(self) -> Guide | None:
-        """Raises InvalidRequestError."""
+    def guide(self, prefix: str = "structured_outputs.") -> Guide | None:
+        """`prefix`: of the fields as the client named them. Raises InvalidRequestError."""
         if self.disable_additional_properties or self.whitespace_pattern is not None:
             raise UnsupportedFieldError(
                 "structured_outputs",
@@ -85,11 +85,11 @@ class StructuredOutputs(_Strict):
                 "additionalProperties into the schema, and leave the pattern out",
             )
         guides = [
-            None if self.json_ is None else _of_schema(self.json_),
-            None if self.regex is None else Guide(GuideKind.REGEX, self.regex),
-            None if self.choice is None else Guide.of_choices(self.choice),
-            None if self.grammar is None else _of_grammar(self.grammar),
-            Guide(GuideKind.JSON_SCHEMA, _OBJECT) if self.json_object else None,
+            None if self.json_ is None else _of_schema(self.json_, f"{prefix}json"),
+            None if self.regex is None else Guide(GuideKind.REGEX, self.regex, f"{prefix}regex"),
+            None if self.choice is None else Guide.of_choices(self.choice, f"{prefix}choice"),
+            None if self.grammar is None else _of_grammar(self.grammar, f"{prefix}grammar"),
+            Guide(GuideKind.JSON_SCHEMA, _OBJECT, f"{prefix}json_object") if self.json_object else None,
         ]
         return only(guides)
 
@@ -106,21 +106,21 @@ def only(guides: list[Guide | None]) -> Guide | None:
     return given[0] if given else None
 
 
-def _of_schema(schema: dict[str, Any] | bool | str) -> Guide:
+def _of_schema(schema: dict[str, Any] | bool | str, field: str) -> Guide:
     text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
-    return Guide(GuideKind.JSON_SCHEMA, text)
+    return Guide(GuideKind.JSON_SCHEMA, text, field)
 
 
-def _of_grammar(text: str) -> Guide:
+def _of_grammar(text: str, field: str) -> Guide:
     """Lark, or llama.cpp's GBNF, which is known by its `::=`."""
-    guide = Guide(GuideKind.LARK, text)
+    guide = Guide(GuideKind.LARK, text, field)
     if "::=" not in text:
         return guide
     if len(text) > MAX_GBNF_BYTES:
         raise InvalidRequestError(
-            "grammar", f"has {len(text)} characters of GBNF, at most {MAX_GBNF_BYTES}; write it as Lark"
+            field, f"has {len(text)} characters of GBNF, at most {MAX_GBNF_BYTES}; write it as Lark"
         )
     try:
-        return Guide(GuideKind.LARK, llguidance.gbnf_to_lark.gbnf_to_lark(text))
+        return Guide(GuideKind.LARK, llguidance.gbnf_to_lark.gbnf_to_lark(text), field)
     except Exception as error:  # a parser by hand, which may fail in any way
-        raise InvalidRequestError("grammar", f"is no GBNF grammar that can be read: {error}") from error
+        raise InvalidRequestError(field, f"is no GBNF grammar that can be read: {error}") from error

@@ -202,7 +202,7 @@ class _CommonBody(_SamplingBody):
             [
                 self.response_format.guide() if self.response_format is not None else None,
                 self.structured_outputs.guide() if self.structured_outputs is not None else None,
-                StructuredOutputs.model_validate(older | {"grammar": self.guided_grammar}).guide(),
+                StructuredOutputs.model_validate(older | {"grammar": self.guided_grammar}).guide("guided_"),
             ]
         )
 

@@ -44,6 +44,13 @@ _OF_CHATS = {
     "function_call": "tool_choice",
     "n": "one request for each",
 }
+#: As errors name a chat's fields, by patterns of their beginnings.
+FIELD_NAMES = {
+    "messages": "input",
+    "max_(completion_)?tokens": "max_output_tokens",
+    r"response_format(\.json_schema)?": "text.format",
+    r"(tools\[\d+\])\.function": r"\1",
+}
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tandem_core.errors import InvalidRequestError, quoted
 from tandem_core.model.conversation import MAX_JSON_LEVELS, Json, Tool, json_levels
 
-from tandem_gateway.tools.schema import check_schema
+from tandem_gateway.tools.schema import check_well_formed
 
 #: As in OpenAI's API.
 MAX_TOOLS = 128
@@ -122,5 +122,5 @@ def _check_tool(where: str, definition: Mapping[str, Json]) -> str:
             raise InvalidRequestError(at, "is no JSON schema; send an object such as {'type': 'object'}")
         if parameters.get("type", "object") != "object":
             raise InvalidRequestError(f"{at}.type", "must be 'object', since arguments have names")
-        check_schema(at, parameters)
+        check_well_formed(at, parameters)
     return name

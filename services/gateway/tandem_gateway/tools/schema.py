@@ -19,7 +19,7 @@ _SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems")
 _NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 
 
-def check_schema(where: str, schema: Json) -> None:
+def check_well_formed(where: str, schema: Json) -> None:
     """Raises InvalidRequestError naming the part of the field `where` that is no schema."""
     if isinstance(schema, bool):
         return
@@ -42,7 +42,7 @@ def check_schema(where: str, schema: Json) -> None:
             if keyword == "items" and _is_list(value):  # tuples before draft 2020-12
                 _check_all(f"{where}.items", value)
             else:
-                check_schema(f"{where}.{keyword}", value)
+                check_well_formed(f"{where}.{keyword}", value)
     for keyword in _SCHEMAS:
         if keyword in schema:
             _check_all(f"{where}.{keyword}", schema[keyword])
@@ -51,14 +51,14 @@ def check_schema(where: str, schema: Json) -> None:
         if not isinstance(named, Mapping):
             raise InvalidRequestError(f"{where}.{keyword}", f"is {_kind(named)}; send an object of schemas")
         for name, value in named.items():
-            check_schema(f"{where}.{keyword}.{name}", value)
+            check_well_formed(f"{where}.{keyword}.{name}", value)
 
 
 def _check_all(where: str, schemas: Json) -> None:
     if not isinstance(schemas, Sequence) or isinstance(schemas, str) or not schemas:
         raise InvalidRequestError(where, "is no list of schemas; list at least one")
     for index, schema in enumerate(schemas):
-        check_schema(f"{where}[{index}]", schema)
+        check_well_formed(f"{where}[{index}]", schema)
 
 
 def _is_list(value: Json) -> TypeGuard[Sequence[Json]]:
