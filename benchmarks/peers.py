@@ -268,17 +268,21 @@ def lineup(
             peers.append(tandem_peer(name, model_dir, f"--speculation {speculation} {up}"))
     for label, venv in (versions or {}).items():
         for name, speculation in ((label, "off"), (f"{label}, drafts", "global")):
-            peers.append(tandem_peer(name, model_dir, f"--speculation {speculation} {fleets[0]}", venv))
+            # By name: each version converts models in its own way.
+            up = f"--speculation {speculation} {fleets[0]}"
+            peers.append(tandem_peer(name, model_dir, up, venv, manifest.name))
     return peers
 
 
-def tandem_peer(name: str, model_dir: Path, up: str, venv: Path = Path(sys.prefix)) -> Peer:
+def tandem_peer(
+    name: str, model_dir: Path, up: str, venv: Path = Path(sys.prefix), reference: str = ""
+) -> Peer:
     """Tandem of that environment, with flags of `tandem up`. Its gRPC port is the one after its HTTP port."""
     return Peer(
         name,
         ModelManifest.read(model_dir).name,
-        lambda port: _tandem(venv, port, model_dir, up),
-        environ=_fresh_home,
+        lambda port: _tandem(venv, port, reference or str(model_dir), up),
+        environ=lambda: _fresh_home(name),
         find_port=lambda: _free_fleet_port(model_dir),
         pausable=False,
     )
@@ -338,17 +342,19 @@ def _vllm_environ() -> dict[str, str]:
     } | ({"LD_PRELOAD": str(openmp)} if openmp.exists() else {})
 
 
-def _tandem(venv: Path, port: int, model_dir: Path, up: str) -> list[object]:
-    command = [venv / "bin" / "tandem", "up", "--model", model_dir]
+def _tandem(venv: Path, port: int, model: str, up: str) -> list[object]:
+    command = [venv / "bin" / "tandem", "up", "--model", model]
     command += ["--http-port", port, "--grpc-port", port + 1, "--base-port", port + 100]
     return [*command, "--state-file", cache_home() / f"fleet-{port}.json", *shlex.split(up)]
 
 
-def _fresh_home() -> dict[str, str]:
-    """The lookahead service starts without the text of an earlier run."""
-    home = cache_home() / "tandem-home"
-    shutil.rmtree(home, ignore_errors=True)
-    home.mkdir(parents=True)
+def _fresh_home(name: str) -> dict[str, str]:
+    """The lookahead service starts without the text of an earlier run; models that the peer pulled stay."""
+    home = cache_home() / f"home-{name.replace(' ', '-').replace(',', '')}"
+    home.mkdir(parents=True, exist_ok=True)
+    for folder in home.iterdir():
+        if folder.name != "models":
+            shutil.rmtree(folder)
     return {"TANDEM_HOME": str(home)}
 
 
