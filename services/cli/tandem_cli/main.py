@@ -14,6 +14,7 @@ from tandem_core.speculation import SpeculationMode
 
 from tandem_cli import bench_command, lookahead_command, model_command
 from tandem_cli.chaos.command import chaos
+from tandem_cli.doctor.command import doctor
 from tandem_cli.options import (
     DEFAULT_TARGET,
     ApiKeyOption,
@@ -39,6 +40,7 @@ app.add_typer(bench_command.app, name="bench")
 app.add_typer(lookahead_command.app, name="lookahead")
 app.command()(chaos)
 app.command()(plan)
+app.command()(doctor)
 
 
 class Dtype(StrEnum):

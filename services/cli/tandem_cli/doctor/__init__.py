@@ -1,0 +1,14 @@
+"""`tandem doctor`: what is wrong with an installation, before it is applied and while it runs.
+
+finding.py           what a check finds; runs a list of checks
+
+Before, of manifests:
+manifests.py         Kubernetes objects, and the workloads among them with their settings
+settings_checks.py   settings that a pod refuses or ignores, and contradictions between them
+network.py           the links that pods need, and what NetworkPolicies let through
+network_checks.py    names, links, rights at the API server
+rollout_checks.py    rollouts, drains of nodes, probes, grace periods, autoscalers
+storage_checks.py    room for the model
+
+command.py           the command and its report
+"""

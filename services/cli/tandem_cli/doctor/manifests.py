@@ -1,0 +1,290 @@
+"""Kubernetes objects, from rendered manifests or a kustomize folder, as the classes of the `kubernetes`
+package; and the workloads among them, with their settings."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+from kubernetes import client
+from pydantic import ValidationError
+from tandem_core.model.catalogue import CatalogueEntry, catalogue
+from tandem_decode.settings import DecodeSettings
+from tandem_gateway.settings import GatewaySettings
+from tandem_lookahead.settings import LookaheadSettings
+from tandem_prefill.settings import PrefillSettings
+from tandem_service.settings import ENV_PREFIX, CommonSettings
+
+SETTINGS: Mapping[str, type[CommonSettings]] = {
+    "gateway": GatewaySettings,
+    "decode": DecodeSettings,
+    "prefill": PrefillSettings,
+    "lookahead": LookaheadSettings,
+}
+GPU = "nvidia.com/gpu"
+_KUSTOMIZE_TIMEOUT_S = 120.0
+
+
+class ManifestError(Exception):
+    """The manifests cannot be read; the message names the remedy."""
+
+
+@dataclass(frozen=True)
+class CustomObject:
+    """One of a kind that the `kubernetes` package has no class for."""
+
+    api_version: str
+    kind: str
+    name: str
+    #: Of the workload that it scales; "": it scales none.
+    scales: str
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A Deployment or StatefulSet, and the one container that is not an init container."""
+
+    object: Any
+    #: "gateway", "decode", "prefill", "lookahead"; "" for another program, such as Redis.
+    role: str
+    #: Of the container. `<secret NAME/KEY>` stands for a Secret's value, `<FIELD>` for a field of the pod.
+    environment: Mapping[str, str]
+
+    @property
+    def name(self) -> str:
+        return str(self.object.metadata.name)
+
+    @property
+    def where(self) -> str:
+        return f"{self.object.kind} {self.name}"
+
+    @property
+    def replicas(self) -> int:
+        """The number that it starts with where none is given is 1."""
+        return 1 if self.object.spec.replicas is None else int(self.object.spec.replicas)
+
+    @property
+    def pod(self) -> Any:
+        return self.object.spec.template.spec
+
+    @property
+    def labels(self) -> dict[str, str]:
+        return dict(self.object.spec.template.metadata.labels or {})
+
+    @property
+    def container(self) -> Any:
+        return self.pod.containers[0]
+
+    @property
+    def containers(self) -> list[Any]:
+        return [*(self.pod.init_containers or ()), *self.pod.containers]
+
+    @property
+    def num_gpus(self) -> int:
+        """Of each pod."""
+        resources = self.container.resources
+        return int((resources.limits or {}).get(GPU, 0)) if resources else 0
+
+    def setting(self, field: str) -> str:
+        """Its value, or the default's text."""
+        value = self.environment.get(ENV_PREFIX + field.upper())
+        if value is not None:
+            return value
+        default = SETTINGS[self.role].model_fields[field].default
+        return "" if default is None else str(default)
+
+    def port(self, name: str) -> int | None:
+        """Number of a named port of the container."""
+        for port in self.container.ports or ():
+            if port.name == name:
+                return int(port.container_port)
+        return None
+
+    @property
+    def model(self) -> str:
+        """Name of its model: the folder's; "": none is set."""
+        return Path(self.environment.get(f"{ENV_PREFIX}MODEL", "")).name
+
+    @property
+    def known_model(self) -> CatalogueEntry | None:
+        """None: its size is not known here."""
+        return catalogue().get(self.model)
+
+
+class Objects:
+    """All objects of one installation."""
+
+    def __init__(self, objects: Iterable[Any], custom: Iterable[CustomObject] = ()) -> None:
+        self._objects = tuple(objects)
+        self.custom = tuple(custom)
+
+    def of(self, kind: str) -> list[Any]:
+        return [item for item in self._objects if item.kind == kind]
+
+    def find(self, kind: str, name: str) -> Any | None:
+        return next((item for item in self.of(kind) if item.metadata.name == name), None)
+
+    @property
+    def namespace(self) -> str:
+        """Of the workloads."""
+        return next((str(item.object.metadata.namespace or "") for item in self.workloads), "") or "default"
+
+    @cached_property
+    def workloads(self) -> tuple[Workload, ...]:
+        found = [*self.of("Deployment"), *self.of("StatefulSet")]
+        return tuple(Workload(item, _role(item), self._environment(item)) for item in found)
+
+    def of_role(self, role: str) -> list[Workload]:
+        return [workload for workload in self.workloads if workload.role == role]
+
+    def behind(self, service: str) -> list[Workload]:
+        """Workloads whose pods the Service selects."""
+        found = self.find("Service", service)
+        if found is None or not found.spec.selector:
+            return []
+        wanted = found.spec.selector.items()
+        return [workload for workload in self.workloads if wanted <= workload.labels.items()]
+
+    def _environment(self, workload: Any) -> dict[str, str]:
+        container = workload.spec.template.spec.containers[0]
+        values: dict[str, str] = {}
+        for source in container.env_from or ():
+            if source.config_map_ref is not None:
+                found = self.find("ConfigMap", source.config_map_ref.name)
+                values |= dict((found.data if found is not None else None) or {})
+        for variable in container.env or ():
+            values[variable.name] = _value(variable)
+        return values
+
+
+def _value(variable: Any) -> str:
+    source = variable.value_from
+    if source is None:
+        return variable.value or ""
+    if source.secret_key_ref is not None:
+        return f"<secret {source.secret_key_ref.name}/{source.secret_key_ref.key}>"
+    return f"<{source.field_ref.field_path}>" if source.field_ref is not None else "<unknown>"
+
+
+def _role(workload: Any) -> str:
+    """By the program that the container runs."""
+    command = workload.spec.template.spec.containers[0].command or [""]
+    role = Path(command[0]).name.removeprefix("tandem-")
+    return role if role in SETTINGS else ""
+
+
+def read_manifests(path: Path) -> Objects:
+    """Of a folder with a kustomization.yaml, of a YAML file, or of "-", stdin. Raises ManifestError."""
+    try:
+        if str(path) == "-":
+            return parse(yaml.safe_load_all(sys.stdin.read()))
+        if path.is_dir():
+            return parse(yaml.safe_load_all(_kustomize(path)))
+        return parse(yaml.safe_load_all(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise ManifestError(f"{path} cannot be read: {error.strerror}; name a folder or a file") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        reason = (str(error).splitlines() or [""])[0]
+        raise ManifestError(f"{path} is no YAML: {reason}; give what `kubectl kustomize` prints") from error
+
+
+def _kustomize(folder: Path) -> str:
+    beside = Path(sys.executable).parent / "kubectl"
+    kubectl = str(beside) if beside.exists() else shutil.which("kubectl")
+    if kubectl is None:
+        raise ManifestError(
+            f"no kubectl in PATH, which renders the folder {folder}; install it, or give rendered manifests"
+        )
+    try:
+        rendered = subprocess.run(
+            [kubectl, "kustomize", str(folder)],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_KUSTOMIZE_TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ManifestError(
+            f"`kubectl kustomize {folder}` took more than {error.timeout:g} s; give rendered manifests"
+        ) from error
+    if rendered.returncode:
+        reason = (rendered.stderr.strip().splitlines() or [""])[-1]
+        raise ManifestError(f"`kubectl kustomize {folder}` fails: {reason}; correct the kustomization")
+    return rendered.stdout
+
+
+def parse(documents: Iterable[object]) -> Objects:
+    """Raises ManifestError."""
+    settings = client.Configuration()
+    settings.client_side_validation = False  # an object with a missing field is for kubectl to refuse
+    api = client.ApiClient(settings)
+    objects: list[Any] = []
+    custom: list[CustomObject] = []
+    for document in documents:
+        if document is None:
+            continue
+        if not isinstance(document, dict) or not {"apiVersion", "kind", "metadata"} <= document.keys():
+            raise ManifestError("a document is no Kubernetes object; each needs apiVersion, kind, metadata")
+        group, _, version = str(document["apiVersion"]).rpartition("/")
+        name = f"{version[:1].upper()}{version[1:]}{document['kind']}"
+        is_built_in = "." not in group or group.endswith(".authorization.k8s.io") or group in _GROUPS
+        if is_built_in and hasattr(client, name):
+            objects.append(_typed(api, document, name))
+        else:
+            custom.append(_custom(document))
+    return Objects(objects, custom)
+
+
+#: Groups of built-in kinds that have a dot.
+_GROUPS = ("networking.k8s.io", "storage.k8s.io", "scheduling.k8s.io", "discovery.k8s.io")
+
+
+def _typed(api: Any, document: dict[str, Any], name: str) -> Any:
+    try:
+        made = api.deserialize(json.dumps(_with_quantities(document), default=str), name, None)
+    except (ValueError, TypeError, AttributeError) as error:
+        label = f"{document['kind']} {document['metadata'].get('name', '')}"
+        reason = str(error)
+        if isinstance(error, ValidationError):
+            first = error.errors(include_url=False)[0]
+            reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise ManifestError(
+            f"{label} cannot be read ({reason}); correct the field, `kubectl apply --dry-run=server` names all"
+        ) from error
+    made.kind, made.api_version = document["kind"], document["apiVersion"]
+    return made
+
+
+def _with_quantities(node: Any, *, is_quantity: bool = False) -> Any:
+    """Quantities may be numbers in YAML; the package reads texts alone."""
+    if isinstance(node, dict):
+        return {
+            key: _with_quantities(value, is_quantity=is_quantity or key in _QUANTITIES)
+            for key, value in node.items()
+        }
+    if isinstance(node, list):
+        return [_with_quantities(item) for item in node]
+    return str(node) if is_quantity and isinstance(node, int | float) else node
+
+
+#: Fields that are quantities, or whose fields are.
+_QUANTITIES = ("limits", "requests", "sizeLimit", "capacity", "allocatable")
+
+
+def _custom(document: dict[str, Any]) -> CustomObject:
+    spec = document.get("spec")
+    target = spec.get("scaleTargetRef") if isinstance(spec, dict) else None
+    return CustomObject(
+        str(document["apiVersion"]),
+        str(document["kind"]),
+        str(document["metadata"].get("name", "")),
+        str(target.get("name", "")) if isinstance(target, dict) else "",
+    )

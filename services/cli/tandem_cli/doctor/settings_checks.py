@@ -1,0 +1,229 @@
+"""Of manifests: settings that a pod would refuse or not read, and settings that contradict others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path, PurePosixPath
+from typing import get_args
+
+from pydantic import ValidationError
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
+from tandem_service.settings import ENV_PREFIX, CommonSettings
+
+from tandem_cli.doctor.finding import Finding, Severity
+from tandem_cli.doctor.manifests import GPU, SETTINGS, Objects, Workload
+
+_CERTIFICATES = ("pod_tls_cert", "pod_tls_key", "pod_tls_ca")
+
+
+def unknown_setting(objects: Objects) -> Iterator[Finding]:
+    """A process does not read a variable that it does not know, and says nothing."""
+    for workload in _tandem(objects):
+        known = {ENV_PREFIX + field.upper() for field in SETTINGS[workload.role].model_fields}
+        for name in workload.environment:
+            if name.startswith(ENV_PREFIX) and name not in known:
+                yield Finding(
+                    f"{workload.where}, {name}",
+                    f"{name} is no setting of tandem-{workload.role}, which ignores it.",
+                    f"Correct the name, see `tandem-{workload.role} --help`, or remove it.",
+                )
+
+
+def refused_setting(objects: Objects) -> Iterator[Finding]:
+    for workload in _tandem(objects):
+        cls = SETTINGS[workload.role]
+        values = {
+            field: workload.environment[ENV_PREFIX + field.upper()]
+            for field in cls.model_fields
+            if ENV_PREFIX + field.upper() in workload.environment
+        }
+        try:
+            _without_environment(cls)(**values)
+        except ValidationError as error:
+            for one in error.errors(include_url=False):
+                field = ENV_PREFIX + str(one["loc"][0]).upper() if one["loc"] else ""
+                said = one["msg"].removeprefix("Value error, ")
+                yield Finding(
+                    f"{workload.where}, {field or 'settings'}",
+                    f"tandem-{workload.role} would not start: {said}.",
+                    f"Give {field} such a value in the settings of {workload.role} pods."
+                    if field
+                    else "Change the settings it names.",
+                )
+
+
+@cache
+def _without_environment(cls: type[CommonSettings]) -> type[CommonSettings]:
+    """The same settings, read from nothing but arguments: not from the variables of this process."""
+
+    class Given(cls):  # type: ignore[misc, valid-type]
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,
+            file_secret_settings: PydanticBaseSettingsSource,
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            return (init_settings,)
+
+    return Given
+
+
+def config_map(objects: Objects) -> Iterator[Finding]:
+    for workload in objects.workloads:
+        for container in workload.containers:
+            for source in container.env_from or ():
+                reference = source.config_map_ref
+                if reference is None or reference.optional or objects.find("ConfigMap", reference.name):
+                    continue
+                yield Finding(
+                    f"{workload.where}, envFrom",
+                    f"The ConfigMap {reference.name} is not among the manifests, so no pod starts.",
+                    "Add it, or name the one that is there.",
+                )
+
+
+def mounted_file(objects: Objects) -> Iterator[Finding]:
+    """A file that a setting names lies in a volume."""
+    for workload in _tandem(objects):
+        mounts = [PurePosixPath(mount.mount_path) for mount in workload.container.volume_mounts or ()]
+        for field, info in SETTINGS[workload.role].model_fields.items():
+            path = workload.environment.get(ENV_PREFIX + field.upper(), "")
+            is_path = info.annotation is Path or Path in get_args(info.annotation)
+            if is_path and path and not any(PurePosixPath(path).is_relative_to(mount) for mount in mounts):
+                yield Finding(
+                    f"{workload.where}, {ENV_PREFIX}{field.upper()}",
+                    f"{path} lies in no volume that the container mounts.",
+                    "Mount the volume with the file, or correct the path.",
+                )
+
+
+def one_model(objects: Objects) -> Iterator[Finding]:
+    """Gateway, prefill and decode pods serve the same model."""
+    engines = [workload for workload in _tandem(objects) if workload.role != "lookahead"]
+    models = {workload.model for workload in engines}
+    if len(models) > 1:
+        named = ", ".join(sorted(f"{one.name} {one.model or 'none'}" for one in engines))
+        yield Finding(
+            "TANDEM_MODEL",
+            f"The roles name different models ({named}), and a gateway uses only pods of its own.",
+            "Name one model in the settings of all three roles.",
+        )
+
+
+def pulled_model(objects: Objects) -> Iterator[Finding]:
+    """The model that a pod loads is the one that its init container pulls."""
+    for workload in _tandem(objects):
+        for container in workload.pod.init_containers or ():
+            command = [*(container.command or ()), *(container.args or ())]
+            if command[:3] != ["tandem", "model", "pull"]:
+                continue
+            pulled = next((word for word in command[3:] if not word.startswith("-")), "")
+            if workload.model and PurePosixPath(pulled).name != workload.model:
+                yield Finding(
+                    f"{workload.where}, init container {container.name}",
+                    f"It pulls {pulled}, but TANDEM_MODEL is the folder of {workload.model}.",
+                    "Name the same model in both.",
+                )
+
+
+def device(objects: Objects) -> Iterator[Finding]:
+    for workload in objects.of_role("decode") + objects.of_role("prefill"):
+        wants_gpu = workload.setting("device").startswith("cuda")
+        if wants_gpu and not workload.num_gpus:
+            yield Finding(
+                f"{workload.where}, TANDEM_DEVICE",
+                f"It computes on a GPU, but its limits ask for no {GPU}.",
+                f"Add {GPU}: 1 to the container's limits, or set TANDEM_DEVICE=cpu.",
+            )
+
+
+def kv_room(objects: Objects) -> Iterator[Finding]:
+    """The pool of KV blocks holds the longest text."""
+    for workload in objects.of_role("decode") + objects.of_role("prefill"):
+        blocks, size = _number(workload, "num_blocks"), _number(workload, "block_size")
+        longest = max([_number(one, "max_model_len") for one in [workload, *objects.of_role("gateway")]])
+        if blocks and blocks * size < longest:
+            yield Finding(
+                f"{workload.where}, TANDEM_NUM_BLOCKS",
+                f"{blocks} blocks of {size} tokens do not hold a text of TANDEM_MAX_MODEL_LEN, {longest}.",
+                f"Set TANDEM_NUM_BLOCKS to {-(-longest // size)} or more, or a shorter TANDEM_MAX_MODEL_LEN.",
+            )
+
+
+def encrypted_links(objects: Objects) -> Iterator[Finding]:
+    """All roles have certificates, or none."""
+    given = {one.name: all(one.setting(field) for field in _CERTIFICATES) for one in _tandem(objects)}
+    if len(set(given.values())) > 1:
+        plain = ", ".join(sorted(name for name, has_them in given.items() if not has_them))
+        yield Finding(
+            plain,
+            "Other roles speak TLS and these do not, so they cannot reach each other.",
+            "Give all roles TANDEM_POD_TLS_CERT, _KEY and _CA (components/tls), or none.",
+        )
+
+
+def api_keys(objects: Objects) -> Iterator[Finding]:
+    for gateway in objects.of_role("gateway"):
+        is_public = any(
+            service.spec.type in ("LoadBalancer", "NodePort")
+            and gateway in objects.behind(service.metadata.name)
+            for service in objects.of("Service")
+        )
+        if is_public and not gateway.setting("api_keys_file"):
+            yield Finding(
+                gateway.where,
+                "Its Service is open to other networks, and everyone who reaches it may use the model.",
+                "Set TANDEM_API_KEYS_FILE, or make the Service a ClusterIP.",
+                Severity.WARNING,
+            )
+
+
+def shared_answers(objects: Objects) -> Iterator[Finding]:
+    """Several gateways resume each other's answers through Redis."""
+    for gateway in objects.of_role("gateway"):
+        has_redis = gateway.setting("redis_url") or gateway.environment.get("REDIS_URL")
+        if not has_redis and float(gateway.setting("resume_ttl_s")) and _most_replicas(objects, gateway) > 1:
+            yield Finding(
+                f"{gateway.where}, TANDEM_REDIS_URL",
+                "There are several gateways and no Redis, so an answer is resumed at its own gateway alone.",
+                "Set TANDEM_REDIS_URL, or TANDEM_RESUME_TTL_S=0 if nobody resumes.",
+            )
+
+
+def _most_replicas(objects: Objects, workload: Workload) -> int:
+    scaled = [
+        int(scaler.spec.max_replicas)
+        for scaler in objects.of("HorizontalPodAutoscaler")
+        if scaler.spec.scale_target_ref.name == workload.name
+    ]
+    custom = [2 for one in objects.custom if one.scales == workload.name]
+    return max([workload.replicas, *scaled, *custom])
+
+
+def _number(workload: Workload, field: str) -> int:
+    """0 if it is none; `refused_setting` says so."""
+    text = workload.setting(field)
+    return int(text) if text.isdigit() else 0
+
+
+def _tandem(objects: Objects) -> list[Workload]:
+    return [workload for workload in objects.workloads if workload.role]
+
+
+SETTINGS_CHECKS = (
+    unknown_setting,
+    refused_setting,
+    config_map,
+    mounted_file,
+    one_model,
+    pulled_model,
+    device,
+    kv_room,
+    encrypted_links,
+    api_keys,
+    shared_answers,
+)

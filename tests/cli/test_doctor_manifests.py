@@ -1,0 +1,360 @@
+"""`tandem doctor` on manifests: each seeded fault is named, and nothing else; the overlays have none."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tandem_cli.doctor.before import examine_manifests
+from tandem_cli.doctor.manifests import ManifestError, parse, read_manifests
+from tandem_cli.main import app
+from typer.testing import CliRunner
+
+OVERLAYS = Path(__file__).resolve().parents[2] / "deploy/k8s/overlays"
+NAMES = ("dev", "cpu", "tls", "gpu-h200")
+
+Manifest = dict[str, Any]
+
+
+@cache
+def rendered(overlay: str) -> str:
+    kubectl = Path(sys.executable).parent / "kubectl"
+    command = [kubectl, "kustomize", str(OVERLAYS / overlay)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+class Manifests:
+    """Those of an overlay, to seed a fault in."""
+
+    def __init__(self, overlay: str) -> None:
+        self.all: list[Manifest] = list(yaml.safe_load_all(rendered(overlay)))
+
+    def get(self, kind: str, name: str) -> Manifest:
+        """ConfigMaps have a hash in their names."""
+        (found,) = [
+            item
+            for item in self.all
+            if item["kind"] == kind
+            and (item["metadata"]["name"] == name or kind == "ConfigMap" and name in item["metadata"]["name"])
+        ]
+        return found
+
+    def remove(self, kind: str, name: str) -> None:
+        self.all.remove(self.get(kind, name))
+
+    def settings(self, role: str) -> dict[str, str]:
+        return self.get("ConfigMap", f"tandem-{role}")["data"]
+
+    def spec(self, role: str) -> Manifest:
+        kind = "StatefulSet" if role == "redis" else "Deployment"
+        return self.get(kind, f"tandem-{role}")["spec"]
+
+    def pod(self, role: str) -> Manifest:
+        return self.spec(role)["template"]["spec"]
+
+    def container(self, role: str) -> Manifest:
+        return self.pod(role)["containers"][0]
+
+    def variable(self, role: str, name: str) -> Manifest:
+        (found,) = [one for one in self.container(role)["env"] if one["name"] == name]
+        return found
+
+    def without_variable(self, role: str, name: str) -> None:
+        self.container(role)["env"].remove(self.variable(role, name))
+
+    def egress(self, role: str) -> list[Manifest]:
+        return self.get("NetworkPolicy", f"tandem-{role}")["spec"]["egress"]
+
+
+@dataclass(frozen=True)
+class Fault:
+    #: Check that names it, and a part of what it says.
+    check: str
+    says: str
+    seed: Callable[[Manifests], object]
+    overlay: str = "cpu"
+
+
+def expose_without_keys(m: Manifests) -> None:
+    m.get("Service", "tandem-gateway")["spec"]["type"] = "LoadBalancer"
+
+
+def autoscale(m: Manifests) -> None:
+    reference = {"apiVersion": "apps/v1", "kind": "Deployment", "name": "tandem-decode"}
+    m.all.append(
+        {
+            "apiVersion": "autoscaling/v2",
+            "kind": "HorizontalPodAutoscaler",
+            "metadata": {"name": "decode", "namespace": "tandem"},
+            "spec": {"scaleTargetRef": reference, "maxReplicas": 4},
+        }
+    )
+
+
+def autoscale_with_keda(m: Manifests) -> None:
+    m.all.append(
+        {
+            "apiVersion": "keda.sh/v1alpha1",
+            "kind": "ScaledObject",
+            "metadata": {"name": "prefill", "namespace": "tandem"},
+            "spec": {"scaleTargetRef": {"name": "tandem-prefill"}},
+        }
+    )
+
+
+def block_drains(m: Manifests) -> None:
+    budget = m.get("PodDisruptionBudget", "tandem-gateway")["spec"]
+    del budget["maxUnavailable"]
+    budget["minAvailable"] = "100%"
+
+
+def surge_on_gpus(m: Manifests) -> None:
+    m.spec("decode")["strategy"]["rollingUpdate"] = {"maxSurge": 1, "maxUnavailable": 0}
+
+
+def serve_a_large_model(m: Manifests) -> None:
+    name = "qwen2.5-coder-1.5b-instruct"
+    for role, folder in (("gateway", "tokenizers"), ("decode", "models"), ("prefill", "models")):
+        m.settings(role)["TANDEM_MODEL"] = f"/var/lib/tandem/{folder}/{name}"
+        m.pod(role)["initContainers"][0]["command"][-1] = name
+    m.pod("decode")["volumes"][0]["emptyDir"]["sizeLimit"] = "2Gi"
+
+
+def write_past_the_limit(m: Manifests) -> None:
+    m.container("decode")["resources"]["limits"]["ephemeral-storage"] = "100Mi"
+
+
+def claim_of_one_node(m: Manifests) -> None:
+    m.get("PersistentVolumeClaim", "tandem-model")["spec"]["accessModes"] = ["ReadWriteOnce"]
+
+
+def one_address_for_all(m: Manifests) -> None:
+    m.variable("gateway", "TANDEM_PREFILL")["value"] = "tandem-prefill:51100"
+    del m.get("Service", "tandem-prefill")["spec"]["clusterIP"]
+
+
+def no_api_egress(m: Manifests) -> None:
+    rules = m.egress("gateway")
+    rules[:] = [rule for rule in rules if {"port": 6443} not in rule["ports"]]
+
+
+def no_dns(m: Manifests) -> None:
+    m.get("NetworkPolicy", "tandem-default")["spec"]["egress"] = []
+
+
+def no_kv_ingress(m: Manifests) -> None:
+    rules = m.get("NetworkPolicy", "tandem-decode")["spec"]["ingress"]
+    rules[1]["from"] = [rules[1]["from"][1]]
+
+
+def short_probe(m: Manifests) -> None:
+    m.container("decode")["startupProbe"].update(failureThreshold=2, periodSeconds=5)
+
+
+def grpc_probe_under_tls(m: Manifests) -> None:
+    probe = m.container("decode")["readinessProbe"]
+    del probe["httpGet"]
+    probe["grpc"] = {"port": 51200}
+
+
+FAULTS = [
+    Fault(
+        "unknown-setting",
+        "TANDEM_MAX_BACTH is no setting of tandem-decode",
+        lambda m: m.settings("decode").update(TANDEM_MAX_BACTH="4"),
+    ),
+    Fault(
+        "refused-setting",
+        "a multiple of 16",
+        lambda m: m.settings("prefill").update(TANDEM_BLOCK_SIZE="10"),
+    ),
+    Fault(
+        "refused-setting", "there is no TLS", lambda m: m.settings("decode").update(TANDEM_INSECURE="false")
+    ),
+    Fault("config-map", "ConfigMap tandem-lookahead", lambda m: m.remove("ConfigMap", "tandem-lookahead")),
+    Fault(
+        "mounted-file",
+        "/etc/tandem/api-keys/keys.jsonl lies in no volume",
+        lambda m: m.container("gateway")["volumeMounts"].pop(),
+    ),
+    Fault(
+        "one-model",
+        "tandem-decode other",
+        lambda m: (
+            m.settings("decode").update(TANDEM_MODEL="/var/lib/tandem/models/other"),
+            m.pod("decode").pop("initContainers"),
+        ),
+    ),
+    Fault(
+        "pulled-model",
+        "It pulls qwen",
+        lambda m: m.pod("decode")["initContainers"][0]["command"].__setitem__(3, "qwen"),
+    ),
+    Fault(
+        "device",
+        "no nvidia.com/gpu",
+        lambda m: m.container("decode")["resources"]["limits"].pop("nvidia.com/gpu"),
+        "gpu-h200",
+    ),
+    Fault(
+        "kv-room",
+        "512 blocks of 64 tokens do not hold",
+        lambda m: m.settings("decode").update(TANDEM_MAX_MODEL_LEN="40000"),
+    ),
+    Fault(
+        "encrypted-links",
+        "these do not",
+        lambda m: (
+            [m.settings("decode").pop(f"TANDEM_POD_TLS_{name}") for name in ("CERT", "KEY", "CA")]
+            and m.settings("decode").update(TANDEM_INSECURE="true")
+        ),
+        "tls",
+    ),
+    Fault("api-keys", "everyone who reaches it", expose_without_keys, "dev"),
+    Fault(
+        "shared-answers",
+        "no Redis",
+        lambda m: m.without_variable("gateway", "TANDEM_REDIS_URL"),
+    ),
+    Fault(
+        "service-name",
+        "The Service tandem-decoder is not here",
+        lambda m: m.variable("gateway", "TANDEM_DECODE").update(value="k8s://tandem-decoder:51200"),
+    ),
+    Fault(
+        "service-name",
+        "selects no pod",
+        lambda m: m.get("Service", "tandem-lookahead")["spec"].update(selector={"app": "other"}),
+    ),
+    Fault(
+        "service-port",
+        "tandem-lookahead listens on 51400",
+        lambda m: (
+            m.variable("decode", "TANDEM_LOOKAHEAD").update(value="tandem-lookahead:51401"),
+            m.get("NetworkPolicy", "tandem-lookahead")["spec"]["ingress"].append({}),
+            m.egress("decode").append({}),
+        ),
+    ),
+    Fault("all-pods", "one address for all pods", one_address_for_all),
+    Fault("network-policy", "tandem-prefill -> tandem-decode:51300 (KV)", no_kv_ingress),
+    Fault("network-policy", "tandem-gateway -> tandem-redis:6379", lambda m: m.egress("gateway").pop(2)),
+    Fault("dns-policy", "ask DNS", no_dns),
+    Fault("api-policy", "reach the API server", no_api_egress),
+    Fault(
+        "rights",
+        "may not watch endpointslices",
+        lambda m: m.get("Role", "tandem-gateway")["rules"][0]["verbs"].remove("watch"),
+    ),
+    Fault("rights", "may not list and watch", lambda m: m.remove("RoleBinding", "tandem-gateway")),
+    Fault(
+        "rights",
+        "without a token",
+        lambda m: m.pod("gateway").update(automountServiceAccountToken=False),
+    ),
+    Fault("disruption-budget", "tandem-gateway", block_drains),
+    Fault("spare-gpu", "1 spare nvidia.com/gpu", surge_on_gpus, "gpu-h200"),
+    Fault(
+        "grace-period",
+        "killed after 600 s",
+        lambda m: m.pod("decode").update(terminationGracePeriodSeconds=600),
+    ),
+    Fault("pre-stop", "no preStop pause", lambda m: m.container("gateway").pop("lifecycle")),
+    Fault("startup-probe", "loading smollm2-135m-instruct", short_probe),
+    Fault("readiness", "gRPC probe", grpc_probe_under_tls, "tls"),
+    Fault("readiness", "It has none", lambda m: m.container("prefill").pop("readinessProbe")),
+    Fault("fixed-replicas", "autoscaler decode", autoscale),
+    Fault("fixed-replicas", "autoscaler prefill", autoscale_with_keda),
+    Fault("image-tag", "tag moves", lambda m: m.container("decode").update(image="registry/tandem:latest")),
+    Fault("model-volume", "volume home", serve_a_large_model),
+    Fault("ephemeral-storage", "100Mi", write_past_the_limit),
+    Fault("model-claim", "One node at a time", claim_of_one_node, "gpu-h200"),
+]
+
+
+@pytest.mark.parametrize("overlay", NAMES)
+def test_nothing_is_wrong_with_the_overlays(overlay: str) -> None:
+    assert examine_manifests(parse(yaml.safe_load_all(rendered(overlay)))) == []
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.check}: {fault.says}"[:60])
+def test_a_seeded_fault_is_named_and_nothing_else(fault: Fault) -> None:
+    manifests = Manifests(fault.overlay)
+    fault.seed(manifests)
+    findings = examine_manifests(parse(copy.deepcopy(manifests.all)))
+    assert {one.check for one in findings} == {fault.check}, findings
+    assert any(fault.says in f"{one.where} {one.what}" for one in findings), findings
+    for one in findings:
+        assert one.where
+        assert one.what.endswith(".")
+        assert one.remedy.endswith(".")
+
+
+def test_every_check_of_manifests_has_a_seeded_fault() -> None:
+    from tandem_cli.doctor.before import MANIFEST_CHECKS
+
+    assert {check.__name__.replace("_", "-") for check in MANIFEST_CHECKS} == {one.check for one in FAULTS}
+
+
+def run(manifests: list[Manifest], *flags: str) -> tuple[int, str]:
+    outcome = CliRunner().invoke(app, ["doctor", "-", *flags], input=yaml.safe_dump_all(manifests))
+    return outcome.exit_code, outcome.stdout
+
+
+def test_the_exit_code_tells_errors_from_warnings() -> None:
+    manifests = Manifests("dev")
+    assert run(manifests.all) == (0, "nothing found\n")
+    manifests.container("decode")["image"] = "registry/tandem"
+    code, text = run(manifests.all)
+    assert code == 0
+    assert text.startswith("warning: Deployment tandem-decode, image registry/tandem [image-tag]\n")
+    assert text.endswith("0 errors, 1 warnings\n")
+    no_dns(manifests)
+    code, text = run(manifests.all)
+    assert code == 1
+    assert text.startswith("error: ")
+
+
+def test_json_has_each_finding() -> None:
+    manifests = Manifests("dev")
+    manifests.pod("decode")["terminationGracePeriodSeconds"] = 30
+    code, text = run(manifests.all, "--json")
+    assert code == 1
+    (finding,) = json.loads(text)
+    assert finding == {
+        "check": "grace-period",
+        "severity": "error",
+        "where": "Deployment tandem-decode, terminationGracePeriodSeconds",
+        "what": "It is killed after 30 s, while preStop and TANDEM_DRAIN_S take 607 s.",
+        "remedy": "Set terminationGracePeriodSeconds to 612 or more.",
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a: [", "is no YAML"),
+        ("just a text", "is no Kubernetes object"),
+        ("{apiVersion: apps/v1, kind: Deployment, metadata: {name: x}, spec: {replicas: two}}", "replicas"),
+    ],
+)
+def test_what_is_no_manifest_is_said(text: str, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "manifests.yaml"
+    path.write_text(text)
+    with pytest.raises(ManifestError, match=says):
+        read_manifests(path)
+
+
+def test_a_folder_without_a_kustomization_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match="kustomize"):
+        read_manifests(tmp_path)
+    outcome = CliRunner().invoke(app, ["doctor", str(tmp_path / "none")])
+    assert outcome.exit_code == 2
