@@ -44,7 +44,9 @@ class Manifests:
             item
             for item in self.all
             if item["kind"] == kind
-            and (item["metadata"]["name"] == name or kind == "ConfigMap" and name in item["metadata"]["name"])
+            and (
+                item["metadata"]["name"] == name or (kind == "ConfigMap" and name in item["metadata"]["name"])
+            )
         ]
         return found
 

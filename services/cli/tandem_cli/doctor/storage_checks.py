@@ -15,7 +15,7 @@ _DISK_FACTOR = 2.0
 
 
 def model_volume(objects: Objects) -> Iterator[Finding]:
-    """The volume in which a pod has its model holds it. Models that are not in the catalogue are not judged."""
+    """The volume with the model holds it. Models that are not in the catalogue are not judged."""
     for workload in objects.of_role("decode") + objects.of_role("prefill"):
         volume, model = _model_volume(workload), workload.known_model
         if volume is None or model is None:
