@@ -257,7 +257,7 @@ def _typed(api: Any, document: dict[str, Any], name: str) -> Any:
             first = error.errors(include_url=False)[0]
             reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
         raise ManifestError(
-            f"{label} cannot be read ({reason}); correct the field, `kubectl apply --dry-run=server` names all"
+            f"{label} cannot be read ({reason}); `kubectl apply --dry-run=server` shows what is wrong"
         ) from error
     made.kind, made.api_version = document["kind"], document["apiVersion"]
     return made
