@@ -20,7 +20,7 @@ from tandem_cli import models
 from tandem_cli.chat import ChatOptions, Conversation, GatewayError, open_stub
 from tandem_cli.fleet import FleetOptions, PodFlag
 from tandem_cli.log_view import LogView
-from tandem_cli.state_file import PodRecord, StateFile, read_state
+from tandem_cli.state_file import FleetRecord, PodRecord, StateFile, read_state
 from tandem_cli.up import banner
 from tandem_core.model import registry
 from tandem_engine.model_loader.description import read_kept
@@ -199,7 +199,7 @@ def test_progress_off_a_terminal_is_a_line_per_stage_and_tenth(capsys: pytest.Ca
 def test_the_state_file_round_trips_and_goes(tmp_path: Path) -> None:
     state = StateFile(tmp_path / "run" / "1.json")
     pods = [PodRecord("decode", "decode-0", 7, {"grpc": 1}), PodRecord("decode", "decode-1", None, {})]
-    state.write(model="m", ready=True, pods=pods)
+    state.write(FleetRecord(os.getpid(), "m", True, tuple(pods)))
     record = read_state(state.path)
     assert record.pods == tuple(pods)
     assert record.pids("decode") == [7]

@@ -538,11 +538,22 @@ class GetFleetStatusResponse(_message.Message):
     REQUESTS_QUEUED_FIELD_NUMBER: _builtins.int
     REQUESTS_RUNNING_FIELD_NUMBER: _builtins.int
     REQUESTS_TOTAL_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    UNIX_SECONDS_FIELD_NUMBER: _builtins.int
+    SLO_CLASSES_FIELD_NUMBER: _builtins.int
     requests_queued: _builtins.int
     requests_running: _builtins.int
     requests_total: _builtins.int
+    version: _builtins.str
+    """Of the gateway's software."""
+    unix_seconds: _builtins.float
+    """The gateway's clock when it answered."""
     @_builtins.property
     def pods(self) -> _containers.RepeatedCompositeFieldContainer[Global___PodHealth]: ...
+    @_builtins.property
+    def slo_classes(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.SloTarget]:
+        """Its SLO classes, the default one first."""
+
     def __init__(
         self,
         *,
@@ -550,10 +561,13 @@ class GetFleetStatusResponse(_message.Message):
         requests_queued: _builtins.int = ...,
         requests_running: _builtins.int = ...,
         requests_total: _builtins.int = ...,
+        version: _builtins.str = ...,
+        unix_seconds: _builtins.float = ...,
+        slo_classes: _abc.Iterable[_common_pb2.SloTarget] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pods", b"pods", "requests_queued", b"requests_queued", "requests_running", b"requests_running", "requests_total", b"requests_total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pods", b"pods", "requests_queued", b"requests_queued", "requests_running", b"requests_running", "requests_total", b"requests_total", "slo_classes", b"slo_classes", "unix_seconds", b"unix_seconds", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

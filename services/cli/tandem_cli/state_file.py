@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -30,6 +29,13 @@ class FleetRecord:
     model: str
     ready: bool
     pods: tuple[PodRecord, ...]
+    #: Address under which this machine reaches the pods.
+    host: str = "127.0.0.1"
+    redis_url: str = ""
+    #: Folder of the pods' certificates; "": plaintext between pods.
+    tls_dir: str = ""
+    #: Whether the gateway's ports speak TLS.
+    serves_tls: bool = False
 
     def pids(self, role: str) -> list[int]:
         """Pids of the running pods of a role."""
@@ -42,8 +48,7 @@ class StateFile:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def write(self, *, model: str, ready: bool, pods: Iterable[PodRecord]) -> None:
-        record = FleetRecord(supervisor_pid=os.getpid(), model=model, ready=ready, pods=tuple(pods))
+    def write(self, record: FleetRecord) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         temporary = self.path.with_suffix(f".{os.getpid()}.tmp")
         temporary.write_text(json.dumps(asdict(record), indent=2) + "\n")
@@ -57,4 +62,4 @@ def read_state(path: Path) -> FleetRecord:
     """The record in the file; FileNotFoundError when no fleet runs there."""
     raw = json.loads(path.read_text())
     pods = tuple(PodRecord(pod["role"], pod["name"], pod["pid"], pod["ports"]) for pod in raw["pods"])
-    return FleetRecord(raw["supervisor_pid"], raw["model"], raw["ready"], pods)
+    return FleetRecord(**{**raw, "pods": pods})

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import os
 import signal
 import sys
 import time
@@ -27,7 +28,7 @@ from tandem_cli.fleet import (
     reachable,
 )
 from tandem_cli.log_view import LogView
-from tandem_cli.state_file import PodRecord, StateFile
+from tandem_cli.state_file import FleetRecord, PodRecord, StateFile
 from tandem_cli.supervisor import ProcessSpec, StartupError, Supervisor
 
 #: Between two looks at whether the pods' certificates are to be renewed.
@@ -138,7 +139,20 @@ class _Fleet:
             PodRecord(child.spec.role, child.spec.name, child.pid, dict(child.spec.ports))
             for child in self._supervisor.children
         ]
-        self._state.write(model=self._model_name, ready=self._ready, pods=pods)
+        options = self._options
+        own_redis = [spec.health_target for spec in self._plan.processes if spec.role == "redis"]
+        self._state.write(
+            FleetRecord(
+                supervisor_pid=os.getpid(),
+                model=self._model_name,
+                ready=self._ready,
+                pods=tuple(pods),
+                host=reachable(options.host),
+                redis_url=next(iter(own_redis), options.redis_url),
+                tls_dir="" if options.tls_dir is None else str(options.tls_dir),
+                serves_tls=options.serves_tls,
+            )
+        )
 
 
 def banner(options: FleetOptions, model_name: str, seconds: float) -> str:

@@ -66,9 +66,13 @@ class Pems:
     not_after: datetime.datetime
 
     def is_due(self) -> bool:
-        """Whether less than a third of the certificate's time is left, so that it is to be renewed."""
-        left = self.not_after - datetime.datetime.now(datetime.UTC)
-        return left < (self.not_after - self.not_before) / 3
+        return is_due(self.not_before, self.not_after)
+
+
+def is_due(not_before: datetime.datetime, not_after: datetime.datetime) -> bool:
+    """Whether less than a third of a certificate's time is left, so that it is to be renewed."""
+    left = not_after - datetime.datetime.now(datetime.UTC)
+    return left < (not_after - not_before) / 3
 
 
 @dataclass(frozen=True)
@@ -285,6 +289,13 @@ class PodTls(ServerTls):
         """For one channel, from the files as they are now."""
         pems = self.pems()
         return grpc.ssl_channel_credentials(pems.ca, pems.key, pems.cert)
+
+    def client_context(self) -> ssl.SSLContext:
+        """For a connection without gRPC, which asks a pod for its certificate."""
+        context = ssl.create_default_context(cafile=None if self._files.ca is None else str(self._files.ca))
+        context.load_cert_chain(self._files.cert, self._files.key, password="")
+        context.set_alpn_protocols(["h2"])
+        return context
 
 
 def roles_of(auth_context: Mapping[str, Iterable[bytes]]) -> frozenset[str]:

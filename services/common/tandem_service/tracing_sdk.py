@@ -7,7 +7,6 @@ bounded, those that do not fit are dropped, and the log says so once.
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import logging
 import os
 import threading
@@ -42,6 +41,7 @@ from tandem_service.tracing import (
     Tracing,
     set_current,
 )
+from tandem_service.version import software_version
 
 #: How long a process that stops waits for its last spans to be sent.
 _CLOSE_S = 2.0
@@ -145,7 +145,7 @@ class SdkTracing(Tracing):
         self._exporter = _LoggedExporter(exporter)
         attributes = {
             "service.instance.id": instance,
-            "service.version": importlib.metadata.version("tandem"),
+            "service.version": software_version(),
         }
         if not os.environ.get("OTEL_SERVICE_NAME"):
             attributes["service.name"] = f"tandem-{role}"

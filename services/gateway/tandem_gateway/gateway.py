@@ -29,6 +29,7 @@ from tandem_core.sampling import MAX_BAD_WORDS, MAX_STOP_CHARS, check_token_ids
 from tandem_core.speculation import SpeculationMode
 from tandem_proto.v1 import decode_pb2, gateway_pb2
 from tandem_service.tracing import Headers, RequestTrace, Tracing, current
+from tandem_service.version import software_version
 
 from tandem_gateway import trace_attributes
 from tandem_gateway.admission import Admission, Admitted
@@ -438,6 +439,9 @@ class Gateway:
             requests_queued=self._admission.num_waiting,
             requests_running=self._admission.num_in_flight,
             requests_total=self._num_received,
+            version=software_version(),
+            unix_seconds=time.time(),
+            slo_classes=[slo_to_proto(slo) for slo in self._metrics.slo_classes.values()],
         )
 
     def _complete(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from tandem_core.slo import SloTarget
 
@@ -30,30 +31,37 @@ def kept_unloaded(
     ]
     if not decode or not prefill:
         return None
-    return {name: _kept(slo, prefill, decode, max_tokens) for name, slo in slo_classes.items()}
+    fastest = FastestPods(prefill, decode)
+    return {name: _kept(slo, fastest, max_tokens) for name, slo in slo_classes.items()}
 
 
-def _kept(
-    slo: SloTarget, prefill: Sequence[PodLoad], decode: Sequence[PodLoad], max_tokens: int
-) -> dict[str, str]:
-    def prompt_s(num_tokens: int) -> float:
-        return min(load.prompt_seconds(0, num_tokens) * load.prefill_cost.unloaded for load in prefill)
+@dataclass(frozen=True)
+class FastestPods:
+    """What a request takes alone on the fastest of these pods, whose costs are known."""
 
-    def token_s(context: int) -> float:
-        return min(load.token_seconds(1, context) * load.decode_cost.unloaded for load in decode)
+    prefill: Sequence[PodLoad]
+    decode: Sequence[PodLoad]
 
-    def end_s(num_output: int) -> float:
-        return prompt_s(_PROMPT_TOKENS) + num_output * token_s(_PROMPT_TOKENS + num_output // 2)
+    def prompt_s(self, num_tokens: int) -> float:
+        return min(load.prompt_seconds(0, num_tokens) * load.prefill_cost.unloaded for load in self.prefill)
 
+    def token_s(self, context: int) -> float:
+        return min(load.token_seconds(1, context) * load.decode_cost.unloaded for load in self.decode)
+
+    def end_s(self, num_output: int, prompt_tokens: int = _PROMPT_TOKENS) -> float:
+        return self.prompt_s(prompt_tokens) + num_output * self.token_s(prompt_tokens + num_output // 2)
+
+
+def _kept(slo: SloTarget, fastest: FastestPods, max_tokens: int) -> dict[str, str]:
     kept = {}
     if slo.ttft_s:
-        longest = _longest(prompt_s, slo.ttft_s, max_tokens)
+        longest = _longest(fastest.prompt_s, slo.ttft_s, max_tokens)
         kept["ttft"] = f"{slo.ttft_s:g} s for prompts up to {longest:,} tokens"
     if slo.tpot_s:
-        milliseconds = token_s(_PROMPT_TOKENS) * 1000
+        milliseconds = fastest.token_s(_PROMPT_TOKENS) * 1000
         kept["tpot"] = f"{slo.tpot_s * 1000:g} ms, takes {milliseconds:.3g} ms"
     if slo.e2e_s:
-        longest = _longest(end_s, slo.e2e_s, max_tokens - _PROMPT_TOKENS)
+        longest = _longest(fastest.end_s, slo.e2e_s, max_tokens - _PROMPT_TOKENS)
         kept["e2e"] = f"{slo.e2e_s:g} s for answers up to {longest:,} tokens to prompts of {_PROMPT_TOKENS}"
     return kept
 

@@ -25,6 +25,7 @@ from tandem_engine.scheduler import PromptWork
 from tandem_proto.v1 import common_pb2, decode_pb2, prefill_pb2
 from tandem_service import metric_table as table
 from tandem_service.metric_table import Values
+from tandem_service.version import software_version
 
 _INTERVAL_S = 1.0
 #: Prompts that a status lists one by one.
@@ -80,6 +81,9 @@ def pod_status(parts: EngineParts, loop: EngineLoop, *, pod_id: str, role: str) 
         chunk_size=config.chunk_size,
         max_batch=config.max_batch,
         prefill_cost=codec.step_cost_to_proto(engine.prefill_times.cost()),
+        version=software_version(),
+        unix_seconds=time.time(),
+        kv_layout=parts.layout.description,
     )
 
 

@@ -9,6 +9,13 @@ network.py           the links that pods need, and what NetworkPolicies let thro
 network_checks.py    names, links, rights at the API server
 rollout_checks.py    rollouts, drains of nodes, probes, grace periods, autoscalers
 storage_checks.py    room for the model
+before.py            all of these as one list
+
+After, of a running system:
+system.py            gateways and pods as they describe themselves
+system_checks.py     TLS, versions, clocks, revisions, objectives, room for KV
+probes.py            trials: KV with a digest, certificates, rights at Redis, resumed answers
+after.py             all of these
 
 command.py           the command and its report
 """

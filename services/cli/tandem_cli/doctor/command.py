@@ -2,31 +2,79 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tandem_cli.options import fail
+from tandem_cli.options import ApiKeyOption, CaOption, fail
 
 if TYPE_CHECKING:
+    from tandem_service.tls import PodTls
+
     from tandem_cli.doctor.finding import Finding
+    from tandem_cli.doctor.system import Access, System
 
 
 def doctor(
     manifests: Annotated[
         Path | None,
-        typer.Argument(help="A kustomize folder or rendered manifests; - reads them from stdin."),
+        typer.Argument(
+            help="Before: a kustomize folder or rendered manifests; - reads them from stdin. "
+            "Unset: the running system."
+        ),
     ] = None,
+    gateways: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--gateway",
+            metavar="HOST:PORT",
+            help="gRPC address of a running gateway, which names the pods; repeatable. Unset: `tandem up`.",
+        ),
+    ] = None,
+    lookahead: Annotated[
+        list[str] | None,
+        typer.Option(metavar="HOST:PORT", help="With --gateway: the lookahead service; repeatable."),
+    ] = None,
+    redis_url: Annotated[
+        str, typer.Option(envvar="TANDEM_REDIS_URL", help="With --gateway: Redis of the system.")
+    ] = "",
+    redis_ca_file: Annotated[
+        Path | None, typer.Option(envvar="TANDEM_REDIS_CA_FILE", help="Verifies Redis (rediss://).")
+    ] = None,
+    state_file: Annotated[
+        Path | None, typer.Option(help="Of `tandem up`; default: run/50051.json in the cache.")
+    ] = None,
+    api_key: ApiKeyOption = None,
+    ca: CaOption = None,
+    pod_tls_cert: Annotated[
+        Path | None,
+        typer.Option(envvar="TANDEM_POD_TLS_CERT", help="A gateway's certificate, if pods use TLS."),
+    ] = None,
+    pod_tls_key: Annotated[Path | None, typer.Option(envvar="TANDEM_POD_TLS_KEY", help="Its key.")] = None,
+    pod_tls_ca: Annotated[Path | None, typer.Option(envvar="TANDEM_POD_TLS_CA", help="Its CA.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as a JSON array.")] = False,
 ) -> None:
     """Say what is wrong with an installation, where, and the remedy. Exit code 1: something is."""
-    if manifests is None:
-        fail("name a folder or a file of manifests", code=2)
-    findings = list(_before(manifests))
+    if manifests is not None:
+        if gateways or state_file:
+            fail("give manifests, or --gateway or --state-file for a running system", code=2)
+        findings = list(_before(manifests))
+    else:
+        from tandem_service.redis_client import RedisAddress
+
+        from tandem_cli.doctor.system import Access, ask_by_gateways
+
+        access = Access(_pod_tls(pod_tls_cert, pod_tls_key, pod_tls_ca), ca, api_key)
+        if gateways:
+            redis = RedisAddress(redis_url, redis_ca_file) if redis_url else None
+            findings = asyncio.run(_after(ask_by_gateways(gateways, access, redis, lookahead or ())))
+        else:
+            findings = _of_up(state_file, access)
     typer.echo(json.dumps([asdict(one) for one in findings], indent=2) if as_json else report(findings))
     if any(one.severity == "error" for one in findings):
         raise typer.Exit(1)
@@ -40,6 +88,49 @@ def _before(path: Path) -> Sequence[Finding]:
         return examine_manifests(read_manifests(path))
     except ManifestError as error:
         fail(str(error), code=2)
+
+
+def _of_up(state_file: Path | None, access: Access) -> list[Finding]:
+    from dataclasses import replace
+
+    from tandem_core.model.registry import cache_root
+    from tandem_service.tls import PodTls, Role
+
+    from tandem_cli.doctor.system import ask_by_state
+    from tandem_cli.fleet import certificate_files
+    from tandem_cli.state_file import read_state
+
+    path = state_file or cache_root() / "run" / "50051.json"
+    try:
+        record = read_state(path)
+    except FileNotFoundError:
+        fail(
+            f"no `tandem up` runs with the state file {path}; name it with --state-file, a gateway with "
+            "--gateway, or manifests",
+            code=2,
+        )
+    if record.tls_dir and access.tls is None:
+        access = replace(access, tls=PodTls(certificate_files(Path(record.tls_dir), Role.GATEWAY)))
+    return asyncio.run(_after(ask_by_state(record, access)))
+
+
+def _pod_tls(cert: Path | None, key: Path | None, ca: Path | None) -> PodTls | None:
+    from tandem_service.tls import PemFiles, PodTls, TlsFileError
+
+    if cert is None or key is None or ca is None:
+        if cert or key or ca:
+            fail("--pod-tls-cert, --pod-tls-key and --pod-tls-ca go together; give all three", code=2)
+        return None
+    try:
+        return PodTls(PemFiles(cert, key, ca))
+    except TlsFileError as error:
+        fail(str(error), code=2)
+
+
+async def _after(asking: Awaitable[System]) -> list[Finding]:
+    from tandem_cli.doctor.after import examine_system
+
+    return await examine_system(await asking)
 
 
 def report(findings: Sequence[Finding]) -> str:

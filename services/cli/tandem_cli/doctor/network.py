@@ -161,10 +161,17 @@ def _has_port(ports: Any, port: int, protocol: str, target: Workload | None) -> 
             continue
         if one.port is None:
             return True
-        first = int(one.port) if str(one.port).isdigit() else target and target.port(str(one.port))
+        first = _number(one.port, target)
         if first is not None and first <= port <= (one.end_port or first):
             return True
     return False
+
+
+def _number(port: int | str, target: Workload | None) -> int | None:
+    """Of a port, or of the target's port of that name."""
+    if isinstance(port, int):
+        return port
+    return None if target is None else target.port(port)
 
 
 def _has_peer(peers: Any, peer: Peer, home: Mapping[str, str]) -> bool:

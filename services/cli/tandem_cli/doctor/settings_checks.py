@@ -39,7 +39,7 @@ def refused_setting(objects: Objects) -> Iterator[Finding]:
             if ENV_PREFIX + field.upper() in workload.environment
         }
         try:
-            _without_environment(cls)(**values)
+            _without_environment(cls).model_validate(values)
         except ValidationError as error:
             for one in error.errors(include_url=False):
                 field = ENV_PREFIX + str(one["loc"][0]).upper() if one["loc"] else ""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import html
 import json
 from importlib import resources
-from importlib.metadata import version
 
 from fastapi import APIRouter, HTTPException, Response
+from tandem_service.version import software_version
 
 from tandem_gateway.dashboard.routes import PAGE_HEADERS
 from tandem_gateway.site.openapi import openapi_document
@@ -22,7 +22,7 @@ def site_router(*, model: str, max_model_len: int, requires_keys: bool) -> APIRo
     files = {
         file.name: (file.read_bytes(), _TYPES[file.name[file.name.rfind(".") :]]) for file in folder.iterdir()
     }
-    tandem_version = version("tandem")
+    tandem_version = software_version()
     key = " -H 'Authorization: Bearer KEY'" if requires_keys else ""
     index = files["index.html"][0].decode()
     for name, text in (

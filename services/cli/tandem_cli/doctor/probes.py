@@ -1,0 +1,318 @@
+"""Of a running system: what only a trial shows. Each probe sends small requests of its own.
+
+certificates    the certificate that each pod shows
+kv_path         a prompt through each prefill and decode pod, and the same without a prefill pod
+redis_rights    the commands that gateways and the lookahead service send, on keys of its own
+shared_answers  an answer of one gateway, resumed at another
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime
+import hashlib
+import random
+import secrets
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+from redis.exceptions import NoPermissionError, OutOfMemoryError, ReadOnlyError, RedisError
+from tandem_proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc, gateway_pb2, gateway_pb2_grpc
+from tandem_service.channels import open_channel, open_public_channel
+from tandem_service.discovery import parse_target
+from tandem_service.redis_client import NO_ANSWER, connect, is_cluster
+from tandem_service.tls import PodTls, Role, is_due
+
+from tandem_cli.doctor.finding import Finding, Severity, named
+from tandem_cli.doctor.system import Gateway, Pod, System, said_by
+
+Probe = Callable[[System], AsyncIterator[Finding]]
+
+_CONNECT_TIMEOUT_S = 5.0
+#: Of a whole request, on a slow and busy machine.
+_REQUEST_TIMEOUT_S = 60.0
+#: A gateway writes an answer to Redis beside the stream.
+_STORE_WAIT_S, _STORE_LOOKS = 0.2, 10
+#: Ordinary tokens in every vocabulary.
+_TOKENS = range(10, 90)
+_ANSWER_TOKENS = 4
+
+
+async def run_probes(system: System) -> list[Finding]:
+    """One after the other: they are short, and a busy system should not notice them."""
+    return [named(probe, finding) for probe in PROBES async for finding in probe(system)]
+
+
+async def certificates(system: System) -> AsyncIterator[Finding]:
+    """Handshakes in which a failure already is a finding of `reachable` are left out."""
+    tls = system.access.tls
+    if tls is None:
+        return
+    for pod in system.pods:
+        if pod.error:
+            continue
+        try:
+            not_before, not_after = await asyncio.to_thread(_validity, pod, tls)
+        except (OSError, TimeoutError):  # its status came a moment before
+            continue
+        if is_due(not_before, not_after):
+            yield Finding(
+                pod.where,
+                f"Its certificate ends at {not_after:%Y-%m-%d %H:%M} UTC; two thirds of its time are over.",
+                "Issue a new one (`tandem certificates`); pods read it without a restart.",
+                Severity.WARNING,
+            )
+
+
+def _validity(pod: Pod, tls: PodTls) -> tuple[datetime.datetime, datetime.datetime]:
+    """Of the certificate that the pod shows. Raises OSError."""
+    from cryptography import x509
+
+    target = parse_target(pod.target)
+    name = pod.role.dns_name
+    with (
+        socket.create_connection((target.host, target.port), _CONNECT_TIMEOUT_S) as raw,
+        tls.client_context().wrap_socket(raw, server_hostname=name) as secure,
+    ):
+        leaf = x509.load_der_x509_certificate(secure.getpeercert(binary_form=True) or b"")
+        return leaf.not_valid_before_utc, leaf.not_valid_after_utc
+
+
+async def kv_path(system: System) -> AsyncIterator[Finding]:
+    """Each prefill and each decode pod is in at least one trial; not each pair of them."""
+    prefills = [pod for pod in system.of(Role.PREFILL) if pod.is_serving]
+    decodes = [pod for pod in system.of(Role.DECODE) if pod.is_serving]
+    if not prefills or not decodes:
+        return
+    for index in range(max(len(prefills), len(decodes))):
+        async for finding in _try_pair(
+            system, prefills[index % len(prefills)], decodes[index % len(decodes)]
+        ):
+            yield finding
+
+
+async def _try_pair(system: System, prefill: Pod, decode: Pod) -> AsyncIterator[Finding]:
+    if prefill.status.kv_layout != decode.status.kv_layout:  # said by the check kv_layout
+        return
+    where = f"KV from {prefill.where} to {decode.where}"
+    status = decode.status
+    length = max(status.local_prefill_tokens, status.idle_prefill_tokens) + status.block_size + 1
+    if length + _ANSWER_TOKENS > min(status.max_model_len, prefill.status.max_model_len):
+        yield Finding(
+            where,
+            f"It was not tried: prompts below {length} tokens are computed by decode pods, and longer ones "
+            "exceed --max-model-len.",
+            "Lower --local-prefill-tokens and --idle-prefill-tokens, or serve without prefill pods.",
+            Severity.WARNING,
+        )
+        return
+    prompt = random.Random(secrets.token_bytes(8)).choices(_TOKENS, k=length)
+    try:
+        sent = await _decode(system, decode, prompt, [prefill.target])
+        alone = await _decode(system, decode, prompt, [])
+    except grpc.aio.AioRpcError as error:
+        remedy = "Read the decode pod's log."
+        if error.code() in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED):
+            remedy = "Give the certificate of a gateway: only gateways may send requests to decode pods."
+        yield Finding(where, f"The trial failed: {said_by(error)}.", remedy)
+        return
+    receipt = sent.receipt
+    if receipt.prefill_pod != prefill.status.pod_id or not receipt.transfer_bytes:
+        yield Finding(
+            where,
+            f"No KV arrived, and the decode pod computed the prompt itself ({receipt.prefill_retries} failed "
+            "attempts).",
+            f"Let {decode.target} reach {prefill.target}, and the prefill pod the decode pod's --kv-host and "
+            "--kv-port; both need one KV layout.",
+        )
+    elif sent.digest != alone.digest:
+        yield Finding(
+            where,
+            f"The answer from this KV has the digest {sent.digest}, and the one computed by the decode pod "
+            f"alone {alone.digest}.",
+            "Give both pods the same model, --dtype, --quantization and kind of processor.",
+        )
+
+
+@dataclass(frozen=True)
+class _Trial:
+    receipt: common_pb2.Receipt
+    digest: str
+
+
+async def _decode(system: System, pod: Pod, prompt: Sequence[int], targets: Sequence[str]) -> _Trial:
+    """Raises AioRpcError."""
+    request = decode_pb2.DecodeRequest(
+        request_id=f"doctor-{secrets.token_hex(8)}",
+        # Two tenants, so that the second trial does not find the first one's prompt in the prefix cache.
+        tenant="tandem-doctor" if targets else "tandem-doctor-alone",
+        prompt_token_ids=prompt,
+        sampling=common_pb2.SamplingParams(
+            max_tokens=_ANSWER_TOKENS, temperature=0.0, ignore_eos=True, seed=0, detokenize=False
+        ),
+        prefill_targets=targets,
+        speculation="off",
+        decode_retries=1,  # the text of such a request is not shared
+        due_seconds=_REQUEST_TIMEOUT_S,
+    )
+    tokens: list[int] = []
+    async with open_channel(pod.target, system.access.tls, Role.DECODE) as channel:
+        stub = decode_pb2_grpc.DecodeServiceStub(channel)  # type: ignore[no-untyped-call]
+        async for response in stub.Decode(request, timeout=_REQUEST_TIMEOUT_S):
+            tokens += response.chunk.token_ids
+            receipt = response.finished.receipt
+    digest = hashlib.blake2b(b",".join(b"%d" % token for token in tokens), digest_size=8)
+    return _Trial(receipt, digest.hexdigest())
+
+
+async def redis_rights(system: System) -> AsyncIterator[Finding]:
+    """The patterns of keys and the commands of tandem_gateway.answer_store and tandem_lookahead.store."""
+    if system.redis is None:
+        return
+    where = f"Redis {_without_password(system.redis.url)}"
+    try:
+        client = await connect(system.redis)
+    except NO_ANSWER as error:
+        yield Finding(
+            where,
+            f"It does not answer: {_first_line(error)}.",
+            "Start it, let this machine through to it, or correct the URL, its password and --redis-ca-file.",
+        )
+        return
+    try:
+        refused = [text async for text in _refused(client)]
+        if refused:
+            yield Finding(
+                where,
+                f"Its user may not do what gateways and the lookahead service need: {', '.join(refused)}.",
+                "Allow its user all commands but admin ones on ~tandem:* (ACL SETUSER).",
+            )
+        policy = await _eviction_policy(client)
+        if policy not in ("", "noeviction"):
+            yield Finding(
+                where,
+                f"Its maxmemory-policy is {policy}, which drops text and answers in silence.",
+                "Set maxmemory-policy to noeviction.",
+                Severity.WARNING,
+            )
+    except NO_ANSWER as error:
+        yield Finding(where, f"It stopped answering: {_first_line(error)}.", "Look at its log.")
+    finally:
+        await client.aclose()
+
+
+async def _refused(client: Any) -> AsyncIterator[str]:
+    """Raises what NO_ANSWER lists, when it is not a refusal."""
+    name = f"doctor:{secrets.token_hex(8)}"
+    script = "return redis.call('HSET', KEYS[1], 'owner', ARGV[1])"
+    trials: tuple[tuple[str, Callable[[str], Awaitable[object]]], ...] = (
+        ("SET", lambda key: client.set(key, "1", px=10_000)),
+        ("GET", lambda key: client.get(key)),
+        ("EXISTS", lambda key: client.exists(key)),
+        ("EVAL", lambda key: client.eval(script, 1, f"{key}:hash", "1")),
+        ("HMGET", lambda key: client.hmget(f"{key}:hash", ("owner",))),
+        ("RPUSH", lambda key: client.rpush(f"{key}:list", "1")),
+        ("LRANGE", lambda key: client.lrange(f"{key}:list", 0, -1)),
+        ("SADD", lambda key: client.sadd(f"{key}:set", "1")),
+        ("XADD", lambda key: client.xadd(f"{key}:stream", {"d": "1"})),
+        ("XREAD", lambda key: client.xread({f"{key}:stream": "0"}, count=1)),
+        ("PEXPIRE", lambda key: client.pexpire(f"{key}:hash", 10_000)),
+        ("DEL", lambda key: _delete(client, key)),
+    )
+    for prefix in ("tandem:answer:", "tandem:gateway:", "tandem:lookahead:2:"):
+        for command, attempt in trials:
+            try:
+                await attempt(prefix + name)
+            except RedisError as error:
+                if not _is_refusal(error):
+                    raise
+                yield f"{command} {prefix}* ({_first_line(error)})"
+
+
+async def _delete(client: Any, key: str) -> None:
+    # One by one: in a cluster they are on different servers.
+    for suffix in ("", ":hash", ":list", ":set", ":stream"):
+        await client.delete(key + suffix)
+
+
+def _is_refusal(error: RedisError) -> bool:
+    """A script's refusal is a plain ResponseError, told by its text."""
+    kinds = (NoPermissionError, ReadOnlyError, OutOfMemoryError)
+    return isinstance(error, kinds) or "permission" in str(error).lower()
+
+
+async def _eviction_policy(client: Any) -> str:
+    """ "" where it may not be asked, or a cluster has several."""
+    if is_cluster(client):
+        return ""
+    with contextlib.suppress(RedisError):
+        return str((await client.info("memory")).get("maxmemory_policy", ""))
+    return ""
+
+
+async def shared_answers(system: System) -> AsyncIterator[Finding]:
+    gateways = system.answering_gateways
+    if len(gateways) < 2 or not any(pod.is_serving for pod in system.of(Role.DECODE)):
+        return
+    for first, second in zip(gateways, [*gateways[1:], gateways[0]], strict=True):
+        where = f"{first.where} and {second.where}"
+        try:
+            event_id = await _first_event(system, first)
+            if event_id and not await _can_resume(system, second, event_id):
+                yield Finding(
+                    where,
+                    f"An answer of {first.target} cannot be resumed at {second.target}.",
+                    "Give all gateways one --redis-url, or --resume-ttl-s 0 if nobody resumes.",
+                )
+        except grpc.aio.AioRpcError as error:
+            yield Finding(where, f"The trial failed: {said_by(error)}.", "Read the gateway's log.")
+
+
+async def _first_event(system: System, gateway: Gateway) -> str:
+    """Of a whole short answer; "" where the gateway keeps none. Raises AioRpcError."""
+    request = gateway_pb2.GenerateRequest(
+        text="a",
+        sampling=common_pb2.SamplingParams(max_tokens=_ANSWER_TOKENS, temperature=0.0, ignore_eos=True),
+    )
+    event_ids = [response.chunk.event_id async for response in _generate(system, gateway, request)]
+    return event_ids[0] if event_ids else ""
+
+
+async def _can_resume(system: System, gateway: Gateway, event_id: str) -> bool:
+    request = gateway_pb2.GenerateRequest(last_event_id=event_id)
+    for _ in range(_STORE_LOOKS):
+        try:
+            async for _response in _generate(system, gateway, request):
+                return True
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.NOT_FOUND:
+                raise
+        await asyncio.sleep(_STORE_WAIT_S)
+    return False
+
+
+async def _generate(
+    system: System, gateway: Gateway, request: gateway_pb2.GenerateRequest
+) -> AsyncIterator[gateway_pb2.GenerateResponse]:
+    access = system.access
+    async with open_public_channel(gateway.target, access.ca_file) as channel:
+        stub = gateway_pb2_grpc.GatewayServiceStub(channel)  # type: ignore[no-untyped-call]
+        async for response in stub.Generate(request, timeout=_REQUEST_TIMEOUT_S, metadata=access.metadata):
+            yield response
+
+
+def _without_password(url: str) -> str:
+    scheme, separator, rest = url.partition("://")
+    return f"{scheme}{separator}{rest.rpartition('@')[2]}"
+
+
+def _first_line(error: BaseException) -> str:
+    return ((str(error) or type(error).__name__).splitlines() or [""])[0].rstrip(".")
+
+
+PROBES: tuple[Probe, ...] = (certificates, kv_path, redis_rights, shared_answers)

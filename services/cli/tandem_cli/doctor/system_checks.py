@@ -1,0 +1,251 @@
+"""Of a running system: what its processes say about themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import chain
+
+from tandem_core.slo import SloTarget
+from tandem_gateway.pod_load import PodLoad
+from tandem_gateway.unloaded import FastestPods
+from tandem_service.discovery import parse_target
+from tandem_service.tls import Role, is_loopback
+
+from tandem_cli.doctor.finding import Finding, Severity
+from tandem_cli.doctor.system import Answered, Pod, System
+
+#: Of the request that every class should serve in time: a short question and a short answer.
+_PROMPT_TOKENS, _ANSWER_TOKENS = 256, 32
+#: Spans of a trace seem to end before they begin; certificates fail much later.
+_CLOCK_LIMIT_S = 0.5
+
+
+def reachable(system: System) -> Iterator[Finding]:
+    """Each process answers, by TLS where credentials were given."""
+    for where, role, error in chain(
+        ((gateway.where, Role.GATEWAY, gateway.error) for gateway in system.gateways),
+        ((pod.where, pod.role, pod.error) for pod in system.pods),
+        ((f"lookahead {one.target}", Role.LOOKAHEAD, one.error) for one in system.lookahead),
+    ):
+        if error:
+            yield Finding(where, f"It does not answer: {error}.", _reach_remedy(system, role, error))
+
+
+def _reach_remedy(system: System, role: Role, error: str) -> str:
+    if error.startswith(("UNAUTHENTICATED", "PERMISSION_DENIED")):
+        if role is Role.GATEWAY:
+            return "Give a key with --api-key."
+        return "Give the certificate of a gateway or an operator with --pod-tls-cert, -key and -ca."
+    if role is not Role.GATEWAY and system.access.tls is None:
+        return "Start it, let this machine reach it, or give --pod-tls-cert, -key and -ca if it uses TLS."
+    if role is not Role.GATEWAY:
+        return "Start it, or give it a certificate of its role, in its time, of the CA of the others."
+    return "Start it, or name it as https://HOST:PORT (with --ca) if it uses TLS."
+
+
+def serving(system: System) -> Iterator[Finding]:
+    for pod in system.pods:
+        if not pod.error and not pod.is_serving:
+            yield Finding(
+                pod.where,
+                "It answers but does not serve: it loads, drains, or its engine hangs.",
+                "Wait, or read its log.",
+            )
+
+
+def used_pods(system: System) -> Iterator[Finding]:
+    """Each gateway uses each pod that serves."""
+    serving_targets = {pod.target for pod in system.pods if pod.is_serving}
+    for gateway in system.answering_gateways:
+        if not any(pod.role == Role.DECODE for pod in gateway.fleet.pods):
+            yield Finding(
+                gateway.where,
+                "It knows no decode pod, so it refuses every request.",
+                "Correct TANDEM_DECODE, or start a decode pod.",
+            )
+        for pod in gateway.fleet.pods:
+            if not pod.healthy and pod.target in serving_targets:
+                yield Finding(
+                    gateway.where,
+                    f"It does not use {pod.target}, which serves: {pod.cause.rstrip('.') or 'unknown'}.",
+                    "Let the gateway through to it, or give both certificates of one CA.",
+                )
+
+
+def encrypted(system: System) -> Iterator[Finding]:
+    """Pods whose addresses other machines reach speak TLS."""
+    if system.access.tls is not None:
+        return
+    for pod in system.pods:
+        if not pod.error and not is_loopback(parse_target(pod.target).host):
+            yield Finding(
+                pod.where,
+                "It speaks plaintext at an address that other machines may reach.",
+                "Give the pods certificates (docs/decisions/tls-between-pods.md), or keep others out.",
+                Severity.WARNING,
+            )
+
+
+def revision(system: System) -> Iterator[Finding]:
+    """All compute one model."""
+    found = {
+        **{pod.where: (pod.status.model, pod.status.model_revision) for pod in system.pods if not pod.error},
+        **{one.where: (one.model.name, one.model.revision) for one in system.answering_gateways},
+    }
+    if len(set(found.values())) > 1:
+        named = ", ".join(f"{where} {name} {digest[:12]}" for where, (name, digest) in sorted(found.items()))
+        yield Finding(
+            "models",
+            f"The processes have different models or revisions ({named}), and a gateway uses only its own.",
+            "Pull one revision for all, or run each in a group of its own.",
+        )
+
+
+def kv_layout(system: System) -> Iterator[Finding]:
+    """Prefill pods may write into the KV blocks of decode pods."""
+    layouts = {
+        pod.where: dict(part.strip().partition("=")[::2] for part in pod.status.kv_layout.split(";"))
+        for pod in system.of(Role.PREFILL) + system.of(Role.DECODE)
+        if pod.status.kv_layout
+    }
+    differing = {
+        name: sorted({layout.get(name, "absent") for layout in layouts.values()})
+        for name in {name for layout in layouts.values() for name in layout} - {"model_revision"}
+        if len({layout.get(name, "absent") for layout in layouts.values()}) > 1
+    }
+    if differing:
+        named = ", ".join(f"{name} {' and '.join(values)}" for name, values in sorted(differing.items()))
+        yield Finding(
+            ", ".join(sorted(layouts)),
+            f"Their KV layouts differ ({named}), so decode pods compute the prompts themselves.",
+            "Start all with the same dtype, block size and version.",
+        )
+
+
+def version(system: System) -> Iterator[Finding]:
+    versions = {
+        **{pod.where: pod.status.version for pod in system.pods if not pod.error},
+        **{gateway.where: gateway.fleet.version for gateway in system.answering_gateways},
+    }
+    if len(set(versions.values())) > 1:
+        named = ", ".join(f"{where} {one or 'unknown'}" for where, one in sorted(versions.items()))
+        yield Finding(
+            "versions",
+            f"The processes run different versions ({named}).",
+            "Finish the rollout; two neighbouring versions work together.",
+            Severity.WARNING,
+        )
+
+
+def clocks(system: System) -> Iterator[Finding]:
+    found: list[tuple[str, Answered | None]] = [
+        *((pod.where, pod.clock) for pod in system.pods),
+        *((gateway.where, gateway.clock) for gateway in system.gateways),
+    ]
+    for where, clock in found:
+        if clock is not None and abs(clock.clock_ahead_s) > _CLOCK_LIMIT_S + clock.uncertainty_s:
+            side = "ahead of" if clock.clock_ahead_s > 0 else "behind"
+            yield Finding(
+                where,
+                f"Its clock is {abs(clock.clock_ahead_s):.1f} s {side} this machine's, but certificates and "
+                "traces need equal clocks.",
+                "Synchronise the clocks of both machines (NTP).",
+                Severity.WARNING,
+            )
+
+
+def objectives(system: System) -> Iterator[Finding]:
+    """Some pod can meet each objective while nothing else runs."""
+    decode = [load for load in map(_load, system.of(Role.DECODE)) if load.decode_cost.is_known]
+    prefill = [
+        load
+        for load in map(_load, system.of(Role.PREFILL) or system.of(Role.DECODE))
+        if load.prefill_cost.is_known
+    ]
+    if not decode or not prefill:
+        return
+    fastest = FastestPods(prefill, decode)
+    takes: tuple[tuple[str, Callable[[SloTarget], float], float, str], ...] = (
+        (
+            "TTFT",
+            lambda slo: slo.ttft_s,
+            fastest.prompt_s(_PROMPT_TOKENS),
+            f"a prompt of {_PROMPT_TOKENS} tokens",
+        ),
+        ("TPOT", lambda slo: slo.tpot_s, fastest.token_s(_PROMPT_TOKENS), "a token"),
+        (
+            "E2E",
+            lambda slo: slo.e2e_s,
+            fastest.end_s(_ANSWER_TOKENS, _PROMPT_TOKENS),
+            f"an answer of {_ANSWER_TOKENS} tokens to a prompt of {_PROMPT_TOKENS}",
+        ),
+    )
+    for gateway in system.answering_gateways:
+        for slo in gateway.slo_classes:
+            for name, limit_of, seconds, what in takes:
+                limit_s = limit_of(slo)
+                if limit_s and seconds > limit_s:
+                    effect = "refuses such requests" if slo.is_strict else "widens the objective"
+                    yield Finding(
+                        f"{gateway.where}, SLO class {slo.name}",
+                        f"No pod can meet {name} {limit_s:g} s even without load: {what} takes {seconds:.3g} "
+                        f"s, so the gateway {effect}.",
+                        f"Set {name} to {1.2 * seconds:.2g} s in --slo-classes-file, or take faster pods.",
+                        Severity.ERROR if slo.is_strict else Severity.WARNING,
+                    )
+
+
+def _load(pod: Pod) -> PodLoad:
+    return PodLoad.of(pod.status)
+
+
+def kv_room(system: System) -> Iterator[Finding]:
+    """Every pod holds the longest text that a gateway admits."""
+    for gateway in system.answering_gateways:
+        longest = gateway.model.max_model_len
+        for pod in system.of(Role.DECODE) + system.of(Role.PREFILL):
+            blocks = pod.status.usage.blocks_total * pod.status.block_size
+            room = min(blocks, pod.status.max_model_len)
+            if room < longest:
+                limit = "blocks" if room == blocks else "--max-model-len"
+                yield Finding(
+                    pod.where,
+                    f"It holds a text of {room} tokens ({limit}), while {gateway.where} admits {longest}.",
+                    f"Give the pod more --num-blocks, or the gateway --max-model-len {room}.",
+                )
+
+
+def invariants(system: System) -> Iterator[Finding]:
+    for pod in system.pods:
+        for violation in pod.status.usage.violations:
+            yield Finding(
+                pod.where,
+                f"Its own check found a broken invariant: {violation.rstrip('.')}.",
+                "Restart it, and report it with its log.",
+            )
+
+
+def lookahead_redis(system: System) -> Iterator[Finding]:
+    for one in system.lookahead:
+        if not one.error and not one.status.redis_connected:
+            yield Finding(
+                f"lookahead {one.target}",
+                "It does not reach Redis, so text is shared among its own pods alone and is not kept.",
+                "Start Redis, or correct --redis-url.",
+            )
+
+
+SYSTEM_CHECKS = (
+    reachable,
+    serving,
+    used_pods,
+    encrypted,
+    revision,
+    kv_layout,
+    version,
+    clocks,
+    objectives,
+    kv_room,
+    invariants,
+    lookahead_redis,
+)
