@@ -116,7 +116,8 @@ class LongSteps:
 
 def status_of(loop: EngineLoop) -> common_pb2.PodStatus:
     manifest = SimpleNamespace(name="m", revision="r", max_model_len=4096)
-    parts = SimpleNamespace(engine=loop.engine, manifest=manifest, layout=SimpleNamespace(block_size=64, description="dtype=float32"))
+    layout = SimpleNamespace(block_size=64, description="dtype=float32")
+    parts = SimpleNamespace(engine=loop.engine, manifest=manifest, layout=layout)
     return pod_status(parts, loop, pod_id="p", role="decode")
 
 
