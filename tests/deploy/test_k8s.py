@@ -31,6 +31,7 @@ import yaml
 from cryptography import x509
 from promql_parser import parse
 from role_settings import SETTINGS
+from tandem_cli.scaler.settings import ScalerSettings
 from tandem_service.metric_table import TABLE
 from tandem_service.tls import PemFiles, Role
 
@@ -367,7 +368,7 @@ def test_an_autoscaler_scales_deployments_that_exist_by_metrics_that_exist(name:
     }
     assert set(scaled) == {"tandem-gateway", "tandem-decode", "tandem-prefill"}
     known = {row.name for row in TABLE}
-    known |= {f"{name}_sum" for name in known}
+    known |= {series for row in TABLE for series in row.series}
     for found in scaled.values():
         assert found["spec"]["scaleTargetRef"]["name"] == found["metadata"]["name"]
         for trigger in found["spec"].get("triggers", []):
@@ -375,6 +376,60 @@ def test_an_autoscaler_scales_deployments_that_exist_by_metrics_that_exist(name:
             names = set(re.findall(r"tandem_\w+", trigger["metadata"]["query"]))
             assert names
             assert names <= known
+
+
+def test_the_scaler_may_do_what_it_does_and_no_more() -> None:
+    folder = with_components(BASE, "scaler")
+    rules = {rule["resources"][0]: rule for rule in objects("Role", folder)["tandem-scaler"]["rules"]}
+    assert rules["endpointslices"]["verbs"] == ["list", "watch"]
+    scale, lease = rules["deployments/scale"], rules["leases"]
+    assert scale["verbs"] == lease["verbs"] == ["get", "update"]
+    defaults = ScalerSettings(_cli_parse_args=[])
+    scaled = {defaults.prefill_workload, defaults.decode_workload}
+    assert scaled <= {f"deployment/{name}" for name in objects("Deployment", folder)}
+    assert "resourceNames" not in scale, "kustomize would append the hashes of ConfigMaps to them"
+    assert lease["resourceNames"] == [defaults.lease] == list(objects("Lease", folder))
+    assert {verb for rule in rules.values() for verb in rule["verbs"]} == {"list", "watch", "get", "update"}
+    assert len(rules) == 3
+    assert pod_spec("scaler", folder)["serviceAccountName"] == "tandem-scaler"
+    binding = objects("RoleBinding", folder)["tandem-scaler"]
+    assert binding["subjects"] == [{"kind": "ServiceAccount", "name": "tandem-scaler", "namespace": "tandem"}]
+
+
+def test_the_scaler_reaches_the_metrics_that_it_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = with_components(BASE, "scaler")
+    for key, value in environment("scaler", folder).items():
+        monkeypatch.setenv(key, value)
+    settings = ScalerSettings(_cli_parse_args=[])
+    asked = {
+        entry.removeprefix("k8s://")
+        for entries in (settings.gateways, settings.prefill, settings.decode)
+        for entry in entries
+    }
+    scraped = ["tandem-gateway", "tandem-decode", "tandem-prefill"]
+    assert asked == {f"{name}:9090" for name in scraped}
+    assert all(container_ports(name.removeprefix("tandem-"))["metrics"] == 9090 for name in scraped)
+    policies = objects("NetworkPolicy", folder)
+    (selected,) = policies["tandem-scaler-scrapes"]["spec"]["podSelector"]["matchExpressions"]
+    assert selected["values"] == scraped
+    to_pods, to_api = policies["tandem-scaler"]["spec"]["egress"]
+    assert to_pods["to"] == [{"podSelector": {"matchExpressions": [selected]}}]
+    assert to_pods["ports"] == [{"port": 9090}]
+    assert {port["port"] for port in to_api["ports"]} == {443, 6443}
+    assert main_container("scaler", folder)["command"] == ["tandem", "scaler"]
+    assert settings.metrics_port == 9090
+
+
+def test_the_scaler_sets_replicas_that_nothing_else_sets() -> None:
+    folder = with_components(BASE, "scaler")
+    for role in ("prefill", "decode"):
+        assert "replicas" not in workload(role, folder)["spec"]
+    assert not objects("ScaledObject", folder)
+    spec = pod_spec("scaler", folder)
+    assert workload("scaler", folder)["spec"]["replicas"] == 2
+    (container,) = spec["containers"]
+    assert container["securityContext"]["readOnlyRootFilesystem"] is True
+    assert spec["securityContext"]["runAsNonRoot"] is True
 
 
 @pytest.mark.parametrize("role", ["gateway", "decode", "prefill"])

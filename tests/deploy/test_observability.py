@@ -11,6 +11,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import alert_rules
@@ -166,8 +167,11 @@ def test_prometheus_accepts_the_configuration(tmp_path: Path) -> None:
 
 def test_the_pod_monitor_selects_the_pods_of_the_manifests_and_names_their_jobs() -> None:
     kubectl = Path(sys.executable).parent / "kubectl"
-    base = ROOT / "deploy/k8s/base"
-    rendered = subprocess.run([kubectl, "kustomize", base], capture_output=True, text=True, check=True).stdout
+    parts = {"resources": ["../base"], "components": ["../components/scaler"]}
+    with tempfile.TemporaryDirectory(dir=ROOT / "deploy/k8s") as folder:
+        (Path(folder) / "kustomization.yaml").write_text(yaml.safe_dump(parts))
+        command = [kubectl, "kustomize", folder]
+        rendered = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     monitor = yaml.safe_load((FOLDER / "podmonitor.yaml").read_text())
     (selected,) = monitor["spec"]["selector"]["matchExpressions"]
     (endpoint,) = monitor["spec"]["podMetricsEndpoints"]

@@ -307,6 +307,30 @@ def generate(
     sys.stdout.write("\n")
 
 
+@app.command(
+    # The process's own settings read them: flags and TANDEM_* variables, as of all processes.
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+)
+def scaler(context: typer.Context) -> None:
+    """Scale prefill and decode pods of a Kubernetes cluster; --help lists the settings."""
+    import asyncio
+
+    import structlog
+    from kubernetes.aio.config import ConfigException
+    from tandem_service import logs, settings
+
+    from tandem_cli.scaler.main import serve
+    from tandem_cli.scaler.settings import ScalerSettings
+
+    options = settings.load(ScalerSettings, context.args)
+    logs.configure(options, "scaler")
+    try:
+        asyncio.run(serve(options))
+    except (OSError, ConfigException) as error:
+        structlog.get_logger("tandem.scaler").error("cannot start", reason=str(error))
+        raise typer.Exit(1) from error
+
+
 def main() -> None:
     """Entry point of the console script."""
     app()

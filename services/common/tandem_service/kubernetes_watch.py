@@ -68,7 +68,7 @@ class ServiceWatch:
         """Until cancelled. Never fails: an outage of the API server costs nothing but news."""
         while True:
             try:
-                settings = await _load_config()
+                settings = await load_config()
                 async with client.ApiClient(settings) as api:
                     await self._follow(client.DiscoveryV1Api(api))
             except Exception as error:
@@ -84,7 +84,7 @@ class ServiceWatch:
     async def _follow(self, api: client.DiscoveryV1Api) -> None:
         """Lists and watches until something fails."""
         scope = {
-            "namespace": self._service.namespace or _own_namespace(),
+            "namespace": self._service.namespace or own_namespace(),
             "label_selector": f"{_SERVICE_LABEL}={self._service.name}",
         }
         while True:
@@ -168,7 +168,7 @@ def _withheld(conditions: client.V1EndpointConditions | None) -> str:
     return "it is not ready" if conditions.ready is False else ""
 
 
-async def _load_config() -> client.Configuration:
+async def load_config() -> client.Configuration:
     """That of this pod's service account; outside a cluster that of kubectl (KUBECONFIG)."""
     settings = client.Configuration()
     if "KUBERNETES_SERVICE_HOST" in os.environ:
@@ -180,7 +180,7 @@ async def _load_config() -> client.Configuration:
     return settings
 
 
-def _own_namespace() -> str:
+def own_namespace() -> str:
     """Of this pod; outside a cluster that of kubectl's context."""
     if "KUBERNETES_SERVICE_HOST" in os.environ:
         return _NAMESPACE_FILE.read_text(encoding="utf-8").strip()

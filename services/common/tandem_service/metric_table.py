@@ -33,13 +33,15 @@ class Process(enum.Enum):
     DECODE = "decode"
     PREFILL = "prefill"
     LOOKAHEAD = "lookahead"
+    SCALER = "scaler"
 
 
 _GATEWAY = (Process.GATEWAY,)
 _DECODE = (Process.DECODE,)
 _PODS = (Process.DECODE, Process.PREFILL)
 _LOOKAHEAD = (Process.LOOKAHEAD,)
-_ALL = tuple(Process)
+_SCALER = (Process.SCALER,)
+_SERVERS = (*_GATEWAY, *_PODS, *_LOOKAHEAD)
 
 
 class Unit(enum.Enum):
@@ -183,10 +185,10 @@ def _seconds(
     return HistogramRow(name, help_, labels, Unit.SECONDS, by, buckets=buckets)
 
 
-# -- every process ------------------------------------------------------------------------------------
+# -- every gRPC server ---------------------------------------------------------------------------------
 
-GRPC_CALLS = _counter("tandem_grpc_calls_total", "gRPC calls ended", "method", "code", by=_ALL)
-GRPC_CALL_SECONDS = _seconds("tandem_grpc_call_seconds", "Duration of gRPC calls", "method", by=_ALL)
+GRPC_CALLS = _counter("tandem_grpc_calls_total", "gRPC calls ended", "method", "code", by=_SERVERS)
+GRPC_CALL_SECONDS = _seconds("tandem_grpc_call_seconds", "Duration of gRPC calls", "method", by=_SERVERS)
 
 # -- gateway: requests. Tenants are those of the keys file, or "default", so there are few of them. -------
 
@@ -447,6 +449,34 @@ VIOLATIONS = _gauge(
     "Broken invariants found by the pod's last check of blocks and queues",
     by=_PODS,
 )
+KV_BLOCK_TOKENS = _gauge("tandem_kv_block_tokens", "Tokens of a KV block", by=_PODS, unit=Unit.TOKENS)
+STEP_LIMIT = _gauge(
+    "tandem_step_limit",
+    "Most prompt tokens (chunk) and sequences (batch) that the pod computes in a step",
+    "of",
+    by=_PODS,
+)
+STEP_COST = _gauge(
+    "tandem_step_cost_seconds",
+    "What steps take, learnt: of steps with prompts (prefill) and without (decode); for each step, each "
+    "token (decode: sequence) and each pair of a token and an earlier one that it attends to",
+    "steps",
+    "per",
+    by=_PODS,
+    unit=Unit.SECONDS,
+)
+PROMPT_BACKLOG = _gauge(
+    "tandem_prompt_backlog_seconds",
+    "Predicted time to compute all prompts that the pod has, one after the other",
+    by=_PODS,
+    unit=Unit.SECONDS,
+)
+TOKENS_PER_STEP = _gauge(
+    "tandem_tokens_per_step",
+    "Tokens that a sequence gains in a decode step, lately; 1 without accepted drafts, 0 on prefill pods",
+    by=_PODS,
+    unit=Unit.TOKENS,
+)
 KV_COPIES = _counter(
     "tandem_kv_copies_total", "Copies of KV from (read) and to (write) the GPU", "direction", by=_PODS
 )
@@ -659,6 +689,39 @@ CORPUS_MEMORY_BYTES = _gauge(
     "Memory of all text, as the limits count it",
     by=_LOOKAHEAD,
     unit=Unit.BYTES,
+)
+
+# -- `tandem scaler` -----------------------------------------------------------------------------------------
+
+SCALER_WANTED = _gauge("tandem_scaler_wanted_replicas", "Pods that the law wants", "role", by=_SCALER)
+SCALER_REPLICAS = _gauge(
+    "tandem_scaler_replicas", "Pods that the workload of a role asks for", "role", by=_SCALER
+)
+SCALER_READY = _gauge("tandem_scaler_ready_pods", "Pods that are ready", "role", by=_SCALER)
+SCALER_START = _gauge(
+    "tandem_scaler_pod_start_seconds",
+    "Time from asking for a pod to its being ready, learnt",
+    "role",
+    by=_SCALER,
+    unit=Unit.SECONDS,
+)
+SCALER_BIAS = _gauge(
+    "tandem_scaler_bias_ratio",
+    "What a role needs per pod that the load model computes, learnt from missed objectives",
+    "role",
+    by=_SCALER,
+    unit=Unit.RATIO,
+)
+SCALER_LEADS = _gauge("tandem_scaler_leads", "1 while this scaler holds the Lease", by=_SCALER)
+SCALER_CHANGES = _counter(
+    "tandem_scaler_changes_total", "Changes of replicas: up or down", "role", "direction", by=_SCALER
+)
+SCALER_FAILURES = _counter(
+    "tandem_scaler_failures_total",
+    "Decisions that were not made or not carried out: no metrics of gateways or pods (metrics), no answer of "
+    "the API server (api), no rights (rights), a change by somebody else in between (conflict)",
+    "cause",
+    by=_SCALER,
 )
 
 # -- names of vLLM and of the Gateway API inference extension ------------------------------------------------

@@ -112,6 +112,11 @@ class PodGauges:
         self._requests = table.POD_REQUESTS.make(registry)
         self._age = table.STATUS_AGE.make(registry)
         self._violations = table.VIOLATIONS.make(registry)
+        self._block_tokens = table.KV_BLOCK_TOKENS.make(registry)
+        self._limits = table.STEP_LIMIT.make(registry)
+        self._costs = table.STEP_COST.make(registry)
+        self._backlog = table.PROMPT_BACKLOG.make(registry)
+        self._tokens_per_step = table.TOKENS_PER_STEP.make(registry)
 
     def show(self, status: common_pb2.PodStatus) -> None:
         usage = status.usage
@@ -124,6 +129,17 @@ class PodGauges:
         self._requests.labels("running").set(shown * usage.requests_running)
         self._requests.labels("transferring").set(shown * usage.transfers_open)
         self._violations.set(shown * len(usage.violations))
+        self._block_tokens.set(status.block_size)
+        self._limits.labels("chunk").set(status.chunk_size)
+        self._limits.labels("batch").set(status.max_batch)
+        prefill = codec.step_cost_from_proto(status.prefill_cost)
+        for steps, cost in (("prefill", prefill), ("decode", codec.step_cost_from_proto(status.decode_cost))):
+            self._costs.labels(steps, "step").set(cost.per_step)
+            self._costs.labels(steps, "token").set(cost.per_token)
+            self._costs.labels(steps, "pair").set(cost.per_pair)
+        seconds = (prefill.prompt_seconds(one.start, one.stop, status.chunk_size) for one in status.prompts)
+        self._backlog.set(shown * sum(seconds))
+        self._tokens_per_step.set(status.tokens_per_step)
 
     def watch_copies(self, counts: CopyCounts | None) -> None:
         """Shows what a GPU's transfers copied; None shows nothing."""

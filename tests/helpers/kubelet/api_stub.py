@@ -3,7 +3,8 @@
     list                 all objects that a label selector matches, and the version of the whole
     watch from version   every later change, in order; 410 if the history no longer reaches back so far;
                          bookmarks, if asked for; ends after timeoutSeconds
-    get                  one object
+    get, update          one object, or the scale subresource of a workload; an update from another version
+                         than the present one gets 409
 
 Tests write with `put` and `delete`, make it forget (`compact`), refuse (`forbidden`), cut all connections
 (`disconnect`), go away (`stop`) and come back (`start`).
@@ -15,7 +16,7 @@ import asyncio
 import copy
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,8 @@ class ApiStub:
     forbidden: set[str] = field(default_factory=set)
     #: "list", "watch" of every request so far.
     requests: list[str] = field(default_factory=list)
+    #: Called with plural and name after each get: somebody else who changes things in between.
+    after_get: Callable[[str, str], None] | None = None
     version: int = 100
     #: Versions up to this one are forgotten.
     compacted: int = 0
@@ -59,7 +62,12 @@ class ApiStub:
         app = web.Application()
         for prefix in ("/apis/{group}/{version}", "/api/{version}"):
             app.router.add_get(prefix + "/namespaces/{namespace}/{plural}", self._collection)
-            app.router.add_get(prefix + "/namespaces/{namespace}/{plural}/{name}", self._get)
+            for path in (
+                "/namespaces/{namespace}/{plural}/{name}",
+                "/namespaces/{namespace}/{plural}/{name}/scale",
+            ):
+                app.router.add_get(prefix + path, self._get)
+                app.router.add_put(prefix + path, self._update)
         self._runner = web.AppRunner(app, shutdown_timeout=0.0)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
@@ -139,8 +147,31 @@ class ApiStub:
 
     async def _get(self, request: web.Request) -> web.Response:
         info = request.match_info
+        self.requests.append("get")
+        if "get" in self.forbidden:
+            return _status(403, "Forbidden")
         item = self._objects.get((info["plural"], info["namespace"], info["name"]))
-        return _status(404, "NotFound") if item is None else web.json_response(item)
+        if self.after_get is not None:
+            self.after_get(info["plural"], info["name"])
+        if item is None:
+            return _status(404, "NotFound")
+        return web.json_response(_scale_of(item) if request.path.endswith("/scale") else item)
+
+    async def _update(self, request: web.Request) -> web.Response:
+        info, body = request.match_info, await request.json()
+        self.requests.append("update")
+        if "update" in self.forbidden:
+            return _status(403, "Forbidden")
+        item = self._objects.get((info["plural"], info["namespace"], info["name"]))
+        if item is None:
+            return _status(404, "NotFound")
+        if body["metadata"].get("resourceVersion") != item["metadata"]["resourceVersion"]:
+            return _status(409, "Conflict")
+        if request.path.endswith("/scale"):
+            body = {**item, "spec": {**item["spec"], "replicas": body["spec"]["replicas"]}}
+        self.put(info["plural"], body)
+        item = self.get(info["plural"], info["namespace"], info["name"])
+        return web.json_response(_scale_of(item) if request.path.endswith("/scale") else item)
 
     async def _collection(self, request: web.Request) -> web.StreamResponse:
         verb = "watch" if request.query.get("watch", "").lower() in ("true", "1") else "list"
@@ -202,6 +233,17 @@ class ApiStub:
         finally:
             self._watching = [other for other in self._watching if other is not request]
         return response
+
+
+def _scale_of(item: Object) -> Object:
+    metadata = {key: item["metadata"][key] for key in ("name", "namespace", "resourceVersion")}
+    return {
+        "kind": "Scale",
+        "apiVersion": "autoscaling/v1",
+        "metadata": metadata,
+        "spec": {"replicas": item["spec"]["replicas"]},
+        "status": {"replicas": item["spec"]["replicas"]},
+    }
 
 
 def _matches(item: Object, request: web.Request) -> bool:

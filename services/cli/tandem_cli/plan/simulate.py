@@ -14,8 +14,10 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 from tandem_core.slo import SloTarget
 
@@ -102,16 +104,22 @@ class _Sequence:
         return request.prompt_tokens + request.output_tokens
 
 
-@dataclass
+@dataclass(eq=False)
 class _Decoder:
-    """A pod that decodes. `free_at`: when its running step ends."""
+    """A pod that decodes."""
 
     plan: FleetPlan
+    #: Steps without a change of the batch are simulated together for so long.
+    span_s: float = 0.0
     running: list[_Sequence] = field(default_factory=list)
     waiting: deque[_Sequence] = field(default_factory=deque)
     is_stepping: bool = False
+    #: It gets no further sequence.
+    is_leaving: bool = False
     #: Prompt tokens of the running step, of the oldest prompt.
     chunk: int = 0
+    #: Steps that are simulated together.
+    num_steps: int = 1
 
     @property
     def reserved(self) -> int:
@@ -140,6 +148,14 @@ class _Decoder:
         if decoding:
             seconds += costs.decode.seconds(1, len(decoding), sum(s.context for s in decoding))
         self.chunk = 0
+        self.num_steps = 1
+        if self.span_s and prefilling is None:
+            gained, count = self.plan.tokens_per_step, len(decoding)
+            first_end = min(s.left for s in decoding) / gained
+            self.num_steps = max(min(int(self.span_s / seconds), math.ceil(first_end)), 1)
+            # A later step attends to what the earlier ones have added.
+            added = count * gained * self.num_steps * (self.num_steps - 1) / 2
+            seconds = seconds * self.num_steps + costs.decode.per_pair * added
         if prefilling is not None:
             self.chunk = min(prefilling.uncomputed, self.plan.chunk_size)
             start = prefilling.computed
@@ -149,7 +165,7 @@ class _Decoder:
         return seconds
 
     def end_step(self, now: float) -> None:
-        gained = self.plan.tokens_per_step
+        gained = self.plan.tokens_per_step * self.num_steps
         prefilling = next((s for s in self.running if s.uncomputed), None)
         for sequence in self.running:
             if sequence.uncomputed:
@@ -172,48 +188,240 @@ class _Decoder:
 
 def simulate(plan: FleetPlan, requests: Sequence[PlannedRequest]) -> list[Outcome]:
     """What happens to each request, in their order."""
-    outcomes = [Outcome(request) for request in requests]
-    decoders = [_Decoder(plan) for _ in range(plan.num_decode)]
-    prefill_free_at = [0.0] * plan.num_prefill
-    order = itertools.count()
-    #: (time, order, decoder whose step ends; or None, sequence that arrives at a decoder)
-    events: list[tuple[float, int, _Decoder | None, _Sequence | None]] = []
-    for outcome in outcomes:
-        request = outcome.request
-        uncached = request.prompt_tokens - request.cached_tokens
-        if not plan.num_prefill:
-            sequence = _Sequence(outcome, 0, math.inf, uncomputed=uncached, computed=request.cached_tokens)
-            heapq.heappush(events, (request.arrival_s, next(order), None, sequence))
-            continue
-        pod = min(range(plan.num_prefill), key=prefill_free_at.__getitem__)
-        start = max(prefill_free_at[pod], request.arrival_s)
-        ready = start + plan.costs.prefill.prompt_seconds(
+    simulation = Simulation(plan, requests)
+    simulation.resize(plan.num_prefill, plan.num_decode)
+    simulation.run()
+    return simulation.outcomes
+
+
+@dataclass(eq=False)
+class _Prefiller:
+    """A pod that computes one prompt at a time. `is_leaving`: it takes no further one."""
+
+    job: _Sequence | None = None
+    is_leaving: bool = False
+
+
+class Simulation:
+    """A fleet whose pods may come and go while requests arrive: `resize`, `run(until)`, `resize`, ...
+
+    A new pod is ready after `start_s`, which is 0 for the pods of a fixed fleet. A pod that is taken away
+    gets nothing new and ends what it has; pods that are starting go first. Requests wait while there is no
+    pod. Decode steps that belong to the same batch are simulated together for up to `span_s`: an arrival
+    waits for their end, which saves most of the events.
+    """
+
+    def __init__(
+        self,
+        plan: FleetPlan,
+        requests: Sequence[PlannedRequest],
+        *,
+        start_s: float = 0.0,
+        span_s: float = 0.0,
+    ) -> None:
+        self._plan, self._span_s = plan, span_s
+        #: Time in which a pod starts.
+        self.start_s = start_s
+        self.outcomes = [Outcome(request) for request in requests]
+        self.now = 0.0
+        #: Since the beginning: seconds of pods that were there or starting, and that computed.
+        self.prefill = RoleUse()
+        self.decode = RoleUse()
+        self._order = itertools.count()
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._prompts: deque[_Sequence] = deque()
+        self._prefillers: list[_Prefiller] = []
+        self._idle: deque[_Prefiller] = deque()
+        self._decoders: list[_Decoder] = []
+        #: Computed prompts for which there is no decode pod.
+        self._unplaced: deque[_Sequence] = deque()
+        for outcome in self.outcomes:
+            self._at(outcome.request.arrival_s, partial(self._arrive, outcome))
+
+    # -- the fleet ---------------------------------------------------------------------------------
+
+    def resize(self, num_prefill: int, num_decode: int) -> None:
+        """The pods that are wanted from now on."""
+        self._resize(self.prefill, num_prefill, self._prefillers, self._add_prefiller)
+        self._resize(self.decode, num_decode, self._decoders, self._add_decoder)
+        self._idle = deque(pod for pod in self._idle if not pod.is_leaving)
+        self._forget_idle()
+
+    def _resize(self, use: RoleUse, wanted: int, pods: list[Any], add: Callable[[], None]) -> None:
+        use.wanted = wanted
+        there = [pod for pod in pods if not pod.is_leaving]
+        while len(there) + use.num_starting < wanted:
+            if self.start_s:
+                use.starts_at.append(self.now + self.start_s)
+                self._at(self.now + self.start_s, partial(self._started, use, use.starts_at[-1], add))
+            else:
+                add()
+                there.append(pods[-1])
+        while use.num_starting and len(there) + use.num_starting > wanted:
+            use.starts_at.pop()
+        for pod in sorted(there, key=_load)[: max(len(there) - wanted, 0)]:
+            pod.is_leaving = True
+            if isinstance(pod, _Decoder):
+                self._unplaced.extend(pod.waiting)
+                pod.waiting.clear()
+        self._place()
+
+    def _started(self, use: RoleUse, at: float, add: Callable[[], None]) -> None:
+        if at in use.starts_at:  # else it was taken away before
+            use.starts_at.remove(at)
+            add()
+            self._forget_idle()
+
+    def _add_prefiller(self) -> None:
+        self._prefillers.append(_Prefiller())
+        self._idle.append(self._prefillers[-1])
+        self._next_prompts()
+
+    def _add_decoder(self) -> None:
+        for decoder in self._decoders:
+            self._unplaced.extend(decoder.waiting)
+            decoder.waiting.clear()
+        self._decoders.append(_Decoder(self._plan, self._span_s))
+        self._place()
+
+    def _forget_idle(self) -> None:
+        self._prefillers[:] = [pod for pod in self._prefillers if pod.job or not pod.is_leaving]
+        self._decoders[:] = [pod for pod in self._decoders if pod.running or not pod.is_leaving]
+        self.prefill.num_ready = sum(not pod.is_leaving for pod in self._prefillers)
+        self.decode.num_ready = sum(not pod.is_leaving for pod in self._decoders)
+        self.prefill.num_there, self.decode.num_there = len(self._prefillers), len(self._decoders)
+
+    # -- what a scaler sees ------------------------------------------------------------------------
+
+    @property
+    def queued_prompt_s(self) -> float:
+        """Seconds of work of prompts that no pod has begun."""
+        return sum(self._prompt_s(sequence.outcome.request) for sequence in self._prompts)
+
+    @property
+    def num_held(self) -> int:
+        """Requests that have arrived and not ended."""
+        jobs = sum(pod.job is not None for pod in self._prefillers)
+        return len(self._prompts) + jobs + len(self._unplaced) + self.num_sequences
+
+    @property
+    def num_sequences(self) -> int:
+        """Running or waiting at decode pods."""
+        return sum(len(pod.running) + len(pod.waiting) for pod in self._decoders)
+
+    @property
+    def kv_use(self) -> float:
+        """Reserved share of the ready decode pods' KV, at most 1."""
+        room = sum(pod.plan.costs.kv_tokens for pod in self._decoders)
+        return min(sum(pod.load for pod in self._decoders) / room, 1.0) if room else 0.0
+
+    # -- events ------------------------------------------------------------------------------------
+
+    def run(self, until: float = math.inf) -> None:
+        """To this time, or until nothing is left to happen."""
+        while self._events and self._events[0][0] <= until:
+            at, _, happen = heapq.heappop(self._events)
+            self._pass(at)
+            happen()
+        if until < math.inf:
+            self._pass(until)
+
+    def _pass(self, at: float) -> None:
+        for use in (self.prefill, self.decode):
+            use.pod_s += (at - self.now) * (use.num_there + use.num_starting)
+        self.now = at
+
+    def _at(self, at: float, happen: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (at, next(self._order), happen))
+
+    def _prompt_s(self, request: PlannedRequest) -> float:
+        plan = self._plan
+        return plan.costs.prefill.prompt_seconds(
             request.cached_tokens, request.prompt_tokens, plan.chunk_size
         )
-        prefill_free_at[pod] = ready
-        outcome.ttft_s = ready - request.arrival_s
-        # Layers are sent while later ones are computed: what is left is what the link is too slow for.
-        sent_s = uncached * plan.costs.kv_bytes_per_token / plan.link_bytes_per_s
-        ready += max(sent_s - (ready - start), 0.0)
-        sequence = _Sequence(outcome, request.prompt_tokens, request.output_tokens - 1)
-        heapq.heappush(events, (ready, next(order), None, sequence))
 
-    def step(decoder: _Decoder, now: float) -> None:
+    def _arrive(self, outcome: Outcome) -> None:
+        request = outcome.request
+        if self._plan.num_prefill:
+            self._prompts.append(_Sequence(outcome, request.prompt_tokens, request.output_tokens - 1))
+            self._next_prompts()
+            return
+        uncached = request.prompt_tokens - request.cached_tokens
+        self._unplaced.append(
+            _Sequence(outcome, 0, math.inf, uncomputed=uncached, computed=request.cached_tokens)
+        )
+        self._place()
+
+    def _next_prompts(self) -> None:
+        while self._prompts and self._idle:
+            pod = self._idle.popleft()
+            pod.job = self._prompts.popleft()
+            seconds = self._prompt_s(pod.job.outcome.request)
+            self.prefill.busy_s += seconds
+            self._at(self.now + seconds, partial(self._computed, pod, seconds))
+
+    def _computed(self, pod: _Prefiller, seconds: float) -> None:
+        sequence, pod.job = pod.job, None
+        assert sequence is not None
+        outcome = sequence.outcome
+        outcome.ttft_s = self.now - outcome.request.arrival_s
+        # Layers are sent while later ones are computed: what is left is what the link is too slow for.
+        request, costs = outcome.request, self._plan.costs
+        uncached = request.prompt_tokens - request.cached_tokens
+        sent_s = uncached * costs.kv_bytes_per_token / self._plan.link_bytes_per_s
+        self._at(self.now + max(sent_s - seconds, 0.0), partial(self._received, sequence))
+        if pod.is_leaving:
+            self._forget_idle()
+        else:
+            self._idle.append(pod)
+            self._next_prompts()
+
+    def _received(self, sequence: _Sequence) -> None:
+        if sequence.left <= 0:  # an answer of one token
+            sequence.outcome.e2e_s = self.now - sequence.outcome.request.arrival_s
+            return
+        self._unplaced.append(sequence)
+        self._place()
+
+    def _place(self) -> None:
+        decoders = [pod for pod in self._decoders if not pod.is_leaving]
+        if not decoders:
+            return
+        while self._unplaced:
+            decoder = min(decoders, key=_load)
+            decoder.waiting.append(self._unplaced.popleft())
+            if not decoder.is_stepping:
+                self._step(decoder)
+
+    def _step(self, decoder: _Decoder) -> None:
         seconds = decoder.begin_step()
         if seconds is not None:
-            heapq.heappush(events, (now + seconds, next(order), decoder, None))
+            self.decode.busy_s += seconds
+            self._at(self.now + seconds, partial(self._stepped, decoder))
 
-    while events:
-        now, _, decoder, arrived = heapq.heappop(events)
-        if arrived is not None:
-            decoder = min(decoders, key=lambda one: one.load)
-            if arrived.left <= 0 and not arrived.uncomputed:  # an answer of one token
-                arrived.outcome.e2e_s = now - arrived.outcome.request.arrival_s
-                continue
-            decoder.waiting.append(arrived)
-            if not decoder.is_stepping:
-                step(decoder, now)
-        elif decoder is not None:
-            decoder.end_step(now)
-            step(decoder, now)
-    return outcomes
+    def _stepped(self, decoder: _Decoder) -> None:
+        decoder.end_step(self.now)
+        self._step(decoder)
+        if decoder.is_leaving and not decoder.running:
+            self._forget_idle()
+
+
+@dataclass
+class RoleUse:
+    """Of a role in a simulation."""
+
+    wanted: int = 0
+    num_ready: int = 0
+    #: Ready, or ending what they have.
+    num_there: int = 0
+    starts_at: list[float] = field(default_factory=list)
+    pod_s: float = 0.0
+    busy_s: float = 0.0
+
+    @property
+    def num_starting(self) -> int:
+        return len(self.starts_at)
+
+
+def _load(pod: _Prefiller | _Decoder) -> int:
+    return pod.load if isinstance(pod, _Decoder) else int(pod.job is not None)

@@ -1,0 +1,62 @@
+"""The scale subresource of a Deployment or StatefulSet: how many pods it asks for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kubernetes.aio import client
+
+_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class WorkloadRef:
+    """`str()` gives the form of the settings: deployment/NAME or statefulset/NAME."""
+
+    kind: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}/{self.name}"
+
+    @property
+    def resource(self) -> str:
+        """As a Role names it."""
+        return f"{self.kind}s/scale of {self.name}"
+
+
+KINDS = ("deployment", "statefulset")
+
+
+def parse_workload(text: str) -> WorkloadRef:
+    kind, _, name = text.strip().partition("/")
+    if kind not in KINDS or not name:
+        raise ValueError(f"{text!r} is no deployment/NAME or statefulset/NAME")
+    return WorkloadRef(kind, name)
+
+
+class Workload:
+    """Reads and sets its replicas. Raises ApiException and errors of connections."""
+
+    def __init__(self, api: client.ApiClient, namespace: str, ref: WorkloadRef) -> None:
+        apps = client.AppsV1Api(api)
+        self.ref, self._namespace = ref, namespace
+        is_deployment = ref.kind == "deployment"
+        self._read = (
+            apps.read_namespaced_deployment_scale
+            if is_deployment
+            else apps.read_namespaced_stateful_set_scale
+        )
+        self._replace = (
+            apps.replace_namespaced_deployment_scale
+            if is_deployment
+            else apps.replace_namespaced_stateful_set_scale
+        )
+
+    async def read(self) -> client.V1Scale:
+        return await self._read(self.ref.name, self._namespace, _request_timeout=_TIMEOUT_S)
+
+    async def set_replicas(self, scale: client.V1Scale, replicas: int) -> None:
+        """Fails with 409 if somebody has changed the workload since `scale` was read."""
+        scale.spec = client.V1ScaleSpec(replicas=replicas)
+        await self._replace(self.ref.name, self._namespace, scale, _request_timeout=_TIMEOUT_S)
