@@ -4,77 +4,19 @@ from __future__ import annotations
 
 import copy
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
+from rendered_overlays import Manifest, Manifests, rendered
 from tandem_cli.doctor.before import examine_manifests
 from tandem_cli.doctor.manifests import ManifestError, parse, read_manifests
 from tandem_cli.main import app
 from typer.testing import CliRunner
 
-OVERLAYS = Path(__file__).resolve().parents[2] / "deploy/k8s/overlays"
 NAMES = ("dev", "cpu", "tls", "gpu-h200")
-
-Manifest = dict[str, Any]
-
-
-@cache
-def rendered(overlay: str) -> str:
-    kubectl = Path(sys.executable).parent / "kubectl"
-    command = [kubectl, "kustomize", str(OVERLAYS / overlay)]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-class Manifests:
-    """Those of an overlay, to seed a fault in."""
-
-    def __init__(self, overlay: str) -> None:
-        self.all: list[Manifest] = list(yaml.safe_load_all(rendered(overlay)))
-
-    def get(self, kind: str, name: str) -> Manifest:
-        """ConfigMaps have a hash in their names."""
-        (found,) = [
-            item
-            for item in self.all
-            if item["kind"] == kind
-            and (
-                item["metadata"]["name"] == name or (kind == "ConfigMap" and name in item["metadata"]["name"])
-            )
-        ]
-        return found
-
-    def remove(self, kind: str, name: str) -> None:
-        self.all.remove(self.get(kind, name))
-
-    def settings(self, role: str) -> dict[str, str]:
-        return self.get("ConfigMap", f"tandem-{role}")["data"]
-
-    def spec(self, role: str) -> Manifest:
-        kind = "StatefulSet" if role == "redis" else "Deployment"
-        return self.get(kind, f"tandem-{role}")["spec"]
-
-    def pod(self, role: str) -> Manifest:
-        return self.spec(role)["template"]["spec"]
-
-    def container(self, role: str) -> Manifest:
-        return self.pod(role)["containers"][0]
-
-    def variable(self, role: str, name: str) -> Manifest:
-        (found,) = [one for one in self.container(role)["env"] if one["name"] == name]
-        return found
-
-    def without_variable(self, role: str, name: str) -> None:
-        self.container(role)["env"].remove(self.variable(role, name))
-
-    def egress(self, role: str) -> list[Manifest]:
-        return self.get("NetworkPolicy", f"tandem-{role}")["spec"]["egress"]
 
 
 @dataclass(frozen=True)

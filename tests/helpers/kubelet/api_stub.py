@@ -1,6 +1,7 @@
 """An API server of Kubernetes with the semantics that watchers depend on, over HTTP on loopback.
 
-    list                 all objects that a label selector matches, and the version of the whole
+    list                 all objects that a label selector matches, and the version of the whole; of a
+                         namespace, or of all; objects without one have the namespace ""
     watch from version   every later change, in order; 410 if the history no longer reaches back so far;
                          bookmarks, if asked for; ends after timeoutSeconds
     get, update          one object, or the scale subresource of a workload; an update from another version
@@ -41,7 +42,11 @@ class ApiStub:
     bookmark_s: float = 60.0
     longest_watch_s: float = 300.0
     port: int = 0
-    #: Verbs that are answered with 403.
+    #: As /version tells: major, minor.
+    kubernetes: tuple[str, str] = ("1", "34")
+    #: Groups with kinds of their own, as /apis tells.
+    groups: tuple[str, ...] = ("apps/v1",)
+    #: Verbs, and plural names of kinds, that are answered with 403.
     forbidden: set[str] = field(default_factory=set)
     #: "list", "watch" of every request so far.
     requests: list[str] = field(default_factory=list)
@@ -60,7 +65,10 @@ class ApiStub:
 
     async def start(self) -> None:
         app = web.Application()
+        app.router.add_get("/version/", self._version)
+        app.router.add_get("/apis/", self._groups)
         for prefix in ("/apis/{group}/{version}", "/api/{version}"):
+            app.router.add_get(prefix + "/{plural}", self._collection)
             app.router.add_get(prefix + "/namespaces/{namespace}/{plural}", self._collection)
             for path in (
                 "/namespaces/{namespace}/{plural}/{name}",
@@ -140,10 +148,26 @@ class ApiStub:
         self._changed = asyncio.Event()
 
     def _select(self, request: web.Request) -> Iterator[Object]:
-        plural, namespace = request.match_info["plural"], request.match_info["namespace"]
+        plural, namespace = request.match_info["plural"], request.match_info.get("namespace")
         for key, item in sorted(self._objects.items()):
-            if key[:2] == (plural, namespace) and _matches(item, request):
+            is_asked = key[0] == plural and namespace in (None, key[1])
+            if is_asked and _matches(item, request):
                 yield item
+
+    async def _version(self, _request: web.Request) -> web.Response:
+        major, minor = self.kubernetes
+        others = ("gitVersion", "gitCommit", "gitTreeState", "buildDate", "goVersion", "compiler", "platform")
+        return web.json_response({"major": major, "minor": minor, **dict.fromkeys(others, "")})
+
+    async def _groups(self, _request: web.Request) -> web.Response:
+        groups = [
+            {
+                "name": group.partition("/")[0],
+                "versions": [{"groupVersion": group, "version": group.partition("/")[2]}],
+            }
+            for group in self.groups
+        ]
+        return web.json_response({"kind": "APIGroupList", "apiVersion": "v1", "groups": groups})
 
     async def _get(self, request: web.Request) -> web.Response:
         info = request.match_info
@@ -176,7 +200,7 @@ class ApiStub:
     async def _collection(self, request: web.Request) -> web.StreamResponse:
         verb = "watch" if request.query.get("watch", "").lower() in ("true", "1") else "list"
         self.requests.append(verb)
-        if verb in self.forbidden:
+        if {verb, request.match_info["plural"]} & self.forbidden:
             return _status(403, "Forbidden")
         if verb == "watch":
             return await self._watch(request)
@@ -202,7 +226,7 @@ class ApiStub:
         asked_s = float(request.query.get("timeoutSeconds") or self.longest_watch_s)
         ends_at = time.monotonic() + min(asked_s, self.longest_watch_s)
         bookmark_at = time.monotonic() + self.bookmark_s
-        wanted = (request.match_info["plural"], request.match_info["namespace"])
+        wanted = (request.match_info["plural"], request.match_info.get("namespace"))
         wants_bookmarks = request.query.get("allowWatchBookmarks", "").lower() in ("true", "1")
         try:
             while (now := time.monotonic()) < ends_at and self._runner is not None:

@@ -9,7 +9,9 @@ network.py           the links that pods need, and what NetworkPolicies let thro
 network_checks.py    names, links, rights at the API server
 rollout_checks.py    rollouts, drains of nodes, probes, grace periods, autoscalers
 storage_checks.py    room for the model
-before.py            all of these as one list
+cluster.py           what the API server says
+cluster_checks.py    Secrets, StorageClasses, nodes, GPUs, DNS, kinds and images that the manifests need
+before.py            all of these
 
 After, of a running system:
 system.py            gateways and pods as they describe themselves

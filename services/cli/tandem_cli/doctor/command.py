@@ -28,6 +28,10 @@ def doctor(
             "Unset: the running system."
         ),
     ] = None,
+    kubeconfig: Annotated[
+        Path | None, typer.Option(help="With manifests: also of the cluster that they are for.")
+    ] = None,
+    context: Annotated[str | None, typer.Option(help="Of the kubeconfig; default: its current one.")] = None,
     gateways: Annotated[
         list[str] | None,
         typer.Option(
@@ -63,7 +67,9 @@ def doctor(
     if manifests is not None:
         if gateways or state_file:
             fail("give manifests, or --gateway or --state-file for a running system", code=2)
-        findings = list(_before(manifests))
+        findings = _before(manifests, kubeconfig, context)
+    elif kubeconfig or context:
+        fail("--kubeconfig and --context go with manifests; name a folder or a file", code=2)
     else:
         from tandem_service.redis_client import RedisAddress
 
@@ -80,13 +86,18 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _before(path: Path) -> Sequence[Finding]:
-    from tandem_cli.doctor.before import examine_manifests
+def _before(path: Path, kubeconfig: Path | None, context: str | None) -> list[Finding]:
+    from tandem_cli.doctor.before import examine_cluster, examine_manifests
+    from tandem_cli.doctor.cluster import ClusterError, ask_cluster
     from tandem_cli.doctor.manifests import ManifestError, read_manifests
 
     try:
-        return examine_manifests(read_manifests(path))
-    except ManifestError as error:
+        objects = read_manifests(path)
+        findings = examine_manifests(objects)
+        if kubeconfig is not None or context is not None:
+            findings += examine_cluster(objects, ask_cluster(kubeconfig, context, objects.namespace))
+        return findings
+    except (ManifestError, ClusterError) as error:
         fail(str(error), code=2)
 
 
