@@ -253,7 +253,8 @@ class LlmD:
             asked += max(math.ceil(wanted * (signal * credit / self._UP - 1)), 0)
         elif signal < self._DOWN:
             asked -= math.floor(wanted * (1 - signal / self._DOWN))
-        self._asked.append((now, BOUNDS.clamp(asked)))
+        # An HPA begins its window with the pods that are there.
+        self._asked.append((now, BOUNDS.clamp(asked if self._asked else wanted)))
         low = min(count for at, count in self._asked if at > now - 30)
         high = max(count for at, count in self._asked if at > now - 180)
         changes = [(at, change) for at, change in self._changes if at > now - 120]
@@ -298,7 +299,8 @@ class Hpa:
         asked = wanted if abs(ratio - 1) <= 0.1 else math.ceil(ready * ratio)
         if wanted > ready and asked < wanted:
             asked = wanted  # pods that start count as idle on the way up, and are not taken away
-        self._asked.append((now, BOUNDS.clamp(asked)))
+        # An HPA begins its window with the pods that are there.
+        self._asked.append((now, BOUNDS.clamp(asked if self._asked else wanted)))
         if asked > wanted:
             return BOUNDS.clamp(min(asked, 2 * wanted))
         high = max(count for at, count in self._asked if at > now - self._settle_s)
@@ -439,16 +441,19 @@ def report(tables: Sequence[tuple[Workload, Sequence[Row]]]) -> str:
 NOTES = """\
 In each cell: the share of requests that met TTFT and TPOT, pod-hours, and in brackets those of prefill and
 decode pods. "In time" counts every request; nothing is refused, unlike at a gateway, so that a fleet that
-is too small serves late. The fleet is the simulation of `tandem plan` with step costs by data sheet (one
-L40S a pod, 8 billion parameters), new pods start for 90 s, each law decides every 15 s and may use 1 to 32
-pods of a role; TTFT 1 s and TPOT 60 ms, for long prompts 10 s and 60 ms. "Fixed" is what tandem's law needs
-in the busiest minute, which nobody knows beforehand.
+is too small serves late. "Fixed" is what tandem's law needs in the busiest minute, which nobody knows
+beforehand. Where load triples within a second and pods start for 90 s (bursts, step), no law here is as
+good as a fixed fleet, which in the bursts also costs little more than tandem's law; a floor of pods or a
+longer --settle-s helps there.
 
-The arrivals are generated, not recorded; their curves are in `generated` of the script, and --trace takes
-recorded ones of Mooncake and BurstGPT. llm-d's law reads measured latencies here; it prefers predicted
-ones, which rise a little earlier. Its thresholds are its own for another model and GPU. CPU use is the
-share of time in which a pod computes: a decode pod computes whenever it has one sequence, so that HPA holds
-far too many."""
+The fleet is the simulation of `tandem plan` with step costs by data sheet (one L40S a pod, 8 billion
+parameters). Each law decides every 15 s and may use 1 to 32 pods of a role. Objectives are TTFT 1 s and
+TPOT 60 ms, for long prompts 10 s and 60 ms. The arrivals are generated, not recorded: one seed, curves in
+`generated` of the script; --trace takes recorded ones of Mooncake and BurstGPT.
+
+llm-d's law reads measured latencies; it prefers predicted ones, which rise a little earlier. Its thresholds
+are its own for another model and GPU. CPU use is the share of time in which a pod computes: a decode pod
+computes whenever it has one sequence, so that HPA holds far too many."""
 
 
 def main() -> None:
