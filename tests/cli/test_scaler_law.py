@@ -138,16 +138,20 @@ def test_fewer_pods_must_have_been_enough_for_all_of_the_time() -> None:
     assert pods[0] == peak, "the short peak counts until it is settle_s old"
 
 
-def test_no_pod_is_taken_away_while_pods_start_or_objectives_are_missed() -> None:
+def test_no_pod_is_taken_away_while_objectives_are_missed() -> None:
     _, memory = repeated(snapshot(5, prefill=(9, 9), decode=(9, 9)), 250)
-    starting = snapshot(5, now=300, prefill=(9, 8), decode=(9, 8))
     missed = snapshot(5, now=300, prefill=(9, 9), decode=(9, 9), ttft=Kept(100, 50), tpot=Kept(100, 50))
-    assert [decision.wanted for decision in once(starting, memory)] == [9, 9]
     assert [decision.wanted for decision in once(missed, memory)] == [9, 9]
     kept = replace(
         missed, traffic=replace(missed.traffic, ttft_kept=Kept(100, 100), tpot_kept=Kept(100, 100))
     )
     assert max(decision.wanted for decision in once(kept, memory)) < 9
+
+
+def test_pods_that_never_start_are_taken_back_when_they_are_not_needed() -> None:
+    _, memory = repeated(snapshot(5, prefill=(9, 9), decode=(9, 9)), 250)
+    pending = snapshot(5, now=300, prefill=(9, 4), decode=(9, 4))
+    assert max(decision.wanted for decision in once(pending, memory)) < 9
 
 
 def test_pods_that_start_count_so_that_a_queue_does_not_ask_twice() -> None:
@@ -180,6 +184,9 @@ def test_missed_objectives_add_a_pod_and_teach_that_the_model_underestimates() -
     assert "TTFT was kept by 150 of 200" in decision.prefill.reason
     assert decision.decode.wanted == 2, "TPOT was kept"
     assert memory.prefill.bias > 1.0
+    settled = replace(memory, prefill=replace(memory.prefill, enough=((-80.0, 2), *memory.prefill.enough)))
+    kept = snapshot(10, now=215, prefill=(4, 4), ttft=Kept(200, 200))
+    assert decide(kept, settled, POLICY)[0].prefill.wanted == 4, "three were too few within settle_s"
     soon, _ = decide(
         replace(missed, now=215.0, prefill=replace(missed.prefill, pods=Pods(4, 4))), memory, POLICY
     )

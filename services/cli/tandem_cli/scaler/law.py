@@ -352,9 +352,12 @@ def _decide_role(
         if pods.wanted < bounds.most and is_near:
             reason = f"{need.objective} was kept by {kept} requests with {pods.wanted} pods: {why}"
             bias = min(memory.bias * min((pods.wanted + 1) / max(up, 1), _BIAS_STEP), _MAX_BIAS)
-            return _changed(pods.wanted + 1, reason, replace(memory, bias=bias), now)
+            # Fewer were not enough, whatever the model says.
+            learnt = replace(memory, bias=bias, enough=(*seen[:-1], (now, pods.wanted + 1)))
+            return _changed(pods.wanted + 1, reason, learnt, now)
     rest = max(count for _, count in memory.enough)
-    if rest < pods.wanted and is_settled and not pods.starting:
+    # Pods may be starting for ever, where no machine has room for them: they are taken back, too.
+    if rest < pods.wanted and is_settled:
         if not is_missed:
             reason = (
                 f"{rest} were enough for {policy.settle_s:.0f} s, with {policy.margin:.0%} to spare: {why}"
