@@ -259,7 +259,12 @@ BAD_INPUTS = [
     ("/v1/completions", {"prompt": ["a", ""]}, "prompt", ["empty"]),
     ("/v1/completions", {"prompt": []}, "prompt", ["empty"]),
     ("/v1/completions", {"prompt": "hat " * 300}, "prompt", ["256", "shorten"]),
-    ("/v1/completions", {"prompt": "a", "echo": True}, "echo", ["not supported"]),
+    (CHAT, {"messages": USER, "echo": True}, "echo", ["not supported"]),
+    ("/v1/completions", {"prompt": "a", "max_tokens": 0}, "max_tokens", ["at least 1"]),
+    ("/v1/completions", {"prompt": "a", "echo": True, "detokenize": False}, "echo", ["detokenize"]),
+    ("/v1/completions", {"prompt": "a", "prompt_logprobs": 21}, "prompt_logprobs", ["[0, 20]"]),
+    ("/v1/completions", {"prompt": "a", "prompt_logprobs": -1}, "prompt_logprobs", ["[0, 20]"]),
+    (CHAT, {"messages": USER, "prompt_logprobs": 1, "stream": True}, "prompt_logprobs", ["stream: false"]),
     ("/v1/completions", {"prompt": "a", "logprobs": 21}, "logprobs", ["[0, 20]"]),
 ]
 

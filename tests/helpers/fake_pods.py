@@ -41,6 +41,8 @@ class FakePod(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.PrefillSer
     logprob_of_seed: bool = False
     #: False: begins every answer anew, like a pod older than DecodeRequest.output_token_ids.
     can_continue: bool = True
+    #: False: is older than they are.
+    knows_prompt_logprobs: bool = True
     #: Why its answers end.
     reason: common_pb2.FinishReason.ValueType = common_pb2.FINISH_REASON_STOP
     total_blocks: int = 100
@@ -113,6 +115,16 @@ class FakePod(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.PrefillSer
                     logprobs = [common_pb2.PositionLogprobs(chosen=token, top=top)]
                 chunk = decode_pb2.DecodeChunk(text=word, token_ids=[10 + index], logprobs=logprobs)
                 chunk.offset = index if self.can_continue else 0
+                if index == 0 and self.knows_prompt_logprobs and request.sampling.HasField("prompt_logprobs"):
+                    num_top, num_tokens = request.sampling.prompt_logprobs, len(request.prompt_token_ids) - 1
+                    chunk.prompt_logprobs.CopyFrom(
+                        common_pb2.PromptLogprobs(
+                            logprobs=[-0.25] * num_tokens,
+                            ranks=[2] * num_tokens,
+                            top_token_ids=list(range(5, 5 + num_top)) * num_tokens,
+                            top_logprobs=[-0.125] * num_top * num_tokens,
+                        )
+                    )
                 yield decode_pb2.DecodeResponse(chunk=chunk)
         except asyncio.CancelledError:
             self.cancelled.set()

@@ -11,22 +11,23 @@ import hashlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeGuard, TypeVar
 
 import grpc
 import grpc.aio
 from tandem_core.codec import given_sampling, slo_from_proto
 from tandem_core.errors import InvalidRequestError
-from tandem_proto.v1 import common_pb2, decode_pb2, gateway_pb2, gateway_pb2_grpc
+from tandem_proto.v1 import answers_pb2, common_pb2, decode_pb2, gateway_pb2, gateway_pb2_grpc
 from tandem_service.interceptors import Metadata, current_request_id, request_id_or_new
 
 from tandem_gateway.answer import Answer
 from tandem_gateway.answers import Answers
 from tandem_gateway.auth import ApiKeys, Caller
-from tandem_gateway.errors import PRESENTATIONS, UnsupportedFieldError
+from tandem_gateway.errors import PRESENTATIONS
 from tandem_gateway.gateway import Gateway
 from tandem_gateway.grpc_messages import to_messages, to_options, to_tool_choice
 from tandem_gateway.openai_models import MAX_CHOICES
+from tandem_gateway.prompt_logprobs import check_size, echoed_text
 from tandem_gateway.request import ReceivedRequest, TokenizedRequest
 from tandem_gateway.tools.answer_parser import AnswerDelta, AnswerParser
 
@@ -114,21 +115,26 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             for choice in range(answer.num_choices)
         ]
         receipts: list[tuple[str, bytes]] = []
+        shown = answer.record.shown
+        #: Before the first text of each choice.
+        echoed = dict(enumerate(list(shown.echoed_texts) * answer.num_choices))
         async with aclosing(self._answers.read(answer, position)) as events:
             async for event, event_id, is_seen in events:
                 parser = parsers[event.choice]
                 if isinstance(event, decode_pb2.DecodeChunk):
-                    part = parser.push(event.text)
+                    part = parser.push("" if shown.hides_output else event.text)
+                    prefix = echoed.pop(event.choice, "")
                     if is_seen:
                         continue
                     chunk = gateway_pb2.GeneratedChunk(
-                        text=part.content,
+                        text=prefix + part.content,
                         reasoning=part.reasoning,
                         tool_calls=_to_proto(part),
-                        token_ids=event.token_ids,
-                        logprobs=event.logprobs,
+                        token_ids=[] if shown.hides_output else event.token_ids,
+                        logprobs=[] if shown.hides_output else event.logprobs,
                         event_id=event_id,
                         choice=event.choice,
+                        prompt_logprobs=event.prompt_logprobs if event.HasField("prompt_logprobs") else None,
                     )
                     yield kind(chunk=chunk)
                 else:
@@ -139,12 +145,12 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
                     part = parser.finish()
                     is_call = parser.has_calls and event.reason == common_pb2.FINISH_REASON_STOP
                     end = gateway_pb2.GeneratedEnd(
-                        reason=common_pb2.FINISH_REASON_TOOL_CALLS if is_call else event.reason,
+                        reason=_reason(event, shown, is_call=is_call),
                         text=part.content,
                         reasoning=part.reasoning,
                         tool_calls=_to_proto(part),
-                        stop_reason=event.stop_reason,
-                        stop_token_id=event.stop_token_id if event.HasField("stop_token_id") else None,
+                        stop_reason="" if shown.hides_output else event.stop_reason,
+                        stop_token_id=event.stop_token_id if _shows_stop_token(event, shown) else None,
                         receipt=event.receipt,
                         event_id=event_id,
                         choice=event.choice,
@@ -167,8 +173,13 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             if joined is not None:
                 return joined, ()
         tokenized = await self._tokenize(received, request)
+        check_size([tokenized], request.n or 1)
+        shown = answers_pb2.ShownAs(hides_output=_wants_only_prompt(request))
+        if _is_echo(request):
+            given = request.token_ids.ids if request.WhichOneof("prompt") == "token_ids" else request.text
+            shown.echoed_texts.append(echoed_text(self._gateway.tokenizer, given, received, tokenized))
         answer = await self._answers.begin(
-            [tokenized], kind=kind, num_choices=request.n or 1, key=key, payload_sha256=digest
+            [tokenized], kind=kind, num_choices=request.n or 1, shown=shown, key=key, payload_sha256=digest
         )
         return answer, ()
 
@@ -192,15 +203,16 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             )
         if request.n > MAX_CHOICES:
             raise InvalidRequestError("n", f"is {request.n}; it must be at most {MAX_CHOICES}")
-        is_echo = isinstance(request, gateway_pb2.GenerateRequest) and request.echo
-        if request.sampling.HasField("prompt_logprobs") or is_echo:
-            name = "echo" if is_echo else "sampling.prompt_logprobs"
-            raise UnsupportedFieldError(name, "is not supported here; leave it out")
+        sampling = given_sampling(request.sampling)
+        if _is_echo(request) and sampling.get("detokenize") is False:
+            raise InvalidRequestError("echo", "shows the prompt's text, so it excludes detokenize: false")
+        if _wants_only_prompt(request):
+            sampling["max_tokens"] = 1
         return ReceivedRequest(
             request_id=request.request_id or current_request_id(),
             caller=caller,
             model=request.model,
-            sampling=given_sampling(request.sampling),
+            sampling=sampling,
             slo_class=request.slo_class,
             arrived=arrived,
             timeout_s=context.time_remaining(),
@@ -214,6 +226,27 @@ def _to_proto(part: AnswerDelta) -> list[gateway_pb2.ToolCallDelta]:
         gateway_pb2.ToolCallDelta(index=call.index, id=call.id, name=call.name, arguments=call.arguments)
         for call in part.calls
     ]
+
+
+def _is_echo(request: _Request) -> TypeGuard[gateway_pb2.GenerateRequest]:
+    return isinstance(request, gateway_pb2.GenerateRequest) and request.echo
+
+
+def _wants_only_prompt(request: _Request) -> bool:
+    sampling = request.sampling
+    return _is_echo(request) and sampling.HasField("max_tokens") and sampling.max_tokens == 0
+
+
+def _reason(
+    end: decode_pb2.DecodeFinished, shown: answers_pb2.ShownAs, *, is_call: bool
+) -> common_pb2.FinishReason.ValueType:
+    if shown.hides_output:
+        return common_pb2.FINISH_REASON_LENGTH
+    return common_pb2.FINISH_REASON_TOOL_CALLS if is_call else end.reason
+
+
+def _shows_stop_token(end: decode_pb2.DecodeFinished, shown: answers_pb2.ShownAs) -> bool:
+    return end.HasField("stop_token_id") and not shown.hides_output
 
 
 def _kind(request: _Request) -> str:

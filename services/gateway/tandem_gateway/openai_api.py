@@ -11,7 +11,9 @@ the client disconnects at any point -> unless there is such a key, the call to t
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import json
 import math
 import re
 import time
@@ -39,6 +41,7 @@ from tandem_gateway.limits import OpenCalls
 from tandem_gateway.messages_render import MessagesRenderer
 from tandem_gateway.openai_models import ChatBody, CompletionBody, parse_body
 from tandem_gateway.openai_render import ChatRenderer, CompletionRenderer, Json, Renderer
+from tandem_gateway.prompt_logprobs import check_size, echoed_text
 from tandem_gateway.request import Event, ReceivedRequest, TokenizedRequest, with_seed
 from tandem_gateway.request_body import max_body_bytes, read_body
 from tandem_gateway.responses_render import ResponsesRenderer
@@ -47,6 +50,7 @@ from tandem_gateway.responses_render import ResponsesRenderer
 Parse: TypeAlias = Callable[[bytes], ChatBody | CompletionBody]
 
 NO_NAMES: Mapping[str, str] = {}
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 _API_KEY = "x-api-key"
 _LAST_EVENT_ID, _IDEMPOTENCY_KEY = "last-event-id", "idempotency-key"
 _SLO_CLASS, _SLO_STRICT = "x-slo-class", "x-slo-strict"
@@ -178,13 +182,20 @@ class OpenAiApi:
             add_special_tokens=body.add_special_tokens is not False,
         )
         with _naming(names):
-            tokenized = await until_disconnect(request.receive, self._tokenize(received, body))
+            prompts = await until_disconnect(request.receive, self._tokenize(received, body))
+        check_size(prompts, body.num_choices)
+        shown = body.shown()
+        if isinstance(body, CompletionBody) and body.echo:
+            shown.echoed_texts.extend(
+                echoed_text(self._gateway.tokenizer, given, received, prompt)
+                for given, prompt in zip(body.prompts(), prompts, strict=True)
+            )
         answer = await self._answers.begin(
-            tokenized,
+            prompts,
             kind=kind,
             num_choices=body.num_choices,
             with_usage=body.wants_usage_chunk,
-            shown=body.shown(),
+            shown=shown,
             is_streamed=is_streamed,
             key=key,
             payload_sha256=digest,
@@ -227,7 +238,12 @@ def _naming(names: Mapping[str, str]) -> Iterator[None]:
 
 async def _whole(events: AsyncGenerator[Sent, None], renderer: Renderer) -> Response:
     async with aclosing(events):
-        return JSONResponse(renderer.whole([sent.event async for sent in events]))
+        collected = [sent.event async for sent in events]
+    if not renderer.is_large:
+        return JSONResponse(renderer.whole(collected))
+    # A thread that runs Python code lets the event loop go on; one call of json.dumps would not.
+    text = await asyncio.to_thread(lambda: "".join(_ENCODER.iterencode(renderer.whole(collected))))
+    return Response(text.encode(), media_type=JSONResponse.media_type)
 
 
 async def _first_new(events: AsyncGenerator[Sent, None], renderer: Renderer) -> Sent:
@@ -236,7 +252,7 @@ async def _first_new(events: AsyncGenerator[Sent, None], renderer: Renderer) -> 
     last: Sent | None = None
     async for sent in events:
         if last is not None:
-            _render(last.event, renderer, with_usage=False)
+            await _render(last.event, renderer, with_usage=False)
         last = sent
         if not sent.is_seen:
             break
@@ -252,7 +268,7 @@ async def _stream(
     try:
         sent: Sent | None = first
         while sent is not None:
-            rendered = _render(sent.event, renderer, with_usage=with_usage)
+            rendered = await _render(sent.event, renderer, with_usage=with_usage)
             if rendered is not None and not sent.is_seen:
                 yield renderer.encode(rendered, sent.event_id)
             sent = await anext(events, None)
@@ -267,10 +283,12 @@ async def _stream(
         yield renderer.encode_error(hidden)
 
 
-def _render(event: Event, renderer: Renderer, *, with_usage: bool) -> Json | None:
+async def _render(event: Event, renderer: Renderer, *, with_usage: bool) -> Json | None:
     """The event as JSON; None: nothing to show yet."""
     if isinstance(event, decode_pb2.DecodeFinished):
         return renderer.finish(event, with_usage_field=with_usage)
+    if renderer.is_large and renderer.is_first(event):
+        return await asyncio.to_thread(renderer.chunk, event, with_usage_field=with_usage)
     return renderer.chunk(event, with_usage_field=with_usage)
 
 

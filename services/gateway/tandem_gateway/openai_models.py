@@ -41,7 +41,6 @@ _UNSERVED: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "suffix": (),
         "modalities": (["text"],),
         "use_beam_search": (),
-        "prompt_logprobs": (),
         "truncation_side": ("left",),
         "documents": (),
         "chat_template": (),
@@ -74,11 +73,7 @@ class StreamOptions(Body):
 BodyT = TypeVar("BodyT", bound=BaseModel)
 
 #: A guide has other fields here: see openai_guides.py.
-_SAMPLING_TYPES = {
-    name: kind
-    for name, kind in get_type_hints(SamplingParams).items()
-    if name not in ("guide", "prompt_logprobs")
-}
+_SAMPLING_TYPES = {name: kind for name, kind in get_type_hints(SamplingParams).items() if name != "guide"}
 if TYPE_CHECKING:
     _SamplingBody = Body
 else:
@@ -98,6 +93,7 @@ class _CommonBody(_SamplingBody):
     stream_options: StreamOptions | None = None
     logit_bias: dict[str, float] | None = None
     stop: str | list[str] | None = None
+    prompt_logprobs: int | Literal[False] | None = None
     bad_words: list[str | list[int]] | None = None
     truncate_prompt_tokens: int | None = None
     add_special_tokens: bool | None = None
@@ -127,6 +123,10 @@ class _CommonBody(_SamplingBody):
                 allowed = " or ".join(map(repr, _UNSERVED[name]))
                 hint = f"leave it out or send {allowed}" if allowed else "leave it out"
                 raise UnsupportedFieldError(name, f"{_shown(value)} is not supported here; {hint}")
+        if self.shows_prompt_logprobs and self.stream:
+            raise InvalidRequestError(
+                "prompt_logprobs", "cannot be streamed; send stream: false, or use gRPC"
+            )
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options", "is only allowed with stream: true")
         if self.priority:
@@ -166,6 +166,8 @@ class _CommonBody(_SamplingBody):
             given["top_k"] = 0
         if given.get("seed") == -1:  # and for "any"
             del given["seed"]
+        if not self.shows_prompt_logprobs:
+            given["prompt_logprobs"] = None
         given["bad_words"] = tuple(tuple(word) for word in self.bad_words or () if not isinstance(word, str))
         return given
 
@@ -185,7 +187,12 @@ class _CommonBody(_SamplingBody):
             tokens_as_ids=bool(self.return_tokens_as_token_ids),
             num_best=(self.n or 1) if self.compares_choices else 0,
             hides_logprobs=self.compares_choices and not self.wants_logprobs,
+            prompt_logprobs=self.prompt_logprobs if self.shows_prompt_logprobs else None,
         )
+
+    @property
+    def shows_prompt_logprobs(self) -> bool:
+        return self.prompt_logprobs is not None and self.prompt_logprobs is not False
 
     @property
     def wants_logprobs(self) -> bool:
@@ -274,12 +281,33 @@ class ChatBody(_CommonBody):
 class CompletionBody(_CommonBody):
     prompt: str | list[int] | list[str | list[int]]
     logprobs: int | Literal[False] | None = None
+    echo: bool | None = None
+    max_tokens: int | None = None
+    detokenize: bool | None = None
 
     def given_sampling(self) -> dict[str, Any]:
         given = super().given_sampling()
         if not self.wants_logprobs:
             given["logprobs"] = 0 if self.compares_choices else None
+        elif self.echo:
+            given["prompt_logprobs"] = max(given["logprobs"], given["prompt_logprobs"] or 0)
+        if self.wants_only_prompt:
+            given["max_tokens"] = 1
         return given
+
+    def refuse_unserved(self) -> None:
+        super().refuse_unserved()
+        if self.echo and self.detokenize is False:
+            raise InvalidRequestError("echo", "shows the prompt's text, so it excludes detokenize: false")
+
+    def shown(self) -> answers_pb2.ShownAs:
+        shown = super().shown()
+        shown.hides_output = self.wants_only_prompt
+        return shown
+
+    @property
+    def wants_only_prompt(self) -> bool:
+        return bool(self.echo) and self.max_tokens == 0
 
     @property
     def wants_logprobs(self) -> bool:

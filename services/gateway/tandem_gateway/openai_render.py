@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 from tandem_core.errors import InvalidRequestError, TandemError
 from tandem_proto.v1 import answers_pb2, common_pb2, decode_pb2
 
+from tandem_gateway import prompt_logprobs
 from tandem_gateway.errors import presentation
 from tandem_gateway.http_stream import SSE_DONE, sse
 from tandem_gateway.request import Event
@@ -62,11 +63,6 @@ def message_json(message: Message) -> Json:
     return {field.name: value_json(getattr(message, field.name)) for field in message.DESCRIPTOR.fields}
 
 
-def _stop_reason(end: decode_pb2.DecodeFinished) -> str | int | None:
-    """As in vLLM: the stop string, or the stop token's id; None at a plain end token."""
-    return end.stop_token_id if end.HasField("stop_token_id") else end.stop_reason or None
-
-
 @dataclass
 class _Choice:
     """A whole answer's choice."""
@@ -108,6 +104,18 @@ class Renderer(ABC):
         self._num_best = record.shown.num_best or self._num_choices
         self.shows_token_ids = record.shown.token_ids
         self._names_are_ids = record.shown.tokens_as_ids
+        #: By prompt; empty: not shown.
+        self._echoed_texts = list(record.shown.echoed_texts)
+        self._hides_output = record.shown.hides_output
+        #: Alternatives shown for each token of a prompt in `prompt_logprobs`; None: there is no such field.
+        self._num_prompt_top = (
+            record.shown.prompt_logprobs if record.shown.HasField("prompt_logprobs") else None
+        )
+        self._num_top = record.request.sampling.logprobs
+        #: By prompt.
+        self._prompt_logprobs: dict[int, common_pb2.PromptLogprobs] = {}
+        #: Whether what shows a prompt may take so long to render that it needs a thread.
+        self.is_large = record.request.sampling.HasField("prompt_logprobs")
         #: Choices of which something was rendered.
         self._begun: set[int] = set()
         #: By choice, of those that have ended.
@@ -126,20 +134,25 @@ class Renderer(ABC):
 
     def chunk(self, chunk: decode_pb2.DecodeChunk, *, with_usage_field: bool) -> Json | None:
         """None: there is nothing to show yet, for example while a character is incomplete."""
-        part = self._part(chunk.choice, chunk.text)
-        if not (part or chunk.logprobs or self.shows_token_ids):
+        is_first = self.is_first(chunk)
+        shown = self._shown(chunk)
+        part = self._part(chunk.choice, (self._echoed_text(chunk.choice) if is_first else "") + shown.text)
+        if not (part or shown.logprobs or self.shows_token_ids or (is_first and self._echoed_texts)):
             return None
-        is_first = chunk.choice not in self._begun
         self._begun.add(chunk.choice)
-        logprobs = self._logprobs(chunk.choice, chunk.logprobs)
+        logprobs = self._logprobs(chunk.choice, shown.logprobs, is_first=is_first)
         delta = self._delta(part, is_first=is_first)
         choice = {"index": chunk.choice, **delta, "logprobs": logprobs, "finish_reason": None}
         if not self.shows_token_ids:
             return self._stream_object([choice], with_usage_field)
-        choice["token_ids"] = list(chunk.token_ids)
+        choice["token_ids"] = list(shown.token_ids)
         # The prompt's are in the first chunk, as in vLLM.
         prompt = self._prompt_of(chunk.choice) if is_first else None
         return self._with_prompt(self._stream_object([choice], with_usage_field), [prompt])
+
+    def is_first(self, chunk: decode_pb2.DecodeChunk) -> bool:
+        """Whether nothing of its choice was rendered before."""
+        return chunk.choice not in self._begun
 
     def finish(self, end: decode_pb2.DecodeFinished, *, with_usage_field: bool) -> Json:
         self._receipts[end.choice] = end.receipt
@@ -150,7 +163,7 @@ class Renderer(ABC):
             **self._delta(self._last_part(end.choice), is_first=is_first),
             "logprobs": None,
             "finish_reason": self._finish_reason(end),
-            "stop_reason": _stop_reason(end),
+            "stop_reason": self._stop_reason(end),
         }
         return self._stream_object([choice], with_usage_field)
 
@@ -165,8 +178,9 @@ class Renderer(ABC):
                 choices[event.choice].end = event
                 self._receipts[event.choice] = event.receipt
             else:
-                choices[event.choice].chunks.append(event)
-                choices[event.choice].logprobs.extend(event.logprobs)
+                part = self._shown(event)
+                choices[event.choice].chunks.append(part)
+                choices[event.choice].logprobs.extend(part.logprobs)
         shown = []
         for first in range(0, len(choices), self._num_choices):
             of_prompt = choices[first : first + self._num_choices]
@@ -179,23 +193,52 @@ class Renderer(ABC):
             "choices": [self._whole_choice(index, choice) for index, choice in enumerate(shown)],
             "usage": self._usage(),
         }
+        if self._num_prompt_top is not None:
+            # Choices of a prompt share its list.
+            lists = {n: self._prompt_logprobs_json(n, self._num_prompt_top) for n in self._prompt_logprobs}
+            of_choices = [lists[choice.number // self._num_choices] for choice in shown]
+            body = self._with_prompt_logprobs(body, of_choices)
         prompts = [self._prompt_of(choice.number) for choice in shown]
         return self._with_prompt(body, prompts) if self.shows_token_ids else body
 
     def _whole_choice(self, index: int, choice: _Choice) -> Json:
+        text = self._echoed_text(choice.number) + "".join(chunk.text for chunk in choice.chunks)
         body: dict[str, JsonValue] = {
             "index": index,
-            **self._whole_text(choice.number, "".join(chunk.text for chunk in choice.chunks)),
-            "logprobs": self._logprobs(choice.number, choice.logprobs),
+            **self._whole_text(choice.number, text),
+            "logprobs": self._logprobs(choice.number, choice.logprobs, is_first=True),
             "finish_reason": self._finish_reason(choice.end),
-            "stop_reason": _stop_reason(choice.end),
+            "stop_reason": self._stop_reason(choice.end),
         }
         if self.shows_token_ids:
             body["token_ids"] = [token_id for chunk in choice.chunks for token_id in chunk.token_ids]
         return body
 
     def _usage(self) -> Json:
-        return usage_json([self._receipts[number] for number in sorted(self._receipts)], self._num_choices)
+        usage = usage_json([self._receipts[number] for number in sorted(self._receipts)], self._num_choices)
+        if self._hides_output:
+            usage = {**usage, "completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+        return usage
+
+    def _shown(self, chunk: decode_pb2.DecodeChunk) -> decode_pb2.DecodeChunk:
+        """The part of the chunk that the caller gets; keeps the prompt's log probabilities."""
+        if chunk.HasField("prompt_logprobs"):
+            self._prompt_logprobs[chunk.choice // self._num_choices] = chunk.prompt_logprobs
+        return decode_pb2.DecodeChunk(choice=chunk.choice) if self._hides_output else chunk
+
+    def _stop_reason(self, end: decode_pb2.DecodeFinished) -> str | int | None:
+        """As in vLLM: the stop string, or the stop token's id; None at a plain end token."""
+        if self._hides_output:
+            return None
+        return end.stop_token_id if end.HasField("stop_token_id") else end.stop_reason or None
+
+    def _echoed_text(self, choice: int) -> str:
+        return self._echoed_texts[choice // self._num_choices] if self._echoed_texts else ""
+
+    def _prompt_logprobs_json(self, prompt: int, num_top: int) -> Sequence[JsonValue]:
+        return prompt_logprobs.to_json(
+            self._prompt_logprobs[prompt], self._prompts[prompt], num_top, self._token_bytes
+        )
 
     def _prompt_of(self, choice: int) -> list[int]:
         return list(self._prompts[choice // self._num_choices])
@@ -204,12 +247,21 @@ class Renderer(ABC):
         body = {**self._head, "object": self._chunk_object, "choices": choices}
         return {**body, "usage": None} if with_usage_field else body
 
-    def _logprobs(self, choice: int, positions: Sequence[common_pb2.PositionLogprobs]) -> Json | None:
-        return self._logprobs_object(choice, positions) if self._wants_logprobs else None
+    def _logprobs(
+        self, choice: int, positions: Sequence[common_pb2.PositionLogprobs], *, is_first: bool
+    ) -> Json | None:
+        """is_first: of a choice's first chunk, or of a whole answer."""
+        if not self._wants_logprobs:
+            return None
+        return self._logprobs_object(choice, positions, with_prompt=is_first and bool(self._echoed_texts))
 
     def _with_prompt(self, body: Json, prompts: Sequence[list[int] | None]) -> Json:
         """Adds the prompt's token ids, one list for each choice in the body, where vLLM has them."""
         return {**body, "prompt_token_ids": prompts[0]}
+
+    def _with_prompt_logprobs(self, body: Json, lists: Sequence[Sequence[JsonValue]]) -> Json:
+        """Adds `prompt_logprobs`, one list for each choice in the body, where vLLM has them."""
+        return {**body, "prompt_logprobs": lists[0]}
 
     def _id_name(self, token: common_pb2.TokenLogprob) -> str:
         return f"token_id:{token.token_id}"
@@ -227,7 +279,7 @@ class Renderer(ABC):
 
     def _finish_reason(self, end: decode_pb2.DecodeFinished) -> str:
         """After the last part."""
-        return _FINISH_REASONS[end.reason]
+        return "length" if self._hides_output else _FINISH_REASONS[end.reason]
 
     @abstractmethod
     def _delta(self, part: AnswerDelta, *, is_first: bool) -> Json:
@@ -238,7 +290,10 @@ class Renderer(ABC):
         """The part of a whole answer's choice that holds the text."""
 
     @abstractmethod
-    def _logprobs_object(self, choice: int, positions: Sequence[common_pb2.PositionLogprobs]) -> Json: ...
+    def _logprobs_object(
+        self, choice: int, positions: Sequence[common_pb2.PositionLogprobs], *, with_prompt: bool
+    ) -> Json:
+        """with_prompt: the prompt's tokens come first."""
 
 
 def _call_json(call: CallDelta) -> dict[str, JsonValue]:
@@ -308,7 +363,9 @@ class ChatRenderer(Renderer):
             calls = [{"index": call.index, **shown} for call, shown in zip(part.calls, calls, strict=True)]
         return {"tool_calls": calls}
 
-    def _logprobs_object(self, choice: int, positions: Sequence[common_pb2.PositionLogprobs]) -> Json:
+    def _logprobs_object(
+        self, choice: int, positions: Sequence[common_pb2.PositionLogprobs], *, with_prompt: bool
+    ) -> Json:
         content = [
             {**self._token(position.chosen), "top_logprobs": [self._token(token) for token in position.top]}
             for position in positions
@@ -346,24 +403,37 @@ class CompletionRenderer(Renderer):
     def _whole_text(self, choice: int, text: str) -> Json:
         return {"text": text}
 
-    def _logprobs_object(self, choice: int, positions: Sequence[common_pb2.PositionLogprobs]) -> Json:
-        tokens = [self._name(position.chosen) for position in positions]
-        offsets = []
-        for token in tokens:
+    def _logprobs_object(
+        self, choice: int, positions: Sequence[common_pb2.PositionLogprobs], *, with_prompt: bool
+    ) -> Json:
+        before: list[common_pb2.PositionLogprobs] = []
+        offsets: list[int] = []
+        if with_prompt:
+            prompt, text = choice // self._num_choices, self._echoed_text(choice)
+            token_ids = self._prompts[prompt]
+            before = prompt_logprobs.to_positions(self._prompt_logprobs[prompt], token_ids, self._num_top)
+            offsets = prompt_logprobs.text_offsets(text, [self._token_bytes(i) for i in token_ids])
+            self._text_offsets[choice] = len(text)
+        tokens = [self._name(position.chosen) for position in (*before, *positions)]
+        for token in tokens[len(before) :]:
             offsets.append(self._text_offsets[choice])
             self._text_offsets[choice] += len(token)
-        return {
-            "tokens": tokens,
-            "token_logprobs": [position.chosen.logprob for position in positions],
-            "top_logprobs": [
-                {self._name(token): token.logprob for token in position.top} for position in positions
-            ],
-            "text_offset": offsets,
-        }
+        logprobs: list[JsonValue] = []
+        top: list[JsonValue] = []
+        for position in (*before, *positions):
+            logprobs.append(position.chosen.logprob)
+            top.append({self._name(token): token.logprob for token in position.top})
+        if before:
+            logprobs[0] = top[0] = None  # nothing comes before the first token
+        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets}
 
     def _with_prompt(self, body: Json, prompts: Sequence[list[int] | None]) -> Json:
         choices = zip(cast(Sequence[Json], body["choices"]), prompts, strict=True)
         return {**body, "choices": [{**choice, "prompt_token_ids": prompt} for choice, prompt in choices]}
+
+    def _with_prompt_logprobs(self, body: Json, lists: Sequence[Sequence[JsonValue]]) -> Json:
+        choices = zip(cast(Sequence[Json], body["choices"]), lists, strict=True)
+        return {**body, "choices": [{**choice, "prompt_logprobs": shown} for choice, shown in choices]}
 
     def _name(self, token: common_pb2.TokenLogprob) -> str:
         """The token's text; a part of a character as OpenAI writes it, so that names do not collide."""

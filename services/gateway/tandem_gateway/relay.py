@@ -243,9 +243,7 @@ class Relay:
                     response = await anext(responses)
                 is_accepted = True
                 match response.WhichOneof("event"):
-                    case "chunk" if not (num_lost or request.is_repeated) or (
-                        response.chunk.offset == len(tokens)
-                    ):
+                    case "chunk" if self._continues(response.chunk, request, tokens, num_lost):
                         backlog.remove(request.request_id)
                         yield response.chunk
                     case "finished" if response.finished.reason in _FINISH_REASONS:
@@ -257,8 +255,8 @@ class Relay:
                     case _:
                         raise UpstreamError(
                             f"the decode pod {pod.target} broke the protocol: a response without an event, "
-                            "with an unknown finish reason, or not after the tokens so far; do pod and "
-                            "gateway have the same version?"
+                            "with an unknown finish reason, not after the tokens so far, or without the "
+                            "prompt's log probabilities; do pod and gateway have the same version?"
                         )
         except StopAsyncIteration:
             raise UpstreamError(f"the decode pod {pod.target} ended the stream without a finish") from None
@@ -289,6 +287,18 @@ class Relay:
                 ending.add_done_callback(self._ending.discard)
             else:
                 call.cancel()  # does nothing to a call that has ended
+
+    def _continues(
+        self,
+        chunk: decode_pb2.DecodeChunk,
+        request: TokenizedRequest,
+        tokens: Sequence[int],
+        num_lost: int,
+    ) -> bool:
+        """Whether the chunk comes after `tokens`, and a first one has all that belongs to it."""
+        if (num_lost or request.is_repeated) and chunk.offset != len(tokens):
+            return False
+        return bool(tokens) or request.sampling.prompt_logprobs is None or chunk.HasField("prompt_logprobs")
 
     async def _wait_for_pod(
         self, request: TokenizedRequest, give_up_at: float, too_small: Mapping[str, _TooSmallError]

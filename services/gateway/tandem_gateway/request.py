@@ -109,6 +109,11 @@ class TokenizedRequest:
         return self.arrived + (self.slo.ttft_s or self.slo.e2e_s or DEFAULT_DUE_S)
 
     @property
+    def scores_prompt(self) -> bool:
+        """Whether the decode pod computes all of the prompt, for its log probabilities."""
+        return self.sampling.prompt_logprobs is not None and not self.output_token_ids
+
+    @property
     def has_objectives(self) -> bool:
         return bool(self.slo.ttft_s or self.slo.tpot_s or self.slo.e2e_s)
 
@@ -128,13 +133,17 @@ def with_seed(sampling: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def choices_of(prompts: Sequence[TokenizedRequest], num_choices: int) -> tuple[TokenizedRequest, ...]:
     """The requests of one call: so many for each prompt, numbered prompt by prompt. Each is the request that
-    a caller would send alone with the seed + i."""
+    a caller would send alone with the seed + i, but that a prompt's log probabilities come with its first."""
     return tuple(
         replace(
             prompt,
             request_id=f"{prompt.request_id}-{number}" if number else prompt.request_id,
             choice=number,
-            sampling=replace(prompt.sampling, seed=(prompt.sampling.seed + i) % 2**64),
+            sampling=replace(
+                prompt.sampling,
+                seed=(prompt.sampling.seed + i) % 2**64,
+                prompt_logprobs=None if i else prompt.sampling.prompt_logprobs,
+            ),
         )
         for p, prompt in enumerate(prompts)
         for i in range(num_choices)

@@ -216,7 +216,7 @@ class Router:
         """The same, and adds the prompt to the LRUs of the pods that will have it."""
         route = self.plan(request, excluded)
         if route is not None:
-            for pod in (route.decode, *route.prefill[:1]):
+            for pod in (route.decode, *(() if request.scores_prompt else route.prefill[:1])):
                 self._prefixes.add(pod.target, request.block_hashes(pod.load.block_size))
         return route
 
@@ -230,7 +230,7 @@ class Router:
         hashes = request.block_hashes(load.block_size)
         num_cached = self._prefixes.num_matching(pod.target, hashes) * load.block_size
         # The last token is always computed.
-        num_cached = min(num_cached, num_tokens - 1)
+        num_cached = 0 if request.scores_prompt else min(num_cached, num_tokens - 1)
         needed = -(-num_tokens // load.block_size) if load.block_size else 0
         return _Work(
             num_uncached=num_tokens - num_cached,
@@ -241,6 +241,8 @@ class Router:
 
     def _is_local(self, pod: Pod, request: TokenizedRequest, work: _Work) -> bool:
         """Whether the decode pod will compute the prompt itself."""
+        if request.scores_prompt:
+            return True
         load = pod.load
         is_idle = not max(pod.in_flight, load.num_requests)
         limit = max(load.local_prefill_tokens, load.idle_prefill_tokens if is_idle else 0)
