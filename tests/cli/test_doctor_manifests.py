@@ -248,6 +248,25 @@ def test_every_check_of_manifests_has_a_seeded_fault() -> None:
     assert {check.__name__.replace("_", "-") for check in MANIFEST_CHECKS} == {one.check for one in FAULTS}
 
 
+def test_what_is_given_by_flags_secrets_and_beside_sidecars_is_understood() -> None:
+    manifests = Manifests("cpu")
+    # A flag wins over the variable; a sidecar may come first.
+    manifests.container("decode")["args"] = ["--drain-s=900", "--max-batch", "8", "--insecure"]
+    manifests.pod("decode")["containers"].insert(0, {"name": "proxy", "image": "proxy:1"})
+    # Values that are not here are not judged.
+    variables = manifests.container("prefill")["env"]
+    reference = {"secretKeyRef": {"name": "tandem-redis", "key": "password"}}
+    variables.append({"name": "TANDEM_MAX_BATCH", "valueFrom": reference})
+    variables.append({"name": "TANDEM_PORT", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}})
+    variables.remove(next(one for one in variables if one.get("value") == "51100"))
+    manifests.settings("gateway").pop("TANDEM_MODEL")
+    manifests.container("gateway")["envFrom"].append({"secretRef": {"name": "settings"}})
+    findings = examine_manifests(parse(manifests.all))
+    (finding,) = findings
+    assert finding.check == "grace-period"
+    assert "take 907 s" in finding.what
+
+
 def run(manifests: list[Manifest], *flags: str) -> tuple[int, str]:
     outcome = CliRunner().invoke(app, ["doctor", "-", *flags], input=yaml.safe_dump_all(manifests))
     return outcome.exit_code, outcome.stdout

@@ -105,8 +105,9 @@ def _of_up(state_file: Path | None, access: Access) -> list[Finding]:
     from dataclasses import replace
 
     from tandem_core.model.registry import cache_root
-    from tandem_service.tls import PodTls, Role
+    from tandem_service.tls import PodTls, Role, TlsFileError
 
+    from tandem_cli.doctor.finding import Finding
     from tandem_cli.doctor.system import ask_by_state
     from tandem_cli.fleet import certificate_files
     from tandem_cli.state_file import read_state
@@ -121,7 +122,11 @@ def _of_up(state_file: Path | None, access: Access) -> list[Finding]:
             code=2,
         )
     if record.tls_dir and access.tls is None:
-        access = replace(access, tls=PodTls(certificate_files(Path(record.tls_dir), Role.GATEWAY)))
+        try:
+            access = replace(access, tls=PodTls(certificate_files(Path(record.tls_dir), Role.GATEWAY)))
+        except TlsFileError as error:
+            what, _, remedy = str(error).rpartition("; ")
+            return [Finding(record.tls_dir, f"{what}.", f"{remedy}.", check="certificates")]
     return asyncio.run(_after(ask_by_state(record, access)))
 
 

@@ -7,9 +7,10 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +51,13 @@ class CustomObject:
 
 @dataclass(frozen=True)
 class Workload:
-    """A Deployment or StatefulSet, and the one container that is not an init container."""
+    """A Deployment or StatefulSet, and its container that runs a program of Tandem, or else the first."""
 
     object: Any
     #: "gateway", "decode", "prefill", "lookahead"; "" for another program, such as Redis.
     role: str
-    #: Of the container. `<secret NAME/KEY>` stands for a Secret's value, `<FIELD>` for a field of the pod.
+    #: Of the container, with the flags of its command as variables. `<secret NAME/KEY>` stands for a Secret's
+    #: value, `<FIELD>` for a field of the pod.
     environment: Mapping[str, str]
 
     @property
@@ -77,11 +79,12 @@ class Workload:
 
     @property
     def labels(self) -> dict[str, str]:
-        return dict(self.object.spec.template.metadata.labels or {})
+        metadata = self.object.spec.template.metadata
+        return dict((metadata.labels if metadata is not None else None) or {})
 
     @property
     def container(self) -> Any:
-        return self.pod.containers[0]
+        return _main_container(self.object)
 
     @property
     def containers(self) -> list[Any]:
@@ -100,6 +103,13 @@ class Workload:
             return value
         default = SETTINGS[self.role].model_fields[field].default
         return "" if default is None else str(default)
+
+    def number(self, field: str) -> float:
+        """That of a setting; the default where it is none, or not known here."""
+        try:
+            return float(self.setting(field))
+        except ValueError:
+            return float(SETTINGS[self.role].model_fields[field].default)
 
     def port(self, name: str) -> int | None:
         """Number of a named port of the container."""
@@ -154,31 +164,61 @@ class Objects:
         return [workload for workload in self.workloads if wanted <= workload.labels.items()]
 
     def _environment(self, workload: Any) -> dict[str, str]:
-        container = workload.spec.template.spec.containers[0]
+        container = _main_container(workload)
         values: dict[str, str] = {}
         for source in container.env_from or ():
             if source.config_map_ref is not None:
-                found = self.find("ConfigMap", source.config_map_ref.name)
-                values |= dict((found.data if found is not None else None) or {})
+                values |= self._config_map(source.config_map_ref.name)
         for variable in container.env or ():
-            values[variable.name] = _value(variable)
-        return values
+            values[variable.name] = self._value(variable)
+        return values | (_flags(_words(container)[1:]) if _role(workload) else {})
+
+    def _config_map(self, name: str) -> dict[str, str]:
+        found = self.find("ConfigMap", name)
+        return dict((found.data if found is not None else None) or {})
+
+    def _value(self, variable: Any) -> str:
+        source = variable.value_from
+        if source is None:
+            return variable.value or ""
+        if source.secret_key_ref is not None:
+            return f"<secret {source.secret_key_ref.name}/{source.secret_key_ref.key}>"
+        if source.config_map_key_ref is not None:
+            reference = source.config_map_key_ref
+            return self._config_map(reference.name).get(reference.key, "<unknown>")
+        return f"<{source.field_ref.field_path}>" if source.field_ref is not None else "<unknown>"
 
 
-def _value(variable: Any) -> str:
-    source = variable.value_from
-    if source is None:
-        return variable.value or ""
-    if source.secret_key_ref is not None:
-        return f"<secret {source.secret_key_ref.name}/{source.secret_key_ref.key}>"
-    return f"<{source.field_ref.field_path}>" if source.field_ref is not None else "<unknown>"
+def _flags(words: Sequence[str]) -> dict[str, str]:
+    """As variables: `--max-batch 8`, `--max-batch=8`, `--insecure`."""
+    found = {}
+    for word, following in pairwise([*words, "--"]):
+        if word.startswith("--"):
+            name, equals, value = word.removeprefix("--").partition("=")
+            if not equals:
+                value = "true" if following.startswith("--") else following
+            found[ENV_PREFIX + name.replace("-", "_").upper()] = value
+    return found
+
+
+def _words(container: Any) -> list[str]:
+    return [*(container.command or ()), *(container.args or ())]
+
+
+def _role_of(container: Any) -> str:
+    """By the program that it runs."""
+    program = Path((_words(container) or [""])[0]).name
+    role = program.removeprefix("tandem-")
+    return role if program != role and role in SETTINGS else ""
+
+
+def _main_container(workload: Any) -> Any:
+    containers = workload.spec.template.spec.containers
+    return next((one for one in containers if _role_of(one)), containers[0])
 
 
 def _role(workload: Any) -> str:
-    """By the program that the container runs."""
-    command = workload.spec.template.spec.containers[0].command or [""]
-    role = Path(command[0]).name.removeprefix("tandem-")
-    return role if role in SETTINGS else ""
+    return _role_of(_main_container(workload))
 
 
 def read_manifests(path: Path) -> Objects:

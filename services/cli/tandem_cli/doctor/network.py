@@ -82,17 +82,21 @@ def _address(workload: Workload, setting: str, text: str) -> Address:
 
 
 def links(objects: Objects) -> Iterator[Link]:
-    """All that pods open to each other."""
+    """All that pods open to each other, as far as the ports are known here."""
+    yield from (link for link in _links(objects) if link.port)
+
+
+def _links(objects: Objects) -> Iterator[Link]:
     for address in addresses(objects):
         for target in objects.behind(address.service):
             yield Link(address.workload, target, address.port, address.setting.replace("_url", ""))
     decoders, prefills = objects.of_role("decode"), objects.of_role("prefill")
     for decode in decoders:
-        kv, grpc = int(decode.setting("kv_port")), int(decode.setting("port"))
+        kv, grpc = int(decode.number("kv_port")), int(decode.number("port"))
         yield Link(decode, decode, grpc, "requests of a pod that stops")
         yield Link(decode, decode, kv, "their KV")
         for prefill in prefills:
-            yield Link(decode, prefill, int(prefill.setting("port")), "prompts")
+            yield Link(decode, prefill, int(prefill.number("port")), "prompts")
             yield Link(prefill, decode, kv, "KV")
 
 

@@ -78,7 +78,7 @@ def grace_period(objects: Objects) -> Iterator[Finding]:
     for workload in objects.workloads:
         if not workload.role:
             continue
-        drain_s, pre_stop_s = float(workload.setting("drain_s")), _pre_stop_s(workload)
+        drain_s, pre_stop_s = workload.number("drain_s"), _pre_stop_s(workload)
         grace_s = workload.pod.termination_grace_period_seconds
         grace_s = 30 if grace_s is None else grace_s
         if grace_s < drain_s + pre_stop_s:

@@ -42,6 +42,8 @@ def refused_setting(objects: Objects) -> Iterator[Finding]:
             _without_environment(cls).model_validate(values)
         except ValidationError as error:
             for one in error.errors(include_url=False):
+                if _is_unknown(workload, one["type"], one["input"]):
+                    continue
                 field = ENV_PREFIX + str(one["loc"][0]).upper() if one["loc"] else ""
                 said = one["msg"].removeprefix("Value error, ")
                 yield Finding(
@@ -51,6 +53,14 @@ def refused_setting(objects: Objects) -> Iterator[Finding]:
                     if field
                     else "Change the settings it names.",
                 )
+
+
+def _is_unknown(workload: Workload, kind: str, given: object) -> bool:
+    """Whether the value is, or may be, one that is not in the manifests: a Secret's, a field of the pod."""
+    has_secrets = any(source.secret_ref is not None for source in workload.container.env_from or ())
+    if kind in ("missing", "value_error") and has_secrets:
+        return True
+    return isinstance(given, str) and given.startswith("<") and given.endswith(">")
 
 
 @cache
@@ -93,7 +103,11 @@ def mounted_file(objects: Objects) -> Iterator[Finding]:
         for field, info in SETTINGS[workload.role].model_fields.items():
             path = workload.environment.get(ENV_PREFIX + field.upper(), "")
             is_path = info.annotation is Path or Path in get_args(info.annotation)
-            if is_path and path and not any(PurePosixPath(path).is_relative_to(mount) for mount in mounts):
+            if (
+                is_path
+                and path.startswith("/")
+                and not any(PurePosixPath(path).is_relative_to(mount) for mount in mounts)
+            ):
                 yield Finding(
                     f"{workload.where}, {ENV_PREFIX}{field.upper()}",
                     f"{path} lies in no volume that the container mounts.",
@@ -103,10 +117,10 @@ def mounted_file(objects: Objects) -> Iterator[Finding]:
 
 def one_model(objects: Objects) -> Iterator[Finding]:
     """Gateway, prefill and decode pods serve the same model."""
-    engines = [workload for workload in _tandem(objects) if workload.role != "lookahead"]
+    engines = [one for one in _tandem(objects) if one.role != "lookahead" and one.model]
     models = {workload.model for workload in engines}
     if len(models) > 1:
-        named = ", ".join(sorted(f"{one.name} {one.model or 'none'}" for one in engines))
+        named = ", ".join(sorted(f"{one.name} {one.model}" for one in engines))
         yield Finding(
             "TANDEM_MODEL",
             f"The roles name different models ({named}), and a gateway uses only pods of its own.",
@@ -144,8 +158,8 @@ def device(objects: Objects) -> Iterator[Finding]:
 def kv_room(objects: Objects) -> Iterator[Finding]:
     """The pool of KV blocks holds the longest text."""
     for workload in objects.of_role("decode") + objects.of_role("prefill"):
-        blocks, size = _number(workload, "num_blocks"), _number(workload, "block_size")
-        longest = max([_number(one, "max_model_len") for one in [workload, *objects.of_role("gateway")]])
+        blocks, size = int(workload.number("num_blocks")), int(workload.number("block_size"))
+        longest = max(int(one.number("max_model_len")) for one in [workload, *objects.of_role("gateway")])
         if blocks and blocks * size < longest:
             yield Finding(
                 f"{workload.where}, TANDEM_NUM_BLOCKS",
@@ -186,7 +200,7 @@ def shared_answers(objects: Objects) -> Iterator[Finding]:
     """Several gateways resume each other's answers through Redis."""
     for gateway in objects.of_role("gateway"):
         has_redis = gateway.setting("redis_url") or gateway.environment.get("REDIS_URL")
-        if not has_redis and float(gateway.setting("resume_ttl_s")) and _most_replicas(objects, gateway) > 1:
+        if not has_redis and gateway.number("resume_ttl_s") and _most_replicas(objects, gateway) > 1:
             yield Finding(
                 f"{gateway.where}, TANDEM_REDIS_URL",
                 "There are several gateways and no Redis, so an answer is resumed at its own gateway alone.",
@@ -202,12 +216,6 @@ def _most_replicas(objects: Objects, workload: Workload) -> int:
     ]
     custom = [2 for one in objects.custom if one.scales == workload.name]
     return max([workload.replicas, *scaled, *custom])
-
-
-def _number(workload: Workload, field: str) -> int:
-    """0 if it is none; `refused_setting` says so."""
-    text = workload.setting(field)
-    return int(text) if text.isdigit() else 0
 
 
 def _tandem(objects: Objects) -> list[Workload]:
