@@ -1,7 +1,7 @@
 """Protobuf <-> the types of this package: the one translation, for gateway and pods alike.
 
 SamplingParams is translated by the names of its fields, so that a new one needs nothing here. Its fields are
-numbers, strings, lists, maps, lists of TokenIds, and a Guide.
+numbers, strings, lists, maps, lists of TokenIds, a Guide, and a BeamSearch.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from tandem_proto.v1 import common_pb2
 
+from tandem_core.beams import BeamParams, EarlyStopping
 from tandem_core.errors import InvalidRequestError
 from tandem_core.guide import Guide, GuideKind
 from tandem_core.sampling import FinishReason, PromptLogprobs, SamplingParams, TokenLogprobs
@@ -43,6 +44,8 @@ def _from_wire(value: Any) -> Any:
         return tuple(value.ids)
     if isinstance(value, common_pb2.Guide):
         return guide_from_proto(value)
+    if isinstance(value, common_pb2.BeamSearch):
+        return beams_from_proto(value)
     if isinstance(value, Mapping):
         return MappingProxyType(dict(value))
     if isinstance(value, Sequence) and not isinstance(value, str):
@@ -55,6 +58,12 @@ def _to_wire(value: Any) -> Any:
         return dict(value)
     if isinstance(value, Guide):
         return common_pb2.Guide(**{value.kind.value: value.source})
+    if isinstance(value, BeamParams):
+        return common_pb2.BeamSearch(
+            width=value.width,
+            length_penalty=value.length_penalty,
+            early_stopping=common_pb2.EarlyStopping.Value(f"EARLY_STOPPING_{value.early_stopping.name}"),
+        )
     if isinstance(value, tuple):
         return [common_pb2.TokenIds(ids=item) if isinstance(item, tuple) else item for item in value]
     return value
@@ -66,6 +75,22 @@ def guide_from_proto(message: common_pb2.Guide) -> Guide:
     if name is None:
         raise InvalidRequestError("guide", "has no source; set json_schema, regex or lark")
     return Guide(GuideKind(name), getattr(message, name))
+
+
+def beams_from_proto(message: common_pb2.BeamSearch) -> BeamParams:
+    """Raises InvalidRequestError naming a field that is out of range."""
+    names = {0: "HEURISTIC"} | {
+        value: name.removeprefix("EARLY_STOPPING_")
+        for name, value in common_pb2.EarlyStopping.items()
+        if value
+    }
+    if message.early_stopping not in names:
+        raise InvalidRequestError("early_stopping", f"is {message.early_stopping}; it must be 0 to 3")
+    return BeamParams(
+        message.width,
+        message.length_penalty if message.HasField("length_penalty") else 1.0,
+        EarlyStopping[names[message.early_stopping]],
+    )
 
 
 def slo_to_proto(slo: SloTarget) -> common_pb2.SloTarget:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from tandem_core.beams import BeamParams
 from tandem_core.errors import InvalidRequestError
 from tandem_core.guide import Guide
 
@@ -25,6 +26,12 @@ MAX_ALLOWED_TOKEN_IDS = 65_536
 MAX_LOGITS_PROCESSORS = 8
 MAX_PROCESSOR_NAME_CHARS = 64
 _UINT32 = 2**32
+#: Fields of which beam search takes the default alone.
+_NOT_WITH_BEAMS = (
+    *("min_tokens", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("logit_bias", "bad_words", "allowed_token_ids", "logits_processors", "guide"),
+    *("stop", "include_stop_str_in_output", "prompt_logprobs"),
+)
 
 
 def check_token_ids(name: str, token_ids: Collection[int], vocab_size: int) -> None:
@@ -69,6 +76,7 @@ class SamplingParams:
     #: As `logprobs`, of the prompt's tokens.
     prompt_logprobs: int | None = None
     guide: Guide | None = None
+    beam_search: BeamParams | None = None
 
     def __post_init__(self) -> None:
         checks: tuple[tuple[str, object, bool, str], ...] = (
@@ -122,6 +130,16 @@ class SamplingParams:
         for name, value, is_good, limit in checks:
             if not is_good:
                 raise InvalidRequestError(name, f"is {value}; it must be {limit}")
+        if self.beam_search is not None:
+            self._check_beam_search()
+
+    def _check_beam_search(self) -> None:
+        """Raises InvalidRequestError for a field that would change what the search compares. Temperature and
+        seed have no effect, as in transformers and vLLM."""
+        unset = SamplingParams()
+        for name in _NOT_WITH_BEAMS:
+            if getattr(self, name) != getattr(unset, name):
+                raise InvalidRequestError(name, "cannot be combined with beam search; leave it out")
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises InvalidRequestError when an id is outside [0, vocab_size), or all may be forbidden."""

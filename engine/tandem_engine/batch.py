@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from tandem_core.errors import InvariantError
 
+from tandem_engine.block_manager import BlockCopy
 from tandem_engine.draft_tree import DraftTree
 from tandem_engine.request import Request
 
@@ -29,6 +30,8 @@ class ScheduledSequence:
     #: Whether a token is sampled: True for the last prompt chunk and for decoding. Logits are then computed
     #: for the last token, or for every node of the draft.
     samples: bool
+    #: Which of the request's beams; those of one request follow each other.
+    beam: int = 0
 
     def __post_init__(self) -> None:
         if self.draft is not None and len(self.token_ids) != len(self.draft) + 1:
@@ -66,6 +69,8 @@ class ScheduledSequence:
 @dataclass(frozen=True)
 class Batch:
     sequences: tuple[ScheduledSequence, ...]
+    #: KV that is copied before anything is computed.
+    copies: tuple[BlockCopy, ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -23,6 +23,13 @@ BlockHold. A block is free when both have released it.
 
 There are no locks: all calls come from the engine's thread. A transport that finishes on another thread
 passes its `release` to the engine's thread.
+
+The beams of a beam search are one request with a table for each beam (block_size 4, 14 tokens computed, beams
+1 and 2 forked from beam 0):
+
+    beam 0    b0      b1      b2      b3              full blocks are shared, by their reference counts
+    beam 1    b0      b1      b2      b5              a partial last block is copied: b3 to b5 and b6
+    beam 2    b0      b1      b2      b6
 """
 
 from __future__ import annotations
@@ -37,7 +44,7 @@ from tandem_core.prefix_hash import BlockHasher, ChainHash, hash_block, hash_sal
 from tandem_engine.block_pool import BlockContent, BlockPool
 from tandem_engine.request import Request
 
-__all__ = ["BlockHold", "BlockManager", "BlockUsage"]
+__all__ = ["BlockCopy", "BlockHold", "BlockManager", "BlockUsage"]
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,15 @@ class BlockHold:
     block_ids: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class BlockCopy:
+    """KV to be copied before the next step: the first num_slots slots of a block."""
+
+    source: int
+    destination: int
+    num_slots: int
+
+
 @dataclass
 class _BlockTable:
     """One request's blocks in logical order, and the hashes of its leading full blocks.
@@ -71,6 +87,14 @@ class _BlockTable:
     #: Kept from the prefix lookup for `commit`, so that a block is hashed once.
     contents: list[BlockContent] = field(default_factory=list)
     num_committed: int = 0
+    #: The blocks of the beams after the first, as many as it has.
+    more_beams: list[list[int]] = field(default_factory=list)
+    #: Of the last fork, until they are taken.
+    copies: list[BlockCopy] = field(default_factory=list)
+
+    @property
+    def beams(self) -> list[list[int]]:
+        return [self.block_ids, *self.more_beams]
 
 
 class BlockManager:
@@ -112,9 +136,13 @@ class BlockManager:
         """Ids of the requests that own a block table."""
         return frozenset(self._tables)
 
-    def block_ids(self, request_id: str) -> tuple[int, ...]:
+    def block_ids(self, request_id: str, beam: int = 0) -> tuple[int, ...]:
         """Physical blocks in logical order."""
-        return tuple(self._table(request_id).block_ids)
+        return tuple(self._table(request_id).beams[beam])
+
+    def num_held(self, request_id: str) -> int:
+        """Blocks that the request holds, shared ones included."""
+        return len(set().union(*self._table(request_id).beams))
 
     # -- prefix cache ---------------------------------------------------------------------------------
 
@@ -169,17 +197,65 @@ class BlockManager:
     # -- a request's table ----------------------------------------------------------------------------
 
     def allocate(self, request: Request, num_tokens: int) -> bool:
-        """Extend the table to cover num_tokens; False, and nothing changed, when blocks are short."""
+        """Extend the table of each beam to cover num_tokens; False, and nothing changed, when blocks are
+        short."""
         table = self._tables.get(request.request_id)
         missing = self.blocks_for(num_tokens) - (len(table.block_ids) if table else 0)
         if missing > 0:
-            taken = self._pool.take(missing)
+            taken = self._pool.take(missing * (len(table.beams) if table else 1))
             if taken is None:
                 return False
             if table is None:
                 table = self._tables[request.request_id] = _BlockTable()
-            table.block_ids += taken
+            for i, block_ids in enumerate(table.beams):
+                block_ids += taken[i * missing : (i + 1) * missing]
         return True
+
+    def fork(self, request: Request, parents: Sequence[int]) -> bool:
+        """Beam i continues beam parents[i], with its KV of [0, num_computed_tokens); beams without a child
+        end. False, and nothing changed, when blocks are short.
+
+        The KV is there when `take_copies` was called and its copies are made.
+        """
+        table = self._table(request.request_id)
+        num_full, num_slots = divmod(request.num_computed_tokens, self.block_size)
+        before = table.beams
+        if any(len(block_ids) != self.blocks_for(request.num_computed_tokens) for block_ids in before):
+            raise InvariantError(f"request {request.request_id} forks with blocks that hold nothing")
+        if table.copies:
+            raise InvariantError(f"request {request.request_id} forks before its last fork is copied")
+        kept = set(parents)
+        num_ended = len(before) - len(kept)
+        if num_slots and len(parents) - len(kept) - num_ended > self._pool.num_free:
+            return False
+        # First the new references, so that shared blocks stay. Without the old ones the partial blocks of
+        # ended beams are free for copies.
+        beams = [before[parent][:num_full] for parent in parents]
+        for block_id in (block_id for block_ids in beams for block_id in block_ids):
+            self._pool.share(block_id)
+        for i, block_ids in enumerate(before):
+            for block_id in reversed(block_ids[:num_full] if i in kept else block_ids):
+                self._pool.drop(block_id)
+        if num_slots:
+            copied = self._pool.take(len(parents) - len(kept))
+            if copied is None:
+                raise InvariantError("blocks counted as free could not be allocated")
+            for block_ids, parent in zip(beams, parents, strict=True):
+                partial = before[parent][num_full]
+                if parent in kept:  # the first child takes it
+                    kept.remove(parent)
+                    block_ids.append(partial)
+                else:
+                    block_ids.append(copied.pop())
+                    table.copies.append(BlockCopy(partial, block_ids[-1], num_slots))
+        table.block_ids, *table.more_beams = beams
+        return True
+
+    def take_copies(self, request: Request) -> list[BlockCopy]:
+        """What is to be copied before the request's next step; each copy is handed out once."""
+        table = self._table(request.request_id)
+        copies, table.copies = table.copies, []
+        return copies
 
     def num_allocatable_tokens(self, request_id: str) -> int:
         """Tokens this table could cover if it were given every free block."""
@@ -199,8 +275,9 @@ class BlockManager:
         other prompts are more likely to share, stays longest."""
         table = self._table(request.request_id)
         del self._tables[request.request_id]
-        for block_id in reversed(table.block_ids):
-            self._pool.drop(block_id)
+        for block_ids in reversed(table.beams):
+            for block_id in reversed(block_ids):
+                self._pool.drop(block_id)
 
     # -- transfers ------------------------------------------------------------------------------------
 
@@ -234,9 +311,12 @@ class BlockManager:
         owners: Counter[int] = Counter()
         faults = []
         for request_id, table in self._tables.items():
-            owners.update(table.block_ids)
-            if len(set(table.block_ids)) != len(table.block_ids):
-                faults.append(f"request {request_id} has a block twice in its table")
+            for block_ids in table.beams:
+                owners.update(block_ids)
+                if len(set(block_ids)) != len(block_ids):
+                    faults.append(f"request {request_id} has a block twice in its table")
+                if len(block_ids) != len(table.block_ids):
+                    faults.append(f"request {request_id} has beams of different lengths")
             if table.num_committed > min(len(table.block_ids), len(table.contents)):
                 faults.append(f"request {request_id} has committed blocks it does not own")
         for hold in self._holds:

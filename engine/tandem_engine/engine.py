@@ -24,6 +24,7 @@ from tandem_core.sampling import PromptLogprobs, SamplingParams, TokenLogprobs, 
 from torch import Tensor
 
 from tandem_engine.batch import Batch, ScheduledSequence
+from tandem_engine.beam_search import Hypothesis, num_candidates
 from tandem_engine.block_manager import BlockManager, BlockUsage
 from tandem_engine.draft_source import NUM_LIKELIEST, DraftSource, Emitted, Likeliest
 from tandem_engine.draft_tree import MAX_TREE_NODES
@@ -63,6 +64,8 @@ class StepOutput:
     error: InvalidRequestError | None = None
     #: Of the prompt, if the request wants them: with the first token.
     prompt_logprobs: PromptLogprobs | None = None
+    #: The texts that a beam search found, the best first, when it has ended; its steps emit no tokens.
+    hypotheses: tuple[Hypothesis, ...] = ()
 
     def truncated(self, num_tokens: int) -> StepOutput:
         """Only the first num_tokens tokens, for a text that a stop string ended."""
@@ -172,6 +175,15 @@ class Engine:
         check_token_ids("prompt_token_ids", request.prompt_token_ids, self._vocab_size)
         check_token_ids("output_token_ids", request.output_token_ids, self._vocab_size)
         request.sampling.check_vocabulary(self._vocab_size)
+        beams = request.sampling.beam_search
+        if beams is not None:
+            count = num_candidates(beams.width, len(request.end_token_ids))
+            if count > self._vocab_size:
+                raise InvalidRequestError(
+                    "beam_width",
+                    f"{beams.width} with {len(request.end_token_ids)} end tokens compares {count} tokens, "
+                    f"more than the vocabulary's {self._vocab_size}; ask for fewer beams or stop_token_ids",
+                )
         self._verifier.custom.check(request.sampling.logits_processors)
 
     def add(self, request: Request) -> None:
@@ -268,6 +280,8 @@ class Engine:
         outputs = []
         sampling = [s for s in batch.sequences if s.samples]
         for sequence, seen, done in zip(sampling, verified, updates, strict=True):
+            if sequence.beam > 0:
+                continue
             n = len(done.new_token_ids)
             draft = sequence.draft
             outputs.append(
@@ -281,6 +295,7 @@ class Engine:
                     tuple([depth - 1 for depth in draft.depths()[1:]]) if draft is not None else (),
                     seen.error,
                     _delivered_scores(done),
+                    _hypotheses(done),
                 )
             )
         return outputs
@@ -312,7 +327,8 @@ class Engine:
         sampling = [s for s in batch.sequences if s.samples]
         for sequence, seen, done in zip(sampling, verified, updates, strict=True):
             rows = [first_row + node for node in seen.path[: len(done.new_token_ids)]]
-            emitted.append(Emitted(done.request, done.new_token_ids, rows))
+            if done.request.search is None:
+                emitted.append(Emitted(done.request, done.new_token_ids, rows))
             first_row += sequence.num_logits_rows
         if emitted:
             self._drafter.extend(emitted, logits)
@@ -330,8 +346,11 @@ class Engine:
         if batch.num_tokens == len(sequences) + drafted and all(s.samples for s in sequences):
             context = sum([s.start for s in sequences])
             self.decode_times.observe(len(sequences), context, step_s)
-            gained = sum([len(output.token_ids) for output in outputs]) / len(sequences)
-            self.tokens_per_step += _RECENT * (gained - self.tokens_per_step)
+            # A beam gains one token, whatever drafts bring to others.
+            plain = [output for output in outputs if output.request.search is None]
+            if plain:
+                gained = sum([len(output.token_ids) for output in plain]) / len(plain)
+                self.tokens_per_step += _RECENT * (gained - self.tokens_per_step)
             if self._drafter is not None:
                 self._drafter.observe_step(len(sequences), context, drafted, step_s)
         elif prompt_s is not None:
@@ -354,3 +373,8 @@ def _delivered_scores(done: RequestUpdate) -> PromptLogprobs | None:
         return None
     done.request.prompt_scores = None
     return scores.result()
+
+
+def _hypotheses(done: RequestUpdate) -> tuple[Hypothesis, ...]:
+    search = done.request.search
+    return search.hypotheses() if search is not None and search.is_done else ()

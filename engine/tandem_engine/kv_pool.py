@@ -23,6 +23,7 @@ from tandem_core.errors import CapacityError
 from tandem_kernels import move_slots_in_layers
 
 from tandem_engine import device_copies
+from tandem_engine.block_manager import BlockCopy
 from tandem_engine.gpu_block_store import CopyCounts, CudaStreams, Event, GpuBlockStore
 from tandem_engine.prefault import Prefaulter
 from tandem_engine.transport.base import MAX_FRAME_BYTES, PendingRead
@@ -173,6 +174,15 @@ class KVPool:
         received = np.frombuffer(payload, dtype=np.uint8)
         _block_bytes(self.caches[layer])[np.asarray(block_ids)] = received.reshape(len(block_ids), -1)
         return None
+
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        """Copies the beginnings of blocks in every layer. No destination may be a source."""
+        self.will_use(max(c.destination for c in copies))
+        size = self.shape.block_size
+        self.move(
+            [c.source * size + i for c in copies for i in range(c.num_slots)],
+            [c.destination * size + i for c in copies for i in range(c.num_slots)],
+        )
 
     def move(self, src_slots: Sequence[int], dst_slots: Sequence[int]) -> None:
         """Copies KV between slots (block id * block_size + offset) in every layer.

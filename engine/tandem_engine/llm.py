@@ -19,10 +19,12 @@ from tandem_core.prefix_hash import cache_salt
 from tandem_core.sampling import FinishReason, PromptLogprobs, SamplingParams, TokenLogprobs
 
 from tandem_engine.assemble import EngineConfig, assemble
+from tandem_engine.beam_search import Hypothesis
 from tandem_engine.draft_source import DraftSource
 from tandem_engine.engine import StepOutput
 from tandem_engine.prompt_scores import PromptScores
 from tandem_engine.request import Request
+from tandem_engine.scheduler import text_end
 
 Prompt = str | Sequence[int]
 
@@ -88,6 +90,36 @@ class LLM:
                 self._end(run)
         return [run.completion for run in runs]
 
+    def beam_search(self, prompt: Prompt, sampling: SamplingParams) -> list[Completion]:
+        """The texts that `sampling.beam_search` finds, the best first. Raises InvalidRequestError or
+        CapacityError."""
+        request = self.begin(prompt, sampling)
+        found: tuple[Hypothesis, ...] = ()
+        while not found:
+            for output in self.engine.step():
+                if output.request is request:
+                    found = output.hypotheses
+                elif output.request.request_id in self._live:
+                    self._take(output)
+        return [self._completion(request, one) for one in found]
+
+    def begin(self, prompt: Prompt, sampling: SamplingParams) -> Request:
+        """A request for callers who step the engine themselves."""
+        request = self._request(prompt, sampling)
+        self.engine.add(request)
+        return request
+
+    def _completion(self, request: Request, found: Hypothesis) -> Completion:
+        reason, stop_token_id = text_end(request, found.token_ids[-1])
+        text = StreamingDetokenizer(self.tokenizer, request.sampling)
+        return Completion(
+            text.push(found.token_ids, ends=reason is FinishReason.STOP) + text.flush(),
+            list(found.token_ids),
+            list(found.logprobs),
+            finish_reason=reason,
+            stop_reason="" if stop_token_id is None else str(stop_token_id),
+        )
+
     def stream(self, prompt: Prompt, sampling: SamplingParams) -> Iterator[str]:
         """Yields text as it becomes final. Closing the iterator early frees the request.
 
@@ -132,10 +164,13 @@ class LLM:
     def _step(self) -> None:
         """One engine step for all unfinished requests."""
         for output in self.engine.step():
-            run = self._live[output.request.request_id]
-            run.take(output)
-            if not run.is_live:
-                self._end(run)
+            self._take(output)
+
+    def _take(self, output: StepOutput) -> None:
+        run = self._live[output.request.request_id]
+        run.take(output)
+        if not run.is_live:
+            self._end(run)
 
     def _end(self, run: _Run) -> None:
         """Frees the request. A second call does nothing."""

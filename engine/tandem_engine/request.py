@@ -10,6 +10,10 @@ token left to compute is decoding; one with more is prefilling, also after a pre
 
 A request may begin with output tokens: another engine computed them, and this one continues the text. Nothing
 else is needed, because a token depends on prompt, output, sampling parameters and seed alone.
+
+A beam search is one request. Its beams have the same length, so its counters are those of each beam; its
+output is the best beam's, and in the end the best text. It has no tokens to show before it ends, so it begins
+anew where other requests continue.
 """
 
 from __future__ import annotations
@@ -18,10 +22,12 @@ import enum
 import math
 from dataclasses import dataclass, field
 
+from tandem_core.beams import BeamParams
 from tandem_core.errors import InvalidRequestError, InvariantError
 from tandem_core.sampling import FinishReason, SamplingParams
 from tandem_core.speculation import SpeculationMode
 
+from tandem_engine.beam_search import BeamSearch
 from tandem_engine.draft_tree import DraftTree
 from tandem_engine.guided import GuideState
 from tandem_engine.prompt_scores import PromptScores
@@ -70,6 +76,10 @@ class Request:
     first_scheduled_ns: int | None = None
     #: Proposal for the next step, set by the engine's loop before scheduling; None: plain decode.
     draft: DraftTree | None = None
+    #: None: the request is no beam search.
+    search: BeamSearch | None = field(init=False, default=None)
+    #: Of each beam: the one that it continues, until its blocks are those of this one.
+    fork: tuple[int, ...] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:
@@ -78,6 +88,32 @@ class Request:
             raise InvariantError(f"request {self.request_id} must start with nothing computed")
         if (self.guide is None) is not (self.sampling.guide is None):
             raise InvariantError(f"request {self.request_id} needs a state for its guide, and only for one")
+        if self.sampling.beam_search is not None:
+            if self.output_token_ids:
+                raise InvariantError(f"request {self.request_id} is a beam search, which continues no text")
+            self.begin_search(self.sampling.beam_search)
+
+    def begin_search(self, params: BeamParams) -> None:
+        """Also begins anew, without the tokens so far."""
+        self.output_token_ids.clear()
+        self.fork = None
+        self.search = BeamSearch(
+            params,
+            end_token_ids=self.end_token_ids,
+            max_tokens=self.sampling.max_tokens,
+            num_top=self.sampling.logprobs,
+        )
+
+    @property
+    def end_token_ids(self) -> frozenset[int]:
+        """Tokens that end the text: its stop tokens, and the model's unless it ignores them."""
+        stop = frozenset(self.sampling.stop_token_ids)
+        return stop if self.sampling.ignore_eos else stop | self.eos_token_ids
+
+    @property
+    def num_places(self) -> int:
+        """In a batch."""
+        return 1 if self.sampling.beam_search is None else self.sampling.beam_search.width
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -116,6 +116,8 @@ class ModelRunner:
         launched, so that a reader must wait for an event recorded then. on_prompt_logits is called for the
         `scored_positions` of every sequence. The logits are valid until the next step.
         """
+        if batch.copies:
+            self.pool.copy(batch.copies)
         inputs = model_inputs(batch, self.pool.shape.block_size)
         logits_rows = _logits_rows(batch)
         if self.device.type == "cuda":

@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 import pytest
 from tandem_core import codec
+from tandem_core.beams import BeamParams, EarlyStopping
 from tandem_core.guide import Guide, GuideKind
 from tandem_core.sampling import FinishReason, SamplingParams, TokenLogprobs
 from tandem_core.slo import DEFAULT_SLO_CLASSES
@@ -38,6 +39,7 @@ EVERYTHING = SamplingParams(
 )
 #: Excludes two of the fields above.
 GUIDED = SamplingParams(guide=Guide(GuideKind.REGEX, "[a-z]+"))
+SEARCHED = SamplingParams(beam_search=BeamParams(3, 0.5, EarlyStopping.NEVER))
 
 
 def test_the_fields_of_the_class_are_those_of_the_message() -> None:
@@ -48,11 +50,11 @@ def test_the_fields_of_the_class_are_those_of_the_message() -> None:
 def test_the_examples_set_every_field() -> None:
     plain = SamplingParams()
     for field in dataclasses.fields(SamplingParams):
-        example = GUIDED if field.name == "guide" else EVERYTHING
+        example = {"guide": GUIDED, "beam_search": SEARCHED}.get(field.name, EVERYTHING)
         assert getattr(example, field.name) != getattr(plain, field.name), field.name
 
 
-@pytest.mark.parametrize("params", [EVERYTHING, GUIDED])
+@pytest.mark.parametrize("params", [EVERYTHING, GUIDED, SEARCHED])
 def test_sampling_parameters_travel_whole(params: SamplingParams) -> None:
     wire = common_pb2.SamplingParams.FromString(codec.sampling_to_proto(params).SerializeToString())
     assert SamplingParams(**codec.given_sampling(wire)) == params

@@ -12,7 +12,7 @@ from tandem_core.sampling import SamplingParams
 from tandem_engine.request import Request
 from tandem_engine.sampling.custom import Row
 from tandem_engine.sampling.rng import RANGE, position_key, uniforms
-from tandem_engine.sampling.sampler import TokenChooser, draw, end_token_ids, most_likely
+from tandem_engine.sampling.sampler import TokenChooser, draw, most_likely
 
 
 def random_row(seed: int, size: int = 1000) -> Row:
@@ -95,5 +95,5 @@ def test_a_chooser_that_goes_on_equals_one_that_starts_there() -> None:
 def test_end_tokens() -> None:
     stops = SamplingParams(stop_token_ids=(4,))
     ignoring = SamplingParams(stop_token_ids=(4,), ignore_eos=True)
-    assert end_token_ids(Request("r", [1], stops, eos_token_ids=frozenset({2}))) == {2, 4}
-    assert end_token_ids(Request("r", [1], ignoring, eos_token_ids=frozenset({2}))) == {4}
+    assert Request("r", [1], stops, eos_token_ids=frozenset({2})).end_token_ids == {2, 4}
+    assert Request("r", [1], ignoring, eos_token_ids=frozenset({2})).end_token_ids == {4}

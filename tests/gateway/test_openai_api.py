@@ -305,9 +305,7 @@ async def test_the_clients_exceptions_are_openais(pods, gateway):
     assert (info.value.code, info.value.param) == ("model_not_found", "model")
     assert "tiny-chat" in str(info.value)
     with pytest.raises(openai.BadRequestError) as bad:
-        await front.openai.chat.completions.create(
-            model="", messages=USER, extra_body={"use_beam_search": True}
-        )
+        await front.openai.chat.completions.create(model="", messages=USER, extra_body={"suffix": "x"})
     assert bad.value.code == "unsupported_parameter"
     missing = await front.http.get("/v1/nothing")
     assert missing.status_code == 404

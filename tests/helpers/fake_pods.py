@@ -43,6 +43,8 @@ class FakePod(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.PrefillSer
     can_continue: bool = True
     #: False: is older than they are.
     knows_prompt_logprobs: bool = True
+    #: False: like a pod older than DecodeRequest.sampling.beam_search.
+    can_search: bool = True
     #: Why its answers end.
     reason: common_pb2.FinishReason.ValueType = common_pb2.FINISH_REASON_STOP
     total_blocks: int = 100
@@ -88,6 +90,10 @@ class FakePod(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.PrefillSer
         self.started.set()
         wants_logprobs = request.sampling.HasField("logprobs")
         num_done = len(request.output_token_ids) if self.can_continue else 0
+        if request.sampling.HasField("beam_search") and self.can_search:
+            async for response in self._search(request, context):
+                yield response
+            return
         try:
             if self.prefill_crashes:
                 progress = decode_pb2.DecodeProgress(prefill_crashes=self.prefill_crashes)
@@ -143,6 +149,22 @@ class FakePod(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.PrefillSer
         yield decode_pb2.DecodeResponse(
             finished=decode_pb2.DecodeFinished(reason=self.reason, stop_reason="<|im_end|>", receipt=receipt)
         )
+
+    async def _search(self, request, context):
+        """As many texts as beams, of one, two, ... words."""
+        end = time.monotonic() + self.pause_s
+        while (left_s := end - time.monotonic()) > 0:
+            await pause_async(min(left_s, 0.1))
+            yield decode_pb2.DecodeResponse(progress=decode_pb2.DecodeProgress(draining=self.is_draining))
+        if self.fail_with is not None:
+            await context.abort(self.fail_with, f"prompt: {self.name} says no")
+        beams = []
+        for i in range(request.sampling.beam_search.width):
+            ids = list(range(10, 11 + i))
+            text = " ".join(self.words[: i + 1])
+            beams.append(decode_pb2.DecodeBeam(text=text, token_ids=ids, reason=self.reason))
+        receipt = common_pb2.Receipt(decode_pod=self.name, decode_steps=3, transfer_bytes=100)
+        yield decode_pb2.DecodeResponse(beams=decode_pb2.DecodeBeams(beams=beams, receipt=receipt))
 
     async def Prefill(self, request, context):
         yield prefill_pb2.PrefillResponse(progress=prefill_pb2.PrefillProgress())

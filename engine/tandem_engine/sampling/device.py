@@ -70,7 +70,7 @@ def read_back(sequences: Sequence[ScheduledSequence], logits: Tensor, num_likeli
 
 def _needs_rows(sequence: ScheduledSequence) -> bool:
     sampling = sequence.request.sampling
-    return sampling.needs_processing or sampling.logprobs is not None
+    return sampling.needs_processing or sampling.logprobs is not None or sampling.beam_search is not None
 
 
 def choose_tokens(sequences: Sequence[ScheduledSequence], logits: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ def choose_tokens(sequences: Sequence[ScheduledSequence], logits: Tensor) -> Ten
     for sequence in sequences:
         sampling = sequence.request.sampling
         num_rows = sequence.num_logits_rows
-        if sampling.is_greedy or sampling.needs_processing:
+        if sampling.is_greedy or sampling.needs_processing or sampling.beam_search is not None:
             keys += [0] * num_rows
             parameters += [(0.0, 0.0, 1.0, -math.inf)] * num_rows
             continue

@@ -18,12 +18,6 @@ from tandem_engine.sampling.processors import TokenHistory, TokenIds
 from tandem_engine.sampling.rng import RANGE, position_key, uniforms, uniforms_of_range
 
 
-def end_token_ids(request: Request) -> frozenset[int]:
-    """Tokens that end this request's text: its stop tokens, and the model's unless it ignores them."""
-    stop = frozenset(request.sampling.stop_token_ids)
-    return stop if request.sampling.ignore_eos else stop | request.eos_token_ids
-
-
 def most_likely(row: Row) -> int:
     """Index of the largest value in row [V]; the lowest of equals."""
     return int(row.argmax())
@@ -73,7 +67,7 @@ class TokenChooser:
         self._custom = custom
         self._position = request.num_tokens
         self._num_output = len(request.output_token_ids)
-        self._end_token_ids = end_token_ids(request)
+        self._end_token_ids = request.end_token_ids
         #: None: the choice does not depend on the tokens so far.
         self._history = (
             TokenHistory(request.prompt_token_ids, request.output_token_ids)

@@ -24,7 +24,7 @@ from torch import Tensor
 from tandem_engine.batch import Batch, ScheduledSequence
 from tandem_engine.sampling.custom import NO_PROCESSORS, LogitsProcessors
 from tandem_engine.sampling.device import StepResults
-from tandem_engine.sampling.sampler import TokenChooser, end_token_ids
+from tandem_engine.sampling.sampler import TokenChooser
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,9 @@ class Verifier:
             )
         sampling = [s for s in batch.sequences if s.samples]
         is_decided = [
-            not s.request.sampling.needs_processing and (s.request.sampling.is_greedy or results is not None)
+            not s.request.sampling.needs_processing
+            and s.request.search is None
+            and (s.request.sampling.is_greedy or results is not None)
             for s in sampling
         ]
         decided: list[int] = []
@@ -83,6 +85,20 @@ class Verifier:
         first_row = 0
         for n, (sequence, is_known) in enumerate(zip(sampling, is_decided, strict=True)):
             end_row = first_row + sequence.num_logits_rows
+            search = sequence.request.search
+            if search is not None:
+                if sequence.beam == 0:
+                    num_beams = search.num_running
+                    rows_of_beams = (
+                        logits[first_row : first_row + num_beams]
+                        if results is None
+                        else torch.cat([results.rows[n + beam] for beam in range(num_beams)])
+                    )
+                    search.advance(torch.log_softmax(rows_of_beams.float(), dim=-1).numpy())
+                # Stands for the step's result, which is the search's.
+                verified.append(Verified((0,), (0,), (), ()))
+                first_row = end_row
+                continue
             choices = decided[first_row:end_row] if is_known else None
             rows = logits[first_row:end_row] if results is None else results.rows.get(n)
             try:
@@ -143,7 +159,7 @@ def _walk(
     if sequence.draft is None:
         return (choose(0),), (0,)
     children = sequence.draft.children()
-    ends = end_token_ids(request)
+    ends = request.end_token_ids
     num_output = len(request.output_token_ids)
     token_ids: list[int] = []
     path: list[int] = []

@@ -8,7 +8,7 @@ config      limits, reservations, counts
 
 from tandem_engine.scheduler.config import PromptWork, RequestCounts, Reservation, SchedulerConfig
 from tandem_engine.scheduler.core import Scheduler
-from tandem_engine.scheduler.sequences import RequestUpdate, VerifiedTokens, append_tokens
+from tandem_engine.scheduler.sequences import RequestUpdate, VerifiedTokens, append_tokens, text_end
 
 __all__ = [
     "PromptWork",
@@ -19,4 +19,5 @@ __all__ = [
     "SchedulerConfig",
     "VerifiedTokens",
     "append_tokens",
+    "text_end",
 ]

@@ -29,14 +29,17 @@ from tandem_core.errors import CapacityError, InvalidRequestError, InvariantErro
 from tandem_core.sampling import FinishReason
 
 from tandem_engine.batch import Batch, ScheduledSequence
-from tandem_engine.block_manager import BlockManager
+from tandem_engine.beam_search import BeamSearch
+from tandem_engine.block_manager import BlockCopy, BlockManager
 from tandem_engine.request import Request, RequestStatus
 from tandem_engine.scheduler.config import PromptWork, RequestCounts, Reservation, SchedulerConfig
 from tandem_engine.scheduler.queues import RequestQueues
 from tandem_engine.scheduler.sequences import (
     RequestUpdate,
     VerifiedTokens,
+    advance_beams,
     append_tokens,
+    beam_sequences,
     check_verified,
     decode_sequence,
     fit_draft,
@@ -144,11 +147,16 @@ class Scheduler:
         able = self._queues.secure_next_tokens()
         decoding = [r for r in able if r.is_decoding]
         prefilling = [r for r in able if not r.is_decoding]
-        budget = self.config.max_tokens_per_step - len(decoding)
+        budget = self.config.max_tokens_per_step - sum([r.num_places for r in decoding])
         # Prompts are certain work, drafts may be rejected: with both, drafts get at most half of the budget.
         draft_budget = budget // 2 if prefilling else budget
-        sequences = []
+        sequences: list[ScheduledSequence] = []
+        copies: list[BlockCopy] = []
         for request in decoding:
+            if request.search is not None:
+                sequences += beam_sequences(self._blocks, request, request.search)
+                copies += self._blocks.take_copies(request)
+                continue
             draft = fit_draft(self._blocks, request, draft_budget, self.config.max_model_len)
             if draft is not None:
                 draft_budget -= len(draft)
@@ -165,12 +173,13 @@ class Scheduler:
                 sequences.append(chunk)
         for request in self._queues.running:
             request.draft = None
-        self._in_flight = Batch(tuple(sequences)) if sequences else None
+        self._in_flight = Batch(tuple(sequences), tuple(copies)) if sequences else None
         return self._in_flight
 
     def update(self, batch: Batch, verified: Sequence[VerifiedTokens]) -> list[RequestUpdate]:
         """Apply a finished step. `verified` has one item per sampling sequence, in batch order; so has the
-        result. A request that was aborted meanwhile emits nothing and is finished.
+        result. A request that was aborted meanwhile emits nothing and is finished. A beam search emits
+        nothing, and its state, which has the step's result, says what becomes of it.
 
         The model runner has by now moved the accepted nodes' KV to [start, start + len(path)).
         """
@@ -189,8 +198,9 @@ class Scheduler:
     # -- accounting -----------------------------------------------------------------------------------
 
     def decoding(self) -> list[Request]:
-        """Requests in the batch that decode: those worth a draft before the next `schedule`."""
-        return [r for r in self._queues.running if r.is_decoding]
+        """Requests in the batch that decode: those worth a draft before the next `schedule`, so no beam
+        search."""
+        return [r for r in self._queues.running if r.is_decoding and r.search is None]
 
     def has_work(self) -> bool:
         """Whether schedule() is worth calling; requests that wait for KV are not work."""
@@ -224,19 +234,38 @@ class Scheduler:
                 f"has {request.num_tokens} tokens, but the context holds {max_model_len} including at "
                 f"least one of output; shorten it to {max_model_len - 1} tokens or fewer",
             )
+        if request.num_places > self.config.max_batch:
+            raise InvalidRequestError(
+                "beam_width",
+                f"is {request.num_places}, but the pods compute {self.config.max_batch} sequences at once; "
+                f"ask for at most {self.config.max_batch}",
+            )
+        if request.search is not None and request.num_tokens + request.sampling.max_tokens > max_model_len:
+            raise InvalidRequestError(
+                "max_tokens",
+                f"is {request.sampling.max_tokens}, but the prompt of {request.num_tokens} tokens leaves "
+                f"{max_model_len - request.num_tokens} of the context, and beam search needs all; lower it",
+            )
         # The last token's KV is never computed.
         longest = token_limit(request, max_model_len) - 1
-        capacity = self._blocks.num_blocks * self._blocks.block_size
-        if longest > capacity:
+        # Beams share the full blocks of the prompt.
+        shared = (request.num_places - 1) * (request.num_prompt_tokens // self._blocks.block_size)
+        num_blocks = request.num_places * self._blocks.blocks_for(longest) - shared
+        if num_blocks > self._blocks.num_blocks:
+            size = self._blocks.block_size
+            of_beams = f" of each of {request.num_places} beams" if request.search is not None else ""
             raise CapacityError(
-                f"prompt and max_tokens need KV for {longest} tokens, but this pod holds {capacity}: "
-                f"lower max_tokens, shorten the prompt, or give the pod more blocks"
+                f"prompt and max_tokens{of_beams} need KV for {longest} tokens, {num_blocks} blocks of "
+                f"{size}, but this pod holds {self._blocks.num_blocks * size}: lower max_tokens, shorten the "
+                "prompt, or give the pod more blocks"
             )
 
     def _apply(self, sequence: ScheduledSequence, verified: VerifiedTokens) -> RequestUpdate:
         request = sequence.request
         if request.status is not RequestStatus.RUNNING:
             return RequestUpdate(request, (), finished=True)
+        if request.search is not None:
+            return self._apply_search(sequence, request.search)
         update = append_tokens(request, verified.token_ids, self.config.max_model_len)
         num_valid = sequence.num_new_tokens if sequence.draft is None else len(verified.path)
         # A text that ended inside the accepted path leaves KV beyond its end.
@@ -246,6 +275,20 @@ class Scheduler:
             self._retire(request)
         else:
             self._blocks.trim(request, request.num_tokens)
+        return update
+
+    def _apply_search(self, sequence: ScheduledSequence, search: BeamSearch) -> RequestUpdate:
+        """Once a step, with the first beam."""
+        request = sequence.request
+        if sequence.beam > 0:
+            return RequestUpdate(request, (), finished=False)
+        is_prompt = not request.output_token_ids
+        request.num_computed_tokens = sequence.start + sequence.num_new_tokens
+        if is_prompt:  # what beams generate is not findable
+            self._blocks.commit(request)
+        update = advance_beams(request, search)
+        if update.finished:
+            self._retire(request)
         return update
 
     def _end_step(self, batch: Batch) -> None:

@@ -3,7 +3,7 @@
     waiting    no blocks
     ready      blocks and KV; wants a place in the batch
     reserved   blocks, KV in transfer; leaves by adopt or remove only
-    running    blocks for all its tokens; at most max_batch
+    running    blocks for all its tokens; they take at most max_batch places, a beam search one for each beam
 
 The order everywhere is earliest deadline first (`Request.due`), then arrival. The batch has the first of
 those that hold blocks: with a full batch, a later one that runs is paused and keeps its KV. Only for a
@@ -28,6 +28,10 @@ from tandem_engine.scheduler.config import PromptWork, RequestCounts, SchedulerC
 _MUCH_EARLIER_S = 10.0
 
 _Order: TypeAlias = tuple[float, int]
+
+
+def _num_places(requests: list[Request]) -> int:
+    return sum([r.num_places for r in requests])
 
 
 class RequestQueues:
@@ -127,7 +131,7 @@ class RequestQueues:
                 self._waiting.pop(0)
                 if joining is self._short_of_blocks:
                     self._short_of_blocks = None
-            if len(self._running) == self._config.max_batch:
+            while _num_places(self._running) + joining.num_places > self._config.max_batch:
                 self._pause(self._running[-1])
             joining.status = RequestStatus.RUNNING
             insort(self._running, joining, key=self._order)
@@ -140,8 +144,9 @@ class RequestQueues:
         return earlier < self._config.max_tokens_per_step
 
     def _has_place(self, request: Request) -> bool:
-        """Whether the batch has one, or would with its last request paused, which is due later."""
-        return len(self._running) < self._config.max_batch or request.due < self._running[-1].due
+        """Whether the batch has one, or would with those paused that are due later."""
+        staying = [r for r in self._running if r.due <= request.due]
+        return _num_places(staying) + request.num_places <= self._config.max_batch
 
     def _pause(self, request: Request) -> None:
         """Out of the batch; it keeps its KV."""
@@ -156,8 +161,8 @@ class RequestQueues:
             return True
         holders = [r for r in self._running + self._ready if r.due > request.due + _MUCH_EARLIER_S]
         # An upper bound, without what is cached: nothing is preempted for a request that still may not fit.
-        missing = self._blocks.blocks_for(request.num_tokens) + len(self._running) + len(self._ready)
-        held = sum([len(self._blocks.block_ids(r.request_id)) for r in holders])
+        missing = self._blocks.blocks_for(request.num_tokens) + _num_places(self._running + self._ready)
+        held = sum([self._blocks.num_held(r.request_id) for r in holders])
         if missing > self._blocks.num_free_blocks + held:
             return False
         holders.sort(key=self._order)
@@ -175,7 +180,7 @@ class RequestQueues:
         """
         cached = self._blocks.match_prefix(request)
         missing = self._blocks.blocks_for(request.num_tokens) - self._blocks.blocks_for(cached)
-        spare = len(self._running) + len(self._ready)
+        spare = _num_places(self._running + self._ready)
         if missing + spare > self._blocks.num_free_blocks:
             self._blocks.free(request)
             return False
@@ -196,7 +201,7 @@ class RequestQueues:
         for request in self.running:
             if request.status is not RequestStatus.RUNNING:
                 continue  # just preempted for an earlier one
-            while not (secured := self._blocks.allocate(request, request.num_tokens)):
+            while not (secured := self._fork(request) and self._blocks.allocate(request, request.num_tokens)):
                 victim = self._victim(request)
                 if victim is None:
                     break
@@ -205,16 +210,27 @@ class RequestQueues:
                 able.append(request)
         return able
 
+    def _fork(self, request: Request) -> bool:
+        """Gives the beams of a search their blocks; False without blocks."""
+        if request.fork is not None:
+            if not self._blocks.fork(request, request.fork):
+                return False
+            request.fork = None
+        return True
+
     def _victim(self, request: Request) -> Request | None:
         """The last in order among the later running ones and those that hold blocks but do not run."""
         later = [r for r in self._running if self._order(r) > self._order(request)]
         return max(later + self._ready, key=self._order, default=None)
 
     def _preempt(self, victim: Request) -> None:
-        """Free a request's blocks; it keeps its tokens and its place in the order."""
+        """Free a request's blocks; it keeps its place in the order and its tokens, but a beam search has none
+        to keep."""
         (self._running if victim.status is RequestStatus.RUNNING else self._ready).remove(victim)
         self._blocks.free(victim)
         victim.num_computed_tokens = 0
+        if victim.sampling.beam_search is not None:
+            victim.begin_search(victim.sampling.beam_search)
         victim.num_preemptions += 1
         victim.draft = None
         victim.status = RequestStatus.WAITING
@@ -225,7 +241,7 @@ class RequestQueues:
     def counts(self) -> RequestCounts:
         return RequestCounts(
             waiting=len(self._waiting) + len(self._ready),
-            running=len(self._running),
+            running=_num_places(self._running),
             waiting_for_kv=len(self._reserved),
         )
 
@@ -248,8 +264,8 @@ class RequestQueues:
             faults.append("the queues and the live requests differ")
         if self._requests.keys() != self._orders.keys():
             faults.append("the live requests and their order differ")
-        if len(self._running) > self._config.max_batch:
-            faults.append(f"{len(self._running)} requests run, more than {self._config.max_batch}")
+        if (num_places := _num_places(self._running)) > self._config.max_batch:
+            faults.append(f"{num_places} sequences run, more than {self._config.max_batch}")
         for status, queue in (
             (RequestStatus.WAITING, self._waiting),
             (RequestStatus.WAITING, self._ready),

@@ -19,6 +19,7 @@ from tandem_core.errors import InvariantError
 from tandem_core.sampling import FinishReason
 
 from tandem_engine.batch import ScheduledSequence
+from tandem_engine.beam_search import BeamSearch
 from tandem_engine.block_manager import BlockManager
 from tandem_engine.draft_tree import DraftTree
 from tandem_engine.request import Request
@@ -82,6 +83,22 @@ def decode_sequence(blocks: BlockManager, request: Request, draft: DraftTree | N
     )
 
 
+def beam_sequences(blocks: BlockManager, request: Request, search: BeamSearch) -> list[ScheduledSequence]:
+    """The last token of each running beam."""
+    return [
+        ScheduledSequence(
+            request=request,
+            block_ids=blocks.block_ids(request.request_id, beam),
+            start=request.num_computed_tokens,
+            token_ids=(token_id,),
+            draft=None,
+            samples=True,
+            beam=beam,
+        )
+        for beam, token_id in enumerate(search.last_token_ids)
+    ]
+
+
 def prefill_sequence(blocks: BlockManager, request: Request, max_tokens: int) -> ScheduledSequence:
     """The next chunk, of 1..max_tokens tokens.
 
@@ -136,6 +153,26 @@ def append_tokens(request: Request, token_ids: Sequence[int], max_model_len: int
         if request.finish_reason is not None:
             return RequestUpdate(request, tuple(token_ids[:count]), finished=True)
     return RequestUpdate(request, tuple(token_ids), finished=False)
+
+
+def advance_beams(request: Request, search: BeamSearch) -> RequestUpdate:
+    """What the search, which has the step's result, means for its request: its output, and its end with the
+    best text.
+    """
+    if not search.is_done:
+        request.output_token_ids[:] = search.running_token_ids(0)
+        request.fork = search.parents
+        return RequestUpdate(request, (), finished=False)
+    request.output_token_ids[:] = search.hypotheses()[0].token_ids
+    request.finish_reason, request.stop_token_id = text_end(request, request.output_token_ids[-1])
+    return RequestUpdate(request, (), finished=True)
+
+
+def text_end(request: Request, last_token_id: int) -> tuple[FinishReason, int | None]:
+    """Why a text that has ended ends with this token; and the token, if `stop_token_ids` alone has it."""
+    if last_token_id not in request.end_token_ids:
+        return FinishReason.LENGTH, None
+    return FinishReason.STOP, None if _is_end_token(request, last_token_id) else last_token_id
 
 
 def _ends_text(request: Request, token_id: int) -> bool:

@@ -111,24 +111,30 @@ class DecodeResponse(_message.Message):
     CHUNK_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
+    BEAMS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def chunk(self) -> Global___DecodeChunk: ...
     @_builtins.property
     def finished(self) -> Global___DecodeFinished: ...
     @_builtins.property
     def progress(self) -> Global___DecodeProgress: ...
+    @_builtins.property
+    def beams(self) -> Global___DecodeBeams:
+        """The last event of a beam search, in place of chunks and `finished`."""
+
     def __init__(
         self,
         *,
         chunk: Global___DecodeChunk | None = ...,
         finished: Global___DecodeFinished | None = ...,
         progress: Global___DecodeProgress | None = ...,
+        beams: Global___DecodeBeams | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "event", b"event", "finished", b"finished", "progress", b"progress"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beams", b"beams", "chunk", b"chunk", "event", b"event", "finished", b"finished", "progress", b"progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk", "event", b"event", "finished", b"finished", "progress", b"progress"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beams", b"beams", "chunk", b"chunk", "event", b"event", "finished", b"finished", "progress", b"progress"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["chunk", "finished", "progress"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["chunk", "finished", "progress", "beams"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -246,6 +252,75 @@ class DecodeFinished(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__stop_token_id) -> _WhichOneofReturnType__stop_token_id | None: ...
 
 Global___DecodeFinished: _TypeAlias = DecodeFinished  # noqa: Y015
+
+@_typing.final
+class DecodeBeams(_message.Message):
+    """All texts that a beam search found: as many as it is wide, the best first."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BEAMS_FIELD_NUMBER: _builtins.int
+    RECEIPT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def beams(self) -> _containers.RepeatedCompositeFieldContainer[Global___DecodeBeam]: ...
+    @_builtins.property
+    def receipt(self) -> _common_pb2.Receipt:
+        """Of the search; its output_tokens are those of the best text."""
+
+    def __init__(
+        self,
+        *,
+        beams: _abc.Iterable[Global___DecodeBeam] | None = ...,
+        receipt: _common_pb2.Receipt | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["receipt", b"receipt"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beams", b"beams", "receipt", b"receipt"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DecodeBeams: _TypeAlias = DecodeBeams  # noqa: Y015
+
+@_typing.final
+class DecodeBeam(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    STOP_REASON_FIELD_NUMBER: _builtins.int
+    STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    reason: _common_pb2.FinishReason.ValueType
+    stop_reason: _builtins.str
+    """As in DecodeFinished."""
+    stop_token_id: _builtins.int
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PositionLogprobs]:
+        """One per token when asked for."""
+
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[_common_pb2.PositionLogprobs] | None = ...,
+        reason: _common_pb2.FinishReason.ValueType = ...,
+        stop_reason: _builtins.str = ...,
+        stop_token_id: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "stop_token_id", b"stop_token_id"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "logprobs", b"logprobs", "reason", b"reason", "stop_reason", b"stop_reason", "stop_token_id", b"stop_token_id", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__stop_token_id: _TypeAlias = _typing.Literal["stop_token_id"]  # noqa: Y015
+    _WhichOneofArgType__stop_token_id: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__stop_token_id) -> _WhichOneofReturnType__stop_token_id | None: ...
+
+Global___DecodeBeam: _TypeAlias = DecodeBeam  # noqa: Y015
 
 @_typing.final
 class GetDecodeStatusRequest(_message.Message):

@@ -197,7 +197,8 @@ class ChatRequest(_message.Message):
     """The answer goes on inside of the last message, instead of in a message of its own."""
     n: _builtins.int
     """Answers to the same prompt, at most 32; 0 means 1. Choice i is the answer to the seed + i. The stream has the events
-    of all choices, each with its number, and ends with the last one's end.
+    of all choices, each with its number, and ends with the last one's end. With beam search choice i is the text with the
+    i-th best score; at most as many as it is wide.
     """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]: ...

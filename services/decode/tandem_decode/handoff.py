@@ -30,7 +30,7 @@ from tandem_engine.scheduler import Reservation
 from tandem_engine.transport.base import TransferState
 from tandem_engine.transport.codec import ticket_to_proto
 from tandem_engine.transport.incoming import IncomingTransfer, KVReceiver
-from tandem_proto.v1 import decode_pb2, prefill_pb2
+from tandem_proto.v1 import common_pb2, decode_pb2, prefill_pb2
 from tandem_service.tracing import current
 
 from tandem_decode.prefill_client import PrefillClient
@@ -193,7 +193,7 @@ class Handoff:
             return time.monotonic_ns()
 
         adopted_ns = await self._loop.call_async(adopt)
-        if first is None:
+        if first is None or request.search is not None:
             trace.stage("queue", at_ns=adopted_ns)
         return result
 
@@ -218,7 +218,7 @@ class Handoff:
                 prompt_token_ids=message.prompt_token_ids,
                 output_token_ids=message.output_token_ids,
                 due_seconds=request.due - time.monotonic(),
-                sampling=message.sampling,
+                sampling=_sampling_of_prompt(message.sampling),
                 ticket=ticket_to_proto(incoming.ticket),
             ),
         )
@@ -291,7 +291,8 @@ class Handoff:
         first: prefill_pb2.PrefillFinished | None,
     ) -> None:
         engine = self._loop.engine
-        if first is None:
+        # A search needs the logits of the prompt's last token, which is computed here once more.
+        if first is None or request.search is not None:
             block_size = engine.blocks.block_size
             computed = min(complete_blocks * block_size, request.num_tokens - 1)
             engine.scheduler.adopt(request, max(computed, reservation.num_cached_tokens), None)
@@ -300,6 +301,17 @@ class Handoff:
         logprobs = (codec.logprobs_from_proto(first.logprobs),) if first.HasField("logprobs") else ()
         if update is not None:
             self._loop.publish(replace(engine.adopted(update), logprobs=logprobs))
+
+
+def _sampling_of_prompt(sampling: common_pb2.SamplingParams) -> common_pb2.SamplingParams:
+    """What the prefill pod gets: it knows no beams, and the token that it chooses then is not used."""
+    if not sampling.HasField("beam_search"):
+        return sampling
+    plain = common_pb2.SamplingParams()
+    plain.CopyFrom(sampling)
+    plain.ClearField("beam_search")
+    plain.ClearField("logprobs")
+    return plain
 
 
 def _num_leading_valid(complete: Sequence[int], reservation: Reservation) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 
+from tandem_engine.beam_search import Hypothesis
 from tandem_engine.engine import StepOutput
 from tandem_engine.request import Request
 from tandem_proto.v1 import common_pb2
@@ -57,6 +58,10 @@ class RequestRecord:
         self._hits += bool(output.accepted_sources)
         self._hits_by_source.update(set(output.accepted_sources))
         self._output_tokens += len(output.token_ids)
+
+    def found(self, hypothesis: Hypothesis) -> None:
+        """The best text of a beam search, whose steps emit no tokens."""
+        self._output_tokens = len(hypothesis.token_ids)
 
     @property
     def has_tokens(self) -> bool:

@@ -3,6 +3,8 @@
     validate -> compute the prompt (on a prefill pod, or here) -> stream every step's tokens as text ->
     receipt
 
+A beam search has nothing to stream before its end; its texts are one event then, the best first.
+
 A request may bring the beginning of its answer, which a lost pod had sent. It is computed like a part of the
 prompt, and the stream goes on after it.
 
@@ -22,18 +24,19 @@ from collections.abc import AsyncIterator
 
 import grpc
 from tandem_core import codec
-from tandem_core.errors import InvalidRequestError
+from tandem_core.errors import InvalidRequestError, InvariantError
 from tandem_core.model.detokenizer import StreamingDetokenizer
 from tandem_core.model.tokenizer import Tokenizer
 from tandem_core.prefix_hash import cache_salt
 from tandem_core.sampling import FinishReason, SamplingParams
 from tandem_core.speculation import SpeculationMode
 from tandem_engine.assemble import EngineParts
+from tandem_engine.beam_search import Hypothesis
 from tandem_engine.engine import StepOutput
 from tandem_engine.loop import EngineLoop
 from tandem_engine.prompt_scores import PromptScores
 from tandem_engine.request import Request
-from tandem_engine.scheduler import append_tokens
+from tandem_engine.scheduler import append_tokens, text_end
 from tandem_engine.transport.incoming import KVReceiver
 from tandem_engine.transport.outgoing import KVSender
 from tandem_pod.engine_watch import leave_if_stuck
@@ -190,14 +193,25 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                         await asyncio.wait({computing})
                 record.handed_off(computing.result())
             told_at = 0.0
+            hypotheses: tuple[Hypothesis, ...] = ()
             while stream.finish_reason is None:
                 new = await outputs.get(_HEARTBEAT_S)
                 if new is None:
                     await leave_if_stuck(self._loop, context)
-                if new is None or (self._is_draining and time.monotonic() - told_at > _HEARTBEAT_S):
+                is_silent = self._is_draining or state.search is not None
+                if new is None or (is_silent and time.monotonic() - told_at > _HEARTBEAT_S):
                     told_at = time.monotonic()
                     yield self._progress()
                 if new is None:
+                    continue
+                if state.search is not None:
+                    if not record.has_tokens:
+                        record.trace_prefill(trace)
+                        trace.stage("decode")
+                    record.step(new)
+                    hypotheses = new.hypotheses
+                    if new.finished:
+                        break
                     continue
                 offset = stream.num_tokens
                 chunks = [
@@ -218,6 +232,18 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                     self._loop.call(lambda: self._loop.forget(state.request_id))
                 for chunk in chunks:
                     yield decode_pb2.DecodeResponse(chunk=chunk)
+            if state.finish_reason is not None and hypotheses:
+                record.found(hypotheses[0])
+                outcome, is_complete = state.finish_reason.value, True
+                _trace_end(trace, record, outcome)
+                yield decode_pb2.DecodeResponse(
+                    beams=decode_pb2.DecodeBeams(
+                        beams=[self._beam(state, one) for one in hypotheses], receipt=record.receipt()
+                    )
+                )
+                return
+            if stream.finish_reason is None:
+                raise InvariantError("the engine ended a search that has found nothing")
             outcome, is_complete = stream.finish_reason.value, True
             if is_shared and trace.is_recording:
                 self._lookahead.push_trace(state.tenant, dict(trace.metadata)["traceparent"])
@@ -270,6 +296,19 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             offset=offset,
             logprobs=codec.logprobs_to_proto(output.logprobs, self._parts.tokenizer),
             prompt_logprobs=codec.prompt_logprobs_to_proto(output.prompt_logprobs),
+        )
+
+    def _beam(self, request: Request, found: Hypothesis) -> decode_pb2.DecodeBeam:
+        reason, stop_token_id = text_end(request, found.token_ids[-1])
+        detokenizer = StreamingDetokenizer(self._parts.tokenizer, request.sampling)
+        text = detokenizer.push(found.token_ids, ends=reason is FinishReason.STOP) + detokenizer.flush()
+        return decode_pb2.DecodeBeam(
+            text=text if request.sampling.detokenize else "",
+            token_ids=found.token_ids,
+            logprobs=codec.logprobs_to_proto(found.logprobs, self._parts.tokenizer),
+            reason=codec.finish_reason_to_proto(reason),
+            stop_reason="" if stop_token_id is None else str(stop_token_id),
+            stop_token_id=stop_token_id,
         )
 
     def _progress(self, prefill_crashes: int = 0) -> decode_pb2.DecodeResponse:
@@ -340,6 +379,10 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             due=due_at(message),
             token_s=token_objective(message),
         )
+        if message.output_token_ids and request.search is not None:
+            raise InvalidRequestError(
+                "output_token_ids", "cannot be continued by beam search, which begins anew; send none"
+            )
         if not message.output_token_ids:
             request.prompt_scores = PromptScores.wanted(request.prompt_token_ids, sampling)
         else:  # its caller has them

@@ -120,8 +120,8 @@ class Admission:
         tenant, places = request.tenant, request.limits.places
         if places is not None and num_places > max(places, 1):
             raise InvalidRequestError(
-                "n",
-                f"makes {num_places} sequences, but tenant {tenant} may have {places}; ask for fewer choices",
+                "n" if request.sampling.beam_search is None else "beam_width",
+                f"makes {num_places} sequences, but tenant {tenant} may have {places}; ask for fewer",
             )
         if places is not None and self._of_tenant[tenant] + num_places > places:
             raise OverloadedError(
@@ -147,8 +147,9 @@ class Admission:
                 del self._of_tenant[tenant]
 
     def started(self, admitted: Admitted, *, ttft_s: float) -> None:
-        """The first token came, so many seconds after the request's arrival."""
-        if admitted.forecast is not None:
+        """The first token came, so many seconds after the request's arrival; that of a beam search comes with
+        its last one."""
+        if admitted.forecast is not None and admitted.request.sampling.beam_search is None:
             judged_s = admitted.judged_at - admitted.request.arrived
             self._forecaster.started(admitted.request, admitted.forecast, ttft_s - judged_s)
 
@@ -158,7 +159,7 @@ class Admission:
         self._blind_limit.ended(met=met)
         if not admitted.request.has_objectives:
             self._best_effort_limit.ended(met=True)
-        if admitted.forecast is not None:
+        if admitted.forecast is not None and admitted.request.sampling.beam_search is None:
             request, judged_s = admitted.request, admitted.judged_at - admitted.request.arrived
             self._forecaster.ended(request, admitted.forecast, e2e_s - judged_s, num_tokens)
 

@@ -7,6 +7,8 @@
 
 Each choice is a request of its own to the pods. So each is continued on another pod when its pod is lost, and
 its tokens are those of a separate request with its seed.
+
+The choices of a beam search are the best texts of one request. All their events come at its end.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from tandem_service import tracing
 from tandem_service.tasks import end_tasks
 
 from tandem_gateway.admission import Admitted
+from tandem_gateway.errors import UpstreamError
 from tandem_gateway.metrics import RequestMetrics
 from tandem_gateway.relay import Relay
 from tandem_gateway.request import Event, TokenizedRequest
@@ -57,16 +60,22 @@ async def relay_choices(
     relay: Relay, running: Sequence[Running]
 ) -> AsyncGenerator[tuple[Running, Event], None]:
     """The events of all choices as they come. Raises what the first one that fails raises."""
-    if len(running) == 1:
-        async with aclosing(relay.stream(running[0].request)) as events:
-            async for event in events:
-                yield running[0], event
+    searches: dict[int, list[Running]] = {}
+    for choice in running:
+        if choice.request.sampling.beam_search is not None:
+            searches.setdefault(choice.request.choice - choice.request.rank, []).append(choice)
+    groups = list(searches.values()) or [[choice] for choice in running]
+    if len(groups) == 1:
+        async with aclosing(_relay_group(relay, groups[0])) as pairs:
+            async for pair in pairs:
+                yield pair
         return
     arrived: asyncio.Queue[tuple[Running, Event] | Exception] = asyncio.Queue()
     is_computed = {choice.request.prompt_token_ids: asyncio.Event() for choice in running}
     leaders = {choice.request.prompt_token_ids: choice for choice in reversed(running)}
 
-    async def run(choice: Running) -> None:
+    async def run(group: list[Running]) -> None:
+        choice = group[0]
         prompt = choice.request.prompt_token_ids
         if choice is not running[0]:
             # The trace's stages are those of the first choice.
@@ -74,14 +83,14 @@ async def relay_choices(
         try:
             if choice is not leaders[prompt]:
                 await is_computed[prompt].wait()
-            async with aclosing(relay.stream(choice.request)) as events:
-                async for event in events:
-                    arrived.put_nowait((choice, event))
+            async with aclosing(_relay_group(relay, group)) as pairs:
+                async for pair in pairs:
+                    arrived.put_nowait(pair)
                     is_computed[prompt].set()
         except Exception as error:
             arrived.put_nowait(error)
 
-    tasks = [asyncio.create_task(run(choice)) for choice in running]
+    tasks = [asyncio.create_task(run(group)) for group in groups]
     try:
         num_left = len(running)
         while num_left:
@@ -92,3 +101,46 @@ async def relay_choices(
             num_left -= isinstance(item[1], decode_pb2.DecodeFinished)
     finally:
         await end_tasks(tasks)
+
+
+def num_places(requests: Sequence[TokenizedRequest]) -> int:
+    """Sequences that the pods compute for these choices at once."""
+    beams = requests[0].sampling.beam_search
+    if beams is None:
+        return len(requests)
+    return beams.width * len({request.choice - request.rank for request in requests})
+
+
+async def _relay_group(relay: Relay, group: Sequence[Running]) -> AsyncGenerator[tuple[Running, Event], None]:
+    """The events of one request to the pods, which is one choice, or several of a beam search."""
+    request = group[0].request
+    if request.sampling.beam_search is not None:
+        request = replace(request, output_token_ids=())
+    async with aclosing(relay.stream(request)) as events:
+        async for event in events:
+            if not isinstance(event, decode_pb2.DecodeBeams):
+                yield group[0], event
+                continue
+            for choice in group:
+                for part in _beam_events(event, choice.request, is_first=choice is group[0]):
+                    yield choice, part
+
+
+def _beam_events(found: decode_pb2.DecodeBeams, request: TokenizedRequest, *, is_first: bool) -> list[Event]:
+    """Those of one choice: its text, unless a resumed answer has it, and its end."""
+    if request.rank >= len(found.beams):
+        raise UpstreamError(f"the decode pod found {len(found.beams)} texts, not {request.rank + 1}")
+    beam = found.beams[request.rank]
+    end = decode_pb2.DecodeFinished(
+        reason=beam.reason,
+        stop_reason=beam.stop_reason,
+        stop_token_id=beam.stop_token_id if beam.HasField("stop_token_id") else None,
+        receipt=found.receipt,
+    )
+    end.receipt.output_tokens = len(beam.token_ids)
+    if not is_first:  # what was done for all of them counts once
+        end.receipt.transfer_bytes = end.receipt.decode_steps = 0
+    if request.output_token_ids:
+        return [end]
+    chunk = decode_pb2.DecodeChunk(text=beam.text, token_ids=beam.token_ids, logprobs=beam.logprobs)
+    return [chunk, end]

@@ -34,7 +34,7 @@ from tandem_service.version import software_version
 from tandem_gateway import trace_attributes
 from tandem_gateway.admission import Admission, Admitted
 from tandem_gateway.auth import Caller
-from tandem_gateway.choices import Running, relay_choices
+from tandem_gateway.choices import Running, num_places, relay_choices
 from tandem_gateway.dashboard.ended import EndedRequests
 from tandem_gateway.errors import (
     REQUEST_ERRORS,
@@ -336,8 +336,8 @@ class Gateway:
     async def run(self, requests: Sequence[TokenizedRequest]) -> AsyncGenerator[Event, None]:
         """Yields the events of all choices of one call. Close the generator to cancel them.
 
-        They are admitted together and take a place each. Raises OverloadedError, DeadlineError,
-        UnavailableError, UpstreamError.
+        They are admitted together and take a place each, or each beam does. Raises OverloadedError,
+        DeadlineError, UnavailableError, UpstreamError.
         """
         if requests[0].request_id in self._running_ids:
             suffix = secrets.token_hex(4)
@@ -357,7 +357,7 @@ class Gateway:
         try:
             self._rates.take(first.tenant, first.limits.tokens_per_minute, num_prompt)
             num_unused = num_prompt
-            async with self._admission.slot(first, len(requests)) as admitted:
+            async with self._admission.slot(first, num_places(requests)) as admitted:
                 num_unused = 0
                 for choice in running:
                     choice.admitted(admitted)

@@ -208,6 +208,11 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             raise InvalidRequestError("echo", "shows the prompt's text, so it excludes detokenize: false")
         if _wants_only_prompt(request):
             sampling["max_tokens"] = 1
+        beams = request.sampling.beam_search
+        if request.sampling.HasField("beam_search") and request.n > beams.width:
+            raise InvalidRequestError("n", f"is {request.n}, more than the {beams.width} beams")
+        if request.sampling.HasField("beam_search") and _is_echo(request):
+            raise InvalidRequestError("echo", "cannot be combined with beam search; leave it out")
         return ReceivedRequest(
             request_id=request.request_id or current_request_id(),
             caller=caller,

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_type_hints
 
 from pydantic import BaseModel, JsonValue, ValidationError, create_model
+from tandem_core.beams import MAX_BEAM_WIDTH, BeamParams, EarlyStopping
 from tandem_core.errors import InvalidRequestError
 from tandem_core.guide import Guide
 from tandem_core.model.conversation import ChatOptions, Message, Turn
@@ -27,11 +28,11 @@ from tandem_gateway.openai_messages import Body, ChatTurn, to_messages, to_tool_
 from tandem_gateway.tools.choice import ToolChoice, check_levels
 
 #: Fields of the API without an effect on the answer. `spaces_between_special_tokens` has none in vLLM either
-#: with tokenizers of this kind; `length_penalty` and `early_stopping` have none without beam search.
+#: with tokenizers of this kind.
 _IGNORED = frozenset(
     {"user", "store", "metadata", "service_tier"}
     | {"safety_identifier", "prompt_cache_key", "prompt_cache_retention", "include_reasoning"}
-    | {"spaces_between_special_tokens", "length_penalty", "early_stopping"}
+    | {"spaces_between_special_tokens"}
 )
 #: Unsupported fields of OpenAI's API and of vLLM's, with their values that have no effect beside those that
 #: mean "off".
@@ -40,7 +41,6 @@ _UNSERVED: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "echo": (),
         "suffix": (),
         "modalities": (["text"],),
-        "use_beam_search": (),
         "truncation_side": ("left",),
         "documents": (),
         "chat_template": (),
@@ -61,6 +61,10 @@ _UNSERVED: Mapping[str, tuple[object, ...]] = MappingProxyType(
 )
 #: For one prompt, and for all prompts of a call.
 MAX_CHOICES, MAX_SEQUENCES = 32, 128
+#: As transformers calls them.
+_EARLY_STOPPING: Mapping[bool | str, EarlyStopping] = MappingProxyType(
+    {False: EarlyStopping.HEURISTIC, True: EarlyStopping.WHEN_FULL, "never": EarlyStopping.NEVER}
+)
 _OFF: tuple[object, ...] = (None, False, "", "none", [], {})
 #: Of 2^32 - 1.
 _MAX_TOKEN_ID_DIGITS = 10
@@ -72,8 +76,12 @@ class StreamOptions(Body):
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
 
-#: A guide has other fields here: see openai_guides.py.
-_SAMPLING_TYPES = {name: kind for name, kind in get_type_hints(SamplingParams).items() if name != "guide"}
+#: A guide has other fields here: see openai_guides.py; so has beam search.
+_SAMPLING_TYPES = {
+    name: kind
+    for name, kind in get_type_hints(SamplingParams).items()
+    if name not in ("guide", "beam_search")
+}
 if TYPE_CHECKING:
     _SamplingBody = Body
 else:
@@ -101,6 +109,10 @@ class _CommonBody(_SamplingBody):
     return_tokens_as_token_ids: bool | None = None
     n: int | None = None
     best_of: int | None = None
+    use_beam_search: bool | None = None
+    beam_width: int | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
     request_id: str | None = None
     priority: int | None = None
     slo_class: str | None = None
@@ -139,8 +151,9 @@ class _CommonBody(_SamplingBody):
                 "best_of",
                 "cannot be streamed, since the best choices are known at the end; send stream: false",
             )
-        if self.num_choices < (self.n or 1):
+        if (self.best_of or self.n or 1) < (self.n or 1):
             raise InvalidRequestError("best_of", f"is {self.best_of}, less than n ({self.n})")
+        self._check_beams()
         limit = self.truncate_prompt_tokens
         if limit is not None and limit != -1 and limit < 1:
             raise InvalidRequestError(
@@ -162,6 +175,12 @@ class _CommonBody(_SamplingBody):
             given["logit_bias"] = _token_ids_as_keys(self.logit_bias)
         if (guide := self._guide()) is not None:
             given["guide"] = guide
+        if self.use_beam_search:
+            given["beam_search"] = BeamParams(
+                self._beam_width[1],
+                1.0 if self.length_penalty is None else self.length_penalty,
+                _EARLY_STOPPING[self.early_stopping or False],
+            )
         if given.get("top_k") == -1:  # vLLM's clients say -1 for "all"
             given["top_k"] = 0
         if given.get("seed") == -1:  # and for "any"
@@ -173,8 +192,37 @@ class _CommonBody(_SamplingBody):
 
     @property
     def num_choices(self) -> int:
-        """To be computed for each prompt."""
-        return self.best_of or self.n or 1
+        """To be computed for each prompt; a beam search finds the best ones itself."""
+        return (not self.use_beam_search and self.best_of) or self.n or 1
+
+    @property
+    def num_sequences(self) -> int:
+        """Computed at once for each prompt."""
+        return self._beam_width[1] if self.use_beam_search else self.num_choices
+
+    @property
+    def _beam_width(self) -> tuple[str, int]:
+        """And the field that says it: Tandem's, or vLLM's."""
+        if self.beam_width is not None:
+            return "beam_width", self.beam_width
+        return ("n", self.n or 1) if self.best_of is None else ("best_of", self.best_of)
+
+    def _check_beams(self) -> None:
+        if not self.use_beam_search:
+            if self.beam_width:
+                raise InvalidRequestError("beam_width", "is only allowed with use_beam_search: true")
+            return
+        field, width = self._beam_width
+        if not 1 <= width <= MAX_BEAM_WIDTH:
+            raise InvalidRequestError(
+                field, f"is {width}; with beam search it must be between 1 and {MAX_BEAM_WIDTH}"
+            )
+        if self.best_of is not None and self.best_of != width:
+            raise InvalidRequestError("best_of", f"is {self.best_of}, but beam_width is {width}; send one")
+        if (self.n or 1) > width:
+            raise InvalidRequestError(
+                "n", f"is {self.n}, more than the {width} beams; ask for at most {width}"
+            )
 
     @property
     def compares_choices(self) -> bool:
@@ -299,6 +347,8 @@ class CompletionBody(_CommonBody):
         super().refuse_unserved()
         if self.echo and self.detokenize is False:
             raise InvalidRequestError("echo", "shows the prompt's text, so it excludes detokenize: false")
+        if self.echo and self.use_beam_search:
+            raise InvalidRequestError("echo", "cannot be combined with beam search; leave it out")
 
     def shown(self) -> answers_pb2.ShownAs:
         shown = super().shown()
@@ -323,10 +373,10 @@ class CompletionBody(_CommonBody):
         if isinstance(prompt[0], int):
             return [[token for token in prompt if isinstance(token, int)]]
         prompts = [one for one in prompt if not isinstance(one, int)]
-        if len(prompts) * self.num_choices > MAX_SEQUENCES:
+        if len(prompts) * self.num_sequences > MAX_SEQUENCES:
             raise InvalidRequestError(
                 "prompt",
-                f"holds {len(prompts)} prompts with {self.num_choices} choices each; the limit is "
+                f"holds {len(prompts)} prompts with {self.num_sequences} choices each; the limit is "
                 f"{MAX_SEQUENCES} choices in all: send fewer at once",
             )
         return prompts

@@ -10,8 +10,9 @@
            too small, raises ContextLengthError
 
 The next pod gets the tokens that came so far and sends those after them. They are the tokens that the lost
-pod would have sent: a token depends on prompt, output, parameters and seed alone. Closing the generator
-cancels the call, and the pod frees its resources.
+pod would have sent: a token depends on prompt, output, parameters and seed alone. A beam search has no tokens
+before its end, so the next pod begins it anew and finds the same texts. Closing the generator cancels the
+call, and the pod frees its resources.
 """
 
 from __future__ import annotations
@@ -102,8 +103,9 @@ class Relay:
         #: Reads calls to their ends.
         self._ending: set[asyncio.Task[None]] = set()
 
-    async def stream(self, request: TokenizedRequest) -> AsyncGenerator[Event, None]:
-        """Events of the request, a DecodeFinished last. Raises InvalidRequestError or GatewayError."""
+    async def stream(self, request: TokenizedRequest) -> AsyncGenerator[Event | decode_pb2.DecodeBeams, None]:
+        """Events of the request, a DecodeFinished last; of a beam search DecodeBeams alone. Raises
+        InvalidRequestError or GatewayError."""
         #: Targets. A pod that answers polls but no calls is healthy again soon; without this set two of them
         #: would get the request in turns until its deadline.
         failed: frozenset[str] = frozenset()
@@ -199,7 +201,7 @@ class Relay:
         num_lost: int,
         num_crashed: float,
         kv_source: str,
-    ) -> AsyncGenerator[Event | decode_pb2.DecodeProgress, None]:
+    ) -> AsyncGenerator[Event | decode_pb2.DecodeBeams | decode_pb2.DecodeProgress, None]:
         """Events from one pod, after `tokens`, which came from `num_lost` other pods.
 
         Raises _LostError, _TooSmallError, InvalidRequestError or GatewayError.
@@ -232,6 +234,7 @@ class Relay:
             metadata=((REQUEST_ID_KEY, request.request_id), *trace.metadata),
         )
         pod.in_flight += 1
+        is_search = request.sampling.beam_search is not None
         backlog = route.computes_prompt.backlog
         limit = request.arrived + (request.slo.ttft_s or math.inf)
         backlog.add(request.request_id, request.due, route.prefill_s, limit=limit)
@@ -243,6 +246,15 @@ class Relay:
                     response = await anext(responses)
                 is_accepted = True
                 match response.WhichOneof("event"):
+                    case "beams" if is_search and response.beams.beams:
+                        is_finished = True
+                        yield response.beams
+                        return
+                    case "chunk" | "finished" if is_search:
+                        raise UpstreamError(
+                            f"the decode pod {pod.target} knows no beam search; do pod and gateway have the "
+                            "same version?"
+                        )
                     case "chunk" if self._continues(response.chunk, request, tokens, num_lost):
                         backlog.remove(request.request_id)
                         yield response.chunk

@@ -95,6 +95,8 @@ class TokenizedRequest:
     one_token_events: bool = False
     #: Its number among those of one call, which are answered together.
     choice: int = 0
+    #: Its number among those of its prompt.
+    rank: int = 0
     #: Seconds from its arrival until its first token is due; None: as its objectives say.
     due_s: float | None = None
     #: Of a chat: how its text is taken apart; None: everything is content.
@@ -133,12 +135,14 @@ def with_seed(sampling: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def choices_of(prompts: Sequence[TokenizedRequest], num_choices: int) -> tuple[TokenizedRequest, ...]:
     """The requests of one call: so many for each prompt, numbered prompt by prompt. Each is the request that
-    a caller would send alone with the seed + i, but that a prompt's log probabilities come with its first."""
+    a caller would send alone with the seed + i, but that a prompt's log probabilities come with its
+    first; those of a beam search are run once for each prompt."""
     return tuple(
         replace(
             prompt,
             request_id=f"{prompt.request_id}-{number}" if number else prompt.request_id,
             choice=number,
+            rank=i,
             sampling=replace(
                 prompt.sampling,
                 seed=(prompt.sampling.seed + i) % 2**64,

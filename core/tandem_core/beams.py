@@ -1,0 +1,46 @@
+"""What a request asks of beam search; the meanings are those of transformers' generation parameters."""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+
+from tandem_core.errors import InvalidRequestError
+
+MAX_BEAM_WIDTH = 16
+#: With it the longest context's length to this power is within float32's range.
+MAX_LENGTH_PENALTY = 5.0
+
+
+class EarlyStopping(enum.Enum):
+    """When a search with `width` finished texts ends; the names are those of common.proto."""
+
+    #: No running beam has a better score now, at its present length: transformers' False.
+    HEURISTIC = "heuristic"
+    #: At once: transformers' True.
+    WHEN_FULL = "when_full"
+    #: No running beam can have a better score at any length: transformers' "never".
+    NEVER = "never"
+
+
+@dataclass(frozen=True)
+class BeamParams:
+    """Raises InvalidRequestError naming the field and its limit."""
+
+    #: Texts that are followed at once.
+    width: int
+    #: A text's score is the sum of its log probabilities / its number of tokens to this power.
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = EarlyStopping.HEURISTIC
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.width <= MAX_BEAM_WIDTH:
+            raise InvalidRequestError(
+                "beam_width", f"is {self.width}; it must be between 1 and {MAX_BEAM_WIDTH}"
+            )
+        limit = MAX_LENGTH_PENALTY
+        if not (math.isfinite(self.length_penalty) and -limit <= self.length_penalty <= limit):
+            raise InvalidRequestError(
+                "length_penalty", f"is {self.length_penalty}; it must be in [{-limit:g}, {limit:g}]"
+            )
