@@ -168,6 +168,8 @@ class FakePod(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.PrefillSer
 
     async def Prefill(self, request, context):
         yield prefill_pb2.PrefillResponse(progress=prefill_pb2.PrefillProgress())
+        if self.fail_with is not None:
+            await context.abort(self.fail_with, f"prompt: {self.name} says no")
         await self.gate.wait()
         yield prefill_pb2.PrefillResponse(finished=prefill_pb2.PrefillFinished())
 
