@@ -89,7 +89,7 @@ async def test_the_holder_of_the_lease_scales_both_roles_by_what_the_metrics_say
     assert fleet.replicas("prefill") == decision.prefill.wanted > 1
     assert fleet.replicas("decode") == decision.decode.wanted > 1
     assert scaler.value("tandem_scaler_changes_total", role="prefill", direction="up") == 1
-    assert scaler.value("tandem_scaler_wanted_replicas", role="decode") == decision.decode.wanted
+    assert scaler.value("tandem_scaler_desired_replicas", role="decode") == decision.decode.wanted
     assert "requests/s" in decision.prefill.reason
 
 

@@ -693,7 +693,9 @@ CORPUS_MEMORY_BYTES = _gauge(
 
 # -- `tandem scaler` -----------------------------------------------------------------------------------------
 
-SCALER_WANTED = _gauge("tandem_scaler_wanted_replicas", "Pods that the law wants", "role", by=_SCALER)
+SCALER_DESIRED = _gauge(
+    "tandem_scaler_desired_replicas", "Replicas that the scaling law decided on", "role", by=_SCALER
+)
 SCALER_REPLICAS = _gauge(
     "tandem_scaler_replicas", "Pods that the workload of a role asks for", "role", by=_SCALER
 )

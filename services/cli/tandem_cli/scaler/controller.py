@@ -34,7 +34,7 @@ ROLES = ("prefill", "decode")
 
 class ScalerMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.wanted = table.SCALER_WANTED.make(registry)
+        self.wanted = table.SCALER_DESIRED.make(registry)
         self.replicas = table.SCALER_REPLICAS.make(registry)
         self.ready = table.SCALER_READY.make(registry)
         self.start_s = table.SCALER_START.make(registry)
