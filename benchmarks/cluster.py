@@ -9,7 +9,11 @@ and PodDisruptionBudgets; gateways watch EndpointSlices at its API server. Clien
 as changed if a token differs from the same request before. Exit status 1: one of them happened, or a pod was
 killed at the end of its grace period.
 
-With --other VENV the rollouts go to that installation and, in the last row, back.
+With --other VENV the steps are rollouts between this version and that installation instead: to it, all roles
+at once; to this version, role by role; to it again, role by role in the opposite order; and back, all at once.
+So each role meets each other one in both versions, and decode pods hand streams over in both directions. The
+manifests are those of this version, which the other one must understand; gateways before ec2191b find no pods
+on the process kubelet.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ import signal
 import statistics
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from kubelet import overlay
@@ -38,11 +42,26 @@ class Run:
     def __init__(self, options: argparse.Namespace, cluster: Cluster) -> None:
         self.options = options
         self.cluster = cluster
-        self.other_bin = (options.other or Path(sys.prefix)) / "bin"
 
     def steps(self) -> dict[str, Callable[[], Awaitable[None]]]:
         names = self.options.steps.split(",") if self.options.steps else []
-        every: dict[str, Callable[[], Awaitable[None]]] = {
+        every = self._between_versions(self.options.other) if self.options.other else self._of_one_version()
+        return {name: step for name, step in every.items() if not names or any(n in name for n in names)}
+
+    def _between_versions(self, other: Path) -> dict[str, Callable[[], Awaitable[None]]]:
+        this = Path(sys.prefix)
+        return {
+            "all at once to the other version": lambda: self.roll_to(other, ROLES),
+            **{f"{role} to this version": lambda role=role: self.roll_to(this, [role]) for role in ROLES},
+            **{
+                f"{role} to the other version": lambda role=role: self.roll_to(other, [role])
+                for role in reversed(ROLES)
+            },
+            "all at once to this version": lambda: self.roll_to(this, ROLES),
+        }
+
+    def _of_one_version(self) -> dict[str, Callable[[], Awaitable[None]]]:
+        return {
             **{f"rollout of {role}": lambda role=role: self.roll([role]) for role in ROLES},
             "rollout of all at once": lambda: self.roll(ROLES),
             "delete each decode pod": lambda: self.delete_each("decode"),
@@ -53,15 +72,15 @@ class Run:
             "prefill 2 -> 0 -> 2": lambda: self.scale("prefill", 0, 2),
             "decode 2 -> 0 -> 2": lambda: self.scale("decode", 0, 2),
         }
-        return {name: step for name, step in every.items() if not names or any(n in name for n in names)}
 
-    async def roll(self, roles: tuple[str, ...] | list[str]) -> None:
+    async def roll(self, roles: Sequence[str]) -> None:
         for role in roles:
-            name = f"tandem-{role}"
-            if self.options.other:
-                self.cluster.set_programs(name, self.other_bin)
-            else:
-                self.cluster.restart(name, reason=str(random.random()))
+            self.cluster.restart(f"tandem-{role}", reason=str(random.random()))
+        await self.cluster.until_rolled_out()
+
+    async def roll_to(self, installation: Path, roles: Sequence[str]) -> None:
+        for role in roles:
+            self.cluster.set_programs(f"tandem-{role}", installation / "bin")
         await self.cluster.until_rolled_out()
 
     async def delete_each(self, role: str) -> None:
