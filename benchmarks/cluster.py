@@ -9,11 +9,10 @@ and PodDisruptionBudgets; gateways watch EndpointSlices at its API server. Clien
 as changed if a token differs from the same request before. Exit status 1: one of them happened, or a pod was
 killed at the end of its grace period.
 
-With --other VENV the steps are rollouts between this version and that installation instead: to it, all roles
-at once; to this version, role by role; to it again, role by role in the opposite order; and back, all at once.
-So each role meets each other one in both versions, and decode pods hand streams over in both directions. The
-manifests are those of this version, which the other one must understand; gateways before ec2191b find no pods
-on the process kubelet.
+With --other VENV the steps are rollouts between this version and that installation instead: to it, all
+roles at once; to this version, role by role; to it again, role by role in the opposite order; and back, all
+at once. So each role meets each other one in both versions. The manifests are those of this version, which
+the other one must understand; gateways before ec2191b find no pods on the process kubelet.
 """
 
 from __future__ import annotations
