@@ -136,6 +136,8 @@ class Engine:
         self.prefill_times = StepTimes()
         #: Recent mean of tokens that a sequence gains in a decode step.
         self.tokens_per_step = 1.0
+        #: The end of the last step, if there was work for another one.
+        self._went_on_at: float | None = None
         self._violations: tuple[str, ...] = ()
         self._runner = runner
         self._verifier = verifier
@@ -214,14 +216,19 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work()
 
+    def rest(self) -> None:
+        """There is no work, so the time until the next step is not that of a step."""
+        self._went_on_at = None
+
     def step(self) -> list[StepOutput]:
         """Runs one step; empty when nothing could be scheduled or only prompt chunks were computed."""
+        # What lies between two steps, such as handing out tokens, delays the next tokens as much as a step.
+        began, self._went_on_at = self._went_on_at or time.perf_counter(), None
         self._draft()
         drafted = time.perf_counter()
         batch = self.scheduler.schedule(self._max_prompt_tokens())
         if batch is None:
             return []
-        started = time.perf_counter()
         for sequence in batch.sequences:
             if sequence.request.first_scheduled_ns is None:
                 sequence.request.first_scheduled_ns = time.monotonic_ns()
@@ -237,12 +244,12 @@ class Engine:
             results = read_back(sampling, logits, NUM_LIKELIEST if self._drafter is not None else 0)
         verified = self._verifier.verify(batch, logits, results)
         self._runner.compact(batch, [v.path for v in verified])
-        computed = time.perf_counter()
         updates = self._end_failed(verified, self.scheduler.update(batch, verified))
         outputs = self._outputs(batch, verified, updates)
-        # Without drafting, which is about 1 % of a step.
-        prompt_s = None if is_scoring else computed - started
-        self._account(batch, outputs, prompt_s, time.perf_counter() - drafted)
+        ended = time.perf_counter()
+        self._account(batch, outputs, is_scoring, ended - began, ended - drafted)
+        if self.has_work():
+            self._went_on_at = ended
         likeliest = results.likeliest if results is not None else None
         self._learn(batch, verified, updates, likeliest or logits)
         return outputs
@@ -337,15 +344,21 @@ class Engine:
                 self._drafter.forget(done.request.request_id)
 
     def _account(
-        self, batch: Batch, outputs: Sequence[StepOutput], prompt_s: float | None, step_s: float
+        self,
+        batch: Batch,
+        outputs: Sequence[StepOutput],
+        is_scoring: bool,
+        turn_s: float,
+        step_s: float,
     ) -> None:
-        """prompt_s: the time that a step with prompts took to compute; None: not to be counted."""
+        """turn_s: since the step before, or since there was work; step_s: without drafting and what lay
+        between the steps."""
         self.num_steps += 1
         sequences = batch.sequences
         drafted = sum([len(s.draft) for s in sequences if s.draft is not None])
         if batch.num_tokens == len(sequences) + drafted and all(s.samples for s in sequences):
             context = sum([s.start for s in sequences])
-            self.decode_times.observe(len(sequences), context, step_s)
+            self.decode_times.observe(len(sequences), context, turn_s)
             # A beam gains one token, whatever drafts bring to others.
             plain = [output for output in outputs if output.request.search is None]
             if plain:
@@ -353,9 +366,9 @@ class Engine:
                 self.tokens_per_step += _RECENT * (gained - self.tokens_per_step)
             if self._drafter is not None:
                 self._drafter.observe_step(len(sequences), context, drafted, step_s)
-        elif prompt_s is not None:
+        elif not is_scoring:
             pairs = sum([s.num_new_tokens * (2 * s.start + s.num_new_tokens) for s in sequences]) // 2
-            self.prefill_times.observe(batch.num_tokens, pairs, prompt_s)
+            self.prefill_times.observe(batch.num_tokens, pairs, turn_s)
 
 
 def _score_prompt(sequence: ScheduledSequence, first: int, logits: Tensor) -> None:

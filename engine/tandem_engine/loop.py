@@ -118,7 +118,10 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             while not self._closing:
-                self._drain(block=not self.engine.has_work())
+                is_idle = not self.engine.has_work()
+                if is_idle:
+                    self.engine.rest()
+                self._drain(block=is_idle)
                 steps_before = self.engine.num_steps
                 outputs = self.engine.step()
                 self._snapshot = self.engine.snapshot()

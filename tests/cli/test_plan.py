@@ -8,17 +8,21 @@ import subprocess
 import sys
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import pytest
 import yaml
 from tandem_cli.main import app
 from tandem_cli.plan.costs import GPUS, SHAPES, DoesNotFitError, PodCosts, of_gpu
+from tandem_cli.plan.measured import measured_fleet
 from tandem_cli.plan.overlay import write_overlay
 from tandem_cli.plan.search import cheapest, cheapest_together, evaluate, slack
-from tandem_cli.plan.simulate import FleetPlan, Simulation, simulate
+from tandem_cli.plan.simulate import Contention, FleetPlan, Simulation, simulate
 from tandem_cli.plan.workload import PlannedRequest, poisson
+from tandem_core.codec import step_cost_to_proto
 from tandem_core.slo import SloTarget
 from tandem_core.step_cost import StepCost
+from tandem_proto.v1 import common_pb2
 from typer.testing import CliRunner
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -29,7 +33,7 @@ COSTS = PodCosts(
 SLO = SloTarget("", ttft_s=1.5, e2e_s=4.0)
 
 
-def fleet(num_prefill: int, num_decode: int, **changes: float) -> FleetPlan:
+def fleet(num_prefill: int, num_decode: int, **changes: Any) -> FleetPlan:
     return FleetPlan(COSTS, num_prefill, num_decode, **changes)
 
 
@@ -87,6 +91,72 @@ def test_a_prompt_slows_texts_only_where_pods_do_both() -> None:
     apart, both = (simulate(plan, long)[0] for plan in (fleet(1, 1), fleet(0, 1, chunk_size=200)))
     assert apart.e2e_s < 0.5 + 199 * 0.0121
     assert both.e2e_s > apart.e2e_s + 0.9
+
+
+def test_decode_pods_compute_short_prompts_themselves() -> None:
+    local = {"local_prefill_tokens": 384, "idle_prefill_tokens": 512, "chunk_size": 1000}
+    # While the pod is idle, up to 512 tokens; beside another sequence, whose step they lengthen, up to 384.
+    first, short, long = simulate(
+        fleet(1, 1, **local), [request(output=200), request(0.6, prompt=300), request(2.5, prompt=400)]
+    )
+    assert first.ttft_s == pytest.approx(0.5)
+    assert short.ttft_s == pytest.approx(0.3, abs=0.03)
+    assert long.ttft_s == pytest.approx(0.4)
+    apart, *_ = simulate(fleet(1, 1), [request(output=200), request(0.6, prompt=300)])
+    assert first.e2e_s == pytest.approx(apart.e2e_s + 0.3, abs=0.03)
+    cached, *_ = simulate(fleet(1, 1, **local), [request(prompt=5000, cached=4900)])
+    assert cached.ttft_s == pytest.approx(0.1)
+
+
+def test_a_step_takes_prompts_until_it_has_enough() -> None:
+    five = [request(prompt=100, output=1) for _ in range(5)]  # the first one's step begins without the others
+    assert [one.ttft_s for one in simulate(fleet(0, 1), five)] == pytest.approx([0.1, *[0.5] * 4])
+    some = simulate(fleet(0, 1, enough_prompt_tokens=128), five)
+    assert [one.ttft_s for one in some] == pytest.approx([0.1, 0.3, 0.3, 0.5, 0.5])
+
+
+def test_pods_that_share_a_machine_slow_each_other() -> None:
+    shared = fleet(1, 1, contention=Contention(prefill=3.0, decode=2.0))
+    text, prompt = simulate(shared, [request(prompt=100, output=101), request(1.2, prompt=100, output=1)])
+    # The prompt comes when the text has ended.
+    assert text.e2e_s == pytest.approx(0.1 + 100 * 0.011)
+    assert prompt.ttft_s == pytest.approx(0.1)
+    text, prompt = simulate(shared, [request(prompt=100, output=201), request(0.5, prompt=500, output=1)])
+    # Of the prompt a third of a second per second is computed while the text decodes.
+    assert prompt.ttft_s == pytest.approx(1.5, abs=0.03)
+    assert text.e2e_s == pytest.approx(0.1 + 200 * 0.011 + 0.75, abs=0.03)
+
+
+def test_a_running_systems_settings_are_its_pods() -> None:
+    own_prefill = StepCost(per_token=0.002)
+    prefill = common_pb2.PodStatus(
+        role="prefill", chunk_size=256, prefill_cost=step_cost_to_proto(COSTS.prefill)
+    )
+    decode = common_pb2.PodStatus(
+        role="decode",
+        max_batch=12,
+        tokens_per_step=2.5,
+        local_prefill_tokens=100,
+        idle_prefill_tokens=200,
+        enough_prompt_tokens=128,
+        block_size=64,
+        usage=common_pb2.ResourceUsage(blocks_total=10),
+        prefill_cost=step_cost_to_proto(own_prefill),
+        decode_cost=step_cost_to_proto(COSTS.decode),
+    )
+    with pytest.raises(ValueError, match="send it requests first"):
+        measured_fleet([prefill, common_pb2.PodStatus(role="decode")])
+    assert measured_fleet([prefill, decode]) == FleetPlan(
+        PodCosts(COSTS.prefill, COSTS.decode, 640, 0.0, own_prefill=own_prefill),
+        num_prefill=1,
+        num_decode=1,
+        chunk_size=256,
+        max_batch=12,
+        tokens_per_step=2.5,
+        local_prefill_tokens=100,
+        idle_prefill_tokens=200,
+        enough_prompt_tokens=128,
+    )
 
 
 def test_a_slow_link_delays_the_second_token() -> None:
@@ -219,6 +289,8 @@ def test_the_command_answers_and_writes_an_overlay_that_renders(tmp_path: Path) 
         (["--shape", "gpt"], "--shape gpt is unknown"),
         (["--ttft", "0", "--e2e", "0"], "are all 0"),
         (["--trace", "/absent"], "/absent"),
+        (["--contention", "3"], "--contention '3' is not two numbers"),
+        (["--contention", "3,.5"], "of at least 1"),
         (["--measured", "127.0.0.1:1"], "UNAVAILABLE"),
         ([], "alone on 8 devices: e2e"),
     ],

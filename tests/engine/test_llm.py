@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tandem_core.errors import InvalidRequestError
@@ -102,3 +104,20 @@ def test_prompts_beside_text_with_an_objective_per_token_come_in_chunks(llm: LLM
     assert 32 <= prompt.num_computed_tokens <= 40, "as many as take 40 ms"
     while engine.has_work():
         engine.step()
+
+
+def test_costs_of_steps_count_what_lies_between_them_but_no_rest(llm: LLM, monkeypatch: Any) -> None:
+    engine, seen = llm.engine, []
+    engine.decode_times = StepTimes()
+    monkeypatch.setattr(engine.decode_times, "observe", lambda *step: seen.append(step[2]))
+    engine.add(
+        Request("text", prompt_of(10, 7), SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
+    )
+    engine.step()
+    engine.step()
+    time.sleep(0.05)
+    engine.step()
+    engine.rest()
+    time.sleep(0.05)
+    engine.step()
+    assert [seconds >= 0.05 for seconds in seen] == [False, True, False]

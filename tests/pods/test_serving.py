@@ -34,6 +34,9 @@ class Idle:
     def check(self):
         return None
 
+    def rest(self):
+        return None
+
 async def main():
     settings = PodSettings(port=0, drain_s=0.0, pod_id="p")
     server = PodServer(settings, role="decode", service_names=[], status_codes={})

@@ -103,6 +103,8 @@ class LongSteps:
     def check(self) -> None:
         self.num_checks = 1
 
+    def rest(self) -> None: ...
+
     def step(self) -> list:
         self.in_step.set()
         self.may_end.wait()

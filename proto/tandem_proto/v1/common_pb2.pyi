@@ -771,6 +771,7 @@ class PodStatus(_message.Message):
     MAX_BATCH_FIELD_NUMBER: _builtins.int
     LOCAL_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     IDLE_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    ENOUGH_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     UNIX_SECONDS_FIELD_NUMBER: _builtins.int
     KV_LAYOUT_FIELD_NUMBER: _builtins.int
@@ -798,6 +799,8 @@ class PodStatus(_message.Message):
     idle.
     """
     idle_prefill_tokens: _builtins.int
+    enough_prompt_tokens: _builtins.int
+    """A step with so many prompt tokens takes no further prompt; 0: no such limit."""
     version: _builtins.str
     """Of the software."""
     unix_seconds: _builtins.float
@@ -843,13 +846,14 @@ class PodStatus(_message.Message):
         max_batch: _builtins.int = ...,
         local_prefill_tokens: _builtins.int = ...,
         idle_prefill_tokens: _builtins.int = ...,
+        enough_prompt_tokens: _builtins.int = ...,
         version: _builtins.str = ...,
         unix_seconds: _builtins.float = ...,
         kv_layout: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode_cost", b"decode_cost", "prefill_cost", b"prefill_cost", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens_total", b"accepted_tokens_total", "age_seconds", b"age_seconds", "block_size", b"block_size", "chunk_size", b"chunk_size", "decode_cost", b"decode_cost", "drafted_tokens_total", b"drafted_tokens_total", "idle_prefill_tokens", b"idle_prefill_tokens", "kv_free_ratio", b"kv_free_ratio", "kv_layout", b"kv_layout", "local_prefill_tokens", b"local_prefill_tokens", "max_batch", b"max_batch", "max_model_len", b"max_model_len", "model", b"model", "model_revision", b"model_revision", "pod_id", b"pod_id", "prefill_cost", b"prefill_cost", "prompts", b"prompts", "requests_total", b"requests_total", "role", b"role", "tokens_per_step", b"tokens_per_step", "unix_seconds", b"unix_seconds", "usage", b"usage", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens_total", b"accepted_tokens_total", "age_seconds", b"age_seconds", "block_size", b"block_size", "chunk_size", b"chunk_size", "decode_cost", b"decode_cost", "drafted_tokens_total", b"drafted_tokens_total", "enough_prompt_tokens", b"enough_prompt_tokens", "idle_prefill_tokens", b"idle_prefill_tokens", "kv_free_ratio", b"kv_free_ratio", "kv_layout", b"kv_layout", "local_prefill_tokens", b"local_prefill_tokens", "max_batch", b"max_batch", "max_model_len", b"max_model_len", "model", b"model", "model_revision", b"model_revision", "pod_id", b"pod_id", "prefill_cost", b"prefill_cost", "prompts", b"prompts", "requests_total", b"requests_total", "role", b"role", "tokens_per_step", b"tokens_per_step", "unix_seconds", b"unix_seconds", "usage", b"usage", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -80,6 +80,7 @@ def pod_status(parts: EngineParts, loop: EngineLoop, *, pod_id: str, role: str) 
         prompts=_prompts_to_proto(snapshot.prompts),
         chunk_size=config.chunk_size,
         max_batch=config.max_batch,
+        enough_prompt_tokens=config.enough_prompt_tokens or 0,
         prefill_cost=codec.step_cost_to_proto(engine.prefill_times.cost()),
         version=software_version(),
         unix_seconds=time.time(),

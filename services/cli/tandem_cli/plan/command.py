@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from tandem_core.codec import step_cost_from_proto
 from tandem_core.slo import SloTarget
 
 from tandem_cli.options import fail
 from tandem_cli.plan import costs as pod_costs
-from tandem_cli.plan.costs import GPUS, SHAPES, DoesNotFitError, ModelShape, PodCosts
+from tandem_cli.plan.costs import GPUS, SHAPES, DoesNotFitError, ModelShape
+from tandem_cli.plan.measured import measured_fleet
 from tandem_cli.plan.search import Result, cheapest, cheapest_together, slack
-from tandem_cli.plan.simulate import FleetPlan
+from tandem_cli.plan.simulate import Contention, FleetPlan
 from tandem_cli.plan.workload import PlannedRequest, of_trace, poisson
 
 #: Tensor parallel sizes that are tried.
 _SIZES = (1, 2, 4, 8)
+#: Prompts that decode pods compute themselves, by default; the second one while they are idle.
+_LOCAL_PREFILL_TOKENS, _IDLE_PREFILL_TOKENS = 384, 512
 #: Plans that are shown.
 _MOST_SHOWN = 6
 
@@ -45,12 +48,24 @@ def plan(
     kv_bits: Annotated[int, typer.Option(min=4, max=32)] = 16,
     link: Annotated[float, typer.Option(min=0.001, help="GB/s between pods.")] = 12.5,
     tokens_per_step: Annotated[
-        float, typer.Option(min=1, help="Tokens that a sequence gains in a step with drafts.")
-    ] = 1.0,
-    chunk_size: Annotated[int, typer.Option(min=16)] = 2048,
-    max_batch: Annotated[int, typer.Option(min=1)] = 128,
+        float | None, typer.Option(min=1, help="Tokens that a sequence gains in a step with drafts.")
+    ] = None,
+    chunk_size: Annotated[int | None, typer.Option(min=16, help="Of the pods; unset: 2048.")] = None,
+    max_batch: Annotated[int | None, typer.Option(min=1, help="Of the pods; unset: 128.")] = None,
+    local_prefill_tokens: Annotated[
+        int | None, typer.Option(min=0, help="Of decode pods, idle or not; unset: 384, idle 512.")
+    ] = None,
+    contention: Annotated[
+        str,
+        typer.Option(
+            metavar="PROMPTS,TEXTS",
+            help="Pods of both roles share a machine: how many times as long prompts take while texts are "
+            "decoded, and steps of texts while prompts are computed, e.g. 3,1.3.",
+        ),
+    ] = "1,1",
     measured: Annotated[
-        str, typer.Option(help="gRPC address of a gateway: the costs that its pods report.")
+        str,
+        typer.Option(help="gRPC address of a gateway: costs, and the settings above, as its pods report."),
     ] = "",
     requests: Annotated[int, typer.Option(min=20, help="Of the simulation.")] = 300,
     seed: Annotated[int, typer.Option(min=0)] = 0,
@@ -62,6 +77,16 @@ def plan(
     if not (ttft or tpot or e2e):
         fail("--ttft, --tpot and --e2e are all 0; set one of them")
     workload = _workload(trace, rate, requests, prompt_tokens, output_tokens, cached_tokens, spread, seed)
+    settings = {
+        "tokens_per_step": tokens_per_step,
+        "chunk_size": chunk_size,
+        "max_batch": max_batch,
+        "local_prefill_tokens": local_prefill_tokens,
+        "idle_prefill_tokens": local_prefill_tokens,
+        "link_bytes_per_s": link * 1e9,
+        "contention": _contention(contention),
+    }
+    given: dict[str, Any] = {setting: value for setting, value in settings.items() if value is not None}
     if measured:
         asked = [_measured(measured, per_hour or 0.0)]
         name = f"as measured at {measured}"
@@ -71,26 +96,23 @@ def plan(
         if shape not in SHAPES:
             fail(f"--shape {shape} is unknown; use one of {', '.join(SHAPES)}")
         model = replace(SHAPES[shape], weight_bytes=weight_bits / 8, kv_bytes=kv_bits / 8)
-        asked = _sizes(gpu, model, per_hour, chunk_size)
+        asked = _sizes(gpu, model, per_hour, chunk_size or FleetPlan.chunk_size)
         name = f"{shape} on {gpu}"
+    asked = [replace(fleet, **given) for fleet in asked]
     results: list[Result] = []
-    for costs in asked:
-        if _misses_alone(costs, workload, slo, tokens_per_step):
+    for fleet in asked:
+        if _misses_alone(fleet, workload, slo):
             continue
 
-        def make(num_prefill: int, num_decode: int, costs: PodCosts = costs) -> FleetPlan:
-            return FleetPlan(
-                costs, num_prefill, num_decode, chunk_size, max_batch, link * 1e9, tokens_per_step
-            )
+        def make(num_prefill: int, num_decode: int, fleet: FleetPlan = fleet) -> FleetPlan:
+            return replace(fleet, num_prefill=num_prefill, num_decode=num_decode)
 
         for search in (cheapest, cheapest_together):
             found = search(make, workload, slo, attainment)
             if found is not None:
                 results.append(found)
     if not results:
-        typer.echo(
-            f"No fleet of {name} keeps these objectives: {_why_none(asked, workload, slo, tokens_per_step)}"
-        )
+        typer.echo(f"No fleet of {name} keeps these objectives: {_why_none(asked, workload, slo)}")
         raise typer.Exit(1)
     results.sort(key=lambda result: (result.plan.num_devices, result.e2e_s[1]))
     best = results[0]
@@ -104,6 +126,16 @@ def plan(
             typer.echo(f"wrote {write_overlay(out, base, best)}")
         except FileExistsError as error:
             fail(f"{error.filename} exists already; name another folder with --out")
+
+
+def _contention(text: str) -> Contention:
+    try:
+        prefill, decode = map(float, text.split(","))
+    except ValueError:
+        prefill = decode = 0.0
+    if not (1 <= prefill < math.inf and 1 <= decode < math.inf):
+        fail(f"--contention {text!r} is not two numbers of at least 1 with a comma between, such as 3,1.3")
+    return Contention(prefill, decode)
 
 
 def _workload(
@@ -128,19 +160,29 @@ def _workload(
         fail(str(error))
 
 
-def _sizes(gpu: str, model: ModelShape, per_hour: float | None, chunk_size: int) -> list[PodCosts]:
+def _sizes(gpu: str, model: ModelShape, per_hour: float | None, chunk_size: int) -> list[FleetPlan]:
     found, reason = [], ""
     for size in _SIZES:
         try:
-            found.append(pod_costs.of_gpu(GPUS[gpu], model, size, per_hour=per_hour, chunk_size=chunk_size))
+            costs = pod_costs.of_gpu(GPUS[gpu], model, size, per_hour=per_hour, chunk_size=chunk_size)
         except DoesNotFitError as error:
             reason = str(error)
+            continue
+        found.append(
+            FleetPlan(
+                costs,
+                num_prefill=1,
+                num_decode=1,
+                local_prefill_tokens=_LOCAL_PREFILL_TOKENS,
+                idle_prefill_tokens=_IDLE_PREFILL_TOKENS,
+            )
+        )
     if not found:
         fail(f"{reason}; use a larger GPU or fewer --weight-bits")
     return found
 
 
-def _measured(target: str, per_hour: float) -> PodCosts:
+def _measured(target: str, per_hour: float) -> FleetPlan:
     """Of the first decode pod and the first prefill pod that the gateway knows."""
     import grpc
     from tandem_proto.v1 import gateway_pb2, gateway_pb2_grpc
@@ -151,40 +193,29 @@ def _measured(target: str, per_hour: float) -> PodCosts:
             pods = stub.GetFleetStatus(gateway_pb2.GetFleetStatusRequest(), timeout=5.0).pods
     except grpc.RpcError as error:
         fail(f"--measured {target}: {error.code().name}: {error.details()}")
-    decoders = [pod.status for pod in pods if pod.role == "decode" and pod.status.decode_cost.per_step]
-    prefills = [pod.status for pod in pods if pod.role == "prefill"] or decoders
-    if not decoders:
-        fail(f"--measured {target}: no decode pod has reported what its steps cost; send it requests first")
-    decode, prefill = decoders[0], prefills[0]
-    blocks = decode.usage.blocks_total * decode.block_size
-    return PodCosts(
-        prefill=step_cost_from_proto(prefill.prefill_cost),
-        decode=step_cost_from_proto(decode.decode_cost),
-        kv_tokens=blocks,
-        kv_bytes_per_token=0.0,
-        per_hour=per_hour,
-    )
+    try:
+        return measured_fleet([pod.status for pod in pods], per_hour)
+    except ValueError as error:
+        fail(f"--measured {target}: {error}")
 
 
-def _misses_alone(
-    costs: PodCosts, workload: list[PlannedRequest], slo: SloTarget, tokens_per_step: float
-) -> str:
+def _misses_alone(fleet: FleetPlan, workload: list[PlannedRequest], slo: SloTarget) -> str:
     """What half of the requests would miss without any other; "" if nothing."""
+    costs = fleet.costs
     request = sorted(workload, key=lambda one: one.prompt_tokens + one.output_tokens)[len(workload) // 2]
     ttft_s = costs.prefill.prompt_seconds(request.cached_tokens, request.prompt_tokens, 1 << 30)
     step_s = costs.decode.seconds(1, 1, request.prompt_tokens + request.output_tokens / 2)
-    tpot_s = step_s / tokens_per_step
+    tpot_s = step_s / fleet.tokens_per_step
     return slo.miss(ttft_s, tpot_s, ttft_s + tpot_s * (request.output_tokens - 1))
 
 
-def _why_none(
-    asked: list[PodCosts], workload: list[PlannedRequest], slo: SloTarget, tokens_per_step: float
-) -> str:
-    missed = [_misses_alone(costs, workload, slo, tokens_per_step) for costs in asked]
+def _why_none(asked: list[FleetPlan], workload: list[PlannedRequest], slo: SloTarget) -> str:
+    missed = [_misses_alone(fleet, workload, slo) for fleet in asked]
     if all(missed):
         return (
-            f"a request of median length misses them alone on {asked[-1].num_devices} devices: {missed[-1]}. "
-            "Widen them, shorten the answer, use fewer --weight-bits, or drafts (--tokens-per-step)."
+            f"a request of median length misses them alone on {asked[-1].costs.num_devices} devices: "
+            f"{missed[-1]}. Widen them, shorten the answer, use fewer --weight-bits, or drafts "
+            "(--tokens-per-step)."
         )
     return "each request meets them alone, but not beside others; lower --attainment or the rate."
 

@@ -92,6 +92,12 @@ class PodCosts:
     num_devices: int = 1
     #: Of one device.
     per_hour: float = 0.0
+    #: Of prompts that decode pods compute; None: those of prefill pods.
+    own_prefill: StepCost | None = None
+
+    @property
+    def local_prefill(self) -> StepCost:
+        return self.own_prefill or self.prefill
 
 
 class DoesNotFitError(ValueError):

@@ -3,9 +3,9 @@
     arrival -> prefill pod (earliest end) -> transfer of the KV that is left after the last layer
             -> decode pod (least loaded that has room) -> a token per step, all its sequences together
 
-Without prefill pods each pod does both: a step decodes all its sequences and computes a chunk of the oldest
-prompt, as the engine does. Costs are those of StepCost; nothing else takes time. Speculation divides the
-steps of an answer by the tokens that a step gains.
+Decode pods compute short prompts themselves, and without prefill pods all prompts: a step decodes all its
+sequences and computes chunks of the oldest prompts, as the engine does. Costs are those of StepCost; nothing
+else takes time. Speculation divides the steps of an answer by the tokens that a step gains.
 """
 
 from __future__ import annotations
@@ -20,9 +20,19 @@ from functools import partial
 from typing import Any
 
 from tandem_core.slo import SloTarget
+from tandem_core.step_cost import StepCost
 
 from tandem_cli.plan.costs import PodCosts
 from tandem_cli.plan.workload import PlannedRequest
+
+
+@dataclass(frozen=True)
+class Contention:
+    """How many times as long pods of a role compute while those of the other do, on a machine that they
+    share."""
+
+    prefill: float = 1.0
+    decode: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -37,6 +47,13 @@ class FleetPlan:
     #: Between pods.
     link_bytes_per_s: float = 12.5e9
     tokens_per_step: float = 1.0
+    #: A decode pod computes a prompt itself if fewer of its tokens are uncached; the second limit counts
+    #: while it is idle.
+    local_prefill_tokens: int = 0
+    idle_prefill_tokens: int = 0
+    #: A step with so many prompt tokens takes no further prompt; 0: no such limit.
+    enough_prompt_tokens: int = 0
+    contention: Contention = Contention()
 
     @property
     def num_devices(self) -> int:
@@ -46,12 +63,15 @@ class FleetPlan:
         """The same with one of its limits changed: compute, memory bandwidth, KV memory or link."""
         costs = self.costs
         prefill, decode = costs.prefill, costs.decode
+
+        def faster(cost: StepCost) -> StepCost:
+            return replace(cost, per_token=cost.per_token / factor, per_pair=cost.per_pair / factor)
+
         if what == "compute":
             costs = replace(
                 costs,
-                prefill=replace(
-                    prefill, per_token=prefill.per_token / factor, per_pair=prefill.per_pair / factor
-                ),
+                prefill=faster(prefill),
+                own_prefill=faster(costs.local_prefill),
                 decode=replace(decode, per_token=decode.per_token / factor),
             )
         elif what == "memory bandwidth":
@@ -116,8 +136,8 @@ class _Decoder:
     is_stepping: bool = False
     #: It gets no further sequence.
     is_leaving: bool = False
-    #: Prompt tokens of the running step, of the oldest prompt.
-    chunk: int = 0
+    #: Prompts of the running step, and how many tokens of each it computes.
+    chunks: list[tuple[_Sequence, int]] = field(default_factory=list)
     #: Steps that are simulated together.
     num_steps: int = 1
 
@@ -143,43 +163,49 @@ class _Decoder:
             return None
         self.is_stepping = True
         decoding = [s for s in self.running if not s.uncomputed]
-        prefilling = next((s for s in self.running if s.uncomputed), None)
         costs, seconds = self.plan.costs, 0.0
         if decoding:
-            seconds += costs.decode.seconds(1, len(decoding), sum(s.context for s in decoding))
-        self.chunk = 0
+            seconds = costs.decode.seconds(1, len(decoding), sum(s.context for s in decoding))
+        self.chunks = self._next_chunks()
         self.num_steps = 1
-        if self.span_s and prefilling is None:
+        if self.span_s and not self.chunks:
             gained, count = self.plan.tokens_per_step, len(decoding)
             first_end = min(s.left for s in decoding) / gained
             self.num_steps = max(min(int(self.span_s / seconds), math.ceil(first_end)), 1)
             # A later step attends to what the earlier ones have added.
             added = count * gained * self.num_steps * (self.num_steps - 1) / 2
             seconds = seconds * self.num_steps + costs.decode.per_pair * added
-        if prefilling is not None:
-            self.chunk = min(prefilling.uncomputed, self.plan.chunk_size)
-            start = prefilling.computed
-            pairs = self.chunk * (2 * start + self.chunk) / 2
+        if self.chunks:
+            tokens = sum(chunk for _, chunk in self.chunks)
+            pairs = sum(chunk * (2 * s.computed + chunk) / 2 for s, chunk in self.chunks)
             # A step's own part counts once.
-            seconds += costs.prefill.seconds(0 if decoding else 1, self.chunk, pairs)
+            seconds += costs.local_prefill.seconds(0 if decoding else 1, tokens, pairs)
         return seconds
+
+    def _next_chunks(self) -> list[tuple[_Sequence, int]]:
+        """Of the oldest prompts, until the step has enough."""
+        chunks, room = [], self.plan.chunk_size
+        least_room = max(room - (self.plan.enough_prompt_tokens or room), 0)
+        for sequence in self.running:
+            if sequence.uncomputed and room > least_room:
+                chunks.append((sequence, min(sequence.uncomputed, room)))
+                room -= chunks[-1][1]
+        return chunks
 
     def end_step(self, now: float) -> None:
         gained = self.plan.tokens_per_step * self.num_steps
-        prefilling = next((s for s in self.running if s.uncomputed), None)
         for sequence in self.running:
-            if sequence.uncomputed:
-                continue
-            sequence.left -= gained
-            sequence.context += gained
-        if prefilling is not None and self.chunk:
-            prefilling.uncomputed -= self.chunk
-            prefilling.computed += self.chunk
-            if not prefilling.uncomputed:
-                request = prefilling.outcome.request
-                prefilling.outcome.ttft_s = now - request.arrival_s
-                prefilling.left = request.output_tokens - 1
-                prefilling.context = request.prompt_tokens
+            if not sequence.uncomputed:
+                sequence.left -= gained
+                sequence.context += gained
+        for sequence, chunk in self.chunks:
+            sequence.uncomputed -= chunk
+            sequence.computed += chunk
+            if not sequence.uncomputed:
+                outcome = sequence.outcome
+                outcome.ttft_s = now - outcome.request.arrival_s
+                sequence.left = outcome.request.output_tokens - 1
+                sequence.context = outcome.request.prompt_tokens
         ended = [s for s in self.running if not s.uncomputed and s.left <= 0]
         for sequence in ended:
             sequence.outcome.e2e_s = now - sequence.outcome.request.arrival_s
@@ -200,6 +226,12 @@ class _Prefiller:
 
     job: _Sequence | None = None
     is_leaving: bool = False
+    #: How long its prompt takes alone, and of that what is left, as of `seen_at`.
+    seconds: float = 0.0
+    left_s: float = 0.0
+    seen_at: float = 0.0
+    #: The event of its end has this number; earlier ones no longer count.
+    num_paces: int = 0
 
 
 class Simulation:
@@ -235,6 +267,8 @@ class Simulation:
         self._decoders: list[_Decoder] = []
         #: Computed prompts for which there is no decode pod.
         self._unplaced: deque[_Sequence] = deque()
+        #: How many times as long as alone prompts take now on prefill pods.
+        self._pace = 1.0
         for outcome in self.outcomes:
             self._at(outcome.request.arrival_s, partial(self._arrive, outcome))
 
@@ -342,25 +376,51 @@ class Simulation:
 
     def _arrive(self, outcome: Outcome) -> None:
         request = outcome.request
-        if self._plan.num_prefill:
+        uncached = request.prompt_tokens - request.cached_tokens
+        if self._plan.num_prefill and not self._is_local(uncached):
             self._prompts.append(_Sequence(outcome, request.prompt_tokens, request.output_tokens - 1))
             self._next_prompts()
             return
-        uncached = request.prompt_tokens - request.cached_tokens
         self._unplaced.append(
             _Sequence(outcome, 0, math.inf, uncomputed=uncached, computed=request.cached_tokens)
         )
         self._place()
 
+    def _is_local(self, uncached: int) -> bool:
+        """Whether the decode pod that takes it would compute the prompt itself."""
+        plan = self._plan
+        is_idle = any(not pod.is_stepping and not pod.is_leaving for pod in self._decoders)
+        return uncached < max(plan.local_prefill_tokens, plan.idle_prefill_tokens if is_idle else 0)
+
     def _next_prompts(self) -> None:
         while self._prompts and self._idle:
             pod = self._idle.popleft()
             pod.job = self._prompts.popleft()
-            seconds = self._prompt_s(pod.job.outcome.request)
-            self.prefill.busy_s += seconds
-            self._at(self.now + seconds, partial(self._computed, pod, seconds))
+            pod.seconds = pod.left_s = self._prompt_s(pod.job.outcome.request)
+            pod.seen_at = self.now
+            self.prefill.busy_s += pod.seconds
+            self._expect_end(pod)
 
-    def _computed(self, pod: _Prefiller, seconds: float) -> None:
+    def _expect_end(self, pod: _Prefiller) -> None:
+        pod.num_paces += 1
+        self._at(self.now + pod.left_s * self._pace, partial(self._computed, pod, pod.num_paces))
+
+    def _set_pace(self) -> None:
+        """Decode pods have begun to compute or ended: running prompts get slower or faster."""
+        is_decoding = any(pod.is_stepping for pod in self._decoders)
+        pace = self._plan.contention.prefill if is_decoding else 1.0
+        if pace == self._pace:
+            return
+        before, self._pace = self._pace, pace
+        for pod in self._prefillers:
+            if pod.job is not None:
+                pod.left_s -= (self.now - pod.seen_at) / before
+                pod.seen_at = self.now
+                self._expect_end(pod)
+
+    def _computed(self, pod: _Prefiller, pace: int) -> None:
+        if pace != pod.num_paces:
+            return
         sequence, pod.job = pod.job, None
         assert sequence is not None
         outcome = sequence.outcome
@@ -369,7 +429,7 @@ class Simulation:
         request, costs = outcome.request, self._plan.costs
         uncached = request.prompt_tokens - request.cached_tokens
         sent_s = uncached * costs.kv_bytes_per_token / self._plan.link_bytes_per_s
-        self._at(self.now + max(sent_s - seconds, 0.0), partial(self._received, sequence))
+        self._at(self.now + max(sent_s - pod.seconds, 0.0), partial(self._received, sequence))
         if pod.is_leaving:
             self._forget_idle()
         else:
@@ -396,8 +456,11 @@ class Simulation:
     def _step(self, decoder: _Decoder) -> None:
         seconds = decoder.begin_step()
         if seconds is not None:
+            if any(pod.job is not None for pod in self._prefillers):
+                seconds *= self._plan.contention.decode
             self.decode.busy_s += seconds
             self._at(self.now + seconds, partial(self._stepped, decoder))
+        self._set_pace()
 
     def _stepped(self, decoder: _Decoder) -> None:
         decoder.end_step(self.now)
