@@ -128,7 +128,8 @@ async def _try_pair(system: System, prefill: Pod, decode: Pod) -> AsyncIterator[
             f"No KV arrived, and the decode pod computed the prompt itself ({receipt.prefill_retries} failed "
             "attempts).",
             f"Let {decode.target} reach {prefill.target}, and the prefill pod the decode pod's --kv-host and "
-            "--kv-port; both need one KV layout.",
+            "--kv-port; both need one KV layout. If only large packets are lost, the pods' MTU is larger "
+            "than that of the network between them.",
         )
     elif sent.digest != alone.digest:
         yield Finding(
