@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Protocol
 
 from reporting import markdown_table, write_page
-from tandem_cli.bench.traces import read_trace
+from tandem_cli.bench.traces import TraceError, read_trace
 from tandem_cli.plan.costs import GPUS, SHAPES, PodCosts, of_gpu
 from tandem_cli.plan.simulate import FleetPlan, Outcome, Simulation
 from tandem_cli.plan.workload import PlannedRequest, of_trace
@@ -449,7 +449,8 @@ longer --settle-s helps there.
 The fleet is the simulation of `tandem plan` with step costs by data sheet (one L40S a pod, 8 billion
 parameters). Each law decides every 15 s and may use 1 to 32 pods of a role. Objectives are TTFT 1 s and
 TPOT 60 ms, for long prompts 10 s and 60 ms. The arrivals are generated, not recorded: one seed, curves in
-`generated` of the script; --trace takes recorded ones of Mooncake and BurstGPT.
+`generated` of the script; --trace takes recorded ones of Mooncake and BurstGPT, of which
+none longer than 24 s was at hand.
 
 llm-d's law reads measured latencies; it prefers predicted ones, which rise a little earlier. Its thresholds
 are its own for another model and GPU. CPU use is the share of time in which a pod computes: a decode pod
@@ -473,10 +474,13 @@ def main() -> None:
     options = parser.parse_args()
     began = time.monotonic()
     slo = SloTarget("", ttft_s=options.ttft, tpot_s=options.tpot)
-    workloads = [
-        Workload(path.name, of_trace(read_trace(path), options.rate, 1200, 300), slo)
-        for path in options.trace
-    ] or generated(options.minutes, options.seed)
+    try:
+        workloads = [
+            Workload(path.name, of_trace(read_trace(path), options.rate, 1200, 300), slo)
+            for path in options.trace
+        ] or generated(options.minutes, options.seed)
+    except TraceError as error:
+        parser.error(str(error))
     plan = FleetPlan(costs(), 1, 1)
     table = report([(workload, compare(plan, workload, options.start_s)) for workload in workloads])
     if options.out is not None:
