@@ -387,7 +387,7 @@ def test_the_scaler_may_do_what_it_does_and_no_more() -> None:
     defaults = ScalerSettings(_cli_parse_args=[])
     scaled = {defaults.prefill_workload, defaults.decode_workload}
     assert scaled <= {f"deployment/{name}" for name in objects("Deployment", folder)}
-    assert "resourceNames" not in scale, "kustomize would append the hashes of ConfigMaps to them"
+    assert {f"deployment/{name}" for name in scale["resourceNames"]} == scaled
     assert lease["resourceNames"] == [defaults.lease] == list(objects("Lease", folder))
     assert {verb for rule in rules.values() for verb in rule["verbs"]} == {"list", "watch", "get", "update"}
     assert len(rules) == 3
@@ -475,7 +475,7 @@ def test_a_changed_setting_rolls_one_role(changed: str) -> None:
     merged = yaml.safe_load((folder / "kustomization.yaml").read_text())
     merged["configMapGenerator"] = [
         {
-            "name": f"tandem-{changed}",
+            "name": f"tandem-{changed}-settings",
             "namespace": "tandem",
             "behavior": "merge",
             "literals": ["TANDEM_LOG_LEVEL=debug"],

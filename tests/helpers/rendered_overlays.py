@@ -44,7 +44,7 @@ class Manifests:
         self.all.remove(self.get(kind, name))
 
     def settings(self, role: str) -> dict[str, str]:
-        return self.get("ConfigMap", f"tandem-{role}")["data"]
+        return self.get("ConfigMap", f"tandem-{role}-settings")["data"]
 
     def spec(self, role: str) -> Manifest:
         kind = "StatefulSet" if role == "redis" else "Deployment"

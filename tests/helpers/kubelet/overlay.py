@@ -22,7 +22,7 @@ def manifests(
         "components": [os.path.relpath(_K8S / "components" / name, folder) for name in components],
         "configMapGenerator": [
             {
-                "name": f"tandem-{role}",
+                "name": f"tandem-{role}-settings",
                 "namespace": "tandem",
                 "behavior": "merge",
                 "literals": [f"{name}={value}" for name, value in changed.items()],

@@ -21,16 +21,18 @@ replicas:
   - name: tandem-decode
     count: {num_decode}
 configMapGenerator:
-  - name: tandem-prefill
+  - name: tandem-prefill-settings
     behavior: merge
     literals:
       - TANDEM_CHUNK_SIZE={chunk_size}
-  - name: tandem-decode
+  - name: tandem-decode-settings
     behavior: merge
     literals:
       - TANDEM_CHUNK_SIZE={chunk_size}
       - TANDEM_MAX_BATCH={max_batch}
       - TANDEM_NUM_BLOCKS={num_blocks}
+      - TANDEM_LOCAL_PREFILL_TOKENS={local_prefill_tokens}
+      - TANDEM_IDLE_PREFILL_TOKENS={idle_prefill_tokens}
 """
 
 
@@ -44,6 +46,8 @@ def write_overlay(folder: Path, base: str, result: Result) -> Path:
         chunk_size=plan.chunk_size,
         max_batch=plan.max_batch,
         num_blocks=plan.costs.kv_tokens // _BLOCK_SIZE,
+        local_prefill_tokens=plan.local_prefill_tokens,
+        idle_prefill_tokens=plan.idle_prefill_tokens,
     )
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "kustomization.yaml"
