@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import yaml
 from kubelet.cluster import Cluster
 from kubelet.manifests import NAME, Manifest
 from waiting import until
@@ -39,11 +40,13 @@ def manifests(
     drain: str = "0.1",
     grace: int = 5,
     version: str = "1",
+    period_s: float = 0.1,
 ) -> list[Manifest]:
     """A Deployment `web` with its budget and its Service."""
-    probe = {"httpGet": {"path": "/", "port": "http"}, "periodSeconds": 0.1, "failureThreshold": 50}
+    probe = {"httpGet": {"path": "/", "port": "http"}, "periodSeconds": period_s, "failureThreshold": 50}
     container = {
         "name": "web",
+        "image": "web:1",
         "command": ["web"],
         "env": [
             {"name": "MARKS", "value": str(folder / "marks")},
@@ -63,17 +66,25 @@ def manifests(
     return [
         {
             "kind": "Deployment",
-            "metadata": {"name": "web"},
-            "spec": {"replicas": replicas, "strategy": rolling, "template": {"spec": pod}},
+            "apiVersion": "apps/v1",
+            "metadata": {"name": "web", "namespace": "tandem"},
+            "spec": {
+                "replicas": replicas,
+                "strategy": rolling,
+                "selector": {"matchLabels": labels},
+                "template": {"metadata": {"labels": labels}, "spec": pod},
+            },
         },
         {
             "kind": "PodDisruptionBudget",
-            "metadata": {"name": "web"},
+            "apiVersion": "policy/v1",
+            "metadata": {"name": "web", "namespace": "tandem"},
             "spec": {"selector": {"matchLabels": labels}, "maxUnavailable": 1},
         },
         {
             "kind": "Service",
-            "metadata": {"name": "web"},
+            "apiVersion": "v1",
+            "metadata": {"name": "web", "namespace": "tandem"},
             "spec": {"selector": labels, "ports": [{"port": 9090}]},
         },
     ]
@@ -159,3 +170,55 @@ async def test_a_pod_that_is_not_ready_gets_no_new_connection(cluster: Cluster, 
     reader, writer = await asyncio.open_connection(cluster.service_address("web"), 9090)
     assert await reader.read() == b"", "closed at once"
     writer.close()
+
+
+async def applied(cluster: Cluster, folder: Path) -> None:
+    """By kubectl, from a kustomization."""
+    (folder / "k8s").mkdir()
+    (folder / "k8s" / "all.yaml").write_text(yaml.safe_dump_all(manifests(folder, period_s=1)))
+    (folder / "k8s" / "kustomization.yaml").write_text("resources: [all.yaml]")
+    await cluster.kubectl("apply", "--server-side", "--validate=false", "-k", str(folder / "k8s"))
+    told = await cluster.kubectl("rollout", "status", "deployment/web", "--timeout=20s")
+    assert "successfully rolled out" in told
+    assert [pod.is_ready for pod in cluster.pods] == [True, True]
+
+
+async def test_kubectl_applies_and_deletes(cluster: Cluster, tmp_path: Path) -> None:
+    await applied(cluster, tmp_path)
+    first, second = cluster.pods
+    await cluster.kubectl("delete", "pod", first.name)
+    assert first.is_gone, "the command waits"
+    assert second in cluster.pods
+
+
+@pytest.mark.wide
+async def test_kubectl_sets_images_restarts_scales_and_drains(cluster: Cluster, tmp_path: Path) -> None:
+    await applied(cluster, tmp_path)
+    other = tmp_path / "other-bin"
+    other.mkdir()
+    (other / "web").write_text((tmp_path / "bin" / "web").read_text())
+    (other / "web").chmod(0o755)
+    cluster.images["web:2"] = other
+    for change in (["set", "image", "deployment/web", "web=web:2"], ["rollout", "restart", "deployment/web"]):
+        before = set(cluster.pods)
+        await cluster.kubectl(*change)
+        await cluster.kubectl("rollout", "status", "deployment/web", "--timeout=20s")
+        await cluster.until_rolled_out(20)
+        assert not before & set(cluster.pods)
+        assert {pod.template.image for pod in cluster.pods} == {"web:2"}
+    for count in (3, 0, 2):
+        await cluster.kubectl("scale", "deployment/web", f"--replicas={count}")
+        await cluster.until(lambda count=count: len(cluster.of("web")) == count, 20)
+    await cluster.kubectl("apply", "--server-side", "--validate=false", "-k", str(tmp_path / "k8s"))
+    await cluster.until_rolled_out(20)
+    seen: list[tuple[int, int]] = []
+    watching = asyncio.create_task(watch(cluster, seen))
+    told = await cluster.kubectl("drain", "node-b", "--timeout=30s")
+    watching.cancel()
+    assert "node/node-b drained" in told
+    assert min(ready for _, ready in seen) >= 1
+    assert {pod.node for pod in cluster.pods} == {"node-a"}
+    await cluster.kubectl("uncordon", "node-b")
+    await cluster.kubectl("delete", "pod", cluster.pods[0].name)
+    await cluster.until_rolled_out(20)
+    assert {pod.node for pod in cluster.pods} == {"node-a", "node-b"}

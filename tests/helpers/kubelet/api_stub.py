@@ -46,6 +46,8 @@ class ApiStub:
     kubernetes: tuple[str, str] = ("1", "34")
     #: Groups with kinds of their own, as /apis tells.
     groups: tuple[str, ...] = ("apps/v1",)
+    #: By plural, as lists name them.
+    kinds: dict[str, str] = field(default_factory=lambda: {ENDPOINT_SLICES: "EndpointSlice"})
     #: Verbs, and plural names of kinds, that are answered with 403.
     forbidden: set[str] = field(default_factory=set)
     #: "list", "watch" of every request so far.
@@ -65,6 +67,14 @@ class ApiStub:
 
     async def start(self) -> None:
         app = web.Application()
+        self.add_routes(app)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.0)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
+        await site.start()
+        self.port = self._runner.addresses[0][1]
+
+    def add_routes(self, app: web.Application) -> None:
         app.router.add_get("/version/", self._version)
         app.router.add_get("/apis/", self._groups)
         for prefix in ("/apis/{group}/{version}", "/api/{version}"):
@@ -76,11 +86,6 @@ class ApiStub:
             ):
                 app.router.add_get(prefix + path, self._get)
                 app.router.add_put(prefix + path, self._update)
-        self._runner = web.AppRunner(app, shutdown_timeout=0.0)
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self.port, reuse_address=True)
-        await site.start()
-        self.port = self._runner.addresses[0][1]
 
     async def stop(self) -> None:
         runner, self._runner = self._runner, None
@@ -160,13 +165,11 @@ class ApiStub:
         return web.json_response({"major": major, "minor": minor, **dict.fromkeys(others, "")})
 
     async def _groups(self, _request: web.Request) -> web.Response:
-        groups = [
-            {
-                "name": group.partition("/")[0],
-                "versions": [{"groupVersion": group, "version": group.partition("/")[2]}],
-            }
-            for group in self.groups
-        ]
+        groups = []
+        for group in self.groups:
+            name, _, number = group.partition("/")
+            version = {"groupVersion": group, "version": number}
+            groups.append({"name": name, "versions": [version], "preferredVersion": version})
         return web.json_response({"kind": "APIGroupList", "apiVersion": "v1", "groups": groups})
 
     async def _get(self, request: web.Request) -> web.Response:
@@ -174,7 +177,7 @@ class ApiStub:
         self.requests.append("get")
         if "get" in self.forbidden:
             return _status(403, "Forbidden")
-        item = self._objects.get((info["plural"], info["namespace"], info["name"]))
+        item = self._objects.get((info["plural"], info.get("namespace", ""), info["name"]))
         if self.after_get is not None:
             self.after_get(info["plural"], info["name"])
         if item is None:
@@ -204,19 +207,27 @@ class ApiStub:
             return _status(403, "Forbidden")
         if verb == "watch":
             return await self._watch(request)
-        kind = {"endpointslices": "EndpointSlice"}.get(request.match_info["plural"], "Object")
-        group = request.match_info.get("group")
-        version = request.match_info["version"]
+        of = self._type(request)
         return web.json_response(
             {
-                "kind": f"{kind}List",
-                "apiVersion": f"{group}/{version}" if group else version,
+                "kind": f"{of['kind']}List",
+                "apiVersion": of["apiVersion"],
                 "metadata": {"resourceVersion": str(self.version)},
                 "items": list(self._select(request)),
             }
         )
 
+    def _type(self, request: web.Request) -> Object:
+        info = request.match_info
+        group, version = info.get("group"), info["version"]
+        return {
+            "kind": self.kinds.get(info["plural"], "Object"),
+            "apiVersion": f"{group}/{version}" if group else version,
+        }
+
     async def _watch(self, request: web.Request) -> web.StreamResponse:
+        if request.query.get("sendInitialEvents") == "true":  # an older server's answer: list first
+            return _status(422, "Invalid")
         seen = int(request.query.get("resourceVersion") or self.version)
         if seen < self.compacted:
             return _status(410, "Expired")
@@ -241,12 +252,8 @@ class ApiStub:
                         await _send(response, event.kind, event.object)
                 if wants_bookmarks and now >= bookmark_at:
                     bookmark_at = now + self.bookmark_s
-                    version = {"resourceVersion": str(self.version)}
-                    await _send(
-                        response,
-                        "BOOKMARK",
-                        {"kind": "EndpointSlice", "apiVersion": "discovery.k8s.io/v1", "metadata": version},
-                    )
+                    bookmark = {"metadata": {"resourceVersion": str(self.version)}} | self._type(request)
+                    await _send(response, "BOOKMARK", bookmark)
                 try:
                     async with asyncio.timeout(min(ends_at, bookmark_at) - now):
                         await changed.wait()
@@ -271,9 +278,14 @@ def _scale_of(item: Object) -> Object:
 
 
 def _matches(item: Object, request: web.Request) -> bool:
-    labels = item["metadata"].get("labels", {})
-    wanted = [part.split("=") for part in request.query.get("labelSelector", "").split(",") if part]
-    return all(labels.get(name) == value for name, value in wanted)
+    """By labels, and by the fields that kubectl selects by."""
+    metadata = item["metadata"]
+    fields = {"metadata.name": metadata["name"], "spec.nodeName": item.get("spec", {}).get("nodeName")}
+    return all(
+        values.get(name) == value
+        for selector, values in (("labelSelector", metadata.get("labels", {})), ("fieldSelector", fields))
+        for name, value in (part.split("=") for part in request.query.get(selector, "").split(",") if part)
+    )
 
 
 async def _send(response: web.StreamResponse, kind: str, item: Object) -> None:

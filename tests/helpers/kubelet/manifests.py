@@ -48,6 +48,10 @@ class Template:
     liveness: Probe
     pre_stop_s: float
     grace_s: float
+    image: str
+    annotations: tuple[tuple[str, str], ...]
+    #: Names of mounted Secrets by path. A change of what they hold changes no template.
+    secrets: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ def workloads(manifests: Sequence[Manifest]) -> list[Workload]:
         found.append(
             Workload(
                 name,
-                _template(spec["template"]["spec"], data),
+                _template(spec["template"], data),
                 spec.get("replicas"),
                 rolling.get("maxSurge"),
                 rolling.get("maxUnavailable"),
@@ -95,6 +99,11 @@ def workloads(manifests: Sequence[Manifest]) -> list[Workload]:
             )
         )
     return found
+
+
+def secrets(manifests: Sequence[Manifest]) -> dict[str, dict[str, str]]:
+    """Values by key, of each Secret."""
+    return {name: values for (kind, name), values in _data(manifests).items() if kind == "Secret"}
 
 
 def services(manifests: Sequence[Manifest]) -> list[Service]:
@@ -122,7 +131,8 @@ def _data(manifests: Sequence[Manifest]) -> dict[tuple[str, str], dict[str, str]
     return found
 
 
-def _template(spec: Manifest, data: Mapping[tuple[str, str], Mapping[str, str]]) -> Template:
+def _template(template: Manifest, data: Mapping[tuple[str, str], Mapping[str, str]]) -> Template:
+    spec = template["spec"]
     (container,) = spec["containers"]
     environment: dict[str, str] = {}
     for source in container.get("envFrom", []):
@@ -136,6 +146,14 @@ def _template(spec: Manifest, data: Mapping[tuple[str, str], Mapping[str, str]])
             environment[variable["name"]] = data["Secret", secret["name"]][secret["key"]]
         else:
             environment[variable["name"]] = variable["value"]
+    mounts = {mount["name"]: mount["mountPath"] for mount in container.get("volumeMounts", [])}
+    mounted = {
+        mounts[volume["name"]]: volume["secret"]["secretName"]
+        for volume in spec.get("volumes", [])
+        if "secret" in volume
+    }
+    for name in mounted.values():
+        data["Secret", name]  # a pod does not start without it
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     probes = {name: _probe(container[f"{name}Probe"], ports) for name in ("startup", "readiness", "liveness")}
     return Template(
@@ -145,6 +163,9 @@ def _template(spec: Manifest, data: Mapping[tuple[str, str], Mapping[str, str]])
         **probes,
         pre_stop_s=container.get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0),
         grace_s=spec.get("terminationGracePeriodSeconds", 30),
+        image=container.get("image", ""),
+        annotations=tuple(sorted(template.get("metadata", {}).get("annotations", {}).items())),
+        secrets=tuple(sorted(mounted.items())),
     )
 
 
@@ -162,4 +183,5 @@ def _probe(probe: Manifest, ports: Mapping[str, int]) -> Probe:
 
 def revision(template: Template) -> str:
     """Equal for equal templates; in the cluster it is the pod-template-hash."""
-    return json.dumps([template.command, template.environment, template.ports, template.grace_s])
+    what = (template.command, template.environment, template.ports, template.grace_s)
+    return json.dumps([*what, template.image, template.annotations, template.secrets])

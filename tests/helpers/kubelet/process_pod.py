@@ -13,6 +13,7 @@ import contextlib
 import os
 import re
 import signal
+import ssl
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -22,6 +23,7 @@ from tandem_cli import redis_server
 from tandem_service import parent_death
 
 from kubelet.manifests import Probe, Template
+from kubelet.service_proxy import pipe
 
 
 def _expanded(text: str, values: Mapping[str, str]) -> str:
@@ -41,6 +43,7 @@ class ProcessPod:
         *,
         hosts: Mapping[str, str],
         paths: Mapping[str, str],
+        secrets: Mapping[str, Mapping[str, str]],
         environment: Mapping[str, str],
         bin_folder: Path,
         folder: Path,
@@ -49,8 +52,10 @@ class ProcessPod:
         """`hosts` are addresses of names in variables, `paths` folders of this machine by mount path."""
         self.name, self.workload, self.node, self.zone = name, workload, node, zone
         self.address, self.template = address, template
-        self._hosts, self._paths = hosts, paths
         self._environment, self._bin_folder, self._folder = environment, bin_folder, folder
+        self._hosts = hosts
+        self._paths = {**paths, **{mount: str(self._mounted(mount)) for mount, _ in template.secrets}}
+        self.write_secrets(secrets)
         self._on_change = on_change
         self.is_ready = False
         self.is_terminating = False
@@ -60,11 +65,24 @@ class ProcessPod:
         self.deleted_at = 0.0
         self.gone_at = 0.0
         self._process: asyncio.subprocess.Process | None = None
+        self._tls_end: asyncio.Server | None = None
         self._running: asyncio.Task[None] | None = None
         self._deleting: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         self._running = asyncio.create_task(self._run(), name=self.name)
+
+    def write_secrets(self, secrets: Mapping[str, Mapping[str, str]]) -> None:
+        """The files of the mounted ones; each is replaced as a whole."""
+        for mount, name in self.template.secrets:
+            folder = self._mounted(mount)
+            folder.mkdir(parents=True, exist_ok=True)
+            for file, text in secrets[name].items():
+                (folder / f".{file}").write_text(text)
+                (folder / f".{file}").replace(folder / file)
+
+    def _mounted(self, mount: str) -> Path:
+        return self._folder / f"{self.name}-files" / mount.strip("/")
 
     def delete(self) -> None:
         """Does nothing when called again."""
@@ -78,9 +96,14 @@ class ProcessPod:
         for task in (self._running, self._deleting):
             if task is not None:
                 task.cancel()
+        self._close_tls_end()
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
             await self._process.wait()
+
+    def _close_tls_end(self) -> None:
+        if self._tls_end is not None:
+            self._tls_end.close()
 
     def log(self) -> str:
         return (self._folder / f"{self.name}.log").read_text(errors="replace")
@@ -104,10 +127,7 @@ class ProcessPod:
         values = {name: _expanded(value, values) for name, value in values.items()}
         program, *arguments = (_expanded(self._local(part), values) for part in self.template.command)
         if program == "valkey-server":
-            data = self._folder / f"{self.name}-data"
-            data.mkdir(exist_ok=True)
-            command = [str(redis_server.find_server()), *arguments, "--bind", self.address]
-            command[command.index("/data")] = str(data)
+            command = await self._redis(arguments)
         else:
             command = [str(self._bin_folder / program), *arguments]
             values["TANDEM_HOST"] = self.address  # the pod's own network
@@ -120,6 +140,28 @@ class ProcessPod:
                 stderr=asyncio.subprocess.STDOUT,
                 env=base | dict(self._environment) | values,
             )
+
+    async def _redis(self, arguments: list[str]) -> list[str]:
+        """Its command line. The server of a wheel has no TLS, so that is ended before it."""
+        data = self._folder / f"{self.name}-data"
+        data.mkdir(exist_ok=True)
+        arguments[arguments.index("/data")] = str(data)
+        command = [str(redis_server.find_server()), *arguments, "--bind", self.address]
+        if "--tls-port" in command:
+            first, last = command.index("--tls-port"), command.index("--tls-auth-clients") + 2
+            given = dict(zip(command[first:last:2], command[first + 1 : last : 2], strict=True))
+            socket = str(redis_server.socket_path(data))
+            command[first:last] = ["--unixsocket", socket]
+            if self._tls_end is None:
+                context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+                context.load_cert_chain(given["--tls-cert-file"], given["--tls-key-file"])
+                self._tls_end = await asyncio.start_server(
+                    lambda reader, writer: pipe(reader, writer, asyncio.open_unix_connection(socket)),
+                    self.address,
+                    int(given["--tls-port"]),
+                    ssl=context,
+                )
+        return command
 
     def _local(self, value: str) -> str:
         value = {"<status.podIP>": self.address, "<metadata.name>": self.name}.get(value, value)
@@ -191,5 +233,6 @@ class ProcessPod:
                 await self._process.wait()
         if self._running is not None:
             self._running.cancel()
+        self._close_tls_end()
         self.is_ready, self.is_gone, self.gone_at = False, True, time.monotonic()
         self._on_change()

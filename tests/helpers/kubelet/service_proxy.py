@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 
 class ServiceProxy:
@@ -32,13 +32,23 @@ class ServiceProxy:
             server.close()
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, port: int) -> None:
-        with contextlib.suppress(OSError):
-            pods = self._pods()
-            if pods:
-                pod = pods[next(self._turns) % len(pods)]
-                upstream, downstream = await asyncio.open_connection(pod, port)
-                await asyncio.gather(_copy(reader, downstream), _copy(upstream, writer))
+        pods = self._pods()
+        if pods:
+            pod = pods[next(self._turns) % len(pods)]
+            await pipe(reader, writer, asyncio.open_connection(pod, port))
         writer.close()
+
+
+async def pipe(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    connecting: Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]],
+) -> None:
+    """Copies both ways until both ends are closed."""
+    with contextlib.suppress(OSError):
+        upstream, downstream = await connecting
+        await asyncio.gather(_copy(reader, downstream), _copy(upstream, writer))
+    writer.close()
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
