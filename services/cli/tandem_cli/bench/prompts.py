@@ -86,14 +86,11 @@ def _fit(
 ) -> tuple[tuple[Turn, ...], str]:
     """Turns and system prompt that together have about the wanted number of tokens."""
     policy, count = material.policy.strip(), material.count
-
-    def count_turns() -> int:
-        return sum(count(turn.content) for turn in turns)
-
-    while len(turns) > 1 and count_turns() + count(policy) > wanted:
-        turns = turns[1:]
-    room = wanted - count_turns()
-    if count(policy) >= room:
+    num_policy, num_tokens = count(policy), [count(turn.content) for turn in turns]
+    while len(turns) > 1 and sum(num_tokens) + num_policy > wanted:
+        turns, num_tokens = turns[1:], num_tokens[1:]
+    room = wanted - sum(num_tokens)
+    if num_policy >= room:
         return turns, cut_to_tokens(policy, room, count)
     others = [other for number, other in enumerate(material.dialogues) if number != chosen]
     random.Random(f"{material.seed}/{index}").shuffle(others)
