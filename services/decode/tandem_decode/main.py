@@ -14,6 +14,7 @@ from tandem_drafting.mirror import GlobalMirror
 from tandem_engine.assemble import EngineParts, assemble
 from tandem_engine.loop import EngineLoop
 from tandem_engine.transport.zeromq import ReceiverOptions, ZmqReceiver, ZmqSender
+from tandem_pod import step_costs
 from tandem_pod.serving import STATUS_CODES, exit_process, run, running, serving
 from tandem_prefill.kv_streaming import KVStreamer
 from tandem_prefill.main import SERVICE as PREFILL_SERVICE
@@ -63,7 +64,7 @@ async def open_pod(pod: DecodeSettings) -> AsyncIterator[PodServer]:
     tls = pod.pod_tls()
     drafter = Drafter(None, DraftPolicy(mode=SpeculationMode(pod.speculation)))
     parts = await asyncio.to_thread(assemble, pod.engine_config(max_draft_nodes=pod.draft_nodes), drafter)
-    await asyncio.to_thread(parts.engine.measure_costs, decodes=True)
+    await asyncio.to_thread(step_costs.measure, parts.engine, decodes=True)
     loop = EngineLoop(parts.engine, on_failure=exit_process)
     receiver = ZmqReceiver(parts.layout, parts.pool, ReceiverOptions(host=pod.kv_host, port=pod.kv_port))
     client = PrefillClient(functools.partial(open_channel, tls=tls, role=Role.PREFILL))

@@ -11,6 +11,7 @@ from tandem_core.errors import TransferError
 from tandem_engine.assemble import assemble
 from tandem_engine.loop import EngineLoop
 from tandem_engine.transport.zeromq import ZmqSender
+from tandem_pod import step_costs
 from tandem_pod.serving import STATUS_CODES, exit_process, run, running, serving
 from tandem_pod.status import PodGauges
 from tandem_proto.v1 import prefill_pb2_grpc
@@ -46,7 +47,7 @@ async def open_pod(pod: PrefillSettings) -> AsyncIterator[PodServer]:
     codes = {**STATUS_CODES, TransferError: grpc.StatusCode.ABORTED}
     server = PodServer(pod, role="prefill", service_names=[SERVICE], status_codes=codes, callers=CALLERS)
     parts = await asyncio.to_thread(assemble, pod.engine_config(max_draft_nodes=0, decodes=False))
-    await asyncio.to_thread(parts.engine.measure_costs, decodes=False)
+    await asyncio.to_thread(step_costs.measure, parts.engine, decodes=False)
     streamer = KVStreamer(parts.engine.blocks, parts.layout.num_layers)
     loop = EngineLoop(parts.engine, on_failure=exit_process)
     sender = ZmqSender(parts.layout, parts.pool)

@@ -1,0 +1,50 @@
+"""Measures what steps cost before a pod serves, one pod of a machine after the other.
+
+The pods of `tandem up` start together, and each measures on all cores. At the same time, each would find that
+steps take twice as long as they do alone, and the gateway would refuse requests that could be served.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from tandem_core.model import registry
+from tandem_engine.engine import Engine
+
+#: The longest wait for one's turn: a pod that was stopped while it measures keeps no other one from serving.
+_TURN_S = 10.0
+_POLL_S = 0.02
+
+
+def measure(engine: Engine, *, decodes: bool) -> None:
+    """`Engine.measure_costs` in turn; at once where Tandem's folder does not exist, as in a container, which
+    shares it with no other pod."""
+    with _turn(registry.cache_root()):
+        engine.measure_costs(decodes=decodes)
+
+
+@contextlib.contextmanager
+def _turn(folder: Path) -> Iterator[None]:
+    """Holds the lock of the folder itself, so that no file is left in it."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            descriptor = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, descriptor)
+            until = time.monotonic() + _TURN_S
+            while time.monotonic() < until and not _try_lock(descriptor):
+                time.sleep(_POLL_S)
+        yield
+
+
+def _try_lock(descriptor: int) -> bool:
+    """The kernel frees it when the descriptor is closed."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
