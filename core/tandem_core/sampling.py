@@ -139,7 +139,8 @@ class SamplingParams:
         unset = SamplingParams()
         for name in _NOT_WITH_BEAMS:
             if getattr(self, name) != getattr(unset, name):
-                raise InvalidRequestError(name, "cannot be combined with beam search; leave it out")
+                field = self.guide.field if name == "guide" and self.guide is not None else name
+                raise InvalidRequestError(field, "cannot be combined with beam search; leave it out")
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raises InvalidRequestError when an id is outside [0, vocab_size), or all may be forbidden."""

@@ -96,7 +96,8 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({"beam_width": 2, "top_p": 0.9}, "top_p"),
     ({"beam_width": 2, "stop": ["x"]}, "stop"),
     ({"beam_width": 2, "logit_bias": {"5": 1}}, "logit_bias"),
-    ({"beam_width": 2, "guided_choice": ["a", "b"]}, "guide"),
+    ({"beam_width": 2, "guided_choice": ["a", "b"]}, "guided_choice"),
+    ({"beam_width": 2, "response_format": {"type": "json_object"}}, "response_format"),
     ({"beam_width": 2, "use_beam_search": False}, "beam_width"),
     ({"beam_width": 16, "stop_token_ids": list(range(3, 40))}, "beam_width"),
 ]

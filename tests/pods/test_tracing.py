@@ -97,6 +97,20 @@ async def test_one_trace_through_all_pods(tiny_model: Path, collector: Collector
         assert sum(f'trace_id="{TRACE_ID}"' in line for line in lines) == 1
 
 
+@pytest.mark.parametrize("fields", [{"n": 3}, {"n": 3, "use_beam_search": True}])
+async def test_the_span_counts_all_choices(
+    tiny_model: Path, collector: Collector, fields: dict[str, object]
+) -> None:
+    async with run_fleet(tiny_model) as fleet, front_door(tiny_model, (fleet.decode_target,)) as (http, _):
+        answer = await http.post("/v1/completions", json=body(20, **fields), headers={"traceparent": SAMPLED})
+        assert answer.status_code == 200, answer.text
+    (root,) = [span for span in collector.spans() if span.parent_id == SPAN_ID]
+    assert root.attributes["gen_ai.request.choice.count"] == 3
+    assert root.attributes["gen_ai.response.finish_reasons"] == ["length"] * 3
+    assert root.attributes["gen_ai.usage.input_tokens"] == 20
+    assert root.attributes["gen_ai.usage.output_tokens"] == answer.json()["usage"]["completion_tokens"]
+
+
 async def test_grpc_metadata_carry_the_context_and_texts_stay_out(
     tiny_model: Path, collector: Collector
 ) -> None:

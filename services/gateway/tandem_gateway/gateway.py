@@ -353,6 +353,8 @@ class Gateway:
         trace.begin_work("admission queue")
         outcome = Outcome.ERROR
         num_prompt = sum(len(prompt) for prompt in {request.prompt_token_ids for request in requests})
+        if trace.is_recording:
+            trace.set(trace_attributes.of_choices(len(requests), num_prompt))
         num_unused = 0
         try:
             self._rates.take(first.tenant, first.limits.tokens_per_minute, num_prompt)
@@ -379,8 +381,9 @@ class Gateway:
             if num_left:  # the relay promises a DecodeFinished for each
                 raise GatewayError("the answer has no end")
             outcome = Outcome.OK
-            if trace.is_recording and running[0].end is not None:
-                trace.set(trace_attributes.of_answer(running[0].end, self.manifest.name))
+            if trace.is_recording:
+                ends = [choice.end for choice in running if choice.end is not None]
+                trace.set(trace_attributes.of_answer(ends, self.manifest.name))
             yield event
         except REQUEST_ERRORS as error:
             outcome = presentation(error).outcome

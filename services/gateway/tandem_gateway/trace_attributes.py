@@ -5,7 +5,7 @@ Numbers, ids and names only: no text, no token ids, no stop strings.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from tandem_proto.v1 import common_pb2, decode_pb2
@@ -39,30 +39,38 @@ def of_request(request: TokenizedRequest) -> dict[str, Value]:
     sampling = request.sampling
     return {
         "gen_ai.request.id": request.request_id,
-        "gen_ai.request.n": 1,
         "gen_ai.request.max_tokens": sampling.max_tokens,
         "gen_ai.request.temperature": sampling.temperature,
         "gen_ai.request.top_p": sampling.top_p,
         "gen_ai.request.top_k": sampling.top_k,
         "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
         "gen_ai.request.presence_penalty": sampling.presence_penalty,
-        "gen_ai.usage.input_tokens": len(request.prompt_token_ids),
-        "gen_ai.usage.prompt_tokens": len(request.prompt_token_ids),
         "tandem.tenant": request.tenant,
         "tandem.slo.class": request.slo.name,
     }
 
 
-def of_answer(end: decode_pb2.DecodeFinished, model: str) -> dict[str, Value]:
-    """Times are in seconds."""
-    receipt = end.receipt
+def of_choices(num_choices: int, num_prompt: int) -> dict[str, Value]:
+    """`num_prompt`: tokens of all prompts."""
+    return {
+        "gen_ai.request.n": num_choices,
+        "gen_ai.request.choice.count": num_choices,
+        "gen_ai.usage.input_tokens": num_prompt,
+        "gen_ai.usage.prompt_tokens": num_prompt,
+    }
+
+
+def of_answer(ends: Sequence[decode_pb2.DecodeFinished], model: str) -> dict[str, Value]:
+    """`ends`: of all choices; pods and times, in seconds, are those of the first."""
+    receipt = ends[0].receipt
+    num_output = sum(end.receipt.output_tokens for end in ends)
     prefill_s, decode_s = receipt.prefill_ns / NS_PER_S, receipt.decode_ns / NS_PER_S
     attributes: dict[str, Value] = {
         "gen_ai.response.id": receipt.request_id,
         "gen_ai.response.model": model,
-        "gen_ai.response.finish_reasons": [_REASONS.get(end.reason, "error")],
-        "gen_ai.usage.output_tokens": receipt.output_tokens,
-        "gen_ai.usage.completion_tokens": receipt.output_tokens,
+        "gen_ai.response.finish_reasons": [_REASONS.get(end.reason, "error") for end in ends],
+        "gen_ai.usage.output_tokens": num_output,
+        "gen_ai.usage.completion_tokens": num_output,
         "gen_ai.usage.cache_read.input_tokens": receipt.cached_tokens,
         "gen_ai.usage.cached_tokens": receipt.cached_tokens,
         "gen_ai.latency.time_in_queue": receipt.queue_ns / NS_PER_S,
