@@ -26,11 +26,12 @@ import random
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from free_drafter import FreeDrafter
@@ -75,8 +76,9 @@ class Piece(NamedTuple):
 
 class Run(NamedTuple):
     texts: list[list[int]]
-    drafted: int
-    accepted: int
+    #: Guesses, by the source that drafted them.
+    drafted: Counter[str]
+    accepted: Counter[str]
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,9 @@ class Outcome:
     drafted: dict[str, int]
     accepted: dict[str, int]
     differing: dict[str, int]
+
+
+L = TypeVar("L", bound=Outcome)
 
 
 class Generator:
@@ -119,14 +124,16 @@ class Generator:
             for n, (prompt, sampling) in enumerate(zip(piece.prompts, piece.sampling, strict=True), start=1)
         ]
         self._num_requests += len(requests)
-        waiting, live, drafted, accepted = list(reversed(requests)), 0, 0, 0
+        waiting, live = list(reversed(requests)), 0
+        drafted: Counter[str] = Counter()
+        accepted: Counter[str] = Counter()
         while waiting or live:
             while waiting and live < piece.batch:
                 self._engine.add(waiting.pop())
                 live += 1
             for output in self._engine.step():
-                drafted += len(output.drafted_sources)
-                accepted += len(output.accepted_sources)
+                drafted.update(output.drafted_sources)
+                accepted.update(output.accepted_sources)
                 live -= output.finished
                 if mode is SpeculationMode.GLOBAL:
                     self._share(output.request, output.token_ids)
@@ -164,7 +171,12 @@ def count_differing(one: Sequence[Sequence[int]], other: Sequence[Sequence[int]]
 
 def compare(generator: Generator, piece: Piece, number: int, model: str) -> Outcome:
     plain = generator.run(piece, SpeculationMode.OFF)
-    runs = {mode.value: generator.run(piece, mode) for mode in MODES}
+    return outcome_of(piece, number, model, plain, [generator.run(piece, mode) for mode in MODES])
+
+
+def outcome_of(piece: Piece, number: int, model: str, plain: Run, drafting: Sequence[Run]) -> Outcome:
+    """`drafting`: the same piece in each of MODES."""
+    runs = {mode.value: run for mode, run in zip(MODES, drafting, strict=True)}
     lengths = [len(text) for text in plain.texts]
     return Outcome(
         model=model,
@@ -172,8 +184,8 @@ def compare(generator: Generator, piece: Piece, number: int, model: str) -> Outc
         batch=piece.batch,
         tokens=sum(lengths),
         modes={name: sum(lengths[index :: len(SAMPLING)]) for index, name in enumerate(SAMPLING)},
-        drafted={name: run.drafted for name, run in runs.items()},
-        accepted={name: run.accepted for name, run in runs.items()},
+        drafted={name: run.drafted.total() for name, run in runs.items()},
+        accepted={name: run.accepted.total() for name, run in runs.items()},
         differing={name: count_differing(plain.texts, run.texts) for name, run in runs.items()},
     )
 
@@ -228,9 +240,9 @@ def num_differing(outcomes: Sequence[Outcome]) -> int:
     return sum(sum(outcome.differing.values()) for outcome in outcomes)
 
 
-def read_log(path: Path) -> list[Outcome]:
+def read_log(path: Path, line_type: type[L]) -> list[L]:
     lines = path.read_text().splitlines() if path.exists() else []
-    return [Outcome(**json.loads(line)) for line in lines]
+    return [line_type(**json.loads(line)) for line in lines]
 
 
 def generate(
@@ -262,7 +274,7 @@ def main() -> None:
     options = parser.parse_args()
     stop_at = time.monotonic() + options.seconds
     options.log.parent.mkdir(parents=True, exist_ok=True)
-    outcomes = read_log(options.log)
+    outcomes = read_log(options.log, Outcome)
     with tempfile.TemporaryDirectory() as folder, options.log.open("a", buffering=1) as log:
         model_dir = model_loader.pull(model_loader.DEFAULT_MODEL)
         if options.cut:

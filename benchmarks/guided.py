@@ -6,8 +6,9 @@ Three parts, on the JSON schemas of guide_schemas.py:
 
 exactness  pieces like those of exactness.py, each request under a schema of its own, without drafts and with
            drafts from the text (local) and from shared text too (global); by a small random model with the
-           tokenizer of the default one. Each finished piece is a line of the log, behind which a further run
-           continues.
+           tokenizer of the default one, whole or its first N tokens (--vocabulary N, several times as fast).
+           Finished answers are checked by jsonschema. Each finished piece is a line of the log, behind which
+           a further run continues.
 speed      the default model writes answers under schemas of a customer-service bot, one request at a time and
            four, without drafts and with those of a pod without shared text. Per second of CPU time on one
            thread, so that other processes do not count; prompts are cached beforehand.
@@ -28,6 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,12 +37,14 @@ import torch
 from api_schemas import BY_HAND
 from exactness import (
     BATCHES,
+    MODES,
     SAMPLING,
     Generator,
     Outcome,
     Piece,
-    compare,
+    Run,
     num_differing,
+    outcome_of,
     read_log,
     report,
 )
@@ -52,13 +56,13 @@ from tandem_core.model.guides import GuideCompiler, check_guide
 from tandem_core.model.manifest import ModelManifest
 from tandem_core.model.tokenizer import Tokenizer
 from tandem_core.sampling import FinishReason, SamplingParams
+from tandem_core.speculation import SpeculationMode
 from tandem_drafting.drafter import drafter_for
 from tandem_engine import model_loader
-from tandem_engine.guided import GuideState
+from tandem_engine.guided import SOURCE, GuideState
 from tandem_engine.llm import LLM, Completion
 from transformers import LlamaConfig, LlamaForCausalLM
 
-RANDOM_MODEL = "random model"
 MAX_TOKENS = 400
 #: Of BY_HAND, what tools and extractors of a shop ask for.
 SPEED_SCHEMAS = (
@@ -91,12 +95,33 @@ def lengthened(schema: Mapping[str, object], num_items: int) -> Mapping[str, obj
 # -- exactness -------------------------------------------------------------------------------------------
 
 
-def random_model(model_dir: Path, folder: Path) -> Path:
-    """Two layers and the tokenizer of the model. Returns its folder, within `folder`."""
+@dataclass(frozen=True)
+class GuidedOutcome(Outcome):
+    """A line of the log."""
+
+    #: Accepted guesses that the guide itself drafted, by speculation mode.
+    forced: dict[str, int]
+    #: Answers that ended before their limit, and those of them that are no instance of their schema.
+    finished: int
+    invalid: int
+
+
+def cut_tokenizer(text: str, vocab_size: int) -> str:
+    """A byte-level BPE tokenizer with the first tokens only: merges come in the order of their tokens."""
+    tokenizer = json.loads(text)
+    bpe = tokenizer["model"]
+    bpe["vocab"] = {token: index for token, index in bpe["vocab"].items() if index < vocab_size}
+    bpe["merges"] = [pair for pair in bpe["merges"] if "".join(pair) in bpe["vocab"]]
+    return json.dumps(tokenizer)
+
+
+def random_model(model_dir: Path, folder: Path, vocab_size: int) -> Path:
+    """Two layers and the first tokens of the model's tokenizer. Returns `folder`."""
     manifest = ModelManifest.read(model_dir)
+    vocab_size = min(vocab_size, manifest.vocab_size)
     torch.manual_seed(1)
     config = LlamaConfig(
-        vocab_size=manifest.vocab_size,
+        vocab_size=vocab_size,
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=2,
@@ -109,9 +134,17 @@ def random_model(model_dir: Path, folder: Path) -> Path:
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     (folder / "config.json").write_text(config.to_json_string())
-    (folder / "tokenizer.json").write_bytes((model_dir / "tokenizer.json").read_bytes())
+    tokenizer = (model_dir / "tokenizer.json").read_text(encoding="utf-8")
+    if vocab_size < manifest.vocab_size:
+        tokenizer = cut_tokenizer(tokenizer, vocab_size)
+    (folder / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
     dataclasses.replace(
-        manifest, name=RANDOM_MODEL, revision="random", weights="model.safetensors", weight_bits=0
+        manifest,
+        name=f"random, {vocab_size:,} tokens",
+        revision="random",
+        vocab_size=vocab_size,
+        weights="model.safetensors",
+        weight_bits=0,
     ).write(folder)
     return folder
 
@@ -139,17 +172,38 @@ def make_guided_piece(
 
 
 def guided_outcomes(
-    generator: Generator, prompts: Sequence[Sequence[int]], name: str, num_tokens: int, log: Sequence[Outcome]
-) -> Iterator[Outcome]:
+    model_dir: Path, num_tokens: int, log: Sequence[GuidedOutcome]
+) -> Iterator[GuidedOutcome]:
     """Pieces behind the logged ones, until they have `num_tokens` tokens together."""
+    tokenizer, name = Tokenizer(model_dir), ModelManifest.read(model_dir).name
+    generator = Generator(model_dir, threads=1)
+    prompts = [tokenizer.encode(dialogue.as_text()) for dialogue in load_dialogues(None)]
     schemas = [schema for _, schema in corpus()]
     missing = num_tokens - sum(outcome.tokens for outcome in log)
-    number = 1 + max((outcome.piece for outcome in log), default=-1)
-    while missing > 0:
-        outcome = compare(generator, make_guided_piece(number, prompts, schemas), number, name)
-        yield outcome
-        missing -= outcome.tokens
-        number += 1
+    for number in itertools.count(1 + max((outcome.piece for outcome in log), default=-1)):
+        if missing <= 0:
+            break
+        piece = make_guided_piece(number, prompts, schemas)
+        plain = generator.run(piece, SpeculationMode.OFF)
+        drafting = [generator.run(piece, mode) for mode in MODES]
+        judged = list(judge(piece, plain, tokenizer))
+        yield GuidedOutcome(
+            **dataclasses.asdict(outcome_of(piece, number, name, plain, drafting)),
+            forced={mode.value: run.accepted[SOURCE] for mode, run in zip(MODES, drafting, strict=True)},
+            finished=len(judged),
+            invalid=sum(fault != "" for fault in judged),
+        )
+        missing -= sum(map(len, plain.texts))
+
+
+def judge(piece: Piece, run: Run, tokenizer: Tokenizer) -> Iterator[str]:
+    """Of each answer that ended before its limit: why it is no instance of its schema, or ""."""
+    for text, sampling in zip(run.texts, piece.sampling, strict=True):
+        if sampling.guide is not None and text[-1] in tokenizer.manifest.eos_token_ids:
+            found = fault(json.loads(sampling.guide.source), tokenizer.decode(text[:-1]))
+            if found:
+                print(f"INVALID {sampling.guide.source}: {found}", file=sys.stderr)
+            yield found
 
 
 # -- speed -----------------------------------------------------------------------------------------------
@@ -286,6 +340,7 @@ def measure_costs(model_dir: Path) -> list[list[str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--tokens", type=int, default=20_000, help="of the exactness part, without drafts")
+    parser.add_argument("--vocabulary", type=int, default=1 << 30, help="of the exactness part's tokenizer")
     parser.add_argument("--seconds", type=float, default=3600.0, help="begin no further piece after this")
     parser.add_argument("--log", type=Path, required=True, help="of the exactness part")
     parser.add_argument("--only-exactness", action="store_true", help="leave the page as it is")
@@ -293,21 +348,26 @@ def main() -> None:
     options = parser.parse_args()
     stop_at = time.monotonic() + options.seconds
     options.log.parent.mkdir(parents=True, exist_ok=True)
-    outcomes = read_log(options.log)
+    outcomes = read_log(options.log, GuidedOutcome)
     model_dir = model_loader.pull(model_loader.DEFAULT_MODEL)
-    tokenizer = Tokenizer(model_dir)
-    prompts = [tokenizer.encode(dialogue.as_text()) for dialogue in load_dialogues(None)]
     with tempfile.TemporaryDirectory() as folder, options.log.open("a", buffering=1) as log:
-        generator = Generator(random_model(model_dir, Path(folder)), threads=1)
-        for outcome in guided_outcomes(generator, prompts, RANDOM_MODEL, options.tokens, tuple(outcomes)):
+        small = random_model(model_dir, Path(folder), options.vocabulary)
+        for outcome in guided_outcomes(small, options.tokens, tuple(outcomes)):
             outcomes.append(outcome)
             log.write(json.dumps(dataclasses.asdict(outcome)) + "\n")
             if time.monotonic() > stop_at:
                 break
     exact_table, exact_notes = report(outcomes)
+    forced = {mode: sum(outcome.forced[mode] for outcome in outcomes) for mode in MODES}
+    num_invalid = sum(outcome.invalid for outcome in outcomes)
+    exact_notes += (
+        f" Of the accepted guesses, {' and '.join(f'{num:,} ({mode})' for mode, num in forced.items())} are "
+        f"text that the guide forces. {sum(outcome.finished for outcome in outcomes):,} answers ended before "
+        f"their limit; {num_invalid} of them are no instance of their schema."
+    )
     if options.only_exactness:
         print(exact_table, exact_notes, sep="\n\n")
-        sys.exit(num_differing(outcomes) > 0)
+        sys.exit(num_differing(outcomes) > 0 or num_invalid > 0)
     speed_rows, num_faults = measure_speed(model_dir)
     tables = [
         markdown_table(
@@ -329,7 +389,7 @@ def main() -> None:
         f"their schema. Costs are over all {sum(1 for _ in corpus())} schemas.\n\n{exact_notes}"
     )
     write_page(options.out, "Guided decoding", "\n\n".join(tables), notes)
-    sys.exit(num_differing(outcomes) > 0 or num_faults > 0)
+    sys.exit(num_differing(outcomes) > 0 or num_faults + num_invalid > 0)
 
 
 if __name__ == "__main__":
