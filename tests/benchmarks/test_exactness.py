@@ -83,9 +83,9 @@ def test_the_report_adds_up_and_hides_nothing() -> None:
 
 def test_a_logged_piece_is_read_back(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
-    assert read_log(log) == []
+    assert read_log(log, Outcome) == []
     log.write_text(json.dumps(dataclasses.asdict(outcome(1))) + "\n")
-    assert read_log(log) == [outcome(1)]
+    assert read_log(log, Outcome) == [outcome(1)]
 
 
 def test_a_cut_model_keeps_the_weights_it_keeps(
