@@ -6,17 +6,13 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import time
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import pytest
 from guide_fuzz import SOURCES
+from loop_turns import STALL_S, watched_loop
 from tandem_core.guide import GuideKind
 
-#: Of CPU time between two turns of the event loop. Not of the clock: other processes share the cores.
-STALL_S = 0.05
 FIELDS = {
     GuideKind.JSON_SCHEMA: "guided_json",
     GuideKind.REGEX: "guided_regex",
@@ -38,24 +34,6 @@ LARGE: tuple[dict[str, object], ...] = (
     {"guided_grammar": "start: " + "(" * 60_000},
     {"guided_grammar": "root ::= r0\n" + "".join(f"r{n} ::= r{n + 1}\n" for n in range(6000))},
 )
-
-
-@asynccontextmanager
-async def watched_loop() -> AsyncIterator[list[float]]:
-    """CPU seconds of each turn while it is open."""
-    turns: list[float] = []
-
-    async def watch() -> None:
-        while True:
-            start = time.thread_time()
-            await asyncio.sleep(0.001)
-            turns.append(time.thread_time() - start)
-
-    task = asyncio.create_task(watch())
-    try:
-        yield turns
-    finally:
-        task.cancel()
 
 
 async def statuses(front, bodies: list[bytes]) -> Counter[int]:

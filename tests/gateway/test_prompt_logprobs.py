@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
 import grpc
 import pytest
+from loop_turns import STALL_S, watched_loop
+from tandem_core.model.manifest import ModelManifest
 from tandem_gateway.prompt_logprobs import MAX_VALUES, text_offsets
 from tandem_proto.v1 import common_pb2, gateway_pb2
 
@@ -110,3 +117,24 @@ async def test_grpc_sends_nothing_but_the_prompt_if_no_tokens_are_wanted(pods, g
 )
 def test_offsets_count_characters_of_the_text(text: str, pieces: list[bytes], offsets: list[int]) -> None:
     assert text_offsets(text, pieces) == offsets
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+async def test_those_of_a_long_prompt_stall_no_stream(
+    pods, gateway, model_folder: Path, tmp_path: Path, is_streamed: bool
+) -> None:
+    """Megabytes of JSON."""
+    shutil.copy(model_folder / "tokenizer.json", tmp_path)
+    dataclasses.replace(ModelManifest.read(model_folder), max_model_len=8192).write(tmp_path)
+    front = await gateway(await pods(), model=tmp_path)
+    body = {"prompt": [5] * 8000, "max_tokens": 1, "echo": True, "logprobs": 20, "stream": is_streamed,
+            "return_tokens_as_token_ids": True}  # fmt: skip
+    async with (
+        watched_loop() as turns,
+        front.http.stream("POST", "/v1/completions", json=body) as response,
+    ):
+        data = b"".join([part async for part in response.aiter_raw()])
+    assert len(data) > 3 * 2**20
+    first = json.loads(data.split(b"\n\n")[0].split(b"data: ")[-1])
+    assert len(first["choices"][0]["logprobs"]["token_logprobs"]) >= 8000
+    assert max(turns) < STALL_S

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping
 from contextlib import aclosing
 from typing import TypeVar
 
@@ -19,6 +19,9 @@ from starlette.types import Message, Receive, Scope, Send
 
 T = TypeVar("T")
 
+#: As Starlette's JSONResponse.
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+_CONTAINERS = (dict, list, tuple)
 #: Limit for one send.
 _SEND_TIMEOUT_S = 30.0
 
@@ -51,11 +54,33 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-def sse(event: Mapping[str, object], event_id: str = "") -> bytes:
+def json_bytes(value: object, *, in_steps: bool = False) -> bytes:
+    """`in_steps`: by many short calls of the encoder, between which other threads run."""
+    return "".join(_parts(value) if in_steps else [_ENCODER.encode(value)]).encode()
+
+
+def _parts(value: object) -> Iterator[str]:
+    """What holds no other list or object is one part."""
+    if isinstance(value, dict) and any(isinstance(part, _CONTAINERS) for part in value.values()):
+        yield "{"
+        for index, (name, part) in enumerate(value.items()):
+            yield f"{',' if index else ''}{_ENCODER.encode(name)}:"
+            yield from _parts(part)
+        yield "}"
+    elif isinstance(value, (list, tuple)) and any(isinstance(part, _CONTAINERS) for part in value):
+        yield "["
+        for index, part in enumerate(value):
+            yield "," if index else ""
+            yield from _parts(part)
+        yield "]"
+    else:
+        yield _ENCODER.encode(value)
+
+
+def sse(event: Mapping[str, object], event_id: str = "", *, in_steps: bool = False) -> bytes:
     """Encodes one server-sent event with a JSON body."""
     head = f"id: {event_id}\n".encode() if event_id else b""
-    data = json.dumps(event, ensure_ascii=False, separators=(",", ":")).encode()
-    return head + b"data: " + data + b"\n\n"
+    return head + b"data: " + json_bytes(event, in_steps=in_steps) + b"\n\n"
 
 
 SSE_DONE = b"data: [DONE]\n\n"

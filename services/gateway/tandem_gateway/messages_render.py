@@ -65,11 +65,14 @@ class MessagesRenderer(ChatRenderer):
             content.append({"type": "tool_use", **_head_of(call), "input": _parsed(arguments)})
         return self._message(content, _stop(choice), _usage(chat["usage"]))
 
-    def encode(self, body: Json, event_id: str = "") -> bytes:
+    def encode(self, body: Json, event_id: str = "", *, in_steps: bool = False) -> bytes:
         """The last event has the id: who has it has the others."""
         events = cast(Sequence[_Object], body["events"])
         return b"".join(
-            b"event: " + event["type"].encode() + b"\n" + sse(event, event_id if event is events[-1] else "")
+            b"event: "
+            + event["type"].encode()
+            + b"\n"
+            + sse(event, event_id if event is events[-1] else "", in_steps=in_steps)
             for event in events
         )
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import math
 import re
 import time
@@ -36,7 +35,7 @@ from tandem_gateway.answers import Answers
 from tandem_gateway.auth import ApiKeys, Caller
 from tandem_gateway.errors import REQUEST_ERRORS, GatewayError
 from tandem_gateway.gateway import Gateway
-from tandem_gateway.http_stream import EventStream, until_disconnect
+from tandem_gateway.http_stream import EventStream, json_bytes, until_disconnect
 from tandem_gateway.limits import OpenCalls
 from tandem_gateway.messages_render import MessagesRenderer
 from tandem_gateway.openai_models import ChatBody, CompletionBody, parse_body
@@ -50,7 +49,6 @@ from tandem_gateway.responses_render import ResponsesRenderer
 Parse: TypeAlias = Callable[[bytes], ChatBody | CompletionBody]
 
 NO_NAMES: Mapping[str, str] = {}
-_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 _API_KEY = "x-api-key"
 _LAST_EVENT_ID, _IDEMPOTENCY_KEY = "last-event-id", "idempotency-key"
 _SLO_CLASS, _SLO_STRICT = "x-slo-class", "x-slo-strict"
@@ -239,11 +237,10 @@ def _naming(names: Mapping[str, str]) -> Iterator[None]:
 async def _whole(events: AsyncGenerator[Sent, None], renderer: Renderer) -> Response:
     async with aclosing(events):
         collected = [sent.event async for sent in events]
-    if not renderer.is_large:
+    if not renderer.is_large(collected):
         return JSONResponse(renderer.whole(collected))
-    # A thread that runs Python code lets the event loop go on; one call of json.dumps would not.
-    text = await asyncio.to_thread(lambda: "".join(_ENCODER.iterencode(renderer.whole(collected))))
-    return Response(text.encode(), media_type=JSONResponse.media_type)
+    data = await asyncio.to_thread(lambda: json_bytes(renderer.whole(collected), in_steps=True))
+    return Response(data, media_type=JSONResponse.media_type)
 
 
 async def _first_new(events: AsyncGenerator[Sent, None], renderer: Renderer) -> Sent:
@@ -268,9 +265,14 @@ async def _stream(
     try:
         sent: Sent | None = first
         while sent is not None:
+            is_large = renderer.is_large([sent.event])
             rendered = await _render(sent.event, renderer, with_usage=with_usage)
             if rendered is not None and not sent.is_seen:
-                yield renderer.encode(rendered, sent.event_id)
+                yield (
+                    await asyncio.to_thread(renderer.encode, rendered, sent.event_id, in_steps=True)
+                    if is_large
+                    else renderer.encode(rendered, sent.event_id)
+                )
             sent = await anext(events, None)
         if with_usage:
             yield renderer.encode(renderer.usage_chunk())
@@ -287,7 +289,7 @@ async def _render(event: Event, renderer: Renderer, *, with_usage: bool) -> Json
     """The event as JSON; None: nothing to show yet."""
     if isinstance(event, decode_pb2.DecodeFinished):
         return renderer.finish(event, with_usage_field=with_usage)
-    if renderer.is_large and renderer.is_first(event):
+    if renderer.is_large([event]):
         return await asyncio.to_thread(renderer.chunk, event, with_usage_field=with_usage)
     return renderer.chunk(event, with_usage_field=with_usage)
 

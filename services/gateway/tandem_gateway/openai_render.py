@@ -22,6 +22,8 @@ from tandem_gateway.tools.answer_parser import AnswerDelta, AnswerParser, CallDe
 Json = Mapping[str, "JsonValue"]
 JsonValue = str | int | float | bool | None | Sequence["JsonValue"] | Json
 
+#: Log probabilities, chosen tokens and alternatives, that take some ms to render and encode.
+_MANY_VALUES = 4096
 #: OpenAI has no "cancelled"; a cancelled request has no reader.
 _FINISH_REASONS: Mapping[common_pb2.FinishReason.ValueType, str] = {
     common_pb2.FINISH_REASON_STOP: "stop",
@@ -114,16 +116,22 @@ class Renderer(ABC):
         self._num_top = record.request.sampling.logprobs
         #: By prompt.
         self._prompt_logprobs: dict[int, common_pb2.PromptLogprobs] = {}
-        #: Whether what shows a prompt may take so long to render that it needs a thread.
-        self.is_large = record.request.sampling.HasField("prompt_logprobs")
+        self._has_prompt_logprobs = record.request.sampling.HasField("prompt_logprobs")
         #: Choices of which something was rendered.
         self._begun: set[int] = set()
         #: By choice, of those that have ended.
         self._receipts: dict[int, common_pb2.Receipt] = {}
 
-    def encode(self, body: Json, event_id: str = "") -> bytes:
-        """What `chunk`, `finish` or `usage_chunk` returned, as server-sent events."""
-        return sse(body, event_id)
+    def is_large(self, events: Sequence[Event]) -> bool:
+        """Whether rendering and encoding may take so long that it needs a thread."""
+        chunks = [event for event in events if isinstance(event, decode_pb2.DecodeChunk)]
+        num_values = sum(len(chunk.logprobs) for chunk in chunks) * (1 + self._num_top)
+        return num_values > _MANY_VALUES or (self._has_prompt_logprobs and any(map(self.is_first, chunks)))
+
+    def encode(self, body: Json, event_id: str = "", *, in_steps: bool = False) -> bytes:
+        """What `chunk`, `finish` or `usage_chunk` returned, as server-sent events; `in_steps` for a thread,
+        as in json_bytes."""
+        return sse(body, event_id, in_steps=in_steps)
 
     def encode_error(self, error: TandemError) -> bytes:
         return sse(error_json(error))

@@ -110,11 +110,14 @@ class ResponsesRenderer(ChatRenderer):
             self._close()
         return self._response(chat["usage"])
 
-    def encode(self, body: Json, event_id: str = "") -> bytes:
+    def encode(self, body: Json, event_id: str = "", *, in_steps: bool = False) -> bytes:
         """The last event has the id: who has it has the others."""
         events = cast(Sequence[_Object], body["events"])
         return b"".join(
-            b"event: " + event["type"].encode() + b"\n" + sse(event, event_id if event is events[-1] else "")
+            b"event: "
+            + event["type"].encode()
+            + b"\n"
+            + sse(event, event_id if event is events[-1] else "", in_steps=in_steps)
             for event in events
         )
 
