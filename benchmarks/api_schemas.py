@@ -267,6 +267,13 @@ BY_HAND: dict[str, Schema] = {
             "env": array({"oneOf": [obj({"name": text(6, 1), "value": text(6)}), text(3)]}, 2),
         }
     ),
+    "kubernetes secret": obj(
+        {
+            "generation": {"type": "integer", "format": "int64", "minimum": 1},
+            "mode": {"type": "integer", "format": "int32"},
+            "token": {"type": "string", "format": "byte", "maxLength": 16},
+        }
+    ),
     "geojson point": obj(
         {
             "type": {"const": "Point"},

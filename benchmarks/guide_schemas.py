@@ -6,11 +6,13 @@ is judged by jsonschema with its checks of formats.
 
 from __future__ import annotations
 
+import base64
 import datetime
 import json
 import random
 from collections.abc import Iterator
 from decimal import Decimal
+from functools import partial
 from typing import Any
 
 import jsonschema
@@ -264,9 +266,24 @@ def _is_time(value: object) -> bool:
     return not isinstance(value, str) or _parses(datetime.time.fromisoformat, value)
 
 
-def _parses(parse: Any, value: str) -> bool:
+@_CHECKER.checks("int32")
+def _is_int32(value: object) -> bool:
+    return not isinstance(value, (int, Decimal)) or (value % 1 == 0 and -(2**31) <= value < 2**31)
+
+
+@_CHECKER.checks("int64")
+def _is_int64(value: object) -> bool:
+    return not isinstance(value, (int, Decimal)) or (value % 1 == 0 and -(2**63) <= value < 2**63)
+
+
+@_CHECKER.checks("byte")
+def _is_base64(value: object) -> bool:
+    return not isinstance(value, str) or _parses(partial(base64.b64decode, validate=True), value, upper=False)
+
+
+def _parses(parse: Any, value: str, *, upper: bool = True) -> bool:
     try:
-        parse(value.upper())
+        parse(value.upper() if upper else value)
     except ValueError:
         return False
     return True

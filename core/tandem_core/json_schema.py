@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import Any
 from urllib.parse import unquote
 
 from tandem_core.errors import InvalidRequestError, quoted
-from tandem_core.regex_size import check_class_syntax, check_size
+from tandem_core.regex_size import UNWRITTEN, check_class_syntax, check_control_characters, check_size
 
 MAX_DEPTH = 64
 #: Of one schema, for each pair is compared.
@@ -33,13 +34,14 @@ ENFORCED = frozenset(
     | {"minLength", "maxLength", "pattern", "format"}
     | {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 )
-#: Values of `format`.
+#: Values of `format`; the last three are OpenAPI's.
 FORMATS = frozenset(
     {"date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
+    | {"int32", "int64", "byte"}
 )
-#: Of the standard, and OpenAPI's; they promise nothing about the text.
+#: Of the standard, and OpenAPI's; but for `nullable` they promise nothing about the text.
 _ANNOTATIONS = frozenset(
-    {"$schema", "$id", "id", "$anchor", "$comment", "$vocabulary", "$defs", "definitions"}
+    {"$schema", "$id", "id", "$anchor", "$comment", "$vocabulary", "$defs", "definitions", "nullable"}
     | {"title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly"}
     | {"contentMediaType", "contentEncoding", "contentSchema", "externalDocs", "xml", "discriminator"}
 )
@@ -48,6 +50,9 @@ _SCHEMA = ("additionalProperties", "items", "additionalItems")
 _SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "const", "enum")
+#: Counts, which may be written 2.0.
+_COUNTS = ("minProperties", "maxProperties", "minItems", "maxItems", "minLength", "maxLength")
+_DIALECT = re.compile(r"https?(://json-schema\.org/(?:(draft-0[3-7])|draft/(?:2019-09|2020-12))/schema#?)")
 #: Before prefixItems.
 _OLD_DRAFTS = ("draft-03", "draft-04", "draft-05", "draft-06", "draft-07", "2019-09")
 
@@ -69,6 +74,14 @@ _EXACT_FORMATS = {
 }
 
 
+#: In other words for llguidance, which does not know them. int64 keeps to what it takes exactly.
+_OPENAPI_FORMATS: Mapping[str, Mapping[str, object]] = {
+    "int32": {"minimum": -(2**31), "maximum": 2**31 - 1, "multipleOf": 1},
+    "int64": {"minimum": -MAX_INTEGER, "maximum": MAX_INTEGER, "multipleOf": 1},
+    "byte": {"pattern": "^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$"},
+}
+
+
 def check_enforceable(schema: object) -> None:
     """Raises InvalidRequestError naming the first keyword that would not be enforced, and where it is."""
     parts = dict(_schemas(schema, "", 0))
@@ -82,11 +95,13 @@ def check_enforceable(schema: object) -> None:
         if not isinstance(part, dict):
             continue
         for keyword in part:
-            if not (keyword in ENFORCED or keyword in _ANNOTATIONS or _is_extension(keyword)):
+            is_off = keyword == "uniqueItems" and part[keyword] is False
+            if not (keyword in ENFORCED or keyword in _ANNOTATIONS or _is_extension(keyword) or is_off):
                 raise _refused(where, keyword, "is not supported; remove it or check its spelling")
         _check_numbers(where, part)
         _check_strings(where, part)
         _check_containers(where, part, is_old=is_old)
+        _check_nullable(where, part)
         if where and any(not str(part.get(name, "#")).startswith("#") for name in ("$id", "id", "$schema")):
             raise _refused(where, "$id", "is supported at the top only; remove it here")
         if "$ref" in part and not _is_reached(str(part["$ref"]), root_id, parts, anchors):
@@ -94,14 +109,33 @@ def check_enforceable(schema: object) -> None:
                 where, "$ref", f"{quoted(str(part['$ref']))} is none of a schema in here; put it under $defs"
             )
     _check_steps(parts)
+    dialect = root.get("$schema") if isinstance(root, dict) else None
+    if isinstance(dialect, str) and dialect and not _DIALECT.fullmatch(dialect):
+        raise _refused("", "$schema", f"has {quoted(dialect)}; use a draft of json-schema.org, or remove it")
 
 
-def exact_formats(schema: object) -> None:
-    """Narrows formats, in place, where llguidance allows more than a parser does."""
+def rewrite(schema: object) -> None:
+    """Says in other words, in place, what llguidance does not know, and narrows formats where it allows more
+    than a parser does."""
+    if isinstance(schema, dict) and (known := _DIALECT.fullmatch(str(schema.get("$schema")))):
+        schema["$schema"] = ("http" if known[2] else "https") + known[1]
     for _, part in list(_schemas(schema, "", 0)):
-        if isinstance(part, dict) and (patterns := _EXACT_FORMATS.get(str(part.get("format")))):
+        if not isinstance(part, dict):
+            continue
+        part.pop("uniqueItems", None)  # off
+        for keyword in _COUNTS:
+            if isinstance(count := part.get(keyword), float) and count.is_integer():
+                part[keyword] = int(count)
+        if part.pop("nullable", False):
+            types = part["type"]
+            part["type"] = [*(types if isinstance(types, list) else [types]), "null"]
+        name = str(part.get("format"))
+        own: list[object] = [{"pattern": pattern} for pattern in _EXACT_FORMATS.get(name, ())]
+        if name in _OPENAPI_FORMATS:
+            del part["format"]
+            own.append(_OPENAPI_FORMATS[name])
+        if own:
             others = part.get("allOf")
-            own = [{"pattern": pattern} for pattern in patterns]
             part["allOf"] = [*others, *own] if isinstance(others, list) else own
 
 
@@ -131,7 +165,9 @@ def _check_numbers(where: str, part: Mapping[str, Any]) -> None:
         is_draft_4 = keyword.startswith("exclusive") and isinstance(value, bool)
         if keyword not in ("const", "enum") and not is_draft_4 and not _is_number(value):
             raise _refused(where, keyword, "has no number")
-        for number in _numbers(part.get(keyword)):
+        for number in _leaves(part.get(keyword)):
+            if not isinstance(number, (int, float)):
+                continue
             if isinstance(number, int) and abs(number) > MAX_INTEGER:
                 raise _refused(where, keyword, f"has an integer beyond {MAX_INTEGER}, which is not exact")
             if not math.isfinite(number):
@@ -142,16 +178,17 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _numbers(value: object) -> Iterator[int | float]:
+def _leaves(value: object) -> Iterator[object]:
+    """What is neither a list nor an object."""
     values = [value]
     while values:
         value = values.pop()
-        if isinstance(value, (int, float)):
-            yield value
-        elif isinstance(value, list):
+        if isinstance(value, list):
             values.extend(value)
         elif isinstance(value, dict):
             values.extend(value.values())
+        else:
+            yield value
 
 
 def _check_strings(where: str, part: Mapping[str, Any]) -> None:
@@ -162,8 +199,14 @@ def _check_strings(where: str, part: Mapping[str, Any]) -> None:
             raise _refused(where, "patternProperties", f"has more than {MAX_PATTERN_PROPERTIES} patterns")
         patterns += [("patternProperties", name) for name in names]
     for keyword, pattern in patterns:
-        if isinstance(pattern, str) and (fault := check_class_syntax(pattern) or check_size(pattern)):
+        if isinstance(pattern, str) and (
+            fault := check_class_syntax(pattern) or check_control_characters(pattern) or check_size(pattern)
+        ):
             raise _refused(where, keyword, fault)
+    for keyword in ("const", "enum"):
+        # llguidance would leave the character out.
+        if any(re.search(UNWRITTEN, text) for text in _leaves(part.get(keyword)) if isinstance(text, str)):
+            raise _refused(where, keyword, "has a control character, which is not written; leave it out")
     if isinstance(part.get("format"), str) and part["format"] not in FORMATS:
         raise _refused(
             where, "format", f"has {quoted(part['format'])}; supported are {', '.join(sorted(FORMATS))}"
@@ -182,6 +225,15 @@ def _check_containers(where: str, part: Mapping[str, Any], *, is_old: bool) -> N
     if isinstance(least, (int, float)) and least > num_required + 1:
         # Names that are not listed may repeat, and then count once.
         raise _refused(where, "minProperties", f"may be {num_required + 1} at most, one more than required")
+
+
+def _check_nullable(where: str, part: Mapping[str, Any]) -> None:
+    """OpenAPI 3.0 knows it beside `type` only, and null must be one of `enum` too."""
+    nullable = part.get("nullable", False)
+    if not isinstance(nullable, bool):
+        raise _refused(where, "nullable", "has no boolean")
+    if nullable and "type" not in part:
+        raise _refused(where, "nullable", "has no effect without type; use anyOf with null")
 
 
 def _check_steps(parts: Mapping[str, object]) -> None:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 
 from tandem_core.errors import InvalidRequestError
-from tandem_core.json_schema import check_enforceable, exact_formats
+from tandem_core.json_schema import check_enforceable, rewrite
 from tandem_core.regex_size import MAX_SIZE, expanded_size
 
 #: Terminals that name each other in turn, in a grammar that repeats parts of them.
@@ -66,7 +66,7 @@ def _embedded_schema(source: str, start: int, json_options: Mapping[str, object]
     if not isinstance(schema, dict):
         raise InvalidRequestError("guide", "its lark has a %json without an object")
     check_enforceable(schema)
-    exact_formats(schema)
+    rewrite(schema)
     return json.dumps({**schema, "x-guidance": dict(json_options)}), end
 
 

@@ -1,16 +1,22 @@
-"""How large a regular expression becomes when its repetitions are written out.
+"""What llguidance does not bear in a regular expression: its size, syntax of classes, control characters.
 
-llguidance derives a lexer's states from the written-out form. `(a{1000}){1000}` has few characters and a
-million parts, and a single token mask over it takes seconds.
+llguidance derives a lexer's states from the form in which repetitions are written out. `(a{1000}){1000}` has
+few characters and a million parts, and a single token mask over it takes seconds.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 
 MAX_SIZE = 20_000
 _QUANTIFIER = re.compile(r"\{([0-9]{1,9})(,([0-9]{0,9}))?\}|[*+?]")
 _MAX_COUNTED = 10**12
+#: Control characters that a guide does not write, because it writes no \\u in JSON.
+UNWRITTEN = "[\\x00-\\x07\\x0b\\x0e-\\x1f\\x7f]"
+_ESCAPE = re.compile(
+    r"\\(?:(v|a)|x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|[xuU]\{([0-9a-fA-F]{1,8})\})"
+)
 
 
 def check_size(pattern: str) -> str:
@@ -62,6 +68,32 @@ def check_class_syntax(pattern: str) -> str:
                     return f"has {ambiguous!r} in a [class]; escape it"
         position = end
     return ""
+
+
+def check_control_characters(pattern: str) -> str:
+    """Which control character it asks for, one that JSON escapes as \\u00..; "" if none. Classes that have
+    others too may have them."""
+    position = 0
+    while position < len(pattern):
+        end = _atom_end(pattern, position)
+        if pattern[position] == "[":
+            parts = pattern[position + 1 : end - 1]
+        else:
+            escape = _ESCAPE.match(pattern, position)
+            end = escape.end() if escape else end
+            parts = pattern[position:end]
+        written = _ESCAPE.sub(_unescaped, parts)
+        if control := re.fullmatch(f"({UNWRITTEN})(?:{UNWRITTEN}|-)*", written):
+            return f"asks for the control character {control[1]!r}, which is not written; leave it out"
+        position = end
+    return ""
+
+
+def _unescaped(escape: re.Match[str]) -> str:
+    if escape[1]:
+        return {"a": "\a", "v": "\v"}[escape[1]]
+    value = int(next(filter(None, escape.groups()), "0"), 16)
+    return chr(value) if value <= sys.maxunicode else ""
 
 
 def _atom_end(pattern: str, position: int) -> int:

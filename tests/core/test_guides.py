@@ -79,6 +79,25 @@ def allows(model: tuple[GuideCompiler, Tokenizer], guide: Guide, text: str) -> b
         (schema({"format": "date-time", "type": "string"}), '"2024-02-30T23:59:59Z"', False),
         (schema({"format": "time", "type": "string"}), '"23:59:60Z"', False),
         (schema({"format": "date"}), "1", True),
+        # OpenAPI's.
+        (schema({"type": "integer", "format": "int32"}), "-2147483648", True),
+        (schema({"type": "integer", "format": "int32"}), "2147483648", False),
+        (schema({"type": "number", "format": "int32"}), "1.5", False),
+        (schema({"type": "integer", "format": "int64", "minimum": 1}), "9007199254740992", True),
+        (schema({"type": "integer", "format": "int64", "minimum": 1}), "0", False),
+        (schema({"type": "string", "format": "byte"}), '"YWI="', True),
+        (schema({"type": "string", "format": "byte"}), '"YWI"', False),
+        (schema({"type": "string", "nullable": True}), "null", True),
+        (schema({"type": "string", "nullable": False}), "null", False),
+        (schema({"type": "string", "nullable": True, "enum": ["a"]}), "null", False),
+        (schema({"const": "\b\t\n\f\r é"}), '"\\b\\t\\n\\f\\r é"', True),
+        (schema({"type": "string", "pattern": "^[^\\x00-\\x1f\\x7f]\\n$"}), '"a\\n"', True),
+        (schema({"type": "string", "pattern": "^\\x{a}$"}), '"\\n"', True),
+        # Off, or written in another way.
+        (schema({"type": "array", "items": {"type": "null"}, "uniqueItems": False}), "[null, null]", True),
+        (schema({"type": "array", "items": {"type": "null"}, "maxItems": 1.0}), "[null, null]", False),
+        (schema({"$schema": "https://json-schema.org/draft-07/schema", "type": "null"}), "null", True),
+        (schema({"$schema": "http://json-schema.org/draft/2020-12/schema#", "type": "null"}), "null", True),
     ],
 )  # fmt: skip
 def test_exactly_the_texts_of_a_guide_end(
@@ -93,9 +112,13 @@ def test_exactly_the_texts_of_a_guide_end(
         (schema({"type": "array", "uniqueItems": True}), "'uniqueItems' is not supported"),
         (
             schema({"type": "string", "format": "colour"}),
-            "'format' has 'colour'; supported are date, date-time",
+            "'format' has 'colour'; supported are byte, date, date-time",
         ),
         (schema({"type": "integer", "minimum": 3, "maximum": 1}), "minimum .3. is greater than maximum"),
+        (schema({"type": ["string"], "nullable": 1}), "'nullable' has no boolean"),
+        (schema({"nullable": True}), "'nullable' has no effect without type"),
+        (schema({"$schema": "https://a.example/s"}), "'.schema' has 'https://a.example/s'; use a draft"),
+        (schema({"oneOf": [{"type": "string"}, {"minLength": 1}]}), "alternatives of a oneOf may both match"),
         (schema({"$ref": "#/$defs/absent"}), "'#/[$]defs/absent' is none of a schema in here"),
         (schema({"type": "text"}), "Invalid type: text"),
         # What llguidance would not enforce, or take otherwise than the standard.
@@ -122,6 +145,24 @@ def test_exactly_the_texts_of_a_guide_end(
         (schema({"$anchor": [1], "uniqueItems": True}), "'uniqueItems' is not supported"),
         (schema({"format": "unknown"}), "'format' has 'unknown'"),
         (schema({"type": "string", "pattern": "^[[:alpha:]]$"}), "'pattern' has '\\[' in a .class."),
+        # llguidance would leave these characters out.
+        (schema({"const": {"a": ["b\0c"]}}), "'const' has a control character"),
+        (schema({"enum": ["a", "\x7f"]}), "'enum' has a control character"),
+        *(
+            (schema({"type": "string", "pattern": f"^a{text}b$"}), "'pattern' asks for the control character")
+            for text in (
+                "\0",
+                "\\x00",
+                "\\u0001",
+                "\\u{1}",
+                "\\v",
+                "\\a",
+                "[\\x01]",
+                "[\\x01-\\x02]",
+                "(\\x1F|c)",
+            )
+        ),
+        (schema({"patternProperties": {"^\x01$": {}}}), "'patternProperties' asks for"),
         (schema({"type": "string", "pattern": "[a&&b]"}), "'pattern' has '&&' in a .class."),
         (schema({"properties": {"a": {"$id": "http://x/y"}}}), "/properties/a: the keyword '.id'"),
         (schema({"x-guidance": {"lenient": True}}), "'x-guidance' is not supported"),

@@ -19,7 +19,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from tandem_core.errors import InvalidRequestError, ModelLoadError
 from tandem_core.guide import Guide, GuideKind
-from tandem_core.json_schema import check_enforceable, exact_formats, parse_schema
+from tandem_core.json_schema import check_enforceable, parse_schema, rewrite
 from tandem_core.lark import checked_lark
 from tandem_core.model.manifest import ModelManifest
 from tandem_core.regex_size import check_size
@@ -121,7 +121,7 @@ def _grammar(guide: Guide) -> str:
         return LLMatcher.grammar_from_lark(checked_lark(guide.source, _JSON))
     schema = parse_schema(guide.source)
     check_enforceable(schema)
-    exact_formats(schema)
+    rewrite(schema)
     if isinstance(schema, bool):  # "anything" and "nothing"
         schema = {} if schema else {"enum": []}
     try:
@@ -155,6 +155,8 @@ def reason(error: str) -> str:
     """llguidance's sentence, without the mark of what it leaves out."""
     if error.startswith("panic:"):
         return "llguidance cannot read it; simplify it"
+    if error.startswith("oneOf constraints are not supported"):
+        return "the alternatives of a oneOf may both match; use anyOf"
     return error.replace("<non-verbose/>", "").strip() or "unknown"
 
 
