@@ -178,8 +178,7 @@ class _Decoder:
         if self.chunks:
             tokens = sum(chunk for _, chunk in self.chunks)
             pairs = sum(chunk * (2 * s.computed + chunk) / 2 for s, chunk in self.chunks)
-            # A step's own part counts once.
-            seconds += costs.local_prefill.seconds(0 if decoding else 1, tokens, pairs)
+            seconds += costs.local_prefill.seconds(1, tokens, pairs)
         return seconds
 
     def _next_chunks(self) -> list[tuple[_Sequence, int]]:
