@@ -6,9 +6,11 @@ from __future__ import annotations
 import asyncio
 import random
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
+import grpc
 import pytest
 import pytest_asyncio
 from kubelet import overlay
@@ -17,6 +19,7 @@ from stream_load import Answer, Tally, ask, load
 from tandem_cli import models
 from tandem_core.errors import ModelLoadError
 from tandem_core.model.registry import DEFAULT_MODEL
+from tandem_proto.v1 import decode_pb2, decode_pb2_grpc
 
 pytestmark = [pytest.mark.e2e, pytest.mark.wide, pytest.mark.timeout(600)]
 PROMPTS, LEAST_TOKENS = 3, 512
@@ -52,19 +55,23 @@ class Loaded:
         assert [pod.name for pod in ended if pod.was_killed] == []
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def loaded(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Loaded]:
+def prepared_model() -> Path:
     try:
         model = models.obtain(DEFAULT_MODEL)
     except ModelLoadError as error:
         pytest.skip(str(error))
     models.prepare_weights(model, "auto", "auto")
-    folder = tmp_path_factory.mktemp("cluster")
-    (folder / "overlay").mkdir()
-    cluster = Cluster(folder, Path(sys.prefix) / "bin", network=78, paths={})
+    return model
+
+
+@asynccontextmanager
+async def running(
+    folder: Path, network: int, start: Callable[[Cluster], Awaitable[None]]
+) -> AsyncIterator[Loaded]:
+    cluster = Cluster(folder, Path(sys.prefix) / "bin", network=network, paths={})
     await cluster.start()
     try:
-        await cluster.apply(overlay.manifests(folder / "overlay", overlay.small(model)))
+        await start(cluster)
         await cluster.until_rolled_out()
         loaded = Loaded(cluster, [])
         rng = random.Random(0)
@@ -73,6 +80,23 @@ async def loaded(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Load
         yield loaded
     finally:
         await cluster.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def loaded(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Loaded]:
+    """The overlay dev with two pods of each role, applied by kubectl."""
+    settings = overlay.small(prepared_model())
+    folder = tmp_path_factory.mktemp("cluster")
+    (folder / "overlay").mkdir()
+
+    async def start(cluster: Cluster) -> None:
+        overlay.manifests(folder / "overlay", settings)
+        await cluster.kubectl("apply", "--server-side", "--validate=false", "-k", str(folder / "overlay"))
+        for role in ("decode", "prefill", "lookahead", "gateway"):
+            await cluster.kubectl("-n", "tandem", "rollout", "status", f"deployment/tandem-{role}")
+
+    async with running(folder, 78, start) as made:
+        yield made
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -104,3 +128,53 @@ async def test_decode_goes_to_zero_and_wakes_under_load(loaded: Loaded) -> None:
             await loaded.cluster.until_rolled_out()
 
     await loaded.under_load(scale)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_kubectl_restarts_deletes_and_drains_under_load(loaded: Loaded) -> None:
+    cluster = loaded.cluster
+
+    async def steps() -> None:
+        await cluster.kubectl("-n", "tandem", "rollout", "restart", "deployment/tandem-decode")
+        await cluster.kubectl("-n", "tandem", "rollout", "status", "deployment/tandem-decode")
+        await cluster.kubectl("-n", "tandem", "delete", "pod", cluster.of("tandem-prefill")[0].name)
+        await cluster.until_rolled_out()
+        await cluster.kubectl("drain", "node-b", "--timeout=120s")
+        await cluster.kubectl("uncordon", "node-b")
+        await cluster.until_rolled_out()
+
+    await loaded.under_load(steps)
+
+
+async def test_with_tls_a_role_rolls_and_renewed_certificates_are_taken(tmp_path: Path) -> None:
+    settings = overlay.small(prepared_model())
+    (tmp_path / "overlay").mkdir()
+    manifests = overlay.manifests(tmp_path / "overlay", settings, ("two-of-each", "tls"))
+
+    async def renew(cluster: Cluster) -> None:
+        address = cluster.service_address("tandem-redis")
+        await cluster.apply([*manifests, *overlay.tls_secrets(tmp_path / "tls", address)])
+
+    async def start(cluster: Cluster) -> None:
+        await cluster.apply([item for item in manifests if item["kind"] == "Service"])
+        await renew(cluster)
+
+    async with running(tmp_path, 80, start) as loaded:
+        cluster = loaded.cluster
+
+        async def roll() -> None:
+            before = set(cluster.pods)
+            await renew(cluster)
+            # The next rollout's pods have other certificates than those whose peers they are.
+            for role in ("decode", "gateway"):
+                cluster.restart(f"tandem-{role}", reason="test")
+            await cluster.until_rolled_out()
+            kept = {pod.workload for pod in before & set(cluster.pods)}
+            assert kept == {"tandem-prefill", "tandem-lookahead", "tandem-redis"}
+
+        await loaded.under_load(roll)
+        plain = decode_pb2_grpc.DecodeServiceStub
+        target = f"{cluster.of('tandem-decode')[0].address}:51200"
+        async with grpc.aio.insecure_channel(target) as channel:
+            with pytest.raises(grpc.aio.AioRpcError, match="UNAVAILABLE"):
+                await plain(channel).GetDecodeStatus(decode_pb2.GetDecodeStatusRequest(), timeout=5.0)
