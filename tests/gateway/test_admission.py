@@ -7,7 +7,7 @@ import pytest
 from tandem_core.sampling import SamplingParams
 from tandem_core.slo import DEFAULT_SLO_CLASSES, SloTarget
 from tandem_gateway import limits
-from tandem_gateway.admission import Admission
+from tandem_gateway.admission import Admission, Admitted
 from tandem_gateway.errors import DeadlineError, OverloadedError, RefusalReason
 from tandem_gateway.limits import AdaptiveLimit
 from tandem_gateway.request import TokenizedRequest
@@ -170,6 +170,22 @@ async def test_requests_without_objectives_leave_places_for_others():
         await line.leave(name)
     await asyncio.gather(*tasks)
     assert (line.admission.num_in_flight, line.admission.num_waiting) == (0, 0)
+
+
+async def test_the_wait_of_requests_without_objectives_is_that_for_their_own_places():
+    line = Line(max_in_flight=4)
+    admission = line.admission
+    tasks = [await line.arrive(_request(name, "batch")) for name in "abcd"]
+    for name, e2e_s in (("batch", 5.0), ("chat", 1.0)):
+        for _ in range(200):
+            admission.ended(Admitted(_request("before", name)), e2e_s=e2e_s, num_tokens=1, met=True)
+    assert admission._queue_s(_request("e", "batch")) == pytest.approx((1 + 1) * 5.0 / 3)
+    assert admission._queue_s(_request("chat", "chat")) == 0.0, "it has a place"
+    tasks.append(await line.arrive(_request("chat", "chat")))
+    assert admission._queue_s(_request("next", "chat")) == pytest.approx(1.0 / 4)
+    for name in ("a", "b", "c", "d", "chat"):
+        await line.leave(name)
+    await asyncio.gather(*tasks)
 
 
 def test_the_adaptive_limit_rises_by_one_a_round_and_falls_by_a_share(monkeypatch):

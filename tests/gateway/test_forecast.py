@@ -1,5 +1,6 @@
 """Predictions: backlogs, calibrated quantiles, and who is admitted, widened or refused by them."""
 
+import asyncio
 import contextlib
 import itertools
 import random
@@ -14,12 +15,13 @@ from tandem_core.step_cost import UNKNOWN_COST, StepCost
 from tandem_gateway import forecast, pod_load, shares
 from tandem_gateway.admission import Admission
 from tandem_gateway.errors import OverloadedError, RefusalReason
-from tandem_gateway.forecast import Calibration, Forecast, Group, Quantiles
+from tandem_gateway.forecast import Calibration, Forecast, Forecaster, Group, Quantiles
 from tandem_gateway.pod_load import Backlog, PodLoad
 from tandem_gateway.request import TokenizedRequest
-from tandem_gateway.routing import Route
+from tandem_gateway.routing import OutputLengths, Route
 from tandem_gateway.settings import Policy
 from tandem_gateway.shares import Bookings, FairShares
+from waiting import run_ready_tasks
 
 
 class Clock:
@@ -129,6 +131,21 @@ class TestCalibration:
                 held[name, predicted] += i >= 200 and actual <= said.p90
         assert all(0.86 < count / 800 < 0.94 for count in held.values()), held
 
+    def test_where_the_model_knows_little_all_are_expected_to_take_about_the_same(self):
+        calibration, rng = Calibration(), random.Random(5)
+        for _ in range(128):
+            predicted, actual = rng.lognormvariate(0.0, 0.7), rng.lognormvariate(1.0, 0.2)
+            observe(calibration, "chat", predicted, actual)
+        short, long = calibration.quantiles(CHAT, 0.5), calibration.quantiles(CHAT, 2.0)
+        assert (short.p50, long.p50) == (pytest.approx(2.7, rel=0.2), pytest.approx(2.7, rel=0.2))
+        assert long.p90 < 2.0 * 2.7, "a factor for both would be 5.4 at the least"
+
+    def test_longer_predictions_never_come_out_shorter(self):
+        calibration = Calibration()
+        for predicted in (0.5, 1.0, 2.0, 4.0) * 30:
+            observe(calibration, "chat", predicted, 4.0 / predicted)
+        assert calibration.quantiles(CHAT, 4.0).p50 >= calibration.quantiles(CHAT, 0.5).p50
+
     def test_a_class_without_measurements_is_as_the_others_with_objectives_are(self):
         calibration = Calibration()
         for _ in range(50):
@@ -166,9 +183,9 @@ class TestCalibration:
         calibration = Calibration()
         for _ in range(100):
             observe(calibration, "chat", 1.0, 8.0)
-        assert calibration.quantiles(CHAT, 1.0).p50 == 8.0
-        clock.now += 14
-        assert calibration.quantiles(CHAT, 1.0).p50 == 8.0
+        assert calibration.quantiles(CHAT, 1.0).p50 == pytest.approx(8.0)
+        clock.now += 29
+        assert calibration.quantiles(CHAT, 1.0).p50 == pytest.approx(8.0)
         clock.now += 2
         assert calibration.quantiles(CHAT, 1.0) == Calibration().quantiles(CHAT, 1.0)
 
@@ -191,20 +208,35 @@ class FixedForecaster:
 
     def forecast(self, request: TokenizedRequest, queue_s: float) -> Forecast:
         route = Route(
-            self.pod, (), self.pod, self.ttft - 0.1, 0.1, self.token_s, self.alone_ttft, 0.04, 10, 100, 4
+            decode=self.pod,
+            prefill=(),
+            computes_prompt=self.pod,
+            wait_s=self.ttft - 0.1,
+            prefill_s=0.1,
+            token_s=self.token_s,
+            beside_s=0.0,
+            alone_prefill_s=self.alone_ttft,
+            alone_token_s=0.04,
+            num_output=10,
+            context=100,
+            num_beside=4,
         )
         return Forecast(
             route,
             queue_s,
             Quantiles(self.ttft, self.ttft),
             Quantiles(self.ttft + 1, self.ttft + 1),
+            Quantiles(self.ttft + 1, self.ttft + 1),
         )
+
+    def end_p90_s(self, request: TokenizedRequest, elapsed_s: float, left_s: float) -> float:
+        return elapsed_s + left_s
 
     def started(self, request, forecast, ttft_s) -> None:
         self.observed.append(("ttft", ttft_s))
 
-    def ended(self, request, forecast, e2e_s, num_tokens) -> None:
-        self.observed.append(("e2e", e2e_s, num_tokens))
+    def ended(self, request, forecast, e2e_s, num_tokens, others_s) -> None:
+        self.observed.append(("e2e", e2e_s, num_tokens, others_s))
 
 
 def request(slo: SloTarget = SLO, prompt: tuple[int, ...] = (1, 2, 3)) -> TokenizedRequest:
@@ -309,6 +341,53 @@ class TestJudgement:
             running.num_tokens = 5
             admission._judge(request(slo, prompt=(4, 5)))
         assert not admission._running
+
+    async def test_one_without_objectives_waits_while_it_would_make_another_one_late(self):
+        forecaster = FixedForecaster(ttft=0.1, token_s=0.2)
+        admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
+
+        async def run(asked: TokenizedRequest) -> None:
+            async with admission.slot(asked):
+                pass
+
+        async with admission.slot(request(SloTarget("chat", e2e_s=2.0))):
+            waiting = asyncio.create_task(run(request(SloTarget("batch"))))
+            await run_ready_tasks()
+            assert admission.num_waiting == 1
+            overdue = replace(request(SloTarget("batch")), arrived=time.monotonic() - 100)
+            await run(overdue)
+        await asyncio.wait_for(waiting, 5.0)
+
+    async def test_who_may_still_be_in_time_is_kept_so(self):
+        """Also one that is late by the 90th percentile, and not by the median."""
+        forecaster = FixedForecaster(ttft=0.1, token_s=0.01)
+        forecaster.end_p90_s = lambda asked, elapsed_s, left_s: elapsed_s + 100 * left_s
+        admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
+        async with admission.slot(request()):
+            with pytest.raises(OverloadedError, match="admitted before"):
+                admission._judge(request(prompt=(4, 5)))
+
+    async def test_an_answer_that_prompts_of_others_slow_down_gets_no_more_of_them(self):
+        forecaster = FixedForecaster(ttft=0.1, token_s=0.05)
+        admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
+        async with admission.slot(request(SloTarget("chat", e2e_s=2.0))) as running:
+            running.num_tokens, running.first_at = 5, time.monotonic() - 0.5
+            admission._judge(request(prompt=(4, 5)))
+            running.first_at = time.monotonic() - 2.0  # .4 s per token, and five are left
+            with pytest.raises(OverloadedError, match="admitted before"):
+                admission._judge(request(prompt=(6, 7)))
+
+    async def test_an_end_counts_from_what_later_requests_were_expected_to_add(self):
+        forecaster = FixedForecaster(ttft=0.1, token_s=0.05)
+        admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
+        async with admission.slot(request()) as running:
+            running.num_tokens = 6
+            async with admission.slot(request(prompt=(4, 5))):
+                pass
+            # A prompt of .1 s, and four of ten tokens that take a fifth longer.
+            assert running.others_s == pytest.approx(0.1 + 4 * 0.01)
+            admission.ended(running, e2e_s=1.0, num_tokens=10, met=True)
+        assert forecaster.observed[-1][3] == running.others_s
 
     async def test_requests_without_objectives_make_way_while_others_are_refused(self):
         forecaster = FixedForecaster(ttft=0.5)
@@ -438,6 +517,29 @@ class TestShares:
         assert admitted.request.due - admitted.request.arrived == pytest.approx(1 + 9, abs=1)
 
 
+class Unchanging:
+    """A router that predicts the same for each request."""
+
+    def __init__(self, route: Route) -> None:
+        self.route = route
+
+    def plan(self, request: TokenizedRequest) -> Route:
+        return self.route
+
+
+def test_what_later_requests_add_is_predicted_and_does_not_count_against_admission():
+    route = FixedForecaster(ttft=0.5).forecast(request(), 0.0).route  # ends after .5 + 10 * .05 s
+    forecaster = Forecaster(Unchanging(route), OutputLengths())
+    for _ in range(60):
+        said = forecaster.forecast(request(), 0.0)
+        forecaster.ended(request(), said, 3.0, 10, others_s=2.0)
+    said = forecaster.forecast(request(), 0.0)
+    assert said.e2e.p50 == pytest.approx(3.0, rel=0.1)
+    assert said.e2e_undisturbed.p90 == pytest.approx(1.0, rel=0.1)
+    assert not said.misses(SloTarget("chat", e2e_s=2.0), 0.0)
+    assert forecaster.end_p90_s(request(), 2.0, 1.0) == pytest.approx(3.0, rel=0.1), "two seconds are over"
+
+
 def test_measured_times_count_from_the_forecast():
     forecaster = FixedForecaster(ttft=0.9)
     admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
@@ -446,4 +548,4 @@ def test_measured_times_count_from_the_forecast():
     admission.started(admitted, ttft_s=0.75)
     assert forecaster.observed == [("ttft", 0.5)]
     admission.ended(admitted, e2e_s=1.25, num_tokens=7, met=True)
-    assert forecaster.observed[1:] == [("e2e", 1.0, 7)]
+    assert forecaster.observed[1:] == [("e2e", 1.0, 7, 0.0)]

@@ -58,9 +58,9 @@ PROMPT = range(1000, 1000 + 40 * 64)
 async def test_a_conversation_returns_to_the_pod_that_holds_its_prefix(make_pod):
     a, b = make_pod("a:1"), make_pod("b:1")
     router = _router(a, b)
-    b.in_flight = 1
+    b.tokens_left = {"1": 100}
     assert router.choose(_request(PROMPT)).decode is a
-    a.in_flight, b.in_flight = 2, 0
+    a.tokens_left, b.tokens_left = {"2": 100, "3": 100}, {}
     longer = range(PROMPT.start, PROMPT.stop + 100)
     assert router.choose(_request(longer)).decode is a, "2.56 s of prefill outweigh two more sequences"
     assert router.choose(_request(longer, tenant="other")).decode is b, "tenants share no cache"
@@ -71,7 +71,7 @@ async def test_a_much_busier_pod_loses_even_its_own_prefixes(make_pod):
     a, b = make_pod("a:1"), make_pod("b:1")
     router = _router(a, b)
     assert router.choose(_request(PROMPT)).decode is a
-    a.load = replace(a.load, num_requests=30)
+    a.num_foreign = 30
     assert router.choose(_request(PROMPT)).decode is b
 
 
@@ -114,7 +114,7 @@ async def test_what_a_pod_held_is_forgotten_when_it_leaves(make_pod):
     fleet.pods.remove(a)
     assert router.choose(_request(range(5))).decode is b
     fleet.pods.append(a)
-    a.in_flight = 1
+    a.tokens_left = {"1": 100}
     assert router.choose(_request(PROMPT)).decode is b, "a came back with an empty cache"
 
 
@@ -188,12 +188,37 @@ async def test_a_plan_remembers_nothing(make_pod):
 
 
 async def test_the_time_per_token_is_that_of_the_batch_with_the_request(make_pod):
-    pod = make_pod("d:1", num_requests=3, tokens_per_step=2.0, max_batch=4)
+    pod = make_pod("d:1", tokens_per_step=2.0, max_batch=4)
+    pod.num_foreign = 3
     router = _router(pod)
     route = router.plan(_request(range(64)))
     assert (route.token_s, route.alone_token_s) == (pytest.approx(0.002), pytest.approx(0.0005))
-    pod.load = replace(pod.load, num_requests=7)
+    pod.num_foreign = 7
     assert router.plan(_request(range(64))).token_s == pytest.approx(0.004), "eight take turns in four places"
+
+
+async def test_sequences_that_end_before_the_answer_count_for_their_part_of_it(make_pod):
+    pod = make_pod("d:1")
+    pod.tokens_left = {"half": 50, "longer": 1000, "at its end": 1}
+    pod.num_foreign = 1
+    route = _router(pod).plan(_request(range(64), max_tokens=100))
+    assert route.num_beside == pytest.approx(0.5 + 1 + 0.01 + 1)
+    assert route.token_s == pytest.approx(0.001 * (1 + route.num_beside))
+
+
+async def test_prompts_that_the_decode_pod_computes_meanwhile_make_the_answer_later(make_pod):
+    pod, prefill = make_pod("d:1", local_prefill_tokens=100), make_pod("p:1", Role.PREFILL)
+    router = _router(pod, prefill)
+    request = _request(range(64))
+    alone = router.plan(request)
+    pod.backlog.add("before", request.due - 1, 0.5)
+    pod.backlog.add("behind", request.due + 1, 0.25)
+    route = router.plan(request)
+    assert (route.wait_s, route.beside_s) == (pytest.approx(0.5, abs=0.01), pytest.approx(0.25, abs=0.01))
+    assert route.e2e_s - alone.e2e_s == pytest.approx(0.75, abs=0.02)
+    elsewhere = router.plan(_request(range(200)))
+    assert elsewhere.computes_prompt is prefill
+    assert elsewhere.beside_s == pytest.approx(0.75 - 0.2, abs=0.02), "they are computed while the prompt is"
 
 
 def test_lengths_of_answers_are_learned_by_tenant_and_beginning():

@@ -24,7 +24,7 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
@@ -33,6 +33,7 @@ from tandem_core.sampling import SamplingParams
 from tandem_core.slo import NO_OBJECTIVES
 
 from tandem_gateway.errors import DeadlineError, OverloadedError, RefusalReason
+from tandem_gateway.fleet import Pod
 from tandem_gateway.forecast import Forecast, Forecaster
 from tandem_gateway.limits import AdaptiveLimit
 from tandem_gateway.request import DEFAULT_DUE_S, TokenizedRequest
@@ -47,6 +48,8 @@ _PART_WHEN_AHEAD = 0.5
 #: Requests without objectives take at most this share of the places, so that others find one; and fewer after
 #: each second in which a request with objectives was refused.
 _BEST_EFFORT_SHARE = 0.75
+#: After so many tokens an answer's own pace says when it will end.
+_ENOUGH_TOKENS = 4
 #: Weight of the newest request in the exponentially weighted mean; about the last twenty count.
 _ALPHA = 0.1
 
@@ -68,19 +71,30 @@ class Admitted:
     first_at: float | None = None
     #: Of the answer so far.
     num_tokens: int = 0
+    #: By how much later requests on its pods delay its end, as the model of costs has it.
+    others_s: float = 0.0
 
     @property
     def queued_s(self) -> float:
         """Seconds from its arrival until it was admitted, or until now."""
         return (self.admitted_at or time.monotonic()) - self.request.arrived
 
-    def is_in_time(self, token_s: float) -> bool:
-        """Whether its end will be in time at so many seconds per token from now on. Unknown counts as yes."""
-        if self.forecast is None or not self.request.slo.e2e_s:
-            return True
-        first_at = max(time.monotonic(), self.judged_at + self.forecast.ttft.p50 * (not self.num_tokens))
-        num_left = max(self.forecast.route.num_output - self.num_tokens, 0)
-        return first_at + num_left * token_s <= self.request.arrived + self.request.slo.e2e_s
+    @property
+    def tokens_left(self) -> int:
+        """Expected."""
+        assert self.forecast is not None
+        return max(self.forecast.route.num_output - self.num_tokens, 0)
+
+    def left_s(self, token_s: float, prompts_s: float) -> float:
+        """Until its end at so many seconds per token, and with so much of prompts on its decode pod."""
+        assert self.forecast is not None
+        ttft_at = self.judged_at + self.forecast.queue_s + self.forecast.route.ttft_s
+        ttft_s = 0.0 if self.num_tokens else max(ttft_at - time.monotonic(), 0.0)
+        if self.first_at is not None and self.num_tokens >= _ENOUGH_TOKENS:
+            # Prompts of others slow an answer by more than those that are there now.
+            token_s = max(token_s, (time.monotonic() - self.first_at) / self.num_tokens)
+        # Its own prompt is among them, unless another pod computes it meanwhile.
+        return max(ttft_s, prompts_s) + self.tokens_left * token_s
 
 
 class Admission:
@@ -94,8 +108,8 @@ class Admission:
         self._slack = slack
         self.num_waiting = 0
         self.num_in_flight = 0
-        #: Mean seconds from admission to the end of a request.
-        self.service_s = 1.0
+        #: Mean seconds from arrival to the end of a request, and of one without objectives.
+        self.service_s = self._best_effort_s = 1.0
         self._blind_limit = AdaptiveLimit(max_in_flight)
         #: Whether the last request came while no pod's report said enough to predict anything.
         self._is_blind = False
@@ -158,10 +172,13 @@ class Admission:
         self.service_s += _ALPHA * (e2e_s - self.service_s)
         self._blind_limit.ended(met=met)
         if not admitted.request.has_objectives:
+            self._best_effort_s += _ALPHA * (e2e_s - self._best_effort_s)
             self._best_effort_limit.ended(met=True)
         if admitted.forecast is not None and admitted.request.sampling.beam_search is None:
             request, judged_s = admitted.request, admitted.judged_at - admitted.request.arrived
-            self._forecaster.ended(request, admitted.forecast, e2e_s - judged_s, num_tokens)
+            self._forecaster.ended(
+                request, admitted.forecast, e2e_s - judged_s, num_tokens, admitted.others_s
+            )
 
     def open_requests(self) -> list[Admitted]:
         """Those in flight, and those that wait."""
@@ -222,12 +239,31 @@ class Admission:
         """Whether an earlier request's first token would come too late, or its end."""
         if route.computes_prompt.backlog.slack(request.due) < route.prefill_s:
             return True
-        before_s = route.decode.load.token_seconds(max(route.num_running, 1), route.context)
-        return any(
-            other.is_in_time(before_s) and not other.is_in_time(route.token_s)
-            for other in self._running
-            if other.forecast is not None and other.forecast.route.decode is route.decode
-        )
+        prompts_s, now = route.decode.backlog.present_s, time.monotonic()
+        before_s = route.decode.load.token_seconds(max(route.num_beside, 1.0), route.context)
+        for other in self._running_on(route.decode):
+            limit_s, elapsed_s = other.request.slo.e2e_s, now - other.request.arrived
+            # Those that will be late even if nothing else comes do not count.
+            if limit_s and elapsed_s + other.tokens_left * before_s <= limit_s:
+                left_s = other.left_s(route.token_s, prompts_s) + self._local_s(route)
+                if self._forecaster.end_p90_s(other.request, elapsed_s, left_s) > limit_s:
+                    return True
+        return False
+
+    def _delay_others(self, route: Route) -> None:
+        load, before = route.decode.load, max(route.num_beside, 1.0)
+        slower_s = load.token_seconds(before + 1, route.context) - load.token_seconds(before, route.context)
+        local_s = self._local_s(route)
+        for other in self._running_on(route.decode):
+            other.others_s += local_s + min(other.tokens_left, route.num_output) * slower_s
+
+    def _running_on(self, pod: Pod) -> Iterator[Admitted]:
+        return (one for one in self._running if one.forecast is not None and one.forecast.route.decode is pod)
+
+    @staticmethod
+    def _local_s(route: Route) -> float:
+        """For its prompt, by the pod that computes the answers of others."""
+        return route.prefill_s if route.computes_prompt is route.decode else 0.0
 
     def _refusal(
         self,
@@ -259,8 +295,8 @@ class Admission:
         what = {
             "ttft": f"the first token is predicted after {forecast.ttft.p50:.2f} s (p90 "
             f"{forecast.ttft.p90:.2f} s), over the {slo.ttft_s:g} s of its objective",
-            "e2e": f"the end is predicted after {forecast.e2e.p50:.2f} s (p90 {forecast.e2e.p90:.2f} s), "
-            f"over the {slo.e2e_s:g} s of its objective",
+            "e2e": f"the end is predicted after {forecast.e2e_undisturbed.p50:.2f} s (p90 "
+            f"{forecast.e2e_undisturbed.p90:.2f} s), over the {slo.e2e_s:g} s of its objective",
             "tpot": f"{forecast.token_s * 1000:.0f} ms per token are predicted, over the "
             f"{slo.tpot_s * 1000:g} ms of its objective",
             "others": "it would make a request that was admitted before miss its objective",
@@ -276,8 +312,11 @@ class Admission:
         """Predicted wait in the queue here."""
         if self._fits(request):
             return 0.0
-        earlier = sum([due <= request.due and not waiter.done() for due, _, _, waiter in self._waiters])
-        return (earlier + 1) * self.service_s / self.max_in_flight
+        service_s, places = self.service_s, float(self.max_in_flight)
+        if not request.has_objectives:
+            service_s, places = self._best_effort_s, min(places, self._best_effort_limit.value)
+        earlier = sum([due <= request.due and not turn.done() for due, _, _, turn in self._waiters])
+        return (earlier + 1) * service_s / places
 
     def predicted_ttft_s(self, num_prompt_tokens: int) -> float:
         """The median for a new prompt of so many tokens; NaN without a decode pod."""
@@ -293,7 +332,7 @@ class Admission:
         request = admitted.request
         # After this, those that still wait have no place, though this one may have one.
         self._admit_waiting()
-        if self._fits(request, admitted.num_places):
+        if self._fits(request, admitted.num_places) and self._may_begin(request):
             self._take(admitted)
             return
         if self.num_waiting >= self._max_queue:
@@ -335,7 +374,7 @@ class Admission:
 
     def _admit_waiting(self) -> None:
         """Those that have a place, the earliest deadline first; one that has none lets later ones pass."""
-        passed = []
+        passed, holds_best_effort = [], False
         while self._waiters and self.num_in_flight < self._limit:
             waiter = heapq.heappop(self._waiters)
             _, _, admitted, turn = waiter
@@ -346,6 +385,10 @@ class Admission:
                 if admitted.num_places > 1:
                     break  # else single requests would take each place that it waits for
                 continue
+            if holds_best_effort or not self._may_begin(admitted.request):
+                holds_best_effort = True
+                passed.append(waiter)
+                continue
             self.num_waiting -= 1
             self._take(admitted)
             turn.set_result(None)
@@ -354,6 +397,8 @@ class Admission:
 
     def _take(self, admitted: Admitted) -> None:
         admitted.admitted_at = time.monotonic()
+        if admitted.forecast is not None:
+            self._delay_others(admitted.forecast.route)
         self.num_in_flight += admitted.num_places
         self._running.add(admitted)
         self._num_best_effort += admitted.num_places * (not admitted.request.has_objectives)
@@ -366,6 +411,14 @@ class Admission:
         return (
             request.has_objectives or not self._num_best_effort or self._num_best_effort + num_places <= limit
         )
+
+    def _may_begin(self, request: TokenizedRequest) -> bool:
+        """One without objectives waits while it would make another one late, but not for longer than others
+        with its deadline."""
+        if request.has_objectives or not self._running or request.due < time.monotonic():
+            return True
+        forecast = self._forecast(request)
+        return forecast is None or not self._makes_others_late(request, forecast.route)
 
     @property
     def _limit(self) -> float:

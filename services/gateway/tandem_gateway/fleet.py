@@ -68,6 +68,10 @@ class Pod:
         #: Why discovery says that it gets nothing new; "": it may.
         self.withheld = ""
         self.in_flight = 0
+        #: How many tokens each of them is expected to get yet, by request id.
+        self.tokens_left: dict[str, int] = {}
+        #: Requests of other gateways, at the last report.
+        self.num_foreign = 0
         self.load = PodLoad()
         self.backlog = Backlog()
         #: The last report, unchanged.
@@ -99,12 +103,20 @@ class Pod:
         """Whether its last answer is new enough to predict from."""
         return self.last_seen is not None and time.monotonic() - self.last_seen < _FRESH_S
 
+    def num_beside(self, num_output: int) -> float:
+        """Sequences beside an answer of so many tokens, on average until its end."""
+        num_tokens = max(num_output, 1)
+        own = sum([min(left, num_tokens) for left in self.tokens_left.values()]) / num_tokens
+        return own + self.num_foreign
+
     async def poll(self) -> bool:
         """Returns whether the pod serves; updates `load` and `report`. Raises AioRpcError."""
         stub = health_pb2_grpc.HealthStub(self.channel)
         health = await stub.Check(health_pb2.HealthCheckRequest(), timeout=_POLL_TIMEOUT_S)
+        num_own = self.in_flight
         self.report = await self._get_status()
         self.load = PodLoad.of(self.report)
+        self.num_foreign = max(self.load.num_requests - num_own, 0)
         now = time.monotonic()
         self.backlog.report(
             [

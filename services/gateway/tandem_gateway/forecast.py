@@ -1,40 +1,46 @@
 """Predicts when a request will get its first token and its last one, and how sure that is.
 
     pods' reports, backlogs --router--> Route: times as if the model of costs were exact
-    times measured at the first token and at the end / those times --> quantiles of the ratio --> Forecast
+    times measured at the first token and at the end / those times --> line and quantiles --> Forecast
 
-The ratio is kept for each class and for predictions of about the same size: a prediction of 20 ms is wrong by
-another factor than one of 2 s. Where a class has few, classes count together: those with objectives that can
-be met, and the others, which wait for them and are late by factors that say nothing of them. This is
-conformal prediction over a window. Because load changes faster than a window, the level that is read from it
-moves with each prediction that held or did not (adaptive conformal inference, Gibbs and Candes 2021).
+The logarithm of the measured time is a line over that of the model's, with the quantiles of what is left:
+conformal prediction over a window, one for each class. Where much is going on that the model cannot know,
+such as requests that come later, long predictions come out shorter than predicted and short ones longer;
+the line's slope says by how much. A class that has few counts together with others: those with objectives
+that can be met, and the rest, which wait for them and are late by factors that say nothing of them. Because
+load changes faster than a window, the level that is read from it moves with each prediction that held or did
+not (adaptive conformal inference, Gibbs and Candes 2021).
 """
 
 from __future__ import annotations
 
 import math
 import time
-from bisect import bisect_left, insort
-from collections import deque
-from dataclasses import dataclass
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from tandem_core.slo import SloTarget
 
 from tandem_gateway.request import DEFAULT_DUE_S, TokenizedRequest
 from tandem_gateway.routing import OutputLengths, Route, Router
 
-#: Ratios kept of one class and size.
+#: Measurements kept of one class.
 _WINDOW = 128
 #: Older ones do not count: while a class is refused nothing is measured of it, and what made its requests
 #: late, such as costs that pods did not know yet, may be over.
-_MEMORY_S = 15.0
+_MEMORY_S = 30.0
 #: With fewer, those of other classes count too.
 _ENOUGH = 16
 #: By how much a level moves: to where half of the predictions fail, in about 20 requests.
 _LEVEL_RATE = 0.05
 _LOWEST_LEVEL, _HIGHEST_LEVEL = 0.02, 1.5
-#: Ratios that count before any measurement.
-_PRIOR = (0.7, 0.9, 1.0, 1.1, 1.3, 1.6)
+#: Measured over predicted times that count while there are few measurements.
+_PRIOR = (0.8, 0.9, 1.0, 1.05, 1.15, 1.3)
+#: The line is drawn as if so many measurements had been as predicted, spread by a factor of e.
+_PRIOR_WEIGHT = 4.0
+#: Of the line over predicted times: longer ones may not be expected to take less.
+_LEAST_SLOPE, _MOST_SLOPE = 0.0, 1.5
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,14 @@ class Forecast:
     queue_s: float
     ttft: Quantiles
     e2e: Quantiles
+    #: The end, if no other request comes before it. Admission compares this one with the objective, since it
+    #: refuses those that would make this request late.
+    e2e_undisturbed: Quantiles
+
+    @property
+    def model_s(self) -> float:
+        """The end as the model of costs has it."""
+        return self.queue_s + self.route.e2e_s
 
     @property
     def token_s(self) -> float:
@@ -63,7 +77,9 @@ class Forecast:
 
     def misses(self, slo: SloTarget, waited_s: float, *, is_likely: bool = False) -> str:
         """The name of the objective that may be missed, or is likely to be; "" if none."""
-        ttft_s, e2e_s = (self.ttft.p50, self.e2e.p50) if is_likely else (self.ttft.p90, self.e2e.p90)
+        ttft_s, e2e_s = self.ttft.p90, self.e2e_undisturbed.p90
+        if is_likely:
+            ttft_s, e2e_s = self.ttft.p50, self.e2e_undisturbed.p50
         for name, value, limit in (
             ("ttft", waited_s + ttft_s, slo.ttft_s),
             ("tpot", self.token_s, slo.tpot_s),
@@ -76,11 +92,11 @@ class Forecast:
     def share_to_end(self, slo: SloTarget, waited_s: float) -> float:
         """Of the sequences on its decode pod, the share that must end before it would meet its objectives."""
         route = self.route
-        load, running = route.decode.load, max(route.num_running, 1)
-        scale = self.e2e.p90 / max(self.queue_s + route.e2e_s, 1e-6)
+        load, running = route.decode.load, max(round(route.num_beside), 1)
+        scale = self.e2e_undisturbed.p90 / max(self.model_s, 1e-6)
         for fewer in range(1, running):
             token_s = load.token_seconds(running - fewer + 1, route.context)
-            e2e_s = waited_s + scale * (self.queue_s + route.ttft_s + route.num_output * token_s)
+            e2e_s = waited_s + scale * (self.queue_s + replace(route, token_s=token_s).e2e_s)
             if not (0 < slo.e2e_s < e2e_s or 0 < slo.tpot_s < token_s):
                 return fewer / running
         return 1.0
@@ -116,34 +132,62 @@ class Group:
         return "\0last" if self.is_last else "\0"
 
 
-class _Ratios:
-    """The last ratios, in order of arrival and sorted."""
+@dataclass(frozen=True)
+class _Line:
+    """log(measured) = offset + slope * log(predicted) + one of `rest`, which is sorted."""
+
+    offset: float = 0.0
+    slope: float = 1.0
+    rest: tuple[float, ...] = ()
+
+
+class _Window:
+    """The last measurements, in order of arrival, and the line through them."""
 
     def __init__(self) -> None:
-        #: With the monotonic seconds at which each was measured.
-        self._recent: deque[tuple[float, float]] = deque()
-        self.sorted: list[float] = []
+        #: Monotonic seconds of the measurement; logarithms of the predicted and of the measured time.
+        self._recent: deque[tuple[float, float, float]] = deque(maxlen=_WINDOW)
+        self._line: _Line | None = None
 
-    def add(self, ratio: float) -> None:
-        if len(self._recent) == _WINDOW:
-            self._forget_oldest()
-        self._recent.append((time.monotonic(), ratio))
-        insort(self.sorted, ratio)
+    def __len__(self) -> int:
+        self._forget_old()
+        return len(self._recent)
 
-    def forget_old(self) -> None:
+    def add(self, predicted: float, measured: float) -> None:
+        self._recent.append((time.monotonic(), predicted, measured))
+        self._line = None
+
+    def line(self) -> _Line:
+        self._forget_old()
+        if self._line is None:
+            self._line = self._fit()
+        return self._line
+
+    def _forget_old(self) -> None:
         oldest = time.monotonic() - _MEMORY_S
         while self._recent and self._recent[0][0] < oldest:
-            self._forget_oldest()
+            self._recent.popleft()
+            self._line = None
 
-    def _forget_oldest(self) -> None:
-        del self.sorted[bisect_left(self.sorted, self._recent.popleft()[1])]
+    def _fit(self) -> _Line:
+        """Ridge regression towards what was predicted."""
+        count = len(self._recent)
+        if not count:
+            return _Line()
+        mean = sum([x for _, x, _ in self._recent]) / count
+        spread = sum([(x - mean) ** 2 for _, x, _ in self._recent]) + _PRIOR_WEIGHT
+        steeper = sum([(x - mean) * (y - x) for _, x, y in self._recent]) / spread
+        slope = min(max(1.0 + steeper, _LEAST_SLOPE), _MOST_SLOPE)
+        late = sum([y - x for _, x, y in self._recent]) / (count + _PRIOR_WEIGHT)
+        offset = late + (1.0 - slope) * mean
+        return _Line(offset, slope, tuple(sorted([y - offset - slope * x for _, x, y in self._recent])))
 
 
 class Calibration:
-    """Measured over predicted durations, by group and size of the prediction."""
+    """Measured against predicted durations, by group."""
 
     def __init__(self) -> None:
-        self._ratios: dict[tuple[Group | str, int], _Ratios] = {}
+        self._windows: defaultdict[Group | str, _Window] = defaultdict(_Window)
         #: By group; those of the window from which p50 and p90 are read, and when they were moved.
         self._levels: dict[Group, tuple[float, float, float]] = {}
 
@@ -156,47 +200,36 @@ class Calibration:
             time.monotonic(),
         )
         for name in (group, group.pool):
-            key = (name, _size(predicted_s))
-            self._ratios.setdefault(key, _Ratios()).add(measured_s / max(predicted_s, 1e-6))
+            self._windows[name].add(_log(predicted_s), _log(measured_s))
 
     def quantiles(self, group: Group, predicted_s: float) -> Quantiles:
-        levels = self._levels_of(group)
-        p50, p90 = (predicted_s * ratio for ratio in self._quantiles(group, predicted_s, levels))
+        own = self._windows[group]
+        line = own.line() if len(own) >= _ENOUGH else self._windows[group.pool].line()
+        rest: Sequence[float] = line.rest
+        if len(rest) < _ENOUGH:
+            rest = sorted([*(math.log(ratio) for ratio in _PRIOR), *rest])
+        level = line.offset + line.slope * _log(predicted_s)
+        p50, p90 = (math.exp(level + _quantile(rest, share)) for share in self._levels_of(group))
         return Quantiles(p50, max(p50, p90))
 
     def _levels_of(self, group: Group) -> tuple[float, float]:
         p50, p90, moved_at = self._levels.get(group, (0.5, 0.9, math.inf))
         return (0.5, 0.9) if moved_at < time.monotonic() - _MEMORY_S else (p50, p90)
 
-    def _quantiles(self, group: Group, predicted_s: float, levels: tuple[float, ...]) -> list[float]:
-        size, pool = _size(predicted_s), group.pool
-        for name in (group, pool):
-            known = self._ratios.get((name, size))
-            if known is not None:
-                known.forget_old()
-                if len(known.sorted) >= _ENOUGH:
-                    return [_quantile(known.sorted, level) for level in levels]
-        nearest = next(
-            (self._ratios[key] for near in (0, -1, 1) if (key := (pool, size + near)) in self._ratios), None
-        )
-        few = sorted([*_PRIOR, *(nearest.sorted if nearest is not None else ())])
-        return [_quantile(few, level) for level in levels]
-
 
 def _moved(level: float, wanted: float, *, held: bool) -> float:
     return min(max(level + _LEVEL_RATE * (wanted - held), _LOWEST_LEVEL), _HIGHEST_LEVEL)
 
 
-def _size(seconds: float) -> int:
-    """Neighbours differ by a factor of two."""
-    return round(math.log2(max(seconds, 1e-3)))
+def _log(seconds: float) -> float:
+    return math.log(max(seconds, 1e-3))
 
 
-def _quantile(ordered: list[float], level: float) -> float:
-    """The smallest value that at least this share, and one more, do not exceed; beyond 1 the largest one,
-    increased in proportion, for a load that is higher than any in the window."""
+def _quantile(ordered: Sequence[float], level: float) -> float:
+    """The smallest of these logarithms that at least this share, and one more, do not exceed; beyond 1 the
+    largest one and more, for a load that is higher than any in the window."""
     if level > 1:
-        return ordered[-1] * level
+        return ordered[-1] + math.log(level)
     return ordered[min(math.ceil(level * (len(ordered) + 1)) - 1, len(ordered) - 1)]
 
 
@@ -206,26 +239,40 @@ class Forecaster:
     def __init__(self, router: Router, lengths: OutputLengths) -> None:
         self._router = router
         self._lengths = lengths
-        self._ttft, self._e2e = Calibration(), Calibration()
+        self._ttft, self._e2e, self._e2e_undisturbed = Calibration(), Calibration(), Calibration()
 
     def forecast(self, request: TokenizedRequest, queue_s: float) -> Forecast | None:
         """None: there is no decode pod. `queue_s`: what the request will wait before it is sent to one."""
         route = self._router.plan(request)
         if route is None:
             return None
-        group = Group.of(request)
+        group, model_s = Group.of(request), queue_s + route.e2e_s
         ttft = self._ttft.quantiles(group, queue_s + route.ttft_s)
-        e2e = self._e2e.quantiles(group, queue_s + route.e2e_s)
+        e2e = self._e2e.quantiles(group, model_s)
         # They are learned apart, and no answer ends before it begins.
         e2e = Quantiles(max(e2e.p50, ttft.p50), max(e2e.p90, ttft.p90))
-        return Forecast(route=route, queue_s=queue_s, ttft=ttft, e2e=e2e)
+        undisturbed = self._e2e_undisturbed.quantiles(group, model_s)
+        return Forecast(route=route, queue_s=queue_s, ttft=ttft, e2e=e2e, e2e_undisturbed=undisturbed)
+
+    def end_p90_s(self, request: TokenizedRequest, elapsed_s: float, left_s: float) -> float:
+        """Of a request that runs, from its arrival, if the model says that `left_s` are left."""
+        modelled_s = elapsed_s + left_s
+        p90 = self._e2e_undisturbed.quantiles(Group.of(request), modelled_s).p90
+        return elapsed_s + left_s * p90 / max(modelled_s, 1e-6)
 
     def started(self, request: TokenizedRequest, forecast: Forecast, ttft_s: float) -> None:
         """Of a request that has its first token, the time until then from when the forecast was made."""
         predicted_s = forecast.queue_s + forecast.route.ttft_s
         self._ttft.observe(Group.of(request), predicted_s, forecast.ttft, ttft_s)
 
-    def ended(self, request: TokenizedRequest, forecast: Forecast, e2e_s: float, num_tokens: int) -> None:
-        """Of a request that ended, the time until then from when the forecast was made."""
-        self._e2e.observe(Group.of(request), forecast.queue_s + forecast.route.e2e_s, forecast.e2e, e2e_s)
+    def ended(
+        self, request: TokenizedRequest, forecast: Forecast, e2e_s: float, num_tokens: int, others_s: float
+    ) -> None:
+        """Of a request that ended, the time until then from when the forecast was made. `others_s`: by how
+        much the model says that requests which came later have delayed it."""
+        group = Group.of(request)
+        self._e2e.observe(group, forecast.model_s, forecast.e2e, e2e_s)
+        modelled_s = forecast.model_s + others_s
+        said = self._e2e_undisturbed.quantiles(group, modelled_s)
+        self._e2e_undisturbed.observe(group, modelled_s, said, e2e_s)
         self._lengths.observe(request, num_tokens)

@@ -64,7 +64,7 @@ class PodLoad:
         cost = self.prefill_cost if self.prefill_cost.is_known else _UNKNOWN_PREFILL
         return cost.prompt_seconds(start, stop, self.chunk_size)
 
-    def token_seconds(self, num_sequences: int, context: int) -> float:
+    def token_seconds(self, num_sequences: float, context: int) -> float:
         """Per output token of each of so many sequences, which have so many cached tokens on average."""
         cost = self.decode_cost if self.decode_cost.is_known else _UNKNOWN_DECODE
         together = min(num_sequences, self.max_batch)
@@ -124,8 +124,15 @@ class Backlog:
 
     def seconds(self, due: float) -> float:
         """Of work that comes before a request with this deadline."""
-        own, promised = _before(self._own.values(), due), _before(self._live_promises(), due)
-        return max(own - self._done(), 0.0) + max(self._foreign(due), 0.0) + promised
+        return self._present(due) + _before(self._live_promises(), due)
+
+    @property
+    def present_s(self) -> float:
+        """Of all prompts that are here, without those that were promised room."""
+        return self._present(math.inf)
+
+    def _present(self, due: float) -> float:
+        return max(_before(self._own.values(), due) - self._done(), 0.0) + max(self._foreign(due), 0.0)
 
     def _done(self) -> float:
         """Of own prompts: the pod has worked since it had none, or the last one was removed. At most on one,

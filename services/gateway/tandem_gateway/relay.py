@@ -238,6 +238,8 @@ class Relay:
         backlog = route.computes_prompt.backlog
         limit = request.arrived + (request.slo.ttft_s or math.inf)
         backlog.add(request.request_id, request.due, route.prefill_s, limit=limit)
+        num_expected = max(route.num_output - len(tokens), 1)
+        pod.tokens_left[request.request_id] = num_expected
         responses = aiter(call)
         is_accepted = is_finished = False
         try:
@@ -257,6 +259,8 @@ class Relay:
                         )
                     case "chunk" if self._continues(response.chunk, request, tokens, num_lost):
                         backlog.remove(request.request_id)
+                        num_expected = max(num_expected - len(response.chunk.token_ids), 1)
+                        pod.tokens_left[request.request_id] = num_expected
                         yield response.chunk
                     case "finished" if response.finished.reason in _FINISH_REASONS:
                         is_finished = True
@@ -292,6 +296,7 @@ class Relay:
             raise _LostError(message, cause, accepted=is_accepted, crashes=float(is_crashed)) from error
         finally:
             backlog.remove(request.request_id)
+            pod.tokens_left.pop(request.request_id, None)
             pod.in_flight -= 1
             if is_finished:
                 ending = asyncio.create_task(_read_to_end(call, responses))

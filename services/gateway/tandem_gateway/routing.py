@@ -45,13 +45,15 @@ class Route:
     #: To compute the prompt, and per output token.
     prefill_s: float
     token_s: float
+    #: Of prompts that the decode pod computes while it computes the answer.
+    beside_s: float
     #: The same while nothing else uses the machine.
     alone_prefill_s: float
     alone_token_s: float
-    #: Expected tokens; cached tokens in the middle of the answer; sequences on the decode pod.
+    #: Expected tokens; cached tokens in the middle of the answer; sequences beside it, on average.
     num_output: int
     context: int
-    num_running: int
+    num_beside: float
 
     @property
     def is_known(self) -> bool:
@@ -66,12 +68,12 @@ class Route:
 
     @property
     def e2e_s(self) -> float:
-        return self.ttft_s + self.num_output * self.token_s
+        return self.ttft_s + self.beside_s + self.num_output * self.token_s
 
     @property
     def work_s(self) -> float:
         """Seconds of the pods that the request takes: of a batch's steps, its part."""
-        return self.prefill_s + self.num_output * self.token_s / (self.num_running + 1)
+        return self.prefill_s + self.num_output * self.token_s / (self.num_beside + 1)
 
     @property
     def alone_e2e_s(self) -> float:
@@ -194,19 +196,23 @@ class Router:
             )
             computes = pod if self._is_local(pod, request, work[pod]) or not prefill else prefill[0]
             context = len(request.prompt_token_ids) + num_output // 2
-            busy = max(pod.in_flight, pod.load.num_requests)
+            num_beside = pod.num_beside(num_output)
+            wait_s, prefill_s = work[computes].wait_s, work[computes].prefill_s
+            # The pod computes those before this prompt, or while another pod computes it, in that time.
+            others_s = pod.backlog.present_s - wait_s - (prefill_s if computes is not pod else 0.0)
             route = Route(
                 decode=pod,
                 prefill=tuple(prefill),
                 computes_prompt=computes,
-                wait_s=work[computes].wait_s,
-                prefill_s=work[computes].prefill_s,
-                token_s=pod.load.token_seconds(busy + 1, context),
-                alone_prefill_s=work[computes].prefill_s * computes.load.prefill_cost.unloaded,
+                wait_s=wait_s,
+                prefill_s=prefill_s,
+                token_s=pod.load.token_seconds(num_beside + 1, context),
+                beside_s=max(others_s, 0.0),
+                alone_prefill_s=prefill_s * computes.load.prefill_cost.unloaded,
                 alone_token_s=pod.load.token_seconds(1, context) * pod.load.decode_cost.unloaded,
                 num_output=num_output,
                 context=context,
-                num_running=busy,
+                num_beside=num_beside,
             )
             e2e_s = route.e2e_s + _far_s(computes, pod)
             routes.append((work[pod].lacks_room, e2e_s, -pod.load.free_blocks, pod.target, route))
