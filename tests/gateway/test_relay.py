@@ -194,7 +194,7 @@ async def test_a_pod_whose_reports_fail_is_not_used_until_they_succeed_again(pod
     await front.until_healthy(1)
     seen = broken.num_status_calls
     assert [(await _text(front))[1] for _ in range(3)] == ["other"] * 3
-    await until(lambda: broken.num_status_calls >= seen + 5)
+    await until(lambda: broken.num_status_calls >= seen + 2)
     assert [pod.target for pod in front.process._fleet.pods() if pod.healthy] == [other.target]
     broken.status_error = None
     await front.until_healthy(2)
