@@ -36,7 +36,7 @@ START_LIMIT_S, ANSWER_LIMIT_S = 180.0, 300.0
 #: Name -> flags of `tandem up`.
 MODES = {
     "prefix caches": "",
-    "no prefix cache": "--set prefill.prefix-cache=false --set decode.prefix-cache=false",
+    "none": "--set prefill.prefix-cache=false --set decode.prefix-cache=false",
 }
 
 

@@ -120,6 +120,8 @@ def test_the_lookahead_service_uses_the_fleet_s_redis_or_the_given_one() -> None
 
 
 def test_an_extra_flag_reaches_all_pods_of_its_role_and_no_other() -> None:
+    assert PodFlag.parse("decode.prefix_cache=false").arguments() == ("--no-prefix-cache",)
+    assert PodFlag.parse("decode.prefix_cache=true").arguments() == ("--prefix-cache",)
     flags = (PodFlag.parse("decode.draft_nodes=7"),)
     for spec in plan_fleet(replace(OPTIONS, pod_flags=flags)).processes:
         assert (spec.command[-2:] == ("--draft-nodes", "7")) == (spec.role == "decode")

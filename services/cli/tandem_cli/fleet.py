@@ -52,6 +52,12 @@ class PodFlag:
             raise OptionError(f"--set {text}: expected ROLE.FLAG=VALUE with ROLE one of {', '.join(ROLES)}")
         return cls(role, flag.removeprefix("--").replace("_", "-"), value)
 
+    def arguments(self) -> tuple[str, ...]:
+        """Switches have two flags and no value."""
+        if self.value in ("true", "false"):
+            return (f"--{'' if self.value == 'true' else 'no-'}{self.flag}",)
+        return (f"--{self.flag}", self.value)
+
 
 @dataclass(frozen=True)
 class FleetOptions:
@@ -231,9 +237,7 @@ class _Planner:
 
     def _process(self, role: str, name: str, ports: dict[str, int], flags: list[str]) -> ProcessSpec:
         options = self._options
-        extra = [
-            part for pod in options.pod_flags if pod.role == role for part in (f"--{pod.flag}", pod.value)
-        ]
+        extra = [part for flag in options.pod_flags if flag.role == role for part in flag.arguments()]
         common = ["--host", options.host, "--pod-id", name]
         common += ["--log-format", options.log_format, "--log-level", options.log_level]
         if options.tls_dir is not None:
