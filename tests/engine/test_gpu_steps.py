@@ -522,11 +522,13 @@ def test_memory_that_runs_out_on_the_way_is_said_with_the_remedy(monkeypatch: py
 # What it computes
 
 
-def test_steps_with_the_triton_attention_in_the_interpreter() -> None:
+@pytest.mark.parametrize("cases", ["not wide", pytest.param("wide", marks=pytest.mark.wide)])
+def test_steps_with_the_triton_attention_in_the_interpreter(cases: str) -> None:
     """In a process of its own: the interpreter is chosen before Triton is imported."""
-    cases = Path(__file__).with_name("triton_step_cases.py")
+    file = Path(__file__).with_name("triton_step_cases.py")
+    pytest_cases = ("-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", "-m", cases)
     process = subprocess.run(
-        [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", str(cases)],
+        [sys.executable, *pytest_cases, str(file)],
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,

@@ -75,7 +75,9 @@ def make_batch(rng: random.Random, *, with_chunk: bool) -> Batch:
     return Batch(tuple(sequences))
 
 
-@pytest.mark.parametrize("extras", ["plain", "softcap sinks", "softcap sinks scales"])
+@pytest.mark.parametrize(
+    "extras", ["plain", pytest.param("softcap sinks", marks=pytest.mark.wide), "softcap sinks scales"]
+)
 def test_eager_and_graph_steps_compute_what_the_cpu_does(extras: str) -> None:
     rng = random.Random(extras)
     decoder = make_decoder(extras)
