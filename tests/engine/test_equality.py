@@ -38,9 +38,9 @@ def prompts(llm: LLM, corpus, request: pytest.FixtureRequest) -> Prompts:
 
 
 @pytest.fixture(scope="module")
-def reference(model_dir: Path, prompts: Prompts) -> list[list[int]]:
+def reference(llm: LLM, prompts: Prompts) -> list[list[int]]:
     """The texts in batches of 8, in chunks of 512, with drafts from each request's own text."""
-    return [completion.token_ids for completion in generate(make_llm(model_dir), prompts)]
+    return [completion.token_ids for completion in generate(llm, prompts)]
 
 
 @pytest.mark.parametrize(
@@ -76,17 +76,18 @@ def test_preemption_changes_nothing(model_dir: Path, prompts: Prompts, reference
     assert sum(c.stats.preemptions for c in got) > 0, "nothing was preempted"
 
 
+@pytest.mark.parametrize("num_tokens", [32, pytest.param(NUM_TOKENS, marks=pytest.mark.wide)])
 def test_seeded_sampling_is_the_same_with_and_without_drafts_in_any_batch(
-    model_dir: Path, prompts: Prompts
+    model_dir: Path, llm: LLM, prompts: Prompts, num_tokens: int
 ) -> None:
     subset = prompts[5:9]
     sampling = [
-        SamplingParams(temperature=0.8, top_p=0.95, seed=1000 + i, max_tokens=NUM_TOKENS, ignore_eos=True)
+        SamplingParams(temperature=0.8, top_p=0.95, seed=1000 + i, max_tokens=num_tokens, ignore_eos=True)
         for i in range(len(subset))
     ]
     plain = make_llm(model_dir, speculation="off")
     want = [plain.generate([p], s)[0].token_ids for p, s in zip(subset, sampling, strict=True)]
-    drafted = make_llm(model_dir).generate(subset, sampling)
+    drafted = llm.generate(subset, sampling)
     again = plain.generate(subset, sampling)
     assert [c.token_ids for c in drafted] == want, "speculation or batching changed sampled text"
     assert [c.token_ids for c in again] == want

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
-CASES = ["triton_layer_cases.py", "triton_draw_cases.py"]
+CASES = (str(HERE / "triton_layer_cases.py"), str(HERE / "triton_draw_cases.py"))
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore")
 
 
@@ -33,10 +33,9 @@ def run(*arguments: str, **environment: str) -> str:
     return process.stdout
 
 
-@pytest.mark.parametrize("cases", CASES)
-def test_results_in_the_interpreter(cases: str) -> None:
+def test_results_in_the_interpreter() -> None:
     pytest.importorskip("triton")
-    assert "passed" in run(*PYTEST, str(HERE / cases), TRITON_INTERPRET="1")
+    assert "passed" in run(*PYTEST, *CASES, TRITON_INTERPRET="1")
 
 
 @pytest.mark.gpu
@@ -44,7 +43,7 @@ def test_results_in_the_interpreter(cases: str) -> None:
 def test_results_on_the_gpu() -> None:
     pytest.importorskip("triton")
     parallel = ("-n", str(len(os.sched_getaffinity(0)))) if importlib.util.find_spec("xdist") else ()
-    assert "passed" in run(*PYTEST, *(str(HERE / cases) for cases in CASES), *parallel)
+    assert "passed" in run(*PYTEST, *CASES, *parallel)
 
 
 def test_compiles_ahead_of_time_without_spills(tmp_path: Path) -> None:
