@@ -60,7 +60,8 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return model_loader.pull(str(folder))
 
 
-@pytest.fixture(scope="session")
+# Not for the session: its calls would be in the logs that later tests of the same process read.
+@pytest.fixture(scope="module")
 def system(chat_model: Path) -> Iterator[System]:
     started, stop = threading.Event(), asyncio.Event()
     found: list[System] = []
