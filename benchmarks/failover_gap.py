@@ -33,6 +33,7 @@ from tandem_service.channels import open_channel
 
 PORT = 29051
 START_LIMIT_S, ANSWER_LIMIT_S = 180.0, 300.0
+NUM_DECODE, NUM_PREFILL = 2, 1
 #: Name -> flags of `tandem up`.
 MODES = {
     "prefix caches": "",
@@ -92,12 +93,15 @@ async def serves(state_file: Path) -> FleetRecord | None:
             fleet = await stub.GetFleetStatus(gateway_pb2.GetFleetStatusRequest(), timeout=2)
     except (FileNotFoundError, grpc.aio.AioRpcError):
         return None
-    return state if sum(pod.healthy for pod in fleet.pods) == len(("decode", "decode", "prefill")) else None
+    return state if sum(pod.healthy for pod in fleet.pods) == NUM_DECODE + NUM_PREFILL else None
 
 
-async def until_serving(state_file: Path) -> FleetRecord:
+async def until_serving(state_file: Path, up: asyncio.subprocess.Process) -> FleetRecord:
     give_up_at = time.monotonic() + START_LIMIT_S
     while time.monotonic() < give_up_at:
+        if up.returncode is not None:
+            log = state_file.with_name("up.log").read_text()
+            raise SystemExit(f"`tandem up` ended with code {up.returncode}:\n{log[-2000:]}")
         if (state := await serves(state_file)) is not None:
             return state
         await asyncio.sleep(0.2)
@@ -106,7 +110,8 @@ async def until_serving(state_file: Path) -> FleetRecord:
 
 async def measure(flags: str, given: argparse.Namespace, folder: Path, context: int) -> list[Round]:
     state_file, target = folder / "state.json", f"127.0.0.1:{PORT}"
-    command = [str(Path(sys.executable).with_name("tandem")), "up", "--model", given.model, "--decode", "2"]
+    command = [str(Path(sys.executable).with_name("tandem")), "up", "--model", given.model]
+    command += ["--decode", str(NUM_DECODE), "--prefill", str(NUM_PREFILL)]
     command += ["--grpc-port", str(PORT), "--http-port", str(PORT + 29), "--base-port", str(PORT + 49)]
     command += ["--state-file", str(state_file), *shlex.split(flags)]
     with (folder / "up.log").open("a") as log:
@@ -116,7 +121,7 @@ async def measure(flags: str, given: argparse.Namespace, folder: Path, context: 
     rounds = []
     try:
         for prompt in prompts:
-            state, at_half = await until_serving(state_file), asyncio.Event()
+            state, at_half = await until_serving(state_file, up), asyncio.Event()
             asking = asyncio.create_task(ask(target, prompt, given.max_tokens, at_half))
             await at_half.wait()
             await kill_the_busy_pod(state)
@@ -125,7 +130,7 @@ async def measure(flags: str, given: argparse.Namespace, folder: Path, context: 
                 f"{flags!r}, {context}: {rounds[-1].ttft_s:.2f} s, pause {rounds[-1].pause_s:.2f} s",
                 flush=True,
             )
-        await until_serving(state_file)
+        await until_serving(state_file, up)
         for prompt, with_kill in zip(prompts, rounds, strict=True):
             without = await ask(target, prompt, given.max_tokens, asyncio.Event())
             if with_kill.num_retries != 1:
@@ -133,8 +138,9 @@ async def measure(flags: str, given: argparse.Namespace, folder: Path, context: 
             if without.tokens != with_kill.tokens:
                 raise SystemExit(f"an answer differs: {with_kill.tokens} instead of {without.tokens}")
     finally:
-        up.send_signal(signal.SIGTERM)
-        await up.wait()
+        if up.returncode is None:
+            up.send_signal(signal.SIGTERM)
+            await up.wait()
     return rounds
 
 

@@ -34,9 +34,9 @@ from statistics import mean
 import grpc
 import psutil
 from google.protobuf import json_format
-from peers import BATCH, Server, say, tandem_peer
+from peers import BATCH, say, tandem_peer
 from reporting import describe_objectives, markdown_table, write_page
-from slo import send_to
+from slo import send_to, serving
 from tandem_cli.bench.arrivals import ClosedLoop, OpenLoop, Schedule
 from tandem_cli.bench.dataset import Turn
 from tandem_cli.bench.options import BenchOptions
@@ -191,19 +191,9 @@ class Meter:
 def _started(model_dir: Path, name: str, flags: str) -> Iterator[str]:
     """The gateway's gRPC address."""
     (hello,) = plain_requests([Prompt("hello", (Turn("user", "Say hello."),))], BATCH, 8)
-    server = Server(tandem_peer(f"plan {name.replace(' ', '')}", model_dir, f"--speculation off {flags}"))
-    host, _, port = server.url.removeprefix("http://").rpartition(":")
-    target = f"{host}:{int(port) + 1}"
-
-    def ask() -> RequestRecord:
-        (record,) = send_to(target, BenchOptions(model=""), [hello], ClosedLoop(1), timeout_s=60.0)
-        return record
-
-    try:
-        server.wait_until(ask)
+    peer = tandem_peer(f"plan {name.replace(' ', '')}", model_dir, f"--speculation off {flags}")
+    with serving(peer, hello) as target:
         yield target
-    finally:
-        server.close()
 
 
 def _send(target: str, load: Load, first: int, seed: int) -> list[RequestRecord]:

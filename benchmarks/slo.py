@@ -41,7 +41,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from peers import BATCH, PeerUnavailableError, Server, say, tandem_peer
+from peers import BATCH, Peer, PeerUnavailableError, Server, say, tandem_peer
 from slo_report import PROBE, SHAPES, finish
 from tandem_cli.bench.arrivals import ClosedLoop, OpenLoop, Replay, Schedule
 from tandem_cli.bench.dataset import Turn
@@ -358,21 +358,30 @@ def tandem_starter(model_dir: Path, keys_file: Path, tenant: Tenant, common: str
     @contextlib.contextmanager
     def start(name: str, flags: str) -> Iterator[str]:
         keys = shlex.quote(str(keys_file))
-        server = Server(tandem_peer(name, model_dir, f"--api-keys-file {keys} {common} {flags}"))
-        host, _, port = server.url.removeprefix("http://").rpartition(":")
-        target = f"{host}:{int(port) + 1}"
-
-        def ask() -> RequestRecord:
-            (record,) = send_to(target, BenchOptions(model=""), [hello], ClosedLoop(1), timeout_s=60.0)
-            return record
-
-        try:
-            server.wait_until(ask)
+        with serving(
+            tandem_peer(name, model_dir, f"--api-keys-file {keys} {common} {flags}"), hello
+        ) as target:
             yield target
-        finally:
-            server.close()
 
     return start
+
+
+@contextlib.contextmanager
+def serving(peer: Peer, hello: Request) -> Iterator[str]:
+    """Starts a `tandem up` and waits until it answers the request; yields the gateway's gRPC address."""
+    server = Server(peer)
+    host, _, port = server.url.removeprefix("http://").rpartition(":")
+    target = f"{host}:{int(port) + 1}"
+
+    def ask() -> RequestRecord:
+        (record,) = send_to(target, BenchOptions(model=""), [hello], ClosedLoop(1), timeout_s=60.0)
+        return record
+
+    try:
+        server.wait_until(ask)
+        yield target
+    finally:
+        server.close()
 
 
 def send_to(

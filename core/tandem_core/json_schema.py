@@ -1,7 +1,7 @@
 """Which JSON schemas a guide may have: each keyword is enforced, an annotation, or refused by its name.
 
 llguidance refuses the keywords that it knows and does not enforce, but ignores those that it does not know,
-as the standard wants. A misspelt `maxlength` would then have no effect, so it is refused
+as the standard requires. A misspelt `maxlength` would then have no effect, so it is refused
 here, and so is what llguidance 1.9 takes in another sense than the standard.
 """
 

@@ -2,8 +2,8 @@
 reading: discovery, writes, patches, deletion and eviction of pods.
 
 Patches are RFC 7386 merges; in strategic ones, lists of objects with names are merged by these. Server-side
-apply replaces lists and keeps fields that the manifest does not have, whoever owns them. So a field that is
-taken out of a manifest stays, and there are no conflicts. Nothing is validated: use --validate=false.
+apply replaces lists and keeps fields that the manifest does not have, regardless of their owners. So a field
+that is taken out of a manifest stays, and there are no conflicts. Nothing is validated: use --validate=false.
 """
 
 from __future__ import annotations
