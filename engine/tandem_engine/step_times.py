@@ -1,7 +1,8 @@
 """How long a step takes, learned from the steps that an engine runs.
 
 The ratios of the coefficients of `StepCost` are a non-negative least-squares fit to steps of every size.
-Their level is the median of recent steps, because the speed of a shared machine changes.
+Their level is the mean of recent steps, because the speed of a shared machine changes: a request takes the sum
+of many, so that a median would be too short.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ _LEAST_WEIGHT = 0.01
 _FIT_EVERY_S = 0.2
 #: Pairs per token from which their cost shows: attention is then a good part of a step.
 _ENOUGH_PAIRS = 512
+#: How many times as long as the fit says a step counts at most: a pause of the whole process is no cost.
+_LONGEST = 4.0
 #: The quantile of steps that had the machine for themselves.
 _FASTEST = 0.1
 
@@ -85,9 +88,7 @@ def _fit(steps: NDArray[np.float64], terms: tuple[int, ...], now: float) -> Step
             best, least = np.zeros(_NUM_TERMS), error
             best[some] = found
     ratios = seconds / (features @ best)
-    order = np.argsort(ratios)
-    cumulated = weights[order].cumsum()
-    level = ratios[order[np.searchsorted(cumulated, cumulated[-1] / 2)]]
+    level = np.average(np.minimum(ratios, _LONGEST), weights=weights)
     unloaded = min(1.0, float(np.quantile(ratios, _FASTEST) / level))
     per_step, per_token, per_pair = (level * best).tolist()
     return StepCost(per_step, per_token, per_pair, unloaded)

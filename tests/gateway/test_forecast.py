@@ -56,9 +56,21 @@ class TestBacklog:
         clock.now += 0.5
         assert backlog.seconds(1100.0) == 2.5
         clock.now += 10
-        assert backlog.seconds(1100.0) == 1.0, "one of them at most: the other's first token would be here"
+        assert backlog.seconds(1100.0) == 2.0, "no more than the first: its token is not here"
         backlog.remove("a")
         assert backlog.seconds(1100.0) == 2.0
+
+    def test_a_step_that_runs_is_waited_for_whatever_its_deadline(self, clock):
+        backlog = Backlog()
+        backlog.add("running", 1020.0, 0.5)
+        backlog.add("next", 1010.0, 2.0)
+        assert backlog.seconds(1005.0, step_s=1.0) == 0.5
+        assert backlog.seconds(1015.0, step_s=1.0) == 2.5
+        clock.now += 0.25
+        assert backlog.seconds(1005.0, step_s=1.0) == 0.25
+        backlog.remove("running")
+        assert backlog.seconds(1005.0, step_s=1.0) == 0.5, "half of a step of the long one"
+        assert backlog.seconds(1015.0, step_s=1.0) == 2.0
 
     def test_what_other_gateways_sent_is_in_the_report(self, clock):
         backlog = Backlog()
@@ -155,11 +167,22 @@ class TestCalibration:
         assert calibration.quantiles(Group("nightly", is_last=True), 1.0).p50 == pytest.approx(20.0)
 
     def test_those_whose_objectives_cannot_be_met_count_with_those_that_have_none(self):
-        asked = request()
-        assert Group.of(asked) == Group("chat")
-        assert Group.of(replace(asked, due_s=2.0)) == Group("chat")
-        assert Group.of(replace(asked, due_s=60.0)) == Group("chat", is_last=True)
-        assert Group.of(replace(asked, slo=NO_OBJECTIVES)).is_last
+        asked, here = request(), FixedForecaster(ttft=1.0).forecast(request(), 0.0).route
+        assert Group.of(asked, here) == Group("chat")
+        assert Group.of(replace(asked, due_s=2.0), here) == Group("chat")
+        assert Group.of(replace(asked, due_s=60.0), here) == Group("chat", is_last=True)
+        assert Group.of(replace(asked, slo=NO_OBJECTIVES), here).is_last
+
+    def test_prompts_of_prefill_pods_count_apart(self):
+        """On shared cores they take many times as long as those that the decode pod computes."""
+        here = FixedForecaster(ttft=1.0).forecast(request(), 0.0).route
+        there = replace(here, computes_prompt=SimpleNamespace())
+        assert Group.of(request(), there) == Group("chat", is_remote=True)
+        calibration = Calibration()
+        for _ in range(50):
+            observe(calibration, "chat", 1.0, 1.0)
+        before = calibration.quantiles(Group("voice", is_remote=True), 1.0)
+        assert before == Calibration().quantiles(Group("voice", is_remote=True), 1.0)
 
     def test_a_change_of_the_machine_is_learned(self):
         calibration = Calibration()
@@ -212,6 +235,7 @@ class FixedForecaster:
             prefill=(),
             computes_prompt=self.pod,
             wait_s=self.ttft - 0.1,
+            join_s=0.0,
             prefill_s=0.1,
             token_s=self.token_s,
             beside_s=0.0,
@@ -229,7 +253,7 @@ class FixedForecaster:
             Quantiles(self.ttft + 1, self.ttft + 1),
         )
 
-    def end_p90_s(self, request: TokenizedRequest, elapsed_s: float, left_s: float) -> float:
+    def end_p90_s(self, request: TokenizedRequest, route: Route, elapsed_s: float, left_s: float) -> float:
         return elapsed_s + left_s
 
     def started(self, request, forecast, ttft_s) -> None:
@@ -361,7 +385,7 @@ class TestJudgement:
     async def test_who_may_still_be_in_time_is_kept_so(self):
         """Also one that is late by the 90th percentile, and not by the median."""
         forecaster = FixedForecaster(ttft=0.1, token_s=0.01)
-        forecaster.end_p90_s = lambda asked, elapsed_s, left_s: elapsed_s + 100 * left_s
+        forecaster.end_p90_s = lambda asked, route, elapsed_s, left_s: elapsed_s + 100 * left_s
         admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
         async with admission.slot(request()):
             with pytest.raises(OverloadedError, match="admitted before"):
@@ -537,7 +561,9 @@ def test_what_later_requests_add_is_predicted_and_does_not_count_against_admissi
     assert said.e2e.p50 == pytest.approx(3.0, rel=0.1)
     assert said.e2e_undisturbed.p90 == pytest.approx(1.0, rel=0.1)
     assert not said.misses(SloTarget("chat", e2e_s=2.0), 0.0)
-    assert forecaster.end_p90_s(request(), 2.0, 1.0) == pytest.approx(3.0, rel=0.1), "two seconds are over"
+    assert forecaster.end_p90_s(request(), route, 2.0, 1.0) == pytest.approx(3.0, rel=0.1), (
+        "two seconds are over"
+    )
 
 
 def test_measured_times_count_from_the_forecast():

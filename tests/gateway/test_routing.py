@@ -98,6 +98,19 @@ async def test_with_equal_load_the_pod_with_most_free_blocks_wins(make_pod):
     assert router.choose(_request(range(5))).decode.target == "b:1"
 
 
+async def test_a_prompt_shares_its_steps_with_the_sequences_that_decode(make_pod):
+    costs = {"decode_cost": StepCost(per_step=0.02, per_token=0.01), "chunk_size": 512}
+    pod = make_pod("a:1", local_prefill_tokens=4096, **costs)
+    router = _router(pod)
+    assert router.plan(_request(range(600))).ttft_s == pytest.approx(0.6)
+    pod.tokens_left = {"1": 100, "2": 100}
+    of_chunks, half_a_step = 2 * 2 * 0.01, (0.02 + 2 * 0.01) / 2
+    assert router.plan(_request(range(600))).join_s == pytest.approx(of_chunks + half_a_step)
+    pod.tokens_left["3"] = 100
+    pod.backlog.add("3", 0.0, 0.1)  # its prompt is computed now
+    assert router.plan(_request(range(600))).join_s == pytest.approx(3 * 2 * 0.01)
+
+
 async def test_unhealthy_and_excluded_pods_are_not_chosen(make_pod):
     a, b = make_pod("a:1"), make_pod("b:1")
     router = _router(a, b)

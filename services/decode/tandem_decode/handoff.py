@@ -148,7 +148,6 @@ class Handoff:
         # A list, because a reservation that was cancelled here may still run on the engine's thread. The
         # release below is queued behind it and sees its hold.
         holds: list[BlockHold] = []
-        complete_blocks = 0
         try:
             reservation = await self._reserve(request, holds)
             result = HandoffResult(reserve_ns=time.monotonic_ns() - started)
@@ -178,21 +177,22 @@ class Handoff:
                     )
                 if incoming.done.done():
                     break
-        finally:
-            trace.stage("adopt blocks")
-            if incoming is not None:
-                self._open.discard(incoming)
-                # Waits for a device's writes; one that failed leaves no block complete.
-                incoming.abort()
-                complete_blocks = _num_leading_valid(incoming.progress().complete_blocks, reservation)
+        except BaseException:
+            self._close(incoming)
             # Shielded: a cancelled request must still release the hold.
             await asyncio.shield(self._loop.call_async(lambda: self._release(holds)))
+            raise
+        trace.stage("adopt blocks")
+        self._close(incoming)
+        complete_blocks = _num_leading_valid(incoming.progress().complete_blocks, reservation)
 
         def adopt() -> int:
+            # In one turn, since each waits for the end of a step.
+            self._release(holds)
             self._adopt(request, reservation, complete_blocks, first)
             return time.monotonic_ns()
 
-        adopted_ns = await self._loop.call_async(adopt)
+        adopted_ns = await asyncio.shield(self._loop.call_async(adopt))
         if first is None or request.search is not None:
             trace.stage("queue", at_ns=adopted_ns)
         return result
@@ -267,6 +267,12 @@ class Handoff:
             del self._reserving[request]
             if self._reserving:
                 self._reserving[self._next_to_reserve()].set()
+
+    def _close(self, incoming: IncomingTransfer | None) -> None:
+        """Waits for a device's writes; one that failed leaves no block complete."""
+        if incoming is not None:
+            self._open.discard(incoming)
+            incoming.abort()
 
     def _next_to_reserve(self) -> Request:
         return min(self._reserving, key=lambda request: request.due)

@@ -331,35 +331,37 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         outputs: _OutputQueue,
         attempts: Attempts,
     ) -> HandoffResult:
-        """Hands the prompt to a prefill pod, unless few of its tokens are uncached or its log probabilities
-        are wanted, which a prefill pod does not send."""
+        """Hands the prompt to a prefill pod, unless `_why_here` says why not."""
         engine = self._loop.engine
-        await self._loop.call_async(lambda: self._loop.listen(state.request_id, outputs.put))
-        if state.prompt_scores is not None:
-            self._metrics.local_prefills.labels("log probabilities").inc()
-        elif message.prefill_targets or message.kv_source:
-            engine.check_tokens(state)
-            cached, busy = await self._loop.call_async(
-                lambda: (
-                    engine.blocks.count_cached(state.tokens(0, state.num_tokens), state.cache_salt),
-                    engine.has_work(),
-                )
-            )
-            limit = self._settings.local_prefill_tokens
-            if not busy:
-                limit = max(limit, self._settings.idle_prefill_tokens)
-            if state.num_tokens - cached >= limit:
-                return await self._handoff.run(state, message, attempts)
-            self._metrics.local_prefills.labels("short").inc()
-        else:
-            self._metrics.local_prefills.labels("no prefill pod").inc()
 
-        def add() -> int:
+        def begin() -> int | None:
+            # In one turn, since each waits for the end of a step.
+            self._loop.listen(state.request_id, outputs.put)
+            reason = self._why_here(state, message)
+            if reason is None:
+                engine.check_tokens(state)
+                return None
             engine.add(state)
+            self._metrics.local_prefills.labels(reason).inc()
             return time.monotonic_ns()
 
-        current().stage("queue", at_ns=await self._loop.call_async(add))
+        added_ns = await self._loop.call_async(begin)
+        if added_ns is None:
+            return await self._handoff.run(state, message, attempts)
+        current().stage("queue", at_ns=added_ns)
         return HandoffResult()
+
+    def _why_here(self, state: Request, message: decode_pb2.DecodeRequest) -> str | None:
+        """Why no prefill pod computes the prompt; None: one does. Called on the engine's thread."""
+        if state.prompt_scores is not None:
+            return "log probabilities"  # which a prefill pod does not send
+        if not (message.prefill_targets or message.kv_source):
+            return "no prefill pod"
+        engine, limit = self._loop.engine, self._settings.local_prefill_tokens
+        if not engine.has_work():
+            limit = max(limit, self._settings.idle_prefill_tokens)
+        cached = engine.blocks.count_cached(state.tokens(0, state.num_tokens), state.cache_salt)
+        return "short" if state.num_tokens - cached < limit else None
 
     def _to_request(self, message: decode_pb2.DecodeRequest) -> Request:
         max_model_len = self._parts.manifest.max_model_len

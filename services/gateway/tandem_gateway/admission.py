@@ -244,9 +244,10 @@ class Admission:
         for other in self._running_on(route.decode):
             limit_s, elapsed_s = other.request.slo.e2e_s, now - other.request.arrived
             # Those that will be late even if nothing else comes do not count.
-            if limit_s and elapsed_s + other.tokens_left * before_s <= limit_s:
+            if limit_s and other.forecast and elapsed_s + other.tokens_left * before_s <= limit_s:
                 left_s = other.left_s(route.token_s, prompts_s) + self._local_s(route)
-                if self._forecaster.end_p90_s(other.request, elapsed_s, left_s) > limit_s:
+                end_s = self._forecaster.end_p90_s(other.request, other.forecast.route, elapsed_s, left_s)
+                if end_s > limit_s:
                     return True
         return False
 

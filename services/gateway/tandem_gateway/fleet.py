@@ -109,6 +109,11 @@ class Pod:
         own = sum([min(left, num_tokens) for left in self.tokens_left.values()]) / num_tokens
         return own + self.num_foreign
 
+    @property
+    def num_decoding(self) -> int:
+        """Sequences that run, as far as this gateway knows."""
+        return max(len(self.tokens_left) - self.backlog.num_own, 0) + self.num_foreign
+
     async def poll(self) -> bool:
         """Returns whether the pod serves; updates `load` and `report`. Raises AioRpcError."""
         stub = health_pb2_grpc.HealthStub(self.channel)

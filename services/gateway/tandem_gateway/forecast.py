@@ -120,16 +120,19 @@ class Group:
     slo_class: str
     #: Whether it comes after those that have objectives which can be met.
     is_last: bool = False
+    #: Whether a prefill pod computes the prompt. Where it shares its cores with decode pods, that takes many
+    #: times as long while they are busy.
+    is_remote: bool = False
 
     @classmethod
-    def of(cls, request: TokenizedRequest) -> Group:
+    def of(cls, request: TokenizedRequest, route: Route) -> Group:
         is_last = (request.due_s or 0.0) >= DEFAULT_DUE_S or not request.has_objectives
-        return cls(request.slo.name, is_last)
+        return cls(request.slo.name, is_last, route.computes_prompt is not route.decode)
 
     @property
-    def pool(self) -> str:
+    def pool(self) -> Group:
         """Of this and other classes together."""
-        return "\0last" if self.is_last else "\0"
+        return replace(self, slo_class="")
 
 
 @dataclass(frozen=True)
@@ -187,7 +190,7 @@ class Calibration:
     """Measured against predicted durations, by group."""
 
     def __init__(self) -> None:
-        self._windows: defaultdict[Group | str, _Window] = defaultdict(_Window)
+        self._windows: defaultdict[Group, _Window] = defaultdict(_Window)
         #: By group; those of the window from which p50 and p90 are read, and when they were moved.
         self._levels: dict[Group, tuple[float, float, float]] = {}
 
@@ -246,7 +249,7 @@ class Forecaster:
         route = self._router.plan(request)
         if route is None:
             return None
-        group, model_s = Group.of(request), queue_s + route.e2e_s
+        group, model_s = Group.of(request, route), queue_s + route.e2e_s
         ttft = self._ttft.quantiles(group, queue_s + route.ttft_s)
         e2e = self._e2e.quantiles(group, model_s)
         # They are learned apart, and no answer ends before it begins.
@@ -254,23 +257,23 @@ class Forecaster:
         undisturbed = self._e2e_undisturbed.quantiles(group, model_s)
         return Forecast(route=route, queue_s=queue_s, ttft=ttft, e2e=e2e, e2e_undisturbed=undisturbed)
 
-    def end_p90_s(self, request: TokenizedRequest, elapsed_s: float, left_s: float) -> float:
+    def end_p90_s(self, request: TokenizedRequest, route: Route, elapsed_s: float, left_s: float) -> float:
         """Of a request that runs, from its arrival, if the model says that `left_s` are left."""
         modelled_s = elapsed_s + left_s
-        p90 = self._e2e_undisturbed.quantiles(Group.of(request), modelled_s).p90
+        p90 = self._e2e_undisturbed.quantiles(Group.of(request, route), modelled_s).p90
         return elapsed_s + left_s * p90 / max(modelled_s, 1e-6)
 
     def started(self, request: TokenizedRequest, forecast: Forecast, ttft_s: float) -> None:
         """Of a request that has its first token, the time until then from when the forecast was made."""
         predicted_s = forecast.queue_s + forecast.route.ttft_s
-        self._ttft.observe(Group.of(request), predicted_s, forecast.ttft, ttft_s)
+        self._ttft.observe(Group.of(request, forecast.route), predicted_s, forecast.ttft, ttft_s)
 
     def ended(
         self, request: TokenizedRequest, forecast: Forecast, e2e_s: float, num_tokens: int, others_s: float
     ) -> None:
         """Of a request that ended, the time until then from when the forecast was made. `others_s`: by how
         much the model says that requests which came later have delayed it."""
-        group = Group.of(request)
+        group = Group.of(request, forecast.route)
         self._e2e.observe(group, forecast.model_s, forecast.e2e, e2e_s)
         modelled_s = forecast.model_s + others_s
         said = self._e2e_undisturbed.quantiles(group, modelled_s)

@@ -64,19 +64,29 @@ class PodLoad:
         cost = self.prefill_cost if self.prefill_cost.is_known else _UNKNOWN_PREFILL
         return cost.prompt_seconds(start, stop, self.chunk_size)
 
+    @property
+    def chunk_seconds(self) -> float:
+        """The longest step of a prompt."""
+        return self.prompt_seconds(0, self.chunk_size)
+
     def token_seconds(self, num_sequences: float, context: int) -> float:
         """Per output token of each of so many sequences, which have so many cached tokens on average."""
-        cost = self.decode_cost if self.decode_cost.is_known else _UNKNOWN_DECODE
         together = min(num_sequences, self.max_batch)
-        step_s = cost.seconds(1, together, together * context)
+        step_s = self.decode_seconds(1, together, context)
         # Those that do not fit take turns.
         return step_s / self.tokens_per_step * num_sequences / together
+
+    def decode_seconds(self, num_steps: float, num_sequences: float, context: int) -> float:
+        """Of steps in which so many sequences decode; 0 steps: what they add to a step of a prompt."""
+        cost = self.decode_cost if self.decode_cost.is_known else _UNKNOWN_DECODE
+        return cost.seconds(num_steps, num_sequences, num_sequences * context)
 
 
 class Backlog:
     """Prompts that a pod has yet to compute, each with its deadline and its seconds of work.
 
-    The pod serves the earliest deadline first, so that a new request waits for those before its own.
+    The pod serves the earliest deadline first, so that a new request waits for those before its own, and for
+    the end of the step that runs.
     """
 
     def __init__(self) -> None:
@@ -84,7 +94,8 @@ class Backlog:
         self._own: dict[str, tuple[float, float]] = {}
         #: When their first tokens are late.
         self._limits: dict[str, float] = {}
-        #: Since when the pod has computed the current one.
+        #: The one that the pod computes, and since when.
+        self._current = ""
         self._begun = 0.0
         #: At the last report: all that it lists, and of that this gateway's own.
         self._reported_at = 0.0
@@ -106,25 +117,43 @@ class Backlog:
 
     def add(self, request_id: str, due: float, seconds: float, *, limit: float = math.inf) -> None:
         """A prompt; `due` is its place in the order, `limit` when its first token is late."""
-        if not self._own:
-            self._begun = time.monotonic()
         self._own[request_id] = (due, seconds)
         self._limits[request_id] = limit
+        if not self._current:
+            self._begin_next()
 
     def remove(self, request_id: str) -> None:
         """The prompt is computed, or its request has ended; unknown ids are ignored."""
         if self._own.pop(request_id, None) is not None:
             del self._limits[request_id]
-            self._begun = time.monotonic()
+            self._begin_next()
+
+    def _begin_next(self) -> None:
+        self._current = min(self._own, key=self._own.__getitem__, default="")
+        self._begun = time.monotonic()
 
     def report(self, prompts: Sequence[tuple[float, float]]) -> None:
         """What the pod says it has yet to compute, from all gateways."""
         self._reported_at = time.monotonic()
         self._reported, self._own_then = _Sums(prompts), _Sums(self._own.values())
 
-    def seconds(self, due: float) -> float:
-        """Of work that comes before a request with this deadline."""
-        return self._present(due) + _before(self._live_promises(), due)
+    def seconds(self, due: float, step_s: float = 0.0) -> float:
+        """Until a request with this deadline is the first. `step_s`: the longest step of a prompt; one that
+        runs is ended, whatever its deadline."""
+        step_left_s = 0.0
+        if self._current and self._own[self._current][0] >= due:
+            left_s = self._own[self._current][1] - self._done()
+            # Of a longer prompt it is not known how far its step is.
+            step_left_s = left_s if left_s < step_s else step_s / 2
+        return step_left_s + self._present(due) + _before(self._live_promises(), due)
+
+    def num_before(self, due: float) -> int:
+        """Own prompts with earlier deadlines."""
+        return sum([theirs < due for theirs, _ in self._own.values()])
+
+    @property
+    def num_own(self) -> int:
+        return len(self._own)
 
     @property
     def present_s(self) -> float:
@@ -132,13 +161,15 @@ class Backlog:
         return self._present(math.inf)
 
     def _present(self, due: float) -> float:
-        return max(_before(self._own.values(), due) - self._done(), 0.0) + max(self._foreign(due), 0.0)
+        before_s = _before(self._own.values(), due)
+        if self._current and self._own[self._current][0] < due:
+            before_s -= self._done()
+        return max(before_s, 0.0) + max(self._foreign(due), 0.0)
 
     def _done(self) -> float:
-        """Of own prompts: the pod has worked since it had none, or the last one was removed. At most on one,
-        or that would have been removed, too."""
-        longest = max([seconds for _, seconds in self._own.values()], default=0.0)
-        return min(time.monotonic() - self._begun, longest)
+        """Of the own prompt that the pod computes: at most all, or it would have been removed."""
+        _, seconds = self._own.get(self._current, (0.0, 0.0))
+        return min(time.monotonic() - self._begun, seconds)
 
     def _foreign(self, due: float) -> float:
         """Of other gateways; negative where the pod has done more than it had reported."""

@@ -42,6 +42,8 @@ class Route:
     computes_prompt: Pod
     #: For prompts with earlier deadlines.
     wait_s: float
+    #: Until the pod's step has ended, and for the sequences that decode in the steps of the prompts.
+    join_s: float
     #: To compute the prompt, and per output token.
     prefill_s: float
     token_s: float
@@ -64,7 +66,7 @@ class Route:
 
     @property
     def ttft_s(self) -> float:
-        return self.wait_s + self.prefill_s
+        return self.wait_s + self.join_s + self.prefill_s
 
     @property
     def e2e_s(self) -> float:
@@ -86,12 +88,13 @@ class _Work:
 
     num_uncached: int
     wait_s: float
+    join_s: float
     prefill_s: float
     lacks_room: bool
 
     @property
     def ready_s(self) -> float:
-        return self.wait_s + self.prefill_s
+        return self.wait_s + self.join_s + self.prefill_s
 
 
 class OutputLengths:
@@ -205,6 +208,7 @@ class Router:
                 prefill=tuple(prefill),
                 computes_prompt=computes,
                 wait_s=wait_s,
+                join_s=work[computes].join_s,
                 prefill_s=prefill_s,
                 token_s=pod.load.token_seconds(num_beside + 1, context),
                 beside_s=max(others_s, 0.0),
@@ -238,9 +242,16 @@ class Router:
         # The last token is always computed.
         num_cached = 0 if request.scores_prompt else min(num_cached, num_tokens - 1)
         needed = -(-num_tokens // load.block_size) if load.block_size else 0
+        decoding, backlog = pod.num_decoding, pod.backlog
+        # About one for each prompt before it.
+        num_steps = backlog.num_before(request.due) + -(-(num_tokens - num_cached) // load.chunk_size)
+        join_s = load.decode_seconds(0, num_steps * decoding, num_tokens)
+        if decoding and backlog.is_empty:
+            join_s += load.decode_seconds(1, decoding, num_tokens) / 2
         return _Work(
             num_uncached=num_tokens - num_cached,
-            wait_s=pod.backlog.seconds(request.due),
+            wait_s=backlog.seconds(request.due, load.chunk_seconds),
+            join_s=join_s,
             prefill_s=load.prompt_seconds(num_cached, num_tokens),
             lacks_room=needed > load.free_blocks,
         )
