@@ -74,7 +74,9 @@ BURSTINESS = 0.25
 CAPACITY_CONCURRENCY = 32
 #: Loads, in multiples of the capacity, of the parts that have one load.
 RETRY_LOAD, NEIGHBOURS_LOAD, NOISY_LOAD = 2.0, 0.5, 2.0
-WARM_UP_REQUESTS = 8
+#: Of the closed loop before each part, and how many at once: a system that has served for a while knows what
+#: its steps cost with so many sequences.
+WARM_UP_REQUESTS, WARM_UP_CONCURRENCY = 32, 8
 #: Of the refused requests, the part that is sent again to find out whether its refusal was right; more would
 #: change the load.
 PROBED_EVERY = 8
@@ -157,7 +159,9 @@ class Benchmark:
         with self._start(name, self._plan.configurations[name]) as target:
             options = replace(self._options(WARM_UP_REQUESTS, TENANTS), mix=MIX)
             self._send(
-                target, RequestMaker(options).make("retail", self._take(WARM_UP_REQUESTS)), ClosedLoop(2)
+                target,
+                RequestMaker(options).make("retail", self._take(WARM_UP_REQUESTS)),
+                ClosedLoop(WARM_UP_CONCURRENCY),
             )
             yield target
 

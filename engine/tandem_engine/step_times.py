@@ -1,8 +1,8 @@
 """How long a step takes, learned from the steps that an engine runs.
 
 The ratios of the coefficients of `StepCost` are a non-negative least-squares fit to steps of every size.
-Their level is the mean of recent steps, because the speed of a shared machine changes: a request takes the sum
-of many, so that a median would be too short.
+Their level is the mean of recent steps, because the speed of a shared machine changes. A request takes the
+sum of many, for which a median would be too short.
 """
 
 from __future__ import annotations
