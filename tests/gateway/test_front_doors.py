@@ -414,6 +414,9 @@ async def test_both_ports_speak_tls_and_take_a_new_certificate(pods, model_folde
             assert answer.json()["choices"][0]["message"]["content"] == "Hello there!"
             with pytest.raises(httpx.TransportError):
                 await client.get(f"http://127.0.0.1:{process.http_port}/health")
+        async with httpx.AsyncClient(verify=context, http2=True, trust_env=False) as client:
+            answer = await client.post(url, json={"messages": USER}, extensions=name)
+            assert (answer.http_version, answer.status_code) == ("HTTP/2", 200)
         certificates.issue(folder, Role.GATEWAY)
         second = await certificates_of_both()
         assert all(old != new for old, new in zip(first, second, strict=True))
