@@ -32,7 +32,7 @@ _START_LIMIT_S = 120.0
 @dataclass(frozen=True)
 class System:
     url: str
-    grpc_target: str
+    grpc_url: str
     model: str
 
     @property
@@ -80,7 +80,7 @@ def system(chat_model: Path) -> Iterator[System]:
                 found.append(
                     System(
                         f"http://127.0.0.1:{gateway.http_port}",
-                        f"127.0.0.1:{gateway.grpc_port}",
+                        f"http://127.0.0.1:{gateway.grpc_port}",
                         chat_model.name,
                     )
                 )

@@ -1,4 +1,7 @@
-"""`buf curl` over reflection, against the gRPC port, with no schema at hand."""
+"""`buf curl` with its default flags on the HTTP port (Connect, the schema by reflection), and by gRPC.
+
+Without TLS buf reflects over HTTP/2, with `--schema` it calls over HTTP/1.1.
+"""
 
 from __future__ import annotations
 
@@ -12,30 +15,30 @@ import pytest
 
 BUF = shutil.which("buf", path=str(Path(sys.executable).parent)) or shutil.which("buf")
 pytestmark = pytest.mark.skipif(BUF is None, reason="buf is not installed; `make venv` installs buf-bin")
+PROTO = Path(__file__).parents[2] / "proto"
+#: Which of the system's ports, and with which flags.
+WAYS = {
+    "connect": ("url", []),
+    "connect, schema": ("url", ["--schema", str(PROTO)]),
+    "grpc": ("grpc_url", ["--protocol", "grpc"]),
+}
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "sampling": {"maxTokens": 4, "ignoreEos": True}}
 
 
-def curl(target: str, method: str, message: object) -> subprocess.CompletedProcess[str]:
-    url = f"http://{target}/tandem.v1.GatewayService/{method}"
-    # The address is h2c: without TLS, buf asks for the protocol to be named.
-    command = [
-        str(BUF),
-        "curl",
-        "--protocol",
-        "grpc",
-        "--http2-prior-knowledge",
-        url,
-        "-d",
-        json.dumps(message),
-    ]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+@pytest.fixture(params=WAYS)
+def curl(request: pytest.FixtureRequest, system):
+    port, flags = WAYS[request.param]
+
+    def run(method: str, message: object, *more: str) -> subprocess.CompletedProcess[str]:
+        url = f"{getattr(system, port)}/tandem.v1.GatewayService/{method}"
+        command = [str(BUF), "curl", *flags, *more, "-d", json.dumps(message), url]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    return run
 
 
-def test_a_chat_is_streamed(system):
-    message = {
-        "messages": [{"role": "user", "content": "hi"}],
-        "sampling": {"maxTokens": 4, "ignoreEos": True},
-    }
-    done = curl(system.grpc_target, "Chat", message)
+def test_a_chat_is_streamed(curl):
+    done = curl("Chat", CHAT)
     assert done.returncode == 0, done.stderr
     decoder, events, rest = json.JSONDecoder(), [], done.stdout.strip()
     while rest:
@@ -45,7 +48,19 @@ def test_a_chat_is_streamed(system):
     assert events[-1]["end"]["receipt"]["outputTokens"] == 4
 
 
-def test_a_wrong_field_is_named(system):
-    done = curl(system.grpc_target, "Chat", {"messages": [], "sampling": {"maxTokens": 4}})
-    assert done.returncode != 0
+def test_the_models_are_listed(curl, system):
+    done = curl("ListModels", {})
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["models"][0]["name"] == system.model
+
+
+def test_a_wrong_field_is_named(curl):
+    done = curl("Chat", {"messages": [], "sampling": {"maxTokens": 4}})
+    assert done.returncode == 3 << 3, "the code, INVALID_ARGUMENT"
     assert "messages: is empty" in done.stderr
+
+
+def test_the_services_of_the_http_port_are_listed(system):
+    command = [str(BUF), "curl", "--list-methods", system.url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert "tandem.v1.GatewayService/Chat" in done.stdout.split()

@@ -33,6 +33,7 @@ from collections.abc import (
 )
 from contextlib import AbstractContextManager, aclosing, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import grpc
@@ -66,7 +67,7 @@ _OPEN_METHODS = "/grpc."
 _OPEN_MESSAGE_S = 1.0
 _MAX_OPEN_STREAMS = 32
 #: Of a message for which no key is needed.
-_MAX_OPEN_BYTES = 1024
+MAX_OPEN_BYTES = 1024
 
 if TYPE_CHECKING:
     _Handler = grpc.RpcMethodHandler[Any, Any]
@@ -101,6 +102,37 @@ class TooManyStreamsError(Exception):
     retry_after_s = 1.0
 
 
+#: Of the errors here.
+STATUS_CODES: Mapping[type[Exception], grpc.StatusCode] = MappingProxyType(
+    {
+        MalformedRequestError: grpc.StatusCode.INVALID_ARGUMENT,
+        CallerError: grpc.StatusCode.PERMISSION_DENIED,
+        TooManyStreamsError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    }
+)
+
+
+class OpenStreams:
+    """Bounds the streams for which no key is needed. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._num_open = 0
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Held while the stream is open. Raises TooManyStreamsError."""
+        if self._num_open >= _MAX_OPEN_STREAMS:
+            raise TooManyStreamsError(
+                f"{self._num_open} streams of health and reflection are open here, limit "
+                f"{_MAX_OPEN_STREAMS}; ask with single calls"
+            )
+        self._num_open += 1
+        try:
+            yield
+        finally:
+            self._num_open -= 1
+
+
 @dataclass(frozen=True)
 class Gate:
     """What a public server asks of a call before it receives the message.
@@ -131,13 +163,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
     ) -> None:
         self._callers = callers
         self._gate = gate
-        self._num_open_streams = 0
-        self._status_codes: dict[type[Exception], grpc.StatusCode] = {
-            MalformedRequestError: grpc.StatusCode.INVALID_ARGUMENT,
-            CallerError: grpc.StatusCode.PERMISSION_DENIED,
-            TooManyStreamsError: grpc.StatusCode.RESOURCE_EXHAUSTED,
-            **status_codes,
-        }
+        self._open_streams = OpenStreams()
+        self._status_codes = {**STATUS_CODES, **status_codes}
         self._calls = metric_table.GRPC_CALLS.make(registry)
         self._seconds = metric_table.GRPC_CALL_SECONDS.make(registry)
         self._log = structlog.get_logger("tandem.access")
@@ -205,7 +232,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
 
         def hold(context: _Context) -> AbstractContextManager[object]:
             if is_open:
-                return self._open_stream() if handler.response_streaming else nullcontext()
+                return self._open_streams.hold() if handler.response_streaming else nullcontext()
             return gate.hold(context.invocation_metadata() or ())
 
         async def gated(requests: AsyncIterator[Any], context: _Context) -> AsyncIterator[Any]:
@@ -223,22 +250,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
 
         return grpc.stream_stream_rpc_method_handler(
             gated,
-            _decoder(handler, raises=True, max_bytes=_MAX_OPEN_BYTES if is_open else None),
+            _decoder(handler, raises=True, max_bytes=MAX_OPEN_BYTES if is_open else None),
             handler.response_serializer,
         )
-
-    @contextmanager
-    def _open_stream(self) -> Iterator[None]:
-        if self._num_open_streams >= _MAX_OPEN_STREAMS:
-            raise TooManyStreamsError(
-                f"{self._num_open_streams} streams of health and reflection are open here, limit "
-                f"{_MAX_OPEN_STREAMS}; ask with single calls"
-            )
-        self._num_open_streams += 1
-        try:
-            yield
-        finally:
-            self._num_open_streams -= 1
 
     @asynccontextmanager
     async def _around(self, method: str, context: _Context) -> AsyncIterator[None]:
@@ -261,14 +275,10 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
             code = _code_name(context)
             raise
         except Exception as error:
-            status, message = self._translate(error, request_id)
+            status, message = translate(error, self._status_codes, request_id)
             code = status.name
-            retry_after_s = getattr(error, "retry_after_s", None)
-            if retry_after_s is not None:
-                metadata = [(RETRY_AFTER_KEY, str(max(1, round(retry_after_s * 1000))))]
-                if isinstance(reason := getattr(error, "reason", None), enum.Enum):
-                    metadata.append((REFUSAL_REASON_KEY, reason.value))
-                context.set_trailing_metadata(tuple(metadata))
+            if metadata := refusal_metadata(error):
+                context.set_trailing_metadata(metadata)
             await context.abort(status, message)
         finally:
             seconds = time.monotonic() - started
@@ -290,15 +300,30 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
                 f"{', '.join(roles) or 'no role'}"
             )
 
-    def _translate(self, error: Exception, request_id: str) -> tuple[grpc.StatusCode, str]:
-        for base in type(error).__mro__:
-            if base in self._status_codes:
-                return self._status_codes[base], str(error)
-        self._log.exception("unexpected exception", exc_info=error)
-        return (
-            grpc.StatusCode.INTERNAL,
-            f"internal error; the server's log has it under request id {request_id}",
-        )
+
+def translate(
+    error: Exception, status_codes: Mapping[type[Exception], grpc.StatusCode], request_id: str
+) -> tuple[grpc.StatusCode, str]:
+    """The status and message of a call that failed; logs an exception that is not in the table."""
+    for base in type(error).__mro__:
+        if base in status_codes:
+            return status_codes[base], str(error)
+    structlog.get_logger("tandem.access").exception("unexpected exception", exc_info=error)
+    return (
+        grpc.StatusCode.INTERNAL,
+        f"internal error; the server's log has it under request id {request_id}",
+    )
+
+
+def refusal_metadata(error: Exception) -> tuple[tuple[str, str], ...]:
+    """The trailing metadata of a call that may be tried again, else ()."""
+    retry_after_s = getattr(error, "retry_after_s", None)
+    if retry_after_s is None:
+        return ()
+    metadata = [(RETRY_AFTER_KEY, str(max(1, round(retry_after_s * 1000))))]
+    if isinstance(reason := getattr(error, "reason", None), enum.Enum):
+        metadata.append((REFUSAL_REASON_KEY, reason.value))
+    return tuple(metadata)
 
 
 async def _only(requests: AsyncIterator[Any], timeout_s: float) -> Any:

@@ -11,10 +11,9 @@ import hashlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from typing import TYPE_CHECKING, TypeGuard, TypeVar
+from typing import Protocol, TypeGuard, TypeVar
 
 import grpc
-import grpc.aio
 from tandem_core.codec import given_sampling, slo_from_proto
 from tandem_core.errors import InvalidRequestError
 from tandem_proto.v1 import answers_pb2, common_pb2, decode_pb2, gateway_pb2, gateway_pb2_grpc
@@ -31,11 +30,6 @@ from tandem_gateway.prompt_logprobs import check_size, echoed_text
 from tandem_gateway.request import ReceivedRequest, TokenizedRequest
 from tandem_gateway.tools.answer_parser import AnswerDelta, AnswerParser
 
-if TYPE_CHECKING:
-    from typing import Any
-
-    _Context = grpc.aio.ServicerContext[Any, Any]
-
 SERVICE_NAME = "tandem.v1.GatewayService"
 RECEIPT_KEY = "tandem-receipt-bin"
 _Request = gateway_pb2.ChatRequest | gateway_pb2.GenerateRequest
@@ -44,6 +38,17 @@ ResponseT = TypeVar("ResponseT", gateway_pb2.ChatResponse, gateway_pb2.GenerateR
 STATUS_CODES: dict[type[Exception], grpc.StatusCode] = {
     error: presentation.status for error, presentation in PRESENTATIONS.items()
 }
+
+
+class CallContext(Protocol):
+    """What the methods use of gRPC's context; the Connect protocol has one of its own."""
+
+    def invocation_metadata(self) -> Metadata | None: ...
+
+    def set_trailing_metadata(self, trailing_metadata: tuple[tuple[str, str | bytes], ...]) -> None: ...
+
+    def time_remaining(self) -> float | None:
+        """Seconds to the caller's deadline; None: there is none."""
 
 
 def caller_of(keys: ApiKeys, metadata: Metadata) -> Caller:
@@ -61,21 +66,21 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         self._keys = keys
 
     async def Chat(
-        self, request: gateway_pb2.ChatRequest, context: _Context
+        self, request: gateway_pb2.ChatRequest, context: CallContext
     ) -> AsyncIterator[gateway_pb2.ChatResponse]:
         async with aclosing(self._answer(request, context, gateway_pb2.ChatResponse)) as responses:
             async for response in responses:
                 yield response
 
     async def Generate(
-        self, request: gateway_pb2.GenerateRequest, context: _Context
+        self, request: gateway_pb2.GenerateRequest, context: CallContext
     ) -> AsyncIterator[gateway_pb2.GenerateResponse]:
         async with aclosing(self._answer(request, context, gateway_pb2.GenerateResponse)) as responses:
             async for response in responses:
                 yield response
 
     async def ListModels(
-        self, request: gateway_pb2.ListModelsRequest, context: _Context
+        self, request: gateway_pb2.ListModelsRequest, context: CallContext
     ) -> gateway_pb2.ListModelsResponse:
         self._caller(context)
         manifest = self._gateway.manifest
@@ -85,13 +90,13 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         return gateway_pb2.ListModelsResponse(models=[model])
 
     async def GetFleetStatus(
-        self, request: gateway_pb2.GetFleetStatusRequest, context: _Context
+        self, request: gateway_pb2.GetFleetStatusRequest, context: CallContext
     ) -> gateway_pb2.GetFleetStatusResponse:
         self._caller(context)
         return self._gateway.fleet_status()
 
     async def _answer(
-        self, request: _Request, context: _Context, kind: type[ResponseT]
+        self, request: _Request, context: CallContext, kind: type[ResponseT]
     ) -> AsyncGenerator[ResponseT, None]:
         started_ns = time.monotonic_ns()
         headers = context.invocation_metadata() or ()
@@ -104,7 +109,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             trace.end()
 
     async def _traced_answer(
-        self, request: _Request, context: _Context, kind: type[ResponseT]
+        self, request: _Request, context: CallContext, kind: type[ResponseT]
     ) -> AsyncGenerator[ResponseT, None]:
         with self._gateway.counting_refusals():
             answer, position = await self._find_or_begin(request, context)
@@ -157,7 +162,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
                     )
                     yield kind(end=end)
 
-    async def _find_or_begin(self, request: _Request, context: _Context) -> tuple[Answer, tuple[int, ...]]:
+    async def _find_or_begin(self, request: _Request, context: CallContext) -> tuple[Answer, tuple[int, ...]]:
         """The answer, and the caller's position in it."""
         received = self._received(request, context)
         tenant, limits = received.caller.tenant, self._gateway.settings.tenant_limits(received.caller)
@@ -191,10 +196,10 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             return await self._gateway.prepare_tokens(received, request.token_ids.ids)
         return await self._gateway.prepare_text(received, request.text)
 
-    def _caller(self, context: _Context) -> Caller:
+    def _caller(self, context: CallContext) -> Caller:
         return caller_of(self._keys, context.invocation_metadata() or ())
 
-    def _received(self, request: _Request, context: _Context) -> ReceivedRequest:
+    def _received(self, request: _Request, context: CallContext) -> ReceivedRequest:
         arrived = time.monotonic()
         caller = self._caller(context)
         if request.request_id and request_id_or_new(request.request_id) != request.request_id:

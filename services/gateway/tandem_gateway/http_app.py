@@ -18,11 +18,12 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tandem_core.errors import InvalidRequestError, TandemError, quoted
-from tandem_service.interceptors import request_id_or_new
+from tandem_service.interceptors import REQUEST_ID_KEY, request_id_or_new
 from tandem_service.tracing import current
 
 from tandem_gateway.answers import Answers
 from tandem_gateway.auth import ApiKeys
+from tandem_gateway.connect_api import ConnectApi
 from tandem_gateway.dashboard.history import History
 from tandem_gateway.dashboard.routes import dashboard_router
 from tandem_gateway.errors import (
@@ -34,6 +35,7 @@ from tandem_gateway.errors import (
 )
 from tandem_gateway.fleet import Role
 from tandem_gateway.gateway import Gateway
+from tandem_gateway.grpc_api import GatewayServicer
 from tandem_gateway.http_stream import ClientGoneError
 from tandem_gateway.limits import OpenCalls
 from tandem_gateway.openai_api import OpenAiApi
@@ -59,7 +61,9 @@ class RequestIdMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = request_id_or_new(Headers(scope=scope).get(_REQUEST_ID_HEADER, ""))
+        headers = Headers(scope=scope)
+        given = headers.get(_REQUEST_ID_HEADER) or headers.get(REQUEST_ID_KEY, "")  # of a Connect client
+        request_id = request_id_or_new(given)
         scope.setdefault("state", {})["request_id"] = request_id
         structlog.contextvars.bind_contextvars(request_id=request_id)
 
@@ -105,6 +109,7 @@ def make_app(
         )
     app.include_router(OpenAiApi(gateway, answers, keys, calls).router)
     app.include_router(TokenizeApi(gateway, keys, calls).router)
+    app.include_router(ConnectApi(GatewayServicer(gateway, answers, keys), gateway, keys, calls).router)
     app.include_router(
         site_router(
             model=gateway.manifest.name,
@@ -174,7 +179,7 @@ def make_app(
     async def no_such_route(request: Request, error: HTTPException) -> Response:
         message = f"{request.method} {quoted(request.url.path)}: {error.detail}"
         body = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
-        return JSONResponse({"error": body}, status_code=error.status_code)
+        return JSONResponse({"error": body}, status_code=error.status_code, headers=error.headers)
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:

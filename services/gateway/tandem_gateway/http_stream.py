@@ -49,6 +49,15 @@ async def until_disconnect(receive: Receive, work: Awaitable[T]) -> T:
         await asyncio.gather(task, watch, return_exceptions=True)
 
 
+async def send_within(send: Send, message: Message, timeout_s: float = _SEND_TIMEOUT_S) -> None:
+    """Raises ClientGoneError when the client does not read."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await send(message)
+    except TimeoutError:
+        raise ClientGoneError from None
+
+
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -125,8 +134,4 @@ class EventStream(Response):
         await self._send(send, {"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, send: Send, message: Message) -> None:
-        try:
-            async with asyncio.timeout(self._send_timeout_s):
-                await send(message)
-        except TimeoutError:
-            raise ClientGoneError from None
+        await send_within(send, message, self._send_timeout_s)

@@ -11,19 +11,29 @@ from tandem_gateway.gateway import Gateway, max_message_bytes
 from tandem_gateway.json_structure import JsonLimits, check_structure
 
 
-def max_body_bytes(gateway: Gateway) -> int:
-    return min(gateway.settings.max_body_bytes, max_message_bytes(gateway.tokenizer, is_json=True))
+def max_body_bytes(gateway: Gateway, *, is_json: bool = True) -> int:
+    return min(gateway.settings.max_body_bytes, max_message_bytes(gateway.tokenizer, is_json=is_json))
 
 
 async def read_body(request: Request, gateway: Gateway) -> bytes:
-    """Raises BodyTooLargeError, BodyTimeoutError, InvalidRequestError."""
-    limit = max_body_bytes(gateway)
+    """A JSON body. Raises BodyTooLargeError, BodyTimeoutError, InvalidRequestError."""
+    body = await read_bytes(request, max_body_bytes(gateway), gateway.settings.read_timeout_s)
+    await check_values(body, gateway)
+    return body
+
+
+async def check_values(body: bytes, gateway: Gateway) -> None:
+    """Raises InvalidRequestError."""
+    await check_structure(body, JsonLimits.for_context(gateway.manifest.max_model_len))
+
+
+async def read_bytes(request: Request, limit: int, timeout_s: float) -> bytes:
+    """Raises BodyTooLargeError, BodyTimeoutError."""
     message = f"is over the limit of {limit} bytes; shorten the prompt"
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
         raise BodyTooLargeError("body", message)
     parts = bytearray()
-    timeout_s = gateway.settings.read_timeout_s
     try:
         async with asyncio.timeout(timeout_s):
             async for part in request.stream():
@@ -32,6 +42,4 @@ async def read_body(request: Request, gateway: Gateway) -> bytes:
                     raise BodyTooLargeError("body", message)
     except TimeoutError:
         raise BodyTimeoutError("body", f"has not arrived within {timeout_s:g} s; send it faster") from None
-    body = bytes(parts)
-    await check_structure(body, JsonLimits.for_context(gateway.manifest.max_model_len))
-    return body
+    return bytes(parts)

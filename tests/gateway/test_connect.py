@@ -1,0 +1,281 @@
+"""The Connect protocol on the HTTP port: what the gRPC port answers, on another wire."""
+
+import asyncio
+import base64
+import json
+import logging
+
+import grpc
+import httpx
+import pytest
+from google.protobuf import json_format
+from grpc_reflection.v1alpha import reflection_pb2
+from hypothesis import given
+from hypothesis import strategies as st
+from tandem_gateway.connect_api import Envelopes, UnimplementedError, envelope
+from tandem_proto.v1 import common_pb2, gateway_pb2
+from tandem_service.interceptors import MalformedRequestError
+
+SERVICE = "/tandem.v1.GatewayService"
+MESSAGES = [{"role": "user", "content": "hi"}]
+STREAM = {"content-type": "application/connect+json"}
+ACME = {"authorization": "Bearer acme-key"}
+
+
+def _envelopes(body: bytes) -> list[tuple[int, bytes]]:
+    """Flags and payloads."""
+    found = []
+    while body:
+        size = int.from_bytes(body[1:5], "big")
+        found.append((body[0], body[5 : 5 + size]))
+        body = body[5 + size :]
+    return found
+
+
+def _end(response: httpx.Response) -> dict:
+    """The last envelope, of a stream that the server ended."""
+    assert response.status_code == 200
+    assert response.headers["content-type"] == "application/connect+json"
+    flags, payload = _envelopes(response.content)[-1]
+    assert flags == 2
+    return json.loads(payload)
+
+
+async def _chat(front, body=None, **headers: str) -> httpx.Response:
+    content = envelope(json.dumps({"messages": MESSAGES} if body is None else body).encode())
+    return await front.http.post(f"{SERVICE}/Chat", content=content, headers=STREAM | headers)
+
+
+@pytest.mark.parametrize("name", ["json", "proto"])
+async def test_a_unary_call_in_both_forms(pods, gateway, name):
+    front = await gateway(await pods())
+    headers = {"content-type": f"application/{name}", "tandem-request-id": "r-7"}
+    content = b"{}" if name == "json" else b""
+    response = await front.http.post(f"{SERVICE}/ListModels", content=content, headers=headers)
+    assert response.status_code == 200
+    assert response.headers["content-type"] == f"application/{name}"
+    assert response.headers["tandem-request-id"] == "r-7"
+    read = gateway_pb2.ListModelsResponse.FromString
+    if name == "json":
+
+        def read(content: bytes) -> gateway_pb2.ListModelsResponse:
+            return json_format.Parse(content, gateway_pb2.ListModelsResponse())
+
+    assert read(response.content) == await front.grpc.ListModels(gateway_pb2.ListModelsRequest())
+
+
+@pytest.mark.parametrize("name", ["json", "proto"])
+async def test_a_stream_in_both_forms_is_the_stream_of_grpc(pods, gateway, name):
+    front = await gateway(await pods())
+    request = gateway_pb2.GenerateRequest(text="hi", n=2)
+    expected = [response async for response in front.grpc.Generate(request)]
+    is_json = name == "json"
+    payload = json_format.MessageToJson(request).encode() if is_json else request.SerializeToString()
+    response = await front.http.post(
+        f"{SERVICE}/Generate",
+        content=envelope(payload),
+        headers={"content-type": f"application/connect+{name}; charset=utf-8"},
+    )
+    *responses, (flags, end) = _envelopes(response.content)
+    assert [flags for flags, _ in responses] == [0] * len(expected)
+    assert flags == 2
+    got = [
+        json_format.Parse(payload, gateway_pb2.GenerateResponse())
+        if is_json
+        else gateway_pb2.GenerateResponse.FromString(payload)
+        for _, payload in responses
+    ]
+
+    def texts(events: list[gateway_pb2.GenerateResponse], choice: int) -> str:
+        return "".join(event.chunk.text for event in events if event.chunk.choice == choice)
+
+    assert [texts(got, choice) for choice in (0, 1)] == [texts(expected, choice) for choice in (0, 1)]
+    assert texts(got, 1) == "Hello there!"
+    receipts = json.loads(end)["metadata"]["tandem-receipt-bin"]
+    assert [common_pb2.Receipt.FromString(base64.b64decode(receipt + "==")) for receipt in receipts] == [
+        event.end.receipt for event in got if event.HasField("end")
+    ]
+    assert len(receipts) == 2
+
+
+async def test_a_key_is_needed_before_the_body_is_read(pods, gateway, keys_file):
+    front = await gateway(await pods(), api_keys_file=keys_file)
+    for method, content_type in [("ListModels", "application/json"), ("Chat", "application/connect+json")]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", front.process.http_port)
+        head = f"POST {SERVICE}/{method} HTTP/1.1\r\nhost: x\r\ncontent-type: {content_type}\r\n"
+        writer.write(f"{head}content-length: 100\r\n\r\n".encode())
+        async with asyncio.timeout(5.0):
+            answer = await reader.readuntil(b"}")
+        assert b'"code":"unauthenticated"' in answer
+        writer.close()
+    assert "error" not in _end(await _chat(front, **ACME))
+
+
+async def test_another_content_type_is_not_supported(pods, gateway, subtests):
+    front = await gateway(await pods())
+    for method, content_type in [
+        ("ListModels", "text/plain"),
+        ("ListModels", ""),
+        ("ListModels", "application/connect+json"),
+        ("ListModels", "application/grpc"),
+        ("Chat", "application/json"),
+        ("Chat", "application/connect+xml"),
+    ]:
+        with subtests.test(method, content_type=content_type):
+            response = await front.http.post(
+                f"{SERVICE}/{method}", content=b"{}", headers={"content-type": content_type}
+            )
+            assert response.status_code == 415
+            assert "proto" in response.headers["accept-post"]
+
+
+async def test_what_there_is_no_method_for(pods, gateway):
+    front = await gateway(await pods())
+    response = await front.http.post(f"{SERVICE}/Sing", content=b"", headers=STREAM)
+    assert response.status_code == 404, "unimplemented, to a Connect client"
+    response = await front.http.get(f"{SERVICE}/ListModels")
+    assert response.status_code == 405
+    assert response.headers["allow"] == "POST"
+
+
+#: A body, headers, and the code and words of the answer.
+WRONG = [
+    (b"", {}, "invalid_argument", "0 whole messages"),
+    (envelope(b"{}") * 2, {}, "invalid_argument", "2 whole messages"),
+    (envelope(b"{}")[:-1], {}, "invalid_argument", "and a part"),
+    (envelope(b"{}", 1), {"connect-content-encoding": "gzip"}, "unimplemented", "identity"),
+    (envelope(b"{}", 2), {}, "invalid_argument", "flags 2"),
+    (envelope(b"{"), {}, "invalid_argument", "not a valid ChatRequest in json"),
+    (envelope(b"\xff"), {}, "invalid_argument", "not a valid ChatRequest in json"),
+    (envelope(b'{"massages": []}'), {}, "invalid_argument", '"massages"'),
+    (envelope(b"[" * 4000), {}, "invalid_argument", "not a valid ChatRequest in json"),
+    (envelope(b'{"messages":[]}'), {}, "invalid_argument", "messages: is empty"),
+    (envelope(b" " * 5000), {}, "invalid_argument", "over the limit of 4096 bytes"),
+    (b"\0\xff\xff\xff\xff", {}, "invalid_argument", "over the limit of 4096"),
+    (envelope(b"{}"), {"connect-protocol-version": "2"}, "invalid_argument", "send 1"),
+    (envelope(b"{}"), {"connect-timeout-ms": "1s"}, "invalid_argument", "'1s'"),
+    (envelope(b"{}"), {"content-encoding": "gzip"}, "unimplemented", "identity"),
+]
+
+
+async def test_a_wrong_request_is_refused_in_the_last_envelope(pods, gateway, subtests):
+    pod = await pods()
+    front = await gateway(pod, max_body_bytes=4096)
+    for content, headers, code, words in WRONG:
+        with subtests.test(words):
+            response = await front.http.post(f"{SERVICE}/Chat", content=content, headers=STREAM | headers)
+            error = _end(response)["error"]
+            assert (error["code"], words in error["message"]) == (code, True), error
+    assert pod.requests == []
+
+
+async def test_a_wrong_unary_request_has_the_status_of_its_code(pods, gateway):
+    front = await gateway(await pods())
+    for content, encoding, status, code in [
+        (b"{", "identity", 400, "invalid_argument"),
+        (b"{}", "gzip", 501, "unimplemented"),
+    ]:
+        headers = {"content-type": "application/json", "content-encoding": encoding}
+        response = await front.http.post(f"{SERVICE}/ListModels", content=content, headers=headers)
+        assert (response.status_code, response.json()["code"]) == (status, code)
+
+
+async def test_an_error_after_the_first_message_ends_the_stream(pods, gateway):
+    front = await gateway(await pods(fail_with=grpc.StatusCode.INVALID_ARGUMENT, fail_after=1))
+    response = await _chat(front)
+    (flags, first), *_ = _envelopes(response.content)
+    assert (flags, json.loads(first)["chunk"]["text"]) == (0, "Hello")
+    assert _end(response)["error"]["code"] == "invalid_argument"
+
+
+async def test_an_unexpected_error_tells_only_the_request_id(pods, gateway, monkeypatch, caplog):
+    front = await gateway(await pods())
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("secret")
+
+    monkeypatch.setattr("tandem_gateway.grpc_api.caller_of", fail)
+    with caplog.at_level(logging.CRITICAL):
+        error = _end(await _chat(front, **{"tandem-request-id": "r-9"}))["error"]
+    assert error["code"] == "internal"
+    assert "r-9" in error["message"]
+    assert "secret" not in error["message"]
+
+
+async def test_a_refusal_says_when_to_come_again(pods, gateway):
+    pod = await pods(pause_s=30.0)
+    front = await gateway(pod, max_in_flight=1, max_queue=0)
+    running = asyncio.create_task(_chat(front))
+    await pod.started.wait()
+    end = _end(await _chat(front))
+    assert end["error"]["code"] == "resource_exhausted"
+    assert end["metadata"]["refusal-reason"] == ["queue full"]
+    assert int(end["metadata"]["retry-after-ms"][0]) > 0
+    running.cancel()
+    await asyncio.wait_for(pod.cancelled.wait(), 1.0)
+
+
+async def test_the_deadline_ends_the_call_on_the_pod_too(pods, gateway):
+    pod = await pods(pause_s=30.0)
+    front = await gateway(pod)
+    end = _end(await _chat(front, **{"connect-timeout-ms": "300"}))
+    assert end["error"]["code"] == "deadline_exceeded"
+    await asyncio.wait_for(pod.cancelled.wait(), 1.0)
+
+
+@pytest.mark.parametrize("is_http2", [False, True])
+async def test_a_client_that_leaves_ends_the_call(pods, gateway, is_http2):
+    pod = await pods(pause_s=0.2, words=("a",) * 100)
+    front = await gateway(pod)
+    async with (
+        httpx.AsyncClient(base_url=front.url, http1=not is_http2, http2=is_http2, trust_env=False) as http,
+        http.stream(
+            "POST",
+            f"{SERVICE}/Chat",
+            content=envelope(json.dumps({"messages": MESSAGES}).encode()),
+            headers=STREAM,
+        ) as response,
+    ):
+        assert response.http_version == ("HTTP/2" if is_http2 else "HTTP/1.1")
+        assert b'"a"' in await anext(response.aiter_bytes())
+    await asyncio.wait_for(pod.cancelled.wait(), 1.0)
+    await front.until_metric('tandem_requests_total{outcome="cancelled"}', 1)
+
+
+async def test_reflection_needs_http2_and_no_key(pods, gateway, keys_file):
+    front = await gateway(await pods(), api_keys_file=keys_file)
+    path = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+    headers = {"content-type": "application/connect+proto"}
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
+    content = envelope(request.SerializeToString())
+    assert (await front.http.post(path, content=content, headers=headers)).status_code == 505
+    async with httpx.AsyncClient(base_url=front.url, http1=False, http2=True, trust_env=False) as http:
+        response = await http.post(path, content=content, headers=headers)
+        large = await http.post(path, content=envelope(b"x" * 2000), headers=headers)
+    (_, payload), (flags, end) = _envelopes(response.content)
+    listed = reflection_pb2.ServerReflectionResponse.FromString(payload).list_services_response.service
+    assert next(service.name for service in listed) == "grpc.reflection.v1alpha.ServerReflection"
+    assert (flags, end) == (2, b"{}")
+    assert b"over the limit of 1024" in large.content
+
+
+@given(payloads=st.lists(st.binary(max_size=40)), data=st.data())
+def test_envelopes_are_the_same_however_they_arrive(payloads, data):
+    body, envelopes, found = b"".join(map(envelope, payloads)), Envelopes(40), []
+    while body:
+        size = data.draw(st.integers(1, len(body)))
+        found += envelopes.push(body[:size])
+        body = body[size:]
+    assert found == payloads
+    assert not envelopes.is_within
+
+
+@given(st.lists(st.binary(max_size=20)))
+def test_any_bytes_are_messages_or_refused(parts):
+    envelopes, num_bytes = Envelopes(40), 0
+    try:
+        for part in parts:
+            num_bytes += sum(len(message) + 5 for message in envelopes.push(part))
+    except (MalformedRequestError, UnimplementedError):
+        return
+    assert num_bytes <= sum(map(len, parts)) <= num_bytes + 44
