@@ -34,10 +34,8 @@ from tandem_engine.sampling.device import read_back
 from tandem_engine.sampling.prompt_logprobs import prompt_logprobs
 from tandem_engine.sampling.verify import Verified, Verifier
 from tandem_engine.scheduler import PromptWork, RequestCounts, RequestUpdate, Scheduler
-from tandem_engine.step_times import DECODE_TERMS, StepTimes
+from tandem_engine.step_times import DECODE_TERMS, StepTimes, TokensPerStep
 
-#: Weight of the newest step in a mean of recent ones.
-_RECENT = 0.02
 #: Prompt tokens of a step, whatever the objectives of others.
 _LEAST_CHUNK = 32
 #: Lengths in tokens of what is computed to measure the costs of steps.
@@ -134,8 +132,7 @@ class Engine:
         self.decode_times = StepTimes(DECODE_TERMS)
         #: Of steps that compute prompts.
         self.prefill_times = StepTimes()
-        #: Recent mean of tokens that a sequence gains in a decode step.
-        self.tokens_per_step = 1.0
+        self.tokens_per_step = TokensPerStep()
         #: The end of the last step, if there was work for another one.
         self._went_on_at: float | None = None
         self._violations: tuple[str, ...] = ()
@@ -268,7 +265,7 @@ class Engine:
         cost = self.prefill_times.cost()
         if not cost.per_token:
             return None
-        return max(_LEAST_CHUNK, int((tightest * self.tokens_per_step - cost.per_step) / cost.per_token))
+        return max(_LEAST_CHUNK, int((tightest * self.tokens_per_step.mean - cost.per_step) / cost.per_token))
 
     def _draft(self) -> None:
         if self._drafter is None:
@@ -363,7 +360,7 @@ class Engine:
             plain = [output for output in outputs if output.request.search is None]
             if plain:
                 gained = sum([len(output.token_ids) for output in plain]) / len(plain)
-                self.tokens_per_step += _RECENT * (gained - self.tokens_per_step)
+                self.tokens_per_step.observe(len(sequences), gained)
             if self._drafter is not None:
                 self._drafter.observe_step(len(sequences), context, drafted, step_s)
         elif not is_scoring:

@@ -1,4 +1,4 @@
-"""How long a step takes, learned from the steps that an engine runs.
+"""How long a step takes, and how many tokens it brings, learned from the steps that an engine runs.
 
 The ratios of the coefficients of `StepCost` are a non-negative least-squares fit to steps of every size.
 Their level is the mean of recent steps, because the speed of a shared machine changes. A request takes the
@@ -34,6 +34,8 @@ _FIT_EVERY_S = 0.2
 _ENOUGH_PAIRS = 512
 #: How many times as long as the fit says a step counts at most: a pause of the whole process is no cost.
 _LONGEST = 4.0
+#: Weight of the newest step in a mean of tokens.
+_RECENT = 0.02
 #: The quantile of steps that had the machine for themselves.
 _FASTEST = 0.1
 
@@ -64,6 +66,34 @@ class StepTimes:
             self._fitted_at = now
             self._fitted = _fit(np.array(steps), self._terms, now)
         return self._fitted
+
+
+class TokensPerStep:
+    """Recent mean of tokens that a sequence gains in a decode step, also by the number of sequences: drafts
+    get less of a large batch. One thread observes, any thread may read."""
+
+    def __init__(self) -> None:
+        self.mean = 1.0
+        #: By the power of two of the number of sequences: the mean, and of how many steps it is.
+        self._by_batch: dict[int, tuple[float, int]] = {}
+
+    def observe(self, num_sequences: int, gained: float) -> None:
+        """`gained`: tokens of each sequence, on average."""
+        self.mean += _RECENT * (gained - self.mean)
+        size = num_sequences.bit_length() - 1
+        mean, count = self._by_batch.get(size, (0.0, 0))
+        mean += max(_RECENT, 1 / (count + 1)) * (gained - mean)
+        # A new dict: another thread may be reading the old one.
+        self._by_batch = {**self._by_batch, size: (mean, count + 1)}
+
+    def by_batch(self) -> list[float]:
+        """Of batches of 1, 2 to 3, 4 to 7, ... sequences, to the largest one seen; those that were not seen
+        are as the next smaller ones."""
+        seen, means, last = self._by_batch, [], 1.0
+        for size in range(max(seen, default=-1) + 1):
+            last, _ = seen.get(size, (last, 0))
+            means.append(last)
+        return means
 
 
 def _fit(steps: NDArray[np.float64], terms: tuple[int, ...], now: float) -> StepCost:

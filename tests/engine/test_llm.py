@@ -13,7 +13,7 @@ from tandem_core.errors import InvalidRequestError
 from tandem_core.sampling import FinishReason, SamplingParams
 from tandem_engine.llm import LLM
 from tandem_engine.request import Request
-from tandem_engine.step_times import StepTimes
+from tandem_engine.step_times import StepTimes, TokensPerStep
 from toy_models import SIZES, prompt_of
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -90,7 +90,7 @@ def test_completions_account_for_themselves(llm: LLM) -> None:
 
 def test_prompts_beside_text_with_an_objective_per_token_come_in_chunks(llm: LLM) -> None:
     engine, sampling = llm.engine, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-    engine.prefill_times, engine.tokens_per_step = StepTimes(), 1.0
+    engine.prefill_times, engine.tokens_per_step = StepTimes(), TokensPerStep()
     for num_tokens in (10, 20, 40):
         engine.prefill_times.observe(num_tokens, num_tokens * num_tokens // 2, 0.001 * num_tokens)
     # Refitted by no step of this test.

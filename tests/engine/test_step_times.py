@@ -5,7 +5,7 @@ import random
 import pytest
 from tandem_core.step_cost import StepCost
 from tandem_engine import step_times
-from tandem_engine.step_times import DECODE_TERMS, StepTimes
+from tandem_engine.step_times import DECODE_TERMS, StepTimes, TokensPerStep
 
 TRUE = StepCost(per_step=0.004, per_token=0.0005, per_pair=2e-7)
 
@@ -88,3 +88,16 @@ def test_the_unloaded_share_is_that_of_the_fastest_steps():
     cost = times.cost()
     alone = cost.unloaded * cost.prompt_seconds(0, 1024, 512)
     assert alone == pytest.approx(TRUE.prompt_seconds(0, 1024, 512), rel=0.15)
+
+
+def test_tokens_of_a_step_are_counted_by_the_size_of_the_batch():
+    gained = TokensPerStep()
+    assert (gained.mean, gained.by_batch()) == (1.0, [])
+    for _ in range(200):
+        gained.observe(1, 3.0)
+        gained.observe(9, 1.5)
+    assert 1.5 < gained.mean < 3.0
+    assert gained.by_batch() == pytest.approx([3.0, 3.0, 3.0, 1.5])
+    for _ in range(200):
+        gained.observe(13, 1.0)
+    assert gained.by_batch()[3] == pytest.approx(1.0, abs=0.02)

@@ -225,7 +225,9 @@ class FixedForecaster:
         # Four sequences run; each, the new one too, adds a fifth to the time per token.
         cost = StepCost(per_token=token_s / 5) if is_known else UNKNOWN_COST
         load = PodLoad(prefill_cost=cost, decode_cost=cost)
-        self.pod = SimpleNamespace(backlog=Backlog(), in_flight=1, is_fresh=True, load=load)
+        self.pod = SimpleNamespace(
+            backlog=Backlog(), in_flight=1, is_fresh=True, load=load, num_beside=lambda num_output: 4.0
+        )
         self.ttft, self.alone_ttft, self.token_s = ttft, alone_ttft, token_s
         self.observed = []
 

@@ -201,13 +201,19 @@ async def test_a_plan_remembers_nothing(make_pod):
 
 
 async def test_the_time_per_token_is_that_of_the_batch_with_the_request(make_pod):
-    pod = make_pod("d:1", tokens_per_step=2.0, max_batch=4)
+    pod = make_pod("d:1", tokens_per_step=(2.0,), max_batch=4)
     pod.num_foreign = 3
     router = _router(pod)
     route = router.plan(_request(range(64)))
     assert (route.token_s, route.alone_token_s) == (pytest.approx(0.002), pytest.approx(0.0005))
     pod.num_foreign = 7
     assert router.plan(_request(range(64))).token_s == pytest.approx(0.004), "eight take turns in four places"
+    pod.load, pod.num_foreign = replace(pod.load, tokens_per_step=(4.0, 2.0, 1.0)), 1
+    assert router.plan(_request(range(64))).token_s == pytest.approx(0.002 / 2.0), (
+        "drafts get less of a batch"
+    )
+    pod.num_foreign = 3
+    assert router.plan(_request(range(64))).token_s == pytest.approx(0.004 / 1.0)
 
 
 async def test_sequences_that_end_before_the_answer_count_for_their_part_of_it(make_pod):

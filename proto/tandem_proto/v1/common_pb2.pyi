@@ -768,6 +768,7 @@ class PodStatus(_message.Message):
     PREFILL_COST_FIELD_NUMBER: _builtins.int
     DECODE_COST_FIELD_NUMBER: _builtins.int
     TOKENS_PER_STEP_FIELD_NUMBER: _builtins.int
+    TOKENS_PER_STEP_BY_BATCH_FIELD_NUMBER: _builtins.int
     MAX_BATCH_FIELD_NUMBER: _builtins.int
     LOCAL_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     IDLE_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
@@ -823,6 +824,10 @@ class PodStatus(_message.Message):
     def decode_cost(self) -> Global___StepCost:
         """Of steps that only decode; here tokens are sequences, and pairs their cached tokens."""
 
+    @_builtins.property
+    def tokens_per_step_by_batch(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The same for batches of 1, 2 to 3, 4 to 7, ... sequences; larger ones are as the last."""
+
     def __init__(
         self,
         *,
@@ -843,6 +848,7 @@ class PodStatus(_message.Message):
         prefill_cost: Global___StepCost | None = ...,
         decode_cost: Global___StepCost | None = ...,
         tokens_per_step: _builtins.float = ...,
+        tokens_per_step_by_batch: _abc.Iterable[_builtins.float] | None = ...,
         max_batch: _builtins.int = ...,
         local_prefill_tokens: _builtins.int = ...,
         idle_prefill_tokens: _builtins.int = ...,
@@ -853,7 +859,7 @@ class PodStatus(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode_cost", b"decode_cost", "prefill_cost", b"prefill_cost", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens_total", b"accepted_tokens_total", "age_seconds", b"age_seconds", "block_size", b"block_size", "chunk_size", b"chunk_size", "decode_cost", b"decode_cost", "drafted_tokens_total", b"drafted_tokens_total", "enough_prompt_tokens", b"enough_prompt_tokens", "idle_prefill_tokens", b"idle_prefill_tokens", "kv_free_ratio", b"kv_free_ratio", "kv_layout", b"kv_layout", "local_prefill_tokens", b"local_prefill_tokens", "max_batch", b"max_batch", "max_model_len", b"max_model_len", "model", b"model", "model_revision", b"model_revision", "pod_id", b"pod_id", "prefill_cost", b"prefill_cost", "prompts", b"prompts", "requests_total", b"requests_total", "role", b"role", "tokens_per_step", b"tokens_per_step", "unix_seconds", b"unix_seconds", "usage", b"usage", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens_total", b"accepted_tokens_total", "age_seconds", b"age_seconds", "block_size", b"block_size", "chunk_size", b"chunk_size", "decode_cost", b"decode_cost", "drafted_tokens_total", b"drafted_tokens_total", "enough_prompt_tokens", b"enough_prompt_tokens", "idle_prefill_tokens", b"idle_prefill_tokens", "kv_free_ratio", b"kv_free_ratio", "kv_layout", b"kv_layout", "local_prefill_tokens", b"local_prefill_tokens", "max_batch", b"max_batch", "max_model_len", b"max_model_len", "model", b"model", "model_revision", b"model_revision", "pod_id", b"pod_id", "prefill_cost", b"prefill_cost", "prompts", b"prompts", "requests_total", b"requests_total", "role", b"role", "tokens_per_step", b"tokens_per_step", "tokens_per_step_by_batch", b"tokens_per_step_by_batch", "unix_seconds", b"unix_seconds", "usage", b"usage", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

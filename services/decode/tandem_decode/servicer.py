@@ -429,7 +429,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         status.usage.credit_bytes_outstanding = self._receiver.credit_outstanding_bytes
         status.usage.streams_open = self._num_open_calls
         status.decode_cost.CopyFrom(decode_cost(self._loop.engine))
-        status.tokens_per_step = self._loop.engine.tokens_per_step
+        gained = self._loop.engine.tokens_per_step
+        status.tokens_per_step = gained.mean
+        status.tokens_per_step_by_batch.extend(gained.by_batch())
         status.local_prefill_tokens = self._settings.local_prefill_tokens
         status.idle_prefill_tokens = self._settings.idle_prefill_tokens
         status.requests_total = self._num_calls

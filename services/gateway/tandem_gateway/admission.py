@@ -239,16 +239,21 @@ class Admission:
         """Whether an earlier request's first token would come too late, or its end."""
         if route.computes_prompt.backlog.slack(request.due) < route.prefill_s:
             return True
-        prompts_s, now = route.decode.backlog.present_s, time.monotonic()
-        before_s = route.decode.load.token_seconds(max(route.num_beside, 1.0), route.context)
-        for other in self._running_on(route.decode):
+        pod, now = route.decode, time.monotonic()
+        prompts_s, local_s = pod.backlog.present_s, self._local_s(route)
+        for other in self._running_on(pod):
             limit_s, elapsed_s = other.request.slo.e2e_s, now - other.request.arrived
+            if not limit_s or other.forecast is None:
+                continue
+            num_left = max(other.tokens_left, 1)
+            together = max(pod.num_beside(num_left), 1.0)
             # Those that will be late even if nothing else comes do not count.
-            if limit_s and other.forecast and elapsed_s + other.tokens_left * before_s <= limit_s:
-                left_s = other.left_s(route.token_s, prompts_s) + self._local_s(route)
-                end_s = self._forecaster.end_p90_s(other.request, other.forecast.route, elapsed_s, left_s)
-                if end_s > limit_s:
-                    return True
+            if elapsed_s + num_left * pod.load.token_seconds(together, route.context) > limit_s:
+                continue
+            more = min(route.num_output / num_left, 1.0)
+            left_s = other.left_s(pod.load.token_seconds(together + more, route.context), prompts_s) + local_s
+            if self._forecaster.end_p90_s(other.request, other.forecast.route, elapsed_s, left_s) > limit_s:
+                return True
         return False
 
     def _delay_others(self, route: Route) -> None:

@@ -36,8 +36,8 @@ class PodLoad:
     max_batch: int = 32
     prefill_cost: StepCost = UNKNOWN_COST
     decode_cost: StepCost = UNKNOWN_COST
-    #: Tokens that a sequence gains in a decode step.
-    tokens_per_step: float = 1.0
+    #: Tokens that a sequence gains in a decode step of 1, 2 to 3, 4 to 7, ... sequences; of more, as the last.
+    tokens_per_step: tuple[float, ...] = (1.0,)
     #: A decode pod computes prompts with fewer uncached tokens itself; the second limit is an idle pod's.
     local_prefill_tokens: int = 0
     idle_prefill_tokens: int = 0
@@ -54,7 +54,8 @@ class PodLoad:
             max_batch=report.max_batch or cls.max_batch,
             prefill_cost=step_cost_from_proto(report.prefill_cost),
             decode_cost=step_cost_from_proto(report.decode_cost),
-            tokens_per_step=report.tokens_per_step or 1.0,
+            # A pod of an earlier version reports the mean alone.
+            tokens_per_step=tuple(report.tokens_per_step_by_batch) or (report.tokens_per_step or 1.0,),
             local_prefill_tokens=report.local_prefill_tokens,
             idle_prefill_tokens=report.idle_prefill_tokens,
         )
@@ -73,8 +74,10 @@ class PodLoad:
         """Per output token of each of so many sequences, which have so many cached tokens on average."""
         together = min(num_sequences, self.max_batch)
         step_s = self.decode_seconds(1, together, context)
+        size = max(round(together), 1).bit_length() - 1
+        gained = self.tokens_per_step[min(size, len(self.tokens_per_step) - 1)]
         # Those that do not fit take turns.
-        return step_s / self.tokens_per_step * num_sequences / together
+        return step_s / gained * num_sequences / together
 
     def decode_seconds(self, num_steps: float, num_sequences: float, context: int) -> float:
         """Of steps in which so many sequences decode; 0 steps: what they add to a step of a prompt."""
