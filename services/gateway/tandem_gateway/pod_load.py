@@ -36,7 +36,7 @@ class PodLoad:
     max_batch: int = 32
     prefill_cost: StepCost = UNKNOWN_COST
     decode_cost: StepCost = UNKNOWN_COST
-    #: Tokens that a sequence gains in a decode step of 1, 2 to 3, 4 to 7, ... sequences; of more, as the last.
+    #: Tokens that a sequence gains in a decode step of 1, 2-3, 4-7, ... sequences; of more, as the last.
     tokens_per_step: tuple[float, ...] = (1.0,)
     #: A decode pod computes prompts with fewer uncached tokens itself; the second limit is an idle pod's.
     local_prefill_tokens: int = 0
