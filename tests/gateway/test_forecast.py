@@ -229,6 +229,7 @@ class FixedForecaster:
             backlog=Backlog(), in_flight=1, is_fresh=True, load=load, num_beside=lambda num_output: 4.0
         )
         self.ttft, self.alone_ttft, self.token_s = ttft, alone_ttft, token_s
+        self.p90_of_left = 1.0
         self.observed = []
 
     def forecast(self, request: TokenizedRequest, queue_s: float) -> Forecast:
@@ -255,14 +256,17 @@ class FixedForecaster:
             Quantiles(self.ttft + 1, self.ttft + 1),
         )
 
-    def end_p90_s(self, request: TokenizedRequest, route: Route, elapsed_s: float, left_s: float) -> float:
-        return elapsed_s + left_s
+    def left(self, request: TokenizedRequest, route: Route, model_s: float) -> Quantiles:
+        return Quantiles(model_s, self.p90_of_left * model_s)
 
     def started(self, request, forecast, ttft_s) -> None:
         self.observed.append(("ttft", ttft_s))
 
-    def ended(self, request, forecast, e2e_s, num_tokens, others_s) -> None:
-        self.observed.append(("e2e", e2e_s, num_tokens, others_s))
+    def ended(self, request, forecast, e2e_s, num_tokens) -> None:
+        self.observed.append(("e2e", e2e_s, num_tokens))
+
+    def was_left(self, request, forecast, model_s, measured_s) -> None:
+        self.observed.append(("left", model_s, measured_s))
 
 
 def request(slo: SloTarget = SLO, prompt: tuple[int, ...] = (1, 2, 3)) -> TokenizedRequest:
@@ -387,7 +391,7 @@ class TestJudgement:
     async def test_who_may_still_be_in_time_is_kept_so(self):
         """Also one that is late by the 90th percentile, and not by the median."""
         forecaster = FixedForecaster(ttft=0.1, token_s=0.01)
-        forecaster.end_p90_s = lambda asked, route, elapsed_s, left_s: elapsed_s + 100 * left_s
+        forecaster.p90_of_left = 100.0
         admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
         async with admission.slot(request()):
             with pytest.raises(OverloadedError, match="admitted before"):
@@ -403,17 +407,19 @@ class TestJudgement:
             with pytest.raises(OverloadedError, match="admitted before"):
                 admission._judge(request(prompt=(6, 7)))
 
-    async def test_an_end_counts_from_what_later_requests_were_expected_to_add(self):
+    async def test_what_is_left_is_measured_from_when_the_last_request_came(self):
         forecaster = FixedForecaster(ttft=0.1, token_s=0.05)
         admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
         async with admission.slot(request()) as running:
+            assert running.left_then_s == pytest.approx(0.1 + 10 * 0.05)
             running.num_tokens = 6
             async with admission.slot(request(prompt=(4, 5))):
                 pass
-            # A prompt of .1 s, and four of ten tokens that take a fifth longer.
-            assert running.others_s == pytest.approx(0.1 + 4 * 0.01)
-            admission.ended(running, e2e_s=1.0, num_tokens=10, met=True)
-        assert forecaster.observed[-1][3] == running.others_s
+            # Four tokens, each beside one more sequence, and a prompt of .1 s.
+            assert running.left_then_s == pytest.approx(4 * 0.05 + 0.1)
+            e2e_s = running.changed_at + 0.7 - running.request.arrived
+            admission.ended(running, e2e_s=e2e_s, num_tokens=10, met=True)
+        assert forecaster.observed[-1] == ("left", running.left_then_s, pytest.approx(0.7))
 
     async def test_requests_without_objectives_make_way_while_others_are_refused(self):
         forecaster = FixedForecaster(ttft=0.5)
@@ -558,14 +564,14 @@ def test_what_later_requests_add_is_predicted_and_does_not_count_against_admissi
     forecaster = Forecaster(Unchanging(route), OutputLengths())
     for _ in range(60):
         said = forecaster.forecast(request(), 0.0)
-        forecaster.ended(request(), said, 3.0, 10, others_s=2.0)
+        forecaster.ended(request(), said, 3.0, 10)
+        forecaster.was_left(request(), said, 0.5, 0.6)
+        forecaster.was_left(request(), said, 1.0, 1.2)
     said = forecaster.forecast(request(), 0.0)
     assert said.e2e.p50 == pytest.approx(3.0, rel=0.1)
-    assert said.e2e_undisturbed.p90 == pytest.approx(1.0, rel=0.1)
+    assert said.e2e_undisturbed.p90 == pytest.approx(1.2, rel=0.1)
     assert not said.misses(SloTarget("chat", e2e_s=2.0), 0.0)
-    assert forecaster.end_p90_s(request(), route, 2.0, 1.0) == pytest.approx(3.0, rel=0.1), (
-        "two seconds are over"
-    )
+    assert forecaster.left(request(), route, 0.5).p90 == pytest.approx(0.6, rel=0.1)
 
 
 def test_measured_times_count_from_the_forecast():
@@ -576,4 +582,4 @@ def test_measured_times_count_from_the_forecast():
     admission.started(admitted, ttft_s=0.75)
     assert forecaster.observed == [("ttft", 0.5)]
     admission.ended(admitted, e2e_s=1.25, num_tokens=7, met=True)
-    assert forecaster.observed[1:] == [("e2e", 1.0, 7, 0.0)]
+    assert forecaster.observed[1] == ("e2e", 1.0, 7)

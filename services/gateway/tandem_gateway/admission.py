@@ -71,8 +71,10 @@ class Admitted:
     first_at: float | None = None
     #: Of the answer so far.
     num_tokens: int = 0
-    #: By how much later requests on its pods delay its end, as the model of costs has it.
-    others_s: float = 0.0
+    #: When the last request came to its pod, itself or a later one, and how long the model of costs said then
+    #: that it would take to its end.
+    changed_at: float = 0.0
+    left_then_s: float = 0.0
 
     @property
     def queued_s(self) -> float:
@@ -176,9 +178,9 @@ class Admission:
             self._best_effort_limit.ended(met=True)
         if admitted.forecast is not None and admitted.request.sampling.beam_search is None:
             request, judged_s = admitted.request, admitted.judged_at - admitted.request.arrived
-            self._forecaster.ended(
-                request, admitted.forecast, e2e_s - judged_s, num_tokens, admitted.others_s
-            )
+            self._forecaster.ended(request, admitted.forecast, e2e_s - judged_s, num_tokens)
+            left_s = request.arrived + e2e_s - admitted.changed_at
+            self._forecaster.was_left(request, admitted.forecast, admitted.left_then_s, left_s)
 
     def open_requests(self) -> list[Admitted]:
         """Those in flight, and those that wait."""
@@ -239,29 +241,29 @@ class Admission:
         """Whether an earlier request's first token would come too late, or its end."""
         if route.computes_prompt.backlog.slack(request.due) < route.prefill_s:
             return True
-        pod, now = route.decode, time.monotonic()
-        prompts_s, local_s = pod.backlog.present_s, self._local_s(route)
-        for other in self._running_on(pod):
+        now = time.monotonic()
+        for other, before_s, after_s in self._left_on(route):
             limit_s, elapsed_s = other.request.slo.e2e_s, now - other.request.arrived
-            if not limit_s or other.forecast is None:
-                continue
-            num_left = max(other.tokens_left, 1)
-            together = max(pod.num_beside(num_left), 1.0)
             # Those that will be late even if nothing else comes do not count.
-            if elapsed_s + num_left * pod.load.token_seconds(together, route.context) > limit_s:
-                continue
-            more = min(route.num_output / num_left, 1.0)
-            left_s = other.left_s(pod.load.token_seconds(together + more, route.context), prompts_s) + local_s
-            if self._forecaster.end_p90_s(other.request, other.forecast.route, elapsed_s, left_s) > limit_s:
-                return True
+            if other.forecast is not None and limit_s and elapsed_s + before_s <= limit_s:
+                p90 = self._forecaster.left(other.request, other.forecast.route, after_s).p90
+                if elapsed_s + p90 > limit_s:
+                    return True
         return False
 
-    def _delay_others(self, route: Route) -> None:
-        load, before = route.decode.load, max(route.num_beside, 1.0)
-        slower_s = load.token_seconds(before + 1, route.context) - load.token_seconds(before, route.context)
-        local_s = self._local_s(route)
-        for other in self._running_on(route.decode):
-            other.others_s += local_s + min(other.tokens_left, route.num_output) * slower_s
+    def _left_on(self, route: Route) -> Iterator[tuple[Admitted, float, float]]:
+        """Of each request that runs on the route's decode pod: seconds to its end by the model of costs,
+        without this one and with it."""
+        pod, local_s = route.decode, self._local_s(route)
+        prompts_s = pod.backlog.present_s
+        for other in self._running_on(pod):
+            num_left = max(other.tokens_left, 1)
+            together = max(pod.num_beside(num_left), 1.0)
+            more = min(route.num_output / num_left, 1.0)
+            before_s, after_s = (
+                pod.load.token_seconds(count, route.context) for count in (together, together + more)
+            )
+            yield other, num_left * before_s, other.left_s(after_s, prompts_s) + local_s
 
     def _running_on(self, pod: Pod) -> Iterator[Admitted]:
         return (one for one in self._running if one.forecast is not None and one.forecast.route.decode is pod)
@@ -402,9 +404,12 @@ class Admission:
             heapq.heappush(self._waiters, waiter)
 
     def _take(self, admitted: Admitted) -> None:
-        admitted.admitted_at = time.monotonic()
+        admitted.admitted_at = admitted.changed_at = time.monotonic()
         if admitted.forecast is not None:
-            self._delay_others(admitted.forecast.route)
+            route = admitted.forecast.route
+            admitted.left_then_s = route.e2e_s
+            for other, _, left_s in self._left_on(route):
+                other.changed_at, other.left_then_s = admitted.admitted_at, left_s
         self.num_in_flight += admitted.num_places
         self._running.add(admitted)
         self._num_best_effort += admitted.num_places * (not admitted.request.has_objectives)

@@ -242,7 +242,7 @@ class Forecaster:
     def __init__(self, router: Router, lengths: OutputLengths) -> None:
         self._router = router
         self._lengths = lengths
-        self._ttft, self._e2e, self._e2e_undisturbed = Calibration(), Calibration(), Calibration()
+        self._ttft, self._e2e, self._left = Calibration(), Calibration(), Calibration()
 
     def forecast(self, request: TokenizedRequest, queue_s: float) -> Forecast | None:
         """None: there is no decode pod. `queue_s`: what the request will wait before it is sent to one."""
@@ -254,28 +254,27 @@ class Forecaster:
         e2e = self._e2e.quantiles(group, model_s)
         # They are learned apart, and no answer ends before it begins.
         e2e = Quantiles(max(e2e.p50, ttft.p50), max(e2e.p90, ttft.p90))
-        undisturbed = self._e2e_undisturbed.quantiles(group, model_s)
+        undisturbed = self._left.quantiles(group, model_s)
         return Forecast(route=route, queue_s=queue_s, ttft=ttft, e2e=e2e, e2e_undisturbed=undisturbed)
 
-    def end_p90_s(self, request: TokenizedRequest, route: Route, elapsed_s: float, left_s: float) -> float:
-        """Of a request that runs, from its arrival, if the model says that `left_s` are left."""
-        modelled_s = elapsed_s + left_s
-        p90 = self._e2e_undisturbed.quantiles(Group.of(request, route), modelled_s).p90
-        return elapsed_s + left_s * p90 / max(modelled_s, 1e-6)
+    def left(self, request: TokenizedRequest, route: Route, model_s: float) -> Quantiles:
+        """Of the time to the end of a request that runs, if no other one comes. `model_s`: as the model of
+        costs has it."""
+        return self._left.quantiles(Group.of(request, route), model_s)
 
     def started(self, request: TokenizedRequest, forecast: Forecast, ttft_s: float) -> None:
         """Of a request that has its first token, the time until then from when the forecast was made."""
         predicted_s = forecast.queue_s + forecast.route.ttft_s
         self._ttft.observe(Group.of(request, forecast.route), predicted_s, forecast.ttft, ttft_s)
 
-    def ended(
-        self, request: TokenizedRequest, forecast: Forecast, e2e_s: float, num_tokens: int, others_s: float
-    ) -> None:
-        """Of a request that ended, the time until then from when the forecast was made. `others_s`: by how
-        much the model says that requests which came later have delayed it."""
-        group = Group.of(request, forecast.route)
-        self._e2e.observe(group, forecast.model_s, forecast.e2e, e2e_s)
-        modelled_s = forecast.model_s + others_s
-        said = self._e2e_undisturbed.quantiles(group, modelled_s)
-        self._e2e_undisturbed.observe(group, modelled_s, said, e2e_s)
+    def ended(self, request: TokenizedRequest, forecast: Forecast, e2e_s: float, num_tokens: int) -> None:
+        """Of a request that ended, the time until then from when the forecast was made."""
+        self._e2e.observe(Group.of(request, forecast.route), forecast.model_s, forecast.e2e, e2e_s)
         self._lengths.observe(request, num_tokens)
+
+    def was_left(
+        self, request: TokenizedRequest, forecast: Forecast, model_s: float, measured_s: float
+    ) -> None:
+        """Of a request that ended, the time until then from when the last one came to its pod."""
+        group = Group.of(request, forecast.route)
+        self._left.observe(group, model_s, self._left.quantiles(group, model_s), measured_s)
