@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import grpc
 import pytest
 from tandem_proto.v1 import common_pb2, gateway_pb2
+from waiting import until_async
 
 COMPLETIONS = "/v1/completions"
 BEAMS = {"prompt": "a", "use_beam_search": True, "beam_width": 3}
@@ -32,6 +35,14 @@ async def test_the_best_texts_are_the_choices(pods, gateway):
     # What was done for both counts once.
     assert [receipt["transfer_bytes"] for receipt in receipts] == [100, 0]
     assert await front.metric('tandem_requests_total{outcome="ok"}') == 2
+
+
+async def test_a_prompt_leaves_the_backlog_when_it_is_computed(pods, gateway):
+    front = await gateway(await pods(pause_s=30.0))
+    (pod,) = front.process._fleet.pods()
+    searching = asyncio.create_task(front.http.post(COMPLETIONS, json=BEAMS))
+    await until_async(lambda: asyncio.sleep(0, pod.in_flight == 1 and pod.backlog.num_own == 0))
+    searching.cancel()
 
 
 async def test_chats_are_searched_too(pods, gateway):

@@ -155,7 +155,8 @@ class FakePod(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.PrefillSer
         end = time.monotonic() + self.pause_s
         while (left_s := end - time.monotonic()) > 0:
             await pause_async(min(left_s, 0.1))
-            yield decode_pb2.DecodeResponse(progress=decode_pb2.DecodeProgress(draining=self.is_draining))
+            progress = decode_pb2.DecodeProgress(draining=self.is_draining, prompt_computed=True)
+            yield decode_pb2.DecodeResponse(progress=progress)
         if self.fail_with is not None:
             await context.abort(self.fail_with, f"prompt: {self.name} says no")
         beams = []

@@ -129,3 +129,14 @@ async def test_a_pod_continues_no_search(tiny_model: Path) -> None:
             async for _ in fleet.decode.Decode(call):
                 pass
         assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_search_says_when_its_prompt_is_computed(tiny_model: Path) -> None:
+    async with run_fleet(tiny_model) as fleet:
+        for num_prompt in LENGTHS:
+            call = request("r", prompt_of(num_prompt), [], beam_search=common_pb2.BeamSearch(width=2))
+            responses = [response async for response in fleet.decode.Decode(call)]
+            told = [response.progress.prompt_computed for response in responses[:-1]]
+            assert told[-1], "before the beams"
+            assert told == sorted(told), "and again with each heartbeat"
+            assert responses[-1].beams.beams

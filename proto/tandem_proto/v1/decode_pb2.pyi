@@ -150,21 +150,25 @@ class DecodeProgress(_message.Message):
 
     PREFILL_CRASHES_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    PROMPT_COMPUTED_FIELD_NUMBER: _builtins.int
     prefill_crashes: _builtins.int
     """Prefill pods that crashed with this request while this pod waited for its prompt. Sent at once after a crash."""
     draining: _builtins.bool
     """The pod will stop. It computes on, but another pod should continue the answer, and may get its KV from this one
     with Prefill. Repeated until the call ends.
     """
+    prompt_computed: _builtins.bool
+    """Of a beam search, whose first tokens come with its last ones: its prompt is computed. Sent at once, and repeated."""
     def __init__(
         self,
         *,
         prefill_crashes: _builtins.int = ...,
         draining: _builtins.bool = ...,
+        prompt_computed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "prefill_crashes", b"prefill_crashes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "prefill_crashes", b"prefill_crashes", "prompt_computed", b"prompt_computed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -201,13 +201,15 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                 is_silent = self._is_draining or state.search is not None
                 if new is None or (is_silent and time.monotonic() - told_at > _HEARTBEAT_S):
                     told_at = time.monotonic()
-                    yield self._progress()
+                    is_computed = state.search is not None and record.has_tokens
+                    yield self._progress(is_prompt_computed=is_computed)
                 if new is None:
                     continue
                 if state.search is not None:
                     if not record.has_tokens:
                         record.trace_prefill(trace)
                         trace.stage("decode")
+                        yield self._progress(is_prompt_computed=True)
                     record.step(new)
                     hypotheses = new.hypotheses
                     if new.finished:
@@ -311,9 +313,15 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             stop_token_id=stop_token_id,
         )
 
-    def _progress(self, prefill_crashes: int = 0) -> decode_pb2.DecodeResponse:
+    def _progress(
+        self, prefill_crashes: int = 0, *, is_prompt_computed: bool = False
+    ) -> decode_pb2.DecodeResponse:
         return decode_pb2.DecodeResponse(
-            progress=decode_pb2.DecodeProgress(prefill_crashes=prefill_crashes, draining=self._is_draining)
+            progress=decode_pb2.DecodeProgress(
+                prefill_crashes=prefill_crashes,
+                draining=self._is_draining,
+                prompt_computed=is_prompt_computed,
+            )
         )
 
     async def GetDecodeStatus(  # noqa: N802

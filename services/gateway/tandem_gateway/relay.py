@@ -267,6 +267,8 @@ class Relay:
                         yield response.finished
                         return
                     case "progress":
+                        if response.progress.prompt_computed:
+                            backlog.remove(request.request_id)
                         yield response.progress
                     case _:
                         raise UpstreamError(
