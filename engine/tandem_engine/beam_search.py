@@ -181,9 +181,10 @@ def largest(values: LogProbs, count: int) -> npt.NDArray[np.int64]:
     """Indices of the `count` largest of values [n], or of all if there are fewer, the largest first; equal
     ones by index. Raises InvariantError when they hold NaN.
     """
-    indices = np.arange(len(values))
     num_columns = len(values) // _COLUMN
-    if num_columns > count:
+    if num_columns <= count:
+        indices = np.arange(len(values))
+    else:
         # The count-th largest of all is at least the count-th largest of the columns' largest.
         columns = values[: num_columns * _COLUMN].reshape(_COLUMN, num_columns).max(0)
         indices = np.flatnonzero(values >= np.partition(columns, -count)[-count])

@@ -3,7 +3,8 @@
     weights     the mapped weight file; pods on one machine share its pages
     process     Python, torch and the tokenizer, as measured when the engine is assembled
     kv          the KV pool
-    step        the largest step: activations of a prompt chunk, logits of all sampling rows
+    step        the largest step: activations of a prompt chunk, logits of all sampling rows, candidates of a
+                beam search
     transfer    KV frames that open transfers hold, sent or received
 
 All but the weights is private to a pod. The pool's and a step's memory is taken on first use, so a pod that
@@ -16,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from tandem_core.beams import MAX_BEAM_WIDTH
 from tandem_core.errors import CapacityError
 
 from tandem_engine.free_memory import available_bytes
@@ -82,7 +84,13 @@ def step_bytes(
     splits = 4 * threads * -(-config.max_model_len // _SPLIT_KEYS)
     rows = max(_TASK_ROWS, _TASK_VALUES // config.head_dim)
     partials = splits * rows * (config.head_dim + _STATE_FLOATS) * 4
-    return limits.max_tokens * row + logits + partials
+    return limits.max_tokens * row + logits + beam_bytes(config.vocab_size, limits.max_seqs) + partials
+
+
+def beam_bytes(vocab_size: int, max_seqs: int) -> int:
+    """Of the widest beam search's step, beside its logits; searches of a batch come one after the other."""
+    # Float32 log probabilities and totals, and for each total whether it may be among the best.
+    return (4 + 4 + 1) * vocab_size * min(max_seqs, MAX_BEAM_WIDTH)
 
 
 def transfer_bytes(shape: KVShape, max_seqs: int) -> int:

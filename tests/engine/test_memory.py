@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,13 +12,15 @@ import psutil
 import pytest
 import torch
 import toy_models
+from tandem_core.beams import BeamParams
 from tandem_core.errors import CapacityError, ModelLoadError
 from tandem_core.sampling import SamplingParams
 from tandem_engine import model_loader
+from tandem_engine.beam_search import BeamSearch
 from tandem_engine.free_memory import available_bytes
 from tandem_engine.kv_pool import DEFAULT_POOL_BYTES, KVShape
 from tandem_engine.llm import LLM
-from tandem_engine.memory import MemoryNeed, fit_pool
+from tandem_engine.memory import MemoryNeed, beam_bytes, fit_pool
 from transformers import LlamaConfig, LlamaForCausalLM
 
 GB = 10**9
@@ -124,6 +127,22 @@ def test_a_prompt_of_16k_tokens_takes_the_memory_that_was_said(
     taken = psutil.Process().memory_full_info().uss - before
     assert len(done.token_ids) == 8
     assert 0.5 * used_kv < taken < said.kv + said.step + _ON_DEMAND
+
+
+def test_the_candidates_of_a_beam_search_are_counted() -> None:
+    vocab_size, width = 100_000, 16
+    search = BeamSearch(BeamParams(width), end_token_ids=(2,), max_tokens=8)
+    search.advance(torch.log_softmax(torch.randn(1, vocab_size), dim=-1).numpy())
+    log_probs = torch.log_softmax(torch.randn(width, vocab_size), dim=-1).numpy()
+    tracemalloc.start()
+    try:
+        search.advance(log_probs)
+        taken = log_probs.nbytes + tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    said = beam_bytes(vocab_size, max_seqs=32)
+    assert 0.98 * said < taken < 1.02 * said
+    assert beam_bytes(vocab_size, max_seqs=4) == said // 4
 
 
 def test_a_context_beyond_the_models_is_refused(long_context_model: Path) -> None:
