@@ -29,8 +29,8 @@ READING = """\
 those of the class, and in brackets those that the receipt names, which the gateway widens where the
 machine could not meet them without load. Goodput is requests/s in time; "of peak" is its share of the
 configuration's highest with these arrivals. Refusals are as the client sees them. "Wrongly": some of the
-refused requests were sent again at once with objectives so wide that they came after all others; of these
-the share that met the objectives of their class even so. A prediction held when the gateway measured at
+refused requests were sent again at once in a class without objectives, which comes after all others; of
+these those that met the objectives of their own class even so. A prediction held when the gateway measured at
 most what it had predicted at admission; a calibrated p90 holds for 90 %."""
 
 

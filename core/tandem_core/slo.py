@@ -26,11 +26,6 @@ class SloTarget:
             e2e_s=max(self.e2e_s, e2e_s) if self.e2e_s else 0.0,
         )
 
-    def scaled(self, factor: float) -> SloTarget:
-        return replace(
-            self, ttft_s=factor * self.ttft_s, tpot_s=factor * self.tpot_s, e2e_s=factor * self.e2e_s
-        )
-
     def overridden(self, asked: SloTarget) -> SloTarget:
         """With the objectives that `asked` has; 0 there keeps this one's."""
         return replace(

@@ -111,6 +111,16 @@ async def test_a_prompt_shares_its_steps_with_the_sequences_that_decode(make_pod
     assert router.plan(_request(range(600))).join_s == pytest.approx(3 * 2 * 0.01)
 
 
+async def test_sequences_decode_in_the_steps_of_prompts(make_pod):
+    pod = make_pod("a:1", decode_cost=StepCost(per_step=0.02, per_token=0.01), tokens_per_step=(2.0,))
+    alone_s = pod.load.answer_seconds(10, 1, 100, num_prompts=0, prompts_s=0.0)
+    assert alone_s == pytest.approx(10 / 2 * 0.03)
+    beside_s = pod.load.answer_seconds(10, 1, 100, num_prompts=3, prompts_s=0.6)
+    assert beside_s == pytest.approx(0.6 + 3 * 0.01 + (10 - 3 * 2) / 2 * 0.03)
+    many_s = pod.load.answer_seconds(10, 1, 100, num_prompts=10, prompts_s=2.0)
+    assert many_s == pytest.approx((2.0 + 10 * 0.01) / 2), "it ends in the fifth of ten steps"
+
+
 async def test_unhealthy_and_excluded_pods_are_not_chosen(make_pod):
     a, b = make_pod("a:1"), make_pod("b:1")
     router = _router(a, b)

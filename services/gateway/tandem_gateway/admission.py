@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from tandem_core.errors import InvalidRequestError
 from tandem_core.sampling import SamplingParams
@@ -43,13 +44,9 @@ from tandem_gateway.shares import GRACE_S, Bookings, FairShares
 
 _MIN_RETRY_AFTER_S = 0.05
 _MAX_RETRY_AFTER_S = 60.0
-#: While others are refused, a tenant that is ahead must keep its objectives within this part of them.
-_PART_WHEN_AHEAD = 0.5
 #: Requests without objectives take at most this share of the places, so that others find one; and fewer after
 #: each second in which a request with objectives was refused.
 _BEST_EFFORT_SHARE = 0.75
-#: After so many tokens an answer's own pace says when it will end.
-_ENOUGH_TOKENS = 4
 #: Weight of the newest request in the exponentially weighted mean; about the last twenty count.
 _ALPHA = 0.1
 
@@ -87,16 +84,16 @@ class Admitted:
         assert self.forecast is not None
         return max(self.forecast.route.num_output - self.num_tokens, 0)
 
-    def left_s(self, token_s: float, prompts_s: float) -> float:
-        """Until its end at so many seconds per token, and with so much of prompts on its decode pod."""
+    def left_s(self, num_sequences: float, context: int, num_prompts: int, prompts_s: float) -> float:
+        """Until its end beside so many sequences, it included, and so many prompts on its decode pod."""
         assert self.forecast is not None
         ttft_at = self.judged_at + self.forecast.queue_s + self.forecast.route.ttft_s
         ttft_s = 0.0 if self.num_tokens else max(ttft_at - time.monotonic(), 0.0)
-        if self.first_at is not None and self.num_tokens >= _ENOUGH_TOKENS:
-            # Prompts of others slow an answer by more than those that are there now.
-            token_s = max(token_s, (time.monotonic() - self.first_at) / self.num_tokens)
         # Its own prompt is among them, unless another pod computes it meanwhile.
-        return max(ttft_s, prompts_s) + self.tokens_left * token_s
+        later_s = max(prompts_s - ttft_s, 0.0)
+        num_later = num_prompts * later_s / prompts_s if prompts_s else 0.0
+        load = self.forecast.route.decode.load
+        return ttft_s + load.answer_seconds(self.tokens_left, num_sequences, context, num_later, later_s)
 
 
 class Admission:
@@ -219,15 +216,11 @@ class Admission:
         is_returning = self._bookings.redeem(key)
         waited_s = time.monotonic() - request.arrived
         missed = forecast.misses(slo, waited_s, is_likely=is_returning)
-        if not missed and request.has_objectives and self._makes_others_late(request, forecast.route):
-            missed = "others"
-        if (
-            not missed
-            and ahead_s
-            and not is_returning
-            and self._shares.leaves_too_little(request.tenant)
-            and forecast.misses(slo.scaled(_PART_WHEN_AHEAD), waited_s)
-        ):
+        if not missed and request.has_objectives:
+            route = forecast.route
+            if self._makes_others_late(request, route, is_likely=is_returning):
+                missed = "others"
+        if not missed and ahead_s and not is_returning and self._shares.leaves_too_little(request.tenant):
             missed = "share"
         is_idle = backlog.is_empty and not forecast.route.decode.in_flight
         if not missed or (is_idle and not slo.is_strict):
@@ -237,41 +230,45 @@ class Admission:
         self._best_effort_limit.ended(met=False)
         raise self._refusal(request, forecast, missed, waited_s, is_returning=is_returning)
 
-    def _makes_others_late(self, request: TokenizedRequest, route: Route) -> bool:
-        """Whether an earlier request's first token would come too late, or its end."""
+    def _makes_others_late(self, request: TokenizedRequest, route: Route, *, is_likely: bool = False) -> bool:
+        """Whether an earlier request's first token would come too late, or its end; `is_likely`: whether its
+        end would do so in the median."""
         if route.computes_prompt.backlog.slack(request.due) < route.prefill_s:
             return True
         now = time.monotonic()
         for other, before_s, after_s in self._left_on(route):
             limit_s, elapsed_s = other.request.slo.e2e_s, now - other.request.arrived
-            # Those that will be late even if nothing else comes do not count.
-            if other.forecast is not None and limit_s and elapsed_s + before_s <= limit_s:
-                p90 = self._forecaster.left(other.request, other.forecast.route, after_s).p90
-                if elapsed_s + p90 > limit_s:
-                    return True
+            if not limit_s or other.forecast is None:
+                continue
+            left = partial(self._forecaster.left, other.request, other.forecast.route)
+            # Those that are likely to be late even if nothing else comes do not count.
+            after = left(after_s).p50 if is_likely else left(after_s).p90
+            if elapsed_s + left(before_s).p50 <= limit_s < elapsed_s + after:
+                return True
         return False
 
     def _left_on(self, route: Route) -> Iterator[tuple[Admitted, float, float]]:
         """Of each request that runs on the route's decode pod: seconds to its end by the model of costs,
         without this one and with it."""
-        pod, local_s = route.decode, self._local_s(route)
-        prompts_s = pod.backlog.present_s
+        pod, is_local = route.decode, route.computes_prompt is route.decode
+        num_prompts, prompts_s = pod.backlog.num_own, pod.backlog.present_s
         for other in self._running_on(pod):
             num_left = max(other.tokens_left, 1)
             together = max(pod.num_beside(num_left), 1.0)
             more = min(route.num_output / num_left, 1.0)
-            before_s, after_s = (
-                pod.load.token_seconds(count, route.context) for count in (together, together + more)
+            yield (
+                other,
+                other.left_s(together, route.context, num_prompts, prompts_s),
+                other.left_s(
+                    together + more,
+                    route.context,
+                    num_prompts + is_local,
+                    prompts_s + is_local * route.prefill_s,
+                ),
             )
-            yield other, num_left * before_s, other.left_s(after_s, prompts_s) + local_s
 
     def _running_on(self, pod: Pod) -> Iterator[Admitted]:
         return (one for one in self._running if one.forecast is not None and one.forecast.route.decode is pod)
-
-    @staticmethod
-    def _local_s(route: Route) -> float:
-        """For its prompt, by the pod that computes the answers of others."""
-        return route.prefill_s if route.computes_prompt is route.decode else 0.0
 
     def _refusal(
         self,

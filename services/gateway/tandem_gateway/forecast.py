@@ -39,6 +39,9 @@ _LOWEST_LEVEL, _HIGHEST_LEVEL = 0.02, 1.5
 _PRIOR = (0.8, 0.9, 1.0, 1.05, 1.15, 1.3)
 #: The line is drawn as if so many measurements had been as predicted, spread by a factor of e.
 _PRIOR_WEIGHT = 4.0
+#: What is left of an answer is off by some share, but by a step or two however little it is; with so many
+#: more tokens both are about equal. Else long ones were said to take up to twice as long, as short ones may.
+_NUM_STEPS_OFF = 10
 #: Of the line over predicted times: longer ones may not be expected to take less.
 _LEAST_SLOPE, _MOST_SLOPE = 0.0, 1.5
 
@@ -96,7 +99,7 @@ class Forecast:
         scale = self.e2e_undisturbed.p90 / max(self.model_s, 1e-6)
         for fewer in range(1, running):
             token_s = load.token_seconds(running - fewer + 1, route.context)
-            e2e_s = waited_s + scale * (self.queue_s + replace(route, token_s=token_s).e2e_s)
+            e2e_s = waited_s + scale * (self.queue_s + route.e2e_beside_s(running - fewer))
             if not (0 < slo.e2e_s < e2e_s or 0 < slo.tpot_s < token_s):
                 return fewer / running
         return 1.0
@@ -147,7 +150,8 @@ class _Line:
 class _Window:
     """The last measurements, in order of arrival, and the line through them."""
 
-    def __init__(self) -> None:
+    def __init__(self, slopes: tuple[float, float]) -> None:
+        self._slopes = slopes
         #: Monotonic seconds of the measurement; logarithms of the predicted and of the measured time.
         self._recent: deque[tuple[float, float, float]] = deque(maxlen=_WINDOW)
         self._line: _Line | None = None
@@ -180,17 +184,17 @@ class _Window:
         mean = sum([x for _, x, _ in self._recent]) / count
         spread = sum([(x - mean) ** 2 for _, x, _ in self._recent]) + _PRIOR_WEIGHT
         steeper = sum([(x - mean) * (y - x) for _, x, y in self._recent]) / spread
-        slope = min(max(1.0 + steeper, _LEAST_SLOPE), _MOST_SLOPE)
+        slope = min(max(1.0 + steeper, self._slopes[0]), self._slopes[1])
         late = sum([y - x for _, x, y in self._recent]) / (count + _PRIOR_WEIGHT)
         offset = late + (1.0 - slope) * mean
         return _Line(offset, slope, tuple(sorted([y - offset - slope * x for _, x, y in self._recent])))
 
 
 class Calibration:
-    """Measured against predicted durations, by group."""
+    """Measured against predicted durations, by group. `slopes`: of the line, the least and the most."""
 
-    def __init__(self) -> None:
-        self._windows: defaultdict[Group, _Window] = defaultdict(_Window)
+    def __init__(self, slopes: tuple[float, float] = (_LEAST_SLOPE, _MOST_SLOPE)) -> None:
+        self._windows: defaultdict[Group, _Window] = defaultdict(lambda: _Window(slopes))
         #: By group; those of the window from which p50 and p90 are read, and when they were moved.
         self._levels: dict[Group, tuple[float, float, float]] = {}
 
@@ -242,7 +246,9 @@ class Forecaster:
     def __init__(self, router: Router, lengths: OutputLengths) -> None:
         self._router = router
         self._lengths = lengths
-        self._ttft, self._e2e, self._left = Calibration(), Calibration(), Calibration()
+        self._ttft, self._e2e = Calibration(), Calibration()
+        # Those with much left have not ended: a line through the rest would be too flat for them.
+        self._left = Calibration(slopes=(1.0, 1.0))
 
     def forecast(self, request: TokenizedRequest, queue_s: float) -> Forecast | None:
         """None: there is no decode pod. `queue_s`: what the request will wait before it is sent to one."""
@@ -254,13 +260,15 @@ class Forecaster:
         e2e = self._e2e.quantiles(group, model_s)
         # They are learned apart, and no answer ends before it begins.
         e2e = Quantiles(max(e2e.p50, ttft.p50), max(e2e.p90, ttft.p90))
-        undisturbed = self._left.quantiles(group, model_s)
+        undisturbed = self.left(request, route, model_s)
         return Forecast(route=route, queue_s=queue_s, ttft=ttft, e2e=e2e, e2e_undisturbed=undisturbed)
 
     def left(self, request: TokenizedRequest, route: Route, model_s: float) -> Quantiles:
         """Of the time to the end of a request that runs, if no other one comes. `model_s`: as the model of
         costs has it."""
-        return self._left.quantiles(Group.of(request, route), model_s)
+        steps_s = _NUM_STEPS_OFF * route.token_s
+        said = self._left.quantiles(Group.of(request, route), model_s + steps_s)
+        return Quantiles(said.p50 - steps_s, said.p90 - steps_s)
 
     def started(self, request: TokenizedRequest, forecast: Forecast, ttft_s: float) -> None:
         """Of a request that has its first token, the time until then from when the forecast was made."""
@@ -276,5 +284,7 @@ class Forecaster:
         self, request: TokenizedRequest, forecast: Forecast, model_s: float, measured_s: float
     ) -> None:
         """Of a request that ended, the time until then from when the last one came to its pod."""
-        group = Group.of(request, forecast.route)
-        self._left.observe(group, model_s, self._left.quantiles(group, model_s), measured_s)
+        route, group = forecast.route, Group.of(request, forecast.route)
+        steps_s = _NUM_STEPS_OFF * route.token_s
+        said = self._left.quantiles(group, model_s + steps_s)
+        self._left.observe(group, model_s + steps_s, said, measured_s + steps_s)

@@ -74,10 +74,24 @@ class PodLoad:
         """Per output token of each of so many sequences, which have so many cached tokens on average."""
         together = min(num_sequences, self.max_batch)
         step_s = self.decode_seconds(1, together, context)
-        size = max(round(together), 1).bit_length() - 1
-        gained = self.tokens_per_step[min(size, len(self.tokens_per_step) - 1)]
         # Those that do not fit take turns.
-        return step_s / gained * num_sequences / together
+        return step_s / self.gained(num_sequences) * num_sequences / together
+
+    def gained(self, num_sequences: float) -> float:
+        """Tokens of each of so many sequences in a step."""
+        size = max(round(min(num_sequences, self.max_batch)), 1).bit_length() - 1
+        return self.tokens_per_step[min(size, len(self.tokens_per_step) - 1)]
+
+    def answer_seconds(
+        self, num_tokens: float, num_sequences: float, context: int, num_prompts: float, prompts_s: float
+    ) -> float:
+        """Of so many output tokens of each of so many sequences, while the pod computes prompts, which take
+        `prompts_s` alone: the sequences decode in the same steps."""
+        steps_s = prompts_s + self.decode_seconds(0, num_prompts * num_sequences, context)
+        gained = num_prompts * self.gained(num_sequences)
+        if gained >= num_tokens:
+            return steps_s * num_tokens / max(gained, 1.0)
+        return steps_s + (num_tokens - gained) * self.token_seconds(num_sequences, context)
 
     def decode_seconds(self, num_steps: float, num_sequences: float, context: int) -> float:
         """Of steps in which so many sequences decode; 0 steps: what they add to a step of a prompt."""

@@ -47,8 +47,9 @@ class Route:
     #: To compute the prompt, and per output token.
     prefill_s: float
     token_s: float
-    #: Of prompts that the decode pod computes while it computes the answer.
+    #: Of prompts that the decode pod computes while it computes the answer, and how many they are.
     beside_s: float
+    prompts_beside: float
     #: The same while nothing else uses the machine.
     alone_prefill_s: float
     alone_token_s: float
@@ -70,7 +71,13 @@ class Route:
 
     @property
     def e2e_s(self) -> float:
-        return self.ttft_s + self.beside_s + self.num_output * self.token_s
+        return self.e2e_beside_s(self.num_beside)
+
+    def e2e_beside_s(self, num_sequences: float) -> float:
+        """The end beside so many others."""
+        return self.ttft_s + self.decode.load.answer_seconds(
+            self.num_output, num_sequences + 1, self.context, self.prompts_beside, self.beside_s
+        )
 
     @property
     def work_s(self) -> float:
@@ -203,6 +210,8 @@ class Router:
             wait_s, prefill_s = work[computes].wait_s, work[computes].prefill_s
             # The pod computes those before this prompt, or while another pod computes it, in that time.
             others_s = pod.backlog.present_s - wait_s - (prefill_s if computes is not pod else 0.0)
+            others_s = max(others_s, 0.0)
+            part = others_s / pod.backlog.present_s if others_s else 0.0
             route = Route(
                 decode=pod,
                 prefill=tuple(prefill),
@@ -211,7 +220,8 @@ class Router:
                 join_s=work[computes].join_s,
                 prefill_s=prefill_s,
                 token_s=pod.load.token_seconds(num_beside + 1, context),
-                beside_s=max(others_s, 0.0),
+                beside_s=others_s,
+                prompts_beside=part * pod.backlog.num_own,
                 alone_prefill_s=prefill_s * computes.load.prefill_cost.unloaded,
                 alone_token_s=pod.load.token_seconds(1, context) * pod.load.decode_cost.unloaded,
                 num_output=num_output,

@@ -67,8 +67,8 @@ class Bookings:
         self._order: deque[tuple[float, int]] = deque()
         #: When the next slot is free.
         self._free_at = 0.0
-        #: Share of the clients that came back in their slots lately.
-        self.returning = 1.0
+        #: Share of the clients that came back in their slots lately; at first nobody knows.
+        self.returning = 0.5
 
     def book(self, key: int, earliest: float, work_s: float) -> float:
         """Returns the monotonic seconds of the slot, at `earliest` or later."""
