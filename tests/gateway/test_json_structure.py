@@ -89,11 +89,15 @@ COSTLY = {
     "prompts": (COMPLETION, filled('{"prompt":[', "1.5", "]}")),
     "biases": (
         CHAT,
-        json.dumps({"messages": [], "logit_bias": dict.fromkeys(map(str, range(49_000)), "x")}).encode(),
+        json.dumps(
+            {"messages": [], "logit_bias": dict.fromkeys(map(str, range(JsonLimits().max_values - 10)), "x")}
+        ).encode(),
     ),
     "fields": (
         CHAT,
-        json.dumps({"messages": [], **dict.fromkeys(map("x{}".format, range(49_000)), 1)}).encode(),
+        json.dumps(
+            {"messages": [], **dict.fromkeys(map("x{}".format, range(JsonLimits().max_values - 10)), 1)}
+        ).encode(),
     ),
     "input": (parse_responses, filled('{"input":[', '{"role":"user","content":"a"}', "]}")),
     "no input": (parse_responses, filled('{"input":[', "1", "]}")),
