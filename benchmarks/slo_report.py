@@ -183,7 +183,7 @@ def fairness_table(runs: Sequence[Run]) -> str:
         alone = next(run for run in runs if (run.point.workload, run.system) == ("alone", noisy.system))
         quiet = {record.tenant for record in alone.records}
         before, after = (
-            # What has no objective waits for what has, whoever sent it.
+            # Requests without objectives wait for those with objectives, of any tenant.
             summarise(
                 [
                     r
