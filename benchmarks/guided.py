@@ -71,7 +71,6 @@ SPEED_SCHEMAS = (
 )  # fmt: skip
 #: Requests at a time.
 CONCURRENCY = (1, 4)
-ROUNDS = 2
 
 
 def guide_of(schema: Mapping[str, object]) -> Guide:
@@ -252,7 +251,7 @@ def is_fault(name: str, completion: Completion) -> bool:
     return not is_cut and fault(BY_HAND[name], completion.text) != ""
 
 
-def measure_speed(model_dir: Path) -> tuple[list[list[str]], int]:
+def measure_speed(model_dir: Path, num_rounds: int) -> tuple[list[list[str]], int]:
     """Rows of the table, and how many answers are no instances."""
     dialogues = [dialogue.as_text() for dialogue in load_dialogues(None)]
     modes = {"off": drafter_for("off"), "local": drafter_for("local")}
@@ -261,7 +260,7 @@ def measure_speed(model_dir: Path) -> tuple[list[list[str]], int]:
     }
     found: dict[tuple[int, str, bool], list[Speed]] = {}
     cases = [("off", False), ("off", True), ("local", True)]
-    for round_, concurrency in itertools.product(range(ROUNDS + 1), CONCURRENCY):
+    for round_, concurrency in itertools.product(range(num_rounds + 1), CONCURRENCY):
         for name, guided in cases:
             speed = speed_of(llms[name], concurrency, dialogues, guided=guided, round_=round_)
             if round_ > 0:  # the first one fills caches
@@ -282,7 +281,7 @@ def measure_speed(model_dir: Path) -> tuple[list[list[str]], int]:
                     name,
                     f"{statistics.median(s.tokens_per_second for s in speeds):.0f}",
                     f"{statistics.median(s.tokens_per_step for s in speeds):.2f}",
-                    f"{statistics.median(ratios):.2f}",
+                    f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
                 ]
             )
     return rows, sum(speed.faults for speeds in found.values() for speed in speeds)
@@ -343,6 +342,7 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=1 << 30, help="of the exactness part's tokenizer")
     parser.add_argument("--seconds", type=float, default=3600.0, help="begin no further piece after this")
     parser.add_argument("--log", type=Path, required=True, help="of the exactness part")
+    parser.add_argument("--rounds", type=int, default=2, help="of the speed part")
     parser.add_argument("--only-exactness", action="store_true", help="leave the page as it is")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
@@ -368,7 +368,7 @@ def main() -> None:
     if options.only_exactness:
         print(exact_table, exact_notes, sep="\n\n")
         sys.exit(num_differing(outcomes) > 0 or num_invalid > 0)
-    speed_rows, num_faults = measure_speed(model_dir)
+    speed_rows, num_faults = measure_speed(model_dir, options.rounds)
     tables = [
         markdown_table(
             (
@@ -385,8 +385,9 @@ def main() -> None:
         exact_table,
     ]
     notes = (
-        f"{len(SPEED_SCHEMAS)} schemas, {ROUNDS} rounds; {num_faults} finished answers are no instance of "
-        f"their schema. Costs are over all {sum(1 for _ in corpus())} schemas.\n\n{exact_notes}"
+        f"{len(SPEED_SCHEMAS)} schemas, {options.rounds} rounds (medians; least and most in brackets); "
+        f"{num_faults} finished answers are no instance of their schema. Costs are over all "
+        f"{sum(1 for _ in corpus())} schemas.\n\n{exact_notes}"
     )
     write_page(options.out, "Guided decoding", "\n\n".join(tables), notes)
     sys.exit(num_differing(outcomes) > 0 or num_faults + num_invalid > 0)
