@@ -13,7 +13,8 @@ another one each time. These are the parts, all with three classes (MIX) and thr
     trace      arrivals and lengths of a recorded trace at each load
     retry      Poisson at twice the capacity; refused requests are sent again when the gateway says, once
     alone      two tenants at half the capacity together
-    noisy      the same requests at the same times, and a third tenant with twice the capacity
+    fair       the same requests at the same times, and a third tenant with the other half
+    noisy      the same, and the third tenant sends four times as much
 
 In the first three, an eighth of the requests that the first configuration refuses are sent again at once, as
 class batch, which is never refused and comes after all others. One that meets the objectives of its own
@@ -202,21 +203,23 @@ class Benchmark:
         return Case(shape, rate, requests, schedule)
 
     def _neighbours(self) -> Iterator[Case]:
-        """Two tenants alone, and again with a noisy third one."""
-        *quiet, noisy = TENANTS
+        """Two tenants alone, and again with a third one that sends its share, and more."""
+        *quiet, third = TENANTS
         alone = self._open_loop("poisson", NEIGHBOURS_LOAD, quiet)
         alone_s = alone.schedule.departures_s(len(alone.requests))
         yield replace(alone, part="alone", schedule=Replay(tuple(alone_s)))
-        other = self._open_loop("poisson", NOISY_LOAD, (noisy,))
-        # Its own times: the same seed would begin both at the same ones.
-        own = OpenLoop(NOISY_LOAD * self._capacity, self._plan.options.seed + 1)
-        other_s = own.departures_s(len(other.requests))
-        merged = sorted(
-            zip([*alone_s, *other_s], [*alone.requests, *other.requests], strict=True),
-            key=lambda pair: pair[0],
-        )
-        requests = [replace(request, index=index) for index, (_, request) in enumerate(merged)]
-        yield Case("noisy", alone.rate + other.rate, requests, Replay(tuple(time_s for time_s, _ in merged)))
+        for part, load in (("fair", 1 - NEIGHBOURS_LOAD), ("noisy", NOISY_LOAD)):
+            other = self._open_loop("poisson", load, (third,))
+            # Its own times: the same seed would begin both at the same ones.
+            own = OpenLoop(load * self._capacity, self._plan.options.seed + 1)
+            other_s = own.departures_s(len(other.requests))
+            merged = sorted(
+                zip([*alone_s, *other_s], [*alone.requests, *other.requests], strict=True),
+                key=lambda pair: pair[0],
+            )
+            requests = [replace(request, index=index) for index, (_, request) in enumerate(merged)]
+            schedule = Replay(tuple(time_s for time_s, _ in merged))
+            yield Case(part, alone.rate + other.rate, requests, schedule)
 
     def _trace(self, count: int) -> tuple[list[TraceEntry], float]:
         """So many entries, the trace repeated if it is shorter, with prompts of the options' mean length; and

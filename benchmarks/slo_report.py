@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -180,10 +181,13 @@ def calibration_table(runs: Sequence[Run], capacity: float | None) -> str:
 def fairness_table(runs: Sequence[Run]) -> str:
     rows = []
     for noisy in [run for run in runs if run.point.workload == "noisy"]:
-        alone = next(run for run in runs if (run.point.workload, run.system) == ("alone", noisy.system))
-        quiet = {record.tenant for record in alone.records}
-        before, after = (
-            # Requests without objectives wait for those with objectives, of any tenant.
+        beside = [
+            next(run for run in runs if (run.point.workload, run.system) == (part, noisy.system))
+            for part in ("alone", "fair")
+        ]
+        quiet = {record.tenant for record in beside[0].records}
+        # Requests without objectives wait for those with objectives, of any tenant.
+        of_others = [
             summarise(
                 [
                     r
@@ -191,25 +195,25 @@ def fairness_table(runs: Sequence[Run]) -> str:
                     if r.tenant in quiet and (r.slo.ttft_s or r.slo.tpot_s or r.slo.e2e_s)
                 ]
             )
-            for run in (alone, noisy)
-        )
+            for run in (*beside, noisy)
+        ]
         fair = fairness(noisy.records)
-        p99s = [summary.ttft_s.p99 if summary.ttft_s else None for summary in (before, after)]
-        ratio = p99s[1] / p99s[0] if p99s[0] and p99s[1] else None
+        p99s = [summary.ttft_s.p99 if summary.ttft_s else math.nan for summary in of_others]
         rows.append(
             [
                 noisy.system,
-                _seconds(before.ttft_s),
-                _seconds(after.ttft_s),
-                "-" if ratio is None else f"{ratio:.2f}",
-                f"{before.attainment:.3f} / {after.attainment:.3f}",
+                *(_seconds(summary.ttft_s) for summary in of_others),
+                f"{p99s[2] / p99s[1]:.2f}",
+                " / ".join(f"{summary.attainment:.3f}" for summary in of_others),
                 "-" if fair is None else f"{fair.jain_of_fair_share:.3f}",
                 "-" if fair is None else f"{fair.jain_of_goodput:.3f}",
             ]
         )
     head = (
-        "configuration", "others' TTFT s p50 / p99 alone, of classes with objectives", "beside the noisy one",
-        "p99 ratio", "these in time, alone / beside", "Jain, of the fair share", "Jain, of goodput",
+        "configuration", "others' TTFT s p50 / p99, of classes with objectives: alone",
+        "the third tenant sends its share", "and four times as much", "p99 ratio of the last two",
+        "these in time", "Jain, of the fair share",
+        "Jain, of goodput",
     )  # fmt: skip
     return markdown_table(head, rows) if rows else ""
 

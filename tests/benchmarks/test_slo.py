@@ -83,7 +83,7 @@ def test_configurations_take_turns_and_begin_anew_in_each_part(measured: Measure
     assert fleets.order == ["ours", "refusing", "refusing", "ours", "ours", "refusing", "refusing", "ours"]
     assert [run.point.rate for run in of(runs, "poisson")] == [20.0, 80.0]
     assert [run.summary.num_sent for run in of(runs, "poisson")] == [10, 40]
-    assert len(runs) == 2 * (2 + 2 + 1 + 2)
+    assert len(runs) == 2 * (2 + 2 + 1 + 3)
 
 
 def test_all_configurations_get_the_same_requests_of_three_classes_and_tenants(measured: Measured) -> None:
@@ -101,13 +101,14 @@ def test_all_configurations_get_the_same_requests_of_three_classes_and_tenants(m
 
 def test_the_neighbours_send_the_same_at_the_same_times_beside_the_noisy_one(measured: Measured) -> None:
     _, runs, _ = measured
-    (alone,), (noisy,) = of(runs, "alone"), of(runs, "noisy")
-    quiet = [record for record in noisy.records if record.tenant != TENANTS[-1]]
+    (alone,), (fair,), (noisy,) = (of(runs, part) for part in ("alone", "fair", "noisy"))
     assert {record.tenant for record in alone.records} == set(TENANTS[:-1])
-    assert [(r.dialogue_id, r.tenant, r.slo) for r in quiet] == [
-        (r.dialogue_id, r.tenant, r.slo) for r in alone.records
-    ]
-    assert len(noisy.records) - len(quiet) == 40
+    for run, num_others in ((fair, 10), (noisy, 40)):
+        quiet = [record for record in run.records if record.tenant != TENANTS[-1]]
+        assert [(r.dialogue_id, r.tenant, r.slo) for r in quiet] == [
+            (r.dialogue_id, r.tenant, r.slo) for r in alone.records
+        ]
+        assert len(run.records) - len(quiet) == num_others
 
 
 def test_the_page_is_made_from_the_records_alone(

@@ -197,6 +197,7 @@ class Admission:
         self._is_blind = forecast is not None and not forecast.route.is_known
         if forecast is None or self._is_blind:
             return Admitted(request)
+        self._shares.ask(request.tenant, request.limits.weight, forecast.route.work_s)
         is_widened = False
         slo = request.slo
         if not slo.is_strict and self._slack:
@@ -210,6 +211,7 @@ class Admission:
                 request = replace(request, slo=slo)
                 forecast = self._forecast(request) or forecast
         elif not slo.is_strict and forecast.misses_alone(slo):
+            self._shares.charge(request.tenant, forecast.route.work_s)
             return Admitted(replace(request, due_s=DEFAULT_DUE_S), forecast=forecast)
         backlog, key = forecast.route.computes_prompt.backlog, _content(request)
         backlog.redeem(key)
@@ -220,13 +222,12 @@ class Admission:
             route = forecast.route
             if self._makes_others_late(request, route, is_likely=is_returning):
                 missed = "others"
-        if not missed and ahead_s and not is_returning and self._shares.leaves_too_little(request.tenant):
+        if not missed and ahead_s and not is_returning and self._shares.is_contended():
             missed = "share"
         is_idle = backlog.is_empty and not forecast.route.decode.in_flight
         if not missed or (is_idle and not slo.is_strict):
-            self._shares.charge(request.tenant, request.limits.weight, forecast.route.work_s)
+            self._shares.charge(request.tenant, forecast.route.work_s)
             return Admitted(request, is_widened, forecast)
-        self._shares.refused(request.tenant)
         self._best_effort_limit.ended(met=False)
         raise self._refusal(request, forecast, missed, waited_s, is_returning=is_returning)
 
@@ -291,7 +292,8 @@ class Admission:
         }[missed]
         now = time.monotonic()
         over_s = min(max(over, _MIN_RETRY_AFTER_S), _MAX_RETRY_AFTER_S)
-        returns = self._bookings.book(_content(request), now + over_s, route.work_s)
+        work_s = route.work_s / self._shares.share(request.tenant)
+        returns = self._bookings.book(_content(request), request.tenant, now + over_s, work_s)
         retry_s = min(returns - now, _MAX_RETRY_AFTER_S)
         due = returns + (slo.ttft_s or slo.e2e_s or DEFAULT_DUE_S)
         # Room for as many as come back: most clients may not.
@@ -305,7 +307,7 @@ class Admission:
             "tpot": f"{forecast.token_s * 1000:.0f} ms per token are predicted, over the "
             f"{slo.tpot_s * 1000:g} ms of its objective",
             "others": "it would make a request that was admitted before miss its objective",
-            "share": f"tenant {request.tenant} has used more than its share, and others want theirs",
+            "share": f"tenant {request.tenant} has used its share, and together all ask for too much",
         }[missed]
         again = " again" if is_returning else ""
         return OverloadedError(f"refused{again}: {what}; try again later", retry_s, RefusalReason(missed))

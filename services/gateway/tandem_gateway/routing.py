@@ -40,6 +40,8 @@ class Route:
     #: In the order in which the decode pod asks them.
     prefill: tuple[Pod, ...]
     computes_prompt: Pod
+    #: Decode pods among which it was chosen.
+    num_decode: int
     #: For prompts with earlier deadlines.
     wait_s: float
     #: Until the pod's step has ended, and for the sequences that decode in the steps of the prompts.
@@ -81,8 +83,12 @@ class Route:
 
     @property
     def work_s(self) -> float:
-        """Seconds of the pods that the request takes: of a batch's steps, its part."""
-        return self.prefill_s + self.num_output * self.token_s / (self.num_beside + 1)
+        """Seconds of the whole fleet that the request takes, of the role of which it takes more; of a batch's
+        steps, its part."""
+        decode_s = self.num_output * self.token_s / (self.num_beside + 1)
+        if self.computes_prompt is self.decode:
+            return (self.prefill_s + decode_s) / self.num_decode
+        return max(self.prefill_s / len(self.prefill), decode_s / self.num_decode)
 
     @property
     def alone_e2e_s(self) -> float:
@@ -216,6 +222,7 @@ class Router:
                 decode=pod,
                 prefill=tuple(prefill),
                 computes_prompt=computes,
+                num_decode=len(candidates),
                 wait_s=wait_s,
                 join_s=work[computes].join_s,
                 prefill_s=prefill_s,
