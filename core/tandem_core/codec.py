@@ -21,6 +21,7 @@ from tandem_core.slo import SloTarget
 from tandem_core.step_cost import StepCost
 
 _NS_PER_S = 1_000_000_000
+_SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
 
 
 class TokenBytes(Protocol):
@@ -35,8 +36,7 @@ def given_sampling(message: common_pb2.SamplingParams) -> dict[str, Any]:
 
 
 def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
-    names = [field.name for field in dataclasses.fields(params)]
-    return common_pb2.SamplingParams(**{name: _to_wire(getattr(params, name)) for name in names})
+    return common_pb2.SamplingParams(**{name: _to_wire(getattr(params, name)) for name in _SAMPLING_FIELDS})
 
 
 def _from_wire(value: Any) -> Any:
@@ -54,6 +54,8 @@ def _from_wire(value: Any) -> Any:
 
 
 def _to_wire(value: Any) -> Any:
+    if value is None or isinstance(value, int | float):
+        return value  # first, since the checks below are slow for these
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, Guide):

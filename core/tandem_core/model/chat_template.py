@@ -95,8 +95,12 @@ class ChatTemplate:
             "tools": [tool.definition for tool in tools] or None,
             "add_generation_prompt": options.turn == "new",
         }
+        is_marked = any(self._control.search(text) for text in _strings(variables))
+        if not is_marked and options.turn != "continued":
+            text = self._render(variables)
+            return [Segment(text, is_quoted=False)] if text else []
         opening, closing, end = _unused_characters(variables)
-        if any(self._control.search(text) for text in _strings(variables)):
+        if is_marked:
             mark = functools.partial(self._control.sub, rf"{opening}\g<0>{closing}")
             variables = {name: _mapped(value, mark) for name, value in variables.items()}
         if options.turn == "continued":
@@ -227,6 +231,8 @@ def _strings(value: Any) -> Iterator[str]:
     """Every text in a JSON value, keys included."""
     if isinstance(value, str):
         yield value
+    elif value is None or isinstance(value, int | float):
+        return  # first, since the checks below are slow for these
     elif isinstance(value, Mapping):
         for key, item in value.items():
             yield key

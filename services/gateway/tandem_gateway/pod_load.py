@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -119,10 +119,13 @@ class Backlog:
         self._reported = self._own_then = _Sums([])
         #: Of refused requests that were told when to come back: deadline, seconds, until when it counts.
         self._promised: dict[int, tuple[float, float, float]] = {}
+        #: When the first of them ends, or earlier.
+        self._promise_ends = math.inf
 
     def promise(self, key: int, due: float, seconds: float, until: float) -> None:
         """Keeps room for a request that was refused and will come back."""
         self._promised[key] = (due, seconds, until)
+        self._promise_ends = min(self._promise_ends, until)
 
     def redeem(self, key: int) -> bool:
         """The request has come back; whether room was kept for it."""
@@ -162,7 +165,7 @@ class Backlog:
             left_s = self._own[self._current][1] - self._done()
             # Of a longer prompt it is not known how far its step is.
             step_left_s = left_s if left_s < step_s else step_s / 2
-        return step_left_s + self._present(due) + _before(self._live_promises(), due)
+        return step_left_s + self._present(due) + self._promised_before(due)
 
     def num_before(self, due: float) -> int:
         """Own prompts with earlier deadlines."""
@@ -193,17 +196,23 @@ class Backlog:
         worked = time.monotonic() - self._reported_at
         return self._reported.before(due) - self._own_then.before(due) - worked
 
-    def _live_promises(self) -> list[tuple[float, float]]:
+    def _live_promises(self) -> Collection[tuple[float, float, float]]:
+        """As `_promised`. Under overload there are hundreds, and each request asks several times."""
         now = time.monotonic()
-        self._promised = {key: one for key, one in self._promised.items() if one[2] > now}
-        return [one[:2] for one in self._promised.values()]
+        if self._promise_ends <= now:
+            self._promised = {key: one for key, one in self._promised.items() if one[2] > now}
+            self._promise_ends = min([end for _, _, end in self._promised.values()], default=math.inf)
+        return self._promised.values()
+
+    def _promised_before(self, due: float) -> float:
+        return sum([seconds for theirs, seconds, _ in self._live_promises() if theirs < due])
 
     def slack(self, due: float) -> float:
         """The most work with this deadline that makes no later prompt late; those that will be late anyway do
         not count."""
         now, done, least = time.monotonic(), self._done(), math.inf
         work = [(*one, self._limits[request_id], True) for request_id, one in self._own.items()]
-        work += [(*one, one[0], False) for one in self._live_promises()]
+        work += [(theirs, seconds, theirs, False) for theirs, seconds, _ in self._live_promises()]
         own = promised = 0.0  # what comes before it, and itself
         for theirs, seconds, limit, is_own in sorted(work):
             own, promised = own + is_own * seconds, promised + (not is_own) * seconds

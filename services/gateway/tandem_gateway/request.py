@@ -138,9 +138,11 @@ def choices_of(prompts: Sequence[TokenizedRequest], num_choices: int) -> tuple[T
     a caller would send alone with the seed + i, but that a prompt's log probabilities come with its
     first; those of a beam search are run once for each prompt."""
     return tuple(
-        replace(
+        prompt
+        if not number
+        else replace(
             prompt,
-            request_id=f"{prompt.request_id}-{number}" if number else prompt.request_id,
+            request_id=f"{prompt.request_id}-{number}",
             choice=number,
             rank=i,
             sampling=replace(
