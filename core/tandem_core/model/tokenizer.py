@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tandem_core.errors import InvalidRequestError, ModelLoadError
 from tandem_core.model.chat_template import ChatTemplate, Segment, ToolUse
 from tandem_core.model.conversation import DEFAULT_OPTIONS, ChatOptions, Message
 from tandem_core.model.manifest import ModelManifest
+from tandem_core.model.piece_cache import PieceCache
 
 _SPIECE_SPACE = "\u2581"
 # Batches of one text need no threads of the library's own, which would warn at each fork.
@@ -83,8 +85,16 @@ class Tokenizer:
         """Whether decoding leaves it out by default."""
         return token_id in self._added and bool(self._added[token_id].special)
 
-    def encode_chat(self, messages: Sequence[Message], options: ChatOptions = DEFAULT_OPTIONS) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[Message],
+        options: ChatOptions = DEFAULT_OPTIONS,
+        *,
+        cache: PieceCache | None = None,
+        tenant: str = "",
+    ) -> list[int]:
         """Token ids of a conversation, ready for the assistant's turn unless the options say otherwise.
+        `cache` may have those of the tenant's earlier ones.
 
         Control tokens that the caller wrote are encoded as plain text. Raises InvalidRequestError when
         the model has no chat template, its template refuses the messages, or makes too long a text of them.
@@ -105,14 +115,38 @@ class Tokenizer:
             )
         ids: list[int] = []
         for index, segment in enumerate(segments):
-            ids += self._encode_segment(segment, is_first=index == 0)
+            if index == 0 and cache is not None and self._cuts is not None and not segment.is_quoted:
+                for piece in filter(None, self._cuts.split(segment.text)):
+                    ids += cache.ids(tenant, piece, self._encode_plain)
+            else:
+                ids += self._encode_segment(segment, is_first=index == 0)
         return ids
+
+    @functools.cached_property
+    def _cuts(self) -> re.Pattern[str] | None:
+        """At these tokens a text can be cut: its pieces have the ids that they have in the text. None: it
+        cannot.
+
+        The tokenizer cuts there itself, before it normalizes, and goes on with each piece alone. It looks for
+        the leftmost token, of several the longest. Its kinds of added tokens that take part of the text
+        beside them are not known here, nor those of its splitters that ask where in the text a piece is.
+        """
+        parsed = json.loads(self._tokenizer.to_str())
+        tokens = [token for token in parsed["added_tokens"] if not token["normalized"]]
+        is_exact = _types(parsed["pre_tokenizer"]) <= {"Sequence", "Split", "ByteLevel", "Digits"}
+        if not tokens or not is_exact or any(t["lstrip"] or t["rstrip"] or t["single_word"] for t in tokens):
+            return None
+        longest_first = sorted((token["content"] for token in tokens), key=len, reverse=True)
+        return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+
+    def _encode_plain(self, text: str) -> list[int]:
+        return self.encode(text, add_special_tokens=False)
 
     def _encode_segment(self, segment: Segment, *, is_first: bool) -> list[int]:
         def encode(text: str) -> list[int]:
             if segment.is_quoted:
                 return self._encode_quoted(text)
-            return self.encode(text, add_special_tokens=False)
+            return self._encode_plain(text)
 
         if is_first:
             return encode(segment.text)
@@ -127,7 +161,7 @@ class Tokenizer:
 
     def prepare_to_encode(self) -> None:
         """Computes what encoding needs, .2 to 2 s by vocabulary; else the first texts do."""
-        _ = self._plain_tokenizer, self.max_text_bytes, self.tool_use
+        _ = self._plain_tokenizer, self.max_text_bytes, self.tool_use, self._cuts
 
     @functools.cached_property
     def _plain_tokenizer(self) -> RustTokenizer:
@@ -173,6 +207,13 @@ def _encode(tokenizer: RustTokenizer, text: str, *, add_special_tokens: bool) ->
     (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
     ids: list[int] = encoding.ids
     return ids
+
+
+def _types(part: Any) -> set[str]:
+    """Of a part of a parsed tokenizer.json, and of all in it."""
+    inside = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
+    own = {part["type"]} if isinstance(part, dict) and isinstance(part.get("type"), str) else set()
+    return own.union(*map(_types, inside))
 
 
 def _has_byte_level_decoder(parsed: dict[str, Any]) -> bool:

@@ -16,6 +16,17 @@ from structlog.typing import EventDict, Processor, WrappedLogger
 from tandem_service.settings import CommonSettings
 
 
+class _Line(str):
+    """What structlog has rendered already. A formatter that renders makes two copies of each record."""
+
+
+class _Formatter(structlog.stdlib.ProcessorFormatter):
+    """Renders what comes from libraries."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return record.msg if isinstance(record.msg, _Line) else super().format(record)
+
+
 def configure(settings: CommonSettings, role: str) -> None:
     """Sends structlog and `logging` to stderr in `settings.log_format`, from `settings.log_level` up."""
 
@@ -41,19 +52,19 @@ def configure(settings: CommonSettings, role: str) -> None:
     )
     if as_json:
         shared.append(structlog.processors.format_exc_info)
+
+    def render_line(logger: WrappedLogger, method: str, event: EventDict) -> str:
+        return _Line(render(logger, method, event))
+
     structlog.configure(
-        processors=[
-            structlog.stdlib.filter_by_level,
-            *shared,
-            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
-        ],
+        processors=[structlog.stdlib.filter_by_level, *shared, render_line],
         logger_factory=structlog.stdlib.LoggerFactory(),
         wrapper_class=structlog.stdlib.BoundLogger,
         cache_logger_on_first_use=True,
     )
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
-        structlog.stdlib.ProcessorFormatter(
+        _Formatter(
             foreign_pre_chain=shared,
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, render],
         )

@@ -24,6 +24,7 @@ from tandem_core.errors import InvalidRequestError, quoted
 from tandem_core.guide import Guide
 from tandem_core.model.conversation import DEFAULT_OPTIONS, ChatOptions, Message
 from tandem_core.model.guides import check_guide
+from tandem_core.model.piece_cache import PieceCache
 from tandem_core.model.tokenizer import Tokenizer
 from tandem_core.sampling import MAX_BAD_WORDS, MAX_STOP_CHARS, check_token_ids
 from tandem_core.speculation import SpeculationMode
@@ -108,6 +109,7 @@ class Gateway:
         self._tracing = tracing
         self._metrics = metrics
         self._ended = ended
+        self._pieces = PieceCache()
         self._tokenizing = ThreadPoolExecutor(_TOKENIZING_THREADS, "tokenize")
         #: By tenant, of texts that are tokenized or wait for that.
         self._num_tokenizing: Counter[str] = Counter()
@@ -171,7 +173,12 @@ class Gateway:
         options = dataclasses.replace(options, tools=choice.tools)
         received = self._forms.with_sampling(received, choice)
         token_ids = await self._encode(
-            received.caller, texts, "messages", lambda: self.tokenizer.encode_chat(messages, options)
+            received.caller,
+            texts,
+            "messages",
+            lambda: self.tokenizer.encode_chat(
+                messages, options, cache=self._pieces, tenant=received.caller.tenant
+            ),
         )
         content: Guide | None = received.sampling.get("guide")
         guide = content

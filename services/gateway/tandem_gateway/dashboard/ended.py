@@ -45,12 +45,14 @@ class EndedRequests:
 
     def add(self, request: TokenizedRequest, outcome: Outcome, receipt: common_pb2.Receipt | None) -> None:
         """`receipt` is None for a request without a complete answer."""
-        receipt = receipt or common_pb2.Receipt()
-        self.drafted.update(receipt.drafted_by_source)
-        self.accepted.update(receipt.accepted_by_source)
-        self.num_tokens += receipt.output_tokens
-        self.num_steps += receipt.decode_steps
-        self.num_prefill_retries += receipt.prefill_retries
+        if receipt is None:
+            receipt = common_pb2.Receipt()
+        else:
+            self.drafted.update(receipt.drafted_by_source)
+            self.accepted.update(receipt.accepted_by_source)
+            self.num_tokens += receipt.output_tokens
+            self.num_steps += receipt.decode_steps
+            self.num_prefill_retries += receipt.prefill_retries
         self._pending.append(_Ended(request, outcome, receipt, time.monotonic() - request.arrived))
 
     def take(self) -> tuple[list[EndedRow], TtftRow | None]:

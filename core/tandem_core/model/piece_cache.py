@@ -1,0 +1,38 @@
+"""Token ids of the pieces of chats: a system prompt, or the turns so far, come again with each request."""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+#: Characters of all pieces; a piece counts as this many more.
+_MAX_CHARS, _PIECE_OVERHEAD = 1_000_000, 256
+
+
+class PieceCache:
+    """An LRU over the pieces of all tenants, for all threads. Each tenant finds its own pieces only, so the
+    time that tokenizing takes tells nobody what others have sent."""
+
+    def __init__(self, max_chars: int = _MAX_CHARS) -> None:
+        self._max_chars = max_chars
+        self._ids: OrderedDict[tuple[str, str], array[int]] = OrderedDict()
+        self._num_chars = 0
+        self._lock = threading.Lock()
+
+    def ids(self, tenant: str, piece: str, encode: Callable[[str], Sequence[int]]) -> Sequence[int]:
+        key = (tenant, piece)
+        with self._lock:
+            if key in self._ids:
+                self._ids.move_to_end(key)
+                return self._ids[key]
+        ids = array("I", encode(piece))
+        with self._lock:
+            if key not in self._ids:  # another thread may have been faster
+                self._ids[key] = ids
+                self._num_chars += len(piece) + _PIECE_OVERHEAD
+            while self._num_chars > self._max_chars:
+                (_, oldest), _ = self._ids.popitem(last=False)
+                self._num_chars -= len(oldest) + _PIECE_OVERHEAD
+        return ids
