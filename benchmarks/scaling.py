@@ -38,6 +38,7 @@ from tandem_cli.plan.simulate import FleetPlan, Outcome, Simulation
 from tandem_cli.plan.workload import PlannedRequest, of_trace
 from tandem_cli.scaler import law
 from tandem_core.slo import SloTarget
+from tandem_core.step_cost import tokens_gained
 
 #: Between two decisions.
 TICK_S = 15.0
@@ -224,7 +225,7 @@ class Tandem:
             law.DecodeLoad(
                 law.Pods(simulation.decode.wanted, simulation.decode.num_ready, self._start_s),
                 cost=costs.decode,
-                tokens_per_step=self._plan.tokens_per_step,
+                tokens_per_step=tokens_gained(self._plan.tokens_per_step, self._plan.max_batch),
                 max_batch=self._plan.max_batch,
                 kv_tokens=costs.kv_tokens,
                 kv_use=simulation.kv_use,

@@ -125,6 +125,11 @@ def step_cost_from_proto(message: common_pb2.StepCost) -> StepCost:
     return StepCost(message.per_step, message.per_token, message.per_pair, message.unloaded or 1.0)
 
 
+def tokens_per_step_from_proto(message: common_pb2.PodStatus) -> tuple[float, ...]:
+    """By batch, see tokens_gained. A pod of an earlier version reports the mean alone."""
+    return tuple(message.tokens_per_step_by_batch) or (message.tokens_per_step or 1.0,)
+
+
 def finish_reason_to_proto(reason: FinishReason) -> common_pb2.FinishReason.ValueType:
     return common_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -31,6 +32,13 @@ class StepCost:
         num_tokens = max(stop - start, 0)
         num_chunks = -(-num_tokens // max(chunk_size, 1))
         return self.seconds(num_chunks, num_tokens, num_tokens * (start + stop) / 2)
+
+
+def tokens_gained(by_batch: Sequence[float], num_sequences: float) -> float:
+    """Of each of so many sequences in a decode step. `by_batch`: in steps of 1, 2-3, 4-7, ... sequences; of
+    more, as the last."""
+    size = max(round(num_sequences), 1).bit_length() - 1
+    return by_batch[min(size, len(by_batch) - 1)]
 
 
 UNKNOWN_COST = StepCost()

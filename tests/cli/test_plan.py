@@ -62,7 +62,7 @@ def test_a_request_alone_takes_its_prompt_and_its_steps() -> None:
     assert cached.ttft_s == pytest.approx(0.2)
     (together,) = simulate(fleet(0, 1, chunk_size=100), [request()])
     assert (together.ttft_s, together.e2e_s) == pytest.approx((outcome.ttft_s, outcome.e2e_s))
-    (drafted,) = simulate(fleet(1, 1, tokens_per_step=3.0), [request()])
+    (drafted,) = simulate(fleet(1, 1, tokens_per_step=(3.0,)), [request()])
     assert drafted.tpot_s == pytest.approx(outcome.tpot_s / 3, rel=0.01)
     (single,) = simulate(fleet(1, 1), [request(output=1)])
     assert single.e2e_s == single.ttft_s
@@ -152,7 +152,7 @@ def test_a_running_systems_settings_are_its_pods() -> None:
         num_decode=1,
         chunk_size=256,
         max_batch=12,
-        tokens_per_step=2.5,
+        tokens_per_step=(2.5,),
         local_prefill_tokens=100,
         idle_prefill_tokens=200,
         enough_prompt_tokens=128,

@@ -253,9 +253,7 @@ class FixedForecaster:
         return Forecast(
             route,
             queue_s,
-            Quantiles(self.ttft, self.ttft),
-            Quantiles(self.ttft + 1, self.ttft + 1),
-            Quantiles(self.ttft + 1, self.ttft + 1),
+            *(Quantiles(at_s, at_s) for at_s in (queue_s + self.ttft + later for later in (0, 1, 1))),
         )
 
     def left(self, request: TokenizedRequest, route: Route, model_s: float) -> Quantiles:
@@ -457,15 +455,14 @@ class TestJudgement:
         clock = Clock()
         monkeypatch.setattr(shares, "time", clock)
         bookings = Bookings()
-        assert bookings.book(7, "a", 1005.0, 2.0) == 1005.0
-        assert bookings.book(7, "a", 1003.0, 2.0) == 1006.0, "a second client with the same request"
-        assert bookings.book(8, "a", 1020.0, 2.0) == 1020.0
-        assert bookings.book(9, "b", 1003.0, 2.0) == 1003.0, "another tenant's"
+        assert bookings.book(7, 1005.0, 2.0) == 1005.0
+        assert bookings.book(7, 1003.0, 2.0) == 1006.0, "a second client with the same request"
+        assert bookings.book(8, 1020.0, 2.0) == 1020.0
         assert not bookings.redeem(7), "five seconds too early"
         clock.now = 1004.5
         assert bookings.redeem(7)
         assert not bookings.redeem(7)
-        assert not bookings.redeem(10)
+        assert not bookings.redeem(9)
         clock.now = 1006.5
         assert bookings.redeem(7)
         clock.now = 1021.5
@@ -476,16 +473,16 @@ class TestJudgement:
         monkeypatch.setattr(shares, "time", clock)
         bookings = Bookings()
         for number in range(50):
-            bookings.book(number, "a", clock.now, 1.0)
+            bookings.book(number, clock.now, 1.0)
         clock.now += 100
-        first = bookings.book(100, "a", clock.now, 1.0)
-        assert bookings.book(101, "a", clock.now, 1.0) - first < 0.01
+        first = bookings.book(100, clock.now, 1.0)
+        assert bookings.book(101, clock.now, 1.0) - first < 0.01
         for number in range(100, 140):
             clock.now += 0.01
-            bookings.book(number, "a", clock.now, 0.0)
+            bookings.book(number, clock.now, 0.0)
             assert bookings.redeem(number)
-        first = bookings.book(200, "a", clock.now, 1.0)
-        assert bookings.book(201, "a", clock.now, 1.0) - first > 0.9
+        first = bookings.book(200, clock.now, 1.0)
+        assert bookings.book(201, clock.now, 1.0) - first > 0.9
 
     def test_without_reports_nobody_is_refused(self):
         admitted = judge(FixedForecaster(ttft=100.0, is_known=False))
@@ -507,54 +504,67 @@ class TestShares:
         for _ in range(100):
             ask_and_get(shares, "noisy", 5.0)
         assert shares.ahead_s("noisy") == 0
+        assert shares.room_for_others("noisy", 5.0, {}) == 0
 
     def test_who_used_more_than_its_share_is_ahead_by_that(self, now):
         shares = FairShares()
-        ask_and_get(shares, "quiet", 8.0)
+        ask_and_get(shares, "quiet", 0.1)
         for _ in range(10):
             ask_and_get(shares, "noisy", 1.0)
-        assert shares.ahead_s("quiet") == pytest.approx(7.0), "it was alone then"
-        assert shares.ahead_s("noisy") == pytest.approx(19.0), "ten seconds at half of the fleet, less one"
-        now.now += 11
-        assert shares.ahead_s("noisy") == 0, "nobody else wants anything any more"
-
-    def test_what_the_others_do_not_ask_for_is_the_share_of_a_noisy_one(self, now):
-        shares = FairShares()
-        for _ in range(200):
-            now.now += 0.5
-            ask_and_get(shares, "quiet", 0.1)
-            shares.ask("noisy", 1.0, 1.0)
-        assert shares.share("noisy") == pytest.approx(1 - 1.25 * 0.2, abs=0.02)
-        assert shares.share("quiet") == pytest.approx(0.5)
-        assert shares.is_contended()
         assert shares.ahead_s("quiet") == 0
+        assert shares.ahead_s("noisy") == pytest.approx(19.0), "ten seconds at half of the fleet, less one"
         now.now += 9
-        assert not shares.is_contended()
+        assert shares.ahead_s("noisy") == pytest.approx(10.0)
+        now.now += 2
+        assert shares.ahead_s("noisy") == 0, "the other one wants nothing any more"
 
     def test_weights_are_shares(self, now):
         shares = FairShares()
-        for _ in range(20):
-            shares.ask("small", 1.0, 10.0)
-            shares.ask("large", 3.0, 10.0)
-        assert (shares.share("small"), shares.share("large")) == pytest.approx((0.25, 0.75))
+        for _ in range(10):
+            ask_and_get(shares, "small", 1.0)
+            ask_and_get(shares, "large", 3.0, weight=3.0)
+        assert shares.ahead_s("small") == pytest.approx(shares.ahead_s("large"), rel=0.15)
 
-    def test_who_is_ahead_comes_behind_others_and_leaves_them_room(self):
-        forecaster = FixedForecaster(ttft=0.7, token_s=0.01)
+    def test_room_is_kept_for_those_that_ask_for_much_less(self, now):
+        shares = FairShares()
+        for _ in range(400):
+            now.now += 0.1
+            shares.ask("noisy", 1.0)
+            if int(now.now * 10) % 20 == 0:
+                shares.ask("quiet", 1.0)
+        # Half a request per second, of which each stays for eight: four, and two as the standard deviation.
+        assert shares.room_for_others("noisy", 8.0, {"quiet": 0}) == pytest.approx(6, abs=1)
+        assert shares.room_for_others("noisy", 8.0, {"quiet": 4}) == pytest.approx(2, abs=1)
+        assert shares.room_for_others("noisy", 8.0, {"quiet": 9}) == 0
+        assert shares.room_for_others("quiet", 8.0, {}) == 0
+        for _ in range(60):
+            shares.ask("large", 20.0)
+        assert shares.room_for_others("large", 8.0, {}) == 0
+        assert shares.room_for_others("noisy", 8.0, {}) > 40, "by weight the large one asks for less"
+
+    async def test_who_asks_for_much_comes_behind_others_and_leaves_them_room(self):
+        forecaster = FixedForecaster(ttft=0.1, token_s=0.2)
         admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
-        admission._judge(replace(request(), tenant="quiet"))
-        ask_and_get(admission._shares, "default", 5.0)
-        admitted = admission._judge(request())
-        ahead_s = admission._shares.ahead_s("default")
-        assert 1.0 < ahead_s < admitted.request.due - admitted.request.arrived + 2
-        admission._shares.ask("default", 1.0, 20.0)
-        with pytest.raises(OverloadedError, match="used its share") as info:
-            admission._judge(request())
-        assert info.value.reason is RefusalReason.SHARE
-        admission._judge(replace(request(), tenant="quiet"))
+        slo = SloTarget("chat", ttft_s=1.0, e2e_s=2.0)
+        quiet = replace(request(slo), tenant="quiet")
+        async with admission.slot(quiet) as running:
+            running.num_tokens = 4
+            admitted = admission._judge(request(slo))
+            for _ in range(10):
+                admission._shares.ask("quiet", 1.0)
+            for _ in range(30):
+                admission._shares.ask("default", 1.0)
+            admission._shares.charge("default", 5.0)
+            with pytest.raises(OverloadedError, match="leave others too little room") as info:
+                admission._judge(request(slo))
+            assert info.value.reason is RefusalReason.SHARE
+            admission._judge(quiet)
+        late = admission._judge(request(slo)).request
+        assert late.due - late.arrived > admitted.request.due - admitted.request.arrived + 5
 
 
-def ask_and_get(shares: FairShares, tenant: str, seconds: float) -> None:
-    shares.ask(tenant, 1.0, seconds)
+def ask_and_get(shares: FairShares, tenant: str, seconds: float, weight: float = 1.0) -> None:
+    shares.ask(tenant, weight)
     shares.charge(tenant, seconds)
 
 

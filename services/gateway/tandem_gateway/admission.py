@@ -197,7 +197,7 @@ class Admission:
         self._is_blind = forecast is not None and not forecast.route.is_known
         if forecast is None or self._is_blind:
             return Admitted(request)
-        self._shares.ask(request.tenant, request.limits.weight, forecast.route.work_s)
+        self._shares.ask(request.tenant, request.limits.weight)
         is_widened = False
         slo = request.slo
         if not slo.is_strict and self._slack:
@@ -219,11 +219,9 @@ class Admission:
         waited_s = time.monotonic() - request.arrived
         missed = forecast.misses(slo, waited_s, is_likely=is_returning)
         if not missed and request.has_objectives:
-            route = forecast.route
-            if self._makes_others_late(request, route, is_likely=is_returning):
-                missed = "others"
-        if not missed and ahead_s and not is_returning and self._shares.is_contended():
-            missed = "share"
+            room = self._room_for_others(request, forecast.route)
+            if self._makes_others_late(request, forecast.route, room, is_likely=is_returning):
+                missed = "share" if room else "others"
         is_idle = backlog.is_empty and not forecast.route.decode.in_flight
         if not missed or (is_idle and not slo.is_strict):
             self._shares.charge(request.tenant, forecast.route.work_s)
@@ -231,13 +229,19 @@ class Admission:
         self._best_effort_limit.ended(met=False)
         raise self._refusal(request, forecast, missed, waited_s, is_returning=is_returning)
 
-    def _makes_others_late(self, request: TokenizedRequest, route: Route, *, is_likely: bool = False) -> bool:
-        """Whether an earlier request's first token would come too late, or its end; `is_likely`: whether its
-        end would do so in the median."""
+    def _room_for_others(self, request: TokenizedRequest, route: Route) -> float:
+        """Requests that other tenants may send to the route's decode pod meanwhile."""
+        return self._shares.room_for_others(request.tenant, route.e2e_s, self._of_tenant) / route.num_decode
+
+    def _makes_others_late(
+        self, request: TokenizedRequest, route: Route, room: float, *, is_likely: bool = False
+    ) -> bool:
+        """Whether an earlier request's first token would come too late, or its end. `room`: such requests
+        that may come as well; `is_likely`: whether its end would be too late in the median."""
         if route.computes_prompt.backlog.slack(request.due) < route.prefill_s:
             return True
         now = time.monotonic()
-        for other, before_s, after_s in self._left_on(route):
+        for other, before_s, after_s in self._left_on(route, 1 + room):
             limit_s, elapsed_s = other.request.slo.e2e_s, now - other.request.arrived
             if not limit_s or other.forecast is None:
                 continue
@@ -248,23 +252,24 @@ class Admission:
                 return True
         return False
 
-    def _left_on(self, route: Route) -> Iterator[tuple[Admitted, float, float]]:
+    def _left_on(self, route: Route, num_coming: float = 1) -> Iterator[tuple[Admitted, float, float]]:
         """Of each request that runs on the route's decode pod: seconds to its end by the model of costs,
-        without this one and with it."""
+        without so many requests like this one and with them."""
         pod, is_local = route.decode, route.computes_prompt is route.decode
         num_prompts, prompts_s = pod.backlog.num_own, pod.backlog.present_s
+        num_later = num_coming * is_local
         for other in self._running_on(pod):
             num_left = max(other.tokens_left, 1)
             together = max(pod.num_beside(num_left), 1.0)
-            more = min(route.num_output / num_left, 1.0)
+            more = num_coming * min(route.num_output / num_left, 1.0)
             yield (
                 other,
                 other.left_s(together, route.context, num_prompts, prompts_s),
                 other.left_s(
                     together + more,
                     route.context,
-                    num_prompts + is_local,
-                    prompts_s + is_local * route.prefill_s,
+                    num_prompts + num_later,
+                    prompts_s + num_later * route.prefill_s,
                 ),
             )
 
@@ -288,12 +293,11 @@ class Admission:
             "e2e": forecast.share_to_end(slo, waited_s) * self.service_s,
             "tpot": forecast.share_to_end(slo, waited_s) * self.service_s,
             "others": route.computes_prompt.backlog.seconds(math.inf),
-            "share": self._shares.ahead_s(request.tenant),
+            "share": max(self._shares.ahead_s(request.tenant), self.service_s),
         }[missed]
         now = time.monotonic()
         over_s = min(max(over, _MIN_RETRY_AFTER_S), _MAX_RETRY_AFTER_S)
-        work_s = route.work_s / self._shares.share(request.tenant)
-        returns = self._bookings.book(_content(request), request.tenant, now + over_s, work_s)
+        returns = self._bookings.book(_content(request), now + over_s, route.work_s)
         retry_s = min(returns - now, _MAX_RETRY_AFTER_S)
         due = returns + (slo.ttft_s or slo.e2e_s or DEFAULT_DUE_S)
         # Room for as many as come back: most clients may not.
@@ -307,7 +311,7 @@ class Admission:
             "tpot": f"{forecast.token_s * 1000:.0f} ms per token are predicted, over the "
             f"{slo.tpot_s * 1000:g} ms of its objective",
             "others": "it would make a request that was admitted before miss its objective",
-            "share": f"tenant {request.tenant} has used its share, and together all ask for too much",
+            "share": f"tenant {request.tenant} asks for much, and would leave others too little room",
         }[missed]
         again = " again" if is_returning else ""
         return OverloadedError(f"refused{again}: {what}; try again later", retry_s, RefusalReason(missed))
@@ -428,7 +432,10 @@ class Admission:
         if request.has_objectives or not self._running or request.due < time.monotonic():
             return True
         forecast = self._forecast(request)
-        return forecast is None or not self._makes_others_late(request, forecast.route)
+        if forecast is None:
+            return True
+        room = self._room_for_others(request, forecast.route)
+        return not self._makes_others_late(request, forecast.route, room)
 
     @property
     def _limit(self) -> float:

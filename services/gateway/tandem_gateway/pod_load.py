@@ -13,8 +13,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from tandem_core.codec import step_cost_from_proto
-from tandem_core.step_cost import UNKNOWN_COST, StepCost
+from tandem_core.codec import step_cost_from_proto, tokens_per_step_from_proto
+from tandem_core.step_cost import UNKNOWN_COST, StepCost, tokens_gained
 from tandem_proto.v1 import common_pb2
 
 #: Costs of a pod that has not computed anything yet.
@@ -36,7 +36,7 @@ class PodLoad:
     max_batch: int = 32
     prefill_cost: StepCost = UNKNOWN_COST
     decode_cost: StepCost = UNKNOWN_COST
-    #: Tokens that a sequence gains in a decode step of 1, 2-3, 4-7, ... sequences; of more, as the last.
+    #: Tokens that a sequence gains in a decode step, see tokens_gained.
     tokens_per_step: tuple[float, ...] = (1.0,)
     #: A decode pod computes prompts with fewer uncached tokens itself; the second limit is an idle pod's.
     local_prefill_tokens: int = 0
@@ -54,8 +54,7 @@ class PodLoad:
             max_batch=report.max_batch or cls.max_batch,
             prefill_cost=step_cost_from_proto(report.prefill_cost),
             decode_cost=step_cost_from_proto(report.decode_cost),
-            # A pod of an earlier version reports the mean alone.
-            tokens_per_step=tuple(report.tokens_per_step_by_batch) or (report.tokens_per_step or 1.0,),
+            tokens_per_step=tokens_per_step_from_proto(report),
             local_prefill_tokens=report.local_prefill_tokens,
             idle_prefill_tokens=report.idle_prefill_tokens,
         )
@@ -79,8 +78,7 @@ class PodLoad:
 
     def gained(self, num_sequences: float) -> float:
         """Tokens of each of so many sequences in a step."""
-        size = max(round(min(num_sequences, self.max_batch)), 1).bit_length() - 1
-        return self.tokens_per_step[min(size, len(self.tokens_per_step) - 1)]
+        return tokens_gained(self.tokens_per_step, min(num_sequences, self.max_batch))
 
     def answer_seconds(
         self, num_tokens: float, num_sequences: float, context: int, num_prompts: float, prompts_s: float

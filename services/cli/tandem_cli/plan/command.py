@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 from tandem_core.slo import SloTarget
+from tandem_core.step_cost import tokens_gained
 
 from tandem_cli.options import fail
 from tandem_cli.plan import costs as pod_costs
@@ -78,7 +79,7 @@ def plan(
         fail("--ttft, --tpot and --e2e are all 0; set one of them")
     workload = _workload(trace, rate, requests, prompt_tokens, output_tokens, cached_tokens, spread, seed)
     settings = {
-        "tokens_per_step": tokens_per_step,
+        "tokens_per_step": None if tokens_per_step is None else (tokens_per_step,),
         "chunk_size": chunk_size,
         "max_batch": max_batch,
         "local_prefill_tokens": local_prefill_tokens,
@@ -205,7 +206,7 @@ def _misses_alone(fleet: FleetPlan, workload: list[PlannedRequest], slo: SloTarg
     request = sorted(workload, key=lambda one: one.prompt_tokens + one.output_tokens)[len(workload) // 2]
     ttft_s = costs.prefill.prompt_seconds(request.cached_tokens, request.prompt_tokens, 1 << 30)
     step_s = costs.decode.seconds(1, 1, request.prompt_tokens + request.output_tokens / 2)
-    tpot_s = step_s / fleet.tokens_per_step
+    tpot_s = step_s / tokens_gained(fleet.tokens_per_step, 1)
     return slo.miss(ttft_s, tpot_s, ttft_s + tpot_s * (request.output_tokens - 1))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tandem_core.codec import step_cost_from_proto
+from tandem_core.codec import step_cost_from_proto, tokens_per_step_from_proto
 from tandem_proto.v1 import common_pb2
 
 from tandem_cli.plan.costs import PodCosts
@@ -35,7 +35,7 @@ def measured_fleet(pods: Sequence[common_pb2.PodStatus], per_hour: float = 0.0) 
         num_decode=1,
         chunk_size=prefill.chunk_size,
         max_batch=decode.max_batch,
-        tokens_per_step=max(decode.tokens_per_step, 1.0),
+        tokens_per_step=tokens_per_step_from_proto(decode),
         local_prefill_tokens=decode.local_prefill_tokens,
         idle_prefill_tokens=decode.idle_prefill_tokens,
         enough_prompt_tokens=decode.enough_prompt_tokens,

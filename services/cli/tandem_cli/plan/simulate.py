@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from tandem_core.slo import SloTarget
-from tandem_core.step_cost import StepCost
+from tandem_core.step_cost import StepCost, tokens_gained
 
 from tandem_cli.plan.costs import PodCosts
 from tandem_cli.plan.workload import PlannedRequest
@@ -46,7 +46,8 @@ class FleetPlan:
     max_batch: int = 128
     #: Between pods.
     link_bytes_per_s: float = 12.5e9
-    tokens_per_step: float = 1.0
+    #: That a sequence gains in a decode step, see tokens_gained.
+    tokens_per_step: tuple[float, ...] = (1.0,)
     #: A decode pod computes a prompt itself if fewer of its tokens are uncached; the second limit counts
     #: while it is idle.
     local_prefill_tokens: int = 0
@@ -164,12 +165,14 @@ class _Decoder:
         self.is_stepping = True
         decoding = [s for s in self.running if not s.uncomputed]
         costs, seconds = self.plan.costs, 0.0
-        if decoding:
-            seconds = costs.decode.seconds(1, len(decoding), sum(s.context for s in decoding))
         self.chunks = self._next_chunks()
+        if decoding:
+            # A step with prompts in it reads the weights once.
+            num_steps = 0 if self.chunks else 1
+            seconds = costs.decode.seconds(num_steps, len(decoding), sum(s.context for s in decoding))
         self.num_steps = 1
         if self.span_s and not self.chunks:
-            gained, count = self.plan.tokens_per_step, len(decoding)
+            gained, count = self._gained(decoding), len(decoding)
             first_end = min(s.left for s in decoding) / gained
             self.num_steps = max(min(int(self.span_s / seconds), math.ceil(first_end)), 1)
             # A later step attends to what the earlier ones have added.
@@ -180,6 +183,9 @@ class _Decoder:
             pairs = sum(chunk * (2 * s.computed + chunk) / 2 for s, chunk in self.chunks)
             seconds += costs.local_prefill.seconds(1, tokens, pairs)
         return seconds
+
+    def _gained(self, decoding: Sequence[_Sequence]) -> float:
+        return tokens_gained(self.plan.tokens_per_step, len(decoding))
 
     def _next_chunks(self) -> list[tuple[_Sequence, int]]:
         """Of the oldest prompts, until the step has enough."""
@@ -192,11 +198,11 @@ class _Decoder:
         return chunks
 
     def end_step(self, now: float) -> None:
-        gained = self.plan.tokens_per_step * self.num_steps
-        for sequence in self.running:
-            if not sequence.uncomputed:
-                sequence.left -= gained
-                sequence.context += gained
+        decoding = [sequence for sequence in self.running if not sequence.uncomputed]
+        gained = self._gained(decoding) * self.num_steps
+        for sequence in decoding:
+            sequence.left -= gained
+            sequence.context += gained
         for sequence, chunk in self.chunks:
             sequence.uncomputed -= chunk
             sequence.computed += chunk
