@@ -84,7 +84,7 @@ class Admitted:
         assert self.forecast is not None
         return max(self.forecast.route.num_output - self.num_tokens, 0)
 
-    def left_s(self, num_sequences: float, context: int, num_prompts: int, prompts_s: float) -> float:
+    def left_s(self, num_sequences: float, context: int, num_prompts: float, prompts_s: float) -> float:
         """Until its end beside so many sequences, it included, and so many prompts on its decode pod."""
         assert self.forecast is not None
         ttft_at = self.judged_at + self.forecast.queue_s + self.forecast.route.ttft_s
