@@ -12,6 +12,7 @@ from tandem_cli.bench.stats import (
     by_class,
     by_tenant,
     calibration,
+    fair_shares,
     fairness,
     jain,
     percentile,
@@ -176,6 +177,20 @@ def test_refusals_count_sendings_and_what_came_of_those_sent_again() -> None:
 def test_jain_is_one_for_equals_and_a_share_for_one_who_has_all() -> None:
     assert jain([3.0, 3.0, 3.0]) == pytest.approx(1.0)
     assert jain([1.0, 0.0, 0.0, 0.0]) == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(
+    ("total", "asked", "shares"),
+    [
+        (9.0, {"a": 10, "b": 10, "c": 10}, {"a": 3, "b": 3, "c": 3}),
+        (10.0, {"a": 100, "b": 2, "c": 4}, {"a": 4, "b": 2, "c": 4}),
+        (50.0, {"a": 10, "b": 5}, {"a": 10, "b": 5}),
+    ],
+)
+def test_a_fair_share_gives_to_others_what_a_tenant_did_not_ask_for(
+    total: float, asked: dict[str, float], shares: dict[str, float]
+) -> None:
+    assert fair_shares(total, asked) == pytest.approx(shares)
 
 
 def test_a_noisy_tenant_that_gets_the_rest_is_fair_and_one_that_takes_from_others_is_not() -> None:

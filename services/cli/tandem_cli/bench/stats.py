@@ -12,8 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tandem_core.fair_shares import fair_shares
-
 from tandem_cli.bench.options import Point
 from tandem_cli.bench.record import RequestRecord
 
@@ -236,6 +234,16 @@ def fairness(records: Sequence[RequestRecord]) -> Fairness | None:
 def jain(values: Sequence[float]) -> float:
     """Jain's index of values >= 0, not all 0."""
     return float(sum(values) ** 2 / (len(values) * sum(value * value for value in values)))
+
+
+def fair_shares(total: float, asked: Mapping[str, float]) -> dict[str, float]:
+    """Max-min fair division of a total > 0, of which nobody gets more than asked for (> 0)."""
+    shares: dict[str, float] = {}
+    left = min(total, sum(asked.values()))
+    for num_done, name in enumerate(sorted(asked, key=lambda name: asked[name])):
+        shares[name] = min(asked[name], left / (len(asked) - num_done))
+        left -= shares[name]
+    return shares
 
 
 def calibration(records: Sequence[RequestRecord]) -> Calibration | None:
