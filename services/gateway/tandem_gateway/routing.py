@@ -83,9 +83,11 @@ class Route:
 
     @property
     def work_s(self) -> float:
-        """Seconds of the whole fleet that the request takes, of the role of which it takes more; of a batch's
-        steps, its part."""
-        decode_s = self.num_output * self.token_s / (self.num_beside + 1)
+        """Seconds of the whole fleet that the request takes beside many others, of the role of which it takes
+        more."""
+        load = self.decode.load
+        num_steps = self.num_output / load.gained(load.max_batch)
+        decode_s = load.decode_seconds(0, num_steps, self.context)
         if self.computes_prompt is self.decode:
             return (self.prefill_s + decode_s) / self.num_decode
         return max(self.prefill_s / len(self.prefill), decode_s / self.num_decode)
