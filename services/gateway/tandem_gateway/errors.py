@@ -58,7 +58,7 @@ class RefusalReason(enum.Enum):
     TPOT = "tpot"
     E2E = "e2e"
     OTHERS = "others"
-    #: The tenant has used more than its share.
+    #: The tenant asks for much, and it would leave others too little room.
     SHARE = "share"
     #: It did, in the queue.
     WAITED = "waited"
