@@ -516,7 +516,7 @@ class TestShares:
         now.now += 9
         assert shares.ahead_s("noisy") == pytest.approx(10.0)
         now.now += 2
-        assert shares.ahead_s("noisy") == 0, "the other one wants nothing any more"
+        assert shares.ahead_s("noisy") == 0, "the other one has not asked for ten seconds"
 
     def test_weights_are_shares(self, now):
         shares = FairShares()
@@ -559,6 +559,11 @@ class TestShares:
                 admission._judge(request(slo))
             assert info.value.reason is RefusalReason.SHARE
             admission._judge(quiet)
+            running.num_tokens = 0
+            with pytest.raises(OverloadedError) as info:
+                admission._judge(request(slo))
+            assert info.value.reason is RefusalReason.OTHERS, "without others' requests it would be late too"
+            running.num_tokens = 4
         late = admission._judge(request(slo)).request
         assert late.due - late.arrived > admitted.request.due - admitted.request.arrived + 5
 

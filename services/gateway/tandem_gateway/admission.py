@@ -220,8 +220,10 @@ class Admission:
         missed = forecast.misses(slo, waited_s, is_likely=is_returning)
         if not missed and request.has_objectives:
             room = self._room_for_others(request, forecast.route)
-            if self._makes_others_late(request, forecast.route, room, is_likely=is_returning):
-                missed = "share" if room else "others"
+            if self._makes_others_late(request, forecast.route, 0, is_likely=is_returning):
+                missed = "others"
+            elif room and self._makes_others_late(request, forecast.route, room, is_likely=is_returning):
+                missed = "share"
         is_idle = backlog.is_empty and not forecast.route.decode.in_flight
         if not missed or (is_idle and not slo.is_strict):
             self._shares.charge(request.tenant, forecast.route.work_s)
