@@ -12,7 +12,7 @@ import pytest
 from tandem_core.sampling import SamplingParams
 from tandem_core.slo import NO_OBJECTIVES, SloTarget
 from tandem_core.step_cost import UNKNOWN_COST, StepCost
-from tandem_gateway import forecast, pod_load, shares
+from tandem_gateway import forecast, pod_load
 from tandem_gateway.admission import Admission
 from tandem_gateway.errors import OverloadedError, RefusalReason
 from tandem_gateway.forecast import Calibration, Forecast, Forecaster, Group, Quantiles
@@ -20,7 +20,6 @@ from tandem_gateway.pod_load import Backlog, PodLoad
 from tandem_gateway.request import TokenizedRequest
 from tandem_gateway.routing import OutputLengths, Route
 from tandem_gateway.settings import Policy
-from tandem_gateway.shares import Bookings, FairShares
 from waiting import run_ready_tasks
 
 
@@ -451,39 +450,6 @@ class TestJudgement:
         gaps = [b - a for a, b in itertools.pairwise(retries)]
         assert gaps == pytest.approx([work_s / 2, work_s / 2], abs=0.02), "half come back, as far as is known"
 
-    def test_who_comes_back_in_time_is_admitted_if_that_is_likely_to_do(self, monkeypatch):
-        clock = Clock()
-        monkeypatch.setattr(shares, "time", clock)
-        bookings = Bookings()
-        assert bookings.book(7, 1005.0, 2.0) == 1005.0
-        assert bookings.book(7, 1003.0, 2.0) == 1006.0, "a second client with the same request"
-        assert bookings.book(8, 1020.0, 2.0) == 1020.0
-        assert not bookings.redeem(7), "five seconds too early"
-        clock.now = 1004.5
-        assert bookings.redeem(7)
-        assert not bookings.redeem(7)
-        assert not bookings.redeem(9)
-        clock.now = 1006.5
-        assert bookings.redeem(7)
-        clock.now = 1021.5
-        assert not bookings.redeem(8), "too late"
-
-    def test_slots_of_clients_that_do_not_come_back_are_given_to_others(self, monkeypatch):
-        clock = Clock()
-        monkeypatch.setattr(shares, "time", clock)
-        bookings = Bookings()
-        for number in range(50):
-            bookings.book(number, clock.now, 1.0)
-        clock.now += 100
-        first = bookings.book(100, clock.now, 1.0)
-        assert bookings.book(101, clock.now, 1.0) - first < 0.01
-        for number in range(100, 140):
-            clock.now += 0.01
-            bookings.book(number, clock.now, 0.0)
-            assert bookings.redeem(number)
-        first = bookings.book(200, clock.now, 1.0)
-        assert bookings.book(201, clock.now, 1.0) - first > 0.9
-
     def test_without_reports_nobody_is_refused(self):
         admitted = judge(FixedForecaster(ttft=100.0, is_known=False))
         assert admitted.forecast is None
@@ -492,85 +458,30 @@ class TestJudgement:
         judge(FixedForecaster(ttft=100.0), asked=replace(request(), is_repeated=True))
 
 
-class TestShares:
-    @pytest.fixture
-    def now(self, monkeypatch: pytest.MonkeyPatch) -> Clock:
-        clock = Clock()
-        monkeypatch.setattr(shares, "time", clock)
-        return clock
-
-    def test_a_tenant_alone_is_never_ahead(self, now):
-        shares = FairShares()
-        for _ in range(100):
-            ask_and_get(shares, "noisy", 5.0)
-        assert shares.ahead_s("noisy") == 0
-        assert shares.room_for_others("noisy", 5.0, {}) == 0
-
-    def test_who_used_more_than_its_share_is_ahead_by_that(self, now):
-        shares = FairShares()
-        ask_and_get(shares, "quiet", 0.1)
+async def test_who_asks_for_much_comes_behind_others_and_leaves_them_room():
+    forecaster = FixedForecaster(ttft=0.1, token_s=0.2)
+    admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
+    slo = SloTarget("chat", ttft_s=1.0, e2e_s=2.0)
+    quiet = replace(request(slo), tenant="quiet")
+    async with admission.slot(quiet) as running:
+        running.num_tokens = 4
+        admitted = admission._judge(request(slo))
         for _ in range(10):
-            ask_and_get(shares, "noisy", 1.0)
-        assert shares.ahead_s("quiet") == 0
-        assert shares.ahead_s("noisy") == pytest.approx(19.0), "ten seconds at half of the fleet, less one"
-        now.now += 9
-        assert shares.ahead_s("noisy") == pytest.approx(10.0)
-        now.now += 2
-        assert shares.ahead_s("noisy") == 0, "the other one has not asked for ten seconds"
-
-    def test_weights_are_shares(self, now):
-        shares = FairShares()
-        for _ in range(10):
-            ask_and_get(shares, "small", 1.0)
-            ask_and_get(shares, "large", 3.0, weight=3.0)
-        assert shares.ahead_s("small") == pytest.approx(shares.ahead_s("large"), rel=0.15)
-
-    def test_room_is_kept_for_those_that_ask_for_much_less(self, now):
-        shares = FairShares()
-        for _ in range(400):
-            now.now += 0.1
-            shares.ask("noisy", 1.0)
-            if int(now.now * 10) % 20 == 0:
-                shares.ask("quiet", 1.0)
-        # Half a request per second, of which each stays for eight: four, and two as the standard deviation.
-        assert shares.room_for_others("noisy", 8.0, {"quiet": 0}) == pytest.approx(6, abs=1)
-        assert shares.room_for_others("noisy", 8.0, {"quiet": 4}) == pytest.approx(2, abs=1)
-        assert shares.room_for_others("noisy", 8.0, {"quiet": 9}) == 0
-        assert shares.room_for_others("quiet", 8.0, {}) == 0
-        for _ in range(60):
-            shares.ask("large", 20.0)
-        assert shares.room_for_others("large", 8.0, {}) == 0
-        assert shares.room_for_others("noisy", 8.0, {}) > 40, "by weight the large one asks for less"
-
-    async def test_who_asks_for_much_comes_behind_others_and_leaves_them_room(self):
-        forecaster = FixedForecaster(ttft=0.1, token_s=0.2)
-        admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
-        slo = SloTarget("chat", ttft_s=1.0, e2e_s=2.0)
-        quiet = replace(request(slo), tenant="quiet")
-        async with admission.slot(quiet) as running:
-            running.num_tokens = 4
-            admitted = admission._judge(request(slo))
-            for _ in range(10):
-                admission._shares.ask("quiet", 1.0)
-            for _ in range(30):
-                admission._shares.ask("default", 1.0)
-            admission._shares.charge("default", 5.0)
-            with pytest.raises(OverloadedError, match="leave others too little room") as info:
-                admission._judge(request(slo))
-            assert info.value.reason is RefusalReason.SHARE
-            admission._judge(quiet)
-            running.num_tokens = 0
-            with pytest.raises(OverloadedError) as info:
-                admission._judge(request(slo))
-            assert info.value.reason is RefusalReason.OTHERS, "without others' requests it would be late too"
-            running.num_tokens = 4
-        late = admission._judge(request(slo)).request
-        assert late.due - late.arrived > admitted.request.due - admitted.request.arrived + 5
-
-
-def ask_and_get(shares: FairShares, tenant: str, seconds: float, weight: float = 1.0) -> None:
-    shares.ask(tenant, weight)
-    shares.charge(tenant, seconds)
+            admission._shares.ask("quiet", 1.0)
+        for _ in range(30):
+            admission._shares.ask("default", 1.0)
+        admission._shares.charge("default", 5.0)
+        with pytest.raises(OverloadedError, match="leave others too little room") as info:
+            admission._judge(request(slo))
+        assert info.value.reason is RefusalReason.SHARE
+        admission._judge(quiet)
+        running.num_tokens = 0
+        with pytest.raises(OverloadedError) as info:
+            admission._judge(request(slo))
+        assert info.value.reason is RefusalReason.OTHERS, "without others' requests it would be late too"
+        running.num_tokens = 4
+    late = admission._judge(request(slo)).request
+    assert late.due - late.arrived > admitted.request.due - admitted.request.arrived + 5
 
 
 class Unchanging:
