@@ -37,10 +37,11 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from peers import BATCH, Peer, PeerUnavailableError, Server, say, tandem_peer
 from slo_report import PROBE, SHAPES, finish
@@ -54,9 +55,11 @@ from tandem_cli.bench.records_file import RecordsWriter, read_runs
 from tandem_cli.bench.requests import Request, Tenant, plain_requests
 from tandem_cli.bench.stats import Run, summarise
 from tandem_cli.bench.traces import TraceEntry, mean_rate, read_trace
-from tandem_cli.bench.transports import GrpcTransport, SendError
+from tandem_cli.bench.transports import GrpcTransport, SendError, Transport
 from tandem_cli.bench.workload import RequestMaker
 from tandem_engine import model_loader
+
+T = TypeVar("T")
 
 #: Name -> flags of `tandem up`. The first one is ours; capacity is measured on it.
 CONFIGURATIONS = {
@@ -94,8 +97,17 @@ MOONCAKE_PROMPTS = (
     (3184, 2651, 23143, 5922, 8429, 8352),
 )
 
-#: Starts a configuration, given its flags; yields the gateway's gRPC address.
-Start = Callable[[str, str], AbstractContextManager[str]]
+
+class System(Protocol):
+    """A configuration that runs."""
+
+    def transport(self, options: BenchOptions) -> Transport: ...
+
+    def run(self, main: Coroutine[Any, Any, T]) -> T: ...
+
+
+#: Starts a configuration, given its name and flags.
+Start: TypeAlias = Callable[[str, str], AbstractContextManager[System]]
 
 
 @dataclass(frozen=True)
@@ -144,32 +156,35 @@ class Benchmark:
         plan = self._plan
         names = list(plan.configurations)
         if plan.capacity is None:
-            with self._started(names[0]) as target:
-                self._measure_capacity(target, names[0])
+            with self._started(names[0]) as system:
+                self._measure_capacity(system, names[0])
         for turn, part in enumerate(plan.parts):
             cases = list(self._cases(part))
             shift = turn % len(names)
             for name in names[shift:] + names[:shift]:
-                with self._started(name) as target:
-                    for case in cases:
-                        self._run(target, name, case)
+                self._measure_part(name, cases, is_first=name == names[0])
         return self.runs
 
+    def _measure_part(self, name: str, cases: Sequence[Case], *, is_first: bool) -> None:
+        with self._started(name) as system:
+            for case in cases:
+                self._run(system, name, case, PROBED_EVERY if is_first and case.part in SHAPES else 0)
+
     @contextlib.contextmanager
-    def _started(self, name: str) -> Iterator[str]:
-        with self._start(name, self._plan.configurations[name]) as target:
+    def _started(self, name: str) -> Iterator[System]:
+        with self._start(name, self._plan.configurations[name]) as system:
             rate = WARM_UP_LOAD * (self._capacity or 1.0)
             count = math.ceil(rate * self._plan.warm_up_s)
             options = replace(self._options(count, TENANTS), mix=MIX)
             requests = RequestMaker(options).make("retail", self._take(count))
-            self._send(target, requests, OpenLoop(rate, self._plan.options.seed))
-            yield target
+            self._send(system, requests, OpenLoop(rate, self._plan.options.seed))
+            yield system
 
-    def _measure_capacity(self, target: str, name: str) -> None:
+    def _measure_capacity(self, system: System, name: str) -> None:
         count = 8 * CAPACITY_CONCURRENCY
         options = replace(self._options(count, TENANTS), mix="batch=1")
         requests = RequestMaker(options).make("retail", self._take(count))
-        records = self._send(target, requests, ClosedLoop(CAPACITY_CONCURRENCY))
+        records = self._send(system, requests, ClosedLoop(CAPACITY_CONCURRENCY))
         self._note(Run(Point("capacity", CAPACITY_CONCURRENCY), 0, name, summarise(records), tuple(records)))
         self._capacity = self.runs[-1].summary.requests_per_s
         if not self._capacity:
@@ -246,10 +261,9 @@ class Benchmark:
         first, self._next_prompt = self._next_prompt, self._next_prompt + count
         return first
 
-    def _run(self, target: str, name: str, case: Case) -> None:
-        is_probed = case.part in SHAPES and name == next(iter(self._plan.configurations))
+    def _run(self, system: System, name: str, case: Case, probed_every: int = 0) -> None:
         records, probes = self._send_probing(
-            target, case.requests, case.schedule, case.max_retries, PROBED_EVERY if is_probed else 0
+            system, case.requests, case.schedule, case.max_retries, probed_every
         )
         rate = round(case.rate, 4)
         self._note(Run(Point(case.part, rate=rate), 0, name, summarise(records), tuple(records)))
@@ -267,12 +281,12 @@ class Benchmark:
             f"{summary.num_refused}, in time {summary.num_met}, {summary.duration_s:.0f} s"
         )
 
-    def _send(self, target: str, requests: Sequence[Request], schedule: Schedule) -> list[RequestRecord]:
-        return self._send_probing(target, requests, schedule)[0]
+    def _send(self, system: System, requests: Sequence[Request], schedule: Schedule) -> list[RequestRecord]:
+        return self._send_probing(system, requests, schedule)[0]
 
     def _send_probing(
         self,
-        target: str,
+        system: System,
         requests: Sequence[Request],
         schedule: Schedule,
         max_retries: int = 0,
@@ -281,7 +295,7 @@ class Benchmark:
         options = self._plan.options
 
         async def sending() -> tuple[list[RequestRecord], list[RequestRecord]]:
-            transport = RefusalProbe(target, options, probed_every)
+            transport = RefusalProbe(system.transport(options), probed_every)
             try:
                 records = await run_load(
                     transport, requests, schedule, timeout_s=options.timeout, max_retries=max_retries
@@ -290,15 +304,15 @@ class Benchmark:
             finally:
                 await transport.close()
 
-        return asyncio.run(sending())
+        return system.run(sending())
 
 
-class RefusalProbe(GrpcTransport):
+class RefusalProbe(Transport):
     """Sends some of the refused requests again at once, in a class without objectives, which comes after all
     others. If one meets the objectives of its own class even so, its refusal was wrong."""
 
-    def __init__(self, target: str, options: BenchOptions, every: int) -> None:
-        super().__init__(target, options)
+    def __init__(self, transport: Transport, every: int) -> None:
+        self._transport = transport
         #: 0: none is sent again.
         self._every = every
         self._num_refused = 0
@@ -306,7 +320,7 @@ class RefusalProbe(GrpcTransport):
 
     async def send(self, request: Request, recorder: Recorder) -> None:
         try:
-            await super().send(request, recorder)
+            await self._transport.send(request, recorder)
         except SendError as error:
             if error.retry_after_s is not None and self._every:
                 self._num_refused += 1
@@ -317,13 +331,29 @@ class RefusalProbe(GrpcTransport):
     async def _probe(self, request: Request) -> RequestRecord:
         recorder = Recorder(request, time.perf_counter())
         try:
-            await super().send(replace(request, slo=BATCH, sends_objectives=False), recorder)
+            await self._transport.send(replace(request, slo=BATCH, sends_objectives=False), recorder)
         except SendError as error:
             return recorder.finish(error.status, str(error))
         return recorder.finish(OK)
 
     async def probes(self) -> list[RequestRecord]:
         return await asyncio.gather(*self._probes)
+
+    async def close(self) -> None:
+        await self._transport.close()
+
+
+@dataclass(frozen=True)
+class Served:
+    """A `tandem up`, by its gateway's gRPC address."""
+
+    target: str
+
+    def transport(self, options: BenchOptions) -> Transport:
+        return GrpcTransport(self.target, options)
+
+    def run(self, main: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run(main)
 
 
 def mooncake_entries() -> list[TraceEntry]:
@@ -361,12 +391,12 @@ def tandem_starter(model_dir: Path, keys_file: Path, tenant: Tenant, common: str
     (hello,) = plain_requests([Prompt("hello", (Turn("user", "Say hello."),))], BATCH, 8, tenant)
 
     @contextlib.contextmanager
-    def start(name: str, flags: str) -> Iterator[str]:
+    def start(name: str, flags: str) -> Iterator[Served]:
         keys = shlex.quote(str(keys_file))
         with serving(
             tandem_peer(name, model_dir, f"--api-keys-file {keys} {common} {flags}"), hello
         ) as target:
-            yield target
+            yield Served(target)
 
     return start
 
@@ -408,8 +438,7 @@ def send_to(
     return asyncio.run(sending())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--out", type=Path, required=True, help="the page, as Markdown")
     add("--records", type=Path, help="write every request here, as JSON lines")
@@ -429,11 +458,9 @@ def main() -> None:
     add("--max-tokens", type=int, default=48)
     add("--seed", type=int, default=0)
     add("--timeout", type=float, default=600.0, help="seconds for a run")
-    given = parser.parse_args()
-    if given.source is not None:
-        finish(read_runs(given.source), given.out, given.plot)
-        return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # a terminated benchmark ends its fleet too
+
+
+def plan_of(given: argparse.Namespace) -> Plan:
     configurations = dict(CONFIGURATIONS)
     if given.config:
         configurations = {name: flags for name, _, flags in (text.partition("=") for text in given.config)}
@@ -449,7 +476,7 @@ def main() -> None:
         seed=given.seed,
         timeout=given.timeout,
     )
-    plan = Plan(
+    return Plan(
         options,
         configurations,
         tuple(given.parts.split(",")),
@@ -458,12 +485,26 @@ def main() -> None:
         given.capacity,
         given.trace,
     )
-    writer = RecordsWriter(given.records, options.described()) if given.records is not None else None
+
+
+def writer_of(given: argparse.Namespace, plan: Plan) -> RecordsWriter | None:
+    return None if given.records is None else RecordsWriter(given.records, plan.options.described())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    add_arguments(parser)
+    given = parser.parse_args()
+    if given.source is not None:
+        finish(read_runs(given.source), given.out, given.plot)
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # a terminated benchmark ends its fleet too
+    plan = plan_of(given)
     with tempfile.TemporaryDirectory() as folder:
         keys_file, keys = make_keys(Path(folder))
         first = Tenant(TENANTS[0], keys[TENANTS[0]])
         start = tandem_starter(model_loader.pull(given.model), keys_file, first, given.up)
-        benchmark = Benchmark(plan, start, keys, writer)
+        benchmark = Benchmark(plan, start, keys, writer_of(given, plan))
         try:
             benchmark.measure()
         except PeerUnavailableError as error:

@@ -18,6 +18,7 @@ from slo import (
     TENANTS,
     Benchmark,
     Plan,
+    Served,
     make_keys,
     mooncake_entries,
     scaled_to_mean,
@@ -52,14 +53,14 @@ class Fleets:
         self.ended: list[FakeGateway] = []
 
     @contextlib.contextmanager
-    def start(self, name: str, flags: str) -> Iterator[str]:
+    def start(self, name: str, flags: str) -> Iterator[Served]:
         self.order.append(name)
         receipt = common_pb2.Receipt(prompt_tokens=64, output_tokens=2, ttft_ns=1)
         refuse_each = 3 if flags == "--refuse" else 0
         with FakeGateway(
             Answer(("x", "y"), receipt), refuse_each=refuse_each, retry_after_ms=1
         ).serving() as it:
-            yield it.target
+            yield Served(it.target)
         self.ended.append(it)
 
 

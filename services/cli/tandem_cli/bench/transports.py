@@ -85,7 +85,7 @@ class GrpcTransport(Transport):
             async for response in self._stub.Chat(message, metadata=metadata):
                 if response.WhichOneof("event") == "end":
                     recorder.end()
-                    _note_receipt(response.end.receipt, recorder)
+                    note_receipt(response.end.receipt, recorder)
                 elif response.chunk.token_ids:
                     recorder.tokens(len(response.chunk.token_ids), response.chunk.text)
         except grpc.aio.AioRpcError as error:
@@ -111,7 +111,7 @@ def _number(text: str) -> float | None:
     return number if 0 <= number < 1e9 else None
 
 
-def _note_receipt(receipt: common_pb2.Receipt, recorder: Recorder) -> None:
+def note_receipt(receipt: common_pb2.Receipt, recorder: Recorder) -> None:
     recorder.prompt_tokens = receipt.prompt_tokens
     recorder.output_tokens = receipt.output_tokens
     recorder.speculation = Speculation(
@@ -235,7 +235,7 @@ class HttpTransport(Transport):
         if usage := event.get("usage"):
             if receipt := usage.get("tandem_receipt"):
                 parsed = json_format.ParseDict(receipt, common_pb2.Receipt(), ignore_unknown_fields=True)
-                _note_receipt(parsed, recorder)
+                note_receipt(parsed, recorder)
             recorder.prompt_tokens = int(usage["prompt_tokens"])
             recorder.output_tokens = int(usage["completion_tokens"])
 

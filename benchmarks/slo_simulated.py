@@ -1,0 +1,120 @@
+"""`slo.py` on a simulated machine (simulation.py): what admission by prediction does where steps take exactly
+as long as the model of costs says, or as long as a shared machine makes them.
+
+    python benchmarks/slo_simulated.py --out FILE.md [--noise .1 --drift .15]
+
+The same parts, loads and tables, one decode pod, drafts off. Each case begins with a fresh start. Refusals
+are judged by an oracle in place of probes: for up to REPLAYED of them the case is run again with the same
+requests admitted, and that one as well. Its refusal was wrong if it then meets its objectives and no fewer of
+the others meet theirs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeAlias
+
+import structlog
+from simulation import SimulatedSystem
+from slo import TENANTS, Benchmark, Case, Plan, System, add_arguments, plan_of, writer_of
+from slo_report import PROBE, SHAPES, finish
+from tandem_cli.bench.record import RequestRecord
+from tandem_cli.bench.records_file import RecordsWriter
+from tandem_cli.bench.requests import Request
+from tandem_cli.bench.stats import Run, summarise
+from tandem_core.model.tokenizer import Tokenizer
+from tandem_engine import model_loader
+
+#: Refusals of a case.
+REPLAYED = 12
+MADE_OTHERS_LATE = "MADE OTHERS LATE"
+
+#: Starts a configuration, given its flags and what is decided beforehand.
+Simulate: TypeAlias = Callable[[str, Mapping[Request, bool]], AbstractContextManager[System]]
+
+
+class SimulatedBenchmark(Benchmark):
+    def __init__(self, plan: Plan, simulate: Simulate, writer: RecordsWriter | None) -> None:
+        super().__init__(plan, self._start_one, dict.fromkeys(TENANTS, "-"), writer)
+        self._simulate = simulate
+        self._decided: Mapping[Request, bool] = {}
+
+    def _start_one(self, name: str, flags: str) -> AbstractContextManager[System]:
+        return self._simulate(flags, self._decided)
+
+    def _measure_part(self, name: str, cases: Sequence[Case], *, is_first: bool) -> None:
+        for case in cases:
+            first_prompt = self._next_prompt
+            with self._started(name) as system:
+                self._run(system, name, case)
+            if is_first and case.part in SHAPES:
+                self._replay(name, case, self.runs[-1], first_prompt)
+
+    def _replay(self, name: str, case: Case, run: Run, first_prompt: int) -> None:
+        refused = [record for record in run.records if record.is_refused]
+        if not refused:
+            return
+        admitted = {case.requests[r.index]: not r.is_refused for r in run.records}
+        records = []
+        for one in _spread(refused, REPLAYED):
+            # The warm-up has the same prompts again.
+            self._next_prompt = first_prompt
+            self._decided = admitted | {case.requests[one.index]: True}
+            with self._started(name) as system:
+                again = self._send(system, case.requests, case.schedule)
+            lost = sum(r.is_met() for r in run.records) - sum(r.is_met() for r in again)
+            mine = again[one.index]
+            records.append(replace(mine, status=MADE_OTHERS_LATE) if mine.is_met() and lost >= 0 else mine)
+        self._decided = {}
+        point = run.point._replace(workload=f"{PROBE}{case.part}")
+        self._note(Run(point, 0, name, summarise(records), tuple(records)))
+
+
+def _spread(records: Sequence[RequestRecord], count: int) -> list[RequestRecord]:
+    """At most so many of them, at equal distances."""
+    step = max(len(records) / count, 1.0)
+    return [records[int(number * step)] for number in range(min(count, len(records)))]
+
+
+def simulator(model_dir: Path, seed: int, noise: float, drift: float) -> Simulate:
+    """Of flags, `--set gateway.NAME=VALUE` count."""
+    tokenizer = Tokenizer(model_dir)
+
+    @contextlib.contextmanager
+    def simulate(flags: str, decided: Mapping[Request, bool]) -> Iterator[SimulatedSystem]:
+        found = re.findall(r"--set gateway\.([\w-]+)=(\S+)", flags)
+        settings = {name.replace("-", "_"): value for name, value in found}
+        system = SimulatedSystem(tokenizer, settings, noise=noise, drift=drift, seed=seed, decided=decided)
+        with system.started():
+            yield system
+
+    return simulate
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    add_arguments(parser)
+    parser.add_argument(
+        "--noise", type=float, default=0.0, help="standard deviation of the logarithm of a step's time"
+    )
+    parser.add_argument(
+        "--drift", type=float, default=0.0, help="the same of the machine's changes over ten seconds"
+    )
+    given = parser.parse_args()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+    plan = plan_of(given)
+    simulate = simulator(model_loader.pull(given.model), given.seed, given.noise, given.drift)
+    benchmark = SimulatedBenchmark(plan, simulate, writer_of(given, plan))
+    benchmark.measure()
+    finish(benchmark.runs, given.out, given.plot)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""The simulated machine: its time, its steps, and what the real admission does with them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import toy_tokenizers
+from model_folders import make_folder
+from simulation import PodSpec, SimulatedSystem, VirtualTime
+from slo import TENANTS, Plan
+from slo_report import PROBE
+from slo_simulated import MADE_OTHERS_LATE, SimulatedBenchmark, simulator
+from tandem_cli.bench.arrivals import ClosedLoop, OpenLoop
+from tandem_cli.bench.dataset import Turn
+from tandem_cli.bench.loadgen import run_load
+from tandem_cli.bench.options import BenchOptions
+from tandem_cli.bench.prompts import Prompt
+from tandem_cli.bench.record import RequestRecord
+from tandem_cli.bench.requests import Request, Tenant
+from tandem_core.model.tokenizer import Tokenizer
+from tandem_core.slo import DEFAULT_SLO_CLASSES
+from tandem_core.step_cost import StepCost
+
+OPTIONS = BenchOptions(rate="1", model="", ignore_eos=True)
+#: 20 ms a token, and 10 ms for each sequence in the batch.
+SPEC = PodSpec(
+    prefill=StepCost(per_step=0.01, per_token=0.001), decode=StepCost(per_step=0.02, per_token=0.01)
+)
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tokenizer = toy_tokenizers.trained(["where is my order"] * 20, 300, [])
+    return make_folder(
+        tmp_path_factory.mktemp("model"),
+        tokenizer,
+        max_model_len=4096,
+        vocab_size=tokenizer.get_vocab_size(),
+        chat_template=TEMPLATE,
+    )
+
+
+def requests(count: int, slo_class: str = "interactive", max_tokens: int = 20) -> list[Request]:
+    """Of about a hundred tokens each, no two with the same beginning."""
+    slo = DEFAULT_SLO_CLASSES[slo_class]
+    return [
+        Request(
+            index,
+            Prompt(f"d{index}", (Turn("user", f"{index:03} {slo_class} " + "where is my order? " * 12),)),
+            slo,
+            max_tokens,
+            Tenant("t"),
+        )
+        for index in range(count)
+    ]
+
+
+def run(
+    system: SimulatedSystem, sent: Sequence[Request], schedule: OpenLoop | ClosedLoop
+) -> list[RequestRecord]:
+    with system.started():
+        return system.run(run_load(system.transport(OPTIONS), sent, schedule, timeout_s=600.0))
+
+
+def test_time_passes_while_the_loop_waits_and_not_else() -> None:
+    clock = VirtualTime()
+    real = time.monotonic()
+
+    async def sleeps() -> tuple[float, float]:
+        began = time.monotonic()
+        await asyncio.gather(asyncio.sleep(3600.0), asyncio.sleep(1800.0))
+        return began, time.perf_counter()
+
+    with clock.installed():
+        began, ended = clock.run(sleeps())
+        assert ended - began == pytest.approx(3600.0)
+        clock.run_for(5.0)
+        assert time.monotonic() - ended == pytest.approx(5.0)
+    assert time.monotonic() - real < 60.0
+
+
+def test_a_request_alone_takes_what_its_steps_cost(folder: Path) -> None:
+    system = SimulatedSystem(Tokenizer(folder), spec=SPEC)
+    (record,) = run(system, requests(1), ClosedLoop(1))
+    assert record.is_ok and record.output_tokens == 20
+    assert record.ttft_s == pytest.approx(0.01 + 0.001 * record.prompt_tokens)
+    assert record.tpot_s == pytest.approx(0.03)
+    assert record.promise is not None and record.promise.e2e_p50_s == pytest.approx(record.e2e_s, rel=0.1)
+
+
+def test_equal_seeds_make_equal_runs_and_noise_other_ones(folder: Path) -> None:
+    tokenizer = Tokenizer(folder)
+    runs = [
+        run(
+            SimulatedSystem(tokenizer, spec=SPEC, noise=noise, drift=noise, seed=1),
+            requests(40),
+            OpenLoop(4.0, 7),
+        )
+        for noise in (0.1, 0.1, 0.0)
+    ]
+    assert runs[0] == runs[1] != runs[2]
+
+
+@pytest.fixture(scope="module")
+def overloaded(folder: Path) -> Iterator[dict[str, list[RequestRecord]]]:
+    """Four times what the pod can do, for 20 s."""
+    tokenizer = Tokenizer(folder)
+    sent = requests(240)
+    yield {
+        policy: run(SimulatedSystem(tokenizer, {"admission": policy}, SPEC), sent, OpenLoop(12.0, 3))
+        for policy in ("predict", "fifo")
+    }
+
+
+def test_under_overload_what_is_admitted_is_in_time(overloaded: dict[str, list[RequestRecord]]) -> None:
+    ours, fifo = overloaded["predict"], overloaded["fifo"]
+    admitted = [record for record in ours if not record.is_refused]
+    assert len(admitted) < len(ours)
+    assert sum(record.is_met() for record in admitted) >= 0.97 * len(admitted)
+    assert sum(record.is_met() for record in ours) > 1.5 * sum(record.is_met() for record in fifo)
+
+
+def test_a_refused_request_is_run_again_as_if_it_had_been_admitted(folder: Path) -> None:
+    options = replace(OPTIONS, input_tokens=64, max_tokens=16)
+    plan = Plan(
+        options, {"ours": "", "fifo": "--set gateway.admission=fifo"}, ("poisson",), loads=(4.0,),
+        seconds=4.0, capacity=8.0, warm_up_s=1.0,
+    )  # fmt: skip
+    benchmark = SimulatedBenchmark(plan, simulator(folder, 0, 0.0, 0.0), None)
+    runs = benchmark.measure()
+    ours, again, fifo = runs
+    assert (ours.system, again.point.workload, fifo.system) == ("ours", f"{PROBE}poisson", "fifo")
+    refused = {record.index for record in ours.records if record.is_refused}
+    assert refused and {record.index for record in again.records} <= refused
+    assert not any(record.is_refused for record in again.records)
+    assert {record.status for record in again.records} <= {"OK", MADE_OTHERS_LATE}
+    assert {record.tenant for record in ours.records} <= set(TENANTS)
