@@ -7,7 +7,8 @@ import pytest
 from tandem_core.sampling import SamplingParams
 from tandem_core.slo import DEFAULT_SLO_CLASSES, SloTarget
 from tandem_gateway import limits
-from tandem_gateway.admission import Admission, Admitted
+from tandem_gateway.admission import Admission
+from tandem_gateway.admitted import Admitted
 from tandem_gateway.errors import DeadlineError, OverloadedError, RefusalReason
 from tandem_gateway.limits import AdaptiveLimit
 from tandem_gateway.request import TokenizedRequest
@@ -68,6 +69,24 @@ async def test_places_are_bounded_and_passed_on():
     await line.leave("b")
     assert line.entered == ["a", "b", "c"]
     for name in "ac":
+        await line.leave(name)
+    await asyncio.gather(*tasks)
+    assert (line.admission.num_in_flight, line.admission.num_waiting) == (0, 0)
+
+
+async def test_those_that_waited_begin_one_after_the_other(monkeypatch):
+    """Each is judged when the work of the one before it counts."""
+    line, num_entered = Line(), []
+    monkeypatch.setattr(
+        line.admission, "_may_begin", lambda request: num_entered.append(len(line.entered)) or True
+    )
+    tasks = [await line.arrive(_request(name)) for name in "abcd"]
+    num_entered.clear()
+    line.admission.max_in_flight = 4
+    await line.leave("a")
+    assert line.entered == list("abcd")
+    assert num_entered == [1, 2, 3]
+    for name in "bcd":
         await line.leave(name)
     await asyncio.gather(*tasks)
     assert (line.admission.num_in_flight, line.admission.num_waiting) == (0, 0)

@@ -125,7 +125,7 @@ class TestCalibration:
     def test_without_measurements_the_median_is_the_prediction(self):
         quantiles = Calibration().quantiles(CHAT, 2.0)
         assert quantiles.p50 == pytest.approx(2.0, rel=0.2)
-        assert quantiles.p50 < quantiles.p90
+        assert quantiles.p50 < quantiles.high
 
     def test_quantiles_hold_for_each_class_and_size(self):
         calibration, rng = Calibration(), random.Random(3)
@@ -139,7 +139,7 @@ class TestCalibration:
             for name, predicted in held:
                 actual = measured(name, predicted)
                 said = observe(calibration, name, predicted, actual)
-                held[name, predicted] += i >= 200 and actual <= said.p90
+                held[name, predicted] += i >= 200 and actual <= said.high
         assert all(0.86 < count / 800 < 0.94 for count in held.values()), held
 
     def test_where_the_model_knows_little_all_are_expected_to_take_about_the_same(self):
@@ -149,7 +149,7 @@ class TestCalibration:
             observe(calibration, "chat", predicted, actual)
         short, long = calibration.quantiles(CHAT, 0.5), calibration.quantiles(CHAT, 2.0)
         assert (short.p50, long.p50) == (pytest.approx(2.7, rel=0.2), pytest.approx(2.7, rel=0.2))
-        assert long.p90 < 2.0 * 2.7, "a factor for both would be 5.4 at the least"
+        assert long.high < 2.0 * 2.7, "a factor for both would be 5.4 at the least"
 
     def test_longer_predictions_never_come_out_shorter(self):
         calibration = Calibration()
@@ -187,14 +187,14 @@ class TestCalibration:
         calibration = Calibration()
         for ratio in [1.0] * 300 + [2.0] * 128:
             observe(calibration, "chat", 1.0, ratio)
-        assert calibration.quantiles(CHAT, 1.0).p50 == 2.0
+        assert calibration.quantiles(CHAT, 1.0).p50 == pytest.approx(2.0, rel=0.05)
 
     def test_a_change_of_load_is_followed_before_the_window_has_passed(self):
         calibration, rng = Calibration(), random.Random(4)
         for _ in range(300):
             observe(calibration, "chat", 1.0, rng.lognormvariate(0.0, 0.2))
         held = [
-            actual <= observe(calibration, "chat", 1.0, actual).p90
+            actual <= observe(calibration, "chat", 1.0, actual).high
             for actual in (rng.lognormvariate(0.25, 0.2) for _ in range(100))
         ]
         assert sum(held) >= 85
@@ -212,7 +212,7 @@ class TestCalibration:
         assert calibration.quantiles(CHAT, 1.0) == Calibration().quantiles(CHAT, 1.0)
 
 
-SLO = SloTarget("chat", ttft_s=1.0, tpot_s=0.1, e2e_s=5.0)
+SLO = SloTarget("chat", ttft_s=1.0, tpot_s=0.5, e2e_s=5.0)
 
 
 class FixedForecaster:
@@ -225,10 +225,14 @@ class FixedForecaster:
         cost = StepCost(per_token=token_s / 5) if is_known else UNKNOWN_COST
         load = PodLoad(prefill_cost=cost, decode_cost=cost)
         self.pod = SimpleNamespace(
-            backlog=Backlog(), in_flight=1, is_fresh=True, load=load, num_beside=lambda num_output: 4.0
+            backlog=Backlog(),
+            in_flight=1,
+            is_fresh=True,
+            load=load,
+            num_beside=lambda num_output: 4.0,
         )
         self.ttft, self.alone_ttft, self.token_s = ttft, alone_ttft, token_s
-        self.p90_of_left = 1.0
+        self.high_of_left = 1.0
         self.observed = []
 
     def forecast(self, request: TokenizedRequest, queue_s: float) -> Forecast:
@@ -249,16 +253,17 @@ class FixedForecaster:
             context=100,
             num_beside=4,
         )
+        first_s = queue_s + self.ttft
         return Forecast(
             route,
             queue_s,
-            *(Quantiles(at_s, at_s) for at_s in (queue_s + self.ttft + later for later in (0, 1, 1))),
+            *2 * (Quantiles(first_s, first_s), Quantiles(first_s + 1, first_s + 1)),
         )
 
     def left(self, request: TokenizedRequest, route: Route, model_s: float) -> Quantiles:
-        return Quantiles(model_s, self.p90_of_left * model_s)
+        return Quantiles(model_s, self.high_of_left * model_s)
 
-    def started(self, request, forecast, ttft_s) -> None:
+    def started(self, request, forecast, ttft_s, *, is_overtaken) -> None:
         self.observed.append(("ttft", ttft_s))
 
     def ended(self, request, forecast, e2e_s, num_tokens) -> None:
@@ -299,7 +304,12 @@ class TestJudgement:
                 RefusalReason.E2E,
                 r"end is predicted after 1\.90 s .*over the 1\.5 s",
             ),
-            ({"ttft": 0.9, "token_s": 0.2}, SLO, RefusalReason.TPOT, "200 ms per token .*over the 100 ms"),
+            (
+                {"ttft": 0.9},
+                replace(SLO, tpot_s=0.1),
+                RefusalReason.TPOT,
+                "111 ms per token .*over the 100 ms",
+            ),
         ],
     )
     def test_what_will_miss_one_is_refused_with_what_was_predicted(self, forecast, slo, reason, words):
@@ -335,7 +345,7 @@ class TestJudgement:
 
     def test_objectives_that_cannot_be_met_alone_are_widened(self):
         forecaster = FixedForecaster(ttft=2.0, alone_ttft=1.5)
-        admitted = judge(forecaster, slack=3.0)
+        admitted = judge(forecaster, slack=3.0, asked=request(replace(SLO, tpot_s=0.1)))
         assert admitted.is_widened
         slo = admitted.request.slo
         assert (slo.ttft_s, slo.tpot_s, slo.e2e_s) == pytest.approx((4.5, 0.12, 5.7))
@@ -371,6 +381,19 @@ class TestJudgement:
             admission._judge(request(slo, prompt=(4, 5)))
         assert not admission._running
 
+    async def test_nor_beyond_its_objective_per_token(self):
+        forecaster = FixedForecaster(ttft=0.1, token_s=0.2)
+        admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
+        asked = request(SloTarget("chat", e2e_s=9.0), prompt=(4, 5))
+        for tpot_s in (0.3, 0.19):
+            # Without the second one it ends after .1 + 10 * .16 s, with it after .1 + 10 * .2 s.
+            async with admission.slot(request(SloTarget("chat", tpot_s=tpot_s))):
+                if tpot_s == 0.3:
+                    admission._judge(asked)
+                    continue
+                with pytest.raises(OverloadedError, match="admitted before"):
+                    admission._judge(asked)
+
     async def test_one_without_objectives_waits_while_it_would_make_another_one_late(self):
         forecaster = FixedForecaster(ttft=0.1, token_s=0.2)
         admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
@@ -390,7 +413,7 @@ class TestJudgement:
     async def test_who_may_still_be_in_time_is_kept_so(self):
         """Also one that is late by the 90th percentile, and not by the median."""
         forecaster = FixedForecaster(ttft=0.1, token_s=0.01)
-        forecaster.p90_of_left = 100.0
+        forecaster.high_of_left = 100.0
         admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
         async with admission.slot(request()):
             with pytest.raises(OverloadedError, match="admitted before"):
@@ -484,6 +507,18 @@ async def test_who_asks_for_much_comes_behind_others_and_leaves_them_room():
     assert late.due - late.arrived > admitted.request.due - admitted.request.arrived + 5
 
 
+def test_a_first_token_that_others_delayed_does_not_count_against_admission():
+    route = FixedForecaster(ttft=0.5).forecast(request(), 0.0).route
+    forecaster, rng = Forecaster(Unchanging(route), OutputLengths()), random.Random(5)
+    for _ in range(60):
+        said = forecaster.forecast(request(), 0.0)
+        forecaster.started(request(), said, 0.5 * rng.uniform(0.97, 1.03), is_overtaken=False)
+        forecaster.started(request(), said, 2.5, is_overtaken=True)
+    said = forecaster.forecast(request(), 0.0)
+    assert said.ttft.high > 2.0
+    assert said.ttft_undisturbed.high < 0.8
+
+
 class Unchanging:
     """A router that predicts the same for each request."""
 
@@ -496,17 +531,17 @@ class Unchanging:
 
 def test_what_later_requests_add_is_predicted_and_does_not_count_against_admission():
     route = FixedForecaster(ttft=0.5).forecast(request(), 0.0).route  # ends after .5 + 10 * .05 s
-    forecaster = Forecaster(Unchanging(route), OutputLengths())
+    forecaster, rng = Forecaster(Unchanging(route), OutputLengths()), random.Random(5)
     for _ in range(60):
         said = forecaster.forecast(request(), 0.0)
         forecaster.ended(request(), said, 3.0, 10)
-        forecaster.was_left(request(), said, 0.5, 0.6)
-        forecaster.was_left(request(), said, 1.0, 1.2)
+        forecaster.was_left(request(), said, 0.5, 0.6 * rng.uniform(0.97, 1.03))
+        forecaster.was_left(request(), said, 1.0, 1.2 * rng.uniform(0.97, 1.03))
     said = forecaster.forecast(request(), 0.0)
     assert said.e2e.p50 == pytest.approx(3.0, rel=0.1)
-    assert said.e2e_undisturbed.p90 == pytest.approx(1.2, rel=0.1)
+    assert said.e2e_undisturbed.high == pytest.approx(1.2, rel=0.1)
     assert not said.misses(SloTarget("chat", e2e_s=2.0), 0.0)
-    assert forecaster.left(request(), route, 0.5).p90 == pytest.approx(0.6, rel=0.1)
+    assert forecaster.left(request(), route, 0.5).high == pytest.approx(0.6, rel=0.1)
 
 
 def test_measured_times_count_from_the_forecast():

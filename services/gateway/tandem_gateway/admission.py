@@ -26,13 +26,14 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 from tandem_core.errors import InvalidRequestError
 from tandem_core.sampling import SamplingParams
 from tandem_core.slo import NO_OBJECTIVES
 
+from tandem_gateway.admitted import Admitted
 from tandem_gateway.errors import DeadlineError, OverloadedError, RefusalReason
 from tandem_gateway.fleet import Pod
 from tandem_gateway.forecast import Forecast, Forecaster
@@ -49,51 +50,6 @@ _MAX_RETRY_AFTER_S = 60.0
 _BEST_EFFORT_SHARE = 0.75
 #: Weight of the newest request in the exponentially weighted mean; about the last twenty count.
 _ALPHA = 0.1
-
-
-@dataclass(eq=False)
-class Admitted:
-    """A request with its place, its objectives widened where this system could not meet them alone."""
-
-    request: TokenizedRequest
-    is_widened: bool = False
-    #: None: nothing could be predicted.
-    forecast: Forecast | None = None
-    #: Sequences that it runs; each takes a place.
-    num_places: int = 1
-    #: Monotonic seconds; the forecast counts from then.
-    judged_at: float = field(default_factory=time.monotonic)
-    #: Monotonic seconds; None before it is admitted, and before its first token.
-    admitted_at: float | None = None
-    first_at: float | None = None
-    #: Of the answer so far.
-    num_tokens: int = 0
-    #: When the last request came to its pod, itself or a later one, and how long the model of costs said then
-    #: that it would take to its end.
-    changed_at: float = 0.0
-    left_then_s: float = 0.0
-
-    @property
-    def queued_s(self) -> float:
-        """Seconds from its arrival until it was admitted, or until now."""
-        return (self.admitted_at or time.monotonic()) - self.request.arrived
-
-    @property
-    def tokens_left(self) -> int:
-        """Expected."""
-        assert self.forecast is not None
-        return max(self.forecast.route.num_output - self.num_tokens, 0)
-
-    def left_s(self, num_sequences: float, context: int, num_prompts: float, prompts_s: float) -> float:
-        """Until its end beside so many sequences, it included, and so many prompts on its decode pod."""
-        assert self.forecast is not None
-        ttft_at = self.judged_at + self.forecast.queue_s + self.forecast.route.ttft_s
-        ttft_s = 0.0 if self.num_tokens else max(ttft_at - time.monotonic(), 0.0)
-        # Its own prompt is among them, unless another pod computes it meanwhile.
-        later_s = max(prompts_s - ttft_s, 0.0)
-        num_later = num_prompts * later_s / prompts_s if prompts_s else 0.0
-        load = self.forecast.route.decode.load
-        return ttft_s + load.answer_seconds(self.tokens_left, num_sequences, context, num_later, later_s)
 
 
 class Admission:
@@ -164,7 +120,12 @@ class Admission:
         its last one."""
         if admitted.forecast is not None and admitted.request.sampling.beam_search is None:
             judged_s = admitted.judged_at - admitted.request.arrived
-            self._forecaster.started(admitted.request, admitted.forecast, ttft_s - judged_s)
+            self._forecaster.started(
+                admitted.request,
+                admitted.forecast,
+                ttft_s - judged_s,
+                is_overtaken=admitted.is_overtaken,
+            )
 
     def ended(self, admitted: Admitted, *, e2e_s: float, num_tokens: int, met: bool) -> None:
         """A request ended, so many seconds after its arrival."""
@@ -244,13 +205,13 @@ class Admission:
             return True
         now = time.monotonic()
         for other, before_s, after_s in self._left_on(route, 1 + room):
-            limit_s, elapsed_s = other.request.slo.e2e_s, now - other.request.arrived
-            if not limit_s or other.forecast is None:
+            limit_s = other.ends_by - now
+            if limit_s == math.inf or other.forecast is None:
                 continue
             left = partial(self._forecaster.left, other.request, other.forecast.route)
             # Those that are likely to be late even if nothing else comes do not count.
-            after = left(after_s).p50 if is_likely else left(after_s).p90
-            if elapsed_s + left(before_s).p50 <= limit_s < elapsed_s + after:
+            after = left(after_s).p50 if is_likely else left(after_s).high
+            if left(before_s).p50 <= limit_s < after:
                 return True
         return False
 
@@ -290,7 +251,7 @@ class Admission:
         """Tells when it will be admitted, and keeps room for it then."""
         slo, route = request.slo, forecast.route
         over = {
-            "ttft": forecast.ttft.p90 + waited_s - slo.ttft_s,
+            "ttft": forecast.ttft_undisturbed.high + waited_s - slo.ttft_s,
             # Until enough of the sequences that run have ended.
             "e2e": forecast.share_to_end(slo, waited_s) * self.service_s,
             "tpot": forecast.share_to_end(slo, waited_s) * self.service_s,
@@ -306,12 +267,12 @@ class Admission:
         kept_s = route.prefill_s * self._bookings.returning
         route.computes_prompt.backlog.promise(_content(request), due, kept_s, returns + GRACE_S)
         what = {
-            "ttft": f"the first token is predicted after {forecast.ttft.p50:.2f} s (p90 "
-            f"{forecast.ttft.p90:.2f} s), over the {slo.ttft_s:g} s of its objective",
-            "e2e": f"the end is predicted after {forecast.e2e_undisturbed.p50:.2f} s (p90 "
-            f"{forecast.e2e_undisturbed.p90:.2f} s), over the {slo.e2e_s:g} s of its objective",
-            "tpot": f"{forecast.token_s * 1000:.0f} ms per token are predicted, over the "
-            f"{slo.tpot_s * 1000:g} ms of its objective",
+            "ttft": f"the first token is predicted after {forecast.ttft_undisturbed.p50:.2f} s (p97 "
+            f"{forecast.ttft_undisturbed.high:.2f} s), over the {slo.ttft_s:g} s of its objective",
+            "e2e": f"the end is predicted after {forecast.e2e_undisturbed.p50:.2f} s (p97 "
+            f"{forecast.e2e_undisturbed.high:.2f} s), over the {slo.e2e_s:g} s of its objective",
+            "tpot": f"{forecast.tpot.p50 * 1000:.0f} ms per token are predicted (p97 "
+            f"{forecast.tpot.high * 1000:.0f} ms), over the {slo.tpot_s * 1000:g} ms of its objective",
             "others": "it would make a request that was admitted before miss its objective",
             "share": f"tenant {request.tenant} asks for much, and would leave others too little room",
         }[missed]
@@ -405,6 +366,9 @@ class Admission:
             self.num_waiting -= 1
             self._take(admitted)
             turn.set_result(None)
+            # The next one is judged when this one's work counts on its pod: one turn of the loop later.
+            asyncio.get_running_loop().call_soon(self._admit_waiting)
+            break
         for waiter in passed:
             heapq.heappush(self._waiters, waiter)
 
@@ -415,6 +379,7 @@ class Admission:
             admitted.left_then_s = route.e2e_s
             for other, _, left_s in self._left_on(route):
                 other.changed_at, other.left_then_s = admitted.admitted_at, left_s
+                other.is_overtaken |= admitted.request.due < other.request.due
         self.num_in_flight += admitted.num_places
         self._running.add(admitted)
         self._num_best_effort += admitted.num_places * (not admitted.request.has_objectives)

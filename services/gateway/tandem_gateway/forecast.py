@@ -35,10 +35,14 @@ _ENOUGH = 16
 #: By how much a level moves: to where half of the predictions fail, in about 20 requests.
 _LEVEL_RATE = 0.05
 _LOWEST_LEVEL, _HIGHEST_LEVEL = 0.02, 1.5
-#: Measured over predicted times that count while there are few measurements.
-_PRIOR = (0.8, 0.9, 1.0, 1.05, 1.15, 1.3)
+#: Logarithms of measured over predicted times that count besides the measured ones. Else a quiet time, in
+#: which predictions are right, would leave no margin for the first moments of an overload.
+_PRIOR = tuple(math.log(ratio) for ratio in (0.8, 0.9, 1.0, 1.05, 1.15, 1.3))
 #: The line is drawn as if so many measurements had been as predicted, spread by a factor of e.
 _PRIOR_WEIGHT = 4.0
+#: The level at which admission judges. Under overload each request is admitted that just fits, so that of
+#: those judged by a 90th percentile a tenth would be late.
+_SURE = 0.97
 #: What is left of an answer is off by some share, but by a step or two however little it is; with so many
 #: more tokens both are about equal. Else long ones were said to take up to twice as long, as short ones may.
 _NUM_STEPS_OFF = 10
@@ -51,9 +55,8 @@ class Quantiles:
     """Of a duration in seconds."""
 
     p50: float
-    #: The one that admission compares with an objective. Most requests are predicted well below it, so that
-    #: far less than a tenth of those admitted is late.
-    p90: float
+    #: The upper one, at the level of its calibration.
+    high: float
 
 
 @dataclass(frozen=True)
@@ -65,8 +68,9 @@ class Forecast:
     queue_s: float
     ttft: Quantiles
     e2e: Quantiles
-    #: The end, if no other request comes before it. Admission compares this one with the objective, since it
-    #: refuses those that would make this request late.
+    #: The same if no other request comes before it, with an upper quantile at the level _SURE. Admission
+    #: compares these with the objectives, since it refuses those that would make this request late.
+    ttft_undisturbed: Quantiles
     e2e_undisturbed: Quantiles
 
     @property
@@ -75,20 +79,23 @@ class Forecast:
         return self.queue_s + self.route.e2e_s
 
     @property
-    def token_s(self) -> float:
-        return self.route.token_s
+    def tpot(self) -> Quantiles:
+        """Seconds per output token after the first, with the prompts that are computed meanwhile."""
+        num_tokens = max(self.route.num_output - 1, 1)
+        p50, high = (
+            max(end_s - self.queue_s - self.route.ttft_s, 0.0) / num_tokens
+            for end_s in (self.e2e_undisturbed.p50, self.e2e_undisturbed.high)
+        )
+        return Quantiles(p50, high)
 
     def misses(self, slo: SloTarget, waited_s: float, *, is_likely: bool = False) -> str:
         """The name of the objective that may be missed, or is likely to be; "" if none."""
-        ttft_s, e2e_s = self.ttft.p90, self.e2e_undisturbed.p90
-        if is_likely:
-            ttft_s, e2e_s = self.ttft.p50, self.e2e_undisturbed.p50
-        for name, value, limit in (
-            ("ttft", waited_s + ttft_s, slo.ttft_s),
-            ("tpot", self.token_s, slo.tpot_s),
-            ("e2e", waited_s + e2e_s, slo.e2e_s),
+        for name, said, since_s, limit in (
+            ("ttft", self.ttft_undisturbed, waited_s, slo.ttft_s),
+            ("tpot", self.tpot, 0.0, slo.tpot_s),
+            ("e2e", self.e2e_undisturbed, waited_s, slo.e2e_s),
         ):
-            if limit and value > limit:
+            if limit and since_s + (said.p50 if is_likely else said.high) > limit:
                 return name
         return ""
 
@@ -96,7 +103,7 @@ class Forecast:
         """Of the sequences on its decode pod, the share that must end before it would meet its objectives."""
         route = self.route
         load, running = route.decode.load, max(round(route.num_beside), 1)
-        scale = self.e2e_undisturbed.p90 / max(self.model_s, 1e-6)
+        scale = self.e2e_undisturbed.high / max(self.model_s, 1e-6)
         for fewer in range(1, running):
             token_s = load.token_seconds(running - fewer + 1, route.context)
             e2e_s = waited_s + scale * (self.queue_s + route.e2e_beside_s(running - fewer))
@@ -191,19 +198,23 @@ class _Window:
 
 
 class Calibration:
-    """Measured against predicted durations, by group. `slopes`: of the line, the least and the most."""
+    """Measured against predicted durations, by group. `slopes`: of the line, the least and the most; `high`:
+    the level of the upper quantile."""
 
-    def __init__(self, slopes: tuple[float, float] = (_LEAST_SLOPE, _MOST_SLOPE)) -> None:
+    def __init__(
+        self, slopes: tuple[float, float] = (_LEAST_SLOPE, _MOST_SLOPE), *, high: float = 0.9
+    ) -> None:
+        self._high = high
         self._windows: defaultdict[Group, _Window] = defaultdict(lambda: _Window(slopes))
-        #: By group; those of the window from which p50 and p90 are read, and when they were moved.
+        #: By group; those of the window from which the quantiles are read, and when they were moved.
         self._levels: dict[Group, tuple[float, float, float]] = {}
 
     def observe(self, group: Group, predicted_s: float, said: Quantiles, measured_s: float) -> None:
         """`predicted_s` as given to `quantiles`, and what that said."""
-        p50, p90 = self._levels_of(group)
+        p50, high = self._levels_of(group)
         self._levels[group] = (
             _moved(p50, 0.5, held=measured_s <= said.p50),
-            _moved(p90, 0.9, held=measured_s <= said.p90),
+            _moved(high, self._high, held=measured_s <= said.high),
             time.monotonic(),
         )
         for name in (group, group.pool):
@@ -212,16 +223,14 @@ class Calibration:
     def quantiles(self, group: Group, predicted_s: float) -> Quantiles:
         own = self._windows[group]
         line = own.line() if len(own) >= _ENOUGH else self._windows[group.pool].line()
-        rest: Sequence[float] = line.rest
-        if len(rest) < _ENOUGH:
-            rest = sorted([*(math.log(ratio) for ratio in _PRIOR), *rest])
+        rest = sorted([*_PRIOR, *line.rest])
         level = line.offset + line.slope * _log(predicted_s)
-        p50, p90 = (math.exp(level + _quantile(rest, share)) for share in self._levels_of(group))
-        return Quantiles(p50, max(p50, p90))
+        p50, high = (math.exp(level + _quantile(rest, share)) for share in self._levels_of(group))
+        return Quantiles(p50, max(p50, high))
 
     def _levels_of(self, group: Group) -> tuple[float, float]:
-        p50, p90, moved_at = self._levels.get(group, (0.5, 0.9, math.inf))
-        return (0.5, 0.9) if moved_at < time.monotonic() - _MEMORY_S else (p50, p90)
+        p50, high, moved_at = self._levels.get(group, (0.5, self._high, math.inf))
+        return (0.5, self._high) if moved_at < time.monotonic() - _MEMORY_S else (p50, high)
 
 
 def _moved(level: float, wanted: float, *, held: bool) -> float:
@@ -247,8 +256,9 @@ class Forecaster:
         self._router = router
         self._lengths = lengths
         self._ttft, self._e2e = Calibration(), Calibration()
+        self._first = Calibration(slopes=(1.0, 1.0), high=_SURE)
         # Those with much left have not ended: a line through the rest would be too flat for them.
-        self._left = Calibration(slopes=(1.0, 1.0))
+        self._left = Calibration(slopes=(1.0, 1.0), high=_SURE)
 
     def forecast(self, request: TokenizedRequest, queue_s: float) -> Forecast | None:
         """None: there is no decode pod. `queue_s`: what the request will wait before it is sent to one."""
@@ -259,21 +269,31 @@ class Forecaster:
         ttft = self._ttft.quantiles(group, queue_s + route.ttft_s)
         e2e = self._e2e.quantiles(group, model_s)
         # They are learned apart, and no answer ends before it begins.
-        e2e = Quantiles(max(e2e.p50, ttft.p50), max(e2e.p90, ttft.p90))
+        e2e = Quantiles(max(e2e.p50, ttft.p50), max(e2e.high, ttft.high))
         undisturbed = self.left(request, route, model_s)
-        return Forecast(route=route, queue_s=queue_s, ttft=ttft, e2e=e2e, e2e_undisturbed=undisturbed)
+        return Forecast(
+            route=route,
+            queue_s=queue_s,
+            ttft=ttft,
+            e2e=e2e,
+            ttft_undisturbed=_apart(self._first, group, route, queue_s + route.ttft_s),
+            e2e_undisturbed=undisturbed,
+        )
 
     def left(self, request: TokenizedRequest, route: Route, model_s: float) -> Quantiles:
         """Of the time to the end of a request that runs, if no other one comes. `model_s`: as the model of
         costs has it."""
-        steps_s = _NUM_STEPS_OFF * route.token_s
-        said = self._left.quantiles(Group.of(request, route), model_s + steps_s)
-        return Quantiles(said.p50 - steps_s, said.p90 - steps_s)
+        return _apart(self._left, Group.of(request, route), route, model_s)
 
-    def started(self, request: TokenizedRequest, forecast: Forecast, ttft_s: float) -> None:
-        """Of a request that has its first token, the time until then from when the forecast was made."""
-        predicted_s = forecast.queue_s + forecast.route.ttft_s
-        self._ttft.observe(Group.of(request, forecast.route), predicted_s, forecast.ttft, ttft_s)
+    def started(
+        self, request: TokenizedRequest, forecast: Forecast, ttft_s: float, *, is_overtaken: bool
+    ) -> None:
+        """Of a request that has its first token, the time until then from when the forecast was made.
+        `is_overtaken`: whether one came later that was due earlier."""
+        group, predicted_s = Group.of(request, forecast.route), forecast.queue_s + forecast.route.ttft_s
+        self._ttft.observe(group, predicted_s, forecast.ttft, ttft_s)
+        if not is_overtaken:
+            _observe_apart(self._first, group, forecast.route, predicted_s, ttft_s)
 
     def ended(self, request: TokenizedRequest, forecast: Forecast, e2e_s: float, num_tokens: int) -> None:
         """Of a request that ended, the time until then from when the forecast was made."""
@@ -284,7 +304,19 @@ class Forecaster:
         self, request: TokenizedRequest, forecast: Forecast, model_s: float, measured_s: float
     ) -> None:
         """Of a request that ended, the time until then from when the last one came to its pod."""
-        route, group = forecast.route, Group.of(request, forecast.route)
-        steps_s = _NUM_STEPS_OFF * route.token_s
-        said = self._left.quantiles(group, model_s + steps_s)
-        self._left.observe(group, model_s + steps_s, said, measured_s + steps_s)
+        _observe_apart(self._left, Group.of(request, forecast.route), forecast.route, model_s, measured_s)
+
+
+def _apart(calibration: Calibration, group: Group, route: Route, model_s: float) -> Quantiles:
+    """Of a time that is off by some share, and by some steps."""
+    steps_s = _NUM_STEPS_OFF * route.token_s
+    said = calibration.quantiles(group, model_s + steps_s)
+    return Quantiles(said.p50 - steps_s, said.high - steps_s)
+
+
+def _observe_apart(
+    calibration: Calibration, group: Group, route: Route, model_s: float, measured_s: float
+) -> None:
+    steps_s = _NUM_STEPS_OFF * route.token_s
+    said = calibration.quantiles(group, model_s + steps_s)
+    calibration.observe(group, model_s + steps_s, said, measured_s + steps_s)

@@ -33,7 +33,8 @@ from tandem_service.tracing import Headers, RequestTrace, Tracing, current
 from tandem_service.version import software_version
 
 from tandem_gateway import trace_attributes
-from tandem_gateway.admission import Admission, Admitted
+from tandem_gateway.admission import Admission
+from tandem_gateway.admitted import Admitted
 from tandem_gateway.auth import Caller
 from tandem_gateway.choices import Running, num_places, relay_choices
 from tandem_gateway.dashboard.ended import EndedRequests
@@ -487,9 +488,9 @@ class Gateway:
         if forecast is not None:
             judged_s = admitted.judged_at - request.arrived
             receipt.predicted_ttft_p50_ns = round((judged_s + forecast.ttft.p50) * NS_PER_S)
-            receipt.predicted_ttft_p90_ns = round((judged_s + forecast.ttft.p90) * NS_PER_S)
+            receipt.predicted_ttft_p90_ns = round((judged_s + forecast.ttft.high) * NS_PER_S)
             receipt.predicted_e2e_p50_ns = round((judged_s + forecast.e2e.p50) * NS_PER_S)
-            receipt.predicted_e2e_p90_ns = round((judged_s + forecast.e2e.p90) * NS_PER_S)
+            receipt.predicted_e2e_p90_ns = round((judged_s + forecast.e2e.high) * NS_PER_S)
         if is_first:
             self._admission.ended(admitted, e2e_s=e2e_s, num_tokens=receipt.output_tokens, met=not miss)
         choice.metrics.finished(end)

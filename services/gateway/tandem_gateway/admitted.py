@@ -1,0 +1,75 @@
+"""What admission knows of the requests that it let in: what is left of each, and by when it has to end."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+
+from tandem_gateway.forecast import Forecast
+from tandem_gateway.request import TokenizedRequest
+
+
+@dataclass(eq=False)
+class Admitted:
+    """A request with its place, its objectives widened where this system could not meet them alone."""
+
+    request: TokenizedRequest
+    is_widened: bool = False
+    #: None: nothing could be predicted.
+    forecast: Forecast | None = None
+    #: Sequences that it runs; each takes a place.
+    num_places: int = 1
+    #: Monotonic seconds; the forecast counts from then.
+    judged_at: float = field(default_factory=lambda: time.monotonic())
+    #: Monotonic seconds; None before it is admitted, and before its first token.
+    admitted_at: float | None = None
+    first_at: float | None = None
+    #: Whether one that is due earlier was admitted to its pod before its first token.
+    is_overtaken: bool = False
+    #: Of the answer so far.
+    num_tokens: int = 0
+    #: When the last request came to its pod, itself or a later one, and how long the model of costs said then
+    #: that it would take to its end.
+    changed_at: float = 0.0
+    left_then_s: float = 0.0
+
+    @property
+    def queued_s(self) -> float:
+        """Seconds from its arrival until it was admitted, or until now."""
+        return (self.admitted_at or time.monotonic()) - self.request.arrived
+
+    @property
+    def tokens_left(self) -> int:
+        """Expected."""
+        assert self.forecast is not None
+        return max(self.forecast.route.num_output - self.num_tokens, 0)
+
+    @property
+    def first_expected_at(self) -> float:
+        """When its first token came, or is expected."""
+        assert self.forecast is not None
+        expected = self.judged_at + self.forecast.queue_s + self.forecast.route.ttft_s
+        return self.first_at or max(expected, time.monotonic())
+
+    @property
+    def ends_by(self) -> float:
+        """When its last token must come for its objectives, in monotonic seconds."""
+        assert self.forecast is not None
+        slo, by = self.request.slo, math.inf
+        if slo.e2e_s:
+            by = self.request.arrived + slo.e2e_s
+        if slo.tpot_s:
+            num_tokens = max(self.forecast.route.num_output, self.num_tokens)
+            by = min(by, self.first_expected_at + slo.tpot_s * (num_tokens - 1))
+        return by
+
+    def left_s(self, num_sequences: float, context: int, num_prompts: float, prompts_s: float) -> float:
+        """Until its end beside so many sequences, it included, and so many prompts on its decode pod."""
+        assert self.forecast is not None
+        ttft_s = 0.0 if self.num_tokens else self.first_expected_at - time.monotonic()
+        # Its own prompt is among them, unless another pod computes it meanwhile.
+        later_s = max(prompts_s - ttft_s, 0.0)
+        num_later = num_prompts * later_s / prompts_s if prompts_s else 0.0
+        load = self.forecast.route.decode.load
+        return ttft_s + load.answer_seconds(self.tokens_left, num_sequences, context, num_later, later_s)
