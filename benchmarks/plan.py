@@ -14,6 +14,10 @@ costs. A load during which others took more than DISTURBED of the processors is 
 prompts, as long as --seconds allow it; of its runs the one that was disturbed least counts, whatever was
 predicted. After a disturbed calibration the fleet is started again, up to ATTEMPTS times.
 
+The speed of a shared machine changes from minute to minute, by up to a third here. So REFERENCE is sent
+before and after each load, and costs are taken times what it took then over what it took during the
+calibration. With --rounds all of this is done several times.
+
 Requests leave as planned however late answers are; none has objectives, so that the gateway refuses none.
 Prompts are words that nobody has sent before, so that no cache is hit, and drafts are off.
 """
@@ -22,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import math
 import sys
@@ -29,7 +34,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
+from typing import TypeAlias
 
 import grpc
 import psutil
@@ -48,6 +54,7 @@ from tandem_cli.plan.measured import measured_fleet
 from tandem_cli.plan.simulate import Contention, FleetPlan, simulate
 from tandem_cli.plan.workload import PlannedRequest
 from tandem_core.slo import SloTarget
+from tandem_core.step_cost import StepCost
 from tandem_proto.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
 
@@ -73,10 +80,14 @@ PROMPTS = [Load(f"prompts of {n}", n, 2, 2) for n in (250, 450, 650, 1000, 1800)
 TEXTS = [
     Load("1 text", 100, 48, 1),
     Load("4 texts", 100, 48, 4, concurrency=4),
+    # Else what a cached token costs would be known from short texts alone.
+    Load("4 long texts", 900, 32, 4, concurrency=4),
     Load("12 texts", 100, 32, 12, concurrency=12),
 ]
 BOTH = Load("long prompts beside texts", 700, 64, 4, concurrency=4)
 CALIBRATION = [*WARM_UP, *PROMPTS, *TEXTS, BOTH]
+#: Before each other load, and after the last one: how fast the machine is at that time.
+REFERENCE = Load("reference", 300, 16, 2)
 LOADS = [
     Load("short prompts", 200, 40, 14, rate=1.0),
     Load("short prompts, busier", 200, 40, 20, rate=2.0),
@@ -117,6 +128,9 @@ class Run:
     pods: list[dict[str, object]]
     #: Share of the processors' time that others took meanwhile.
     disturbed: float
+    #: Mean E2E of the references before and after it.
+    reference_s: float
+    round: int = 0
 
     def statuses(self) -> list[common_pb2.PodStatus]:
         return [json_format.ParseDict(pod, common_pb2.PodStatus()) for pod in self.pods]
@@ -125,11 +139,14 @@ class Run:
 # -- measuring -----------------------------------------------------------------------------------------------
 
 
-def measure(model_dir: Path, fleets: Sequence[str], seconds: float, note: Callable[[Run], None]) -> None:
-    for name in fleets:
+def measure(
+    model_dir: Path, fleets: Sequence[str], rounds: int, seconds: float, note: Callable[[Run], None]
+) -> None:
+    """`note` gets each run of a round, whose number it does not have yet."""
+    for number, name in itertools.product(range(rounds), fleets):
         for attempt in range(1, ATTEMPTS + 1):
             with _started(model_dir, name, FLEETS[name]) as target:
-                sender = Sender(name, target, note)
+                sender = Sender(name, target, lambda run, number=number: note(replace(run, round=number)))
                 disturbed = max([sender.run(load).disturbed for load in CALIBRATION])
                 if disturbed <= DISTURBED or attempt == ATTEMPTS:
                     _measure_loads(sender, seconds)
@@ -161,16 +178,29 @@ class Sender:
     def __init__(self, fleet: str, target: str, note: Callable[[Run], None]) -> None:
         self._fleet, self._target, self._note = fleet, target, note
         self._num_sent = 0
+        #: Mean E2E of the last reference.
+        self._reference_s = 0.0
 
     def run(self, load: Load) -> Run:
+        before_s = self._reference_s or self._measure_reference()
         meter = Meter()
         # The same times of a load on all fleets.
         seed = [*CALIBRATION, *LOADS].index(load)
-        records = _send(self._target, load, self._num_sent, seed)
-        self._num_sent += load.count
-        run = _run(self._fleet, load, records, _pods(self._target), meter.disturbed())
+        records = self._send(load, seed)
+        pods, disturbed = _pods(self._target), meter.disturbed()
+        after_s = self._measure_reference()
+        run = _run(self._fleet, load, records, pods, disturbed, (before_s + after_s) / 2)
         self._note(run)
         return run
+
+    def _measure_reference(self) -> float:
+        self._reference_s = mean(record.e2e_s for record in self._send(REFERENCE, 0))
+        return self._reference_s
+
+    def _send(self, load: Load, seed: int) -> list[RequestRecord]:
+        records = _send(self._target, load, self._num_sent, seed)
+        self._num_sent += load.count
+        return records
 
 
 class Meter:
@@ -227,6 +257,7 @@ def _run(
     records: Sequence[RequestRecord],
     pods: Sequence[common_pb2.PodStatus],
     disturbed: float,
+    reference_s: float,
 ) -> Run:
     failed = [record.error for record in records if not record.is_ok or record.ttft_s is None]
     if failed:
@@ -240,7 +271,7 @@ def _run(
         for record in records
     ]  # fmt: skip
     statuses = [json_format.MessageToDict(pod) for pod in pods]
-    return Run(fleet, load.name, requests, statuses, disturbed)
+    return Run(fleet, load.name, requests, statuses, disturbed, reference_s)
 
 
 # -- predicting ----------------------------------------------------------------------------------------------
@@ -255,17 +286,50 @@ def predict(plan: FleetPlan, requests: Sequence[Measured]) -> list[Measured]:
     ]
 
 
-def calibrated(runs: Sequence[Run], fleet: str) -> FleetPlan:
-    """From what the pods reported after the calibration's loads."""
-    of = {run.load: run for run in runs if run.fleet == fleet}
-    prompts, texts = (measured_fleet(of[loads[-1].name].statuses()) for loads in (PROMPTS, TEXTS))
-    # Steps with texts in them are slower: what prompts cost is known from prompts alone.
-    plan = replace(
-        prompts, costs=replace(prompts.costs, decode=texts.costs.decode), num_prefill=int(fleet[0])
+@dataclass(frozen=True)
+class Calibrated:
+    """What the calibration of a fleet says in a round."""
+
+    plan: FleetPlan
+    #: The reference when the costs of prompts and of texts were measured.
+    prompts_s: float
+    texts_s: float
+
+    @classmethod
+    def of(cls, runs: Sequence[Run], fleet: str) -> Calibrated:
+        """From what the pods reported after the calibration's loads."""
+        of = {run.load: run for run in runs if run.fleet == fleet}
+        prompts, texts = of[PROMPTS[-1].name], of[TEXTS[-1].name]
+        plan = measured_fleet(prompts.statuses())
+        # Steps with texts in them are slower: what prompts cost is known from prompts alone.
+        decode = measured_fleet(texts.statuses()).costs.decode
+        plan = replace(plan, costs=replace(plan.costs, decode=decode), num_prefill=int(fleet[0]))
+        found = cls(plan, prompts.reference_s, texts.reference_s)
+        if not plan.num_prefill:
+            return found
+        both = of[BOTH.name]
+        return replace(found, plan=replace(plan, contention=_contention(found.at(both), both.requests)))
+
+    def at(self, run: Run) -> FleetPlan:
+        """With costs as they are at the machine's speed during the run."""
+        costs, prompts = self.plan.costs, run.reference_s / self.prompts_s
+        own = costs.own_prefill
+        costs = replace(
+            costs,
+            prefill=_times(costs.prefill, prompts),
+            own_prefill=own and _times(own, prompts),
+            decode=_times(costs.decode, run.reference_s / self.texts_s),
+        )
+        return replace(self.plan, costs=costs)
+
+
+def _times(cost: StepCost, factor: float) -> StepCost:
+    return replace(
+        cost,
+        per_step=factor * cost.per_step,
+        per_token=factor * cost.per_token,
+        per_pair=factor * cost.per_pair,
     )
-    if not plan.num_prefill:
-        return plan
-    return replace(plan, contention=_contention(plan, of[BOTH.name].requests))
 
 
 def _contention(plan: FleetPlan, requests: Sequence[Measured]) -> Contention:
@@ -289,7 +353,9 @@ def _p90(values: list[float]) -> float:
     return sorted(values)[math.ceil(0.9 * len(values)) - 1]
 
 
-FIGURES: dict[str, Callable[[Sequence[Measured]], float]] = {
+#: Of a load's requests.
+Figure: TypeAlias = Callable[[Sequence[Measured]], float]
+FIGURES: dict[str, Figure] = {
     "TTFT s, mean": lambda rs: mean(r.ttft_s for r in rs),
     "TTFT s, p90": lambda rs: _p90([r.ttft_s for r in rs]),
     "TPOT ms, mean": lambda rs: 1e3 * mean(r.tpot_s for r in rs),
@@ -299,47 +365,103 @@ FIGURES: dict[str, Callable[[Sequence[Measured]], float]] = {
 }
 
 
+IN_TIME = "in time"
+
+
 def attainment(requests: Sequence[Measured]) -> float:
     return mean(not OBJECTIVES.miss(r.ttft_s, r.tpot_s, r.e2e_s) for r in requests)
 
 
+@dataclass(frozen=True)
+class Cell:
+    """A load on a fleet: the medians of all rounds."""
+
+    load: Load
+    fleet: str
+    real: dict[str, float]
+    #: At the machine's speed during the load.
+    predicted: dict[str, float]
+    #: At its speed during the calibration.
+    uncorrected: dict[str, float]
+    disturbed: float
+
+    @classmethod
+    def of(cls, rounds: Sequence[Sequence[Run]], plans: Sequence[Calibrated], load: Load, fleet: str) -> Cell:
+        runs = [
+            min(
+                (run for run in some if (run.fleet, run.load) == (fleet, load.name)),
+                key=lambda run: run.disturbed,
+            )
+            for some in rounds
+        ]
+        pairs = list(zip(runs, plans, strict=True))
+        return cls(
+            load,
+            fleet,
+            _medians([run.requests for run in runs]),
+            _medians([predict(plan.at(run), run.requests) for run, plan in pairs]),
+            _medians([predict(plan.plan, run.requests) for run, plan in pairs]),
+            max(run.disturbed for run in runs),
+        )
+
+    @property
+    def errors(self) -> list[float]:
+        return [self.predicted[name] / self.real[name] - 1 for name in FIGURES]
+
+    @property
+    def uncorrected_errors(self) -> list[float]:
+        return [self.uncorrected[name] / self.real[name] - 1 for name in FIGURES]
+
+    def row(self) -> list[str]:
+        figures = [
+            f"{self.real[name]:.3g} / {self.predicted[name]:.3g} ({error:+.0%})"
+            for name, error in zip(FIGURES, self.errors, strict=True)
+        ]
+        return [
+            f"{self.load.name}: {self.load.prompt}/{self.load.output}, {self.load.rate:g}/s",
+            self.fleet,
+            *figures,
+            f"{self.real[IN_TIME]:.0%} / {self.predicted[IN_TIME]:.0%}",
+            f"{self.disturbed:.0%}",
+        ]
+
+
+def _medians(of_rounds: Sequence[Sequence[Measured]]) -> dict[str, float]:
+    figures = {**FIGURES, IN_TIME: attainment}
+    return {name: median(figure(one) for one in of_rounds) for name, figure in figures.items()}
+
+
 def report(runs: Sequence[Run]) -> tuple[str, str]:
     """The table, and sentences under it."""
-    plans = {fleet: calibrated(runs, fleet) for fleet in FLEETS}
-    rows, errors, means = [], [], {}
-    for load in LOADS:
-        for fleet, plan in plans.items():
-            tried = [run for run in runs if (run.fleet, run.load) == (fleet, load.name)]
-            run = min(tried, key=lambda run: run.disturbed)
-            found = predict(plan, run.requests)
-            means[load.name, fleet] = tuple(mean(r.e2e_s for r in one) for one in (run.requests, found))
-            cells = []
-            for figure in FIGURES.values():
-                real, predicted = figure(run.requests), figure(found)
-                errors.append(predicted / real - 1)
-                cells.append(f"{real:.3g} / {predicted:.3g} ({errors[-1]:+.0%})")
-            cells.append(f"{attainment(run.requests):.0%} / {attainment(found):.0%}")
-            about = f"{load.name}: {load.prompt}/{load.output}, {load.rate:g}/s"
-            rows.append([about, fleet, *cells, f"{run.disturbed:.0%}"])
-    within = sum(abs(error) <= 0.15 for error in errors)
-    right = sum(
-        (means[load.name, "0 + 1"][0] < means[load.name, "1 + 1"][0])
-        == (means[load.name, "0 + 1"][1] < means[load.name, "1 + 1"][1])
-        for load in LOADS
-    )
-    contention = plans["1 + 1"].contention
-    median = sorted(map(abs, errors))[len(errors) // 2]
+    rounds = [[run for run in runs if run.round == number] for number in sorted({run.round for run in runs})]
+    plans = {fleet: [Calibrated.of(some, fleet) for some in rounds] for fleet in FLEETS}
+    cells = {(load, fleet): Cell.of(rounds, plans[fleet], load, fleet) for load in LOADS for fleet in FLEETS}
+    errors = [abs(error) for cell in cells.values() for error in cell.errors]
+    raw = [abs(error) for cell in cells.values() for error in cell.uncorrected_errors]
+    within, raw_within = (sum(error <= 0.15 for error in some) for some in (errors, raw))
+
+    def gain(load: Load, which: str) -> float:
+        """Of mean E2E, without a prefill pod."""
+        with_one, without = (getattr(cells[load, fleet], which)["E2E s, mean"] for fleet in FLEETS)
+        return float(with_one / without)
+
+    choices = [f"{load.name} {gain(load, 'real'):.2f} / {gain(load, 'predicted'):.2f}" for load in LOADS]
+    fitted = [plan.plan.contention for plan in plans["1 + 1"]]
     lines = [
-        f"Each cell: measured / predicted (error). Of {len(errors)} figures {within} are within 15 %, the "
-        f"median error is {median:.0%}, the largest {max(map(abs, errors)):.0%}. In time means "
-        f"{describe_objectives(OBJECTIVES)}. Which of the two fleets has the smaller mean E2E is predicted "
-        f"rightly for {right} of {len(LOADS)} loads. Others: processors' time that processes outside of this "
-        f"benchmark took; nothing of it is predicted.",
-        f"Fitted to the calibration: on shared cores a prompt takes {contention.prefill:.1f} times as long "
-        f"beside texts on the other pod, and a step of texts {contention.decode:.2f} times beside prompts.",
+        f"Each cell: measured / predicted (error), medians of {len(rounds)} rounds, predicted at the "
+        f"machine's speed during the load. Of {len(errors)} figures {within} are within 15 %, the median "
+        f"error is {median(errors):.0%}, the largest {max(errors):.0%}. At the speed during the calibration "
+        f"{raw_within} are, and the median error is {median(raw):.0%}. In time means "
+        f"{describe_objectives(OBJECTIVES)}. Others: processors' time that processes outside of this "
+        f"benchmark took, at most.",
+        f"How many times as long the mean E2E is with a prefill pod on the same cores as without, measured / "
+        f"predicted: {', '.join(choices)}.",
+        f"Fitted to the calibration: on shared cores a prompt takes {median(c.prefill for c in fitted):.1f} "
+        f"times as long beside texts on the other pod, and a step of texts "
+        f"{median(c.decode for c in fitted):.2f} times beside prompts.",
     ]
-    head = ["load: prompt/answer tokens, rate", "prefill + decode pods", *FIGURES, "in time", "others"]
-    return markdown_table(head, rows), "\n\n".join(lines)
+    head = ["load: prompt/answer tokens, rate", "prefill + decode pods", *FIGURES, IN_TIME, "others"]
+    return markdown_table(head, [cell.row() for cell in cells.values()]), "\n\n".join(lines)
 
 
 def _read(path: Path) -> list[Run]:
@@ -363,6 +485,7 @@ def main() -> None:
     parser.add_argument(
         "--seconds", type=float, default=400.0, help="for each fleet, after which nothing is repeated"
     )
+    parser.add_argument("--rounds", type=int, default=1, help="each figure is the median of them")
     parser.add_argument("--out", type=Path, help="page to write")
     options = parser.parse_args()
     if (options.model is None) == (options.source is None):
@@ -378,7 +501,8 @@ def main() -> None:
                 file.write(json.dumps(asdict(run)) + "\n")
 
     if options.model is not None:
-        measure(options.model.resolve(), options.fleet or list(FLEETS), options.seconds, note)
+        fleets = options.fleet or list(FLEETS)
+        measure(options.model.resolve(), fleets, options.rounds, options.seconds, note)
     if len({run.fleet for run in runs}) < len(FLEETS):
         return
     table, notes = report(runs)
