@@ -33,8 +33,8 @@ async def served(tiny_model: Path, **options: object) -> AsyncIterator[tuple[Fle
         async with httpx.AsyncClient(base_url=url, timeout=30.0, trust_env=False) as client:
 
             async def is_healthy() -> bool:
-                health = (await client.get("/health")).json()
-                return health["decode_pods"] == 1
+                pods = (await client.get("/fleet")).json()["pods"]
+                return all(pod["healthy"] for pod in pods)
 
             await until_async(is_healthy)
             yield fleet, client
