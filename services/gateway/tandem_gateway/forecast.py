@@ -147,11 +147,11 @@ class Group:
 
 @dataclass(frozen=True)
 class _Line:
-    """log(measured) = offset + slope * log(predicted) + one of `rest`, which is sorted."""
+    """log(measured) = offset + slope * log(predicted) + one of `rest`, which is sorted and has the prior."""
 
     offset: float = 0.0
     slope: float = 1.0
-    rest: tuple[float, ...] = ()
+    rest: tuple[float, ...] = _PRIOR
 
 
 class _Window:
@@ -194,7 +194,8 @@ class _Window:
         slope = min(max(1.0 + steeper, self._slopes[0]), self._slopes[1])
         late = sum([y - x for _, x, y in self._recent]) / (count + _PRIOR_WEIGHT)
         offset = late + (1.0 - slope) * mean
-        return _Line(offset, slope, tuple(sorted([y - offset - slope * x for _, x, y in self._recent])))
+        rest = [y - offset - slope * x for _, x, y in self._recent]
+        return _Line(offset, slope, tuple(sorted([*_PRIOR, *rest])))
 
 
 class Calibration:
@@ -223,9 +224,8 @@ class Calibration:
     def quantiles(self, group: Group, predicted_s: float) -> Quantiles:
         own = self._windows[group]
         line = own.line() if len(own) >= _ENOUGH else self._windows[group.pool].line()
-        rest = sorted([*_PRIOR, *line.rest])
         level = line.offset + line.slope * _log(predicted_s)
-        p50, high = (math.exp(level + _quantile(rest, share)) for share in self._levels_of(group))
+        p50, high = (math.exp(level + _quantile(line.rest, share)) for share in self._levels_of(group))
         return Quantiles(p50, max(p50, high))
 
     def _levels_of(self, group: Group) -> tuple[float, float]:
