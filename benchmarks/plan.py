@@ -142,7 +142,7 @@ class Run:
 def measure(
     model_dir: Path, fleets: Sequence[str], rounds: int, seconds: float, note: Callable[[Run], None]
 ) -> None:
-    """`note` gets each run of a round, whose number it does not have yet."""
+    """`note` gets each run, with the number of its round."""
     for number, name in itertools.product(range(rounds), fleets):
         for attempt in range(1, ATTEMPTS + 1):
             with _started(model_dir, name, FLEETS[name]) as target:

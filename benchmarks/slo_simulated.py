@@ -26,7 +26,7 @@ from simulation import SimulatedSystem
 from slo import TENANTS, Benchmark, Case, Plan, System, add_arguments, plan_of, writer_of
 from slo_report import PROBE, SHAPES, finish
 from tandem_cli.bench.record import RequestRecord
-from tandem_cli.bench.records_file import RecordsWriter
+from tandem_cli.bench.records_file import RecordsWriter, read_runs
 from tandem_cli.bench.requests import Request
 from tandem_cli.bench.stats import Run, summarise
 from tandem_core.model.tokenizer import Tokenizer
@@ -108,6 +108,11 @@ def main() -> None:
         "--drift", type=float, default=0.0, help="the same of the machine's changes over ten seconds"
     )
     given = parser.parse_args()
+    if given.up:
+        parser.error("--up: nothing is started here; give settings of the gateway with --config")
+    if given.source is not None:
+        finish(read_runs(given.source), given.out, given.plot)
+        return
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     plan = plan_of(given)
     simulate = simulator(model_loader.pull(given.model), given.seed, given.noise, given.drift)

@@ -34,7 +34,7 @@ async def served(tiny_model: Path, **options: object) -> AsyncIterator[tuple[Fle
 
             async def is_healthy() -> bool:
                 pods = (await client.get("/fleet")).json()["pods"]
-                return all(pod["healthy"] for pod in pods)
+                return [pod["healthy"] for pod in pods] == [True, True]
 
             await until_async(is_healthy)
             yield fleet, client
