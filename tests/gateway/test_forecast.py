@@ -9,6 +9,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from still_clock import Clock
 from tandem_core.sampling import SamplingParams
 from tandem_core.slo import NO_OBJECTIVES, SloTarget
 from tandem_core.step_cost import UNKNOWN_COST, StepCost
@@ -21,14 +22,6 @@ from tandem_gateway.request import TokenizedRequest
 from tandem_gateway.routing import OutputLengths, Route
 from tandem_gateway.settings import Policy
 from waiting import run_ready_tasks
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 @pytest.fixture

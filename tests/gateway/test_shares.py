@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from still_clock import Clock
 from tandem_gateway import shares
 from tandem_gateway.shares import Bookings, FairShares
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
 
 
 @pytest.fixture
