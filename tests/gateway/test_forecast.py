@@ -90,18 +90,6 @@ class TestBacklog:
         backlog.add("of a tenant that is ahead", 1020.0, 1.0, limit=1003.0)
         assert backlog.slack(1001.0) == 2.0
 
-    def test_room_is_kept_for_a_while(self, clock):
-        backlog = Backlog()
-        backlog.promise(7, due=1005.0, seconds=2.0, until=1004.0)
-        assert not backlog.seconds(1004.0)
-        assert backlog.seconds(1006.0) == 2.0
-        assert backlog.is_empty, "a promise is no work"
-        assert backlog.redeem(7)
-        assert not backlog.redeem(7)
-        backlog.promise(7, due=1005.0, seconds=2.0, until=1004.0)
-        clock.now = 1004.5
-        assert backlog.seconds(1006.0) == 0
-
 
 CHAT = Group("chat")
 
@@ -443,16 +431,6 @@ class TestJudgement:
         assert fits == [True, False]
         assert admission._fits(request(SloTarget("batch"))), "one at least, once the others are done"
 
-    def test_room_is_kept_for_who_was_refused(self):
-        forecaster = FixedForecaster(ttft=1.5)
-        with pytest.raises(OverloadedError) as info:
-            judge(forecaster)
-        returns = time.monotonic() + info.value.retry_after_s
-        assert forecaster.pod.backlog.seconds(returns + 1.01) == pytest.approx(0.1 / 2), "half come back"
-        forecaster.ttft = 0.9
-        judge(forecaster)
-        assert forecaster.pod.backlog.seconds(returns + 1.01) == 0, "it came back"
-
     def test_refused_clients_come_back_one_after_the_other(self):
         forecaster = FixedForecaster(ttft=1.5)
         gate = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
@@ -464,7 +442,22 @@ class TestJudgement:
         # A request takes its prompt, and of ten steps of the batch its part.
         work_s = forecaster.forecast(request(), 0.0).route.work_s
         gaps = [b - a for a, b in itertools.pairwise(retries)]
-        assert gaps == pytest.approx([work_s / 2, work_s / 2], abs=0.02), "half come back, as far as is known"
+        assert gaps == pytest.approx([work_s, work_s], abs=0.02), "half come back, for half of all work"
+
+    def test_new_requests_leave_room_for_who_is_due_back(self):
+        # The fifth sequence takes .2 s per token, and .24 s beside a sixth one.
+        forecaster = FixedForecaster(ttft=1.5, token_s=0.2)
+        gate = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
+        gate._bookings.returning = 1.0
+        refused = request(SloTarget("chat", ttft_s=1.0, e2e_s=3.2), prompt=(9,))
+        with pytest.raises(OverloadedError, match="first token"):
+            gate._judge(refused)
+        forecaster.ttft = 0.1
+        with pytest.raises(OverloadedError) as info:
+            gate._judge(request())
+        assert info.value.reason is RefusalReason.OTHERS
+        gate._judge(refused)
+        gate._judge(request())
 
     def test_without_reports_nobody_is_refused(self):
         admitted = judge(FixedForecaster(ttft=100.0, is_known=False))
@@ -532,9 +525,9 @@ def test_what_later_requests_add_is_predicted_and_does_not_count_against_admissi
         forecaster.was_left(request(), said, 1.0, 1.2 * rng.uniform(0.97, 1.03))
     said = forecaster.forecast(request(), 0.0)
     assert said.e2e.p50 == pytest.approx(3.0, rel=0.1)
-    assert said.e2e_undisturbed.high == pytest.approx(1.2, rel=0.1)
+    assert 1.2 < said.e2e_undisturbed.high < 1.5
     assert not said.misses(SloTarget("chat", e2e_s=2.0), 0.0)
-    assert forecaster.left(request(), route, 0.5).high == pytest.approx(0.6, rel=0.1)
+    assert 0.6 < forecaster.left(request(), route, 0.5).high < 0.9
 
 
 def test_measured_times_count_from_the_forecast():

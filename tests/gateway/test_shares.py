@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import pytest
 from still_clock import Clock
+from tandem_core.sampling import SamplingParams
+from tandem_core.slo import NO_OBJECTIVES
 from tandem_gateway import shares
+from tandem_gateway.admitted import Admitted
+from tandem_gateway.request import TokenizedRequest
 from tandem_gateway.shares import Bookings, FairShares
 
 
@@ -67,17 +71,28 @@ def test_room_is_kept_for_those_that_ask_for_much_less(clock: Clock) -> None:
     assert shares.room_for_others("noisy", 8.0, {}) > 40, "by weight the large one asks for less"
 
 
+def book(bookings: Bookings, key: int, earliest: float, work_s: float = 0.5) -> float:
+    slot = bookings.slot(earliest)
+    request = TokenizedRequest(str(key), "", (key,), SamplingParams(), NO_OBJECTIVES, slot, slot + 60)
+    bookings.book(key, slot, work_s, Admitted(request, judged_at=slot))
+    return slot
+
+
+def due_back(bookings: Bookings) -> list[str]:
+    return [one.request.request_id for one in bookings.due_back()]
+
+
 def test_who_comes_back_in_time_is_admitted_if_that_is_likely_to_do(clock: Clock) -> None:
     bookings = Bookings()
-    assert bookings.book(7, 1005.0, 2.0) == 1005.0
-    assert bookings.book(7, 1003.0, 2.0) == 1006.0, "a second client with the same request"
-    assert bookings.book(8, 1020.0, 2.0) == 1020.0
+    assert book(bookings, 7, 1005.0, 2.0) == 1005.0
+    assert book(bookings, 7, 1003.0, 2.0) == 1007.0, "a second client with the same request"
+    assert book(bookings, 8, 1020.0, 2.0) == 1020.0
     assert not bookings.redeem(7), "five seconds too early"
     clock.now = 1004.5
     assert bookings.redeem(7)
     assert not bookings.redeem(7)
     assert not bookings.redeem(9)
-    clock.now = 1006.5
+    clock.now = 1007.5
     assert bookings.redeem(7)
     clock.now = 1021.5
     assert not bookings.redeem(8), "too late"
@@ -86,13 +101,31 @@ def test_who_comes_back_in_time_is_admitted_if_that_is_likely_to_do(clock: Clock
 def test_slots_of_clients_that_do_not_come_back_are_given_to_others(clock: Clock) -> None:
     bookings = Bookings()
     for number in range(50):
-        bookings.book(number, clock.now, 1.0)
+        book(bookings, number, clock.now)
     clock.now += 100
-    first = bookings.book(100, clock.now, 1.0)
-    assert bookings.book(101, clock.now, 1.0) - first < 0.01
+    first = book(bookings, 100, clock.now)
+    assert book(bookings, 101, clock.now) - first < 0.01
     for number in range(100, 140):
         clock.now += 0.01
-        bookings.book(number, clock.now, 0.0)
+        book(bookings, number, clock.now, 0.0)
         assert bookings.redeem(number)
-    first = bookings.book(200, clock.now, 1.0)
-    assert bookings.book(201, clock.now, 1.0) - first > 0.9
+    first = book(bookings, 200, clock.now)
+    assert book(bookings, 201, clock.now) - first > 0.9
+
+
+def test_those_that_are_due_back_are_known_shortly_before(clock: Clock) -> None:
+    bookings = Bookings()
+    bookings.returning = 1.0
+    for number, earliest in enumerate((1001.0, 1002.5, 1004.5, 1030.0)):
+        book(bookings, number, earliest)
+    assert due_back(bookings) == ["0"]
+    clock.now = 1001.5
+    assert due_back(bookings) == ["0", "1"]
+    assert bookings.redeem(0)
+    clock.now = 1003.0
+    assert due_back(bookings) == ["1", "2"]
+    bookings.returning = 0.5
+    assert due_back(bookings) == ["1"], "half of them come, as far as is known"
+    bookings.returning = 1.0
+    clock.now = 1004.0
+    assert due_back(bookings) == ["2"], "the other one is too late"

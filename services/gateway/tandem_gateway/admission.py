@@ -24,7 +24,7 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -41,10 +41,10 @@ from tandem_gateway.limits import AdaptiveLimit
 from tandem_gateway.request import DEFAULT_DUE_S, TokenizedRequest
 from tandem_gateway.routing import Route
 from tandem_gateway.settings import Policy
-from tandem_gateway.shares import GRACE_S, Bookings, FairShares
+from tandem_gateway.shares import Bookings, FairShares
 
 _MIN_RETRY_AFTER_S = 0.05
-_MAX_RETRY_AFTER_S = 60.0
+_MAX_RETRY_AFTER_S = 300.0
 #: Requests without objectives take at most this share of the places, so that others find one; and fewer after
 #: each second in which a request with objectives was refused.
 _BEST_EFFORT_SHARE = 0.75
@@ -174,9 +174,7 @@ class Admission:
         elif not slo.is_strict and forecast.misses_alone(slo):
             self._shares.charge(request.tenant, forecast.route.work_s)
             return Admitted(replace(request, due_s=DEFAULT_DUE_S), forecast=forecast)
-        backlog, key = forecast.route.computes_prompt.backlog, _content(request)
-        backlog.redeem(key)
-        is_returning = self._bookings.redeem(key)
+        is_returning = self._bookings.redeem(_content(request))
         waited_s = time.monotonic() - request.arrived
         missed = forecast.misses(slo, waited_s, is_likely=is_returning)
         if not missed and request.has_objectives:
@@ -185,7 +183,7 @@ class Admission:
                 missed = "others"
             elif room and self._makes_others_late(request, forecast.route, room, is_likely=is_returning):
                 missed = "share"
-        is_idle = backlog.is_empty and not forecast.route.decode.in_flight
+        is_idle = forecast.route.computes_prompt.backlog.is_empty and not forecast.route.decode.in_flight
         if not missed or (is_idle and not slo.is_strict):
             self._shares.charge(request.tenant, forecast.route.work_s)
             return Admitted(request, is_widened, forecast)
@@ -199,12 +197,14 @@ class Admission:
     def _makes_others_late(
         self, request: TokenizedRequest, route: Route, room: float, *, is_likely: bool = False
     ) -> bool:
-        """Whether an earlier request's first token would come too late, or its end. `room`: such requests
-        that may come as well; `is_likely`: whether its end would be too late in the median."""
+        """Whether an earlier request's first token would come too late, or its end, or that of one which was
+        refused and is due back. `room`: such requests that may come as well; `is_likely`: whether its end
+        would be too late in the median, and only that of those that run."""
         if route.computes_prompt.backlog.slack(request.due) < route.prefill_s:
             return True
         now = time.monotonic()
-        for other, before_s, after_s in self._left_on(route, 1 + room):
+        due_back = [] if is_likely else self._due_back_on(route.decode)
+        for other, before_s, after_s in self._left_on(route, 1 + room, due_back):
             limit_s = other.ends_by - now
             if limit_s == math.inf or other.forecast is None:
                 continue
@@ -215,26 +215,38 @@ class Admission:
                 return True
         return False
 
-    def _left_on(self, route: Route, num_coming: float = 1) -> Iterator[tuple[Admitted, float, float]]:
-        """Of each request that runs on the route's decode pod: seconds to its end by the model of costs,
-        without so many requests like this one and with them."""
+    def _left_on(
+        self, route: Route, num_coming: float = 1, due_back: Sequence[Admitted] = ()
+    ) -> Iterator[tuple[Admitted, float, float]]:
+        """Of each request that runs on the route's decode pod, then of those that are due back there: seconds
+        to its end by the model of costs, without so many requests like this one and with them. The first
+        number of one that is due back has the earlier ones of these in it, the second number of one that runs
+        has all of them."""
         pod, is_local = route.decode, route.computes_prompt is route.decode
         num_prompts, prompts_s = pod.backlog.num_own, pod.backlog.present_s
-        num_later = num_coming * is_local
-        for other in self._running_on(pod):
+
+        def left_s(other: Admitted, num_beside: float) -> float:
             num_left = max(other.tokens_left, 1)
-            together = max(pod.num_beside(num_left), 1.0)
-            more = num_coming * min(route.num_output / num_left, 1.0)
-            yield (
-                other,
-                other.left_s(together, route.context, num_prompts, prompts_s),
-                other.left_s(
-                    together + more,
-                    route.context,
-                    num_prompts + num_later,
-                    prompts_s + num_later * route.prefill_s,
-                ),
+            together = max(pod.num_beside(num_left), 1.0) + (other.admitted_at is None)
+            num_later = num_beside * is_local
+            return other.left_s(
+                together + num_beside * min(route.num_output / num_left, 1.0),
+                route.context,
+                num_prompts + num_later,
+                prompts_s + num_later * route.prefill_s,
             )
+
+        for other in self._running_on(pod):
+            yield other, left_s(other, 0), left_s(other, num_coming + len(due_back))
+        for number, other in enumerate(due_back):
+            yield other, left_s(other, number), left_s(other, number + num_coming)
+
+    def _due_back_on(self, pod: Pod) -> list[Admitted]:
+        return [
+            one
+            for one in self._bookings.due_back()
+            if one.forecast is not None and one.forecast.route.decode is pod
+        ]
 
     def _running_on(self, pod: Pod) -> Iterator[Admitted]:
         return (one for one in self._running if one.forecast is not None and one.forecast.route.decode is pod)
@@ -260,18 +272,19 @@ class Admission:
         }[missed]
         now = time.monotonic()
         over_s = min(max(over, _MIN_RETRY_AFTER_S), _MAX_RETRY_AFTER_S)
-        returns = self._bookings.book(_content(request), now + over_s, route.work_s)
+        returns = self._bookings.slot(now + over_s)
+        first_at = returns + min(route.ttft_s, slo.ttft_s or math.inf)
+        expected = Admitted(
+            replace(request, arrived=returns), forecast=forecast, judged_at=returns, first_at=first_at
+        )
+        self._bookings.book(_content(request), returns, route.work_s, expected)
         retry_s = min(returns - now, _MAX_RETRY_AFTER_S)
-        due = returns + (slo.ttft_s or slo.e2e_s or DEFAULT_DUE_S)
-        # Room for as many as come back: most clients may not.
-        kept_s = route.prefill_s * self._bookings.returning
-        route.computes_prompt.backlog.promise(_content(request), due, kept_s, returns + GRACE_S)
         what = {
-            "ttft": f"the first token is predicted after {forecast.ttft_undisturbed.p50:.2f} s (p97 "
+            "ttft": f"the first token is predicted after {forecast.ttft_undisturbed.p50:.2f} s (p99 "
             f"{forecast.ttft_undisturbed.high:.2f} s), over the {slo.ttft_s:g} s of its objective",
-            "e2e": f"the end is predicted after {forecast.e2e_undisturbed.p50:.2f} s (p97 "
+            "e2e": f"the end is predicted after {forecast.e2e_undisturbed.p50:.2f} s (p99 "
             f"{forecast.e2e_undisturbed.high:.2f} s), over the {slo.e2e_s:g} s of its objective",
-            "tpot": f"{forecast.tpot.p50 * 1000:.0f} ms per token are predicted (p97 "
+            "tpot": f"{forecast.tpot.p50 * 1000:.0f} ms per token are predicted (p99 "
             f"{forecast.tpot.high * 1000:.0f} ms), over the {slo.tpot_s * 1000:g} ms of its objective",
             "others": "it would make a request that was admitted before miss its objective",
             "share": f"tenant {request.tenant} asks for much, and would leave others too little room",

@@ -40,9 +40,9 @@ _LOWEST_LEVEL, _HIGHEST_LEVEL = 0.02, 1.5
 _PRIOR = tuple(math.log(ratio) for ratio in (0.8, 0.9, 1.0, 1.05, 1.15, 1.3))
 #: The line is drawn as if so many measurements had been as predicted, spread by a factor of e.
 _PRIOR_WEIGHT = 4.0
-#: The level at which admission judges. Under overload each request is admitted that just fits, so that of
-#: those judged by a 90th percentile a tenth would be late.
-_SURE = 0.97
+#: The level at which admission judges: of a window, about its largest factor. Under overload each request is
+#: admitted that just fits, so that of those judged by a 90th percentile a tenth would be late.
+_SURE = 0.99
 #: What is left of an answer is off by some share, but by a step or two however little it is; with so many
 #: more tokens both are about equal. Else long ones were said to take up to twice as long, as short ones may.
 _NUM_STEPS_OFF = 10
@@ -311,7 +311,7 @@ def _apart(calibration: Calibration, group: Group, route: Route, model_s: float)
     """Of a time that is off by some share, and by some steps."""
     steps_s = _NUM_STEPS_OFF * route.token_s
     said = calibration.quantiles(group, model_s + steps_s)
-    return Quantiles(said.p50 - steps_s, said.high - steps_s)
+    return Quantiles(max(said.p50 - steps_s, 0.0), max(said.high - steps_s, 0.0))
 
 
 def _observe_apart(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -115,19 +115,6 @@ class Backlog:
         #: At the last report: all that it lists, and of that this gateway's own.
         self._reported_at = 0.0
         self._reported = self._own_then = _Sums([])
-        #: Of refused requests that were told when to come back: deadline, seconds, until when it counts.
-        self._promised: dict[int, tuple[float, float, float]] = {}
-        #: When the first of them ends, or earlier.
-        self._promise_ends = math.inf
-
-    def promise(self, key: int, due: float, seconds: float, until: float) -> None:
-        """Keeps room for a request that was refused and will come back."""
-        self._promised[key] = (due, seconds, until)
-        self._promise_ends = min(self._promise_ends, until)
-
-    def redeem(self, key: int) -> bool:
-        """The request has come back; whether room was kept for it."""
-        return self._promised.pop(key, None) is not None
 
     @property
     def is_empty(self) -> bool:
@@ -163,7 +150,7 @@ class Backlog:
             left_s = self._own[self._current][1] - self._done()
             # Of a longer prompt it is not known how far its step is.
             step_left_s = left_s if left_s < step_s else step_s / 2
-        return step_left_s + self._present(due) + self._promised_before(due)
+        return step_left_s + self._present(due)
 
     def num_before(self, due: float) -> int:
         """Own prompts with earlier deadlines."""
@@ -175,7 +162,7 @@ class Backlog:
 
     @property
     def present_s(self) -> float:
-        """Of all prompts that are here, without those that were promised room."""
+        """Of all prompts that are here."""
         return self._present(math.inf)
 
     def _present(self, due: float) -> float:
@@ -194,28 +181,17 @@ class Backlog:
         worked = time.monotonic() - self._reported_at
         return self._reported.before(due) - self._own_then.before(due) - worked
 
-    def _live_promises(self) -> Collection[tuple[float, float, float]]:
-        """As `_promised`. Under overload there are hundreds, and each request asks several times."""
-        now = time.monotonic()
-        if self._promise_ends <= now:
-            self._promised = {key: one for key, one in self._promised.items() if one[2] > now}
-            self._promise_ends = min([end for _, _, end in self._promised.values()], default=math.inf)
-        return self._promised.values()
-
-    def _promised_before(self, due: float) -> float:
-        return sum([seconds for theirs, seconds, _ in self._live_promises() if theirs < due])
-
     def slack(self, due: float) -> float:
         """The most work with this deadline that makes no later prompt late; those that will be late anyway do
         not count."""
         now, done, least = time.monotonic(), self._done(), math.inf
-        work = [(*one, self._limits[request_id], True) for request_id, one in self._own.items()]
-        work += [(theirs, seconds, theirs, False) for theirs, seconds, _ in self._live_promises()]
-        own = promised = 0.0  # what comes before it, and itself
-        for theirs, seconds, limit, is_own in sorted(work):
-            own, promised = own + is_own * seconds, promised + (not is_own) * seconds
+        own = 0.0  # what comes before it, and itself
+        for (theirs, seconds), limit in sorted(
+            (one, self._limits[request_id]) for request_id, one in self._own.items()
+        ):
+            own += seconds
             if theirs > due:
-                before = max(own - done, 0.0) + promised + max(self._foreign(theirs), 0.0)
+                before = max(own - done, 0.0) + max(self._foreign(theirs), 0.0)
                 if before <= limit - now:
                     least = min(least, limit - now - before)
         return least

@@ -7,6 +7,9 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import takewhile
+
+from tandem_gateway.admitted import Admitted
 
 #: A tenant may be ahead of its share by so many seconds.
 _AHEAD_S = 1.0
@@ -16,7 +19,11 @@ _MEMORY_S = 10.0
 #: differ by less.
 _MUCH_LESS = 0.5
 #: How long a refused client may be late, and still find the room that was kept for it.
-GRACE_S = 1.0
+_GRACE_S = 1.0
+#: So long before its slot, others begin to leave room for a client that is due back.
+_NEAR_S = 2.0
+#: Of all work, what slots are given to; the rest is for those that come for the first time.
+_SHARE_OF_RETURNING = 0.5
 #: Weight of the newest client in the share of those that came back.
 _ALPHA = 0.1
 
@@ -88,47 +95,67 @@ class FairShares:
         return now
 
 
+@dataclass
+class _Booking:
+    key: int
+    #: Monotonic seconds.
+    slot: float
+    #: What the client that comes back is expected to need.
+    expected: Admitted
+    is_open: bool = True
+
+
 class Bookings:
     """When refused clients may come back: one after the other, each when the work of those before it can be
-    done. Belongs to one event loop."""
+    done beside that of new clients. Belongs to one event loop."""
 
     def __init__(self) -> None:
         #: By content of the request, in order: equal requests are common, such as greetings.
-        self._slots: defaultdict[int, deque[float]] = defaultdict(deque)
-        #: All slots in order, with their requests; also those that were redeemed.
-        self._order: deque[tuple[float, int]] = deque()
+        self._open: defaultdict[int, deque[_Booking]] = defaultdict(deque)
+        #: All that are not over, in order.
+        self._order: deque[_Booking] = deque()
         #: When the next slot is free.
         self._free_at = 0.0
         #: Share of the clients that came back in their slots lately; at first nobody knows.
         self.returning = 0.5
 
-    def book(self, key: int, earliest: float, work_s: float) -> float:
-        """Returns the monotonic seconds of the slot, at `earliest` or later."""
+    def slot(self, earliest: float) -> float:
+        """The monotonic seconds of the next slot, at `earliest` or later."""
+        return max(earliest, self._free_at)
+
+    def book(self, key: int, slot: float, work_s: float, expected: Admitted) -> None:
+        """`slot`: as said by the method of that name."""
         self._forget_missed()
-        slot = max(earliest, self._free_at)
-        self._free_at = slot + work_s * self.returning
-        self._slots[key].append(slot)
-        self._order.append((slot, key))
-        return slot
+        self._free_at = slot + work_s * self.returning / _SHARE_OF_RETURNING
+        booking = _Booking(key, slot, expected)
+        self._open[key].append(booking)
+        self._order.append(booking)
 
     def redeem(self, key: int) -> bool:
         """Whether the client comes at the time that it was told."""
         self._forget_missed()
-        if key not in self._slots or self._slots[key][0] - GRACE_S > time.monotonic():
+        if key not in self._open or self._open[key][0].slot - _GRACE_S > time.monotonic():
             return False
-        self._remove(key)
+        self._close(key)
         self.returning += _ALPHA * (1 - self.returning)
         return True
 
+    def due_back(self) -> list[Admitted]:
+        """Those whose slots are near, in order; of these as many as are likely to come."""
+        self._forget_missed()
+        near = time.monotonic() + _NEAR_S
+        due = [one.expected for one in takewhile(lambda one: one.slot < near, self._order) if one.is_open]
+        return due[: round(self.returning * len(due))]
+
     def _forget_missed(self) -> None:
-        oldest = time.monotonic() - GRACE_S
-        while self._order and self._order[0][0] < oldest:
-            slot, key = self._order.popleft()
-            if key in self._slots and self._slots[key][0] == slot:
-                self._remove(key)
+        oldest = time.monotonic() - _GRACE_S
+        while self._order and self._order[0].slot < oldest:
+            booking = self._order.popleft()
+            if booking.is_open:
+                self._close(booking.key)
                 self.returning *= 1 - _ALPHA
 
-    def _remove(self, key: int) -> None:
-        self._slots[key].popleft()
-        if not self._slots[key]:
-            del self._slots[key]
+    def _close(self, key: int) -> None:
+        self._open[key].popleft().is_open = False
+        if not self._open[key]:
+            del self._open[key]
