@@ -1,6 +1,6 @@
 """Rollouts, deletions, a drained node and scaling under load, on the process kubelet.
 
-    PYTHONPATH=tests/helpers python benchmarks/cluster.py --model FOLDER --out FILE.md
+    PYTHONPATH=tests/helpers python benchmarks/cluster.py --model NAME --out FILE.md
 
 The manifests are those of deploy/k8s/overlays/dev with two pods of each role. tests/helpers/kubelet runs each
 pod as a process with an address of its own and follows probes, preStop, grace periods, rolling update rules
@@ -31,6 +31,7 @@ from kubelet import overlay
 from kubelet.cluster import Cluster
 from reporting import markdown_table, write_page
 from stream_load import Tally, ask, load
+from tandem_engine import model_loader
 
 ROLES = ("gateway", "decode", "prefill", "lookahead")
 #: Clients go on for this time after a step, so that what it broke shows.
@@ -113,7 +114,7 @@ async def run(options: argparse.Namespace) -> bool:
         cluster = Cluster(folder, Path(sys.prefix) / "bin", network=77, paths={})
         await cluster.start()
         try:
-            settings = overlay.small(options.model)
+            settings = overlay.small(model_loader.pull(options.model))
             await cluster.apply(overlay.manifests(folder / "overlay", settings))
             await cluster.until_rolled_out()
             target = f"{cluster.service_address('tandem-gateway')}:50051"
@@ -160,7 +161,7 @@ async def run(options: argparse.Namespace) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", type=Path, required=True, help="model folder, its weights converted")
+    parser.add_argument("--model", required=True, help="a name, folder or GGUF file")
     parser.add_argument("--other", type=Path, help="virtual environment of another version, to roll to")
     parser.add_argument("--steps", help="parts of names of steps, with commas; all without it")
     parser.add_argument("--tokens", type=int, default=512, help="least tokens of an answer")

@@ -1,7 +1,7 @@
 """What `tandem plan` predicts beside what is measured, on this machine: latencies, throughput, attainment,
 and whether prefill pods pay.
 
-    python benchmarks/plan.py --model FOLDER --out FILE.md --records FILE.jsonl
+    python benchmarks/plan.py --model NAME --out FILE.md --records FILE.jsonl
     python benchmarks/plan.py --from FILE.jsonl --out FILE.md      the page again, from the records
 
 Two fleets are started as `tandem up`, one after the other: one prefill and one decode pod, and one decode
@@ -55,6 +55,7 @@ from tandem_cli.plan.simulate import Contention, FleetPlan, simulate
 from tandem_cli.plan.workload import PlannedRequest
 from tandem_core.slo import SloTarget
 from tandem_core.step_cost import StepCost
+from tandem_engine import model_loader
 from tandem_proto.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 
 
@@ -291,7 +292,7 @@ class Calibrated:
     """What the calibration of a fleet says in a round."""
 
     plan: FleetPlan
-    #: The reference when the costs of prompts and of texts were measured.
+    #: Mean of the references while the costs of prompts and of texts were measured.
     prompts_s: float
     texts_s: float
 
@@ -304,7 +305,8 @@ class Calibrated:
         # Steps with texts in them are slower: what prompts cost is known from prompts alone.
         decode = measured_fleet(texts.statuses()).costs.decode
         plan = replace(plan, costs=replace(plan.costs, decode=decode), num_prefill=int(fleet[0]))
-        found = cls(plan, prompts.reference_s, texts.reference_s)
+        references = ([of[load.name].reference_s for load in loads] for loads in (PROMPTS, TEXTS))
+        found = cls(plan, *map(mean, references))
         if not plan.num_prefill:
             return found
         both = of[BOTH.name]
@@ -476,7 +478,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", type=Path, help="model folder, its weights converted")
+    parser.add_argument("--model", help="a name, folder or GGUF file")
     parser.add_argument("--records", type=Path, help="file to which measurements are written")
     parser.add_argument("--from", dest="source", type=Path, help="such a file, instead of measuring")
     parser.add_argument(
@@ -502,7 +504,7 @@ def main() -> None:
 
     if options.model is not None:
         fleets = options.fleet or list(FLEETS)
-        measure(options.model.resolve(), fleets, options.rounds, options.seconds, note)
+        measure(model_loader.pull(options.model), fleets, options.rounds, options.seconds, note)
     if len({run.fleet for run in runs}) < len(FLEETS):
         return
     table, notes = report(runs)

@@ -1,0 +1,135 @@
+"""How long a refusal takes, for the client and inside of the gateway, idle and beside answers that run.
+
+    python benchmarks/refusals.py --out FILE.md
+
+Each request asks, strictly, for a first token within a millisecond, so that it is refused by prediction.
+Beside it, what a call takes that the gateway ends at once, since it names a model that is not served: the
+part of gRPC and of both processes, in which nothing is decided.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from peers import BATCH, cache_home, tandem_peer
+from reporting import markdown_table, write_page
+from slo import serving
+from tandem_cli.bench.options import BenchOptions
+from tandem_cli.bench.prompts import Prompt
+from tandem_cli.bench.record import Recorder
+from tandem_cli.bench.requests import Request, plain_requests
+from tandem_cli.bench.stats import Percentiles
+from tandem_cli.bench.transports import GrpcTransport, SendError
+from tandem_cli.bench.workload import RequestMaker
+from tandem_core.slo import SloTarget
+from tandem_engine import model_loader
+
+NAME = "refusals"
+IMPOSSIBLE = SloTarget("interactive", ttft_s=0.001, is_strict=True)
+#: Answers beside the refusals, of so many tokens; each one that ends is followed by another.
+RUNNING, RUNNING_TOKENS = 8, 400
+PAUSE_S = 0.03
+
+
+def prompts() -> Iterator[Prompt]:
+    """No two are equal, so that nothing of them is known."""
+    (first, *_) = RequestMaker(BenchOptions(rate="1", model="", num_requests=1)).make("retail", 0)
+    for number in itertools.count():
+        turns = first.prompt.messages
+        yield Prompt(f"{number}", (*turns[:-1], type(turns[-1])("user", f"{number} {turns[-1].content}")))
+
+
+def one(prompt: Prompt, slo: SloTarget, max_tokens: int) -> Request:
+    (request,) = plain_requests([prompt], slo, max_tokens)
+    return replace(request, sends_objectives=slo is IMPOSSIBLE)
+
+
+async def errors_s(
+    transport: GrpcTransport, source: Iterator[Prompt], status: str, seconds: float
+) -> list[float]:
+    """How long requests took that ended with this status."""
+    taken, until = [], time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        request = one(next(source), IMPOSSIBLE, 48)
+        began = time.perf_counter()
+        try:
+            await transport.send(request, Recorder(request, began))
+        except SendError as error:
+            if error.status != status:
+                raise
+            taken.append(time.perf_counter() - began)
+        await asyncio.sleep(PAUSE_S)
+    return taken
+
+
+async def keep_running(transport: GrpcTransport, source: Iterator[Prompt]) -> None:
+    while True:
+        request = one(next(source), BATCH, RUNNING_TOKENS)
+        await transport.send(request, Recorder(request, time.perf_counter()))
+
+
+async def measure(target: str, log: Path, seconds: float) -> list[list[str]]:
+    source, rows = prompts(), []
+    served, unknown = (GrpcTransport(target, BenchOptions(model=model)) for model in ("", "unknown"))
+    beside: list[asyncio.Task[None]] = []
+    for name, num_running in (("idle", 0), (f"beside {RUNNING} answers", RUNNING)):
+        beside += [asyncio.create_task(keep_running(served, source)) for _ in range(num_running)]
+        await asyncio.sleep(4.0)
+        num_before = len(refused_in(log))
+        refused_s = await errors_s(served, source, "RESOURCE_EXHAUSTED", seconds)
+        await asyncio.sleep(0.5)
+        inside_s = refused_in(log)[num_before:]
+        unknown_s = await errors_s(unknown, source, "NOT_FOUND", seconds)
+        rows.append([name, str(len(refused_s)), *map(_ms, (refused_s, inside_s, unknown_s))])
+    for task in beside:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+    await served.close()
+    await unknown.close()
+    return rows
+
+
+def refused_in(log: Path) -> list[float]:
+    """Seconds from arrival to refusal, from the gateway's log."""
+    lines = [
+        line[line.find("{") :] for line in log.read_text(errors="replace").splitlines() if '"refused"' in line
+    ]
+    return [entry["e2e_s"] for entry in map(json.loads, lines) if "e2e_s" in entry]
+
+
+def _ms(seconds: Sequence[float]) -> str:
+    values = Percentiles.of(seconds)
+    return "-" if values is None else f"{1e3 * values.p50:.1f} / {1e3 * values.p99:.1f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", default="smollm2-135m-instruct", help="a name, folder or GGUF file")
+    parser.add_argument("--seconds", type=float, default=15.0, help="of each measurement")
+    parser.add_argument("--out", type=Path, required=True, help="page to write")
+    options = parser.parse_args()
+    peer = tandem_peer(NAME, model_loader.pull(options.model), "--log-format json")
+    hello = one(next(prompts()), BATCH, 8)
+    with serving(peer, hello) as target:
+        rows = asyncio.run(measure(target, cache_home() / "logs" / f"{NAME}.log", options.seconds))
+    head = [
+        "gateway",
+        "refusals",
+        "refused, ms p50 / p99",
+        "inside of the gateway",
+        "unknown model, at the client",
+    ]
+    write_page(options.out, "How long a refusal takes", markdown_table(head, rows))
+
+
+if __name__ == "__main__":
+    main()
