@@ -6,8 +6,9 @@ and whether prefill pods pay.
 
 Two fleets are started as `tandem up`, one after the other: one prefill and one decode pod, and one decode
 pod alone. Each gets the calibration first: prompts alone, then texts alone, after which its pods report
-what steps cost, as for `tandem plan --measured`. Both pods of the first fleet share the cores. How much
-that slows either is fitted to one more load, BOTH, on which nothing else depends.
+what steps cost, as for `tandem plan --measured`. Both pods of the first fleet share the cores, and the pod of
+the second one computes prompts and texts in the same steps. How much that slows either is fitted to one more
+load, BOTH, on which nothing else depends.
 
 Then each load of LOADS is sent, the same requests at the same times to both fleets, and simulated with those
 costs. A load during which others took more than DISTURBED of the processors is sent again, with other
@@ -306,11 +307,11 @@ class Calibrated:
         decode = measured_fleet(texts.statuses()).costs.decode
         plan = replace(plan, costs=replace(plan.costs, decode=decode), num_prefill=int(fleet[0]))
         references = ([of[load.name].reference_s for load in loads] for loads in (PROMPTS, TEXTS))
-        found = cls(plan, *map(mean, references))
-        if not plan.num_prefill:
-            return found
-        both = of[BOTH.name]
-        return replace(found, plan=replace(plan, contention=_contention(found.at(both), both.requests)))
+        found, both = cls(plan, *map(mean, references)), of[BOTH.name]
+        fitted = _fitted(found.at(both), both.requests)
+        return replace(
+            found, plan=replace(plan, contention=fitted.contention, mixed_steps=fitted.mixed_steps)
+        )
 
     def at(self, run: Run) -> FleetPlan:
         """With costs as they are at the machine's speed during the run."""
@@ -334,17 +335,24 @@ def _times(cost: StepCost, factor: float) -> StepCost:
     )
 
 
-def _contention(plan: FleetPlan, requests: Sequence[Measured]) -> Contention:
-    """With which the mean TTFT and E2E of a load come out best."""
+def _fitted(plan: FleetPlan, requests: Sequence[Measured]) -> FleetPlan:
+    """With how much prompts and texts slow each other, so that a load's mean TTFT and TPOT come out best."""
 
-    def error(contention: Contention) -> float:
-        found = predict(replace(plan, contention=contention), requests)
+    def error(plan: FleetPlan) -> float:
+        found = predict(plan, requests)
         return sum(
             math.log(mean(map(figure, found)) / mean(map(figure, requests))) ** 2
             for figure in (lambda r: r.ttft_s, lambda r: r.tpot_s)
         )
 
-    tried = [Contention(1 + p / 10, 1 + d / 20) for p in range(0, 61, 2) for d in range(21)]
+    if plan.num_prefill:
+        tried = [
+            replace(plan, contention=Contention(1 + p / 10, 1 + d / 20))
+            for p in range(0, 61, 2)
+            for d in range(21)
+        ]
+    else:
+        tried = [replace(plan, mixed_steps=1 + m / 20) for m in range(31)]
     return min(tried, key=error)
 
 
@@ -460,7 +468,8 @@ def report(runs: Sequence[Run]) -> tuple[str, str]:
         f"predicted: {', '.join(choices)}.",
         f"Fitted to the calibration: on shared cores a prompt takes {median(c.prefill for c in fitted):.1f} "
         f"times as long beside texts on the other pod, and a step of texts "
-        f"{median(c.decode for c in fitted):.2f} times beside prompts.",
+        f"{median(c.decode for c in fitted):.2f} times beside prompts; without a prefill pod a step with "
+        f"both takes {median(plan.plan.mixed_steps for plan in plans['0 + 1']):.2f} times the sum.",
     ]
     head = ["load: prompt/answer tokens, rate", "prefill + decode pods", *FIGURES, IN_TIME, "others"]
     return markdown_table(head, [cell.row() for cell in cells.values()]), "\n\n".join(lines)

@@ -127,6 +127,17 @@ def test_pods_that_share_a_machine_slow_each_other() -> None:
     assert text.e2e_s == pytest.approx(0.1 + 200 * 0.011 + 0.75, abs=0.03)
 
 
+def test_a_step_with_prompts_and_texts_may_take_longer_than_both() -> None:
+    requests = [request(prompt=100, output=101), request(0.5, prompt=100, output=1)]
+    (text, prompt), (slower_text, slower_prompt) = (
+        simulate(fleet(0, 1, mixed_steps=factor), requests) for factor in (1.0, 2.0)
+    )
+    # One step has both: the prompt's tenth of a second and what the text adds to it.
+    assert slower_prompt.ttft_s - prompt.ttft_s == pytest.approx(0.1, abs=0.015)
+    assert slower_text.e2e_s - text.e2e_s == pytest.approx(0.1, abs=0.015)
+    assert slower_text.ttft_s == text.ttft_s, "a prompt alone is none of these"
+
+
 def test_a_running_systems_settings_are_its_pods() -> None:
     own_prefill = StepCost(per_token=0.002)
     prefill = common_pb2.PodStatus(

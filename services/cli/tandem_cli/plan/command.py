@@ -64,6 +64,12 @@ def plan(
             "decoded, and steps of texts while prompts are computed, e.g. 3,1.3.",
         ),
     ] = "1,1",
+    mixed_steps: Annotated[
+        float,
+        typer.Option(
+            min=1, help="How many times as long as the sum of both a step with prompts and texts takes."
+        ),
+    ] = 1.0,
     measured: Annotated[
         str,
         typer.Option(help="gRPC address of a gateway: costs, and the settings above, as its pods report."),
@@ -86,6 +92,7 @@ def plan(
         "idle_prefill_tokens": local_prefill_tokens,
         "link_bytes_per_s": link * 1e9,
         "contention": _contention(contention),
+        "mixed_steps": mixed_steps,
     }
     given: dict[str, Any] = {setting: value for setting, value in settings.items() if value is not None}
     if measured:

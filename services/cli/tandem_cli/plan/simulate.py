@@ -55,6 +55,8 @@ class FleetPlan:
     #: A step with so many prompt tokens takes no further prompt; 0: no such limit.
     enough_prompt_tokens: int = 0
     contention: Contention = Contention()
+    #: How many times as long as the sum of both a step takes that computes prompts and texts.
+    mixed_steps: float = 1.0
 
     @property
     def num_devices(self) -> int:
@@ -182,7 +184,7 @@ class _Decoder:
             tokens = sum(chunk for _, chunk in self.chunks)
             pairs = sum(chunk * (2 * s.computed + chunk) / 2 for s, chunk in self.chunks)
             seconds += costs.local_prefill.seconds(1, tokens, pairs)
-        return seconds
+        return seconds * self.plan.mixed_steps if decoding and self.chunks else seconds
 
     def _gained(self, decoding: Sequence[_Sequence]) -> float:
         return tokens_gained(self.plan.tokens_per_step, len(decoding))
