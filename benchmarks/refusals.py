@@ -22,7 +22,8 @@ from pathlib import Path
 from peers import BATCH, cache_home, tandem_peer
 from reporting import markdown_table, write_page
 from slo import serving
-from tandem_cli.bench.options import BenchOptions
+from tandem_cli.bench.dataset import Turn
+from tandem_cli.bench.options import BenchError, BenchOptions
 from tandem_cli.bench.prompts import Prompt
 from tandem_cli.bench.record import Recorder
 from tandem_cli.bench.requests import Request, plain_requests
@@ -44,7 +45,7 @@ def prompts() -> Iterator[Prompt]:
     (first, *_) = RequestMaker(BenchOptions(rate="1", model="", num_requests=1)).make("retail", 0)
     for number in itertools.count():
         turns = first.prompt.messages
-        yield Prompt(f"{number}", (*turns[:-1], type(turns[-1])("user", f"{number} {turns[-1].content}")))
+        yield Prompt(f"{number}", (*turns[:-1], Turn("user", f"{number} {turns[-1].content}")))
 
 
 def one(prompt: Prompt, slo: SloTarget, max_tokens: int) -> Request:
@@ -55,7 +56,7 @@ def one(prompt: Prompt, slo: SloTarget, max_tokens: int) -> Request:
 async def errors_s(
     transport: GrpcTransport, source: Iterator[Prompt], status: str, seconds: float
 ) -> list[float]:
-    """How long requests took that ended with this status."""
+    """How long requests took that ended with this status. Raises BenchError for one that was served."""
     taken, until = [], time.perf_counter() + seconds
     while time.perf_counter() < until:
         request = one(next(source), IMPOSSIBLE, 48)
@@ -66,6 +67,8 @@ async def errors_s(
             if error.status != status:
                 raise
             taken.append(time.perf_counter() - began)
+        else:
+            raise BenchError(f"a request was served that should have ended with {status}")
         await asyncio.sleep(PAUSE_S)
     return taken
 
