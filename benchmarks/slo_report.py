@@ -14,6 +14,7 @@ from tandem_cli.bench.stats import (
     Calibration,
     Percentiles,
     Run,
+    Summary,
     calibration,
     fairness,
     refusals,
@@ -178,25 +179,30 @@ def calibration_table(runs: Sequence[Run], capacity: float | None) -> str:
     return markdown_table(head, rows) if rows else ""
 
 
+def neighbours(runs: Sequence[Run], noisy: Run) -> list[Summary]:
+    """Of the other tenants: alone, beside the third one's share, and beside its noise."""
+    cases = [
+        next(run for run in runs if (run.point.workload, run.system) == (part, noisy.system))
+        for part in ("alone", "fair")
+    ]
+    quiet = {record.tenant for record in cases[0].records}
+    # Requests without objectives wait for those with objectives, of any tenant.
+    return [
+        summarise(
+            [
+                record
+                for record in run.records
+                if record.tenant in quiet and (record.slo.ttft_s or record.slo.tpot_s or record.slo.e2e_s)
+            ]
+        )
+        for run in (*cases, noisy)
+    ]
+
+
 def fairness_table(runs: Sequence[Run]) -> str:
     rows = []
     for noisy in [run for run in runs if run.point.workload == "noisy"]:
-        beside = [
-            next(run for run in runs if (run.point.workload, run.system) == (part, noisy.system))
-            for part in ("alone", "fair")
-        ]
-        quiet = {record.tenant for record in beside[0].records}
-        # Requests without objectives wait for those with objectives, of any tenant.
-        of_others = [
-            summarise(
-                [
-                    r
-                    for r in run.records
-                    if r.tenant in quiet and (r.slo.ttft_s or r.slo.tpot_s or r.slo.e2e_s)
-                ]
-            )
-            for run in (*beside, noisy)
-        ]
+        of_others = neighbours(runs, noisy)
         fair = fairness(noisy.records)
         p99s = [summary.ttft_s.p99 if summary.ttft_s else math.nan for summary in of_others]
         rows.append(

@@ -41,9 +41,12 @@ Simulate: TypeAlias = Callable[[str, Mapping[Request, bool]], AbstractContextMan
 
 
 class SimulatedBenchmark(Benchmark):
-    def __init__(self, plan: Plan, simulate: Simulate, writer: RecordsWriter | None) -> None:
+    def __init__(
+        self, plan: Plan, simulate: Simulate, writer: RecordsWriter | None, *, num_replayed: int = REPLAYED
+    ) -> None:
         super().__init__(plan, self._start_one, dict.fromkeys(TENANTS, "-"), writer)
         self._simulate = simulate
+        self._num_replayed = num_replayed
         self._decided: Mapping[Request, bool] = {}
 
     def _start_one(self, name: str, flags: str) -> AbstractContextManager[System]:
@@ -59,11 +62,11 @@ class SimulatedBenchmark(Benchmark):
 
     def _replay(self, name: str, case: Case, run: Run, first_prompt: int) -> None:
         refused = [record for record in run.records if record.is_refused]
-        if not refused:
+        if not refused or not self._num_replayed:
             return
         admitted = {case.requests[r.index]: not r.is_refused for r in run.records}
         records = []
-        for one in _spread(refused, REPLAYED):
+        for one in _spread(refused, self._num_replayed):
             # The warm-up has the same prompts again.
             self._next_prompt = first_prompt
             self._decided = admitted | {case.requests[one.index]: True}
@@ -98,15 +101,16 @@ def simulator(model_dir: Path, seed: int, noise: float, drift: float) -> Simulat
     return simulate
 
 
+def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--noise", type=float, default=0.0, help="standard deviation of the logarithm of a step's time")
+    add("--drift", type=float, default=0.0, help="the same of the machine's changes over ten seconds")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add_arguments(parser)
-    parser.add_argument(
-        "--noise", type=float, default=0.0, help="standard deviation of the logarithm of a step's time"
-    )
-    parser.add_argument(
-        "--drift", type=float, default=0.0, help="the same of the machine's changes over ten seconds"
-    )
+    add_machine_arguments(parser)
     given = parser.parse_args()
     if given.up:
         parser.error("--up: nothing is started here; give settings of the gateway with --config")

@@ -13,15 +13,17 @@ import toy_tokenizers
 from model_folders import make_folder
 from simulation import PodSpec, SimulatedSystem, VirtualTime
 from slo import TENANTS, Plan
+from slo_ablations import ABLATIONS, row
 from slo_report import PROBE
 from slo_simulated import MADE_OTHERS_LATE, SimulatedBenchmark, simulator
 from tandem_cli.bench.arrivals import ClosedLoop, OpenLoop
 from tandem_cli.bench.dataset import Turn
 from tandem_cli.bench.loadgen import run_load
-from tandem_cli.bench.options import BenchOptions
+from tandem_cli.bench.options import BenchOptions, Point
 from tandem_cli.bench.prompts import Prompt
 from tandem_cli.bench.record import RequestRecord
 from tandem_cli.bench.requests import Request, Tenant
+from tandem_cli.bench.stats import Run, summarise
 from tandem_core.model.tokenizer import Tokenizer
 from tandem_core.slo import DEFAULT_SLO_CLASSES
 from tandem_core.step_cost import StepCost
@@ -141,3 +143,25 @@ def test_a_refused_request_is_run_again_as_if_it_had_been_admitted(folder: Path)
     assert not any(record.is_refused for record in again.records)
     assert {record.status for record in again.records} <= {"OK", MADE_OTHERS_LATE}
     assert {record.tenant for record in ours.records} <= set(TENANTS)
+
+
+def test_an_ablation_leaves_out_its_part_and_restores_it(folder: Path) -> None:
+    tokenizer, sent = Tokenizer(folder), requests(120)
+
+    def overload() -> list[RequestRecord]:
+        return run(SimulatedSystem(tokenizer, spec=SPEC), sent, OpenLoop(12.0, 3))
+
+    before = overload()
+    runs = {}
+    for name, without in ABLATIONS.items():
+        with without():
+            runs[name] = overload()
+    assert runs["nothing"] == before == overload()
+    num_admitted = sum(not record.is_refused for record in before)
+    careless = runs["whether it makes others late"]
+    assert sum(not record.is_refused for record in careless) > num_admitted
+    assert sum(record.is_met() for record in careless) < sum(record.is_met() for record in before)
+    point = Point("poisson", rate=12.0)
+    cells = row("nothing", [[Run(point, 0, "ours", summarise(before), tuple(before))]])
+    assert cells[:2] == ["nothing", str(num_admitted)]
+    assert cells[5:] == ["-", "-", "-"], "no case of retries or of tenants was run"

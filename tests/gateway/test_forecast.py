@@ -459,6 +459,25 @@ class TestJudgement:
         gate._judge(refused)
         gate._judge(request())
 
+    def test_nobody_leaves_room_for_a_tenant_that_asks_for_much_more(self):
+        forecaster = FixedForecaster(ttft=1.5, token_s=0.2)
+        gate = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
+        gate._bookings.returning = 1.0
+        slo = SloTarget("chat", ttft_s=1.0, e2e_s=3.2)
+        for number in range(8):
+            with pytest.raises(OverloadedError, match="first token") as info:
+                gate._judge(request(slo, prompt=(number,)))
+        noisy_s = info.value.retry_after_s
+        quiet = replace(request(slo, prompt=(9,)), tenant="quiet")
+        with pytest.raises(OverloadedError) as info:
+            gate._judge(quiet)
+        assert info.value.retry_after_s < 0.5 * noisy_s, "it need not wait until the others have come back"
+        forecaster.ttft = 0.1
+        gate._judge(quiet)
+        gate._judge(replace(request(), tenant="quiet"))
+        with pytest.raises(OverloadedError):
+            gate._judge(request())
+
     def test_without_reports_nobody_is_refused(self):
         admitted = judge(FixedForecaster(ttft=100.0, is_known=False))
         assert admitted.forecast is None

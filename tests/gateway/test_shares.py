@@ -9,7 +9,7 @@ from tandem_core.slo import NO_OBJECTIVES
 from tandem_gateway import shares
 from tandem_gateway.admitted import Admitted
 from tandem_gateway.request import TokenizedRequest
-from tandem_gateway.shares import Bookings, FairShares
+from tandem_gateway.shares import _MOST_BOOKED, MAX_AHEAD_S, Bookings, FairShares
 
 
 @pytest.fixture
@@ -71,11 +71,19 @@ def test_room_is_kept_for_those_that_ask_for_much_less(clock: Clock) -> None:
     assert shares.room_for_others("noisy", 8.0, {}) > 40, "by weight the large one asks for less"
 
 
-def book(bookings: Bookings, key: int, earliest: float, work_s: float = 0.5) -> float:
-    slot = bookings.slot(earliest)
-    request = TokenizedRequest(str(key), "", (key,), SamplingParams(), NO_OBJECTIVES, slot, slot + 60)
-    bookings.book(key, slot, work_s, Admitted(request, judged_at=slot))
-    return slot
+def book(
+    bookings: Bookings,
+    key: int,
+    earliest: float,
+    work_s: float = 0.5,
+    tenant: str = "",
+    gives_way: tuple[str, ...] = (),
+) -> float:
+    def expected(at: float) -> Admitted:
+        request = TokenizedRequest(str(key), tenant, (key,), SamplingParams(), NO_OBJECTIVES, at, at + 60)
+        return Admitted(request, judged_at=at)
+
+    return bookings.book(key, earliest, work_s, expected, gives_way.__contains__)
 
 
 def due_back(bookings: Bookings) -> list[str]:
@@ -85,7 +93,7 @@ def due_back(bookings: Bookings) -> list[str]:
 def test_who_comes_back_in_time_is_admitted_if_that_is_likely_to_do(clock: Clock) -> None:
     bookings = Bookings()
     assert book(bookings, 7, 1005.0, 2.0) == 1005.0
-    assert book(bookings, 7, 1003.0, 2.0) == 1007.0, "a second client with the same request"
+    assert book(bookings, 7, 1004.0, 2.0) == 1007.0, "a second client with the same request"
     assert book(bookings, 8, 1020.0, 2.0) == 1020.0
     assert not bookings.redeem(7), "five seconds too early"
     clock.now = 1004.5
@@ -96,6 +104,44 @@ def test_who_comes_back_in_time_is_admitted_if_that_is_likely_to_do(clock: Clock
     assert bookings.redeem(7)
     clock.now = 1021.5
     assert not bookings.redeem(8), "too late"
+
+
+def test_a_slot_far_ahead_delays_nobody_who_may_come_earlier(clock: Clock) -> None:
+    bookings = Bookings()
+    assert book(bookings, 1, 1090.0, 2.0) == 1090.0
+    assert book(bookings, 2, 1001.0, 2.0) == 1001.0
+    assert book(bookings, 3, 1001.0, 2.0) == 1003.0
+    assert book(bookings, 4, 1089.0, 2.0) == 1092.0, "the time before the first one's slot is too short"
+    assert book(bookings, 1, 1005.0, 2.0) == 1005.0, "the same request, from a client that may come earlier"
+    clock.now = 1005.0
+    assert bookings.redeem(1)
+    assert not bookings.redeem(1), "the other one's slot has not come"
+    clock.now = 1090.0
+    assert bookings.redeem(1)
+
+
+def test_slots_of_a_tenant_that_asks_for_much_delay_no_others(clock: Clock) -> None:
+    bookings = Bookings()
+    for number in range(50):
+        last = book(bookings, number, 1001.0, tenant="noisy")
+    assert book(bookings, 100, 1001.0, tenant="quiet", gives_way=("noisy",)) == 1001.0
+    assert book(bookings, 101, 1001.0, tenant="quiet", gives_way=("noisy",)) == 1001.5
+    assert book(bookings, 102, 1001.0, tenant="noisy") > last
+
+
+def test_so_many_are_expected_at_most(clock: Clock) -> None:
+    bookings = Bookings()
+    for number in range(1000):
+        book(bookings, number, 1001.0)
+    assert len(bookings._order) == 2 * (MAX_AHEAD_S - 1), "the later ones are not expected"
+    bookings = Bookings()
+    for number in range(_MOST_BOOKED + 100):
+        assert book(bookings, number, 1001.0, 0.0) == 1001.0
+    assert len(bookings._order) == sum(map(len, bookings._open.values())) == _MOST_BOOKED
+    clock.now = 1010.0
+    assert not bookings.redeem(0)
+    assert not bookings._order
+    assert not bookings._open
 
 
 def test_slots_of_clients_that_do_not_come_back_are_given_to_others(clock: Clock) -> None:

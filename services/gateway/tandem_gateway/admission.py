@@ -41,10 +41,9 @@ from tandem_gateway.limits import AdaptiveLimit
 from tandem_gateway.request import DEFAULT_DUE_S, TokenizedRequest
 from tandem_gateway.routing import Route
 from tandem_gateway.settings import Policy
-from tandem_gateway.shares import Bookings, FairShares
+from tandem_gateway.shares import MAX_AHEAD_S, Bookings, FairShares
 
 _MIN_RETRY_AFTER_S = 0.05
-_MAX_RETRY_AFTER_S = 300.0
 #: Requests without objectives take at most this share of the places, so that others find one; and fewer after
 #: each second in which a request with objectives was refused.
 _BEST_EFFORT_SHARE = 0.75
@@ -203,7 +202,7 @@ class Admission:
         if route.computes_prompt.backlog.slack(request.due) < route.prefill_s:
             return True
         now = time.monotonic()
-        due_back = [] if is_likely else self._due_back_on(route.decode)
+        due_back = [] if is_likely else self._due_back_on(route.decode, request.tenant)
         for other, before_s, after_s in self._left_on(route, 1 + room, due_back):
             limit_s = other.ends_by - now
             if limit_s == math.inf or other.forecast is None:
@@ -241,11 +240,14 @@ class Admission:
         for number, other in enumerate(due_back):
             yield other, left_s(other, number), left_s(other, number + num_coming)
 
-    def _due_back_on(self, pod: Pod) -> list[Admitted]:
+    def _due_back_on(self, pod: Pod, tenant: str) -> list[Admitted]:
+        """Without those of tenants that ask for so much more that they leave room for this one."""
         return [
             one
             for one in self._bookings.due_back()
-            if one.forecast is not None and one.forecast.route.decode is pod
+            if one.forecast is not None
+            and one.forecast.route.decode is pod
+            and not self._shares.asks_much_less(tenant, one.request.tenant)
         ]
 
     def _running_on(self, pod: Pod) -> Iterator[Admitted]:
@@ -271,14 +273,26 @@ class Admission:
             "share": max(self._shares.ahead_s(request.tenant), self.service_s),
         }[missed]
         now = time.monotonic()
-        over_s = min(max(over, _MIN_RETRY_AFTER_S), _MAX_RETRY_AFTER_S)
-        returns = self._bookings.slot(now + over_s)
-        first_at = returns + min(route.ttft_s, slo.ttft_s or math.inf)
-        expected = Admitted(
-            replace(request, arrived=returns), forecast=forecast, judged_at=returns, first_at=first_at
-        )
-        self._bookings.book(_content(request), returns, route.work_s, expected)
-        retry_s = min(returns - now, _MAX_RETRY_AFTER_S)
+        over_s = min(max(over, _MIN_RETRY_AFTER_S), MAX_AHEAD_S)
+
+        def returning(at: float) -> Admitted:
+            # Without the prompt and what else is large: many may be expected.
+            again = TokenizedRequest(
+                request.request_id,
+                request.tenant,
+                (),
+                SamplingParams(),
+                slo,
+                at,
+                math.inf,
+                due_s=request.due_s,
+            )
+            first_at = at + min(route.ttft_s, slo.ttft_s or math.inf)
+            return Admitted(again, forecast=forecast, judged_at=at, first_at=first_at)
+
+        gives_way = partial(self._shares.asks_much_less, request.tenant)
+        slot = self._bookings.book(_content(request), now + over_s, route.work_s, returning, gives_way)
+        retry_s = min(slot - now, MAX_AHEAD_S)
         what = {
             "ttft": f"the first token is predicted after {forecast.ttft_undisturbed.p50:.2f} s (p99 "
             f"{forecast.ttft_undisturbed.high:.2f} s), over the {slo.ttft_s:g} s of its objective",
@@ -424,7 +438,7 @@ class Admission:
     def _turn_s(self) -> float:
         """When the next request behind the queue is likely to have its turn."""
         seconds = (self.num_waiting + 1) * self.service_s / self.max_in_flight
-        return min(max(seconds, _MIN_RETRY_AFTER_S), _MAX_RETRY_AFTER_S)
+        return min(max(seconds, _MIN_RETRY_AFTER_S), MAX_AHEAD_S)
 
 
 def _content(request: TokenizedRequest) -> int:

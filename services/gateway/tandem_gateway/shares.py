@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict, deque
-from collections.abc import Mapping
+from bisect import bisect_left, insort
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
+from operator import attrgetter
 
 from tandem_gateway.admitted import Admitted
 
@@ -18,10 +20,15 @@ _MEMORY_S = 10.0
 #: Room is kept for those that ask for less than this part of what a tenant asks for; chance makes equal ones
 #: differ by less.
 _MUCH_LESS = 0.5
+#: Of that room, how many standard deviations it is more than what is needed on average.
+_DEVIATIONS = 1.0
 #: How long a refused client may be late, and still find the room that was kept for it.
 _GRACE_S = 1.0
 #: So long before its slot, others begin to leave room for a client that is due back.
 _NEAR_S = 2.0
+#: Slots may lie so far ahead, and so many clients are expected at most: what they need is kept in memory.
+MAX_AHEAD_S = 300.0
+_MOST_BOOKED = 4096
 #: Of all work, what slots are given to; the rest is for those that come for the first time.
 _SHARE_OF_RETURNING = 0.5
 #: Weight of the newest client in the share of those that came back.
@@ -40,6 +47,10 @@ class _Tenant:
     def rate(self, now: float) -> float:
         """Requests per second."""
         return self.num_asked * math.exp((self.asked_at - now) / _MEMORY_S) / _MEMORY_S
+
+    def asks_much_less(self, other: _Tenant, now: float) -> bool:
+        """By weight."""
+        return self.rate(now) / self.weight < _MUCH_LESS * other.rate(now) / other.weight
 
 
 class FairShares:
@@ -77,16 +88,23 @@ class FairShares:
 
     def room_for_others(self, name: str, seconds: float, running: Mapping[str, int]) -> int:
         """Requests of tenants that ask for much less: as many as they have here on average, if each stays for
-        `seconds` (Little's law), and one standard deviation more, without those that are `running`."""
+        `seconds` (Little's law), and a standard deviation more (times _DEVIATIONS), without those that
+        are `running`."""
         now, room = self._forget(), 0
         own = self._tenants.get(name)
         if own is None:
             return 0
         for other, one in self._tenants.items():
-            if one.rate(now) / one.weight < _MUCH_LESS * own.rate(now) / own.weight:
+            if one.asks_much_less(own, now):
                 mean = one.rate(now) * seconds
-                room += max(round(mean + math.sqrt(mean)) - running.get(other, 0), 0)
+                room += max(round(mean + _DEVIATIONS * math.sqrt(mean)) - running.get(other, 0), 0)
         return room
+
+    def asks_much_less(self, name: str, other: str) -> bool:
+        """Than the other tenant, by weight; False unless both are active."""
+        now = self._forget()
+        one, theirs = self._tenants.get(name), self._tenants.get(other)
+        return one is not None and theirs is not None and one.asks_much_less(theirs, now)
 
     def _forget(self) -> float:
         """Drops those that are no longer active; returns the time."""
@@ -95,14 +113,18 @@ class FairShares:
         return now
 
 
-@dataclass
+@dataclass(eq=False)
 class _Booking:
     key: int
-    #: Monotonic seconds.
+    #: Monotonic seconds from which it is expected, and until which it takes what slots are given to.
     slot: float
+    until: float
     #: What the client that comes back is expected to need.
     expected: Admitted
     is_open: bool = True
+
+
+_slot_of = attrgetter("slot")
 
 
 class Bookings:
@@ -110,33 +132,44 @@ class Bookings:
     done beside that of new clients. Belongs to one event loop."""
 
     def __init__(self) -> None:
-        #: By content of the request, in order: equal requests are common, such as greetings.
-        self._open: defaultdict[int, deque[_Booking]] = defaultdict(deque)
-        #: All that are not over, in order.
-        self._order: deque[_Booking] = deque()
-        #: When the next slot is free.
-        self._free_at = 0.0
+        #: By content of the request: equal requests are common, such as greetings. These and all others that
+        #: are not over are in the order of their slots.
+        self._open: defaultdict[int, list[_Booking]] = defaultdict(list)
+        self._order: list[_Booking] = []
         #: Share of the clients that came back in their slots lately; at first nobody knows.
         self.returning = 0.5
 
-    def slot(self, earliest: float) -> float:
-        """The monotonic seconds of the next slot, at `earliest` or later."""
-        return max(earliest, self._free_at)
-
-    def book(self, key: int, slot: float, work_s: float, expected: Admitted) -> None:
-        """`slot`: as said by the method of that name."""
+    def book(
+        self,
+        key: int,
+        earliest: float,
+        work_s: float,
+        expected: Callable[[float], Admitted],
+        gives_way: Callable[[str], bool] = lambda _: False,
+    ) -> float:
+        """Returns the monotonic seconds of the first free slot, at `earliest` or later, and remembers what is
+        expected then, unless that is far ahead or as many are expected as can be. `gives_way`: whether slots
+        of a tenant do not count."""
         self._forget_missed()
-        self._free_at = slot + work_s * self.returning / _SHARE_OF_RETURNING
-        booking = _Booking(key, slot, expected)
-        self._open[key].append(booking)
-        self._order.append(booking)
+        length = work_s * self.returning / _SHARE_OF_RETURNING
+        slot = earliest
+        for other in self._order:
+            if other.until > slot and not gives_way(other.expected.request.tenant):
+                if other.slot >= slot + length:
+                    break
+                slot = other.until
+        if slot < time.monotonic() + MAX_AHEAD_S and len(self._order) < _MOST_BOOKED:
+            booking = _Booking(key, slot, slot + length, expected(slot))
+            insort(self._open[key], booking, key=_slot_of)
+            insort(self._order, booking, key=_slot_of)
+        return slot
 
     def redeem(self, key: int) -> bool:
         """Whether the client comes at the time that it was told."""
         self._forget_missed()
         if key not in self._open or self._open[key][0].slot - _GRACE_S > time.monotonic():
             return False
-        self._close(key)
+        self._close(self._open[key][0])
         self.returning += _ALPHA * (1 - self.returning)
         return True
 
@@ -149,13 +182,16 @@ class Bookings:
 
     def _forget_missed(self) -> None:
         oldest = time.monotonic() - _GRACE_S
-        while self._order and self._order[0].slot < oldest:
-            booking = self._order.popleft()
+        num_over = bisect_left(self._order, oldest, key=_slot_of)
+        for booking in self._order[:num_over]:
             if booking.is_open:
-                self._close(booking.key)
+                self._close(booking)
                 self.returning *= 1 - _ALPHA
+        del self._order[:num_over]
 
-    def _close(self, key: int) -> None:
-        self._open[key].popleft().is_open = False
-        if not self._open[key]:
-            del self._open[key]
+    def _close(self, booking: _Booking) -> None:
+        booking.is_open = False
+        of_key = self._open[booking.key]
+        of_key.remove(booking)
+        if not of_key:
+            del self._open[booking.key]
