@@ -250,7 +250,7 @@ class FixedForecaster:
     def ended(self, request, forecast, e2e_s, num_tokens) -> None:
         self.observed.append(("e2e", e2e_s, num_tokens))
 
-    def was_left(self, request, forecast, model_s, measured_s) -> None:
+    def was_left(self, request, route, model_s, measured_s) -> None:
         self.observed.append(("left", model_s, measured_s))
 
 
@@ -408,11 +408,70 @@ class TestJudgement:
             running.num_tokens = 6
             async with admission.slot(request(prompt=(4, 5))):
                 pass
-            # Four tokens, each beside one more sequence, and a prompt of .1 s.
-            assert running.left_then_s == pytest.approx(4 * 0.05 + 0.1)
+            # Half of the step that runs, three tokens, each beside one more sequence, and a prompt of .1 s.
+            assert running.left_then_s == pytest.approx(3.5 * 0.05 + 0.1)
+            running.num_tokens = 9
+            async with admission.slot(request(prompt=(6, 7))):
+                assert running.left_then_s == pytest.approx(0.5 * 0.05), "the prompt is not in that step"
+            running.num_tokens = 6
+            async with admission.slot(request(prompt=(8, 9))):
+                pass
             e2e_s = running.changed_at + 0.7 - running.request.arrived
             admission.ended(running, e2e_s=e2e_s, num_tokens=10, met=True)
         assert forecaster.observed[-1] == ("left", running.left_then_s, pytest.approx(0.7))
+
+    async def test_after_a_wait_it_is_predicted_anew_when_it_will_end_and_where(self):
+        forecaster = FixedForecaster(ttft=0.1, token_s=0.05)
+        admission = Admission(forecaster, max_in_flight=1, max_queue=8, policy=Policy.PREDICT, slack=0.0)
+        admission.service_s = admission._best_effort_s = 100.0
+        release = asyncio.Event()
+
+        async def first() -> None:
+            async with admission.slot(request(SloTarget("batch"))):
+                await release.wait()
+
+        running = asyncio.create_task(first())
+        await asyncio.sleep(0)
+        other = SimpleNamespace(**vars(forecaster.pod))
+
+        def end() -> None:
+            forecaster.pod = other
+            release.set()
+
+        asyncio.get_running_loop().call_later(0.1, end)
+        async with admission.slot(request(SloTarget("batch"))) as waited:
+            assert waited.queued_s > 0.09
+            assert waited.forecast.queue_s == 100.0, "as was predicted when it came"
+            assert waited.left_then_s == pytest.approx(0.1 + 10 * 0.05)
+            assert waited.first_expected_at == pytest.approx(time.monotonic() + 0.1, abs=0.05)
+            assert list(admission._running_on(other)) == [waited]
+        await running
+
+    async def test_places_that_are_free_at_once_are_given_one_after_the_other(self):
+        """The work of a request counts on its pod one turn of the loop after it has its place."""
+        admission = Admission(
+            FixedForecaster(ttft=0.1), max_in_flight=3, max_queue=8, policy=Policy.PREDICT, slack=0.0
+        )
+        done = asyncio.Event()
+
+        async def waits() -> None:
+            async with admission.slot(request(SloTarget("batch"))):
+                await done.wait()
+
+        async with contextlib.AsyncExitStack() as running:
+            for _ in range(3):
+                await running.enter_async_context(admission.slot(request()))
+            waiting = [asyncio.create_task(waits()) for _ in range(3)]
+            await asyncio.sleep(0)
+            assert admission.num_waiting == 3
+        # All three ended within one turn.
+        assert admission.num_waiting == 2
+        assert not admission._may_begin(request(SloTarget("batch")))
+        for _ in range(4):
+            await asyncio.sleep(0)
+        assert admission.num_waiting == 1, "three quarters of the places are for those without objectives"
+        done.set()
+        await asyncio.gather(*waiting)
 
     async def test_requests_without_objectives_make_way_while_others_are_refused(self):
         forecaster = FixedForecaster(ttft=0.5)
@@ -540,8 +599,8 @@ def test_what_later_requests_add_is_predicted_and_does_not_count_against_admissi
     for _ in range(60):
         said = forecaster.forecast(request(), 0.0)
         forecaster.ended(request(), said, 3.0, 10)
-        forecaster.was_left(request(), said, 0.5, 0.6 * rng.uniform(0.97, 1.03))
-        forecaster.was_left(request(), said, 1.0, 1.2 * rng.uniform(0.97, 1.03))
+        forecaster.was_left(request(), said.route, 0.5, 0.6 * rng.uniform(0.97, 1.03))
+        forecaster.was_left(request(), said.route, 1.0, 1.2 * rng.uniform(0.97, 1.03))
     said = forecaster.forecast(request(), 0.0)
     assert said.e2e.p50 == pytest.approx(3.0, rel=0.1)
     assert 1.2 < said.e2e_undisturbed.high < 1.5

@@ -44,6 +44,8 @@ from tandem_gateway.settings import Policy
 from tandem_gateway.shares import MAX_AHEAD_S, Bookings, FairShares
 
 _MIN_RETRY_AFTER_S = 0.05
+#: A wait in the gateway that changes nothing of what was predicted.
+_NO_WAIT_S = 0.05
 #: Requests without objectives take at most this share of the places, so that others find one; and fewer after
 #: each second in which a request with objectives was refused.
 _BEST_EFFORT_SHARE = 0.75
@@ -80,6 +82,9 @@ class Admission:
         #: Heap of (deadline, arrival order, admitted, future). Cancelled futures stay in it and are skipped.
         self._waiters: list[tuple[float, int, Admitted, asyncio.Future[None]]] = []
         self._order = itertools.count()
+        #: Whether one of these was admitted and is on its way to its pod. Until its work counts there, one
+        #: turn of the loop later, the next one would be judged as if it were not there.
+        self._is_placing = False
 
     @asynccontextmanager
     async def slot(self, request: TokenizedRequest, num_places: int = 1) -> AsyncIterator[Admitted]:
@@ -137,7 +142,8 @@ class Admission:
             request, judged_s = admitted.request, admitted.judged_at - admitted.request.arrived
             self._forecaster.ended(request, admitted.forecast, e2e_s - judged_s, num_tokens)
             left_s = request.arrived + e2e_s - admitted.changed_at
-            self._forecaster.was_left(request, admitted.forecast, admitted.left_then_s, left_s)
+            assert admitted.route is not None
+            self._forecaster.was_left(request, admitted.route, admitted.left_then_s, left_s)
 
     def open_requests(self) -> list[Admitted]:
         """Those in flight, and those that wait."""
@@ -205,9 +211,9 @@ class Admission:
         due_back = [] if is_likely else self._due_back_on(route.decode, request.tenant)
         for other, before_s, after_s in self._left_on(route, 1 + room, due_back):
             limit_s = other.ends_by - now
-            if limit_s == math.inf or other.forecast is None:
+            if limit_s == math.inf or other.route is None:
                 continue
-            left = partial(self._forecaster.left, other.request, other.forecast.route)
+            left = partial(self._forecaster.left, other.request, other.route)
             # Those that are likely to be late even if nothing else comes do not count.
             after = left(after_s).p50 if is_likely else left(after_s).high
             if left(before_s).p50 <= limit_s < after:
@@ -245,13 +251,13 @@ class Admission:
         return [
             one
             for one in self._bookings.due_back()
-            if one.forecast is not None
-            and one.forecast.route.decode is pod
+            if one.route is not None
+            and one.route.decode is pod
             and not self._shares.asks_much_less(tenant, one.request.tenant)
         ]
 
     def _running_on(self, pod: Pod) -> Iterator[Admitted]:
-        return (one for one in self._running if one.forecast is not None and one.forecast.route.decode is pod)
+        return (one for one in self._running if one.route is not None and one.route.decode is pod)
 
     def _refusal(
         self,
@@ -374,7 +380,10 @@ class Admission:
         self._admit_waiting()
 
     def _admit_waiting(self) -> None:
-        """Those that have a place, the earliest deadline first; one that has none lets later ones pass."""
+        """The one that has a place and the earliest deadline, then the next one; one that has none lets later
+        ones pass."""
+        if self._is_placing:
+            return
         passed, holds_best_effort = [], False
         while self._waiters and self.num_in_flight < self._limit:
             waiter = heapq.heappop(self._waiters)
@@ -393,19 +402,28 @@ class Admission:
             self.num_waiting -= 1
             self._take(admitted)
             turn.set_result(None)
-            # The next one is judged when this one's work counts on its pod: one turn of the loop later.
-            asyncio.get_running_loop().call_soon(self._admit_waiting)
+            self._is_placing = True
+            asyncio.get_running_loop().call_soon(self._placed)
             break
         for waiter in passed:
             heapq.heappush(self._waiters, waiter)
 
+    def _placed(self) -> None:
+        """The work of the one that was admitted counts on its pod now."""
+        self._is_placing = False
+        self._admit_waiting()
+
     def _take(self, admitted: Admitted) -> None:
-        admitted.admitted_at = admitted.changed_at = time.monotonic()
-        if admitted.forecast is not None:
-            route = admitted.forecast.route
+        admitted.admitted_at = admitted.changed_at = now = time.monotonic()
+        # After a wait, what was predicted when it came is of no use: neither the time nor the pod.
+        forecast = self._forecast(admitted.request) if now > admitted.judged_at + _NO_WAIT_S else None
+        if forecast is not None and admitted.route is not None:
+            admitted.plan(forecast.route, now)
+        route = admitted.route
+        if route is not None:
             admitted.left_then_s = route.e2e_s
             for other, _, left_s in self._left_on(route):
-                other.changed_at, other.left_then_s = admitted.admitted_at, left_s
+                other.changed_at, other.left_then_s = now, left_s
                 other.is_overtaken |= admitted.request.due < other.request.due
         self.num_in_flight += admitted.num_places
         self._running.add(admitted)
@@ -425,6 +443,8 @@ class Admission:
         with its deadline."""
         if request.has_objectives or not self._running or request.due < time.monotonic():
             return True
+        if self._is_placing:
+            return False
         forecast = self._forecast(request)
         if forecast is None:
             return True

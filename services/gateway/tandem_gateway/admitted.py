@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from tandem_gateway.forecast import Forecast
 from tandem_gateway.request import TokenizedRequest
+from tandem_gateway.routing import Route
 
 
 @dataclass(eq=False)
@@ -16,8 +17,12 @@ class Admitted:
 
     request: TokenizedRequest
     is_widened: bool = False
-    #: None: nothing could be predicted.
+    #: As it came; None: nothing could be predicted.
     forecast: Forecast | None = None
+    #: The pods it was last predicted to go to: from its forecast, and anew when it has waited.
+    route: Route | None = None
+    #: Monotonic seconds of its first token by that.
+    first_planned_at: float = 0.0
     #: Sequences that it runs; each takes a place.
     num_places: int = 1
     #: Monotonic seconds; the forecast counts from then.
@@ -34,6 +39,14 @@ class Admitted:
     changed_at: float = 0.0
     left_then_s: float = 0.0
 
+    def __post_init__(self) -> None:
+        if self.forecast is not None:
+            self.plan(self.forecast.route, self.judged_at + self.forecast.queue_s)
+
+    def plan(self, route: Route, at: float) -> None:
+        """It will go, or goes, to these pods, at these monotonic seconds."""
+        self.route, self.first_planned_at = route, at + route.ttft_s
+
     @property
     def queued_s(self) -> float:
         """Seconds from its arrival until it was admitted, or until now."""
@@ -42,34 +55,40 @@ class Admitted:
     @property
     def tokens_left(self) -> int:
         """Expected."""
-        assert self.forecast is not None
-        return max(self.forecast.route.num_output - self.num_tokens, 0)
+        assert self.route is not None
+        return max(self.route.num_output - self.num_tokens, 0)
 
     @property
     def first_expected_at(self) -> float:
         """When its first token came, or is expected."""
-        assert self.forecast is not None
-        expected = self.judged_at + self.forecast.queue_s + self.forecast.route.ttft_s
-        return self.first_at or max(expected, time.monotonic())
+        return self.first_at or max(self.first_planned_at, time.monotonic())
 
     @property
     def ends_by(self) -> float:
         """When its last token must come for its objectives, in monotonic seconds."""
-        assert self.forecast is not None
+        assert self.route is not None
         slo, by = self.request.slo, math.inf
         if slo.e2e_s:
             by = self.request.arrived + slo.e2e_s
         if slo.tpot_s:
-            num_tokens = max(self.forecast.route.num_output, self.num_tokens)
+            num_tokens = max(self.route.num_output, self.num_tokens)
             by = min(by, self.first_expected_at + slo.tpot_s * (num_tokens - 1))
         return by
 
     def left_s(self, num_sequences: float, context: int, num_prompts: float, prompts_s: float) -> float:
         """Until its end beside so many sequences, it included, and so many prompts on its decode pod."""
-        assert self.forecast is not None
-        ttft_s = 0.0 if self.num_tokens else self.first_expected_at - time.monotonic()
-        # Its own prompt is among them, unless another pod computes it meanwhile.
-        later_s = max(prompts_s - ttft_s, 0.0)
+        assert self.route is not None
+        load, backlog = self.route.decode.load, self.route.decode.backlog
+        first_s, later_s, num_tokens = 0.0, prompts_s, float(self.tokens_left)
+        if not self.num_tokens:
+            first_s = self.first_expected_at - time.monotonic()
+            # Its own prompt is among them, unless another pod computes it meanwhile.
+            later_s = max(prompts_s - first_s, 0.0)
+        elif not backlog.num_own:
+            # The step that runs is halfway through, and no prompt that comes is in it.
+            first_s = load.decode_seconds(1, num_sequences, context) / 2
+            num_tokens -= load.gained(num_sequences)
+            if num_tokens <= 0:
+                return first_s
         num_later = num_prompts * later_s / prompts_s if prompts_s else 0.0
-        load = self.forecast.route.decode.load
-        return ttft_s + load.answer_seconds(self.tokens_left, num_sequences, context, num_later, later_s)
+        return first_s + load.answer_seconds(num_tokens, num_sequences, context, num_later, later_s)

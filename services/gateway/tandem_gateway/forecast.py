@@ -300,11 +300,9 @@ class Forecaster:
         self._e2e.observe(Group.of(request, forecast.route), forecast.model_s, forecast.e2e, e2e_s)
         self._lengths.observe(request, num_tokens)
 
-    def was_left(
-        self, request: TokenizedRequest, forecast: Forecast, model_s: float, measured_s: float
-    ) -> None:
+    def was_left(self, request: TokenizedRequest, route: Route, model_s: float, measured_s: float) -> None:
         """Of a request that ended, the time until then from when the last one came to its pod."""
-        _observe_apart(self._left, Group.of(request, forecast.route), forecast.route, model_s, measured_s)
+        _observe_apart(self._left, Group.of(request, route), route, model_s, measured_s)
 
 
 def _apart(calibration: Calibration, group: Group, route: Route, model_s: float) -> Quantiles:

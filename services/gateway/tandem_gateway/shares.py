@@ -21,7 +21,7 @@ _MEMORY_S = 10.0
 #: differ by less.
 _MUCH_LESS = 0.5
 #: Of that room, how many standard deviations it is more than what is needed on average.
-_DEVIATIONS = 1.0
+_DEVIATIONS = 2.0
 #: How long a refused client may be late, and still find the room that was kept for it.
 _GRACE_S = 1.0
 #: So long before its slot, others begin to leave room for a client that is due back.
@@ -88,8 +88,8 @@ class FairShares:
 
     def room_for_others(self, name: str, seconds: float, running: Mapping[str, int]) -> int:
         """Requests of tenants that ask for much less: as many as they have here on average, if each stays for
-        `seconds` (Little's law), and a standard deviation more (times _DEVIATIONS), without those that
-        are `running`."""
+        `seconds` (Little's law), and _DEVIATIONS standard deviations more, without those that are
+        `running`."""
         now, room = self._forget(), 0
         own = self._tenants.get(name)
         if own is None:
