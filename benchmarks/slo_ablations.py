@@ -90,7 +90,6 @@ ABLATIONS: Mapping[str, Ablation] = {
         Admission, "_may_begin", lambda *_: True
     ),
     "the limit of these that follows refusals": lambda: patch.object(admission, "AdaptiveLimit", _FixedLimit),
-    "the 99th percentile (the 90th in its place)": lambda: patch.object(forecast, "_SURE", 0.9),
     "the prior": lambda: patch.object(forecast, "_PRIOR", (0.0,)),
     "ten tokens on both sides of what is left": lambda: patch.object(forecast, "_NUM_STEPS_OFF", 0),
     "the line of receipts (a factor in its place)": lambda: patch.object(

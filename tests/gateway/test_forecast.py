@@ -199,6 +199,8 @@ SLO = SloTarget("chat", ttft_s=1.0, tpot_s=0.5, e2e_s=5.0)
 class FixedForecaster:
     """The same forecast for each request, on one pod."""
 
+    confidence = 0.99
+
     def __init__(
         self, *, ttft: float, alone_ttft: float = 0.1, token_s: float = 0.05, is_known: bool = True
     ) -> None:
@@ -581,6 +583,18 @@ def test_a_first_token_that_others_delayed_does_not_count_against_admission():
     said = forecaster.forecast(request(), 0.0)
     assert said.ttft.high > 2.0
     assert said.ttft_undisturbed.high < 0.8
+
+
+def test_confidence_is_the_quantile_at_which_admission_judges():
+    route = FixedForecaster(ttft=0.5).forecast(request(), 0.0).route
+    said = {}
+    for confidence in (0.6, 0.99):
+        forecaster, rng = Forecaster(Unchanging(route), OutputLengths(), confidence), random.Random(5)
+        for _ in range(100):
+            said[confidence] = forecaster.forecast(request(), 0.0)
+            forecaster.started(request(), said[confidence], rng.uniform(0.3, 0.7), is_overtaken=False)
+    assert said[0.6].ttft_undisturbed.high < 0.6 < said[0.99].ttft_undisturbed.high
+    assert said[0.6].ttft == said[0.99].ttft, "receipts have the median and the 90th percentile"
 
 
 class Unchanging:

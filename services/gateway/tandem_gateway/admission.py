@@ -299,12 +299,13 @@ class Admission:
         gives_way = partial(self._shares.asks_much_less, request.tenant)
         slot = self._bookings.book(_content(request), now + over_s, route.work_s, returning, gives_way)
         retry_s = min(slot - now, MAX_AHEAD_S)
+        sure = f"p{100 * self._forecaster.confidence:g}"
         what = {
-            "ttft": f"the first token is predicted after {forecast.ttft_undisturbed.p50:.2f} s (p99 "
+            "ttft": f"the first token is predicted after {forecast.ttft_undisturbed.p50:.2f} s ({sure} "
             f"{forecast.ttft_undisturbed.high:.2f} s), over the {slo.ttft_s:g} s of its objective",
-            "e2e": f"the end is predicted after {forecast.e2e_undisturbed.p50:.2f} s (p99 "
+            "e2e": f"the end is predicted after {forecast.e2e_undisturbed.p50:.2f} s ({sure} "
             f"{forecast.e2e_undisturbed.high:.2f} s), over the {slo.e2e_s:g} s of its objective",
-            "tpot": f"{forecast.tpot.p50 * 1000:.0f} ms per token are predicted (p99 "
+            "tpot": f"{forecast.tpot.p50 * 1000:.0f} ms per token are predicted ({sure} "
             f"{forecast.tpot.high * 1000:.0f} ms), over the {slo.tpot_s * 1000:g} ms of its objective",
             "others": "it would make a request that was admitted before miss its objective",
             "share": f"tenant {request.tenant} asks for much, and would leave others too little room",

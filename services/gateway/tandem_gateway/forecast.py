@@ -40,9 +40,6 @@ _LOWEST_LEVEL, _HIGHEST_LEVEL = 0.02, 1.5
 _PRIOR = tuple(math.log(ratio) for ratio in (0.8, 0.9, 1.0, 1.05, 1.15, 1.3))
 #: The line is drawn as if so many measurements had been as predicted, spread by a factor of e.
 _PRIOR_WEIGHT = 4.0
-#: The level at which admission judges: of a window, about its largest factor. Under overload each request is
-#: admitted that just fits, so that of those judged by a 90th percentile a tenth would be late.
-_SURE = 0.99
 #: What is left of an answer is off by some share, but by a step or two however little it is; with so many
 #: more tokens both are about equal. Else long ones were said to take up to twice as long, as short ones may.
 _NUM_STEPS_OFF = 10
@@ -68,8 +65,8 @@ class Forecast:
     queue_s: float
     ttft: Quantiles
     e2e: Quantiles
-    #: The same if no other request comes before it, with an upper quantile at the level _SURE. Admission
-    #: compares these with the objectives, since it refuses those that would make this request late.
+    #: The same if no other request comes before it, with the upper quantile at the gateway's confidence.
+    #: Admission compares these with the objectives, since it refuses those that would make this request late.
     ttft_undisturbed: Quantiles
     e2e_undisturbed: Quantiles
 
@@ -252,13 +249,17 @@ def _quantile(ordered: Sequence[float], level: float) -> float:
 class Forecaster:
     """Belongs to one event loop."""
 
-    def __init__(self, router: Router, lengths: OutputLengths) -> None:
+    def __init__(self, router: Router, lengths: OutputLengths, confidence: float = 0.99) -> None:
+        """`confidence`: the quantile at which admission judges, of a window about its largest factor. Under
+        overload each request is admitted that just fits, so that of those judged by a 90th percentile a tenth
+        would be late."""
+        self.confidence = confidence
         self._router = router
         self._lengths = lengths
         self._ttft, self._e2e = Calibration(), Calibration()
-        self._first = Calibration(slopes=(1.0, 1.0), high=_SURE)
+        self._first = Calibration(slopes=(1.0, 1.0), high=confidence)
         # Those with much left have not ended: a line through the rest would be too flat for them.
-        self._left = Calibration(slopes=(1.0, 1.0), high=_SURE)
+        self._left = Calibration(slopes=(1.0, 1.0), high=confidence)
 
     def forecast(self, request: TokenizedRequest, queue_s: float) -> Forecast | None:
         """None: there is no decode pod. `queue_s`: what the request will wait before it is sent to one."""
