@@ -29,7 +29,7 @@ from tandem_engine import model_loader
 from tandem_gateway import admission, forecast, shares
 from tandem_gateway.admission import Admission
 from tandem_gateway.forecast import Calibration, Forecast, Forecaster
-from tandem_gateway.pod_load import Backlog, PodLoad
+from tandem_gateway.pod_load import Backlog
 from tandem_gateway.request import TokenizedRequest
 from tandem_gateway.routing import Route, Router
 from tandem_gateway.shares import Bookings, FairShares
@@ -67,10 +67,6 @@ def _redeemed_as_new(self: Bookings, key: int) -> bool:
     return False
 
 
-def _gained_alone(self: PodLoad, num_sequences: float) -> float:
-    return self.tokens_per_step[0]
-
-
 def _no_room(self: FairShares, *_: object) -> int:
     return 0
 
@@ -102,13 +98,12 @@ ABLATIONS: Mapping[str, Ablation] = {
     "sequences that decode in the steps of prompts": lambda: patch.object(
         Router, "_work", _work_without_sequences
     ),
-    "tokens per step by the size of the batch": lambda: patch.object(PodLoad, "gained", _gained_alone),
     "room for clients that are due back": lambda: patch.object(Admission, "_due_back_on", lambda *_: []),
     "clients that come back are judged by the median": lambda: patch.object(
         Bookings, "redeem", _redeemed_as_new
     ),
     "room for other tenants": lambda: patch.object(FairShares, "room_for_others", _no_room),
-    "the standard deviation in it": lambda: patch.object(shares, "_DEVIATIONS", 0.0),
+    "the standard deviations in it": lambda: patch.object(shares, "_DEVIATIONS", 0.0),
     "of clients that are due back, those of a noisy tenant do not count": lambda: patch.object(
         FairShares, "asks_much_less", lambda *_: False
     ),

@@ -249,10 +249,9 @@ def _quantile(ordered: Sequence[float], level: float) -> float:
 class Forecaster:
     """Belongs to one event loop."""
 
-    def __init__(self, router: Router, lengths: OutputLengths, confidence: float = 0.99) -> None:
-        """`confidence`: the quantile at which admission judges, of a window about its largest factor. Under
-        overload each request is admitted that just fits, so that of those judged by a 90th percentile a tenth
-        would be late."""
+    def __init__(self, router: Router, lengths: OutputLengths, confidence: float) -> None:
+        """`confidence`: the quantile at which admission judges; .99 is about the largest factor of a window.
+        Under overload each request is admitted that just fits, so that with less more of them are late."""
         self.confidence = confidence
         self._router = router
         self._lengths = lengths

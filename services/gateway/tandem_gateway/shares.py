@@ -145,7 +145,7 @@ class Bookings:
         earliest: float,
         work_s: float,
         expected: Callable[[float], Admitted],
-        gives_way: Callable[[str], bool] = lambda _: False,
+        gives_way: Callable[[str], bool],
     ) -> float:
         """Returns the monotonic seconds of the first free slot, at `earliest` or later, and remembers what is
         expected then, unless that is far ahead or as many are expected as can be. `gives_way`: whether slots

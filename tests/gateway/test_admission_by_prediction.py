@@ -1,0 +1,329 @@
+"""Who is admitted, widened or refused by what is predicted, and in which order those that wait begin."""
+
+import asyncio
+import contextlib
+import itertools
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from fixed_forecaster import SLO, FixedForecaster, request
+from tandem_core.slo import SloTarget
+from tandem_gateway.admission import Admission
+from tandem_gateway.errors import OverloadedError, RefusalReason
+from tandem_gateway.request import TokenizedRequest
+from tandem_gateway.settings import Policy
+from waiting import run_ready_tasks
+
+
+def judge(forecaster: FixedForecaster, *, slack: float = 0.0, asked: TokenizedRequest | None = None):
+    admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=slack)
+    return admission._judge(asked or request())
+
+
+class TestJudgement:
+    def test_what_will_meet_its_objectives_is_admitted(self):
+        admitted = judge(FixedForecaster(ttft=0.9))
+        assert (admitted.is_widened, admitted.request.slo) == (False, SLO)
+        assert admitted.forecast is not None
+
+    @pytest.mark.parametrize(
+        ("forecast", "slo", "reason", "words"),
+        [
+            (
+                {"ttft": 1.5},
+                SLO,
+                RefusalReason.TTFT,
+                r"first token is predicted after 1\.50 s .*over the 1 s",
+            ),
+            (
+                {"ttft": 0.9},
+                replace(SLO, e2e_s=1.5),
+                RefusalReason.E2E,
+                r"end is predicted after 1\.90 s .*over the 1\.5 s",
+            ),
+            (
+                {"ttft": 0.9},
+                replace(SLO, tpot_s=0.1),
+                RefusalReason.TPOT,
+                "111 ms per token .*over the 100 ms",
+            ),
+        ],
+    )
+    def test_what_will_miss_one_is_refused_with_what_was_predicted(self, forecast, slo, reason, words):
+        with pytest.raises(OverloadedError, match=words) as info:
+            judge(FixedForecaster(**forecast), asked=request(slo))
+        assert info.value.reason is reason
+        assert info.value.retry_after_s > 0
+
+    def test_the_retry_after_is_the_time_until_the_objective_would_be_met(self):
+        with pytest.raises(OverloadedError) as info:
+            judge(FixedForecaster(ttft=4.0))
+        assert info.value.retry_after_s == pytest.approx(3.0, abs=0.1)
+
+    @pytest.mark.parametrize(("e2e_s", "share"), [(1.7, 0.25), (1.5, 0.5), (1.2, 0.75), (1.0, 1.0)])
+    def test_of_an_end_that_is_late_until_enough_sequences_have_ended(self, e2e_s, share):
+        forecaster = FixedForecaster(ttft=0.9, token_s=0.2)
+        admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
+        admission.service_s = 10.0
+        # 1.9 s are predicted, .66 of the route's .9 s and ten tokens of .04 s for each of five sequences.
+        with pytest.raises(OverloadedError) as info:
+            admission._judge(request(SloTarget("chat", e2e_s=e2e_s)))
+        assert info.value.retry_after_s == pytest.approx(10 * share)
+
+    def test_a_request_without_objectives_is_never_refused(self):
+        assert judge(FixedForecaster(ttft=1000.0), asked=request(SloTarget("batch"))).request.due_s is None
+
+    def test_an_idle_system_refuses_nobody_but_who_is_strict(self):
+        forecaster = FixedForecaster(ttft=1.5)
+        forecaster.pod.in_flight = 0
+        judge(forecaster)
+        with pytest.raises(OverloadedError):
+            judge(forecaster, asked=request(replace(SLO, is_strict=True)))
+
+    def test_objectives_that_cannot_be_met_alone_are_widened(self):
+        forecaster = FixedForecaster(ttft=2.0, alone_ttft=1.5)
+        admitted = judge(forecaster, slack=3.0, asked=request(replace(SLO, tpot_s=0.1)))
+        assert admitted.is_widened
+        slo = admitted.request.slo
+        assert (slo.ttft_s, slo.tpot_s, slo.e2e_s) == pytest.approx((4.5, 0.12, 5.7))
+        forecaster.ttft = 5.0
+        with pytest.raises(OverloadedError, match="over the 4\\.5 s"):
+            judge(forecaster, slack=3.0)
+
+    def test_or_are_the_best_effort_where_they_are_taken_as_they_are(self):
+        admitted = judge(FixedForecaster(ttft=100.0, alone_ttft=1.5))
+        assert not admitted.is_widened
+        assert admitted.request.due_s == 60.0
+        with pytest.raises(OverloadedError):
+            judge(FixedForecaster(ttft=100.0, alone_ttft=1.5), asked=request(replace(SLO, is_strict=True)))
+
+    def test_nobody_is_admitted_who_makes_another_one_late(self):
+        forecaster = FixedForecaster(ttft=0.5)
+        now = time.monotonic()
+        forecaster.pod.backlog.add("other", now + 10, 9.95, limit=now + 10)
+        with pytest.raises(OverloadedError, match="admitted before") as info:
+            judge(forecaster)
+        assert info.value.reason is RefusalReason.OTHERS
+
+    async def test_nor_who_slows_the_tokens_of_another_one_too_much(self):
+        forecaster = FixedForecaster(ttft=0.1, token_s=0.2)
+        admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
+        slo = SloTarget("chat", e2e_s=2.0)
+        async with admission.slot(request(slo)) as running:
+            # Ten tokens of .2 s with it, and of .16 s without it, since four sequences run.
+            with pytest.raises(OverloadedError, match="admitted before"):
+                admission._judge(request(slo, prompt=(4, 5)))
+            admission._judge(request(SloTarget("batch")))
+            running.num_tokens = 5
+            admission._judge(request(slo, prompt=(4, 5)))
+        assert not admission._running
+
+    async def test_nor_beyond_its_objective_per_token(self):
+        forecaster = FixedForecaster(ttft=0.1, token_s=0.2)
+        admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
+        asked = request(SloTarget("chat", e2e_s=9.0), prompt=(4, 5))
+        for tpot_s in (0.3, 0.19):
+            # Without the second one it ends after .1 + 10 * .16 s, with it after .1 + 10 * .2 s.
+            async with admission.slot(request(SloTarget("chat", tpot_s=tpot_s))):
+                if tpot_s == 0.3:
+                    admission._judge(asked)
+                    continue
+                with pytest.raises(OverloadedError, match="admitted before"):
+                    admission._judge(asked)
+
+    async def test_one_without_objectives_waits_while_it_would_make_another_one_late(self):
+        forecaster = FixedForecaster(ttft=0.1, token_s=0.2)
+        admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
+
+        async def run(asked: TokenizedRequest) -> None:
+            async with admission.slot(asked):
+                pass
+
+        async with admission.slot(request(SloTarget("chat", e2e_s=2.0))):
+            waiting = asyncio.create_task(run(request(SloTarget("batch"))))
+            await run_ready_tasks()
+            assert admission.num_waiting == 1
+            overdue = replace(request(SloTarget("batch")), arrived=time.monotonic() - 100)
+            await run(overdue)
+        await asyncio.wait_for(waiting, 5.0)
+
+    async def test_who_may_still_be_in_time_is_kept_so(self):
+        """Also one that is late by the 90th percentile, and not by the median."""
+        forecaster = FixedForecaster(ttft=0.1, token_s=0.01)
+        forecaster.high_of_left = 100.0
+        admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
+        async with admission.slot(request()):
+            with pytest.raises(OverloadedError, match="admitted before"):
+                admission._judge(request(prompt=(4, 5)))
+
+    async def test_what_is_left_is_measured_from_when_the_last_request_came(self):
+        forecaster = FixedForecaster(ttft=0.1, token_s=0.05)
+        admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
+        async with admission.slot(request()) as running:
+            assert running.left_then_s == pytest.approx(0.1 + 10 * 0.05)
+            running.num_tokens = 6
+            async with admission.slot(request(prompt=(4, 5))):
+                pass
+            # Half of the step that runs, three tokens, each beside one more sequence, and a prompt of .1 s.
+            assert running.left_then_s == pytest.approx(3.5 * 0.05 + 0.1)
+            running.num_tokens = 9
+            async with admission.slot(request(prompt=(6, 7))):
+                assert running.left_then_s == pytest.approx(0.5 * 0.05), "the prompt is not in that step"
+            running.num_tokens = 6
+            async with admission.slot(request(prompt=(8, 9))):
+                pass
+            e2e_s = running.changed_at + 0.7 - running.request.arrived
+            admission.ended(running, e2e_s=e2e_s, num_tokens=10, met=True)
+        assert forecaster.observed[-1] == ("left", running.left_then_s, pytest.approx(0.7))
+
+    async def test_after_a_wait_it_is_predicted_anew_when_it_will_end_and_where(self):
+        forecaster = FixedForecaster(ttft=0.1, token_s=0.05)
+        admission = Admission(forecaster, max_in_flight=1, max_queue=8, policy=Policy.PREDICT, slack=0.0)
+        admission.service_s = admission._best_effort_s = 100.0
+        release = asyncio.Event()
+
+        async def first() -> None:
+            async with admission.slot(request(SloTarget("batch"))):
+                await release.wait()
+
+        running = asyncio.create_task(first())
+        await asyncio.sleep(0)
+        other = SimpleNamespace(**vars(forecaster.pod))
+
+        def end() -> None:
+            forecaster.pod = other
+            release.set()
+
+        asyncio.get_running_loop().call_later(0.1, end)
+        async with admission.slot(request(SloTarget("batch"))) as waited:
+            assert waited.queued_s > 0.09
+            assert waited.forecast.queue_s == 100.0, "as was predicted when it came"
+            assert waited.left_then_s == pytest.approx(0.1 + 10 * 0.05)
+            assert waited.first_expected_at == pytest.approx(time.monotonic() + 0.1, abs=0.05)
+            assert list(admission._running_on(other)) == [waited]
+        await running
+
+    async def test_places_that_are_free_at_once_are_given_one_after_the_other(self):
+        """The work of a request counts on its pod one turn of the loop after it has its place."""
+        admission = Admission(
+            FixedForecaster(ttft=0.1), max_in_flight=3, max_queue=8, policy=Policy.PREDICT, slack=0.0
+        )
+        done = asyncio.Event()
+
+        async def waits() -> None:
+            async with admission.slot(request(SloTarget("batch"))):
+                await done.wait()
+
+        async with contextlib.AsyncExitStack() as running:
+            for _ in range(3):
+                await running.enter_async_context(admission.slot(request()))
+            waiting = [asyncio.create_task(waits()) for _ in range(3)]
+            await asyncio.sleep(0)
+            assert admission.num_waiting == 3
+        # All three ended within one turn.
+        assert admission.num_waiting == 2
+        assert not admission._may_begin(request(SloTarget("batch")))
+        for _ in range(4):
+            await asyncio.sleep(0)
+        assert admission.num_waiting == 1, "three quarters of the places are for those without objectives"
+        done.set()
+        await asyncio.gather(*waiting)
+
+    async def test_requests_without_objectives_make_way_while_others_are_refused(self):
+        forecaster = FixedForecaster(ttft=0.5)
+        admission = Admission(forecaster, max_in_flight=16, max_queue=8, policy=Policy.PREDICT, slack=0.0)
+        fits = [admission._fits(request(SloTarget("batch")))]
+        async with contextlib.AsyncExitStack() as running:
+            for _ in range(4):
+                await running.enter_async_context(admission.slot(request(SloTarget("batch"))))
+            forecaster.ttft = 1.5
+            for _ in range(6):
+                with pytest.raises(OverloadedError):
+                    admission._judge(request())
+                admission._best_effort_limit._lowered_at = 0.0  # a second later
+            fits.append(admission._fits(request(SloTarget("batch"))))
+            assert admission._fits(request()), "those with objectives have a place"
+        assert fits == [True, False]
+        assert admission._fits(request(SloTarget("batch"))), "one at least, once the others are done"
+
+    def test_refused_clients_come_back_one_after_the_other(self):
+        forecaster = FixedForecaster(ttft=1.5)
+        gate = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
+        retries = []
+        for number in range(3):
+            with pytest.raises(OverloadedError) as info:
+                gate._judge(request(prompt=(number,)))
+            retries.append(info.value.retry_after_s)
+        # A request takes its prompt, and of ten steps of the batch its part.
+        work_s = forecaster.forecast(request(), 0.0).route.work_s
+        gaps = [b - a for a, b in itertools.pairwise(retries)]
+        assert gaps == pytest.approx([work_s, work_s], abs=0.02), "half come back, for half of all work"
+
+    def test_new_requests_leave_room_for_who_is_due_back(self):
+        # The fifth sequence takes .2 s per token, and .24 s beside a sixth one.
+        forecaster = FixedForecaster(ttft=1.5, token_s=0.2)
+        gate = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
+        gate._bookings.returning = 1.0
+        refused = request(SloTarget("chat", ttft_s=1.0, e2e_s=3.2), prompt=(9,))
+        with pytest.raises(OverloadedError, match="first token"):
+            gate._judge(refused)
+        forecaster.ttft = 0.1
+        with pytest.raises(OverloadedError) as info:
+            gate._judge(request())
+        assert info.value.reason is RefusalReason.OTHERS
+        gate._judge(refused)
+        gate._judge(request())
+
+    def test_nobody_leaves_room_for_a_tenant_that_asks_for_much_more(self):
+        forecaster = FixedForecaster(ttft=1.5, token_s=0.2)
+        gate = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
+        gate._bookings.returning = 1.0
+        slo = SloTarget("chat", ttft_s=1.0, e2e_s=3.2)
+        for number in range(8):
+            with pytest.raises(OverloadedError, match="first token") as info:
+                gate._judge(request(slo, prompt=(number,)))
+        noisy_s = info.value.retry_after_s
+        quiet = replace(request(slo, prompt=(9,)), tenant="quiet")
+        with pytest.raises(OverloadedError) as info:
+            gate._judge(quiet)
+        assert info.value.retry_after_s < 0.5 * noisy_s, "it need not wait until the others have come back"
+        forecaster.ttft = 0.1
+        gate._judge(quiet)
+        gate._judge(replace(request(), tenant="quiet"))
+        with pytest.raises(OverloadedError):
+            gate._judge(request())
+
+    def test_without_reports_nobody_is_refused(self):
+        admitted = judge(FixedForecaster(ttft=100.0, is_known=False))
+        assert admitted.forecast is None
+
+    def test_an_answer_that_goes_on_is_not_refused(self):
+        judge(FixedForecaster(ttft=100.0), asked=replace(request(), is_repeated=True))
+
+
+async def test_who_asks_for_much_comes_behind_others_and_leaves_them_room():
+    forecaster = FixedForecaster(ttft=0.1, token_s=0.2)
+    admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
+    slo = SloTarget("chat", ttft_s=1.0, e2e_s=2.0)
+    quiet = replace(request(slo), tenant="quiet")
+    async with admission.slot(quiet) as running:
+        running.num_tokens = 4
+        admitted = admission._judge(request(slo))
+        for _ in range(10):
+            admission._shares.ask("quiet", 1.0)
+        for _ in range(30):
+            admission._shares.ask("default", 1.0)
+        admission._shares.charge("default", 5.0)
+        with pytest.raises(OverloadedError, match="leave others too little room") as info:
+            admission._judge(request(slo))
+        assert info.value.reason is RefusalReason.SHARE
+        admission._judge(quiet)
+        running.num_tokens = 0
+        with pytest.raises(OverloadedError) as info:
+            admission._judge(request(slo))
+        assert info.value.reason is RefusalReason.OTHERS, "without others' requests it would be late too"
+        running.num_tokens = 4
+    late = admission._judge(request(slo)).request
+    assert late.due - late.arrived > admitted.request.due - admitted.request.arrived + 5
