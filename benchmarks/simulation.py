@@ -367,7 +367,7 @@ class SimulatedSystem:
         lengths = OutputLengths()
         router = Router(self.fleet, lengths)
         self.admission = _DecidedAdmission(
-            Forecaster(router, lengths, settings.slo_confidence),
+            Forecaster(router, lengths, settings.slo_attainment),
             max_in_flight=settings.max_in_flight,
             max_queue=settings.max_queue,
             policy=settings.admission,

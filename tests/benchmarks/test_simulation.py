@@ -162,7 +162,7 @@ def test_an_ablation_leaves_out_its_part_and_restores_it(folder: Path) -> None:
         "whether it makes others late",
         "the prior",
         "ten tokens on both sides of what is left",
-        "the line of receipts (a factor in its place)",
+        "that predictions of about the same length tell how wrong one may be",
         "the moving level of quantiles",
         "sequences that decode in the steps of prompts",
         "room for clients that are due back",

@@ -181,7 +181,9 @@ class TestJudgement:
     async def test_after_a_wait_it_is_predicted_anew_when_it_will_end_and_where(self):
         forecaster = FixedForecaster(ttft=0.1, token_s=0.05)
         admission = Admission(forecaster, max_in_flight=1, max_queue=8, policy=Policy.PREDICT, slack=0.0)
-        admission.service_s = admission._best_effort_s = 100.0
+        admission._best_effort_turns = SimpleNamespace(
+            waits=lambda: None, began=lambda: None, wait_s=lambda num_earlier: 100.0
+        )
         release = asyncio.Event()
 
         async def first() -> None:

@@ -37,7 +37,7 @@ from tandem_gateway.admitted import Admitted
 from tandem_gateway.errors import DeadlineError, OverloadedError, RefusalReason
 from tandem_gateway.fleet import Pod
 from tandem_gateway.forecast import Forecast, Forecaster
-from tandem_gateway.limits import AdaptiveLimit
+from tandem_gateway.limits import AdaptiveLimit, Turns
 from tandem_gateway.request import DEFAULT_DUE_S, TokenizedRequest
 from tandem_gateway.routing import Route
 from tandem_gateway.settings import Policy
@@ -64,8 +64,8 @@ class Admission:
         self._slack = slack
         self.num_waiting = 0
         self.num_in_flight = 0
-        #: Mean seconds from arrival to the end of a request, and of one without objectives.
-        self.service_s = self._best_effort_s = 1.0
+        #: Mean seconds from arrival to the end of a request.
+        self.service_s = 1.0
         self._blind_limit = AdaptiveLimit(max_in_flight)
         #: Whether the last request came while no pod's report said enough to predict anything.
         self._is_blind = False
@@ -79,6 +79,7 @@ class Admission:
         #: Of the requests in flight, those that may wait.
         self._num_best_effort = 0
         self._best_effort_limit = AdaptiveLimit(max(1, int(_BEST_EFFORT_SHARE * max_in_flight)))
+        self._best_effort_turns = Turns()
         #: Heap of (deadline, arrival order, admitted, future). Cancelled futures stay in it and are skipped.
         self._waiters: list[tuple[float, int, Admitted, asyncio.Future[None]]] = []
         self._order = itertools.count()
@@ -136,18 +137,20 @@ class Admission:
         self.service_s += _ALPHA * (e2e_s - self.service_s)
         self._blind_limit.ended(met=met)
         if not admitted.request.has_objectives:
-            self._best_effort_s += _ALPHA * (e2e_s - self._best_effort_s)
             self._best_effort_limit.ended(met=True)
         if admitted.forecast is not None and admitted.request.sampling.beam_search is None:
             request, judged_s = admitted.request, admitted.judged_at - admitted.request.arrived
-            self._forecaster.ended(request, admitted.forecast, e2e_s - judged_s, num_tokens)
+            self._forecaster.ended(request, admitted.forecast, e2e_s - judged_s, num_tokens, met=met)
             left_s = request.arrived + e2e_s - admitted.changed_at
             assert admitted.route is not None
             self._forecaster.was_left(request, admitted.route, admitted.left_then_s, left_s)
 
     def open_requests(self) -> list[Admitted]:
         """Those in flight, and those that wait."""
-        return [*self._running, *(one for _, _, one, turn in self._waiters if not turn.done())]
+        return [*self._running, *self._waiting()]
+
+    def _waiting(self) -> Iterator[Admitted]:
+        return (one for _, _, one, turn in self._waiters if not turn.done())
 
     # -- whether its objectives will be met -----------------------------------------------------------
 
@@ -179,6 +182,8 @@ class Admission:
         elif not slo.is_strict and forecast.misses_alone(slo):
             self._shares.charge(request.tenant, forecast.route.work_s)
             return Admitted(replace(request, due_s=DEFAULT_DUE_S), forecast=forecast)
+        if not request.has_objectives and not self._may_begin(request):
+            forecast = self._forecaster.forecast(request, self._wait_s(request)) or forecast
         is_returning = self._bookings.redeem(_content(request))
         waited_s = time.monotonic() - request.arrived
         missed = forecast.misses(slo, waited_s, is_likely=is_returning)
@@ -299,7 +304,7 @@ class Admission:
         gives_way = partial(self._shares.asks_much_less, request.tenant)
         slot = self._bookings.book(_content(request), now + over_s, route.work_s, returning, gives_way)
         retry_s = min(slot - now, MAX_AHEAD_S)
-        sure = f"p{100 * self._forecaster.confidence:g}"
+        sure = f"p{100 * self._forecaster.error_budget.quantile:.0f}"
         what = {
             "ttft": f"the first token is predicted after {forecast.ttft_undisturbed.p50:.2f} s ({sure} "
             f"{forecast.ttft_undisturbed.high:.2f} s), over the {slo.ttft_s:g} s of its objective",
@@ -314,17 +319,14 @@ class Admission:
         return OverloadedError(f"refused{again}: {what}; try again later", retry_s, RefusalReason(missed))
 
     def _forecast(self, request: TokenizedRequest) -> Forecast | None:
-        return self._forecaster.forecast(request, self._queue_s(request))
+        return self._forecaster.forecast(request, 0.0 if self._fits(request) else self._wait_s(request))
 
-    def _queue_s(self, request: TokenizedRequest) -> float:
-        """Predicted wait in the queue here."""
-        if self._fits(request):
-            return 0.0
-        service_s, places = self.service_s, float(self.max_in_flight)
-        if not request.has_objectives:
-            service_s, places = self._best_effort_s, min(places, self._best_effort_limit.value)
-        earlier = sum([due <= request.due and not turn.done() for due, _, _, turn in self._waiters])
-        return (earlier + 1) * service_s / places
+    def _wait_s(self, request: TokenizedRequest) -> float:
+        """Predicted, in the queue here."""
+        earlier = [one.request for one in self._waiting() if one.request.due <= request.due]
+        if request.has_objectives:
+            return (len(earlier) + 1) * self.service_s / self.max_in_flight
+        return self._best_effort_turns.wait_s(sum([not one.has_objectives for one in earlier]))
 
     def predicted_ttft_s(self, num_prompt_tokens: int) -> float:
         """The median for a new prompt of so many tokens; NaN without a decode pod."""
@@ -349,6 +351,8 @@ class Admission:
                 self._turn_s(),
                 RefusalReason.QUEUE_FULL,
             )
+        if not request.has_objectives and all(one.request.has_objectives for one in self._waiting()):
+            self._best_effort_turns.waits()
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiters, (request.due, next(self._order), admitted, turn))
         self.num_waiting += 1
@@ -401,6 +405,8 @@ class Admission:
                 passed.append(waiter)
                 continue
             self.num_waiting -= 1
+            if not admitted.request.has_objectives:
+                self._best_effort_turns.began()
             self._take(admitted)
             turn.set_result(None)
             self._is_placing = True

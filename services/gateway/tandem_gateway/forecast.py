@@ -1,27 +1,33 @@
 """Predicts when a request will get its first token and its last one, and how sure that is.
 
     pods' reports, backlogs --router--> Route: times as if the model of costs were exact
-    times measured at the first token and at the end / those times --> line and quantiles --> Forecast
+    times measured at the first token and at the end / those times --> factors --> quantiles --> Forecast
 
-The logarithm of the measured time is a line over that of the model's, with the quantiles of what is left:
-conformal prediction over a window, one for each class. Where much is going on that the model cannot know,
-such as requests that come later, long predictions come out shorter than predicted and short ones longer;
-the line's slope says by how much. A class that has few counts together with others: those with objectives
-that can be met, and the rest, which wait for them and are late by factors that say nothing of them. Because
-load changes faster than a window, the level that is read from it moves with each prediction that held or did
-not (adaptive conformal inference, Gibbs and Candes 2021).
+The factors of the last predictions of about the same length, of each class, tell how wrong the next one may
+be: conformal prediction over a window. A step or two is much of a short time and little of a long one; and
+where much is going on that the model cannot know, such as requests that come later, long predictions come
+out shorter than predicted and short ones longer. A class that has few counts together with others: those
+with objectives that can be met, and the rest, which wait for them and are late by factors that say nothing
+of them.
+
+A receipt has a median and a 90th percentile. Because load changes faster than a window, their levels move
+with each one that held or did not (adaptive conformal inference, Gibbs and Candes 2021). Admission uses
+others, see `Forecast`, at the level of the error budget.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 from tandem_core.slo import SloTarget
 
+from tandem_gateway.limits import ErrorBudget
 from tandem_gateway.request import DEFAULT_DUE_S, TokenizedRequest
 from tandem_gateway.routing import OutputLengths, Route, Router
 
@@ -30,21 +36,18 @@ _WINDOW = 128
 #: Older ones do not count: while a class is refused nothing is measured of it, and what made its requests
 #: late, such as costs that pods did not know yet, may be over.
 _MEMORY_S = 30.0
-#: With fewer, those of other classes count too.
-_ENOUGH = 16
+#: So many predictions of about the same length tell by what factors the next one may be wrong. With fewer in
+#: a class, those of other classes count too.
+_NUM_NEAR = 16
 #: By how much a level moves: to where half of the predictions fail, in about 20 requests.
 _LEVEL_RATE = 0.05
 _LOWEST_LEVEL, _HIGHEST_LEVEL = 0.02, 1.5
 #: Logarithms of measured over predicted times that count besides the measured ones. Else a quiet time, in
 #: which predictions are right, would leave no margin for the first moments of an overload.
 _PRIOR = tuple(math.log(ratio) for ratio in (0.8, 0.9, 1.0, 1.05, 1.15, 1.3))
-#: The line is drawn as if so many measurements had been as predicted, spread by a factor of e.
-_PRIOR_WEIGHT = 4.0
 #: What is left of an answer is off by some share, but by a step or two however little it is; with so many
 #: more tokens both are about equal. Else long ones were said to take up to twice as long, as short ones may.
 _NUM_STEPS_OFF = 10
-#: Of the line over predicted times: longer ones may not be expected to take less.
-_LEAST_SLOPE, _MOST_SLOPE = 0.0, 1.5
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class Forecast:
     queue_s: float
     ttft: Quantiles
     e2e: Quantiles
-    #: The same if no other request comes before it, with the upper quantile at the gateway's confidence.
+    #: The same if no other request comes before it, with the upper quantile at the level of the error budget.
     #: Admission compares these with the objectives, since it refuses those that would make this request late.
     ttft_undisturbed: Quantiles
     e2e_undisturbed: Quantiles
@@ -142,69 +145,69 @@ class Group:
         return replace(self, slo_class="")
 
 
-@dataclass(frozen=True)
-class _Line:
-    """log(measured) = offset + slope * log(predicted) + one of `rest`, which is sorted and has the prior."""
-
-    offset: float = 0.0
-    slope: float = 1.0
-    rest: tuple[float, ...] = _PRIOR
-
-
 class _Window:
-    """The last measurements, in order of arrival, and the line through them."""
+    """The last measurements: by how much predictions were wrong, also by how long they were."""
 
-    def __init__(self, slopes: tuple[float, float]) -> None:
-        self._slopes = slopes
-        #: Monotonic seconds of the measurement; logarithms of the predicted and of the measured time.
+    def __init__(self) -> None:
+        #: In order of arrival: monotonic seconds of the measurement; logarithms of the predicted time, and of
+        #: the measured one over that.
         self._recent: deque[tuple[float, float, float]] = deque(maxlen=_WINDOW)
-        self._line: _Line | None = None
+        #: The last two in order of the predicted time, as two lists; None: to be sorted anew.
+        self._by_length: tuple[list[float], list[float]] | None = None
 
     def __len__(self) -> int:
         self._forget_old()
         return len(self._recent)
 
     def add(self, predicted: float, measured: float) -> None:
-        self._recent.append((time.monotonic(), predicted, measured))
-        self._line = None
+        self._recent.append((time.monotonic(), predicted, measured - predicted))
+        self._by_length = None
 
-    def line(self) -> _Line:
+    def near(self, predicted: float) -> list[float]:
+        """The factors of predictions of about this length, and the prior, in order."""
         self._forget_old()
-        if self._line is None:
-            self._line = self._fit()
-        return self._line
+        if self._by_length is None:
+            ordered = sorted(self._recent, key=itemgetter(1))
+            self._by_length = [length for _, length, _ in ordered], [factor for *_, factor in ordered]
+        lengths, factors = self._by_length
+        # Of those that are equally long, the last ones.
+        begin = max(0, min(bisect_right(lengths, predicted) - _NUM_NEAR // 2, len(factors) - _NUM_NEAR))
+        return sorted([*_PRIOR, *factors[begin : begin + _NUM_NEAR]])
 
     def _forget_old(self) -> None:
         oldest = time.monotonic() - _MEMORY_S
         while self._recent and self._recent[0][0] < oldest:
             self._recent.popleft()
-            self._line = None
-
-    def _fit(self) -> _Line:
-        """Ridge regression towards what was predicted."""
-        count = len(self._recent)
-        if not count:
-            return _Line()
-        mean = sum([x for _, x, _ in self._recent]) / count
-        spread = sum([(x - mean) ** 2 for _, x, _ in self._recent]) + _PRIOR_WEIGHT
-        steeper = sum([(x - mean) * (y - x) for _, x, y in self._recent]) / spread
-        slope = min(max(1.0 + steeper, self._slopes[0]), self._slopes[1])
-        late = sum([y - x for _, x, y in self._recent]) / (count + _PRIOR_WEIGHT)
-        offset = late + (1.0 - slope) * mean
-        rest = [y - offset - slope * x for _, x, y in self._recent]
-        return _Line(offset, slope, tuple(sorted([*_PRIOR, *rest])))
+            self._by_length = None
 
 
 class Calibration:
-    """Measured against predicted durations, by group. `slopes`: of the line, the least and the most; `high`:
-    the level of the upper quantile."""
+    """By what factors durations differed from what was predicted, by group."""
 
-    def __init__(
-        self, slopes: tuple[float, float] = (_LEAST_SLOPE, _MOST_SLOPE), *, high: float = 0.9
-    ) -> None:
-        self._high = high
-        self._windows: defaultdict[Group, _Window] = defaultdict(lambda: _Window(slopes))
-        #: By group; those of the window from which the quantiles are read, and when they were moved.
+    def __init__(self) -> None:
+        self._windows: defaultdict[Group, _Window] = defaultdict(_Window)
+
+    def observe(self, group: Group, predicted_s: float, measured_s: float) -> None:
+        for name in (group, group.pool):
+            self._windows[name].add(_log(predicted_s), _log(measured_s))
+
+    def quantiles(self, group: Group, predicted_s: float, high: float, p50: float = 0.5) -> Quantiles:
+        """`high`, `p50`: at which levels of what was measured they are."""
+        predicted, window = _log(predicted_s), self._windows[group]
+        if len(window) < _NUM_NEAR:
+            window = self._windows[group.pool]
+        factors = window.near(predicted)
+        low_s, high_s = (math.exp(predicted + _quantile(factors, level)) for level in (p50, high))
+        return Quantiles(low_s, max(low_s, high_s))
+
+
+class AdaptiveCalibration:
+    """Medians and 90th percentiles, of which half and nine of ten hold also while load changes faster than a
+    window: their levels move with each one that held or did not."""
+
+    def __init__(self) -> None:
+        self._calibration = Calibration()
+        #: By group, and when they were moved.
         self._levels: dict[Group, tuple[float, float, float]] = {}
 
     def observe(self, group: Group, predicted_s: float, said: Quantiles, measured_s: float) -> None:
@@ -212,22 +215,18 @@ class Calibration:
         p50, high = self._levels_of(group)
         self._levels[group] = (
             _moved(p50, 0.5, held=measured_s <= said.p50),
-            _moved(high, self._high, held=measured_s <= said.high),
+            _moved(high, 0.9, held=measured_s <= said.high),
             time.monotonic(),
         )
-        for name in (group, group.pool):
-            self._windows[name].add(_log(predicted_s), _log(measured_s))
+        self._calibration.observe(group, predicted_s, measured_s)
 
     def quantiles(self, group: Group, predicted_s: float) -> Quantiles:
-        own = self._windows[group]
-        line = own.line() if len(own) >= _ENOUGH else self._windows[group.pool].line()
-        level = line.offset + line.slope * _log(predicted_s)
-        p50, high = (math.exp(level + _quantile(line.rest, share)) for share in self._levels_of(group))
-        return Quantiles(p50, max(p50, high))
+        p50, high = self._levels_of(group)
+        return self._calibration.quantiles(group, predicted_s, high, p50)
 
     def _levels_of(self, group: Group) -> tuple[float, float]:
-        p50, high, moved_at = self._levels.get(group, (0.5, self._high, math.inf))
-        return (0.5, self._high) if moved_at < time.monotonic() - _MEMORY_S else (p50, high)
+        p50, high, moved_at = self._levels.get(group, (0.5, 0.9, math.inf))
+        return (0.5, 0.9) if moved_at < time.monotonic() - _MEMORY_S else (p50, high)
 
 
 def _moved(level: float, wanted: float, *, held: bool) -> float:
@@ -249,16 +248,13 @@ def _quantile(ordered: Sequence[float], level: float) -> float:
 class Forecaster:
     """Belongs to one event loop."""
 
-    def __init__(self, router: Router, lengths: OutputLengths, confidence: float) -> None:
-        """`confidence`: the quantile at which admission judges; .99 is about the largest factor of a window.
-        Under overload each request is admitted that just fits, so that with less more of them are late."""
-        self.confidence = confidence
+    def __init__(self, router: Router, lengths: OutputLengths, attainment: float) -> None:
+        """`attainment`: the share of the admitted requests with objectives that is to meet them."""
+        self.error_budget = ErrorBudget(attainment)
         self._router = router
         self._lengths = lengths
-        self._ttft, self._e2e = Calibration(), Calibration()
-        self._first = Calibration(slopes=(1.0, 1.0), high=confidence)
-        # Those with much left have not ended: a line through the rest would be too flat for them.
-        self._left = Calibration(slopes=(1.0, 1.0), high=confidence)
+        self._ttft, self._e2e = AdaptiveCalibration(), AdaptiveCalibration()
+        self._first, self._left = Calibration(), Calibration()
 
     def forecast(self, request: TokenizedRequest, queue_s: float) -> Forecast | None:
         """None: there is no decode pod. `queue_s`: what the request will wait before it is sent to one."""
@@ -276,14 +272,20 @@ class Forecaster:
             queue_s=queue_s,
             ttft=ttft,
             e2e=e2e,
-            ttft_undisturbed=_apart(self._first, group, route, queue_s + route.ttft_s),
+            ttft_undisturbed=self._undisturbed(self._first, group, route, queue_s + route.ttft_s),
             e2e_undisturbed=undisturbed,
         )
 
     def left(self, request: TokenizedRequest, route: Route, model_s: float) -> Quantiles:
         """Of the time to the end of a request that runs, if no other one comes. `model_s`: as the model of
         costs has it."""
-        return _apart(self._left, Group.of(request, route), route, model_s)
+        return self._undisturbed(self._left, Group.of(request, route), route, model_s)
+
+    def _undisturbed(self, calibration: Calibration, group: Group, route: Route, model_s: float) -> Quantiles:
+        """Of a time that is off by some share, and by some steps."""
+        steps_s = _NUM_STEPS_OFF * route.token_s
+        said = calibration.quantiles(group, model_s + steps_s, self.error_budget.quantile)
+        return Quantiles(max(said.p50 - steps_s, 0.0), max(said.high - steps_s, 0.0))
 
     def started(
         self, request: TokenizedRequest, forecast: Forecast, ttft_s: float, *, is_overtaken: bool
@@ -293,28 +295,25 @@ class Forecaster:
         group, predicted_s = Group.of(request, forecast.route), forecast.queue_s + forecast.route.ttft_s
         self._ttft.observe(group, predicted_s, forecast.ttft, ttft_s)
         if not is_overtaken:
-            _observe_apart(self._first, group, forecast.route, predicted_s, ttft_s)
+            _observe_undisturbed(self._first, group, forecast.route, predicted_s, ttft_s)
 
-    def ended(self, request: TokenizedRequest, forecast: Forecast, e2e_s: float, num_tokens: int) -> None:
-        """Of a request that ended, the time until then from when the forecast was made."""
+    def ended(
+        self, request: TokenizedRequest, forecast: Forecast, e2e_s: float, num_tokens: int, *, met: bool
+    ) -> None:
+        """Of a request that ended, the time until then from when the forecast was made. `met`: its
+        objectives."""
+        if request.has_objectives:
+            self.error_budget.ended(met=met)
         self._e2e.observe(Group.of(request, forecast.route), forecast.model_s, forecast.e2e, e2e_s)
         self._lengths.observe(request, num_tokens)
 
     def was_left(self, request: TokenizedRequest, route: Route, model_s: float, measured_s: float) -> None:
         """Of a request that ended, the time until then from when the last one came to its pod."""
-        _observe_apart(self._left, Group.of(request, route), route, model_s, measured_s)
+        _observe_undisturbed(self._left, Group.of(request, route), route, model_s, measured_s)
 
 
-def _apart(calibration: Calibration, group: Group, route: Route, model_s: float) -> Quantiles:
-    """Of a time that is off by some share, and by some steps."""
-    steps_s = _NUM_STEPS_OFF * route.token_s
-    said = calibration.quantiles(group, model_s + steps_s)
-    return Quantiles(max(said.p50 - steps_s, 0.0), max(said.high - steps_s, 0.0))
-
-
-def _observe_apart(
+def _observe_undisturbed(
     calibration: Calibration, group: Group, route: Route, model_s: float, measured_s: float
 ) -> None:
     steps_s = _NUM_STEPS_OFF * route.token_s
-    said = calibration.quantiles(group, model_s + steps_s)
-    calibration.observe(group, model_s + steps_s, said, measured_s + steps_s)
+    calibration.observe(group, model_s + steps_s, measured_s + steps_s)
