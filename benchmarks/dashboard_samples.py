@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack
 
 from prometheus_client import CollectorRegistry
 from tandem_core.sampling import SamplingParams
-from tandem_core.slo import ATTAINMENT_OBJECTIVE, DEFAULT_SLO_CLASSES
+from tandem_core.slo import DEFAULT_SLO_CLASSES
 from tandem_gateway.admission import Admission
 from tandem_gateway.dashboard.ended import EndedRequests
 from tandem_gateway.dashboard.history import MAX_BYTES, MAX_SAMPLES, History
@@ -69,7 +69,7 @@ async def measure(num_tenants: int, num_pods: int, num_open: int, num_ending: in
     """CPU seconds and bytes per sample."""
     metrics, fleet = GatewayMetrics(CollectorRegistry(), model_name="m"), ListedFleet(num_pods)
     lengths = OutputLengths()
-    forecaster = Forecaster(Router(fleet, lengths), lengths, ATTAINMENT_OBJECTIVE)
+    forecaster = Forecaster(Router(fleet, lengths), lengths, confidence=0.99)
     admission = Admission(forecaster, max_in_flight=384, max_queue=0, policy=Policy.FIFO, slack=0.0)
     history, ended = History(max_bytes=1 << 30), EndedRequests()
     sampler = Sampler(history, metrics, admission, fleet, ended)

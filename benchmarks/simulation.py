@@ -367,7 +367,7 @@ class SimulatedSystem:
         lengths = OutputLengths()
         router = Router(self.fleet, lengths)
         self.admission = _DecidedAdmission(
-            Forecaster(router, lengths, settings.slo_attainment),
+            Forecaster(router, lengths, settings.slo_confidence),
             max_in_flight=settings.max_in_flight,
             max_queue=settings.max_queue,
             policy=settings.admission,
@@ -408,10 +408,10 @@ class SimulatedSystem:
 class _DecidedAdmission(Admission):
     """With the effects of its own decision, so that equal decisions make equal runs."""
 
-    def _judge(self, request: TokenizedRequest) -> Admitted:
+    def _judge(self, request: TokenizedRequest, num_places: int = 1) -> Admitted:
         refusal, admitted = None, None
         try:
-            admitted = super()._judge(request)
+            admitted = super()._judge(request, num_places)
         except OverloadedError as error:
             refusal = error
         if request.request_id.startswith(_REFUSED):

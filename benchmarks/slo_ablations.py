@@ -26,9 +26,9 @@ from slo_simulated import SimulatedBenchmark, add_machine_arguments, simulator
 from tandem_cli.bench.report import pooled_records
 from tandem_cli.bench.stats import Run, calibration, fairness, refusals
 from tandem_engine import model_loader
-from tandem_gateway import admission, forecast, limits, shares
+from tandem_gateway import admission, forecast, shares
 from tandem_gateway.admission import Admission
-from tandem_gateway.forecast import _PRIOR, Forecast, Forecaster, _Window
+from tandem_gateway.forecast import Forecast, Forecaster
 from tandem_gateway.pod_load import Backlog
 from tandem_gateway.request import TokenizedRequest
 from tandem_gateway.routing import Route, Router
@@ -67,10 +67,6 @@ def _redeemed_as_new(self: Bookings, key: int) -> bool:
     return False
 
 
-def _of_any_length(self: _Window, predicted: float) -> list[float]:
-    return sorted([*_PRIOR, *[factor for *_, factor in self._recent]])
-
-
 def _no_room(self: FairShares, *_: object) -> int:
     return 0
 
@@ -93,9 +89,8 @@ ABLATIONS: Mapping[str, Ablation] = {
     "the prior": lambda: patch.object(forecast, "_PRIOR", (0.0,)),
     "ten tokens on both sides of what is left": lambda: patch.object(forecast, "_NUM_STEPS_OFF", 0),
     "that predictions of about the same length tell how wrong one may be": lambda: patch.object(
-        _Window, "near", _of_any_length
+        forecast, "_NUM_NEAR", forecast._WINDOW
     ),
-    "the error budget": lambda: patch.object(limits, "_MOST_RISK", 1.0),
     "the moving level of quantiles": lambda: patch.object(forecast, "_LEVEL_RATE", 0.0),
     "first tokens that others overtook do not count": lambda: patch.object(
         Forecaster, "started", _started_on_time

@@ -130,6 +130,19 @@ async def test_who_is_cancelled_while_queued_leaves_at_once():
     await asyncio.gather(running, last)
 
 
+async def test_those_that_gave_up_are_not_kept():
+    line = Line(max_queue=64)
+    running = await line.arrive(_request("running"))
+    for number in range(200):
+        waiting = await line.arrive(_request(f"leaves {number}"))
+        waiting.cancel()
+        await run_ready_tasks()
+    assert line.admission.num_waiting == 0
+    assert len(line.admission._waiters) <= 17
+    await line.leave("running")
+    await running
+
+
 async def test_a_place_given_to_someone_cancelled_in_the_same_moment_is_passed_on():
     line = Line()
     running, gone, last = [await line.arrive(_request(name)) for name in ("running", "gone", "last")]
@@ -173,6 +186,16 @@ async def test_fifo_serves_in_order_of_arrival_and_ttl_refuses_who_waited_for_to
     assert info.value.reason is RefusalReason.WAITED
     await line.leave("running")
     await running
+
+
+async def test_fifo_and_ttl_give_each_place_to_whoever_is_next():
+    for policy in (Policy.FIFO, Policy.TTL):
+        line = Line(max_in_flight=4, policy=policy)
+        tasks = [await line.arrive(_request(name, "batch")) for name in "abcd"]
+        assert line.entered == ["a", "b", "c", "d"]
+        for name in "abcd":
+            await line.leave(name)
+        await asyncio.gather(*tasks)
 
 
 async def test_requests_without_objectives_leave_places_for_others():

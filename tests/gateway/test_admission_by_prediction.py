@@ -14,6 +14,7 @@ from tandem_gateway.admission import Admission
 from tandem_gateway.errors import OverloadedError, RefusalReason
 from tandem_gateway.request import TokenizedRequest
 from tandem_gateway.settings import Policy
+from tandem_gateway.shares import MAX_AHEAD_S
 from waiting import run_ready_tasks
 
 
@@ -81,6 +82,18 @@ class TestJudgement:
         judge(forecaster)
         with pytest.raises(OverloadedError):
             judge(forecaster, asked=request(replace(SLO, is_strict=True)))
+
+    def test_who_strictly_wants_what_no_time_can_give_is_told_so(self):
+        """It neither keeps requests without objectives away nor is it expected back."""
+        forecaster = FixedForecaster(ttft=1.5, alone_ttft=1.2)
+        gate = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=3.0)
+        limit = gate._best_effort_limit.value
+        with pytest.raises(OverloadedError, match="ttft cannot be met here even without load") as info:
+            gate._judge(request(replace(SLO, is_strict=True)))
+        assert info.value.reason is RefusalReason.TTFT
+        assert info.value.retry_after_s == MAX_AHEAD_S
+        assert gate._best_effort_limit.value == limit
+        assert not gate._bookings._order
 
     def test_objectives_that_cannot_be_met_alone_are_widened(self):
         forecaster = FixedForecaster(ttft=2.0, alone_ttft=1.5)
@@ -182,7 +195,7 @@ class TestJudgement:
         forecaster = FixedForecaster(ttft=0.1, token_s=0.05)
         admission = Admission(forecaster, max_in_flight=1, max_queue=8, policy=Policy.PREDICT, slack=0.0)
         admission._best_effort_turns = SimpleNamespace(
-            waits=lambda: None, began=lambda: None, wait_s=lambda num_earlier: 100.0
+            first_waits=lambda: None, began=lambda: None, wait_s=lambda num_earlier: 100.0
         )
         release = asyncio.Event()
 
@@ -206,6 +219,53 @@ class TestJudgement:
             assert waited.first_expected_at == pytest.approx(time.monotonic() + 0.1, abs=0.05)
             assert list(admission._running_on(other)) == [waited]
         await running
+
+    async def test_who_would_make_another_one_late_is_predicted_to_wait_for_its_turn(self):
+        forecaster = FixedForecaster(ttft=0.1, token_s=0.2)
+        admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
+        waits: list[float] = []
+
+        async def batch(number: int) -> None:
+            async with admission.slot(request(SloTarget("batch"), prompt=(number,))) as admitted:
+                waits.append(admitted.forecast.queue_s)
+
+        async with contextlib.AsyncExitStack() as running:
+            # Ten tokens of .2 s with another one, and of .16 s without it, since four sequences run.
+            await running.enter_async_context(admission.slot(request(SloTarget("chat", e2e_s=2.0))))
+            waiting = [asyncio.create_task(batch(number)) for number in range(3)]
+            await asyncio.sleep(0.05)
+            assert admission.num_waiting == 3, "though there are places"
+        await asyncio.gather(*waiting)
+        assert waits == pytest.approx([1.0, 2.0, 3.0], abs=0.1), "a turn takes a second until it is measured"
+        assert admission._best_effort_turns.wait_s(0) < 0.9
+
+    async def test_several_choices_are_judged_as_so_many_sequences(self):
+        forecaster = FixedForecaster(ttft=0.1, token_s=0.2)
+        admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
+        slo = SloTarget("chat", e2e_s=2.2)
+        async with admission.slot(request(slo)):
+            admission._judge(request(slo, prompt=(4, 5)))
+            with pytest.raises(OverloadedError, match="admitted before"):
+                admission._judge(request(slo, prompt=(4, 5)), num_places=4)
+
+    async def test_who_leaves_because_it_is_late_is_measured_too(self):
+        forecaster = FixedForecaster(ttft=0.1)
+        admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
+
+        async def leave(slo: SloTarget) -> None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.05), admission.slot(request(slo)):
+                    await asyncio.sleep(10)
+
+        await leave(SloTarget("chat", ttft_s=0.02, e2e_s=0.03))
+        # From when it was judged, and from when it began.
+        assert forecaster.observed == [
+            ("ttft", pytest.approx(0.05, abs=0.03)),
+            ("left", pytest.approx(0.1 + 10 * 0.05), pytest.approx(0.05, abs=0.03)),
+        ]
+        forecaster.observed.clear()
+        await leave(SloTarget("chat", ttft_s=9.0, e2e_s=9.0))
+        assert not forecaster.observed, "it was not late yet"
 
     async def test_places_that_are_free_at_once_are_given_one_after_the_other(self):
         """The work of a request counts on its pod one turn of the loop after it has its place."""
@@ -277,6 +337,18 @@ class TestJudgement:
         assert info.value.reason is RefusalReason.OTHERS
         gate._judge(refused)
         gate._judge(request())
+
+    def test_the_same_prompt_of_another_class_does_not_take_its_slot(self):
+        forecaster = FixedForecaster(ttft=1.5)
+        gate = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
+        with pytest.raises(OverloadedError):
+            gate._judge(request())
+        gate._bookings._order[0].slot = time.monotonic()
+        gate._judge(request(SloTarget("batch")))
+        with pytest.raises(OverloadedError, match="refused: the first token"):
+            gate._judge(request(replace(SLO, name="voice")))
+        with pytest.raises(OverloadedError, match="refused again"):
+            gate._judge(request())
 
     def test_nobody_leaves_room_for_a_tenant_that_asks_for_much_more(self):
         forecaster = FixedForecaster(ttft=1.5, token_s=0.2)

@@ -3,7 +3,7 @@
 import pytest
 from still_clock import Clock
 from tandem_gateway import limits
-from tandem_gateway.limits import AdaptiveLimit, ErrorBudget, Turns
+from tandem_gateway.limits import AdaptiveLimit, Turns
 
 
 def test_the_adaptive_limit_rises_by_one_a_round_and_falls_by_a_share(monkeypatch):
@@ -26,7 +26,7 @@ def test_turns_are_expected_to_take_as_long_as_they_did_lately(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(limits, "time", clock)
     turns = Turns()
-    turns.waits()
+    turns.first_waits()
     for _ in range(100):
         clock.now += 3.0
         turns.began()
@@ -34,35 +34,8 @@ def test_turns_are_expected_to_take_as_long_as_they_did_lately(monkeypatch):
     assert turns.wait_s(4) == pytest.approx(5 * 3.0, rel=0.01)
     clock.now += 7.0
     assert turns.wait_s(1) == pytest.approx(2 * 7.0, rel=0.01), "it takes longer than before"
-    turns.waits()
+    turns.first_waits()
     assert turns.wait_s(1) == pytest.approx(2 * 3.0, rel=0.01), "nobody waited meanwhile"
-
-
-class TestErrorBudget:
-    def test_a_late_request_is_saved_up_for_by_those_in_time(self):
-        budget, quantiles = ErrorBudget(0.99), []
-        for _ in range(150):
-            quantiles.append(budget.quantile)
-            budget.ended(met=True)
-        assert quantiles == sorted(quantiles, reverse=True)
-        assert (quantiles[0], budget.quantile) == (pytest.approx(0.99), pytest.approx(0.9))
-        budget.ended(met=False)
-        assert budget.quantile == pytest.approx(0.99, abs=0.002)
-
-    def test_after_late_ones_as_many_have_to_be_in_time_again(self):
-        budget = ErrorBudget(0.99)
-        for _ in range(50):
-            budget.ended(met=False)
-        for _ in range(99):
-            budget.ended(met=True)
-            assert budget.quantile == 0.99
-        for _ in range(50):
-            budget.ended(met=True)
-        assert budget.quantile < 0.96
-
-    @pytest.mark.parametrize("attainment", [0.5, 0.9, 0.9999])
-    def test_no_request_is_admitted_that_is_more_likely_late_than_not(self, attainment):
-        budget = ErrorBudget(attainment)
-        for _ in range(20_000):
-            budget.ended(met=True)
-        assert 0.5 <= budget.quantile <= attainment
+    clock.now += 31
+    turns.first_waits()
+    assert turns.wait_s(1) < 3.0, "that was long ago"

@@ -7,7 +7,6 @@ from tandem_core.sampling import SamplingParams
 from tandem_core.slo import SloTarget
 from tandem_core.step_cost import UNKNOWN_COST, StepCost
 from tandem_gateway.forecast import Forecast, Quantiles
-from tandem_gateway.limits import ErrorBudget
 from tandem_gateway.pod_load import Backlog, PodLoad
 from tandem_gateway.request import TokenizedRequest
 from tandem_gateway.routing import Route
@@ -17,6 +16,8 @@ SLO = SloTarget("chat", ttft_s=1.0, tpot_s=0.5, e2e_s=5.0)
 
 class FixedForecaster:
     """The same forecast for each request, on one pod."""
+
+    confidence = 0.99
 
     def __init__(
         self, *, ttft: float, alone_ttft: float = 0.1, token_s: float = 0.05, is_known: bool = True
@@ -33,7 +34,6 @@ class FixedForecaster:
         )
         self.ttft, self.alone_ttft, self.token_s = ttft, alone_ttft, token_s
         self.high_of_left = 1.0
-        self.error_budget = ErrorBudget(0.99)
         self.observed = []
 
     def forecast(self, request: TokenizedRequest, queue_s: float) -> Forecast:
@@ -67,7 +67,7 @@ class FixedForecaster:
     def started(self, request, forecast, ttft_s, *, is_overtaken) -> None:
         self.observed.append(("ttft", ttft_s))
 
-    def ended(self, request, forecast, e2e_s, num_tokens, *, met) -> None:
+    def ended(self, request, forecast, e2e_s, num_tokens) -> None:
         self.observed.append(("e2e", e2e_s, num_tokens))
 
     def was_left(self, request, route, model_s, measured_s) -> None:

@@ -9,9 +9,9 @@
                      its places already                     -> OverloadedError with a computed retry-after
     request ends     the first request of the queue is admitted
 
-Objectives that this system could not meet even without load are widened, and the receipt says so, unless the
-request is strict. So an idle system refuses nobody else. While nothing can be predicted, because no pod has
-computed anything yet or their reports are old, requests are not refused; how many run at once adapts.
+Objectives of less than a few times what a request takes without load are widened to that, and the receipt says
+so, unless the request is strict. So an idle system refuses nobody else. While nothing can be predicted, because
+no pod has computed anything yet or their reports are old, requests are not refused; how many run at once adapts.
 
 A request that is cancelled or passes its deadline while it waits leaves the queue immediately.
 """
@@ -89,8 +89,8 @@ class Admission:
 
     @asynccontextmanager
     async def slot(self, request: TokenizedRequest, num_places: int = 1) -> AsyncIterator[Admitted]:
-        """Holds so many places for the length of the block. The request is judged as one sequence. Raises
-        OverloadedError, or DeadlineError when the request's deadline passes before it is admitted."""
+        """Holds so many places for the length of the block. Raises OverloadedError, or DeadlineError when the
+        request's deadline passes before it is admitted."""
         tenant, places = request.tenant, request.limits.places
         if places is not None and num_places > max(places, 1):
             raise InvalidRequestError(
@@ -106,7 +106,7 @@ class Admission:
             )
         if request.deadline <= time.monotonic():
             raise DeadlineError("the deadline had passed before the request could start")
-        admitted = self._judge(request)
+        admitted = self._judge(request, num_places)
         admitted.num_places = num_places
         self._of_tenant[tenant] += num_places
         try:
@@ -114,6 +114,8 @@ class Admission:
             try:
                 yield admitted
             finally:
+                if not admitted.has_ended:
+                    self._gave_up(admitted)
                 self._leave(admitted)
         finally:
             self._of_tenant[tenant] -= num_places
@@ -134,15 +136,29 @@ class Admission:
 
     def ended(self, admitted: Admitted, *, e2e_s: float, num_tokens: int, met: bool) -> None:
         """A request ended, so many seconds after its arrival."""
+        admitted.has_ended = True
         self.service_s += _ALPHA * (e2e_s - self.service_s)
         self._blind_limit.ended(met=met)
         if not admitted.request.has_objectives:
             self._best_effort_limit.ended(met=True)
         if admitted.forecast is not None and admitted.request.sampling.beam_search is None:
             request, judged_s = admitted.request, admitted.judged_at - admitted.request.arrived
-            self._forecaster.ended(request, admitted.forecast, e2e_s - judged_s, num_tokens, met=met)
+            self._forecaster.ended(request, admitted.forecast, e2e_s - judged_s, num_tokens)
             left_s = request.arrived + e2e_s - admitted.changed_at
             assert admitted.route is not None
+            self._forecaster.was_left(request, admitted.route, admitted.left_then_s, left_s)
+
+    def _gave_up(self, admitted: Admitted) -> None:
+        """It failed, or its client left. If it was late by then, it would have taken longer than until now.
+        Else, where clients wait no longer than their objectives, only those in time would be measured."""
+        request, now = admitted.request, time.monotonic()
+        if admitted.forecast is None or request.sampling.beam_search is not None:
+            return
+        passed_s = now - request.arrived
+        if admitted.first_at is None and 0 < request.slo.ttft_s < passed_s:
+            self.started(admitted, ttft_s=passed_s)
+        if 0 < request.slo.e2e_s < passed_s and admitted.route is not None:
+            left_s = now - admitted.changed_at
             self._forecaster.was_left(request, admitted.route, admitted.left_then_s, left_s)
 
     def open_requests(self) -> list[Admitted]:
@@ -154,7 +170,7 @@ class Admission:
 
     # -- whether its objectives will be met -----------------------------------------------------------
 
-    def _judge(self, request: TokenizedRequest) -> Admitted:
+    def _judge(self, request: TokenizedRequest, num_places: int = 1) -> Admitted:
         """Raises OverloadedError for one that will miss its objectives."""
         if self._policy is not Policy.PREDICT:
             return Admitted(replace(request, due_s=0.0))
@@ -162,7 +178,9 @@ class Admission:
         if ahead_s:
             request = replace(request, due_s=request.due - request.arrived + ahead_s)
         # Who resumes an answer had been admitted.
-        forecast = None if request.is_repeated else self._forecast(request)
+        if request.is_repeated:
+            return Admitted(request)
+        forecast = self._forecast(request)
         self._is_blind = forecast is not None and not forecast.route.is_known
         if forecast is None or self._is_blind:
             return Admitted(request)
@@ -184,19 +202,30 @@ class Admission:
             return Admitted(replace(request, due_s=DEFAULT_DUE_S), forecast=forecast)
         if not request.has_objectives and not self._may_begin(request):
             forecast = self._forecaster.forecast(request, self._wait_s(request)) or forecast
-        is_returning = self._bookings.redeem(_content(request))
+        is_returning = request.has_objectives and self._bookings.redeem(_content(request))
         waited_s = time.monotonic() - request.arrived
         missed = forecast.misses(slo, waited_s, is_likely=is_returning)
         if not missed and request.has_objectives:
-            room = self._room_for_others(request, forecast.route)
-            if self._makes_others_late(request, forecast.route, 0, is_likely=is_returning):
+            room, num_more = self._room_for_others(request, forecast.route), num_places - 1
+            if self._makes_others_late(request, forecast.route, num_more, is_likely=is_returning):
                 missed = "others"
-            elif room and self._makes_others_late(request, forecast.route, room, is_likely=is_returning):
+            elif room and self._makes_others_late(
+                request, forecast.route, num_more + room, is_likely=is_returning
+            ):
                 missed = "share"
         is_idle = forecast.route.computes_prompt.backlog.is_empty and not forecast.route.decode.in_flight
         if not missed or (is_idle and not slo.is_strict):
             self._shares.charge(request.tenant, forecast.route.work_s)
             return Admitted(request, is_widened, forecast)
+        missed_alone = forecast.misses_alone(slo)
+        if missed_alone:
+            # No time is a good one to come back.
+            raise OverloadedError(
+                f"refused: the objective {missed_alone} cannot be met here even without load; ask for more "
+                "time, or do not ask for strict",
+                MAX_AHEAD_S,
+                RefusalReason(missed_alone),
+            )
         self._best_effort_limit.ended(met=False)
         raise self._refusal(request, forecast, missed, waited_s, is_returning=is_returning)
 
@@ -219,9 +248,9 @@ class Admission:
             if limit_s == math.inf or other.route is None:
                 continue
             left = partial(self._forecaster.left, other.request, other.route)
+            after = left(after_s)
             # Those that are likely to be late even if nothing else comes do not count.
-            after = left(after_s).p50 if is_likely else left(after_s).high
-            if left(before_s).p50 <= limit_s < after:
+            if limit_s < (after.p50 if is_likely else after.high) and left(before_s).p50 <= limit_s:
                 return True
         return False
 
@@ -304,7 +333,7 @@ class Admission:
         gives_way = partial(self._shares.asks_much_less, request.tenant)
         slot = self._bookings.book(_content(request), now + over_s, route.work_s, returning, gives_way)
         retry_s = min(slot - now, MAX_AHEAD_S)
-        sure = f"p{100 * self._forecaster.error_budget.quantile:.0f}"
+        sure = f"p{100 * self._forecaster.confidence:g}"
         what = {
             "ttft": f"the first token is predicted after {forecast.ttft_undisturbed.p50:.2f} s ({sure} "
             f"{forecast.ttft_undisturbed.high:.2f} s), over the {slo.ttft_s:g} s of its objective",
@@ -326,14 +355,15 @@ class Admission:
         earlier = [one.request for one in self._waiting() if one.request.due <= request.due]
         if request.has_objectives:
             return (len(earlier) + 1) * self.service_s / self.max_in_flight
-        return self._best_effort_turns.wait_s(sum([not one.has_objectives for one in earlier]))
+        wait_s = self._best_effort_turns.wait_s(sum([not one.has_objectives for one in earlier]))
+        return min(wait_s, max(request.deadline - time.monotonic(), 0.0))
 
     def predicted_ttft_s(self, num_prompt_tokens: int) -> float:
-        """The median for a new prompt of so many tokens; NaN without a decode pod."""
+        """The median for a new prompt of so many tokens that has a place; NaN without a decode pod."""
         now = time.monotonic()
         prompt = (0,) * num_prompt_tokens
         request = TokenizedRequest("", "", prompt, SamplingParams(), NO_OBJECTIVES, now, now)
-        forecast = self._forecast(request)
+        forecast = self._forecaster.forecast(request, 0.0)
         return math.nan if forecast is None else forecast.ttft.p50
 
     # -- places ---------------------------------------------------------------------------------------
@@ -352,7 +382,7 @@ class Admission:
                 RefusalReason.QUEUE_FULL,
             )
         if not request.has_objectives and all(one.request.has_objectives for one in self._waiting()):
-            self._best_effort_turns.waits()
+            self._best_effort_turns.first_waits()
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiters, (request.due, next(self._order), admitted, turn))
         self.num_waiting += 1
@@ -368,6 +398,7 @@ class Admission:
             else:
                 turn.cancel()
                 self.num_waiting -= 1
+                self._forget_cancelled()
             if isinstance(error, TimeoutError) and expires < request.deadline:
                 raise OverloadedError(
                     f"it waited longer than the {request.slo.ttft_s:g} s of its objective; try again later",
@@ -377,6 +408,12 @@ class Admission:
             if isinstance(error, TimeoutError):
                 raise DeadlineError("the deadline passed while the request waited for its turn") from None
             raise
+
+    def _forget_cancelled(self) -> None:
+        """Else those that gave up would be kept, with their prompts, for as long as no place is free."""
+        if len(self._waiters) > 2 * self.num_waiting + 16:
+            self._waiters = [waiter for waiter in self._waiters if not waiter[3].done()]
+            heapq.heapify(self._waiters)
 
     def _leave(self, admitted: Admitted) -> None:
         self.num_in_flight -= admitted.num_places
@@ -397,7 +434,7 @@ class Admission:
                 continue
             if not self._fits(admitted.request, admitted.num_places):
                 passed.append(waiter)
-                if admitted.num_places > 1:
+                if admitted.num_places > 1 and not self._has_room(admitted.num_places):
                     break  # else single requests would take each place that it waits for
                 continue
             if holds_best_effort or not self._may_begin(admitted.request):
@@ -437,18 +474,22 @@ class Admission:
         self._num_best_effort += admitted.num_places * (not admitted.request.has_objectives)
 
     def _fits(self, request: TokenizedRequest, num_places: int = 1) -> bool:
-        """Whether there are so many places; one that needs more than there are gets all of them."""
-        if self.num_in_flight and self.num_in_flight + num_places - 1 >= self._limit:
-            return False
-        limit = int(self._best_effort_limit.value)
-        return (
-            request.has_objectives or not self._num_best_effort or self._num_best_effort + num_places <= limit
-        )
+        """Whether it may have so many places now."""
+        if request.has_objectives or self._policy is not Policy.PREDICT or not self._num_best_effort:
+            return self._has_room(num_places)
+        is_over = self._num_best_effort + num_places > int(self._best_effort_limit.value)
+        return not is_over and self._has_room(num_places)
+
+    def _has_room(self, num_places: int) -> bool:
+        """Whether so many places are free; who needs more than there are gets all of them."""
+        return not self.num_in_flight or self.num_in_flight + num_places - 1 < self._limit
 
     def _may_begin(self, request: TokenizedRequest) -> bool:
         """One without objectives waits while it would make another one late, but not for longer than others
         with its deadline."""
         if request.has_objectives or not self._running or request.due < time.monotonic():
+            return True
+        if self._policy is not Policy.PREDICT:
             return True
         if self._is_placing:
             return False
@@ -470,4 +511,4 @@ class Admission:
 
 def _content(request: TokenizedRequest) -> int:
     """By which a refused request is known when it comes back."""
-    return hash((request.tenant, request.prompt_token_ids))
+    return hash((request.tenant, request.slo.name, request.prompt_token_ids))

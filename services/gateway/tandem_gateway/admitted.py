@@ -34,6 +34,7 @@ class Admitted:
     is_overtaken: bool = False
     #: Of the answer so far.
     num_tokens: int = 0
+    has_ended: bool = False
     #: When the last request came to its pod, itself or a later one, and how long the model of costs said then
     #: that it would take to its end.
     changed_at: float = 0.0

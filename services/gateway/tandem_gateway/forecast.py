@@ -10,9 +10,9 @@ out shorter than predicted and short ones longer. A class that has few counts to
 with objectives that can be met, and the rest, which wait for them and are late by factors that say nothing
 of them.
 
-A receipt has a median and a 90th percentile. Because load changes faster than a window, their levels move
-with each one that held or did not (adaptive conformal inference, Gibbs and Candes 2021). Admission uses
-others, see `Forecast`, at the level of the error budget.
+A receipt has a median and a 90th percentile; admission uses others, see `Forecast`. Because load changes
+faster than a window, the level at which each is read moves with each one that held or did not (adaptive
+conformal inference, Gibbs and Candes 2021).
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from operator import itemgetter
 
 from tandem_core.slo import SloTarget
 
-from tandem_gateway.limits import ErrorBudget
 from tandem_gateway.request import DEFAULT_DUE_S, TokenizedRequest
 from tandem_gateway.routing import OutputLengths, Route, Router
 
@@ -68,7 +67,7 @@ class Forecast:
     queue_s: float
     ttft: Quantiles
     e2e: Quantiles
-    #: The same if no other request comes before it, with the upper quantile at the level of the error budget.
+    #: The same if no other request comes before it, with the upper quantile at the gateway's confidence.
     #: Admission compares these with the objectives, since it refuses those that would make this request late.
     ttft_undisturbed: Quantiles
     e2e_undisturbed: Quantiles
@@ -111,16 +110,16 @@ class Forecast:
                 return fewer / running
         return 1.0
 
-    def misses_alone(self, slo: SloTarget) -> bool:
-        """Whether an objective would be missed without any load."""
-        return any(
-            limit and value > limit
-            for value, limit in (
-                (self.route.alone_prefill_s, slo.ttft_s),
-                (self.route.alone_token_s, slo.tpot_s),
-                (self.route.alone_e2e_s, slo.e2e_s),
-            )
-        )
+    def misses_alone(self, slo: SloTarget) -> str:
+        """The name of the objective that would be missed without any load; "" if none."""
+        for name, value, limit in (
+            ("ttft", self.route.alone_prefill_s, slo.ttft_s),
+            ("tpot", self.route.alone_token_s, slo.tpot_s),
+            ("e2e", self.route.alone_e2e_s, slo.e2e_s),
+        ):
+            if 0 < limit < value:
+                return name
+        return ""
 
 
 @dataclass(frozen=True)
@@ -159,20 +158,24 @@ class _Window:
         self._forget_old()
         return len(self._recent)
 
-    def add(self, predicted: float, measured: float) -> None:
-        self._recent.append((time.monotonic(), predicted, measured - predicted))
+    def add(self, log_predicted: float, log_measured: float) -> None:
+        self._recent.append((time.monotonic(), log_predicted, log_measured - log_predicted))
         self._by_length = None
 
-    def near(self, predicted: float) -> list[float]:
-        """The factors of predictions of about this length, and the prior, in order."""
+    def near(self, log_predicted: float) -> list[float]:
+        """The factors of the predictions nearest to this length, and the prior, in order."""
         self._forget_old()
         if self._by_length is None:
             ordered = sorted(self._recent, key=itemgetter(1))
             self._by_length = [length for _, length, _ in ordered], [factor for *_, factor in ordered]
         lengths, factors = self._by_length
-        # Of those that are equally long, the last ones.
-        begin = max(0, min(bisect_right(lengths, predicted) - _NUM_NEAR // 2, len(factors) - _NUM_NEAR))
-        return sorted([*_PRIOR, *factors[begin : begin + _NUM_NEAR]])
+        begin = end = bisect_right(lengths, log_predicted)
+        while end - begin < min(_NUM_NEAR, len(lengths)):
+            is_shorter_nearer = begin > 0 and (
+                end == len(lengths) or log_predicted - lengths[begin - 1] <= lengths[end] - log_predicted
+            )
+            begin, end = (begin - 1, end) if is_shorter_nearer else (begin, end + 1)
+        return sorted([*_PRIOR, *factors[begin:end]])
 
     def _forget_old(self) -> None:
         oldest = time.monotonic() - _MEMORY_S
@@ -182,32 +185,12 @@ class _Window:
 
 
 class Calibration:
-    """By what factors durations differed from what was predicted, by group."""
+    """Measured against predicted durations, by group. `high`: the level of the upper quantile."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, high: float = 0.9) -> None:
+        self._high = high
         self._windows: defaultdict[Group, _Window] = defaultdict(_Window)
-
-    def observe(self, group: Group, predicted_s: float, measured_s: float) -> None:
-        for name in (group, group.pool):
-            self._windows[name].add(_log(predicted_s), _log(measured_s))
-
-    def quantiles(self, group: Group, predicted_s: float, high: float, p50: float = 0.5) -> Quantiles:
-        """`high`, `p50`: at which levels of what was measured they are."""
-        predicted, window = _log(predicted_s), self._windows[group]
-        if len(window) < _NUM_NEAR:
-            window = self._windows[group.pool]
-        factors = window.near(predicted)
-        low_s, high_s = (math.exp(predicted + _quantile(factors, level)) for level in (p50, high))
-        return Quantiles(low_s, max(low_s, high_s))
-
-
-class AdaptiveCalibration:
-    """Medians and 90th percentiles, of which half and nine of ten hold also while load changes faster than a
-    window: their levels move with each one that held or did not."""
-
-    def __init__(self) -> None:
-        self._calibration = Calibration()
-        #: By group, and when they were moved.
+        #: By group; at which the quantiles are read, and when they were moved.
         self._levels: dict[Group, tuple[float, float, float]] = {}
 
     def observe(self, group: Group, predicted_s: float, said: Quantiles, measured_s: float) -> None:
@@ -215,18 +198,23 @@ class AdaptiveCalibration:
         p50, high = self._levels_of(group)
         self._levels[group] = (
             _moved(p50, 0.5, held=measured_s <= said.p50),
-            _moved(high, 0.9, held=measured_s <= said.high),
+            _moved(high, self._high, held=measured_s <= said.high),
             time.monotonic(),
         )
-        self._calibration.observe(group, predicted_s, measured_s)
+        for name in (group, group.pool):
+            self._windows[name].add(_log(predicted_s), _log(measured_s))
 
     def quantiles(self, group: Group, predicted_s: float) -> Quantiles:
-        p50, high = self._levels_of(group)
-        return self._calibration.quantiles(group, predicted_s, high, p50)
+        log_predicted, window = _log(predicted_s), self._windows[group]
+        if len(window) < _NUM_NEAR:
+            window = self._windows[group.pool]
+        factors = window.near(log_predicted)
+        p50, high = (math.exp(log_predicted + _quantile(factors, level)) for level in self._levels_of(group))
+        return Quantiles(p50, max(p50, high))
 
     def _levels_of(self, group: Group) -> tuple[float, float]:
-        p50, high, moved_at = self._levels.get(group, (0.5, 0.9, math.inf))
-        return (0.5, 0.9) if moved_at < time.monotonic() - _MEMORY_S else (p50, high)
+        p50, high, moved_at = self._levels.get(group, (0.5, self._high, math.inf))
+        return (0.5, self._high) if moved_at < time.monotonic() - _MEMORY_S else (p50, high)
 
 
 def _moved(level: float, wanted: float, *, held: bool) -> float:
@@ -248,13 +236,14 @@ def _quantile(ordered: Sequence[float], level: float) -> float:
 class Forecaster:
     """Belongs to one event loop."""
 
-    def __init__(self, router: Router, lengths: OutputLengths, attainment: float) -> None:
-        """`attainment`: the share of the admitted requests with objectives that is to meet them."""
-        self.error_budget = ErrorBudget(attainment)
+    def __init__(self, router: Router, lengths: OutputLengths, confidence: float) -> None:
+        """`confidence`: the share of the predictions that admission judges by that is to hold. Under overload
+        each request is admitted that just fits, so that with less more of them are late."""
+        self.confidence = confidence
         self._router = router
         self._lengths = lengths
-        self._ttft, self._e2e = AdaptiveCalibration(), AdaptiveCalibration()
-        self._first, self._left = Calibration(), Calibration()
+        self._ttft, self._e2e = Calibration(), Calibration()
+        self._first, self._left = Calibration(high=confidence), Calibration(high=confidence)
 
     def forecast(self, request: TokenizedRequest, queue_s: float) -> Forecast | None:
         """None: there is no decode pod. `queue_s`: what the request will wait before it is sent to one."""
@@ -272,20 +261,14 @@ class Forecaster:
             queue_s=queue_s,
             ttft=ttft,
             e2e=e2e,
-            ttft_undisturbed=self._undisturbed(self._first, group, route, queue_s + route.ttft_s),
+            ttft_undisturbed=_apart(self._first, group, route, queue_s + route.ttft_s),
             e2e_undisturbed=undisturbed,
         )
 
     def left(self, request: TokenizedRequest, route: Route, model_s: float) -> Quantiles:
         """Of the time to the end of a request that runs, if no other one comes. `model_s`: as the model of
         costs has it."""
-        return self._undisturbed(self._left, Group.of(request, route), route, model_s)
-
-    def _undisturbed(self, calibration: Calibration, group: Group, route: Route, model_s: float) -> Quantiles:
-        """Of a time that is off by some share, and by some steps."""
-        steps_s = _NUM_STEPS_OFF * route.token_s
-        said = calibration.quantiles(group, model_s + steps_s, self.error_budget.quantile)
-        return Quantiles(max(said.p50 - steps_s, 0.0), max(said.high - steps_s, 0.0))
+        return _apart(self._left, Group.of(request, route), route, model_s)
 
     def started(
         self, request: TokenizedRequest, forecast: Forecast, ttft_s: float, *, is_overtaken: bool
@@ -295,25 +278,28 @@ class Forecaster:
         group, predicted_s = Group.of(request, forecast.route), forecast.queue_s + forecast.route.ttft_s
         self._ttft.observe(group, predicted_s, forecast.ttft, ttft_s)
         if not is_overtaken:
-            _observe_undisturbed(self._first, group, forecast.route, predicted_s, ttft_s)
+            _observe_apart(self._first, group, forecast.route, predicted_s, ttft_s)
 
-    def ended(
-        self, request: TokenizedRequest, forecast: Forecast, e2e_s: float, num_tokens: int, *, met: bool
-    ) -> None:
-        """Of a request that ended, the time until then from when the forecast was made. `met`: its
-        objectives."""
-        if request.has_objectives:
-            self.error_budget.ended(met=met)
+    def ended(self, request: TokenizedRequest, forecast: Forecast, e2e_s: float, num_tokens: int) -> None:
+        """Of a request that ended, the time until then from when the forecast was made."""
         self._e2e.observe(Group.of(request, forecast.route), forecast.model_s, forecast.e2e, e2e_s)
         self._lengths.observe(request, num_tokens)
 
     def was_left(self, request: TokenizedRequest, route: Route, model_s: float, measured_s: float) -> None:
         """Of a request that ended, the time until then from when the last one came to its pod."""
-        _observe_undisturbed(self._left, Group.of(request, route), route, model_s, measured_s)
+        _observe_apart(self._left, Group.of(request, route), route, model_s, measured_s)
 
 
-def _observe_undisturbed(
+def _apart(calibration: Calibration, group: Group, route: Route, model_s: float) -> Quantiles:
+    """Of a time that is off by some share, and by some steps."""
+    steps_s = _NUM_STEPS_OFF * route.token_s
+    said = calibration.quantiles(group, model_s + steps_s)
+    return Quantiles(max(said.p50 - steps_s, 0.0), max(said.high - steps_s, 0.0))
+
+
+def _observe_apart(
     calibration: Calibration, group: Group, route: Route, model_s: float, measured_s: float
 ) -> None:
     steps_s = _NUM_STEPS_OFF * route.token_s
-    calibration.observe(group, model_s + steps_s, measured_s + steps_s)
+    said = calibration.quantiles(group, model_s + steps_s)
+    calibration.observe(group, model_s + steps_s, said, measured_s + steps_s)

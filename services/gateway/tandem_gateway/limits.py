@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -16,13 +17,10 @@ _CALLS_RETRY_S = 1.0
 _S_PER_MINUTE = 60.0
 #: Of the adaptive limit: by what factor it is lowered, and how often at most.
 _LOWER_BY, _LOWER_EVERY_S = 0.7, 1.0
-#: So many late requests are saved up for at most, and where more were late than that is remembered.
-_MOST_LATE = 1.0
-#: With one saved up, requests are admitted that are so many times as likely to be late as all may be on
-#: average, but none that is more likely late than not.
-_MOST_RISK, _LEAST_QUANTILE = 10.0, 0.5
 #: Of the time between turns: at first, and the weight of the newest.
 _FIRST_TURN_S, _NEWEST_TURN = 1.0, 0.1
+#: If nobody waited for so long, what was measured before is forgotten.
+_TURNS_MEMORY_S = 30.0
 
 
 class OpenCalls:
@@ -113,42 +111,20 @@ class AdaptiveLimit:
             self.value = max(1.0, _LOWER_BY * self.value)
 
 
-class ErrorBudget:
-    """How sure a request's predictions must be, so that of those admitted just the wanted share is in time.
-
-    Most requests have more time than they need. If each had to be as sure as all are to be on average, nearly
-    none would be late, and many would be refused that had been in time. So those in time save up for a late
-    one, and the more is saved, the less sure new ones have to be.
-    """
-
-    def __init__(self, attainment: float) -> None:
-        """`attainment`: the share of the admitted requests that is to be in time."""
-        self._attainment = attainment
-        #: How many may be late; negative: too many were.
-        self._left = 0.0
-
-    def ended(self, *, met: bool) -> None:
-        left = self._left + met - self._attainment
-        self._left = min(max(left, -_MOST_LATE), _MOST_LATE)
-
-    @property
-    def quantile(self) -> float:
-        """The one of the predicted times that has to meet the objectives."""
-        risk = 1 + (_MOST_RISK - 1) * max(self._left, 0.0) / _MOST_LATE
-        return max(1 - (1 - self._attainment) * risk, min(_LEAST_QUANTILE, self._attainment))
-
-
 class Turns:
     """How long requests wait for their turns, from how long it took lately until the next one began."""
 
     def __init__(self) -> None:
         self._mean_s = _FIRST_TURN_S
         #: Monotonic seconds at which the last one began, or the first one began to wait.
-        self._last = 0.0
+        self._last = -math.inf
 
-    def waits(self) -> None:
-        """One waits, and is the first."""
-        self._last = time.monotonic()
+    def first_waits(self) -> None:
+        """One begins to wait, and no other one does."""
+        now = time.monotonic()
+        if now - self._last > _TURNS_MEMORY_S:
+            self._mean_s = _FIRST_TURN_S
+        self._last = now
 
     def began(self) -> None:
         """One that waited."""
@@ -157,5 +133,6 @@ class Turns:
         self._last = now
 
     def wait_s(self, num_earlier: int) -> float:
-        """Of one that comes after so many."""
-        return (num_earlier + 1) * max(self._mean_s, time.monotonic() - self._last if num_earlier else 0.0)
+        """Of one that comes after so many that wait."""
+        since_last_s = time.monotonic() - self._last if num_earlier else 0.0
+        return (num_earlier + 1) * max(self._mean_s, since_last_s)

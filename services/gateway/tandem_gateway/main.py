@@ -92,7 +92,7 @@ class GatewayProcess:
         lengths = OutputLengths()
         router = Router(self._fleet, lengths)
         admission = Admission(
-            Forecaster(router, lengths, settings.slo_attainment),
+            Forecaster(router, lengths, settings.slo_confidence),
             max_in_flight=settings.max_in_flight,
             max_queue=settings.max_queue,
             policy=settings.admission,

@@ -9,7 +9,6 @@ from typing import Annotated, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_settings import NoDecode
-from tandem_core.slo import ATTAINMENT_OBJECTIVE
 from tandem_service.channels import MAX_MESSAGE_BYTES
 from tandem_service.settings import Port, RedisSettings, Targets
 from tandem_service.tls import PemFiles, Role, ServerTls, is_loopback
@@ -72,8 +71,9 @@ class GatewaySettings(RedisSettings):
     waited longer than its TTFT objective"""
     slo_slack: Annotated[float, Field(ge=0)] = 3.0
     """objectives are at least so many times what the request would take without load; 0: as they are"""
-    slo_attainment: Annotated[float, Field(ge=0.5, le=0.9999)] = ATTAINMENT_OBJECTIVE
-    """share of the admitted requests with objectives that is to meet them; with less, more are admitted"""
+    slo_confidence: Annotated[float, Field(ge=0.5, lt=1)] = 0.99
+    """a request is admitted if this quantile of its predicted times meets its objectives, and those of others
+    stay met; less admits more requests, and of them more are late"""
     slo_classes_file: Path | None = None
     """JSON object of SLO classes with ttft_ms, tpot_ms, e2e_ms, strict; the first is the default; unset:
     interactive, chat, batch"""

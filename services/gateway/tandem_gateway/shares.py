@@ -8,6 +8,7 @@ from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import takewhile
 from operator import attrgetter
 
@@ -153,6 +154,7 @@ class Bookings:
         self._forget_missed()
         length = work_s * self.returning / _SHARE_OF_RETURNING
         slot = earliest
+        gives_way = cache(gives_way)
         for other in self._order:
             if other.until > slot and not gives_way(other.expected.request.tenant):
                 if other.slot >= slot + length:
