@@ -9,9 +9,10 @@
                      its places already                     -> OverloadedError with a computed retry-after
     request ends     the first request of the queue is admitted
 
-Objectives of less than a few times what a request takes without load are widened to that, and the receipt says
-so, unless the request is strict. So an idle system refuses nobody else. While nothing can be predicted, because
-no pod has computed anything yet or their reports are old, requests are not refused; how many run at once adapts.
+Objectives of less than a few times what a request takes without load are widened to that, and the receipt
+says so, unless the request is strict. So an idle system refuses nobody else. While nothing can be predicted,
+because no pod has computed anything yet or their reports are old, requests are not refused; how many run at
+once adapts.
 
 A request that is cancelled or passes its deadline while it waits leaves the queue immediately.
 """
