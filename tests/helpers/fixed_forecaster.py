@@ -30,7 +30,7 @@ class FixedForecaster:
             in_flight=1,
             is_fresh=True,
             load=load,
-            num_beside=lambda num_output: 4.0,
+            beside=lambda: lambda num_output: 4.0,
         )
         self.ttft, self.alone_ttft, self.token_s = ttft, alone_ttft, token_s
         self.high_of_left = 1.0

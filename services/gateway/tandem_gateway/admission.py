@@ -25,7 +25,7 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -242,44 +242,43 @@ class Admission:
         would be too late in the median, and only that of those that run."""
         if route.computes_prompt.backlog.slack(request.due) < route.prefill_s:
             return True
-        now = time.monotonic()
+        now, num_coming = time.monotonic(), 1 + room
         due_back = [] if is_likely else self._due_back_on(route.decode, request.tenant)
-        for other, before_s, after_s in self._left_on(route, 1 + room, due_back):
+        left_s = self._left_beside(route)
+        # Each with how many come in either case: all that are due back, or of these those before it.
+        others = [(other, 0, num_coming + len(due_back)) for other in self._running_on(route.decode)]
+        others += [(other, number, number + num_coming) for number, other in enumerate(due_back)]
+        for other, num_without, num_with in others:
             limit_s = other.ends_by - now
             if limit_s == math.inf or other.route is None:
                 continue
             left = partial(self._forecaster.left, other.request, other.route)
-            after = left(after_s)
+            with_it = left(left_s(other, num_with))
+            is_late = limit_s < (with_it.p50 if is_likely else with_it.high)
             # Those that are likely to be late even if nothing else comes do not count.
-            if limit_s < (after.p50 if is_likely else after.high) and left(before_s).p50 <= limit_s:
+            if is_late and left(left_s(other, num_without)).p50 <= limit_s:
                 return True
         return False
 
-    def _left_on(
-        self, route: Route, num_coming: float = 1, due_back: Sequence[Admitted] = ()
-    ) -> Iterator[tuple[Admitted, float, float]]:
-        """Of each request that runs on the route's decode pod, then of those that are due back there: seconds
-        to its end by the model of costs, without so many requests like this one and with them. The first
-        number of one that is due back has the earlier ones of these in it, the second number of one that runs
-        has all of them."""
+    def _left_beside(self, route: Route) -> Callable[[Admitted, float], float]:
+        """Of a request that runs on the route's decode pod, or is due back there: seconds to its end by the
+        model of costs, if so many requests like this one come."""
         pod, is_local = route.decode, route.computes_prompt is route.decode
         num_prompts, prompts_s = pod.backlog.num_own, pod.backlog.present_s
+        num_beside = pod.beside()
 
-        def left_s(other: Admitted, num_beside: float) -> float:
+        def left_s(other: Admitted, num_coming: float) -> float:
             num_left = max(other.tokens_left, 1)
-            together = max(pod.num_beside(num_left), 1.0) + (other.admitted_at is None)
-            num_later = num_beside * is_local
+            together = max(num_beside(num_left), 1.0) + (other.admitted_at is None)
+            num_later = num_coming * is_local
             return other.left_s(
-                together + num_beside * min(route.num_output / num_left, 1.0),
+                together + num_coming * min(route.num_output / num_left, 1.0),
                 route.context,
                 num_prompts + num_later,
                 prompts_s + num_later * route.prefill_s,
             )
 
-        for other in self._running_on(pod):
-            yield other, left_s(other, 0), left_s(other, num_coming + len(due_back))
-        for number, other in enumerate(due_back):
-            yield other, left_s(other, number), left_s(other, number + num_coming)
+        return left_s
 
     def _due_back_on(self, pod: Pod, tenant: str) -> list[Admitted]:
         """Without those of tenants that ask for so much more that they leave room for this one."""
@@ -467,8 +466,9 @@ class Admission:
         route = admitted.route
         if route is not None:
             admitted.left_then_s = route.e2e_s
-            for other, _, left_s in self._left_on(route):
-                other.changed_at, other.left_then_s = now, left_s
+            left_s = self._left_beside(route)
+            for other in self._running_on(route.decode):
+                other.changed_at, other.left_then_s = now, left_s(other, 1)
                 other.is_overtaken |= admitted.request.due < other.request.due
         self.num_in_flight += admitted.num_places
         self._running.add(admitted)

@@ -14,7 +14,9 @@ import asyncio
 import contextlib
 import enum
 import time
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from itertools import accumulate
 
 import grpc
 import grpc.aio
@@ -105,9 +107,20 @@ class Pod:
 
     def num_beside(self, num_output: int) -> float:
         """Sequences beside an answer of so many tokens, on average until its end."""
-        num_tokens = max(num_output, 1)
-        own = sum([min(left, num_tokens) for left in self.tokens_left.values()]) / num_tokens
-        return own + self.num_foreign
+        return self.beside()(num_output)
+
+    def beside(self) -> Callable[[int], float]:
+        """The same, for many lengths at the same moment."""
+        ordered = sorted(self.tokens_left.values())
+        sums = [0, *accumulate(ordered)]
+
+        def num_beside(num_output: int) -> float:
+            num_tokens = max(num_output, 1)
+            num_shorter = bisect_left(ordered, num_tokens)
+            own = sums[num_shorter] / num_tokens + len(ordered) - num_shorter
+            return own + self.num_foreign
+
+        return num_beside
 
     @property
     def num_decoding(self) -> int:
