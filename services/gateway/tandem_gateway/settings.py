@@ -78,8 +78,8 @@ class GatewaySettings(RedisSettings):
     """JSON object of SLO classes with ttft_ms, tpot_ms, e2e_ms, strict; the first is the default; unset:
     interactive, chat, batch"""
     api_keys_file: Path | None = None
-    """JSON lines of key_sha256, tenant, slo_classes, max_requests, tokens_per_minute, operator; read again
-    when it changes; unset: no keys"""
+    """JSON lines of key_sha256, tenant, slo_classes, weight, max_requests, tokens_per_minute, min_ttft_ms,
+    min_tpot_ms, min_e2e_ms, operator; read again when it changes; unset: no keys"""
     tls_cert: Path | None = None
     """PEM file of the certificate of both public ports; unset: plaintext"""
     tls_key: Path | None = None
