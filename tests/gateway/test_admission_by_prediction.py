@@ -95,6 +95,12 @@ class TestJudgement:
         assert gate._best_effort_limit.value == limit
         assert not gate._bookings._order
 
+    def test_who_is_not_strict_is_told_when_to_come_back_whatever_the_slack(self):
+        forecaster = FixedForecaster(ttft=1.5, alone_ttft=1.2)
+        with pytest.raises(OverloadedError, match="first token is predicted") as info:
+            judge(forecaster, slack=0.5)
+        assert info.value.retry_after_s < 10
+
     def test_objectives_that_cannot_be_met_alone_are_widened(self):
         forecaster = FixedForecaster(ttft=2.0, alone_ttft=1.5)
         admitted = judge(forecaster, slack=3.0, asked=request(replace(SLO, tpot_s=0.1)))

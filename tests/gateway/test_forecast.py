@@ -148,6 +148,15 @@ class TestCalibration:
                 held[name, predicted] += i >= 200 and actual <= said.high
         assert all(0.86 < count / 800 < 0.94 for count in held.values()), held
 
+    def test_where_the_model_knows_little_all_are_expected_to_take_about_the_same(self):
+        calibration, rng = Calibration(), random.Random(5)
+        for _ in range(128):
+            predicted, actual = rng.lognormvariate(0.0, 0.7), rng.lognormvariate(1.0, 0.2)
+            observe(calibration, "chat", predicted, actual)
+        short, long = calibration.quantiles(CHAT, 0.5), calibration.quantiles(CHAT, 2.0)
+        assert (short.p50, long.p50) == (pytest.approx(2.7, rel=0.3), pytest.approx(2.7, rel=0.3))
+        assert long.high < 2.0 * 2.7, "a factor for both would be 5.4 at the least"
+
     def test_a_class_without_measurements_is_as_the_others_with_objectives_are(self):
         calibration = Calibration()
         for _ in range(50):
@@ -223,7 +232,7 @@ def test_confidence_is_the_quantile_at_which_admission_judges():
         for _ in range(100):
             said[confidence] = forecaster.forecast(request(), 0.0)
             forecaster.started(request(), said[confidence], rng.uniform(0.3, 0.7), is_overtaken=False)
-    assert said[0.6].ttft_undisturbed.high < said[0.99].ttft_undisturbed.high
+    assert said[0.6].ttft_undisturbed.high < 0.6 < said[0.99].ttft_undisturbed.high
     assert said[0.6].ttft == said[0.99].ttft, "receipts have the median and the 90th percentile"
 
 

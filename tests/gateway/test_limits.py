@@ -1,4 +1,4 @@
-"""Limits that follow what happens: how many may run, how sure they must be, how long the others wait."""
+"""Limits that follow what happens: how many requests may run, and how long the others wait."""
 
 import pytest
 from still_clock import Clock

@@ -218,9 +218,9 @@ class Admission:
         if not missed or (is_idle and not slo.is_strict):
             self._shares.charge(request.tenant, forecast.route.work_s)
             return Admitted(request, is_widened, forecast)
-        missed_alone = forecast.misses_alone(slo)
+        missed_alone = forecast.misses_alone(slo) if slo.is_strict else ""
         if missed_alone:
-            # No time is a good one to come back.
+            # It would be refused whenever it came back.
             raise OverloadedError(
                 f"refused: the objective {missed_alone} cannot be met here even without load; ask for more "
                 "time, or do not ask for strict",
