@@ -1,11 +1,15 @@
 """gRPC: Chat and Generate, receipts, refusals, cancellation, deadlines."""
 
 import asyncio
+import gc
 import time
 
 import grpc
 import pytest
+from tandem_gateway.answer import Answer
+from tandem_gateway.errors import OverloadedError
 from tandem_proto.v1 import common_pb2, gateway_pb2
+from waiting import until
 
 USER = [gateway_pb2.ChatMessage(role="user", content="hi")]
 
@@ -195,6 +199,28 @@ async def test_a_deadline_ends_the_call_on_the_pod_too(pods, gateway):
     assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert time.monotonic() - started < 10.0
     await asyncio.wait_for(pod.cancelled.wait(), 10.0)
+
+
+async def test_a_refused_request_is_freed_without_a_garbage_collection(pods, gateway):
+    pod = await pods(pause_s=30.0)
+    front = await gateway(pod, max_in_flight=1, max_queue=0)
+    running = front.grpc.Chat(gateway_pb2.ChatRequest(messages=USER))
+    reading = asyncio.create_task(running.read())
+    await pod.started.wait()
+    gc.disable()
+    before = _alive(OverloadedError, Answer)
+    try:
+        for _ in range(3):
+            error = await _error(front.grpc.Chat(gateway_pb2.ChatRequest(messages=USER)))
+            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await until(lambda: _alive(OverloadedError, Answer).keys() <= before.keys())
+    finally:
+        gc.enable()
+    reading.cancel()
+
+
+def _alive(*kinds: type) -> dict[int, object]:
+    return {id(thing): thing for thing in gc.get_objects() if type(thing) in kinds}
 
 
 async def test_a_full_queue_is_refused_at_once_with_a_retry_after(pods, gateway):

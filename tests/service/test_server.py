@@ -12,6 +12,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+import weakref
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
@@ -65,6 +66,8 @@ class ScriptedGateway(gateway_pb2_grpc.GatewayServiceServicer):
         await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "said by the handler")
 
     async def Chat(self, request, context):
+        if self.error is not None:
+            raise self.error
         self.started.set()
         try:
             for index in range(self.chunks):
@@ -108,6 +111,13 @@ async def running(**settings: object) -> AsyncIterator[Running]:
     finally:
         await channel.close()
         await server.stop()
+
+
+@pytest.fixture
+def no_garbage_collection() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
 
 
 async def scrape(pod: Running) -> str:
@@ -225,6 +235,24 @@ async def test_a_mapped_exception_is_its_status_with_its_own_sentence(error: Exc
         assert info.value.details() == str(error)
 
 
+@pytest.mark.parametrize("method", ["a call", "a stream"])
+async def test_what_ends_a_call_is_freed_without_a_garbage_collection(
+    method: str, no_garbage_collection: None
+):
+    async with running() as pod:
+        pod.servicer.error = NarrowError("no")
+        freed = weakref.ref(pod.servicer.error)
+        with pytest.raises(grpc.aio.AioRpcError) as info:
+            if method == "a call":
+                await pod.stub.ListModels(gateway_pb2.ListModelsRequest())
+            else:
+                await anext(aiter(pod.stub.Chat(gateway_pb2.ChatRequest())))
+        assert info.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert info.value.details() == "no"
+        pod.servicer.error = None
+        await until(lambda: freed() is None)
+
+
 async def test_an_unknown_exception_leaks_nothing_but_is_logged_with_its_traceback():
     async with running() as pod:
         pod.servicer.error = RuntimeError("the secret path")
@@ -252,13 +280,6 @@ async def test_cancellation_reaches_the_handler():
         await pod.servicer.started.wait()
         call.cancel()
         await asyncio.wait_for(pod.servicer.cancelled.wait(), 1.0)
-
-
-@pytest.fixture
-def no_garbage_collection() -> Iterator[None]:
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @pytest.mark.parametrize("ending", ["the client cancels", "the client's connection ends", "the pod stops"])

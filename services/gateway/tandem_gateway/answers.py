@@ -269,6 +269,8 @@ class Answers:
         finally:
             answer.num_readers -= 1
             answer.last_used = time.monotonic()
+            if not answer.num_readers:
+                answer.error = None  # which refers to the answer by its frames
             if not answer.num_readers and not answer.has_key and answer.task is not None:
                 await end_tasks([answer.task])
             self._drop_expired()
