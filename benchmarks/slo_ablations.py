@@ -87,6 +87,7 @@ ABLATIONS: Mapping[str, Ablation] = {
     ),
     "the limit of these that follows refusals": lambda: patch.object(admission, "AdaptiveLimit", _FixedLimit),
     "the prior": lambda: patch.object(forecast, "_PRIOR", (0.0,)),
+    "ten tokens on both sides of what is left": lambda: patch.object(forecast, "_NUM_STEPS_OFF", 0),
     "that predictions of about the same length tell how wrong one may be": lambda: patch.object(
         forecast, "_NUM_NEAR", forecast._WINDOW
     ),

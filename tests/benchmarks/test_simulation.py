@@ -161,6 +161,7 @@ def test_an_ablation_leaves_out_its_part_and_restores_it(folder: Path) -> None:
     assert {name for name, records in runs.items() if records != before} >= {
         "whether it makes others late",
         "the prior",
+        "ten tokens on both sides of what is left",
         "that predictions of about the same length tell how wrong one may be",
         "the moving level of quantiles",
         "sequences that decode in the steps of prompts",

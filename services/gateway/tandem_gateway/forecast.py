@@ -44,6 +44,9 @@ _LOWEST_LEVEL, _HIGHEST_LEVEL = 0.02, 1.5
 #: Logarithms of measured over predicted times that count besides the measured ones. Else a quiet time, in
 #: which predictions are right, would leave no margin for the first moments of an overload.
 _PRIOR = tuple(math.log(ratio) for ratio in (0.8, 0.9, 1.0, 1.05, 1.15, 1.3))
+#: What is left of an answer is off by some share, but by a step or two however little it is; with so many
+#: more tokens both are about equal. Else long ones were said to take up to twice as long, as short ones may.
+_NUM_STEPS_OFF = 10
 
 
 @dataclass(frozen=True)
@@ -258,14 +261,14 @@ class Forecaster:
             queue_s=queue_s,
             ttft=ttft,
             e2e=e2e,
-            ttft_undisturbed=self._first.quantiles(group, queue_s + route.ttft_s),
+            ttft_undisturbed=_apart(self._first, group, route, queue_s + route.ttft_s),
             e2e_undisturbed=undisturbed,
         )
 
     def left(self, request: TokenizedRequest, route: Route, model_s: float) -> Quantiles:
         """Of the time to the end of a request that runs, if no other one comes. `model_s`: as the model of
         costs has it."""
-        return self._left.quantiles(Group.of(request, route), model_s)
+        return _apart(self._left, Group.of(request, route), route, model_s)
 
     def started(
         self, request: TokenizedRequest, forecast: Forecast, ttft_s: float, *, is_overtaken: bool
@@ -275,8 +278,7 @@ class Forecaster:
         group, predicted_s = Group.of(request, forecast.route), forecast.queue_s + forecast.route.ttft_s
         self._ttft.observe(group, predicted_s, forecast.ttft, ttft_s)
         if not is_overtaken:
-            said = self._first.quantiles(group, predicted_s)
-            self._first.observe(group, predicted_s, said, ttft_s)
+            _observe_apart(self._first, group, forecast.route, predicted_s, ttft_s)
 
     def ended(self, request: TokenizedRequest, forecast: Forecast, e2e_s: float, num_tokens: int) -> None:
         """Of a request that ended, the time until then from when the forecast was made."""
@@ -285,5 +287,19 @@ class Forecaster:
 
     def was_left(self, request: TokenizedRequest, route: Route, model_s: float, measured_s: float) -> None:
         """Of a request that ended, the time until then from when the last one came to its pod."""
-        group = Group.of(request, route)
-        self._left.observe(group, model_s, self._left.quantiles(group, model_s), measured_s)
+        _observe_apart(self._left, Group.of(request, route), route, model_s, measured_s)
+
+
+def _apart(calibration: Calibration, group: Group, route: Route, model_s: float) -> Quantiles:
+    """Of a time that is off by some share, and by some steps."""
+    steps_s = _NUM_STEPS_OFF * route.token_s
+    said = calibration.quantiles(group, model_s + steps_s)
+    return Quantiles(max(said.p50 - steps_s, 0.0), max(said.high - steps_s, 0.0))
+
+
+def _observe_apart(
+    calibration: Calibration, group: Group, route: Route, model_s: float, measured_s: float
+) -> None:
+    steps_s = _NUM_STEPS_OFF * route.token_s
+    said = calibration.quantiles(group, model_s + steps_s)
+    calibration.observe(group, model_s + steps_s, said, measured_s + steps_s)
