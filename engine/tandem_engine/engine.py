@@ -159,6 +159,8 @@ class Engine:
         if decodes and most >= _MEASURED_BATCH * (_MEASURED_BATCH_PROMPT + num_output):
             self._compute([_MEASURED_BATCH_PROMPT] * min(_MEASURED_BATCH, config.max_batch), num_output)
         self._drafter, blocks.enable_prefix_caching = drafter, caches
+        # What texts gain is not known yet: these had no drafts.
+        self.tokens_per_step = TokensPerStep()
 
     def _compute(self, prompt_lengths: Sequence[int], num_output: int) -> None:
         """Requests that nobody asked for, to the end of all."""

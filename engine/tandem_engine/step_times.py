@@ -36,6 +36,8 @@ _ENOUGH_PAIRS = 512
 _LONGEST = 4.0
 #: Weight of the newest step in a mean of tokens.
 _RECENT = 0.02
+#: For so long texts are taken to be alike, as far as drafts are concerned.
+_TEXTS_S = 5.0
 #: The quantile of steps that had the machine for themselves.
 _FASTEST = 0.1
 
@@ -74,26 +76,32 @@ class TokensPerStep:
 
     def __init__(self) -> None:
         self.mean = 1.0
-        #: By the power of two of the number of sequences: the mean, and of how many steps it is.
-        self._by_batch: dict[int, tuple[float, int]] = {}
+        #: By the power of two of the number of sequences: the mean, of how many steps it is, and the time of
+        #: the last one.
+        self._by_batch: dict[int, tuple[float, int, float]] = {}
 
     def observe(self, num_sequences: int, gained: float) -> None:
         """`gained`: tokens of each sequence, on average."""
         self.mean += _RECENT * (gained - self.mean)
         size = num_sequences.bit_length() - 1
-        mean, count = self._by_batch.get(size, (0.0, 0))
+        mean, count, _ = self._of_these_texts().get(size, (0.0, 0, 0.0))
         mean += max(_RECENT, 1 / (count + 1)) * (gained - mean)
         # A new dict: another thread may be reading the old one.
-        self._by_batch = {**self._by_batch, size: (mean, count + 1)}
+        self._by_batch = {**self._by_batch, size: (mean, count + 1, time.monotonic())}
 
     def by_batch(self) -> list[float]:
-        """Of batches of 1, 2 to 3, 4 to 7, ... sequences, to the largest one seen; those that were not seen
-        are as the next smaller ones."""
-        seen, means, last = self._by_batch, [], 1.0
-        for size in range(max(seen, default=-1) + 1):
-            last, _ = seen.get(size, (last, 0))
-            means.append(last)
-        return means
+        """Of batches of 1, 2 to 3, 4 to 7, ... sequences, to the largest one seen. How much is gained depends
+        on the texts more than on the batch: one that was not seen while others were is as the nearest of
+        these, the smaller one of two."""
+        known, most = self._of_these_texts(), max(self._by_batch, default=-1)
+        return [
+            known[min(known, key=lambda other: (abs(other - size), other))][0] for size in range(most + 1)
+        ]
+
+    def _of_these_texts(self) -> dict[int, tuple[float, int, float]]:
+        seen = self._by_batch
+        newest = max([last for _, _, last in seen.values()], default=0.0)
+        return {size: one for size, one in seen.items() if one[2] >= newest - _TEXTS_S}
 
 
 def _fit(steps: NDArray[np.float64], terms: tuple[int, ...], now: float) -> StepCost:

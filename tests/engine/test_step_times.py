@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from still_clock import Clock
 from tandem_core.step_cost import StepCost
 from tandem_engine import step_times
 from tandem_engine.step_times import DECODE_TERMS, StepTimes, TokensPerStep
@@ -97,7 +98,22 @@ def test_tokens_of_a_step_are_counted_by_the_size_of_the_batch():
         gained.observe(1, 3.0)
         gained.observe(9, 1.5)
     assert 1.5 < gained.mean < 3.0
-    assert gained.by_batch() == pytest.approx([3.0, 3.0, 3.0, 1.5])
+    assert gained.by_batch() == pytest.approx([3.0, 3.0, 1.5, 1.5])
     for _ in range(200):
         gained.observe(13, 1.0)
     assert gained.by_batch()[3] == pytest.approx(1.0, abs=0.02)
+
+
+def test_other_texts_gain_as_many_tokens_in_batches_that_were_not_seen_with_them(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(step_times, "time", clock)
+    gained = TokensPerStep()
+    gained.observe(1, 1.0)
+    gained.observe(2, 1.0)
+    gained.observe(16, 1.0)
+    clock.now += 60
+    assert gained.by_batch() == [1.0, 1.0, 1.0, 1.0, 1.0], "a pause changes nothing"
+    gained.observe(4, 7.0)
+    assert gained.by_batch() == [7.0, 7.0, 7.0, 7.0, 7.0]
+    gained.observe(1, 6.0)
+    assert gained.by_batch() == [6.0, 6.0, 7.0, 7.0, 7.0]

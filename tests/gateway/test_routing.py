@@ -253,16 +253,34 @@ async def test_prompts_that_the_decode_pod_computes_meanwhile_make_the_answer_la
 def test_lengths_of_answers_are_learned_by_tenant_and_beginning():
     lengths = OutputLengths()
     order, other = _request(range(64, 200)), _request(range(300, 500))
-    assert lengths.expected(order) == 100, "max_tokens, before anything is known"
+    assert set(lengths.of(order)) == {100}, "max_tokens, before anything is known"
     for _ in range(50):
         lengths.observe(order, 20)
-    assert lengths.expected(_request(range(64, 190))) == 20
-    assert lengths.expected(other) == 20, "as the tenant's other answers"
-    lengths.observe(other, 60)
-    assert lengths.expected(other) == 60
-    assert lengths.expected(_request(range(64, 190), tenant="b")) == 100
-    assert lengths.expected(_request(range(64, 190), max_tokens=5)) == 5
-    assert lengths.expected(_request(range(64, 190), min_tokens=70)) == 70
+    assert set(lengths.of(_request(range(64, 190)))) == {20}
+    assert set(lengths.of(other)) == {20}, "as the tenant's other answers"
+    for _ in range(4):
+        lengths.observe(other, 60)
+    assert set(lengths.of(other)) == {60}
+    assert set(lengths.of(_request(range(64, 190), tenant="b"))) == {100}
+    assert set(lengths.of(_request(range(64, 190), max_tokens=5))) == {5}
+    assert set(lengths.of(_request(range(64, 190), min_tokens=70))) == {70}
+
+
+def test_the_first_answers_that_end_are_short_and_tell_little():
+    lengths, asked = OutputLengths(), _request(range(64, 200))
+    lengths.observe(asked, 10)
+    assert sorted(lengths.of(asked)) == [10, 100, 100, 100]
+
+
+async def test_what_is_left_of_an_answer_follows_from_those_that_were_longer(make_pod):
+    lengths, asked = OutputLengths(), _request(range(64, 200))
+    router = Router(FixedFleet(make_pod("d:1")), lengths)
+    for length in (10, 10, 10, 50, 54):
+        lengths.observe(asked, length)
+    route = router.plan(asked)
+    assert route.num_output == 27
+    assert [route.tokens_left(so_far) for so_far in (0, 9, 10, 49, 50)] == [27, 18, 42, 3, 4]
+    assert route.tokens_left(54) == 13, "none was longer: a quarter more"
 
 
 def test_the_index_forgets_the_end_of_the_oldest_prompt_first():

@@ -53,6 +53,7 @@ class FixedForecaster:
             num_output=10,
             context=100,
             num_beside=4,
+            lengths=(10,),
         )
         first_s = queue_s + self.ttft
         return Forecast(

@@ -268,7 +268,7 @@ class Admission:
         num_beside = pod.beside()
 
         def left_s(other: Admitted, num_coming: float) -> float:
-            num_left = max(other.tokens_left, 1)
+            num_left = other.tokens_left
             together = max(num_beside(num_left), 1.0) + (other.admitted_at is None)
             num_later = num_coming * is_local
             return other.left_s(

@@ -57,7 +57,7 @@ class Admitted:
     def tokens_left(self) -> int:
         """Expected."""
         assert self.route is not None
-        return max(self.route.num_output - self.num_tokens, 0)
+        return self.route.tokens_left(self.num_tokens)
 
     @property
     def first_expected_at(self) -> float:
@@ -72,7 +72,7 @@ class Admitted:
         if slo.e2e_s:
             by = self.request.arrived + slo.e2e_s
         if slo.tpot_s:
-            num_tokens = max(self.route.num_output, self.num_tokens)
+            num_tokens = self.num_tokens + self.tokens_left
             by = min(by, self.first_expected_at + slo.tpot_s * (num_tokens - 1))
         return by
 

@@ -238,8 +238,8 @@ class Relay:
         backlog = route.computes_prompt.backlog
         limit = request.arrived + (request.slo.ttft_s or math.inf)
         backlog.add(request.request_id, request.due, route.prefill_s, limit=limit)
-        num_expected = max(route.num_output - len(tokens), 1)
-        pod.tokens_left[request.request_id] = num_expected
+        num_tokens = len(tokens)
+        pod.tokens_left[request.request_id] = route.tokens_left(num_tokens)
         responses = aiter(call)
         is_accepted = is_finished = False
         try:
@@ -259,8 +259,8 @@ class Relay:
                         )
                     case "chunk" if self._continues(response.chunk, request, tokens, num_lost):
                         backlog.remove(request.request_id)
-                        num_expected = max(num_expected - len(response.chunk.token_ids), 1)
-                        pod.tokens_left[request.request_id] = num_expected
+                        num_tokens += len(response.chunk.token_ids)
+                        pod.tokens_left[request.request_id] = route.tokens_left(num_tokens)
                         yield response.chunk
                     case "finished" if response.finished.reason in _FINISH_REASONS:
                         is_finished = True

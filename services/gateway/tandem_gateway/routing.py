@@ -11,9 +11,10 @@ The block size of the prefix cache can differ between pods; each pod reports it.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from tandem_core.prefix_hash import ChainHash
 
@@ -28,8 +29,8 @@ _TEMPLATE_TOKENS = 64
 #: A prompt is computed in another zone than it is decoded in if it is ready so much sooner there: KV between
 #: zones takes longer, and clouds charge for it.
 _OTHER_ZONE_S = 0.25
-#: Weight of the newest answer in a mean length.
-_NEWEST = 0.1
+#: Lengths remembered of each, and how many tell something: the first ones that end are the short ones.
+_NUM_LENGTHS, _ENOUGH_LENGTHS = 16, 4
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,14 @@ class Route:
     num_output: int
     context: int
     num_beside: float
+    #: That the answer may have, each as likely as the others.
+    lengths: tuple[int, ...] = ()
+
+    def tokens_left(self, num_tokens: int) -> int:
+        """Expected of an answer that has so many tokens."""
+        longer = [length for length in self.lengths if length > num_tokens]
+        # Nothing is known of one that is longer than all others.
+        return round(fmean(longer)) - num_tokens if longer else max(num_tokens // 4, 1)
 
     @property
     def is_known(self) -> bool:
@@ -113,32 +122,31 @@ class _Work:
 
 
 class OutputLengths:
-    """Expected lengths of answers, learned for each tenant and beginning of a prompt, often a template.
+    """Lengths of the last answers, for each tenant and beginning of a prompt, often a template.
 
     Belongs to one event loop.
     """
 
     def __init__(self) -> None:
         #: By tenant and first tokens; the tenant alone is the fallback.
-        self._means: OrderedDict[tuple[str, int], float] = OrderedDict()
+        self._lengths: OrderedDict[tuple[str, int], deque[int]] = OrderedDict()
 
-    def expected(self, request: TokenizedRequest) -> int:
-        """Tokens, from min_tokens to max_tokens."""
-        least, most = request.sampling.min_tokens, request.sampling.max_tokens
+    def of(self, request: TokenizedRequest) -> tuple[int, ...]:
+        """Tokens that its answer may have, from min_tokens to max_tokens, each as likely as the others."""
+        least, most = max(request.sampling.min_tokens, 1), request.sampling.max_tokens
         if request.sampling.ignore_eos:
-            return most
-        for key in self._keys(request):
-            if key in self._means:
-                return min(most, max(1, least, round(self._means[key])))
-        return most
+            return (most,)
+        of_template, of_tenant = ([*self._lengths.get(key, ())] for key in self._keys(request))
+        known = of_template if len(of_template) >= _ENOUGH_LENGTHS else of_tenant
+        known += [most] * (_ENOUGH_LENGTHS - len(known))
+        return tuple(min(max(length, least), most) for length in known)
 
     def observe(self, request: TokenizedRequest, num_tokens: int) -> None:
         for key in self._keys(request):
-            mean = self._means.get(key, float(num_tokens))
-            self._means[key] = mean + _NEWEST * (num_tokens - mean)
-            self._means.move_to_end(key)
-        while len(self._means) > _MAX_TEMPLATES:
-            self._means.popitem(last=False)
+            self._lengths.setdefault(key, deque(maxlen=_NUM_LENGTHS)).append(num_tokens)
+            self._lengths.move_to_end(key)
+        while len(self._lengths) > _MAX_TEMPLATES:
+            self._lengths.popitem(last=False)
 
     def _keys(self, request: TokenizedRequest) -> tuple[tuple[str, int], tuple[str, int]]:
         return (request.tenant, hash(request.prompt_token_ids[:_TEMPLATE_TOKENS])), (request.tenant, 0)
@@ -202,7 +210,8 @@ class Router:
         if not candidates:
             return None
         work = {pod: self._work(pod, request) for pod in (*candidates, *prefill)}
-        num_output = self._lengths.expected(request)
+        lengths = self._lengths.of(request)
+        num_output = round(fmean(lengths))
         routes = []
         for pod in candidates:
             prefill.sort(
@@ -236,6 +245,7 @@ class Router:
                 num_output=num_output,
                 context=context,
                 num_beside=num_beside,
+                lengths=lengths,
             )
             e2e_s = route.e2e_s + _far_s(computes, pod)
             routes.append((work[pod].lacks_room, e2e_s, -pod.load.free_blocks, pod.target, route))
