@@ -270,6 +270,8 @@ def test_the_first_answers_that_end_are_short_and_tell_little():
     lengths, asked = OutputLengths(), _request(range(64, 200))
     lengths.observe(asked, 10)
     assert sorted(lengths.of(asked)) == [10, 100, 100, 100]
+    longer = _request(range(64, 200), max_tokens=1000)
+    assert sorted(lengths.of(longer)) == [10, 128, 128, 128], "not its max_tokens"
 
 
 async def test_what_is_left_of_an_answer_follows_from_those_that_were_longer(make_pod):

@@ -31,6 +31,9 @@ _TEMPLATE_TOKENS = 64
 _OTHER_ZONE_S = 0.25
 #: Lengths remembered of each, and how many tell something: the first ones that end are the short ones.
 _NUM_LENGTHS, _ENOUGH_LENGTHS = 16, 4
+#: Until then an answer is taken to be so long, in tokens: most end long before max_tokens, and with that a
+#: system that was just started would refuse what comes beside the first request.
+_USUAL_LENGTH = 128
 
 
 @dataclass(frozen=True)
@@ -138,7 +141,7 @@ class OutputLengths:
             return (most,)
         of_template, of_tenant = ([*self._lengths.get(key, ())] for key in self._keys(request))
         known = of_template if len(of_template) >= _ENOUGH_LENGTHS else of_tenant
-        known += [most] * (_ENOUGH_LENGTHS - len(known))
+        known += [_USUAL_LENGTH] * (_ENOUGH_LENGTHS - len(known))
         return tuple(min(max(length, least), most) for length in known)
 
     def observe(self, request: TokenizedRequest, num_tokens: int) -> None:
