@@ -60,7 +60,7 @@ class StepOutput:
     drafted_positions: tuple[int, ...] = ()
     #: Why the request ended without an answer.
     error: InvalidRequestError | None = None
-    #: Of the prompt, if the request wants them: with the first token.
+    #: Of the prompt, if the request asks for them: with the first token.
     prompt_logprobs: PromptLogprobs | None = None
     #: The texts that a beam search found, the best first, when it has ended; its steps emit no tokens.
     hypotheses: tuple[Hypothesis, ...] = ()

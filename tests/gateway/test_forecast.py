@@ -261,6 +261,14 @@ def test_what_later_requests_add_is_predicted_and_does_not_count_against_admissi
     assert 0.6 < forecaster.left(request(), route, 0.5).high < 0.9
 
 
+def test_what_short_remainders_are_off_by_is_little_of_a_long_one():
+    route = FixedForecaster(ttft=0.5).forecast(request(), 0.0).route
+    forecaster, rng = Forecaster(Unchanging(route), OutputLengths(), 0.99), random.Random(5)
+    for _ in range(12):
+        forecaster.was_left(request(), route, 0.02, 0.02 + 0.2 * rng.random())
+    assert forecaster.left(request(), route, 1.0).high < 2.0, "a factor alone: up to 11"
+
+
 def test_measured_times_count_from_the_forecast():
     forecaster = FixedForecaster(ttft=0.9)
     admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)

@@ -201,44 +201,44 @@ async def test_a_deadline_ends_the_call_on_the_pod_too(pods, gateway):
     await asyncio.wait_for(pod.cancelled.wait(), 10.0)
 
 
-async def test_a_refused_request_is_freed_without_a_garbage_collection(pods, gateway):
+@pytest.fixture
+async def full(pods, gateway):
+    """A gateway whose only place is taken, without a queue."""
     pod = await pods(pause_s=30.0)
     front = await gateway(pod, max_in_flight=1, max_queue=0)
     running = front.grpc.Chat(gateway_pb2.ChatRequest(messages=USER))
     reading = asyncio.create_task(running.read())
     await pod.started.wait()
+    yield front
+    reading.cancel()
+
+
+async def test_a_refused_request_is_freed_without_a_garbage_collection(full):
     gc.disable()
     before = _alive(OverloadedError, Answer)
     try:
         for _ in range(3):
-            error = await _error(front.grpc.Chat(gateway_pb2.ChatRequest(messages=USER)))
+            error = await _error(full.grpc.Chat(gateway_pb2.ChatRequest(messages=USER)))
             assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         await until(lambda: _alive(OverloadedError, Answer).keys() <= before.keys())
     finally:
         gc.enable()
-    reading.cancel()
 
 
 def _alive(*kinds: type) -> dict[int, object]:
     return {id(thing): thing for thing in gc.get_objects() if type(thing) in kinds}
 
 
-async def test_a_full_queue_is_refused_at_once_with_a_retry_after(pods, gateway):
-    pod = await pods(pause_s=30.0)
-    front = await gateway(pod, max_in_flight=1, max_queue=0)
-    running = front.grpc.Chat(gateway_pb2.ChatRequest(messages=USER))
-    reading = asyncio.create_task(running.read())
-    await pod.started.wait()
-    error = await _error(front.grpc.Chat(gateway_pb2.ChatRequest(messages=USER)))
+async def test_a_full_queue_is_refused_at_once_with_a_retry_after(full):
+    error = await _error(full.grpc.Chat(gateway_pb2.ChatRequest(messages=USER)))
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "limit 0" in error.details()
     trailing = dict(error.trailing_metadata())
     assert int(trailing["retry-after-ms"]) > 0
     assert trailing["refusal-reason"] == "queue full"
-    assert await front.metric('tandem_requests_total{outcome="refused"}') == 1
+    assert await full.metric('tandem_requests_total{outcome="refused"}') == 1
     # Attainment is over all received: a refusal counts as received and not as met.
-    assert await front.metric('tandem_slo_requests_received_total{slo_class="interactive"}') == 2
-    reading.cancel()
+    assert await full.metric('tandem_slo_requests_received_total{slo_class="interactive"}') == 2
 
 
 async def test_what_the_pod_refuses_keeps_its_status(pods, gateway):

@@ -50,10 +50,9 @@ class FixedForecaster:
             prompts_beside=0.0,
             alone_prefill_s=self.alone_ttft,
             alone_token_s=0.04,
-            num_output=10,
+            lengths=(10,),
             context=100,
             num_beside=4,
-            lengths=(10,),
         )
         first_s = queue_s + self.ttft
         return Forecast(

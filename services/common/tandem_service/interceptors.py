@@ -292,6 +292,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
             log("call", method=method, code=code, seconds=round(seconds, 6), peer=peer)
 
     async def _open(self, method: str, context: _Context) -> None:
+        """Sends the request id back. Raises CallerError."""
         await context.send_initial_metadata(((REQUEST_ID_KEY, current_request_id()),))
         self._check_caller(method, context)
 

@@ -59,15 +59,19 @@ class Route:
     #: The same while nothing else uses the machine.
     alone_prefill_s: float
     alone_token_s: float
-    #: Expected tokens; cached tokens in the middle of the answer; sequences beside it, on average.
-    num_output: int
+    #: Tokens that the answer may have, each number as likely as the others.
+    lengths: tuple[int, ...]
+    #: Cached tokens in the middle of the answer; sequences beside it, on average.
     context: int
     num_beside: float
-    #: That the answer may have, each as likely as the others.
-    lengths: tuple[int, ...] = ()
+
+    @property
+    def num_output(self) -> int:
+        """Expected tokens of the answer."""
+        return self.tokens_left(0)
 
     def tokens_left(self, num_tokens: int) -> int:
-        """Expected of an answer that has so many tokens."""
+        """Expected after so many tokens: the mean of the lengths beyond that."""
         longer = [length for length in self.lengths if length > num_tokens]
         # Nothing is known of one that is longer than all others.
         return round(fmean(longer)) - num_tokens if longer else max(num_tokens // 4, 1)
@@ -245,10 +249,9 @@ class Router:
                 prompts_beside=part * pod.backlog.num_own,
                 alone_prefill_s=prefill_s * computes.load.prefill_cost.unloaded,
                 alone_token_s=pod.load.token_seconds(1, context) * pod.load.decode_cost.unloaded,
-                num_output=num_output,
+                lengths=lengths,
                 context=context,
                 num_beside=num_beside,
-                lengths=lengths,
             )
             e2e_s = route.e2e_s + _far_s(computes, pod)
             routes.append((work[pod].lacks_room, e2e_s, -pod.load.free_blocks, pod.target, route))
