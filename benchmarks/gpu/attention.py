@@ -519,7 +519,7 @@ def options_of(case: Case) -> Iterator[dict[str, Any]]:
 
 def measure_options(bench: Bench) -> None:
     """The kernel's options, changed from the engine's choice (first row of each case)."""
-    shown = [Case(batch=batch, num_new=n) for batch in (1, 32) for n in (8, 1)]
+    shown = [Case(batch=batch, num_new=n) for batch in (1, 32, 8, 128) for n in (8, 1)]
     if bench.dry:
         bench.note("Needs a GPU: the options are the Triton kernel's.")
         return

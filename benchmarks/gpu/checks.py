@@ -216,11 +216,18 @@ def equality(bench: Bench) -> None:
 def gpu_tests(bench: Bench) -> None:
     """The tests marked `gpu` and each case of the kernels' tests, several at a time."""
     kernels = [f"tests/kernels/triton_{name}cases.py" for name in ("", "layer_", "draw_")]
+    # Others may import packages that the machine lacks.
+    marked = [
+        str(path.relative_to(ROOT))
+        for folder in ("engine", "kernels")
+        for path in sorted((ROOT / "tests" / folder).glob("test_*.py"))
+        if "pytest.mark.gpu" in path.read_text()
+    ]
     runs: list[list[str]] = (
         [["-m", "gpu", "tests/kernels/test_triton_layer_ops.py"]]
         if bench.dry
         # test_results_on_the_gpu would run the kernels' cases as one test.
-        else [["-m", "gpu", "-k", "not results_on_the_gpu", "tests/engine", "tests/kernels"],
+        else [["-m", "gpu", "-k", "not results_on_the_gpu", *marked],
               ["-m", "not wide", *kernels]]
     )  # fmt: skip
     bench.table("test", "outcome")

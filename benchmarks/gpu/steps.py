@@ -7,14 +7,17 @@ accepted KV is moved as in real use. Random weights take as long as trained ones
 
 from __future__ import annotations
 
+import cProfile
 import gc
 import importlib.util
 import json
 import os
+import pstats
 import random
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,6 +49,8 @@ ACCEPTED = {1: 0, 8: 2, 16: 3}
 MAX_CONTEXT = {"max_position_embeddings": 8192}
 #: Steps before those that are timed, and after them under the profiler.
 WARM_UP, PROFILED = 3, 3
+#: Kernels and functions of a batch that are named.
+SHOWN = 12
 #: Seconds that filling sequences with context leaves to the rows of the table.
 MEASURING_S = 60.0
 GIB = 1 << 30
@@ -152,7 +157,7 @@ def decode(bench: Bench) -> None:
     batches, context = ((3, 1), 120) if bench.dry else ((128, 64, 32, 8, 1), 4096)
     repeats = 3 if bench.dry else 12
     # A sequence grows by its accepted guesses and one in every step; the context is right in the middle.
-    grown = (WARM_UP + repeats + PROFILED) * sum(n + 1 for n in ACCEPTED.values()) * len(batches)
+    grown = (WARM_UP + repeats + 2 * PROFILED) * sum(n + 1 for n in ACCEPTED.values()) * len(batches)
     prompt = max(1, context - grown // 2)
     chunk_size = context if bench.dry else 8192
     # The first ones already decode while the others' prompts are computed.
@@ -171,6 +176,8 @@ def decode(bench: Bench) -> None:
     bench.table(
         "batch", "n", "tokens/step", "ms", "tokens/s", "T_n/T_1", "kernels", "launches", "syncs", "GPU idle"
     )
+    kernels: dict[tuple[int, int], list[tuple[str, str, str]]] = {}
+    functions: dict[tuple[int, int], list[tuple[str, str, str]]] = {}
     for batch in batches:
         for request in engine.scheduler.decoding()[batch:]:
             engine.abort(request.request_id)
@@ -192,10 +199,18 @@ def decode(bench: Bench) -> None:
                 tokens = sum(len(output.token_ids) for output in outputs)
             ms = statistics.median(times)
             one_ms = one_ms or ms
+            events = trace(engine, bench.dry)
             bench.row(
                 batch, n, tokens, f"{ms:.2f}", f"{tokens / ms * 1e3:.0f}", f"{ms / one_ms:.2f}",
-                *profiled(engine, bench.dry),
+                *counts(events, PROFILED),
             )  # fmt: skip
+            kernels[batch, n] = longest_kernels(events, PROFILED)
+            functions[batch, n] = longest_functions(engine)
+    for title, unit, times in (("kernel", "launches", kernels), ("function of the host", "calls", functions)):
+        bench.table("batch", "n", title, f"{unit} a step", "µs a step")
+        for (batch, n), rows in times.items():
+            for row in rows:
+                bench.row(batch, n, *row)
 
 
 def fill(bench: Bench, engine: Engine, count: int, prompt: int) -> int:
@@ -217,8 +232,8 @@ def fill(bench: Bench, engine: Engine, count: int, prompt: int) -> int:
     return len(decoding)
 
 
-def profiled(engine: Engine, dry: bool) -> list[str]:
-    """Kernels, launches by the host, waits of the host, and the GPU's idle share; per step."""
+def trace(engine: Engine, dry: bool) -> list[dict[str, object]]:
+    """The events of PROFILED steps, as in a Chrome trace."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if not dry:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -226,13 +241,47 @@ def profiled(engine: Engine, dry: bool) -> list[str]:
         with torch.profiler.profile(activities=activities) as profile:
             for _ in range(PROFILED):
                 engine.step()
-        trace = Path(folder) / "trace.json"
-        profile.export_chrome_trace(str(trace))
-        return counts(json.loads(trace.read_text())["traceEvents"], PROFILED)
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        return list(json.loads(path.read_text())["traceEvents"])
+
+
+def longest_kernels(events: list[dict[str, object]], num_steps: int) -> list[tuple[str, str, str]]:
+    """Name, launches and microseconds per step of the kernels that take longest in all."""
+    total_us: Counter[str] = Counter()
+    launches: Counter[str] = Counter()
+    for event in events:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            name = str(event["name"])[:90]
+            total_us[name] += float(str(event["dur"]))  # type: ignore[assignment]
+            launches[name] += 1
+    return [
+        (name, f"{launches[name] / num_steps:.1f}", f"{us / num_steps:.0f}")
+        for name, us in total_us.most_common(SHOWN)
+    ]
+
+
+def longest_functions(engine: Engine) -> list[tuple[str, str, str]]:
+    """Name, calls and microseconds per step of Python's functions that take longest by themselves.
+
+    The profiler makes each call slower, so that many small ones seem to take more than they do.
+    """
+    profile = cProfile.Profile()
+    profile.enable()
+    for _ in range(PROFILED):
+        engine.step()
+    profile.disable()
+    # {(file, line, name): (_, calls, seconds in the function itself, ...)}
+    entries: dict[tuple[str, int, str], Any] = pstats.Stats(profile).stats  # type: ignore[attr-defined]
+    longest = sorted(entries.items(), key=lambda entry: -entry[1][2])[:SHOWN]
+    return [
+        (f"{Path(file).name}:{line} {name}", f"{calls / PROFILED:.0f}", f"{seconds / PROFILED * 1e6:.0f}")
+        for (file, line, name), (_, calls, seconds, *_rest) in longest
+    ]
 
 
 def counts(events: list[dict[str, object]], num_steps: int) -> list[str]:
-    """The cells of `profiled`, from a Chrome trace."""
+    """Kernels, launches by the host, waits of the host, and the GPU's idle share; per step."""
     kernels = 0
     launches = 0
     syncs = 0

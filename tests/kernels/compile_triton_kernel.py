@@ -34,6 +34,7 @@ POINTERS = {
     "v_scale_ptr": "fp32",
     "items_ptr": "i32",
     "num_items_ptr": "i32",
+    "schedule_ptr": "i32",
     "counters_ptr": "i32",
     "partials_ptr": "fp32",
     "maxima_ptr": "fp32",

@@ -1,4 +1,4 @@
-"""KV transfer over ZeroMQ: one ROUTER per decode pod, one DEALER per peer on the prefill pod.
+"""KV transfer over ZeroMQ: one ROUTER per decode pod, one or more DEALERs per peer on the prefill pod.
 
     prefill pod                                             decode pod
     kv-sender thread: gather, digest -> DEALER  == tcp ==>  ROUTER -> kv-receiver thread: check, scatter
@@ -8,6 +8,10 @@
 Only these two threads touch the sockets; other threads reach them through the transfers and a wake-up pipe.
 Payloads are not copied here: the gathered array goes to ZeroMQ, the received buffer to the store. ZeroMQ
 drops its reference to the array when it has sent it, which frees the buffer of a store that reuses buffers.
+
+ZeroMQ encrypts a connection in one of its threads, at half a gigabyte per second. Pods with GPUs compute KV
+faster than that, so their frames take turns on several connections (`num_connections`), each with a thread of
+its own at both ends. The order in which frames arrive does not matter.
 
 CURVE (on by default) encrypts and proves the receiver to the sender. It does not prove the sender: any client
 key is let in, and the 128-bit transfer id, which travels on the gRPC call, is what allows writing. A sender
@@ -55,12 +59,22 @@ _ENCRYPTION_BYTES = 256
 #: Messages of one peer that may wait in the receiver; the byte credit keeps correct peers far below it.
 _RECEIVE_QUEUE = 64
 
+#: Most connections of a peer; each takes up to a core of both pods while KV flows.
+MAX_CONNECTIONS = 8
+
 #: A connection that answers no ping for this long is dropped, so that a vanished host frees its socket.
 _HEARTBEAT_INTERVAL_MS = 500
 _HEARTBEAT_TIMEOUT_MS = 1500
 
 #: How often the sender looks for stalled transfers and idle peers, while there are any.
 _TICK_MS = 100
+
+
+def _connections_for(store: BlockStore) -> int:
+    """One for KV on a CPU, which takes longer to compute than to encrypt; for a GPU's, half of the cores."""
+    if store.max_frame_bytes <= MAX_FRAME_BYTES:
+        return 1
+    return max(1, min(MAX_CONNECTIONS, len(os.sched_getaffinity(0)) // 2))
 
 
 class _WakePipe:
@@ -92,10 +106,11 @@ class _WakePipe:
 
 
 class _Worker:
-    """A thread with a ZeroMQ context of its own and a pipe to interrupt its poll."""
+    """A thread with a ZeroMQ context of its own, which has a thread per connection of a peer, and a pipe to
+    interrupt its poll."""
 
-    def __init__(self) -> None:
-        self.context = zmq.Context()
+    def __init__(self, num_connections: int) -> None:
+        self.context = zmq.Context(io_threads=num_connections)
         self.pipe = _WakePipe()
         #: The thread's function returns when this is set.
         self.stopping = False
@@ -138,6 +153,8 @@ class ReceiverOptions:
     curve: bool = True
     #: None: as much as the store's frames need.
     credit_bytes: int | None = None
+    #: Connections of a peer that are served at the same time. None: as many as the store needs.
+    num_connections: int | None = None
 
 
 class ZmqReceiver(KVReceiver):
@@ -146,7 +163,7 @@ class ZmqReceiver(KVReceiver):
     def __init__(
         self, layout: KVLayout, store: BlockStore, options: ReceiverOptions = ReceiverOptions()
     ) -> None:
-        self._worker = _Worker()
+        self._worker = _Worker(options.num_connections or _connections_for(store))
         self._router = self._worker.context.socket(zmq.ROUTER)
         largest = max(MAX_FRAME_BYTES, store.max_frame_bytes, layout.block_bytes)
         _configure(self._router, largest + _ENCRYPTION_BYTES)
@@ -207,9 +224,11 @@ class ZmqReceiver(KVReceiver):
 
 @dataclass
 class _Peer:
-    """A connection to one decode pod, kept between transfers."""
+    """The connections to one decode pod, kept between transfers."""
 
-    dealer: zmq.Socket[bytes]
+    dealers: tuple[zmq.Socket[bytes], ...]
+    #: Frames sent.
+    num_frames: int = 0
     transfers: list[OutgoingTransfer] = field(default_factory=list)
     idle_since: float = 0.0
 
@@ -224,11 +243,14 @@ class SenderOptions:
     idle_s: float = 60.0
     #: Refuse tickets without a public key, whose KV would travel unencrypted.
     curve: bool = True
+    #: Connections to each decode pod. None: as many as the store needs.
+    num_connections: int | None = None
 
 
 class ZmqSender(KVSender):
     def __init__(self, layout: KVLayout, store: BlockStore, options: SenderOptions = SenderOptions()) -> None:
-        self._worker = _Worker()
+        self._num_connections = options.num_connections or _connections_for(store)
+        self._worker = _Worker(self._num_connections)
         super().__init__(layout, store, self._worker.pipe.wake)
         self._options = options
         self._client_public, self._client_secret = zmq.curve_keypair()
@@ -275,7 +297,9 @@ class ZmqSender(KVSender):
             return False
         frame, payload = taken
         try:
-            dealer = self._connect(transfer)
+            peer = self._connect(transfer)
+            dealer = peer.dealers[peer.num_frames % len(peer.dealers)]
+            peer.num_frames += 1
             dealer.send(encode(frame), zmq.SNDMORE | zmq.DONTWAIT)
             dealer.send(payload, zmq.DONTWAIT, copy=False)
         except (zmq.ZMQError, ValueError) as error:
@@ -283,10 +307,10 @@ class ZmqSender(KVSender):
         return True
 
     def _take_replies(self) -> None:
-        for peer in self._peers.values():
+        for dealer in [dealer for peer in self._peers.values() for dealer in peer.dealers]:
             while True:
                 try:
-                    parts = peer.dealer.recv_multipart(zmq.DONTWAIT)
+                    parts = dealer.recv_multipart(zmq.DONTWAIT)
                 except zmq.Again:
                     break
                 try:
@@ -296,26 +320,31 @@ class ZmqSender(KVSender):
                 if isinstance(reply, Credit | Reject):
                     self.on_reply(reply)
 
-    def _connect(self, transfer: OutgoingTransfer) -> zmq.Socket[bytes]:
+    def _connect(self, transfer: OutgoingTransfer) -> _Peer:
         key = (transfer.ticket.endpoint, transfer.ticket.public_key)
         peer = self._peers.get(key)
         if peer is None:
-            dealer = self._worker.context.socket(zmq.DEALER)
-            _configure(dealer, MAX_HEADER_BYTES + _ENCRYPTION_BYTES)
+            dealers: list[zmq.Socket[bytes]] = []
             try:
-                if transfer.ticket.public_key:
-                    dealer.curve_serverkey = transfer.ticket.public_key.encode()
-                    dealer.curve_publickey = self._client_public
-                    dealer.curve_secretkey = self._client_secret
-                dealer.connect(transfer.ticket.endpoint)
+                for _ in range(self._num_connections):
+                    dealer = self._worker.context.socket(zmq.DEALER)
+                    dealers.append(dealer)
+                    _configure(dealer, MAX_HEADER_BYTES + _ENCRYPTION_BYTES)
+                    if transfer.ticket.public_key:
+                        dealer.curve_serverkey = transfer.ticket.public_key.encode()
+                        dealer.curve_publickey = self._client_public
+                        dealer.curve_secretkey = self._client_secret
+                    dealer.connect(transfer.ticket.endpoint)
             except (zmq.ZMQError, ValueError):
-                dealer.close(linger=0)
+                for dealer in dealers:
+                    dealer.close(linger=0)
                 raise
-            self._poller.register(dealer, zmq.POLLIN)
-            peer = self._peers[key] = _Peer(dealer)
+            for dealer in dealers:
+                self._poller.register(dealer, zmq.POLLIN)
+            peer = self._peers[key] = _Peer(tuple(dealers))
         if transfer not in peer.transfers:
             peer.transfers.append(transfer)
-        return peer.dealer
+        return peer
 
     def _check_peers(self) -> None:
         """Fail stalled transfers; close unused connections."""
@@ -331,8 +360,9 @@ class ZmqSender(KVSender):
             peer.transfers = [transfer for transfer in peer.transfers if not transfer.state.is_final]
             if peer.transfers:
                 peer.idle_since = now
-            # After a stall the connection goes too, and with it the frames still queued in it.
+            # After a stall the connections go too, and with them the frames still queued in them.
             elif stalled or now - peer.idle_since > self._options.idle_s:
-                self._poller.unregister(peer.dealer)
-                peer.dealer.close(linger=0)
+                for dealer in peer.dealers:
+                    self._poller.unregister(dealer)
+                    dealer.close(linger=0)
                 del self._peers[key]

@@ -83,7 +83,7 @@ class TritonAttention(Attention):
             query if metadata.ancestor_bits is None else metadata.ancestor_bits,
             query if layer.sinks is None else layer.sinks,
             k_scale, v_scale, out,
-            plan.items, plan.num_items, plan.counters, plan.partials, plan.maxima, plan.sums,
+            plan.items, plan.num_items, plan.schedule, plan.counters, plan.partials, plan.maxima, plan.sums,
             layer.scale, layer.softcap or 0.0, layer.window or 0, plan.num_partial_rows, head_size,
             query.stride(0), query.stride(1), out.stride(0), out.stride(1), metadata.block_table.stride(0),
             kv_cache.stride(0), kv_cache.stride(1), kv_cache.stride(2), *k_strides, *v_strides,

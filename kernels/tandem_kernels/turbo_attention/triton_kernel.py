@@ -108,7 +108,7 @@ def add_values(
 def turbo_attention_kernel(
     query_ptr, kv_cache_ptr, block_table_ptr, seq_lens_ptr, query_start_loc_ptr, ancestor_bits_ptr, sinks_ptr,
     k_scale_ptr, v_scale_ptr, out_ptr,
-    items_ptr, num_items_ptr, counters_ptr, partials_ptr, maxima_ptr, sums_ptr,
+    items_ptr, num_items_ptr, schedule_ptr, counters_ptr, partials_ptr, maxima_ptr, sums_ptr,
     scale, softcap, window, num_partial_rows, head_size,
     query_token_stride, query_head_stride, out_token_stride, out_head_stride, block_table_stride,
     cache_block_stride, cache_kv_stride, cache_head_stride,
@@ -132,13 +132,18 @@ def turbo_attention_kernel(
     key_range = tl.arange(0, BLOCK_KEYS)
     row_range = tl.arange(0, BLOCK_ROWS)
     dims = tl.arange(0, BLOCK_DIM)
+    # Partial results that are added: dimensions at a time, and splits whose loads are under way together.
+    MERGED_DIM: tl.constexpr = BLOCK_DIM if BLOCK_DIM < 64 else 64
+    MERGED_SPLITS: tl.constexpr = 4
 
     # The loop over chunks is pipelined as it is: the compiler would unroll one whose length it knows. A loop
     # over a single chunk must vanish instead, to leave that over keys to be pipelined.
     end_dim = HEAD_SIZE if NUM_CHUNKS == 1 else head_size
 
     num_work = tl.load(num_items_ptr) * NUM_KV_HEADS
-    for work in tl.range(tl.program_id(0), num_work, tl.num_programs(0), num_stages=1):
+    work = tl.program_id(0)
+    while work < num_work:
+        next_work = tl.num_programs(0) + tl.atomic_add(schedule_ptr, 1, sem="relaxed")
         kv_head = work % NUM_KV_HEADS
         item_ptr = items_ptr + tl.cast(work // NUM_KV_HEADS, tl.int64) * 8
         seq = tl.load(item_ptr).to(tl.int64)
@@ -352,35 +357,49 @@ def turbo_attention_kernel(
             counter_ptr = counters_ptr + tl.load(item_ptr + 6).to(tl.int64) * NUM_KV_HEADS + kv_head
             if tl.atomic_add(counter_ptr, 1, sem="acq_rel") == num_splits - 1:
                 tl.store(counter_ptr, 0)
-                total_max = tl.full([BLOCK_ROWS], float("-inf"), dtype=tl.float32)
-                for i in tl.range(0, num_splits, num_stages=1):
-                    part = head_rows + i * num_rows
-                    part_max = tl.load(
-                        maxima_ptr + part, mask=is_row, other=float("-inf"), cache_modifier=".cg"
-                    )
-                    total_max = tl.maximum(total_max, part_max)
-                total_max = finite_or_zero(total_max)
-                for first_out_dim in tl.range(0, HEAD_SIZE, BLOCK_DIM, num_stages=1):
-                    out_dims = first_out_dim + dims
+                for first_out_dim in tl.range(0, HEAD_SIZE, MERGED_DIM, num_stages=1):
+                    out_dims = first_out_dim + tl.arange(0, MERGED_DIM)
                     stored = is_row[:, None] & (out_dims < HEAD_SIZE)[None, :]
-                    total = tl.zeros([BLOCK_ROWS, BLOCK_DIM], dtype=tl.float32)
+                    total_max = tl.full([BLOCK_ROWS], float("-inf"), dtype=tl.float32)
                     total_sum = tl.zeros([BLOCK_ROWS], dtype=tl.float32)
-                    for i in tl.range(0, num_splits, num_stages=1):
-                        part = head_rows + i * num_rows
-                        part_max = tl.load(
-                            maxima_ptr + part, mask=is_row, other=float("-inf"), cache_modifier=".cg"
-                        )
-                        share = tl.exp2(part_max - total_max)
-                        total_sum += share * tl.load(
-                            sums_ptr + part, mask=is_row, other=0.0, cache_modifier=".cg"
-                        )
-                        total += share[:, None] * tl.load(
-                            partials_ptr + part[:, None] * HEAD_SIZE + out_dims[None, :],
-                            mask=stored, other=0.0, cache_modifier=".cg",
-                        )  # fmt: skip
+                    total = tl.zeros([BLOCK_ROWS, MERGED_DIM], dtype=tl.float32)
+                    for first_split in tl.range(0, num_splits, MERGED_SPLITS, num_stages=1):
+                        # Loads of several splits under way at once: one alone takes as long.
+                        maxima = ()
+                        sums = ()
+                        parts = ()
+                        for i in tl.static_range(MERGED_SPLITS):
+                            part = head_rows + (first_split + i) * num_rows
+                            is_part = is_row & (first_split + i < num_splits)
+                            maxima += (
+                                tl.load(
+                                    maxima_ptr + part, mask=is_part, other=float("-inf"), cache_modifier=".cg"
+                                ),
+                            )
+                            sums += (tl.load(sums_ptr + part, mask=is_part, other=0.0, cache_modifier=".cg"),)
+                            parts += (
+                                tl.load(
+                                    partials_ptr + part[:, None] * HEAD_SIZE + out_dims[None, :],
+                                    mask=stored & (first_split + i < num_splits),
+                                    other=0.0, cache_modifier=".cg",
+                                ),
+                            )  # fmt: skip
+                        for i in tl.static_range(MERGED_SPLITS):
+                            new_total_max = tl.maximum(total_max, maxima[i])
+                            subtracted_max = finite_or_zero(new_total_max)
+                            kept = tl.exp2(total_max - subtracted_max)
+                            share = tl.exp2(maxima[i] - subtracted_max)
+                            total_sum = total_sum * kept + share * sums[i]
+                            total = total * kept[:, None] + share[:, None] * parts[i]
+                            total_max = new_total_max
                     normalizer = value_factor / tl.where(total_sum == 0.0, 1.0, total_sum)
                     tl.store(
                         out_ptr + out_rows[:, None] + out_dims[None, :],
                         (total * normalizer[:, None]).to(out_ptr.dtype.element_ty),
                         mask=stored,
                     )
+        work = next_work
+    # The last program to end prepares the next launch.
+    if tl.atomic_add(schedule_ptr + 1, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        tl.store(schedule_ptr, 0)
+        tl.store(schedule_ptr + 1, 0)

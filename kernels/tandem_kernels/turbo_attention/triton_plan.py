@@ -114,6 +114,9 @@ class AttentionPlan:
         rows = num_kv_heads * self.num_partial_rows
         self.items = torch.empty(num_items, ITEM_FIELDS, dtype=torch.int32, device=device)
         self.num_items = torch.zeros(1, dtype=torch.int32, device=device)
+        #: Items that programs have taken beside their first, and programs that have ended: zero before and after
+        #: each launch, as are the counters.
+        self.schedule = torch.zeros(2, dtype=torch.int32, device=device)
         #: Splits that have arrived, for each tile of rows and K/V head: zero before and after each launch.
         self.counters = torch.zeros(num_tiles * num_kv_heads, dtype=torch.int32, device=device)
         if beside is None:
