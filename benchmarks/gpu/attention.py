@@ -231,6 +231,7 @@ def make_plan(step: Step, *, split_size: int | None = None, **tiles: Any) -> Any
     if "programs_per_multiprocessor" in tiles:
         multiprocessors = torch.cuda.get_device_properties(step.query.device).multi_processor_count
         plan.num_programs = multiprocessors * plan.tiles.programs_per_multiprocessor
+        plan.num_places = max(1, plan.num_programs // case.num_kv_heads)
     return plan
 
 

@@ -248,9 +248,16 @@ def test_neither_a_second_run_nor_the_order_of_arrival_changes_a_bit(swap: bool)
     ],
     ids=str,
 )
-def test_a_sequence_gives_the_same_bits_alone_and_in_a_batch(options: Options, share: int | None) -> None:
+def test_a_sequence_with_the_same_splits_gives_the_same_bits_alone_and_in_a_batch(
+    options: Options, share: int | None
+) -> None:
+    def attention_for(case: Case) -> TritonAttention:
+        plan = plan_for(case, share=share)
+        plan.num_places = 1 << 20  # for as many splits as there can be
+        return TritonAttention([plan])
+
     case = make_case(LONG[:5], Shape(1, 3, 16), options, torch.float16).to(DEVICE)
-    together = case.run(TritonAttention([plan_for(case, share=share)]))
+    together = case.run(attention_for(case))
     assert case.ancestor_bits is not None
     for b in range(5):
         start, stop = case.query_start_loc[b : b + 2].tolist()
@@ -262,8 +269,7 @@ def test_a_sequence_gives_the_same_bits_alone_and_in_a_batch(options: Options, s
             query_start_loc=torch.tensor([0, stop - start], dtype=torch.int32, device=DEVICE),
             ancestor_bits=case.ancestor_bits[start:stop],
         )
-        attention = TritonAttention([plan_for(alone, share=share)])
-        assert torch.equal(alone.run(attention), together[start:stop])
+        assert torch.equal(alone.run(attention_for(alone)), together[start:stop])
 
 
 def test_a_plan_serves_all_layers_and_steps() -> None:
@@ -324,17 +330,36 @@ def test_a_plan_lists_every_row_and_key_once(
             assert begin < end
             if sequences[b].new > 64:
                 assert num_splits == 1
-            elif share is None:
-                assert begin // plan.split_size == (end - 1) // plan.split_size
-            else:
+            elif share is not None:
                 assert num_splits == 1 or num_splits * sequences[b].new <= share
             if split:
                 assert begin == own[split - 1][3]
+                assert begin % plan.split_size == 0
             if num_splits > 1:
                 rows = range(first_partial + split * num_rows, first_partial + (split + 1) * num_rows)
                 assert partial_rows.isdisjoint(rows)
                 assert rows.stop <= plan.num_partial_rows
                 partial_rows.update(rows)
+
+
+def num_splits(lens: list[int], num_places: int) -> list[int]:
+    """Splits of each sequence of one new token, with splits of 64 to 1024 keys."""
+    case = make_case([Sequence(seq_len - 1, 1) for seq_len in lens], Shape(1, 1, 16)).to(DEVICE)
+    plan = plan_for(case)
+    plan.num_places = num_places
+    plan.update(case.seq_lens, case.query_start_loc)
+    items = plan.items[: int(plan.num_items)].tolist()
+    return [sum(item[0] == b for item in items) for b in range(len(lens))]
+
+
+def test_splits_are_as_small_as_lets_all_run_at_once() -> None:
+    # Not below the plan's 64 keys, nor above 1024.
+    assert num_splits([1024], 100) == [16]
+    assert num_splits([1024], 4) == [4]
+    assert num_splits([1024, 512], 6) == [4, 2]
+    assert num_splits([2048, 64], 1) == [2, 1]
+    # 65 keys past a multiple of the splits belong to the last one.
+    assert num_splits([1024 + 65], 4) == [4]
 
 
 def test_blocks_before_the_window_are_not_read() -> None:

@@ -6,11 +6,12 @@
 
     item           sequence, first row, begin, end, split, num_splits, tile, first partial row
 
-Splits are of SPLIT_SIZE slots, or of a multiple where a sequence would leave more partial results than its
-share of the memory for them. Each sequence has the same share, partials_bytes / max_seqs, whatever the others
-leave unused: so a sequence's own length and number of new tokens decide where its splits begin, and its
-result does not depend on the rest of the batch. Chunks come first in the list, because their items take
-longest.
+Splits are of about as many slots as let all of a step run at the same time, but of SPLIT_SIZE at least and
+MAX_SPLIT_SIZE at most: few sequences occupy the GPU with small splits, and many need none. They are larger
+where a sequence would leave more partial results than its share of the memory for them, partials_bytes /
+max_seqs. Chunks come first in the list, because their items take longest.
+
+So the batch may change the last bits of a result, as it does in cuBLAS's products.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
@@ -24,7 +25,13 @@ import triton.language as tl
 
 from tandem_kernels.turbo_attention.interface import MAX_TREE_NODES
 from tandem_kernels.turbo_attention.triton_kernel import ITEM_FIELDS
-from tandem_kernels.turbo_attention.triton_tiles import PARTIALS_BYTES, SPLIT_SIZE, Tiles, choose_tiles
+from tandem_kernels.turbo_attention.triton_tiles import (
+    MAX_SPLIT_SIZE,
+    PARTIALS_BYTES,
+    SPLIT_SIZE,
+    Tiles,
+    choose_tiles,
+)
 
 #: Tiles of rows that the planning kernel handles at a time.
 PLAN_LANES = 256
@@ -66,9 +73,10 @@ class AttentionPlan:
             window: the layers' sliding window in tokens.
             max_new_tokens: new tokens that most sequences of a step stay within, for example the draft's
                 nodes; None suits prompt chunks and all sizes of drafts. It changes the last bits of results.
-            draft_tokens: new tokens up to which a sequence's splits do not depend on their number, for
-                example the largest draft's nodes. With more of them it gets fewer splits.
-            split_size: fewest keys per split; a multiple of the kernel's tile of 64 keys.
+            draft_tokens: new tokens up to which the share of the memory does not depend on their number, for
+                example the largest draft's nodes. With more of them a sequence gets fewer splits.
+            split_size: fewest keys per split; a multiple of the kernel's tile of keys. Splits of other sizes
+                are of multiples of it.
             partials_bytes: most memory for partial results.
             beside: a plan whose memory for partial results this one uses too, and whose share of it for each
                 sequence; the two must not run at the same time.
@@ -114,8 +122,8 @@ class AttentionPlan:
         rows = num_kv_heads * self.num_partial_rows
         self.items = torch.empty(num_items, ITEM_FIELDS, dtype=torch.int32, device=device)
         self.num_items = torch.zeros(1, dtype=torch.int32, device=device)
-        #: Items that programs have taken beside their first, and programs that have ended: zero before and after
-        #: each launch, as are the counters.
+        #: Items that programs have taken beside their first, and programs that have ended: zero before and
+        #: after each launch, as are the counters.
         self.schedule = torch.zeros(2, dtype=torch.int32, device=device)
         #: Splits that have arrived, for each tile of rows and K/V head: zero before and after each launch.
         self.counters = torch.zeros(num_tiles * num_kv_heads, dtype=torch.int32, device=device)
@@ -134,6 +142,8 @@ class AttentionPlan:
         if device.type == "cuda":
             multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
             self.num_programs = multiprocessors * self.tiles.programs_per_multiprocessor
+        #: Items of each K/V head that run at the same time.
+        self.num_places = max(1, self.num_programs // num_kv_heads)
 
     def update(self, seq_lens: torch.Tensor, query_start_loc: torch.Tensor) -> None:
         """Fill the work list for a step; seq_lens [B] and query_start_loc [B + 1] as in `AttentionMetadata`.
@@ -155,6 +165,7 @@ class AttentionPlan:
             num_seqs, num_seqs.bit_length(),
             self.max_tokens * self.group_size // self.tiles.block_rows + num_seqs,
             self.max_seq_len, self.window or 0, self.max_token_splits, self.draft_tokens,
+            self.num_places, max(1, MAX_SPLIT_SIZE // self.split_size),
             GROUP_SIZE=self.group_size, BLOCK_ROWS=self.tiles.block_rows, BLOCK_KEYS=self.tiles.block_keys,
             SPLIT_SIZE=self.split_size, MAX_NODES=MAX_TREE_NODES, HAS_WINDOW=self.window is not None,
             LANES=PLAN_LANES, num_warps=4,
@@ -163,12 +174,14 @@ class AttentionPlan:
 
 @triton.jit(
     do_not_specialize=(
-        "num_seqs", "num_halvings", "num_tiles", "max_seq_len", "window", "max_token_splits", "draft_tokens"
+        "num_seqs", "num_halvings", "num_tiles", "max_seq_len", "window", "max_token_splits", "draft_tokens",
+        "num_places", "max_units",
     )
 )  # fmt: skip
 def plan_kernel(
     seq_lens_ptr, query_start_loc_ptr, items_ptr, num_items_ptr,
     num_seqs, num_halvings, num_tiles, max_seq_len, window, max_token_splits, draft_tokens,
+    num_places, max_units,
     GROUP_SIZE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, SPLIT_SIZE: tl.constexpr,
     MAX_NODES: tl.constexpr, HAS_WINDOW: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
@@ -177,6 +190,20 @@ def plan_kernel(
     Sequence b owns tiles from query_start_loc[b] * GROUP_SIZE // BLOCK_ROWS + b, enough of them whatever its
     length; a lane finds its tile's sequence by bisection.
     """
+    all_units = 0
+    for first_seq in tl.range(0, num_seqs, LANES):
+        seqs = first_seq + tl.arange(0, LANES)
+        is_seq = seqs < num_seqs
+        num_new = tl.load(query_start_loc_ptr + seqs + 1, mask=is_seq, other=0)
+        num_new -= tl.load(query_start_loc_ptr + seqs, mask=is_seq, other=0)
+        ends = tl.minimum(tl.load(seq_lens_ptr + seqs, mask=is_seq, other=0), max_seq_len)
+        begins = tl.zeros([LANES], dtype=tl.int32)
+        if HAS_WINDOW:
+            begins = tl.maximum(ends - num_new - window + 1, 0)
+        units = tl.cdiv(ends, SPLIT_SIZE) - begins // SPLIT_SIZE
+        tiles_each = tl.cdiv(num_new * GROUP_SIZE, BLOCK_ROWS)
+        all_units += tl.sum(tl.where(num_new <= MAX_NODES, units * tiles_each, 0), 0)
+    least_units = tl.minimum(tl.maximum(tl.cdiv(all_units, num_places), 1), max_units)
     num_items = 0
     num_partial_rows = 0
     for chunks in tl.static_range(2):
@@ -216,8 +243,11 @@ def plan_kernel(
                 first_units = begins // SPLIT_SIZE
                 num_units = tl.maximum(tl.cdiv(ends, SPLIT_SIZE) - first_units, 0)
                 share = tl.maximum(max_token_splits // tl.maximum(num_new, draft_tokens), 1)
-                units_each = tl.maximum(tl.cdiv(num_units, share), 1)
-                num_splits = tl.where(listed, tl.cdiv(num_units, units_each), 0)
+                units_each = tl.maximum(tl.cdiv(num_units, share), least_units)
+                # Rounded, so that few keys past a multiple do not take a program of their own.
+                num_splits = tl.maximum((num_units + units_each // 2) // units_each, tl.minimum(num_units, 1))
+                units_each = tl.cdiv(num_units, tl.maximum(num_splits, 1))
+                num_splits = tl.where(listed, tl.cdiv(num_units, tl.maximum(units_each, 1)), 0)
             partial_rows = tl.where(num_splits > 1, num_splits * num_rows, 0)
             first_items = num_items + tl.cumsum(num_splits, 0) - num_splits
             first_partial_rows = num_partial_rows + tl.cumsum(partial_rows, 0) - partial_rows

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: Fewest keys per split, for sequences of at most MAX_TREE_NODES new tokens. A split costs its rows one
-#: partial result, 2 * rows / SPLIT_SIZE of the traffic for its K and V in 16 bits; a batch of one has
-#: num_kv_heads * seq_len / SPLIT_SIZE programs.
-SPLIT_SIZE = 1024
+#: Fewest keys per split, for sequences of at most MAX_TREE_NODES new tokens, and keys per split of a batch
+#: that occupies the GPU without smaller ones. A split costs its rows one partial result, 2 * rows / keys of
+#: the traffic for its K and V in 16 bits, and its program some microseconds to begin and end.
+SPLIT_SIZE = 256
+MAX_SPLIT_SIZE = 1024
 #: Most memory for partial results, whatever the length and number of sequences. An 8B model (32 heads of 128)
 #: then has 28 splits of each sequence with drafts of 9 tokens among 128 sequences: 8 K/V heads times 28 are
 #: programs enough for one sequence to occupy a GPU.
