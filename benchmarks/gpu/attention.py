@@ -501,21 +501,26 @@ def beside_vllm(bench: Bench) -> None:
 def options_of(case: Case) -> Iterator[dict[str, Any]]:
     """One option changed at a time from the engine's choice, then those together that should help."""
     yield {}
-    for split_size in (128, 256, 512):
+    for split_size in (128, 512, 1024, 2048):
         yield {"split_size": split_size}
-    whole_head = {"block_dim": case.head_size}
-    yield whole_head
-    for stages in (1, 2, 3):
-        yield {"key_stages": stages, "chunk_stages": stages}
-        yield whole_head | {"key_stages": stages, "chunk_stages": stages}
-    yield {"block_keys": 128}
-    yield {"block_keys": 128} | whole_head
-    for programs in (1, 2, 3, 4):
+    rows = 16
+    while rows < case.num_heads // case.num_kv_heads * case.num_new:
+        rows *= 2
+    yield {"block_rows": rows}
+    for num_warps in (2, 8):
+        yield {"num_warps": num_warps}
+    for stages in (1, 3, 4):
+        yield {"key_stages": stages}
+    for keys in (32, 128):
+        yield {"block_keys": keys}
+    for programs in (1, 2, 4):
         yield {"programs_per_multiprocessor": programs}
-    # Shared memory for one program on each multiprocessor.
-    deep = whole_head | {"key_stages": 3, "chunk_stages": 3, "programs_per_multiprocessor": 1}
-    yield deep
-    yield deep | {"split_size": 256}
+    yield {"max_registers": None}
+    yield {"max_registers": None, "programs_per_multiprocessor": 2}
+    yield {"max_registers": 128, "programs_per_multiprocessor": 4}
+    yield {"max_registers": 128, "programs_per_multiprocessor": 4, "block_keys": 32}
+    yield {"max_registers": None, "programs_per_multiprocessor": 4, "num_warps": 2}
+    yield {"max_registers": None, "programs_per_multiprocessor": 2, "key_stages": 3}
 
 
 def measure_options(bench: Bench) -> None:
@@ -527,11 +532,6 @@ def measure_options(bench: Bench) -> None:
     # Blocks of 128 tokens, so that tiles of 128 keys do not cross blocks.
     shown = [replace(case, block_size=128) for case in shown]
     compile_variants(bench, shown[:1], list(options_of(shown[0])))
-    bench.note(
-        f"Rows with block_dim {shown[0].head_size}, the whole head, load Q once, before the tiles that all "
-        "rows see whole; the others read it for each tile. Not varied: flattened loops, for which Triton 3.6 "
-        "compiles the same code."
-    )
     bench.table("batch", "n", "options", "µs", "against the engine's")
     for case in shown:
         step = Step(case, bench.device)

@@ -1,9 +1,8 @@
 """Compile the Triton kernel for GPUs that are not there, and read what it takes of them.
 
 `python compile_triton_kernel.py [subset|all]` prints one JSON object per configuration of
-`triton_configurations`: its name, its head size and its Resources. `python compile_triton_kernel.py queries`
-prints where the compiled kernel loads Q. A process of its own, for Triton's compiler must not see the
-interpreter that other tests choose.
+`triton_configurations`: its name, its head size and its Resources. A process of its own, for Triton's
+compiler must not see the interpreter that other tests choose.
 """
 
 from __future__ import annotations
@@ -56,6 +55,8 @@ class Resources:
     rows: int
     keys: int
     num_warps: int
+    #: On a multiprocessor.
+    programs: int
     registers: int | None = None
     stack_bytes: int | None = None
     #: Tensor core instructions in the code: asynchronous ones of a warp group, and those of a warp.
@@ -72,15 +73,13 @@ def compile_kernel(config: Configuration) -> tuple[Tiles, CompiledKernel]:
         4 if config.dtype == "fp32" else 2,
         {"fp32": 4, "fp16": 2, "bf16": 2}.get(config.cache_dtype, 1),
         config.max_new_tokens,
-        config.capability,
     )
     constants = {
         "NUM_KV_HEADS": 8, "GROUP_SIZE": config.group_size, "HEAD_SIZE": config.head_size,
         "BLOCK_SIZE": config.block_size, "BLOCK_ROWS": tiles.block_rows, "BLOCK_KEYS": tiles.block_keys,
         "BLOCK_DIM": tiles.block_dim, "MAX_NODES": 64, "HAS_BITS": config.tree, "HAS_WINDOW": config.features,
         "HAS_SOFTCAP": config.features, "HAS_SINKS": config.features, "K_SCALE": SCALE_KINDS[config.scales],
-        "V_SCALE": SCALE_KINDS[config.scales], "SWAPPED": tiles.swapped, "KEY_STAGES": tiles.key_stages,
-        "CHUNK_STAGES": tiles.chunk_stages,
+        "V_SCALE": SCALE_KINDS[config.scales], "KEY_STAGES": tiles.key_stages,
     }  # fmt: skip
     kernel = triton_kernel.turbo_attention_kernel
     signature = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(constants, "constexpr")
@@ -96,7 +95,13 @@ def compile_kernel(config: Configuration) -> tuple[Tiles, CompiledKernel]:
 def compile_one(config: Configuration) -> Resources:
     """Compile the configuration and disassemble it."""
     tiles, compiled = compile_kernel(config)
-    sizes = (compiled.metadata.shared, tiles.block_rows, tiles.block_keys, tiles.num_warps)
+    sizes = (
+        compiled.metadata.shared,
+        tiles.block_rows,
+        tiles.block_keys,
+        tiles.num_warps,
+        tiles.programs_per_multiprocessor,
+    )
     cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     if not cuobjdump.exists():
         return Resources(*sizes)
@@ -117,18 +122,6 @@ def compile_one(config: Configuration) -> Resources:
         hmma=len(re.findall(r"\bHMMA\.", code)),
         local=len(re.findall(r"\b(?:LDL|STL)\b", code)),
     )
-
-
-def loads_query_once(config: Configuration) -> bool:
-    """Whether Q is loaded before the loop over the keys that all rows see, and not in it."""
-    _, compiled = compile_kernel(config)
-    lines = compiled.asm["ttgir"].splitlines()
-    first_load = next(
-        n for n, line in enumerate(lines) if "%query_ptrs" in line and ("load" in line or "copy" in line)
-    )
-    # The loop over the items carries no values.
-    first_keys = next(n for n, line in enumerate(lines) if "scf.for" in line and "iter_args" in line)
-    return first_load < first_keys and "tt.load" in lines[first_load]
 
 
 def compile_plan(capability: int, group_size: int, window: bool) -> int:
@@ -165,10 +158,6 @@ def _compile(
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["queries"]:
-        for config in (Configuration(c, d, max_new_tokens=8) for c in (80, 90) for d in (64, 128)):
-            print(json.dumps({"name": config.name, "once": loads_query_once(config)}))
-        sys.exit()
     for capability, group_size, window in ((80, 3, False), (90, 8, True)):
         assert compile_plan(capability, group_size, window) > 0
     for config in ALL if sys.argv[1:] == ["all"] else SUBSET:

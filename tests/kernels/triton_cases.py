@@ -74,12 +74,6 @@ def plan_for(
     return plan
 
 
-def swapped(plan: AttentionPlan) -> AttentionPlan:
-    """The plan with the products the other way around, as on sm_90."""
-    plan.tiles = replace(plan.tiles, swapped=not plan.tiles.swapped)
-    return plan
-
-
 def check(case: Case, make_plan: Callable[[Case], AttentionPlan] | None = None) -> None:
     """The case is as good as torch's, and its plan is left clean."""
     if make_plan is None:
@@ -121,27 +115,22 @@ def test_splits_are_joined(options: Options, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    "shape, swap",
+    "shape",
     [
-        # The interpreter takes seconds for the largest group, whose rows are the same with either product.
-        pytest.param(shape, swap, marks=SLOW if swap and shape.group_size == 40 else [])
-        for shape in (
-            Shape(1, 1, 64, 64),
-            Shape(1, 8, 80, 32),
-            Shape(4, 1, 96, 16),
-            Shape(1, 5, 128, 48),
-            Shape(1, 40, 192, 128),
-            Shape(1, 2, 256, 16),
-            Shape(2, 2, 24, 7),
-        )
-        for swap in (False, True)
+        Shape(1, 1, 64, 64),
+        Shape(1, 8, 80, 32),
+        Shape(4, 1, 96, 16),
+        Shape(1, 5, 128, 48),
+        Shape(1, 40, 192, 128),
+        Shape(1, 2, 256, 16),
+        Shape(2, 2, 24, 7),
     ],
     ids=str,
 )
-def test_head_sizes_groupings_and_block_sizes(shape: Shape, swap: bool) -> None:
+def test_head_sizes_groupings_and_block_sizes(shape: Shape) -> None:
     sequences = [Sequence(50, 6, tree=True), Sequence(7, 20), Sequence(130, 1)]
     case = make_case(sequences, shape, dtype=torch.float16)
-    check(case, lambda case: swapped(plan_for(case)) if swap else plan_for(case))
+    check(case, plan_for)
 
 
 @pytest.mark.parametrize("options", [Options(scales=True), Options(token_scales=True)], ids=str)
@@ -167,8 +156,8 @@ def test_small_factors_do_not_leave_float16s_range() -> None:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[Case, int, int | None, int | None, bool]:
-    """A case, plan_for's other arguments and whether to swap the products."""
+def cases(draw: st.DrawFn) -> tuple[Case, int, int | None, int | None]:
+    """A case and plan_for's other arguments."""
 
     def sequence() -> Sequence:
         tree = draw(st.booleans())
@@ -197,39 +186,33 @@ def cases(draw: st.DrawFn) -> tuple[Case, int, int | None, int | None, bool]:
     )
     split_size = draw(st.sampled_from([64, 128, 1024]))
     share = draw(st.sampled_from([None, 0, 8, 20, 100]))
-    return case, split_size, draw(st.sampled_from([None, 1, 4, 8])), share, draw(st.booleans())
+    return case, split_size, draw(st.sampled_from([None, 1, 4, 8])), share
 
 
-def check_any(drawn: tuple[Case, int, int | None, int | None, bool]) -> None:
-    case, split_size, max_new_tokens, share, swap = drawn
-
-    def make_plan(case: Case) -> AttentionPlan:
-        plan = plan_for(case, split_size, max_new_tokens, share)
-        return swapped(plan) if swap else plan
-
-    check(case, make_plan)
+def check_any(drawn: tuple[Case, int, int | None, int | None]) -> None:
+    case, split_size, max_new_tokens, share = drawn
+    check(case, lambda case: plan_for(case, split_size, max_new_tokens, share))
 
 
 @settings(max_examples=3, deadline=None, derandomize=True)
 @given(drawn=cases())
-def test_any_batch(drawn: tuple[Case, int, int | None, int | None, bool]) -> None:
+def test_any_batch(drawn: tuple[Case, int, int | None, int | None]) -> None:
     check_any(drawn)
 
 
 @pytest.mark.wide
 @settings(max_examples=300, deadline=None)
 @given(drawn=cases())
-def test_very_many_batches(drawn: tuple[Case, int, int | None, int | None, bool]) -> None:
+def test_very_many_batches(drawn: tuple[Case, int, int | None, int | None]) -> None:
     check_any(drawn)
 
 
 # The same bits
 
 
-@pytest.mark.parametrize("swap", [False, True])
-def test_neither_a_second_run_nor_the_order_of_arrival_changes_a_bit(swap: bool) -> None:
+def test_neither_a_second_run_nor_the_order_of_arrival_changes_a_bit() -> None:
     case = make_case(LONG[:3], Shape(1, 3, 16), Options(sinks=True), torch.float16).to(DEVICE)
-    plan = swapped(plan_for(case)) if swap else plan_for(case)
+    plan = plan_for(case)
     attention = TritonAttention([plan])
     first = case.run(attention)
     for num_programs in (plan.num_programs, 1, 3):
@@ -412,5 +395,5 @@ def test_a_plan_for_another_model_or_a_smaller_step_is_refused() -> None:
             other.to(DEVICE).run(TritonAttention([plan_for(case)]))
     with pytest.raises(ValueError, match="seq_lens has 5 sequences, wanted at most max_seqs = 4"):
         plan_for(case).update(case.seq_lens.expand(5), case.query_start_loc)
-    with pytest.raises(ValueError, match="split_size is 100, wanted a positive multiple of 32 keys"):
+    with pytest.raises(ValueError, match="split_size is 100, wanted a positive multiple of 16 keys"):
         plan_for(case, split_size=100)

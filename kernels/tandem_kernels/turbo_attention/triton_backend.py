@@ -84,7 +84,7 @@ class TritonAttention(Attention):
             query if layer.sinks is None else layer.sinks,
             k_scale, v_scale, out,
             plan.items, plan.num_items, plan.schedule, plan.counters, plan.partials, plan.maxima, plan.sums,
-            layer.scale, layer.softcap or 0.0, layer.window or 0, plan.num_partial_rows, head_size,
+            layer.scale, layer.softcap or 0.0, layer.window or 0, plan.num_partial_rows,
             query.stride(0), query.stride(1), out.stride(0), out.stride(1), metadata.block_table.stride(0),
             kv_cache.stride(0), kv_cache.stride(1), kv_cache.stride(2), *k_strides, *v_strides,
             NUM_KV_HEADS=num_kv_heads, GROUP_SIZE=plan.group_size, HEAD_SIZE=head_size,
@@ -92,8 +92,7 @@ class TritonAttention(Attention):
             BLOCK_DIM=tiles.block_dim, MAX_NODES=MAX_TREE_NODES,
             HAS_BITS=metadata.ancestor_bits is not None, HAS_WINDOW=layer.window is not None,
             HAS_SOFTCAP=layer.softcap is not None, HAS_SINKS=layer.sinks is not None,
-            K_SCALE=k_kind, V_SCALE=v_kind, SWAPPED=tiles.swapped,
-            KEY_STAGES=tiles.key_stages, CHUNK_STAGES=tiles.chunk_stages,
+            K_SCALE=k_kind, V_SCALE=v_kind, KEY_STAGES=tiles.key_stages,
             num_warps=tiles.num_warps, maxnreg=tiles.max_registers,
         )  # fmt: skip
         return out

@@ -3,18 +3,14 @@
     item             BLOCK_ROWS rows of one sequence x the keys [begin, end) of one split (`triton_plan`)
       rows           row = token * group_size + head within the group: all of them read the same K and V
       keys           tiles of BLOCK_KEYS slots with an online softmax; only tiles that some row does not see
-                     whole are masked: the last ones, and with a window the first ones
-      dimensions     chunks of BLOCK_DIM, in an inner loop with two buffers for each of Q, K and V; so shared
-                     memory depends on the chunk and not on the head size, and registers on the head size
-                     by the accumulator alone
-    program p        items p, p + P, p + 2 P, ... of the list, times the K/V heads; P fills the GPU
+                     whole are masked: the last ones, and with a window the first ones. While one is computed,
+                     the next one's K and V arrive
+    programs         as many as run at the same time; each takes the next item of the list, times the K/V
+                     heads, when it has ended one
 
 A tile of rows whose keys are split leaves one partial result for each split. Whichever program arrives last
 at the tile's counter adds them in the order of the splits, so that the order of arrival changes no bit, and
 sets the counter back to zero. Nobody waits.
-
-SWAPPED multiplies K by Q^T and V^T by P^T: on sm_90 the tensor cores' asynchronous products take 64 keys or
-64 dimensions as their rows, and fill up with 16 or 32 of our rows as columns.
 """
 
 # Triton's decorator and the kernel's parameters have no types; its constants are in capitals.
@@ -75,41 +71,12 @@ def load_block_ids(block_table_ptr, first_slot, end, BLOCK_SIZE: tl.constexpr, B
     return tl.load(block_table_ptr + slots // BLOCK_SIZE).to(tl.int64)
 
 
-@triton.jit
-def add_values(
-    acc, weights, correction, value_ptrs, is_value, value_scale, first_dim, true,
-    HEAD_SIZE: tl.constexpr, BLOCK_DIM: tl.constexpr, SCALED: tl.constexpr, SWAPPED: tl.constexpr,
-):  # fmt: skip
-    """acc with its first chunk times correction plus weights times V's chunk at first_dim, now the last one.
-
-    The chunks take turns in the first place, since a loop cannot index registers: after a round through the
-    head all are back in order. true is that, but the compiler does not know it: it would not pipeline a loop
-    that only moves its variables about.
-    """
-    # Slots past the sequence's end may hold NaN, which 0 times is NaN.
-    mask = is_value[:, None]
-    if HEAD_SIZE % BLOCK_DIM != 0:
-        mask = mask & (first_dim + tl.arange(0, BLOCK_DIM) < HEAD_SIZE)[None, :]
-    value = dequantized(tl.load(value_ptrs + first_dim, mask=mask, other=0.0), weights.dtype)
-    if SCALED:
-        value = (value * value_scale[:, None]).to(weights.dtype)
-    if SWAPPED:
-        total = tl.dot(tl.trans(value), weights, acc[0] * correction[None, :], input_precision="ieee")
-    else:
-        total = tl.dot(weights, value, acc[0] * correction[:, None], input_precision="ieee")
-    rotated = ()
-    for chunk in tl.static_range(1, len(acc)):
-        rotated += (tl.where(true, acc[chunk], total),)
-    rotated += (total,)
-    return rotated
-
-
-@triton.jit(do_not_specialize=("window", "num_partial_rows", "head_size", "block_table_stride"))
+@triton.jit(do_not_specialize=("window", "num_partial_rows", "block_table_stride"))
 def turbo_attention_kernel(
     query_ptr, kv_cache_ptr, block_table_ptr, seq_lens_ptr, query_start_loc_ptr, ancestor_bits_ptr, sinks_ptr,
     k_scale_ptr, v_scale_ptr, out_ptr,
     items_ptr, num_items_ptr, schedule_ptr, counters_ptr, partials_ptr, maxima_ptr, sums_ptr,
-    scale, softcap, window, num_partial_rows, head_size,
+    scale, softcap, window, num_partial_rows,
     query_token_stride, query_head_stride, out_token_stride, out_head_stride, block_table_stride,
     cache_block_stride, cache_kv_stride, cache_head_stride,
     k_scale_block_stride, k_scale_head_stride, k_scale_slot_stride,
@@ -117,28 +84,19 @@ def turbo_attention_kernel(
     NUM_KV_HEADS: tl.constexpr, GROUP_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_DIM: tl.constexpr,
     MAX_NODES: tl.constexpr, HAS_BITS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr, SWAPPED: tl.constexpr,
-    KEY_STAGES: tl.constexpr, CHUNK_STAGES: tl.constexpr,
+    HAS_SINKS: tl.constexpr, K_SCALE: tl.constexpr, V_SCALE: tl.constexpr, KEY_STAGES: tl.constexpr,
 ):  # fmt: skip
     LOG2_E: tl.constexpr = 1.4426950408889634
-    NUM_CHUNKS: tl.constexpr = (HEAD_SIZE + BLOCK_DIM - 1) // BLOCK_DIM
-    RAGGED_DIMS: tl.constexpr = HEAD_SIZE % BLOCK_DIM != 0
-    # Axes of the logits, and of the accumulator with dimensions in place of keys.
-    KEY_AXIS: tl.constexpr = 0 if SWAPPED else 1
-    ROW_AXIS: tl.constexpr = 1 - KEY_AXIS
     # A factor per token goes into the weights, which costs less than V, but for float16, whose range small
     # factors would leave.
     SCALES_VALUES: tl.constexpr = V_SCALE == 2 and query_ptr.dtype.element_ty == tl.float16
     key_range = tl.arange(0, BLOCK_KEYS)
     row_range = tl.arange(0, BLOCK_ROWS)
     dims = tl.arange(0, BLOCK_DIM)
+    is_dim = dims < HEAD_SIZE
     # Partial results that are added: dimensions at a time, and splits whose loads are under way together.
-    MERGED_DIM: tl.constexpr = BLOCK_DIM if BLOCK_DIM < 64 else 64
+    MERGED_DIM: tl.constexpr = min(BLOCK_DIM, 2048 // BLOCK_ROWS)
     MERGED_SPLITS: tl.constexpr = 4
-
-    # The loop over chunks is pipelined as it is: the compiler would unroll one whose length it knows. A loop
-    # over a single chunk must vanish instead, to leave that over keys to be pipelined.
-    end_dim = HEAD_SIZE if NUM_CHUNKS == 1 else head_size
 
     num_work = tl.load(num_items_ptr) * NUM_KV_HEADS
     work = tl.program_id(0)
@@ -160,11 +118,10 @@ def turbo_attention_kernel(
         rows = load_rows(item_ptr, num_rows, BLOCK_ROWS)
         heads = kv_head * GROUP_SIZE + rows % GROUP_SIZE
         row_ids = (row_start + rows // GROUP_SIZE).to(tl.int64)
-        query_ptrs = (
-            query_ptr
-            + tl.expand_dims(row_ids * query_token_stride + heads * query_head_stride, KEY_AXIS)
-            + tl.expand_dims(dims, ROW_AXIS)
-        )
+        query = tl.load(
+            query_ptr + (row_ids * query_token_stride + heads * query_head_stride)[:, None] + dims[None, :],
+            mask=is_dim[None, :], other=0.0,
+        )  # fmt: skip
 
         is_tree = False
         first_token = first_row // GROUP_SIZE
@@ -193,28 +150,13 @@ def turbo_attention_kernel(
             sink = tl.load(sinks_ptr + heads).to(tl.float32) * LOG2_E
             row_max = tl.where(split == 0, sink, row_max)
             row_sum += tl.where(split == 0, 1.0, 0.0)
-        acc = ()
-        for _ in tl.static_range(NUM_CHUNKS):
-            if SWAPPED:
-                acc += (tl.zeros([BLOCK_DIM, BLOCK_ROWS], dtype=tl.float32),)
-            else:
-                acc += (tl.zeros([BLOCK_ROWS, BLOCK_DIM], dtype=tl.float32),)
+        acc = tl.zeros([BLOCK_ROWS, BLOCK_DIM], dtype=tl.float32)
 
         table_ptr = block_table_ptr + seq * block_table_stride
         key_ptr = kv_cache_ptr + tl.cast(kv_head, tl.int64) * cache_head_stride
         value_ptr = key_ptr + cache_kv_stride
         # The next tile's block ids are loaded a tile ahead: loads that wait for them cannot be pipelined.
         block_ids = load_block_ids(table_ptr, begin, end, BLOCK_SIZE, BLOCK_KEYS)
-        # V is a tile behind K, so that their loads and products overlap: the first tile follows one without
-        # weights, and a tile without keys follows the last.
-        if SWAPPED:
-            weights = tl.zeros([BLOCK_KEYS, BLOCK_ROWS], dtype=query_ptr.dtype.element_ty)
-        else:
-            weights = tl.zeros([BLOCK_ROWS, BLOCK_KEYS], dtype=query_ptr.dtype.element_ty)
-        correction = tl.full([BLOCK_ROWS], 1.0, dtype=tl.float32)
-        value_offsets = tl.zeros([BLOCK_KEYS], dtype=tl.int64)
-        is_value = key_range < 0
-        value_scale = tl.zeros([BLOCK_KEYS], dtype=tl.float32)
         # Phases: 0 the window's edge, 1 keys that every row sees, 2 the rest.
         for phase in tl.static_range(0 if HAS_WINDOW else 1, 3):
             if phase == 0:
@@ -222,7 +164,7 @@ def turbo_attention_kernel(
             elif phase == 1:
                 phase_begin, phase_end = seen_from, seen_to
             else:
-                phase_begin, phase_end = seen_to, end + BLOCK_KEYS
+                phase_begin, phase_end = seen_to, end
             for first_slot in tl.range(phase_begin, phase_end, BLOCK_KEYS, num_stages=KEY_STAGES):
                 slots = first_slot + key_range
                 is_key = slots < end
@@ -244,33 +186,17 @@ def turbo_attention_kernel(
                         other=0.0,
                     )
                 block_ids = load_block_ids(table_ptr, first_slot + BLOCK_KEYS, end, BLOCK_SIZE, BLOCK_KEYS)
-                key_ptrs = key_ptr + offsets[:, None] + dims[None, :]
-                value_ptrs = value_ptr + value_offsets[:, None] + dims[None, :]
-                if SWAPPED:
-                    logits = tl.zeros([BLOCK_KEYS, BLOCK_ROWS], dtype=tl.float32)
-                else:
-                    logits = tl.zeros([BLOCK_ROWS, BLOCK_KEYS], dtype=tl.float32)
-                for first_dim in tl.range(0, end_dim, BLOCK_DIM, num_stages=CHUNK_STAGES):
-                    is_read = is_key[:, None]
-                    if RAGGED_DIMS:
-                        is_dim = first_dim + dims < HEAD_SIZE
-                        is_read = is_read & is_dim[None, :]
-                        query_mask = tl.expand_dims(is_dim, ROW_AXIS)
-                        query = tl.load(query_ptrs + first_dim, mask=query_mask, other=0.0)
-                    else:
-                        query = tl.load(query_ptrs + first_dim)
-                    key = dequantized(tl.load(key_ptrs + first_dim, mask=is_read, other=0.0), query.dtype)
-                    if SWAPPED:
-                        logits = tl.dot(key, query, logits, input_precision="ieee")
-                    else:
-                        logits = tl.dot(query, tl.trans(key), logits, input_precision="ieee")
-                    acc = add_values(
-                        acc, weights, correction, value_ptrs, is_value, value_scale, first_dim, end > 0,
-                        HEAD_SIZE, BLOCK_DIM, SCALES_VALUES, SWAPPED,
-                    )  # fmt: skip
+                tile = offsets[:, None] + dims[None, :]
+                is_read = is_dim[None, :]
+                if phase != 1:
+                    # Slots past the sequence's end may hold NaN, which 0 times is NaN.
+                    is_read = is_read & is_key[:, None]
+                key = dequantized(tl.load(key_ptr + tile, mask=is_read, other=0.0), query.dtype)
+                value = dequantized(tl.load(value_ptr + tile, mask=is_read, other=0.0), query.dtype)
+                logits = tl.dot(query, tl.trans(key), input_precision="ieee")
                 logits *= logit_scale
                 if K_SCALE == 2:
-                    logits *= tl.expand_dims(k_scale, ROW_AXIS)
+                    logits *= k_scale[None, :]
                 if HAS_SOFTCAP:
                     # tanh(x) = 2 sigmoid(2 x) - 1; the factor 2 is in logit_scale.
                     logits = (2.0 * tl.sigmoid(logits) - 1.0) * (softcap * LOG2_E)
@@ -278,16 +204,15 @@ def turbo_attention_kernel(
                 if phase != 1:
                     tokens = load_rows(item_ptr, num_rows, BLOCK_ROWS) // GROUP_SIZE
                     row_positions = context_len + tokens
-                    nodes = tl.expand_dims(slots - context_len, ROW_AXIS)
-                    sees = nodes <= tl.expand_dims(tokens, KEY_AXIS)
+                    nodes = (slots - context_len)[None, :]
+                    sees = nodes <= tokens[:, None]
                     key_positions = slots
                     if HAS_BITS:  # noqa: SIM102 - decided at compile time, unlike the next
                         if is_tree:
                             row_bits = tl.load(ancestor_bits_ptr + row_start + tokens)
                             row_positions = context_len + popcount(row_bits) - 1
                             shifts = tl.minimum(tl.maximum(nodes, 0), MAX_NODES - 1).to(tl.int64)
-                            in_tree = (tl.expand_dims(row_bits, KEY_AXIS) >> shifts) & 1
-                            sees = (nodes < 0) | (in_tree != 0)
+                            sees = (nodes < 0) | (((row_bits[:, None] >> shifts) & 1) != 0)
                             if HAS_WINDOW:
                                 is_node = (slots >= context_len) & is_key
                                 bits = tl.load(
@@ -296,30 +221,27 @@ def turbo_attention_kernel(
                                 )  # fmt: skip
                                 node_positions = context_len + popcount(bits) - 1
                                 key_positions = tl.where(slots < context_len, slots, node_positions)
-                    sees = sees & tl.expand_dims(is_key, ROW_AXIS)
+                    sees = sees & is_key[None, :]
                     if HAS_WINDOW:
-                        distances = tl.expand_dims(row_positions, KEY_AXIS) - tl.expand_dims(
-                            key_positions, ROW_AXIS
-                        )
-                        sees = sees & (distances < window)
+                        sees = sees & (row_positions[:, None] - key_positions[None, :] < window)
                     logits = tl.where(sees, logits, float("-inf"))
 
-                new_max = tl.maximum(row_max, tl.max(logits, KEY_AXIS))
+                new_max = tl.maximum(row_max, tl.max(logits, 1))
                 subtracted = new_max
                 if phase != 1:
                     subtracted = finite_or_zero(new_max)
-                weights = tl.exp2(logits - tl.expand_dims(subtracted, KEY_AXIS))
+                weights = tl.exp2(logits - subtracted[:, None])
                 correction = tl.exp2(row_max - subtracted)
-                row_sum = row_sum * correction + tl.sum(weights, KEY_AXIS)
+                row_sum = row_sum * correction + tl.sum(weights, 1)
                 row_max = new_max
                 if V_SCALE == 2:
                     if SCALES_VALUES:
-                        value_scale = v_scale
+                        value = (value * v_scale[:, None]).to(query.dtype)
                     else:
-                        weights *= tl.expand_dims(v_scale, ROW_AXIS)
-                weights = weights.to(query_ptr.dtype.element_ty)
-                value_offsets = offsets
-                is_value = is_key
+                        weights *= v_scale[None, :]
+                acc = tl.dot(
+                    weights.to(query.dtype), value, acc * correction[:, None], input_precision="ieee"
+                )
         is_row = row_range < num_rows
         rows = load_rows(item_ptr, num_rows, BLOCK_ROWS)
         heads = kv_head * GROUP_SIZE + rows % GROUP_SIZE
@@ -330,28 +252,22 @@ def turbo_attention_kernel(
             value_factor = tl.load(v_scale_ptr + kv_head)
         if num_splits == 1:
             normalizer = value_factor / tl.where(row_sum == 0.0, 1.0, row_sum)
-            for chunk in tl.static_range(NUM_CHUNKS):
-                chunk_dims = chunk * BLOCK_DIM + dims
-                tl.store(
-                    out_ptr + tl.expand_dims(out_rows, KEY_AXIS) + tl.expand_dims(chunk_dims, ROW_AXIS),
-                    (acc[chunk] * tl.expand_dims(normalizer, KEY_AXIS)).to(out_ptr.dtype.element_ty),
-                    mask=tl.expand_dims(is_row, KEY_AXIS) & tl.expand_dims(chunk_dims < HEAD_SIZE, ROW_AXIS),
-                )
+            tl.store(
+                out_ptr + out_rows[:, None] + dims[None, :],
+                (acc * normalizer[:, None]).to(out_ptr.dtype.element_ty),
+                mask=is_row[:, None] & is_dim[None, :],
+            )
         else:
             head_rows = tl.cast(kv_head, tl.int64) * num_partial_rows + tl.load(item_ptr + 7) + row_range
             partial_rows = head_rows + split * num_rows
             tl.store(maxima_ptr + partial_rows, row_max, mask=is_row, cache_modifier=".cg")
             tl.store(sums_ptr + partial_rows, row_sum, mask=is_row, cache_modifier=".cg")
-            for chunk in tl.static_range(NUM_CHUNKS):
-                chunk_dims = chunk * BLOCK_DIM + dims
-                tl.store(
-                    partials_ptr
-                    + tl.expand_dims(partial_rows * HEAD_SIZE, KEY_AXIS)
-                    + tl.expand_dims(chunk_dims, ROW_AXIS),
-                    acc[chunk],
-                    mask=tl.expand_dims(is_row, KEY_AXIS) & tl.expand_dims(chunk_dims < HEAD_SIZE, ROW_AXIS),
-                    cache_modifier=".cg",
-                )
+            tl.store(
+                partials_ptr + partial_rows[:, None] * HEAD_SIZE + dims[None, :],
+                acc,
+                mask=is_row[:, None] & is_dim[None, :],
+                cache_modifier=".cg",
+            )
             # All threads' stores come before the one that counts them.
             tl.debug_barrier()
             counter_ptr = counters_ptr + tl.load(item_ptr + 6).to(tl.int64) * NUM_KV_HEADS + kv_head

@@ -85,10 +85,6 @@ class AttentionPlan:
             ValueError: split_size is not a positive multiple of the tile, or `beside` has too little memory.
         """
         device = torch.device(device)
-        capability = None
-        if device.type == "cuda":
-            major, minor = torch.cuda.get_device_capability(device)
-            capability = 10 * major + minor
         self.group_size = num_heads // num_kv_heads
         self.num_kv_heads = num_kv_heads
         self.head_size = head_size
@@ -97,7 +93,7 @@ class AttentionPlan:
         self.max_tokens, self.max_seqs, self.max_seq_len = max_tokens, max_seqs, max_seq_len
         self.split_size = split_size
         self.tiles: Tiles = choose_tiles(
-            head_size, self.group_size, dtype.itemsize, cache_dtype.itemsize, max_new_tokens, capability
+            head_size, self.group_size, dtype.itemsize, cache_dtype.itemsize, max_new_tokens
         )
         if split_size <= 0 or split_size % self.tiles.block_keys:
             raise ValueError(

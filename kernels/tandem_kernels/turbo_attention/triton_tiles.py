@@ -24,15 +24,14 @@ class Tiles:
 
     block_rows: int
     block_keys: int
+    #: The head size, rounded up to a power of two.
     block_dim: int
     num_warps: int
-    #: Stages of the loop over keys, and of the loop over chunks of dimensions in it: two buffers. Only the
-    #: innermost loop has any: that over keys where one chunk is the whole head.
+    #: Buffers of K and V, counting the one that is computed.
     key_stages: int
-    chunk_stages: int
     #: Limit for the compiler, None for the hardware's.
     max_registers: int | None
-    swapped: bool
+    #: As many as registers and shared memory let run at the same time.
     programs_per_multiprocessor: int
 
 
@@ -42,41 +41,34 @@ def choose_tiles(
     element_bytes: int,
     cache_bytes: int,
     max_new_tokens: int | None = None,
-    capability: int | None = None,
 ) -> Tiles:
-    """Tiles for a model on a GPU of compute capability `capability` (90 for sm_90; None: the interpreter).
+    """Tiles for a model, as measured on an H200 (benchmarks/results/gpu-attention.md).
 
-    The sizes keep all values of a thread in registers; benchmarks/results/triton-resources.md shows how many.
+    What counts most is how many programs run at the same time, since each waits for one tile after another.
 
     Args:
         element_bytes, cache_bytes: sizes of an element of the query and of the cache.
         max_new_tokens: what most sequences stay within, None when unknown; more rows than they need waste
             arithmetic, fewer read K and V again.
     """
-    hopper, quantized = capability == 90, cache_bytes < element_bytes
-    # A quantized tile is held twice, as it is and as it is multiplied. float32 is multiplied without tensor
-    # cores and keeps its operands in registers.
-    large = element_bytes == 2 and (hopper or (head_size <= 128 and not quantized))
-    max_rows = 64 if large else 32
+    # float32 is multiplied without tensor cores and keeps its operands in registers.
+    max_rows = 64 if element_bytes == 2 else 32
     rows = max_rows if max_new_tokens is None else group_size * max_new_tokens
     block_rows = 16
     while block_rows < min(rows, max_rows):
         block_rows *= 2
-    narrow = block_rows == 64 and head_size <= 128 and (quantized or not hopper or head_size <= 64)
-    block_keys = 32 if element_bytes == 4 or narrow else 64
     block_dim = 16
-    while block_dim < min(head_size, 32 if element_bytes == 4 else 64):
+    while block_dim < head_size:
         block_dim *= 2
-    few = block_rows == 16 and head_size <= 128 and not quantized
+    large = block_rows == 64 or block_dim > 128 or element_bytes == 4
+    largest = block_rows == 64 and block_dim > 128
+    block_keys = 16 if element_bytes == 4 else 32 if largest and cache_bytes < element_bytes else 64
     return Tiles(
         block_rows=block_rows,
         block_keys=block_keys,
         block_dim=block_dim,
-        num_warps=8 if block_rows == 64 and head_size > 128 else 4,
-        key_stages=2 if hopper else 3,
-        # sm_90's products read both of their operands from shared memory while the next chunk arrives.
-        chunk_stages=2 if hopper else 3,
-        max_registers=168 if few else None,
-        swapped=hopper and element_bytes == 2 and block_rows < 64,
-        programs_per_multiprocessor=3 if few else 2,
+        num_warps=8 if largest else 4,
+        key_stages=2,
+        max_registers=None if large else 168,
+        programs_per_multiprocessor=1 if largest else 2 if large else 3,
     )
