@@ -31,8 +31,9 @@ from tandem_engine.models.decoder import Decoder, ModelInputs
 
 #: A step of more rows keeps the GPU busy without a graph.
 MAX_ROWS = 512
-#: Most drafts have at most this many nodes, root included; it sets attention's tile size in all graphs.
-TYPICAL_NEW_TOKENS = 8
+#: Most drafts have at most this many nodes, root included; it sets attention's tile size in all graphs. With 8,
+#: steps of 1 row a sequence were 3 to 8 % faster on an H200, and those of 16 rows a third slower.
+TYPICAL_NEW_TOKENS = 16
 log = logging.getLogger(__name__)
 
 #: Records what a function launches and returns a function that launches it again.

@@ -29,10 +29,11 @@ from numpy.typing import NDArray
 from tandem_core.errors import CapacityError
 from torch import Tensor
 
-#: Largest payload of one frame, between two pods with GPUs.
-GPU_FRAME_BYTES = 16 << 20
-#: A transfer has four frames in flight; the others are for reading ahead and for further transfers.
-NUM_SLOTS = 8
+from tandem_engine.transport.base import MAX_FRAME_BYTES
+
+#: 128 MiB. A transfer has as much as 64 MiB in flight; the others are for reading ahead and for further
+#: transfers.
+NUM_SLOTS = 32
 #: One sender or receiver never waits, since `lend` leaves a slot; this spares its thread a deadlock.
 _SLOT_WAIT_S = 5.0
 #: Reading ahead leaves as many slots to frames that could leave at once.
@@ -135,7 +136,7 @@ class GpuBlockStore:
         self,
         caches: Sequence[Tensor],
         streams: Streams,
-        max_frame_bytes: int = GPU_FRAME_BYTES,
+        max_frame_bytes: int = MAX_FRAME_BYTES,
         num_slots: int = NUM_SLOTS,
     ) -> None:
         # As int64, whatever the type: fewer, larger elements are copied faster.

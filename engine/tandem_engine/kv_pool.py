@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,8 @@ from tandem_engine.transport.base import MAX_FRAME_BYTES, PendingRead
 DEFAULT_POOL_BYTES = 3 << 30
 _HUGE_PAGE = 2 << 20
 _GIB = 1 << 30
+#: Most connections to a peer; each takes up to a core at both ends while KV flows.
+MAX_CONNECTIONS = 8
 #: Of the driver's memory, for one graph of a decode step.
 _GRAPH_BYTES = 16 << 20
 
@@ -146,6 +149,13 @@ class KVPool:
     @property
     def max_frame_bytes(self) -> int:
         return MAX_FRAME_BYTES if self._gpu is None else self._gpu.max_frame_bytes
+
+    @property
+    def num_connections(self) -> int:
+        """To a peer, for transfers. A GPU computes KV faster than one connection encrypts it."""
+        if self._gpu is None:
+            return 1
+        return max(1, min(MAX_CONNECTIONS, len(os.sched_getaffinity(0)) // 2))
 
     @property
     def copy_counts(self) -> CopyCounts | None:

@@ -21,9 +21,8 @@ from hypothesis import strategies as st
 from kv_caches import BLOCK, LAYOUT, NUM_BLOCKS, block_bytes, caches, fill, same
 from tandem_core.errors import TransferError
 from tandem_engine.gpu_block_store import CudaStreams, GpuBlockStore, Streams
-from tandem_engine.kv_pool import KVPool, KVShape
 from tandem_engine.transport.base import MAX_FRAME_BYTES, DropCause, Ticket, TransferState
-from tandem_engine.transport.codec import Credit, Frame, Reject, ticket_from_proto, ticket_to_proto
+from tandem_engine.transport.codec import Credit, Frame, Reject
 from tandem_engine.transport.incoming import IncomingTransfer, KVReceiver
 from tandem_engine.transport.outgoing import KVSender, OutgoingTransfer
 from tandem_engine.transport.zeromq import ReceiverOptions, SenderOptions, ZmqReceiver, ZmqSender
@@ -285,19 +284,17 @@ def test_transfers_in_any_order_arrive_equal_or_not_at_all(seed: int, num_slots:
 
 
 @pytest.mark.parametrize(
-    ("sender_takes", "ticket_allows", "credit", "largest"),
+    ("sender_takes", "credit", "largest"),
     [
-        (MAX_FRAME_BYTES, 0, 8 << 20, 2 << 20),  # two CPU pods, as ever
-        (16 << 20, 16 << 20, 64 << 20, 16 << 20),
-        (16 << 20, 0, 64 << 20, MAX_FRAME_BYTES),  # to an older pod
-        (16 << 20, 0, 8 << 20, 2 << 20),  # to a CPU pod
-        (MAX_FRAME_BYTES, 16 << 20, 64 << 20, MAX_FRAME_BYTES),  # from a CPU pod
-        (16 << 20, 6 << 20, 64 << 20, 6 << 20),
-        (16 << 20, 1, 64 << 20, BLOCK),
+        (MAX_FRAME_BYTES, 8 << 20, 2 << 20),  # one connection
+        (MAX_FRAME_BYTES, 64 << 20, MAX_FRAME_BYTES),  # eight
+        (16 << 20, 64 << 20, MAX_FRAME_BYTES),
+        (1 << 20, 64 << 20, 1 << 20),
+        (1, 64 << 20, BLOCK),
     ],
 )
-def test_a_frame_is_as_large_as_both_sides_and_the_credit_allow(
-    sender_takes: int, ticket_allows: int, credit: int, largest: int
+def test_a_frame_is_as_large_as_the_store_and_the_credit_allow(
+    sender_takes: int, credit: int, largest: int
 ) -> None:
     class Blocks:
         max_frame_bytes = sender_takes
@@ -308,7 +305,7 @@ def test_a_frame_is_as_large_as_both_sides_and_the_credit_allow(
         def gather(self, layer: int, block_ids: object, after: object = None) -> memoryview:
             return memoryview(bytes(len(block_ids) * BLOCK))  # type: ignore[arg-type]
 
-    ticket = Ticket(b"0" * 16, 1, "", "", LAYOUT.fingerprint, "", tuple(range(256)), credit, ticket_allows)
+    ticket = Ticket(b"0" * 16, 1, "", "", LAYOUT.fingerprint, "", tuple(range(256)), credit)
     outgoing = KVSender(LAYOUT, Blocks(), lambda: None).open(ticket)  # type: ignore[arg-type]
     outgoing.put(0, 0, range(256))
     taken = outgoing.take_frame()
@@ -316,26 +313,11 @@ def test_a_frame_is_as_large_as_both_sides_and_the_credit_allow(
     assert taken[1].nbytes == largest
 
 
-def test_tickets_allow_what_the_store_takes_and_a_cpu_pods_are_as_before() -> None:
-    shape = KVShape(2, 8, 64, 64, torch.bfloat16)
-    for store, credit, allowed in (
-        (KVPool(shape, 2, torch.device("cpu")), 8 << 20, 0),
-        (GpuBlockStore(caches(), FakeStreams()), 64 << 20, 16 << 20),
-    ):
-        ticket = KVReceiver(LAYOUT, store, None, endpoint="", public_key="").open({0: 0}).ticket  # type: ignore[arg-type]
-        assert (ticket.credit_bytes, ticket.max_frame_bytes) == (credit, allowed)
-        assert ticket_from_proto(ticket_to_proto(ticket)) == ticket
-    old = ticket_to_proto(ticket)
-    old.ClearField("max_frame_bytes")
-    assert ticket_from_proto(old).max_frame_bytes == 0
-
-
-def test_a_receiver_refuses_more_than_its_ticket_allowed() -> None:
-    pair = Pair(max_frame_bytes=64 * BLOCK)  # more than MAX_FRAME_BYTES, so the ticket says it
+def test_a_receiver_refuses_frames_that_are_too_large() -> None:
+    pair = Pair()
     incoming, _ = pair.open(range(1))
-    assert incoming.ticket.max_frame_bytes == 64 * BLOCK
     place = (incoming.ticket.transfer_id, 1, 0, 0, 1)
-    reply = pair.receiver.accept(Frame(*place, b""), memoryview(bytes(64 * BLOCK + 1)))
+    reply = pair.receiver.accept(Frame(*place, b""), memoryview(bytes(MAX_FRAME_BYTES + 1)))
     assert isinstance(reply, Reject)
     assert "at most" in reply.reason
     assert pair.receiver.dropped_frames[DropCause.BAD_LENGTH] == 1
@@ -418,17 +400,8 @@ def test_a_peer_that_takes_nothing_does_not_hold_up_the_others(stack: ExitStack)
     written = GpuBlockStore(target, streams_of("cpu", stack), 2 * BLOCK, num_slots=3)
     receiver = stack.enter_context(closing(ZmqReceiver(LAYOUT, written, ReceiverOptions(curve=False))))
     sender = stack.enter_context(closing(ZmqSender(LAYOUT, read, SenderOptions(curve=False, stall_s=0.6))))
-    slow = Ticket(
-        b"0" * 16,
-        1,
-        f"tcp://127.0.0.1:{port}",
-        "",
-        LAYOUT.fingerprint,
-        "",
-        tuple(range(200)),
-        1 << 30,
-        2 * BLOCK,
-    )
+    endpoint = f"tcp://127.0.0.1:{port}"
+    slow = Ticket(b"0" * 16, 1, endpoint, "", LAYOUT.fingerprint, "", tuple(range(200)), 1 << 30)
     stuck = sender.open(slow)
     for layer in range(LAYOUT.num_layers):
         stuck.put(layer, 0, [block % NUM_BLOCKS for block in range(200)])

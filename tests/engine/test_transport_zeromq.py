@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -11,7 +12,13 @@ import numpy as np
 import pytest
 import zmq
 from tandem_core.errors import InvalidRequestError, InvariantError, TransferError
-from tandem_engine.transport.base import MAX_FRAME_BYTES, DropCause, Ticket, TransferState
+from tandem_engine.transport.base import (
+    DEFAULT_CREDIT_BYTES,
+    MAX_FRAME_BYTES,
+    DropCause,
+    Ticket,
+    TransferState,
+)
 from tandem_engine.transport.codec import (
     Credit,
     Frame,
@@ -405,6 +412,40 @@ def test_transfers_to_one_pod_share_a_connection(raw_receiver: RawReceiver) -> N
             raw_receiver.answer(Credit(transfer_id, 1, 2 * BLOCK))
             outgoing.finish().result(WAIT_MS / 1000)
     assert len(raw_receiver.peers) == 1
+
+
+def test_a_connection_is_opened_when_the_peer_has_replied_on_all_others(raw_receiver: RawReceiver) -> None:
+    """Otherwise ZeroMQ would serve all of them in one thread."""
+    options = SenderOptions(curve=False, stall_s=30, num_connections=3)
+    with closing(ZmqSender(LAYOUT, ByteStore(), options)) as sender:
+        outgoing = sender.open(raw_receiver.ticket)
+        for block, num_peers in enumerate((1, 2, 3, 3, 3)):
+            outgoing.put(0, block, [block])
+            outgoing.put(1, block, [block])
+            assert len(raw_receiver.frames(quiet_ms=20)) == 2
+            assert len(raw_receiver.peers) == num_peers
+            # To all peers, each of which counts it: more credit than is owed changes nothing.
+            raw_receiver.answer(Credit(raw_receiver.ticket.transfer_id, 1, 2 * BLOCK))
+            pause(0.05)
+
+
+def test_every_byte_arrives_over_several_connections(store: ByteStore) -> None:
+    source = ByteStore()
+    source.data[:] = np.random.default_rng(1).integers(0, 256, source.data.shape, np.uint8)
+    with (
+        closing(ZmqReceiver(LAYOUT, store, ReceiverOptions(num_connections=3))) as receiver,
+        closing(ZmqSender(LAYOUT, source, SenderOptions(num_connections=3))) as sender,
+    ):
+        for _ in range(4):
+            store.data[:] = 0
+            incoming = receiver.open({block: block for block in range(8)})
+            assert incoming.ticket.credit_bytes == 3 * DEFAULT_CREDIT_BYTES
+            outgoing = sender.open(incoming.ticket)
+            for layer, block in itertools.product(range(LAYOUT.num_layers), range(8)):
+                outgoing.put(layer, block, [block])
+            outgoing.finish().result(WAIT_MS / 1000)
+            incoming.done.result(WAIT_MS / 1000)
+            assert np.array_equal(store.data[:, :8], source.data[:, :8])
 
 
 def test_a_peer_that_goes_silent_fails_the_transfer_after_the_stall_time(raw_receiver: RawReceiver) -> None:

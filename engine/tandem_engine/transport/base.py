@@ -34,12 +34,13 @@ from tandem_core.errors import InvalidRequestError
 
 TRANSFER_ID_BYTES = 16
 
-#: Largest payload of one frame, unless a single block or the ticket's `max_frame_bytes` is larger. Part of
-#: the wire contract: receivers refuse more.
+#: Largest payload of one frame, unless a single block is larger. Part of the wire contract: receivers refuse
+#: more.
 MAX_FRAME_BYTES = 4 << 20
 
-#: Payload bytes in flight per transfer; also the most that a slow decode pod buffers per transfer. Loopback
-#: throughput is the same within noise from 8 to 32 MiB with frames of 1 to 8 MiB, and a third lower at 2 MiB.
+#: Payload bytes in flight per transfer and connection; also the most that a slow decode pod buffers per
+#: transfer and connection. Loopback throughput is the same within noise from 8 to 32 MiB with frames of 1 to
+#: 8 MiB, and a third lower at 2 MiB.
 DEFAULT_CREDIT_BYTES = 8 << 20
 
 #: A frame is at most the credit divided by this, so that reading, sending and writing of frames overlap.
@@ -93,8 +94,6 @@ class Ticket:
     wanted_blocks: tuple[int, ...]
     #: Payload bytes that may be in flight at once.
     credit_bytes: int
-    #: Largest payload of one frame, unless a single block is larger; 0 means MAX_FRAME_BYTES.
-    max_frame_bytes: int = 0
 
     def __post_init__(self) -> None:
         if len(self.transfer_id) != TRANSFER_ID_BYTES:

@@ -134,5 +134,4 @@ def ticket_from_proto(message: pb.KvTicket) -> Ticket:
         layout_description=message.layout_description,
         wanted_blocks=tuple(message.wanted_blocks),
         credit_bytes=message.credit_bytes,
-        max_frame_bytes=message.max_frame_bytes,
     )

@@ -22,9 +22,7 @@ import numpy.typing as npt
 from tandem_core.errors import InvariantError, TransferError
 
 from tandem_engine.transport.base import (
-    DEFAULT_CREDIT_BYTES,
     MAX_FRAME_BYTES,
-    MIN_FRAMES_IN_FLIGHT,
     TRANSFER_ID_BYTES,
     BlockStore,
     DropCause,
@@ -62,7 +60,7 @@ class IncomingTransfer(Transfer):
         self._layout = layout
         self._store = store
         self._blocks = ticket.wanted_blocks
-        self._max_frame_bytes = max(ticket.max_frame_bytes or MAX_FRAME_BYTES, layout.block_bytes)
+        self._max_frame_bytes = max(MAX_FRAME_BYTES, layout.block_bytes)
         # What was launched for the blocks' former owners comes before the first write.
         self._after = store.mark()
         #: Waits for the writes that a device has not finished.
@@ -196,12 +194,8 @@ class KVReceiver:
     """All incoming transfers of a pod, by id. A transport derives from it and adds the wire."""
 
     def __init__(
-        self, layout: KVLayout, store: BlockStore, credit_bytes: int | None, *, endpoint: str, public_key: str
+        self, layout: KVLayout, store: BlockStore, credit_bytes: int, *, endpoint: str, public_key: str
     ) -> None:
-        """`credit_bytes` None: DEFAULT_CREDIT_BYTES, or what a store with larger frames needs."""
-        self._max_frame_bytes = store.max_frame_bytes if store.max_frame_bytes > MAX_FRAME_BYTES else 0
-        if credit_bytes is None:
-            credit_bytes = max(DEFAULT_CREDIT_BYTES, MIN_FRAMES_IN_FLIGHT * self._max_frame_bytes)
         #: What tickets tell the senders.
         self.endpoint = endpoint
         self.public_key = public_key
@@ -232,7 +226,6 @@ class KVReceiver:
             layout_description=self._layout.description,
             wanted_blocks=tuple(sorted(dest)),
             credit_bytes=self._credit_bytes,
-            max_frame_bytes=self._max_frame_bytes,
         )
         transfer = IncomingTransfer(self._layout, self._store, ticket, dest, self._forget)
         with self._lock:

@@ -79,7 +79,7 @@ class OutgoingTransfer(Transfer):
         self._queued = np.zeros((layout.num_layers, len(self._row)), dtype=bool)
         largest = min(
             store.max_frame_bytes,
-            ticket.max_frame_bytes or MAX_FRAME_BYTES,
+            MAX_FRAME_BYTES,
             ticket.credit_bytes // MIN_FRAMES_IN_FLIGHT,
         )
         self._max_blocks = max(1, largest // layout.block_bytes)

@@ -35,6 +35,7 @@ import zmq
 from tandem_core.errors import InvalidRequestError, TransferError
 
 from tandem_engine.transport.base import (
+    DEFAULT_CREDIT_BYTES,
     MAX_FRAME_BYTES,
     BlockStore,
     DropCause,
@@ -59,22 +60,12 @@ _ENCRYPTION_BYTES = 256
 #: Messages of one peer that may wait in the receiver; the byte credit keeps correct peers far below it.
 _RECEIVE_QUEUE = 64
 
-#: Most connections of a peer; each takes up to a core of both pods while KV flows.
-MAX_CONNECTIONS = 8
-
 #: A connection that answers no ping for this long is dropped, so that a vanished host frees its socket.
 _HEARTBEAT_INTERVAL_MS = 500
 _HEARTBEAT_TIMEOUT_MS = 1500
 
 #: How often the sender looks for stalled transfers and idle peers, while there are any.
 _TICK_MS = 100
-
-
-def _connections_for(store: BlockStore) -> int:
-    """One for KV on a CPU, which takes longer to compute than to encrypt; for a GPU's, half of the cores."""
-    if store.max_frame_bytes <= MAX_FRAME_BYTES:
-        return 1
-    return max(1, min(MAX_CONNECTIONS, len(os.sched_getaffinity(0)) // 2))
 
 
 class _WakePipe:
@@ -151,10 +142,10 @@ class ReceiverOptions:
     #: The host to put into tickets, when it is not `host` (as with 0.0.0.0).
     advertised_host: str | None = None
     curve: bool = True
-    #: None: as much as the store's frames need.
+    #: None: DEFAULT_CREDIT_BYTES for each connection.
     credit_bytes: int | None = None
-    #: Connections of a peer that are served at the same time. None: as many as the store needs.
-    num_connections: int | None = None
+    #: Connections of a peer that are served at the same time.
+    num_connections: int = 1
 
 
 class ZmqReceiver(KVReceiver):
@@ -163,9 +154,9 @@ class ZmqReceiver(KVReceiver):
     def __init__(
         self, layout: KVLayout, store: BlockStore, options: ReceiverOptions = ReceiverOptions()
     ) -> None:
-        self._worker = _Worker(options.num_connections or _connections_for(store))
+        self._worker = _Worker(options.num_connections)
         self._router = self._worker.context.socket(zmq.ROUTER)
-        largest = max(MAX_FRAME_BYTES, store.max_frame_bytes, layout.block_bytes)
+        largest = max(MAX_FRAME_BYTES, layout.block_bytes)
         _configure(self._router, largest + _ENCRYPTION_BYTES)
         self._router.rcvhwm = _RECEIVE_QUEUE
         public_key = ""
@@ -182,7 +173,8 @@ class ZmqReceiver(KVReceiver):
             raise
         bound = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
         endpoint = f"tcp://{options.advertised_host or options.host}:{bound.rpartition(':')[2]}"
-        super().__init__(layout, store, options.credit_bytes, endpoint=endpoint, public_key=public_key)
+        credit_bytes = options.credit_bytes or DEFAULT_CREDIT_BYTES * options.num_connections
+        super().__init__(layout, store, credit_bytes, endpoint=endpoint, public_key=public_key)
         self._worker.start("kv-receiver", self._serve)
 
     def close(self) -> None:
@@ -226,10 +218,12 @@ class ZmqReceiver(KVReceiver):
 class _Peer:
     """The connections to one decode pod, kept between transfers."""
 
-    dealers: tuple[zmq.Socket[bytes], ...]
+    dealers: list[zmq.Socket[bytes]] = field(default_factory=list)
+    transfers: list[OutgoingTransfer] = field(default_factory=list)
     #: Frames sent.
     num_frames: int = 0
-    transfers: list[OutgoingTransfer] = field(default_factory=list)
+    #: Connections on which the decode pod has replied.
+    replied: set[zmq.Socket[bytes]] = field(default_factory=set)
     idle_since: float = 0.0
 
 
@@ -243,14 +237,13 @@ class SenderOptions:
     idle_s: float = 60.0
     #: Refuse tickets without a public key, whose KV would travel unencrypted.
     curve: bool = True
-    #: Connections to each decode pod. None: as many as the store needs.
-    num_connections: int | None = None
+    #: Connections to each decode pod.
+    num_connections: int = 1
 
 
 class ZmqSender(KVSender):
     def __init__(self, layout: KVLayout, store: BlockStore, options: SenderOptions = SenderOptions()) -> None:
-        self._num_connections = options.num_connections or _connections_for(store)
-        self._worker = _Worker(self._num_connections)
+        self._worker = _Worker(options.num_connections)
         super().__init__(layout, store, self._worker.pipe.wake)
         self._options = options
         self._client_public, self._client_secret = zmq.curve_keypair()
@@ -307,12 +300,13 @@ class ZmqSender(KVSender):
         return True
 
     def _take_replies(self) -> None:
-        for dealer in [dealer for peer in self._peers.values() for dealer in peer.dealers]:
+        for peer, dealer in [(p, dealer) for p in self._peers.values() for dealer in p.dealers]:
             while True:
                 try:
                     parts = dealer.recv_multipart(zmq.DONTWAIT)
                 except zmq.Again:
                     break
+                peer.replied.add(dealer)
                 try:
                     reply = decode(parts[0])
                 except MalformedError:
@@ -321,30 +315,35 @@ class ZmqSender(KVSender):
                     self.on_reply(reply)
 
     def _connect(self, transfer: OutgoingTransfer) -> _Peer:
+        """The transfer's peer, with one connection more if it has too few.
+
+        The decode pod assigns a new connection to the thread that has fewest, and counts one only when it
+        stands. So the next one is opened when it has replied on all others.
+        """
         key = (transfer.ticket.endpoint, transfer.ticket.public_key)
-        peer = self._peers.get(key)
-        if peer is None:
-            dealers: list[zmq.Socket[bytes]] = []
-            try:
-                for _ in range(self._num_connections):
-                    dealer = self._worker.context.socket(zmq.DEALER)
-                    dealers.append(dealer)
-                    _configure(dealer, MAX_HEADER_BYTES + _ENCRYPTION_BYTES)
-                    if transfer.ticket.public_key:
-                        dealer.curve_serverkey = transfer.ticket.public_key.encode()
-                        dealer.curve_publickey = self._client_public
-                        dealer.curve_secretkey = self._client_secret
-                    dealer.connect(transfer.ticket.endpoint)
-            except (zmq.ZMQError, ValueError):
-                for dealer in dealers:
-                    dealer.close(linger=0)
-                raise
-            for dealer in dealers:
-                self._poller.register(dealer, zmq.POLLIN)
-            peer = self._peers[key] = _Peer(tuple(dealers))
+        peer = self._peers.setdefault(key, _Peer())
         if transfer not in peer.transfers:
             peer.transfers.append(transfer)
+        if len(peer.dealers) == len(peer.replied) < self._options.num_connections:
+            peer.dealers.append(self._open_dealer(transfer.ticket, thread=len(peer.dealers)))
         return peer
+
+    def _open_dealer(self, ticket: Ticket, thread: int) -> zmq.Socket[bytes]:
+        """thread: the one of this context's that serves the connection."""
+        dealer = self._worker.context.socket(zmq.DEALER)
+        _configure(dealer, MAX_HEADER_BYTES + _ENCRYPTION_BYTES)
+        dealer.affinity = 1 << thread
+        try:
+            if ticket.public_key:
+                dealer.curve_serverkey = ticket.public_key.encode()
+                dealer.curve_publickey = self._client_public
+                dealer.curve_secretkey = self._client_secret
+            dealer.connect(ticket.endpoint)
+        except (zmq.ZMQError, ValueError):
+            dealer.close(linger=0)
+            raise
+        self._poller.register(dealer, zmq.POLLIN)
+        return dealer
 
     def _check_peers(self) -> None:
         """Fail stalled transfers; close unused connections."""

@@ -13,7 +13,7 @@ from tandem_drafting.lookahead_client import LookaheadClient
 from tandem_drafting.mirror import GlobalMirror
 from tandem_engine.assemble import EngineParts, assemble
 from tandem_engine.loop import EngineLoop
-from tandem_engine.transport.zeromq import ReceiverOptions, ZmqReceiver, ZmqSender
+from tandem_engine.transport.zeromq import ReceiverOptions, SenderOptions, ZmqReceiver, ZmqSender
 from tandem_pod import step_costs
 from tandem_pod.serving import STATUS_CODES, exit_process, run, running, serving
 from tandem_prefill.kv_streaming import KVStreamer
@@ -66,10 +66,14 @@ async def open_pod(pod: DecodeSettings) -> AsyncIterator[PodServer]:
     parts = await asyncio.to_thread(assemble, pod.engine_config(max_draft_nodes=pod.draft_nodes), drafter)
     await asyncio.to_thread(step_costs.measure, parts.engine, decodes=True)
     loop = EngineLoop(parts.engine, on_failure=exit_process)
-    receiver = ZmqReceiver(parts.layout, parts.pool, ReceiverOptions(host=pod.kv_host, port=pod.kv_port))
+    receiver = ZmqReceiver(
+        parts.layout,
+        parts.pool,
+        ReceiverOptions(host=pod.kv_host, port=pod.kv_port, num_connections=parts.pool.num_connections),
+    )
     client = PrefillClient(functools.partial(open_channel, tls=tls, role=Role.PREFILL))
     peers = PrefillClient(functools.partial(open_channel, tls=tls, role=Role.DECODE))
-    sender = ZmqSender(parts.layout, parts.pool)
+    sender = ZmqSender(parts.layout, parts.pool, SenderOptions(num_connections=parts.pool.num_connections))
     prefill = PrefillServicer(
         parts,
         loop,

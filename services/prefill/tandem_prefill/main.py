@@ -10,7 +10,7 @@ import grpc
 from tandem_core.errors import TransferError
 from tandem_engine.assemble import assemble
 from tandem_engine.loop import EngineLoop
-from tandem_engine.transport.zeromq import ZmqSender
+from tandem_engine.transport.zeromq import SenderOptions, ZmqSender
 from tandem_pod import step_costs
 from tandem_pod.serving import STATUS_CODES, exit_process, run, running, serving
 from tandem_pod.status import PodGauges
@@ -50,7 +50,7 @@ async def open_pod(pod: PrefillSettings) -> AsyncIterator[PodServer]:
     await asyncio.to_thread(step_costs.measure, parts.engine, decodes=False)
     streamer = KVStreamer(parts.engine.blocks, parts.layout.num_layers)
     loop = EngineLoop(parts.engine, on_failure=exit_process)
-    sender = ZmqSender(parts.layout, parts.pool)
+    sender = ZmqSender(parts.layout, parts.pool, SenderOptions(num_connections=parts.pool.num_connections))
     metrics = PrefillMetrics(server.registry)
     gauges = PodGauges(server.registry)
     gauges.watch_copies(parts.pool.copy_counts)
