@@ -38,7 +38,7 @@ from gpu.attention import (
 from gpu.checks import outcome_of, run_tests
 from gpu.runner import PARTS, Bench, Stage, plan, run_parts, run_stages
 from gpu.shapes import make_runner, model_shape, random_decoder
-from gpu.steps import MEASURING_S, counts, fill, measure_sizing
+from gpu.steps import MEASURING_S, counts, fill, longest_kernels, measure_sizing
 from gpu.transfer import COPY_GAUGES, RESERVE_S, Fleet, Stream, copy_counts, measure_at_once, measure_idle
 from processes import is_alive
 from prometheus_client import CollectorRegistry, generate_latest
@@ -338,6 +338,21 @@ def test_kernels_launches_and_waits_are_counted_per_step() -> None:
         {"name": "process_name", "ph": "M"},
     ]
     assert counts(events, 2) == ["1.0", "1.0", "0.5", "20%"]
+
+
+def test_the_longest_kernels_are_named_with_what_they_take_of_a_step() -> None:
+    events: list[dict[str, object]] = [
+        {"cat": "kernel", "name": "gemm", "dur": 20.0},
+        {"cat": "kernel", "name": "attention", "dur": 30.0},
+        {"cat": "kernel", "name": "gemm", "dur": 24.0},
+        {"cat": "gpu_memcpy", "name": "Memcpy DtoH", "dur": 2.0},
+        {"cat": "cpu_op", "name": "aten::linear", "dur": 500.0},
+    ]
+    assert longest_kernels(events, 2) == [
+        ("gemm", "1.0", "22"),
+        ("attention", "0.5", "15"),
+        ("Memcpy DtoH", "0.5", "1"),
+    ]
 
 
 def test_sequences_are_filled_while_the_stage_has_time_to_measure_them() -> None:

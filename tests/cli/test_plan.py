@@ -45,8 +45,8 @@ def test_a_data_sheet_gives_the_roofline() -> None:
     gpu, shape = GPUS["h200"], SHAPES["qwen2.5-72b"]
     costs = of_gpu(gpu, shape, 8)
     weights_s = 2 * 72.7e9 / (8 * 0.8 * 4.8e12)
-    assert costs.decode.per_step == pytest.approx(weights_s + 0.001 + 160 * 12e-6)
-    assert costs.prefill.per_token == pytest.approx(2 * 72.7e9 / (8 * 0.5 * 989e12))
+    assert costs.decode.per_step == pytest.approx(weights_s + 0.0015 + 160 * 12e-6)
+    assert costs.prefill.per_token == pytest.approx(2 * 72.7e9 / (8 * 0.65 * 989e12))
     kv_bytes = 2 * 80 * 8 * 128 * 2
     assert costs.decode.per_pair == pytest.approx(kv_bytes / (8 * 0.8 * 4.8e12))
     assert costs.kv_tokens == int((8 * 0.9 * 141e9 - 2 * 72.7e9) / kv_bytes)

@@ -14,12 +14,14 @@ from dataclasses import dataclass
 
 from tandem_core.step_cost import StepCost
 
-#: Shares of peak that good kernels reach: matrix products of a prompt, and reads of a decode step.
-COMPUTE_EFFICIENCY, MEMORY_EFFICIENCY = 0.5, 0.8
+#: Shares of peak: matrix products of a prompt, and reads of a decode step. With these and the overhead, an 8B
+#: model's steps at 4K on an H200 come out within 2 % for 1 to 64 sequences, and 5 % too long for 128 and for
+#: prompts (benchmarks/results/gpu-h200.md).
+COMPUTE_EFFICIENCY, MEMORY_EFFICIENCY = 0.65, 0.8
 #: Of a GPU's memory: for weights and KV, the rest is activations, graphs and the allocator's.
 USABLE_MEMORY = 0.9
 #: Launches and the host's part of a step, with CUDA graphs.
-STEP_OVERHEAD_S = 0.001
+STEP_OVERHEAD_S = 0.0015
 #: Of one all-reduce of a few rows between GPUs of one host.
 ALL_REDUCE_S = 12e-6
 
