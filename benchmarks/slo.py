@@ -15,13 +15,15 @@ another one each time. These are the parts, all with three classes (MIX) and thr
     alone      two tenants at half the capacity together
     fair       the same requests at the same times, and a third tenant with the other half
     noisy      the same, and the third tenant sends four times as much
+    fresh      clients of class interactive that wait for their answers, after each of several starts
+               without a warm-up
 
 In the first three, an eighth of the requests that the first configuration refuses are sent again at once, as
 class batch, which is never refused and comes after all others. One that meets the objectives of its own
 class even so was refused wrongly.
 
-Each part begins with a fresh start and a warm-up that is not measured, and no prompt is used in two runs of a
-configuration.
+Each part but `fresh` begins with a fresh start and a warm-up that is not measured, and no prompt is used in
+two runs of a configuration.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from peers import BATCH, Peer, PeerUnavailableError, Server, say, tandem_peer
-from slo_report import PROBE, SHAPES, finish
+from slo_report import FRESH, PROBE, SHAPES, finish
 from tandem_cli.bench.arrivals import ClosedLoop, OpenLoop, Replay, Schedule
 from tandem_cli.bench.dataset import Turn
 from tandem_cli.bench.loadgen import run_load
@@ -69,7 +71,7 @@ CONFIGURATIONS = {
     "FCFS + TTL": "--set gateway.admission=ttl --set gateway.max-in-flight=8",
 }
 MIX = "interactive=.5,chat=.3,batch=.2"
-PARTS = (*SHAPES, "retry", "fairness")
+PARTS = (*SHAPES, "retry", "fairness", FRESH)
 TENANTS = ("a", "b", "c")
 #: Shape of the gaps' gamma distribution in bursts; their coefficient of variation is 2.
 BURSTINESS = 0.25
@@ -77,6 +79,9 @@ BURSTINESS = 0.25
 CAPACITY_CONCURRENCY = 32
 #: Loads, in multiples of the capacity, of the parts that have one load.
 RETRY_LOAD, NEIGHBOURS_LOAD, NOISY_LOAD = 2.0, 0.5, 2.0
+#: Starts, clients, requests of each start, and tokens of their prompts: a load that the default model serves
+#: in time on two cores, so that refusals are wrong.
+FRESH_STARTS, FRESH_CLIENTS, FRESH_REQUESTS, FRESH_INPUT_TOKENS = 6, 8, 100, 128
 #: Before each part, at half of the capacity: gateways forget what they measured after so long, and the first
 #: requests after a start are predicted from costs that pods measured without any load.
 WARM_UP_S, WARM_UP_LOAD = 30.0, 0.5
@@ -126,6 +131,7 @@ class Plan:
     #: None: Mooncake's, above.
     trace: Path | None = None
     warm_up_s: float = WARM_UP_S
+    fresh_starts: int = FRESH_STARTS
 
 
 @dataclass(frozen=True)
@@ -159,11 +165,27 @@ class Benchmark:
             with self._started(names[0]) as system:
                 self._measure_capacity(system, names[0])
         for turn, part in enumerate(plan.parts):
+            if part == FRESH:
+                self._measure_fresh_starts()
+                continue
             cases = list(self._cases(part))
             shift = turn % len(names)
             for name in names[shift:] + names[:shift]:
                 self._measure_part(name, cases, is_first=name == names[0])
         return self.runs
+
+    def _measure_fresh_starts(self) -> None:
+        """The same requests for each start and configuration; the configurations take turns."""
+        options = replace(
+            self._options(FRESH_REQUESTS, TENANTS[:1]), mix="interactive=1", input_tokens=FRESH_INPUT_TOKENS,
+            ignore_eos=False,
+        )  # fmt: skip
+        requests = RequestMaker(options).make("retail", self._take(FRESH_REQUESTS))
+        for trial in range(self._plan.fresh_starts):
+            for name, flags in self._plan.configurations.items():
+                with self._start(name, flags) as system:
+                    records = self._send(system, requests, ClosedLoop(FRESH_CLIENTS))
+                self._note(Run(Point(FRESH, FRESH_CLIENTS), trial, name, summarise(records), tuple(records)))
 
     def _measure_part(self, name: str, cases: Sequence[Case], *, is_first: bool) -> None:
         with self._started(name) as system:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from reporting import describe_objectives, markdown_table, page
 from tandem_cli.bench.plot import draw_curves
-from tandem_cli.bench.record import RequestRecord
+from tandem_cli.bench.record import OK, RequestRecord
 from tandem_cli.bench.report import pooled_records
 from tandem_cli.bench.stats import (
     Calibration,
@@ -24,6 +24,8 @@ from tandem_core.slo import DEFAULT_SLO_CLASSES
 
 #: The parts whose runs differ in the load.
 SHAPES = ("poisson", "bursts", "trace")
+#: The part of clients that wait, without a warm-up.
+FRESH = "fresh"
 #: Before a part's name: refused requests that were sent again behind all others.
 PROBE = "refused in "
 READING = """\
@@ -68,6 +70,7 @@ def report(runs: Sequence[Run]) -> str:
         ("Retry-after honoured", retry_table(runs)),
         ("Predictions that held", calibration_table(runs, capacity)),
         ("A noisy tenant", fairness_table(runs)),
+        ("A system that was just started", fresh_table(runs)),
     ]
     tables = "\n\n".join(f"## {title}\n\n{table}" for title, table in sections if table)
     return page("SLOs under overload", tables, f"{_about(runs)}{measured}\n{READING}")
@@ -155,6 +158,27 @@ def retry_table(runs: Sequence[Run]) -> str:
         "configuration", "sent", "sent again", "then admitted", "waited s p50 / p99", "in time of all",
         "counted from the last sending",
     )  # fmt: skip
+    return markdown_table(head, rows) if rows else ""
+
+
+def fresh_table(runs: Sequence[Run]) -> str:
+    """Each start of a configuration, in the order in which they were made."""
+    rows = []
+    starts = [run for run in runs if run.point.workload == FRESH]
+    for system in dict.fromkeys(run.system for run in starts):
+        own = [run for run in starts if run.system == system]
+        records = [record for run in own for record in run.records]
+        refused_s = [record.sent_s for record in records if record.is_refused]
+        ended_s = [record.e2e_s for record in records if record.status == OK]
+        rows.append(
+            [
+                system,
+                ", ".join(f"{run.summary.num_met} of {run.summary.num_sent}" for run in own),
+                f"{max(ended_s):.2f}" if ended_s else "-",
+                f"{min(refused_s):.1f} to {max(refused_s):.1f}" if refused_s else "-",
+            ]
+        )
+    head = ("configuration", "in time, by start", "slowest answer, s", "refused, s after the first request")
     return markdown_table(head, rows) if rows else ""
 
 

@@ -35,12 +35,13 @@ OPTIONS = BenchOptions(rate="1", model="", input_tokens=64, max_tokens=4, timeou
 PLAN = Plan(
     OPTIONS,
     {"ours": "--ours", "refusing": "--refuse"},
-    ("poisson", "trace", "retry", "fairness"),
+    ("poisson", "trace", "retry", "fairness", "fresh"),
     loads=(0.5, 2.0),
     seconds=0.5,
     capacity=40.0,
     # Eight requests.
     warm_up_s=0.4,
+    fresh_starts=2,
 )
 KEYS = {tenant: f"key-{tenant}" for tenant in TENANTS}
 
@@ -81,10 +82,13 @@ def of(runs: list[Run], part: str, system: str = "ours") -> list[Run]:
 
 def test_configurations_take_turns_and_begin_anew_in_each_part(measured: Measured) -> None:
     fleets, runs, _ = measured
-    assert fleets.order == ["ours", "refusing", "refusing", "ours", "ours", "refusing", "refusing", "ours"]
+    assert fleets.order == [
+        *("ours", "refusing", "refusing", "ours", "ours", "refusing", "refusing", "ours"),
+        *("ours", "refusing", "ours", "refusing"),
+    ]
     assert [run.point.rate for run in of(runs, "poisson")] == [20.0, 80.0]
     assert [run.summary.num_sent for run in of(runs, "poisson")] == [10, 40]
-    assert len(runs) == 2 * (2 + 2 + 1 + 3)
+    assert len(runs) == 2 * (2 + 2 + 1 + 3 + 2)
 
 
 def test_all_configurations_get_the_same_requests_of_three_classes_and_tenants(measured: Measured) -> None:
@@ -133,6 +137,20 @@ def test_a_refused_request_comes_back_in_the_part_for_it_alone(measured: Measure
     assert not any(len(record.attempts) > 1 for record in of(runs, "poisson", "refusing")[1].records)
     (retry,) = of(runs, "retry", "refusing")
     assert sum(len(record.attempts) > 1 for record in retry.records) >= 10
+
+
+def test_a_fresh_start_gets_the_same_requests_without_a_warm_up(measured: Measured) -> None:
+    fleets, runs, _ = measured
+    starts = fleets.ended[-4:]
+    assert [len(fake.requests) for fake in starts] == [100] * 4
+    texts = [Counter(request.messages[-1].content for request in fake.requests) for fake in starts]
+    assert texts[0] == texts[1] == texts[2] == texts[3]
+    assert {request.slo_class for request in starts[0].requests} == {"interactive"}
+    table = slo_report.fresh_table(runs).splitlines()
+    assert table[2].startswith("| ours | 100 of 100, 100 of 100 |")
+    assert table[2].endswith("| - |")
+    assert table[3].startswith("| refusing | 67 of 100, 67 of 100 |")
+    assert " to " in table[3]
 
 
 def test_the_capacity_is_measured_on_the_first_configuration() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from random import Random
 from typing import cast
 
@@ -128,10 +129,10 @@ class WatchedStore:
 class WatchedSender(ZmqSender):
     """Sends one block a frame."""
 
-    def __init__(self, watch: KVWatch, layout: KVLayout, store: BlockStore) -> None:
+    def __init__(self, watch: KVWatch, layout: KVLayout, store: BlockStore, options: SenderOptions) -> None:
         self._watch = watch
         small = WatchedStore(store, max_frame_bytes=layout.block_bytes)
-        super().__init__(layout, small, SenderOptions(curve=False))
+        super().__init__(layout, small, replace(options, curve=False))
 
     def take_frame(
         self, transfer: OutgoingTransfer, *, computed: bool = False
@@ -162,7 +163,7 @@ class WatchedReceiver(ZmqReceiver):
         super().__init__(
             layout,
             WatchedStore(store, max_frame_bytes=store.max_frame_bytes, on_write=self._on_write),
-            ReceiverOptions(host=options.host, port=options.port, curve=False, credit_bytes=credit_bytes),
+            replace(options, curve=False, credit_bytes=credit_bytes),
         )
         self.proxy = FrameProxy(self.endpoint, FrameFaults(seed, kinds))
         self.endpoint = self.proxy.endpoint
