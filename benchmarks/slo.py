@@ -177,9 +177,8 @@ class Benchmark:
     def _measure_fresh_starts(self) -> None:
         """The same requests for each start and configuration; the configurations take turns."""
         options = replace(
-            self._options(FRESH_REQUESTS, TENANTS[:1]), mix="interactive=1", input_tokens=FRESH_INPUT_TOKENS,
-            ignore_eos=False,
-        )  # fmt: skip
+            self._options(FRESH_REQUESTS, TENANTS[:1]), mix="interactive=1", input_tokens=FRESH_INPUT_TOKENS
+        )
         requests = RequestMaker(options).make("retail", self._take(FRESH_REQUESTS))
         for trial in range(self._plan.fresh_starts):
             for name, flags in self._plan.configurations.items():
