@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing, contextmanager, suppress
 
 import numpy as np
 import pytest
@@ -429,6 +431,57 @@ def test_a_connection_is_opened_when_the_peer_has_replied_on_all_others(raw_rece
             pause(0.05)
 
 
+@contextmanager
+def serving_one_connection(target: str) -> Iterator[str]:
+    """The address of a proxy that forwards its first connection, and accepts others without a word."""
+    host, _, port = target.removeprefix("tcp://").rpartition(":")
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        held: list[socket.socket] = []
+
+        def pump(source: socket.socket, sink: socket.socket) -> None:
+            with suppress(OSError):
+                while data := source.recv(1 << 16):
+                    sink.sendall(data)
+
+        def accept() -> None:
+            with suppress(OSError):
+                while True:
+                    client = listener.accept()[0]
+                    held.append(client)
+                    if len(held) > 1:
+                        continue
+                    server = socket.create_connection((host, int(port)))
+                    stack.callback(server.shutdown, socket.SHUT_RDWR)
+                    for pair in ((client, server), (server, client)):
+                        threading.Thread(target=pump, args=pair, daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+        assert len(held) > 1, "the sender opened one connection only"
+        for client in held:
+            client.close()
+
+
+def test_a_connection_that_nobody_serves_holds_up_no_transfer(store: ByteStore) -> None:
+    source = ByteStore()
+    source.data[:] = 7
+    options = SenderOptions(num_connections=3, stall_s=0.5)
+    with (
+        closing(ZmqReceiver(LAYOUT, store, ReceiverOptions(num_connections=3))) as receiver,
+        serving_one_connection(receiver.endpoint) as endpoint,
+        closing(ZmqSender(LAYOUT, source, options)) as sender,
+    ):
+        for _ in range(3):
+            incoming = receiver.open({block: block for block in range(8)})
+            outgoing = sender.open(dataclasses.replace(incoming.ticket, endpoint=endpoint))
+            for layer, block in itertools.product(range(LAYOUT.num_layers), range(8)):
+                outgoing.put(layer, block, [block])
+            outgoing.finish().result(WAIT_MS / 1000)
+            incoming.done.result(WAIT_MS / 1000)
+
+
 def test_every_byte_arrives_over_several_connections(store: ByteStore) -> None:
     source = ByteStore()
     source.data[:] = np.random.default_rng(1).integers(0, 256, source.data.shape, np.uint8)
@@ -446,6 +499,7 @@ def test_every_byte_arrives_over_several_connections(store: ByteStore) -> None:
             outgoing.finish().result(WAIT_MS / 1000)
             incoming.done.result(WAIT_MS / 1000)
             assert np.array_equal(store.data[:, :8], source.data[:, :8])
+        assert [len(peer.dealers) for peer in sender._peers.values()] == [3]
 
 
 def test_a_peer_that_goes_silent_fails_the_transfer_after_the_stall_time(raw_receiver: RawReceiver) -> None:

@@ -43,11 +43,16 @@ LONG = [
 
 
 def plan_for(
-    case: Case, split_size: int = 64, max_new_tokens: int | None = None, share: int | None = None
+    case: Case,
+    split_size: int = 64,
+    max_new_tokens: int | None = None,
+    share: int | None = None,
+    num_places: int = 1 << 20,
 ) -> AttentionPlan:
     """A plan with room to spare, for steps like the case; its workspace is poisoned.
 
     share: partial results for each sequence, in new tokens times splits; None: as many as it may leave.
+    num_places: items of a K/V head that run at once; by default so many that splits are as small as can be.
     """
     _, num_heads, head_size = case.query.shape
     max_seqs = len(case.seq_lens) + 3
@@ -70,6 +75,7 @@ def plan_for(
     )
     for workspace in (plan.partials, plan.maxima, plan.sums):
         workspace.fill_(torch.nan)
+    plan.num_places = num_places
     plan.update(case.seq_lens, case.query_start_loc)
     return plan
 
@@ -112,6 +118,21 @@ def test_a_mix_of_trees_decodes_and_chunks(options: Options, dtype: torch.dtype)
 )
 def test_splits_are_joined(options: Options, dtype: torch.dtype) -> None:
     check(make_case(LONG, Shape(1, 3, 16), options, dtype), plan_for)
+
+
+@pytest.mark.parametrize("num_places", [1 << 20, 6, 1], ids=str)
+def test_many_splits_are_joined(num_places: int) -> None:
+    sequences = [Sequence(600, 5, tree=True), Sequence(310, 1), Sequence(20, 70)]
+    case = make_case(sequences, Shape(1, 3, 16), dtype=torch.float16)
+    plans = []
+
+    def make_plan(case: Case) -> AttentionPlan:
+        plans.append(plan_for(case, num_places=num_places))
+        return plans[-1]
+
+    check(case, make_plan)
+    most = max(item[5] for item in plans[0].items[: int(plans[0].num_items)].tolist())
+    assert most == {1 << 20: 10, 6: 3, 1: 1}[num_places]
 
 
 @pytest.mark.parametrize(
@@ -234,13 +255,8 @@ def test_neither_a_second_run_nor_the_order_of_arrival_changes_a_bit() -> None:
 def test_a_sequence_with_the_same_splits_gives_the_same_bits_alone_and_in_a_batch(
     options: Options, share: int | None
 ) -> None:
-    def attention_for(case: Case) -> TritonAttention:
-        plan = plan_for(case, share=share)
-        plan.num_places = 1 << 20  # for as many splits as there can be
-        return TritonAttention([plan])
-
     case = make_case(LONG[:5], Shape(1, 3, 16), options, torch.float16).to(DEVICE)
-    together = case.run(attention_for(case))
+    together = case.run(TritonAttention([plan_for(case, share=share)]))
     assert case.ancestor_bits is not None
     for b in range(5):
         start, stop = case.query_start_loc[b : b + 2].tolist()
@@ -252,7 +268,8 @@ def test_a_sequence_with_the_same_splits_gives_the_same_bits_alone_and_in_a_batc
             query_start_loc=torch.tensor([0, stop - start], dtype=torch.int32, device=DEVICE),
             ancestor_bits=case.ancestor_bits[start:stop],
         )
-        assert torch.equal(alone.run(attention_for(alone)), together[start:stop])
+        attention = TritonAttention([plan_for(alone, share=share)])
+        assert torch.equal(alone.run(attention), together[start:stop])
 
 
 def test_a_plan_serves_all_layers_and_steps() -> None:
@@ -328,9 +345,7 @@ def test_a_plan_lists_every_row_and_key_once(
 def num_splits(lens: list[int], num_places: int) -> list[int]:
     """Splits of each sequence of one new token, with splits of 64 to 1024 keys."""
     case = make_case([Sequence(seq_len - 1, 1) for seq_len in lens], Shape(1, 1, 16)).to(DEVICE)
-    plan = plan_for(case)
-    plan.num_places = num_places
-    plan.update(case.seq_lens, case.query_start_loc)
+    plan = plan_for(case, num_places=num_places)
     items = plan.items[: int(plan.num_items)].tolist()
     return [sum(item[0] == b for item in items) for b in range(len(lens))]
 
@@ -341,8 +356,8 @@ def test_splits_are_as_small_as_lets_all_run_at_once() -> None:
     assert num_splits([1024], 4) == [4]
     assert num_splits([1024, 512], 6) == [4, 2]
     assert num_splits([2048, 64], 1) == [2, 1]
-    # 65 keys past a multiple of the splits belong to the last one.
-    assert num_splits([1024 + 65], 4) == [4]
+    # 17 units of 64 keys, 5 of which would be a split: three splits of 6, 6 and 5, not a fourth one of 2.
+    assert num_splits([1024 + 64], 4) == [3]
 
 
 def test_blocks_before_the_window_are_not_read() -> None:
@@ -352,6 +367,21 @@ def test_blocks_before_the_window_are_not_read() -> None:
         case.kv_cache[case.block_table[b, : (seq - 40 - 64) // 16].long()] = torch.nan
     result = case.to(DEVICE).run("triton").cpu()
     torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_keys_past_the_longest_sequence_of_the_plan_are_left_out() -> None:
+    whole = make_case([Sequence(300, 1)], Shape(1, 2, 16), dtype=torch.float16)
+    cut = replace(whole, seq_lens=torch.tensor([250], dtype=torch.int32))
+    expected = cut.run("reference")
+    # A block has 16 slots.
+    whole.kv_cache[whole.block_table[0, 16:19].long()] = torch.nan
+    case = whole.to(DEVICE)
+    plan = AttentionPlan(
+        max_tokens=1, max_seqs=1, max_seq_len=250, num_heads=2, num_kv_heads=1, head_size=16,
+        dtype=torch.float16, cache_dtype=torch.float16, device=DEVICE, split_size=64,
+    )  # fmt: skip
+    result = case.run(TritonAttention([plan])).cpu()
+    torch.testing.assert_close(result, expected, rtol=2e-3, atol=2e-3)
 
 
 def test_plain_decode_of_many_sequences() -> None:

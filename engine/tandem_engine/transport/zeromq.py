@@ -9,9 +9,9 @@ Only these two threads touch the sockets; other threads reach them through the t
 Payloads are not copied here: the gathered array goes to ZeroMQ, the received buffer to the store. ZeroMQ
 drops its reference to the array when it has sent it, which frees the buffer of a store that reuses buffers.
 
-ZeroMQ encrypts a connection in one of its threads, at half a gigabyte per second. Pods with GPUs compute KV
-faster than that, so their frames take turns on several connections (`num_connections`), each with a thread of
-its own at both ends. The order in which frames arrive does not matter.
+ZeroMQ encrypts a connection in one of its threads, at half to one gigabyte per second. Pods with GPUs compute
+KV faster than that, so their frames take turns on several connections (`num_connections`), each with a thread
+of its own at both ends. The order in which frames arrive does not matter.
 
 CURVE (on by default) encrypts and proves the receiver to the sender. It does not prove the sender: any client
 key is let in, and the 128-bit transfer id, which travels on the gRPC call, is what allows writing. A sender
@@ -220,8 +220,8 @@ class _Peer:
 
     dealers: list[zmq.Socket[bytes]] = field(default_factory=list)
     transfers: list[OutgoingTransfer] = field(default_factory=list)
-    #: Frames sent.
-    num_frames: int = 0
+    #: Attempts to send.
+    num_sent: int = 0
     #: Connections on which the decode pod has replied.
     replied: set[zmq.Socket[bytes]] = field(default_factory=set)
     idle_since: float = 0.0
@@ -290,14 +290,24 @@ class ZmqSender(KVSender):
             return False
         frame, payload = taken
         try:
-            peer = self._connect(transfer)
-            dealer = peer.dealers[peer.num_frames % len(peer.dealers)]
-            peer.num_frames += 1
-            dealer.send(encode(frame), zmq.SNDMORE | zmq.DONTWAIT)
+            dealer = self._send_header(self._connect(transfer), encode(frame))
             dealer.send(payload, zmq.DONTWAIT, copy=False)
         except (zmq.ZMQError, ValueError) as error:
             transfer.fail(TransferError(f"sending to {transfer.ticket.endpoint} failed: {error}"))
         return True
+
+    @staticmethod
+    def _send_header(peer: _Peer, header: bytes) -> zmq.Socket[bytes]:
+        """Sends a message's first part on the next connection that stands, the first one at least."""
+        for _ in peer.dealers:
+            dealer = peer.dealers[peer.num_sent % len(peer.dealers)]
+            peer.num_sent += 1
+            try:
+                dealer.send(header, zmq.SNDMORE | zmq.DONTWAIT)
+                return dealer
+            except zmq.Again:
+                continue
+        raise zmq.Again
 
     def _take_replies(self) -> None:
         for peer, dealer in [(p, dealer) for p in self._peers.values() for dealer in p.dealers]:
@@ -333,6 +343,9 @@ class ZmqSender(KVSender):
         dealer = self._worker.context.socket(zmq.DEALER)
         _configure(dealer, MAX_HEADER_BYTES + _ENCRYPTION_BYTES)
         dealer.affinity = 1 << thread
+        # The first connection queues what it cannot send yet. The others get frames only once they stand, so
+        # that one that nobody serves holds none up.
+        dealer.immediate = thread > 0
         try:
             if ticket.public_key:
                 dealer.curve_serverkey = ticket.public_key.encode()

@@ -5,8 +5,8 @@
       keys           tiles of BLOCK_KEYS slots with an online softmax; only tiles that some row does not see
                      whole are masked: the last ones, and with a window the first ones. While one is computed,
                      the next one's K and V arrive
-    programs         as many as run at the same time; each takes the next item of the list, times the K/V
-                     heads, when it has ended one
+    programs         as many as run at the same time; when it begins an item, each takes the next one of the
+                     list, times the K/V heads, that nobody has
 
 A tile of rows whose keys are split leaves one partial result for each split. Whichever program arrives last
 at the tile's counter adds them in the order of the splits, so that the order of arrival changes no bit, and
@@ -132,7 +132,7 @@ def turbo_attention_kernel(
             is_tree = (num_new <= MAX_NODES) & (tl.load(ancestor_bits_ptr + row_start) != 0)
             if is_tree:
                 seen_to = context_len
-        seen_to = tl.minimum(tl.maximum(seen_to // BLOCK_KEYS * BLOCK_KEYS, begin), end)
+        seen_to = tl.maximum(tl.minimum(seen_to, end) // BLOCK_KEYS * BLOCK_KEYS, begin)
         seen_from = begin
         if HAS_WINDOW:
             seen_from = tl.cdiv(tl.maximum(context_len + last_token - window + 1, 0), BLOCK_KEYS) * BLOCK_KEYS

@@ -1,7 +1,4 @@
-"""Sizes the Triton kernel is compiled for, chosen by what a model and a GPU are, never by the batch.
-
-A row's result would depend on the batch if these did: sums are made in the order of the tiles.
-"""
+"""Sizes the Triton kernel is compiled for, chosen by the model and most sequences' number of new tokens."""
 
 from __future__ import annotations
 
@@ -13,8 +10,8 @@ from dataclasses import dataclass
 SPLIT_SIZE = 256
 MAX_SPLIT_SIZE = 1024
 #: Most memory for partial results, whatever the length and number of sequences. An 8B model (32 heads of 128)
-#: then has 28 splits of each sequence with drafts of 9 tokens among 128 sequences: 8 K/V heads times 28 are
-#: programs enough for one sequence to occupy a GPU.
+#: then has 28 splits at most of each sequence with drafts of 9 tokens among 128 sequences, and 126 of each
+#: with drafts of 16 among 16.
 PARTIALS_BYTES = 512 << 20
 
 
