@@ -15,8 +15,8 @@ another one each time. These are the parts, all with three classes (MIX) and thr
     alone      two tenants at half the capacity together
     fair       the same requests at the same times, and a third tenant with the other half
     noisy      the same, and the third tenant sends four times as much
-    fresh      clients of class interactive that wait for their answers, after each of several starts
-               without a warm-up
+    fresh      clients of class interactive that wait for their answers, and come back twice if they are
+               refused, after each of several starts without a warm-up
 
 In the first three, an eighth of the requests that the first configuration refuses are sent again at once, as
 class batch, which is never refused and comes after all others. One that meets the objectives of its own
@@ -82,6 +82,8 @@ RETRY_LOAD, NEIGHBOURS_LOAD, NOISY_LOAD = 2.0, 0.5, 2.0
 #: Starts, clients, requests of each start, and tokens of their prompts: a load that the default model serves
 #: in time on two cores, so that refusals are wrong.
 FRESH_STARTS, FRESH_CLIENTS, FRESH_REQUESTS, FRESH_INPUT_TOKENS = 6, 8, 100, 128
+#: Refused requests are sent again as often as OpenAI's clients do, when the gateway says.
+FRESH_RETRIES = 2
 #: Before each part, at half of the capacity: gateways forget what they measured after so long, and the first
 #: requests after a start are predicted from costs that pods measured without any load.
 WARM_UP_S, WARM_UP_LOAD = 30.0, 0.5
@@ -183,7 +185,9 @@ class Benchmark:
         for trial in range(self._plan.fresh_starts):
             for name, flags in self._plan.configurations.items():
                 with self._start(name, flags) as system:
-                    records = self._send(system, requests, ClosedLoop(FRESH_CLIENTS))
+                    records, _ = self._send_probing(
+                        system, requests, ClosedLoop(FRESH_CLIENTS), max_retries=FRESH_RETRIES
+                    )
                 self._note(Run(Point(FRESH, FRESH_CLIENTS), trial, name, summarise(records), tuple(records)))
 
     def _measure_part(self, name: str, cases: Sequence[Case], *, is_first: bool) -> None:

@@ -168,17 +168,27 @@ def fresh_table(runs: Sequence[Run]) -> str:
     for system in dict.fromkeys(run.system for run in starts):
         own = [run for run in starts if run.system == system]
         records = [record for run in own for record in run.records]
-        refused_s = [record.sent_s for record in records if record.is_refused]
+        refused_s = [
+            record.sent_s + attempt.sent_s
+            for record in records
+            for attempt in record.attempts
+            if attempt.is_refused
+        ]
         ended_s = [record.e2e_s for record in records if record.status == OK]
         rows.append(
             [
                 system,
                 ", ".join(f"{run.summary.num_met} of {run.summary.num_sent}" for run in own),
+                str(sum(len(record.attempts) > 1 for record in records)),
+                str(sum(record.is_refused for record in records)),
                 f"{max(ended_s):.2f}" if ended_s else "-",
                 f"{min(refused_s):.1f} to {max(refused_s):.1f}" if refused_s else "-",
             ]
         )
-    head = ("configuration", "in time, by start", "slowest answer, s", "refused, s after the first request")
+    head = (
+        "configuration", "in time, by start", "sent again", "refused in the end", "slowest answer, s",
+        "refusals, s after the first request",
+    )  # fmt: skip
     return markdown_table(head, rows) if rows else ""
 
 
