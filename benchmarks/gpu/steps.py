@@ -342,7 +342,7 @@ def sizing(bench: Bench) -> None:
 
 
 def measure_sizing(bench: Bench, decoder: Decoder, config: EngineConfig) -> None:
-    """A row for each moment, the last one for what --gpu-memory-utilization wants free."""
+    """A row for each moment, the last one for what --gpu-memory-utilization leaves to others."""
     settings = f"--max-batch {config.max_batch} --chunk-size {config.chunk_size}"
     bench.table(settings, "GPU memory free, GiB", "of torch's tensors, GiB")
 

@@ -73,7 +73,7 @@ class ByteStore:
 
 
 class RawSender:
-    """A hand-made DEALER: sends whatever a test wants to a receiver without CURVE."""
+    """A DEALER without the sender's code: sends any bytes to a receiver without CURVE."""
 
     def __init__(self, endpoint: str) -> None:
         self._context = zmq.Context()

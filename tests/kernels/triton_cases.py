@@ -330,7 +330,9 @@ def test_a_plan_lists_every_row_and_key_once(
             assert begin < end
             if sequences[b].new > 64:
                 assert num_splits == 1
-            elif share is not None:
+            elif share is None:
+                assert begin // plan.split_size == (end - 1) // plan.split_size
+            else:
                 assert num_splits == 1 or num_splits * sequences[b].new <= share
             if split:
                 assert begin == own[split - 1][3]

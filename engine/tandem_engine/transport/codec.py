@@ -48,7 +48,7 @@ class Credit:
 
 @dataclass(frozen=True)
 class Reject:
-    """The receiver wants no more of this epoch of the transfer."""
+    """The receiver takes no more of this epoch of the transfer."""
 
     transfer_id: bytes
     epoch: int
