@@ -95,7 +95,7 @@ MUTATIONS = (
         _INCOMING,
         "            or not self._wanted[first : last + 1].all()\n",
         "",
-        _test("tests/engine/test_transport_zeromq.py::test_a_retry_cannot_write_a_block_that_is_complete"),
+        _test("tests/engine/test_transport_receiver.py::test_a_retry_cannot_write_a_block_that_is_complete"),
     ),
     Mutation(
         "length of a frame",
@@ -103,7 +103,7 @@ MUTATIONS = (
         "if payload.nbytes != frame.num_blocks * self._layout.block_bytes:",
         "if False:",
         _test(
-            "tests/engine/test_transport_zeromq.py::test_a_frame_out_of_place_is_dropped_counted_and_rejected"
+            "tests/engine/test_transport_receiver.py::test_a_frame_out_of_place_is_dropped_counted_and_rejected"
         ),
     ),
     Mutation(
@@ -112,7 +112,7 @@ MUTATIONS = (
         "if self._state.is_final or self._is_failing:",
         "if False:",
         _test(
-            "tests/engine/test_transport_zeromq.py::"
+            "tests/engine/test_transport_receiver.py::"
             "test_a_frame_looked_up_before_abort_but_accepted_after_it_is_not_written"
         ),
     ),
@@ -122,7 +122,7 @@ MUTATIONS = (
         "if self._in_flight_bytes + num_bytes > self._ticket.credit_bytes:",
         "if False:",
         _test(
-            "tests/engine/test_transport_zeromq.py::"
+            "tests/engine/test_transport_receiver.py::"
             "test_the_sender_sends_exactly_its_credit_and_goes_on_as_credit_returns"
         ),
     ),
@@ -139,7 +139,7 @@ MUTATIONS = (
         "if transfer.stalled_for_s() > self._options.stall_s:",
         "if False:",
         _test(
-            "tests/engine/test_transport_zeromq.py::"
+            "tests/engine/test_transport_receiver.py::"
             "test_a_peer_that_goes_silent_fails_the_transfer_after_the_stall_time"
         ),
     ),
@@ -244,7 +244,7 @@ MUTATIONS = (
         _ZEROMQ,
         "if not ticket.public_key and self._options.curve:",
         "if False:",
-        _test("tests/engine/test_transport_zeromq.py::test_a_ticket_without_a_key_is_refused"),
+        _test("tests/engine/test_transport_sender.py::test_a_ticket_without_a_key_is_refused"),
     ),
     Mutation(
         "circuit breaker",
