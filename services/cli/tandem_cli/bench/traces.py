@@ -17,7 +17,7 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -117,29 +117,43 @@ def _from_json(line: str) -> TraceEntry | None:
         raise ValueError("expected an object")
     if "timestamp" in raw:
         return TraceEntry(
-            arrival_s=float(raw["timestamp"]) / 1000,
-            prompt_tokens=int(raw["input_length"]),
-            output_tokens=max(1, int(raw["output_length"])),
-            blocks=tuple(int(block) for block in raw.get("hash_ids") or ()),
+            arrival_s=_number(raw, "timestamp") / 1000,
+            prompt_tokens=_count(raw, "input_length"),
+            output_tokens=max(1, _count(raw, "output_length")),
+            blocks=tuple(_count({"hash_ids": block}, "hash_ids") for block in raw.get("hash_ids") or ()),
         )
     if "arrival_s" not in raw:
         raise ValueError("it has neither arrival_s (seconds) nor Mooncake's timestamp (milliseconds)")
     return TraceEntry(
-        arrival_s=float(raw["arrival_s"]),
-        prompt_tokens=_optional_count(raw.get("prompt_tokens")),
-        output_tokens=_optional_count(raw.get("output_tokens")),
+        arrival_s=_number(raw, "arrival_s"),
+        prompt_tokens=_optional_count(raw, "prompt_tokens"),
+        output_tokens=_optional_count(raw, "output_tokens"),
         slo_class=str(raw.get("slo_class") or ""),
         tenant=str(raw.get("tenant") or ""),
     )
 
 
-def _optional_count(value: object) -> int | None:
-    return None if value is None else int(str(value))
+def _number(raw: Mapping[str, object], name: str) -> float:
+    try:
+        return float(str(raw[name]))
+    except ValueError:
+        raise ValueError(f"{name} is {raw[name]!r}, which is no number") from None
+
+
+def _count(raw: Mapping[str, object], name: str) -> int:
+    try:
+        return int(str(raw[name]))
+    except ValueError:
+        raise ValueError(f"{name} is {raw[name]!r}, which is no whole number") from None
+
+
+def _optional_count(raw: Mapping[str, object], name: str) -> int | None:
+    return None if raw.get(name) is None else _count(raw, name)
 
 
 def _from_burstgpt(row: dict[str, str]) -> TraceEntry | None:
     """None: a request that failed when it was recorded."""
-    prompt_tokens, output_tokens = int(row["Request tokens"]), int(row["Response tokens"])
+    prompt_tokens, output_tokens = _count(row, "Request tokens"), _count(row, "Response tokens")
     if prompt_tokens < 1 or output_tokens < 1:
         return None
-    return TraceEntry(float(row["Timestamp"]), prompt_tokens, output_tokens)
+    return TraceEntry(_number(row, "Timestamp"), prompt_tokens, output_tokens)
