@@ -167,10 +167,10 @@ ALERTS = (
         f"avg_over_time({t.SATURATION.name}[10m]) > 0.95",
         "ticket",
         "10m",
-        "Gateway {{ $labels.instance }} is full: its places for requests, or the KV memory of the decode "
-        "pods.",
-        "The fleet dashboard says which of the two. Add decode pods, or raise `--max-in-flight` where KV "
-        "memory is left.",
+        "Gateway {{ $labels.instance }} is full: its places for requests, the KV memory of the decode pods, "
+        "or the time that objectives leave.",
+        "The fleet dashboard says which of these. Refusals by prediction: add pods of the role whose stage "
+        "grows. KV memory: add decode pods. Places: raise `--max-in-flight`.",
     ),
     Alert(
         "TandemKVFramesDamaged",

@@ -443,7 +443,7 @@ SPECULATION = Board(
             (
                 Panel(
                     "Tokens per step",
-                    (Query(f"{rate(t.DECODE_OUTPUT_TOKENS)} / {rate(t.DECODE_STEPS)}", "tokens per step"),),
+                    (Query(f"1 + {rate(t.ACCEPTED_TOKENS)} / {rate(t.DECODE_STEPS)}", "tokens per step"),),
                     description="Output tokens per verification pass of a sequence; 1 without drafts.",
                 ),
                 Panel(

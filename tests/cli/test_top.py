@@ -39,7 +39,7 @@ def sample(number: int) -> Sample:
         number=number, time=START + number, classes={"chat": chat}, misses={"prefill": number}, queued=3,
         prefill=2, decode=1, admitted=2 * number, begun=2 * number, ended=2 * number, predictions=2 * number,
         predictions_held=number, ttft=TtftRow(2, 0.3, 0.2, 0.4), drafted={"prompt": 10 * number},
-        accepted={"prompt": 5 * number}, tokens=90 * number, steps=30 * number,
+        accepted={"prompt": 5 * number}, steps=30 * number,
         failovers={"crashed": 2} if number > 80 else {}, prefill_retries=0,
         pods=[
             PodRow("decode", "d-0", "a:1", "", 50, 25, 100, 4, 5, 6, 0.1),

@@ -11,10 +11,9 @@ import pytest
 from fixed_forecaster import SLO, FixedForecaster, request
 from tandem_core.slo import SloTarget
 from tandem_gateway.admission import Admission
-from tandem_gateway.errors import OverloadedError, RefusalReason
-from tandem_gateway.request import TokenizedRequest
+from tandem_gateway.errors import OverloadedError, RefusalReason, UnavailableError
+from tandem_gateway.request import TenantLimits, TokenizedRequest
 from tandem_gateway.settings import Policy
-from tandem_gateway.shares import MAX_AHEAD_S
 from waiting import run_ready_tasks
 
 
@@ -80,18 +79,77 @@ class TestJudgement:
         forecaster = FixedForecaster(ttft=1.5)
         forecaster.pod.in_flight = 0
         judge(forecaster)
-        with pytest.raises(OverloadedError):
+        with pytest.raises(OverloadedError, match=r"without load, where it takes 1\.5 s") as info:
             judge(forecaster, asked=request(replace(SLO, is_strict=True)))
+        assert info.value.retry_after_s is None, "it would be refused whenever it came back"
+
+    def test_without_a_pod_who_is_strict_is_refused(self):
+        forecaster = FixedForecaster(ttft=0.5)
+        forecaster.forecast = lambda request, queue_s: None
+        assert judge(forecaster).forecast is None
+        with pytest.raises(UnavailableError, match="no decode pod"):
+            judge(forecaster, asked=request(replace(SLO, is_strict=True)))
+
+    async def test_what_a_lost_pod_delayed_is_no_measure_of_predictions(self):
+        """Else one pod's death would have its class refused for as long as that is remembered."""
+        forecaster = FixedForecaster(ttft=0.5)
+        admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
+        async with admission.slot(request()) as before:
+            forecaster.failed_at = time.monotonic()
+            async with admission.slot(request(prompt=(4, 5))) as after:
+                admission.started(before, ttft_s=9.0)
+                admission.ended(before, e2e_s=10.0, num_tokens=7, met=False)
+                assert forecaster.observed == [("tokens", 7)]
+                admission.started(after, ttft_s=0.5)
+                admission.ended(after, e2e_s=1.0, num_tokens=8, met=True)
+        assert [name for name, *_ in forecaster.observed] == ["tokens", "ttft", "tokens", "e2e", "left"]
+
+    async def test_without_reports_those_that_leave_late_lower_the_limit(self):
+        forecaster = FixedForecaster(ttft=0.5, is_known=False)
+        admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
+        late = request(replace(SLO, ttft_s=0.02))
+        async with admission.slot(late):
+            await asyncio.sleep(0.03)
+        assert admission._blind_limit.value < 8
+        lowered = admission._blind_limit.value
+        async with admission.slot(request(SloTarget("batch"))) as one:
+            admission.ended(one, e2e_s=1.0, num_tokens=1, met=True)
+        assert admission._blind_limit.value == lowered, "who has no objectives says nothing"
+
+    async def test_a_tenant_with_all_its_places_is_told_when_one_will_be_free(self):
+        forecaster = FixedForecaster(ttft=0.1, token_s=0.2)
+        admission = Admission(forecaster, max_in_flight=128, max_queue=8, policy=Policy.PREDICT, slack=0.0)
+        limited = replace(request(SloTarget("batch")), limits=TenantLimits(places=1))
+        async with admission.slot(limited) as running:
+            running.num_tokens, running.first_at = 5, time.monotonic()
+            with pytest.raises(OverloadedError, match="limit 1") as info:
+                async with admission.slot(limited):
+                    pass
+        # Five tokens of .16 s beside four sequences.
+        assert info.value.retry_after_s == pytest.approx(0.8, abs=0.1)
+
+    def test_how_much_of_the_time_that_objectives_leave_goes_to_load(self):
+        forecaster = FixedForecaster(ttft=0.55)  # .1 s without load, of 1 s
+        admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
+        assert admission.slack_used == 0
+        admission._judge(request(SloTarget("batch")))
+        assert admission.slack_used == 0
+        admission._judge(request())
+        assert admission.slack_used == pytest.approx(0.5, abs=0.01)
+        forecaster.ttft = 3.0
+        with pytest.raises(OverloadedError):
+            admission._judge(request())
+        assert admission.slack_used == pytest.approx(0.75, abs=0.01)
 
     def test_who_strictly_wants_what_no_time_can_give_is_told_so(self):
         """It neither keeps requests without objectives away nor is it expected back."""
         forecaster = FixedForecaster(ttft=1.5, alone_ttft=1.2)
         gate = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=3.0)
         limit = gate._best_effort_limit.value
-        with pytest.raises(OverloadedError, match="ttft cannot be met here even without load") as info:
+        with pytest.raises(OverloadedError, match=r"ttft of 1 s cannot be met .* it takes 1\.2 s") as info:
             gate._judge(request(replace(SLO, is_strict=True)))
         assert info.value.reason is RefusalReason.TTFT
-        assert info.value.retry_after_s == MAX_AHEAD_S
+        assert info.value.retry_after_s is None
         assert gate._best_effort_limit.value == limit
         assert not gate._bookings._order
 

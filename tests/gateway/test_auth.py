@@ -119,6 +119,31 @@ def test_an_empty_file_lets_nobody_in(tmp_path):
 DIGEST = hashlib.sha256(b"k").hexdigest()
 
 
+def test_a_tenant_has_one_weight(tmp_path):
+    path = tmp_path / "keys"
+    path.write_text("".join(f"{line(key, 'acme', weight=weight)}\n" for key, weight in (("a", 2), ("b", 3))))
+    with pytest.raises(KeyFileError, match=":2: weight: tenant acme has 2 in a line before and 3 here"):
+        ApiKeys.load(path)
+
+
+async def test_who_is_turned_away_is_counted_whatever_the_protocol(pods, gateway, keys_file):
+    front = await gateway(await pods(), api_keys_file=keys_file)
+    wrong = {"authorization": "Bearer wrong"}
+    for path in ("/v1/chat/completions", "/tokenize", "/tandem.v1.GatewayService/ListModels"):
+        answer = await front.http.post(path, json={"messages": USER}, headers=wrong)
+        assert answer.status_code == 401
+    assert (await front.http.get("/v1/models", headers=wrong)).status_code == 401
+    with pytest.raises(grpc.aio.AioRpcError):
+        await front.grpc.ListModels(gateway_pb2.ListModelsRequest())
+    counted = 'tandem_requests_total{outcome="unauthenticated"}'
+    assert await front.metric(counted) == 5
+    acme = {"authorization": "Bearer acme-key"}
+    assert (await front.http.get("/metrics", headers=acme)).status_code == 403
+    assert await front.metric(counted) == 6
+    answer = await front.http.post("/v1/chat/completions", json={"messages": USER}, headers=acme)
+    assert (answer.status_code, await front.metric(counted)) == (200, 6)
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [
@@ -147,5 +172,5 @@ def test_a_key_bounds_the_objectives_of_its_requests(tmp_path):
         ForbiddenError, match="ttft objective: this key may ask for 500 ms or more, not for 499"
     ):
         caller.slo("chat", SloTarget("", ttft_s=0.499))
-    with pytest.raises(InvalidRequestError, match=r"slo\.e2e: is 86401 s; send at most 86400 s"):
+    with pytest.raises(InvalidRequestError, match=r"slo\.e2e_ns: is 86401 s and more; send at most 86400 s"):
         caller.slo("chat", SloTarget("", e2e_s=86_401.0))

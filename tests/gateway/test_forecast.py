@@ -251,7 +251,7 @@ def test_what_later_requests_add_is_predicted_and_does_not_count_against_admissi
     forecaster, rng = Forecaster(Unchanging(route), OutputLengths(), 0.99), random.Random(5)
     for _ in range(60):
         said = forecaster.forecast(request(), 0.0)
-        forecaster.ended(request(), said, 3.0 * rng.uniform(0.97, 1.03), 10)
+        forecaster.ended(request(), said, 3.0 * rng.uniform(0.97, 1.03))
         forecaster.was_left(request(), said.route, 0.5, 0.6 * rng.uniform(0.97, 1.03))
         forecaster.was_left(request(), said.route, 1.0, 1.2 * rng.uniform(0.97, 1.03))
     said = forecaster.forecast(request(), 0.0)
@@ -277,4 +277,4 @@ def test_measured_times_count_from_the_forecast():
     admission.started(admitted, ttft_s=0.75)
     assert forecaster.observed == [("ttft", 0.5)]
     admission.ended(admitted, e2e_s=1.25, num_tokens=7, met=True)
-    assert forecaster.observed[1] == ("e2e", 1.0, 7)
+    assert forecaster.observed[1:3] == [("tokens", 7), ("e2e", 1.0)]

@@ -110,6 +110,11 @@ BAD_INPUTS = [
     (gateway_pb2.ChatRequest(), ["messages", "empty"]),
     (gateway_pb2.ChatRequest(messages=USER * 5), ["messages", "5 messages", "limit of 4"]),
     (gateway_pb2.ChatRequest(messages=USER, slo_class="fast"), ["slo_class", "interactive, chat, batch"]),
+    (gateway_pb2.ChatRequest(messages=USER, slo=common_pb2.SloTarget(name="gold")), ["slo_class", "'gold'"]),
+    (
+        gateway_pb2.ChatRequest(messages=USER, slo_class="chat", slo=common_pb2.SloTarget(name="batch")),
+        ["slo.name", "'batch'", "slo_class 'chat'"],
+    ),
     (
         gateway_pb2.ChatRequest(messages=USER, speculation="fast"),
         ["speculation", "off, local, chain, global"],

@@ -9,7 +9,9 @@ from tandem_proto.v1 import common_pb2
 
 
 def forecast_of(*, wait_s: float, prefill_s: float, token_s: float, num_output: int) -> SimpleNamespace:
-    route = SimpleNamespace(wait_s=wait_s, prefill_s=prefill_s, token_s=token_s, num_output=num_output)
+    route = SimpleNamespace(
+        wait_s=wait_s, prefill_s=prefill_s, transfer_s=0.0, token_s=token_s, num_output=num_output
+    )
     return SimpleNamespace(route=route, queue_s=0.0)
 
 
@@ -47,18 +49,31 @@ def test_a_delay_is_found_in_the_stage_where_it_was(stage):
         forecast = forecast_of(
             wait_s=predicted["queue"], prefill_s=predicted["prefill"], token_s=token_s, num_output=num_output
         )
-        right += miss_cause(receipt_of(seconds, **fields), forecast, is_late_start=False) == stage
+        right += (
+            miss_cause(receipt_of(seconds, **fields), forecast, is_late_start=False, is_late_end=True)
+            == stage
+        )
     assert right >= 190
 
 
 def test_what_came_after_a_late_first_token_is_not_its_cause():
     seconds = {"queue": 0.2, "prefill": 2.0, "transfer": 0.0, "decode": 9.0, "other": 0.0}
     receipt = receipt_of(seconds, output_tokens=10)
-    assert miss_cause(receipt, None, is_late_start=True) == "prefill"
-    assert miss_cause(receipt, None, is_late_start=False) == "decode"
+    assert miss_cause(receipt, None, is_late_start=True, is_late_end=True) == "prefill"
+    assert miss_cause(receipt, None, is_late_start=False, is_late_end=True) == "decode"
+
+
+def test_late_tokens_are_not_the_fault_of_what_came_before_the_first_one():
+    seconds = {"queue": 2.0, "prefill": 3.0, "transfer": 1.0, "decode": 0.5, "other": 0.1}
+    receipt = receipt_of(seconds, output_tokens=10)
+    assert miss_cause(receipt, None, is_late_start=False, is_late_end=False) == "decode"
+    assert miss_cause(receipt, None, is_late_start=False, is_late_end=True) == "prefill"
 
 
 def test_a_stage_that_took_long_as_predicted_is_not_the_cause():
     seconds = {"queue": 8.0, "prefill": 2.0, "transfer": 0.0, "decode": 1.0, "other": 0.0}
     forecast = forecast_of(wait_s=7.5, prefill_s=0.5, token_s=0.1, num_output=10)
-    assert miss_cause(receipt_of(seconds, output_tokens=10), forecast, is_late_start=True) == "prefill"
+    assert (
+        miss_cause(receipt_of(seconds, output_tokens=10), forecast, is_late_start=True, is_late_end=True)
+        == "prefill"
+    )

@@ -55,6 +55,22 @@ async def test_a_request_waits_for_the_only_pod_to_come_back(pods, gateway):
     assert (await answer)[0] == "Hello there!"
 
 
+async def test_what_a_lost_pod_delays_is_no_measure_of_predictions(pods, gateway):
+    lost = await pods(fail_after=1, fail_with=grpc.StatusCode.UNAVAILABLE)
+    front = await gateway(lost, await pods("d-1", free_blocks=90))
+    fleet = front.process._fleet
+    assert fleet.failed_at < 0
+    before = time.monotonic()
+    assert (await _text(front))[0] == "Hello there!"
+    assert fleet.failed_at > before
+
+
+async def test_so_is_what_a_prefill_pod_delays(pods, gateway):
+    front = await gateway(await pods(prefill_failures=1))
+    assert (await _text(front))[0] == "Hello there!"
+    assert front.process._fleet.failed_at > 0
+
+
 async def test_without_any_pod_the_wait_ends_with_unavailable(pods, gateway):
     pod = await pods()
     front = await gateway(pod, failover_wait_s=0.3)

@@ -62,7 +62,41 @@ async def test_a_client_that_leaves_ends_its_trace(collector, pods, gateway):
     await front.process.stop()
     (root,) = roots(collector)
     assert (root.status, root.attributes["tandem.outcome"]) == (0, "cancelled")
+    assert root.attributes["tandem.slo.met"] is False
+    assert root.attributes["gen_ai.usage.output_tokens"] in (0, 1)
     collector.assert_stages_add_up()
+
+
+async def test_a_call_with_two_prompts_says_what_its_usage_says(collector, pods, gateway):
+    front = await gateway(await pods(cached_tokens=1))
+    answer = (await front.http.post("/v1/completions", json={"prompt": ["hi", "the order"], "n": 2})).json()
+    await front.process.stop()
+    (root,) = roots(collector)
+    usage, receipts = answer["usage"], answer["usage"]["tandem_receipts"]
+    assert root.attributes["gen_ai.usage.input_tokens"] == usage["prompt_tokens"]
+    assert root.attributes["gen_ai.usage.output_tokens"] == usage["completion_tokens"]
+    assert root.attributes["gen_ai.usage.cache_read.input_tokens"] == 2
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 2
+    last_s = max(receipt["e2e_ns"] for receipt in receipts) / 1e9
+    assert root.attributes["gen_ai.latency.e2e"] == pytest.approx(last_s)
+    assert root.attributes["tandem.slo.met"] is True
+
+
+async def test_a_miss_and_a_refusal_say_why(collector, pods, gateway):
+    front = await gateway(await pods(pause_s=0.05, step_s=0.01), slo_slack=0.0)
+    late = {"x-slo-ttft-ms": "0.001"}
+    assert (await front.http.post("/v1/completions", json=BODY, headers=late)).status_code == 200
+    refused = await front.http.post("/v1/completions", json=BODY, headers={**late, "x-slo-strict": "true"})
+    assert refused.status_code == 429
+    assert refused.headers["x-should-retry"] == "false"
+    assert "retry-after" not in refused.headers
+    await front.process.stop()
+    missed, root = sorted(roots(collector), key=lambda span: span.status)
+    assert missed.attributes["tandem.slo.met"] is False
+    assert missed.attributes["tandem.slo.miss_reason"].startswith("ttft")
+    assert missed.attributes["tandem.slo.miss_cause"] == "other"
+    assert root.attributes["tandem.refusal.reason"] == "ttft"
+    assert root.attributes["tandem.slo.met"] is False
 
 
 async def test_a_refusal_names_its_stage_and_a_caller_without_a_key_has_no_trace(

@@ -37,6 +37,12 @@ class FakePod(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.PrefillSer
     is_draining: bool = False
     #: Crashes of prefill pods that it reports first.
     prefill_crashes: int = 0
+    #: Attempts at prefill pods that failed, which it reports then.
+    prefill_failures: int = 0
+    #: In its receipts.
+    cached_tokens: int = 0
+    #: Seconds of each step, as it reports them; 0: it does not know.
+    step_s: float = 0.0
     #: Log probabilities are -1 / (1 + seed).
     logprob_of_seed: bool = False
     #: False: begins every answer anew, like a pod older than DecodeRequest.output_token_ids.
@@ -95,8 +101,10 @@ class FakePod(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.PrefillSer
                 yield response
             return
         try:
-            if self.prefill_crashes:
-                progress = decode_pb2.DecodeProgress(prefill_crashes=self.prefill_crashes)
+            if self.prefill_crashes or self.prefill_failures:
+                progress = decode_pb2.DecodeProgress(
+                    prefill_crashes=self.prefill_crashes, prefill_failures=self.prefill_failures
+                )
                 yield decode_pb2.DecodeResponse(progress=progress)
             for index, word in list(enumerate(self.words))[num_done:]:
                 if self.fail_with is not None and index >= self.fail_after:
@@ -140,6 +148,7 @@ class FakePod(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.PrefillSer
             queue_ns=1000,
             prefill_ns=2000,
             prompt_tokens=len(request.prompt_token_ids),
+            cached_tokens=self.cached_tokens,
             output_tokens=len(self.words) - num_done,
             decode_pod=self.name,
             decode_steps=2,
@@ -195,5 +204,7 @@ class FakePod(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.PrefillSer
             block_size=64,
             usage=usage,
             age_seconds=self.age_seconds,
+            prefill_cost=common_pb2.StepCost(per_step=self.step_s),
+            decode_cost=common_pb2.StepCost(per_step=self.step_s),
             prompts=[common_pb2.PromptWork(due_seconds=-1.0, stop=1000)] * self.num_prompts,
         )

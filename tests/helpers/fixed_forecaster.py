@@ -1,5 +1,6 @@
 """A forecaster that predicts the same for each request, for tests of what is done with a prediction."""
 
+import math
 import time
 from types import SimpleNamespace
 
@@ -34,6 +35,8 @@ class FixedForecaster:
         )
         self.ttft, self.alone_ttft, self.token_s = ttft, alone_ttft, token_s
         self.high_of_left = 1.0
+        #: When a pod last failed, in monotonic seconds.
+        self.failed_at = -math.inf
         self.observed = []
 
     def forecast(self, request: TokenizedRequest, queue_s: float) -> Forecast:
@@ -45,11 +48,13 @@ class FixedForecaster:
             wait_s=self.ttft - 0.1,
             join_s=0.0,
             prefill_s=0.1,
+            transfer_s=0.0,
             token_s=self.token_s,
             beside_s=0.0,
             prompts_beside=0.0,
             alone_prefill_s=self.alone_ttft,
             alone_token_s=0.04,
+            num_moved=0,
             lengths=(10,),
             context=100,
             num_beside=4,
@@ -67,8 +72,14 @@ class FixedForecaster:
     def started(self, request, forecast, ttft_s, *, is_overtaken) -> None:
         self.observed.append(("ttft", ttft_s))
 
-    def ended(self, request, forecast, e2e_s, num_tokens) -> None:
-        self.observed.append(("e2e", e2e_s, num_tokens))
+    def ended(self, request, forecast, e2e_s) -> None:
+        self.observed.append(("e2e", e2e_s))
+
+    def was_long(self, request, num_tokens) -> None:
+        self.observed.append(("tokens", num_tokens))
+
+    def is_void(self, predicted_at: float) -> bool:
+        return predicted_at < self.failed_at
 
     def was_left(self, request, route, model_s, measured_s) -> None:
         self.observed.append(("left", model_s, measured_s))

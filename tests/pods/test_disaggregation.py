@@ -199,6 +199,9 @@ async def test_prefill_pods_that_fall_silent_are_not_held_against_the_request(ti
         message.crashes = 1
         tokens, receipt = await run(fleet, message)
         assert (len(tokens), receipt.prefill_pod, receipt.prefill_retries) == (24, "", 2)
+        call = fleet.decode.Decode(request("two", prompt_of(200, start=7), silent))
+        failures = [response.progress.prefill_failures async for response in call]
+        assert sorted(set(failures)) == [0, 1, 2], "the caller is told of each"
         await fleet.assert_idle()
 
 

@@ -75,6 +75,25 @@ def test_a_twin_adds_up_what_its_source_counts_and_never_counts_itself() -> None
     assert value("vllm:request_success_total", {**one, "finished_reason": "stop"}) == 3
 
 
+def test_a_twin_has_its_sources_exemplars_and_counts_from_zero_on() -> None:
+    registry = new_registry()
+    ttft = table.TTFT_SECONDS.make(registry)
+    prompt = table.PROMPT_TOKENS.make(registry)
+    serve_twins(registry, Process.GATEWAY, model_name="m")
+    one = {"model_name": "m", "engine": "0"}
+    assert registry.get_sample_value("vllm:prompt_tokens_total", one) == 0, "before any tenant is known"
+    prompt.labels("chat", "acme").inc(7)
+    assert registry.get_sample_value("vllm:prompt_tokens_total", one) == 7
+    ttft.labels("chat").observe(0.3, {"trace_id": "abc"})
+    samples = [
+        sample
+        for family in registry.collect()
+        for sample in family.samples
+        if sample.name == "vllm:time_to_first_token_seconds_bucket" and sample.exemplar is not None
+    ]
+    assert [sample.exemplar.labels for sample in samples] == [{"trace_id": "abc"}]
+
+
 def test_a_served_name_that_the_table_does_not_have_is_found() -> None:
     """The check of the processes' own tests can fail."""
     registry = new_registry()

@@ -584,9 +584,10 @@ class Receipt(_message.Message):
     PREDICTED_E2E_P90_NS_FIELD_NUMBER: _builtins.int
     SLO_MISS_CAUSE_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    SLO_ASKED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     queue_ns: _builtins.int
-    """Waiting for admission and for a place in a batch."""
+    """Waiting for admission, for a decode pod where there was none, and for a place in a batch."""
     prefill_ns: _builtins.int
     """From the start of prefill to the first token."""
     transfer_ns: _builtins.int
@@ -645,6 +646,10 @@ class Receipt(_message.Message):
     def drafted_by_source(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Draft tokens verified, by source."""
 
+    @_builtins.property
+    def slo_asked(self) -> Global___SloTarget:
+        """Of one whose `slo` was widened: the objectives that were asked for."""
+
     def __init__(
         self,
         *,
@@ -681,10 +686,11 @@ class Receipt(_message.Message):
         predicted_e2e_p90_ns: _builtins.int = ...,
         slo_miss_cause: _builtins.str = ...,
         preemptions: _builtins.int = ...,
+        slo_asked: Global___SloTarget | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["slo", b"slo"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["slo", b"slo", "slo_asked", b"slo_asked"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_by_source", b"accepted_by_source", "accepted_tokens", b"accepted_tokens", "cached_tokens", b"cached_tokens", "decode_ns", b"decode_ns", "decode_pod", b"decode_pod", "decode_retries", b"decode_retries", "decode_steps", b"decode_steps", "drafted_by_source", b"drafted_by_source", "drafted_tokens", b"drafted_tokens", "e2e_ns", b"e2e_ns", "hit_steps", b"hit_steps", "hit_steps_by_source", b"hit_steps_by_source", "output_tokens", b"output_tokens", "predicted_e2e_p50_ns", b"predicted_e2e_p50_ns", "predicted_e2e_p90_ns", b"predicted_e2e_p90_ns", "predicted_ttft_p50_ns", b"predicted_ttft_p50_ns", "predicted_ttft_p90_ns", b"predicted_ttft_p90_ns", "preemptions", b"preemptions", "prefill_ns", b"prefill_ns", "prefill_pod", b"prefill_pod", "prefill_retries", b"prefill_retries", "prompt_tokens", b"prompt_tokens", "queue_ns", b"queue_ns", "request_id", b"request_id", "seed", b"seed", "slo", b"slo", "slo_met", b"slo_met", "slo_miss_cause", b"slo_miss_cause", "slo_miss_reason", b"slo_miss_reason", "slo_widened", b"slo_widened", "transfer_bytes", b"transfer_bytes", "transfer_ns", b"transfer_ns", "ttft_ns", b"ttft_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_by_source", b"accepted_by_source", "accepted_tokens", b"accepted_tokens", "cached_tokens", b"cached_tokens", "decode_ns", b"decode_ns", "decode_pod", b"decode_pod", "decode_retries", b"decode_retries", "decode_steps", b"decode_steps", "drafted_by_source", b"drafted_by_source", "drafted_tokens", b"drafted_tokens", "e2e_ns", b"e2e_ns", "hit_steps", b"hit_steps", "hit_steps_by_source", b"hit_steps_by_source", "output_tokens", b"output_tokens", "predicted_e2e_p50_ns", b"predicted_e2e_p50_ns", "predicted_e2e_p90_ns", b"predicted_e2e_p90_ns", "predicted_ttft_p50_ns", b"predicted_ttft_p50_ns", "predicted_ttft_p90_ns", b"predicted_ttft_p90_ns", "preemptions", b"preemptions", "prefill_ns", b"prefill_ns", "prefill_pod", b"prefill_pod", "prefill_retries", b"prefill_retries", "prompt_tokens", b"prompt_tokens", "queue_ns", b"queue_ns", "request_id", b"request_id", "seed", b"seed", "slo", b"slo", "slo_asked", b"slo_asked", "slo_met", b"slo_met", "slo_miss_cause", b"slo_miss_cause", "slo_miss_reason", b"slo_miss_reason", "slo_widened", b"slo_widened", "transfer_bytes", b"transfer_bytes", "transfer_ns", b"transfer_ns", "ttft_ns", b"ttft_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

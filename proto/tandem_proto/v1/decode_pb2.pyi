@@ -151,6 +151,7 @@ class DecodeProgress(_message.Message):
     PREFILL_CRASHES_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     PROMPT_COMPUTED_FIELD_NUMBER: _builtins.int
+    PREFILL_FAILURES_FIELD_NUMBER: _builtins.int
     prefill_crashes: _builtins.int
     """Prefill pods that crashed with this request while this pod waited for its prompt. Sent at once after a crash."""
     draining: _builtins.bool
@@ -159,16 +160,19 @@ class DecodeProgress(_message.Message):
     """
     prompt_computed: _builtins.bool
     """Of a beam search, whose first tokens come with its last ones: its prompt is computed. Sent at once, and repeated."""
+    prefill_failures: _builtins.int
+    """Attempts to get the prompt from a prefill pod that failed. Sent at once after each."""
     def __init__(
         self,
         *,
         prefill_crashes: _builtins.int = ...,
         draining: _builtins.bool = ...,
         prompt_computed: _builtins.bool = ...,
+        prefill_failures: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "prefill_crashes", b"prefill_crashes", "prompt_computed", b"prompt_computed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "prefill_crashes", b"prefill_crashes", "prefill_failures", b"prefill_failures", "prompt_computed", b"prompt_computed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

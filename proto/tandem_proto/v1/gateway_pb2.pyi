@@ -206,7 +206,9 @@ class ChatRequest(_message.Message):
     def sampling(self) -> _common_pb2.SamplingParams: ...
     @_builtins.property
     def slo(self) -> _common_pb2.SloTarget:
-        """Objectives of this request; those that are 0 are the class's. `name` is not read."""
+        """Objectives of this request; those that are 0 are the class's. `name`, if it is set, must be `slo_class`, or stands
+        for it.
+        """
 
     @_builtins.property
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]:

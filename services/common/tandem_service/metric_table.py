@@ -369,7 +369,9 @@ ADMISSION_LIMIT = _gauge(
 )
 SATURATION = _gauge(
     "tandem_saturation_ratio",
-    "The larger of requests in flight per admission limit and KV use of the decode pods; 1 is full",
+    "The largest of requests in flight per admission limit, KV use of the decode pods, and of the time that "
+    "objectives leave beyond that without load, the share that load was predicted to take (mean of the last "
+    "10 s, 1 for a refused request); 1 is full",
     by=_GATEWAY,
     unit=Unit.RATIO,
 )
@@ -565,7 +567,7 @@ DECODE_PREEMPTIONS = _counter(
 )
 LOCAL_PREFILLS = _counter(
     "tandem_decode_local_prefills_total",
-    "Prompts computed on this pod, by reason",
+    "Prompts computed on this pod, by reason; of one that no prefill pod delivered, what had not arrived",
     "reason",
     by=_DECODE,
     unit=Unit.REQUESTS,

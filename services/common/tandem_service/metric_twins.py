@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
 
 from tandem_service.metric_table import TABLE, VLLM_LABELS, Process, Row
 
@@ -40,6 +41,9 @@ class _Twin(Collector):
 
     def collect(self) -> Iterable[Metric]:
         sums: defaultdict[tuple[str, tuple[tuple[str, str], ...]], float] = defaultdict(float)
+        exemplars: dict[tuple[str, tuple[tuple[str, str], ...]], Exemplar] = {}
+        if self._row.kind == "counter" and not self._row.label_of:
+            sums["", ()] = 0.0  # also before the first event, so that rates have it
         for source, registry in self._sources:
             for family in registry.collect():
                 for sample in family.samples:
@@ -49,8 +53,13 @@ class _Twin(Collector):
                             for name, value in sample.labels.items()
                             if name in self._kept
                         )
-                        sums[sample.name.removeprefix(source.row.name), labels] += sample.value
+                        key = sample.name.removeprefix(source.row.name), labels
+                        sums[key] += sample.value
+                        if sample.exemplar is not None:
+                            exemplars[key] = sample.exemplar
         family = self._row.family()
-        for (suffix, labels), value in sums.items():
-            family.add_sample(self._row.name + suffix, {**self._constant, **dict(labels)}, value)
+        for key, value in sums.items():
+            suffix, labels = key
+            all_labels = {**self._constant, **dict(labels)}
+            family.add_sample(self._row.name + suffix, all_labels, value, exemplar=exemplars.get(key))
         return [family]

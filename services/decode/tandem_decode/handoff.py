@@ -65,14 +65,14 @@ class HandoffResult:
 class Attempts:
     """What became of a request's attempts at prefill pods, while they are made.
 
-    The caller is told of a crash before the request goes on, so that it knows of it even if this pod
-    crashes next.
+    The caller is told of each failure, and of a crash before the request goes on, so that it knows of that
+    even if this pod crashes next.
     """
 
     def __init__(self) -> None:
         self.failures: Counter[FailureKind] = Counter()
         self.num_crashed = 0
-        #: Set while the caller has not been told of the last crash.
+        #: Set while the caller has not been told of the last failure.
         self.is_news = asyncio.Event()
         self._told = asyncio.Event()
 
@@ -83,14 +83,14 @@ class Attempts:
     async def failed(self, error: PrefillFailedError) -> None:
         """Returns when the caller knows of a crash."""
         self.failures[error.kind] += 1
+        self._told.clear()
+        self.is_news.set()
         if error.crashed:
             self.num_crashed += 1
-            self._told.clear()
-            self.is_news.set()
             await self._told.wait()
 
     def told(self) -> None:
-        """The caller has been told of every crash."""
+        """The caller has been told of every failure."""
         self.is_news.clear()
         self._told.set()
 

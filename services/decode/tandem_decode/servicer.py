@@ -183,7 +183,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                         )
                         if not computing.done():
                             await leave_if_stuck(self._loop, context)
-                            yield self._progress(attempts.num_crashed)
+                            yield self._progress(attempts)
                         if news.done():
                             attempts.told()
                             news = asyncio.create_task(attempts.is_news.wait())
@@ -314,11 +314,12 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         )
 
     def _progress(
-        self, prefill_crashes: int = 0, *, is_prompt_computed: bool = False
+        self, attempts: Attempts | None = None, *, is_prompt_computed: bool = False
     ) -> decode_pb2.DecodeResponse:
         return decode_pb2.DecodeResponse(
             progress=decode_pb2.DecodeProgress(
-                prefill_crashes=prefill_crashes,
+                prefill_crashes=attempts.num_crashed if attempts else 0,
+                prefill_failures=attempts.num_failed if attempts else 0,
                 draining=self._is_draining,
                 prompt_computed=is_prompt_computed,
             )
@@ -355,7 +356,10 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
 
         added_ns = await self._loop.call_async(begin)
         if added_ns is None:
-            return await self._handoff.run(state, message, attempts)
+            result = await self._handoff.run(state, message, attempts)
+            if not result.prefill_pod:
+                self._metrics.local_prefills.labels("no pod delivered").inc()
+            return result
         current().stage("queue", at_ns=added_ns)
         return HandoffResult()
 

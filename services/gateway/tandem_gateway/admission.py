@@ -35,10 +35,10 @@ from tandem_core.sampling import SamplingParams
 from tandem_core.slo import NO_OBJECTIVES
 
 from tandem_gateway.admitted import Admitted
-from tandem_gateway.errors import DeadlineError, OverloadedError, RefusalReason
+from tandem_gateway.errors import DeadlineError, OverloadedError, RefusalReason, UnavailableError
 from tandem_gateway.fleet import Pod
 from tandem_gateway.forecast import Forecast, Forecaster
-from tandem_gateway.limits import AdaptiveLimit, Turns
+from tandem_gateway.limits import AdaptiveLimit, RecentMean, Turns
 from tandem_gateway.request import DEFAULT_DUE_S, TokenizedRequest
 from tandem_gateway.routing import Route
 from tandem_gateway.settings import Policy
@@ -71,6 +71,7 @@ class Admission:
         #: Whether the last request came while no pod's report said enough to predict anything.
         self._is_blind = False
         self._shares = FairShares()
+        self._slack_used = RecentMean()
         self._bookings = Bookings()
         self._running: set[Admitted] = set()
         self.max_in_flight = max_in_flight
@@ -102,7 +103,7 @@ class Admission:
             raise OverloadedError(
                 f"tenant {tenant} has {self._of_tenant[tenant]} requests here already, limit {places}; send "
                 "the next one when one has ended",
-                self._turn_s(),
+                self._first_end_s(tenant),
                 RefusalReason.TENANT_REQUESTS,
             )
         if request.deadline <= time.monotonic():
@@ -126,7 +127,7 @@ class Admission:
     def started(self, admitted: Admitted, *, ttft_s: float) -> None:
         """The first token came, so many seconds after the request's arrival; that of a beam search comes with
         its last one."""
-        if admitted.forecast is not None and admitted.request.sampling.beam_search is None:
+        if self._is_measured(admitted) and admitted.forecast is not None:
             judged_s = admitted.judged_at - admitted.request.arrived
             self._forecaster.started(
                 admitted.request,
@@ -139,28 +140,45 @@ class Admission:
         """A request ended, so many seconds after its arrival."""
         admitted.has_ended = True
         self.service_s += _ALPHA * (e2e_s - self.service_s)
-        self._blind_limit.ended(met=met)
-        if not admitted.request.has_objectives:
+        request, forecast = admitted.request, admitted.forecast
+        if request.has_objectives:
+            self._blind_limit.ended(met=met)
+        else:
             self._best_effort_limit.ended(met=True)
-        if admitted.forecast is not None and admitted.request.sampling.beam_search is None:
-            request, judged_s = admitted.request, admitted.judged_at - admitted.request.arrived
-            self._forecaster.ended(request, admitted.forecast, e2e_s - judged_s, num_tokens)
+        if forecast is not None and request.sampling.beam_search is None:
+            self._forecaster.was_long(request, num_tokens)
+        if self._is_measured(admitted) and forecast is not None and admitted.route is not None:
+            self._forecaster.ended(request, forecast, request.arrived + e2e_s - admitted.judged_at)
             left_s = request.arrived + e2e_s - admitted.changed_at
-            assert admitted.route is not None
             self._forecaster.was_left(request, admitted.route, admitted.left_then_s, left_s)
+
+    def _is_measured(self, admitted: Admitted) -> bool:
+        """Whether its times tell how wrong predictions are. The first token of a beam search comes with its
+        last one."""
+        if admitted.forecast is None or admitted.request.sampling.beam_search is not None:
+            return False
+        return not self._forecaster.is_void(admitted.judged_at)
 
     def _gave_up(self, admitted: Admitted) -> None:
         """It failed, or its client left. If it was late by then, it would have taken longer than until now.
         Else, where clients wait no longer than their objectives, only those in time would be measured."""
         request, now = admitted.request, time.monotonic()
-        if admitted.forecast is None or request.sampling.beam_search is not None:
-            return
         passed_s = now - request.arrived
-        if admitted.first_at is None and 0 < request.slo.ttft_s < passed_s:
+        is_late_start = admitted.first_at is None and 0 < request.slo.ttft_s < passed_s
+        is_late_end = 0 < request.slo.e2e_s < passed_s
+        if is_late_start or is_late_end:
+            self._blind_limit.ended(met=False)
+        if is_late_start:
             self.started(admitted, ttft_s=passed_s)
-        if 0 < request.slo.e2e_s < passed_s and admitted.route is not None:
+        if is_late_end and self._is_measured(admitted) and admitted.route is not None:
             left_s = now - admitted.changed_at
             self._forecaster.was_left(request, admitted.route, admitted.left_then_s, left_s)
+
+    @property
+    def slack_used(self) -> float:
+        """Of the time that objectives leave beyond what requests take without load, the share that load was
+        predicted to take: the mean of the last ten seconds' requests, of which refused ones count as 1."""
+        return self._slack_used.value
 
     def open_requests(self) -> list[Admitted]:
         """Those in flight, and those that wait."""
@@ -182,6 +200,8 @@ class Admission:
         if request.is_repeated:
             return Admitted(request)
         forecast = self._forecast(request)
+        if forecast is None and request.slo.is_strict:
+            raise UnavailableError("no decode pod is there to meet the request's objectives; try again later")
         self._is_blind = forecast is not None and not forecast.route.is_known
         if forecast is None or self._is_blind:
             return Admitted(request)
@@ -205,8 +225,9 @@ class Admission:
             forecast = self._forecaster.forecast(request, self._wait_s(request)) or forecast
         is_returning = request.has_objectives and self._bookings.redeem(_content(request))
         waited_s = time.monotonic() - request.arrived
+        is_idle = forecast.route.computes_prompt.backlog.is_empty and not forecast.route.decode.in_flight
         missed = forecast.misses(slo, waited_s, is_likely=is_returning)
-        if not missed and request.has_objectives:
+        if not missed and request.has_objectives and not is_idle:
             room, num_more = self._room_for_others(request, forecast.route), num_places - 1
             if self._makes_others_late(request, forecast.route, num_more, is_likely=is_returning):
                 missed = "others"
@@ -214,18 +235,23 @@ class Admission:
                 request, forecast.route, num_more + room, is_likely=is_returning
             ):
                 missed = "share"
-        is_idle = forecast.route.computes_prompt.backlog.is_empty and not forecast.route.decode.in_flight
+        if request.has_objectives and not (missed and slo.is_strict and forecast.misses_alone(slo)):
+            self._slack_used.add(1.0 if missed and not is_idle else forecast.share_of_slack(slo, waited_s))
         if not missed or (is_idle and not slo.is_strict):
             self._shares.charge(request.tenant, forecast.route.work_s)
             return Admitted(request, is_widened, forecast)
-        missed_alone = forecast.misses_alone(slo) if slo.is_strict else ""
-        if missed_alone:
+        hopeless, takes_s = forecast.misses_alone(slo), forecast.alone
+        if is_idle and not hopeless:
+            # Not by the upper quantile, which may come from times with load.
+            hopeless, takes_s = forecast.misses(slo, waited_s, is_likely=True), forecast.medians
+        if slo.is_strict and hopeless:
             # It would be refused whenever it came back.
+            limit_s = getattr(slo, f"{hopeless}_s")
             raise OverloadedError(
-                f"refused: the objective {missed_alone} cannot be met here even without load; ask for more "
-                "time, or do not ask for strict",
-                MAX_AHEAD_S,
-                RefusalReason(missed_alone),
+                f"refused: the objective {hopeless} of {limit_s:g} s cannot be met here even without load, "
+                f"where it takes {takes_s[hopeless]:.3g} s; ask for more time, or do not ask for strict",
+                None,
+                RefusalReason(hopeless),
             )
         self._best_effort_limit.ended(met=False)
         raise self._refusal(request, forecast, missed, waited_s, is_returning=is_returning)
@@ -334,15 +360,18 @@ class Admission:
         slot = self._bookings.book(_content(request), now + over_s, route.work_s, returning, gives_way)
         retry_s = min(slot - now, MAX_AHEAD_S)
         sure = f"p{100 * self._forecaster.confidence:g}"
+        first, end, token = forecast.ttft_undisturbed, forecast.e2e_undisturbed, forecast.tpot
+        first_text = f"the first token is predicted after {first.p50:.2f} s ({sure} {first.high:.2f} s)"
+        end_text = f"the end is predicted after {end.p50:.2f} s ({sure} {end.high:.2f} s)"
+        token_text = f"{token.p50 * 1000:.0f} ms per token are predicted ({sure} {token.high * 1000:.0f} ms)"
         what = {
-            "ttft": f"the first token is predicted after {forecast.ttft_undisturbed.p50:.2f} s ({sure} "
-            f"{forecast.ttft_undisturbed.high:.2f} s), over the {slo.ttft_s:g} s of its objective",
-            "e2e": f"the end is predicted after {forecast.e2e_undisturbed.p50:.2f} s ({sure} "
-            f"{forecast.e2e_undisturbed.high:.2f} s), over the {slo.e2e_s:g} s of its objective",
-            "tpot": f"{forecast.tpot.p50 * 1000:.0f} ms per token are predicted ({sure} "
-            f"{forecast.tpot.high * 1000:.0f} ms), over the {slo.tpot_s * 1000:g} ms of its objective",
-            "others": "it would make a request that was admitted before miss its objective",
-            "share": f"tenant {request.tenant} asks for much, and would leave others too little room",
+            "ttft": f"{first_text}, over the {slo.ttft_s:g} s of its objective",
+            "e2e": f"{end_text}, over the {slo.e2e_s:g} s of its objective",
+            "tpot": f"{token_text}, over the {slo.tpot_s * 1000:g} ms of its objective",
+            "others": "it would make a request that was admitted before miss its objective; of its own, "
+            f"{first_text}, and {end_text}",
+            "share": f"tenant {request.tenant} asks for much, and would leave others too little room; "
+            f"{first_text}, and {end_text}",
         }[missed]
         again = " again" if is_returning else ""
         return OverloadedError(f"refused{again}: {what}; try again later", retry_s, RefusalReason(missed))
@@ -503,6 +532,18 @@ class Admission:
     @property
     def _limit(self) -> float:
         return self._blind_limit.value if self._is_blind else self.max_in_flight
+
+    def _first_end_s(self, tenant: str) -> float:
+        """When the first of the tenant's requests is likely to end."""
+        now = time.monotonic()
+        ends = [
+            self._forecaster.left(one.request, one.route, self._left_beside(one.route)(one, 0)).p50
+            if one.route is not None
+            else (one.admitted_at or now) + self.service_s - now
+            for one in self._running
+            if one.request.tenant == tenant
+        ]
+        return min(max(min(ends, default=self._turn_s()), _MIN_RETRY_AFTER_S), MAX_AHEAD_S)
 
     def _turn_s(self) -> float:
         """When the next request behind the queue is likely to have its turn."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tandem_core.errors import InvalidRequestError, quoted
 from tandem_core.slo import DEFAULT_SLO_CLASSES, LONGEST_OBJECTIVE_S, NO_OBJECTIVES, SloTarget
 
-from tandem_gateway.errors import ForbiddenError, UnauthenticatedError
+from tandem_gateway.errors import ForbiddenError, GatewayError, UnauthenticatedError
 
 #: Between two looks at the file.
 _FOLLOW_S = 2.0
@@ -69,7 +69,8 @@ class Caller:
             asked, bound = (getattr(one, f"{kind}_s") for one in (objectives, self.tightest))
             if asked > LONGEST_OBJECTIVE_S:
                 raise InvalidRequestError(
-                    f"slo.{kind}", f"is {asked:g} s; send at most {LONGEST_OBJECTIVE_S} s, or 0 for none"
+                    f"slo.{kind}_ns",
+                    f"is {asked:.0f} s and more; send at most {LONGEST_OBJECTIVE_S} s, or 0 for none",
                 )
             if 0 < asked < bound:
                 raise ForbiddenError(
@@ -123,6 +124,8 @@ class ApiKeys:
         self._anyone = anyone
         self._path = path
         self._version = version
+        #: Called with the error of each caller that is turned away.
+        self.on_refusal: Callable[[GatewayError], None] = lambda _: None
 
     @property
     def slo_classes(self) -> Mapping[str, SloTarget]:
@@ -141,6 +144,7 @@ class ApiKeys:
         except (OSError, UnicodeDecodeError) as error:
             raise KeyFileError(f"API keys file {path} cannot be read: {error}") from error
         callers: dict[bytes, Caller] = {}
+        weights: dict[str, float] = {}
         for number, line in enumerate(lines, start=1):
             if not line.strip() or line.lstrip().startswith("#"):
                 continue
@@ -155,6 +159,11 @@ class ApiKeys:
             if unknown:
                 raise KeyFileError(
                     f"{path}:{number}: slo_classes: {sorted(unknown)} unknown; use {tuple(slo_classes)}"
+                )
+            if weights.setdefault(entry.tenant, entry.weight) != entry.weight:
+                raise KeyFileError(
+                    f"{path}:{number}: weight: tenant {entry.tenant} has {weights[entry.tenant]:g} in a line "
+                    f"before and {entry.weight:g} here; give all of its keys the same"
                 )
             callers[bytes.fromhex(entry.key_sha256)] = Caller(
                 entry.tenant,
@@ -192,6 +201,13 @@ class ApiKeys:
 
     def authenticate(self, authorization: str) -> Caller:
         """The caller behind an Authorization header or metadata value; raises UnauthenticatedError."""
+        try:
+            return self._find(authorization)
+        except UnauthenticatedError as error:
+            self.on_refusal(error)
+            raise
+
+    def _find(self, authorization: str) -> Caller:
         if self._callers is None:
             return self._anyone
         scheme, _, key = authorization.partition(" ")
@@ -211,8 +227,10 @@ class ApiKeys:
         """As `authenticate`; raises ForbiddenError for a key that is not an operator's."""
         caller = self.authenticate(authorization)
         if not caller.is_operator:
-            raise ForbiddenError(
+            error = ForbiddenError(
                 "this shows the requests of all tenants; use a key whose line in the keys file has "
                 '"operator": true'
             )
+            self.on_refusal(error)
+            raise error
         return caller

@@ -18,6 +18,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
+from tandem_core.slo import NO_OBJECTIVES, SloTarget
 from tandem_proto.v1 import decode_pb2
 from tandem_service import tracing
 from tandem_service.tasks import end_tasks
@@ -35,6 +36,8 @@ class Running:
 
     request: TokenizedRequest
     metrics: RequestMetrics
+    #: The objectives before admission widened them.
+    asked: SloTarget = NO_OBJECTIVES
     num_tokens: int = 0
     #: Monotonic seconds; 0: no token yet.
     first_at: float = 0.0
@@ -42,7 +45,7 @@ class Running:
 
     def admitted(self, admitted: Admitted) -> None:
         """Takes over what admission decided for the call."""
-        judged = admitted.request
+        judged, self.asked = admitted.request, self.request.slo
         self.request = replace(self.request, slo=judged.slo, due_s=judged.due_s)
         self.metrics.admitted(admitted.queued_s)
 

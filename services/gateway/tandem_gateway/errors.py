@@ -117,9 +117,9 @@ class ForbiddenError(GatewayError):
 
 
 class OverloadedError(GatewayError):
-    """Refused at once; it is expected to be admitted in `retry_after_s` seconds."""
+    """Refused at once; it is expected to be admitted in `retry_after_s` seconds. None: at no time."""
 
-    def __init__(self, message: str, retry_after_s: float, reason: RefusalReason) -> None:
+    def __init__(self, message: str, retry_after_s: float | None, reason: RefusalReason) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
         self.reason = reason

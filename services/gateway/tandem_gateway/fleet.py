@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import math
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
@@ -190,6 +191,8 @@ class Fleet:
         self._follower: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self._discovered = asyncio.Event()
+        #: Monotonic seconds at which a pod was last lost, or failed to compute a prompt.
+        self.failed_at: float = -math.inf
         self._log = structlog.get_logger("tandem.fleet")
 
     async def start(self) -> None:
@@ -222,6 +225,10 @@ class Fleet:
     def mark_dead(self, pod: Pod, cause: str) -> None:
         """Called when a request gets UNAVAILABLE; the pod is not used until it answers a poll."""
         self._set_health(pod, cause=cause)
+
+    def note_failure(self) -> None:
+        """Something went wrong that predictions could not know of."""
+        self.failed_at = time.monotonic()
 
     async def wait_for_change(self, timeout_s: float) -> None:
         """Waits until the health of any pod changes, at most `timeout_s`."""
@@ -304,6 +311,8 @@ class Fleet:
             log = self._log.warning if cause else self._log.info
             message = "pod is not usable" if cause else "pod is healthy"
             log(message, pod_role=pod.role.value, target=pod.target, cause=cause)
+        if was_healthy and cause:
+            self.note_failure()
         if was_healthy != pod.healthy:
             # Current waiters hold the old event; later ones wait for the next change.
             self._changed.set()

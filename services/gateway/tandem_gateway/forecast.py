@@ -21,7 +21,7 @@ import math
 import time
 from bisect import bisect_right
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 
@@ -87,16 +87,32 @@ class Forecast:
         )
         return Quantiles(p50, high)
 
+    @property
+    def alone(self) -> dict[str, float]:
+        """What it takes without load by the model of costs, in seconds, by the names of the objectives."""
+        route = self.route
+        return {"ttft": route.alone_prefill_s, "tpot": route.alone_token_s, "e2e": route.alone_e2e_s}
+
+    @property
+    def medians(self) -> dict[str, float]:
+        """What it is likely to take, as in `alone`."""
+        return {"ttft": self.ttft_undisturbed.p50, "tpot": self.tpot.p50, "e2e": self.e2e_undisturbed.p50}
+
     def misses(self, slo: SloTarget, waited_s: float, *, is_likely: bool = False) -> str:
         """The name of the objective that may be missed, or is likely to be; "" if none."""
-        for name, said, since_s, limit in (
-            ("ttft", self.ttft_undisturbed, waited_s, slo.ttft_s),
-            ("tpot", self.tpot, 0.0, slo.tpot_s),
-            ("e2e", self.e2e_undisturbed, waited_s, slo.e2e_s),
-        ):
+        for name, said, since_s, limit in self._measures(slo, waited_s):
             if limit and since_s + (said.p50 if is_likely else said.high) > limit:
                 return name
         return ""
+
+    def share_of_slack(self, slo: SloTarget, waited_s: float) -> float:
+        """Of the time that the objectives leave beyond what it takes without load, the share that may go to
+        load, at most 1. 0 without objectives."""
+        shares = [0.0]
+        for name, said, since_s, limit in self._measures(slo, waited_s):
+            if limit > self.alone[name]:
+                shares.append((since_s + said.high - self.alone[name]) / (limit - self.alone[name]))
+        return min(max(shares), 1.0)
 
     def share_to_end(self, slo: SloTarget, waited_s: float) -> float:
         """Of the sequences on its decode pod, the share that must end before it would meet its objectives."""
@@ -112,14 +128,16 @@ class Forecast:
 
     def misses_alone(self, slo: SloTarget) -> str:
         """The name of the objective that would be missed without any load; "" if none."""
-        for name, value, limit in (
-            ("ttft", self.route.alone_prefill_s, slo.ttft_s),
-            ("tpot", self.route.alone_token_s, slo.tpot_s),
-            ("e2e", self.route.alone_e2e_s, slo.e2e_s),
-        ):
-            if 0 < limit < value:
+        for name, limit in (("ttft", slo.ttft_s), ("tpot", slo.tpot_s), ("e2e", slo.e2e_s)):
+            if 0 < limit < self.alone[name]:
                 return name
         return ""
+
+    def _measures(self, slo: SloTarget, waited_s: float) -> Iterator[tuple[str, Quantiles, float, float]]:
+        """Name of the objective, what is predicted, what has passed of it, and the objective; seconds."""
+        yield "ttft", self.ttft_undisturbed, waited_s, slo.ttft_s
+        yield "tpot", self.tpot, 0.0, slo.tpot_s
+        yield "e2e", self.e2e_undisturbed, waited_s, slo.e2e_s
 
 
 @dataclass(frozen=True)
@@ -265,6 +283,11 @@ class Forecaster:
             e2e_undisturbed=undisturbed,
         )
 
+    def is_void(self, predicted_at: float) -> bool:
+        """Whether what was predicted then, in monotonic seconds, tells nothing of how wrong predictions are,
+        since a pod has failed. Else a class would be refused for as long as that is remembered."""
+        return self._router.has_failed_since(predicted_at)
+
     def left(self, request: TokenizedRequest, route: Route, model_s: float) -> Quantiles:
         """Of the time to the end of a request that runs, if no other one comes. `model_s`: as the model of
         costs has it."""
@@ -280,10 +303,13 @@ class Forecaster:
         if not is_overtaken:
             _observe_apart(self._first, group, forecast.route, predicted_s, ttft_s)
 
-    def ended(self, request: TokenizedRequest, forecast: Forecast, e2e_s: float, num_tokens: int) -> None:
+    def was_long(self, request: TokenizedRequest, num_tokens: int) -> None:
+        """Of an answer that ended."""
+        self._lengths.observe(request, num_tokens)
+
+    def ended(self, request: TokenizedRequest, forecast: Forecast, e2e_s: float) -> None:
         """Of a request that ended, the time until then from when the forecast was made."""
         self._e2e.observe(Group.of(request, forecast.route), forecast.model_s, forecast.e2e, e2e_s)
-        self._lengths.observe(request, num_tokens)
 
     def was_left(self, request: TokenizedRequest, route: Route, model_s: float, measured_s: float) -> None:
         """Of a request that ended, the time until then from when the last one came to its pod."""

@@ -390,8 +390,7 @@ class Gateway:
                 raise GatewayError("the answer has no end")
             outcome = Outcome.OK
             if trace.is_recording:
-                ends = [choice.end for choice in running if choice.end is not None]
-                trace.set(trace_attributes.of_answer(ends, self.manifest.name))
+                trace.set(trace_attributes.of_answer(running, self.manifest.name))
             yield event
         except REQUEST_ERRORS as error:
             outcome = presentation(error).outcome
@@ -399,11 +398,13 @@ class Gateway:
                 choice.metrics.failed(error)
             trace.fail_stage(presentation(error).code)
             trace.fail(presentation(error).code)
+            trace.set(trace_attributes.of_incomplete(running, error))
             raise
         except (asyncio.CancelledError, GeneratorExit):
             if any(choice.end is None for choice in running):
                 # gRPC cancels the call both at the caller's deadline and when the caller leaves.
                 outcome = Outcome.DEADLINE if time.monotonic() >= first.deadline else Outcome.CANCELLED
+                trace.set(trace_attributes.of_incomplete(running))
                 if outcome is Outcome.DEADLINE:
                     trace.fail("deadline_exceeded")
             raise
@@ -482,9 +483,14 @@ class Gateway:
         receipt.slo_miss_reason = miss
         if miss:
             receipt.slo_miss_cause = miss_cause(
-                receipt, forecast, is_late_start=ttft_s > request.slo.ttft_s > 0
+                receipt,
+                forecast,
+                is_late_start=ttft_s > request.slo.ttft_s > 0,
+                is_late_end=e2e_s > request.slo.e2e_s > 0,
             )
-        receipt.slo_widened = admitted.is_widened
+        if admitted.is_widened:
+            receipt.slo_widened = True
+            receipt.slo_asked.CopyFrom(slo_to_proto(choice.asked))
         if forecast is not None:
             judged_s = admitted.judged_at - request.arrived
             receipt.predicted_ttft_p50_ns = round((judged_s + forecast.ttft.p50) * NS_PER_S)

@@ -15,7 +15,7 @@ from typing import Protocol, TypeGuard, TypeVar
 
 import grpc
 from tandem_core.codec import given_sampling, slo_from_proto
-from tandem_core.errors import InvalidRequestError
+from tandem_core.errors import InvalidRequestError, quoted
 from tandem_proto.v1 import answers_pb2, common_pb2, decode_pb2, gateway_pb2, gateway_pb2_grpc
 from tandem_service.interceptors import Metadata, current_request_id, request_id_or_new
 
@@ -223,7 +223,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             caller=caller,
             model=request.model,
             sampling=sampling,
-            slo_class=request.slo_class,
+            slo_class=_slo_class(request),
             arrived=arrived,
             timeout_s=context.time_remaining(),
             speculation=request.speculation,
@@ -236,6 +236,13 @@ def _to_proto(part: AnswerDelta) -> list[gateway_pb2.ToolCallDelta]:
         gateway_pb2.ToolCallDelta(index=call.index, id=call.id, name=call.name, arguments=call.arguments)
         for call in part.calls
     ]
+
+
+def _slo_class(request: _Request) -> str:
+    named, also = request.slo_class, request.slo.name
+    if named and also and named != also:
+        raise InvalidRequestError("slo.name", f"is {quoted(also)}, but slo_class {quoted(named)}; send one")
+    return named or also
 
 
 def _is_echo(request: _Request) -> TypeGuard[gateway_pb2.GenerateRequest]:

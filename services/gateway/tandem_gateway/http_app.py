@@ -45,7 +45,7 @@ from tandem_gateway.tokenize_api import TokenizeApi
 
 _REQUEST_ID_HEADER = "x-request-id"
 #: Which scripts of the allowed origins may read.
-_SHOWN_HEADERS = (_REQUEST_ID_HEADER, "retry-after", "retry-after-ms", "x-refusal-reason")
+_SHOWN_HEADERS = (_REQUEST_ID_HEADER, "retry-after", "retry-after-ms", "x-should-retry", "x-refusal-reason")
 #: nginx's status for a client that left; it is not received.
 _CLIENT_CLOSED_REQUEST = 499
 
@@ -161,9 +161,12 @@ def make_app(
         if isinstance(error, BodyTimeoutError):
             headers["connection"] = "close"  # the rest of the body is not read
         if isinstance(error, OverloadedError | UnavailableError):
-            # RFC 9110 allows whole seconds only; OpenAI's client prefers the header in milliseconds.
-            headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
-            headers["retry-after-ms"] = str(max(1, round(error.retry_after_s * 1000)))
+            if error.retry_after_s is None:
+                headers["x-should-retry"] = "false"  # OpenAI's and Anthropic's clients heed it
+            else:
+                # RFC 9110 allows whole seconds only; OpenAI's client prefers the header in milliseconds.
+                headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+                headers["retry-after-ms"] = str(max(1, round(error.retry_after_s * 1000)))
         if isinstance(error, OverloadedError):
             headers["x-refusal-reason"] = error.reason.value
         # Anthropic's clients look for the type; OpenAI's do not mind it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,6 +19,8 @@ _S_PER_MINUTE = 60.0
 _LOWER_BY, _LOWER_EVERY_S = 0.7, 1.0
 #: Of the time between turns: at first, and the weight of the newest.
 _FIRST_TURN_S, _NEWEST_TURN = 1.0, 0.1
+#: Seconds and values of a recent mean.
+_RECENT_S, _MAX_RECENT = 10.0, 1024
 #: If nobody waited for so long, what was measured before is forgotten.
 _TURNS_MEMORY_S = 30.0
 
@@ -91,6 +93,24 @@ class TokenRates:
         now = time.monotonic()
         left, since = self._left.get(tenant, (float(per_minute), now))
         return min(float(per_minute), left + (now - since) * per_minute / _S_PER_MINUTE)
+
+
+class RecentMean:
+    """Of the values of the last ten seconds; 0 without any. Another thread may read it."""
+
+    def __init__(self) -> None:
+        #: Monotonic seconds and value.
+        self._recent: deque[tuple[float, float]] = deque(maxlen=_MAX_RECENT)
+
+    def add(self, value: float) -> None:
+        self._recent.append((time.monotonic(), value))
+
+    @property
+    def value(self) -> float:
+        oldest = time.monotonic() - _RECENT_S
+        # A copy in one step.
+        values = [value for at, value in self._recent.copy() if at >= oldest]
+        return sum(values) / len(values) if values else 0.0
 
 
 class AdaptiveLimit:

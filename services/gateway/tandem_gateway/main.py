@@ -83,6 +83,7 @@ class GatewayProcess:
         metrics = GatewayMetrics(
             self._server.registry, model_name=tokenizer.manifest.name, slo_classes=keys.slo_classes
         )
+        keys.on_refusal = metrics.refused
         self._fleet = Fleet(
             {Role.DECODE: Discovery(settings.decode), Role.PREFILL: Discovery(settings.prefill)},
             model_revision=tokenizer.manifest.revision,
@@ -175,12 +176,15 @@ class GatewayProcess:
         await self._close()
 
     async def _follow_fleet(self) -> None:
-        kept = None
+        log = structlog.get_logger("tandem.gateway")
+        #: Roles with healthy pods, when it was last said what these keep.
+        said_of: set[Role] = set()
         while not self._server.draining.is_set():
-            if kept is None:
+            roles = {role for role in Role if self._fleet.healthy(role)}
+            if roles == {pod.role for pod in self._fleet.pods()} and not roles <= said_of:
                 kept = kept_unloaded(self._fleet, self._metrics.slo_classes, self._max_tokens)
+                said_of = said_of if kept is None else roles
                 for name, objectives in (kept or {}).items():
-                    log = structlog.get_logger("tandem.gateway")
                     log.info("objectives kept without load", slo_class=name, **objectives)
             self._server.set_serving(bool(self._fleet.healthy(Role.DECODE)))
             self._metrics.show_prediction(self._admission)

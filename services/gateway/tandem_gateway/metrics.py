@@ -239,7 +239,7 @@ class RequestMetrics:
         metrics.e2e.labels(name).observe(receipt.e2e_ns / NS_PER_S, self._exemplar)
         if receipt.output_tokens > 1:
             decode_s = (receipt.e2e_ns - receipt.ttft_ns) / NS_PER_S
-            metrics.tpot.labels(name).observe(decode_s / (receipt.output_tokens - 1))
+            metrics.tpot.labels(name).observe(decode_s / (receipt.output_tokens - 1), self._exemplar)
         for stage in _STAGES:
             metrics.stages.labels(name, stage).observe(getattr(receipt, f"{stage}_ns") / NS_PER_S)
         metrics.prompt_length.labels(name).observe(receipt.prompt_tokens)
@@ -300,4 +300,4 @@ def _kv_usage(fleet: Fleet) -> dict[tuple[str, ...], float]:
 
 def _saturation(admission: Admission, fleet: Fleet) -> float:
     of_places = admission.num_in_flight / admission.max_in_flight
-    return max(of_places, _kv_usage(fleet).get((Role.DECODE.value,), 0.0))
+    return max(of_places, _kv_usage(fleet).get((Role.DECODE.value,), 0.0), admission.slack_used)

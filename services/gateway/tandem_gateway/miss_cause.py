@@ -8,12 +8,16 @@ from tandem_gateway.forecast import Forecast
 from tandem_gateway.request import NS_PER_S
 
 _UNTIL_FIRST_TOKEN = ("queue", "prefill", "transfer", "failover", "other")
+_AFTER_IT = ("decode", "length", "failover", "other")
 #: All causes.
 CAUSES = (*_UNTIL_FIRST_TOKEN, "decode", "length", "preemption")
 
 
-def miss_cause(receipt: common_pb2.Receipt, forecast: Forecast | None, *, is_late_start: bool) -> str:
-    """Of a complete receipt. `is_late_start`: the first token was late, so what came after it did not matter.
+def miss_cause(
+    receipt: common_pb2.Receipt, forecast: Forecast | None, *, is_late_start: bool, is_late_end: bool
+) -> str:
+    """Of a complete receipt. `is_late_start`: the first token was late, so what came after it did not matter;
+    if neither it nor the end was, only that did.
 
     Without a forecast all of a stage's time counts.
     """
@@ -31,9 +35,12 @@ def miss_cause(receipt: common_pb2.Receipt, forecast: Forecast | None, *, is_lat
         expected = min(receipt.output_tokens, route.num_output)
         beyond["queue"] -= forecast.queue_s + route.wait_s
         beyond["prefill"] -= route.prefill_s
+        beyond["transfer"] -= route.transfer_s
         beyond["decode"] -= (expected + extra) * route.token_s
         beyond["length"] = extra * route.token_s
     if is_late_start:
         beyond = {stage: seconds for stage, seconds in beyond.items() if stage in _UNTIL_FIRST_TOKEN}
+    elif not is_late_end:
+        beyond = {stage: seconds for stage, seconds in beyond.items() if stage in _AFTER_IT}
     cause = max(beyond, key=lambda stage: beyond[stage])
     return "preemption" if cause == "decode" and receipt.preemptions else cause

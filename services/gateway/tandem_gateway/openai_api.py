@@ -128,8 +128,8 @@ class OpenAiApi:
         position: tuple[int, ...] = ()
         is_streamed = True
         started_ns = time.monotonic_ns()
+        caller = self._keys.authenticate(_authorization(request.headers))
         with self._gateway.counting_refusals():
-            caller = self._keys.authenticate(_authorization(request.headers))
             self._gateway.begin_trace(request.headers.items(), kind.answer_kind, started_ns=started_ns)
             last_event_id = request.headers.get(_LAST_EVENT_ID)
             if last_event_id is not None:
@@ -321,6 +321,9 @@ def _objectives(headers: Headers) -> SloTarget:
         raise InvalidRequestError(
             quoted(unknown[0]), f"is no header of this API; use {', '.join(_SLO_HEADERS)}"
         )
+    repeated = next((name for name in _SLO_HEADERS if len(headers.getlist(name)) > 1), None)
+    if repeated is not None:
+        raise InvalidRequestError(repeated, "is there more than once; send it once")
     ttft_s, tpot_s, e2e_s = (_seconds(headers, name) for name in (_SLO_TTFT, _SLO_TPOT, _SLO_E2E))
     strict = headers.get(_SLO_STRICT, "false")
     if strict not in ("true", "false"):

@@ -46,7 +46,7 @@ from tandem_gateway.errors import (
 )
 from tandem_gateway.fleet import Fleet, Role
 from tandem_gateway.metrics import GatewayMetrics
-from tandem_gateway.request import Event, TokenizedRequest
+from tandem_gateway.request import NS_PER_S, Event, TokenizedRequest
 from tandem_gateway.routing import Route, Router
 
 #: Retry-after of a request that its pod refused as full.
@@ -121,6 +121,8 @@ class Relay:
         #: End of the wait in the current outage; None: no outage.
         give_up_at: float | None = None
         trace, is_waiting = tracing.current(), False
+        #: In the gateway, for a first pod.
+        waited_ns, began_ns = 0, time.monotonic_ns()
         while True:
             # Without another pod, try one that failed and is healthy again.
             route = self._router.choose(request, failed.union(too_small)) or self._router.choose(
@@ -137,6 +139,8 @@ class Relay:
                 except UnavailableError as error:
                     raise (_cut_off(error, request, len(tokens)) if tokens else error) from error
                 continue
+            if is_waiting and not num_lost:
+                waited_ns = time.monotonic_ns() - began_ns
             num_before, num_crashed_before = len(tokens), num_crashed
             is_waiting = False
             try:
@@ -145,6 +149,8 @@ class Relay:
                 async with aclosing(call) as events:
                     async for event in events:
                         if isinstance(event, decode_pb2.DecodeProgress):
+                            if event.prefill_failures:
+                                self._fleet.note_failure()
                             if event.prefill_crashes:
                                 num_crashed = num_crashed_before + event.prefill_crashes
                                 self._check_crashes(num_crashed, len(tokens))
@@ -159,6 +165,9 @@ class Relay:
                         else:
                             event.receipt.output_tokens += num_before
                             event.receipt.decode_retries = num_lost
+                            event.receipt.queue_ns += waited_ns
+                            if event.receipt.prefill_pod:
+                                self._router.was_moved(route, event.receipt.transfer_ns / NS_PER_S)
                         yield event
                 return
             except _TooSmallError as error:

@@ -110,8 +110,8 @@ class GatewaySettings(RedisSettings):
     """seconds for which a cut stream can be resumed, or an answer be asked for again by its key; 0: never"""
     resume_max_bytes: Annotated[int, Field(ge=1 << 20)] = 64 << 20
     """memory for such answers; beyond, the oldest are dropped"""
-    poll_interval_s: Annotated[float, Field(gt=0)] = 1.0
-    """seconds between polls of each pod"""
+    poll_interval_s: Annotated[float, Field(gt=0, le=2)] = 1.0
+    """seconds between polls of each pod; at most 2, since nothing is predicted from what is 5 s old"""
     failover_wait_s: Annotated[float, Field(ge=0)] = 30.0
     """longest time that a request waits for a decode pod when none is healthy"""
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from tandem_proto.v1 import common_pb2, decode_pb2
+from tandem_proto.v1 import common_pb2
 from tandem_service.tracing import Value
 
+from tandem_gateway.choices import Running
+from tandem_gateway.errors import OverloadedError
 from tandem_gateway.request import NS_PER_S, TokenizedRequest
 
 _REASONS: Mapping[int, str] = MappingProxyType(
@@ -60,10 +62,14 @@ def of_choices(num_choices: int, num_prompt: int) -> dict[str, Value]:
     }
 
 
-def of_answer(ends: Sequence[decode_pb2.DecodeFinished], model: str) -> dict[str, Value]:
-    """`ends`: of all choices; pods and times, in seconds, are those of the first."""
-    receipt = ends[0].receipt
-    num_output = sum(end.receipt.output_tokens for end in ends)
+def of_answer(choices: Sequence[Running], model: str) -> dict[str, Value]:
+    """Of all choices, which have ended; pods and stages, in seconds, are those of the first."""
+    ends = [choice.end for choice in choices if choice.end is not None]
+    receipts = [end.receipt for end in ends]
+    receipt, num_output = receipts[0], sum(receipt.output_tokens for receipt in receipts)
+    # Of each prompt's first choice: the others find the prompt in the cache.
+    of_prompt = {c.request.prompt_token_ids: r for c, r in zip(choices[::-1], receipts[::-1], strict=True)}
+    num_cached = sum(receipt.cached_tokens for receipt in of_prompt.values())
     prefill_s, decode_s = receipt.prefill_ns / NS_PER_S, receipt.decode_ns / NS_PER_S
     attributes: dict[str, Value] = {
         "gen_ai.response.id": receipt.request_id,
@@ -71,11 +77,11 @@ def of_answer(ends: Sequence[decode_pb2.DecodeFinished], model: str) -> dict[str
         "gen_ai.response.finish_reasons": [_REASONS.get(end.reason, "error") for end in ends],
         "gen_ai.usage.output_tokens": num_output,
         "gen_ai.usage.completion_tokens": num_output,
-        "gen_ai.usage.cache_read.input_tokens": receipt.cached_tokens,
-        "gen_ai.usage.cached_tokens": receipt.cached_tokens,
+        "gen_ai.usage.cache_read.input_tokens": num_cached,
+        "gen_ai.usage.cached_tokens": num_cached,
         "gen_ai.latency.time_in_queue": receipt.queue_ns / NS_PER_S,
         "gen_ai.latency.time_to_first_token": receipt.ttft_ns / NS_PER_S,
-        "gen_ai.latency.e2e": receipt.e2e_ns / NS_PER_S,
+        "gen_ai.latency.e2e": max(receipt.e2e_ns for receipt in receipts) / NS_PER_S,
         "gen_ai.latency.time_in_model_prefill": prefill_s,
         "gen_ai.latency.time_in_model_decode": decode_s,
         "gen_ai.latency.time_in_model_inference": prefill_s + decode_s,
@@ -84,8 +90,23 @@ def of_answer(ends: Sequence[decode_pb2.DecodeFinished], model: str) -> dict[str
         "tandem.prefill.retries": receipt.prefill_retries,
         "tandem.decode.pod": receipt.decode_pod,
         "tandem.decode.retries": receipt.decode_retries,
-        "tandem.slo.met": receipt.slo_met,
+        "tandem.slo.met": all(receipt.slo_met for receipt in receipts),
     }
-    if receipt.slo_miss_reason:
-        attributes["tandem.slo.miss_reason"] = receipt.slo_miss_reason
+    missed = next((receipt for receipt in receipts if not receipt.slo_met), None)
+    if missed is not None:
+        attributes["tandem.slo.miss_reason"] = missed.slo_miss_reason
+        attributes["tandem.slo.miss_cause"] = missed.slo_miss_cause
+    return attributes
+
+
+def of_incomplete(choices: Sequence[Running], error: Exception | None = None) -> dict[str, Value]:
+    """Of a call without a complete answer. `error`: None if its client left, or its deadline passed."""
+    num_output = sum(choice.num_tokens for choice in choices)
+    attributes: dict[str, Value] = {
+        "gen_ai.usage.output_tokens": num_output,
+        "gen_ai.usage.completion_tokens": num_output,
+        "tandem.slo.met": False,
+    }
+    if isinstance(error, OverloadedError):
+        attributes["tandem.refusal.reason"] = error.reason.value
     return attributes

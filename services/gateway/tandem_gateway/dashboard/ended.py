@@ -39,7 +39,6 @@ class EndedRequests:
         self._pending: deque[_Ended] = deque(maxlen=_MAX_PENDING)
         self.drafted: Counter[str] = Counter()
         self.accepted: Counter[str] = Counter()
-        self.num_tokens = 0
         self.num_steps = 0
         self.num_prefill_retries = 0
 
@@ -50,7 +49,6 @@ class EndedRequests:
         else:
             self.drafted.update(receipt.drafted_by_source)
             self.accepted.update(receipt.accepted_by_source)
-            self.num_tokens += receipt.output_tokens
             self.num_steps += receipt.decode_steps
             self.num_prefill_retries += receipt.prefill_retries
         self._pending.append(_Ended(request, outcome, receipt, time.monotonic() - request.arrived))

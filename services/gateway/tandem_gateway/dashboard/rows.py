@@ -120,10 +120,9 @@ class Sample(TypedDict):
     predictions_held: int
     #: None: no such request ended in this second.
     ttft: TtftRow | None
-    #: Guesses verified and accepted by source, tokens and steps of the requests that ended since the start.
+    #: Guesses verified and accepted by source, and decode steps, of the requests that ended since the start.
     drafted: dict[str, int]
     accepted: dict[str, int]
-    tokens: int
     steps: int
     #: Since the start: moves to another decode pod by cause, and to another prefill pod.
     failovers: dict[str, int]

@@ -75,7 +75,6 @@ class Sampler:
             ttft=ttft,
             drafted=ended.drafted,
             accepted=ended.accepted,
-            tokens=ended.num_tokens,
             steps=ended.num_steps,
             failovers=_by_label(metrics.failovers.collect(), "cause"),
             prefill_retries=ended.num_prefill_retries,

@@ -153,7 +153,9 @@ export function showDrafts(view) {
   const steps = now.steps - from.steps;
   const columns = [["source", null], ["drafted", "number"], ["accepted", "number"], ["share", "number"]];
   fillTable(byId("drafts"), columns, rows, "no request with drafts has ended yet");
-  byId("steps").textContent = steps ? `${((now.tokens - from.tokens) / steps).toFixed(2)} tokens per step` : "";
+  const numAccepted = (sample) => Object.values(sample.accepted).reduce((sum, count) => sum + count, 0);
+  const accepted = numAccepted(now) - numAccepted(from);
+  byId("steps").textContent = steps ? `${(1 + accepted / steps).toFixed(2)} tokens per step` : "";
 }
 
 export function showEvents(view, events) {
