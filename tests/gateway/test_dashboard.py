@@ -251,3 +251,12 @@ def test_drafts_are_added_up_by_source_also_of_requests_that_are_not_shown():
     assert len(shown) == SHOWN_PER_SECOND
     assert log.drafted == {"prompt": 9000, "global": 3000}
     assert log.accepted == {"prompt": 6000}
+
+
+async def test_a_wrong_number_is_named_as_everywhere(pods, gateway):
+    front = await gateway(await pods())
+    answer = await front.http.get("/dashboard/data?since=abc")
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == "since"
+    assert error["message"].startswith("since: is 'abc'")

@@ -8,6 +8,7 @@ import math
 
 import structlog
 from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from google.protobuf.json_format import MessageToJson
 from prometheus_client import CollectorRegistry
@@ -172,6 +173,12 @@ def make_app(
         # Anthropic's clients look for the type; OpenAI's do not mind it.
         body = {"type": "error", **error_json(error)}
         return JSONResponse(body, status_code=presentation(error).http_status, headers=headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def wrong_parameter(request: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        message = f"is {quoted(str(first['input']))}: {first['msg']}"
+        return await refuse(request, InvalidRequestError(str(first["loc"][-1]), message))
 
     @app.exception_handler(ClientDisconnect)  # left while sending its body
     @app.exception_handler(ClientGoneError)
