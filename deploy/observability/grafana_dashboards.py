@@ -443,7 +443,12 @@ SPECULATION = Board(
             (
                 Panel(
                     "Tokens per step",
-                    (Query(f"1 + {rate(t.ACCEPTED_TOKENS)} / {rate(t.DECODE_STEPS)}", "tokens per step"),),
+                    (
+                        Query(
+                            f"1 + ({rate(t.ACCEPTED_TOKENS)} or vector(0)) / {rate(t.DECODE_STEPS)}",
+                            "tokens per step",
+                        ),
+                    ),
                     description="Output tokens per verification pass of a sequence; 1 without drafts.",
                 ),
                 Panel(

@@ -79,9 +79,9 @@ class TestJudgement:
         forecaster = FixedForecaster(ttft=1.5)
         forecaster.pod.in_flight = 0
         judge(forecaster)
-        with pytest.raises(OverloadedError, match=r"without load, where it takes 1\.5 s") as info:
+        with pytest.raises(OverloadedError, match=r"predicted after 1\.50 s") as info:
             judge(forecaster, asked=request(replace(SLO, is_strict=True)))
-        assert info.value.retry_after_s is None, "it would be refused whenever it came back"
+        assert info.value.retry_after_s == pytest.approx(30), "when what was measured under load is forgotten"
 
     def test_without_a_pod_who_is_strict_is_refused(self):
         forecaster = FixedForecaster(ttft=0.5)
@@ -121,12 +121,11 @@ class TestJudgement:
         admission = Admission(forecaster, max_in_flight=128, max_queue=8, policy=Policy.PREDICT, slack=0.0)
         limited = replace(request(SloTarget("batch")), limits=TenantLimits(places=1))
         async with admission.slot(limited) as running:
-            running.num_tokens, running.first_at = 5, time.monotonic()
             with pytest.raises(OverloadedError, match="limit 1") as info:
                 async with admission.slot(limited):
                     pass
-        # Five tokens of .16 s beside four sequences.
-        assert info.value.retry_after_s == pytest.approx(0.8, abs=0.1)
+        # 1.1 s are predicted.
+        assert info.value.retry_after_s == pytest.approx(running.route.e2e_s, abs=0.1)
 
     def test_how_much_of_the_time_that_objectives_leave_goes_to_load(self):
         forecaster = FixedForecaster(ttft=0.55)  # .1 s without load, of 1 s

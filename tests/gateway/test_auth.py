@@ -124,6 +124,9 @@ def test_a_tenant_has_one_weight(tmp_path):
     path.write_text("".join(f"{line(key, 'acme', weight=weight)}\n" for key, weight in (("a", 2), ("b", 3))))
     with pytest.raises(KeyFileError, match=":2: weight: tenant acme has 2 in a line before and 3 here"):
         ApiKeys.load(path)
+    path.write_text(f"{line('a', 'acme')}\n{line('b', 'acme', weight=3)}\n{line('c', 'blue')}\n")
+    keys = ApiKeys.load(path)
+    assert [keys.authenticate(f"Bearer {key}").weight for key in "abc"] == [3, 3, 1]
 
 
 async def test_who_is_turned_away_is_counted_whatever_the_protocol(pods, gateway, keys_file):

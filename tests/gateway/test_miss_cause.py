@@ -68,6 +68,9 @@ def test_late_tokens_are_not_the_fault_of_what_came_before_the_first_one():
     receipt = receipt_of(seconds, output_tokens=10)
     assert miss_cause(receipt, None, is_late_start=False, is_late_end=False) == "decode"
     assert miss_cause(receipt, None, is_late_start=False, is_late_end=True) == "prefill"
+    forecast = forecast_of(wait_s=0.0, prefill_s=3.0, token_s=0.01, num_output=1)
+    longer = receipt_of(seconds, output_tokens=40)  # than expected
+    assert miss_cause(longer, forecast, is_late_start=False, is_late_end=False) == "decode"
 
 
 def test_a_stage_that_took_long_as_predicted_is_not_the_cause():

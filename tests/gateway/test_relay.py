@@ -59,16 +59,30 @@ async def test_what_a_lost_pod_delays_is_no_measure_of_predictions(pods, gateway
     lost = await pods(fail_after=1, fail_with=grpc.StatusCode.UNAVAILABLE)
     front = await gateway(lost, await pods("d-1", free_blocks=90))
     fleet = front.process._fleet
-    assert fleet.failed_at < 0
+    assert fleet.failing_since < 0
     before = time.monotonic()
     assert (await _text(front))[0] == "Hello there!"
-    assert fleet.failed_at > before
+    assert fleet.failing_since > before
 
 
-async def test_so_is_what_a_prefill_pod_delays(pods, gateway):
+async def test_nor_is_what_a_prefill_pod_delays_until_that_is_usual(pods, gateway, monkeypatch):
     front = await gateway(await pods(prefill_failures=1))
+    fleet = front.process._fleet
     assert (await _text(front))[0] == "Hello there!"
-    assert front.process._fleet.failed_at > 0
+    began = fleet.failing_since
+    assert began > 0
+    assert (await _text(front))[0] == "Hello there!"
+    assert fleet.failing_since == began, "what is predicted from then on knows of it"
+    monkeypatch.setattr("tandem_gateway.fleet._FAILURES_APART_S", 0.0)
+    assert (await _text(front))[0] == "Hello there!"
+    assert fleet.failing_since > began
+
+
+async def test_a_pod_that_drains_or_is_no_longer_listed_voids_no_prediction(pods, gateway):
+    leaving = await pods(is_draining=True, pause_s=0.05)
+    front = await gateway(leaving, await pods("d-1", free_blocks=90))
+    assert await _text(front) == ("Hello there!", "d-1")
+    assert front.process._fleet.failing_since < 0
 
 
 async def test_without_any_pod_the_wait_ends_with_unavailable(pods, gateway):

@@ -4,8 +4,10 @@ leave."""
 import asyncio
 from collections.abc import Iterator
 
+import grpc
 import pytest
 from otlp_collector import ERROR, Collector, Span, collecting
+from tandem_proto.v1 import common_pb2, gateway_pb2
 from waiting import until_async
 
 BODY = {"prompt": "hi"}
@@ -90,8 +92,14 @@ async def test_a_miss_and_a_refusal_say_why(collector, pods, gateway):
     assert refused.status_code == 429
     assert refused.headers["x-should-retry"] == "false"
     assert "retry-after" not in refused.headers
+    with pytest.raises(grpc.aio.AioRpcError) as info:
+        slo = common_pb2.SloTarget(ttft_ns=1000, strict=True)
+        async for _ in front.grpc.Generate(gateway_pb2.GenerateRequest(text="hi", slo=slo)):
+            pass
+    assert dict(info.value.trailing_metadata())["refusal-reason"] == "ttft"
+    assert "retry-after-ms" not in dict(info.value.trailing_metadata())
     await front.process.stop()
-    missed, root = sorted(roots(collector), key=lambda span: span.status)
+    missed, root, _ = sorted(roots(collector), key=lambda span: span.status)
     assert missed.attributes["tandem.slo.met"] is False
     assert missed.attributes["tandem.slo.miss_reason"].startswith("ttft")
     assert missed.attributes["tandem.slo.miss_cause"] == "other"

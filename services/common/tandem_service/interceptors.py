@@ -324,11 +324,11 @@ def translate(
 
 
 def refusal_metadata(error: Exception) -> tuple[tuple[str, str], ...]:
-    """The trailing metadata of a call that may be tried again, else ()."""
+    """The trailing metadata of a refused call: why, and when it may be tried again, if that is known."""
+    metadata: list[tuple[str, str]] = []
     retry_after_s = getattr(error, "retry_after_s", None)
-    if retry_after_s is None:
-        return ()
-    metadata = [(RETRY_AFTER_KEY, str(max(1, round(retry_after_s * 1000))))]
+    if retry_after_s is not None:
+        metadata.append((RETRY_AFTER_KEY, str(max(1, round(retry_after_s * 1000)))))
     if isinstance(reason := getattr(error, "reason", None), enum.Enum):
         metadata.append((REFUSAL_REASON_KEY, reason.value))
     return tuple(metadata)

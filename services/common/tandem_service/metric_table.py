@@ -204,7 +204,7 @@ FINISHED = _counter(
 )
 REFUSED = _counter(
     "tandem_refused_requests_total",
-    "Requests and calls refused with a retry-after, by reason",
+    "Requests and calls refused for now, by reason",
     "reason",
     by=_GATEWAY,
     unit=Unit.REQUESTS,

@@ -89,10 +89,11 @@ class Attempts:
             self.num_crashed += 1
             await self._told.wait()
 
-    def told(self) -> None:
-        """The caller has been told of every failure."""
-        self.is_news.clear()
-        self._told.set()
+    def told(self, num_failed: int) -> None:
+        """The caller has been told of so many failures."""
+        if num_failed == self.num_failed:
+            self.is_news.clear()
+            self._told.set()
 
 
 class Handoff:

@@ -183,9 +183,10 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                         )
                         if not computing.done():
                             await leave_if_stuck(self._loop, context)
+                            num_told = attempts.num_failed
                             yield self._progress(attempts)
+                            attempts.told(num_told)
                         if news.done():
-                            attempts.told()
                             news = asyncio.create_task(attempts.is_news.wait())
                 finally:
                     news.cancel()

@@ -37,7 +37,7 @@ from tandem_core.slo import NO_OBJECTIVES
 from tandem_gateway.admitted import Admitted
 from tandem_gateway.errors import DeadlineError, OverloadedError, RefusalReason, UnavailableError
 from tandem_gateway.fleet import Pod
-from tandem_gateway.forecast import Forecast, Forecaster
+from tandem_gateway.forecast import MEMORY_S, Forecast, Forecaster
 from tandem_gateway.limits import AdaptiveLimit, RecentMean, Turns
 from tandem_gateway.request import DEFAULT_DUE_S, TokenizedRequest
 from tandem_gateway.routing import Route
@@ -103,7 +103,7 @@ class Admission:
             raise OverloadedError(
                 f"tenant {tenant} has {self._of_tenant[tenant]} requests here already, limit {places}; send "
                 "the next one when one has ended",
-                self._first_end_s(tenant),
+                self._free_places_s(tenant, self._of_tenant[tenant] + num_places - places),
                 RefusalReason.TENANT_REQUESTS,
             )
         if request.deadline <= time.monotonic():
@@ -235,26 +235,24 @@ class Admission:
                 request, forecast.route, num_more + room, is_likely=is_returning
             ):
                 missed = "share"
-        if request.has_objectives and not (missed and slo.is_strict and forecast.misses_alone(slo)):
-            self._slack_used.add(1.0 if missed and not is_idle else forecast.share_of_slack(slo, waited_s))
+        if request.has_objectives and not (missed and (is_idle or forecast.misses_alone(slo))):
+            self._slack_used.add(1.0 if missed else forecast.share_of_slack(slo, waited_s))
         if not missed or (is_idle and not slo.is_strict):
             self._shares.charge(request.tenant, forecast.route.work_s)
             return Admitted(request, is_widened, forecast)
-        hopeless, takes_s = forecast.misses_alone(slo), forecast.alone
-        if is_idle and not hopeless:
-            # Not by the upper quantile, which may come from times with load.
-            hopeless, takes_s = forecast.misses(slo, waited_s, is_likely=True), forecast.medians
-        if slo.is_strict and hopeless:
+        if slo.is_strict and (hopeless := forecast.misses_alone(slo)):
             # It would be refused whenever it came back.
-            limit_s = getattr(slo, f"{hopeless}_s")
+            limit_s, takes_s = getattr(slo, f"{hopeless}_s"), forecast.alone[hopeless]
             raise OverloadedError(
                 f"refused: the objective {hopeless} of {limit_s:g} s cannot be met here even without load, "
-                f"where it takes {takes_s[hopeless]:.3g} s; ask for more time, or do not ask for strict",
+                f"where it takes {takes_s:.3g} s; ask for more time, or do not ask for strict",
                 None,
                 RefusalReason(hopeless),
             )
         self._best_effort_limit.ended(met=False)
-        raise self._refusal(request, forecast, missed, waited_s, is_returning=is_returning)
+        # Of an idle system no end of the load is to be waited for, but of what was measured with load.
+        least_s = MEMORY_S if is_idle else _MIN_RETRY_AFTER_S
+        raise self._refusal(request, forecast, missed, waited_s, least_s, is_returning=is_returning)
 
     def _room_for_others(self, request: TokenizedRequest, route: Route) -> float:
         """Requests that other tenants may send to the route's decode pod meanwhile."""
@@ -325,6 +323,7 @@ class Admission:
         forecast: Forecast,
         missed: str,
         waited_s: float,
+        least_s: float,
         *,
         is_returning: bool,
     ) -> OverloadedError:
@@ -339,7 +338,7 @@ class Admission:
             "share": max(self._shares.ahead_s(request.tenant), self.service_s),
         }[missed]
         now = time.monotonic()
-        over_s = min(max(over, _MIN_RETRY_AFTER_S), MAX_AHEAD_S)
+        over_s = min(max(over, least_s), MAX_AHEAD_S)
 
         def returning(at: float) -> Admitted:
             # Without the prompt and what else is large: many may be expected.
@@ -533,17 +532,18 @@ class Admission:
     def _limit(self) -> float:
         return self._blind_limit.value if self._is_blind else self.max_in_flight
 
-    def _first_end_s(self, tenant: str) -> float:
-        """When the first of the tenant's requests is likely to end."""
-        now = time.monotonic()
-        ends = [
-            self._forecaster.left(one.request, one.route, self._left_beside(one.route)(one, 0)).p50
-            if one.route is not None
-            else (one.admitted_at or now) + self.service_s - now
-            for one in self._running
-            if one.request.tenant == tenant
-        ]
-        return min(max(min(ends, default=self._turn_s()), _MIN_RETRY_AFTER_S), MAX_AHEAD_S)
+    def _free_places_s(self, tenant: str, num_places: int) -> float:
+        """When so many places of the tenant are likely to be free, as its requests are expected to end."""
+        now, left = time.monotonic(), []
+        for one in self._running:
+            if one.request.tenant == tenant:
+                began = one.changed_at if one.route is not None else one.admitted_at or now
+                ends_s = began + (one.left_then_s if one.route is not None else self.service_s) - now
+                left += [max(ends_s, _MIN_RETRY_AFTER_S)] * one.num_places
+        left.sort()
+        # Those that wait here have places too, and begin when others end.
+        seconds = left[min(num_places, len(left)) - 1] if left else self._turn_s()
+        return min(seconds, MAX_AHEAD_S)
 
     def _turn_s(self) -> float:
         """When the next request behind the queue is likely to have its turn."""

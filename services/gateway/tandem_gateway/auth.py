@@ -17,7 +17,7 @@ import asyncio
 import hashlib
 import hmac
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import structlog
@@ -101,7 +101,7 @@ class _KeyLine(BaseModel):
     slo_classes: tuple[str, ...] | None = Field(default=None, min_length=1)
     max_requests: int | None = Field(default=None, ge=1)
     tokens_per_minute: int | None = Field(default=None, ge=1)
-    weight: float = Field(default=1.0, gt=0, le=1000)
+    weight: float | None = Field(default=None, gt=0, le=1000)
     min_ttft_ms: float = Field(default=0.0, ge=0)
     min_tpot_ms: float = Field(default=0.0, ge=0)
     min_e2e_ms: float = Field(default=0.0, ge=0)
@@ -160,10 +160,10 @@ class ApiKeys:
                 raise KeyFileError(
                     f"{path}:{number}: slo_classes: {sorted(unknown)} unknown; use {tuple(slo_classes)}"
                 )
-            if weights.setdefault(entry.tenant, entry.weight) != entry.weight:
+            if entry.weight is not None and weights.setdefault(entry.tenant, entry.weight) != entry.weight:
                 raise KeyFileError(
                     f"{path}:{number}: weight: tenant {entry.tenant} has {weights[entry.tenant]:g} in a line "
-                    f"before and {entry.weight:g} here; give all of its keys the same"
+                    f"before and {entry.weight:g} here; give one"
                 )
             callers[bytes.fromhex(entry.key_sha256)] = Caller(
                 entry.tenant,
@@ -171,10 +171,13 @@ class ApiKeys:
                 slo_classes,
                 entry.max_requests,
                 entry.tokens_per_minute,
-                entry.weight,
-                SloTarget("", entry.min_ttft_ms / 1000, entry.min_tpot_ms / 1000, entry.min_e2e_ms / 1000),
+                tightest=SloTarget(
+                    "", entry.min_ttft_ms / 1000, entry.min_tpot_ms / 1000, entry.min_e2e_ms / 1000
+                ),
                 is_operator=entry.operator,
             )
+        for digest, caller in callers.items():
+            callers[digest] = replace(caller, weight=weights.get(caller.tenant, caller.weight))
         return cls(callers, anyone, path, version)
 
     async def follow(self) -> None:

@@ -41,6 +41,8 @@ from tandem_gateway.pod_load import Backlog, PodLoad
 _POLL_TIMEOUT_S = 2.0
 _MAX_MISSES = 3
 _FRESH_S = 5.0
+#: Failures with less time between them are what is to be expected.
+_FAILURES_APART_S = 10.0
 #: An engine's longest step: a chunk of a prompt takes a large model seconds on a CPU.
 _LONGEST_STEP_S = 60.0
 #: Time for the requests of a pod that is no longer listed to end.
@@ -191,8 +193,10 @@ class Fleet:
         self._follower: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self._discovered = asyncio.Event()
-        #: Monotonic seconds at which a pod was last lost, or failed to compute a prompt.
-        self.failed_at: float = -math.inf
+        #: Monotonic seconds since when pods are lost, or fail to compute prompts, one after the other; and of
+        #: the last time.
+        self.failing_since: float = -math.inf
+        self._failed_at = -math.inf
         self._log = structlog.get_logger("tandem.fleet")
 
     async def start(self) -> None:
@@ -222,13 +226,20 @@ class Fleet:
         # A copy in one step, since scrapes read it from another thread.
         return list(self._pods[role].values())
 
-    def mark_dead(self, pod: Pod, cause: str) -> None:
-        """Called when a request gets UNAVAILABLE; the pod is not used until it answers a poll."""
+    def mark_dead(self, pod: Pod, cause: str, *, is_expected: bool = False) -> None:
+        """Called when a request gets UNAVAILABLE; the pod is not used until it answers a poll. `is_expected`:
+        it said before that it would stop."""
+        if not is_expected:
+            self.note_failure()
         self._set_health(pod, cause=cause)
 
     def note_failure(self) -> None:
-        """Something went wrong that predictions could not know of."""
-        self.failed_at = time.monotonic()
+        """A pod is lost without warning, or failed to compute a prompt. Predictions made before could not
+        know of it; where that happens all the time, those that are made meanwhile tell what it costs."""
+        now = time.monotonic()
+        if now - self._failed_at > _FAILURES_APART_S:
+            self.failing_since = now
+        self._failed_at = now
 
     async def wait_for_change(self, timeout_s: float) -> None:
         """Waits until the health of any pod changes, at most `timeout_s`."""
@@ -291,6 +302,8 @@ class Fleet:
             except grpc.aio.AioRpcError as error:
                 pod.misses += 1
                 if error.code() is grpc.StatusCode.UNAVAILABLE or pod.misses >= _MAX_MISSES:
+                    if pod.healthy:
+                        self.note_failure()
                     self._set_health(pod, cause=f"{error.code().name}: {error.details()}", may_start=True)
             except Exception as error:
                 # Without its poller the pod would stay healthy forever.
@@ -311,8 +324,6 @@ class Fleet:
             log = self._log.warning if cause else self._log.info
             message = "pod is not usable" if cause else "pod is healthy"
             log(message, pod_role=pod.role.value, target=pod.target, cause=cause)
-        if was_healthy and cause:
-            self.note_failure()
         if was_healthy != pod.healthy:
             # Current waiters hold the old event; later ones wait for the next change.
             self._changed.set()

@@ -34,7 +34,7 @@ from tandem_gateway.routing import OutputLengths, Route, Router
 _WINDOW = 128
 #: Older ones do not count: while a class is refused nothing is measured of it, and what made its requests
 #: late, such as costs that pods did not know yet, may be over.
-_MEMORY_S = 30.0
+MEMORY_S = 30.0
 #: So many predictions of about the same length tell by what factors the next one may be wrong. With fewer in
 #: a class, those of other classes count too.
 _NUM_NEAR = 16
@@ -92,11 +92,6 @@ class Forecast:
         """What it takes without load by the model of costs, in seconds, by the names of the objectives."""
         route = self.route
         return {"ttft": route.alone_prefill_s, "tpot": route.alone_token_s, "e2e": route.alone_e2e_s}
-
-    @property
-    def medians(self) -> dict[str, float]:
-        """What it is likely to take, as in `alone`."""
-        return {"ttft": self.ttft_undisturbed.p50, "tpot": self.tpot.p50, "e2e": self.e2e_undisturbed.p50}
 
     def misses(self, slo: SloTarget, waited_s: float, *, is_likely: bool = False) -> str:
         """The name of the objective that may be missed, or is likely to be; "" if none."""
@@ -196,7 +191,7 @@ class _Window:
         return sorted([*_PRIOR, *factors[begin:end]])
 
     def _forget_old(self) -> None:
-        oldest = time.monotonic() - _MEMORY_S
+        oldest = time.monotonic() - MEMORY_S
         while self._recent and self._recent[0][0] < oldest:
             self._recent.popleft()
             self._by_length = None
@@ -232,7 +227,7 @@ class Calibration:
 
     def _levels_of(self, group: Group) -> tuple[float, float]:
         p50, high, moved_at = self._levels.get(group, (0.5, self._high, math.inf))
-        return (0.5, self._high) if moved_at < time.monotonic() - _MEMORY_S else (p50, high)
+        return (0.5, self._high) if moved_at < time.monotonic() - MEMORY_S else (p50, high)
 
 
 def _moved(level: float, wanted: float, *, held: bool) -> float:

@@ -129,15 +129,19 @@ class Gateway:
         try:
             yield
         except REQUEST_ERRORS as error:
-            self._metrics.refused(error)
-            shown = presentation(error)
-            # Not the message, which may quote the caller's text.
-            field = {"field": error.field} if isinstance(error, InvalidRequestError) else {}
-            self._log.info("request", outcome=shown.outcome.value, code=shown.code, **field)
+            self.turned_away(error)
             trace = current()
             trace.fail_stage(presentation(error).code)
             trace.fail(presentation(error).code)
             raise
+
+    def turned_away(self, error: InvalidRequestError | GatewayError) -> None:
+        """Counts and logs a call that ended before it was a well-formed request."""
+        self._metrics.refused(error)
+        shown = presentation(error)
+        # Not the message, which may quote the caller's text.
+        field = {"field": error.field} if isinstance(error, InvalidRequestError) else {}
+        self._log.info("request", outcome=shown.outcome.value, code=shown.code, **field)
 
     def begin_trace(self, headers: Headers, kind: str, *, started_ns: int) -> RequestTrace:
         """Of an authenticated call for an answer; `kind` as in AnswerRecord."""

@@ -83,7 +83,6 @@ class GatewayProcess:
         metrics = GatewayMetrics(
             self._server.registry, model_name=tokenizer.manifest.name, slo_classes=keys.slo_classes
         )
-        keys.on_refusal = metrics.refused
         self._fleet = Fleet(
             {Role.DECODE: Discovery(settings.decode), Role.PREFILL: Discovery(settings.prefill)},
             model_revision=tokenizer.manifest.revision,
@@ -114,6 +113,7 @@ class GatewayProcess:
             settings=settings,
             tracing=self._server.tracing,
         )
+        keys.on_refusal = gateway.turned_away
         address = settings.redis_address() if settings.resume_ttl_s else None
         self._answers = Answers(
             gateway.run,

@@ -8,7 +8,7 @@ from tandem_gateway.forecast import Forecast
 from tandem_gateway.request import NS_PER_S
 
 _UNTIL_FIRST_TOKEN = ("queue", "prefill", "transfer", "failover", "other")
-_AFTER_IT = ("decode", "length", "failover", "other")
+_AFTER_IT = ("decode", "failover", "other")
 #: All causes.
 CAUSES = (*_UNTIL_FIRST_TOKEN, "decode", "length", "preemption")
 

@@ -142,6 +142,8 @@ class Relay:
             if is_waiting and not num_lost:
                 waited_ns = time.monotonic_ns() - began_ns
             num_before, num_crashed_before = len(tokens), num_crashed
+            #: Of this pod's attempts at prefill pods.
+            num_failed = 0
             is_waiting = False
             try:
                 call = self._stream_from(route, request, tokens, num_lost, num_crashed, kv_source)
@@ -149,7 +151,8 @@ class Relay:
                 async with aclosing(call) as events:
                     async for event in events:
                         if isinstance(event, decode_pb2.DecodeProgress):
-                            if event.prefill_failures:
+                            if (told := max(event.prefill_failures, event.prefill_crashes)) > num_failed:
+                                num_failed = told
                                 self._fleet.note_failure()
                             if event.prefill_crashes:
                                 num_crashed = num_crashed_before + event.prefill_crashes
@@ -166,7 +169,7 @@ class Relay:
                             event.receipt.output_tokens += num_before
                             event.receipt.decode_retries = num_lost
                             event.receipt.queue_ns += waited_ns
-                            if event.receipt.prefill_pod:
+                            if event.receipt.prefill_pod and not num_lost and not num_failed:
                                 self._router.was_moved(route, event.receipt.transfer_ns / NS_PER_S)
                         yield event
                 return
@@ -177,7 +180,8 @@ class Relay:
             except _LostError as error:
                 trace.set_stage({"tandem.loss.message": str(error)})
                 trace.fail_stage(error.cause.value)
-                self._fleet.mark_dead(route.decode, str(error))
+                is_expected = error.cause is LossCause.DRAINING
+                self._fleet.mark_dead(route.decode, str(error), is_expected=is_expected)
                 self._router.forget(route.decode)
                 num_lost += error.accepted
                 num_crashed += error.crashes

@@ -11,10 +11,11 @@ The block size of the prefix cache can differ between pods; each pod reports it.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, median
 
 from tandem_core.prefix_hash import ChainHash
 
@@ -29,8 +30,8 @@ _TEMPLATE_TOKENS = 64
 #: A prompt is computed in another zone than it is decoded in if it is ready so much sooner there: KV between
 #: zones takes longer, and clouds charge for it.
 _OTHER_ZONE_S = 0.25
-#: Weight of the newest transfer in the mean of the last ones.
-_NEWEST_TRANSFER = 0.1
+#: Transfers that tell how long the next one takes, and for how long they do.
+_NUM_TRANSFERS, _TRANSFERS_MEMORY_S = 16, 30.0
 #: Lengths remembered of each, and how many tell something: the first ones that end are the short ones.
 _NUM_LENGTHS, _ENOUGH_LENGTHS = 16, 4
 #: Until then an answer is taken to be so long, in tokens: most end long before max_tokens, and with that a
@@ -211,12 +212,13 @@ class Router:
         self._fleet = fleet
         self._lengths = lengths
         self._prefixes = PrefixIndex()
-        #: Seconds, lately, that KV of a token still needs when the first token is computed.
-        self._moved_token_s = 0.0
+        #: Monotonic seconds of the last transfers, and how long the KV of a token still took when the first
+        #: token was computed.
+        self._transfers: deque[tuple[float, float]] = deque(maxlen=_NUM_TRANSFERS)
 
     def has_failed_since(self, at: float) -> bool:
-        """Whether since these monotonic seconds a pod was lost, or failed to compute a prompt."""
-        return self._fleet.failed_at > at
+        """Whether since these monotonic seconds pods began to be lost, or to fail to compute prompts."""
+        return self._fleet.failing_since > at
 
     def plan(self, request: TokenizedRequest, excluded: frozenset[str] = frozenset()) -> Route | None:
         """The pods with which the request is predicted to end first, among decode pods that are not in
@@ -229,7 +231,7 @@ class Router:
             return None
         work = {pod: self._work(pod, request) for pod in (*candidates, *prefill)}
         lengths = self._lengths.of(request)
-        num_output = round(fmean(lengths))
+        num_output, moved_token_s = round(fmean(lengths)), self._moved_token_s()
         routes = []
         for pod in candidates:
             prefill.sort(
@@ -256,7 +258,7 @@ class Router:
                 wait_s=wait_s,
                 join_s=work[computes].join_s,
                 prefill_s=prefill_s,
-                transfer_s=num_moved * self._moved_token_s,
+                transfer_s=num_moved * moved_token_s,
                 token_s=pod.load.token_seconds(num_beside + 1, context),
                 beside_s=others_s,
                 prompts_beside=part * pod.backlog.num_own,
@@ -282,7 +284,12 @@ class Router:
     def was_moved(self, route: Route, transfer_s: float) -> None:
         """The prompt's KV came from another pod, so many seconds after the first token was computed."""
         if route.num_moved:
-            self._moved_token_s += _NEWEST_TRANSFER * (transfer_s / route.num_moved - self._moved_token_s)
+            self._transfers.append((time.monotonic(), transfer_s / route.num_moved))
+
+    def _moved_token_s(self) -> float:
+        """Lately; 0: nothing is known."""
+        oldest = time.monotonic() - _TRANSFERS_MEMORY_S
+        return median([token_s for at, token_s in self._transfers if at > oldest] or [0.0])
 
     def forget(self, pod: Pod) -> None:
         """Forgets the cache of a pod that died."""
