@@ -44,7 +44,7 @@ class Outcome(enum.Enum):
 
 
 class RefusalReason(enum.Enum):
-    """Why a request or call was refused with a retry-after; a label of the metrics."""
+    """Why a request or call was refused for now; a label of the metrics."""
 
     QUEUE_FULL = "queue full"
     TENANT_REQUESTS = "tenant requests"
