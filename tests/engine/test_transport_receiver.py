@@ -8,6 +8,7 @@ from contextlib import closing
 
 import numpy as np
 import pytest
+import zmq
 from tandem_core.errors import InvariantError
 from tandem_engine.transport.base import MAX_FRAME_BYTES, DropCause, TransferState
 from tandem_engine.transport.codec import (
@@ -210,6 +211,19 @@ def test_a_message_beyond_the_size_limit_ends_its_connection_and_no_other(
         pause(0.1)  # nothing of the attacker's may arrive
     assert store.num_scatters == 1
     assert set(receiver.dropped_frames.values()) == {0}
+
+
+def test_tickets_carry_the_advertised_host() -> None:
+    options = ReceiverOptions(advertised_host="decode-0.tandem")
+    with closing(ZmqReceiver(LAYOUT, ByteStore(), options)) as receiver:
+        assert receiver.open({0: 0}).ticket.endpoint == receiver.endpoint
+        assert receiver.endpoint.startswith("tcp://decode-0.tandem:")
+
+
+def test_a_port_that_is_taken_is_reported(receiver: ZmqReceiver) -> None:
+    port = int(receiver.endpoint.rpartition(":")[2])
+    with pytest.raises(zmq.ZMQError, match="in use"):
+        ZmqReceiver(LAYOUT, ByteStore(), ReceiverOptions(port=port))
 
 
 def test_a_random_header_never_raises_anything_but_malformed() -> None:

@@ -567,7 +567,7 @@ DECODE_PREEMPTIONS = _counter(
 )
 LOCAL_PREFILLS = _counter(
     "tandem_decode_local_prefills_total",
-    "Prompts computed on this pod, by reason; of one that no prefill pod delivered, what had not arrived",
+    "Prompts computed on this pod, by reason; `no pod delivered`: each prefill pod that was asked failed",
     "reason",
     by=_DECODE,
     unit=Unit.REQUESTS,
