@@ -205,29 +205,6 @@ async def test_short_prompts_are_planned_where_the_decode_pod_computes_them(make
     assert router.plan(_request(more)).computes_prompt is decode, "most of it is cached"
 
 
-async def test_kv_that_must_come_from_another_pod_keeps_a_conversation_where_it_is(make_pod, monkeypatch):
-    holds, other = (make_pod(target, local_prefill_tokens=50) for target in ("d:1", "d:2"))
-    router = _router(holds, other, make_pod("p:1", Role.PREFILL))
-    other.healthy = False
-    router.choose(_request(PROMPT))
-    other.healthy = True
-    holds.num_foreign = 1  # .1 s more for an answer of 100 tokens
-    turn = _request(range(PROMPT.start, PROMPT.stop + 40))
-    moved = router.plan(turn)
-    assert (moved.decode, moved.num_moved, moved.transfer_s) == (other, len(PROMPT) + 40, 0.0)
-    router.was_moved(moved, 40.0)  # one that stalled
-    for _ in range(5):
-        router.was_moved(moved, 0.5)
-        router.was_moved(router.plan(_request(range(40))), 9.0)  # computed where it is decoded
-    route = router.plan(turn)
-    assert (route.decode, route.num_moved, route.transfer_s) == (holds, 0, 0.0)
-    holds.num_foreign = 20
-    assert router.plan(turn).transfer_s == pytest.approx(0.5, rel=0.02)
-    assert router.plan(turn).ttft_s == pytest.approx(moved.ttft_s + 0.5, abs=0.02)
-    monkeypatch.setattr("tandem_gateway.routing._TRANSFERS_MEMORY_S", 0.0)
-    assert router.plan(turn).transfer_s == 0.0, "after a while nothing is known"
-
-
 async def test_a_plan_remembers_nothing(make_pod):
     router = _router(make_pod("d:1"))
     assert router.plan(_request(PROMPT)).prefill_s == router.plan(_request(PROMPT)).prefill_s

@@ -35,7 +35,6 @@ def miss_cause(
         expected = min(receipt.output_tokens, route.num_output)
         beyond["queue"] -= forecast.queue_s + route.wait_s
         beyond["prefill"] -= route.prefill_s
-        beyond["transfer"] -= route.transfer_s
         beyond["decode"] -= (expected + extra) * route.token_s
         beyond["length"] = extra * route.token_s
     if is_late_start:

@@ -46,7 +46,7 @@ from tandem_gateway.errors import (
 )
 from tandem_gateway.fleet import Fleet, Role
 from tandem_gateway.metrics import GatewayMetrics
-from tandem_gateway.request import NS_PER_S, Event, TokenizedRequest
+from tandem_gateway.request import Event, TokenizedRequest
 from tandem_gateway.routing import Route, Router
 
 #: Retry-after of a request that its pod refused as full.
@@ -169,8 +169,6 @@ class Relay:
                             event.receipt.output_tokens += num_before
                             event.receipt.decode_retries = num_lost
                             event.receipt.queue_ns += waited_ns
-                            if event.receipt.prefill_pod and not num_lost and not num_failed:
-                                self._router.was_moved(route, event.receipt.transfer_ns / NS_PER_S)
                         yield event
                 return
             except _TooSmallError as error:

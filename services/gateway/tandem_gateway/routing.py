@@ -11,11 +11,10 @@ The block size of the prefix cache can differ between pods; each pod reports it.
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import fmean
 
 from tandem_core.prefix_hash import ChainHash
 
@@ -30,8 +29,6 @@ _TEMPLATE_TOKENS = 64
 #: A prompt is computed in another zone than it is decoded in if it is ready so much sooner there: KV between
 #: zones takes longer, and clouds charge for it.
 _OTHER_ZONE_S = 0.25
-#: Transfers that tell how long the next one takes, and for how long they do.
-_NUM_TRANSFERS, _TRANSFERS_MEMORY_S = 16, 30.0
 #: Lengths remembered of each, and how many tell something: the first ones that end are the short ones.
 _NUM_LENGTHS, _ENOUGH_LENGTHS = 16, 4
 #: Until then an answer is taken to be so long, in tokens: most end long before max_tokens, and with that a
@@ -53,9 +50,8 @@ class Route:
     wait_s: float
     #: Until the pod's step has ended, and for the sequences that decode in the steps of the prompts.
     join_s: float
-    #: To compute the prompt, until its last KV has arrived from another pod, and per output token.
+    #: To compute the prompt, and per output token.
     prefill_s: float
-    transfer_s: float
     token_s: float
     #: Of prompts that the decode pod computes while it computes the answer, and how many they are.
     beside_s: float
@@ -63,8 +59,6 @@ class Route:
     #: The same while nothing else uses the machine.
     alone_prefill_s: float
     alone_token_s: float
-    #: Tokens whose KV comes from another pod.
-    num_moved: int
     #: Tokens that the answer may have, each number as likely as the others.
     lengths: tuple[int, ...]
     #: Cached tokens in the middle of the answer; sequences beside it, on average.
@@ -91,7 +85,7 @@ class Route:
 
     @property
     def ttft_s(self) -> float:
-        return self.wait_s + self.join_s + self.prefill_s + self.transfer_s
+        return self.wait_s + self.join_s + self.prefill_s
 
     @property
     def e2e_s(self) -> float:
@@ -212,9 +206,6 @@ class Router:
         self._fleet = fleet
         self._lengths = lengths
         self._prefixes = PrefixIndex()
-        #: Monotonic seconds of the last transfers, and how long the KV of a token still took when the first
-        #: token was computed.
-        self._transfers: deque[tuple[float, float]] = deque(maxlen=_NUM_TRANSFERS)
 
     def has_failed_since(self, at: float) -> bool:
         """Whether since these monotonic seconds pods began to be lost, or to fail to compute prompts."""
@@ -231,7 +222,7 @@ class Router:
             return None
         work = {pod: self._work(pod, request) for pod in (*candidates, *prefill)}
         lengths = self._lengths.of(request)
-        num_output, moved_token_s = round(fmean(lengths)), self._moved_token_s()
+        num_output = round(fmean(lengths))
         routes = []
         for pod in candidates:
             prefill.sort(
@@ -245,7 +236,6 @@ class Router:
             context = len(request.prompt_token_ids) + num_output // 2
             num_beside = pod.num_beside(num_output)
             wait_s, prefill_s = work[computes].wait_s, work[computes].prefill_s
-            num_moved = work[pod].num_uncached if computes is not pod else 0
             # The pod computes those before this prompt, or while another pod computes it, in that time.
             others_s = pod.backlog.present_s - wait_s - (prefill_s if computes is not pod else 0.0)
             others_s = max(others_s, 0.0)
@@ -258,13 +248,11 @@ class Router:
                 wait_s=wait_s,
                 join_s=work[computes].join_s,
                 prefill_s=prefill_s,
-                transfer_s=num_moved * moved_token_s,
                 token_s=pod.load.token_seconds(num_beside + 1, context),
                 beside_s=others_s,
                 prompts_beside=part * pod.backlog.num_own,
                 alone_prefill_s=prefill_s * computes.load.prefill_cost.unloaded,
                 alone_token_s=pod.load.token_seconds(1, context) * pod.load.decode_cost.unloaded,
-                num_moved=num_moved,
                 lengths=lengths,
                 context=context,
                 num_beside=num_beside,
@@ -280,16 +268,6 @@ class Router:
             for pod in (route.decode, *(() if request.scores_prompt else route.prefill[:1])):
                 self._prefixes.add(pod.target, request.block_hashes(pod.load.block_size))
         return route
-
-    def was_moved(self, route: Route, transfer_s: float) -> None:
-        """The prompt's KV came from another pod, so many seconds after the first token was computed."""
-        if route.num_moved:
-            self._transfers.append((time.monotonic(), transfer_s / route.num_moved))
-
-    def _moved_token_s(self) -> float:
-        """Lately; 0: nothing is known."""
-        oldest = time.monotonic() - _TRANSFERS_MEMORY_S
-        return median([token_s for at, token_s in self._transfers if at > oldest] or [0.0])
 
     def forget(self, pod: Pod) -> None:
         """Forgets the cache of a pod that died."""
