@@ -124,8 +124,14 @@ class TestJudgement:
             with pytest.raises(OverloadedError, match="limit 1") as info:
                 async with admission.slot(limited):
                     pass
-        # 1.1 s are predicted.
-        assert info.value.retry_after_s == pytest.approx(running.route.e2e_s, abs=0.1)
+            # 1.1 s are predicted.
+            assert info.value.retry_after_s == pytest.approx(running.route.e2e_s, abs=0.1)
+            running.admitted_at -= 8.0
+            running.changed_at -= 8.0
+            with pytest.raises(OverloadedError, match="limit 1") as info:
+                async with admission.slot(limited):
+                    pass
+            assert info.value.retry_after_s == pytest.approx(2.0, abs=0.1), "it takes longer than predicted"
 
     def test_how_much_of_the_time_that_objectives_leave_goes_to_load(self):
         forecaster = FixedForecaster(ttft=0.55)  # .1 s without load, of 1 s

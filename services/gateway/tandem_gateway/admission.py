@@ -537,9 +537,12 @@ class Admission:
         now, left = time.monotonic(), []
         for one in self._running:
             if one.request.tenant == tenant:
-                began = one.changed_at if one.route is not None else one.admitted_at or now
-                ends_s = began + (one.left_then_s if one.route is not None else self.service_s) - now
-                left += [max(ends_s, _MIN_RETRY_AFTER_S)] * one.num_places
+                began = one.admitted_at or now
+                ends_s = self.service_s + began - now
+                if one.route is not None:
+                    ends_s = one.left_then_s + one.changed_at - now
+                # One that should have ended takes a quarter more, as in Route.tokens_left.
+                left += [max(ends_s, (now - began) / 4, _MIN_RETRY_AFTER_S)] * one.num_places
         left.sort()
         # Those that wait here have places too, and begin when others end.
         seconds = left[min(num_places, len(left)) - 1] if left else self._turn_s()
