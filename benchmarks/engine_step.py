@@ -11,6 +11,7 @@ one process with the same threads. --config sets fields of tandem_engine.assembl
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import statistics
 import time
@@ -49,7 +50,9 @@ class RandomDrafter(Drafter):
         self._vocabulary = range(vocab_size)
         self._random = random.Random(0)
 
-    def propose(self, requests: Sequence[Request], max_nodes: int) -> list[DraftTree | None]:
+    def propose(
+        self, requests: Sequence[Request], max_nodes: int, limit_s: float = math.inf
+    ) -> list[DraftTree | None]:
         if self.num_guesses == 0:
             return [None] * len(requests)
         parents = tuple(i // 2 for i in range(self.num_guesses))

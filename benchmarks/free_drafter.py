@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from tandem_drafting.drafter import Drafter, DraftPolicy
@@ -19,11 +20,13 @@ class FreeDrafter(Drafter):
         super().__init__(mirror, DraftPolicy(row_cost=0.0))
         self._max_guesses, self._max_rows = max_guesses, max_rows
 
-    def propose(self, requests: Sequence[Request], max_nodes: int) -> list[DraftTree | None]:
+    def propose(
+        self, requests: Sequence[Request], max_nodes: int, limit_s: float = math.inf
+    ) -> list[DraftTree | None]:
         limit = min(max_nodes, self._max_guesses)
         if self._max_rows is not None and requests:
             limit = min(limit, self._max_rows // len(requests) - 1)
-        return super().propose(requests, limit)
+        return super().propose(requests, limit, limit_s)
 
     def observe_step(self, num_sequences: int, context: int, num_guesses: int, seconds: float) -> None:
         """Learns nothing, so the cost of a guess stays 0."""

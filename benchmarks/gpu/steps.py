@@ -11,6 +11,7 @@ import cProfile
 import gc
 import importlib.util
 import json
+import math
 import os
 import pstats
 import random
@@ -64,7 +65,9 @@ class BinaryTrees:
         self._vocab_size = vocab_size
         self._random = random.Random(0)
 
-    def propose(self, requests: Sequence[Request], max_nodes: int) -> list[DraftTree | None]:
+    def propose(
+        self, requests: Sequence[Request], max_nodes: int, limit_s: float = math.inf
+    ) -> list[DraftTree | None]:
         n = self.num_guesses
         if n == 0:
             return [None] * len(requests)

@@ -15,10 +15,16 @@ Cost model and gate: a step with Q guesses takes T(Q) (step_cost.py) and yields 
 plus each guess's predicted acceptance. The Q with the largest E / T(Q) over the whole batch is drafted. A
 sequence whose best candidate stays far below its cost backs off: it is drafted for in every second, fourth,
 eighth or sixteenth step, the same steps for all such sequences.
+
+The most tokens per second over the batch may be too slow for a sequence of which no guess is accepted. With
+a limit in seconds, T(Q) stays below it, unless T(0) does not: fewer guesses would not keep it either.
 """
 
 from __future__ import annotations
 
+import math
+from array import array
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -44,6 +50,8 @@ from tandem_drafting.step_cost import StepCost
 #: Hopeless steps in a row before the interval between drafts doubles, and how often it doubles.
 _STEPS_PER_DOUBLING = 2
 _MAX_DOUBLINGS = 4
+#: Weight of the newest step in the unit of the cost curve.
+_NEWEST_STEP = 0.1
 
 
 @dataclass(frozen=True)
@@ -110,6 +118,10 @@ class Drafter:
         self._recyclers: dict[str, Recycler] = {}
         self._sequences: dict[str, _Sequence] = {}
         self.step_cost = StepCost(policy.row_cost)
+        #: What the last draft expected of the step, by its number of guesses, and what one of its units takes
+        #: in seconds; 0: not measured yet.
+        self._curve: Sequence[float] = ()
+        self._unit_s = 0.0
         self._num_steps = 0
 
     def attach(self, mirror: GlobalMirror) -> None:
@@ -137,8 +149,11 @@ class Drafter:
             for tenth in zip(*[model.reliability() for model in list(self._models.values())], strict=True)
         ]
 
-    def propose(self, requests: Sequence[Request], max_nodes: int) -> list[DraftTree | None]:
-        """One tree of at most `max_nodes` guesses per request, None where nothing pays.
+    def propose(
+        self, requests: Sequence[Request], max_nodes: int, limit_s: float = math.inf
+    ) -> list[DraftTree | None]:
+        """One tree of at most `max_nodes` guesses per request, None where nothing pays. limit_s: what the
+        step may take, if it takes less without guesses; what guides force is sent even so.
 
         The price counts every request given, so pass the whole decoding batch. Requests that are not
         decoding get None. Nothing beyond a request's max_tokens is guessed, and nothing that its guide
@@ -149,14 +164,17 @@ class Drafter:
         if self._mode is SpeculationMode.OFF or max_nodes < 1:
             return trees
         max_guesses = min(max_nodes, MAX_TREE_NODES - 1)
-        self._grow(trees, requests, max_guesses)
+        self._curve = ()
+        self._grow(trees, requests, max_guesses, limit_s)
         for n, request in enumerate(requests):
             if request.guide is not None and _may_draft(request):
                 request.guide.follow(request.output_token_ids)
                 trees[n] = request.guide.draft(trees[n], min(max_guesses, _room(request)))
         return trees
 
-    def _grow(self, trees: list[DraftTree | None], requests: Sequence[Request], max_guesses: int) -> None:
+    def _grow(
+        self, trees: list[DraftTree | None], requests: Sequence[Request], max_guesses: int, limit_s: float
+    ) -> None:
         drafted: list[tuple[int, _Sequence]] = []
         inputs: list[SequenceInput] = []
         for n, request in enumerate(requests):
@@ -173,13 +191,24 @@ class Drafter:
             return
         context = sum([request.num_computed_tokens for request in requests])
         seconds = self.step_cost.curve(len(requests), context, max_guesses * len(inputs))
-        made = native.draft_batch(inputs, max_guesses, len(requests), seconds)
+        self._curve = seconds
+        made = native.draft_batch(inputs, max_guesses, len(requests), self._up_to(seconds, limit_s))
         for (n, sequence), tree, is_hopeless in zip(drafted, made.trees(), made.is_hopeless, strict=True):
             trees[n] = tree
             sequence.back_off(has_draft=tree is not None, is_hopeless=bool(is_hopeless))
 
+    def _up_to(self, seconds: array[float], limit_s: float) -> array[float]:
+        """The part of the curve that takes no longer."""
+        if limit_s == math.inf or not self._unit_s:
+            return seconds
+        num_within = bisect_right(seconds, limit_s / self._unit_s)
+        return seconds[:num_within] if num_within else seconds
+
     def observe_step(self, num_sequences: int, context: int, num_guesses: int, seconds: float) -> None:
         self.step_cost.observe(num_sequences, context, num_guesses, seconds)
+        if num_guesses < len(self._curve):
+            unit_s = seconds / self._curve[num_guesses]
+            self._unit_s += (_NEWEST_STEP if self._unit_s else 1.0) * (unit_s - self._unit_s)
 
     def extend(self, emitted: Sequence[Emitted], logits: Tensor | Likeliest | None = None) -> None:
         """Learns from the tokens that a step emitted, the bonus tokens included.

@@ -11,6 +11,7 @@ Per decode step the engine calls, in this order and from its one thread:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -47,8 +48,11 @@ class Likeliest:
 
 
 class DraftSource(Protocol):
-    def propose(self, requests: Sequence[Request], max_nodes: int) -> list[DraftTree | None]:
-        """One tree of at most `max_nodes` guesses per request, None where no draft is worth its cost."""
+    def propose(
+        self, requests: Sequence[Request], max_nodes: int, limit_s: float = math.inf
+    ) -> list[DraftTree | None]:
+        """One tree of at most `max_nodes` guesses per request, None where no draft is worth its cost.
+        limit_s: what the step should take at most."""
 
     def observe_step(self, num_sequences: int, context: int, num_guesses: int, seconds: float) -> None:
         """The duration of a step that only decoded; context: cached tokens of all its sequences."""

@@ -15,6 +15,7 @@ The engine knows no text, processes or network. It is not thread-safe: one threa
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -261,8 +262,8 @@ class Engine:
 
     def _max_prompt_tokens(self) -> int | None:
         """With which the next step keeps the tightest objective per token of the sequences that decode."""
-        tightest = min([r.token_s for r in self.scheduler.decoding() if r.token_s], default=0.0)
-        if not tightest:
+        tightest = _tightest_token_s(self.scheduler.decoding())
+        if tightest == math.inf:
             return None
         cost = self.prefill_times.cost()
         if not cost.per_token:
@@ -275,9 +276,10 @@ class Engine:
         decoding = self.scheduler.decoding()
         if not decoding:
             return
-        for request, tree in zip(
-            decoding, self._drafter.propose(decoding, self._max_draft_nodes), strict=True
-        ):
+        # Also a sequence of which no guess is accepted keeps its objective.
+        limit_s = _tightest_token_s(decoding)
+        trees = self._drafter.propose(decoding, self._max_draft_nodes, limit_s)
+        for request, tree in zip(decoding, trees, strict=True):
             request.draft = tree
 
     def _outputs(
@@ -368,6 +370,10 @@ class Engine:
         elif not is_scoring:
             pairs = sum([s.num_new_tokens * (2 * s.start + s.num_new_tokens) for s in sequences]) // 2
             self.prefill_times.observe(batch.num_tokens, pairs, turn_s)
+
+
+def _tightest_token_s(requests: Sequence[Request]) -> float:
+    return min([request.token_s for request in requests if request.token_s], default=math.inf)
 
 
 def _score_prompt(sequence: ScheduledSequence, first: int, logits: Tensor) -> None:

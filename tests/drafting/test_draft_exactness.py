@@ -180,7 +180,9 @@ class Scripted:
         self._conditionals = conditionals
         self._pick = pick
 
-    def propose(self, requests: Sequence[Request], max_nodes: int) -> list[DraftTree | None]:
+    def propose(
+        self, requests: Sequence[Request], max_nodes: int, limit_s: float = math.inf
+    ) -> list[DraftTree | None]:
         return [self._line(request) for request in requests]
 
     def _line(self, request: Request) -> DraftTree | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from array import array
 
@@ -257,6 +258,30 @@ def test_a_cost_that_was_measured_too_high_is_forgotten():
         drafter.step_cost.observe(1, 100, guesses, 1e-2 * (1 + 0.02 * guesses))
     assert not any(drafted[:100])
     assert all(drafted[-100:])
+
+
+def test_guesses_are_as_many_as_the_step_has_time_for():
+    drafter = Drafter(None, DraftPolicy(row_cost=0.01))
+    request = request_at(list(range(100, 120)) * 10, 99)
+
+    def num_guesses(limit_s: float) -> int:
+        (tree,) = drafter.propose([request], 15, limit_s)
+        return len(tree) if tree is not None else 0
+
+    most = num_guesses(0.001)
+    assert most > 4, "what a step takes is not known yet"
+    for _ in range(200):
+        seconds = 0.02 + 0.001 * num_guesses(math.inf)
+        drafter.observe_step(1, 100, most, seconds)
+    assert num_guesses(0.02 + 0.001 * most + 0.002) == most
+    some = num_guesses(0.026)
+    assert 0 < some < most
+    assert num_guesses(0.019) == most, "fewer would not keep it either"
+    # The machine becomes faster.
+    for _ in range(200):
+        drafter.propose([request], 15, 0.026)
+        drafter.observe_step(1, 100, some, (0.02 + 0.001 * some) / 2)
+    assert num_guesses(0.026) == num_guesses(math.inf) > num_guesses(0.011) > 0
 
 
 def test_requests_that_are_not_decoding_are_left_alone():

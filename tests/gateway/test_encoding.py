@@ -2,6 +2,7 @@
 tokens that a user writes are plain text.
 """
 
+import math
 import shutil
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -69,7 +70,9 @@ class PromptRecorder:
     def __init__(self) -> None:
         self.prompts: list[list[int]] = []
 
-    def propose(self, requests: Sequence[Request], max_nodes: int) -> list[DraftTree | None]:
+    def propose(
+        self, requests: Sequence[Request], max_nodes: int, limit_s: float = math.inf
+    ) -> list[DraftTree | None]:
         return [None] * len(requests)
 
     def observe_step(self, num_sequences: int, context: int, num_guesses: int, seconds: float) -> None: ...
