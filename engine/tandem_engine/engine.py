@@ -261,14 +261,15 @@ class Engine:
         return StepOutput(update.request, update.new_token_ids, (), (), (), update.finished)
 
     def _max_prompt_tokens(self) -> int | None:
-        """With which the next step keeps the tightest objective per token of the sequences that decode."""
+        """With which the next step keeps the tightest objective per token of the sequences that decode, also
+        for one of which no guess is accepted."""
         tightest = _tightest_token_s(self.scheduler.decoding())
         if tightest == math.inf:
             return None
         cost = self.prefill_times.cost()
         if not cost.per_token:
             return None
-        return max(_LEAST_CHUNK, int((tightest * self.tokens_per_step.mean - cost.per_step) / cost.per_token))
+        return max(_LEAST_CHUNK, int((tightest - cost.per_step) / cost.per_token))
 
     def _draft(self) -> None:
         if self._drafter is None:
@@ -276,7 +277,6 @@ class Engine:
         decoding = self.scheduler.decoding()
         if not decoding:
             return
-        # Also a sequence of which no guess is accepted keeps its objective.
         limit_s = _tightest_token_s(decoding)
         trees = self._drafter.propose(decoding, self._max_draft_nodes, limit_s)
         for request, tree in zip(decoding, trees, strict=True):
