@@ -261,15 +261,17 @@ class Engine:
         return StepOutput(update.request, update.new_token_ids, (), (), (), update.finished)
 
     def _max_prompt_tokens(self) -> int | None:
-        """With which the next step keeps the tightest objective per token of the sequences that decode, also
-        for one of which no guess is accepted."""
-        tightest = _tightest_token_s(self.scheduler.decoding())
+        """With which the next step, its drafts included, keeps the tightest objective per token of the
+        sequences that decode, also for one of which no guess is accepted."""
+        decoding = self.scheduler.decoding()
+        tightest = _tightest_token_s(decoding)
         if tightest == math.inf:
             return None
         cost = self.prefill_times.cost()
         if not cost.per_token:
             return None
-        return max(_LEAST_CHUNK, int((tightest - cost.per_step) / cost.per_token))
+        num_rows = sum([1 + (len(r.draft) if r.draft is not None else 0) for r in decoding])
+        return max(_LEAST_CHUNK, int((tightest - cost.per_step) / cost.per_token) - num_rows)
 
     def _draft(self) -> None:
         if self._drafter is None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from tandem_core.errors import InvalidRequestError
 from tandem_core.sampling import FinishReason, SamplingParams
+from tandem_engine.draft_tree import DraftTree
 from tandem_engine.llm import LLM
 from tandem_engine.request import Request
 from tandem_engine.step_times import StepTimes, TokensPerStep
@@ -90,7 +91,10 @@ def test_completions_account_for_themselves(llm: LLM) -> None:
     assert 0 < completion.stats.ttft_s <= completion.stats.e2e_s
 
 
-def test_prompts_beside_text_with_an_objective_per_token_come_in_chunks(llm: LLM) -> None:
+@pytest.mark.parametrize(("num_guesses", "expected"), [(0, 48), (20, 32), (60, 32)])
+def test_prompts_beside_text_with_an_objective_per_token_come_in_chunks(
+    llm: LLM, num_guesses: int, expected: int
+) -> None:
     engine, sampling = llm.engine, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     engine.prefill_times, engine.tokens_per_step = StepTimes(), TokensPerStep()
     for num_tokens in (10, 20, 40):
@@ -98,12 +102,15 @@ def test_prompts_beside_text_with_an_objective_per_token_come_in_chunks(llm: LLM
     # Refitted by no step of this test.
     cost = engine.prefill_times.cost()
     engine.prefill_times.cost = lambda: cost
-    engine.add(Request("text", prompt_of(10, 7), sampling, token_s=0.04))
+    text = Request("text", prompt_of(10, 7), sampling, token_s=0.064)
+    engine.add(text)
     engine.step()
-    prompt = Request("prompt", prompt_of(60, 8), sampling)
+    if num_guesses:
+        text.draft = DraftTree((5,) * num_guesses, tuple(range(num_guesses)), ("output",) * num_guesses)
+    prompt = Request("prompt", prompt_of(100, 8 + num_guesses), sampling)
     engine.add(prompt)
     engine.step()
-    assert 32 <= prompt.num_computed_tokens <= 40, "as many as take 40 ms"
+    assert prompt.num_computed_tokens == expected, "whole blocks that take 64 ms with all other rows, or 32"
     while engine.has_work():
         engine.step()
 
