@@ -11,7 +11,6 @@ one process with the same threads. --config sets fields of tandem_engine.assembl
 from __future__ import annotations
 
 import argparse
-import math
 import random
 import statistics
 import time
@@ -51,7 +50,7 @@ class RandomDrafter(Drafter):
         self._random = random.Random(0)
 
     def propose(
-        self, requests: Sequence[Request], max_nodes: int, limit_s: float = math.inf
+        self, requests: Sequence[Request], max_nodes: int, share: float = 1.0
     ) -> list[DraftTree | None]:
         if self.num_guesses == 0:
             return [None] * len(requests)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from tandem_drafting.drafter import Drafter, DraftPolicy
@@ -21,12 +20,12 @@ class FreeDrafter(Drafter):
         self._max_guesses, self._max_rows = max_guesses, max_rows
 
     def propose(
-        self, requests: Sequence[Request], max_nodes: int, limit_s: float = math.inf
+        self, requests: Sequence[Request], max_nodes: int, share: float = 1.0
     ) -> list[DraftTree | None]:
         limit = min(max_nodes, self._max_guesses)
         if self._max_rows is not None and requests:
             limit = min(limit, self._max_rows // len(requests) - 1)
-        return super().propose(requests, limit, limit_s)
+        return super().propose(requests, limit, share)
 
     def observe_step(self, num_sequences: int, context: int, num_guesses: int, seconds: float) -> None:
         """Learns nothing, so the cost of a guess stays 0."""

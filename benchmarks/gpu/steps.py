@@ -11,7 +11,6 @@ import cProfile
 import gc
 import importlib.util
 import json
-import math
 import os
 import pstats
 import random
@@ -66,7 +65,7 @@ class BinaryTrees:
         self._random = random.Random(0)
 
     def propose(
-        self, requests: Sequence[Request], max_nodes: int, limit_s: float = math.inf
+        self, requests: Sequence[Request], max_nodes: int, share: float = 1.0
     ) -> list[DraftTree | None]:
         n = self.num_guesses
         if n == 0:

@@ -16,13 +16,12 @@ plus each guess's predicted acceptance. The Q with the largest E / T(Q) over the
 sequence whose best candidate stays far below its cost backs off: it is drafted for in every second, fourth,
 eighth or sixteenth step, the same steps for all such sequences.
 
-The most tokens per second over the batch may be too slow for a sequence of which no guess is accepted. With
-a limit in seconds, T(Q) stays below it, unless T(0) does not: fewer guesses would not keep it either.
+The most tokens per second over the batch may be too slow for a sequence of which no guess is accepted. So
+T(Q) stays below the tightest objective per token of the batch, but for those that T(0) does not keep either.
 """
 
 from __future__ import annotations
 
-import math
 from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -50,8 +49,11 @@ from tandem_drafting.step_cost import StepCost
 #: Hopeless steps in a row before the interval between drafts doubles, and how often it doubles.
 _STEPS_PER_DOUBLING = 2
 _MAX_DOUBLINGS = 4
-#: Weight of the newest step in the unit of the cost curve.
-_NEWEST_STEP = 0.1
+#: Of the unit of the cost curve: the weight of the newest step, and by what factor that may be longer than
+#: expected; more is a pause of the process.
+_NEWEST_STEP, _LONGEST_STEP = 0.1, 1.25
+#: Steps without guesses may be shorter by this factor than the curve says, while all have guesses.
+_MAX_ERROR = 1.25
 
 
 @dataclass(frozen=True)
@@ -118,9 +120,9 @@ class Drafter:
         self._recyclers: dict[str, Recycler] = {}
         self._sequences: dict[str, _Sequence] = {}
         self.step_cost = StepCost(policy.row_cost)
-        #: What the last draft expected of the step, by its number of guesses, and what one of its units takes
-        #: in seconds; 0: not measured yet.
-        self._curve: Sequence[float] = ()
+        #: Of the last draft: its sequences, and what was expected of the step by its number of guesses.
+        self._expected: tuple[int, Sequence[float]] = (0, ())
+        #: Seconds of a unit of that; 0: not measured yet.
         self._unit_s = 0.0
         self._num_steps = 0
 
@@ -150,10 +152,10 @@ class Drafter:
         ]
 
     def propose(
-        self, requests: Sequence[Request], max_nodes: int, limit_s: float = math.inf
+        self, requests: Sequence[Request], max_nodes: int, share: float = 1.0
     ) -> list[DraftTree | None]:
-        """One tree of at most `max_nodes` guesses per request, None where nothing pays. limit_s: what the
-        step may take, if it takes less without guesses; what guides force is sent even so.
+        """One tree of at most `max_nodes` guesses per request, None where nothing pays. share: of the time
+        that their objectives per token leave, what guesses may take; what guides force is sent even so.
 
         The price counts every request given, so pass the whole decoding batch. Requests that are not
         decoding get None. Nothing beyond a request's max_tokens is guessed, and nothing that its guide
@@ -164,8 +166,8 @@ class Drafter:
         if self._mode is SpeculationMode.OFF or max_nodes < 1:
             return trees
         max_guesses = min(max_nodes, MAX_TREE_NODES - 1)
-        self._curve = ()
-        self._grow(trees, requests, max_guesses, limit_s)
+        self._expected = 0, ()
+        self._grow(trees, requests, max_guesses, share)
         for n, request in enumerate(requests):
             if request.guide is not None and _may_draft(request):
                 request.guide.follow(request.output_token_ids)
@@ -173,7 +175,7 @@ class Drafter:
         return trees
 
     def _grow(
-        self, trees: list[DraftTree | None], requests: Sequence[Request], max_guesses: int, limit_s: float
+        self, trees: list[DraftTree | None], requests: Sequence[Request], max_guesses: int, share: float
     ) -> None:
         drafted: list[tuple[int, _Sequence]] = []
         inputs: list[SequenceInput] = []
@@ -191,24 +193,34 @@ class Drafter:
             return
         context = sum([request.num_computed_tokens for request in requests])
         seconds = self.step_cost.curve(len(requests), context, max_guesses * len(inputs))
-        self._curve = seconds
-        made = native.draft_batch(inputs, max_guesses, len(requests), self._up_to(seconds, limit_s))
+        self._expected = len(requests), seconds
+        in_time = self._in_time(seconds, requests, share)
+        made = native.draft_batch(inputs, max_guesses, len(requests), in_time)
         for (n, sequence), tree, is_hopeless in zip(drafted, made.trees(), made.is_hopeless, strict=True):
             trees[n] = tree
             sequence.back_off(has_draft=tree is not None, is_hopeless=bool(is_hopeless))
 
-    def _up_to(self, seconds: array[float], limit_s: float) -> array[float]:
-        """The part of the curve that takes no longer."""
-        if limit_s == math.inf or not self._unit_s:
+    def _in_time(self, seconds: array[float], requests: Sequence[Request], share: float) -> array[float]:
+        """The part of the curve that keeps the tightest objective per token that can be kept."""
+        if not self._unit_s:
             return seconds
-        num_within = bisect_right(seconds, limit_s / self._unit_s)
-        return seconds[:num_within] if num_within else seconds
+        plain = seconds[0]
+        limits = [request.token_s / self._unit_s for request in requests if request.token_s]
+        kept = [limit for limit in limits if limit * _MAX_ERROR >= plain]
+        if not kept:
+            return seconds
+        limit = plain + share * (min(kept) - plain)
+        return seconds[: max(bisect_right(seconds, limit), 1)]
 
     def observe_step(self, num_sequences: int, context: int, num_guesses: int, seconds: float) -> None:
         self.step_cost.observe(num_sequences, context, num_guesses, seconds)
-        if num_guesses < len(self._curve):
-            unit_s = seconds / self._curve[num_guesses]
-            self._unit_s += (_NEWEST_STEP if self._unit_s else 1.0) * (unit_s - self._unit_s)
+        num_drafted, expected = self._expected
+        if num_sequences == num_drafted and num_guesses < len(expected):
+            unit_s = seconds / expected[num_guesses]
+            if self._unit_s:
+                unit_s = min(unit_s, _LONGEST_STEP * self._unit_s)
+                unit_s = self._unit_s + _NEWEST_STEP * (unit_s - self._unit_s)
+            self._unit_s = unit_s
 
     def extend(self, emitted: Sequence[Emitted], logits: Tensor | Likeliest | None = None) -> None:
         """Learns from the tokens that a step emitted, the bonus tokens included.

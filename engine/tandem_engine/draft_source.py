@@ -11,7 +11,6 @@ Per decode step the engine calls, in this order and from its one thread:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -49,10 +48,10 @@ class Likeliest:
 
 class DraftSource(Protocol):
     def propose(
-        self, requests: Sequence[Request], max_nodes: int, limit_s: float = math.inf
+        self, requests: Sequence[Request], max_nodes: int, share: float = 1.0
     ) -> list[DraftTree | None]:
         """One tree of at most `max_nodes` guesses per request, None where no draft is worth its cost.
-        limit_s: what the step should take at most."""
+        share: of the time that the requests' objectives per token leave, what guesses may take."""
 
     def observe_step(self, num_sequences: int, context: int, num_guesses: int, seconds: float) -> None:
         """The duration of a step that only decoded; context: cached tokens of all its sequences."""

@@ -39,6 +39,9 @@ from tandem_engine.step_times import DECODE_TERMS, StepTimes, TokensPerStep
 
 #: Prompt tokens of a step, whatever the objectives of others.
 _LEAST_CHUNK = 32
+#: Of the time that objectives per token leave, what drafts may take while prompts wait: prompts are certain
+#: work, drafts may be rejected.
+_SHARE_BESIDE_PROMPTS = 0.5
 #: Lengths in tokens of what is computed to measure the costs of steps.
 _MEASURED_PROMPTS, _MEASURED_OUTPUT = (64, 256), 6
 #: Sequences that then decode together, and the length of their prompts: what a batch costs does not follow
@@ -262,7 +265,7 @@ class Engine:
 
     def _max_prompt_tokens(self) -> int | None:
         """With which the next step, its drafts included, keeps the tightest objective per token of the
-        sequences that decode, also for one of which no guess is accepted."""
+        sequences that decode, also for one of which no guess is accepted; at least _LEAST_CHUNK."""
         decoding = self.scheduler.decoding()
         tightest = _tightest_token_s(decoding)
         if tightest == math.inf:
@@ -279,8 +282,9 @@ class Engine:
         decoding = self.scheduler.decoding()
         if not decoding:
             return
-        limit_s = _tightest_token_s(decoding)
-        trees = self._drafter.propose(decoding, self._max_draft_nodes, limit_s)
+        has_limit = _tightest_token_s(decoding) < math.inf
+        share = _SHARE_BESIDE_PROMPTS if has_limit and self.scheduler.prompt_work() else 1.0
+        trees = self._drafter.propose(decoding, self._max_draft_nodes, share)
         for request, tree in zip(decoding, trees, strict=True):
             request.draft = tree
 

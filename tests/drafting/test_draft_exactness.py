@@ -181,7 +181,7 @@ class Scripted:
         self._pick = pick
 
     def propose(
-        self, requests: Sequence[Request], max_nodes: int, limit_s: float = math.inf
+        self, requests: Sequence[Request], max_nodes: int, share: float = 1.0
     ) -> list[DraftTree | None]:
         return [self._line(request) for request in requests]
 

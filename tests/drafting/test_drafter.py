@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from array import array
 
@@ -260,28 +259,88 @@ def test_a_cost_that_was_measured_too_high_is_forgotten():
     assert all(drafted[-100:])
 
 
-def test_guesses_are_as_many_as_the_step_has_time_for():
-    drafter = Drafter(None, DraftPolicy(row_cost=0.01))
-    request = request_at(list(range(100, 120)) * 10, 99)
+class Limited:
+    """A sequence that repeats itself, in steps of 20 ms and 1 ms for each guess, times `slowness`."""
 
-    def num_guesses(limit_s: float) -> int:
-        (tree,) = drafter.propose([request], 15, limit_s)
-        return len(tree) if tree is not None else 0
+    def __init__(self) -> None:
+        self.drafter = Drafter(None, DraftPolicy(row_cost=0.01))
+        self.text = list(range(100, 120)) * 10
+        self.slowness = 1.0
 
-    most = num_guesses(0.001)
+    def num_guesses(self, *objectives: float, share: float = 1.0) -> int:
+        requests = [
+            request_at(self.text, 99, str(n), token_s=token_s) for n, token_s in enumerate(objectives)
+        ]
+        trees = self.drafter.propose(requests, 15, share)
+        return sum(len(tree) for tree in trees if tree is not None)
+
+    def run(self, *objectives: float, num_steps: int = 200) -> float:
+        """How long the last step took."""
+        for _ in range(num_steps):
+            num_guesses = self.num_guesses(*objectives)
+            seconds = self.slowness * (0.02 + 0.001 * num_guesses)
+            self.drafter.observe_step(len(objectives), 100, num_guesses, seconds)
+        return seconds
+
+
+def test_guesses_are_as_many_as_the_tightest_objective_per_token_leaves_time_for():
+    limited = Limited()
+    most = limited.num_guesses(0.001)
     assert most > 4, "what a step takes is not known yet"
-    for _ in range(200):
-        seconds = 0.02 + 0.001 * num_guesses(math.inf)
-        drafter.observe_step(1, 100, most, seconds)
-    assert num_guesses(0.02 + 0.001 * most + 0.002) == most
-    some = num_guesses(0.026)
-    assert 0 < some < most
-    assert num_guesses(0.019) == most, "fewer would not keep it either"
+    assert limited.run(0.0) == pytest.approx(0.02 + 0.001 * limited.num_guesses(0.0))
+    assert limited.num_guesses(0.1) == limited.num_guesses(0.0)
+    assert limited.run(0.024) <= 0.0245
+    assert limited.num_guesses(0.024) > limited.num_guesses(0.024, share=0.5) >= 0
+    assert limited.num_guesses(0.018) == 0, "steps without guesses may take less than the curve says"
+    assert limited.num_guesses(0.01) == limited.num_guesses(0.0), "none would not keep it either"
     # The machine becomes faster.
-    for _ in range(200):
-        drafter.propose([request], 15, 0.026)
-        drafter.observe_step(1, 100, some, (0.02 + 0.001 * some) / 2)
-    assert num_guesses(0.026) == num_guesses(math.inf) > num_guesses(0.011) > 0
+    limited.slowness = 0.5
+    assert limited.run(0.024) == pytest.approx(0.5 * (0.02 + 0.001 * limited.num_guesses(0.0)))
+
+
+def test_an_objective_per_token_that_cannot_be_kept_leaves_others_theirs():
+    limited = Limited()
+    limited.run(0.0, 0.0)
+    assert limited.num_guesses(0.005, 0.0) == limited.num_guesses(0.0, 0.0)
+    assert (
+        limited.num_guesses(0.005, 0.023) == limited.num_guesses(0.0, 0.023) < limited.num_guesses(0.0, 0.0)
+    )
+
+
+def test_what_was_measured_with_guesses_alone_is_measured_without_before_an_objective_is_given_up():
+    """Guesses that cost four times as much as is believed, always as many: the curve says that steps without
+    any take 26 ms."""
+    source = random.Random(0)
+    limited = Limited()
+    limited.drafter = Drafter(None, DraftPolicy())
+
+    def run(token_s: float) -> float:
+        took = []
+        for _ in range(500):
+            num_guesses = limited.num_guesses(token_s)
+            took.append((0.02 + 0.004 * num_guesses) * source.gauss(1, 0.04))
+            limited.drafter.observe_step(1, 100, num_guesses, took[-1])
+        return sum(took[-200:]) / 200
+
+    assert run(0.0) > 0.026
+    assert run(0.023) < 0.0235
+
+
+def test_a_pause_of_the_process_does_not_count_as_the_time_of_steps():
+    limited = Limited()
+    limited.run(0.023)
+    before = limited.num_guesses(0.023)
+    limited.drafter.observe_step(1, 100, before, 2.0)
+    assert before - 1 <= limited.num_guesses(0.023) <= before
+
+
+def test_steps_of_other_sequences_than_were_drafted_for_do_not_count():
+    limited = Limited()
+    limited.run(0.023)
+    before = limited.num_guesses(0.023)
+    for _ in range(60):
+        limited.drafter.observe_step(8, 100, 0, 0.06)  # a beam search
+    assert limited.num_guesses(0.023) == before
 
 
 def test_requests_that_are_not_decoding_are_left_alone():

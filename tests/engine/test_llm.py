@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import math
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -115,23 +115,27 @@ def test_prompts_beside_text_with_an_objective_per_token_come_in_chunks(
         engine.step()
 
 
-def test_drafts_leave_time_for_the_tightest_objective_per_token_of_those_that_decode(
+def test_drafts_leave_half_of_the_time_to_prompts_beside_an_objective_per_token(
     llm: LLM, monkeypatch: Any
 ) -> None:
-    engine, limits = llm.engine, []
+    engine, shares = llm.engine, []
     drafter = SimpleNamespace(
-        propose=lambda requests, max_nodes, limit_s: limits.append(limit_s) or [None] * len(requests),
+        propose=lambda requests, max_nodes, share: shares.append(share) or [None] * len(requests),
         observe_step=lambda *step: None,
         extend=lambda emitted, logits: None,
         forget=lambda request_id: None,
     )
     monkeypatch.setattr(engine, "_drafter", drafter)
-    for name, token_s, max_tokens in (("none", 0.0, 6), ("loose", 0.05, 4), ("tight", 0.03, 2)):
-        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        engine.add(Request(name, prompt_of(10, 7), sampling, token_s=token_s))
-    while engine.has_work():
+    for token_s, expected in ((0.0, [1.0, 1.0, 1.0]), (0.03, [1.0, 0.5, 1.0])):
+        sampling = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+        engine.add(Request("text", prompt_of(10, 7), sampling, token_s=token_s))
         engine.step()
-    assert limits == [0.03, 0.05, 0.05, math.inf, math.inf]
+        engine.step()
+        engine.add(Request("prompt", prompt_of(10, 9), replace(sampling, max_tokens=1)))
+        while engine.has_work():
+            engine.step()
+        assert shares == expected
+        shares.clear()
 
 
 def test_costs_of_steps_count_what_lies_between_them_but_no_rest(llm: LLM, monkeypatch: Any) -> None:

@@ -2,7 +2,6 @@
 tokens that a user writes are plain text.
 """
 
-import math
 import shutil
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -71,7 +70,7 @@ class PromptRecorder:
         self.prompts: list[list[int]] = []
 
     def propose(
-        self, requests: Sequence[Request], max_nodes: int, limit_s: float = math.inf
+        self, requests: Sequence[Request], max_nodes: int, share: float = 1.0
     ) -> list[DraftTree | None]:
         return [None] * len(requests)
 
