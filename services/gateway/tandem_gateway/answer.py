@@ -79,6 +79,11 @@ class Answer:
     def has_ended(self) -> bool:
         return self._num_ended == self.num_choices
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether it is neither computed nor read."""
+        return not self.is_running and not self.num_readers
+
     def event_id(self, position: Sequence[int]) -> str:
         """ "" if the answer is not kept."""
         return f"{self.record.id}-{'.'.join(map(str, position))}" if self.is_kept else ""

@@ -24,7 +24,6 @@ import hashlib
 import re
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 
@@ -46,6 +45,7 @@ from tandem_gateway.errors import (
     UnavailableError,
     UpstreamError,
 )
+from tandem_gateway.kept_answers import KeptAnswers
 from tandem_gateway.metrics import GatewayMetrics
 from tandem_gateway.request import NO_LIMITS, Event, TenantLimits, TokenizedRequest, choices_of
 
@@ -76,11 +76,8 @@ class Answers:
         self._run = run
         self._metrics = metrics
         self._writer = AnswerWriter(store) if store is not None else None
-        self._ttl_s = ttl_s
-        self._max_bytes = max_bytes
         self._request_timeout_s = request_timeout_s
-        #: By name, the longest kept first.
-        self._kept: OrderedDict[str, Answer] = OrderedDict()
+        self._kept = KeptAnswers(ttl_s=ttl_s, max_bytes=max_bytes)
         self._running: set[Answer] = set()
         #: One search or creation by name at a time, so that a name has one answer here.
         self._lock = asyncio.Lock()
@@ -88,7 +85,7 @@ class Answers:
         self.is_draining = False
         self._changed = asyncio.Event()
         self._purger: asyncio.Task[None] | None = None
-        metrics.kept_answer_bytes.set_function(self._num_bytes)
+        metrics.kept_answer_bytes.set_function(lambda: self._kept.num_bytes)
 
     async def start(self) -> None:
         if self._writer is not None:
@@ -136,6 +133,7 @@ class Answers:
         """
         if self.is_draining:
             raise _stopping()
+        self._remove_excess()
         first = prompts[0]
         name = _key_name(first.tenant, key) if key else secrets.token_hex(NAME_CHARS // 2)
         answer = Answer(
@@ -154,15 +152,15 @@ class Answers:
                 payload_sha256=payload_sha256,
             ),
             choices_of(prompts, num_choices),
-            is_kept=self._ttl_s > 0 and (is_streamed or bool(key)) and self._has_room(),
+            is_kept=(is_streamed or bool(key)) and self._kept.has_room(),
             has_key=bool(key),
         )
         if not answer.is_kept:
-            if self._ttl_s > 0 and (is_streamed or key):
+            if self._kept.ttl_s > 0 and (is_streamed or key):
                 self._metrics.not_kept.labels("memory").inc()
             return answer
         if not key:
-            self._keep(answer)
+            self._kept.add(answer)
             return answer
         tracing.current().stage("store answer")
         async with self._lock:
@@ -174,7 +172,7 @@ class Answers:
                 self._metrics.not_kept.labels("redis").inc()
             if found is not None:
                 return _checked(found, payload_sha256)
-            self._keep(answer)
+            self._kept.add(answer)
             return answer
 
     async def join(
@@ -273,7 +271,7 @@ class Answers:
                 answer.error = None  # which refers to the answer by its frames
             if not answer.num_readers and not answer.has_key and answer.task is not None:
                 await end_tasks([answer.task])
-            self._drop_expired()
+            self._remove_excess()
 
     def _start(self, answer: Answer) -> None:
         if self._is_stopping:
@@ -311,6 +309,7 @@ class Answers:
 
     async def _add(self, answer: Answer, event: Event) -> None:
         answer.add(event)
+        self._kept.count(answer)
         if self._writer is not None and answer.is_kept:
             await self._writer.added(answer)
         answer.notify()
@@ -318,11 +317,12 @@ class Answers:
     def _settle(self, answer: Answer, *, is_final: bool) -> None:
         """After a computation, however it ended. `is_final`: it would fail again."""
         self._running.discard(answer)
+        self._kept.count(answer)
         answer.is_running = False
         self._changed.set()
         answer.last_used = time.monotonic()
         if is_final or not answer.is_kept or not (answer.events or answer.is_stored):
-            self._forget(answer)
+            self._kept.remove(answer)
         if self._writer is not None:
             self._writer.settled(answer)
         answer.notify()
@@ -353,47 +353,25 @@ class Answers:
                 f"answers are kept in Redis, which cannot be reached now: {error}"
             ) from error
         if known is not None:
-            self._forget(known)
+            self._kept.remove(known)
         if answer is not None:
             answer.last_found = time.monotonic()
-            self._keep(answer)
+            self._kept.add(answer)
         return answer
 
     def _is_wanted(self, known: Answer) -> bool:
         """Whether another caller has found this copy and is about to go on with it."""
         return known.num_readers > 0 or time.monotonic() - known.last_found < _FOUND_S
 
-    def _has_room(self) -> bool:
-        self._drop_expired()
-        return self._num_bytes() < self._max_bytes
-
-    def _num_bytes(self) -> int:
-        return sum(answer.num_bytes for answer in self._kept.values())
-
-    def _keep(self, answer: Answer) -> None:
-        self._kept[answer.name] = answer
-
-    def _forget(self, answer: Answer) -> None:
-        answer.is_forgotten = True
-        if self._kept.get(answer.name) is answer:
-            del self._kept[answer.name]
-
-    def _drop_expired(self) -> None:
-        """Those that are too old; over the limit of bytes the oldest ones that are not computed."""
-        oldest = time.monotonic() - self._ttl_s
-        excess = self._num_bytes() - self._max_bytes
-        for answer in list(self._kept.values()):
-            if answer.is_running or answer.num_readers or (answer.last_used > oldest and excess <= 0):
-                continue
-            excess -= answer.num_bytes
-            self._forget(answer)
-            if self._writer is not None and answer.is_stored and excess + answer.num_bytes > 0:
+    def _remove_excess(self) -> None:
+        for answer in self._kept.remove_excess():
+            if self._writer is not None and answer.is_stored:
                 self._writer.evict(answer.name)  # of the store's bytes, too, those that came through here
 
     async def _purge(self) -> None:
         while True:
-            await asyncio.sleep(min(_PURGE_S, max(self._ttl_s, 0.1)))
-            self._drop_expired()
+            await asyncio.sleep(min(_PURGE_S, max(self._kept.ttl_s, 0.1)))
+            self._kept.remove_expired()
 
 
 def _copy_of(stored: StoredAnswer) -> Answer:
