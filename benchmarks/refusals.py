@@ -38,14 +38,18 @@ IMPOSSIBLE = SloTarget("interactive", ttft_s=0.001, is_strict=True)
 #: Answers beside the refusals, of so many tokens; each one that ends is followed by another.
 RUNNING, RUNNING_TOKENS = 8, 400
 PAUSE_S = 0.03
+#: Characters of longer last turns, of which nothing is known: to tokenize them takes most of the time.
+LONG_CHARS = 4_000, 16_000
 
 
-def prompts() -> Iterator[Prompt]:
-    """No two are equal, so that nothing of them is known."""
+def prompts(num_chars: int = 0) -> Iterator[Prompt]:
+    """No two are equal, so that nothing of their last turns is known; these have so many characters."""
     (first, *_) = RequestMaker(BenchOptions(rate="1", model="", num_requests=1)).make("retail", 0)
+    turns = first.prompt.messages
+    text = " ".join(turn.content for turn in turns)
+    text = (text * (num_chars // len(text) + 1))[:num_chars] if num_chars else turns[-1].content
     for number in itertools.count():
-        turns = first.prompt.messages
-        yield Prompt(f"{number}", (*turns[:-1], Turn("user", f"{number} {turns[-1].content}")))
+        yield Prompt(f"{number}", (*turns[:-1], Turn("user", f"{number} {text}")))
 
 
 def one(prompt: Prompt, slo: SloTarget, max_tokens: int) -> Request:
@@ -86,12 +90,15 @@ async def measure(target: str, log: Path, seconds: float) -> list[list[str]]:
     for name, num_running in (("idle", 0), (f"beside {RUNNING} answers", RUNNING)):
         beside += [asyncio.create_task(keep_running(served, source)) for _ in range(num_running)]
         await asyncio.sleep(4.0)
-        num_before = len(refused_in(log))
-        refused_s = await errors_s(served, source, "RESOURCE_EXHAUSTED", seconds)
-        await asyncio.sleep(0.5)
-        inside_s = refused_in(log)[num_before:]
-        unknown_s = await errors_s(unknown, source, "NOT_FOUND", seconds)
-        rows.append([name, str(len(refused_s)), *map(_ms, (refused_s, inside_s, unknown_s))])
+        for num_chars in (0, *LONG_CHARS):
+            num_before = len(refused_in(log))
+            refused = prompts(num_chars)
+            refused_s = await errors_s(served, refused, "RESOURCE_EXHAUSTED", seconds)
+            await asyncio.sleep(0.5)
+            inside_s = refused_in(log)[num_before:]
+            unknown_s = await errors_s(unknown, refused, "NOT_FOUND", seconds)
+            shown = f"{name}, {num_chars:,} characters" if num_chars else name
+            rows.append([shown, str(len(refused_s)), *map(_ms, (refused_s, inside_s, unknown_s))])
     for task in beside:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
