@@ -14,7 +14,7 @@ from tandem_service.tasks import end_tasks
 
 from tandem_gateway.answer import Answer
 from tandem_gateway.answer_store import AnswerStore, NotOwnerError, StoredAnswer, StoreError
-from tandem_gateway.errors import DeadlineError, UnavailableError
+from tandem_gateway.errors import AnswerGivenUpError, DeadlineError, UnavailableError
 
 #: Between two looks at an answer that another gateway computes.
 FOLLOW_S = 0.05
@@ -81,7 +81,7 @@ class AnswerWriter:
 
     async def take_over(self, answer: Answer, deadline: float) -> None:
         """Reads what another gateway computes, until the answer has ended or that gateway has stopped; then
-        the answer is this gateway's. Raises StoreError, UnavailableError, DeadlineError.
+        the answer is this gateway's. Raises StoreError, AnswerGivenUpError, DeadlineError.
 
         deadline: monotonic seconds.
         """
@@ -118,7 +118,7 @@ class AnswerWriter:
     async def _read_on(self, answer: Answer) -> StoredAnswer:
         stored = await self._store.read(answer.name, len(answer.events))
         if stored is None or stored.record.id != answer.record.id:
-            raise UnavailableError("the answer was given up by the gateway that computed it")
+            raise AnswerGivenUpError("the answer was given up by the gateway that computed it")
         for event in stored.events:
             answer.add(event)
         answer.notify()

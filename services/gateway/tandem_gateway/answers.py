@@ -37,6 +37,7 @@ from tandem_gateway.answer import NAME_CHARS, RUN_CHARS, Answer, Sent, num_posit
 from tandem_gateway.answer_store import AnswerStore, NotOwnerError, StoredAnswer, StoreError
 from tandem_gateway.answer_writer import FOLLOW_S, STORE_WAIT_S, AnswerWriter
 from tandem_gateway.errors import (
+    AnswerGivenUpError,
     AnswerNotFoundError,
     CrashingRequestError,
     GatewayError,
@@ -418,7 +419,7 @@ def _stopping() -> UnavailableError:
 
 def _is_resumable(error: Exception) -> bool:
     """Whether the same request may go better later."""
-    if isinstance(error, CrashingRequestError | UpstreamError):
+    if isinstance(error, CrashingRequestError | UpstreamError | AnswerGivenUpError):
         return False
     return isinstance(error, GatewayError)
 

@@ -136,6 +136,11 @@ class UnavailableError(GatewayError):
     retry_after_s = 2.0
 
 
+class AnswerGivenUpError(UnavailableError):
+    """The store has lost the answer, or has another one in its place, so that the part that is here cannot be
+    continued."""
+
+
 class CrashingRequestError(GatewayError):
     """Two pods crashed with the request, or four went silent. After these statuses clients do not retry."""
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import time
-from bisect import bisect_right
+from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -166,6 +166,8 @@ class _Window:
         self._recent: deque[tuple[float, float, float]] = deque(maxlen=_WINDOW)
         #: The last two in order of the predicted time, as two lists; None: to be sorted anew.
         self._by_length: tuple[list[float], list[float]] | None = None
+        #: Results of `near` by the first of their factors: admission asks for each request that runs.
+        self._near: dict[int, list[float]] = {}
 
     def __len__(self) -> int:
         self._forget_old()
@@ -181,14 +183,19 @@ class _Window:
         if self._by_length is None:
             ordered = sorted(self._recent, key=itemgetter(1))
             self._by_length = [length for _, length, _ in ordered], [factor for *_, factor in ordered]
+            self._near.clear()
         lengths, factors = self._by_length
-        begin = end = bisect_right(lengths, log_predicted)
-        while end - begin < min(_NUM_NEAR, len(lengths)):
-            is_shorter_nearer = begin > 0 and (
-                end == len(lengths) or log_predicted - lengths[begin - 1] <= lengths[end] - log_predicted
-            )
-            begin, end = (begin - 1, end) if is_shorter_nearer else (begin, end + 1)
-        return sorted([*_PRIOR, *factors[begin:end]])
+        count = min(_NUM_NEAR, len(lengths))
+
+        def is_near_enough(first: int) -> bool:
+            """Whether the next stretch has no nearer end; of equal lengths the newest count."""
+            end = lengths[first + count]
+            return end > log_predicted and log_predicted - lengths[first] <= end - log_predicted
+
+        begin = bisect_left(range(len(lengths) - count), True, key=is_near_enough)
+        if begin not in self._near:
+            self._near[begin] = sorted([*_PRIOR, *factors[begin : begin + count]])
+        return self._near[begin]
 
     def _forget_old(self) -> None:
         oldest = time.monotonic() - MEMORY_S

@@ -11,9 +11,12 @@ The block size of the prefix cache can differ between pods; each pod reports it.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
 from statistics import fmean
 
 from tandem_core.prefix_hash import ChainHash
@@ -72,9 +75,19 @@ class Route:
 
     def tokens_left(self, num_tokens: int) -> int:
         """Expected after so many tokens: the mean of the lengths beyond that."""
-        longer = [length for length in self.lengths if length > num_tokens]
+        ordered, sums = self._ordered_lengths
+        num_shorter = bisect_right(ordered, num_tokens)
+        num_longer = len(ordered) - num_shorter
         # Nothing is known of one that is longer than all others.
-        return round(fmean(longer)) - num_tokens if longer else max(num_tokens // 4, 1)
+        if not num_longer:
+            return max(num_tokens // 4, 1)
+        return round((sums[-1] - sums[num_shorter]) / num_longer) - num_tokens
+
+    @cached_property
+    def _ordered_lengths(self) -> tuple[list[int], list[int]]:
+        """And the sums of those before each: admission asks for each request that runs."""
+        ordered = sorted(self.lengths)
+        return ordered, [0, *accumulate(ordered)]
 
     @property
     def is_known(self) -> bool:
