@@ -69,13 +69,13 @@ async def test_an_http_client_that_leaves_before_the_first_byte_frees_the_place(
 async def test_a_grpc_client_that_reads_nothing_is_cut_off_after_its_deadline(pods, gateway):
     # Slow enough that it still runs at the deadline, though all of it fits into buffers.
     pod = await pods(words=("x" * 500_000,) * 40, pause_s=0.05)
-    front = await gateway(pod, request_timeout_s=0.5)
+    front = await gateway(pod, request_timeout_s=1.5)
     messages = [gateway_pb2.ChatMessage(role="user", content="hi")]
     call = front.grpc.Chat(gateway_pb2.ChatRequest(messages=messages))
     try:
         await pod.started.wait()
         await front.until_metric("tandem_requests_in_flight", 1)
-        # Half a second, and the five that a client has to read the rest.
+        # A second and a half, and the five that a client has to read the rest.
         await front.until_metric("tandem_requests_in_flight", 0)
     finally:
         call.cancel()
