@@ -1,4 +1,4 @@
-"""How long a refusal takes, for the client and inside of the gateway, idle and beside answers that run.
+"""How long a refusal takes, for the client and inside of the gateway, idle and beside answers, by what is new of the prompt.
 
     python benchmarks/refusals.py --out FILE.md
 
@@ -43,7 +43,8 @@ LONG_CHARS = 4_000, 16_000
 
 
 def prompts(num_chars: int = 0) -> Iterator[Prompt]:
-    """No two are equal, so that nothing of their last turns is known; these have so many characters."""
+    """No two are equal, so that nothing of their last turns is known. These have so many characters; 0: as in
+    the built-in sample."""
     (first, *_) = RequestMaker(BenchOptions(rate="1", model="", num_requests=1)).make("retail", 0)
     turns = first.prompt.messages
     text = " ".join(turn.content for turn in turns)

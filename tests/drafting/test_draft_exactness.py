@@ -239,7 +239,7 @@ def expected_of(conditionals: Conditionals) -> dict[tuple[int, ...], float]:
 def excess(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> float:
     """Chi-square over all texts, in standard deviations above what chance gives on average.
 
-    Texts expected fewer than 5 times are counted together, as the approximation wants.
+    The chi-square approximation needs expected counts of at least 5, so rarer texts are counted together.
     """
     total = counts.total()
     common = [text for text, p in expected.items() if p * total >= 5]

@@ -394,22 +394,25 @@ async def test_a_stream_goes_on_when_redis_stops(pods, gateway, tmp_path):
     assert await _text(CHAT, events_of(text)[:3] + tail) == "".join(WORDS)
 
 
-async def test_a_client_that_asks_often_hears_that_the_store_has_lost_its_answer(
-    pods, two_gateways, redis_url
-):
+async def until_released(client: redis.Redis, key: str) -> None:
+    """Until no gateway computes the answer."""
+
+    async def is_released() -> bool:
+        return await client.hget(key, "owner") == b""
+
+    await until_async(is_released)
+
+
+async def test_who_asks_often_hears_that_the_store_has_lost_the_answer(pods, two_gateways, redis_url):
     pod = await pods(words=WORDS, pause_s=0.05)
     front, _ = await two_gateways(pod)
     ((event_id, _),) = await first_events(front, CHAT, CHAT_BODY, 1)
     key = "tandem:answer:{" + event_id[:16] + "}"
     async with redis.Redis.from_url(redis_url) as client:
-
-        async def is_released() -> bool:
-            return await client.hget(key, "owner") == b""
-
-        await until_async(is_released)
+        await until_released(client, key)
         async with front.http.stream("POST", CHAT, headers={"last-event-id": event_id}) as response:
             await anext(response.aiter_text())
-        await until_async(is_released)
+        await until_released(client, key)
         await client.flushall()
     statuses = []
     while 404 not in statuses:
@@ -427,11 +430,7 @@ async def test_what_others_write_into_redis_harms_nobody(pods, two_gateways, red
     ((event_id, _),) = await first_events(one, CHAT, CHAT_BODY, 1)
     key = "tandem:answer:{" + event_id[:16] + "}"
     async with redis.Redis.from_url(redis_url) as client:
-
-        async def is_released() -> bool:
-            return await client.hget(key, "owner") == b""
-
-        await until_async(is_released)
+        await until_released(client, key)
         match what:
             case "record":
                 await client.hset(key, "record", b"\xff\xff")

@@ -33,7 +33,7 @@ class Answer:
     requests: tuple[TokenizedRequest, ...] | None
     #: Whether it can be resumed.
     is_kept: bool
-    #: Of the tenant, for further computations; those of whoever asked for it last.
+    #: The tenant's, as of the last request for this answer; what is still computed counts against them.
     limits: TenantLimits = NO_LIMITS
     #: Whether it is computed to its end without readers.
     has_key: bool = False

@@ -318,7 +318,7 @@ class Answers:
     def _settle(self, answer: Answer, *, is_final: bool) -> None:
         """After a computation, however it ended. `is_final`: it would fail again."""
         self._running.discard(answer)
-        self._kept.count(answer)
+        self._kept.count(answer)  # also what was read from the store
         answer.is_running = False
         self._changed.set()
         answer.last_used = time.monotonic()

@@ -15,6 +15,7 @@ TandemError
     ├── OverloadedError         queue full, pod full          RESOURCE_EXHAUSTED   429 + Retry-After
     ├── DeadlineError           the deadline passed           DEADLINE_EXCEEDED    504
     ├── UnavailableError        no decode pod, or it died     UNAVAILABLE          503 + Retry-After
+    │   └── AnswerGivenUpError  Redis has lost the answer
     ├── CrashingRequestError    two pods crashed with it      FAILED_PRECONDITION  422
     └── UpstreamError           the pod failed otherwise      INTERNAL             500
 """

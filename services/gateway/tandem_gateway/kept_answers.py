@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 
 from tandem_gateway.answer import Answer
 
 
 class KeptAnswers:
-    """By name, for `ttl_s` seconds after their last use and within `max_bytes`; 0 seconds keep none.
+    """By name, for `ttl_s` seconds after their last use and within `max_bytes`; with 0 seconds none is kept.
 
     A request costs the same however many are kept: bytes are counted as they come, and all are looked through
     only to find the expired ones, now and then, and while there are too many bytes.
@@ -19,7 +18,7 @@ class KeptAnswers:
         self.ttl_s = ttl_s
         self._max_bytes = max_bytes
         #: The longest kept first.
-        self._answers: OrderedDict[str, Answer] = OrderedDict()
+        self._answers: dict[str, Answer] = {}
         #: What of `num_bytes` is each one's.
         self._counted: dict[Answer, int] = {}
         self.num_bytes = 0
@@ -39,6 +38,7 @@ class KeptAnswers:
             self._counted[answer] = answer.num_bytes
 
     def remove(self, answer: Answer) -> None:
+        """It is to leave the store, too."""
         answer.is_forgotten = True
         self.num_bytes -= self._counted.pop(answer, 0)
         if self._answers.get(answer.name) is answer:
