@@ -1,4 +1,5 @@
-"""How long a refusal takes, for the client and inside of the gateway, idle and beside answers, by what is new of the prompt.
+"""How long a refusal takes, for the client and inside of the gateway: idle and beside answers, by how much
+of the prompt is new.
 
     python benchmarks/refusals.py --out FILE.md
 
