@@ -1,7 +1,8 @@
-"""How long a refusal takes, for the client and inside of the gateway: idle and beside answers, by how much
-of the prompt is new.
+"""How long a refusal takes, for the client and inside of the gateway.
 
     python benchmarks/refusals.py --out FILE.md
+
+Idle and beside answers that run, each by how much of the prompt is new.
 
 Each request asks, strictly, for a first token within a millisecond, so that it is refused by prediction.
 Beside it, what a call takes that the gateway ends at once, since it names a model that is not served: the
