@@ -62,6 +62,10 @@ class Request:
     due: float = math.inf
     #: Objective in seconds per output token; 0: none. Prompts in the same steps are cut to keep it.
     token_s: float = 0.0
+    #: When its last token should be there, in monotonic seconds; inf: nothing says.
+    end_due: float = math.inf
+    #: Output tokens that it is expected to have in the end; 0: as many as it may.
+    expected_tokens: int = 0
 
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
@@ -131,6 +135,14 @@ class Request:
     def is_decoding(self) -> bool:
         """Only the last sampled token is missing from the KV cache."""
         return bool(self.output_token_ids) and self.num_uncomputed_tokens == 1
+
+    def may_pause_until(self, token_s: float) -> float:
+        """In monotonic seconds: if it runs from then on, and gains a token every `token_s`, it still ends in
+        time. When its first token is due, until that is computed and if nothing says when it has to end."""
+        if not self.is_decoding or self.end_due == math.inf:
+            return self.due
+        num_left = (self.expected_tokens or self.sampling.max_tokens) - len(self.output_token_ids)
+        return self.end_due - max(num_left, 1) * token_s
 
     @property
     def num_matchable_tokens(self) -> int:

@@ -5,14 +5,19 @@
     reserved   blocks, KV in transfer; leaves by adopt or remove only
     running    blocks for all its tokens; they take at most max_batch places, a beam search one for each beam
 
-The order everywhere is earliest deadline first (`Request.due`), then arrival. The batch has the first of
-those that hold blocks: with a full batch, a later one that runs is paused and keeps its KV. Only for a
-request that is due much earlier are blocks taken away, because that KV must be computed again.
+Blocks are given in the order of deadlines (`Request.due`), then of arrival. Only for a request that is due
+much earlier are they taken away, because that KV must be computed again.
+
+The places of the batch go to those that can wait least (`Request.may_pause_until`): a prompt until its first
+token is due, an answer until it has just time enough for what is left of it. With a full batch the one that
+can wait longest is paused and keeps its KV. In the order of first tokens, a prompt would wait behind answers
+that have seconds to spare, since their first tokens were due earlier.
 
 No starvation or deadlock: the order of two requests never changes, and a deadline lies at most a bounded time
 behind the arrival. So every request becomes the first, which may preempt all others that hold blocks, except
-the reserved ones, whose transfers end by themselves. A waiting head that lacks blocks stops reservations for
-later ones; of these only requests that already hold blocks may pass it.
+the reserved ones, whose transfers end by themselves. Who runs may take the blocks of any that is paused; that
+one computes its KV again in its turn, and gains a token before it can be paused again. A waiting head that
+lacks blocks stops reservations for later ones; of these only requests that already hold blocks may pass it.
 """
 
 from __future__ import annotations
@@ -48,6 +53,8 @@ class RequestQueues:
         self._ready: list[Request] = []
         self._running: list[Request] = []
         self._reserved: dict[str, Request] = {}
+        #: In which a sequence of a full batch gains a token.
+        self._token_s = 0.0
         #: Waits for blocks rather than for a place in the batch.
         self._short_of_blocks: Request | None = None
 
@@ -88,7 +95,7 @@ class RequestQueues:
         """A reserved request's transfer is over."""
         del self._reserved[request.request_id]
         request.status = RequestStatus.WAITING
-        insort(self._ready, request, key=self._order)
+        self._ready.append(request)
 
     def remove(self, request: Request) -> None:
         """Remove a finished request; the caller frees its blocks."""
@@ -107,22 +114,24 @@ class RequestQueues:
 
     # -- admission ------------------------------------------------------------------------------------
 
-    def admit(self) -> None:
-        """Fill the batch in order; a request that lacks blocks is passed by those that have them."""
+    def admit(self, token_s: float) -> None:
+        """Fill the batch with those that can wait least; a request that lacks blocks is passed by those that
+        have them. `token_s`: in which a sequence of a full batch gains a token."""
+        self._token_s = token_s
         head_fits = True
         while self._waiting or self._ready:
             head = self._waiting[0] if self._waiting and head_fits else None
             if head is not None and not self._can_compute(head):
                 head = None
-            ready = self._ready[0] if self._ready else None
-            if head is None or (ready is not None and self._order(ready) < self._order(head)):
+            ready = min(self._ready, key=self._urgency, default=None)
+            if head is None or (ready is not None and self._urgency(ready) < self._urgency(head)):
                 joining = ready
             else:
                 joining = head
             if joining is None or not self._has_place(joining):
                 return
             if joining is ready:
-                self._ready.pop(0)
+                self._ready.remove(joining)
             else:
                 head_fits = self._make_room(joining)
                 if not head_fits:
@@ -132,9 +141,13 @@ class RequestQueues:
                 if joining is self._short_of_blocks:
                     self._short_of_blocks = None
             while _num_places(self._running) + joining.num_places > self._config.max_batch:
-                self._pause(self._running[-1])
+                self._pause(max(self._running, key=self._urgency))
             joining.status = RequestStatus.RUNNING
             insort(self._running, joining, key=self._order)
+
+    def _urgency(self, request: Request) -> _Order:
+        """The one that can wait least first, then the oldest."""
+        return request.may_pause_until(self._token_s), self._order(request)[1]
 
     def _can_compute(self, request: Request) -> bool:
         """Whether the next step has room for its prompt behind what comes first: blocks are allocated only
@@ -144,8 +157,9 @@ class RequestQueues:
         return earlier < self._config.max_tokens_per_step
 
     def _has_place(self, request: Request) -> bool:
-        """Whether the batch has one, or would with those paused that are due later."""
-        staying = [r for r in self._running if r.due <= request.due]
+        """Whether the batch has one, or would with those paused that can wait longer."""
+        limit, _ = self._urgency(request)
+        staying = [r for r in self._running if self._urgency(r)[0] <= limit]
         return _num_places(staying) + request.num_places <= self._config.max_batch
 
     def _pause(self, request: Request) -> None:
@@ -153,7 +167,7 @@ class RequestQueues:
         self._running.remove(request)
         request.draft = None
         request.status = RequestStatus.WAITING
-        insort(self._ready, request, key=self._order)
+        self._ready.append(request)
 
     def _make_room(self, request: Request) -> bool:
         """Allocates all blocks, if need be those of requests that are due much later. False takes none."""
@@ -274,7 +288,7 @@ class RequestQueues:
         ):
             faults += [f"{r.request_id} is {r.status}, not {status}" for r in queue if r.status is not status]
             orders = [self._order(r) for r in queue]
-            if orders != sorted(orders) and queue is not reserved:
+            if orders != sorted(orders) and (queue is self._waiting or queue is self._running):
                 faults.append(f"a queue of {status} requests is out of order")
         faults += [
             f"{r.request_id}: {r.num_computed_tokens} of {r.num_tokens} tokens are computed, yet it lives"

@@ -194,7 +194,7 @@ class Admission:
         if self._policy is not Policy.PREDICT:
             return Admitted(replace(request, due_s=0.0))
         ahead_s = self._shares.ahead_s(request.tenant)
-        if ahead_s:
+        if ahead_s and not request.has_objectives:
             request = replace(request, due_s=request.due - request.arrived + ahead_s)
         # Who resumes an answer had been admitted.
         if request.is_repeated:

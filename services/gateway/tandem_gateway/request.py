@@ -8,6 +8,7 @@ unchanged. Times inside the gateway are in seconds of `time.monotonic()`, in rec
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -109,6 +110,18 @@ class TokenizedRequest:
         if self.due_s is not None:
             return self.arrived + self.due_s
         return self.arrived + (self.slo.ttft_s or self.slo.e2e_s or DEFAULT_DUE_S)
+
+    def end_due(self, first_at: float, num_tokens: int) -> float:
+        """When the last of so many tokens must be there for its objectives, if the first one comes at
+        `first_at`, in monotonic seconds; inf without any, or if it is served whatever they say."""
+        end = math.inf
+        if self.due_s is not None and not 0 < self.due_s < DEFAULT_DUE_S:
+            return end
+        if self.slo.e2e_s:
+            end = self.arrived + self.slo.e2e_s
+        if self.slo.tpot_s:
+            end = min(end, first_at + self.slo.tpot_s * (num_tokens - 1))
+        return end
 
     @property
     def scores_prompt(self) -> bool:

@@ -60,7 +60,8 @@ class FairShares:
 
     A tenant's share is its weight among the tenants that are active. Each request moves the tenant's finish
     time by its seconds of work over that share, as for a constant bandwidth server (Abeni and Buttazzo 1998).
-    A tenant is ahead by the time until then: its requests are due that much later, behind those of others.
+    Its requests without objectives are due later by as much as that is ahead of the least one of the active
+    tenants. Not of the clock: under overload all tenants run ahead of that.
     """
 
     def __init__(self) -> None:
@@ -81,11 +82,12 @@ class FairShares:
         tenant.finish = max(tenant.finish, time.monotonic()) + seconds * total / tenant.weight
 
     def ahead_s(self, name: str) -> float:
-        """0 if no other tenant is active."""
+        """Of the active tenant that has used the least; 0 if there is no other one."""
         now = self._forget()
-        if self._tenants.keys() <= {name} or name not in self._tenants:
+        if name not in self._tenants:
             return 0.0
-        return max(0.0, self._tenants[name].finish - now - _AHEAD_S)
+        least = min([max(one.finish, now) for one in self._tenants.values()])
+        return max(0.0, self._tenants[name].finish - least - _AHEAD_S)
 
     def room_for_others(self, name: str, seconds: float, running: Mapping[str, int]) -> int:
         """Requests of tenants that ask for much less: as many as they have here on average, if each stays for
