@@ -380,6 +380,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         max_model_len = self._parts.manifest.max_model_len
         room = max_model_len - len(message.prompt_token_ids)
         sampling = SamplingParams(**{"max_tokens": max(room, 1)} | codec.given_sampling(message.sampling))
+        num_more = message.expected_tokens
+        num_expected = len(message.output_token_ids) + num_more if num_more else 0
         request = Request(
             # Unique per call: callers may use an id twice, and two calls must not share a listener, a block
             # table or a sequence in the lookahead service.
@@ -394,7 +396,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             due=due_at(message),
             token_s=token_objective(message),
             end_due=end_due_at(message),
-            expected_tokens=message.expected_tokens and len(message.output_token_ids) + message.expected_tokens,
+            expected_tokens=num_expected,
         )
         if message.output_token_ids and request.search is not None:
             raise InvalidRequestError(
