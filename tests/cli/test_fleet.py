@@ -127,6 +127,12 @@ def test_an_extra_flag_reaches_all_pods_of_its_role_and_no_other() -> None:
         assert (spec.command[-2:] == ("--draft-nodes", "7")) == (spec.role == "decode")
 
 
+def test_pods_that_share_their_cores_yield_to_decode_pods() -> None:
+    by_role = {spec.role: spec.command for spec in plan_fleet(OPTIONS).processes}
+    assert by_role["prefill"][by_role["prefill"].index("--nice") + 1] == "6"
+    assert by_role["decode"][by_role["decode"].index("--local-prefill-tokens") + 1] == "1536"
+
+
 @pytest.mark.parametrize("text", ["decode.draft-nodes", "draft-nodes=7", "chef.salt=1", "decode.=1"])
 def test_a_malformed_extra_flag_is_refused(text: str) -> None:
     with pytest.raises(OptionError, match=r"expected ROLE\.FLAG=VALUE"):

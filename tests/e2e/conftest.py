@@ -98,7 +98,9 @@ def running_fleet(model_dir: Path, folder: Path, *flags: str) -> Iterator[Runnin
     script = Path(sys.executable).with_name("tandem")
     command = [str(script), "up", "--model", str(model_dir), "--dtype", "float32",
                "--grpc-port", str(grpc_port), "--http-port", str(http_port),
-               "--base-port", str(_free_base_port()), "--state-file", str(state_path), *flags]  # fmt: skip
+               "--base-port", str(_free_base_port()), "--state-file", str(state_path),
+               # As on machines of their own, so that prompts of this length go through both pods.
+               "--set", "decode.local-prefill-tokens=384", *flags]  # fmt: skip
     environment = os.environ | {"TANDEM_HOME": str(folder / "home")}
     with log_path.open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)

@@ -141,6 +141,12 @@ def plan_fleet(options: FleetOptions) -> FleetPlan:
 #: during the prefill of 3,840 tokens, and TTFT of that prefill: nice 0: 56 ms, 8 s; nice 3: 18 ms, 11 s;
 #: nice 6: 10 ms, 11 s. TPOT without prefill: 7 ms.
 _PREFILL_NICE = 6
+#: Decode pods compute prompts of fewer uncached tokens themselves: beside a busy decode pod on the same cores, a
+#: prefill pod of lower priority takes ten times as long for them, which no prediction knows beforehand. In the
+#: steps of the decode pod they keep the objectives of the sequences beside them. Measured on two cores
+#: (results/slo.md): requests of a trace in time at 1, 2 and 4 times the capacity: 384 tokens, as on machines of
+#: their own: 138, 281, 389; 1,536: 194, 308, 395. With longer ones all texts would wait for a second or more.
+_LOCAL_PREFILL_TOKENS = 1_536
 
 
 class _Planner:
@@ -173,6 +179,7 @@ class _Planner:
             *self._threads(self._options.num_decode),
             *("--kv-host", self._options.host, "--kv-port", str(ports["kv"])),
             *("--speculation", self._options.speculation),
+            *("--local-prefill-tokens", str(_LOCAL_PREFILL_TOKENS)),
         ]
         for service in lookahead:
             flags += ["--lookahead", service.health_target]
