@@ -275,7 +275,8 @@ class Engine:
         decoding = self.scheduler.decoding()
         context = sum([r.num_tokens for r in decoding]) / max(len(decoding), 1)
         cost = self.decode_times.cost()
-        return cost.seconds(1, num_sequences, num_sequences * context) / self.tokens_per_step.mean
+        gained = self.tokens_per_step.by_batch()[-1:] or [1.0]
+        return cost.seconds(1, num_sequences, num_sequences * context) / gained[0]
 
     def _max_prompt_tokens(self) -> int | None:
         """With which the next step, its drafts included, keeps the tightest objective per token of the

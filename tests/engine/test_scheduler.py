@@ -1,12 +1,13 @@
 """The scheduler, rule by rule. test_scheduler_simulation.py lets all rules meet at random."""
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
 from tandem_core.errors import CapacityError, InvalidRequestError, InvariantError
-from tandem_core.sampling import FinishReason, SamplingParams
+from tandem_core.sampling import BeamParams, FinishReason, SamplingParams
 from tandem_engine.batch import Batch
 from tandem_engine.block_manager import BlockManager
 from tandem_engine.draft_tree import DraftTree
@@ -35,6 +36,7 @@ def make_request(
     due: float = math.inf,
     end_due: float = math.inf,
     expected_tokens: int = 0,
+    token_s: float = 0.0,
     **sampling: object,
 ) -> Request:
     """Prompts with different ids share no block unless they have the same base."""
@@ -48,6 +50,7 @@ def make_request(
         due=due,
         end_due=end_due,
         expected_tokens=expected_tokens,
+        token_s=token_s,
     )
 
 
@@ -397,7 +400,7 @@ class TestPreemption:
 
 
 class TestDeadlines:
-    """The earliest first token first; the order of two requests never changes."""
+    """Blocks in the order of deadlines; places to those that can wait least."""
 
     def test_the_batch_takes_the_earliest_and_then_the_oldest(self):
         scheduler = make(max_batch=1)
@@ -465,6 +468,35 @@ class TestDeadlines:
         ran = [shape(step(scheduler, token_s=1.0)[0])[0][0] for _ in range(29)]
         assert ran[:25] == ["long"] * 25
         assert {*ran[25:]} == {"short", "long"}, "both can wait for as long, and take turns"
+
+    def test_nor_longer_than_its_objective_per_token_holds(self):
+        request = make_request("chat", 4, due=1.0, end_due=1e9, token_s=0.5, max_tokens=30)
+        scheduler = make()
+        scheduler.add(request)
+        for _ in range(3):
+            step(scheduler, token_s=1.0)
+        assert request.may_pause_until(1.0) == request.first_token_at + 3 * 0.5
+        assert time.monotonic() - request.first_token_at < 10
+
+    def test_a_prompt_can_wait_until_its_first_token_is_due_or_its_end_is_too_near(self):
+        assert make_request("prompt", due=30.0, end_due=30.0, max_tokens=20).may_pause_until(1.0) == 10.0
+        assert make_request("prompt", due=2.0, end_due=30.0, max_tokens=20).may_pause_until(1.0) == 2.0
+
+    def test_nobody_waits_for_one_of_which_nothing_says_when_it_has_to_end(self):
+        scheduler = make(max_batch=1)
+        scheduler.add(make_request("batch", 4, due=60.0, max_tokens=9))
+        step(scheduler)
+        # It came much later, and has time until after the other one's deadline.
+        scheduler.add(make_request("chat", 4, due=51.0, end_due=80.0, max_tokens=3))
+        names = [shape(step(scheduler, token_s=1.0)[0])[0][0] for _ in range(4)]
+        assert names == ["chat"] * 3 + ["batch"]
+
+    def test_a_beam_search_that_begins_anew_is_as_urgent_as_before(self):
+        """Else two would take each other's blocks in turns for ever."""
+        search = make_request("search", 4, due=1.0, end_due=90.0, max_tokens=9, beam_search=BeamParams(2))
+        assert search.may_pause_until(1.0) == 1.0
+        search.output_token_ids[:] = [1, 2, 3]
+        assert search.may_pause_until(1.0) == 1.0
 
     def test_one_that_is_longer_than_expected_is_about_to_end(self):
         request = make_request("longer", 4, due=1.0, end_due=20.0, expected_tokens=2, max_tokens=30)

@@ -158,6 +158,7 @@ class Simulation:
             # Some may wait for long, some for less than their prompt.
             end_due=due + rng.choice([1.0, 10.0, 100.0, math.inf]),
             expected_tokens=rng.choice([0, max_tokens, 1, 20]),
+            token_s=rng.choice([0.0, 0.0, 0.1, 10.0]),
         )
         self.all.append(request)
         self.live.append(request)

@@ -13,11 +13,12 @@ token is due, an answer until it has just time enough for what is left of it. Wi
 can wait longest is paused and keeps its KV. In the order of first tokens, a prompt would wait behind answers
 that have seconds to spare, since their first tokens were due earlier.
 
-No starvation or deadlock: the order of two requests never changes, and a deadline lies at most a bounded time
-behind the arrival. So every request becomes the first, which may preempt all others that hold blocks, except
-the reserved ones, whose transfers end by themselves. Who runs may take the blocks of any that is paused; that
-one computes its KV again in its turn, and gains a token before it can be paused again. A waiting head that
-lacks blocks stops reservations for later ones; of these only requests that already hold blocks may pass it.
+No starvation or deadlock: the order of deadlines of two requests never changes, and a deadline lies at most a
+bounded time behind the arrival. So every request becomes the first, which may preempt all others that hold
+blocks, except the reserved ones, whose transfers end by themselves. Who runs may take the blocks of any that
+is paused. Two cannot do so in turns for ever, since of two the one that gains no token becomes the one that
+can wait less. A waiting head that lacks blocks stops reservations for later ones; of these only requests that
+already hold blocks may pass it.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ from tandem_engine.scheduler.config import PromptWork, RequestCounts, SchedulerC
 
 #: A request's blocks are taken for one that waits if that is due so many seconds earlier.
 _MUCH_EARLIER_S = 10.0
+
+#: A sequence is paused for one that can wait so many seconds less: those that can wait for about as long would
+#: take turns at every token.
+_PAUSE_FOR_S = 0.2
 
 _Order: TypeAlias = tuple[float, int]
 
@@ -157,8 +162,8 @@ class RequestQueues:
         return earlier < self._config.max_tokens_per_step
 
     def _has_place(self, request: Request) -> bool:
-        """Whether the batch has one, or would with those paused that can wait longer."""
-        limit, _ = self._urgency(request)
+        """Whether the batch has one, or would with those paused that can wait for clearly longer."""
+        limit = self._urgency(request)[0] + _PAUSE_FOR_S
         staying = [r for r in self._running if self._urgency(r)[0] <= limit]
         return _num_places(staying) + request.num_places <= self._config.max_batch
 
@@ -233,9 +238,12 @@ class RequestQueues:
         return True
 
     def _victim(self, request: Request) -> Request | None:
-        """The last in order among the later running ones and those that hold blocks but do not run."""
+        """Of those that hold blocks but do not run, the one that can wait longest; else the last in order of
+        the later running ones."""
+        if self._ready:
+            return max(self._ready, key=self._urgency)
         later = [r for r in self._running if self._order(r) > self._order(request)]
-        return max(later + self._ready, key=self._order, default=None)
+        return max(later, key=self._order, default=None)
 
     def _preempt(self, victim: Request) -> None:
         """Free a request's blocks; it keeps its place in the order and its tokens, but a beam search has none

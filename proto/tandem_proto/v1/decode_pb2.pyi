@@ -65,7 +65,7 @@ class DecodeRequest(_message.Message):
     """Objective in seconds per output token; 0: none. The pod computes other prompts in chunks that keep it."""
     end_seconds: _builtins.float
     """Seconds until the last token should be there; negative: it is late. In a full batch those that can wait least for
-    the rest come first. Unset: nothing says.
+    it, or for the next token by token_seconds, come first. Unset: behind those that have it.
     """
     expected_tokens: _builtins.int
     """Tokens that the answer is expected to have beyond output_token_ids; 0: as many as it may."""

@@ -381,7 +381,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         room = max_model_len - len(message.prompt_token_ids)
         sampling = SamplingParams(**{"max_tokens": max(room, 1)} | codec.given_sampling(message.sampling))
         num_more = message.expected_tokens
-        num_expected = len(message.output_token_ids) + num_more if num_more else 0
+        num_expected = min(len(message.output_token_ids) + num_more, sampling.max_tokens) if num_more else 0
         request = Request(
             # Unique per call: callers may use an id twice, and two calls must not share a listener, a block
             # table or a sequence in the lookahead service.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 
@@ -66,7 +67,14 @@ class Admitted:
     @property
     def ends_by(self) -> float:
         """When its last token must come for its objectives, in monotonic seconds."""
-        return self.request.end_due(self.first_expected_at, self.num_tokens + self.tokens_left)
+        assert self.route is not None
+        slo, by = self.request.slo, math.inf
+        if slo.e2e_s:
+            by = self.request.arrived + slo.e2e_s
+        if slo.tpot_s:
+            num_tokens = self.num_tokens + self.tokens_left
+            by = min(by, self.first_expected_at + slo.tpot_s * (num_tokens - 1))
+        return by
 
     def left_s(self, num_sequences: float, context: int, num_prompts: float, prompts_s: float) -> float:
         """Until its end beside so many sequences, it included, and so many prompts on its decode pod."""

@@ -226,7 +226,6 @@ class Relay:
         )
         stub = decode_pb2_grpc.DecodeServiceStub(pod.channel)  # type: ignore[no-untyped-call]
         num_left, now = route.tokens_left(len(tokens)), time.monotonic()
-        end_due = request.end_due(now + route.ttft_s, num_left)
         call = stub.Decode(
             decode_pb2.DecodeRequest(
                 request_id=request.request_id,
@@ -242,7 +241,7 @@ class Relay:
                 one_token_chunks=request.one_token_events,
                 due_seconds=request.due - now,
                 token_seconds=request.slo.tpot_s,
-                end_seconds=None if end_due == math.inf else end_due - now,
+                end_seconds=None if request.end_due == math.inf else request.end_due - now,
                 expected_tokens=num_left,
             ),
             timeout=max(0.001, request.deadline - time.monotonic()),

@@ -26,6 +26,8 @@ from tandem_gateway.errors import ContextLengthError
 DEFAULT_MAX_TOKENS = 512
 #: When the first token of a request without objectives should be there.
 DEFAULT_DUE_S = 60.0
+#: A day: longer than any answer takes.
+_FAR_S = 86_400.0
 NS_PER_S = 1_000_000_000
 
 Event = decode_pb2.DecodeChunk | decode_pb2.DecodeFinished
@@ -111,17 +113,16 @@ class TokenizedRequest:
             return self.arrived + self.due_s
         return self.arrived + (self.slo.ttft_s or self.slo.e2e_s or DEFAULT_DUE_S)
 
-    def end_due(self, first_at: float, num_tokens: int) -> float:
-        """When the last of so many tokens must be there for its objectives, if the first one comes at
-        `first_at`, in monotonic seconds; inf without any, or if it is served whatever they say."""
-        end = math.inf
-        if self.due_s is not None and not 0 < self.due_s < DEFAULT_DUE_S:
-            return end
+    @property
+    def end_due(self) -> float:
+        """When its last token should be there, in monotonic seconds; inf if its place is not a matter of
+        objectives: it has none, or is served in order of arrival, or behind those that can be in time."""
+        if self.due_s is not None or not self.has_objectives:
+            return math.inf
         if self.slo.e2e_s:
-            end = self.arrived + self.slo.e2e_s
-        if self.slo.tpot_s:
-            end = min(end, first_at + self.slo.tpot_s * (num_tokens - 1))
-        return end
+            return self.arrived + self.slo.e2e_s
+        # With one per token, the pace is what counts; without, the end can wait as if there were none.
+        return self.arrived + (_FAR_S if self.slo.tpot_s else DEFAULT_DUE_S)
 
     @property
     def scores_prompt(self) -> bool:
