@@ -32,7 +32,6 @@ from tandem_engine.draft_tree import DraftTree
 from tandem_engine.guided import GuideState
 from tandem_engine.prompt_scores import PromptScores
 
-
 #: So much longer than until its first token is due may one wait for a place of which nothing says when it has
 #: to end: those of which something does are told apart by when they will be late.
 _NO_END_S = 60.0

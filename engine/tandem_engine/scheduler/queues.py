@@ -32,9 +32,8 @@ from tandem_engine.scheduler.config import PromptWork, RequestCounts, SchedulerC
 
 #: A request's blocks are taken for one that waits if that is due so many seconds earlier.
 _MUCH_EARLIER_S = 10.0
-
-#: A sequence is paused for one that can wait so many seconds less: those that can wait for about as long would
-#: take turns at every token.
+#: A sequence is paused for one that can wait so many seconds less: those that can wait for about as long
+#: would take turns at every token.
 _PAUSE_FOR_S = 0.2
 
 _Order: TypeAlias = tuple[float, int]

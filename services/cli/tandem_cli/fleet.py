@@ -141,11 +141,9 @@ def plan_fleet(options: FleetOptions) -> FleetPlan:
 #: during the prefill of 3,840 tokens, and TTFT of that prefill: nice 0: 56 ms, 8 s; nice 3: 18 ms, 11 s;
 #: nice 6: 10 ms, 11 s. TPOT without prefill: 7 ms.
 _PREFILL_NICE = 6
-#: Decode pods compute prompts of fewer uncached tokens themselves: beside a busy decode pod on the same cores, a
-#: prefill pod of lower priority takes ten times as long for them, which no prediction knows beforehand. In the
-#: steps of the decode pod they keep the objectives of the sequences beside them. Measured on two cores
-#: (results/slo.md): requests of a trace in time at 1, 2 and 4 times the capacity: 384 tokens, as on machines of
-#: their own: 138, 281, 389; 1,536: 194, 308, 395. With longer ones all texts would wait for a second or more.
+#: Decode pods compute prompts of fewer uncached tokens themselves: beside a busy decode pod on the same
+#: cores, a prefill pod of lower priority takes ten times as long for them, which no prediction knows
+#: beforehand (docs/decisions/prefill-priority.md). With longer ones all texts would wait for a second.
 _LOCAL_PREFILL_TOKENS = 1_536
 
 
