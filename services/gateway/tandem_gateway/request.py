@@ -117,7 +117,8 @@ class TokenizedRequest:
     def end_due(self) -> float:
         """When its last token should be there, in monotonic seconds; inf if its place is not a matter of
         objectives: it has none, or is served in order of arrival, or behind those that can be in time."""
-        if self.due_s is not None or not self.has_objectives:
+        is_apart = self.due_s is not None and not 0 < self.due_s < DEFAULT_DUE_S
+        if is_apart or not self.has_objectives:
             return math.inf
         if self.slo.e2e_s:
             return self.arrived + self.slo.e2e_s

@@ -60,8 +60,9 @@ class FairShares:
 
     A tenant's share is its weight among the tenants that are active. Each request moves the tenant's finish
     time by its seconds of work over that share, as for a constant bandwidth server (Abeni and Buttazzo 1998).
-    Its requests without objectives are due later by as much as that is ahead of the least one of the active
-    tenants. Not of the clock: under overload all tenants run ahead of that.
+    Its requests are due later by as much as that is ahead of the least one of the active tenants; those with
+    objectives only if it also asks for much more than another one. Not ahead of the clock: under overload all
+    tenants run ahead of that.
     """
 
     def __init__(self) -> None:
@@ -108,6 +109,10 @@ class FairShares:
         now = self._forget()
         one, theirs = self._tenants.get(name), self._tenants.get(other)
         return one is not None and theirs is not None and one.asks_much_less(theirs, now)
+
+    def asks_much_more(self, name: str) -> bool:
+        """Than another tenant that is active, by weight."""
+        return any(self.asks_much_less(other, name) for other in tuple(self._tenants))
 
     def _forget(self) -> float:
         """Drops those that are no longer active; returns the time."""
