@@ -6,7 +6,7 @@
                       └── preempted: its blocks ──┘   │
                           go, its tokens stay         │
     reserve() ──> waiting for KV ─── adopt() ──> ready
-                  (holds its blocks, a           (holds blocks and KV, wants
+                  (holds its blocks, a           (holds blocks and KV, needs
                   prefill pod fills them)        a place in the batch)
 
 Prefill and decode share one rule: num_computed_tokens approaches num_tokens. A step holds, in this order and

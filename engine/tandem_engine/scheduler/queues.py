@@ -1,7 +1,7 @@
 """The queues of requests, admission to the batch, and preemption.
 
     waiting    no blocks
-    ready      blocks and KV; wants a place in the batch
+    ready      blocks and KV; needs a place in the batch
     reserved   blocks, KV in transfer; leaves by adopt or remove only
     running    blocks for all its tokens; they take at most max_batch places, a beam search one for each beam
 
