@@ -75,8 +75,9 @@ PARTS = (*SHAPES, "retry", "fairness", FRESH)
 TENANTS = ("a", "b", "c")
 #: Shape of the gaps' gamma distribution in bursts; their coefficient of variation is 2.
 BURSTINESS = 0.25
-#: As many as saturate the machine: with 8, the capacity was a third of what open loops reached.
-CAPACITY_CONCURRENCY = 32
+#: As many as saturate the machine: with 8 the capacity was a third of what open loops reached, with 32 it was
+#: nine tenths of it.
+CAPACITY_CONCURRENCY = 64
 #: Loads, in multiples of the capacity, of the parts that have one load.
 RETRY_LOAD, NEIGHBOURS_LOAD, NOISY_LOAD = 2.0, 0.5, 2.0
 #: Starts, clients, requests of each start, and tokens of their prompts: a load that the default model serves
@@ -84,9 +85,13 @@ RETRY_LOAD, NEIGHBOURS_LOAD, NOISY_LOAD = 2.0, 0.5, 2.0
 FRESH_STARTS, FRESH_CLIENTS, FRESH_REQUESTS, FRESH_INPUT_TOKENS = 6, 8, 100, 128
 #: Refused requests are sent again as often as OpenAI's clients do, when the gateway says.
 FRESH_RETRIES = 2
-#: Before each part, at half of the capacity: gateways forget what they measured after so long, and the first
-#: requests after a start are predicted from costs that pods measured without any load.
-WARM_UP_S, WARM_UP_LOAD = 30.0, 0.5
+#: Answers before each part, from which drafts are learnt: after a start the same machine does half as many
+#: requests per second as after so many answers (7 and 13 with the default model on two cores), so that loads
+#: would be multiples of what it soon exceeds.
+LEARNING_REQUESTS = 384
+#: After them, at half of the capacity: gateways forget what they measured within 30 s, and predict from what
+#: pods measured under other loads until then.
+WARM_UP_S, WARM_UP_LOAD = 15.0, 0.5
 #: Of the refused requests, the part that is sent again to find out whether its refusal was right; more would
 #: change the load.
 PROBED_EVERY = 8
@@ -132,6 +137,7 @@ class Plan:
     capacity: float | None
     #: None: Mooncake's, above.
     trace: Path | None = None
+    learning_requests: int = LEARNING_REQUESTS
     warm_up_s: float = WARM_UP_S
     fresh_starts: int = FRESH_STARTS
 
@@ -198,6 +204,8 @@ class Benchmark:
     @contextlib.contextmanager
     def _started(self, name: str) -> Iterator[System]:
         with self._start(name, self._plan.configurations[name]) as system:
+            if self._plan.learning_requests:
+                self._send_batch(system, self._plan.learning_requests)
             rate = WARM_UP_LOAD * (self._capacity or 1.0)
             count = math.ceil(rate * self._plan.warm_up_s)
             options = replace(self._options(count, TENANTS), mix=MIX)
@@ -206,14 +214,17 @@ class Benchmark:
             yield system
 
     def _measure_capacity(self, system: System, name: str) -> None:
-        count = 8 * CAPACITY_CONCURRENCY
-        options = replace(self._options(count, TENANTS), mix="batch=1")
-        requests = RequestMaker(options).make("retail", self._take(count))
-        records = self._send(system, requests, ClosedLoop(CAPACITY_CONCURRENCY))
+        records = self._send_batch(system, 4 * CAPACITY_CONCURRENCY)
         self._note(Run(Point("capacity", CAPACITY_CONCURRENCY), 0, name, summarise(records), tuple(records)))
         self._capacity = self.runs[-1].summary.requests_per_s
         if not self._capacity:
             raise BenchError(f"no request of the capacity run succeeded: {records[0].error}")
+
+    def _send_batch(self, system: System, count: int) -> list[RequestRecord]:
+        """So many requests without objectives, as fast as they are answered."""
+        options = replace(self._options(count, TENANTS), mix="batch=1")
+        requests = RequestMaker(options).make("retail", self._take(count))
+        return self._send(system, requests, ClosedLoop(CAPACITY_CONCURRENCY))
 
     def _cases(self, part: str) -> Iterator[Case]:
         """The same requests for every configuration."""

@@ -44,7 +44,10 @@ class SimulatedBenchmark(Benchmark):
     def __init__(
         self, plan: Plan, simulate: Simulate, writer: RecordsWriter | None, *, num_replayed: int = REPLAYED
     ) -> None:
-        super().__init__(plan, self._start_one, dict.fromkeys(TENANTS, "-"), writer)
+        # The simulated machine has no drafts.
+        super().__init__(
+            replace(plan, learning_requests=0), self._start_one, dict.fromkeys(TENANTS, "-"), writer
+        )
         self._simulate = simulate
         self._num_replayed = num_replayed
         self._decided: Mapping[Request, bool] = {}

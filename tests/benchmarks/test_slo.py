@@ -39,6 +39,7 @@ PLAN = Plan(
     loads=(0.5, 2.0),
     seconds=0.5,
     capacity=40.0,
+    learning_requests=2,
     # Eight requests.
     warm_up_s=0.4,
     fresh_starts=2,
