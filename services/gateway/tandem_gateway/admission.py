@@ -50,6 +50,9 @@ _NO_WAIT_S = 0.05
 #: Requests without objectives take at most this share of the places, so that others find one; and fewer after
 #: each second in which a request with objectives was refused.
 _BEST_EFFORT_SHARE = 0.75
+#: First tokens of a tenant that is outdone by another one are due after this part of the time, so that its
+#: prompts come before the other's.
+_EARLY = 0.25
 #: Weight of the newest request in the exponentially weighted mean; about the last twenty count.
 _ALPHA = 0.1
 
@@ -193,10 +196,15 @@ class Admission:
         """Raises OverloadedError for one that will miss its objectives."""
         if self._policy is not Policy.PREDICT:
             return Admitted(replace(request, due_s=0.0))
-        ahead_s = self._shares.ahead_s(request.tenant)
-        # Between tenants that ask for about as much, chance decides who is ahead: no reason to be late.
-        if ahead_s and (not request.has_objectives or self._shares.asks_much_more(request.tenant)):
-            request = replace(request, due_s=request.due - request.arrived + ahead_s)
+        due_s, is_expected = request.due - request.arrived, False
+        if request.has_objectives:
+            running = Counter([one.request.tenant for one in self._running])
+            is_expected = self._shares.is_outdone(request.tenant, running)
+            if is_expected:
+                # Not the other's later, which would miss objectives that it was promised.
+                request = replace(request, due_s=_EARLY * due_s)
+        elif ahead_s := self._shares.ahead_s(request.tenant):
+            request = replace(request, due_s=due_s + ahead_s)
         # Who resumes an answer had been admitted.
         if request.is_repeated:
             return Admitted(request)
@@ -227,13 +235,15 @@ class Admission:
         is_returning = request.has_objectives and self._bookings.redeem(_content(request))
         waited_s = time.monotonic() - request.arrived
         is_idle = forecast.route.computes_prompt.backlog.is_empty and not forecast.route.decode.in_flight
-        missed = forecast.misses(slo, waited_s, is_likely=is_returning)
+        # Others have left room for it, so that it is refused only if it is likely to be late.
+        is_expected |= is_returning
+        missed = forecast.misses(slo, waited_s, is_likely=is_expected)
         if not missed and request.has_objectives and not is_idle:
             room, num_more = self._room_for_others(request, forecast.route), num_places - 1
-            if self._makes_others_late(request, forecast.route, num_more, is_likely=is_returning):
+            if self._makes_others_late(request, forecast.route, num_more, is_likely=is_expected):
                 missed = "others"
             elif room and self._makes_others_late(
-                request, forecast.route, num_more + room, is_likely=is_returning
+                request, forecast.route, num_more + room, is_likely=is_expected
             ):
                 missed = "share"
         if request.has_objectives and not (missed and (is_idle or forecast.misses_alone(slo))):

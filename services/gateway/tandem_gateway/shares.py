@@ -60,9 +60,10 @@ class FairShares:
 
     A tenant's share is its weight among the tenants that are active. Each request moves the tenant's finish
     time by its seconds of work over that share, as for a constant bandwidth server (Abeni and Buttazzo 1998).
-    Its requests are due later by as much as that is ahead of the least one of the active tenants; those with
-    objectives only if it also asks for much more than another one. Not ahead of the clock: under overload all
-    tenants run ahead of that.
+    Its requests without objectives are due later by as much as that is ahead of the least one of the active
+    tenants. Not ahead of the clock: under overload all tenants run ahead of that. Those with objectives of
+    a tenant that is outdone by another one are due earlier, and find the room that the other one has to
+    leave.
     """
 
     def __init__(self) -> None:
@@ -110,9 +111,16 @@ class FairShares:
         one, theirs = self._tenants.get(name), self._tenants.get(other)
         return one is not None and theirs is not None and one.asks_much_less(theirs, now)
 
-    def asks_much_more(self, name: str) -> bool:
-        """Than another tenant that is active, by weight."""
-        return any(self.asks_much_less(other, name) for other in tuple(self._tenants))
+    def is_outdone(self, name: str, running: Mapping[str, int]) -> bool:
+        """Whether it asks for much less than the tenant that asks for most, by weight, and such tenants have
+        less than half of what is `running`. With more, they make the load themselves."""
+        now = self._forget()
+        own = self._tenants.get(name)
+        most = max(self._tenants.values(), key=lambda one: one.rate(now) / one.weight, default=own)
+        if most is None or (own is not None and not own.asks_much_less(most, now)):
+            return False
+        less = [other for other, one in self._tenants.items() if one.asks_much_less(most, now)]
+        return 2 * sum([running.get(other, 0) for other in less]) < sum(running.values())
 
     def _forget(self) -> float:
         """Drops those that are no longer active; returns the time."""
