@@ -112,15 +112,16 @@ class FairShares:
         return one is not None and theirs is not None and one.asks_much_less(theirs, now)
 
     def is_outdone(self, name: str, running: Mapping[str, int]) -> bool:
-        """Whether it asks for much less than the tenant that asks for most, by weight, and such tenants have
-        less than half of what is `running`. With more, they make the load themselves."""
+        """Whether it asks for much less than the tenant that asks for most, by weight, and has less than its
+        share of what is `running`."""
         now = self._forget()
         own = self._tenants.get(name)
         most = max(self._tenants.values(), key=lambda one: one.rate(now) / one.weight, default=own)
         if most is None or (own is not None and not own.asks_much_less(most, now)):
             return False
-        less = [other for other, one in self._tenants.items() if one.asks_much_less(most, now)]
-        return 2 * sum([running.get(other, 0) for other in less]) < sum(running.values())
+        weight = 1.0 if own is None else own.weight
+        total = sum([one.weight for one in self._tenants.values()]) + (weight if own is None else 0.0)
+        return running.get(name, 0) < weight / total * sum(running.values())
 
     def _forget(self) -> float:
         """Drops those that are no longer active; returns the time."""
