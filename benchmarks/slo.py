@@ -89,8 +89,8 @@ FRESH_RETRIES = 2
 #: requests per second as after so many answers (7 and 13 with the default model on two cores), so that loads
 #: would be multiples of what it soon exceeds.
 LEARNING_REQUESTS = 384
-#: After them, at half of the capacity: gateways forget what they measured within 30 s, and predict from what
-#: pods measured under other loads until then.
+#: After them, at half of the capacity and with all classes: each class is predicted from what was measured of
+#: it, and by then nothing was.
 WARM_UP_S, WARM_UP_LOAD = 15.0, 0.5
 #: Of the refused requests, the part that is sent again to find out whether its refusal was right: each of so
 #: many, and of large runs no more than about 32. More would change the load: an eighth at four times the
@@ -200,8 +200,8 @@ class Benchmark:
     def _measure_part(self, name: str, cases: Sequence[Case], *, is_first: bool) -> None:
         with self._started(name) as system:
             for case in cases:
-                every = max(PROBED_EVERY, len(case.requests) // MOST_PROBED)
-                self._run(system, name, case, every if is_first and case.part in SHAPES else 0)
+                every = probed_every(len(case.requests)) if is_first and case.part in SHAPES else 0
+                self._run(system, name, case, every)
 
     @contextlib.contextmanager
     def _started(self, name: str) -> Iterator[System]:
@@ -343,6 +343,11 @@ class Benchmark:
                 await transport.close()
 
         return system.run(sending())
+
+
+def probed_every(num_requests: int) -> int:
+    """Of so many requests each of how many refused ones is sent again."""
+    return max(PROBED_EVERY, num_requests // MOST_PROBED)
 
 
 class RefusalProbe(Transport):

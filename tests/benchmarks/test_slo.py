@@ -21,6 +21,7 @@ from slo import (
     Served,
     make_keys,
     mooncake_entries,
+    probed_every,
     scaled_to_mean,
 )
 from tandem_cli.bench.options import BenchError, BenchOptions, Point
@@ -233,6 +234,20 @@ def test_an_eighth_of_the_refused_requests_is_sent_again_without_objectives() ->
     asked = [record.slo.name for record in first.records]
     warm_up = len(calls) - len(asked) - len(probed.records)
     assert calls[warm_up:].count("batch") == asked.count("batch") + len(probed.records)
+
+
+def test_no_more_than_some_refused_requests_of_a_large_run_are_sent_again() -> None:
+    assert [probed_every(count) for count in (1, 256, 1011)] == [8, 8, 31]
+
+
+def test_drafts_are_learnt_from_requests_without_objectives_before_each_part() -> None:
+    fleets = Fleets()
+    plan = replace(PLAN, configurations={"ours": ""}, parts=("poisson",), loads=(0.5,), learning_requests=5)
+    Benchmark(plan, fleets.start, KEYS, None).measure()
+    assert [call.slo_class for call in fleets.ended[0].requests[:5]] == ["batch"] * 5
+    learnt = len(fleets.ended[0].requests)
+    Benchmark(replace(plan, learning_requests=0), fleets.start, KEYS, None).measure()
+    assert len(fleets.ended[1].requests) == learnt - 5
 
 
 def test_a_refusal_was_wrong_if_the_request_meets_its_own_objectives_behind_all_others() -> None:

@@ -463,7 +463,8 @@ async def test_who_asks_for_less_than_a_noisy_tenant_is_refused_only_if_it_is_li
             admission._judge(quiet)
         for _ in range(10):
             admission._shares.ask("default", 1.0)
-        admission._judge(quiet)
+        # Another prompt: it does not come back at the time that the first one was told.
+        admission._judge(replace(quiet, prompt_token_ids=(4, 5)))
         with pytest.raises(OverloadedError, match="admitted before"):
             admission._judge(request())
 
@@ -495,8 +496,11 @@ async def test_who_asks_for_much_comes_behind_others_and_leaves_them_room():
     async with admission.slot(request(slo)) as running:
         running.num_tokens = 4
         assert due_s(admission, quiet) == 0.25, "its first tokens come before the other's"
+        for ttft_s, early_s in ((4.0, 1.0), (20.0, 15.0), (300.0, 300.0)):
+            asked = replace(quiet, slo=replace(slo, ttft_s=ttft_s, e2e_s=0.0))
+            assert due_s(admission, asked) == early_s, "no other request's blocks are taken for it"
     for _ in range(20):
         admission._shares.ask("quiet", 1.0)
     assert due_s(admission, quiet) == 1.0, "both ask for as much"
     behind = admission._judge(request(NO_OBJECTIVES)).request
-    assert behind.due - behind.arrived > DEFAULT_DUE_S + 5
+    assert behind.due - behind.arrived > DEFAULT_DUE_S + 3

@@ -189,17 +189,28 @@ def test_those_that_are_due_back_are_known_shortly_before(clock: Clock) -> None:
 
 def test_a_tenant_is_outdone_by_a_noisy_one_until_it_has_its_share_of_what_runs(clock: Clock) -> None:
     shares = FairShares()
-    assert not shares.is_outdone("small", {}), "nobody asks for anything"
+    assert not shares.is_outdone("small", 1.0, {}), "nobody asks for anything"
     for name, count in (("large", 20), ("small", 2), ("half", 10)):
         for _ in range(count):
             shares.ask(name, 1.0)
-    assert shares.is_outdone("small", {"large": 5, "small": 2})
-    assert not shares.is_outdone("small", {"large": 4, "small": 2}), "it has a third, its share"
-    assert shares.is_outdone("new", {"large": 5, "new": 1}), "it has asked for nothing yet"
-    assert not shares.is_outdone("new", {"large": 5, "new": 2}), "a quarter would be its share"
-    assert not shares.is_outdone("large", {"half": 5})
-    assert not shares.is_outdone("half", {"large": 5}), "chance makes equal ones differ by less"
+    assert shares.is_outdone("small", 1.0, {"large": 5, "small": 2})
+    assert not shares.is_outdone("small", 1.0, {"large": 4, "small": 2}), "it has a third, its share"
+    assert not shares.is_outdone("small", 1.0, {"half": 4, "large": 2}), "the noisy one has no more"
+    assert shares.is_outdone("new", 1.0, {"large": 5, "new": 1}), "it has asked for nothing yet"
+    assert not shares.is_outdone("new", 1.0, {"large": 5, "new": 2}), "a quarter would be its share"
+    assert shares.is_outdone("new", 3.0, {"large": 5, "new": 4}), "a half"
+    assert not shares.is_outdone("large", 1.0, {"half": 5})
+    assert not shares.is_outdone("half", 1.0, {"large": 5}), "chance makes equal ones differ by less"
     for _ in range(6):
         shares.ask("heavy", 3.0)
-    assert shares.is_outdone("heavy", {"large": 6, "heavy": 5})
-    assert not shares.is_outdone("heavy", {"large": 5, "heavy": 5}), "half of all weights is its own"
+    assert shares.is_outdone("heavy", 3.0, {"large": 6, "heavy": 5})
+    assert not shares.is_outdone("heavy", 3.0, {"large": 5, "heavy": 5}), "half of all weights is its own"
+
+
+def test_a_tenant_that_asked_a_few_times_outdoes_nobody(clock: Clock) -> None:
+    shares = FairShares()
+    for _ in range(4):
+        shares.ask("large", 1.0)
+    assert not shares.is_outdone("new", 1.0, {"large": 4})
+    shares.ask("large", 1.0)
+    assert shares.is_outdone("new", 1.0, {"large": 4})

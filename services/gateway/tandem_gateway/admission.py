@@ -25,7 +25,7 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -50,9 +50,10 @@ _NO_WAIT_S = 0.05
 #: Requests without objectives take at most this share of the places, so that others find one; and fewer after
 #: each second in which a request with objectives was refused.
 _BEST_EFFORT_SHARE = 0.75
-#: First tokens of a tenant that is outdone by another one are due after this part of the time, so that its
-#: prompts come before the other's.
-_EARLY = 0.25
+#: First tokens of a tenant that is outdone by another one are due after this part of the time that was
+#: asked for, so that its prompts come before the other's; but not much earlier than that, since pods take the
+#: blocks of requests that are due 10 s later.
+_EARLY, _MOST_EARLY_S = 0.25, 5.0
 #: Weight of the newest request in the exponentially weighted mean; about the last twenty count.
 _ALPHA = 0.1
 
@@ -196,13 +197,13 @@ class Admission:
         """Raises OverloadedError for one that will miss its objectives."""
         if self._policy is not Policy.PREDICT:
             return Admitted(replace(request, due_s=0.0))
-        due_s, is_expected = request.due - request.arrived, False
+        due_s, is_outdone = request.due - request.arrived, False
         if request.has_objectives:
-            running = Counter([one.request.tenant for one in self._running])
-            is_expected = self._shares.is_outdone(request.tenant, running)
-            if is_expected:
-                # Not the other's later, which would miss objectives that it was promised.
-                request = replace(request, due_s=_EARLY * due_s)
+            is_outdone = self._shares.is_outdone(request.tenant, request.limits.weight, self._promised())
+            if is_outdone and due_s < DEFAULT_DUE_S:
+                # Those of the noisy tenant are not due later: they would miss what they were promised.
+                early_s = min((1 - _EARLY) * due_s, _MOST_EARLY_S)
+                request = replace(request, due_s=due_s - early_s)
         elif ahead_s := self._shares.ahead_s(request.tenant):
             request = replace(request, due_s=due_s + ahead_s)
         # Who resumes an answer had been admitted.
@@ -235,16 +236,21 @@ class Admission:
         is_returning = request.has_objectives and self._bookings.redeem(_content(request))
         waited_s = time.monotonic() - request.arrived
         is_idle = forecast.route.computes_prompt.backlog.is_empty and not forecast.route.decode.in_flight
-        # Others have left room for it, so that it is refused only if it is likely to be late.
-        is_expected |= is_returning
-        missed = forecast.misses(slo, waited_s, is_likely=is_expected)
+        # Others have left room for it.
+        is_likely = is_outdone or is_returning
+        missed = forecast.misses(slo, waited_s, is_likely=is_likely)
         if not missed and request.has_objectives and not is_idle:
             room, num_more = self._room_for_others(request, forecast.route), num_places - 1
-            if self._makes_others_late(request, forecast.route, num_more, is_likely=is_expected):
+            is_late = partial(
+                self._makes_others_late,
+                request,
+                forecast.route,
+                is_likely=is_likely,
+                due_back=[] if is_returning else self._due_back_on(forecast.route.decode, request.tenant),
+            )
+            if is_late(num_more):
                 missed = "others"
-            elif room and self._makes_others_late(
-                request, forecast.route, num_more + room, is_likely=is_expected
-            ):
+            elif room and is_late(num_more + room):
                 missed = "share"
         if request.has_objectives and not (missed and (is_idle or forecast.misses_alone(slo))):
             self._slack_used.add(1.0 if missed else forecast.share_of_slack(slo, waited_s))
@@ -270,15 +276,20 @@ class Admission:
         return self._shares.room_for_others(request.tenant, route.e2e_s, self._of_tenant) / route.num_decode
 
     def _makes_others_late(
-        self, request: TokenizedRequest, route: Route, room: float, *, is_likely: bool = False
+        self,
+        request: TokenizedRequest,
+        route: Route,
+        room: float,
+        due_back: Sequence[Admitted],
+        *,
+        is_likely: bool = False,
     ) -> bool:
         """Whether an earlier request's first token would come too late, or its end, or that of one which was
-        refused and is due back. `room`: such requests that may come as well; `is_likely`: whether its end
-        would be too late in the median, and only that of those that run."""
+        refused and is `due_back`. `room`: such requests that may come as well; `is_likely`: whether its end
+        would be too late in the median."""
         if route.computes_prompt.backlog.slack(request.due) < route.prefill_s:
             return True
         now, num_coming = time.monotonic(), 1 + room
-        due_back = [] if is_likely else self._due_back_on(route.decode, request.tenant)
         left_s = self._left_beside(route)
         # Each with how many come in either case: all that are due back, or of these those before it.
         others = [(other, 0, num_coming + len(due_back)) for other in self._running_on(route.decode)]
@@ -324,6 +335,14 @@ class Admission:
             and one.route.decode is pod
             and not self._shares.asks_much_less(tenant, one.request.tenant)
         ]
+
+    def _promised(self) -> Counter[str]:
+        """Places of requests with objectives, by tenant."""
+        places: Counter[str] = Counter()
+        for one in self.open_requests():
+            if one.request.has_objectives:
+                places[one.request.tenant] += one.num_places
+        return places
 
     def _running_on(self, pod: Pod) -> Iterator[Admitted]:
         return (one for one in self._running if one.route is not None and one.route.decode is pod)
@@ -537,7 +556,8 @@ class Admission:
         if forecast is None:
             return True
         room = self._room_for_others(request, forecast.route)
-        return not self._makes_others_late(request, forecast.route, room)
+        due_back = self._due_back_on(forecast.route.decode, request.tenant)
+        return not self._makes_others_late(request, forecast.route, room, due_back)
 
     @property
     def _limit(self) -> float:

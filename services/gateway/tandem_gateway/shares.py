@@ -21,6 +21,8 @@ _MEMORY_S = 10.0
 #: Room is kept for those that ask for less than this part of what a tenant asks for; chance makes equal ones
 #: differ by less.
 _MUCH_LESS = 0.5
+#: Nor is a tenant outdone by one that asked for fewer requests than this lately.
+_NUM_NOISY = 5
 #: Of that room, how many standard deviations it is more than what is needed on average.
 _DEVIATIONS = 2.0
 #: How long a refused client may be late, and still find the room that was kept for it.
@@ -61,9 +63,8 @@ class FairShares:
     A tenant's share is its weight among the tenants that are active. Each request moves the tenant's finish
     time by its seconds of work over that share, as for a constant bandwidth server (Abeni and Buttazzo 1998).
     Its requests without objectives are due later by as much as that is ahead of the least one of the active
-    tenants. Not ahead of the clock: under overload all tenants run ahead of that. Those with objectives of
-    a tenant that is outdone by another one are due earlier, and find the room that the other one has to
-    leave.
+    tenants. Not ahead of the clock: under overload all tenants run ahead of that. If another tenant outdoes
+    it, its requests with objectives are due earlier, and find the room that the other one has to leave.
     """
 
     def __init__(self) -> None:
@@ -111,17 +112,19 @@ class FairShares:
         one, theirs = self._tenants.get(name), self._tenants.get(other)
         return one is not None and theirs is not None and one.asks_much_less(theirs, now)
 
-    def is_outdone(self, name: str, running: Mapping[str, int]) -> bool:
+    def is_outdone(self, name: str, weight: float, running: Mapping[str, int]) -> bool:
         """Whether it asks for much less than the tenant that asks for most, by weight, and has less than its
-        share of what is `running`."""
+        share of what is `running`, and that one more. A tenant that has not asked yet asks for less."""
         now = self._forget()
         own = self._tenants.get(name)
-        most = max(self._tenants.values(), key=lambda one: one.rate(now) / one.weight, default=own)
-        if most is None or (own is not None and not own.asks_much_less(most, now)):
+        if not self._tenants:
             return False
-        weight = 1.0 if own is None else own.weight
+        noisy, most = max(self._tenants.items(), key=lambda item: item[1].rate(now) / item[1].weight)
+        if most.num_asked < _NUM_NOISY or (own is not None and not own.asks_much_less(most, now)):
+            return False
         total = sum([one.weight for one in self._tenants.values()]) + (weight if own is None else 0.0)
-        return running.get(name, 0) < weight / total * sum(running.values())
+        of_weight = sum(running.values()) / total
+        return running.get(name, 0) < weight * of_weight and running.get(noisy, 0) > most.weight * of_weight
 
     def _forget(self) -> float:
         """Drops those that are no longer active; returns the time."""
