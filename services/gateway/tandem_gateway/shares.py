@@ -114,7 +114,8 @@ class FairShares:
 
     def is_outdone(self, name: str, weight: float, running: Mapping[str, int]) -> bool:
         """Whether it asks for much less than the tenant that asks for most, by weight, and has less than its
-        share of what is `running`, and that one more. A tenant that has not asked yet asks for less."""
+        share of what is `running`, and that one more. A tenant that has not asked yet asks for less.
+        `running`: places by tenant."""
         now = self._forget()
         own = self._tenants.get(name)
         if not self._tenants:
