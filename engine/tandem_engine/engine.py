@@ -227,15 +227,9 @@ class Engine:
         """Runs one step; empty when nothing could be scheduled or only prompt chunks were computed."""
         # What lies between two steps, such as handing out tokens, delays the next tokens as much as a step.
         began, self._went_on_at = self._went_on_at or time.perf_counter(), None
-        drafted = began
-
-        def prepare() -> int | None:
-            nonlocal drafted
-            self._draft()
-            drafted = time.perf_counter()
-            return self._max_prompt_tokens()
-
-        batch = self.scheduler.schedule(prepare, token_s=self._full_token_s())
+        self._draft()
+        drafted = time.perf_counter()
+        batch = self.scheduler.schedule(self._max_prompt_tokens())
         if batch is None:
             return []
         for sequence in batch.sequences:
@@ -268,15 +262,6 @@ class Engine:
         if self._drafter is not None and update.finished:
             self._drafter.forget(update.request.request_id)
         return StepOutput(update.request, update.new_token_ids, (), (), (), update.finished)
-
-    def _full_token_s(self) -> float:
-        """Seconds in which a sequence of a full batch gains a token; 0 before the first step."""
-        num_sequences = self.scheduler.config.max_batch
-        decoding = self.scheduler.decoding()
-        context = sum([r.num_tokens for r in decoding]) / max(len(decoding), 1)
-        cost = self.decode_times.cost()
-        gained = self.tokens_per_step.by_batch()[-1:] or [1.0]
-        return cost.seconds(1, num_sequences, num_sequences * context) / gained[0]
 
     def _max_prompt_tokens(self) -> int | None:
         """With which the next step, its drafts included, keeps the tightest objective per token of the

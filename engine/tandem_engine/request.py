@@ -32,10 +32,6 @@ from tandem_engine.draft_tree import DraftTree
 from tandem_engine.guided import GuideState
 from tandem_engine.prompt_scores import PromptScores
 
-#: So much longer than until its first token is due may one wait for a place of which nothing says when it has
-#: to end: those of which something does are told apart by when they will be late.
-_NO_END_S = 60.0
-
 
 class RequestStatus(enum.Enum):
     WAITING = "waiting"
@@ -66,14 +62,8 @@ class Request:
     due: float = math.inf
     #: Objective in seconds per output token; 0: none. Prompts in the same steps are cut to keep it.
     token_s: float = 0.0
-    #: When its last token should be there, in monotonic seconds; inf: no objective gives it a place.
-    end_due: float = math.inf
-    #: Output tokens that it is expected to have in the end; 0: as many as it may.
-    expected_tokens: int = 0
 
     output_token_ids: list[int] = field(default_factory=list)
-    #: Monotonic seconds; of a text that is continued, when this engine got it.
-    first_token_at: float = 0.0
     num_computed_tokens: int = 0
     #: Prompt tokens found in the prefix cache when first scheduled.
     num_cached_tokens: int = 0
@@ -141,24 +131,6 @@ class Request:
     def is_decoding(self) -> bool:
         """Only the last sampled token is missing from the KV cache."""
         return bool(self.output_token_ids) and self.num_uncomputed_tokens == 1
-
-    def may_pause_until(self, token_s: float) -> float:
-        """In monotonic seconds: how long it may be out of the batch, if it gains a token every `token_s` from
-        then on. Without a token until its first one is due, then as long as its objective per token holds
-        for those that it has; and only while there is time for the rest before its end is due.
-
-        Grows with each token that it gains, but for the first one, and else only as `token_s` does.
-        """
-        if self.end_due == math.inf:
-            return self.due + _NO_END_S
-        if self.search is not None:
-            return self.due  # its first token comes with its last one
-        num_tokens = len(self.output_token_ids)
-        num_left = max((self.expected_tokens or self.sampling.max_tokens) - num_tokens, 1)
-        until = self.end_due - num_left * token_s
-        if not num_tokens:
-            return min(until, self.due)
-        return min(until, self.first_token_at + self.token_s * num_tokens) if self.token_s else until
 
     @property
     def num_matchable_tokens(self) -> int:

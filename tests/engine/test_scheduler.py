@@ -1,13 +1,12 @@
 """The scheduler, rule by rule. test_scheduler_simulation.py lets all rules meet at random."""
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
 from tandem_core.errors import CapacityError, InvalidRequestError, InvariantError
-from tandem_core.sampling import BeamParams, FinishReason, SamplingParams
+from tandem_core.sampling import FinishReason, SamplingParams
 from tandem_engine.batch import Batch
 from tandem_engine.block_manager import BlockManager
 from tandem_engine.draft_tree import DraftTree
@@ -29,29 +28,12 @@ def plain(token_id: int) -> Verified:
 
 
 def make_request(
-    request_id: str,
-    num_prompt: int = 6,
-    *,
-    base: int = 0,
-    due: float = math.inf,
-    end_due: float = math.inf,
-    expected_tokens: int = 0,
-    token_s: float = 0.0,
-    **sampling: object,
+    request_id: str, num_prompt: int = 6, *, base: int = 0, due: float = math.inf, **sampling: object
 ) -> Request:
     """Prompts with different ids share no block unless they have the same base."""
     base = base or 1000 * (1 + sum(map(ord, request_id)))
     prompt = list(range(base, base + num_prompt))
-    return Request(
-        request_id,
-        prompt,
-        SamplingParams(**sampling),
-        eos_token_ids=frozenset({EOS}),
-        due=due,
-        end_due=end_due,
-        expected_tokens=expected_tokens,
-        token_s=token_s,
-    )
+    return Request(request_id, prompt, SamplingParams(**sampling), eos_token_ids=frozenset({EOS}), due=due)
 
 
 def chain(*token_ids: int) -> DraftTree:
@@ -63,11 +45,9 @@ def make(num_blocks: int = 64, **config: int) -> Scheduler:
     return Scheduler(BlockManager(num_blocks, BLOCK), SchedulerConfig(**config))
 
 
-def step(
-    scheduler: Scheduler, token_id: int = 7, *, token_s: float = 0.0
-) -> tuple[Batch, list[RequestUpdate]]:
+def step(scheduler: Scheduler, token_id: int = 7) -> tuple[Batch, list[RequestUpdate]]:
     """One step in which every sampling sequence emits token_id and every draft is rejected."""
-    batch = scheduler.schedule(token_s=token_s)
+    batch = scheduler.schedule()
     assert batch is not None
     progress = scheduler.update(batch, [plain(token_id) for s in batch.sequences if s.samples])
     assert scheduler.check() == []
@@ -400,7 +380,7 @@ class TestPreemption:
 
 
 class TestDeadlines:
-    """Blocks in the order of deadlines; places to those that can wait least."""
+    """The earliest first token first; the order of two requests never changes."""
 
     def test_the_batch_takes_the_earliest_and_then_the_oldest(self):
         scheduler = make(max_batch=1)
@@ -426,13 +406,13 @@ class TestDeadlines:
     def test_prompts_are_cut_while_a_sequence_decodes(self):
         scheduler = make(chunk_size=32)
         scheduler.add(make_request("prompt", 20, max_tokens=1))
-        batch = scheduler.schedule(lambda: 8)
+        batch = scheduler.schedule(8)
         assert shape(batch) == [("prompt", 0, 20, True)], "nothing decodes"
         scheduler.update(batch, [plain(7)])
         scheduler.add(make_request("text", 4, max_tokens=9))
         step(scheduler)
         scheduler.add(make_request("other", 20, max_tokens=1))
-        assert shape(scheduler.schedule(lambda: 8)) == [("text", 4, 1, True), ("other", 0, 8, False)]
+        assert shape(scheduler.schedule(8)) == [("text", 4, 1, True), ("other", 0, 8, False)]
 
     def test_a_full_batch_pauses_the_last_which_keeps_its_kv(self):
         scheduler = make(max_batch=1)
@@ -445,78 +425,6 @@ class TestDeadlines:
         assert shape(step(scheduler)[0]) == [("chat", 4, 1, True)]
         assert shape(step(scheduler)[0]) == [("batch", 4, 1, True)], "goes on where it was"
         assert batch_job.num_preemptions == 0
-
-    def test_a_prompt_takes_the_place_of_the_answer_that_has_most_time_to_spare(self):
-        scheduler = make(max_batch=2)
-        for name, end_due in (("tight", 12.0), ("easy", 30.0)):
-            scheduler.add(make_request(name, 4, due=1.0, end_due=end_due, max_tokens=10))
-        step(scheduler, token_s=1.0)
-        # Their first tokens were due before its own, but they have it already.
-        scheduler.add(make_request("prompt", 4, due=5.0, end_due=40.0, max_tokens=10))
-        names = [[s.request.request_id for s in step(scheduler, token_s=1.0)[0].sequences] for _ in range(3)]
-        # 40 - 9 seconds is later than 30 - 9.
-        assert names == [["tight", "prompt"], ["tight", "easy"], ["tight", "easy"]]
-
-    def test_an_answer_can_wait_until_it_has_just_time_for_what_is_left_of_it(self):
-        scheduler = make(max_batch=1)
-        short = make_request("short", 4, due=1.0, end_due=20.0, expected_tokens=5, max_tokens=30)
-        long = make_request("long", 4, due=2.0, end_due=20.0, max_tokens=30)
-        for request in (short, long):
-            scheduler.add(request)
-            step(scheduler, token_s=1.0)
-        assert [r.may_pause_until(1.0) for r in (short, long)] == [20.0 - 4, 20.0 - 29]
-        ran = [shape(step(scheduler, token_s=1.0)[0])[0][0] for _ in range(29)]
-        assert ran[:25] == ["long"] * 25
-        assert {*ran[25:]} == {"short", "long"}, "both can wait for as long, and take turns"
-
-    def test_nor_longer_than_its_objective_per_token_holds(self):
-        request = make_request("chat", 4, due=1.0, end_due=1e9, token_s=0.5, max_tokens=30)
-        scheduler = make()
-        scheduler.add(request)
-        for _ in range(3):
-            step(scheduler, token_s=1.0)
-        assert request.may_pause_until(1.0) == request.first_token_at + 3 * 0.5
-        assert time.monotonic() - request.first_token_at < 10
-
-    def test_a_prompt_can_wait_until_its_first_token_is_due_or_its_end_is_too_near(self):
-        assert make_request("prompt", due=30.0, end_due=30.0, max_tokens=20).may_pause_until(1.0) == 10.0
-        assert make_request("prompt", due=2.0, end_due=30.0, max_tokens=20).may_pause_until(1.0) == 2.0
-
-    def test_nobody_waits_for_one_of_which_nothing_says_when_it_has_to_end(self):
-        scheduler = make(max_batch=1)
-        scheduler.add(make_request("batch", 4, due=60.0, max_tokens=9))
-        step(scheduler)
-        # It came much later, and has time until after the other one's deadline.
-        scheduler.add(make_request("chat", 4, due=51.0, end_due=80.0, max_tokens=3))
-        names = [shape(step(scheduler, token_s=1.0)[0])[0][0] for _ in range(4)]
-        assert names == ["chat"] * 3 + ["batch"]
-
-    def test_a_beam_search_that_begins_anew_is_as_urgent_as_before(self):
-        """Else two would take each other's blocks in turns for ever."""
-        search = make_request("search", 4, due=1.0, end_due=90.0, max_tokens=9, beam_search=BeamParams(2))
-        assert search.may_pause_until(1.0) == 1.0
-        search.output_token_ids[:] = [1, 2, 3]
-        assert search.may_pause_until(1.0) == 1.0
-
-    def test_one_that_is_longer_than_expected_is_about_to_end(self):
-        request = make_request("longer", 4, due=1.0, end_due=20.0, expected_tokens=2, max_tokens=30)
-        scheduler = make()
-        scheduler.add(request)
-        for _ in range(6):
-            step(scheduler)
-        assert request.may_pause_until(1.0) == 19.0
-
-    def test_one_that_runs_takes_the_blocks_of_a_paused_one_though_that_is_due_earlier(self):
-        scheduler = make(num_blocks=6, max_batch=1)
-        paused = make_request("paused", 7, due=1.0, end_due=1000.0, max_tokens=3)
-        running = make_request("running", 6, due=2.0, end_due=3.0, max_tokens=12)
-        for request in (paused, running):
-            scheduler.add(request)
-            step(scheduler)
-        while scheduler.has_work():
-            step(scheduler)
-        assert [r.num_preemptions for r in (paused, running)] == [1, 0]
-        assert [len(r.output_token_ids) for r in (paused, running)] == [3, 12]
 
     def test_equal_deadlines_pause_nobody(self):
         scheduler = make(max_batch=1)

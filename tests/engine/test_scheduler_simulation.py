@@ -148,18 +148,7 @@ class Simulation:
         salt = rng.choice([b"", b"", b"other"])
         # Some are due long before those that came earlier, some never.
         due = len(self.all) + rng.choice([0.0, 3.0, 60.0, math.inf])
-        request = Request(
-            str(len(self.all)),
-            prompt,
-            sampling,
-            salt,
-            frozenset({EOS}),
-            due=due,
-            # Some may wait for long, some for less than their prompt.
-            end_due=due + rng.choice([1.0, 10.0, 100.0, math.inf]),
-            expected_tokens=rng.choice([0, max_tokens, 1, 20]),
-            token_s=rng.choice([0.0, 0.0, 0.1, 10.0]),
-        )
+        request = Request(str(len(self.all)), prompt, sampling, salt, frozenset({EOS}), due=due)
         self.all.append(request)
         self.live.append(request)
         if rng.random() < 0.4:
@@ -225,7 +214,7 @@ class Simulation:
         for request in self.live:
             if request.is_decoding and self.rng.random() < 0.7:
                 request.draft = self.random_draft(request)
-        batch = self.scheduler.schedule(token_s=0.5)
+        batch = self.scheduler.schedule()
         self.audit()
         self.disturb(abort_rate)
         self.audit()

@@ -6,8 +6,7 @@ import time
 import grpc
 import pytest
 from otlp_collector import ERROR, collecting
-from tandem_gateway.settings import Policy
-from tandem_proto.v1 import common_pb2, gateway_pb2
+from tandem_proto.v1 import gateway_pb2
 from waiting import until
 
 USER = [gateway_pb2.ChatMessage(role="user", content="hi")]
@@ -27,32 +26,6 @@ async def test_a_request_moves_to_the_second_pod(status, pods, gateway):
     assert await _text(front) == ("Hello there!", "good")
     assert len(bad.requests) == 1
     assert await front.metric("tandem_decode_failovers_total") == 1
-
-
-@pytest.mark.parametrize(
-    ("slo_class", "admission", "end_s"),
-    [
-        ("interactive", Policy.PREDICT, 5.0),
-        # Its objective per token says when.
-        ("chat", Policy.PREDICT, 86_400.0),
-        ("batch", Policy.PREDICT, None),
-        ("interactive", Policy.FIFO, None),
-    ],
-)
-async def test_a_pod_is_told_when_the_answer_has_to_end(slo_class, admission, end_s, pods, gateway):
-    lost = await pods("lost", fail_with=grpc.StatusCode.UNAVAILABLE, fail_after=2, free_blocks=100)
-    other = await pods("other", free_blocks=50)
-    front = await gateway(lost, other, admission=admission)
-    sampling = common_pb2.SamplingParams(max_tokens=20, ignore_eos=True)
-    call = front.grpc.Chat(
-        gateway_pb2.ChatRequest(messages=USER, sampling=sampling, slo_class=slo_class), timeout=10
-    )
-    assert [m async for m in call][-1].HasField("end")
-    (first,), (second,) = lost.requests, other.requests
-    assert [first.HasField("end_seconds"), second.HasField("end_seconds")] == [end_s is not None] * 2
-    assert (first.expected_tokens, second.expected_tokens) == (20, 18)
-    if end_s is not None:
-        assert first.end_seconds == pytest.approx(end_s, abs=0.5)
 
 
 async def test_a_killed_pod_is_not_asked_again_until_it_is_back(pods, gateway):

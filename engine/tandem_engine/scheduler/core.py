@@ -11,7 +11,7 @@
 
 Prefill and decode share one rule: num_computed_tokens approaches num_tokens. A step holds, in this order and
 within the token budget: one token per decoding sequence, the nodes of their drafts, and chunks of prompts.
-Which sequences it has, `queues` says.
+The order is earliest deadline first (`queues`).
 
 A sequence joins only when blocks for all its known tokens are free, so a prefill never stalls half way.
 Decoding then takes a block every block_size tokens. A draft uses only free blocks; for the next token itself
@@ -23,7 +23,7 @@ the engine's thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from tandem_core.errors import CapacityError, InvalidRequestError, InvariantError
 from tandem_core.sampling import FinishReason
@@ -134,22 +134,16 @@ class Scheduler:
 
     # -- a step ---------------------------------------------------------------------------------------
 
-    def schedule(
-        self, prepare: Callable[[], int | None] | None = None, *, token_s: float = 0.0
-    ) -> Batch | None:
+    def schedule(self, max_prompt_tokens: int | None = None) -> Batch | None:
         """The next step's work; None when nothing can run (idle, or all wait for KV or its blocks).
 
-        `prepare` is called when it is known which requests run; it may give each that decodes a draft. With
-        the limit that it returns, all prompts together get at most so many tokens while a sequence decodes.
-        `token_s`: in how many seconds a sequence of a full batch gains a token.
-
+        With a limit, all prompts together get at most so many tokens while a sequence decodes.
         The draft of each running request is used, shrunk or dropped, and cleared. The batch must come
         back through `update` before the next call.
         """
         if self._in_flight is not None:
             raise InvariantError("the last batch has not come back through update()")
-        self._queues.admit(token_s)
-        max_prompt_tokens = prepare() if prepare is not None else None
+        self._queues.admit()
         able = self._queues.secure_next_tokens()
         decoding = [r for r in able if r.is_decoding]
         prefilling = [r for r in able if not r.is_decoding]

@@ -5,20 +5,14 @@
     reserved   blocks, KV in transfer; leaves by adopt or remove only
     running    blocks for all its tokens; they take at most max_batch places, a beam search one for each beam
 
-Blocks are given in the order of deadlines (`Request.due`), then of arrival. Only for a request that is due
-much earlier are they taken away, because that KV must be computed again.
+The order everywhere is earliest deadline first (`Request.due`), then arrival. The batch has the first of
+those that hold blocks: with a full batch, a later one that runs is paused and keeps its KV. Only for a
+request that is due much earlier are blocks taken away, because that KV must be computed again.
 
-The places of the batch go to those that can wait least (`Request.may_pause_until`): a prompt until its first
-token is due, an answer until it has just time enough for what is left of it. With a full batch the one that
-can wait longest is paused and keeps its KV. In the order of first tokens, a prompt would wait behind answers
-that have seconds to spare, since their first tokens were due earlier.
-
-No starvation or deadlock: the order of deadlines of two requests never changes, and a deadline lies at most a
-bounded time behind the arrival. So every request becomes the first, which may preempt all others that hold
-blocks, except the reserved ones, whose transfers end by themselves. Who runs may take the blocks of any that
-is paused. Two cannot do so in turns for ever, since of two the one that gains no token becomes the one that
-can wait less. A waiting head that lacks blocks stops reservations for later ones; of these only requests that
-already hold blocks may pass it.
+No starvation or deadlock: the order of two requests never changes, and a deadline lies at most a bounded time
+behind the arrival. So every request becomes the first, which may preempt all others that hold blocks, except
+the reserved ones, whose transfers end by themselves. A waiting head that lacks blocks stops reservations for
+later ones; of these only requests that already hold blocks may pass it.
 """
 
 from __future__ import annotations
@@ -32,9 +26,6 @@ from tandem_engine.scheduler.config import PromptWork, RequestCounts, SchedulerC
 
 #: A request's blocks are taken for one that waits if that is due so many seconds earlier.
 _MUCH_EARLIER_S = 10.0
-#: A sequence is paused for one that can wait so many seconds less: those that can wait for about as long
-#: would take turns at every token.
-_PAUSE_FOR_S = 0.2
 
 _Order: TypeAlias = tuple[float, int]
 
@@ -57,8 +48,6 @@ class RequestQueues:
         self._ready: list[Request] = []
         self._running: list[Request] = []
         self._reserved: dict[str, Request] = {}
-        #: In which a sequence of a full batch gains a token.
-        self._token_s = 0.0
         #: Waits for blocks rather than for a place in the batch.
         self._short_of_blocks: Request | None = None
 
@@ -99,7 +88,7 @@ class RequestQueues:
         """A reserved request's transfer is over."""
         del self._reserved[request.request_id]
         request.status = RequestStatus.WAITING
-        self._ready.append(request)
+        insort(self._ready, request, key=self._order)
 
     def remove(self, request: Request) -> None:
         """Remove a finished request; the caller frees its blocks."""
@@ -118,24 +107,22 @@ class RequestQueues:
 
     # -- admission ------------------------------------------------------------------------------------
 
-    def admit(self, token_s: float) -> None:
-        """Fill the batch with those that can wait least; a request that lacks blocks is passed by those that
-        have them. `token_s`: in which a sequence of a full batch gains a token."""
-        self._token_s = token_s
+    def admit(self) -> None:
+        """Fill the batch in order; a request that lacks blocks is passed by those that have them."""
         head_fits = True
         while self._waiting or self._ready:
             head = self._waiting[0] if self._waiting and head_fits else None
             if head is not None and not self._can_compute(head):
                 head = None
-            ready = min(self._ready, key=self._urgency, default=None)
-            if head is None or (ready is not None and self._urgency(ready) < self._urgency(head)):
+            ready = self._ready[0] if self._ready else None
+            if head is None or (ready is not None and self._order(ready) < self._order(head)):
                 joining = ready
             else:
                 joining = head
             if joining is None or not self._has_place(joining):
                 return
             if joining is ready:
-                self._ready.remove(joining)
+                self._ready.pop(0)
             else:
                 head_fits = self._make_room(joining)
                 if not head_fits:
@@ -145,13 +132,9 @@ class RequestQueues:
                 if joining is self._short_of_blocks:
                     self._short_of_blocks = None
             while _num_places(self._running) + joining.num_places > self._config.max_batch:
-                self._pause(max(self._running, key=self._urgency))
+                self._pause(self._running[-1])
             joining.status = RequestStatus.RUNNING
             insort(self._running, joining, key=self._order)
-
-    def _urgency(self, request: Request) -> _Order:
-        """The one that can wait least first, then the oldest."""
-        return request.may_pause_until(self._token_s), self._order(request)[1]
 
     def _can_compute(self, request: Request) -> bool:
         """Whether the next step has room for its prompt behind what comes first: blocks are allocated only
@@ -161,9 +144,8 @@ class RequestQueues:
         return earlier < self._config.max_tokens_per_step
 
     def _has_place(self, request: Request) -> bool:
-        """Whether the batch has one, or would with those paused that can wait for clearly longer."""
-        limit = self._urgency(request)[0] + _PAUSE_FOR_S
-        staying = [r for r in self._running if self._urgency(r)[0] <= limit]
+        """Whether the batch has one, or would with those paused that are due later."""
+        staying = [r for r in self._running if r.due <= request.due]
         return _num_places(staying) + request.num_places <= self._config.max_batch
 
     def _pause(self, request: Request) -> None:
@@ -171,7 +153,7 @@ class RequestQueues:
         self._running.remove(request)
         request.draft = None
         request.status = RequestStatus.WAITING
-        self._ready.append(request)
+        insort(self._ready, request, key=self._order)
 
     def _make_room(self, request: Request) -> bool:
         """Allocates all blocks, if need be those of requests that are due much later. False takes none."""
@@ -237,12 +219,9 @@ class RequestQueues:
         return True
 
     def _victim(self, request: Request) -> Request | None:
-        """Of those that hold blocks but do not run, the one that can wait longest; else the last in order of
-        the later running ones."""
-        if self._ready:
-            return max(self._ready, key=self._urgency)
+        """The last in order among the later running ones and those that hold blocks but do not run."""
         later = [r for r in self._running if self._order(r) > self._order(request)]
-        return max(later, key=self._order, default=None)
+        return max(later + self._ready, key=self._order, default=None)
 
     def _preempt(self, victim: Request) -> None:
         """Free a request's blocks; it keeps its place in the order and its tokens, but a beam search has none
@@ -295,7 +274,7 @@ class RequestQueues:
         ):
             faults += [f"{r.request_id} is {r.status}, not {status}" for r in queue if r.status is not status]
             orders = [self._order(r) for r in queue]
-            if orders != sorted(orders) and (queue is self._waiting or queue is self._running):
+            if orders != sorted(orders) and queue is not reserved:
                 faults.append(f"a queue of {status} requests is out of order")
         faults += [
             f"{r.request_id}: {r.num_computed_tokens} of {r.num_tokens} tokens are computed, yet it lives"

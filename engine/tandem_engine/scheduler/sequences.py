@@ -11,7 +11,6 @@ Stop strings need text, which the engine does not know: the pod ends such a requ
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -143,8 +142,6 @@ def check_verified(sequence: ScheduledSequence, verified: VerifiedTokens) -> Non
 def append_tokens(request: Request, token_ids: Sequence[int], max_model_len: int) -> RequestUpdate:
     """Append up to and including the first token that ends the text; sets the finish reason then."""
     limit = token_limit(request, max_model_len)
-    if not request.output_token_ids:
-        request.first_token_at = time.monotonic()
     for count, token_id in enumerate(token_ids, start=1):
         request.output_token_ids.append(token_id)
         if _ends_text(request, token_id):

@@ -40,7 +40,7 @@ from tandem_engine.scheduler import append_tokens, text_end
 from tandem_engine.transport.incoming import KVReceiver
 from tandem_engine.transport.outgoing import KVSender
 from tandem_pod.engine_watch import leave_if_stuck
-from tandem_pod.status import decode_cost, due_at, end_due_at, pod_status, token_objective
+from tandem_pod.status import decode_cost, due_at, pod_status, token_objective
 from tandem_prefill.servicer import PrefillServicer
 from tandem_proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 from tandem_service.tracing import RequestTrace, Tracing, current
@@ -380,8 +380,6 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         max_model_len = self._parts.manifest.max_model_len
         room = max_model_len - len(message.prompt_token_ids)
         sampling = SamplingParams(**{"max_tokens": max(room, 1)} | codec.given_sampling(message.sampling))
-        num_more = message.expected_tokens
-        num_expected = min(len(message.output_token_ids) + num_more, sampling.max_tokens) if num_more else 0
         request = Request(
             # Unique per call: callers may use an id twice, and two calls must not share a listener, a block
             # table or a sequence in the lookahead service.
@@ -395,8 +393,6 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             guide=self._parts.guide_state(sampling.guide),
             due=due_at(message),
             token_s=token_objective(message),
-            end_due=end_due_at(message),
-            expected_tokens=num_expected,
         )
         if message.output_token_ids and request.search is not None:
             raise InvalidRequestError(

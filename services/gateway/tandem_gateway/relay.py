@@ -225,7 +225,7 @@ class Relay:
             {"tandem.answer.tokens_before": len(tokens), "tandem.decode.retries": num_lost},
         )
         stub = decode_pb2_grpc.DecodeServiceStub(pod.channel)  # type: ignore[no-untyped-call]
-        num_left, now = route.tokens_left(len(tokens)), time.monotonic()
+        num_left = route.tokens_left(len(tokens))
         call = stub.Decode(
             decode_pb2.DecodeRequest(
                 request_id=request.request_id,
@@ -239,10 +239,8 @@ class Relay:
                 crashes=int(num_crashed),
                 kv_source=kv_source,
                 one_token_chunks=request.one_token_events,
-                due_seconds=request.due - now,
+                due_seconds=request.due - time.monotonic(),
                 token_seconds=request.slo.tpot_s,
-                end_seconds=None if request.end_due == math.inf else request.end_due - now,
-                expected_tokens=num_left,
             ),
             timeout=max(0.001, request.deadline - time.monotonic()),
             metadata=((REQUEST_ID_KEY, request.request_id), *trace.metadata),

@@ -8,7 +8,6 @@ unchanged. Times inside the gateway are in seconds of `time.monotonic()`, in rec
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,8 +25,6 @@ from tandem_gateway.errors import ContextLengthError
 DEFAULT_MAX_TOKENS = 512
 #: When the first token of a request without objectives should be there.
 DEFAULT_DUE_S = 60.0
-#: A day: longer than any answer takes.
-_FAR_S = 86_400.0
 NS_PER_S = 1_000_000_000
 
 Event = decode_pb2.DecodeChunk | decode_pb2.DecodeFinished
@@ -112,18 +109,6 @@ class TokenizedRequest:
         if self.due_s is not None:
             return self.arrived + self.due_s
         return self.arrived + (self.slo.ttft_s or self.slo.e2e_s or DEFAULT_DUE_S)
-
-    @property
-    def end_due(self) -> float:
-        """When its last token should be there, in monotonic seconds; inf if its place is not a matter of
-        objectives: it has none, or is served in order of arrival, or behind those that can be in time."""
-        is_apart = self.due_s is not None and not 0 < self.due_s < DEFAULT_DUE_S
-        if is_apart or not self.has_objectives:
-            return math.inf
-        if self.slo.e2e_s:
-            return self.arrived + self.slo.e2e_s
-        # With one per token, the pace is what counts; without, the end can wait as if there were none.
-        return self.arrived + (_FAR_S if self.slo.tpot_s else DEFAULT_DUE_S)
 
     @property
     def scores_prompt(self) -> bool:
