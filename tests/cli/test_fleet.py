@@ -127,9 +127,11 @@ def test_an_extra_flag_reaches_all_pods_of_its_role_and_no_other() -> None:
         assert (spec.command[-2:] == ("--draft-nodes", "7")) == (spec.role == "decode")
 
 
-def test_pods_that_share_their_cores_yield_to_decode_pods() -> None:
+def test_on_shared_cores_gateways_come_first_and_prefill_pods_last() -> None:
     by_role = {spec.role: spec.command for spec in plan_fleet(OPTIONS).processes}
     assert by_role["prefill"][by_role["prefill"].index("--nice") + 1] == "6"
+    assert by_role["gateway"][by_role["gateway"].index("--nice") + 1] == "-5"
+    assert "--nice" not in by_role["decode"]
     assert by_role["decode"][by_role["decode"].index("--local-prefill-tokens") + 1] == "1536"
 
 

@@ -1,4 +1,4 @@
-"""Lowering the priority sets the nice value of the process and of its session."""
+"""Changing the priority sets the nice value of the process and of its session."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from tandem_service.priority import lower_priority
+from tandem_gateway.settings import GatewaySettings
+from tandem_service.priority import change_nice
+from tandem_service.settings import load
 
 SCRIPT = """
 import os
-from tandem_service.priority import lower_priority
-lower_priority({nice})
+from tandem_service.priority import change_nice
+change_nice({nice})
 print(os.nice(0))
 try:
     print(open("/proc/self/autogroup").read().split()[-1])
@@ -52,5 +54,28 @@ def test_without_autogroup_only_the_nice_value_is_set(
 ) -> None:
     given: list[int] = []
     monkeypatch.setattr(os, "nice", given.append)
-    lower_priority(3, autogroup=tmp_path / "absent" / "autogroup")
+    change_nice(3, autogroup=tmp_path / "absent" / "autogroup")
     assert given == [3]
+
+
+def test_without_the_right_to_raise_it_the_priority_stays_and_a_line_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def denied(nice: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "nice", denied)
+    autogroup = tmp_path / "autogroup"
+    autogroup.write_text("unchanged")
+    change_nice(-5, autogroup)
+    assert autogroup.read_text() == "unchanged"
+    assert "CAP_SYS_NICE" in capsys.readouterr().out
+
+
+def test_a_gateway_takes_a_negative_value_as_a_word_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    """As `tandem up` gives it."""
+    others = ["--model", "model", "--decode", "localhost:1"]
+    assert load(GatewaySettings, [*others, "--nice", "-5"]).nice == -5
+    with pytest.raises(SystemExit):
+        load(GatewaySettings, [*others, "--nice", "-21"])
+    assert "--nice (or TANDEM_NICE) is '-21'" in capsys.readouterr().err

@@ -19,6 +19,7 @@ from tandem_proto.v1 import gateway_pb2_grpc
 from tandem_service import logs
 from tandem_service.discovery import Discovery
 from tandem_service.interceptors import Gate
+from tandem_service.priority import change_nice
 from tandem_service.server import PodServer
 from tandem_service.settings import load
 from tandem_service.slo_file import SloFileError, load_slo_classes
@@ -229,6 +230,7 @@ def main() -> None:
     """Exit codes: 0 after a signal, 2 when a setting, the model folder, the keys or a port is wrong."""
     settings = load(GatewaySettings)
     logs.configure(settings, "gateway")
+    change_nice(settings.nice)
     try:
         asyncio.run(_serve(settings))
     except (ModelLoadError, KeyFileError, SloFileError, OSError) as error:

@@ -114,6 +114,9 @@ class GatewaySettings(RedisSettings):
     """seconds between polls of each pod; at most 2, since nothing is predicted from what is 5 s old"""
     failover_wait_s: Annotated[float, Field(ge=0)] = 30.0
     """longest time that a request waits for a decode pod when none is healthy"""
+    nice: Annotated[int, Field(ge=-20, le=19)] = 0
+    """CPU priority against pods on the same machine, -20 first to 19 last; less than 0 needs CAP_SYS_NICE;
+    `tandem up` sets -5"""
 
     @model_validator(mode="after")
     def _check_public_ports(self) -> Self:

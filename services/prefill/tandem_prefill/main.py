@@ -18,7 +18,7 @@ from tandem_proto.v1 import prefill_pb2_grpc
 from tandem_service import logs, settings
 from tandem_service.metric_table import Process
 from tandem_service.metric_twins import serve_twins
-from tandem_service.priority import lower_priority
+from tandem_service.priority import change_nice
 from tandem_service.server import PodServer
 from tandem_service.tls import Role, is_loopback
 
@@ -36,7 +36,7 @@ def main() -> None:
     """Entry point of `tandem-prefill`."""
     pod = settings.load(PrefillSettings)
     logs.configure(pod, "prefill")
-    lower_priority(pod.nice)
+    change_nice(pod.nice)
     run(open_pod(pod))
 
 
