@@ -146,7 +146,7 @@ _PREFILL_NICE = 6
 _GATEWAY_NICE = -5
 #: Decode pods compute prompts of fewer uncached tokens themselves: beside a busy decode pod on the same
 #: cores, a prefill pod of lower priority takes ten times as long for them, which no prediction knows
-#: beforehand (docs/decisions/prefill-priority.md). With longer ones all texts would wait for a second.
+#: beforehand (docs/decisions/priorities.md). With longer ones all texts would wait for a second.
 _LOCAL_PREFILL_TOKENS = 1_536
 
 
