@@ -225,7 +225,6 @@ class Relay:
             {"tandem.answer.tokens_before": len(tokens), "tandem.decode.retries": num_lost},
         )
         stub = decode_pb2_grpc.DecodeServiceStub(pod.channel)  # type: ignore[no-untyped-call]
-        num_left = route.tokens_left(len(tokens))
         call = stub.Decode(
             decode_pb2.DecodeRequest(
                 request_id=request.request_id,
@@ -251,7 +250,7 @@ class Relay:
         limit = request.arrived + (request.slo.ttft_s or math.inf)
         backlog.add(request.request_id, request.due, route.prefill_s, limit=limit)
         num_tokens = len(tokens)
-        pod.tokens_left[request.request_id] = num_left
+        pod.tokens_left[request.request_id] = route.tokens_left(num_tokens)
         responses = aiter(call)
         is_accepted = is_finished = False
         try:
