@@ -12,8 +12,8 @@ another one each time. These are the parts, all with three classes (MIX) and thr
     bursts     the same with a coefficient of variation of 2
     trace      arrivals and lengths of a recorded trace at each load
     retry      Poisson at twice the capacity; refused requests are sent again when the gateway says, once
-    alone      two tenants at half the capacity together
-    fair       the same requests at the same times, and a third tenant with the other half
+    alone      two tenants that send their shares of 1.2 times the capacity, a third of it each
+    fair       the same requests at the same times, and a third tenant that sends its share too: the machine is full
     noisy      the same, and the third tenant sends four times as much
     fresh      clients of class interactive that wait for their answers, and come back twice if they are
                refused, after each of several starts without a warm-up
@@ -78,8 +78,13 @@ BURSTINESS = 0.25
 #: As many as saturate the machine: with 8 the capacity was a third of what open loops reached, with 32 it was
 #: nine tenths of it.
 CAPACITY_CONCURRENCY = 64
-#: Loads, in multiples of the capacity, of the parts that have one load.
-RETRY_LOAD, NEIGHBOURS_LOAD, NOISY_LOAD = 2.0, 0.5, 2.0
+#: Load, in multiples of the capacity, of refused clients that come back.
+RETRY_LOAD = 2.0
+#: Of each of three tenants. Together they fill the machine also where drafts make it a fifth faster than its
+#: capacity was measured to be; else the noise of one would be compared with a machine that has room.
+SHARE_LOAD = 0.4
+#: So many times its share sends a noisy tenant.
+NOISE = 4
 #: Starts, clients, requests of each start, and tokens of their prompts: a load that the default model serves
 #: in time on two cores, so that refusals are wrong.
 FRESH_STARTS, FRESH_CLIENTS, FRESH_REQUESTS, FRESH_INPUT_TOKENS = 6, 8, 100, 128
@@ -258,10 +263,10 @@ class Benchmark:
     def _neighbours(self) -> Iterator[Case]:
         """Two tenants alone, and again with a third one that sends its share, and more."""
         *quiet, third = TENANTS
-        alone = self._open_loop("poisson", NEIGHBOURS_LOAD, quiet)
+        alone = self._open_loop("poisson", len(quiet) * SHARE_LOAD, quiet)
         alone_s = alone.schedule.departures_s(len(alone.requests))
         yield replace(alone, part="alone", schedule=Replay(tuple(alone_s)))
-        for part, load in (("fair", 1 - NEIGHBOURS_LOAD), ("noisy", NOISY_LOAD)):
+        for part, load in (("fair", SHARE_LOAD), ("noisy", NOISE * SHARE_LOAD)):
             other = self._open_loop("poisson", load, (third,))
             # Its own times: the same seed would begin both at the same ones.
             own = OpenLoop(load * self._capacity, self._plan.options.seed + 1)

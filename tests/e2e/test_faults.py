@@ -59,7 +59,7 @@ def complete(
 def test_no_request_fails_and_no_text_changes(
     fleet: RunningFleet, corpus, what: str, fault: signal.Signals
 ) -> None:
-    prompts = [corpus.prompt(100 * fault + 10 * len(what) + i, 3000 + 600 * i) for i in range(4)]
+    prompts = [corpus.prompt(100 * fault + 10 * len(what) + i, 2000 + 400 * i) for i in range(4)]
     decoding = threading.Event()
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         running = [pool.submit(complete, fleet, prompt, decoding.set) for prompt in prompts]

@@ -40,6 +40,12 @@ def fleet(start_fleet, model_dir: Path, tmp_path_factory: pytest.TempPathFactory
         yield fleet
 
 
+@pytest.fixture(scope="module")
+def alone(model_dir: Path) -> LLM:
+    """The same model in one process."""
+    return LLM(model_dir, dtype="float32", num_blocks=100)
+
+
 def greedy(max_tokens: int) -> common_pb2.SamplingParams:
     return common_pb2.SamplingParams(temperature=0.0, max_tokens=max_tokens)
 
@@ -79,7 +85,7 @@ def client(fleet: RunningFleet) -> openai.OpenAI:
 
 
 def test_the_same_text_over_grpc_over_http_and_in_one_process(
-    fleet: RunningFleet, corpus, model_dir: Path
+    fleet: RunningFleet, corpus, alone: LLM
 ) -> None:
     for index in range(len(DIALOGUE_CHARS)):
         messages = dialogue(corpus, index)
@@ -91,7 +97,6 @@ def test_the_same_text_over_grpc_over_http_and_in_one_process(
     assert receipt.transfer_bytes > 0
     assert 2000 <= receipt.prompt_tokens <= 4000
     assert receipt.output_tokens >= 1
-    alone = LLM(model_dir, dtype="float32", num_blocks=100)
     assert (
         text
         == alone.chat([Message(**m) for m in messages], SamplingParams(temperature=0.0, max_tokens=48)).text
@@ -104,14 +109,13 @@ def test_the_same_text_over_grpc_over_http_and_in_one_process(
     fleet.assert_idle()
 
 
-def test_seeded_sampling_is_the_same_apart_and_together(fleet: RunningFleet, corpus, model_dir: Path) -> None:
+def test_seeded_sampling_is_the_same_apart_and_together(fleet: RunningFleet, corpus, alone: LLM) -> None:
     messages = dialogue(corpus, 1)
     drawn = common_pb2.SamplingParams(temperature=0.8, seed=7, max_tokens=48)
     texts = [
         "".join(r.chunk.text for r in fleet.gateway().Chat(chat_request(messages, drawn), timeout=300))
         for _ in range(2)
     ]
-    alone = LLM(model_dir, dtype="float32", num_blocks=100)
     want = alone.chat(
         [Message(**m) for m in messages], SamplingParams(temperature=0.8, seed=7, max_tokens=48)
     ).text

@@ -71,7 +71,7 @@ class GatewaySettings(RedisSettings):
     waited longer than its TTFT objective"""
     slo_slack: Annotated[float, Field(ge=0)] = 3.0
     """objectives are at least so many times what the request would take without load; 0: as they are"""
-    slo_confidence: Annotated[float, Field(ge=0.5, lt=1)] = 0.99
+    slo_confidence: Annotated[float, Field(ge=0.5, lt=1)] = 0.9
     """a request is admitted if this quantile of its predicted times meets its objectives, and those of others
     stay met; less admits more requests, and of them more are late"""
     slo_classes_file: Path | None = None
