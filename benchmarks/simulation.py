@@ -368,7 +368,12 @@ class SimulatedSystem:
         lengths = OutputLengths()
         router = Router(self.fleet, lengths)
         self.admission = _DecidedAdmission(
-            Forecaster(router, lengths, settings.slo_confidence),
+            Forecaster(
+                router,
+                lengths,
+                first_confidence=settings.slo_ttft_confidence,
+                end_confidence=settings.slo_end_confidence,
+            ),
             max_in_flight=settings.max_in_flight,
             max_queue=settings.max_queue,
             policy=settings.admission,

@@ -13,7 +13,7 @@ another one each time. These are the parts, all with three classes (MIX) and thr
     trace      arrivals and lengths of a recorded trace at each load
     retry      Poisson at twice the capacity; refused requests are sent again when the gateway says, once
     alone      two tenants that send their shares of 1.2 times the capacity, a third of it each
-    fair       the same requests at the same times, and a third tenant that sends its share too: the machine is full
+    fair       the same requests at the same times, and a third tenant with its share: the machine is full
     noisy      the same, and the third tenant sends four times as much
     fresh      clients of class interactive that wait for their answers, and come back twice if they are
                refused, after each of several starts without a warm-up

@@ -198,7 +198,7 @@ def report(tally: Tally) -> str:
     return "\n".join(lines)
 
 
-@pytest.mark.parametrize("num_streams", [40, pytest.param(2000, marks=pytest.mark.wide)])
+@pytest.mark.parametrize("num_streams", [24, pytest.param(2000, marks=pytest.mark.wide)])
 def test_cut_streams_are_resumed_through_two_gateways(
     start_fleet, tiny_model: Path, tmp_path: Path, num_streams: int
 ) -> None:

@@ -214,7 +214,7 @@ class TestCalibration:
 
 def test_a_first_token_that_others_delayed_does_not_count_against_admission():
     route = FixedForecaster(ttft=0.5).forecast(request(), 0.0).route
-    forecaster, rng = Forecaster(Unchanging(route), OutputLengths(), 0.99), random.Random(5)
+    forecaster, rng = forecaster_of(route), random.Random(5)
     for _ in range(60):
         said = forecaster.forecast(request(), 0.0)
         forecaster.started(request(), said, 0.5 * rng.uniform(0.97, 1.03), is_overtaken=False)
@@ -224,16 +224,22 @@ def test_a_first_token_that_others_delayed_does_not_count_against_admission():
     assert said.ttft_undisturbed.high < 0.81
 
 
-def test_confidence_is_the_quantile_at_which_admission_judges():
+def test_confidences_are_the_quantiles_at_which_admission_judges():
     route = FixedForecaster(ttft=0.5).forecast(request(), 0.0).route
     said = {}
-    for confidence in (0.6, 0.99):
-        forecaster, rng = Forecaster(Unchanging(route), OutputLengths(), confidence), random.Random(5)
+    for first, end in ((0.6, 0.99), (0.99, 0.6)):
+        forecaster, rng = forecaster_of(route, first, end), random.Random(5)
         for _ in range(100):
-            said[confidence] = forecaster.forecast(request(), 0.0)
-            forecaster.started(request(), said[confidence], rng.uniform(0.3, 0.7), is_overtaken=False)
+            said[first] = forecaster.forecast(request(), 0.0)
+            forecaster.started(request(), said[first], rng.uniform(0.3, 0.7), is_overtaken=False)
+            forecaster.was_left(request(), route, 1.0, rng.uniform(0.6, 1.4))
     assert said[0.6].ttft_undisturbed.high < 0.6 < said[0.99].ttft_undisturbed.high
+    assert said[0.99].e2e_undisturbed.high < 1.2 < said[0.6].e2e_undisturbed.high
     assert said[0.6].ttft == said[0.99].ttft, "receipts have the median and the 90th percentile"
+
+
+def forecaster_of(route: Route, first: float = 0.99, end: float = 0.99) -> Forecaster:
+    return Forecaster(Unchanging(route), OutputLengths(), first_confidence=first, end_confidence=end)
 
 
 class Unchanging:
@@ -248,7 +254,7 @@ class Unchanging:
 
 def test_what_later_requests_add_is_predicted_and_does_not_count_against_admission():
     route = FixedForecaster(ttft=0.5).forecast(request(), 0.0).route  # ends after .5 + 10 * .05 s
-    forecaster, rng = Forecaster(Unchanging(route), OutputLengths(), 0.99), random.Random(5)
+    forecaster, rng = forecaster_of(route), random.Random(5)
     for _ in range(60):
         said = forecaster.forecast(request(), 0.0)
         forecaster.ended(request(), said, 3.0 * rng.uniform(0.97, 1.03))
@@ -263,7 +269,7 @@ def test_what_later_requests_add_is_predicted_and_does_not_count_against_admissi
 
 def test_what_short_remainders_are_off_by_is_little_of_a_long_one():
     route = FixedForecaster(ttft=0.5).forecast(request(), 0.0).route
-    forecaster, rng = Forecaster(Unchanging(route), OutputLengths(), 0.99), random.Random(5)
+    forecaster, rng = forecaster_of(route), random.Random(5)
     for _ in range(12):
         forecaster.was_left(request(), route, 0.02, 0.02 + 0.2 * rng.random())
     assert forecaster.left(request(), route, 1.0).high < 2.0, "a factor alone: up to 11"

@@ -18,7 +18,7 @@ SLO = SloTarget("chat", ttft_s=1.0, tpot_s=0.5, e2e_s=5.0)
 class FixedForecaster:
     """The same forecast for each request, on one pod."""
 
-    confidence = 0.99
+    first_confidence, end_confidence = 0.99, 0.9
 
     def __init__(
         self, *, ttft: float, alone_ttft: float = 0.1, token_s: float = 0.05, is_known: bool = True

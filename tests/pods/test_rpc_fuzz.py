@@ -53,7 +53,7 @@ async def fuzz(tiny_model: Path, number: int, seed: int) -> None:
 
 
 async def test_no_message_to_a_pod_is_a_bug(tiny_model: Path) -> None:
-    await fuzz(tiny_model, 60, seed=0)
+    await fuzz(tiny_model, 40, seed=0)
 
 
 @pytest.mark.wide

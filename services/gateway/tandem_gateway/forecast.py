@@ -67,7 +67,7 @@ class Forecast:
     queue_s: float
     ttft: Quantiles
     e2e: Quantiles
-    #: The same if no other request comes before it, with the upper quantile at the gateway's confidence.
+    #: The same if no other request comes before it, with the upper quantile at the gateway's confidences.
     #: Admission compares these with the objectives, since it refuses those that would make this request late.
     ttft_undisturbed: Quantiles
     e2e_undisturbed: Quantiles
@@ -256,14 +256,16 @@ def _quantile(ordered: Sequence[float], level: float) -> float:
 class Forecaster:
     """Belongs to one event loop."""
 
-    def __init__(self, router: Router, lengths: OutputLengths, confidence: float) -> None:
-        """`confidence`: the share of the predictions that admission judges by that is to hold. Under overload
-        each request is admitted that just fits, so that with less more of them are late."""
-        self.confidence = confidence
+    def __init__(
+        self, router: Router, lengths: OutputLengths, *, first_confidence: float, end_confidence: float
+    ) -> None:
+        """The shares of the predictions that admission judges by, of first tokens and of ends, that are to
+        hold. Under overload each request is admitted that just fits, so that with less more are late."""
+        self.first_confidence, self.end_confidence = first_confidence, end_confidence
         self._router = router
         self._lengths = lengths
         self._ttft, self._e2e = Calibration(), Calibration()
-        self._first, self._left = Calibration(high=confidence), Calibration(high=confidence)
+        self._first, self._left = Calibration(high=first_confidence), Calibration(high=end_confidence)
 
     def forecast(self, request: TokenizedRequest, queue_s: float) -> Forecast | None:
         """None: there is no decode pod. `queue_s`: what the request will wait before it is sent to one."""

@@ -71,9 +71,11 @@ class GatewaySettings(RedisSettings):
     waited longer than its TTFT objective"""
     slo_slack: Annotated[float, Field(ge=0)] = 3.0
     """objectives are at least so many times what the request would take without load; 0: as they are"""
-    slo_confidence: Annotated[float, Field(ge=0.5, lt=1)] = 0.9
-    """a request is admitted if this quantile of its predicted times meets its objectives, and those of others
-    stay met; less admits more requests, and of them more are late"""
+    slo_ttft_confidence: Annotated[float, Field(ge=0.5, lt=1)] = 0.99
+    """a request is admitted if this quantile of the predicted time to its first token meets its objective;
+    less admits more requests, and of them more are late"""
+    slo_end_confidence: Annotated[float, Field(ge=0.5, lt=1)] = 0.9
+    """the same of its end, and of the ends of others that would run beside it"""
     slo_classes_file: Path | None = None
     """JSON object of SLO classes with ttft_ms, tpot_ms, e2e_ms, strict; the first is the default; unset:
     interactive, chat, batch"""
