@@ -169,7 +169,8 @@ def test_an_ablation_leaves_out_its_part_and_restores_it(folder: Path) -> None:
     }
     num_admitted = sum(not record.is_refused for record in before)
     careless = runs["whether it makes others late"]
-    assert sum(not record.is_refused for record in careless) > num_admitted
+    assert any(not record.is_refused and not record.is_met() for record in careless)
+    assert all(record.is_refused or record.is_met() for record in before)
     assert sum(record.is_met() for record in careless) < sum(record.is_met() for record in before)
     point = Point("poisson", rate=12.0)
     cells = row("nothing", [[Run(point, 0, "ours", summarise(before), tuple(before))]])
