@@ -83,7 +83,7 @@ RETRY_LOAD = 2.0
 #: Of each of three tenants. Together they fill the machine also where drafts make it a fifth faster than its
 #: capacity was measured to be; else the noise of one would be compared with a machine that has room.
 SHARE_LOAD = 0.4
-#: So many times its share sends a noisy tenant.
+#: A noisy tenant sends so many times its share.
 NOISE = 4
 #: Starts, clients, requests of each start, and tokens of their prompts: a load that the default model serves
 #: in time on two cores, so that refusals are wrong.

@@ -388,12 +388,12 @@ class Admission:
         gives_way = partial(self._shares.asks_much_less, request.tenant)
         slot = self._bookings.book(_content(request), now + over_s, route.work_s, returning, gives_way)
         retry_s = min(slot - now, MAX_AHEAD_S)
-        sure_first = f"p{100 * self._forecaster.first_confidence:g}"
-        sure = f"p{100 * self._forecaster.end_confidence:g}"
+        p_first = f"p{100 * self._forecaster.first_confidence:g}"
+        p_end = f"p{100 * self._forecaster.end_confidence:g}"
         first, end, token = forecast.ttft_undisturbed, forecast.e2e_undisturbed, forecast.tpot
-        first_text = f"the first token is predicted after {first.p50:.2f} s ({sure_first} {first.high:.2f} s)"
-        end_text = f"the end is predicted after {end.p50:.2f} s ({sure} {end.high:.2f} s)"
-        token_text = f"{token.p50 * 1000:.0f} ms per token are predicted ({sure} {token.high * 1000:.0f} ms)"
+        first_text = f"the first token is predicted after {first.p50:.2f} s ({p_first} {first.high:.2f} s)"
+        end_text = f"the end is predicted after {end.p50:.2f} s ({p_end} {end.high:.2f} s)"
+        token_text = f"{token.p50 * 1000:.0f} ms per token are predicted ({p_end} {token.high * 1000:.0f} ms)"
         what = {
             "ttft": f"{first_text}, over the {slo.ttft_s:g} s of its objective",
             "e2e": f"{end_text}, over the {slo.e2e_s:g} s of its objective",
