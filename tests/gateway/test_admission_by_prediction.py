@@ -189,6 +189,19 @@ class TestJudgement:
             judge(forecaster)
         assert info.value.reason is RefusalReason.OTHERS
 
+    @pytest.mark.parametrize(("num_decoding", "is_late"), [(4, False), (5, True)])
+    def test_nor_where_sequences_decode_in_the_steps_of_both_prompts(self, num_decoding, is_late):
+        forecaster = FixedForecaster(ttft=0.5)
+        forecaster.pod.num_decoding = num_decoding
+        now = time.monotonic()
+        # Prompts of 9.8 and .1 s, and .01 s in the step of each for each sequence.
+        forecaster.pod.backlog.add("other", now + 10, 9.8, limit=now + 10)
+        if not is_late:
+            judge(forecaster)
+            return
+        with pytest.raises(OverloadedError, match="admitted before"):
+            judge(forecaster)
+
     async def test_nor_who_slows_the_tokens_of_another_one_too_much(self):
         forecaster = FixedForecaster(ttft=0.1, token_s=0.2)
         admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)

@@ -78,6 +78,14 @@ class TestBacklog:
         backlog.add("hopeless", 1002.0, 9.0, limit=1002.0)
         assert backlog.slack(1005.0) == float("inf"), "the others are late, whatever comes"
 
+    def test_sequences_that_decode_take_time_in_the_step_of_each_prompt(self, clock):
+        backlog = Backlog()
+        backlog.add("first", 1003.0, 1.0, limit=1010.0)
+        backlog.add("second", 1004.0, 1.0, limit=1010.0)
+        assert backlog.slack(1001.0) == 8.0
+        assert backlog.slack(1001.0, beside_s=0.5) == 7.0
+        assert backlog.slack(1001.0, beside_s=5.0) == 4.0, "the second one is late anyway"
+
     def test_a_place_behind_others_is_no_permission_to_be_late(self, clock):
         backlog = Backlog()
         backlog.add("of a tenant that is ahead", 1020.0, 1.0, limit=1003.0)

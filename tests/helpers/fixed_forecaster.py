@@ -32,6 +32,7 @@ class FixedForecaster:
             is_fresh=True,
             load=load,
             beside=lambda: lambda num_output: 4.0,
+            num_decoding=0,
         )
         self.ttft, self.alone_ttft, self.token_s = ttft, alone_ttft, token_s
         self.high_of_left = 1.0

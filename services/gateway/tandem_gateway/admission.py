@@ -286,8 +286,11 @@ class Admission:
     ) -> bool:
         """Whether an earlier request's first token would come too late, or its end, or that of one which was
         refused and is `due_back`. `room`: such requests that may come as well; `is_likely`: whether its end
-        would be too late in the median."""
-        if route.computes_prompt.backlog.slack(request.due) < route.prefill_s:
+        would be too late in the median, and its first token even if nothing decoded meanwhile."""
+        computes, beside_s = route.computes_prompt, 0.0
+        if not is_likely:
+            beside_s = computes.load.decode_seconds(0, computes.num_decoding, route.context)
+        if computes.backlog.slack(request.due, beside_s) < route.prefill_s + beside_s:
             return True
         now, num_coming = time.monotonic(), 1 + room
         left_s = self._left_beside(route)

@@ -181,15 +181,15 @@ class Backlog:
         worked = time.monotonic() - self._reported_at
         return self._reported.before(due) - self._own_then.before(due) - worked
 
-    def slack(self, due: float) -> float:
+    def slack(self, due: float, beside_s: float = 0.0) -> float:
         """The most work with this deadline that makes no later prompt late; those that will be late anyway do
-        not count."""
+        not count. `beside_s`: what sequences that decode add to the step of each prompt."""
         now, done, least = time.monotonic(), self._done(), math.inf
         own = 0.0  # what comes before it, and itself
         for (theirs, seconds), limit in sorted(
             (one, self._limits[request_id]) for request_id, one in self._own.items()
         ):
-            own += seconds
+            own += seconds + beside_s
             if theirs > due:
                 before = max(own - done, 0.0) + max(self._foreign(theirs), 0.0)
                 if before <= limit - now:
