@@ -69,7 +69,7 @@ async def measure(num_tenants: int, num_pods: int, num_open: int, num_ending: in
     """CPU seconds and bytes per sample."""
     metrics, fleet = GatewayMetrics(CollectorRegistry(), model_name="m"), ListedFleet(num_pods)
     lengths = OutputLengths()
-    forecaster = Forecaster(Router(fleet, lengths), lengths, confidence=0.99)
+    forecaster = Forecaster(Router(fleet, lengths), lengths, first_confidence=0.99, end_confidence=0.9)
     admission = Admission(forecaster, max_in_flight=384, max_queue=0, policy=Policy.FIFO, slack=0.0)
     history, ended = History(max_bytes=1 << 30), EndedRequests()
     sampler = Sampler(history, metrics, admission, fleet, ended)

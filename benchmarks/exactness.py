@@ -142,7 +142,7 @@ class Generator:
     def _share(self, request: Request, tokens: Sequence[int]) -> None:
         """Does what a lookahead service without delay and without a threshold would do."""
         offset = len(request.output_token_ids) - len(tokens)
-        span = AcceptedSpan(self._mirror.names.of(request.request_id), offset, tokens)
+        span = AcceptedSpan(self._mirror.names.of(request.request_id), offset, tuple(tokens))
         self._mirror.apply_delta([span], str(self._num_requests))
 
 
@@ -157,8 +157,8 @@ def make_piece(number: int, corpus: Sequence[Sequence[int]], max_tokens: int = 1
         start = generator.randrange(max(len(text) - 64, 1))
         prompts.append(tuple(text[start : start + generator.randint(16, 320)]))
         length = generator.randint(max_tokens // 8, max_tokens)
-        own = {"max_tokens": length, "seed": generator.getrandbits(63), "ignore_eos": True}
-        sampling.append(dataclasses.replace(kinds[index % len(kinds)], **own))
+        kind, seed = kinds[index % len(kinds)], generator.getrandbits(63)
+        sampling.append(dataclasses.replace(kind, max_tokens=length, seed=seed, ignore_eos=True))
     return Piece(batch, prompts, sampling)
 
 

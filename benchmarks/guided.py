@@ -161,12 +161,13 @@ def make_guided_piece(
         start = choices.randrange(max(len(text) - 64, 1))
         chosen.append(tuple(text[start : start + choices.randint(16, 128)]))
         schema = lengthened(schemas[choices.randrange(len(schemas))], choices.randint(2, 6))
-        own = {
-            "max_tokens": choices.randint(MAX_TOKENS // 4, MAX_TOKENS),
-            "seed": choices.getrandbits(63),
-            "guide": guide_of(schema),
-        }
-        sampling.append(dataclasses.replace(kinds[index % len(kinds)], **own))
+        own = dataclasses.replace(
+            kinds[index % len(kinds)],
+            max_tokens=choices.randint(MAX_TOKENS // 4, MAX_TOKENS),
+            seed=choices.getrandbits(63),
+            guide=guide_of(schema),
+        )
+        sampling.append(own)
     return Piece(batch, chosen, sampling)
 
 

@@ -84,7 +84,7 @@ class Peer:
     name: str
     #: The model's name in requests.
     model: str
-    command: Callable[[int], Sequence[str]]
+    command: Callable[[int], Sequence[object]]
     #: Fields of the request body that differ from OpenAI's; None removes one.
     extra_body: Mapping[str, object] = field(default_factory=dict)
     environ: Callable[[], Mapping[str, str]] = dict

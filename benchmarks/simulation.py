@@ -358,7 +358,7 @@ class SimulatedSystem:
     def __post_init__(self) -> None:
         speed = Speed(self.clock, self.noise, self.drift, self.seed)
         self.pod = SimulatedPod(self.clock, self.spec, speed)
-        settings = GatewaySettings(model=Path(), decode=_TARGET, **self.settings)
+        settings = GatewaySettings(model=Path(), decode=(_TARGET,), **self.settings)
         manifest = self.tokenizer.manifest
         self.fleet = Fleet(
             {Role.DECODE: Discovery([_TARGET]), Role.PREFILL: Discovery([])},

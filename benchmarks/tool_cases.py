@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 def _tool(name: str, text: str, optional: tuple[str, ...] = (), **properties: object) -> dict[str, object]:
@@ -20,7 +21,7 @@ def _tool(name: str, text: str, optional: tuple[str, ...] = (), **properties: ob
 
 
 _TEXT, _NUMBER = {"type": "string"}, {"type": "number"}
-TOOLS = [
+TOOLS: list[dict[str, Any]] = [
     _tool("find_user_id_by_email", "Finds a customer by the email address.", email=_TEXT),
     _tool("find_user_id_by_name_zip", "Finds a customer by name and zip code.",
           first_name=_TEXT, last_name=_TEXT, zip=_TEXT),

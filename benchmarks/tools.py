@@ -16,6 +16,7 @@ import statistics
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import jsonschema
@@ -42,7 +43,7 @@ class Score:
         return [name, f"{self.num_valid} of {count}", f"{self.num_right} of {count}", f"{median:.1f} s"]
 
 
-def judge(case: Case, message: dict[str, object]) -> tuple[bool, bool]:
+def judge(case: Case, message: dict[str, Any]) -> tuple[bool, bool]:
     """Whether the answer is valid, and right."""
     schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
     calls = []
@@ -91,7 +92,7 @@ def main() -> None:
     tandem = tandem_peer("Tandem", model_dir, f"--prefill 0 --decode 1 --max-model-len {MAX_MODEL_LEN}")
     llama_cpp = next(peer for peer in lineup(model_dir, "bfloat16", []) if peer.name == "llama.cpp")
     batch = {"slo_class": "batch"}
-    variants = {
+    variants: dict[Peer, dict[str, dict[str, Any]]] = {
         tandem: {"auto": batch, "auto, strict": {**batch, "tools": strict}},
         llama_cpp: {"auto": {}},
     }

@@ -33,12 +33,15 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import psutil
+from prometheus_client import CollectorRegistry
 from reporting import markdown_table, write_page
 from tandem_cli.bench.records_file import read_runs
 from tandem_core.sampling import SamplingParams
 from tandem_core.slo import DEFAULT_SLO_CLASSES
 from tandem_engine import model_loader
 from tandem_gateway import trace_attributes
+from tandem_gateway.choices import Running
+from tandem_gateway.metrics import GatewayMetrics
 from tandem_gateway.request import TokenizedRequest
 from tandem_proto.v1 import common_pb2, decode_pb2
 from tandem_service.tracing import RequestTrace, Tracing, start_tracing
@@ -196,8 +199,12 @@ REQUEST = TokenizedRequest(
     request_id="0123456789abcdef", tenant="default", prompt_token_ids=(1,) * 200, sampling=SamplingParams(),
     slo=DEFAULT_SLO_CLASSES["interactive"], arrived=0.0, deadline=1.0,
 )  # fmt: skip
-END = decode_pb2.DecodeFinished(
-    reason=common_pb2.FINISH_REASON_STOP, receipt=common_pb2.Receipt(request_id="0123456789abcdef")
+ENDED = Running(
+    REQUEST,
+    GatewayMetrics(CollectorRegistry(), model_name="model").of(REQUEST),
+    end=decode_pb2.DecodeFinished(
+        reason=common_pb2.FINISH_REASON_STOP, receipt=common_pb2.Receipt(request_id="0123456789abcdef")
+    ),
 )
 
 
@@ -230,7 +237,8 @@ def one_request(tracings: list[Tracing]) -> None:
     pod.stage("release")
     pod.end()
     if root.is_recording:
-        root.set(trace_attributes.of_answer(END, "model"))
+        root.set(trace_attributes.of_choices(1, len(REQUEST.prompt_token_ids)))
+        root.set(trace_attributes.of_answer([ENDED], "model"))
     root.set({"tandem.outcome": "ok"})
     root.end_work("respond")
     root.end()
