@@ -189,7 +189,7 @@ class TestJudgement:
             judge(forecaster)
         assert info.value.reason is RefusalReason.OTHERS
 
-    @pytest.mark.parametrize(("num_decoding", "is_late"), [(4, False), (5, True)])
+    @pytest.mark.parametrize(("num_decoding", "is_late"), [(4, False), (6, True)])
     def test_nor_where_sequences_decode_in_the_steps_of_both_prompts(self, num_decoding, is_late):
         forecaster = FixedForecaster(ttft=0.5)
         forecaster.pod.num_decoding = num_decoding
