@@ -9,7 +9,7 @@ from tandem_core.slo import NO_OBJECTIVES
 from tandem_gateway import shares
 from tandem_gateway.admitted import Admitted
 from tandem_gateway.request import TokenizedRequest
-from tandem_gateway.shares import _MOST_BOOKED, MAX_AHEAD_S, Bookings, FairShares
+from tandem_gateway.shares import _DEVIATIONS, _MOST_BOOKED, MAX_AHEAD_S, Bookings, FairShares
 
 
 @pytest.fixture
@@ -71,14 +71,47 @@ def test_room_is_kept_for_those_that_ask_for_much_less(clock: Clock) -> None:
         if int(clock.now * 10) % 20 == 0:
             shares.ask("quiet", 1.0)
     # Half a request per second, of which each stays for eight: four, and two as the standard deviation.
-    assert shares.room_for_others("noisy", 8.0, {"quiet": 0}) == pytest.approx(6, abs=1)
-    assert shares.room_for_others("noisy", 8.0, {"quiet": 4}) == pytest.approx(2, abs=1)
-    assert shares.room_for_others("noisy", 8.0, {"quiet": 9}) == 0
+    usual = 4 + _DEVIATIONS * 2
+    assert shares.room_for_others("noisy", 8.0, {"quiet": 0}) == pytest.approx(usual, abs=2)
+    assert shares.room_for_others("noisy", 8.0, {"quiet": 4}) == pytest.approx(usual - 4, abs=2)
+    assert shares.room_for_others("noisy", 8.0, {"quiet": 15, "noisy": 40}) == 0
     assert shares.room_for_others("quiet", 8.0, {}) == 0
-    for _ in range(60):
+    for _ in range(30):
         shares.ask("large", 20.0)
     assert shares.room_for_others("large", 8.0, {}) == 0
     assert shares.room_for_others("noisy", 8.0, {}) > 40, "by weight the large one asks for less"
+
+
+def test_many_small_tenants_are_kept_no_more_room_than_one_that_asks_for_as_much(clock: Clock) -> None:
+    def room(num_small: int, running: int) -> int:
+        shares = FairShares()
+        for step in range(800):
+            clock.now += 0.05
+            shares.ask("noisy", 1.0)
+            if step % 8 == 0:
+                shares.ask(f"small-{step // 8 % num_small}", 1.0)
+        places = {f"small-{number}": running for number in range(num_small)}
+        return shares.room_for_others("noisy", 4.0, places)
+
+    assert room(20, 0) == pytest.approx(room(1, 0), abs=2)
+    assert room(20, 1) == pytest.approx(room(1, 20), abs=2), "what each of them runs counts for all"
+
+
+def test_a_tenant_that_begins_to_ask_for_much_outdoes_others_at_once(clock: Clock) -> None:
+    shares = FairShares()
+    for _ in range(200):
+        clock.now += 0.1
+        for tenant in ("a", "b"):
+            shares.ask(tenant, 1.0)
+    assert not shares.asks_much_less("a", "b")
+    for _ in range(10):
+        clock.now += 0.1
+        for tenant in ("a", "b", "b", "b", "b"):
+            shares.ask(tenant, 1.0)
+    assert shares.asks_much_less("a", "b"), "of the last ten seconds, b asked for only 1.3 times as much"
+    assert shares.is_outdone("a", 1.0, {"a": 1, "b": 3})
+    # The room for a is what it asks for on average, not what it asked for in the last moments.
+    assert shares.room_for_others("b", 1.0, {}) == pytest.approx(10 + _DEVIATIONS * 10**0.5, abs=2)
 
 
 def book(

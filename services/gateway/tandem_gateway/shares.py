@@ -23,8 +23,10 @@ _MEMORY_S = 10.0
 _MUCH_LESS = 0.5
 #: Nor is a tenant outdone by one that asked for fewer requests than this lately.
 _NUM_NOISY = 5
-#: Of that room, how many standard deviations it is more than what is needed on average.
-_DEVIATIONS = 2.0
+#: A tenant that begins to ask for much is known after about so long.
+_LATELY_S = 2.0
+#: By how many standard deviations that room exceeds what is needed on average.
+_DEVIATIONS = 4.0
 #: How long a refused client may be late, and still find the room that was kept for it.
 _GRACE_S = 1.0
 #: So long before its slot, others begin to leave room for a client that is due back.
@@ -44,12 +46,24 @@ class _Tenant:
     #: Monotonic seconds: by when its work is done at the speed of its share; and of its last request.
     finish: float
     asked_at: float
-    #: Requests, the older ones decayed.
+    #: Requests, the older ones decayed: in about _MEMORY_S, and in about _LATELY_S.
     num_asked: float = 0.0
+    num_lately: float = 0.0
+
+    def ask(self, now: float) -> None:
+        passed_s = now - self.asked_at
+        self.num_asked = self.num_asked * math.exp(-passed_s / _MEMORY_S) + 1
+        self.num_lately = self.num_lately * math.exp(-passed_s / _LATELY_S) + 1
+        self.asked_at = now
+
+    def usual_rate(self, now: float) -> float:
+        """Requests per second in the last ten seconds or so."""
+        return self.num_asked * math.exp((self.asked_at - now) / _MEMORY_S) / _MEMORY_S
 
     def rate(self, now: float) -> float:
-        """Requests per second."""
-        return self.num_asked * math.exp((self.asked_at - now) / _MEMORY_S) / _MEMORY_S
+        """The same, or that of the last two seconds if it is higher and more than a few requests."""
+        lately = self.num_lately * math.exp((self.asked_at - now) / _LATELY_S)
+        return max(self.usual_rate(now), lately / _LATELY_S if lately >= _NUM_NOISY else 0.0)
 
     def asks_much_less(self, other: _Tenant, now: float) -> bool:
         """By weight."""
@@ -74,8 +88,8 @@ class FairShares:
         """A request came, admitted or not."""
         now = self._forget()
         tenant = self._tenants.setdefault(name, _Tenant(weight, now, now))
-        tenant.num_asked = tenant.rate(now) * _MEMORY_S + 1
-        tenant.weight, tenant.asked_at = weight, now
+        tenant.weight = weight
+        tenant.ask(now)
 
     def charge(self, name: str, seconds: float) -> None:
         """A request that asked was admitted."""
@@ -93,18 +107,18 @@ class FairShares:
         return max(0.0, self._tenants[name].finish - least - _AHEAD_S)
 
     def room_for_others(self, name: str, seconds: float, running: Mapping[str, int]) -> int:
-        """Requests of tenants that ask for much less: as many as they have here on average, if each stays for
-        `seconds` (Little's law), and _DEVIATIONS standard deviations more, without those that are
-        `running`."""
-        now, room = self._forget(), 0
+        """Requests of tenants that ask for much less: as many as these have here on average, if each stays
+        for `seconds` (Little's law), and _DEVIATIONS standard deviations more, without those that are
+        `running` (by tenant). All of them together, since for each alone many small ones would be kept more
+        room than they use."""
+        now = self._forget()
         own = self._tenants.get(name)
         if own is None:
             return 0
-        for other, one in self._tenants.items():
-            if one.asks_much_less(own, now):
-                mean = one.rate(now) * seconds
-                room += max(round(mean + _DEVIATIONS * math.sqrt(mean)) - running.get(other, 0), 0)
-        return room
+        small = {other: one for other, one in self._tenants.items() if one.asks_much_less(own, now)}
+        mean = seconds * sum([one.usual_rate(now) for one in small.values()])
+        most = round(mean + _DEVIATIONS * math.sqrt(mean))
+        return max(most - sum([running.get(other, 0) for other in small]), 0)
 
     def asks_much_less(self, name: str, other: str) -> bool:
         """Than the other tenant, by weight; False unless both are active."""
