@@ -482,6 +482,24 @@ async def test_who_asks_for_less_than_a_noisy_tenant_is_refused_only_if_it_is_li
             admission._judge(request())
 
 
+def test_who_asks_for_much_has_time_for_the_prompts_of_others_that_come_first():
+    forecaster = FixedForecaster(ttft=0.8)
+    admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
+    for _ in range(10):
+        admission._shares.ask("quiet", 1.0)
+    admission._judge(request())
+    for _ in range(30):
+        admission._shares.ask("default", 1.0)
+    # One request per second: in the .8 s until the first token four prompts of .1 s may come.
+    with pytest.raises(OverloadedError, match="leave others too little room") as info:
+        admission._judge(request())
+    assert info.value.reason is RefusalReason.SHARE
+    admission._judge(replace(request(), tenant="quiet"))
+    admission._judge(request(replace(SLO, ttft_s=1.3)))
+    forecaster.ttft = 0.5
+    admission._judge(request(replace(SLO, name="voice")))
+
+
 async def test_who_asks_for_much_comes_behind_others_and_leaves_them_room():
     forecaster = FixedForecaster(ttft=0.1, token_s=0.2)
     admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)

@@ -250,7 +250,9 @@ class Admission:
             )
             if is_late(num_more):
                 missed = "others"
-            elif room and is_late(num_more + room):
+            elif (room and is_late(num_more + room)) or (
+                not is_returning and self._is_overtaken_too_long(request, forecast, waited_s)
+            ):
                 missed = "share"
         if request.has_objectives and not (missed and (is_idle or forecast.misses_alone(slo))):
             self._slack_used.add(1.0 if missed else forecast.share_of_slack(slo, waited_s))
@@ -275,6 +277,14 @@ class Admission:
         """Requests that other tenants may send to the route's decode pod meanwhile."""
         return self._shares.room_for_others(request.tenant, route.e2e_s, self._of_tenant) / route.num_decode
 
+    def _is_overtaken_too_long(self, request: TokenizedRequest, forecast: Forecast, waited_s: float) -> bool:
+        """Whether the first token would be late behind the prompts that tenants which ask for much less may
+        send until then. These come first, and once it is late it delays those that come after them."""
+        first, route = forecast.ttft_undisturbed, forecast.route
+        number = self._shares.room_for_others(request.tenant, first.p50, {}) / route.num_decode
+        prompts_s = number * (route.prefill_s + _decoding_beside_s(route))
+        return 0 < request.slo.ttft_s < waited_s + first.p50 + prompts_s
+
     def _makes_others_late(
         self,
         request: TokenizedRequest,
@@ -287,10 +297,8 @@ class Admission:
         """Whether an earlier request's first token would come too late, or its end, or that of one which was
         refused and is `due_back`. `room`: such requests that may come as well; `is_likely`: whether its end
         would be too late in the median, and its first token even if nothing decoded meanwhile."""
-        computes, beside_s = route.computes_prompt, 0.0
-        if not is_likely:
-            beside_s = computes.load.decode_seconds(0, computes.num_decoding, route.context)
-        if computes.backlog.slack(request.due, beside_s) < route.prefill_s + beside_s:
+        beside_s = 0.0 if is_likely else _decoding_beside_s(route)
+        if route.computes_prompt.backlog.slack(request.due, beside_s) < route.prefill_s + beside_s:
             return True
         now, num_coming = time.monotonic(), 1 + room
         left_s = self._left_beside(route)
@@ -587,6 +595,12 @@ class Admission:
         """When the next request behind the queue is likely to have its turn."""
         seconds = (self.num_waiting + 1) * self.service_s / self.max_in_flight
         return min(max(seconds, _MIN_RETRY_AFTER_S), MAX_AHEAD_S)
+
+
+def _decoding_beside_s(route: Route) -> float:
+    """By how much the sequences that decode there prolong the step of a prompt."""
+    computes = route.computes_prompt
+    return computes.load.decode_seconds(0, computes.num_decoding, route.context)
 
 
 def _content(request: TokenizedRequest) -> int:
