@@ -114,6 +114,21 @@ def test_a_tenant_that_begins_to_ask_for_much_outdoes_others_at_once(clock: Cloc
     assert shares.room_for_others("b", 1.0, {}) == pytest.approx(10 + _DEVIATIONS * 10**0.5, abs=2)
 
 
+def test_chance_lets_nobody_outdo_others(clock: Clock) -> None:
+    shares = FairShares()
+    for _ in range(30):
+        clock.now += 1
+        for tenant in ("a", "b"):
+            shares.ask(tenant, 1.0)
+    for _ in range(6):
+        shares.ask("a", 1.0)
+    assert not shares.asks_much_less("b", "a")
+    assert not shares.is_outdone("b", 1.0, {"a": 6})
+    for _ in range(6):
+        shares.ask("a", 1.0)
+    assert shares.asks_much_less("b", "a")
+
+
 def book(
     bookings: Bookings,
     key: int,

@@ -61,9 +61,11 @@ class _Tenant:
         return self.num_asked * math.exp((self.asked_at - now) / _MEMORY_S) / _MEMORY_S
 
     def rate(self, now: float) -> float:
-        """The same, or that of the last two seconds if it is higher and more than a few requests."""
+        """The same, or that of the last two seconds if these had more requests than chance makes of it."""
         lately = self.num_lately * math.exp((self.asked_at - now) / _LATELY_S)
-        return max(self.usual_rate(now), lately / _LATELY_S if lately >= _NUM_NOISY else 0.0)
+        mean = self.usual_rate(now) * _LATELY_S
+        is_more = lately >= max(mean + _DEVIATIONS * math.sqrt(mean), _NUM_NOISY)
+        return lately / _LATELY_S if is_more else self.usual_rate(now)
 
     def asks_much_less(self, other: _Tenant, now: float) -> bool:
         """By weight."""
