@@ -25,7 +25,8 @@ _MUCH_LESS = 0.5
 _NUM_NOISY = 5
 #: A tenant that begins to ask for much is known after about so long.
 _LATELY_S = 2.0
-#: By how many standard deviations that room exceeds what is needed on average.
+#: By how many standard deviations that room exceeds what is needed on average, and what a tenant asked for
+#: lately exceeds what chance explains.
 _DEVIATIONS = 4.0
 #: How long a refused client may be late, and still find the room that was kept for it.
 _GRACE_S = 1.0
