@@ -483,20 +483,36 @@ async def test_who_asks_for_less_than_a_noisy_tenant_is_refused_only_if_it_is_li
 
 
 def test_who_asks_for_much_has_time_for_the_prompts_of_others_that_come_first():
-    forecaster = FixedForecaster(ttft=0.8)
+    forecaster = FixedForecaster(ttft=0.9)
     admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
     for _ in range(10):
         admission._shares.ask("quiet", 1.0)
     admission._judge(request())
     for _ in range(30):
         admission._shares.ask("default", 1.0)
-    # One request per second: in the .8 s until the first token four prompts of .1 s may come.
+    # One request per second: in the second until the first token is due two prompts of .1 s may come.
     with pytest.raises(OverloadedError, match="leave others too little room") as info:
         admission._judge(request())
     assert info.value.reason is RefusalReason.SHARE
     admission._judge(replace(request(), tenant="quiet"))
     admission._judge(request(replace(SLO, ttft_s=1.3)))
-    forecaster.ttft = 0.5
+    forecaster.ttft = 0.7
+    admission._judge(request(replace(SLO, name="voice")))
+
+
+def test_as_long_as_a_prompt_waits_more_of_the_others_prompts_come_before_it():
+    forecaster = FixedForecaster(ttft=0.3)
+    admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
+    for name, count in (("quiet", 60), ("default", 150)):
+        for _ in range(count):
+            admission._shares.ask(name, 1.0)
+    # Six requests per second: 8.4 prompts of .1 s in the second until it is due.
+    with pytest.raises(OverloadedError, match="leave others too little room"):
+        admission._judge(request())
+    with pytest.raises(OverloadedError, match="leave others too little room"):
+        admission._judge(request(replace(SLO, name="slower", ttft_s=1.1)))
+    admission._judge(request(replace(SLO, ttft_s=2.0)))
+    forecaster.ttft = 0.1
     admission._judge(request(replace(SLO, name="voice")))
 
 
@@ -510,9 +526,9 @@ async def test_who_asks_for_much_comes_behind_others_and_leaves_them_room():
         admission._judge(request(slo))
         for _ in range(10):
             admission._shares.ask("quiet", 1.0)
-        for _ in range(30):
+        for _ in range(50):
             admission._shares.ask("default", 1.0)
-        admission._shares.charge("default", 5.0)
+        admission._shares.charge("default", 9.0)
         with pytest.raises(OverloadedError, match="leave others too little room") as info:
             admission._judge(request(slo))
         assert info.value.reason is RefusalReason.SHARE
@@ -522,14 +538,14 @@ async def test_who_asks_for_much_comes_behind_others_and_leaves_them_room():
             admission._judge(request(slo))
         assert info.value.reason is RefusalReason.OTHERS, "without others' requests it would be late too"
         running.num_tokens = 4
-    assert due_s(admission, quiet) == 1.0, "nothing of the other one runs"
+    assert due_s(admission, quiet) == 0.25, "its first tokens come before the other's"
     assert due_s(admission, request(slo)) == 1.0, "it is promised in time, and so not due later"
-    async with admission.slot(request(slo)) as running:
+    for ttft_s, early_s in ((4.0, 1.0), (20.0, 15.0), (300.0, 300.0)):
+        asked = replace(quiet, slo=replace(slo, ttft_s=ttft_s, e2e_s=0.0))
+        assert due_s(admission, asked) == early_s, "no other request's blocks are taken for it"
+    async with admission.slot(quiet) as running:
         running.num_tokens = 4
-        assert due_s(admission, quiet) == 0.25, "its first tokens come before the other's"
-        for ttft_s, early_s in ((4.0, 1.0), (20.0, 15.0), (300.0, 300.0)):
-            asked = replace(quiet, slo=replace(slo, ttft_s=ttft_s, e2e_s=0.0))
-            assert due_s(admission, asked) == early_s, "no other request's blocks are taken for it"
+        assert due_s(admission, quiet) == 0.25, "also where it has its share of what runs"
     for _ in range(20):
         admission._shares.ask("quiet", 1.0)
     assert due_s(admission, quiet) == 1.0, "both ask for as much"

@@ -255,10 +255,22 @@ def test_a_tenant_is_outdone_by_a_noisy_one_until_it_has_its_share_of_what_runs(
     assert not shares.is_outdone("heavy", 3.0, {"large": 5, "heavy": 5}), "half of all weights is its own"
 
 
+def test_who_asks_for_much_less_comes_first_whatever_runs(clock: Clock) -> None:
+    shares = FairShares()
+    assert not shares.comes_first("small"), "nobody asks for anything"
+    for name, count in (("large", 20), ("half", 10), ("small", 2)):
+        for _ in range(count):
+            shares.ask(name, 1.0)
+    assert shares.comes_first("small") and shares.comes_first("new")
+    assert not shares.comes_first("half") and not shares.comes_first("large")
+    clock.now += 11.0
+    assert not shares.comes_first("small"), "the noisy one is no longer active"
+
+
 def test_a_tenant_that_asked_a_few_times_outdoes_nobody(clock: Clock) -> None:
     shares = FairShares()
     for _ in range(4):
         shares.ask("large", 1.0)
-    assert not shares.is_outdone("new", 1.0, {"large": 4})
+    assert not shares.comes_first("new") and not shares.is_outdone("new", 1.0, {"large": 4})
     shares.ask("large", 1.0)
     assert shares.is_outdone("new", 1.0, {"large": 4})

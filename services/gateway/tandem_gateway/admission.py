@@ -50,9 +50,9 @@ _NO_WAIT_S = 0.05
 #: Requests without objectives take at most this share of the places, so that others find one; and fewer after
 #: each second in which a request with objectives was refused.
 _BEST_EFFORT_SHARE = 0.75
-#: First tokens of a tenant that is outdone by another one are due after this part of the time that was
-#: asked for, so that its prompts come before the other's; but not much earlier than that, since pods take the
-#: blocks of requests that are due 10 s later.
+#: First tokens of a tenant that asks for much less than another one are due after this part of the time that
+#: was asked for, so that its prompts come before the other's; but not much earlier than that, since pods take
+#: the blocks of requests that are due 10 s later.
 _EARLY, _MOST_EARLY_S = 0.25, 5.0
 #: Weight of the newest request in the exponentially weighted mean; about the last twenty count.
 _ALPHA = 0.1
@@ -200,7 +200,7 @@ class Admission:
         due_s, is_outdone = request.due - request.arrived, False
         if request.has_objectives:
             is_outdone = self._shares.is_outdone(request.tenant, request.limits.weight, self._promised())
-            if is_outdone and due_s < DEFAULT_DUE_S:
+            if self._shares.comes_first(request.tenant) and due_s < DEFAULT_DUE_S:
                 # Those of the noisy tenant are not due later: they would miss what they were promised.
                 early_s = min((1 - _EARLY) * due_s, _MOST_EARLY_S)
                 request = replace(request, due_s=due_s - early_s)
@@ -278,12 +278,16 @@ class Admission:
         return self._shares.room_for_others(request.tenant, route.e2e_s, self._of_tenant) / route.num_decode
 
     def _is_overtaken_too_long(self, request: TokenizedRequest, forecast: Forecast, waited_s: float) -> bool:
-        """Whether the first token would be late behind the prompts that tenants which ask for much less may
-        send until then. These come first, and once it is late it delays those that come after them."""
-        first, route = forecast.ttft_undisturbed, forecast.route
-        number = self._shares.room_for_others(request.tenant, first.p50, {}) / route.num_decode
+        """Whether the first token would be late, in the median, behind all prompts that tenants which ask for
+        much less may send until it is due. These come first: as long as it waits more of them overtake it,
+        and once it is late it delays those that come after them."""
+        route = forecast.route
+        limit_s = request.slo.ttft_s - waited_s
+        if not request.slo.ttft_s or limit_s <= 0:
+            return False
+        number = self._shares.num_overtaking(request.tenant, limit_s) / route.num_decode
         prompts_s = number * (route.prefill_s + _decoding_beside_s(route))
-        return 0 < request.slo.ttft_s < waited_s + first.p50 + prompts_s
+        return limit_s < forecast.ttft_undisturbed.p50 + prompts_s
 
     def _makes_others_late(
         self,

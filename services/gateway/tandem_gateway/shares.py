@@ -65,7 +65,7 @@ class _Tenant:
         """The same, or that of the last two seconds if these had more requests than chance makes of it."""
         lately = self.num_lately * math.exp((self.asked_at - now) / _LATELY_S)
         mean = self.usual_rate(now) * _LATELY_S
-        is_more = lately >= max(mean + _DEVIATIONS * math.sqrt(mean), _NUM_NOISY)
+        is_more = lately >= max(_and_deviations(mean, _DEVIATIONS), _NUM_NOISY)
         return lately / _LATELY_S if is_more else self.usual_rate(now)
 
     def asks_much_less(self, other: _Tenant, now: float) -> bool:
@@ -80,8 +80,9 @@ class FairShares:
     A tenant's share is its weight among the tenants that are active. Each request moves the tenant's finish
     time by its seconds of work over that share, as for a constant bandwidth server (Abeni and Buttazzo 1998).
     Its requests without objectives are due later by as much as that is ahead of the least one of the active
-    tenants. Not ahead of the clock: under overload all tenants run ahead of that. If another tenant outdoes
-    it, its requests with objectives are due earlier, and find the room that the other one has to leave.
+    tenants. Not ahead of the clock: under overload all tenants run ahead of that. If another tenant asks
+    for much more, its requests with objectives are due earlier; and while it has less than its share of what
+    runs, they find the room that the other one has to leave.
     """
 
     def __init__(self) -> None:
@@ -114,14 +115,24 @@ class FairShares:
         for `seconds` (Little's law), and _DEVIATIONS standard deviations more, without those that are
         `running` (by tenant). All of them together, since for each alone many small ones would be kept more
         room than they use."""
+        small, rate = self._asking_much_less(name)
+        most = round(_and_deviations(rate * seconds, _DEVIATIONS))
+        return max(most - sum([running.get(other, 0) for other in small]), 0)
+
+    def num_overtaking(self, name: str, seconds: float) -> float:
+        """Requests that tenants which ask for much less send in so many seconds, on average, and one standard
+        deviation more."""
+        _, rate = self._asking_much_less(name)
+        return _and_deviations(rate * seconds, 1.0)
+
+    def _asking_much_less(self, name: str) -> tuple[list[str], float]:
+        """The tenants, and their requests per second together."""
         now = self._forget()
         own = self._tenants.get(name)
         if own is None:
-            return 0
+            return [], 0.0
         small = {other: one for other, one in self._tenants.items() if one.asks_much_less(own, now)}
-        mean = seconds * sum([one.usual_rate(now) for one in small.values()])
-        most = round(mean + _DEVIATIONS * math.sqrt(mean))
-        return max(most - sum([running.get(other, 0) for other in small]), 0)
+        return list(small), sum([one.usual_rate(now) for one in small.values()])
 
     def asks_much_less(self, name: str, other: str) -> bool:
         """Than the other tenant, by weight; False unless both are active."""
@@ -129,26 +140,43 @@ class FairShares:
         one, theirs = self._tenants.get(name), self._tenants.get(other)
         return one is not None and theirs is not None and one.asks_much_less(theirs, now)
 
+    def comes_first(self, name: str) -> bool:
+        """Whether it asks for much less than the tenant that asks for most, by weight. One that has not asked
+        yet asks for less."""
+        return self._noisier(name, self._forget()) is not None
+
     def is_outdone(self, name: str, weight: float, running: Mapping[str, int]) -> bool:
-        """Whether it asks for much less than the tenant that asks for most, by weight, and has less than its
-        share of what is `running`, and that one more. A tenant that has not asked yet asks for less.
-        `running`: places by tenant."""
-        now = self._forget()
-        own = self._tenants.get(name)
-        if not self._tenants:
+        """Whether it comes first, and has less than its share of what is `running`, and that noisy tenant
+        more. `running`: places by tenant."""
+        noisy = self._noisier(name, self._forget())
+        if noisy is None:
             return False
-        noisy, most = max(self._tenants.items(), key=lambda item: item[1].rate(now) / item[1].weight)
-        if most.num_asked < _NUM_NOISY or (own is not None and not own.asks_much_less(most, now)):
-            return False
-        total = sum([one.weight for one in self._tenants.values()]) + (weight if own is None else 0.0)
+        total = sum([one.weight for one in self._tenants.values()]) + weight * (name not in self._tenants)
         of_weight = sum(running.values()) / total
-        return running.get(name, 0) < weight * of_weight and running.get(noisy, 0) > most.weight * of_weight
+        return running.get(name, 0) < weight * of_weight and running.get(noisy, 0) > (
+            self._tenants[noisy].weight * of_weight
+        )
+
+    def _noisier(self, name: str, now: float) -> str | None:
+        """The tenant that asks for most, by weight, if this one asks for much less."""
+        if not self._tenants:
+            return None
+        noisy, most = max(self._tenants.items(), key=lambda item: item[1].rate(now) / item[1].weight)
+        own = self._tenants.get(name)
+        if most.num_asked < _NUM_NOISY or (own is not None and not own.asks_much_less(most, now)):
+            return None
+        return noisy
 
     def _forget(self) -> float:
         """Drops those that are no longer active; returns the time."""
         now = time.monotonic()
         self._tenants = {name: one for name, one in self._tenants.items() if one.asked_at > now - _MEMORY_S}
         return now
+
+
+def _and_deviations(mean: float, number: float) -> float:
+    """The mean of a count that has Poisson's distribution, and so many of its standard deviations more."""
+    return mean + number * math.sqrt(mean)
 
 
 @dataclass(eq=False)
