@@ -274,7 +274,12 @@ class SimulatedPod:
                 requests_running=requests.running,
             ),
             prompts=[
-                common_pb2.PromptWork(due_seconds=prompt.due - now, start=prompt.start, stop=prompt.stop)
+                common_pb2.PromptWork(
+                    due_seconds=prompt.due - now,
+                    start=prompt.start,
+                    stop=prompt.stop,
+                    request_id=prompt.request_id,
+                )
                 for prompt in snapshot.prompts
             ],
             chunk_size=self._spec.chunk_size,

@@ -65,7 +65,7 @@ class Request:
 
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
-    #: Prompt tokens found in the prefix cache when first scheduled.
+    #: Prompt tokens found in the prefix cache: when it came, and again when it was first scheduled.
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     status: RequestStatus = RequestStatus.WAITING

@@ -36,8 +36,11 @@ _ENOUGH_PAIRS = 512
 _LONGEST = 4.0
 #: Weight of the newest step in a mean of tokens.
 _RECENT = 0.02
-#: For so long texts are taken to be alike, as far as drafts are concerned.
-_TEXTS_S = 5.0
+#: Of how many sequences' steps the mean of the texts is; and of how many steps that of a batch's share, with
+#: what it was taken to be at first.
+_TEXTS, _FIRST, _BATCHES = 256, 64, 1024
+#: By what factor a step is off at most: one of a text that repeats itself tells little of the next.
+_MOST_OFF = 4.0
 #: The quantile of steps that had the machine for themselves.
 _FASTEST = 0.1
 
@@ -71,37 +74,42 @@ class StepTimes:
 
 
 class TokensPerStep:
-    """Recent mean of tokens that a sequence gains in a decode step, also by the number of sequences: drafts
-    get less of a large batch. One thread observes, any thread may read."""
+    """Recent mean of tokens that a sequence gains in a decode step, also by the number of sequences: the
+    texts' own mean, times what batches of this size gain of it.
+
+    Texts change within seconds. Batches differ since drafts are shared out: where each of a few sequences
+    gains seven tokens, each of sixteen gains two, which a system that was quiet has to know when it is not.
+    One thread observes, any thread may read.
+    """
 
     def __init__(self) -> None:
         self.mean = 1.0
-        #: By the power of two of the number of sequences: the mean, of how many steps it is, and the time of
-        #: the last one.
-        self._by_batch: dict[int, tuple[float, int, float]] = {}
+        #: Of these texts; and of how many sequences' steps it is.
+        self._of_texts, self._num_texts = 1.0, 0
+        #: By the power of two of the number of sequences: the share, and of how many steps it is.
+        self._shares: dict[int, tuple[float, int]] = {}
 
     def observe(self, num_sequences: int, gained: float) -> None:
         """`gained`: tokens of each sequence, on average."""
         self.mean += _RECENT * (gained - self.mean)
         size = num_sequences.bit_length() - 1
-        mean, count, _ = self._of_these_texts().get(size, (0.0, 0, 0.0))
-        mean += max(_RECENT, 1 / (count + 1)) * (gained - mean)
+        share, count = self._shares.get(size, (self._share(size), 0))
+        ratio = gained / (self._of_texts * share)
+        change = min(max(ratio, 1 / _MOST_OFF), _MOST_OFF) - 1
+        self._num_texts = min(self._num_texts + num_sequences, _TEXTS)
+        self._of_texts *= 1 + min(num_sequences / self._num_texts, 1.0) * change
+        share *= 1 + change / (min(count, _BATCHES) + _FIRST)
         # A new dict: another thread may be reading the old one.
-        self._by_batch = {**self._by_batch, size: (mean, count + 1, time.monotonic())}
+        self._shares = {**self._shares, size: (share, count + 1)}
 
     def by_batch(self) -> list[float]:
-        """Of batches of 1, 2 to 3, 4 to 7, ... sequences, to the largest one seen. How much is gained depends
-        on the texts more than on the batch: one that was not seen while others were is as the nearest of
-        these, the smaller one of two."""
-        known, most = self._of_these_texts(), max(self._by_batch, default=-1)
-        return [
-            known[min(known, key=lambda other: (abs(other - size), other))][0] for size in range(most + 1)
-        ]
+        """Of batches of 1, 2 to 3, 4 to 7, ... sequences, to the largest one seen."""
+        return [self._of_texts * self._share(size) for size in range(max(self._shares, default=-1) + 1)]
 
-    def _of_these_texts(self) -> dict[int, tuple[float, int, float]]:
-        seen = self._by_batch
-        newest = max([last for _, _, last in seen.values()], default=0.0)
-        return {size: one for size, one in seen.items() if one[2] >= newest - _TEXTS_S}
+    def _share(self, size: int) -> float:
+        """One that was not seen is as the nearest that was, the smaller one of two."""
+        nearest = min(self._shares, key=lambda other: (abs(other - size), other), default=None)
+        return 1.0 if nearest is None else self._shares[nearest][0]
 
 
 def _fit(steps: NDArray[np.float64], terms: tuple[int, ...], now: float) -> StepCost:

@@ -157,6 +157,16 @@ class TestChunkedPrefill:
         assert late.num_cached_tokens == 8
         assert batch.sequences[0].block_ids[:2] == batch.sequences[1].block_ids[:2]
 
+    def test_of_a_prompt_that_waits_only_what_is_not_cached_is_work(self):
+        scheduler = make(max_tokens_per_step=16)
+        scheduler.add(make_request("a", 10, base=500))
+        step(scheduler)
+        scheduler.add(make_request("b", 12, base=500))
+        scheduler.add(make_request("c", 3, base=900))
+        work = [(one.request_id, one.start, one.stop) for one in scheduler.prompt_work()]
+        assert work == [("b", 8, 12), ("c", 0, 3)]
+        assert used_blocks(scheduler) == 3, "none is taken for one that waits"
+
 
 class TestDrafts:
     def start(

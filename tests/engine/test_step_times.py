@@ -3,7 +3,6 @@
 import random
 
 import pytest
-from still_clock import Clock
 from tandem_core.step_cost import StepCost
 from tandem_engine import step_times
 from tandem_engine.step_times import DECODE_TERMS, StepTimes, TokensPerStep
@@ -94,26 +93,32 @@ def test_the_unloaded_share_is_that_of_the_fastest_steps():
 def test_tokens_of_a_step_are_counted_by_the_size_of_the_batch():
     gained = TokensPerStep()
     assert (gained.mean, gained.by_batch()) == (1.0, [])
-    for _ in range(200):
+    for _ in range(400):
         gained.observe(1, 3.0)
         gained.observe(9, 1.5)
     assert 1.5 < gained.mean < 3.0
-    assert gained.by_batch() == pytest.approx([3.0, 3.0, 1.5, 1.5])
+    assert gained.by_batch() == pytest.approx([3.0, 3.0, 1.5, 1.5], rel=0.1)
     for _ in range(200):
         gained.observe(13, 1.0)
     assert gained.by_batch()[3] == pytest.approx(1.0, abs=0.02)
 
 
-def test_other_texts_gain_as_many_tokens_in_batches_that_were_not_seen_with_them(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(step_times, "time", clock)
+def test_a_quiet_time_does_not_hide_that_each_sequence_of_a_large_batch_gains_less():
     gained = TokensPerStep()
-    gained.observe(1, 1.0)
-    gained.observe(2, 1.0)
-    gained.observe(16, 1.0)
-    clock.now += 60
-    assert gained.by_batch() == [1.0, 1.0, 1.0, 1.0, 1.0], "a pause changes nothing"
-    gained.observe(4, 7.0)
-    assert gained.by_batch() == [7.0, 7.0, 7.0, 7.0, 7.0]
-    gained.observe(1, 6.0)
-    assert gained.by_batch() == [6.0, 6.0, 7.0, 7.0, 7.0]
+    for _ in range(100):
+        gained.observe(1, 4.0)
+        gained.observe(16, 2.0)
+    for _ in range(1000):
+        gained.observe(1, 8.0)
+    one, *_, sixteen = gained.by_batch()
+    assert one == pytest.approx(8.0, rel=0.02)
+    assert sixteen == pytest.approx(4.0, rel=0.25), "these texts gain twice as much as those before"
+
+
+def test_texts_that_change_change_batches_that_were_not_seen_with_them():
+    gained = TokensPerStep()
+    for size in (1, 2, 16):
+        gained.observe(size, 1.0)
+    for _ in range(100):
+        gained.observe(4, 7.0)
+    assert gained.by_batch() == pytest.approx([7.0] * 5, rel=0.25)

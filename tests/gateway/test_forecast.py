@@ -60,13 +60,21 @@ class TestBacklog:
     def test_what_other_gateways_sent_is_in_the_report(self, clock):
         backlog = Backlog()
         backlog.add("own", 1010.0, 1.0)
-        backlog.report([(1005.0, 3.0), (1010.0, 1.0)])
+        backlog.report([("other", 1005.0, 3.0), ("own", 1010.0, 1.0)])
         assert backlog.seconds(1100.0) == 4.0
         assert backlog.seconds(1007.0) == 3.0
         clock.now += 1
         assert backlog.seconds(1007.0) == 2.0
         clock.now += 10
         assert backlog.seconds(1007.0) == 0.0
+
+    def test_own_prompts_count_as_this_gateway_knows_them_whatever_the_pod_says(self, clock):
+        backlog = Backlog()
+        for name in ("waits", "is computed after the report"):
+            backlog.add(name, 1010.0, 1.0)
+        backlog.remove("is computed after the report")
+        backlog.report([("waits", 1010.0, 50.0), ("is computed after the report", 1010.0, 50.0)])
+        assert backlog.seconds(1100.0) == 1.0
 
     def test_slack_is_the_least_of_those_that_are_later_and_in_time(self, clock):
         backlog = Backlog()

@@ -112,7 +112,7 @@ class LongSteps:
         return []
 
     def snapshot(self) -> EngineSnapshot:
-        prompts = tuple(PromptWork(time.monotonic() + i, 0, 10) for i in range(40))
+        prompts = tuple(PromptWork(f"{i}#suffix", time.monotonic() + i, 0, 10) for i in range(300))
         return EngineSnapshot(time.monotonic(), BlockUsage(9, 8, 7, 1), RequestCounts(1, 2, 3), prompts, ())
 
 
@@ -144,9 +144,10 @@ async def test_no_status_waits_for_a_step_and_its_age_is_said():
 
 def test_the_last_prompt_of_a_status_stands_for_those_that_are_not_listed():
     prompts = status_of(EngineLoop(LongSteps())).prompts
-    assert len(prompts) == 32
-    assert sum(prompt.stop - prompt.start for prompt in prompts) == 400
-    assert [round(prompt.due_seconds) for prompt in prompts] == list(range(32))
+    assert len(prompts) == 256
+    assert sum(prompt.stop - prompt.start for prompt in prompts) == 3000
+    assert [round(prompt.due_seconds) for prompt in prompts] == list(range(256))
+    assert [prompt.request_id for prompt in prompts] == [str(i) for i in range(256)]
 
 
 async def test_an_engine_that_failed_fails_the_status():

@@ -55,6 +55,7 @@ class Reservation:
 class PromptWork:
     """A prompt that is not computed yet: tokens [start, stop)."""
 
+    request_id: str
     #: Monotonic seconds, as in `Request.due`.
     due: float
     start: int

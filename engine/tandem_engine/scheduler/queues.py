@@ -67,6 +67,11 @@ class RequestQueues:
     def enter(self, request: Request) -> None:
         """A new request waits."""
         self._register(request)
+        if request.prompt_scores is None:
+            # Until it is scheduled, reports of the work that waits count on it.
+            request.num_cached_tokens = self._blocks.count_cached(
+                request.prompt_token_ids, request.cache_salt
+            )
         insort(self._waiting, request, key=self._order)
 
     def reserve(self, request: Request, *, may_preempt: bool) -> bool:
@@ -249,7 +254,12 @@ class RequestQueues:
         """Of every request that still computes its prompt here, the earliest deadline first."""
         prompts = [r for r in (*self._waiting, *self._ready, *self._running) if not r.is_decoding]
         prompts.sort(key=self._order)
-        return tuple([PromptWork(r.due, r.num_computed_tokens, r.num_tokens) for r in prompts])
+        return tuple(
+            [
+                PromptWork(r.request_id, r.due, r.num_computed_tokens or r.num_cached_tokens, r.num_tokens)
+                for r in prompts
+            ]
+        )
 
     def block_owners(self) -> frozenset[str]:
         """Ids of the requests that own blocks by the queue they are in."""

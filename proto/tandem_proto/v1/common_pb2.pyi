@@ -818,7 +818,7 @@ class PodStatus(_message.Message):
     def usage(self) -> Global___ResourceUsage: ...
     @_builtins.property
     def prompts(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptWork]:
-        """Prompts that the pod has not computed, the earliest deadline first; at most 32, the last of which stands for the
+        """Prompts that the pod has not computed, the earliest deadline first; at most 256, the last of which stands for the
         rest.
         """
 
@@ -913,20 +913,24 @@ class PromptWork(_message.Message):
     DUE_SECONDS_FIELD_NUMBER: _builtins.int
     START_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     due_seconds: _builtins.float
     """Seconds until the first token should be there; negative: it is late."""
     start: _builtins.int
     stop: _builtins.int
+    request_id: _builtins.str
+    """As the gateway knows it, so that it can tell its own prompts from those of other gateways."""
     def __init__(
         self,
         *,
         due_seconds: _builtins.float = ...,
         start: _builtins.int = ...,
         stop: _builtins.int = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["due_seconds", b"due_seconds", "start", b"start", "stop", b"stop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["due_seconds", b"due_seconds", "request_id", b"request_id", "start", b"start", "stop", b"stop"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -141,7 +141,11 @@ class Pod:
         now = time.monotonic()
         self.backlog.report(
             [
-                (now + prompt.due_seconds, self.load.prompt_seconds(prompt.start, prompt.stop))
+                (
+                    prompt.request_id,
+                    now + prompt.due_seconds,
+                    self.load.prompt_seconds(prompt.start, prompt.stop),
+                )
                 for prompt in self.report.prompts
             ]
         )

@@ -17,6 +17,8 @@ from tandem_core.codec import step_cost_from_proto, tokens_per_step_from_proto
 from tandem_core.step_cost import UNKNOWN_COST, StepCost, tokens_gained
 from tandem_proto.v1 import common_pb2
 
+#: Own prompts that were computed are remembered, since a report may be older than that.
+_MAX_COMPUTED = 1024
 #: Costs of a pod that has not computed anything yet.
 _UNKNOWN_PREFILL = StepCost(per_token=0.001)
 _UNKNOWN_DECODE = StepCost(per_step=0.02, per_token=0.002)
@@ -109,12 +111,14 @@ class Backlog:
         self._own: dict[str, tuple[float, float]] = {}
         #: When their first tokens are late.
         self._limits: dict[str, float] = {}
+        #: Ids of the last ones that were computed, the oldest first.
+        self._computed: dict[str, None] = {}
         #: The one that the pod computes, and since when.
         self._current = ""
         self._begun = 0.0
-        #: At the last report: all that it lists, and of that this gateway's own.
+        #: Those that others sent, at the last report.
         self._reported_at = 0.0
-        self._reported = self._own_then = _Sums([])
+        self._others = _Sums([])
 
     @property
     def is_empty(self) -> bool:
@@ -131,16 +135,25 @@ class Backlog:
         """The prompt is computed, or its request has ended; unknown ids are ignored."""
         if self._own.pop(request_id, None) is not None:
             del self._limits[request_id]
+            self._computed[request_id] = None
+            if len(self._computed) > _MAX_COMPUTED:
+                del self._computed[next(iter(self._computed))]
             self._begin_next()
 
     def _begin_next(self) -> None:
         self._current = min(self._own, key=self._own.__getitem__, default="")
         self._begun = time.monotonic()
 
-    def report(self, prompts: Sequence[tuple[float, float]]) -> None:
-        """What the pod says it has yet to compute, from all gateways."""
+    def report(self, prompts: Sequence[tuple[str, float, float]]) -> None:
+        """What the pod says it has yet to compute, from all gateways: id, deadline and seconds of each."""
         self._reported_at = time.monotonic()
-        self._reported, self._own_then = _Sums(prompts), _Sums(self._own.values())
+        self._others = _Sums(
+            [
+                (due, seconds)
+                for request_id, due, seconds in prompts
+                if request_id not in self._own and request_id not in self._computed
+            ]
+        )
 
     def seconds(self, due: float, step_s: float = 0.0) -> float:
         """Until a request with this deadline is the first. `step_s`: the longest step of a prompt; one that
@@ -177,9 +190,8 @@ class Backlog:
         return min(time.monotonic() - self._begun, seconds)
 
     def _foreign(self, due: float) -> float:
-        """Of other gateways; negative where the pod has done more than it had reported."""
-        worked = time.monotonic() - self._reported_at
-        return self._reported.before(due) - self._own_then.before(due) - worked
+        """Of other gateways; negative where the pod has had time for more than it had reported."""
+        return self._others.before(due) - (time.monotonic() - self._reported_at)
 
     def slack(self, due: float, beside_s: float = 0.0) -> float:
         """The most work with this deadline that makes no later prompt late; those that will be late anyway do

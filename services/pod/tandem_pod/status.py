@@ -28,8 +28,8 @@ from tandem_service.metric_table import Values
 from tandem_service.version import software_version
 
 _INTERVAL_S = 1.0
-#: Prompts that a status lists one by one.
-_MAX_PROMPTS = 32
+#: Prompts that a status lists one by one: about as many as two gateways let in.
+_MAX_PROMPTS = 256
 #: Older values are not shown: NaN stands for them.
 _STALE_S = 5.0
 #: Deadline of a request that has none.
@@ -91,7 +91,13 @@ def pod_status(parts: EngineParts, loop: EngineLoop, *, pod_id: str, role: str) 
 def _prompts_to_proto(prompts: Sequence[PromptWork]) -> list[common_pb2.PromptWork]:
     now = time.monotonic()
     listed = [
-        common_pb2.PromptWork(due_seconds=prompt.due - now, start=prompt.start, stop=prompt.stop)
+        common_pb2.PromptWork(
+            due_seconds=prompt.due - now,
+            start=prompt.start,
+            stop=prompt.stop,
+            # Pods add their own suffix.
+            request_id=prompt.request_id.rsplit("#", 1)[0],
+        )
         for prompt in prompts[:_MAX_PROMPTS]
     ]
     rest = sum(prompt.stop - prompt.start for prompt in prompts[_MAX_PROMPTS:])
