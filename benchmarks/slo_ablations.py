@@ -29,6 +29,7 @@ from tandem_engine import model_loader
 from tandem_gateway import admission, forecast, shares
 from tandem_gateway.admission import Admission
 from tandem_gateway.forecast import Forecast, Forecaster
+from tandem_gateway.neighbours import Neighbours
 from tandem_gateway.pod_load import Backlog
 from tandem_gateway.request import TokenizedRequest
 from tandem_gateway.routing import Route, Router
@@ -71,14 +72,14 @@ def _no_room(self: FairShares, *_: object) -> int:
     return 0
 
 
-def _never_late(self: Admission, request: TokenizedRequest, route: Route, *_: object, **__: object) -> bool:
+def _never_late(self: Neighbours, request: TokenizedRequest, route: Route, *_: object, **__: object) -> bool:
     return False
 
 
 #: What is left out -> how.
 ABLATIONS: Mapping[str, Ablation] = {
     "nothing": nullcontext,
-    "whether it makes others late": lambda: patch.object(Admission, "_makes_others_late", _never_late),
+    "whether it makes others late": lambda: patch.object(Neighbours, "would_be_late", _never_late),
     "of these, later prompts whose first token would be late": lambda: patch.object(
         Backlog, "slack", lambda *_: float("inf")
     ),

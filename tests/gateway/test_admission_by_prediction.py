@@ -102,7 +102,7 @@ class TestJudgement:
                 assert forecaster.observed == [("tokens", 7)]
                 admission.started(after, ttft_s=0.5)
                 admission.ended(after, e2e_s=1.0, num_tokens=8, met=True)
-        assert [name for name, *_ in forecaster.observed] == ["tokens", "ttft", "tokens", "e2e", "left"]
+        assert [name for name, *_ in forecaster.observed] == ["tokens", "ttft", "tokens", "e2e", "took"]
 
     async def test_without_reports_those_that_leave_late_lower_the_limit(self):
         forecaster = FixedForecaster(ttft=0.5, is_known=False)
@@ -213,7 +213,7 @@ class TestJudgement:
             admission._judge(request(SloTarget("batch")))
             running.num_tokens = 5
             admission._judge(request(slo, prompt=(4, 5)))
-        assert not admission._running
+        assert not admission._neighbours.running
 
     async def test_nor_beyond_its_objective_per_token(self):
         forecaster = FixedForecaster(ttft=0.1, token_s=0.2)
@@ -253,7 +253,7 @@ class TestJudgement:
             with pytest.raises(OverloadedError, match="admitted before"):
                 admission._judge(request(prompt=(4, 5)))
 
-    async def test_what_is_left_is_measured_from_when_the_last_request_came(self):
+    async def test_what_it_took_is_compared_with_what_the_model_says_of_each_time_between_two_requests(self):
         forecaster = FixedForecaster(ttft=0.1, token_s=0.05)
         admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
         async with admission.slot(request()) as running:
@@ -266,12 +266,11 @@ class TestJudgement:
             running.num_tokens = 9
             async with admission.slot(request(prompt=(6, 7))):
                 assert running.left_then_s == pytest.approx(0.5 * 0.05), "the prompt is not in that step"
-            running.num_tokens = 6
-            async with admission.slot(request(prompt=(8, 9))):
-                pass
-            e2e_s = running.changed_at + 0.7 - running.request.arrived
+            e2e_s = running.admitted_at + 1.4 - running.request.arrived
             admission.ended(running, e2e_s=e2e_s, num_tokens=10, met=True)
-        assert forecaster.observed[-1] == ("left", running.left_then_s, pytest.approx(0.7))
+        # What was left when each came, without it, was not done yet; there steps are those of one sequence less.
+        done_s = (0.6 - 3.5 * 0.04) + (3.5 * 0.05 + 0.1 - 0.5 * 0.04)
+        assert forecaster.observed[-1] == ("took", pytest.approx(done_s + 0.5 * 0.05), pytest.approx(1.4))
 
     async def test_after_a_wait_it_is_predicted_anew_when_it_will_end_and_where(self):
         forecaster = FixedForecaster(ttft=0.1, token_s=0.05)
@@ -299,7 +298,7 @@ class TestJudgement:
             assert waited.forecast.queue_s == 100.0, "as was predicted when it came"
             assert waited.left_then_s == pytest.approx(0.1 + 10 * 0.05)
             assert waited.first_expected_at == pytest.approx(time.monotonic() + 0.1, abs=0.05)
-            assert list(admission._running_on(other)) == [waited]
+            assert list(admission._neighbours.on(other)) == [waited]
         await running
 
     async def test_who_would_make_another_one_late_is_predicted_to_wait_for_its_turn(self):
@@ -343,7 +342,7 @@ class TestJudgement:
         # From when it was judged, and from when it began.
         assert forecaster.observed == [
             ("ttft", pytest.approx(0.05, abs=0.03)),
-            ("left", pytest.approx(0.1 + 10 * 0.05), pytest.approx(0.05, abs=0.03)),
+            ("took", pytest.approx(0.1 + 10 * 0.05), pytest.approx(0.05, abs=0.03)),
         ]
         forecaster.observed.clear()
         await leave(SloTarget("chat", ttft_s=9.0, e2e_s=9.0))

@@ -248,7 +248,7 @@ def test_confidences_are_the_quantiles_at_which_admission_judges():
         for _ in range(100):
             said[first] = forecaster.forecast(request(), 0.0)
             forecaster.started(request(), said[first], rng.uniform(0.3, 0.7), is_overtaken=False)
-            forecaster.was_left(request(), route, 1.0, rng.uniform(0.6, 1.4))
+            forecaster.took(request(), route, 1.0, rng.uniform(0.6, 1.4))
     assert said[0.6].ttft_undisturbed.high < 0.6 < said[0.99].ttft_undisturbed.high
     assert said[0.99].e2e_undisturbed.high < 1.2 < said[0.6].e2e_undisturbed.high
     assert said[0.6].ttft == said[0.99].ttft, "receipts have the median and the 90th percentile"
@@ -274,8 +274,8 @@ def test_what_later_requests_add_is_predicted_and_does_not_count_against_admissi
     for _ in range(60):
         said = forecaster.forecast(request(), 0.0)
         forecaster.ended(request(), said, 3.0 * rng.uniform(0.97, 1.03))
-        forecaster.was_left(request(), said.route, 0.5, 0.6 * rng.uniform(0.97, 1.03))
-        forecaster.was_left(request(), said.route, 1.0, 1.2 * rng.uniform(0.97, 1.03))
+        forecaster.took(request(), said.route, 0.5, 0.6 * rng.uniform(0.97, 1.03))
+        forecaster.took(request(), said.route, 1.0, 1.2 * rng.uniform(0.97, 1.03))
     said = forecaster.forecast(request(), 0.0)
     assert said.e2e.p50 == pytest.approx(3.0, rel=0.1)
     assert 1.2 < said.e2e_undisturbed.high < 1.5
@@ -287,7 +287,7 @@ def test_what_short_remainders_are_off_by_is_little_of_a_long_one():
     route = FixedForecaster(ttft=0.5).forecast(request(), 0.0).route
     forecaster, rng = forecaster_of(route), random.Random(5)
     for _ in range(12):
-        forecaster.was_left(request(), route, 0.02, 0.02 + 0.2 * rng.random())
+        forecaster.took(request(), route, 0.02, 0.02 + 0.2 * rng.random())
     assert forecaster.left(request(), route, 1.0).high < 2.0, "a factor alone: up to 11"
 
 

@@ -80,8 +80,8 @@ class FixedForecaster:
     def is_void(self, predicted_at: float) -> bool:
         return predicted_at < self.failed_at
 
-    def was_left(self, request, route, model_s, measured_s) -> None:
-        self.observed.append(("left", model_s, measured_s))
+    def took(self, request, route, model_s, measured_s) -> None:
+        self.observed.append(("took", model_s, measured_s))
 
 
 def request(slo: SloTarget = SLO, prompt: tuple[int, ...] = (1, 2, 3)) -> TokenizedRequest:

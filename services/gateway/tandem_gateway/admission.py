@@ -25,7 +25,7 @@ import itertools
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -39,6 +39,7 @@ from tandem_gateway.errors import DeadlineError, OverloadedError, RefusalReason,
 from tandem_gateway.fleet import Pod
 from tandem_gateway.forecast import MEMORY_S, Forecast, Forecaster
 from tandem_gateway.limits import AdaptiveLimit, RecentMean, Turns
+from tandem_gateway.neighbours import Neighbours, decoding_beside_s
 from tandem_gateway.request import DEFAULT_DUE_S, TokenizedRequest
 from tandem_gateway.routing import Route
 from tandem_gateway.settings import Policy
@@ -77,7 +78,7 @@ class Admission:
         self._shares = FairShares()
         self._slack_used = RecentMean()
         self._bookings = Bookings()
-        self._running: set[Admitted] = set()
+        self._neighbours = Neighbours(forecaster)
         self.max_in_flight = max_in_flight
         self._max_queue = max_queue
         #: Requests by tenant, in flight and waiting.
@@ -153,8 +154,8 @@ class Admission:
             self._forecaster.was_long(request, num_tokens)
         if self._is_measured(admitted) and forecast is not None and admitted.route is not None:
             self._forecaster.ended(request, forecast, request.arrived + e2e_s - admitted.judged_at)
-            left_s = request.arrived + e2e_s - admitted.changed_at
-            self._forecaster.was_left(request, admitted.route, admitted.left_then_s, left_s)
+            took_s = request.arrived + e2e_s - (admitted.admitted_at or admitted.judged_at)
+            self._forecaster.took(request, admitted.route, admitted.model_s, took_s)
 
     def _is_measured(self, admitted: Admitted) -> bool:
         """Whether its times tell how wrong predictions are. The first token of a beam search comes with its
@@ -175,8 +176,8 @@ class Admission:
         if is_late_start:
             self.started(admitted, ttft_s=passed_s)
         if is_late_end and self._is_measured(admitted) and admitted.route is not None:
-            left_s = now - admitted.changed_at
-            self._forecaster.was_left(request, admitted.route, admitted.left_then_s, left_s)
+            took_s = now - (admitted.admitted_at or admitted.judged_at)
+            self._forecaster.took(request, admitted.route, admitted.model_s, took_s)
 
     @property
     def slack_used(self) -> float:
@@ -186,7 +187,7 @@ class Admission:
 
     def open_requests(self) -> list[Admitted]:
         """Those in flight, and those that wait."""
-        return [*self._running, *self._waiting()]
+        return [*self._neighbours.running, *self._waiting()]
 
     def _waiting(self) -> Iterator[Admitted]:
         return (one for _, _, one, turn in self._waiters if not turn.done())
@@ -242,7 +243,7 @@ class Admission:
         if not missed and request.has_objectives and not is_idle:
             room, num_more = self._room_for_others(request, forecast.route), num_places - 1
             is_late = partial(
-                self._makes_others_late,
+                self._neighbours.would_be_late,
                 request,
                 forecast.route,
                 is_likely=is_likely,
@@ -286,60 +287,8 @@ class Admission:
         if not request.slo.ttft_s or limit_s <= 0:
             return False
         number = self._shares.num_overtaking(request.tenant, limit_s) / route.num_decode
-        prompts_s = number * (route.prefill_s + _decoding_beside_s(route))
+        prompts_s = number * (route.prefill_s + decoding_beside_s(route))
         return limit_s < forecast.ttft_undisturbed.p50 + prompts_s
-
-    def _makes_others_late(
-        self,
-        request: TokenizedRequest,
-        route: Route,
-        room: float,
-        due_back: Sequence[Admitted],
-        *,
-        is_likely: bool = False,
-    ) -> bool:
-        """Whether an earlier request's first token would come too late, or its end, or that of one which was
-        refused and is `due_back`. `room`: such requests that may come as well; `is_likely`: whether its end
-        would be too late in the median, and its first token even if nothing decoded meanwhile."""
-        beside_s = 0.0 if is_likely else _decoding_beside_s(route)
-        if route.computes_prompt.backlog.slack(request.due, beside_s) < route.prefill_s + beside_s:
-            return True
-        now, num_coming = time.monotonic(), 1 + room
-        left_s = self._left_beside(route)
-        # Each with how many come in either case: all that are due back, or of these those before it.
-        others = [(other, 0, num_coming + len(due_back)) for other in self._running_on(route.decode)]
-        others += [(other, number, number + num_coming) for number, other in enumerate(due_back)]
-        for other, num_without, num_with in others:
-            limit_s = other.ends_by - now
-            if limit_s == math.inf or other.route is None:
-                continue
-            left = partial(self._forecaster.left, other.request, other.route)
-            with_it = left(left_s(other, num_with))
-            is_late = limit_s < (with_it.p50 if is_likely else with_it.high)
-            # Those that are likely to be late even if nothing else comes do not count.
-            if is_late and left(left_s(other, num_without)).p50 <= limit_s:
-                return True
-        return False
-
-    def _left_beside(self, route: Route) -> Callable[[Admitted, float], float]:
-        """Of a request that runs on the route's decode pod, or is due back there: seconds to its end by the
-        model of costs, if so many requests like this one come."""
-        pod, is_local = route.decode, route.computes_prompt is route.decode
-        num_prompts, prompts_s = pod.backlog.num_own, pod.backlog.present_s
-        num_beside = pod.beside()
-
-        def left_s(other: Admitted, num_coming: float) -> float:
-            num_left = other.tokens_left
-            together = max(num_beside(num_left), 1.0) + (other.admitted_at is None)
-            num_later = num_coming * is_local
-            return other.left_s(
-                together + num_coming * min(route.num_output / num_left, 1.0),
-                route.context,
-                num_prompts + num_later,
-                prompts_s + num_later * route.prefill_s,
-            )
-
-        return left_s
 
     def _due_back_on(self, pod: Pod, tenant: str) -> list[Admitted]:
         """Without those of tenants that ask for so much more that they leave room for this one."""
@@ -358,9 +307,6 @@ class Admission:
             if one.request.has_objectives:
                 places[one.request.tenant] += one.num_places
         return places
-
-    def _running_on(self, pod: Pod) -> Iterator[Admitted]:
-        return (one for one in self._running if one.route is not None and one.route.decode is pod)
 
     def _refusal(
         self,
@@ -491,7 +437,7 @@ class Admission:
 
     def _leave(self, admitted: Admitted) -> None:
         self.num_in_flight -= admitted.num_places
-        self._running.discard(admitted)
+        self._neighbours.running.discard(admitted)
         self._num_best_effort -= admitted.num_places * (not admitted.request.has_objectives)
         self._admit_waiting()
 
@@ -537,15 +483,8 @@ class Admission:
         forecast = self._forecast(admitted.request) if now > admitted.judged_at + _NO_WAIT_S else None
         if forecast is not None and admitted.route is not None:
             admitted.plan(forecast.route, now)
-        route = admitted.route
-        if route is not None:
-            admitted.left_then_s = route.e2e_s
-            left_s = self._left_beside(route)
-            for other in self._running_on(route.decode):
-                other.changed_at, other.left_then_s = now, left_s(other, 1)
-                other.is_overtaken |= admitted.request.due < other.request.due
+        self._neighbours.add(admitted, now)
         self.num_in_flight += admitted.num_places
-        self._running.add(admitted)
         self._num_best_effort += admitted.num_places * (not admitted.request.has_objectives)
 
     def _fits(self, request: TokenizedRequest, num_places: int = 1) -> bool:
@@ -562,7 +501,7 @@ class Admission:
     def _may_begin(self, request: TokenizedRequest) -> bool:
         """One without objectives waits while it would make another one late, but not for longer than others
         with its deadline."""
-        if request.has_objectives or not self._running or request.due < time.monotonic():
+        if request.has_objectives or not self._neighbours.running or request.due < time.monotonic():
             return True
         if self._policy is not Policy.PREDICT:
             return True
@@ -573,7 +512,7 @@ class Admission:
             return True
         room = self._room_for_others(request, forecast.route)
         due_back = self._due_back_on(forecast.route.decode, request.tenant)
-        return not self._makes_others_late(request, forecast.route, room, due_back)
+        return not self._neighbours.would_be_late(request, forecast.route, room, due_back)
 
     @property
     def _limit(self) -> float:
@@ -582,7 +521,7 @@ class Admission:
     def _free_places_s(self, tenant: str, num_places: int) -> float:
         """When so many places of the tenant are likely to be free, as its requests are expected to end."""
         now, left = time.monotonic(), []
-        for one in self._running:
+        for one in self._neighbours.running:
             if one.request.tenant == tenant:
                 began = one.admitted_at or now
                 ends_s = self.service_s + began - now
@@ -599,12 +538,6 @@ class Admission:
         """When the next request behind the queue is likely to have its turn."""
         seconds = (self.num_waiting + 1) * self.service_s / self.max_in_flight
         return min(max(seconds, _MIN_RETRY_AFTER_S), MAX_AHEAD_S)
-
-
-def _decoding_beside_s(route: Route) -> float:
-    """By how much the sequences that decode there prolong the step of a prompt."""
-    computes = route.computes_prompt
-    return computes.load.decode_seconds(0, computes.num_decoding, route.context)
 
 
 def _content(request: TokenizedRequest) -> int:

@@ -39,6 +39,8 @@ class Admitted:
     #: that it would take to its end.
     changed_at: float = 0.0
     left_then_s: float = 0.0
+    #: How long it took until then by that model.
+    done_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.forecast is not None:
@@ -47,6 +49,11 @@ class Admitted:
     def plan(self, route: Route, at: float) -> None:
         """It will go, or goes, to these pods, at these monotonic seconds."""
         self.route, self.first_planned_at = route, at + route.ttft_s
+
+    @property
+    def model_s(self) -> float:
+        """How long it takes by the model of costs, beside all that came while it ran."""
+        return self.done_s + self.left_then_s
 
     @property
     def queued_s(self) -> float:
