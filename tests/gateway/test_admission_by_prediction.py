@@ -268,7 +268,7 @@ class TestJudgement:
                 assert running.left_then_s == pytest.approx(0.5 * 0.05), "the prompt is not in that step"
             e2e_s = running.admitted_at + 1.4 - running.request.arrived
             admission.ended(running, e2e_s=e2e_s, num_tokens=10, met=True)
-        # What was left when each came, without it, was not done yet; there steps are those of one sequence less.
+        # What was left when each came, without it, was not done yet; without it, steps have a sequence less.
         done_s = (0.6 - 3.5 * 0.04) + (3.5 * 0.05 + 0.1 - 0.5 * 0.04)
         assert forecaster.observed[-1] == ("took", pytest.approx(done_s + 0.5 * 0.05), pytest.approx(1.4))
 
