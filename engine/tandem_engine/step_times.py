@@ -36,9 +36,11 @@ _ENOUGH_PAIRS = 512
 _LONGEST = 4.0
 #: Weight of the newest step in a mean of tokens.
 _RECENT = 0.02
-#: Of how many sequences' steps the mean of the texts is; and of how many steps that of a batch's share, with
-#: what it was taken to be at first.
-_TEXTS, _FIRST, _BATCHES = 256, 64, 1024
+#: The mean of the texts is over about so many steps of one sequence each.
+_TEXTS_WINDOW = 256
+#: The share of a size of batch is a mean over at most about so many steps; what it was taken to be before the
+#: first one counts as much as _GUESS_STEPS of them.
+_SHARE_WINDOW, _GUESS_STEPS = 1024, 64
 #: By what factor a step is off at most: one of a text that repeats itself tells little of the next.
 _MOST_OFF = 4.0
 #: The quantile of steps that had the machine for themselves.
@@ -84,9 +86,9 @@ class TokensPerStep:
 
     def __init__(self) -> None:
         self.mean = 1.0
-        #: Of these texts; and of how many sequences' steps it is.
+        #: The texts' own mean; and over how many steps of one sequence each it is.
         self._of_texts, self._num_texts = 1.0, 0
-        #: By the power of two of the number of sequences: the share, and of how many steps it is.
+        #: By the power of two of the number of sequences: the share, and how many steps it was seen in.
         self._shares: dict[int, tuple[float, int]] = {}
 
     def observe(self, num_sequences: int, gained: float) -> None:
@@ -96,9 +98,9 @@ class TokensPerStep:
         share, count = self._shares.get(size, (self._share(size), 0))
         ratio = gained / (self._of_texts * share)
         change = min(max(ratio, 1 / _MOST_OFF), _MOST_OFF) - 1
-        self._num_texts = min(self._num_texts + num_sequences, _TEXTS)
+        self._num_texts = min(self._num_texts + num_sequences, _TEXTS_WINDOW)
         self._of_texts *= 1 + min(num_sequences / self._num_texts, 1.0) * change
-        share *= 1 + change / (min(count, _BATCHES) + _FIRST)
+        share *= 1 + change / (min(count, _SHARE_WINDOW) + _GUESS_STEPS)
         # A new dict: another thread may be reading the old one.
         self._shares = {**self._shares, size: (share, count + 1)}
 

@@ -22,6 +22,7 @@ class Neighbours:
         self.running: set[Admitted] = set()
 
     def on(self, pod: Pod) -> Iterator[Admitted]:
+        """Those that decode there."""
         return (one for one in self.running if one.route is not None and one.route.decode is pod)
 
     def add(self, admitted: Admitted, now: float) -> None:
