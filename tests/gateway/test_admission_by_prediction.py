@@ -253,7 +253,7 @@ class TestJudgement:
             with pytest.raises(OverloadedError, match="admitted before"):
                 admission._judge(request(prompt=(4, 5)))
 
-    async def test_what_it_took_is_compared_with_what_the_model_says_of_each_time_between_two_requests(self):
+    async def test_what_it_took_in_all_and_since_the_last_one_came_is_compared_with_the_model(self):
         forecaster = FixedForecaster(ttft=0.1, token_s=0.05)
         admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
         async with admission.slot(request()) as running:
@@ -270,7 +270,12 @@ class TestJudgement:
             admission.ended(running, e2e_s=e2e_s, num_tokens=10, met=True)
         # What was left when each came, without it, was not done yet; without it, steps have a sequence less.
         done_s = (0.6 - 3.5 * 0.04) + (3.5 * 0.05 + 0.1 - 0.5 * 0.04)
-        assert forecaster.observed[-1] == ("took", pytest.approx(done_s + 0.5 * 0.05), pytest.approx(1.4))
+        left_s = running.request.arrived + e2e_s - running.changed_at
+        assert forecaster.observed[-2:] == [
+            ("took", pytest.approx(done_s + 0.5 * 0.05), pytest.approx(1.4)),
+            ("took", pytest.approx(0.5 * 0.05), pytest.approx(left_s)),
+        ]
+        assert left_s < 1.4
 
     async def test_after_a_wait_it_is_predicted_anew_when_it_will_end_and_where(self):
         forecaster = FixedForecaster(ttft=0.1, token_s=0.05)

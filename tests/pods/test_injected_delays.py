@@ -139,7 +139,7 @@ async def delay_transfer(system: System) -> common_pb2.Receipt:
 
 async def delay_decode(system: System) -> common_pb2.Receipt:
     engine = system.delays.engines[True]
-    return await system.ask(200, on_first=lambda: system.delays.slow.add(engine))
+    return await system.ask(80, on_first=lambda: system.delays.slow.add(engine))
 
 
 INJECTED: dict[str, Callable[[System], Awaitable[common_pb2.Receipt]]] = {

@@ -152,10 +152,21 @@ class Admission:
             self._best_effort_limit.ended(met=True)
         if forecast is not None and request.sampling.beam_search is None:
             self._forecaster.was_long(request, num_tokens)
-        if self._is_measured(admitted) and forecast is not None and admitted.route is not None:
-            self._forecaster.ended(request, forecast, request.arrived + e2e_s - admitted.judged_at)
-            took_s = request.arrived + e2e_s - (admitted.admitted_at or admitted.judged_at)
-            self._forecaster.took(request, admitted.route, admitted.model_s, took_s)
+        if self._is_measured(admitted) and forecast is not None:
+            ended_at = request.arrived + e2e_s
+            self._forecaster.ended(request, forecast, ended_at - admitted.judged_at)
+            self._compare(admitted, ended_at)
+
+    def _compare(self, admitted: Admitted, ended_at: float) -> None:
+        """With the model of costs: its whole time, and what was left when the last other one came to its pod.
+        With only one of them more are late, see docs/decisions/admission-by-prediction.md."""
+        request, route = admitted.request, admitted.route
+        if route is None:
+            return
+        began = admitted.admitted_at or admitted.judged_at
+        self._forecaster.took(request, route, admitted.model_s, ended_at - began)
+        if admitted.changed_at > began:
+            self._forecaster.took(request, route, admitted.left_then_s, ended_at - admitted.changed_at)
 
     def _is_measured(self, admitted: Admitted) -> bool:
         """Whether its times tell how wrong predictions are. The first token of a beam search comes with its
@@ -175,9 +186,8 @@ class Admission:
             self._blind_limit.ended(met=False)
         if is_late_start:
             self.started(admitted, ttft_s=passed_s)
-        if is_late_end and self._is_measured(admitted) and admitted.route is not None:
-            took_s = now - (admitted.admitted_at or admitted.judged_at)
-            self._forecaster.took(request, admitted.route, admitted.model_s, took_s)
+        if is_late_end and self._is_measured(admitted):
+            self._compare(admitted, now)
 
     @property
     def slack_used(self) -> float:

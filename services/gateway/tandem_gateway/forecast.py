@@ -316,8 +316,8 @@ class Forecaster:
         self._e2e.observe(Group.of(request, forecast.route), forecast.model_s, forecast.e2e, e2e_s)
 
     def took(self, request: TokenizedRequest, route: Route, model_s: float, measured_s: float) -> None:
-        """Of a request that ended, the time since it was admitted, and what the model of costs says of it:
-        the sum over the times between two requests that came to its pod."""
+        """Of a request that ended, how long it took from some moment on, and what the model of costs says of
+        that: the sum over the times between two requests that came to its pod."""
         _observe_apart(self._left, Group.of(request, route), route, model_s, measured_s)
 
 
