@@ -28,6 +28,7 @@ from tandem_cli.bench.stats import Run, calibration, fairness, refusals
 from tandem_engine import model_loader
 from tandem_gateway import admission, forecast, shares
 from tandem_gateway.admission import Admission
+from tandem_gateway.admitted import Admitted
 from tandem_gateway.forecast import Forecast, Forecaster
 from tandem_gateway.neighbours import Neighbours
 from tandem_gateway.pod_load import Backlog
@@ -68,6 +69,23 @@ def _redeemed_as_new(self: Bookings, key: int) -> bool:
     return False
 
 
+def _compared_whole(self: Admission, admitted: Admitted, ended_at: float) -> None:
+    if admitted.route is not None:
+        took_s = ended_at - (admitted.admitted_at or admitted.judged_at)
+        self._forecaster.took(admitted.request, admitted.route, admitted.model_s, took_s)
+
+
+def _compared_last(self: Admission, admitted: Admitted, ended_at: float) -> None:
+    if admitted.route is not None:
+        left_s = ended_at - admitted.changed_at
+        self._forecaster.took(admitted.request, admitted.route, admitted.left_then_s, left_s)
+
+
+def _overtaking_on_average(self: FairShares, name: str, seconds: float) -> float:
+    _, rate = self._asking_much_less(name)
+    return rate * seconds
+
+
 def _no_room(self: FairShares, *_: object) -> int:
     return 0
 
@@ -89,6 +107,10 @@ ABLATIONS: Mapping[str, Ablation] = {
     "the limit of these that follows refusals": lambda: patch.object(admission, "AdaptiveLimit", _FixedLimit),
     "the prior": lambda: patch.object(forecast, "_PRIOR", (0.0,)),
     "ten tokens on both sides of what is left": lambda: patch.object(forecast, "_NUM_STEPS_OFF", 0),
+    "of what is compared, what was left when the last one came": lambda: patch.object(
+        Admission, "_compare", _compared_whole
+    ),
+    "of what is compared, the whole answer": lambda: patch.object(Admission, "_compare", _compared_last),
     "that predictions of about the same length tell how wrong one may be": lambda: patch.object(
         forecast, "_NUM_NEAR", forecast._WINDOW
     ),
@@ -105,6 +127,9 @@ ABLATIONS: Mapping[str, Ablation] = {
     ),
     "room for other tenants": lambda: patch.object(FairShares, "room_for_others", _no_room),
     "the standard deviations in it": lambda: patch.object(shares, "_DEVIATIONS", 0.0),
+    "the standard deviation in how many overtake": lambda: patch.object(
+        FairShares, "num_overtaking", _overtaking_on_average
+    ),
     "of clients that are due back, those of a noisy tenant do not count": lambda: patch.object(
         FairShares, "asks_much_less", lambda *_: False
     ),

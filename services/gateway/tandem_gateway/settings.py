@@ -74,7 +74,7 @@ class GatewaySettings(RedisSettings):
     slo_ttft_confidence: Annotated[float, Field(ge=0.5, lt=1)] = 0.99
     """a request is admitted if this quantile of the predicted time to its first token meets its objective;
     less admits more requests, and of them more are late"""
-    slo_end_confidence: Annotated[float, Field(ge=0.5, lt=1)] = 0.9
+    slo_end_confidence: Annotated[float, Field(ge=0.5, lt=1)] = 0.95
     """the same of its end, and of the ends of others that would run beside it"""
     slo_classes_file: Path | None = None
     """JSON object of SLO classes with ttft_ms, tpot_ms, e2e_ms, strict; the first is the default; unset:

@@ -23,10 +23,7 @@ _MEMORY_S = 10.0
 _MUCH_LESS = 0.5
 #: Nor is a tenant outdone by one that asked for fewer requests than this lately.
 _NUM_NOISY = 5
-#: A tenant that begins to ask for much is known after about so long.
-_LATELY_S = 2.0
-#: By how many standard deviations that room exceeds what is needed on average, and what a tenant asked for
-#: lately exceeds what chance explains.
+#: By how many standard deviations that room exceeds what is needed on average.
 _DEVIATIONS = 4.0
 #: How long a refused client may be late, and still find the room that was kept for it.
 _GRACE_S = 1.0
@@ -47,26 +44,16 @@ class _Tenant:
     #: Monotonic seconds: by when its work is done at the speed of its share; and of its last request.
     finish: float
     asked_at: float
-    #: Requests, the older ones decayed: in about _MEMORY_S, and in about _LATELY_S.
+    #: Requests, the older ones decayed in about _MEMORY_S.
     num_asked: float = 0.0
-    num_lately: float = 0.0
 
     def ask(self, now: float) -> None:
-        passed_s = now - self.asked_at
-        self.num_asked = self.num_asked * math.exp(-passed_s / _MEMORY_S) + 1
-        self.num_lately = self.num_lately * math.exp(-passed_s / _LATELY_S) + 1
+        self.num_asked = self.num_asked * math.exp((self.asked_at - now) / _MEMORY_S) + 1
         self.asked_at = now
 
-    def usual_rate(self, now: float) -> float:
+    def rate(self, now: float) -> float:
         """Requests per second in the last ten seconds or so."""
         return self.num_asked * math.exp((self.asked_at - now) / _MEMORY_S) / _MEMORY_S
-
-    def rate(self, now: float) -> float:
-        """The same, or that of the last two seconds if these had more requests than chance makes of it."""
-        lately = self.num_lately * math.exp((self.asked_at - now) / _LATELY_S)
-        mean = self.usual_rate(now) * _LATELY_S
-        is_more = lately >= max(_and_deviations(mean, _DEVIATIONS), _NUM_NOISY)
-        return lately / _LATELY_S if is_more else self.usual_rate(now)
 
     def asks_much_less(self, other: _Tenant, now: float) -> bool:
         """By weight."""
@@ -132,7 +119,7 @@ class FairShares:
         if own is None:
             return [], 0.0
         small = {other: one for other, one in self._tenants.items() if one.asks_much_less(own, now)}
-        return list(small), sum([one.usual_rate(now) for one in small.values()])
+        return list(small), sum([one.rate(now) for one in small.values()])
 
     def asks_much_less(self, name: str, other: str) -> bool:
         """Than the other tenant, by weight; False unless both are active."""
