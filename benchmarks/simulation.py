@@ -37,6 +37,8 @@ from tandem_core.sampling import SamplingParams
 from tandem_core.step_cost import StepCost
 from tandem_engine.batch import Batch
 from tandem_engine.block_manager import BlockManager
+from tandem_engine.draft_source import Emitted, Likeliest
+from tandem_engine.draft_tree import DraftTree
 from tandem_engine.engine import Engine, StepOutput
 from tandem_engine.request import Request
 from tandem_engine.sampling.verify import Verifier
@@ -68,6 +70,8 @@ _ADMITTED, _REFUSED = "admitted-", "refused-"
 _RETRY_S = 1.0
 #: Tokens of the simulated engine: ids of the real tokenizer modulo this.
 _VOCABULARY = 64
+#: Of a simulated draft.
+_NUM_GUESSES = 4
 #: A pod sends something at least this often.
 _HEARTBEAT_S = 0.25
 #: Of the machine's slow changes.
@@ -134,13 +138,20 @@ class PodSpec:
     chunk_size: int = 512
     max_batch: int = 16
     enough_prompt_tokens: int = 128
+    #: Guesses that are right in a step, the mean over the texts; of each text another mean. 0: no drafts. A
+    #: guess costs as much as a token of a prompt.
+    right_guesses: float = 0.0
 
     def seconds(self, batch: Batch) -> float:
         """A step with prompts in it reads the weights once."""
-        prompts = [s for s in batch.sequences if s.num_new_tokens > 1 or not s.samples]
-        texts = [s for s in batch.sequences if s.num_new_tokens == 1 and s.samples]
+        prompts, texts, num_guesses = [], [], 0
+        for sequence in batch.sequences:
+            is_text = sequence.samples and sequence.num_new_tokens == 1 + len(sequence.draft or ())
+            (texts if is_text else prompts).append(sequence)
+            num_guesses += len(sequence.draft or ())
         pairs = sum(s.num_new_tokens * (2 * s.start + s.num_new_tokens) / 2 for s in prompts)
-        seconds = self.prefill.seconds(bool(prompts), sum(s.num_new_tokens for s in prompts), pairs)
+        num_tokens = num_guesses + sum(s.num_new_tokens for s in prompts)
+        seconds = self.prefill.seconds(bool(prompts), num_tokens, pairs)
         return seconds + self.decode.seconds(not prompts, len(texts), sum(s.start for s in texts))
 
 
@@ -175,10 +186,45 @@ class _Runner:
         pass
 
 
+class _Drafts:
+    """In place of a drafter: guesses as many tokens for each text. Texts differ in how many are right."""
+
+    def __init__(self, mean: float, seed: int) -> None:
+        self._mean, self._random = mean, random.Random(seed)
+        #: By request: how many guesses are right in a step, on average.
+        self._right: dict[str, float] = {}
+
+    def propose(
+        self, requests: Sequence[Request], max_nodes: int, share: float = 1.0
+    ) -> list[DraftTree | None]:
+        return [_chain(self._num_right(request.request_id), _NUM_GUESSES) for request in requests]
+
+    def _num_right(self, request_id: str) -> int:
+        if request_id not in self._right:
+            self._right[request_id] = self._random.expovariate(1 / self._mean)
+        mean = self._right[request_id]
+        return int(self._random.expovariate(math.log1p(1 / mean)))  # geometric, from 0
+
+    def observe_step(self, num_sequences: int, context: int, num_guesses: int, seconds: float) -> None:
+        pass
+
+    def extend(self, emitted: Sequence[Emitted], logits: torch.Tensor | Likeliest) -> None:
+        pass
+
+    def forget(self, request_id: str) -> None:
+        self._right.pop(request_id, None)
+
+
+def _chain(num_right: int, length: int) -> DraftTree:
+    """The simulated model says 0, whatever came before."""
+    tokens = [0 if index < num_right else 1 for index in range(length)]
+    return DraftTree(tuple(tokens), tuple(range(length)), ("output",) * length)
+
+
 class SimulatedPod:
     """A decode pod's engine behind what stands for its gRPC channel."""
 
-    def __init__(self, clock: VirtualTime, spec: PodSpec, speed: Speed) -> None:
+    def __init__(self, clock: VirtualTime, spec: PodSpec, speed: Speed, seed: int) -> None:
         self._clock, self._spec = clock, spec
         blocks = BlockManager(spec.num_blocks, spec.block_size)
         config = SchedulerConfig(
@@ -194,6 +240,7 @@ class SimulatedPod:
             Verifier(),
             blocks,
             vocab_size=_VOCABULARY,
+            drafter=_Drafts(spec.right_guesses, seed) if spec.right_guesses else None,
         )
         self._snapshot = self.engine.snapshot()
         #: What the engine's thread does before its next step.
@@ -362,7 +409,7 @@ class SimulatedSystem:
 
     def __post_init__(self) -> None:
         speed = Speed(self.clock, self.noise, self.drift, self.seed)
-        self.pod = SimulatedPod(self.clock, self.spec, speed)
+        self.pod = SimulatedPod(self.clock, self.spec, speed, self.seed)
         settings = GatewaySettings(model=Path(), decode=(_TARGET,), **self.settings)
         manifest = self.tokenizer.manifest
         self.fleet = Fleet(

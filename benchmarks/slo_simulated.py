@@ -1,12 +1,12 @@
 """`slo.py` on a simulated machine (simulation.py): what admission by prediction does where steps take exactly
 as long as the model of costs says, or as long as a shared machine makes them.
 
-    python benchmarks/slo_simulated.py --out FILE.md [--noise .1 --drift .15]
+    python benchmarks/slo_simulated.py --out FILE.md [--noise .1 --drift .15 --right-guesses 1.5]
 
-The same parts, loads and tables, one decode pod, drafts off. Each case begins with a fresh start. Refusals
-are judged by an oracle in place of probes: for up to REPLAYED of them the case is run again with the same
-requests admitted, and that one as well. Its refusal was wrong if it then meets its objectives and no fewer of
-the others meet theirs.
+The same parts, loads and tables, one decode pod, and no drafts, or ones that are right more often in some
+texts than in others. Each case begins with a fresh start. Refusals are judged by an oracle in place of
+probes: for up to REPLAYED of them the case is run again with the same requests admitted, and that one as
+well. Its refusal was wrong if it then meets its objectives and no fewer of the others meet theirs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 import structlog
-from simulation import SimulatedSystem
+from simulation import MEASURED, SimulatedSystem
 from slo import TENANTS, Benchmark, Case, Plan, System, add_arguments, plan_of, writer_of
 from slo_report import PROBE, SHAPES, finish
 from tandem_cli.bench.record import RequestRecord
@@ -89,15 +89,19 @@ def _spread(records: Sequence[RequestRecord], count: int) -> list[RequestRecord]
     return [records[int(number * step)] for number in range(min(count, len(records)))]
 
 
-def simulator(model_dir: Path, seed: int, noise: float, drift: float) -> Simulate:
+def simulator(
+    model_dir: Path, seed: int, noise: float = 0.0, drift: float = 0.0, right_guesses: float = 0.0
+) -> Simulate:
     """Of flags, `--set gateway.NAME=VALUE` count."""
-    tokenizer = Tokenizer(model_dir)
+    tokenizer, spec = Tokenizer(model_dir), replace(MEASURED, right_guesses=right_guesses)
 
     @contextlib.contextmanager
     def simulate(flags: str, decided: Mapping[Request, bool]) -> Iterator[SimulatedSystem]:
         found = re.findall(r"--set gateway\.([\w-]+)=(\S+)", flags)
         settings = {name.replace("-", "_"): value for name, value in found}
-        system = SimulatedSystem(tokenizer, settings, noise=noise, drift=drift, seed=seed, decided=decided)
+        system = SimulatedSystem(
+            tokenizer, settings, spec, noise=noise, drift=drift, seed=seed, decided=decided
+        )
         with system.started():
             yield system
 
@@ -108,6 +112,12 @@ def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--noise", type=float, default=0.0, help="standard deviation of the logarithm of a step's time")
     add("--drift", type=float, default=0.0, help="the same of the machine's changes over ten seconds")
+    add(
+        "--right-guesses",
+        type=float,
+        default=0.0,
+        help="of drafts in a step, the mean over texts that differ",
+    )
 
 
 def main() -> None:
@@ -122,7 +132,8 @@ def main() -> None:
         return
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     plan = plan_of(given)
-    simulate = simulator(model_loader.pull(given.model), given.seed, given.noise, given.drift)
+    model_dir = model_loader.pull(given.model)
+    simulate = simulator(model_dir, given.seed, given.noise, given.drift, given.right_guesses)
     benchmark = SimulatedBenchmark(plan, simulate, writer_of(given, plan))
     benchmark.measure()
     finish(benchmark.runs, given.out, given.plot)

@@ -96,6 +96,17 @@ def test_a_request_alone_takes_what_its_steps_cost(folder: Path) -> None:
     assert record.promise is not None and record.promise.e2e_p50_s == pytest.approx(record.e2e_s, rel=0.1)
 
 
+def test_texts_of_which_more_can_be_guessed_end_earlier(folder: Path) -> None:
+    system = SimulatedSystem(Tokenizer(folder), spec=replace(SPEC, right_guesses=1.5))
+    records = run(system, requests(12), ClosedLoop(1))
+    assert all(record.output_tokens == 20 for record in records)
+    for record in records:
+        # Each step has four guesses, which cost as much as tokens of a prompt; the last ones may have fewer.
+        assert record.e2e_s - record.ttft_s == pytest.approx(0.034 * len(record.gaps_s), rel=0.05)
+    num_steps = sorted(len(record.gaps_s) for record in records)
+    assert num_steps[0] < 6 and 10 < num_steps[-1] < 19, num_steps
+
+
 def test_equal_seeds_make_equal_runs_and_noise_other_ones(folder: Path) -> None:
     tokenizer = Tokenizer(folder)
     runs = [
@@ -134,7 +145,7 @@ def test_a_refused_request_is_run_again_as_if_it_had_been_admitted(folder: Path)
         options, {"ours": "", "fifo": "--set gateway.admission=fifo"}, ("poisson",), loads=(4.0,),
         seconds=4.0, capacity=8.0, warm_up_s=1.0,
     )  # fmt: skip
-    benchmark = SimulatedBenchmark(plan, simulator(folder, 0, 0.0, 0.0), None)
+    benchmark = SimulatedBenchmark(plan, simulator(folder, 0), None)
     runs = benchmark.measure()
     ours, again, fifo = runs
     assert (ours.system, again.point.workload, fifo.system) == ("ours", f"{PROBE}poisson", "fifo")
