@@ -190,20 +190,22 @@ class _Drafts:
     """In place of a drafter: guesses as many tokens for each text. Texts differ in how many are right."""
 
     def __init__(self, mean: float, seed: int) -> None:
-        self._mean, self._random = mean, random.Random(seed)
-        #: By request: how many guesses are right in a step, on average.
-        self._right: dict[str, float] = {}
+        self._mean, self._seed = mean, seed
+        #: By request: how many guesses are right in a step, on average, and chance. Both follow from the
+        #: prompt, so that what else runs does not change them.
+        self._texts: dict[str, tuple[float, random.Random]] = {}
 
     def propose(
         self, requests: Sequence[Request], max_nodes: int, share: float = 1.0
     ) -> list[DraftTree | None]:
-        return [_chain(self._num_right(request.request_id), _NUM_GUESSES) for request in requests]
+        return [_chain(self._num_right(request), _NUM_GUESSES) for request in requests]
 
-    def _num_right(self, request_id: str) -> int:
-        if request_id not in self._right:
-            self._right[request_id] = self._random.expovariate(1 / self._mean)
-        mean = self._right[request_id]
-        return int(self._random.expovariate(math.log1p(1 / mean)))  # geometric, from 0
+    def _num_right(self, request: Request) -> int:
+        if request.request_id not in self._texts:
+            chance = random.Random(hash((self._seed, *request.prompt_token_ids)))
+            self._texts[request.request_id] = chance.expovariate(1 / self._mean), chance
+        mean, chance = self._texts[request.request_id]
+        return int(chance.expovariate(math.log1p(1 / mean)))  # geometric, from 0
 
     def observe_step(self, num_sequences: int, context: int, num_guesses: int, seconds: float) -> None:
         pass
@@ -212,7 +214,7 @@ class _Drafts:
         pass
 
     def forget(self, request_id: str) -> None:
-        self._right.pop(request_id, None)
+        self._texts.pop(request_id, None)
 
 
 def _chain(num_right: int, length: int) -> DraftTree:

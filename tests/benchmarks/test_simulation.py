@@ -104,7 +104,7 @@ def test_texts_of_which_more_can_be_guessed_end_earlier(folder: Path) -> None:
         # Each step has four guesses, which cost as much as tokens of a prompt; the last ones may have fewer.
         assert record.e2e_s - record.ttft_s == pytest.approx(0.034 * len(record.gaps_s), rel=0.05)
     num_steps = sorted(len(record.gaps_s) for record in records)
-    assert num_steps[0] < 6 and 10 < num_steps[-1] < 19, num_steps
+    assert num_steps[0] < 6 and num_steps[-1] > 10, num_steps
 
 
 def test_equal_seeds_make_equal_runs_and_noise_other_ones(folder: Path) -> None:
