@@ -22,8 +22,8 @@ In the first three, an eighth or less of the requests that the first configurati
 once, as class batch, which is never refused and comes after all others. One that meets the objectives of its
 own class even so was refused wrongly.
 
-Each part but `fresh` begins with a fresh start and a warm-up that is not measured, and no prompt is used in
-two runs of a configuration.
+Each part but `fresh` begins with a fresh start and a warm-up that is not measured (none with --no-warm-up),
+and no prompt is used in two runs of a configuration.
 """
 
 from __future__ import annotations
@@ -213,11 +213,12 @@ class Benchmark:
         with self._start(name, self._plan.configurations[name]) as system:
             if self._plan.learning_requests:
                 self._send_batch(system, self._plan.learning_requests)
-            rate = WARM_UP_LOAD * (self._capacity or 1.0)
-            count = math.ceil(rate * self._plan.warm_up_s)
-            options = replace(self._options(count, TENANTS), mix=MIX)
-            requests = RequestMaker(options).make("retail", self._take(count))
-            self._send(system, requests, OpenLoop(rate, self._plan.options.seed))
+            if self._plan.warm_up_s:
+                rate = WARM_UP_LOAD * (self._capacity or 1.0)
+                count = math.ceil(rate * self._plan.warm_up_s)
+                options = replace(self._options(count, TENANTS), mix=MIX)
+                requests = RequestMaker(options).make("retail", self._take(count))
+                self._send(system, requests, OpenLoop(rate, self._plan.options.seed))
             yield system
 
     def _measure_capacity(self, system: System, name: str) -> None:
@@ -504,6 +505,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--trace", type=Path, help="instead of the head of Mooncake's conversation trace")
     add("--input-tokens", type=int, default=512, help="of prompts; in the trace their mean")
     add("--max-tokens", type=int, default=48)
+    add("--no-warm-up", action="store_true", help="send the first load right after the start")
     add("--seed", type=int, default=0)
     add("--timeout", type=float, default=600.0, help="seconds for a run")
 
@@ -524,7 +526,7 @@ def plan_of(given: argparse.Namespace) -> Plan:
         seed=given.seed,
         timeout=given.timeout,
     )
-    return Plan(
+    plan = Plan(
         options,
         configurations,
         tuple(given.parts.split(",")),
@@ -533,6 +535,7 @@ def plan_of(given: argparse.Namespace) -> Plan:
         given.capacity,
         given.trace,
     )
+    return replace(plan, learning_requests=0, warm_up_s=0.0) if given.no_warm_up else plan
 
 
 def writer_of(given: argparse.Namespace, plan: Plan) -> RecordsWriter | None:

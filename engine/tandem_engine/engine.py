@@ -147,9 +147,10 @@ class Engine:
         self._max_draft_nodes = min(max_draft_nodes, MAX_TREE_NODES - 1)
         self.layer_listener = layer_listener
 
-    def measure_costs(self, *, decodes: bool) -> None:
+    def measure_costs(self, *, decodes: bool, slowed_by: float = 1.0) -> None:
         """Computes prompts that nobody asked for. Then costs of steps are known before the first request,
-        and none is slowed by the first use of memory. With a large model it takes seconds."""
+        and none is slowed by the first use of memory. With a large model it takes seconds. `slowed_by`: how
+        many times as long the same steps will take under load."""
         config, blocks = self.scheduler.config, self.blocks
         drafter, self._drafter = self._drafter, None
         caches, blocks.enable_prefix_caching = blocks.enable_prefix_caching, False
@@ -163,6 +164,8 @@ class Engine:
         if decodes and most >= _MEASURED_BATCH * (_MEASURED_BATCH_PROMPT + num_output):
             self._compute([_MEASURED_BATCH_PROMPT] * min(_MEASURED_BATCH, config.max_batch), num_output)
         self._drafter, blocks.enable_prefix_caching = drafter, caches
+        for times in (self.prefill_times, self.decode_times):
+            times.expect_load(slowed_by)
         # What texts gain is not known yet: these had no drafts.
         self.tokens_per_step = TokensPerStep()
 

@@ -53,8 +53,9 @@ class StepTimes:
     def __init__(self, terms: tuple[int, ...] = PROMPT_TERMS) -> None:
         """`terms`: the likeliest first."""
         self._terms = terms
-        #: (tokens, pairs, seconds, time of the end) by size: the powers of two of tokens and pairs.
-        self._steps: dict[tuple[int, int], deque[tuple[float, float, float, float]]] = {}
+        #: (tokens, pairs, seconds, seconds without load, time of the end) by size: the powers of two of
+        #: tokens and pairs.
+        self._steps: dict[tuple[int, int], deque[tuple[float, float, float, float, float]]] = {}
         self._fitted = StepCost()
         self._fitted_at = -math.inf
 
@@ -63,7 +64,16 @@ class StepTimes:
         if size not in self._steps:
             # A new dict: another thread may be reading the old one.
             self._steps = {**self._steps, size: deque(maxlen=_STEPS_PER_SIZE)}
-        self._steps[size].append((num_tokens, num_pairs, seconds, time.monotonic()))
+        self._steps[size].append((num_tokens, num_pairs, seconds, seconds, time.monotonic()))
+
+    def expect_load(self, factor: float) -> None:
+        """The steps so far had the machine for themselves. Under load they would have taken `factor` times as
+        long, which is what counts until there are steps that did."""
+        self._steps = {
+            size: deque([(n, pairs, s * factor, alone, at) for n, pairs, s, alone, at in steps], steps.maxlen)
+            for size, steps in self._steps.items()
+        }
+        self._fitted_at = -math.inf
 
     def cost(self) -> StepCost:
         """All zero before the first step."""
@@ -115,8 +125,9 @@ class TokensPerStep:
 
 
 def _fit(steps: NDArray[np.float64], terms: tuple[int, ...], now: float) -> StepCost:
-    """`steps` [n, 4]: tokens, pairs, seconds, time of the end. Errors count relative to the step's length."""
-    tokens, pairs, seconds, ended = steps.T
+    """`steps` [n, 5]: tokens, pairs, seconds, these without load, time of the end. Errors count relative to
+    the step's length."""
+    tokens, pairs, seconds, alone, ended = steps.T
     features = np.stack([np.ones_like(tokens), tokens, pairs], axis=1)
     weights = np.maximum(0.5 ** ((now - ended) / _HALF_LIFE_S), _LEAST_WEIGHT)
     rows = features * (np.sqrt(weights) / seconds)[:, None]
@@ -135,8 +146,8 @@ def _fit(steps: NDArray[np.float64], terms: tuple[int, ...], now: float) -> Step
         if error < least - 1e-9:
             best, least = np.zeros(_NUM_TERMS), error
             best[some] = found
-    ratios = seconds / (features @ best)
-    level = np.average(np.minimum(ratios, _LONGEST), weights=weights)
-    unloaded = min(1.0, float(np.quantile(ratios, _FASTEST) / level))
+    fitted = features @ best
+    level = np.average(np.minimum(seconds / fitted, _LONGEST), weights=weights)
+    unloaded = min(1.0, float(np.quantile(alone / fitted, _FASTEST) / level))
     per_step, per_token, per_pair = (level * best).tolist()
     return StepCost(per_step, per_token, per_pair, unloaded)

@@ -90,6 +90,23 @@ def test_the_unloaded_share_is_that_of_the_fastest_steps():
     assert alone == pytest.approx(TRUE.prompt_seconds(0, 1024, 512), rel=0.15)
 
 
+def test_load_is_expected_until_it_is_seen(monkeypatch):
+    times, now = StepTimes(), 1000.0
+    monkeypatch.setattr(step_times.time, "monotonic", lambda: now)
+    true_s = TRUE.prompt_seconds(0, 1024, 512)
+    for start in (0, 512, 1024):
+        observe(times, TRUE, start, 512)
+    assert times.cost().prompt_seconds(0, 1024, 512) == pytest.approx(true_s)
+    times.expect_load(2.0)
+    cost = times.cost()
+    assert cost.prompt_seconds(0, 1024, 512) == pytest.approx(2 * true_s)
+    assert cost.unloaded * cost.prompt_seconds(0, 1024, 512) == pytest.approx(true_s)
+    now += 60
+    for start in (0, 512, 1024):
+        observe(times, TRUE, start, 512, noise=1.3)
+    assert times.cost().prompt_seconds(0, 1024, 512) == pytest.approx(1.3 * true_s, rel=0.02)
+
+
 def test_tokens_of_a_step_are_counted_by_the_size_of_the_batch():
     gained = TokensPerStep()
     assert (gained.mean, gained.by_batch()) == (1.0, [])

@@ -63,9 +63,9 @@ class Delays:
     def patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         measure_costs, step, take_frame = Engine.measure_costs, Engine.step, KVSender.take_frame
 
-        def measure(engine: Engine, *, decodes: bool) -> None:
+        def measure(engine: Engine, *, decodes: bool, slowed_by: float) -> None:
             self.engines[decodes] = engine
-            measure_costs(engine, decodes=decodes)
+            measure_costs(engine, decodes=decodes, slowed_by=slowed_by)
 
         def slow_step(engine: Engine) -> object:
             is_slow = engine in self.slow and engine.has_work()

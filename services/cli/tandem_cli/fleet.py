@@ -222,7 +222,7 @@ class _Planner:
     def _model_flags(self) -> list[str]:
         options = self._options
         flags = ["--model", str(options.model_dir), "--dtype", options.dtype]
-        flags += ["--quantization", options.quantization]
+        flags += ["--quantization", options.quantization, "--shares-cores"]
         if options.max_model_len:
             flags += ["--max-model-len", str(options.max_model_len)]
         if options.memory_bytes:

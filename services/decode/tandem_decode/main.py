@@ -64,7 +64,7 @@ async def open_pod(pod: DecodeSettings) -> AsyncIterator[PodServer]:
     tls = pod.pod_tls()
     drafter = Drafter(None, DraftPolicy(mode=SpeculationMode(pod.speculation)))
     parts = await asyncio.to_thread(assemble, pod.engine_config(max_draft_nodes=pod.draft_nodes), drafter)
-    await asyncio.to_thread(step_costs.measure, parts.engine, decodes=True)
+    await asyncio.to_thread(step_costs.measure, parts.engine, decodes=True, shares_cores=pod.shares_cores)
     loop = EngineLoop(parts.engine, on_failure=exit_process)
     receiver = ZmqReceiver(
         parts.layout,

@@ -2,6 +2,10 @@
 
 The pods of `tandem up` start together, and each measures on all cores. At the same time, each would find that
 steps take twice as long as they do alone, and the gateway would refuse requests that could be served.
+
+When they serve, the gateway, clients and the lookahead service use the same cores, and steps take longer. A
+gateway that does not know it before the first of these steps lets too many requests in when a system that was
+just started gets more load than it can do (benchmarks/results/slo.md).
 """
 
 from __future__ import annotations
@@ -19,13 +23,18 @@ from tandem_engine.engine import Engine
 #: The longest wait for one's turn: a pod that was stopped while it measures keeps no other one from serving.
 _TURN_S = 10.0
 _POLL_S = 0.02
+#: By what a gateway, clients and the lookahead service slow steps, times the number of cores. With twice as
+#: much, some of eight clients of a system that was just started were refused though it could have served
+#: them (benchmarks/results/slo.md).
+_OTHERS = 1.0
 
 
-def measure(engine: Engine, *, decodes: bool) -> None:
+def measure(engine: Engine, *, decodes: bool, shares_cores: bool) -> None:
     """`Engine.measure_costs` in turn; at once where Tandem's folder does not exist, as in a container, which
-    shares it with no other pod."""
+    shares it with no other pod. `shares_cores`: a gateway and clients will use the same CPU cores."""
+    slowed_by = 1.0 + _OTHERS / len(os.sched_getaffinity(0)) if shares_cores else 1.0
     with _turn(registry.cache_root()):
-        engine.measure_costs(decodes=decodes)
+        engine.measure_costs(decodes=decodes, slowed_by=slowed_by)
 
 
 @contextlib.contextmanager
