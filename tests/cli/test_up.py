@@ -28,7 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-arguments = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+arguments = dict(zip(sys.argv[1:], sys.argv[2:]))  # of a flag without a value, what follows it
 if "--crash" in arguments:
     sys.exit(int(arguments["--crash"]))
 server = grpc.server(ThreadPoolExecutor(2))
