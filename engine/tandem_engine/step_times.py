@@ -53,8 +53,8 @@ class StepTimes:
     def __init__(self, terms: tuple[int, ...] = PROMPT_TERMS) -> None:
         """`terms`: the likeliest first."""
         self._terms = terms
-        #: (tokens, pairs, seconds, seconds without load, time of the end) by size: the powers of two of
-        #: tokens and pairs.
+        #: (tokens, pairs, seconds, seconds as measured, time of the end) by size: the powers of two of tokens
+        #: and pairs. The two differ in steps before `expect_load`.
         self._steps: dict[tuple[int, int], deque[tuple[float, float, float, float, float]]] = {}
         self._fitted = StepCost()
         self._fitted_at = -math.inf
@@ -70,7 +70,7 @@ class StepTimes:
         """The steps so far had the machine for themselves. Under load they would have taken `factor` times as
         long, which is what counts until there are steps that did."""
         self._steps = {
-            size: deque([(n, pairs, s * factor, alone, at) for n, pairs, s, alone, at in steps], steps.maxlen)
+            size: deque(((n, pairs, s * factor, took, at) for n, pairs, s, took, at in steps), steps.maxlen)
             for size, steps in self._steps.items()
         }
         self._fitted_at = -math.inf
@@ -125,9 +125,9 @@ class TokensPerStep:
 
 
 def _fit(steps: NDArray[np.float64], terms: tuple[int, ...], now: float) -> StepCost:
-    """`steps` [n, 5]: tokens, pairs, seconds, these without load, time of the end. Errors count relative to
+    """`steps` [n, 5]: tokens, pairs, seconds, seconds as measured, time of the end. Errors count relative to
     the step's length."""
-    tokens, pairs, seconds, alone, ended = steps.T
+    tokens, pairs, seconds, measured, ended = steps.T
     features = np.stack([np.ones_like(tokens), tokens, pairs], axis=1)
     weights = np.maximum(0.5 ** ((now - ended) / _HALF_LIFE_S), _LEAST_WEIGHT)
     rows = features * (np.sqrt(weights) / seconds)[:, None]
@@ -148,6 +148,6 @@ def _fit(steps: NDArray[np.float64], terms: tuple[int, ...], now: float) -> Step
             best[some] = found
     fitted = features @ best
     level = np.average(np.minimum(seconds / fitted, _LONGEST), weights=weights)
-    unloaded = min(1.0, float(np.quantile(alone / fitted, _FASTEST) / level))
+    unloaded = min(1.0, float(np.quantile(measured / fitted, _FASTEST) / level))
     per_step, per_token, per_pair = (level * best).tolist()
     return StepCost(per_step, per_token, per_pair, unloaded)

@@ -23,9 +23,9 @@ from tandem_engine.engine import Engine
 #: The longest wait for one's turn: a pod that was stopped while it measures keeps no other one from serving.
 _TURN_S = 10.0
 _POLL_S = 0.02
-#: By what a gateway, clients and the lookahead service slow steps, times the number of cores. With twice as
-#: much, some of eight clients of a system that was just started were refused though it could have served
-#: them (benchmarks/results/slo.md).
+#: What a gateway, clients and the lookahead service add to the length of a step on one core, as a share of
+#: it; on n cores an n-th of that. Measured on two cores only: with twice as much, some of eight clients of a
+#: system that was just started were refused though it could have served them (benchmarks/results/slo.md).
 _OTHERS = 1.0
 
 
