@@ -56,7 +56,7 @@ from tandem_gateway.relay import Relay
 from tandem_gateway.request import ReceivedRequest, TokenizedRequest
 from tandem_gateway.routing import OutputLengths, Router
 from tandem_gateway.settings import GatewaySettings
-from tandem_pod.status import due_at, token_objective
+from tandem_pod.status import due_at, end_due_at, token_objective
 from tandem_proto.v1 import common_pb2, decode_pb2
 from tandem_service.discovery import Discovery
 from tandem_service.interceptors import REQUEST_ID_KEY
@@ -299,6 +299,8 @@ class SimulatedPod:
             sampling,
             due=due_at(message),
             token_s=token_objective(message),
+            ends_by=end_due_at(message),
+            num_expected=message.expected_tokens,
         )
         call = self._calls[message.request_id] = _Call(self, message.request_id, self._clock.now())
         self._do(lambda: self.engine.add(request))

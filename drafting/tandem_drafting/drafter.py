@@ -17,11 +17,14 @@ sequence whose best candidate stays far below its cost backs off: it is drafted 
 eighth or sixteenth step, the same steps for all such sequences.
 
 The most tokens per second over the batch may be too slow for a sequence of which no guess is accepted. So
-T(Q) stays below the tightest objective per token of the batch, but for those that T(0) does not keep either.
+T(Q) stays below the tightest objective of the batch, but for those that T(0) does not keep either: an
+objective per token, or the time until an end is due over the tokens that are left.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from array import array
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -155,7 +158,7 @@ class Drafter:
         self, requests: Sequence[Request], max_nodes: int, share: float = 1.0
     ) -> list[DraftTree | None]:
         """One tree of at most `max_nodes` guesses per request, None where nothing pays. share: of the time
-        that their objectives per token leave, what guesses may take; what guides force is sent even so.
+        that their objectives leave, what guesses may take; what guides force is sent even so.
 
         The price counts every request given, so pass the whole decoding batch. Requests that are not
         decoding get None. Nothing beyond a request's max_tokens is guessed, and nothing that its guide
@@ -201,12 +204,13 @@ class Drafter:
             sequence.back_off(has_draft=tree is not None, is_hopeless=bool(is_hopeless))
 
     def _in_time(self, seconds: array[float], requests: Sequence[Request], share: float) -> array[float]:
-        """The part of the curve that keeps the tightest objective per token that can be kept."""
+        """The part of the curve that keeps the tightest objective that can be kept."""
         if not self._unit_s:
             return seconds
         plain = seconds[0]
-        limits = [request.token_s / self._unit_s for request in requests if request.token_s]
-        kept = [limit for limit in limits if limit * _MAX_ERROR >= plain]
+        now = time.monotonic()
+        limits = [request.token_limit_s(now) / self._unit_s for request in requests]
+        kept = [limit for limit in limits if plain <= limit * _MAX_ERROR < math.inf]
         if not kept:
             return seconds
         limit = plain + share * (min(kept) - plain)

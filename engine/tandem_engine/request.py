@@ -62,6 +62,10 @@ class Request:
     due: float = math.inf
     #: Objective in seconds per output token; 0: none. Prompts in the same steps are cut to keep it.
     token_s: float = 0.0
+    #: When its last token should be there, in monotonic seconds; inf: no objective.
+    ends_by: float = math.inf
+    #: Output tokens that it is expected to have in the end; 0: as many as it may.
+    num_expected: int = 0
 
     output_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
@@ -131,6 +135,17 @@ class Request:
     def is_decoding(self) -> bool:
         """Only the last sampled token is missing from the KV cache."""
         return bool(self.output_token_ids) and self.num_uncomputed_tokens == 1
+
+    def token_limit_s(self, now: float) -> float:
+        """Seconds per output token that keep its objectives from now on, in monotonic seconds, if each step
+        gains one; inf: none. At most 0: it is late."""
+        limit = self.token_s or math.inf
+        if self.ends_by == math.inf:
+            return limit
+        num_tokens, most = len(self.output_token_ids), self.sampling.max_tokens
+        # One that should have ended takes a quarter more, as the gateway expects.
+        expected = max(self.num_expected or most, num_tokens + max(num_tokens // 4, 1))
+        return min(limit, (self.ends_by - now) / max(min(expected, most) - num_tokens, 1))
 
     @property
     def num_matchable_tokens(self) -> int:

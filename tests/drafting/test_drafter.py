@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from array import array
 
 import pytest
@@ -305,6 +306,26 @@ def test_an_objective_per_token_that_cannot_be_kept_leaves_others_theirs():
     assert (
         limited.num_guesses(0.005, 0.023) == limited.num_guesses(0.0, 0.023) < limited.num_guesses(0.0, 0.0)
     )
+
+
+def test_the_time_that_is_left_until_its_end_limits_guesses_as_an_objective_per_token_does():
+    limited = Limited()
+    limited.run(0.0)
+    limited.run(0.024)
+    request = request_at(limited.text, 99, "0")
+
+    def num_guesses(left_s: float, num_left: int) -> int:
+        request.ends_by = time.monotonic() + left_s
+        request.num_expected = len(request.output_token_ids) + num_left
+        tree = limited.drafter.propose([request], 15)[0]
+        return len(tree) if tree is not None else 0
+
+    most = limited.num_guesses(0.0)
+    assert num_guesses(100.0, 100) == most
+    assert num_guesses(2.4, 100) == limited.num_guesses(0.024) < most
+    assert num_guesses(2.4, 50) == most, "the text gained tokens by its guesses"
+    assert num_guesses(1.9, 100) == 0, "steps without guesses may take less than the curve says"
+    assert num_guesses(-1.0, 100) == most, "it is late"
 
 
 def test_what_was_measured_with_guesses_alone_is_measured_without_before_an_objective_is_given_up():

@@ -6,7 +6,7 @@ import time
 import grpc
 import pytest
 from otlp_collector import ERROR, collecting
-from tandem_proto.v1 import gateway_pb2
+from tandem_proto.v1 import common_pb2, gateway_pb2
 from waiting import until
 
 USER = [gateway_pb2.ChatMessage(role="user", content="hi")]
@@ -26,6 +26,23 @@ async def test_a_request_moves_to_the_second_pod(status, pods, gateway):
     assert await _text(front) == ("Hello there!", "good")
     assert len(bad.requests) == 1
     assert await front.metric("tandem_decode_failovers_total") == 1
+
+
+@pytest.mark.parametrize(("slo_class", "end_s"), [("interactive", 5.0), ("chat", None), ("batch", None)])
+async def test_a_pod_is_told_when_the_answer_has_to_end(slo_class, end_s, pods, gateway):
+    lost = await pods("lost", fail_with=grpc.StatusCode.UNAVAILABLE, fail_after=2, free_blocks=100)
+    other = await pods("other", free_blocks=50)
+    front = await gateway(lost, other)
+    sampling = common_pb2.SamplingParams(max_tokens=20, ignore_eos=True)
+    call = front.grpc.Chat(
+        gateway_pb2.ChatRequest(messages=USER, sampling=sampling, slo_class=slo_class), timeout=10
+    )
+    assert [m async for m in call][-1].HasField("end")
+    for sent, num_left in (lost.requests[0], 20), (other.requests[0], 18):
+        assert sent.expected_tokens == num_left
+        assert sent.HasField("end_seconds") is (end_s is not None)
+        if end_s is not None:
+            assert end_s - 2 < sent.end_seconds <= end_s
 
 
 async def test_a_killed_pod_is_not_asked_again_until_it_is_back(pods, gateway):

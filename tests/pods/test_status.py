@@ -16,7 +16,7 @@ from tandem_engine.gpu_block_store import CopyCounts
 from tandem_engine.loop import EngineLoop
 from tandem_engine.scheduler import PromptWork, RequestCounts, SchedulerConfig
 from tandem_engine.step_times import StepTimes
-from tandem_pod.status import PodGauges, due_at, pod_status, refreshing_gauges, token_objective
+from tandem_pod.status import PodGauges, due_at, end_due_at, pod_status, refreshing_gauges, token_objective
 from tandem_proto.v1 import common_pb2, decode_pb2, prefill_pb2
 from waiting import until
 
@@ -168,6 +168,14 @@ def test_a_deadline_is_always_a_number(sent, seconds):
     fields = {} if sent is None else {"due_seconds": sent}
     for message in (decode_pb2.DecodeRequest(**fields), prefill_pb2.PrefillRequest(**fields)):
         assert due_at(message) - time.monotonic() == pytest.approx(seconds, abs=0.5)
+
+
+@pytest.mark.parametrize(
+    ("sent", "seconds"), [(None, math.inf), (1.5, 1.5), (-3.0, -3.0), (math.nan, 0), (math.inf, 86_400)]
+)
+def test_the_deadline_of_the_last_token_is_a_number_or_never(sent, seconds):
+    message = decode_pb2.DecodeRequest() if sent is None else decode_pb2.DecodeRequest(end_seconds=sent)
+    assert end_due_at(message) - time.monotonic() == pytest.approx(seconds, abs=0.5)
 
 
 @pytest.mark.parametrize(

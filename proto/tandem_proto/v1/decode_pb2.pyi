@@ -36,6 +36,8 @@ class DecodeRequest(_message.Message):
     ONE_TOKEN_CHUNKS_FIELD_NUMBER: _builtins.int
     DUE_SECONDS_FIELD_NUMBER: _builtins.int
     TOKEN_SECONDS_FIELD_NUMBER: _builtins.int
+    END_SECONDS_FIELD_NUMBER: _builtins.int
+    EXPECTED_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     tenant: _builtins.str
     """Tenant of the caller; isolates caches. Empty: the default tenant."""
@@ -61,6 +63,12 @@ class DecodeRequest(_message.Message):
     """
     token_seconds: _builtins.float
     """Objective in seconds per output token; 0: none. The pod computes other prompts in chunks that keep it."""
+    end_seconds: _builtins.float
+    """Seconds until the last token should be there; negative: it is late. The pod drafts less for the texts beside this
+    one where it would come too late by their guesses. Unset: no objective.
+    """
+    expected_tokens: _builtins.int
+    """Tokens that the answer is expected to have beyond output_token_ids; 0: as many as it may."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -93,14 +101,21 @@ class DecodeRequest(_message.Message):
         one_token_chunks: _builtins.bool = ...,
         due_seconds: _builtins.float | None = ...,
         token_seconds: _builtins.float = ...,
+        end_seconds: _builtins.float | None = ...,
+        expected_tokens: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_due_seconds", b"_due_seconds", "due_seconds", b"due_seconds", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_due_seconds", b"_due_seconds", "_end_seconds", b"_end_seconds", "due_seconds", b"due_seconds", "end_seconds", b"end_seconds", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_due_seconds", b"_due_seconds", "crashes", b"crashes", "decode_retries", b"decode_retries", "due_seconds", b"due_seconds", "kv_source", b"kv_source", "one_token_chunks", b"one_token_chunks", "output_token_ids", b"output_token_ids", "prefill_targets", b"prefill_targets", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "tenant", b"tenant", "token_seconds", b"token_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_due_seconds", b"_due_seconds", "_end_seconds", b"_end_seconds", "crashes", b"crashes", "decode_retries", b"decode_retries", "due_seconds", b"due_seconds", "end_seconds", b"end_seconds", "expected_tokens", b"expected_tokens", "kv_source", b"kv_source", "one_token_chunks", b"one_token_chunks", "output_token_ids", b"output_token_ids", "prefill_targets", b"prefill_targets", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "speculation", b"speculation", "tenant", b"tenant", "token_seconds", b"token_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__due_seconds: _TypeAlias = _typing.Literal["due_seconds"]  # noqa: Y015
     _WhichOneofArgType__due_seconds: _TypeAlias = _typing.Literal["_due_seconds", b"_due_seconds"]  # noqa: Y015
+    _WhichOneofReturnType__end_seconds: _TypeAlias = _typing.Literal["end_seconds"]  # noqa: Y015
+    _WhichOneofArgType__end_seconds: _TypeAlias = _typing.Literal["_end_seconds", b"_end_seconds"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__due_seconds) -> _WhichOneofReturnType__due_seconds | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__end_seconds) -> _WhichOneofReturnType__end_seconds | None: ...
 
 Global___DecodeRequest: _TypeAlias = DecodeRequest  # noqa: Y015
 

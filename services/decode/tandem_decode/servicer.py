@@ -40,7 +40,7 @@ from tandem_engine.scheduler import append_tokens, text_end
 from tandem_engine.transport.incoming import KVReceiver
 from tandem_engine.transport.outgoing import KVSender
 from tandem_pod.engine_watch import leave_if_stuck
-from tandem_pod.status import decode_cost, due_at, pod_status, token_objective
+from tandem_pod.status import decode_cost, due_at, end_due_at, pod_status, token_objective
 from tandem_prefill.servicer import PrefillServicer
 from tandem_proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc
 from tandem_service.tracing import RequestTrace, Tracing, current
@@ -393,6 +393,10 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             guide=self._parts.guide_state(sampling.guide),
             due=due_at(message),
             token_s=token_objective(message),
+            ends_by=end_due_at(message),
+            num_expected=len(message.output_token_ids) + message.expected_tokens
+            if message.expected_tokens
+            else 0,
         )
         if message.output_token_ids and request.search is not None:
             raise InvalidRequestError(

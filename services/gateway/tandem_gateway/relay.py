@@ -225,6 +225,7 @@ class Relay:
             {"tandem.answer.tokens_before": len(tokens), "tandem.decode.retries": num_lost},
         )
         stub = decode_pb2_grpc.DecodeServiceStub(pod.channel)  # type: ignore[no-untyped-call]
+        num_left, now = route.tokens_left(len(tokens)), time.monotonic()
         call = stub.Decode(
             decode_pb2.DecodeRequest(
                 request_id=request.request_id,
@@ -238,8 +239,10 @@ class Relay:
                 crashes=int(num_crashed),
                 kv_source=kv_source,
                 one_token_chunks=request.one_token_events,
-                due_seconds=request.due - time.monotonic(),
+                due_seconds=request.due - now,
                 token_seconds=request.slo.tpot_s,
+                end_seconds=request.arrived + request.slo.e2e_s - now if request.slo.e2e_s else None,
+                expected_tokens=num_left,
             ),
             timeout=max(0.001, request.deadline - time.monotonic()),
             metadata=((REQUEST_ID_KEY, request.request_id), *trace.metadata),
@@ -250,7 +253,7 @@ class Relay:
         limit = request.arrived + (request.slo.ttft_s or math.inf)
         backlog.add(request.request_id, request.due, route.prefill_s, limit=limit)
         num_tokens = len(tokens)
-        pod.tokens_left[request.request_id] = route.tokens_left(num_tokens)
+        pod.tokens_left[request.request_id] = num_left
         responses = aiter(call)
         is_accepted = is_finished = False
         try:

@@ -40,8 +40,16 @@ _LONGEST_S = 86_400.0
 
 def due_at(message: decode_pb2.DecodeRequest | prefill_pb2.PrefillRequest) -> float:
     """The deadline of the request's first token, in monotonic seconds."""
-    seconds = message.due_seconds if message.HasField("due_seconds") else _DEFAULT_DUE_S
-    # NaN has no place in an order.
+    return _at(message.due_seconds if message.HasField("due_seconds") else _DEFAULT_DUE_S)
+
+
+def end_due_at(message: decode_pb2.DecodeRequest) -> float:
+    """The deadline of the request's last token, in monotonic seconds; inf: none."""
+    return _at(message.end_seconds) if message.HasField("end_seconds") else math.inf
+
+
+def _at(seconds: float) -> float:
+    """In monotonic seconds. NaN has no place in an order."""
     return time.monotonic() + (min(max(seconds, -_LONGEST_S), _LONGEST_S) if seconds == seconds else 0.0)
 
 
