@@ -470,10 +470,10 @@ class SimulatedSystem:
 class _DecidedAdmission(Admission):
     """With the effects of its own decision, so that equal decisions make equal runs."""
 
-    def _judge(self, request: TokenizedRequest, num_places: int = 1) -> Admitted:
+    def _judge(self, request: TokenizedRequest, num_places: int = 1, num_others: int = 0) -> Admitted:
         refusal, admitted = None, None
         try:
-            admitted = super()._judge(request, num_places)
+            admitted = super()._judge(request, num_places, num_others)
         except OverloadedError as error:
             refusal = error
         if request.request_id.startswith(_REFUSED):

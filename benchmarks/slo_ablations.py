@@ -42,7 +42,7 @@ Ablation: TypeAlias = Callable[[], AbstractContextManager[object]]
 class _FixedLimit:
     """In place of one that adapts."""
 
-    def __init__(self, highest: int) -> None:
+    def __init__(self, highest: int, *, recovery: float = 1.0) -> None:
         self.value = float(highest)
 
     def ended(self, *, met: bool) -> None:
@@ -81,9 +81,9 @@ def _compared_last(self: Admission, admitted: Admitted, ended_at: float) -> None
         self._forecaster.took(admitted.request, admitted.route, admitted.left_then_s, left_s)
 
 
-def _overtaking_on_average(self: FairShares, name: str, seconds: float) -> float:
-    _, rate = self._asking_much_less(name)
-    return rate * seconds
+def _overtaking_on_average(self: FairShares, name: str, seconds: float, work_s: float) -> float:
+    _, rate, mean_work_s = self._asking_much_less(name)
+    return rate * seconds * mean_work_s / work_s
 
 
 def _no_room(self: FairShares, *_: object) -> int:

@@ -22,6 +22,13 @@ def judge(forecaster: FixedForecaster, *, slack: float = 0.0, asked: TokenizedRe
     return admission._judge(asked or request())
 
 
+def asks(admission: Admission, tenant: str, count: int = 1) -> None:
+    """A tenant of weight 1, for so many requests like those of `request`."""
+    work_s = admission._forecaster.forecast(request(), 0.0).route.work_s
+    for _ in range(count):
+        admission._shares.ask(tenant, 1.0, work_s)
+
+
 class TestJudgement:
     def test_what_will_meet_its_objectives_is_admitted(self):
         admitted = judge(FixedForecaster(ttft=0.9))
@@ -77,7 +84,7 @@ class TestJudgement:
 
     def test_an_idle_system_refuses_nobody_but_who_is_strict(self):
         forecaster = FixedForecaster(ttft=1.5)
-        forecaster.pod.in_flight = 0
+        forecaster.pod.is_idle = True
         judge(forecaster)
         with pytest.raises(OverloadedError, match=r"predicted after 1\.50 s") as info:
             judge(forecaster, asked=request(replace(SLO, is_strict=True)))
@@ -379,6 +386,41 @@ class TestJudgement:
         done.set()
         await asyncio.gather(*waiting)
 
+    async def test_room_that_no_end_makes_is_found_by_looking(self):
+        """A text that goes on, or a client that was expected back and did not come."""
+        forecaster = FixedForecaster(ttft=0.1, token_s=0.2)
+        admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
+        async with admission.slot(request()):
+            forecaster.high_of_left = 100.0
+
+            async def waits() -> None:
+                async with admission.slot(request(SloTarget("batch"))):
+                    pass
+
+            waiting = asyncio.create_task(waits())
+            await run_ready_tasks()
+            assert admission.num_waiting == 1
+            forecaster.high_of_left = 0.1
+            async with asyncio.timeout(5):
+                await waiting
+        assert admission.num_waiting == 0
+
+    def test_the_longest_of_several_prompts_waits_for_the_others(self):
+        forecaster = FixedForecaster(ttft=0.5)
+        admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
+        admission._judge(request(prompt=(1, 2)), 2, 6)
+        # Each of its two tokens takes .05 s.
+        with pytest.raises(OverloadedError, match=r"first token is predicted after 1\.70 s"):
+            admission._judge(request(prompt=(1, 2)), 2, 24)
+
+    async def test_what_several_prompts_took_is_no_measure_of_predictions(self):
+        forecaster = FixedForecaster(ttft=0.1)
+        admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
+        async with admission.slot(request(), 2, 5) as admitted:
+            admission.started(admitted, ttft_s=0.5)
+            admission.ended(admitted, e2e_s=1.0, num_tokens=8, met=True)
+        assert [name for name, *_ in forecaster.observed] == ["tokens"]
+
     async def test_requests_without_objectives_make_way_while_others_are_refused(self):
         forecaster = FixedForecaster(ttft=0.5)
         admission = Admission(forecaster, max_in_flight=16, max_queue=8, policy=Policy.PREDICT, slack=0.0)
@@ -390,7 +432,7 @@ class TestJudgement:
             for _ in range(6):
                 with pytest.raises(OverloadedError):
                     admission._judge(request())
-                admission._best_effort_limit._lowered_at = 0.0  # a second later
+                admission._best_effort_limit._lowered_at = 0.0  # more than a second later
             fits.append(admission._fits(request(SloTarget("batch"))))
             assert admission._fits(request()), "those with objectives have a place"
         assert fits == [True, False]
@@ -475,11 +517,10 @@ async def test_who_asks_for_less_than_a_noisy_tenant_is_refused_only_if_it_is_li
     async with admission.slot(request()):
         # By the upper quantile the one that runs would be late beside another one, by the median not.
         forecaster.high_of_left = 100.0
-        admission._shares.ask("quiet", 1.0)
+        asks(admission, "quiet")
         with pytest.raises(OverloadedError, match="admitted before"):
             admission._judge(quiet)
-        for _ in range(10):
-            admission._shares.ask("default", 1.0)
+        asks(admission, "default", 10)
         # Another prompt: it does not come back at the time that the first one was told.
         admission._judge(replace(quiet, prompt_token_ids=(4, 5)))
         with pytest.raises(OverloadedError, match="admitted before"):
@@ -489,11 +530,9 @@ async def test_who_asks_for_less_than_a_noisy_tenant_is_refused_only_if_it_is_li
 def test_who_asks_for_much_has_time_for_the_prompts_of_others_that_come_first():
     forecaster = FixedForecaster(ttft=0.9)
     admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
-    for _ in range(10):
-        admission._shares.ask("quiet", 1.0)
+    asks(admission, "quiet", 10)
     admission._judge(request())
-    for _ in range(30):
-        admission._shares.ask("default", 1.0)
+    asks(admission, "default", 30)
     # One request per second: in the second until the first token is due two prompts of .1 s may come.
     with pytest.raises(OverloadedError, match="leave others too little room") as info:
         admission._judge(request())
@@ -508,8 +547,7 @@ def test_as_long_as_a_prompt_waits_more_of_the_others_prompts_come_before_it():
     forecaster = FixedForecaster(ttft=0.3)
     admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
     for name, count in (("quiet", 60), ("default", 150)):
-        for _ in range(count):
-            admission._shares.ask(name, 1.0)
+        asks(admission, name, count)
     # Six requests per second: 8.4 prompts of .1 s in the second until it is due.
     with pytest.raises(OverloadedError, match="leave others too little room"):
         admission._judge(request())
@@ -528,10 +566,8 @@ async def test_who_asks_for_much_comes_behind_others_and_leaves_them_room():
     async with admission.slot(quiet) as running:
         running.num_tokens = 4
         admission._judge(request(slo))
-        for _ in range(10):
-            admission._shares.ask("quiet", 1.0)
-        for _ in range(50):
-            admission._shares.ask("default", 1.0)
+        asks(admission, "quiet", 10)
+        asks(admission, "default", 50)
         admission._shares.charge("default", 9.0)
         with pytest.raises(OverloadedError, match="leave others too little room") as info:
             admission._judge(request(slo))
@@ -550,8 +586,7 @@ async def test_who_asks_for_much_comes_behind_others_and_leaves_them_room():
     async with admission.slot(quiet) as running:
         running.num_tokens = 4
         assert due_s(admission, quiet) == 0.25, "also where it has its share of what runs"
-    for _ in range(20):
-        admission._shares.ask("quiet", 1.0)
+    asks(admission, "quiet", 20)
     assert due_s(admission, quiet) == 1.0, "both ask for as much"
     behind = admission._judge(request(NO_OBJECTIVES)).request
     assert behind.due - behind.arrived > DEFAULT_DUE_S + 3

@@ -53,6 +53,21 @@ async def test_http_needs_a_known_key(pods, gateway, keys_file):
     assert pod.requests[0].tenant == "acme"
 
 
+async def test_only_an_operator_sees_which_prompts_pods_compute(pods, gateway, tmp_path):
+    """Their ids are chosen by the clients of all tenants."""
+    path = tmp_path / "keys"
+    path.write_text(f"{line('user-key', 'acme')}\n{line('boss-key', 'boss', operator=True)}\n")
+    front = await gateway(await pods(num_prompts=2), api_keys_file=path)
+    for key, count in (("user-key", 0), ("boss-key", 2)):
+        headers = {"authorization": f"Bearer {key}"}
+        (pod,) = (await front.http.get("/fleet", headers=headers)).json()["pods"]
+        assert len(pod["status"]["prompts"]) == count
+        view = await front.grpc.GetFleetStatus(
+            gateway_pb2.GetFleetStatusRequest(), metadata=tuple(headers.items())
+        )
+        assert len(view.pods[0].status.prompts) == count
+
+
 async def test_metrics_name_tenants_and_are_for_operators(pods, gateway, tmp_path):
     path = tmp_path / "keys"
     path.write_text(f"{line('user-key', 'acme')}\n{line('boss-key', 'boss', operator=True)}\n")

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 import pytest
 from fixed_forecaster import FixedForecaster, request
 from still_clock import Clock
+from tandem_core.beams import BeamParams
+from tandem_core.sampling import SamplingParams
 from tandem_core.slo import NO_OBJECTIVES, SloTarget
 from tandem_gateway import forecast, pod_load
 from tandem_gateway.admission import Admission
@@ -238,6 +240,16 @@ def test_a_first_token_that_others_delayed_does_not_count_against_admission():
     said = forecaster.forecast(request(), 0.0)
     assert said.ttft.high > 2.0
     assert said.ttft_undisturbed.high < 0.81
+
+
+def test_the_first_token_of_a_beam_search_is_predicted_with_its_last_one():
+    route = FixedForecaster(ttft=0.5).forecast(request(), 0.0).route
+    asked = replace(request(), sampling=SamplingParams(beam_search=BeamParams(width=4)))
+    forecaster = forecaster_of(route)
+    plain, search = forecaster.forecast(request(), 0.0), forecaster.forecast(asked, 0.0)
+    assert plain.ttft.p50 < plain.e2e.p50 == search.e2e.p50 == search.ttft.p50
+    assert search.ttft_undisturbed == search.e2e_undisturbed == plain.e2e_undisturbed
+    assert search.alone["ttft"] == search.alone["e2e"] > plain.alone["ttft"]
 
 
 def test_confidences_are_the_quantiles_at_which_admission_judges():

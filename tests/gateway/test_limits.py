@@ -22,6 +22,22 @@ def test_the_adaptive_limit_rises_by_one_a_round_and_falls_by_a_share(monkeypatc
     assert limit.value == 1
 
 
+def test_a_limit_that_recovers_grows_while_it_is_not_lowered(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(limits, "time", clock)
+    limit = AdaptiveLimit(96, recovery=1.25)
+    for _ in range(40):
+        clock.now += 1.1
+        limit.ended(met=False)
+    assert limit.value == pytest.approx(1.0)
+    clock.now += 5
+    assert limit.value == pytest.approx(1.25**5)
+    clock.now += 7
+    assert limit.value == pytest.approx(1.25**12)
+    clock.now += 1e9
+    assert limit.value == 96
+
+
 def test_turns_are_expected_to_take_as_long_as_they_did_lately(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(limits, "time", clock)

@@ -11,9 +11,12 @@ import httpx
 import openai
 import pytest
 from metric_names import differences
+from tandem_gateway import gateway as gateway_module
+from tandem_proto.v1 import gateway_pb2
 from tandem_service.metric_table import Process
 
 USER = [{"role": "user", "content": "Hi"}]
+MESSAGES = [gateway_pb2.ChatMessage(**message) for message in USER]
 
 
 async def ask(front, **body: object):
@@ -80,11 +83,11 @@ async def test_every_request_received_becomes_one_met_or_one_miss_of_its_tenant(
     received = await front.metric("tandem_slo_requests_received_total")
     met = await front.metric("tandem_slo_requests_met_total")
     assert received == 6
-    assert met + await front.metric("tandem_slo_misses_total") == received
-    refused = await front.metric('tandem_slo_misses_total{cause="refused"}')
     # Of the two places, a tenant may have one.
-    assert refused == await front.metric('tandem_refused_requests_total{reason="tenant requests"}') == 3
-    assert refused == await front.metric("vllm:admission_rejections_total")
+    refused = await front.metric('tandem_refused_requests_total{reason="tenant requests"}')
+    assert refused == await front.metric("vllm:admission_rejections_total") == 3
+    assert met + await front.metric("tandem_slo_misses_total") == received - refused
+    assert await front.metric('tandem_slo_misses_total{cause="refused"}') == 0, "nothing was wrong here"
     assert await front.metric('tandem_slo_misses_total{tenant="blue",cause="error"}') == 1
     assert await front.metric('tandem_slo_requests_received_total{tenant="acme"}') == 4
     assert await front.metric('vllm:request_success_total{finished_reason="error"}') == 1
@@ -115,10 +118,71 @@ async def test_an_operator_s_classes_replace_the_default_ones_everywhere(pods, g
     assert 'slo_class="chat"' not in (await front.http.get("/metrics")).text
 
 
+async def test_how_long_a_client_takes_to_send_its_request_is_no_part_of_its_times(pods, gateway):
+    front = await gateway(await pods())
+    body = json.dumps({"messages": USER}).encode()
+
+    async def slowly():
+        yield body[:10]
+        await asyncio.sleep(0.5)
+        yield body[10:]
+
+    headers = {"content-type": "application/json"}
+    answer = await front.http.post("/v1/chat/completions", content=slowly(), headers=headers)
+    assert answer.status_code == 200
+    assert await front.metric("tandem_ttft_seconds_sum") < 0.4
+
+
+async def test_the_time_per_token_of_a_resumed_answer_is_that_of_the_tokens_that_came_now(pods, gateway):
+    front = await gateway(await pods(words=[f"w{n} " for n in range(12)], pause_s=0.05))
+    call = front.grpc.Chat(gateway_pb2.ChatRequest(messages=MESSAGES))
+    for _ in range(9):
+        last_id = (await call.read()).chunk.event_id
+    call.cancel()
+    await front.until_metric("tandem_requests_in_flight", 0)
+    resumed = front.grpc.Chat(gateway_pb2.ChatRequest(last_event_id=last_id))
+    assert [message async for message in resumed][-1].HasField("end")
+    assert await front.metric("tandem_tpot_seconds_count") == 1
+    assert await front.metric("tandem_tpot_seconds_sum") > 0.04
+
+
 async def test_a_client_that_leaves_is_an_abort(pods, gateway):
     front = await gateway(await pods(pause_s=30.0))
     with pytest.raises(openai.APITimeoutError):
         await front.openai.with_options(timeout=0.3).chat.completions.create(model="", messages=USER)
     await front.until_metric("tandem_requests_in_flight", 0)
     await front.until_metric('vllm:request_success_total{finished_reason="abort"}', 1)
-    assert await front.metric('tandem_slo_misses_total{cause="cancelled"}') == 1
+    assert await front.metric('tandem_slo_misses_total{cause="cancelled"}') == 0, "it was not late yet"
+
+
+async def test_a_client_that_leaves_when_it_is_late_is_a_miss(pods, gateway):
+    front = await gateway(await pods(pause_s=30.0), slo_slack=0.0)
+    client = front.openai.with_options(timeout=0.3, default_headers={"x-slo-ttft-ms": "100"})
+    with pytest.raises(openai.APITimeoutError):
+        await client.chat.completions.create(model="", messages=USER)
+    await front.until_metric('tandem_slo_misses_total{cause="cancelled"}', 1)
+
+
+async def test_what_the_caller_asked_wrongly_is_no_miss(pods, gateway, tmp_path):
+    keys = tmp_path / "keys.jsonl"
+    key = {"key_sha256": hashlib.sha256(b"acme").hexdigest(), "tenant": "acme", "max_requests": 2}
+    keys.write_text(json.dumps(key))
+    front = await gateway(await pods(), api_keys_file=keys)
+    answer = await front.http.post(
+        "/v1/chat/completions", json={"messages": USER, "n": 3}, headers={"authorization": "Bearer acme"}
+    )
+    assert answer.status_code == 400
+    assert await front.metric("tandem_slo_requests_received_total") == 3
+    assert await front.metric("tandem_slo_misses_total") == 0
+
+
+async def test_texts_refused_before_they_are_tokenized_are_misses(pods, gateway, monkeypatch):
+    monkeypatch.setattr(gateway_module, "_MAX_TOKENIZING", 0)
+    monkeypatch.setattr(gateway_module, "_INLINE_CHARS", 1)
+    front = await gateway(await pods())
+    answer = await front.http.post("/v1/chat/completions", json={"messages": USER, "slo_class": "chat"})
+    assert answer.status_code == 429
+    assert await front.metric('tandem_slo_requests_received_total{slo_class="chat"}') == 1
+    assert await front.metric('tandem_slo_misses_total{slo_class="chat",cause="refused"}') == 1
+    assert (await front.http.post("/tokenize", json={"prompt": "Hi"})).status_code == 429
+    assert await front.metric("tandem_slo_requests_received_total") == 1, "nothing of it has an objective"

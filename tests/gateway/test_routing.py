@@ -1,6 +1,7 @@
 """Routing: prefix affinity against load, room, and prompts that share nothing across tenants."""
 
 import asyncio
+import time
 from dataclasses import replace
 
 import pytest
@@ -272,6 +273,47 @@ def test_the_first_answers_that_end_are_short_and_tell_little():
     assert sorted(lengths.of(asked)) == [10, 100, 100, 100]
     longer = _request(range(64, 200), max_tokens=1000)
     assert sorted(lengths.of(longer)) == [10, 128, 128, 128], "not its max_tokens"
+
+
+def test_an_answer_that_was_cut_tells_little_of_longer_ones():
+    lengths = OutputLengths()
+    for _ in range(8):
+        lengths.observe(_request(range(64, 200), max_tokens=16), 16, is_cut=True)
+    assert set(lengths.of(_request(range(64, 200), max_tokens=16))) == {16}
+    assert set(lengths.of(_request(range(64, 200), max_tokens=1000))) == {128}, "as if nothing were known"
+    for _ in range(16):
+        lengths.observe(_request(range(64, 200), max_tokens=300), 300, is_cut=True)
+    assert set(lengths.of(_request(range(64, 200), max_tokens=1000))) == {300}, "so many at least"
+
+
+async def test_a_pod_is_idle_if_it_has_requests_of_no_gateway(pods, make_pod):
+    other = await pods()
+    pod = make_pod(other.target)
+    await pod.poll()
+    assert pod.is_idle
+    other.num_running = 3
+    await pod.poll()
+    assert pod.is_idle, "they may be this gateway's, which ended meanwhile"
+    await pod.poll()
+    assert not pod.is_idle
+    other.num_running = 0
+    await pod.poll()
+    assert pod.is_idle
+    pod.in_flight = 1
+    assert not pod.is_idle
+
+
+async def test_a_report_of_an_engine_that_says_nothing_becomes_old(pods, make_pod):
+    other = await pods()
+    pod = make_pod(other.target)
+    assert not pod.is_fresh
+    for age_s, is_fresh in ((4.0, True), (40.0, False)):
+        other.age_seconds = age_s
+        await pod.poll()
+        pod.last_seen = time.monotonic()
+        assert pod.is_fresh is is_fresh
+    pod.load = replace(pod.load, prefill_cost=StepCost(per_token=40.0 / pod.load.chunk_size))
+    assert pod.is_fresh, "its longest step takes 40 s"
 
 
 async def test_what_is_left_of_an_answer_follows_from_those_that_were_longer(make_pod):

@@ -20,7 +20,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def ask_and_get(shares: FairShares, tenant: str, seconds: float, weight: float = 1.0) -> None:
-    shares.ask(tenant, weight)
+    shares.ask(tenant, weight, 1.0)
     shares.charge(tenant, seconds)
 
 
@@ -29,7 +29,7 @@ def test_a_tenant_alone_is_never_ahead(clock: Clock) -> None:
     for _ in range(100):
         ask_and_get(shares, "noisy", 5.0)
     assert shares.ahead_s("noisy") == 0
-    assert shares.room_for_others("noisy", 5.0, {}) == 0
+    assert shares.room_for_others("noisy", 5.0, {}, 1.0) == 0
 
 
 def test_who_used_more_than_its_share_is_ahead_by_that(clock: Clock) -> None:
@@ -50,7 +50,7 @@ def test_weights_are_shares(clock: Clock) -> None:
     for _ in range(10):
         ask_and_get(shares, "small", 1.0)
         ask_and_get(shares, "large", 3.0, weight=3.0)
-    shares.ask("idle", 1.0)
+    shares.ask("idle", 1.0, 1.0)
     assert shares.ahead_s("small") > 10
     assert shares.ahead_s("small") == pytest.approx(shares.ahead_s("large"), rel=0.15)
 
@@ -67,19 +67,19 @@ def test_room_is_kept_for_those_that_ask_for_much_less(clock: Clock) -> None:
     shares = FairShares()
     for _ in range(400):
         clock.now += 0.1
-        shares.ask("noisy", 1.0)
+        shares.ask("noisy", 1.0, 1.0)
         if int(clock.now * 10) % 20 == 0:
-            shares.ask("quiet", 1.0)
+            shares.ask("quiet", 1.0, 1.0)
     # Half a request per second, of which each stays for eight: four, and two as the standard deviation.
     usual = 4 + _DEVIATIONS * 2
-    assert shares.room_for_others("noisy", 8.0, {"quiet": 0}) == pytest.approx(usual, abs=2)
-    assert shares.room_for_others("noisy", 8.0, {"quiet": 4}) == pytest.approx(usual - 4, abs=2)
-    assert shares.room_for_others("noisy", 8.0, {"quiet": 15, "noisy": 40}) == 0
-    assert shares.room_for_others("quiet", 8.0, {}) == 0
+    assert shares.room_for_others("noisy", 8.0, {"quiet": 0}, 1.0) == pytest.approx(usual, abs=2)
+    assert shares.room_for_others("noisy", 8.0, {"quiet": 4}, 1.0) == pytest.approx(usual - 4, abs=2)
+    assert shares.room_for_others("noisy", 8.0, {"quiet": 15, "noisy": 40}, 1.0) == 0
+    assert shares.room_for_others("quiet", 8.0, {}, 1.0) == 0
     for _ in range(30):
-        shares.ask("large", 20.0)
-    assert shares.room_for_others("large", 8.0, {}) == 0
-    assert shares.room_for_others("noisy", 8.0, {}) > 40, "by weight the large one asks for less"
+        shares.ask("large", 20.0, 1.0)
+    assert shares.room_for_others("large", 8.0, {}, 1.0) == 0
+    assert shares.room_for_others("noisy", 8.0, {}, 1.0) > 40, "by weight the large one asks for less"
 
 
 def test_many_small_tenants_are_kept_no_more_room_than_one_that_asks_for_as_much(clock: Clock) -> None:
@@ -87,11 +87,11 @@ def test_many_small_tenants_are_kept_no_more_room_than_one_that_asks_for_as_much
         shares = FairShares()
         for step in range(800):
             clock.now += 0.05
-            shares.ask("noisy", 1.0)
+            shares.ask("noisy", 1.0, 1.0)
             if step % 8 == 0:
-                shares.ask(f"small-{step // 8 % num_small}", 1.0)
+                shares.ask(f"small-{step // 8 % num_small}", 1.0, 1.0)
         places = {f"small-{number}": running for number in range(num_small)}
-        return shares.room_for_others("noisy", 4.0, places)
+        return shares.room_for_others("noisy", 4.0, places, 1.0)
 
     assert room(20, 0) == pytest.approx(room(1, 0), abs=2)
     assert room(20, 1) == pytest.approx(room(1, 20), abs=2), "what each of them runs counts for all"
@@ -104,7 +104,7 @@ def test_a_tenant_that_begins_to_ask_for_much_outdoes_others_after_seconds(clock
         for _ in range(round(10 * seconds)):
             clock.now += 0.1
             for tenant in ("a", *["b"] * of_b):
-                shares.ask(tenant, 1.0)
+                shares.ask(tenant, 1.0, 1.0)
 
     pass_s(20.0, of_b=1)
     assert not shares.asks_much_less("a", "b")
@@ -113,7 +113,7 @@ def test_a_tenant_that_begins_to_ask_for_much_outdoes_others_after_seconds(clock
     pass_s(4.0, of_b=4)
     assert shares.asks_much_less("a", "b")
     assert shares.is_outdone("a", 1.0, {"a": 1, "b": 3})
-    assert shares.room_for_others("b", 1.0, {}) == pytest.approx(10 + _DEVIATIONS * 10**0.5, abs=2)
+    assert shares.room_for_others("b", 1.0, {}, 1.0) == pytest.approx(10 + _DEVIATIONS * 10**0.5, abs=2)
 
 
 def test_chance_lets_nobody_outdo_others(clock: Clock) -> None:
@@ -121,13 +121,13 @@ def test_chance_lets_nobody_outdo_others(clock: Clock) -> None:
     for _ in range(30):
         clock.now += 1
         for tenant in ("a", "b"):
-            shares.ask(tenant, 1.0)
+            shares.ask(tenant, 1.0, 1.0)
     for _ in range(6):
-        shares.ask("a", 1.0)
+        shares.ask("a", 1.0, 1.0)
     assert not shares.asks_much_less("b", "a")
     assert not shares.is_outdone("b", 1.0, {"a": 6})
     for _ in range(6):
-        shares.ask("a", 1.0)
+        shares.ask("a", 1.0, 1.0)
     assert shares.asks_much_less("b", "a")
 
 
@@ -242,7 +242,7 @@ def test_a_tenant_is_outdone_by_a_noisy_one_until_it_has_its_share_of_what_runs(
     assert not shares.is_outdone("small", 1.0, {}), "nobody asks for anything"
     for name, count in (("large", 20), ("small", 2), ("half", 10)):
         for _ in range(count):
-            shares.ask(name, 1.0)
+            shares.ask(name, 1.0, 1.0)
     assert shares.is_outdone("small", 1.0, {"large": 5, "small": 2})
     assert not shares.is_outdone("small", 1.0, {"large": 4, "small": 2}), "it has a third, its share"
     assert not shares.is_outdone("small", 1.0, {"half": 4, "large": 2}), "the noisy one has no more"
@@ -252,7 +252,7 @@ def test_a_tenant_is_outdone_by_a_noisy_one_until_it_has_its_share_of_what_runs(
     assert not shares.is_outdone("large", 1.0, {"half": 5})
     assert not shares.is_outdone("half", 1.0, {"large": 5}), "chance makes equal ones differ by less"
     for _ in range(6):
-        shares.ask("heavy", 3.0)
+        shares.ask("heavy", 3.0, 1.0)
     assert shares.is_outdone("heavy", 3.0, {"large": 6, "heavy": 5})
     assert not shares.is_outdone("heavy", 3.0, {"large": 5, "heavy": 5}), "half of all weights is its own"
 
@@ -262,7 +262,7 @@ def test_who_asks_for_much_less_comes_first_whatever_runs(clock: Clock) -> None:
     assert not shares.comes_first("small"), "nobody asks for anything"
     for name, count in (("large", 20), ("half", 10), ("small", 2)):
         for _ in range(count):
-            shares.ask(name, 1.0)
+            shares.ask(name, 1.0, 1.0)
     assert shares.comes_first("small") and shares.comes_first("new")
     assert not shares.comes_first("half") and not shares.comes_first("large")
     clock.now += 11.0
@@ -272,7 +272,23 @@ def test_who_asks_for_much_less_comes_first_whatever_runs(clock: Clock) -> None:
 def test_a_tenant_that_asked_a_few_times_outdoes_nobody(clock: Clock) -> None:
     shares = FairShares()
     for _ in range(4):
-        shares.ask("large", 1.0)
+        shares.ask("large", 1.0, 1.0)
     assert not shares.comes_first("new") and not shares.is_outdone("new", 1.0, {"large": 4})
-    shares.ask("large", 1.0)
+    shares.ask("large", 1.0, 1.0)
     assert shares.is_outdone("new", 1.0, {"large": 4})
+
+
+def test_who_asks_for_much_work_is_the_noisy_one_however_few_its_requests():
+    shares = FairShares()
+    for _ in range(6):
+        shares.ask("long", 1.0, 20.0)
+    for _ in range(30):
+        shares.ask("short", 1.0, 0.05)
+    assert shares.comes_first("short")
+    assert not shares.comes_first("long")
+    assert shares.asks_much_less("short", "long")
+    assert shares.room_for_others("short", 5.0, {}, 0.05) == 0
+    # About 3 requests a second of .05 s each, on average and four deviations more, are 30 of these: less than
+    # a tenth of one of 20 s.
+    assert 0 < shares.room_for_others("long", 5.0, {}, 20.0) < 0.15
+    assert 0 < shares.num_overtaking("long", 5.0, 20.0) < 0.1

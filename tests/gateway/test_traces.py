@@ -64,7 +64,7 @@ async def test_a_client_that_leaves_ends_its_trace(collector, pods, gateway):
     await front.process.stop()
     (root,) = roots(collector)
     assert (root.status, root.attributes["tandem.outcome"]) == (0, "cancelled")
-    assert root.attributes["tandem.slo.met"] is False
+    assert "tandem.slo.met" not in root.attributes, "it left in time"
     assert root.attributes["gen_ai.usage.output_tokens"] in (0, 1)
     collector.assert_stages_add_up()
 

@@ -29,6 +29,7 @@ class FixedForecaster:
         self.pod = SimpleNamespace(
             backlog=Backlog(),
             in_flight=1,
+            is_idle=False,
             is_fresh=True,
             load=load,
             beside=lambda: lambda num_output: 4.0,
@@ -74,7 +75,7 @@ class FixedForecaster:
     def ended(self, request, forecast, e2e_s) -> None:
         self.observed.append(("e2e", e2e_s))
 
-    def was_long(self, request, num_tokens) -> None:
+    def was_long(self, request, num_tokens, *, is_cut) -> None:
         self.observed.append(("tokens", num_tokens))
 
     def is_void(self, predicted_at: float) -> bool:

@@ -16,13 +16,18 @@ from waiting import until_async
 
 @asynccontextmanager
 async def front_door(
-    model: Path, decode: tuple[str, ...], prefill: tuple[str, ...] = (), *, waits: bool = True
+    model: Path,
+    decode: tuple[str, ...],
+    prefill: tuple[str, ...] = (),
+    *,
+    waits: bool = True,
+    **settings: object,
 ) -> AsyncIterator[tuple[httpx.AsyncClient, gateway_pb2_grpc.GatewayServiceStub]]:
     """A gateway that sees all the pods, if it `waits` for them."""
     process = GatewayProcess(
         GatewaySettings(
             model=model, decode=decode, prefill=prefill, grpc_port=0, http_port=0, poll_interval_s=0.1,
-            pod_id="g-0",
+            pod_id="g-0", **settings,
         )
     )  # fmt: skip
     await process.start()

@@ -46,11 +46,15 @@ from tandem_gateway.settings import Policy
 from tandem_gateway.shares import MAX_AHEAD_S, Bookings, FairShares
 
 _MIN_RETRY_AFTER_S = 0.05
+#: While requests wait, room that no end of another one makes is looked for as often as this: that of answers
+#: that go on, and of clients that were expected back and did not come.
+_LOOK_EVERY_S = 0.5
 #: A wait in the gateway that changes nothing of what was predicted.
 _NO_WAIT_S = 0.05
 #: Requests without objectives take at most this share of the places, so that others find one; and fewer after
-#: each second in which a request with objectives was refused.
-_BEST_EFFORT_SHARE = 0.75
+#: each second in which a request with objectives was refused. After the last one their limit grows by this
+#: factor in a second, and so from one to a full batch of sixteen in about twelve.
+_BEST_EFFORT_SHARE, _RECOVERY = 0.75, 1.25
 #: First tokens of a tenant that asks for much less than another one are due after this part of the time that
 #: was asked for, so that its prompts come before the other's; but not much earlier than that, since pods take
 #: the blocks of requests that are due 10 s later.
@@ -85,7 +89,9 @@ class Admission:
         self._of_tenant: Counter[str] = Counter()
         #: Of the requests in flight, those that may wait.
         self._num_best_effort = 0
-        self._best_effort_limit = AdaptiveLimit(max(1, int(_BEST_EFFORT_SHARE * max_in_flight)))
+        self._best_effort_limit = AdaptiveLimit(
+            max(1, int(_BEST_EFFORT_SHARE * max_in_flight)), recovery=_RECOVERY
+        )
         self._best_effort_turns = Turns()
         #: Heap of (deadline, arrival order, admitted, future). Cancelled futures stay in it and are skipped.
         self._waiters: list[tuple[float, int, Admitted, asyncio.Future[None]]] = []
@@ -93,11 +99,16 @@ class Admission:
         #: Whether one of these was admitted and is on its way to its pod. Until its work counts there, one
         #: turn of the loop later, the next one would be judged as if it were not there.
         self._is_placing = False
+        #: The next look at those that wait; None: nobody waits.
+        self._look: asyncio.TimerHandle | None = None
 
     @asynccontextmanager
-    async def slot(self, request: TokenizedRequest, num_places: int = 1) -> AsyncIterator[Admitted]:
-        """Holds so many places for the length of the block. Raises OverloadedError, or DeadlineError when the
-        request's deadline passes before it is admitted."""
+    async def slot(
+        self, request: TokenizedRequest, num_places: int = 1, num_others: int = 0
+    ) -> AsyncIterator[Admitted]:
+        """Holds so many places for the length of the block. `num_others`: tokens of the call's other prompts,
+        which are computed before this one. Raises OverloadedError, or DeadlineError when the request's
+        deadline passes before it is admitted."""
         tenant, places = request.tenant, request.limits.places
         if places is not None and num_places > max(places, 1):
             raise InvalidRequestError(
@@ -113,8 +124,8 @@ class Admission:
             )
         if request.deadline <= time.monotonic():
             raise DeadlineError("the deadline had passed before the request could start")
-        admitted = self._judge(request, num_places)
-        admitted.num_places = num_places
+        admitted = self._judge(request, num_places, num_others)
+        admitted.num_places, admitted.has_other_prompts = num_places, num_others > 0
         self._of_tenant[tenant] += num_places
         try:
             await self._enter(admitted)
@@ -151,7 +162,8 @@ class Admission:
         else:
             self._best_effort_limit.ended(met=True)
         if forecast is not None and request.sampling.beam_search is None:
-            self._forecaster.was_long(request, num_tokens)
+            is_cut = num_tokens >= request.sampling.max_tokens
+            self._forecaster.was_long(request, num_tokens, is_cut=is_cut)
         if self._is_measured(admitted) and forecast is not None:
             ended_at = request.arrived + e2e_s
             self._forecaster.ended(request, forecast, ended_at - admitted.judged_at)
@@ -170,8 +182,9 @@ class Admission:
 
     def _is_measured(self, admitted: Admitted) -> bool:
         """Whether its times tell how wrong predictions are. The first token of a beam search comes with its
-        last one."""
-        if admitted.forecast is None or admitted.request.sampling.beam_search is not None:
+        last one, and that of a call with several prompts may be any one's."""
+        is_search = admitted.request.sampling.beam_search is not None
+        if admitted.forecast is None or is_search or admitted.has_other_prompts:
             return False
         return not self._forecaster.is_void(admitted.judged_at)
 
@@ -204,7 +217,7 @@ class Admission:
 
     # -- whether its objectives will be met -----------------------------------------------------------
 
-    def _judge(self, request: TokenizedRequest, num_places: int = 1) -> Admitted:
+    def _judge(self, request: TokenizedRequest, num_places: int = 1, num_others: int = 0) -> Admitted:
         """Raises OverloadedError for one that will miss its objectives."""
         if self._policy is not Policy.PREDICT:
             return Admitted(replace(request, due_s=0.0))
@@ -220,33 +233,32 @@ class Admission:
         # Who resumes an answer had been admitted.
         if request.is_repeated:
             return Admitted(request)
-        forecast = self._forecast(request)
+        forecast = self._forecast(request, num_others)
         if forecast is None and request.slo.is_strict:
             raise UnavailableError("no decode pod is there to meet the request's objectives; try again later")
         self._is_blind = forecast is not None and not forecast.route.is_known
         if forecast is None or self._is_blind:
             return Admitted(request)
-        self._shares.ask(request.tenant, request.limits.weight)
+        work_s = num_places * forecast.route.work_s
+        self._shares.ask(request.tenant, request.limits.weight, work_s)
         is_widened = False
         slo = request.slo
         if not slo.is_strict and self._slack:
             slo = request.slo.widened(
-                ttft_s=self._slack * forecast.route.alone_prefill_s,
-                tpot_s=self._slack * forecast.route.alone_token_s,
-                e2e_s=self._slack * forecast.route.alone_e2e_s,
+                **{f"{name}_s": self._slack * seconds for name, seconds in forecast.alone.items()}
             )
             is_widened = slo != request.slo
             if is_widened:
                 request = replace(request, slo=slo)
-                forecast = self._forecast(request) or forecast
+                forecast = self._forecast(request, num_others) or forecast
         elif not slo.is_strict and forecast.misses_alone(slo):
-            self._shares.charge(request.tenant, forecast.route.work_s)
+            self._shares.charge(request.tenant, work_s)
             return Admitted(replace(request, due_s=DEFAULT_DUE_S), forecast=forecast)
         if not request.has_objectives and not self._may_begin(request):
             forecast = self._forecaster.forecast(request, self._wait_s(request)) or forecast
         is_returning = request.has_objectives and self._bookings.redeem(_content(request))
         waited_s = time.monotonic() - request.arrived
-        is_idle = forecast.route.computes_prompt.backlog.is_empty and not forecast.route.decode.in_flight
+        is_idle = forecast.route.computes_prompt.backlog.is_empty and forecast.route.decode.is_idle
         # Others have left room for it.
         is_likely = is_outdone or is_returning
         missed = forecast.misses(slo, waited_s, is_likely=is_likely)
@@ -268,7 +280,7 @@ class Admission:
         if request.has_objectives and not (missed and (is_idle or forecast.misses_alone(slo))):
             self._slack_used.add(1.0 if missed else forecast.share_of_slack(slo, waited_s))
         if not missed or (is_idle and not slo.is_strict):
-            self._shares.charge(request.tenant, forecast.route.work_s)
+            self._shares.charge(request.tenant, work_s)
             return Admitted(request, is_widened, forecast)
         if slo.is_strict and (hopeless := forecast.misses_alone(slo)):
             # It would be refused whenever it came back.
@@ -286,7 +298,8 @@ class Admission:
 
     def _room_for_others(self, request: TokenizedRequest, route: Route) -> float:
         """Requests that other tenants may send to the route's decode pod meanwhile."""
-        return self._shares.room_for_others(request.tenant, route.e2e_s, self._of_tenant) / route.num_decode
+        room = self._shares.room_for_others(request.tenant, route.e2e_s, self._of_tenant, route.work_s)
+        return room / route.num_decode
 
     def _is_overtaken_too_long(self, request: TokenizedRequest, forecast: Forecast, waited_s: float) -> bool:
         """Whether the first token would be late, in the median, behind all prompts that tenants which ask for
@@ -296,7 +309,7 @@ class Admission:
         limit_s = request.slo.ttft_s - waited_s
         if not request.slo.ttft_s or limit_s <= 0:
             return False
-        number = self._shares.num_overtaking(request.tenant, limit_s) / route.num_decode
+        number = self._shares.num_overtaking(request.tenant, limit_s, route.work_s) / route.num_decode
         prompts_s = number * (route.prefill_s + decoding_beside_s(route))
         return limit_s < forecast.ttft_undisturbed.p50 + prompts_s
 
@@ -377,8 +390,13 @@ class Admission:
         again = " again" if is_returning else ""
         return OverloadedError(f"refused{again}: {what}; try again later", retry_s, RefusalReason(missed))
 
-    def _forecast(self, request: TokenizedRequest) -> Forecast | None:
-        return self._forecaster.forecast(request, 0.0 if self._fits(request) else self._wait_s(request))
+    def _forecast(self, request: TokenizedRequest, num_others: int = 0) -> Forecast | None:
+        queue_s = 0.0 if self._fits(request) else self._wait_s(request)
+        forecast = self._forecaster.forecast(request, queue_s)
+        if forecast is None or not num_others:
+            return forecast
+        others_s = forecast.route.prefill_s * num_others / len(request.prompt_token_ids)
+        return self._forecaster.forecast(request, queue_s + others_s)
 
     def _wait_s(self, request: TokenizedRequest) -> float:
         """Predicted, in the queue here."""
@@ -416,6 +434,7 @@ class Admission:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiters, (request.due, next(self._order), admitted, turn))
         self.num_waiting += 1
+        self._look_later()
         expires = request.deadline
         if self._policy is Policy.TTL and request.slo.ttft_s:
             expires = min(expires, request.arrived + request.slo.ttft_s)
@@ -481,6 +500,16 @@ class Admission:
             break
         for waiter in passed:
             heapq.heappush(self._waiters, waiter)
+
+    def _look_later(self) -> None:
+        if self._look is None:
+            self._look = asyncio.get_running_loop().call_later(_LOOK_EVERY_S, self._look_again)
+
+    def _look_again(self) -> None:
+        self._look = None
+        self._admit_waiting()
+        if self.num_waiting:
+            self._look_later()
 
     def _placed(self) -> None:
         """The work of the one that was admitted counts on its pod now."""

@@ -25,6 +25,8 @@ class Admitted:
     first_planned_at: float = 0.0
     #: Sequences that it runs; each takes a place.
     num_places: int = 1
+    #: Whether its call has other prompts, which are computed before its own.
+    has_other_prompts: bool = False
     #: Monotonic seconds; the forecast counts from then.
     judged_at: float = field(default_factory=lambda: time.monotonic())
     #: Monotonic seconds; None before it is admitted, and before its first token.

@@ -47,7 +47,7 @@ class Running:
         """Takes over what admission decided for the call."""
         judged, self.asked = admitted.request, self.request.slo
         self.request = replace(self.request, slo=judged.slo, due_s=judged.due_s)
-        self.metrics.admitted(admitted.queued_s)
+        self.metrics.admitted(judged.slo, admitted.queued_s)
 
     def relayed(self, num_tokens: int) -> bool:
         """Counts tokens on their way to the caller; False: there are none."""

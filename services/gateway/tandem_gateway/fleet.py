@@ -77,6 +77,8 @@ class Pod:
         self.tokens_left: dict[str, int] = {}
         #: Requests of other gateways, at the last report.
         self.num_foreign = 0
+        #: And at the one before: requests of this gateway that ended meanwhile look like others' once.
+        self._num_foreign_before = 0
         self.load = PodLoad()
         self.backlog = Backlog()
         #: The last report, unchanged.
@@ -105,8 +107,17 @@ class Pod:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether its last answer is new enough to predict from."""
-        return self.last_seen is not None and time.monotonic() - self.last_seen < _FRESH_S
+        """Whether what it last reported is new enough to predict from; during a step that is the end of the
+        one before."""
+        if self.last_seen is None:
+            return False
+        age_s = time.monotonic() - self.last_seen + self.report.age_seconds
+        return age_s < _FRESH_S + self.load.chunk_seconds
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has requests of no gateway."""
+        return not self.in_flight and not (self.num_foreign and self._num_foreign_before)
 
     def num_beside(self, num_output: int) -> float:
         """Sequences beside an answer of so many tokens, on average until its end."""
@@ -137,6 +148,7 @@ class Pod:
         num_own = self.in_flight
         self.report = await self._get_status()
         self.load = PodLoad.of(self.report)
+        self._num_foreign_before = self.num_foreign
         self.num_foreign = max(self.load.num_requests - num_own, 0)
         now = time.monotonic()
         self.backlog.report(
@@ -164,8 +176,8 @@ class Pod:
         )
         return reply.status
 
-    def to_proto(self) -> gateway_pb2.PodHealth:
-        return gateway_pb2.PodHealth(
+    def to_proto(self, *, with_prompts: bool) -> gateway_pb2.PodHealth:
+        shown = gateway_pb2.PodHealth(
             target=self.target,
             role=self.role.value,
             healthy=self.healthy,
@@ -174,6 +186,9 @@ class Pod:
             cause=self.cause,
             zone=self.zone,
         )
+        if not with_prompts:
+            shown.status.ClearField("prompts")
+        return shown
 
 
 class Fleet:

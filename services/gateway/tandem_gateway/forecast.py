@@ -71,6 +71,8 @@ class Forecast:
     #: Admission compares these with the objectives, since it refuses those that would make this request late.
     ttft_undisturbed: Quantiles
     e2e_undisturbed: Quantiles
+    #: Whether the first token comes with the last one, as that of a beam search does.
+    begins_at_end: bool = False
 
     @property
     def model_s(self) -> float:
@@ -91,7 +93,8 @@ class Forecast:
     def alone(self) -> dict[str, float]:
         """What it takes without load by the model of costs, in seconds, by the names of the objectives."""
         route = self.route
-        return {"ttft": route.alone_prefill_s, "tpot": route.alone_token_s, "e2e": route.alone_e2e_s}
+        ttft_s = route.alone_e2e_s if self.begins_at_end else route.alone_prefill_s
+        return {"ttft": ttft_s, "tpot": route.alone_token_s, "e2e": route.alone_e2e_s}
 
     def misses(self, slo: SloTarget, waited_s: float, *, is_likely: bool = False) -> str:
         """The name of the objective that may be missed, or is likely to be; "" if none."""
@@ -278,13 +281,17 @@ class Forecaster:
         # They are learned apart, and no answer ends before it begins.
         e2e = Quantiles(max(e2e.p50, ttft.p50), max(e2e.high, ttft.high))
         undisturbed = self.left(request, route, model_s)
+        is_search = request.sampling.beam_search is not None
         return Forecast(
             route=route,
             queue_s=queue_s,
-            ttft=ttft,
+            ttft=e2e if is_search else ttft,
             e2e=e2e,
-            ttft_undisturbed=_apart(self._first, group, route, queue_s + route.ttft_s),
+            ttft_undisturbed=undisturbed
+            if is_search
+            else _apart(self._first, group, route, queue_s + route.ttft_s),
             e2e_undisturbed=undisturbed,
+            begins_at_end=is_search,
         )
 
     def is_void(self, predicted_at: float) -> bool:
@@ -307,9 +314,9 @@ class Forecaster:
         if not is_overtaken:
             _observe_apart(self._first, group, forecast.route, predicted_s, ttft_s)
 
-    def was_long(self, request: TokenizedRequest, num_tokens: int) -> None:
-        """Of an answer that ended."""
-        self._lengths.observe(request, num_tokens)
+    def was_long(self, request: TokenizedRequest, num_tokens: int, *, is_cut: bool) -> None:
+        """Of an answer that ended, at its max_tokens or before."""
+        self._lengths.observe(request, num_tokens, is_cut=is_cut)
 
     def ended(self, request: TokenizedRequest, forecast: Forecast, e2e_s: float) -> None:
         """Of a request that ended, the time until then from when the forecast was made."""

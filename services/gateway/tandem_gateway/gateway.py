@@ -178,7 +178,7 @@ class Gateway:
         options = dataclasses.replace(options, tools=choice.tools)
         received = self._forms.with_sampling(received, choice)
         token_ids = await self._encode(
-            received.caller,
+            received,
             texts,
             "messages",
             lambda: self.tokenizer.encode_chat(
@@ -202,7 +202,7 @@ class Gateway:
         self.check_model(received.model)
         await self._check_guide(received)
         token_ids = await self._encode(
-            received.caller,
+            received,
             [text],
             "prompt",
             lambda: self.tokenizer.encode(text, add_special_tokens=received.add_special_tokens),
@@ -238,7 +238,11 @@ class Gateway:
         )
 
     async def _encode(
-        self, caller: Caller, texts: Sequence[str], field: str, encode: Callable[[], list[int]]
+        self,
+        asking: ReceivedRequest | Caller,
+        texts: Sequence[str],
+        field: str,
+        encode: Callable[[], list[int]],
     ) -> list[int]:
         """Runs `encode`, outside of the event loop if it may take long. Raises OverloadedError, and
         ContextLengthError for texts that cannot fit, without tokenizing them."""
@@ -251,9 +255,12 @@ class Gateway:
             )
         if num_chars <= _INLINE_CHARS:
             return encode()
+        caller = asking if isinstance(asking, Caller) else asking.caller
         tenant, waiting = caller.tenant, self._num_tokenizing
         limit = _MAX_TOKENIZING if caller.is_anyone else _MAX_TOKENIZING_OF_TENANT
         if waiting[tenant] >= limit or waiting.total() >= _MAX_TOKENIZING:
+            if isinstance(asking, ReceivedRequest):
+                self._metrics.refused_early(caller.slo(asking.slo_class, asking.objectives).name, tenant)
             raise OverloadedError(
                 f"{waiting[tenant]} long texts wait to be tokenized, limit {limit}; try again later",
                 _TOKENIZING_RETRY_S,
@@ -371,7 +378,10 @@ class Gateway:
         try:
             self._rates.take(first.tenant, first.limits.tokens_per_minute, num_prompt)
             num_unused = num_prompt
-            async with self._admission.slot(first, num_places(requests)) as admitted:
+            # The longest prompt waits for the others: what is kept for it is kept for all.
+            longest = max(requests, key=lambda one: len(one.prompt_token_ids))
+            num_others = num_prompt - len(longest.prompt_token_ids)
+            async with self._admission.slot(longest, num_places(requests), num_others) as admitted:
                 num_unused = 0
                 for choice in running:
                     choice.admitted(admitted)
@@ -380,7 +390,7 @@ class Gateway:
                     async for choice, event in events:
                         event.choice = choice.request.choice
                         if isinstance(event, decode_pb2.DecodeFinished):
-                            self._complete(choice, event, admitted, is_first=choice is running[0])
+                            self._complete(choice, event, admitted)
                             num_left -= 1
                             if not num_left:
                                 break  # the last event is sent when the places are free
@@ -408,7 +418,10 @@ class Gateway:
             if any(choice.end is None for choice in running):
                 # gRPC cancels the call both at the caller's deadline and when the caller leaves.
                 outcome = Outcome.DEADLINE if time.monotonic() >= first.deadline else Outcome.CANCELLED
-                trace.set(trace_attributes.of_incomplete(running))
+                is_in_time = outcome is Outcome.CANCELLED and all(
+                    choice.end is not None or choice.metrics.is_in_time for choice in running
+                )
+                trace.set(trace_attributes.of_incomplete(running, is_in_time=is_in_time))
                 if outcome is Outcome.DEADLINE:
                     trace.fail("deadline_exceeded")
             raise
@@ -449,9 +462,10 @@ class Gateway:
             **details,
         )
 
-    def fleet_status(self) -> gateway_pb2.GetFleetStatusResponse:
+    def fleet_status(self, caller: Caller) -> gateway_pb2.GetFleetStatusResponse:
+        """Only an operator sees which prompts the pods compute: their ids are those of other tenants too."""
         return gateway_pb2.GetFleetStatusResponse(
-            pods=[pod.to_proto() for pod in self.fleet.pods()],
+            pods=[pod.to_proto(with_prompts=caller.is_operator) for pod in self.fleet.pods()],
             requests_queued=self._admission.num_waiting,
             requests_running=self._admission.num_in_flight,
             requests_total=self._num_received,
@@ -460,16 +474,15 @@ class Gateway:
             slo_classes=[slo_to_proto(slo) for slo in self._metrics.slo_classes.values()],
         )
 
-    def _complete(
-        self, choice: Running, end: decode_pb2.DecodeFinished, admitted: Admitted, *, is_first: bool
-    ) -> None:
+    def _complete(self, choice: Running, end: decode_pb2.DecodeFinished, admitted: Admitted) -> None:
         """Adds the gateway's fields to the pod's receipt: queue time, TTFT and E2E at the gateway, SLO.
 
-        Predictions are of a call's first choice.
+        Predictions are of the choice by which the call was judged.
         """
         now = time.monotonic()
         choice.end, receipt = end, end.receipt
-        request, forecast = choice.request, admitted.forecast if is_first else None
+        request, is_judged = choice.request, choice.request.choice == admitted.request.choice
+        forecast = admitted.forecast if is_judged else None
         e2e_s = now - request.arrived
         ttft_s = (choice.first_at or now) - request.arrived
         # Of a resumed answer, those that came now.
@@ -488,7 +501,7 @@ class Gateway:
         if miss:
             receipt.slo_miss_cause = miss_cause(
                 receipt,
-                forecast,
+                admitted.forecast,
                 is_late_start=ttft_s > request.slo.ttft_s > 0,
                 is_late_end=e2e_s > request.slo.e2e_s > 0,
             )
@@ -501,6 +514,6 @@ class Gateway:
             receipt.predicted_ttft_p90_ns = round((judged_s + forecast.ttft.high) * NS_PER_S)
             receipt.predicted_e2e_p50_ns = round((judged_s + forecast.e2e.p50) * NS_PER_S)
             receipt.predicted_e2e_p90_ns = round((judged_s + forecast.e2e.high) * NS_PER_S)
-        if is_first:
+        if is_judged:
             self._admission.ended(admitted, e2e_s=e2e_s, num_tokens=receipt.output_tokens, met=not miss)
         choice.metrics.finished(end)

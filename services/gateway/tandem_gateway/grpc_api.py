@@ -92,8 +92,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     async def GetFleetStatus(
         self, request: gateway_pb2.GetFleetStatusRequest, context: CallContext
     ) -> gateway_pb2.GetFleetStatusResponse:
-        self._caller(context)
-        return self._gateway.fleet_status()
+        return self._gateway.fleet_status(self._caller(context))
 
     async def _answer(
         self, request: _Request, context: CallContext, kind: type[ResponseT]

@@ -147,9 +147,9 @@ def make_app(
 
     @app.get("/fleet")
     async def fleet_status(request: Request) -> Response:
-        keys.authenticate(request.headers.get("authorization", ""))
+        caller = keys.authenticate(request.headers.get("authorization", ""))
         body = MessageToJson(
-            gateway.fleet_status(),
+            gateway.fleet_status(caller),
             preserving_proto_field_name=True,
             always_print_fields_with_no_presence=True,
         )

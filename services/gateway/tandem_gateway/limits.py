@@ -17,6 +17,8 @@ _CALLS_RETRY_S = 1.0
 _S_PER_MINUTE = 60.0
 #: Of the adaptive limit: by what factor it is lowered, and how often at most.
 _LOWER_BY, _LOWER_EVERY_S = 0.7, 1.0
+#: A limit that recovers has done so after that.
+_LONGEST_RECOVERY_S = 60.0
 #: Of the time between turns: at first, and the weight of the newest.
 _FIRST_TURN_S, _NEWEST_TURN = 1.0, 0.1
 #: Seconds and values of a recent mean.
@@ -117,18 +119,29 @@ class AdaptiveLimit:
     """How many requests may run: more after each that went well, fewer after one that did not (additive
     increase, multiplicative decrease; Chiu and Jain 1989)."""
 
-    def __init__(self, highest: int) -> None:
-        self.value = float(highest)
+    def __init__(self, highest: int, *, recovery: float = 1.0) -> None:
+        """recovery: the factor by which it grows in each second after it was lowered."""
+        self._value = float(highest)
         self._highest = highest
-        self._lowered_at = 0.0
+        self._recovery = recovery
+        self._lowered_at = -math.inf
+        #: Monotonic seconds until which it has grown.
+        self._grown_at = 0.0
+
+    @property
+    def value(self) -> float:
+        now = time.monotonic()
+        growth = self._recovery ** min(now - self._grown_at, _LONGEST_RECOVERY_S)
+        self._value, self._grown_at = min(self._value * growth, self._highest), now
+        return self._value
 
     def ended(self, *, met: bool) -> None:
-        now = time.monotonic()
+        value, now = self.value, time.monotonic()
         if met:
-            self.value = min(self.value + 1 / self.value, self._highest)
+            self._value = min(value + 1 / value, self._highest)
         elif now - self._lowered_at > _LOWER_EVERY_S:
             self._lowered_at = now
-            self.value = max(1.0, _LOWER_BY * self.value)
+            self._value = max(1.0, _LOWER_BY * value)
 
 
 class Turns:

@@ -1,5 +1,7 @@
 """Prometheus metrics of the gateway. SLO attainment counts every well-formed request, also refused and failed
-ones: each one received becomes one met or one miss."""
+ones. Each one received becomes one met or one miss, but for those that say nothing of the service: refused
+for what their tenants themselves have used, found invalid, or left by their clients while all objectives were
+kept."""
 
 from __future__ import annotations
 
@@ -47,8 +49,10 @@ _ENDED_EARLY = {
 #: Why a request misses its SLO: a stage, or an outcome without a complete answer.
 _MISS_CAUSES = (
     *CAUSES,
-    *(o.value for o in Outcome if o not in (Outcome.OK, Outcome.UNAUTHENTICATED)),
+    *(o.value for o in Outcome if o not in (Outcome.OK, Outcome.UNAUTHENTICATED, Outcome.INVALID)),
 )
+#: Refusals for what the tenant itself has used, whatever the load.
+_QUOTAS = frozenset({RefusalReason.TENANT_REQUESTS, RefusalReason.TENANT_TOKENS})
 
 
 class TenantCounter:
@@ -116,7 +120,7 @@ class GatewayMetrics:
         self.not_kept = table.ANSWERS_NOT_KEPT.make(registry)
         self.kept_answer_bytes = table.KEPT_ANSWER_BYTES.make(registry)
         #: Classes and tenants whose series are there.
-        self._known: set[tuple[str, str]] = set()
+        self._known: set[tuple[str, ...]] = set()
         self._show_zeros(registry)
         serve_twins(registry, Process.GATEWAY, model_name=model_name)
 
@@ -182,7 +186,16 @@ class GatewayMetrics:
 
     def of(self, request: TokenizedRequest) -> RequestMetrics:
         """Counts a well-formed request as received."""
-        labels = request.slo.name, request.tenant
+        self._show(request.slo.name, request.tenant)
+        return RequestMetrics(self, request)
+
+    def refused_early(self, slo_class: str, tenant: str) -> None:
+        """Counts a request that was refused before it was known to be well-formed, for want of capacity."""
+        self._show(slo_class, tenant)
+        self.received.add(slo_class, tenant)
+        self.misses.add(slo_class, tenant, Outcome.REFUSED.value)
+
+    def _show(self, *labels: str) -> None:
         if labels not in self._known:
             self._known.add(labels)
             for shown in (self.met, self.goodput, self.output):
@@ -192,7 +205,6 @@ class GatewayMetrics:
             # The share of misses is known before the first one.
             for cause in _MISS_CAUSES:
                 self.misses.add(*labels, cause, amount=0)
-        return RequestMetrics(self, request)
 
     def _cache_config(self, fleet: Fleet) -> Values:
         pods = fleet.healthy(Role.DECODE)
@@ -209,26 +221,35 @@ class RequestMetrics:
         self._metrics = metrics
         self._labels = request.slo.name, request.tenant
         self._slo_class = request.slo.name
+        self._slo = request.slo
         self._arrived = request.arrived
+        self._first_at: float | None = None
         self._last_at: float | None = None
+        self._num_tokens = 0
         self._itl = metrics.itl.labels(self._slo_class)
         #: Why the request misses its SLO, if the outcome does not say it; "": it does not.
         self._miss = ""
         self._is_met = False
+        #: Whether what the caller did says why it has no answer.
+        self._is_callers = False
         self._exemplar = tracing.current().exemplar
         metrics.received.add(*self._labels)
 
-    def admitted(self, queued_s: float) -> None:
+    def admitted(self, slo: SloTarget, queued_s: float) -> None:
+        """`slo`: its objectives as admission has them."""
+        self._slo = slo
         self._metrics.queue_seconds.labels(self._slo_class).observe(queued_s)
 
     def relayed(self, num_tokens: int) -> float:
         """Counts tokens on their way to the caller; returns the time."""
         now = time.monotonic()
         if self._last_at is None:
+            self._first_at = now
             self._metrics.ttft.labels(self._slo_class).observe(now - self._arrived, self._exemplar)
         else:
             self._itl.observe(now - self._last_at)
         self._last_at = now
+        self._num_tokens += num_tokens
         self._metrics.output.add(*self._labels, amount=num_tokens)
         return now
 
@@ -237,9 +258,10 @@ class RequestMetrics:
         metrics, name, receipt = self._metrics, self._slo_class, end.receipt
         metrics.finished.labels(_FINISH_REASONS.get(end.reason, "abort")).inc()
         metrics.e2e.labels(name).observe(receipt.e2e_ns / NS_PER_S, self._exemplar)
-        if receipt.output_tokens > 1:
+        # Of a resumed answer, those that came now.
+        if self._num_tokens > 1:
             decode_s = (receipt.e2e_ns - receipt.ttft_ns) / NS_PER_S
-            metrics.tpot.labels(name).observe(decode_s / (receipt.output_tokens - 1), self._exemplar)
+            metrics.tpot.labels(name).observe(decode_s / (self._num_tokens - 1), self._exemplar)
         for stage in _STAGES:
             metrics.stages.labels(name, stage).observe(getattr(receipt, f"{stage}_ns") / NS_PER_S)
         metrics.prompt_length.labels(name).observe(receipt.prompt_tokens)
@@ -262,13 +284,29 @@ class RequestMetrics:
 
     def failed(self, error: InvalidRequestError | GatewayError) -> None:
         self._metrics.count_refusal(error)
+        is_quota = isinstance(error, OverloadedError) and error.reason in _QUOTAS
+        self._is_callers = is_quota or isinstance(error, InvalidRequestError)
+
+    @property
+    def is_in_time(self) -> bool:
+        """Whether no objective is missed yet."""
+        now, decode_s = time.monotonic(), 0.0
+        if self._first_at is not None and self._last_at is not None:
+            decode_s = self._last_at - self._first_at
+        return not self._slo.miss(
+            (self._first_at or now) - self._arrived,
+            decode_s / max(self._num_tokens - 1, 1),
+            now - self._arrived,
+        )
 
     def ended(self, outcome: Outcome) -> None:
         """Last, however the request ended."""
         self._metrics.ended.labels(outcome.value).inc()
         if outcome in _ENDED_EARLY:
             self._metrics.finished.labels(_ENDED_EARLY[outcome]).inc()
-        if not self._is_met:
+        if outcome is Outcome.CANCELLED:
+            self._is_callers = self.is_in_time
+        if not self._is_met and not self._is_callers:
             self._metrics.misses.add(*self._labels, self._miss or outcome.value)
 
 

@@ -157,8 +157,9 @@ class OpenAiApi:
         self, request: Request, caller: Caller, parse: Parse, kind: str, names: Mapping[str, str]
     ) -> tuple[Answer, bool]:
         """The answer to the body, and whether to stream it. Raises InvalidRequestError or GatewayError."""
-        arrived = time.monotonic()
         payload = await read_body(request, self._gateway)
+        # Objectives count from the whole request: how long its client takes to send it is not ours to keep.
+        arrived = time.monotonic()
         body = parse(payload)
         is_streamed = bool(body.stream)
         key, digest = request.headers.get(_IDEMPOTENCY_KEY, ""), b""

@@ -161,7 +161,11 @@ class OutputLengths:
         known += [_USUAL_LENGTH] * (_ENOUGH_LENGTHS - len(known))
         return tuple(min(max(length, least), most) for length in known)
 
-    def observe(self, request: TokenizedRequest, num_tokens: int) -> None:
+    def observe(self, request: TokenizedRequest, num_tokens: int, *, is_cut: bool = False) -> None:
+        """Of an answer that ended. `is_cut`: at its max_tokens, so that it says only what others, which may
+        be longer, have at least."""
+        if is_cut:
+            num_tokens = max(num_tokens, _USUAL_LENGTH)
         for key in self._keys(request):
             self._lengths.setdefault(key, deque(maxlen=_NUM_LENGTHS)).append(num_tokens)
             self._lengths.move_to_end(key)

@@ -18,8 +18,8 @@ from tandem_gateway.admitted import Admitted
 _AHEAD_S = 1.0
 #: How often a tenant asks is a mean over about so long; it is active until so long after its last request.
 _MEMORY_S = 10.0
-#: Room is kept for those that ask for less than this part of what a tenant asks for; chance makes equal ones
-#: differ by less.
+#: Room is kept for those that ask for less than this part of the work that a tenant asks for; chance makes
+#: equal ones differ by less.
 _MUCH_LESS = 0.5
 #: Nor is a tenant outdone by one that asked for fewer requests than this lately.
 _NUM_NOISY = 5
@@ -44,20 +44,31 @@ class _Tenant:
     #: Monotonic seconds: by when its work is done at the speed of its share; and of its last request.
     finish: float
     asked_at: float
-    #: Requests, the older ones decayed in about _MEMORY_S.
+    #: Requests, and the seconds of work that they ask for; the older ones decayed in about _MEMORY_S.
     num_asked: float = 0.0
+    work_asked_s: float = 0.0
 
-    def ask(self, now: float) -> None:
-        self.num_asked = self.num_asked * math.exp((self.asked_at - now) / _MEMORY_S) + 1
+    def ask(self, now: float, work_s: float) -> None:
+        kept = math.exp((self.asked_at - now) / _MEMORY_S)
+        self.num_asked = self.num_asked * kept + 1
+        self.work_asked_s = self.work_asked_s * kept + work_s
         self.asked_at = now
 
     def rate(self, now: float) -> float:
         """Requests per second in the last ten seconds or so."""
         return self.num_asked * math.exp((self.asked_at - now) / _MEMORY_S) / _MEMORY_S
 
+    @property
+    def mean_work_s(self) -> float:
+        """Of a request."""
+        return self.work_asked_s / self.num_asked
+
+    def demand(self, now: float) -> float:
+        """Seconds of work asked for per second, by weight."""
+        return self.rate(now) * self.mean_work_s / self.weight
+
     def asks_much_less(self, other: _Tenant, now: float) -> bool:
-        """By weight."""
-        return self.rate(now) / self.weight < _MUCH_LESS * other.rate(now) / other.weight
+        return self.demand(now) < _MUCH_LESS * other.demand(now)
 
 
 class FairShares:
@@ -75,12 +86,12 @@ class FairShares:
     def __init__(self) -> None:
         self._tenants: dict[str, _Tenant] = {}
 
-    def ask(self, name: str, weight: float) -> None:
-        """A request came, admitted or not."""
+    def ask(self, name: str, weight: float, work_s: float) -> None:
+        """A request came, admitted or not, that takes so many seconds of work."""
         now = self._forget()
         tenant = self._tenants.setdefault(name, _Tenant(weight, now, now))
         tenant.weight = weight
-        tenant.ask(now)
+        tenant.ask(now, work_s)
 
     def charge(self, name: str, seconds: float) -> None:
         """A request that asked was admitted."""
@@ -97,29 +108,31 @@ class FairShares:
         least = min([max(one.finish, now) for one in self._tenants.values()])
         return max(0.0, self._tenants[name].finish - least - _AHEAD_S)
 
-    def room_for_others(self, name: str, seconds: float, running: Mapping[str, int]) -> int:
-        """Requests of tenants that ask for much less: as many as these have here on average, if each stays
-        for `seconds` (Little's law), and _DEVIATIONS standard deviations more, without those that are
-        `running` (by tenant). All of them together, since for each alone many small ones would be kept more
-        room than they use."""
-        small, rate = self._asking_much_less(name)
+    def room_for_others(self, name: str, seconds: float, running: Mapping[str, int], work_s: float) -> float:
+        """Requests of `work_s` that make up those of tenants which ask for much less: as many as these have
+        here on average, if each stays for `seconds` (Little's law), and _DEVIATIONS standard deviations more,
+        without those that are `running` (by tenant). All of them together, since for each alone many small
+        ones would be kept more room than they use."""
+        small, rate, mean_work_s = self._asking_much_less(name)
         most = round(_and_deviations(rate * seconds, _DEVIATIONS))
-        return max(most - sum([running.get(other, 0) for other in small]), 0)
+        return max(most - sum([running.get(other, 0) for other in small]), 0) * mean_work_s / work_s
 
-    def num_overtaking(self, name: str, seconds: float) -> float:
-        """Requests that tenants which ask for much less send in so many seconds, on average, and one standard
-        deviation more."""
-        _, rate = self._asking_much_less(name)
-        return _and_deviations(rate * seconds, 1.0)
+    def num_overtaking(self, name: str, seconds: float, work_s: float) -> float:
+        """Requests of `work_s` that make up those which tenants that ask for much less send in so many
+        seconds, on average, and one standard deviation more."""
+        _, rate, mean_work_s = self._asking_much_less(name)
+        return _and_deviations(rate * seconds, 1.0) * mean_work_s / work_s
 
-    def _asking_much_less(self, name: str) -> tuple[list[str], float]:
-        """The tenants, and their requests per second together."""
+    def _asking_much_less(self, name: str) -> tuple[list[str], float, float]:
+        """The tenants, their requests per second together, and the mean work of these in seconds."""
         now = self._forget()
         own = self._tenants.get(name)
         if own is None:
-            return [], 0.0
+            return [], 0.0, 0.0
         small = {other: one for other, one in self._tenants.items() if one.asks_much_less(own, now)}
-        return list(small), sum([one.rate(now) for one in small.values()])
+        rate = sum([one.rate(now) for one in small.values()])
+        work = sum([one.rate(now) * one.mean_work_s for one in small.values()])
+        return list(small), rate, work / rate if rate else 0.0
 
     def asks_much_less(self, name: str, other: str) -> bool:
         """Than the other tenant, by weight; False unless both are active."""
@@ -128,8 +141,8 @@ class FairShares:
         return one is not None and theirs is not None and one.asks_much_less(theirs, now)
 
     def comes_first(self, name: str) -> bool:
-        """Whether it asks for much less than the tenant that asks for most, by weight. One that has not asked
-        yet asks for less."""
+        """Whether it asks for much less work than the tenant that asks for most, by weight. One that has not
+        asked yet asks for less."""
         return self._noisier(name, self._forget()) is not None
 
     def is_outdone(self, name: str, weight: float, running: Mapping[str, int]) -> bool:
@@ -148,7 +161,7 @@ class FairShares:
         """The tenant that asks for most, by weight, if this one asks for much less."""
         if not self._tenants:
             return None
-        noisy, most = max(self._tenants.items(), key=lambda item: item[1].rate(now) / item[1].weight)
+        noisy, most = max(self._tenants.items(), key=lambda item: item[1].demand(now))
         own = self._tenants.get(name)
         if most.num_asked < _NUM_NOISY or (own is not None and not own.asks_much_less(most, now)):
             return None

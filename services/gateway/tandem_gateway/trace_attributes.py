@@ -99,14 +99,18 @@ def of_answer(choices: Sequence[Running], model: str) -> dict[str, Value]:
     return attributes
 
 
-def of_incomplete(choices: Sequence[Running], error: Exception | None = None) -> dict[str, Value]:
-    """Of a call without a complete answer. `error`: None if its client left, or its deadline passed."""
+def of_incomplete(
+    choices: Sequence[Running], error: Exception | None = None, *, is_in_time: bool = False
+) -> dict[str, Value]:
+    """Of a call without a complete answer. `error`: None if its client left, or its deadline passed;
+    `is_in_time`: it left while all objectives were kept, so that none is met or missed."""
     num_output = sum(choice.num_tokens for choice in choices)
     attributes: dict[str, Value] = {
         "gen_ai.usage.output_tokens": num_output,
         "gen_ai.usage.completion_tokens": num_output,
-        "tandem.slo.met": False,
     }
+    if not is_in_time:
+        attributes["tandem.slo.met"] = False
     if isinstance(error, OverloadedError):
         attributes["tandem.refusal.reason"] = error.reason.value
     return attributes
