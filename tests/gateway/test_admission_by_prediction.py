@@ -9,7 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 from fixed_forecaster import SLO, FixedForecaster, request
+from still_clock import Clock
 from tandem_core.slo import NO_OBJECTIVES, SloTarget
+from tandem_gateway import admission as admission_module
 from tandem_gateway.admission import Admission
 from tandem_gateway.errors import OverloadedError, RefusalReason, UnavailableError
 from tandem_gateway.request import DEFAULT_DUE_S, TenantLimits, TokenizedRequest
@@ -82,13 +84,30 @@ class TestJudgement:
     def test_a_request_without_objectives_is_never_refused(self):
         assert judge(FixedForecaster(ttft=1000.0), asked=request(SloTarget("batch"))).request.due_s is None
 
-    def test_an_idle_system_refuses_nobody_but_who_is_strict(self):
+    def test_an_idle_system_refuses_nobody_whose_objectives_it_meets_alone(self):
+        """Also who is strict: else costs measured with load would never be corrected."""
         forecaster = FixedForecaster(ttft=1.5)
         forecaster.pod.is_idle = True
         judge(forecaster)
+        judge(forecaster, asked=request(replace(SLO, is_strict=True)))
+
+    def test_on_an_idle_system_a_strict_request_shows_now_and_then_what_it_takes(self, monkeypatch):
+        clock = Clock()
+        monkeypatch.setattr(admission_module, "time", clock)
+        forecaster = FixedForecaster(ttft=1.5, alone_ttft=1.2)
+        forecaster.pod.is_idle = True
+        gate = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
+        asked = replace(request(replace(SLO, is_strict=True)), arrived=clock.now, deadline=clock.now + 600)
+        gate._judge(asked)
         with pytest.raises(OverloadedError, match=r"predicted after 1\.50 s") as info:
-            judge(forecaster, asked=request(replace(SLO, is_strict=True)))
-        assert info.value.retry_after_s == pytest.approx(30), "when what was measured under load is forgotten"
+            gate._judge(asked)
+        assert info.value.retry_after_s == pytest.approx(30)
+        clock.now += 30
+        gate._judge(replace(asked, arrived=clock.now))
+        forecaster.alone_ttft = 2.5
+        clock.now += 30
+        with pytest.raises(OverloadedError, match="cannot be met here even without load"):
+            gate._judge(replace(asked, arrived=clock.now))
 
     def test_without_a_pod_who_is_strict_is_refused(self):
         forecaster = FixedForecaster(ttft=0.5)
@@ -155,10 +174,10 @@ class TestJudgement:
 
     def test_who_strictly_wants_what_no_time_can_give_is_told_so(self):
         """It neither keeps requests without objectives away nor is it expected back."""
-        forecaster = FixedForecaster(ttft=1.5, alone_ttft=1.2)
+        forecaster = FixedForecaster(ttft=2.5, alone_ttft=2.2)
         gate = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=3.0)
         limit = gate._best_effort_limit.value
-        with pytest.raises(OverloadedError, match=r"ttft of 1 s cannot be met .* it takes 1\.2 s") as info:
+        with pytest.raises(OverloadedError, match=r"ttft of 1 s cannot be met .* it takes 2\.2 s") as info:
             gate._judge(request(replace(SLO, is_strict=True)))
         assert info.value.reason is RefusalReason.TTFT
         assert info.value.retry_after_s is None

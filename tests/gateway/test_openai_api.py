@@ -443,7 +443,7 @@ async def test_objectives_come_with_a_request(pods, gateway):
         "x-slo-class": "chat",
         "x-slo-ttft-ms": "700",
         "x-slo-e2e-ms": "9000.5",
-        "x-slo-strict": "true",
+        "x-slo-strict": "True",
     }
     body = {"messages": [{"role": "user", "content": "hi"}]}
     response = await front.http.post("/v1/chat/completions", json=body, headers=headers)
@@ -459,6 +459,7 @@ async def test_objectives_come_with_a_request(pods, gateway):
         ({"x-slo-tpot-ms": "nan"}, "x-slo-tpot-ms: is 'nan'"),
         ({"x-slo-e2e-ms": "5s"}, "x-slo-e2e-ms: is '5s'"),
         ({"x-slo-e2e-ms": "1e12"}, "at most 86400000"),
+        ({"x-slo-ttft-ms": "1_000"}, "x-slo-ttft-ms: is '1_000'; send a number of milliseconds"),
         ({"x-slo-strict": "yes"}, "x-slo-strict: is 'yes'; send true or false"),
         ({"x-slo-tftt-ms": "100"}, "is no header of this API; use x-slo-class, x-slo-ttft-ms"),
         ({"x-slo-class": "batch"}, "x-slo-class: is 'batch', but slo_class in the body is 'chat'"),

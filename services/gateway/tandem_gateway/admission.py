@@ -32,7 +32,7 @@ from functools import partial
 
 from tandem_core.errors import InvalidRequestError
 from tandem_core.sampling import SamplingParams
-from tandem_core.slo import NO_OBJECTIVES
+from tandem_core.slo import NO_OBJECTIVES, SloTarget
 
 from tandem_gateway.admitted import Admitted
 from tandem_gateway.errors import DeadlineError, OverloadedError, RefusalReason, UnavailableError
@@ -55,6 +55,9 @@ _NO_WAIT_S = 0.05
 #: each second in which a request with objectives was refused. After the last one their limit grows by this
 #: factor in a second, and so from one to a full batch of sixteen in about twelve.
 _BEST_EFFORT_SHARE, _RECOVERY = 0.75, 1.25
+#: What would take so many times as long as an objective without load surely misses it: costs that were
+#: measured beside other programs of a machine are too high by less.
+_SURELY = 2.0
 #: First tokens of a tenant that asks for much less than another one are due after this part of the time that
 #: was asked for, so that its prompts come before the other's; but not much earlier than that, since pods take
 #: the blocks of requests that are due 10 s later.
@@ -96,6 +99,8 @@ class Admission:
         #: Heap of (deadline, arrival order, admitted, future). Cancelled futures stay in it and are skipped.
         self._waiters: list[tuple[float, int, Admitted, asyncio.Future[None]]] = []
         self._order = itertools.count()
+        #: When a strict request was last admitted to see whether it would be late.
+        self._tried_at = -math.inf
         #: Whether one of these was admitted and is on its way to its pod. Until its work counts there, one
         #: turn of the loop later, the next one would be judged as if it were not there.
         self._is_placing = False
@@ -279,10 +284,10 @@ class Admission:
                 missed = "share"
         if request.has_objectives and not (missed and (is_idle or forecast.misses_alone(slo))):
             self._slack_used.add(1.0 if missed else forecast.share_of_slack(slo, waited_s))
-        if not missed or (is_idle and not slo.is_strict):
+        if not missed or (is_idle and (not slo.is_strict or self._may_try(slo, forecast))):
             self._shares.charge(request.tenant, work_s)
             return Admitted(request, is_widened, forecast)
-        if slo.is_strict and (hopeless := forecast.misses_alone(slo)):
+        if slo.is_strict and (hopeless := forecast.misses_alone(slo, _SURELY)):
             # It would be refused whenever it came back.
             limit_s, takes_s = getattr(slo, f"{hopeless}_s"), forecast.alone[hopeless]
             raise OverloadedError(
@@ -295,6 +300,18 @@ class Admission:
         # Of an idle system no end of the load is to be waited for, but of what was measured with load.
         least_s = MEMORY_S if is_idle else _MIN_RETRY_AFTER_S
         raise self._refusal(request, forecast, missed, waited_s, least_s, is_returning=is_returning)
+
+    def _may_try(self, slo: SloTarget, forecast: Forecast) -> bool:
+        """Whether a strict request may run on an idle system, where what was measured with load says little.
+        If the costs say that it would be late even so, now and then one shows whether they still hold: where
+        all requests are strict, nothing else would."""
+        if not forecast.misses_alone(slo):
+            return True
+        now = time.monotonic()
+        if forecast.misses_alone(slo, _SURELY) or now - self._tried_at < MEMORY_S:
+            return False
+        self._tried_at = now
+        return True
 
     def _room_for_others(self, request: TokenizedRequest, route: Route) -> float:
         """Requests that other tenants may send to the route's decode pod meanwhile."""
@@ -378,10 +395,11 @@ class Admission:
         first_text = f"the first token is predicted after {first.p50:.2f} s ({p_first} {first.high:.2f} s)"
         end_text = f"the end is predicted after {end.p50:.2f} s ({p_end} {end.high:.2f} s)"
         token_text = f"{token.p50 * 1000:.0f} ms per token are predicted ({p_end} {token.high * 1000:.0f} ms)"
+        after = f", after {waited_s:.2f} s that have passed," if waited_s >= _NO_WAIT_S else ""
         what = {
-            "ttft": f"{first_text}, over the {slo.ttft_s:g} s of its objective",
-            "e2e": f"{end_text}, over the {slo.e2e_s:g} s of its objective",
-            "tpot": f"{token_text}, over the {slo.tpot_s * 1000:g} ms of its objective",
+            "ttft": f"{first_text}; {p_first}{after} is over the {slo.ttft_s:g} s of its objective",
+            "e2e": f"{end_text}; {p_end}{after} is over the {slo.e2e_s:g} s of its objective",
+            "tpot": f"{token_text}; {p_end} is over the {slo.tpot_s * 1000:g} ms of its objective",
             "others": "it would make a request that was admitted before miss its objective; of its own, "
             f"{first_text}, and {end_text}",
             "share": f"tenant {request.tenant} asks for much, and would leave others too little room; "

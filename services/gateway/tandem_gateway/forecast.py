@@ -124,10 +124,11 @@ class Forecast:
                 return fewer / running
         return 1.0
 
-    def misses_alone(self, slo: SloTarget) -> str:
-        """The name of the objective that would be missed without any load; "" if none."""
+    def misses_alone(self, slo: SloTarget, times: float = 1.0) -> str:
+        """The name of the objective that would be missed without any load, also if it were so many times as
+        long; "" if none."""
         for name, limit in (("ttft", slo.ttft_s), ("tpot", slo.tpot_s), ("e2e", slo.e2e_s)):
-            if 0 < limit < self.alone[name]:
+            if 0 < times * limit < self.alone[name]:
                 return name
         return ""
 

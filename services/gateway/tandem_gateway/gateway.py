@@ -375,6 +375,7 @@ class Gateway:
         if trace.is_recording:
             trace.set(trace_attributes.of_choices(len(requests), num_prompt))
         num_unused = 0
+        failure: InvalidRequestError | GatewayError | None = None
         try:
             self._rates.take(first.tenant, first.limits.tokens_per_minute, num_prompt)
             num_unused = num_prompt
@@ -407,7 +408,7 @@ class Gateway:
                 trace.set(trace_attributes.of_answer(running, self.manifest.name))
             yield event
         except REQUEST_ERRORS as error:
-            outcome = presentation(error).outcome
+            outcome, failure = presentation(error).outcome, error
             for choice in running:
                 choice.metrics.failed(error)
             trace.fail_stage(presentation(error).code)
@@ -439,18 +440,26 @@ class Gateway:
                 self._ended.add(choice.request, of_choice, receipt)
             trace.set({"tandem.outcome": outcome.value})
             trace.end_work("respond")
-            self._log_end(running, outcome)
+            self._log_end(running, outcome, failure)
 
-    def _log_end(self, running: Sequence[Running], outcome: Outcome) -> None:
+    def _log_end(
+        self, running: Sequence[Running], outcome: Outcome, failure: InvalidRequestError | GatewayError | None
+    ) -> None:
         first = running[0].request
         receipts = [choice.end.receipt for choice in running if choice.end is not None]
-        details: dict[str, int | float | bool] = {"choices": len(running)} if len(running) > 1 else {}
+        details: dict[str, int | float | bool | str] = {"choices": len(running)} if len(running) > 1 else {}
         if len(receipts) == len(running):
             details |= {
                 "output_tokens": sum(receipt.output_tokens for receipt in receipts),
                 "ttft_s": round(min(receipt.ttft_ns for receipt in receipts) / NS_PER_S, 4),
                 "slo_met": all(receipt.slo_met for receipt in receipts),
             }
+        missed = next((receipt for receipt in receipts if not receipt.slo_met), None)
+        if missed is not None:
+            details |= {"slo_miss_cause": missed.slo_miss_cause, "slo_miss_reason": missed.slo_miss_reason}
+        if isinstance(failure, OverloadedError):
+            # What was predicted; of the caller's text nothing.
+            details |= {"reason": failure.reason.value, "message": str(failure)}
         self._log.info(
             "request",
             request_id=first.request_id,

@@ -191,7 +191,7 @@ class GatewayProcess:
                 kept = kept_unloaded(self._fleet, self._metrics.slo_classes, self._max_tokens)
                 said_of = said_of if kept is None else roles
                 for name, objectives in (kept or {}).items():
-                    log.info("objectives kept without load", slo_class=name, **objectives)
+                    log.info("objectives without load", slo_class=name, **objectives)
             self._server.set_serving(bool(self._fleet.healthy(Role.DECODE)))
             self._metrics.show_prediction(self._admission)
             await self._fleet.wait_for_change(self._settings.poll_interval_s)

@@ -326,7 +326,7 @@ def _objectives(headers: Headers) -> SloTarget:
     if repeated is not None:
         raise InvalidRequestError(repeated, "is there more than once; send it once")
     ttft_s, tpot_s, e2e_s = (_seconds(headers, name) for name in (_SLO_TTFT, _SLO_TPOT, _SLO_E2E))
-    strict = headers.get(_SLO_STRICT, "false")
+    strict = headers.get(_SLO_STRICT, "false").lower()
     if strict not in ("true", "false"):
         raise InvalidRequestError(_SLO_STRICT, f"is {quoted(strict)}; send true or false")
     return SloTarget("", ttft_s, tpot_s, e2e_s, is_strict=strict == "true")
@@ -337,7 +337,8 @@ def _seconds(headers: Headers, name: str) -> float:
     if text is None:
         return 0.0
     try:
-        value = float(text)
+        # Python would read 1_000 too.
+        value = math.nan if "_" in text else float(text)
     except ValueError:
         value = math.nan
     if not 0 < value <= _MAX_OBJECTIVE_MS:
