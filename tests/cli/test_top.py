@@ -2,20 +2,23 @@
 
 import asyncio
 import hashlib
+import itertools
 import os
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
-from tandem_cli.top import Feed
+from tandem_cli.top import Feed, SeveralGatewaysError
 from tandem_gateway.auth import ApiKeys
 from tandem_gateway.dashboard.history import History
 from tandem_gateway.dashboard.routes import dashboard_router
 from tandem_gateway.dashboard.rows import ClassRow, EndedRow, PodRow, Sample, TtftRow
+from tandem_gateway.dashboard.sampler import INTERVAL_S
 from tandem_gateway.errors import GatewayError, presentation
 from tandem_gateway.http_server import HttpServer
 
@@ -51,10 +54,11 @@ def sample(number: int) -> Sample:
 
 @pytest.fixture
 async def serve(tmp_path: Path) -> AsyncIterator[Callable]:
-    """`await serve(history)` serves a history as a gateway does; returns the address."""
+    """`await serve(history)` serves a history as a gateway does; returns the address. With several histories
+    their gateways answer in turns."""
     servers = []
 
-    async def start(history: History, keys: ApiKeys | None = None) -> str:
+    def gateway(history: History, keys: ApiKeys | None) -> FastAPI:
         app = FastAPI()
         router = dashboard_router(history, keys or ApiKeys.load(None), gateway_id="gw-0", model="tiny")
         app.include_router(router)
@@ -63,6 +67,14 @@ async def serve(tmp_path: Path) -> AsyncIterator[Callable]:
         async def refuse(request, error):
             status = presentation(error).http_status
             return JSONResponse({"error": {"message": str(error)}}, status_code=status)
+
+        return app
+
+    async def start(*histories: History, keys: ApiKeys | None = None) -> str:
+        turns = itertools.cycle([gateway(history, keys) for history in histories])
+
+        async def app(scope, receive, send):
+            await next(turns)(scope, receive, send)
 
         server = HttpServer(app, "127.0.0.1", 0, max_connections=8, header_timeout_s=5.0)
         await server.start()
@@ -122,11 +134,24 @@ async def test_a_feed_reads_each_sample_once_and_begins_anew_with_the_gateway(se
     history.append(sample(5))
     await asyncio.to_thread(feed.poll)
     assert [one["number"] for one in feed.samples] == list(range(6))
-    feed.about = {**feed.about, "start": "of the gateway before"}
+    feed._start = "of the gateway before"
     await asyncio.to_thread(feed.poll)
     assert [one["number"] for one in feed.samples] == list(range(6))
     assert feed.before(2.0)["number"] == 3
     assert feed.before(1000.0)["number"] == 0
+
+
+async def test_behind_one_address_of_several_gateways_a_feed_pauses_and_then_says_so(serve):
+    first, second = filled(5), filled(3)
+    feed = Feed(await serve(first, second))
+    await asyncio.to_thread(feed.poll)
+    began = time.monotonic()
+    with pytest.raises(SeveralGatewaysError, match=r"several gateways answer at this address, .*--url"):
+        await asyncio.to_thread(feed.poll)
+    assert time.monotonic() - began > INTERVAL_S
+    assert not feed.samples, "of two gateways"
+    with pytest.raises(SeveralGatewaysError):
+        await asyncio.to_thread(feed.poll)
 
 
 async def test_a_gateway_without_a_sample_and_an_address_without_a_gateway(serve):
@@ -142,7 +167,7 @@ async def test_it_needs_an_operators_key(serve, tmp_path):
     path = tmp_path / "keys.jsonl"
     digest = hashlib.sha256(b"ops-key").hexdigest()
     path.write_text(f'{{"key_sha256": "{digest}", "tenant": "ops", "operator": true}}\n')
-    url = await serve(filled(2), ApiKeys.load(path))
+    url = await serve(filled(2), keys=ApiKeys.load(path))
     refused = await top(url)
     assert refused.returncode == 1
     assert "--key" in refused.stderr

@@ -111,6 +111,29 @@ async def test_a_running_request_is_in_its_stage(pods, gateway):
     await asyncio.gather(running, waiting, return_exceptions=True)
 
 
+async def test_stages_count_sequences_and_what_never_ran_does_not_end(pods, gateway):
+    pod = await pods(pause_s=1.5)
+    front = await gateway(pod, max_in_flight=3, max_queue=1, admission="fifo")
+    running = asyncio.create_task(chat(front, n=3))
+    await pod.started.wait()
+    waiting = asyncio.create_task(chat(front, n=2))
+    data = await data_until(front, lambda sample: sample["decode"])
+    prefilling = [one for one in data["samples"] if one["prefill"]]
+    assert {(one["prefill"], one["decode"]) for one in prefilling} <= {(3, 0)}
+    sample = data["samples"][-1]
+    assert (sample["queued"], sample["prefill"], sample["decode"]) == (2, 0, 3)
+    refused = await front.http.post("/v1/completions", json={"prompt": "a"})
+    invalid = await front.http.post("/v1/completions", json={"prompt": "a", "max_tokens": -1})
+    assert (refused.status_code, invalid.status_code) == (429, 400)
+    waiting.cancel()
+    await front.until_metric('tandem_requests_total{outcome="cancelled"}', 2)
+    data = await data_until(front, lambda sample: not sample["queued"])
+    assert data["samples"][-1]["ended"] == 0
+    running.cancel()
+    await asyncio.gather(running, waiting, return_exceptions=True)
+    await data_until(front, lambda sample: sample["ended"] == sample["admitted"] == 3)
+
+
 async def test_a_move_to_another_pod_is_shown(pods, gateway):
     first = await pods("d-0", fail_with=grpc.StatusCode.UNAVAILABLE, fail_after=1, free_blocks=90)
     front = await gateway(first, await pods("d-1", free_blocks=10))
@@ -213,7 +236,7 @@ def add(log: EndedRequests, name: str, outcome: Outcome = Outcome.OK, **fields: 
     request = TokenizedRequest(
         name, "acme", (1, 2), SamplingParams(), DEFAULT_SLO_CLASSES["chat"], now, now + 60
     )
-    log.add(request, outcome, common_pb2.Receipt(**fields) if fields else None)
+    log.add(request, outcome, common_pb2.Receipt(**fields) if fields else None, was_admitted=True)
 
 
 def test_of_many_requests_those_that_missed_their_slo_are_shown_and_refused_ones_last():

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import json
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -123,6 +124,45 @@ async def test_the_page_asks_for_an_operators_key_and_says_when_nobody_answers(
     await asyncio.wait_for(front.process.stop(), 10)
     await until_page(page, text("#status") + ".includes('does not answer; trying again')")
     assert await page.evaluate("document.body.classList.contains('stale')")
+
+
+#: Prints after each answer what the feed says and how long it waits. The arguments say which gateway answers.
+FEED = """
+import { Feed } from "./feed.js";
+const starts = process.argv.slice(2);
+const said = [];
+globalThis.sessionStorage = { getItem: () => null };
+globalThis.setTimeout = (resolve, milliseconds) => {
+  said.push([feed.trouble, milliseconds]);
+  resolve();
+};
+globalThis.fetch = async () => {
+  if (!starts.length) {
+    console.log(JSON.stringify(said));
+    process.exit();
+  }
+  const body = { about: { start: starts.shift() }, next: 7, newest: 6, samples: [] };
+  return { status: 200, ok: true, json: async () => body };
+};
+const feed = new Feed(() => {});
+await feed.run();
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node is on PATH; Debian's package is nodejs")
+def test_the_page_says_when_several_gateways_answer_and_never_asks_without_a_pause(tmp_path):
+    shutil.copytree(FOLDER, tmp_path / "page")
+    (tmp_path / "page" / "package.json").write_text('{"type": "module"}')
+    (tmp_path / "page" / "test.js").write_text(FEED)
+    starts = "aabbabaa"
+    ran = subprocess.run(
+        ["node", "test.js", *starts], cwd=tmp_path / "page", capture_output=True, text=True, timeout=30
+    )
+    assert ran.returncode == 0, ran.stderr
+    several = "several gateways answer at this address"
+    # One change is a gateway that was started anew.
+    troubles = ["", "", "", "", "", several, several, ""]
+    assert json.loads(ran.stdout) == [[trouble, 1000] for trouble in troubles]
 
 
 def test_the_wheel_takes_every_file_of_the_page():

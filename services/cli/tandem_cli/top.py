@@ -48,6 +48,10 @@ class RefusedError(TopError):
     """The key is missing, unknown or not an operator's: asking again does not help."""
 
 
+class SeveralGatewaysError(TopError):
+    """Their samples cannot be told apart by number."""
+
+
 class Feed:
     """Samples of one gateway, as many as it keeps itself."""
 
@@ -61,6 +65,9 @@ class Feed:
         )
         self._url = url
         self._next = 0
+        #: Of the gateway that answered last, and how many answers in a row came from another one than before.
+        self._start = ""
+        self._num_changes = 0
         self.about: Mapping[str, Any] = {}
         self.samples: deque[Sample] = deque(maxlen=MAX_SAMPLES)
 
@@ -68,17 +75,29 @@ class Feed:
         """Reads until the newest sample is here. Raises TopError."""
         while True:
             body = self._get()
-            if self.about and body["about"]["start"] != self.about["start"] and self._next:
-                # The gateway was started anew: its counts begin at 0.
+            if self._is_another(body["about"]["start"]):
+                # Its counts are others.
                 self.samples.clear()
                 self._next = 0
-                self.about = {}
+                if self._num_changes > 1:
+                    raise SeveralGatewaysError(
+                        f"several gateways answer at this address, {self._url}; give one's own with --url"
+                    )
+                time.sleep(INTERVAL_S)
                 continue
             self.about, self._next = body["about"], body["next"]
             columns = self.about["columns"]
             self.samples.extend(_unpacked(sample, columns) for sample in body["samples"])
             if body["next"] > body["newest"]:
                 return
+
+    def _is_another(self, start: str) -> bool:
+        """Whether another gateway answers than before: it was started anew, or the address is that of
+        several."""
+        is_another = self._start not in ("", start)
+        self._start = start
+        self._num_changes = self._num_changes + 1 if is_another else 0
+        return is_another
 
     def _get(self) -> Mapping[str, Any]:
         try:
@@ -308,6 +327,8 @@ def show(feed: Feed, console: Console, *, once: bool) -> None:
                 trouble = ""
             except RefusedError:
                 raise
+            except SeveralGatewaysError as error:
+                trouble = str(error)
             except TopError:
                 trouble = "the gateway does not answer"
             live.update(render(feed, console.width, trouble), refresh=True)

@@ -38,6 +38,7 @@ class Running:
     metrics: RequestMetrics
     #: The objectives before admission widened them.
     asked: SloTarget = NO_OBJECTIVES
+    is_admitted: bool = False
     num_tokens: int = 0
     #: Monotonic seconds; 0: no token yet.
     first_at: float = 0.0
@@ -46,6 +47,7 @@ class Running:
     def admitted(self, admitted: Admitted) -> None:
         """Takes over what admission decided for the call."""
         judged, self.asked = admitted.request, self.request.slo
+        self.is_admitted = True
         self.request = replace(self.request, slo=judged.slo, due_s=judged.due_s)
         self.metrics.admitted(judged.slo, admitted.queued_s)
 

@@ -39,11 +39,21 @@ class EndedRequests:
         self._pending: deque[_Ended] = deque(maxlen=_MAX_PENDING)
         self.drafted: Counter[str] = Counter()
         self.accepted: Counter[str] = Counter()
+        #: Of those that had been admitted.
+        self.num_ended = 0
         self.num_steps = 0
         self.num_prefill_retries = 0
 
-    def add(self, request: TokenizedRequest, outcome: Outcome, receipt: common_pb2.Receipt | None) -> None:
+    def add(
+        self,
+        request: TokenizedRequest,
+        outcome: Outcome,
+        receipt: common_pb2.Receipt | None,
+        *,
+        was_admitted: bool,
+    ) -> None:
         """`receipt` is None for a request without a complete answer."""
+        self.num_ended += was_admitted
         if receipt is None:
             receipt = common_pb2.Receipt()
         else:

@@ -107,11 +107,11 @@ class Sample(TypedDict):
     classes: dict[str, ClassRow]
     #: Of all classes, by cause.
     misses: dict[str, int]
-    #: Requests that wait here; that have no token yet; that have.
+    #: Sequences of requests that wait here; that have no token yet; that have. Each choice of a call is one.
     queued: int
     prefill: int
     decode: int
-    #: Since the start: requests admitted, that got a first token, that ended.
+    #: Since the start: choices admitted, that got a first token, that ended after they had been admitted.
     admitted: int
     begun: int
     ended: int

@@ -57,19 +57,19 @@ class Sampler:
     def sample(self) -> Sample:
         metrics, ended = self._metrics, self._ended
         open_requests = self._admission.open_requests()
-        num_begun = sum(one.first_at is not None for one in open_requests)
+        num_decoding = sum(one.num_places for one in open_requests if one.first_at is not None)
         requests, ttft = ended.take()
         return Sample(
             number=self._history.next_number,
             time=round(time.time(), 3),
             classes=self._classes(),
             misses=+metrics.misses.sums(2),
-            queued=self._admission.num_waiting,
-            prefill=self._admission.num_in_flight - num_begun,
-            decode=num_begun,
+            queued=sum(one.num_places for one in open_requests if one.admitted_at is None),
+            prefill=self._admission.num_in_flight - num_decoding,
+            decode=num_decoding,
             admitted=_total(metrics.queue_seconds.collect(), "_count"),
             begun=_total(metrics.ttft.collect(), "_count"),
-            ended=_total(metrics.ended.collect(), "_total"),
+            ended=ended.num_ended,
             predictions=_total(metrics.predictions.collect(), "_total", time="ttft"),
             predictions_held=_total(metrics.predictions_held.collect(), "_total", time="ttft"),
             ttft=ttft,

@@ -22,6 +22,9 @@ export class Feed {
     this.refusal = "";
     this.next = 0;
     this.failures = 0;
+    /** Of the gateway that answered last, and how many answers in a row came from another one than before. */
+    this.start = null;
+    this.changes = 0;
   }
 
   async run() {
@@ -61,9 +64,10 @@ export class Feed {
       if (!response.ok) throw new Error(body.error?.message ?? `status ${response.status}`);
       this.refusal = this.trouble = "";
       this.failures = 0;
-      if (this.about?.start !== body.about.start && this.next) {
+      if (this.#isAnother(body.about.start)) {
         this.#forget();
-        return true;
+        if (this.changes > 1) throw new Error("several gateways answer at this address");
+        return false;
       }
       this.about = body.about;
       this.next = body.next;
@@ -76,6 +80,14 @@ export class Feed {
     }
   }
 
+  /** Whether another gateway answers than before: it was started anew, or the address is that of several. */
+  #isAnother(start) {
+    const isAnother = this.start !== null && this.start !== start;
+    this.start = start;
+    this.changes = isAnother ? this.changes + 1 : 0;
+    return isAnother;
+  }
+
   #add(packed) {
     const sample = unpacked(packed, this.about.columns);
     const last = this.samples.at(-1);
@@ -85,7 +97,7 @@ export class Feed {
     while (this.events.length && this.events[0].time < this.samples[0].time) this.events.shift();
   }
 
-  /** The gateway was started anew: its counts begin at 0. */
+  /** The counts of another gateway are others. */
   #forget() {
     this.about = null;
     this.samples = [];
