@@ -27,4 +27,5 @@ def test_steps_guesses_and_hits_are_counted_by_source() -> None:
     assert dict(receipt.drafted_by_source) == {"prompt": 5, "output": 11, "global": 5}
     assert dict(receipt.accepted_by_source) == {"prompt": 2, "output": 2, "global": 1}
     assert dict(receipt.hit_steps_by_source) == {"prompt": 1, "output": 1, "global": 1}
+    assert (receipt.drafts, list(receipt.accepted_at)) == (3, [2, 2, 1])
     assert (receipt.request_id, receipt.decode_pod, receipt.seed) == ("caller's", "d0", 7)

@@ -19,7 +19,7 @@ def texts(answer: dict) -> list[str]:
 
 
 async def test_the_best_texts_are_the_choices(pods, gateway):
-    pod = await pods()
+    pod = await pods(num_preemptions=3)
     front = await gateway(pod)
     body = {**BEAMS, "n": 2, "length_penalty": 0.5, "early_stopping": "never"}
     answer = (await front.http.post(COMPLETIONS, json=body)).json()
@@ -34,6 +34,7 @@ async def test_the_best_texts_are_the_choices(pods, gateway):
     assert [receipt["output_tokens"] for receipt in receipts] == [1, 2]
     # What was done for both counts once.
     assert [receipt["transfer_bytes"] for receipt in receipts] == [100, 0]
+    assert await front.metric("vllm:num_preemptions_total") == 3
     assert await front.metric('tandem_requests_total{outcome="ok"}') == 2
 
 

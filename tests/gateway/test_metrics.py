@@ -5,16 +5,24 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import time
+from pathlib import Path
 
 import grpc
 import httpx
 import openai
 import pytest
 from metric_names import differences
+from tandem_core.sampling import SamplingParams
+from tandem_core.slo import DEFAULT_SLO_CLASSES
 from tandem_gateway import gateway as gateway_module
+from tandem_gateway.metrics import GatewayMetrics
+from tandem_gateway.request import TokenizedRequest
 from tandem_proto.v1 import gateway_pb2
 from tandem_service.metric_table import Process
+from tandem_service.metrics import new_registry
 
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "observability.md"
 USER = [{"role": "user", "content": "Hi"}]
 MESSAGES = [gateway_pb2.ChatMessage(**message) for message in USER]
 
@@ -56,6 +64,66 @@ async def test_vllms_names_say_what_ours_say(pods, gateway):
     assert await front.metric('vllm:cache_config_info{block_size="64",num_gpu_blocks="100"}') == 1
     assert await front.metric("vllm:num_requests_waiting") == 0
     assert await front.metric("vllm:num_requests_running") == 0
+
+
+async def test_what_pods_did_is_counted_from_receipts_under_vllms_names(pods, gateway):
+    front = await gateway(await pods(num_preemptions=2, num_prefill_preemptions=1))
+    assert await front.metric("vllm:spec_decode_num_drafts_total") == 0, "known before the first request"
+    for _ in range(2):
+        await ask(front)
+    for name, value in (
+        ("vllm:num_preemptions_total", 6),
+        ("vllm:spec_decode_num_drafts_total", 2),
+        ("vllm:spec_decode_num_draft_tokens_total", 6),
+        ("vllm:spec_decode_num_accepted_tokens_total", 4),
+        ('vllm:spec_decode_num_accepted_tokens_per_pos_total{position="0"}', 2),
+        ('vllm:spec_decode_num_accepted_tokens_per_pos_total{position="1"}', 2),
+    ):
+        assert await front.metric(name) == value, name
+
+
+async def test_vllms_names_say_what_requests_asked_for_and_got(pods, gateway):
+    front = await gateway(await pods())
+    await ask(front, max_tokens=30, n=2)
+    body = {"prompt": ["a", "b"], "max_tokens": 40, "n": 3}
+    assert (await front.http.post("/v1/completions", json=body)).status_code == 200
+    for name, count, total in (
+        ("request_params_n", 3, 2 + 3 + 3),
+        ("request_max_num_generation_tokens", 3, 3 * 3),
+        ("request_params_max_tokens", 2 + 6, 2 * 30 + 6 * 40),
+        ("request_inference_time_seconds", 2 + 6, pytest.approx(8 * 2e-6)),
+    ):
+        assert await front.metric(f"vllm:{name}_count") == count, name
+        assert await front.metric(f"vllm:{name}_sum") == total, name
+    assert await front.metric('vllm:request_params_n_bucket{le="2.0"}') == 1
+
+
+async def test_requests_wait_in_the_gateway_or_in_pods_and_are_counted_once(pods, gateway):
+    decode = await pods(pause_s=30.0, num_waiting=2, num_running=1)
+    prefill = await pods("p-0")
+    settings = {"prefill": (prefill.target,), "max_in_flight": 3, "admission": "fifo"}
+    front, other = [await gateway(decode, **settings) for _ in range(2)]
+    asking = [asyncio.create_task(ask(front)) for _ in range(4)]
+
+    async def until(waiting: int, running: int) -> None:
+        await front.until_metric("vllm:num_requests_waiting", waiting)
+        await front.until_metric("vllm:num_requests_running", running)
+
+    await until(1 + 2, 1)
+    # The decode pod reports a request as waiting while its prompt runs.
+    prefill.num_running = 1
+    await until(1 + 1, 2)
+    # Three of another gateway.
+    decode.num_waiting, decode.num_running, prefill.num_running = 4, 2, 0
+    await until(1 + 2, 1)
+    # More than there are: the report is older.
+    decode.num_waiting, decode.num_running = 30, 0
+    await until(1 + 3, 0)
+    assert await other.metric("vllm:num_requests_waiting") == 0
+    assert await other.metric("vllm:num_requests_running") == 0
+    for task in asking:
+        task.cancel()
+    await asyncio.gather(*asking, return_exceptions=True)
 
 
 async def test_every_request_received_becomes_one_met_or_one_miss_of_its_tenant(pods, gateway, tmp_path):
@@ -100,6 +168,22 @@ async def test_the_stage_that_took_too_long_is_the_cause(pods, gateway, tmp_path
     await ask(front, slo_class="chat")
     # The fake pod's receipt accounts for next to nothing of the .9 s that its words take.
     assert await front.metric('tandem_slo_misses_total{slo_class="chat",cause="other"}') == 1
+
+
+async def test_a_tenant_and_class_have_as_many_series_as_the_documentation_says():
+    registry = new_registry()
+    metrics = GatewayMetrics(registry, model_name="m")
+    slo = DEFAULT_SLO_CLASSES["chat"]
+
+    def num_series_with(tenant: str) -> int:
+        now = time.monotonic()
+        metrics.of(TokenizedRequest("r", tenant, (1,), SamplingParams(), slo, now, now + 60))
+        return sum(len(family.samples) for family in registry.collect())
+
+    more = num_series_with("acme")
+    more = num_series_with("blue") - more
+    text = " ".join(DOCS.read_text().split())
+    assert f"and {more} more for each further tenant and class" in text
 
 
 async def test_an_operator_s_classes_replace_the_default_ones_everywhere(pods, gateway, tmp_path):

@@ -57,6 +57,11 @@ class FakePod(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.PrefillSer
     free_blocks: int = 100
     num_running: int = 0
     #: Of a thousand tokens each, which it has yet to compute.
+    #: Of its report.
+    num_waiting: int = 0
+    #: Of each receipt.
+    num_preemptions: int = 0
+    num_prefill_preemptions: int = 0
     num_prompts: int = 0
     revision: str = REVISION
     age_seconds: float = 0.0
@@ -152,8 +157,14 @@ class FakePod(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.PrefillSer
             output_tokens=len(self.words) - num_done,
             decode_pod=self.name,
             decode_steps=2,
+            drafts=1,
+            drafted_tokens=3,
             drafted_by_source={"prompt": 3},
+            accepted_tokens=2,
             accepted_by_source={"prompt": 2},
+            accepted_at=[1, 1],
+            preemptions=self.num_preemptions,
+            prefill_preemptions=self.num_prefill_preemptions,
         )
         yield decode_pb2.DecodeResponse(
             finished=decode_pb2.DecodeFinished(reason=self.reason, stop_reason="<|im_end|>", receipt=receipt)
@@ -174,6 +185,7 @@ class FakePod(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.PrefillSer
             text = " ".join(self.words[: i + 1])
             beams.append(decode_pb2.DecodeBeam(text=text, token_ids=ids, reason=self.reason))
         receipt = common_pb2.Receipt(decode_pod=self.name, decode_steps=3, transfer_bytes=100)
+        receipt.preemptions = self.num_preemptions
         yield decode_pb2.DecodeResponse(beams=decode_pb2.DecodeBeams(beams=beams, receipt=receipt))
 
     async def Prefill(self, request, context):
@@ -194,7 +206,10 @@ class FakePod(decode_pb2_grpc.DecodeServiceServicer, prefill_pb2_grpc.PrefillSer
         if self.status_error is not None:
             raise self.status_error
         usage = common_pb2.ResourceUsage(
-            blocks_total=self.total_blocks, blocks_free=self.free_blocks, requests_running=self.num_running
+            blocks_total=self.total_blocks,
+            blocks_free=self.free_blocks,
+            requests_waiting=self.num_waiting,
+            requests_running=self.num_running,
         )
         return common_pb2.PodStatus(
             pod_id=self.name,

@@ -180,6 +180,22 @@ async def test_all_blocks_without_a_first_token_cost_one_token(tiny_model: Path)
         await fleet.assert_idle()
 
 
+class _Preempting(_Between):
+    """Says that the prompt was preempted three times."""
+
+    async def Prefill(self, request, context):  # noqa: N802
+        async for response in self._behind.Prefill(request):
+            if response.HasField("finished"):
+                response.finished.preemptions = 3
+            yield response
+
+
+async def test_the_receipt_has_the_prompts_preemptions(tiny_model: Path) -> None:
+    async with run_fleet(tiny_model) as fleet, _served(_Preempting(fleet.prefill)) as target:
+        _, receipt = await run(fleet, request("a", prompt_of(200), [target]))
+        assert (receipt.prefill_pod, receipt.prefill_preemptions, receipt.preemptions) == ("p0", 3, 0)
+
+
 @asynccontextmanager
 async def two_prefill_pods(**script: Any) -> AsyncIterator[list[str]]:
     """Their addresses. They send a heartbeat, then do what `script` says, by default nothing."""
@@ -265,6 +281,24 @@ async def test_more_requests_than_blocks_all_finish(tiny_model: Path) -> None:
             *(run(fleet, request(f"r{i}", prompt_of(400, start=i), [fleet.prefill_target])) for i in range(9))
         )
         assert [len(tokens) for tokens, _ in got] == [24] * 9
+        await fleet.assert_idle()
+
+
+async def test_requests_that_wait_for_blocks_are_among_those_that_wait(tiny_model: Path) -> None:
+    async with run_fleet(tiny_model) as fleet, two_prefill_pods() as silent:
+        waiting = [
+            asyncio.ensure_future(run(fleet, request(f"r{i}", prompt_of(400, start=i), silent)))
+            for i in range(9)
+        ]
+
+        async def all_wait() -> bool:
+            usage, _ = await fleet.usage()
+            return usage.requests_waiting == 9
+
+        await until_async(all_wait, limit_s=5.0)
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
         await fleet.assert_idle()
 
 

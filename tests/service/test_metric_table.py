@@ -41,7 +41,7 @@ def test_every_objective_of_a_class_is_an_edge() -> None:
 
 def test_a_twin_has_its_sources_labels_and_is_served_where_they_are() -> None:
     twins = [row for row in TABLE if row.sources]
-    assert len(twins) > 20
+    assert len(twins) > 15
     for row in twins:
         assert row.labels[: len(table.VLLM_LABELS)] == table.VLLM_LABELS
         assert set(row.labels[len(table.VLLM_LABELS) :]) == row.label_of.keys()
@@ -52,11 +52,16 @@ def test_a_twin_has_its_sources_labels_and_is_served_where_they_are() -> None:
             assert any(process in source.row.served_by for source in row.sources), row.name
 
 
+def test_gateways_alone_serve_vllms_names() -> None:
+    """vLLM's dashboards take job and instance from num_requests_running, for all their panels."""
+    assert {row.served_by for row in TABLE if row.name.startswith("vllm:")} == {(Process.GATEWAY,)}
+
+
 def test_a_twin_adds_up_what_its_source_counts_and_never_counts_itself() -> None:
     registry = CollectorRegistry()
     stages = table.STAGE_SECONDS.make(registry)
     finished = table.FINISHED.make(registry)
-    serve_twins(registry, Process.GATEWAY, model_name="m")
+    serve_twins(registry, model_name="m")
     stages.labels("chat", "prefill").observe(0.3)
     stages.labels("batch", "prefill").observe(0.04)
     stages.labels("batch", "decode").observe(7.0)
@@ -79,7 +84,7 @@ def test_a_twin_has_its_sources_exemplars_and_counts_from_zero_on() -> None:
     registry = new_registry()
     ttft = table.TTFT_SECONDS.make(registry)
     prompt = table.PROMPT_TOKENS.make(registry)
-    serve_twins(registry, Process.GATEWAY, model_name="m")
+    serve_twins(registry, model_name="m")
     one = {"model_name": "m", "engine": "0"}
     assert registry.get_sample_value("vllm:prompt_tokens_total", one) == 0, "before any tenant is known"
     prompt.labels("chat", "acme").inc(7)

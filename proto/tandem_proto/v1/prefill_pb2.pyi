@@ -186,6 +186,7 @@ class PrefillFinished(_message.Message):
     COMPUTE_NS_FIELD_NUMBER: _builtins.int
     SENT_BYTES_FIELD_NUMBER: _builtins.int
     POD_ID_FIELD_NUMBER: _builtins.int
+    PREEMPTIONS_FIELD_NUMBER: _builtins.int
     first_token_id: _builtins.int
     cached_tokens: _builtins.int
     """Prompt tokens found in this pod's prefix cache."""
@@ -193,6 +194,8 @@ class PrefillFinished(_message.Message):
     compute_ns: _builtins.int
     sent_bytes: _builtins.int
     pod_id: _builtins.str
+    preemptions: _builtins.int
+    """Times the pod took the prompt's blocks for others."""
     @_builtins.property
     def logprobs(self) -> _common_pb2.PositionLogprobs:
         """Set when log probabilities were asked for."""
@@ -207,10 +210,11 @@ class PrefillFinished(_message.Message):
         compute_ns: _builtins.int = ...,
         sent_bytes: _builtins.int = ...,
         pod_id: _builtins.str = ...,
+        preemptions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "compute_ns", b"compute_ns", "first_token_id", b"first_token_id", "logprobs", b"logprobs", "pod_id", b"pod_id", "queue_ns", b"queue_ns", "sent_bytes", b"sent_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "compute_ns", b"compute_ns", "first_token_id", b"first_token_id", "logprobs", b"logprobs", "pod_id", b"pod_id", "preemptions", b"preemptions", "queue_ns", b"queue_ns", "sent_bytes", b"sent_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

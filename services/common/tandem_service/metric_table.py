@@ -5,9 +5,10 @@ the Grafana dashboards, the alert rules and the table in docs/observability.md a
 a change of this file run deploy/observability/generate.py.
 
 `tandem_*` names are ours. `vllm:*` names are those of vLLM and of the Gateway API inference extension's
-model-server protocol, served where Tandem measures what vLLM means by them, from the same data as the
-`tandem_*` row that `sources` names. Each is served by one kind of process, so that a sum over all
-scraped processes counts nothing twice.
+model-server protocol, where Tandem measures what vLLM means by them: from the same data as the `tandem_*`
+row that `sources` names, or counted from receipts and reports of pods. Gateways serve all of them and no
+other process does: queries that take their instance from one of these names find the others there, and a sum
+over all scraped processes counts nothing twice.
 
 To add a metric: one row here, one `make` or `view` where it is measured, a panel in
 deploy/observability/dashboards.py. Predicted times and their errors belong to the section "Prediction";
@@ -163,6 +164,8 @@ TOKEN_BUCKETS_S = _edges(
 )
 #: Tokens of a request.
 _LENGTH_BUCKETS = tuple(float(2**n) for n in range(4, 18))
+#: The same, as vLLM has them.
+_ONE_TWO_FIVE = tuple(float(digit * 10**n) for n in range(6) for digit in (1, 2, 5))
 
 
 def _counter(
@@ -730,20 +733,23 @@ SCALER_FAILURES = _counter(
 
 # -- names of vLLM and of the Gateway API inference extension ------------------------------------------------
 
-#: Of every `vllm:` name, first. The gateway is one engine with all its pods behind it; so is each pod.
+#: Of every `vllm:` name, first. The gateway is one engine with all its pods behind it.
 VLLM_LABELS = ("model_name", "engine")
 
 
-def _vllm_counter(
-    name: str, help_: str, *sources: Source, label: str = "", of: str = "", by: tuple[Process, ...] = _GATEWAY
-) -> CounterRow:
+def _vllm_counter(name: str, help_: str, source: Source, label: str = "", of: str = "") -> CounterRow:
     labels = (*VLLM_LABELS, label) if label else VLLM_LABELS
     label_of = {label: of or label} if label else {}
-    return CounterRow(f"vllm:{name}", help_, labels, sources[0].row.unit, by, sources, label_of)
+    return CounterRow(f"vllm:{name}", help_, labels, source.row.unit, _GATEWAY, (source,), label_of)
 
 
-def _vllm_gauge(name: str, help_: str, source: Source) -> GaugeRow:
-    return GaugeRow(f"vllm:{name}", help_, VLLM_LABELS, source.row.unit, _GATEWAY, (source,))
+def _vllm_receipts(name: str, help_: str, *labels: str, unit: Unit = Unit.COUNT) -> CounterRow:
+    """What pods did, as the receipts of finished requests say."""
+    return CounterRow(f"vllm:{name}", help_, (*VLLM_LABELS, *labels), unit, _GATEWAY)
+
+
+def _vllm_gauge(name: str, help_: str, unit: Unit, *sources: Source) -> GaugeRow:
+    return GaugeRow(f"vllm:{name}", help_, VLLM_LABELS, unit, _GATEWAY, sources)
 
 
 def _vllm_histogram(name: str, help_: str, row: HistogramRow, **where: str) -> HistogramRow:
@@ -752,16 +758,20 @@ def _vllm_histogram(name: str, help_: str, row: HistogramRow, **where: str) -> H
 
 
 VLLM_WAITING = _vllm_gauge(
-    "num_requests_waiting", "Requests waiting for admission at the gateway", Source(QUEUE_LENGTH)
+    "num_requests_waiting",
+    "Requests that wait at the gateway (`tandem_queue_length`), or in pods by their last reports",
+    Unit.REQUESTS,
 )
 VLLM_RUNNING = _vllm_gauge(
     "num_requests_running",
-    "Requests admitted by the gateway that have not ended, also those that a pod has not begun",
-    Source(IN_FLIGHT),
+    "Requests admitted by the gateway that have not ended (`tandem_requests_in_flight`), without those that "
+    "wait in pods",
+    Unit.REQUESTS,
 )
 VLLM_KV_USAGE = _vllm_gauge(
     "kv_cache_usage_perc",
     "KV use of the healthy decode pods; 1 is 100 %",
+    Unit.RATIO,
     Source(FLEET_KV_USAGE, {"role": "decode"}),
 )
 VLLM_CACHE_CONFIG = GaugeRow(
@@ -816,26 +826,54 @@ VLLM_PREFIX_QUERIES = _vllm_counter(
 VLLM_PREFIX_HITS = _vllm_counter(
     "prefix_cache_hits_total", "Of these, tokens that were found", Source(CACHED_PROMPT_TOKENS)
 )
-VLLM_PREEMPTIONS = _vllm_counter(
+VLLM_PREEMPTIONS = _vllm_receipts(
     "num_preemptions_total",
-    "Times requests gave up their KV blocks to older ones",
-    Source(DECODE_PREEMPTIONS),
-    Source(PREFILL_PREEMPTIONS),
-    by=_PODS,
+    "Times requests gave up their KV blocks to older ones, on decode and prefill pods",
 )
-VLLM_DRAFTS = _vllm_counter("spec_decode_num_drafts_total", "Drafts verified", Source(DRAFTS), by=_DECODE)
-VLLM_DRAFT_TOKENS = _vllm_counter(
-    "spec_decode_num_draft_tokens_total", "Draft tokens verified", Source(DRAFTED_TOKENS), by=_DECODE
+VLLM_DRAFTS = _vllm_receipts("spec_decode_num_drafts_total", "Drafts verified")
+VLLM_DRAFT_TOKENS = _vllm_receipts(
+    "spec_decode_num_draft_tokens_total", "Draft tokens verified", unit=Unit.TOKENS
 )
-VLLM_ACCEPTED_TOKENS = _vllm_counter(
-    "spec_decode_num_accepted_tokens_total", "Draft tokens accepted", Source(ACCEPTED_TOKENS), by=_DECODE
+VLLM_ACCEPTED_TOKENS = _vllm_receipts(
+    "spec_decode_num_accepted_tokens_total", "Draft tokens accepted", unit=Unit.TOKENS
 )
-VLLM_ACCEPTED_PER_POS = _vllm_counter(
+VLLM_ACCEPTED_PER_POS = _vllm_receipts(
     "spec_decode_num_accepted_tokens_per_pos_total",
     "Draft tokens accepted, by position in their draft",
-    Source(ACCEPTED_AT),
-    label="position",
-    by=_DECODE,
+    "position",
+    unit=Unit.TOKENS,
+)
+VLLM_INFERENCE_TIME = HistogramRow(
+    "vllm:request_inference_time_seconds",
+    "From the first step to the last token: the stages prefill, transfer and decode",
+    VLLM_LABELS,
+    Unit.SECONDS,
+    _GATEWAY,
+    buckets=LATENCY_BUCKETS_S,
+)
+VLLM_PARAMS_N = HistogramRow(
+    "vllm:request_params_n",
+    "Answers that a prompt was to get (n), once all of them are there",
+    VLLM_LABELS,
+    Unit.COUNT,
+    _GATEWAY,
+    buckets=(1.0, 2.0, 5.0, 10.0, 20.0),
+)
+VLLM_PARAMS_MAX_TOKENS = HistogramRow(
+    "vllm:request_params_max_tokens",
+    "The limit max_tokens of a finished request, its own or the default",
+    VLLM_LABELS,
+    Unit.TOKENS,
+    _GATEWAY,
+    buckets=_ONE_TWO_FIVE,
+)
+VLLM_MAX_GENERATION = HistogramRow(
+    "vllm:request_max_num_generation_tokens",
+    "Output tokens of the longest of a prompt's answers, once all of them are there",
+    VLLM_LABELS,
+    Unit.TOKENS,
+    _GATEWAY,
+    buckets=_ONE_TWO_FIVE,
 )
 
 #: Every row.

@@ -13,13 +13,13 @@ from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 
-from tandem_service.metric_table import TABLE, VLLM_LABELS, Process, Row
+from tandem_service.metric_table import TABLE, VLLM_LABELS, Row
 
 
-def serve_twins(registry: CollectorRegistry, process: Process, *, model_name: str) -> None:
-    """All twins of this process, once their sources are in the registry."""
+def serve_twins(registry: CollectorRegistry, *, model_name: str) -> None:
+    """All of them, once their sources are in the registry."""
     for row in TABLE:
-        if row.sources and process in row.served_by:
+        if row.sources:
             registry.register(_Twin(row, registry, vllm_labels(model_name)))
 
 

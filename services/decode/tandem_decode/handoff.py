@@ -60,6 +60,8 @@ class HandoffResult:
     #: From the first token's arrival to the last frame's.
     transfer_ns: int = 0
     transfer_bytes: int = 0
+    #: Times the prefill pod took the prompt's blocks for others.
+    num_preemptions: int = 0
 
 
 class Attempts:
@@ -122,12 +124,17 @@ class Handoff:
         self._reserving: dict[Request, asyncio.Event] = {}
         self._open: set[IncomingTransfer] = set()
 
+    @property
+    def num_reserving(self) -> int:
+        """Requests that wait for blocks; the engine does not know them yet."""
+        return len(self._reserving)
+
     def counts(self) -> dict[str, int]:
         """Requests by where they are in the module's diagram."""
         transfers = list(self._open)
         num_sending = sum(transfer.state is TransferState.TRANSFERRING for transfer in transfers)
         return {
-            "bootstrapping": len(self._reserving),
+            "bootstrapping": self.num_reserving,
             "waiting": len(transfers) - num_sending,
             "transferring": num_sending,
         }
@@ -245,6 +252,7 @@ class Handoff:
             prefill_ns=stream.token_ns - started - finished.queue_ns,
             transfer_ns=now - stream.token_ns,
             transfer_bytes=incoming.progress().verified_pairs * self._block_bytes,
+            num_preemptions=finished.preemptions,
         )
         trace.set_stage(
             {"tandem.kv.received_bytes": result.transfer_bytes, "tandem.prefill.pod": finished.pod_id}

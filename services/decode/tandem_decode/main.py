@@ -23,8 +23,6 @@ from tandem_prefill.servicer import PrefillServicer
 from tandem_proto.v1 import common_pb2, decode_pb2_grpc, lookahead_pb2, prefill_pb2_grpc
 from tandem_service import logs, settings
 from tandem_service.channels import open_channel
-from tandem_service.metric_table import Process
-from tandem_service.metric_twins import serve_twins
 from tandem_service.server import PodServer
 from tandem_service.tls import PodTls, Role, is_loopback
 
@@ -87,7 +85,6 @@ async def open_pod(pod: DecodeSettings) -> AsyncIterator[PodServer]:
     prefill_pb2_grpc.add_PrefillServiceServicer_to_server(prefill, server.grpc_server)  # type: ignore[no-untyped-call]
     metrics = DecodeMetrics(server.registry)
     metrics.pod.watch_copies(parts.pool.copy_counts)
-    serve_twins(server.registry, Process.DECODE, model_name=parts.manifest.name)
     lookahead = LookaheadSync(
         drafter,
         _client_maker(pod, parts, drafter, loop, tls),

@@ -68,11 +68,6 @@ class RequestRecord:
         return self._first_token_ns > 0
 
     @property
-    def num_drafts(self) -> int:
-        """Steps that verified a draft."""
-        return self._num_drafts
-
-    @property
     def num_preemptions(self) -> int:
         return self._request.num_preemptions
 
@@ -124,4 +119,7 @@ class RequestRecord:
             prefill_retries=self.attempts.num_failed,
             hit_steps=self._hits,
             hit_steps_by_source=dict(self._hits_by_source),
+            drafts=self._num_drafts,
+            accepted_at=[self.accepted_at[position] for position in sorted(self.accepted_at)],
+            prefill_preemptions=handoff.num_preemptions,
         )

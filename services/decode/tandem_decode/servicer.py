@@ -419,7 +419,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         metrics.requests.labels(outcome).inc()
         metrics.output_tokens.inc(receipt.output_tokens)
         metrics.steps.inc(receipt.decode_steps)
-        metrics.drafts.inc(record.num_drafts)
+        metrics.drafts.inc(receipt.drafts)
         metrics.preemptions.inc(record.num_preemptions)
         metrics.received_bytes.inc(receipt.transfer_bytes)
         for kind, count in record.attempts.failures.items():
@@ -442,6 +442,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
 
     def status(self) -> common_pb2.PodStatus:
         status = pod_status(self._parts, self._loop, pod_id=self._settings.pod_id, role="decode")
+        status.usage.requests_waiting += self._handoff.num_reserving
         status.usage.transfers_open = self._receiver.open_transfers + self._sender.open_transfers
         status.usage.credit_bytes_outstanding = self._receiver.credit_outstanding_bytes
         status.usage.streams_open = self._num_open_calls

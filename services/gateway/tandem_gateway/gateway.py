@@ -404,6 +404,7 @@ class Gateway:
             if num_left:  # the relay promises a DecodeFinished for each
                 raise GatewayError("the answer has no end")
             outcome = Outcome.OK
+            self._count_answers(running)
             if trace.is_recording:
                 trace.set(trace_attributes.of_answer(running, self.manifest.name))
             yield event
@@ -441,6 +442,16 @@ class Gateway:
             trace.set({"tandem.outcome": outcome.value})
             trace.end_work("respond")
             self._log_end(running, outcome, failure)
+
+    def _count_answers(self, running: Sequence[Running]) -> None:
+        """By prompt; of a resumed call, the answers that were not complete before."""
+        num_tokens: defaultdict[int, list[int]] = defaultdict(list)
+        for choice in running:
+            if choice.end is not None:
+                prompt = choice.request.choice - choice.request.rank
+                num_tokens[prompt].append(choice.end.receipt.output_tokens)
+        for of_prompt in num_tokens.values():
+            self._metrics.answered(of_prompt)
 
     def _log_end(
         self, running: Sequence[Running], outcome: Outcome, failure: InvalidRequestError | GatewayError | None

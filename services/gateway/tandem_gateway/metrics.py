@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from prometheus_client import CollectorRegistry
 from tandem_core.errors import InvalidRequestError
@@ -16,7 +16,7 @@ from tandem_core.slo import DEFAULT_SLO_CLASSES, SloTarget
 from tandem_proto.v1 import common_pb2, decode_pb2
 from tandem_service import metric_table as table
 from tandem_service import tracing
-from tandem_service.metric_table import CounterRow, Process, Values
+from tandem_service.metric_table import CounterRow, Values
 from tandem_service.metric_twins import serve_twins, vllm_labels
 
 from tandem_gateway.admission import Admission
@@ -109,6 +109,16 @@ class GatewayMetrics:
         self.e2e = table.E2E_SECONDS.make(registry, latencies)
         self.queue_seconds = table.QUEUE_SECONDS.make(registry)
         self.stages = table.STAGE_SECONDS.make(registry)
+        vllm = vllm_labels(model_name)
+        self.inference = table.VLLM_INFERENCE_TIME.make(registry).labels(*vllm)
+        self.max_tokens = table.VLLM_PARAMS_MAX_TOKENS.make(registry).labels(*vllm)
+        self._num_answers = table.VLLM_PARAMS_N.make(registry).labels(*vllm)
+        self._longest_answer = table.VLLM_MAX_GENERATION.make(registry).labels(*vllm)
+        self._preemptions = table.VLLM_PREEMPTIONS.make(registry).labels(*vllm)
+        self._drafts = table.VLLM_DRAFTS.make(registry).labels(*vllm)
+        self._draft_tokens = table.VLLM_DRAFT_TOKENS.make(registry).labels(*vllm)
+        self._accepted_tokens = table.VLLM_ACCEPTED_TOKENS.make(registry).labels(*vllm)
+        self._accepted_at = table.VLLM_ACCEPTED_PER_POS.make(registry)
         self.prompt_length = table.REQUEST_PROMPT_TOKENS.make(registry)
         self.output_length = table.REQUEST_OUTPUT_TOKENS.make(registry)
         self.predictions = table.PREDICTIONS.make(registry)
@@ -122,7 +132,7 @@ class GatewayMetrics:
         #: Classes and tenants whose series are there.
         self._known: set[tuple[str, ...]] = set()
         self._show_zeros(registry)
-        serve_twins(registry, Process.GATEWAY, model_name=model_name)
+        serve_twins(registry, model_name=model_name)
 
     def _show_zeros(self, registry: CollectorRegistry) -> None:
         """Series whose labels are known beforehand, so that their rates are known from the first event on."""
@@ -169,6 +179,16 @@ class GatewayMetrics:
         table.LISTED_PODS.view(registry, lambda: _listed(fleet))
         table.REPORT_AGE.view(registry, lambda: _report_ages(fleet))
         table.FLEET_KV_USAGE.view(registry, lambda: _kv_usage(fleet))
+        vllm = vllm_labels(self._model_name)
+
+        def waiting() -> Values:
+            return {vllm: float(admission.num_waiting + _waiting_in_pods(admission, fleet))}
+
+        def running() -> Values:
+            return {vllm: float(admission.num_in_flight - _waiting_in_pods(admission, fleet))}
+
+        table.VLLM_WAITING.view(registry, waiting)
+        table.VLLM_RUNNING.view(registry, running)
         table.VLLM_CACHE_CONFIG.view(registry, lambda: self._cache_config(fleet))
 
     def show_prediction(self, admission: Admission) -> None:
@@ -183,6 +203,20 @@ class GatewayMetrics:
     def count_refusal(self, error: InvalidRequestError | GatewayError) -> None:
         if isinstance(error, OverloadedError):
             self._refused.labels(error.reason.value).inc()
+
+    def count_work(self, receipt: common_pb2.Receipt) -> None:
+        """Of a request to pods, once, also if it has several answers."""
+        self._preemptions.inc(receipt.preemptions + receipt.prefill_preemptions)
+        self._drafts.inc(receipt.drafts)
+        self._draft_tokens.inc(receipt.drafted_tokens)
+        self._accepted_tokens.inc(receipt.accepted_tokens)
+        for position, count in enumerate(receipt.accepted_at):
+            self._accepted_at.labels(*vllm_labels(self._model_name), str(position)).inc(count)
+
+    def answered(self, num_tokens: Sequence[int]) -> None:
+        """A prompt has all its answers, of so many tokens each."""
+        self._num_answers.observe(len(num_tokens))
+        self._longest_answer.observe(max(num_tokens))
 
     def of(self, request: TokenizedRequest) -> RequestMetrics:
         """Counts a well-formed request as received."""
@@ -224,6 +258,7 @@ class RequestMetrics:
         self._slo = request.slo
         self._arrived = request.arrived
         self._first_at: float | None = None
+        self._max_tokens = request.sampling.max_tokens
         self._last_at: float | None = None
         self._num_tokens = 0
         self._itl = metrics.itl.labels(self._slo_class)
@@ -264,6 +299,8 @@ class RequestMetrics:
             metrics.tpot.labels(name).observe(decode_s / (self._num_tokens - 1), self._exemplar)
         for stage in _STAGES:
             metrics.stages.labels(name, stage).observe(getattr(receipt, f"{stage}_ns") / NS_PER_S)
+        metrics.inference.observe((receipt.prefill_ns + receipt.transfer_ns + receipt.decode_ns) / NS_PER_S)
+        metrics.max_tokens.observe(self._max_tokens)
         metrics.prompt_length.labels(name).observe(receipt.prompt_tokens)
         metrics.output_length.labels(name).observe(receipt.output_tokens)
         metrics.prompt.labels(*self._labels).inc(receipt.prompt_tokens)
@@ -324,6 +361,20 @@ def _report_ages(fleet: Fleet) -> Values:
         else now - pod.last_seen + pod.report.age_seconds
         for pod in fleet.pods()
     }
+
+
+def _waiting_in_pods(admission: Admission, fleet: Fleet) -> int:
+    """Of the requests in flight, those that no pod computes. Each is on one decode pod, which also reports as
+    waiting those whose prompts run on prefill pods. Of what pods report for all gateways each counts its
+    share."""
+    decode, prefill = fleet.healthy(Role.DECODE), fleet.healthy(Role.PREFILL)
+    num_waiting = sum(pod.report.usage.requests_waiting for pod in decode)
+    num_waiting -= sum(pod.report.usage.requests_running for pod in prefill)
+    num_own = sum(pod.in_flight for pod in decode)
+    if num_waiting <= 0 or not num_own:
+        return 0
+    share = num_own / (num_own + sum(pod.num_foreign for pod in decode))
+    return min(round(share * num_waiting), admission.num_in_flight)
 
 
 def _kv_usage(fleet: Fleet) -> dict[tuple[str, ...], float]:

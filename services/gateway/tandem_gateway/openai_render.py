@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -60,6 +60,8 @@ def message_json(message: Message) -> Json:
     def value_json(value: Any) -> JsonValue:
         if isinstance(value, Message):
             return message_json(value)
+        if isinstance(value, MutableSequence):
+            return list(value)
         return dict(value) if isinstance(value, Mapping) else cast(JsonValue, value)
 
     return {field.name: value_json(getattr(message, field.name)) for field in message.DESCRIPTOR.fields}

@@ -169,6 +169,7 @@ class Relay:
                             event.receipt.output_tokens += num_before
                             event.receipt.decode_retries = num_lost
                             event.receipt.queue_ns += waited_ns
+                            self._metrics.count_work(event.receipt)
                         yield event
                 return
             except _TooSmallError as error:

@@ -16,8 +16,6 @@ from tandem_pod.serving import STATUS_CODES, exit_process, run, running, serving
 from tandem_pod.status import PodGauges
 from tandem_proto.v1 import prefill_pb2_grpc
 from tandem_service import logs, settings
-from tandem_service.metric_table import Process
-from tandem_service.metric_twins import serve_twins
 from tandem_service.priority import change_nice
 from tandem_service.server import PodServer
 from tandem_service.tls import Role, is_loopback
@@ -54,7 +52,6 @@ async def open_pod(pod: PrefillSettings) -> AsyncIterator[PodServer]:
     metrics = PrefillMetrics(server.registry)
     gauges = PodGauges(server.registry)
     gauges.watch_copies(parts.pool.copy_counts)
-    serve_twins(server.registry, Process.PREFILL, model_name=parts.manifest.name)
     # In plaintext off loopback (--insecure) a proxy may hide the caller's address, and nothing proves it.
     servicer = PrefillServicer(
         parts,

@@ -192,6 +192,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             compute_ns=finished_ns - started_ns,
             sent_bytes=transfer.sent_bytes,
             pod_id=self._pod_id,
+            preemptions=prompt.num_preemptions,
         )
 
     def _to_request(self, message: prefill_pb2.PrefillRequest) -> Request:
