@@ -28,6 +28,29 @@ async def test_a_request_moves_to_the_second_pod(status, pods, gateway):
     assert await front.metric("tandem_decode_failovers_total") == 1
 
 
+async def test_the_time_on_lost_pods_is_in_the_receipt(pods, gateway):
+    words = [f"w{n} " for n in range(12)]
+    lost = await pods(
+        "lost",
+        words=words,
+        pause_s=0.05,
+        fail_with=grpc.StatusCode.UNAVAILABLE,
+        fail_after=6,
+        free_blocks=100,
+    )
+    silent = await pods("silent", words=words, hangs=True, pause_s=30.0, free_blocks=90)
+    good = await pods("good", words=words, pause_s=0.05, free_blocks=80)
+    front = await gateway(lost, silent, good)
+    call = front.grpc.Chat(gateway_pb2.ChatRequest(messages=USER), timeout=20)
+    receipt = [m async for m in call][-1].end.receipt
+    assert (receipt.decode_pod, receipt.decode_retries) == ("good", 2)
+    # Until the first token, and while nothing came from the silent pod.
+    assert 1.0 < receipt.failover_ns / 1e9 < 1.6
+    # Of the first pod; the fake pods' receipts have none of their own.
+    assert 5 * 0.05 <= receipt.decode_ns / 1e9 < 0.6
+    assert receipt.ttft_ns < 0.3e9
+
+
 @pytest.mark.parametrize(("slo_class", "end_s"), [("interactive", 5.0), ("chat", None), ("batch", None)])
 async def test_a_pod_is_told_when_the_answer_has_to_end(slo_class, end_s, pods, gateway):
     lost = await pods("lost", fail_with=grpc.StatusCode.UNAVAILABLE, fail_after=2, free_blocks=100)

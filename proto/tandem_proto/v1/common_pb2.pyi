@@ -588,6 +588,7 @@ class Receipt(_message.Message):
     DRAFTS_FIELD_NUMBER: _builtins.int
     ACCEPTED_AT_FIELD_NUMBER: _builtins.int
     PREFILL_PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    FAILOVER_NS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     queue_ns: _builtins.int
     """Waiting for admission, for a decode pod where there was none, and for a place in a batch."""
@@ -641,6 +642,11 @@ class Receipt(_message.Message):
     """Verification passes over a draft."""
     prefill_preemptions: _builtins.int
     """Times the prefill pod that delivered the prompt took its blocks for others."""
+    failover_ns: _builtins.int
+    """On decode pods that were lost, until their first tokens, and from their last ones until the next pod got the
+    request. What they computed in between is in decode_ns; prefill_ns and transfer_ns are the last pod's, which
+    computes or gets the KV of prompt and text anew.
+    """
     @_builtins.property
     def accepted_by_source(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Accepted draft tokens by source ("prompt", "output", "global", ...)."""
@@ -701,10 +707,11 @@ class Receipt(_message.Message):
         drafts: _builtins.int = ...,
         accepted_at: _abc.Iterable[_builtins.int] | None = ...,
         prefill_preemptions: _builtins.int = ...,
+        failover_ns: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["slo", b"slo", "slo_asked", b"slo_asked"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_at", b"accepted_at", "accepted_by_source", b"accepted_by_source", "accepted_tokens", b"accepted_tokens", "cached_tokens", b"cached_tokens", "decode_ns", b"decode_ns", "decode_pod", b"decode_pod", "decode_retries", b"decode_retries", "decode_steps", b"decode_steps", "drafted_by_source", b"drafted_by_source", "drafted_tokens", b"drafted_tokens", "drafts", b"drafts", "e2e_ns", b"e2e_ns", "hit_steps", b"hit_steps", "hit_steps_by_source", b"hit_steps_by_source", "output_tokens", b"output_tokens", "predicted_e2e_p50_ns", b"predicted_e2e_p50_ns", "predicted_e2e_p90_ns", b"predicted_e2e_p90_ns", "predicted_ttft_p50_ns", b"predicted_ttft_p50_ns", "predicted_ttft_p90_ns", b"predicted_ttft_p90_ns", "preemptions", b"preemptions", "prefill_ns", b"prefill_ns", "prefill_pod", b"prefill_pod", "prefill_preemptions", b"prefill_preemptions", "prefill_retries", b"prefill_retries", "prompt_tokens", b"prompt_tokens", "queue_ns", b"queue_ns", "request_id", b"request_id", "seed", b"seed", "slo", b"slo", "slo_asked", b"slo_asked", "slo_met", b"slo_met", "slo_miss_cause", b"slo_miss_cause", "slo_miss_reason", b"slo_miss_reason", "slo_widened", b"slo_widened", "transfer_bytes", b"transfer_bytes", "transfer_ns", b"transfer_ns", "ttft_ns", b"ttft_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_at", b"accepted_at", "accepted_by_source", b"accepted_by_source", "accepted_tokens", b"accepted_tokens", "cached_tokens", b"cached_tokens", "decode_ns", b"decode_ns", "decode_pod", b"decode_pod", "decode_retries", b"decode_retries", "decode_steps", b"decode_steps", "drafted_by_source", b"drafted_by_source", "drafted_tokens", b"drafted_tokens", "drafts", b"drafts", "e2e_ns", b"e2e_ns", "failover_ns", b"failover_ns", "hit_steps", b"hit_steps", "hit_steps_by_source", b"hit_steps_by_source", "output_tokens", b"output_tokens", "predicted_e2e_p50_ns", b"predicted_e2e_p50_ns", "predicted_e2e_p90_ns", b"predicted_e2e_p90_ns", "predicted_ttft_p50_ns", b"predicted_ttft_p50_ns", "predicted_ttft_p90_ns", b"predicted_ttft_p90_ns", "preemptions", b"preemptions", "prefill_ns", b"prefill_ns", "prefill_pod", b"prefill_pod", "prefill_preemptions", b"prefill_preemptions", "prefill_retries", b"prefill_retries", "prompt_tokens", b"prompt_tokens", "queue_ns", b"queue_ns", "request_id", b"request_id", "seed", b"seed", "slo", b"slo", "slo_asked", b"slo_asked", "slo_met", b"slo_met", "slo_miss_cause", b"slo_miss_cause", "slo_miss_reason", b"slo_miss_reason", "slo_widened", b"slo_widened", "transfer_bytes", b"transfer_bytes", "transfer_ns", b"transfer_ns", "ttft_ns", b"ttft_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

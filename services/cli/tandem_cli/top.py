@@ -35,6 +35,7 @@ _STAGES = (
     ("prefill_s", "▒", "yellow"),
     ("transfer_s", "░", "magenta"),
     ("decode_s", "█", "blue"),
+    ("failover_s", "╳", "red"),
 )
 
 RowT = TypeVar("RowT", ClassRow, PodRow, OpenRow, EndedRow, TtftRow)
@@ -252,7 +253,7 @@ def _drafts(feed: Feed) -> Table:
 
 
 def _requests(feed: Feed, width: int) -> Table:
-    stages = "queue · prefill ▒ transfer ░ decode █" if width > _NARROW else "stages"
+    stages = "queue · prefill ▒ transfer ░ decode █ failover ╳" if width > _NARROW else "stages"
     table = _table("ended", "request", "class", ">TTFT", ">E2E", "SLO", stages)
     newest = (
         (sample["time"], request) for sample in reversed(feed.samples) for request in sample["requests"]
@@ -270,7 +271,7 @@ def _requests(feed: Feed, width: int) -> Table:
             request.slo_class,
             _duration(request.ttft_s) if request.decode_pod else "–",
             _duration(request.e2e_s),
-            Text(request.cause, "bold red") if request.cause else "met",
+            Text(request.cause, "bold red") if request.cause else "met" + " (wider)" * request.is_widened,
             bar,
         )
     return table

@@ -438,7 +438,10 @@ class Gateway:
                 of_choice = Outcome.OK if choice.end is not None else outcome
                 choice.metrics.ended(of_choice)
                 receipt = None if choice.end is None else choice.end.receipt
-                self._ended.add(choice.request, of_choice, receipt, was_admitted=choice.is_admitted)
+                refusal = str(failure) if isinstance(failure, OverloadedError) else ""
+                self._ended.add(
+                    choice.request, of_choice, receipt, was_admitted=choice.is_admitted, refusal=refusal
+                )
             trace.set({"tandem.outcome": outcome.value})
             trace.end_work("respond")
             self._log_end(running, outcome, failure)

@@ -34,7 +34,7 @@ from tandem_gateway.request import NS_PER_S, TokenizedRequest
 
 #: Prompt length that the gauge of the predicted TTFT assumes.
 _PREDICTED_PROMPT_TOKENS = 4096
-_STAGES = ("queue", "prefill", "transfer", "decode")
+_STAGES = ("queue", "prefill", "transfer", "decode", "failover")
 #: vLLM's reasons of the end of an answer, for those of ours.
 _FINISH_REASONS = {common_pb2.FINISH_REASON_STOP: "stop", common_pb2.FINISH_REASON_LENGTH: "length"}
 #: Of requests that ended otherwise. Those that are not here were never begun.

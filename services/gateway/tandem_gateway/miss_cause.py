@@ -23,12 +23,12 @@ def miss_cause(
     """
     took = {
         stage: getattr(receipt, f"{stage}_ns") / NS_PER_S
-        for stage in ("queue", "prefill", "transfer", "decode")
+        for stage in ("queue", "prefill", "transfer", "decode", "failover")
     }
-    # Of a request that moved to another pod, the stages are the last pod's.
+    # Time on prefill pods that were lost is in no stage.
     unaccounted = receipt.e2e_ns / NS_PER_S - sum(took.values())
-    has_moved = receipt.decode_retries or receipt.prefill_retries
-    beyond = {**took, "failover" if has_moved else "other": unaccounted}
+    beyond = {**took, "other": 0.0}
+    beyond["failover" if receipt.decode_retries or receipt.prefill_retries else "other"] += unaccounted
     if forecast is not None:
         route = forecast.route
         extra = max(receipt.output_tokens - route.num_output, 0)

@@ -123,6 +123,10 @@ class Relay:
         trace, is_waiting = tracing.current(), False
         #: In the gateway, for a first pod.
         waited_ns, began_ns = 0, time.monotonic_ns()
+        #: Of the pods that were lost: see failover_ns of Receipt.
+        decode_ns = failover_ns = 0
+        #: Since when nothing of use has come, after a loss.
+        idle_since_ns: int | None = None
         while True:
             # Without another pod, try one that failed and is healthy again.
             route = self._router.choose(request, failed.union(too_small)) or self._router.choose(
@@ -145,6 +149,10 @@ class Relay:
             #: Of this pod's attempts at prefill pods.
             num_failed = 0
             is_waiting = False
+            tried_ns, first_ns, last_ns = time.monotonic_ns(), 0, 0
+            if idle_since_ns is not None:
+                failover_ns += tried_ns - idle_since_ns
+                idle_since_ns = None
             try:
                 call = self._stream_from(route, request, tokens, num_lost, num_crashed, kv_source)
                 kv_source = ""
@@ -165,10 +173,14 @@ class Relay:
                         if isinstance(event, decode_pb2.DecodeChunk):
                             tokens += event.token_ids
                             num_crashed = 0.0
+                            last_ns = time.monotonic_ns()
+                            first_ns = first_ns or last_ns
                         else:
                             event.receipt.output_tokens += num_before
                             event.receipt.decode_retries = num_lost
                             event.receipt.queue_ns += waited_ns
+                            event.receipt.decode_ns += decode_ns
+                            event.receipt.failover_ns = failover_ns
                             self._metrics.count_work(event.receipt)
                         yield event
                 return
@@ -184,6 +196,9 @@ class Relay:
                 self._router.forget(route.decode)
                 num_lost += error.accepted
                 num_crashed += error.crashes
+                idle_since_ns = last_ns or tried_ns
+                decode_ns += last_ns - first_ns
+                failover_ns += first_ns - tried_ns if first_ns else 0
                 self._check_crashes(num_crashed, len(tokens))
                 if give_up_at is None or error.accepted:
                     give_up_at = self._outage_ends(request)

@@ -51,11 +51,13 @@ class EndedRequests:
         receipt: common_pb2.Receipt | None,
         *,
         was_admitted: bool,
+        refusal: str = "",
     ) -> None:
-        """`receipt` is None for a request without a complete answer."""
+        """`receipt` is None for a request without a complete answer; `refusal` is what one was told that was
+        refused."""
         self.num_ended += was_admitted
         if receipt is None:
-            receipt = common_pb2.Receipt()
+            receipt = common_pb2.Receipt(slo_miss_reason=refusal)
         else:
             self.drafted.update(receipt.drafted_by_source)
             self.accepted.update(receipt.accepted_by_source)
@@ -103,6 +105,8 @@ def _row(ended: _Ended) -> EndedRow:
         prefill_s=seconds(receipt.prefill_ns),
         transfer_s=seconds(receipt.transfer_ns),
         decode_s=seconds(receipt.decode_ns),
+        failover_s=seconds(receipt.failover_ns),
+        is_widened=receipt.slo_widened,
         ttft_s=seconds(receipt.ttft_ns),
         e2e_s=round(ended.e2e_s, 4),
         ttft_p50_s=seconds(receipt.predicted_ttft_p50_ns),

@@ -66,6 +66,9 @@ class EndedRow(NamedTuple):
     prefill_s: float
     transfer_s: float
     decode_s: float
+    failover_s: float
+    #: The objectives are wider than those asked for.
+    is_widened: bool
     ttft_s: float
     e2e_s: float
     #: 0: nothing could be predicted.

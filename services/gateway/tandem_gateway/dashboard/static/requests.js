@@ -70,7 +70,7 @@ export class RequestList {
 }
 
 function row(key, request) {
-  const result = request.cause ? element("span", { class: "bad" }, request.cause) : "met";
+  const result = request.cause ? element("span", { class: "bad" }, request.cause) : met(request);
   const ran = request.decode_pod !== "";
   const contents = [
     clock(request.time), request.request_id, request.slo_class,
@@ -82,12 +82,17 @@ function row(key, request) {
   return element("tr", { "data-key": key, tabindex: 0 }, ...cells);
 }
 
+function met(request) {
+  return request.is_widened ? "met (wider objectives)" : "met";
+}
+
 function waterfall(request) {
   const stages = [
     ["queue", request.queue_s, "queued", ""],
     ["prefill", request.prefill_s, "prefill", request.prefill_pod],
     ["KV transfer", request.transfer_s, "transfer", request.transfer_bytes ? bytes(request.transfer_bytes) : ""],
     ["decode", request.decode_s, "decode", request.decode_pod],
+    ...(request.failover_s ? [["failover", request.failover_s, "failover", "on lost pods, and between pods"]] : []),
   ];
   const longest = Math.max(request.e2e_s, request.e2e_p90_s, request.ttft_p90_s, 0.001);
   let begin = 0;
@@ -127,7 +132,7 @@ function facts(request) {
     ["ended", `${clock(request.time)}, ${request.outcome}`],
     ["tenant, class", `${request.tenant}, ${request.slo_class}`],
     ["objectives", objectives.join(", ") || "none"],
-    ["SLO", request.cause ? `missed: ${request.cause}${request.miss_reason ? `; ${request.miss_reason}` : ""}` : "met"],
+    ["SLO", request.cause ? `missed: ${request.cause}${request.miss_reason ? `; ${request.miss_reason}` : ""}` : met(request)],
     ["prompt", `${plural(request.prompt_tokens, "token")}, ${count(request.cached_tokens)} cached`],
     ["output", `${plural(request.output_tokens, "token")} in ${plural(request.decode_steps, "step")}`],
     ["drafts accepted", drafts.join(", ") || "no drafts"],
