@@ -304,7 +304,7 @@ QUEUE_SECONDS = _seconds(
 )
 STAGE_SECONDS = _seconds(
     "tandem_stage_seconds",
-    "Time of finished requests by stage: queue (gateway and pods), prefill, transfer, decode",
+    "Time of finished requests by stage: queue (gateway and pods), prefill, transfer, decode, failover",
     "slo_class",
     "stage",
     by=_GATEWAY,

@@ -375,7 +375,8 @@ class Gateway:
         if trace.is_recording:
             trace.set(trace_attributes.of_choices(len(requests), num_prompt))
         num_unused = 0
-        failure: InvalidRequestError | GatewayError | None = None
+        #: What a refusal said. The error itself would hold this frame, which would hold the error.
+        refusal: dict[str, str] = {}
         try:
             self._rates.take(first.tenant, first.limits.tokens_per_minute, num_prompt)
             num_unused = num_prompt
@@ -409,7 +410,9 @@ class Gateway:
                 trace.set(trace_attributes.of_answer(running, self.manifest.name))
             yield event
         except REQUEST_ERRORS as error:
-            outcome, failure = presentation(error).outcome, error
+            outcome = presentation(error).outcome
+            if isinstance(error, OverloadedError):
+                refusal = {"reason": error.reason.value, "message": str(error)}
             for choice in running:
                 choice.metrics.failed(error)
             trace.fail_stage(presentation(error).code)
@@ -438,13 +441,16 @@ class Gateway:
                 of_choice = Outcome.OK if choice.end is not None else outcome
                 choice.metrics.ended(of_choice)
                 receipt = None if choice.end is None else choice.end.receipt
-                refusal = str(failure) if isinstance(failure, OverloadedError) else ""
                 self._ended.add(
-                    choice.request, of_choice, receipt, was_admitted=choice.is_admitted, refusal=refusal
+                    choice.request,
+                    of_choice,
+                    receipt,
+                    was_admitted=choice.is_admitted,
+                    refusal=refusal.get("message", ""),
                 )
             trace.set({"tandem.outcome": outcome.value})
             trace.end_work("respond")
-            self._log_end(running, outcome, failure)
+            self._log_end(running, outcome, refusal)
 
     def _count_answers(self, running: Sequence[Running]) -> None:
         """By prompt; of a resumed call, the answers that were not complete before."""
@@ -456,9 +462,7 @@ class Gateway:
         for of_prompt in num_tokens.values():
             self._metrics.answered(of_prompt)
 
-    def _log_end(
-        self, running: Sequence[Running], outcome: Outcome, failure: InvalidRequestError | GatewayError | None
-    ) -> None:
+    def _log_end(self, running: Sequence[Running], outcome: Outcome, refusal: Mapping[str, str]) -> None:
         first = running[0].request
         receipts = [choice.end.receipt for choice in running if choice.end is not None]
         details: dict[str, int | float | bool | str] = {"choices": len(running)} if len(running) > 1 else {}
@@ -471,9 +475,7 @@ class Gateway:
         missed = next((receipt for receipt in receipts if not receipt.slo_met), None)
         if missed is not None:
             details |= {"slo_miss_cause": missed.slo_miss_cause, "slo_miss_reason": missed.slo_miss_reason}
-        if isinstance(failure, OverloadedError):
-            # What was predicted; of the caller's text nothing.
-            details |= {"reason": failure.reason.value, "message": str(failure)}
+        details |= refusal
         self._log.info(
             "request",
             request_id=first.request_id,
