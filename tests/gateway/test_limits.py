@@ -30,6 +30,8 @@ def test_a_limit_that_recovers_grows_while_it_is_not_lowered(monkeypatch):
         clock.now += 1.1
         limit.ended(met=False)
     assert limit.value == pytest.approx(1.0)
+    clock.now += 10
+    assert limit.value == pytest.approx(1.0), "the next burst may come"
     clock.now += 5
     assert limit.value == pytest.approx(1.25**5)
     clock.now += 7

@@ -52,8 +52,8 @@ _LOOK_EVERY_S = 0.5
 #: A wait in the gateway that changes nothing of what was predicted.
 _NO_WAIT_S = 0.05
 #: Requests without objectives take at most this share of the places, so that others find one; and fewer after
-#: each second in which a request with objectives was refused. After the last one their limit grows by this
-#: factor in a second, and so from one to a full batch of sixteen in about twelve.
+#: each second in which a request with objectives was refused. Ten seconds after the last one their limit
+#: begins to grow by this factor in a second, and so from one to a full batch of sixteen in about twelve.
 _BEST_EFFORT_SHARE, _RECOVERY = 0.75, 1.25
 #: What would take so many times as long as an objective without load surely misses it: costs that were
 #: measured beside other programs of a machine are too high by less.

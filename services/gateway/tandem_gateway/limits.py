@@ -17,8 +17,9 @@ _CALLS_RETRY_S = 1.0
 _S_PER_MINUTE = 60.0
 #: Of the adaptive limit: by what factor it is lowered, and how often at most.
 _LOWER_BY, _LOWER_EVERY_S = 0.7, 1.0
-#: A limit that recovers has done so after that.
-_LONGEST_RECOVERY_S = 60.0
+#: A limit that recovers begins to do so after that, since overloads come in bursts, and has done so after so
+#: much longer.
+_RECOVERS_AFTER_S, _LONGEST_RECOVERY_S = 10.0, 60.0
 #: Of the time between turns: at first, and the weight of the newest.
 _FIRST_TURN_S, _NEWEST_TURN = 1.0, 0.1
 #: Seconds and values of a recent mean.
@@ -120,7 +121,7 @@ class AdaptiveLimit:
     increase, multiplicative decrease; Chiu and Jain 1989)."""
 
     def __init__(self, highest: int, *, recovery: float = 1.0) -> None:
-        """recovery: the factor by which it grows in each second after it was lowered."""
+        """recovery: the factor by which it grows in each second, ten seconds after it was last lowered."""
         self._value = float(highest)
         self._highest = highest
         self._recovery = recovery
@@ -131,8 +132,9 @@ class AdaptiveLimit:
     @property
     def value(self) -> float:
         now = time.monotonic()
-        growth = self._recovery ** min(now - self._grown_at, _LONGEST_RECOVERY_S)
-        self._value, self._grown_at = min(self._value * growth, self._highest), now
+        if now > self._grown_at:
+            growth = self._recovery ** min(now - self._grown_at, _LONGEST_RECOVERY_S)
+            self._value, self._grown_at = min(self._value * growth, self._highest), now
         return self._value
 
     def ended(self, *, met: bool) -> None:
@@ -140,7 +142,7 @@ class AdaptiveLimit:
         if met:
             self._value = min(value + 1 / value, self._highest)
         elif now - self._lowered_at > _LOWER_EVERY_S:
-            self._lowered_at = now
+            self._lowered_at, self._grown_at = now, now + _RECOVERS_AFTER_S
             self._value = max(1.0, _LOWER_BY * value)
 
 
