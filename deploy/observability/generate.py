@@ -13,7 +13,8 @@ from pathlib import Path
 
 import alert_rules
 import grafana_dashboards
-from tandem_service.metric_table import TABLE, Process
+from tandem_service.metric_rows import Process
+from tandem_service.metric_table import TABLE
 
 HERE = Path(__file__).resolve().parent
 DOCS = HERE.parents[1] / "docs" / "observability.md"

@@ -20,7 +20,7 @@ from grafana_foundation_sdk.models import common, dashboard
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 from tandem_core.slo import ATTAINMENT_OBJECTIVE
 from tandem_service import metric_table as t
-from tandem_service.metric_table import HistogramRow, Row, Unit
+from tandem_service.metric_rows import HistogramRow, Row, Unit
 
 _SOURCE = dashboard.DataSourceRef(type_val="prometheus", uid="${datasource}")
 #: A dashboard is 24 columns wide.

@@ -25,7 +25,8 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard
 from queries import Expression
 from tandem_cli.state_file import FleetRecord, PodRecord
-from tandem_service.metric_table import TABLE, Process
+from tandem_service.metric_rows import Process
+from tandem_service.metric_table import TABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "deploy/observability"

@@ -19,7 +19,7 @@ from tandem_gateway import gateway as gateway_module
 from tandem_gateway.metrics import GatewayMetrics
 from tandem_gateway.request import TokenizedRequest
 from tandem_proto.v1 import gateway_pb2
-from tandem_service.metric_table import Process
+from tandem_service.metric_rows import Process
 from tandem_service.metrics import new_registry
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "observability.md"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from prometheus_client.parser import text_string_to_metric_families
-from tandem_service.metric_table import TABLE, Process, Row
+from tandem_service.metric_rows import Process, Row
+from tandem_service.metric_table import TABLE
 
 #: Of prometheus_client, about the process itself.
 _FOREIGN = ("process_", "python_")

@@ -4,7 +4,7 @@ from metric_names import differences
 from prometheus_client import generate_latest
 from tandem_lookahead.metrics import LookaheadMetrics
 from tandem_service.interceptors import CallInterceptor
-from tandem_service.metric_table import Process
+from tandem_service.metric_rows import Process
 from tandem_service.metrics import new_registry
 
 

@@ -8,7 +8,7 @@ from metric_names import differences
 from pod_fleet import request, run_fleet
 from prometheus_client import generate_latest
 from tandem_service import metric_table as table
-from tandem_service.metric_table import Process
+from tandem_service.metric_rows import Process, Row
 from toy_models import prompt_of
 from waiting import until
 
@@ -20,7 +20,7 @@ async def test_pods_serve_the_tables_names_and_count_a_request(tiny_model: Path)
     async with run_fleet(tiny_model) as fleet:
         decode, prefill = fleet.registries
 
-        def value(row: table.Row, **labels: str) -> float:
+        def value(row: Row, **labels: str) -> float:
             return sum(
                 sample.value
                 for family in decode.collect()

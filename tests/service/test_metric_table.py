@@ -9,7 +9,8 @@ from metric_names import differences
 from prometheus_client import CollectorRegistry, generate_latest
 from tandem_core.slo import DEFAULT_SLO_CLASSES
 from tandem_service import metric_table as table
-from tandem_service.metric_table import TABLE, CounterRow, Process, Unit
+from tandem_service.metric_rows import CounterRow, Process, Unit
+from tandem_service.metric_table import TABLE
 from tandem_service.metric_twins import serve_twins
 from tandem_service.metrics import new_registry
 

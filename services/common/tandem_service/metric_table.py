@@ -17,25 +17,18 @@ reasons of refusals are values of `REFUSED`'s label.
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import ClassVar
-
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
-from prometheus_client.registry import Collector
 from tandem_core.slo import DEFAULT_SLO_CLASSES
 
-
-class Process(enum.Enum):
-    """The kinds of processes that serve metrics."""
-
-    GATEWAY = "gateway"
-    DECODE = "decode"
-    PREFILL = "prefill"
-    LOOKAHEAD = "lookahead"
-    SCALER = "scaler"
-
+from tandem_service.metric_rows import (
+    CounterRow,
+    GaugeRow,
+    HistogramRow,
+    Process,
+    Row,
+    Source,
+    Unit,
+    with_targets,
+)
 
 _GATEWAY = (Process.GATEWAY,)
 _DECODE = (Process.DECODE,)
@@ -44,121 +37,14 @@ _LOOKAHEAD = (Process.LOOKAHEAD,)
 _SCALER = (Process.SCALER,)
 _SERVERS = (*_GATEWAY, *_PODS, *_LOOKAHEAD)
 
-
-class Unit(enum.Enum):
-    """What the value of a metric is counted in."""
-
-    SECONDS = "seconds"
-    BYTES = "bytes"
-    TOKENS = "tokens"
-    REQUESTS = "requests"
-    RATIO = "ratio"
-    COUNT = "count"
-
-
-#: Values by values of the labels, in the order of the row's labels.
-Values = Mapping[tuple[str, ...], float]
-
-
-@dataclass(frozen=True)
-class Source:
-    """Data of another row: its samples with these labels, added up over all other labels."""
-
-    row: Row
-    where: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Row:
-    """One metric. A counter's name ends with `_total`; a histogram's has no `_bucket`, `_sum` or `_count`."""
-
-    name: str
-    help: str
-    labels: tuple[str, ...]
-    unit: Unit
-    served_by: tuple[Process, ...]
-    #: Not empty: the metric has no data of its own.
-    sources: tuple[Source, ...] = ()
-    #: Of `sources`: which of their labels a label of this row is, where the names differ.
-    label_of: Mapping[str, str] = field(default_factory=dict)
-
-    kind: ClassVar[str] = ""
-    _suffixes: ClassVar[tuple[str, ...]] = ("",)
-
-    def __post_init__(self) -> None:
-        if self.name.endswith("_total") != (self.kind == "counter"):
-            raise ValueError(f"{self.name}: a counter's name ends with _total, and no other's")
-
-    @property
-    def series(self) -> tuple[str, ...]:
-        """The names of its series, as queries use them."""
-        return tuple(self.name + suffix for suffix in self._suffixes)
-
-    def family(self) -> Metric:
-        """Without samples."""
-        return Metric(self.name.removesuffix("_total"), self.help, self.kind)
-
-    def view(self, registry: CollectorRegistry, read: Callable[[], Values]) -> None:
-        """Serves values that are counted elsewhere. `read` is called at each scrape, in the pods on a thread
-        of its own; it must not wait for anything."""
-        registry.register(_View(self, read))
-
-
-class CounterRow(Row):
-    kind = "counter"
-
-    def make(self, registry: CollectorRegistry) -> Counter:
-        return Counter(self.name, self.help, self.labels, registry=registry)
-
-
-class GaugeRow(Row):
-    kind = "gauge"
-
-    def make(self, registry: CollectorRegistry) -> Gauge:
-        return Gauge(self.name, self.help, self.labels, registry=registry)
-
-
-@dataclass(frozen=True)
-class HistogramRow(Row):
-    #: Upper edges, without infinity.
-    buckets: tuple[float, ...] = ()
-
-    kind = "histogram"
-    _suffixes = ("_bucket", "_sum", "_count")
-
-    def make(self, registry: CollectorRegistry, edges: Iterable[float] = ()) -> Histogram:
-        """`edges`: more of them, such as the targets of an operator's SLO classes."""
-        buckets = _edges(self.buckets, edges)
-        return Histogram(self.name, self.help, self.labels, buckets=buckets, registry=registry)
-
-
-class _View(Collector):
-    def __init__(self, row: Row, read: Callable[[], Values]) -> None:
-        self._row, self._read = row, read
-
-    def describe(self) -> Iterable[Metric]:
-        return [self._row.family()]
-
-    def collect(self) -> Iterable[Metric]:
-        family = self._row.family()
-        for values, value in self._read().items():
-            family.add_sample(self._row.name, dict(zip(self._row.labels, values, strict=True)), value)
-        return [family]
-
-
-def _edges(base: Iterable[float], targets: Iterable[float]) -> tuple[float, ...]:
-    """With every target of the SLO classes, so that "share under 2.5 s" is exact."""
-    return tuple(sorted({*base, *(target for target in targets if target)}))
-
-
 #: Seconds.
-LATENCY_BUCKETS_S = _edges(
+LATENCY_BUCKETS_S = with_targets(
     (0.005, 0.01, 0.025, 0.05, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 7.5, 10.0,
      20.0, 30.0, 60.0, 120.0),
     (target for slo in DEFAULT_SLO_CLASSES.values() for target in (slo.ttft_s, slo.e2e_s)),
 )  # fmt: skip
 #: Seconds per token.
-TOKEN_BUCKETS_S = _edges(
+TOKEN_BUCKETS_S = with_targets(
     (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0),
     (slo.tpot_s for slo in DEFAULT_SLO_CLASSES.values()),
 )

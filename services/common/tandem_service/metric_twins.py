@@ -13,7 +13,8 @@ from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 
-from tandem_service.metric_table import TABLE, VLLM_LABELS, Row
+from tandem_service.metric_rows import Row
+from tandem_service.metric_table import TABLE, VLLM_LABELS
 
 
 def serve_twins(registry: CollectorRegistry, *, model_name: str) -> None:

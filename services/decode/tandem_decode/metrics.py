@@ -9,7 +9,7 @@ from tandem_drafting.native import Reliability
 from tandem_engine.transport.base import DropCause
 from tandem_pod.status import PodGauges
 from tandem_service import metric_table as table
-from tandem_service.metric_table import Values
+from tandem_service.metric_rows import Values
 
 from tandem_decode.prefill_stream import FailureKind
 

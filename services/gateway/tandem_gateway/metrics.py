@@ -16,7 +16,7 @@ from tandem_core.slo import DEFAULT_SLO_CLASSES, SloTarget
 from tandem_proto.v1 import common_pb2, decode_pb2
 from tandem_service import metric_table as table
 from tandem_service import tracing
-from tandem_service.metric_table import CounterRow, Values
+from tandem_service.metric_rows import CounterRow, Values
 from tandem_service.metric_twins import serve_twins, vllm_labels
 
 from tandem_gateway.admission import Admission

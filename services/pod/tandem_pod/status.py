@@ -24,7 +24,7 @@ from tandem_engine.loop import EngineLoop
 from tandem_engine.scheduler import PromptWork
 from tandem_proto.v1 import common_pb2, decode_pb2, prefill_pb2
 from tandem_service import metric_table as table
-from tandem_service.metric_table import Values
+from tandem_service.metric_rows import Values
 from tandem_service.version import software_version
 
 _INTERVAL_S = 1.0

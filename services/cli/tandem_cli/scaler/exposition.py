@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from prometheus_client.parser import text_string_to_metric_families
-from tandem_service.metric_table import HistogramRow, Row
+from tandem_service.metric_rows import HistogramRow, Row
 
 
 class Exposition:
