@@ -180,6 +180,7 @@ def test_rates_may_be_multiples_of_the_capacity() -> None:
     ("changes", "complaint"),
     [
         ({"rate": "2x"}, "--rate 2x: a multiple needs --capacity"),
+        ({"rate": "2", "capacity": 4.0}, "--capacity is the unit of rates like 2x"),
         ({"rate": "0"}, "--rate '0': give requests per second above 0"),
         ({"rate": "fast"}, "--rate 'fast'"),
         ({"rate": ","}, "--rate is empty"),

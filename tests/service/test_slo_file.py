@@ -40,6 +40,8 @@ def test_a_file_replaces_the_default_classes_and_keeps_its_order(tmp_path: Path)
         ('{"Chat": {}}', "Chat.*pattern"),
         ('{"": {}}', "pattern"),
         ("{" + ", ".join(f'"c{n}": {{}}' for n in range(17)) + "}", "at most 16"),
+        ('{"chat": {}, "batch": {}, "chat": {"ttft_ms": 1}}', "chat is there twice"),
+        ('{"chat": {"ttft_ms": 1, "ttft_ms": 2}}', "ttft_ms is there twice"),
     ],
 )
 def test_a_file_that_makes_no_sense_is_refused(text: str, complaint: str, tmp_path: Path) -> None:

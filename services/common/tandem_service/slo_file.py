@@ -10,7 +10,8 @@ All gateways of a system get the same file, and `tandem bench` and deploy/observ
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -40,12 +41,25 @@ class SloFileError(ValueError):
     """The file is missing or damaged; the message names the place and the remedy."""
 
 
+class _DuplicateError(Exception):
+    """A name that is twice in one object of JSON."""
+
+
+def _without_duplicates(pairs: Sequence[tuple[str, object]]) -> None:
+    names = [name for name, _ in pairs]
+    for name in names:
+        if names.count(name) > 1:
+            raise _DuplicateError(name)
+
+
 def load_slo_classes(path: Path | None) -> Mapping[str, SloTarget]:
     """By name, the default class first; None: those of Tandem. Raises SloFileError."""
     if path is None:
         return DEFAULT_SLO_CLASSES
     try:
-        entries = _CLASSES.validate_json(path.read_bytes())
+        content = path.read_bytes()
+        entries = _CLASSES.validate_json(content)
+        json.loads(content, object_pairs_hook=_without_duplicates)
     except OSError as error:
         raise SloFileError(f"the file of SLO classes {path} cannot be read: {error.strerror}") from error
     except ValidationError as error:
@@ -55,6 +69,8 @@ def load_slo_classes(path: Path | None) -> Mapping[str, SloTarget]:
             f'{path}: {where}: {first["msg"]}; give 1 to {_MAX_CLASSES} classes like {{"chat": {{"ttft_ms": '
             '1000, "tpot_ms": 150}, "batch": {}}'
         ) from error
+    except _DuplicateError as error:
+        raise SloFileError(f"{path}: {error} is there twice; give each class and objective once") from error
     return {
         name: SloTarget(
             name,

@@ -197,6 +197,8 @@ class BenchOptions:
             raise BenchError("--rate and --rate-scale both say how fast the --trace is replayed; give one")
         if self.trace is not None and self.concurrency is not None:
             raise BenchError("--trace has arrival times; give --rate or --rate-scale, not --concurrency")
+        if self.capacity is not None and not any(name.endswith("x") for name in _names(self.rate or "")):
+            raise BenchError("--capacity is the unit of rates like 2x; give such a --rate, or leave it out")
         if not self.burstiness > 0:
             raise BenchError(f"--burstiness {self.burstiness:g}: give a number above 0, or inf")
         if self.trace is not None and self.burstiness != 1:
