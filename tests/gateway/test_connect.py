@@ -102,7 +102,7 @@ async def test_a_key_is_needed_before_the_body_is_read(pods, gateway, keys_file)
     front = await gateway(await pods(), api_keys_file=keys_file)
     for method, content_type in [("ListModels", "application/json"), ("Chat", "application/connect+json")]:
         reader, writer = await asyncio.open_connection("127.0.0.1", front.process.http_port)
-        head = f"POST {SERVICE}/{method} HTTP/1.1\r\nhost: x\r\ncontent-type: {content_type}\r\n"
+        head = f"POST {SERVICE}/{method} HTTP/1.1\r\nhost: localhost\r\ncontent-type: {content_type}\r\n"
         writer.write(f"{head}content-length: 100\r\n\r\n".encode())
         async with asyncio.timeout(5.0):
             answer = await reader.readuntil(b"}")

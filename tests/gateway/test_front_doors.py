@@ -170,7 +170,7 @@ async def test_a_tenant_s_long_texts_wait_for_each_other_only(pods, gateway, key
 async def test_without_a_key_an_http_body_is_not_read(pods, gateway, keys_file):
     front = await gateway(await pods(), api_keys_file=keys_file, read_timeout_s=0.5)
     reader, writer = await open_connection(front)
-    writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 5000000\r\n\r\n{")
+    writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5000000\r\n\r\n{")
     refusal = await asyncio.wait_for(reader.readline(), 10)
     assert b" 401 " in refusal
     writer.write(b"{" * 1000)
@@ -205,9 +205,9 @@ async def open_connection(front):
 HALF_SENT = {
     "nothing": b"",
     "half a line": b"POST /v1/chat",
-    "half the headers": b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-",
-    "half the body": b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 50\r\n\r\n{",
-    "half of a second request": b"GET /health HTTP/1.1\r\nhost: x\r\n\r\nGET /health HT",
+    "half the headers": b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-",
+    "half the body": b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 50\r\n\r\n{",
+    "half of a second request": b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\nGET /health HT",
 }
 
 
@@ -232,7 +232,7 @@ async def test_a_slow_answer_is_not_given_up(pods, gateway):
 async def ask_once(front, path: str) -> bytes:
     """All that comes until the server closes the connection."""
     reader, writer = await open_connection(front)
-    writer.write(f"GET {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+    writer.write(f"GET {path} HTTP/1.1\r\nhost: localhost\r\n\r\n".encode())
     answer = await asyncio.wait_for(reader.read(), 10)
     writer.close()
     return answer
@@ -605,7 +605,7 @@ async def test_idle_connections_shut_nobody_out(pods, gateway, keys_file, monkey
     idle = []
     for _ in range(60):
         reader, writer = await asyncio.open_connection("127.0.0.1", front.process.http_port)
-        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
         if await reader.readline() != b"":
             idle.append(writer)
     headers = {"authorization": "Bearer acme-key"}

@@ -87,6 +87,21 @@ async def test_origins_that_are_set_may_call_and_no_others(pods, gateway):
     assert "access-control-allow-origin" not in other.headers
 
 
+async def test_names_that_are_not_this_machines_are_not_answered_without_keys(pods, gateway):
+    """A page whose own name resolves to 127.0.0.1 (DNS rebinding) has the gateway's origin for a browser."""
+    targets = await pods()
+    front = await gateway(targets)
+    for host in ("rebound.example", "rebound.example:8000", "127.0.0.1.rebound.example", "[", ""):
+        for path in ("/dashboard", "/fleet", "/v1/models"):
+            answer = await front.http.get(path, headers={"host": host})
+            assert answer.status_code == 403 and "no name of this machine" in answer.text
+    for host in ("localhost", "localhost:1", "127.0.0.1", "[::1]:8000", "tandem.localhost"):
+        assert (await front.http.get("/v1/models", headers={"host": host})).status_code == 200
+    open_to_all = await gateway(targets, insecure=True)
+    named = {"host": "models.example"}
+    assert (await open_to_all.http.get("/v1/models", headers=named)).status_code == 200
+
+
 @pytest.mark.parametrize("origin", ["shop.example", "https://shop.example/path", "https://*.example", "null"])
 def test_what_is_no_origin_is_refused(origin):
     with pytest.raises(ValueError, match="is no origin"):

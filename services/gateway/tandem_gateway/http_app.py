@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from urllib.parse import urlsplit
 
 import structlog
 from fastapi import FastAPI, Request, Response
@@ -20,6 +21,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tandem_core.errors import InvalidRequestError, TandemError, quoted
 from tandem_service.interceptors import REQUEST_ID_KEY, request_id_or_new
+from tandem_service.tls import is_loopback
 from tandem_service.tracing import current
 
 from tandem_gateway.answers import Answers
@@ -29,6 +31,7 @@ from tandem_gateway.dashboard.history import History
 from tandem_gateway.dashboard.routes import dashboard_router
 from tandem_gateway.errors import (
     BodyTimeoutError,
+    ForbiddenError,
     GatewayError,
     OverloadedError,
     UnavailableError,
@@ -83,6 +86,36 @@ class RequestIdMiddleware:
             current().end()  # the whole response is sent
 
 
+class LocalNamesMiddleware:
+    """Answers only to names of this machine. Where no key is asked for, a page could else read all by DNS
+    rebinding: its own name resolves to 127.0.0.1, and so a browser takes the gateway for its origin."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = Headers(scope=scope).get("host", "localhost") if scope["type"] == "http" else "localhost"
+        app = self._app if _is_local_name(given) else JSONResponse(_not_local(given), status_code=403)
+        await app(scope, receive, send)
+
+
+def _is_local_name(host: str) -> bool:
+    """`host`: with a port or without."""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return False
+    return is_loopback(name) or name.endswith(".localhost")
+
+
+def _not_local(host: str) -> dict[str, object]:
+    error = ForbiddenError(
+        f"Host {quoted(host)} is no name of this machine, and no keys are required here; use localhost, or "
+        "start the gateway with --api-keys-file, or with --insecure where everyone may use the models"
+    )
+    return {"type": "error", **error_json(error)}
+
+
 def make_app(
     gateway: Gateway,
     answers: Answers,
@@ -99,8 +132,11 @@ def make_app(
         # Its own spans would begin before the key is checked, and its logs contain messages of errors.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
+    settings = gateway.settings
+    if settings.api_keys_file is None and not settings.insecure:
+        app.add_middleware(LocalNamesMiddleware)
     app.add_middleware(RequestIdMiddleware)
-    if origins := gateway.settings.cors_origins:
+    if origins := settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=origins,
@@ -115,11 +151,11 @@ def make_app(
         site_router(
             model=gateway.manifest.name,
             max_model_len=gateway.manifest.max_model_len,
-            requires_keys=gateway.settings.api_keys_file is not None,
+            requires_keys=settings.api_keys_file is not None,
         )
     )
     app.include_router(
-        dashboard_router(history, keys, gateway_id=gateway.settings.pod_id, model=gateway.manifest.name)
+        dashboard_router(history, keys, gateway_id=settings.pod_id, model=gateway.manifest.name)
     )
 
     @app.api_route("/ping", methods=["GET", "HEAD", "POST"])
