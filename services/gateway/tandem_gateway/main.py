@@ -107,6 +107,8 @@ class GatewayProcess:
         metrics.watch(admission, self._fleet)
         self._metrics, self._admission = metrics, admission
         self._max_tokens = tokenizer.manifest.max_model_len
+        #: Roles with healthy pods, when it was last said what these keep.
+        self._said_of: set[Role] = set()
         history, ended = History(), EndedRequests()
         self._sampler = Sampler(history, metrics, admission, self._fleet, ended)
         gateway = Gateway(
@@ -182,19 +184,28 @@ class GatewayProcess:
         await self._close()
 
     async def _follow_fleet(self) -> None:
+        """Says whether requests would be served, and what is predicted of them."""
         log = structlog.get_logger("tandem.gateway")
-        #: Roles with healthy pods, when it was last said what these keep.
-        said_of: set[Role] = set()
         while not self._server.draining.is_set():
-            roles = {role for role in Role if self._fleet.healthy(role)}
-            if roles == {pod.role for pod in self._fleet.pods()} and not roles <= said_of:
-                kept = kept_unloaded(self._fleet, self._metrics.slo_classes, self._max_tokens)
-                said_of = said_of if kept is None else roles
-                for name, objectives in (kept or {}).items():
-                    log.info("objectives without load", slo_class=name, **objectives)
-            self._server.set_serving(bool(self._fleet.healthy(Role.DECODE)))
-            self._metrics.show_prediction(self._admission)
+            try:
+                self._server.set_serving(bool(self._fleet.healthy(Role.DECODE)))
+                self._metrics.show_prediction(self._admission)
+                self._say_what_is_kept(log)
+            except Exception:
+                # Else the health check would say for ever what it said last.
+                log.exception("the state of the fleet could not be shown")
             await self._fleet.wait_for_change(self._settings.poll_interval_s)
+
+    def _say_what_is_kept(self, log: structlog.stdlib.BoundLogger) -> None:
+        """Of the objectives, without load: once for all roles of which pods are healthy."""
+        roles = {role for role in Role if self._fleet.healthy(role)}
+        if roles != {pod.role for pod in self._fleet.pods()} or roles <= self._said_of:
+            return
+        kept = kept_unloaded(self._fleet, self._metrics.slo_classes, self._max_tokens)
+        if kept is not None:
+            self._said_of = roles
+            for name, objectives in kept.items():
+                log.info("objectives without load", slo_class=name, **objectives)
 
     async def _stop_http(self) -> None:
         await self._server.draining.wait()
