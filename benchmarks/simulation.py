@@ -51,6 +51,7 @@ from tandem_gateway.errors import OverloadedError, RefusalReason, presentation
 from tandem_gateway.fleet import Fleet, Role
 from tandem_gateway.forecast import Forecaster
 from tandem_gateway.gateway import Gateway
+from tandem_gateway.judge import Judge
 from tandem_gateway.metrics import GatewayMetrics
 from tandem_gateway.relay import Relay
 from tandem_gateway.request import ReceivedRequest, TokenizedRequest
@@ -423,18 +424,21 @@ class SimulatedSystem:
         )
         lengths = OutputLengths()
         router = Router(self.fleet, lengths)
-        self.admission = _DecidedAdmission(
-            Forecaster(
-                router,
-                lengths,
-                first_confidence=settings.slo_ttft_confidence,
-                end_confidence=settings.slo_end_confidence,
-            ),
+        forecaster = Forecaster(
+            router,
+            lengths,
+            first_confidence=settings.slo_ttft_confidence,
+            end_confidence=settings.slo_end_confidence,
+        )
+        policy, slack = settings.admission, settings.slo_slack
+        self.admission = Admission(
+            forecaster,
             max_in_flight=settings.max_in_flight,
             max_queue=settings.max_queue,
-            policy=settings.admission,
-            slack=settings.slo_slack,
+            policy=policy,
+            slack=slack,
         )
+        self.admission.judge = _DecidedJudge(forecaster, self.admission.places, policy=policy, slack=slack)
         metrics = GatewayMetrics(CollectorRegistry(), model_name=manifest.name)
         self.gateway = Gateway(
             tokenizer=self.tokenizer,
@@ -467,19 +471,19 @@ class SimulatedSystem:
         return self.pod.run(main)
 
 
-class _DecidedAdmission(Admission):
+class _DecidedJudge(Judge):
     """With the effects of its own decision, so that equal decisions make equal runs."""
 
-    def _judge(self, request: TokenizedRequest, num_places: int = 1, num_others: int = 0) -> Admitted:
+    def decide(self, request: TokenizedRequest, num_places: int = 1, num_others: int = 0) -> Admitted:
         refusal, admitted = None, None
         try:
-            admitted = super()._judge(request, num_places, num_others)
+            admitted = super().decide(request, num_places, num_others)
         except OverloadedError as error:
             refusal = error
         if request.request_id.startswith(_REFUSED):
             admitted = None
         elif admitted is None and request.request_id.startswith(_ADMITTED):
-            admitted = Admitted(request, forecast=self._forecast(request))
+            admitted = Admitted(request, forecast=self.forecast(request))
         if admitted is None:
             raise refusal or OverloadedError("decided beforehand", _RETRY_S, RefusalReason.OTHERS)
         return admitted

@@ -26,10 +26,11 @@ from slo_simulated import SimulatedBenchmark, add_machine_arguments, simulator
 from tandem_cli.bench.report import pooled_records
 from tandem_cli.bench.stats import Run, calibration, fairness, refusals
 from tandem_engine import model_loader
-from tandem_gateway import admission, forecast, shares
+from tandem_gateway import forecast, places, shares
 from tandem_gateway.admission import Admission
 from tandem_gateway.admitted import Admitted
 from tandem_gateway.forecast import Forecast, Forecaster
+from tandem_gateway.judge import Judge
 from tandem_gateway.neighbours import Neighbours
 from tandem_gateway.pod_load import Backlog
 from tandem_gateway.request import TokenizedRequest
@@ -102,9 +103,9 @@ ABLATIONS: Mapping[str, Ablation] = {
         Backlog, "slack", lambda *_: float("inf")
     ),
     "requests without objectives wait while they would make others late": lambda: patch.object(
-        Admission, "_may_begin", lambda *_: True
+        Judge, "may_begin", lambda *_: True
     ),
-    "the limit of these that follows refusals": lambda: patch.object(admission, "AdaptiveLimit", _FixedLimit),
+    "the limit of these that follows refusals": lambda: patch.object(places, "AdaptiveLimit", _FixedLimit),
     "the prior": lambda: patch.object(forecast, "_PRIOR", (0.0,)),
     "ten tokens on both sides of what is left": lambda: patch.object(forecast, "_NUM_STEPS_OFF", 0),
     "of what is compared, what was left when the last one came": lambda: patch.object(
@@ -121,7 +122,7 @@ ABLATIONS: Mapping[str, Ablation] = {
     "sequences that decode in the steps of prompts": lambda: patch.object(
         Router, "_work", _work_without_sequences
     ),
-    "room for clients that are due back": lambda: patch.object(Admission, "_due_back_on", lambda *_: []),
+    "room for clients that are due back": lambda: patch.object(Judge, "_due_back_on", lambda *_: []),
     "clients that come back are judged by the median": lambda: patch.object(
         Bookings, "redeem", _redeemed_as_new
     ),

@@ -63,31 +63,31 @@ async def test_places_are_bounded_and_passed_on():
     line = Line(max_in_flight=2)
     tasks = [await line.arrive(_request(name)) for name in "abc"]
     assert line.entered == ["a", "b"]
-    assert (line.admission.num_in_flight, line.admission.num_waiting) == (2, 1)
+    assert (line.admission.places.num_in_flight, line.admission.places.num_waiting) == (2, 1)
     await line.leave("b")
     assert line.entered == ["a", "b", "c"]
     for name in "ac":
         await line.leave(name)
     await asyncio.gather(*tasks)
-    assert (line.admission.num_in_flight, line.admission.num_waiting) == (0, 0)
+    assert (line.admission.places.num_in_flight, line.admission.places.num_waiting) == (0, 0)
 
 
 async def test_those_that_waited_begin_one_after_the_other(monkeypatch):
     """Each is judged when the work of the one before it counts."""
     line, num_entered = Line(), []
     monkeypatch.setattr(
-        line.admission, "_may_begin", lambda request: num_entered.append(len(line.entered)) or True
+        line.admission.judge, "may_begin", lambda request: num_entered.append(len(line.entered)) or True
     )
     tasks = [await line.arrive(_request(name)) for name in "abcd"]
     num_entered.clear()
-    line.admission.max_in_flight = 4
+    line.admission.places.max_in_flight = 4
     await line.leave("a")
     assert line.entered == list("abcd")
     assert num_entered == [1, 2, 3]
     for name in "bcd":
         await line.leave(name)
     await asyncio.gather(*tasks)
-    assert (line.admission.num_in_flight, line.admission.num_waiting) == (0, 0)
+    assert (line.admission.places.num_in_flight, line.admission.places.num_waiting) == (0, 0)
 
 
 async def test_the_most_urgent_goes_first_whenever_it_came():
@@ -106,7 +106,7 @@ async def test_a_full_queue_refuses_at_once_with_a_retry_after_that_grows_with_t
     tasks = [await line.arrive(_request("running"))]
     waits = []
     for name in "abc":
-        waits.append(line.admission._turn_s())
+        waits.append(line.admission.places.turn_s())
         tasks.append(await line.arrive(_request(name)))
     assert waits == sorted(set(waits))
     with pytest.raises(OverloadedError, match="2 waiting, limit 2") as info:
@@ -115,7 +115,7 @@ async def test_a_full_queue_refuses_at_once_with_a_retry_after_that_grows_with_t
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    assert (line.admission.num_in_flight, line.admission.num_waiting) == (0, 0)
+    assert (line.admission.places.num_in_flight, line.admission.places.num_waiting) == (0, 0)
 
 
 async def test_who_is_cancelled_while_queued_leaves_at_once():
@@ -123,7 +123,7 @@ async def test_who_is_cancelled_while_queued_leaves_at_once():
     running, gone, last = [await line.arrive(_request(name)) for name in ("running", "gone", "last")]
     gone.cancel()
     await run_ready_tasks()
-    assert line.admission.num_waiting == 1
+    assert line.admission.places.num_waiting == 1
     await line.leave("running")
     assert line.entered == ["running", "last"]
     await line.leave("last")
@@ -137,8 +137,8 @@ async def test_those_that_gave_up_are_not_kept():
         waiting = await line.arrive(_request(f"leaves {number}"))
         waiting.cancel()
         await run_ready_tasks()
-    assert line.admission.num_waiting == 0
-    assert len(line.admission._waiters) <= 17
+    assert line.admission.places.num_waiting == 0
+    assert len(line.admission.places._waiters) <= 17
     await line.leave("running")
     await running
 
@@ -153,7 +153,7 @@ async def test_a_place_given_to_someone_cancelled_in_the_same_moment_is_passed_o
     assert line.entered == ["running", "last"]
     await line.leave("last")
     await last
-    assert (line.admission.num_in_flight, line.admission.num_waiting) == (0, 0)
+    assert (line.admission.places.num_in_flight, line.admission.places.num_waiting) == (0, 0)
 
 
 async def test_a_deadline_ends_the_wait():
@@ -163,7 +163,7 @@ async def test_a_deadline_ends_the_wait():
         await (await line.arrive(_request("late", timeout_s=0.05)))
     with pytest.raises(DeadlineError, match="before the request could start"):
         await (await line.arrive(_request("dead", timeout_s=-1.0)))
-    assert line.admission.num_waiting == 0
+    assert line.admission.places.num_waiting == 0
     await line.leave("running")
     await running
 
@@ -209,7 +209,7 @@ async def test_requests_without_objectives_leave_places_for_others():
     for name in ("b", "c", "d", "chat"):
         await line.leave(name)
     await asyncio.gather(*tasks)
-    assert (line.admission.num_in_flight, line.admission.num_waiting) == (0, 0)
+    assert (line.admission.places.num_in_flight, line.admission.places.num_waiting) == (0, 0)
 
 
 async def test_the_wait_of_requests_with_objectives_is_that_for_a_place():
@@ -219,7 +219,7 @@ async def test_the_wait_of_requests_with_objectives_is_that_for_a_place():
     for _ in range(200):
         admission.ended(Admitted(_request("before", "chat")), e2e_s=2.0, num_tokens=1, met=True)
     tasks.append(await line.arrive(_request("chat", "chat")))
-    assert admission._wait_s(_request("next", "chat")) == pytest.approx(2.0 / 4)
+    assert admission.places.wait_s(_request("next", "chat")) == pytest.approx(2.0 / 4)
     for name in ("a", "b", "c", "d", "chat"):
         await line.leave(name)
     await asyncio.gather(*tasks)
@@ -228,7 +228,7 @@ async def test_the_wait_of_requests_with_objectives_is_that_for_a_place():
 async def test_a_queue_full_of_requests_without_objectives_keeps_nobody_else_out():
     line = Line(max_in_flight=4, max_queue=2)
     tasks = [await line.arrive(_request(name, "batch")) for name in "abcde"]
-    assert (line.entered, line.admission.num_waiting) == (["a", "b", "c"], 2)
+    assert (line.entered, line.admission.places.num_waiting) == (["a", "b", "c"], 2)
     tasks.append(await line.arrive(_request("chat", "chat")))
     assert line.entered[-1] == "chat", "there is a place for it, and none for those in the queue"
     for name in ("a", "b", "c", "d", "e", "chat"):

@@ -11,7 +11,7 @@ import pytest
 from fixed_forecaster import SLO, FixedForecaster, request
 from still_clock import Clock
 from tandem_core.slo import NO_OBJECTIVES, SloTarget
-from tandem_gateway import admission as admission_module
+from tandem_gateway import judge as judge_module
 from tandem_gateway.admission import Admission
 from tandem_gateway.errors import OverloadedError, RefusalReason, UnavailableError
 from tandem_gateway.request import DEFAULT_DUE_S, TenantLimits, TokenizedRequest
@@ -21,14 +21,14 @@ from waiting import run_ready_tasks
 
 def judge(forecaster: FixedForecaster, *, slack: float = 0.0, asked: TokenizedRequest | None = None):
     admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=slack)
-    return admission._judge(asked or request())
+    return admission.judge.decide(asked or request())
 
 
 def asks(admission: Admission, tenant: str, count: int = 1) -> None:
     """A tenant of weight 1, for so many requests like those of `request`."""
     work_s = admission._forecaster.forecast(request(), 0.0).route.work_s
     for _ in range(count):
-        admission._shares.ask(tenant, 1.0, work_s)
+        admission.judge._shares.ask(tenant, 1.0, work_s)
 
 
 class TestJudgement:
@@ -75,10 +75,10 @@ class TestJudgement:
     def test_of_an_end_that_is_late_until_enough_sequences_have_ended(self, e2e_s, share):
         forecaster = FixedForecaster(ttft=0.9, token_s=0.2)
         admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
-        admission.service_s = 10.0
+        admission.places.service_s = 10.0
         # 1.9 s are predicted, .66 of the route's .9 s and ten tokens of .04 s for each of five sequences.
         with pytest.raises(OverloadedError) as info:
-            admission._judge(request(SloTarget("chat", e2e_s=e2e_s)))
+            admission.judge.decide(request(SloTarget("chat", e2e_s=e2e_s)))
         assert info.value.retry_after_s == pytest.approx(10 * share)
 
     def test_a_request_without_objectives_is_never_refused(self):
@@ -93,21 +93,21 @@ class TestJudgement:
 
     def test_on_an_idle_system_a_strict_request_shows_now_and_then_what_it_takes(self, monkeypatch):
         clock = Clock()
-        monkeypatch.setattr(admission_module, "time", clock)
+        monkeypatch.setattr(judge_module, "time", clock)
         forecaster = FixedForecaster(ttft=1.5, alone_ttft=1.2)
         forecaster.pod.is_idle = True
         gate = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
         asked = replace(request(replace(SLO, is_strict=True)), arrived=clock.now, deadline=clock.now + 600)
-        gate._judge(asked)
+        gate.judge.decide(asked)
         with pytest.raises(OverloadedError, match=r"predicted after 1\.50 s") as info:
-            gate._judge(asked)
+            gate.judge.decide(asked)
         assert info.value.retry_after_s == pytest.approx(30)
         clock.now += 30
-        gate._judge(replace(asked, arrived=clock.now))
+        gate.judge.decide(replace(asked, arrived=clock.now))
         forecaster.alone_ttft = 2.5
         clock.now += 30
         with pytest.raises(OverloadedError, match="cannot be met here even without load"):
-            gate._judge(replace(asked, arrived=clock.now))
+            gate.judge.decide(replace(asked, arrived=clock.now))
 
     def test_without_a_pod_who_is_strict_is_refused(self):
         forecaster = FixedForecaster(ttft=0.5)
@@ -136,11 +136,11 @@ class TestJudgement:
         late = request(replace(SLO, ttft_s=0.02))
         async with admission.slot(late):
             await asyncio.sleep(0.03)
-        assert admission._blind_limit.value < 8
-        lowered = admission._blind_limit.value
+        assert admission.places.blind_limit.value < 8
+        lowered = admission.places.blind_limit.value
         async with admission.slot(request(SloTarget("batch"))) as one:
             admission.ended(one, e2e_s=1.0, num_tokens=1, met=True)
-        assert admission._blind_limit.value == lowered, "who has no objectives says nothing"
+        assert admission.places.blind_limit.value == lowered, "who has no objectives says nothing"
 
     async def test_a_tenant_with_all_its_places_is_told_when_one_will_be_free(self):
         forecaster = FixedForecaster(ttft=0.1, token_s=0.2)
@@ -162,27 +162,27 @@ class TestJudgement:
     def test_how_much_of_the_time_that_objectives_leave_goes_to_load(self):
         forecaster = FixedForecaster(ttft=0.55)  # .1 s without load, of 1 s
         admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
-        assert admission.slack_used == 0
-        admission._judge(request(SloTarget("batch")))
-        assert admission.slack_used == 0
-        admission._judge(request())
-        assert admission.slack_used == pytest.approx(0.5, abs=0.01)
+        assert admission.judge.slack_used == 0
+        admission.judge.decide(request(SloTarget("batch")))
+        assert admission.judge.slack_used == 0
+        admission.judge.decide(request())
+        assert admission.judge.slack_used == pytest.approx(0.5, abs=0.01)
         forecaster.ttft = 3.0
         with pytest.raises(OverloadedError):
-            admission._judge(request())
-        assert admission.slack_used == pytest.approx(0.75, abs=0.01)
+            admission.judge.decide(request())
+        assert admission.judge.slack_used == pytest.approx(0.75, abs=0.01)
 
     def test_who_strictly_wants_what_no_time_can_give_is_told_so(self):
         """It neither keeps requests without objectives away nor is it expected back."""
         forecaster = FixedForecaster(ttft=2.5, alone_ttft=2.2)
         gate = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=3.0)
-        limit = gate._best_effort_limit.value
+        limit = gate.places.best_effort_limit.value
         with pytest.raises(OverloadedError, match=r"ttft of 1 s cannot be met .* it takes 2\.2 s") as info:
-            gate._judge(request(replace(SLO, is_strict=True)))
+            gate.judge.decide(request(replace(SLO, is_strict=True)))
         assert info.value.reason is RefusalReason.TTFT
         assert info.value.retry_after_s is None
-        assert gate._best_effort_limit.value == limit
-        assert not gate._bookings._order
+        assert gate.places.best_effort_limit.value == limit
+        assert not gate.judge._bookings._order
 
     def test_who_is_not_strict_is_told_when_to_come_back_whatever_the_slack(self):
         forecaster = FixedForecaster(ttft=1.5, alone_ttft=1.2)
@@ -235,11 +235,11 @@ class TestJudgement:
         async with admission.slot(request(slo)) as running:
             # Ten tokens of .2 s with it, and of .16 s without it, since four sequences run.
             with pytest.raises(OverloadedError, match="admitted before"):
-                admission._judge(request(slo, prompt=(4, 5)))
-            admission._judge(request(SloTarget("batch")))
+                admission.judge.decide(request(slo, prompt=(4, 5)))
+            admission.judge.decide(request(SloTarget("batch")))
             running.num_tokens = 5
-            admission._judge(request(slo, prompt=(4, 5)))
-        assert not admission._neighbours.running
+            admission.judge.decide(request(slo, prompt=(4, 5)))
+        assert not admission.judge.neighbours.running
 
     async def test_nor_beyond_its_objective_per_token(self):
         forecaster = FixedForecaster(ttft=0.1, token_s=0.2)
@@ -249,10 +249,10 @@ class TestJudgement:
             # Without the second one it ends after .1 + 10 * .16 s, with it after .1 + 10 * .2 s.
             async with admission.slot(request(SloTarget("chat", tpot_s=tpot_s))):
                 if tpot_s == 0.3:
-                    admission._judge(asked)
+                    admission.judge.decide(asked)
                     continue
                 with pytest.raises(OverloadedError, match="admitted before"):
-                    admission._judge(asked)
+                    admission.judge.decide(asked)
 
     async def test_one_without_objectives_waits_while_it_would_make_another_one_late(self):
         forecaster = FixedForecaster(ttft=0.1, token_s=0.2)
@@ -265,7 +265,7 @@ class TestJudgement:
         async with admission.slot(request(SloTarget("chat", e2e_s=2.0))):
             waiting = asyncio.create_task(run(request(SloTarget("batch"))))
             await run_ready_tasks()
-            assert admission.num_waiting == 1
+            assert admission.places.num_waiting == 1
             overdue = replace(request(SloTarget("batch")), arrived=time.monotonic() - 100)
             await run(overdue)
         await asyncio.wait_for(waiting, 5.0)
@@ -277,7 +277,7 @@ class TestJudgement:
         admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
         async with admission.slot(request()):
             with pytest.raises(OverloadedError, match="admitted before"):
-                admission._judge(request(prompt=(4, 5)))
+                admission.judge.decide(request(prompt=(4, 5)))
 
     async def test_what_it_took_in_all_and_since_the_last_one_came_is_compared_with_the_model(self):
         forecaster = FixedForecaster(ttft=0.1, token_s=0.05)
@@ -306,7 +306,7 @@ class TestJudgement:
     async def test_after_a_wait_it_is_predicted_anew_when_it_will_end_and_where(self):
         forecaster = FixedForecaster(ttft=0.1, token_s=0.05)
         admission = Admission(forecaster, max_in_flight=1, max_queue=8, policy=Policy.PREDICT, slack=0.0)
-        admission._best_effort_turns = SimpleNamespace(
+        admission.places._best_effort_turns = SimpleNamespace(
             first_waits=lambda: None, began=lambda: None, wait_s=lambda num_earlier: 100.0
         )
         release = asyncio.Event()
@@ -329,7 +329,7 @@ class TestJudgement:
             assert waited.forecast.queue_s == 100.0, "as was predicted when it came"
             assert waited.left_then_s == pytest.approx(0.1 + 10 * 0.05)
             assert waited.first_expected_at == pytest.approx(time.monotonic() + 0.1, abs=0.05)
-            assert list(admission._neighbours.on(other)) == [waited]
+            assert list(admission.judge.neighbours.on(other)) == [waited]
         await running
 
     async def test_who_would_make_another_one_late_is_predicted_to_wait_for_its_turn(self):
@@ -346,19 +346,19 @@ class TestJudgement:
             await running.enter_async_context(admission.slot(request(SloTarget("chat", e2e_s=2.0))))
             waiting = [asyncio.create_task(batch(number)) for number in range(3)]
             await asyncio.sleep(0.05)
-            assert admission.num_waiting == 3, "though there are places"
+            assert admission.places.num_waiting == 3, "though there are places"
         await asyncio.gather(*waiting)
         assert waits == pytest.approx([1.0, 2.0, 3.0], abs=0.1), "a turn takes a second until it is measured"
-        assert admission._best_effort_turns.wait_s(0) < 0.9
+        assert admission.places._best_effort_turns.wait_s(0) < 0.9
 
     async def test_several_choices_are_judged_as_so_many_sequences(self):
         forecaster = FixedForecaster(ttft=0.1, token_s=0.2)
         admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
         slo = SloTarget("chat", e2e_s=2.2)
         async with admission.slot(request(slo)):
-            admission._judge(request(slo, prompt=(4, 5)))
+            admission.judge.decide(request(slo, prompt=(4, 5)))
             with pytest.raises(OverloadedError, match="admitted before"):
-                admission._judge(request(slo, prompt=(4, 5)), num_places=4)
+                admission.judge.decide(request(slo, prompt=(4, 5)), num_places=4)
 
     async def test_who_leaves_because_it_is_late_is_measured_too(self):
         forecaster = FixedForecaster(ttft=0.1)
@@ -395,13 +395,13 @@ class TestJudgement:
                 await running.enter_async_context(admission.slot(request()))
             waiting = [asyncio.create_task(waits()) for _ in range(3)]
             await asyncio.sleep(0)
-            assert admission.num_waiting == 3
+            assert admission.places.num_waiting == 3
         # All three ended within one turn.
-        assert admission.num_waiting == 2
-        assert not admission._may_begin(request(SloTarget("batch")))
+        assert admission.places.num_waiting == 2
+        assert not admission.judge.may_begin(request(SloTarget("batch")))
         for _ in range(4):
             await asyncio.sleep(0)
-        assert admission.num_waiting == 1, "three quarters of the places are for those without objectives"
+        assert admission.places.num_waiting == 1, "they have three quarters of the places"
         done.set()
         await asyncio.gather(*waiting)
 
@@ -418,19 +418,19 @@ class TestJudgement:
 
             waiting = asyncio.create_task(waits())
             await run_ready_tasks()
-            assert admission.num_waiting == 1
+            assert admission.places.num_waiting == 1
             forecaster.high_of_left = 0.1
             async with asyncio.timeout(5):
                 await waiting
-        assert admission.num_waiting == 0
+        assert admission.places.num_waiting == 0
 
     def test_the_longest_of_several_prompts_waits_for_the_others(self):
         forecaster = FixedForecaster(ttft=0.5)
         admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
-        admission._judge(request(prompt=(1, 2)), 2, 6)
+        admission.judge.decide(request(prompt=(1, 2)), 2, 6)
         # Each of its two tokens takes .05 s.
         with pytest.raises(OverloadedError, match=r"first token is predicted after 1\.70 s"):
-            admission._judge(request(prompt=(1, 2)), 2, 24)
+            admission.judge.decide(request(prompt=(1, 2)), 2, 24)
 
     async def test_what_several_prompts_took_is_no_measure_of_predictions(self):
         forecaster = FixedForecaster(ttft=0.1)
@@ -443,19 +443,19 @@ class TestJudgement:
     async def test_requests_without_objectives_make_way_while_others_are_refused(self):
         forecaster = FixedForecaster(ttft=0.5)
         admission = Admission(forecaster, max_in_flight=16, max_queue=8, policy=Policy.PREDICT, slack=0.0)
-        fits = [admission._fits(request(SloTarget("batch")))]
+        fits = [admission.places.fits(request(SloTarget("batch")))]
         async with contextlib.AsyncExitStack() as running:
             for _ in range(4):
                 await running.enter_async_context(admission.slot(request(SloTarget("batch"))))
             forecaster.ttft = 1.5
             for _ in range(6):
                 with pytest.raises(OverloadedError):
-                    admission._judge(request())
-                admission._best_effort_limit._lowered_at = 0.0  # more than a second later
-            fits.append(admission._fits(request(SloTarget("batch"))))
-            assert admission._fits(request()), "those with objectives have a place"
+                    admission.judge.decide(request())
+                admission.places.best_effort_limit._lowered_at = 0.0  # more than a second later
+            fits.append(admission.places.fits(request(SloTarget("batch"))))
+            assert admission.places.fits(request()), "those with objectives have a place"
         assert fits == [True, False]
-        assert admission._fits(request(SloTarget("batch"))), "one at least, once the others are done"
+        assert admission.places.fits(request(SloTarget("batch"))), "one at least, once the others are done"
 
     def test_refused_clients_come_back_one_after_the_other(self):
         forecaster = FixedForecaster(ttft=1.5)
@@ -463,7 +463,7 @@ class TestJudgement:
         retries = []
         for number in range(3):
             with pytest.raises(OverloadedError) as info:
-                gate._judge(request(prompt=(number,)))
+                gate.judge.decide(request(prompt=(number,)))
             retries.append(info.value.retry_after_s)
         # A request takes its prompt, and of ten steps of the batch its part.
         work_s = forecaster.forecast(request(), 0.0).route.work_s
@@ -474,47 +474,47 @@ class TestJudgement:
         # The fifth sequence takes .2 s per token, and .24 s beside a sixth one.
         forecaster = FixedForecaster(ttft=1.5, token_s=0.2)
         gate = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
-        gate._bookings.returning = 1.0
+        gate.judge._bookings.returning = 1.0
         refused = request(SloTarget("chat", ttft_s=1.0, e2e_s=3.2), prompt=(9,))
         with pytest.raises(OverloadedError, match="first token"):
-            gate._judge(refused)
+            gate.judge.decide(refused)
         forecaster.ttft = 0.1
         with pytest.raises(OverloadedError) as info:
-            gate._judge(request())
+            gate.judge.decide(request())
         assert info.value.reason is RefusalReason.OTHERS
-        gate._judge(refused)
-        gate._judge(request())
+        gate.judge.decide(refused)
+        gate.judge.decide(request())
 
     def test_the_same_prompt_of_another_class_does_not_take_its_slot(self):
         forecaster = FixedForecaster(ttft=1.5)
         gate = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
         with pytest.raises(OverloadedError):
-            gate._judge(request())
-        gate._bookings._order[0].slot = time.monotonic()
-        gate._judge(request(SloTarget("batch")))
+            gate.judge.decide(request())
+        gate.judge._bookings._order[0].slot = time.monotonic()
+        gate.judge.decide(request(SloTarget("batch")))
         with pytest.raises(OverloadedError, match="refused: the first token"):
-            gate._judge(request(replace(SLO, name="voice")))
+            gate.judge.decide(request(replace(SLO, name="voice")))
         with pytest.raises(OverloadedError, match="refused again"):
-            gate._judge(request())
+            gate.judge.decide(request())
 
     def test_nobody_leaves_room_for_a_tenant_that_asks_for_much_more(self):
         forecaster = FixedForecaster(ttft=1.5, token_s=0.2)
         gate = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
-        gate._bookings.returning = 1.0
+        gate.judge._bookings.returning = 1.0
         slo = SloTarget("chat", ttft_s=1.0, e2e_s=3.2)
         for number in range(8):
             with pytest.raises(OverloadedError, match="first token") as info:
-                gate._judge(request(slo, prompt=(number,)))
+                gate.judge.decide(request(slo, prompt=(number,)))
         noisy_s = info.value.retry_after_s
         quiet = replace(request(slo, prompt=(9,)), tenant="quiet")
         with pytest.raises(OverloadedError) as info:
-            gate._judge(quiet)
+            gate.judge.decide(quiet)
         assert info.value.retry_after_s < 0.5 * noisy_s, "it need not wait until the others have come back"
         forecaster.ttft = 0.1
-        gate._judge(quiet)
-        gate._judge(replace(request(), tenant="quiet"))
+        gate.judge.decide(quiet)
+        gate.judge.decide(replace(request(), tenant="quiet"))
         with pytest.raises(OverloadedError):
-            gate._judge(request())
+            gate.judge.decide(request())
 
     def test_without_reports_nobody_is_refused(self):
         admitted = judge(FixedForecaster(ttft=100.0, is_known=False))
@@ -525,7 +525,7 @@ class TestJudgement:
 
 
 def due_s(admission: Admission, asked: TokenizedRequest) -> float:
-    admitted = admission._judge(asked).request
+    admitted = admission.judge.decide(asked).request
     return round(admitted.due - admitted.arrived, 3)
 
 
@@ -538,28 +538,28 @@ async def test_who_asks_for_less_than_a_noisy_tenant_is_refused_only_if_it_is_li
         forecaster.high_of_left = 100.0
         asks(admission, "quiet")
         with pytest.raises(OverloadedError, match="admitted before"):
-            admission._judge(quiet)
+            admission.judge.decide(quiet)
         asks(admission, "default", 10)
         # Another prompt: it does not come back at the time that the first one was told.
-        admission._judge(replace(quiet, prompt_token_ids=(4, 5)))
+        admission.judge.decide(replace(quiet, prompt_token_ids=(4, 5)))
         with pytest.raises(OverloadedError, match="admitted before"):
-            admission._judge(request())
+            admission.judge.decide(request())
 
 
 def test_who_asks_for_much_has_time_for_the_prompts_of_others_that_come_first():
     forecaster = FixedForecaster(ttft=0.9)
     admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
     asks(admission, "quiet", 10)
-    admission._judge(request())
+    admission.judge.decide(request())
     asks(admission, "default", 30)
     # One request per second: in the second until the first token is due two prompts of .1 s may come.
     with pytest.raises(OverloadedError, match="leave others too little room") as info:
-        admission._judge(request())
+        admission.judge.decide(request())
     assert info.value.reason is RefusalReason.SHARE
-    admission._judge(replace(request(), tenant="quiet"))
-    admission._judge(request(replace(SLO, ttft_s=1.3)))
+    admission.judge.decide(replace(request(), tenant="quiet"))
+    admission.judge.decide(request(replace(SLO, ttft_s=1.3)))
     forecaster.ttft = 0.7
-    admission._judge(request(replace(SLO, name="voice")))
+    admission.judge.decide(request(replace(SLO, name="voice")))
 
 
 def test_as_long_as_a_prompt_waits_more_of_the_others_prompts_come_before_it():
@@ -569,12 +569,12 @@ def test_as_long_as_a_prompt_waits_more_of_the_others_prompts_come_before_it():
         asks(admission, name, count)
     # Six requests per second: 8.4 prompts of .1 s in the second until it is due.
     with pytest.raises(OverloadedError, match="leave others too little room"):
-        admission._judge(request())
+        admission.judge.decide(request())
     with pytest.raises(OverloadedError, match="leave others too little room"):
-        admission._judge(request(replace(SLO, name="slower", ttft_s=1.1)))
-    admission._judge(request(replace(SLO, ttft_s=2.0)))
+        admission.judge.decide(request(replace(SLO, name="slower", ttft_s=1.1)))
+    admission.judge.decide(request(replace(SLO, ttft_s=2.0)))
     forecaster.ttft = 0.1
-    admission._judge(request(replace(SLO, name="voice")))
+    admission.judge.decide(request(replace(SLO, name="voice")))
 
 
 async def test_who_asks_for_much_comes_behind_others_and_leaves_them_room():
@@ -584,17 +584,17 @@ async def test_who_asks_for_much_comes_behind_others_and_leaves_them_room():
     quiet = replace(request(slo), tenant="quiet")
     async with admission.slot(quiet) as running:
         running.num_tokens = 4
-        admission._judge(request(slo))
+        admission.judge.decide(request(slo))
         asks(admission, "quiet", 10)
         asks(admission, "default", 50)
-        admission._shares.charge("default", 9.0)
+        admission.judge._shares.charge("default", 9.0)
         with pytest.raises(OverloadedError, match="leave others too little room") as info:
-            admission._judge(request(slo))
+            admission.judge.decide(request(slo))
         assert info.value.reason is RefusalReason.SHARE
-        admission._judge(quiet)
+        admission.judge.decide(quiet)
         running.num_tokens = 0
         with pytest.raises(OverloadedError) as info:
-            admission._judge(request(slo))
+            admission.judge.decide(request(slo))
         assert info.value.reason is RefusalReason.OTHERS, "without others' requests it would be late too"
         running.num_tokens = 4
     assert due_s(admission, quiet) == 0.25, "its first tokens come before the other's"
@@ -607,5 +607,5 @@ async def test_who_asks_for_much_comes_behind_others_and_leaves_them_room():
         assert due_s(admission, quiet) == 0.25, "also where it has its share of what runs"
     asks(admission, "quiet", 20)
     assert due_s(admission, quiet) == 1.0, "both ask for as much"
-    behind = admission._judge(request(NO_OBJECTIVES)).request
+    behind = admission.judge.decide(request(NO_OBJECTIVES)).request
     assert behind.due - behind.arrived > DEFAULT_DUE_S + 3

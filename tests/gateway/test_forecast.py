@@ -307,7 +307,7 @@ def test_measured_times_count_from_the_forecast():
     forecaster = FixedForecaster(ttft=0.9)
     admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
     asked = request()
-    admitted = replace(admission._judge(asked), judged_at=asked.arrived + 0.25)
+    admitted = replace(admission.judge.decide(asked), judged_at=asked.arrived + 0.25)
     admission.started(admitted, ttft_s=0.75)
     assert forecaster.observed == [("ttft", 0.5)]
     admission.ended(admitted, e2e_s=1.25, num_tokens=7, met=True)

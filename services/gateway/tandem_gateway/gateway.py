@@ -491,8 +491,8 @@ class Gateway:
         """Only an operator sees which prompts the pods compute: their ids are those of other tenants too."""
         return gateway_pb2.GetFleetStatusResponse(
             pods=[pod.to_proto(with_prompts=caller.is_operator) for pod in self.fleet.pods()],
-            requests_queued=self._admission.num_waiting,
-            requests_running=self._admission.num_in_flight,
+            requests_queued=self._admission.places.num_waiting,
+            requests_running=self._admission.places.num_in_flight,
             requests_total=self._num_received,
             version=software_version(),
             unix_seconds=time.time(),

@@ -166,11 +166,11 @@ class GatewayMetrics:
         """Reads the gauges of the queue and of the pods' last reports at each scrape."""
         registry = self._registry
         for row, read in (
-            (table.QUEUE_LENGTH, lambda: admission.num_waiting),
-            (table.IN_FLIGHT, lambda: admission.num_in_flight),
-            (table.ADMISSION_LIMIT, lambda: admission.max_in_flight),
+            (table.QUEUE_LENGTH, lambda: admission.places.num_waiting),
+            (table.IN_FLIGHT, lambda: admission.places.num_in_flight),
+            (table.ADMISSION_LIMIT, lambda: admission.places.max_in_flight),
             (table.SATURATION, lambda: _saturation(admission, fleet)),
-            (table.PREDICTED_SERVICE, lambda: admission.service_s),
+            (table.PREDICTED_SERVICE, lambda: admission.places.service_s),
         ):
             row.make(registry).set_function(read)
         table.HEALTHY_PODS.view(
@@ -182,10 +182,10 @@ class GatewayMetrics:
         vllm = vllm_labels(self._model_name)
 
         def waiting() -> Values:
-            return {vllm: float(admission.num_waiting + _waiting_in_pods(admission, fleet))}
+            return {vllm: float(admission.places.num_waiting + _waiting_in_pods(admission, fleet))}
 
         def running() -> Values:
-            return {vllm: float(admission.num_in_flight - _waiting_in_pods(admission, fleet))}
+            return {vllm: float(admission.places.num_in_flight - _waiting_in_pods(admission, fleet))}
 
         table.VLLM_WAITING.view(registry, waiting)
         table.VLLM_RUNNING.view(registry, running)
@@ -193,7 +193,7 @@ class GatewayMetrics:
 
     def show_prediction(self, admission: Admission) -> None:
         """On the event loop, to which the forecast belongs; a scrape has a thread of its own."""
-        self._predicted_ttft.set(admission.predicted_ttft_s(_PREDICTED_PROMPT_TOKENS))
+        self._predicted_ttft.set(admission.judge.predicted_ttft_s(_PREDICTED_PROMPT_TOKENS))
 
     def refused(self, error: InvalidRequestError | GatewayError) -> None:
         """Counts a request or call that ended before it was well-formed."""
@@ -374,7 +374,7 @@ def _waiting_in_pods(admission: Admission, fleet: Fleet) -> int:
     if num_waiting <= 0 or not num_own:
         return 0
     share = num_own / (num_own + sum(pod.num_foreign for pod in decode))
-    return min(round(share * num_waiting), admission.num_in_flight)
+    return min(round(share * num_waiting), admission.places.num_in_flight)
 
 
 def _kv_usage(fleet: Fleet) -> dict[tuple[str, ...], float]:
@@ -388,5 +388,5 @@ def _kv_usage(fleet: Fleet) -> dict[tuple[str, ...], float]:
 
 
 def _saturation(admission: Admission, fleet: Fleet) -> float:
-    of_places = admission.num_in_flight / admission.max_in_flight
-    return max(of_places, _kv_usage(fleet).get((Role.DECODE.value,), 0.0), admission.slack_used)
+    of_places = admission.places.num_in_flight / admission.places.max_in_flight
+    return max(of_places, _kv_usage(fleet).get((Role.DECODE.value,), 0.0), admission.judge.slack_used)
