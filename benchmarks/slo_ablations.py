@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import logging
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TypeAlias
@@ -29,6 +29,8 @@ from tandem_engine import model_loader
 from tandem_gateway import forecast, places, shares
 from tandem_gateway.admission import Admission
 from tandem_gateway.admitted import Admitted
+from tandem_gateway.batch_plan import BatchPlan, Turn
+from tandem_gateway.fleet import Pod
 from tandem_gateway.forecast import Forecast, Forecaster
 from tandem_gateway.judge import Judge
 from tandem_gateway.neighbours import Neighbours
@@ -87,6 +89,13 @@ def _overtaking_on_average(self: FairShares, name: str, seconds: float, work_s: 
     return rate * seconds * mean_work_s / work_s
 
 
+class _SharedByAll(BatchPlan):
+    """As if all sequences of a pod had places."""
+
+    def __init__(self, pod: Pod, turns: Iterable[Turn], context: int) -> None:
+        super().__init__(pod, (), context)
+
+
 def _no_room(self: FairShares, *_: object) -> int:
     return 0
 
@@ -122,6 +131,7 @@ ABLATIONS: Mapping[str, Ablation] = {
     "sequences that decode in the steps of prompts": lambda: patch.object(
         Router, "_work", _work_without_sequences
     ),
+    "who has a place in a full batch": lambda: patch("tandem_gateway.neighbours.BatchPlan", _SharedByAll),
     "room for clients that are due back": lambda: patch.object(Judge, "_due_back_on", lambda *_: []),
     "clients that come back are judged by the median": lambda: patch.object(
         Bookings, "redeem", _redeemed_as_new

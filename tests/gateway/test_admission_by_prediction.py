@@ -31,6 +31,17 @@ def asks(admission: Admission, tenant: str, count: int = 1) -> None:
         admission.judge._shares.ask(tenant, 1.0, work_s)
 
 
+def full_of_two() -> Admission:
+    """On a pod that computes two sequences at once, a token of each in .2 s."""
+    forecaster = FixedForecaster(ttft=0.3, token_s=0.5)
+    forecaster.pod.load = replace(forecaster.pod.load, max_batch=2)
+    return Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
+
+
+def due_in(seconds: float) -> TokenizedRequest:
+    return request(SloTarget("chat", ttft_s=seconds))
+
+
 class TestJudgement:
     def test_what_will_meet_its_objectives_is_admitted(self):
         admitted = judge(FixedForecaster(ttft=0.9))
@@ -83,6 +94,29 @@ class TestJudgement:
 
     def test_a_request_without_objectives_is_never_refused(self):
         assert judge(FixedForecaster(ttft=1000.0), asked=request(SloTarget("batch"))).request.due_s is None
+
+    async def test_a_first_token_waits_for_a_place_in_a_full_batch(self):
+        """A step of two takes .2 s, so that ten tokens take two seconds."""
+        gate = full_of_two()
+        async with gate.slot(due_in(1.0)) as one, gate.slot(due_in(1.0)) as other:
+            for admitted in (one, other):
+                admitted.num_tokens, admitted.first_at = 1, time.monotonic()
+            with pytest.raises(OverloadedError, match=r"first token is predicted after 1\.\d+ s") as info:
+                gate.judge.decide(due_in(1.1))
+            assert info.value.reason is RefusalReason.TTFT
+            urgent = gate.judge.decide(due_in(0.5))
+            assert urgent.route.place_s == 0, "it is due earlier than those that run, which pause"
+            patient = gate.judge.decide(due_in(10.0))
+            assert 1 < patient.route.place_s < 3
+
+    async def test_who_is_due_earlier_takes_no_place_that_another_needs_for_its_first_token(self):
+        gate = full_of_two()
+        async with gate.slot(due_in(0.9)), gate.slot(due_in(1.0)):
+            with pytest.raises(OverloadedError) as info:
+                gate.judge.decide(due_in(0.5))
+            assert info.value.reason is RefusalReason.OTHERS
+        async with gate.slot(due_in(0.9)), gate.slot(due_in(5.0)):
+            assert gate.judge.decide(due_in(0.5)).route.place_s == 0, "the other one can wait"
 
     def test_an_idle_system_refuses_nobody_whose_objectives_it_meets_alone(self):
         """Also who is strict: else costs measured with load would never be corrected."""

@@ -34,6 +34,7 @@ class FixedForecaster:
             load=load,
             beside=lambda: lambda num_output: 4.0,
             num_decoding=0,
+            num_foreign=0,
         )
         self.ttft, self.alone_ttft, self.token_s = ttft, alone_ttft, token_s
         self.high_of_left = 1.0
@@ -59,7 +60,10 @@ class FixedForecaster:
             context=100,
             num_beside=4,
         )
-        first_s = queue_s + self.ttft
+        return self.on_route(request, route, queue_s)
+
+    def on_route(self, request: TokenizedRequest, route: Route, queue_s: float) -> Forecast:
+        first_s = queue_s + route.ttft_s
         return Forecast(
             route,
             queue_s,

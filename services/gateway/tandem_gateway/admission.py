@@ -189,7 +189,7 @@ class Admission:
 
     def _leave(self, admitted: Admitted) -> None:
         self.places.leave(admitted)
-        self.judge.neighbours.running.discard(admitted)
+        self.judge.neighbours.running.pop(admitted, None)
         self._admit_waiting()
 
     def _admit_waiting(self) -> None:

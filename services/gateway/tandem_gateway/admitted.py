@@ -6,6 +6,7 @@ import math
 import time
 from dataclasses import dataclass, field
 
+from tandem_gateway.batch_plan import Turn
 from tandem_gateway.forecast import Forecast
 from tandem_gateway.request import TokenizedRequest
 from tandem_gateway.routing import Route
@@ -74,6 +75,12 @@ class Admitted:
         return self.first_at or max(self.first_planned_at, time.monotonic())
 
     @property
+    def starts_by(self) -> float:
+        """When its first token must come for its objective, in monotonic seconds; inf: it has come."""
+        slo = self.request.slo
+        return self.request.arrived + slo.ttft_s if slo.ttft_s and not self.num_tokens else math.inf
+
+    @property
     def ends_by(self) -> float:
         """When its last token must come for its objectives, in monotonic seconds."""
         assert self.route is not None
@@ -85,18 +92,27 @@ class Admitted:
             by = min(by, self.first_expected_at + slo.tpot_s * (num_tokens - 1))
         return by
 
-    def left_s(self, num_sequences: float, context: int, num_prompts: float, prompts_s: float) -> float:
-        """Until its end beside so many sequences, it included, and so many prompts on its decode pod."""
+    def turn(self) -> Turn:
+        """What it needs yet of its decode pod's batch."""
+        assert self.route is not None
+        prompt_s = 0.0 if self.num_tokens or not self.route.is_local else self.route.prefill_s
+        return Turn(self.request.due, self.num_places, prompt_s, self.tokens_left)
+
+    def left_s(
+        self, begin_s: float, num_sequences: float, context: int, num_prompts: float, prompts_s: float
+    ) -> float:
+        """Until its end beside so many sequences, it included, and so many prompts on its decode pod, if it
+        has a place there from `begin_s` on."""
         assert self.route is not None
         load, backlog = self.route.decode.load, self.route.decode.backlog
-        first_s, later_s, num_tokens = 0.0, prompts_s, float(self.tokens_left)
+        first_s, later_s, num_tokens = begin_s, prompts_s, float(self.tokens_left)
         if not self.num_tokens:
-            first_s = self.first_expected_at - time.monotonic()
+            first_s = max(self.first_expected_at - time.monotonic(), begin_s)
             # Its own prompt is among them, unless another pod computes it meanwhile.
             later_s = max(prompts_s - first_s, 0.0)
         elif not backlog.num_own:
             # The step that runs is halfway through, and no prompt that comes is in it.
-            first_s = load.decode_seconds(1, num_sequences, context) / 2
+            first_s += load.decode_seconds(1, num_sequences, context) / 2
             num_tokens -= load.gained(num_sequences)
             if num_tokens <= 0:
                 return first_s

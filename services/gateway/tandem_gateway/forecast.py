@@ -274,8 +274,9 @@ class Forecaster:
     def forecast(self, request: TokenizedRequest, queue_s: float) -> Forecast | None:
         """None: there is no decode pod. `queue_s`: what the request will wait before it is sent to one."""
         route = self._router.plan(request)
-        if route is None:
-            return None
+        return None if route is None else self.on_route(request, route, queue_s)
+
+    def on_route(self, request: TokenizedRequest, route: Route, queue_s: float) -> Forecast:
         group, model_s = Group.of(request, route), queue_s + route.e2e_s
         ttft = self._ttft.quantiles(group, queue_s + route.ttft_s)
         e2e = self._e2e.quantiles(group, model_s)

@@ -99,7 +99,7 @@ class Judge:
             request = replace(request, slo=slo)
             forecast = self.forecast(request, num_others) or forecast
         if not request.has_objectives and not self.may_begin(request):
-            forecast = self._forecaster.forecast(request, self._places.wait_s(request)) or forecast
+            forecast = self._forecast_after(request, self._places.wait_s(request)) or forecast
         is_returning = request.has_objectives and self._bookings.redeem(content)
         waited_s = time.monotonic() - request.arrived
         is_idle = forecast.route.computes_prompt.backlog.is_empty and forecast.route.decode.is_idle
@@ -197,11 +197,19 @@ class Judge:
 
     def forecast(self, request: TokenizedRequest, num_others: int = 0) -> Forecast | None:
         queue_s = 0.0 if self._places.fits(request) else self._places.wait_s(request)
-        forecast = self._forecaster.forecast(request, queue_s)
+        forecast = self._forecast_after(request, queue_s)
         if forecast is None or not num_others:
             return forecast
         others_s = forecast.route.prefill_s * num_others / len(request.prompt_token_ids)
-        return self._forecaster.forecast(request, queue_s + others_s)
+        return self._forecast_after(request, queue_s + others_s)
+
+    def _forecast_after(self, request: TokenizedRequest, queue_s: float) -> Forecast | None:
+        """After a wait in the gateway."""
+        forecast = self._forecaster.forecast(request, queue_s)
+        if forecast is None:
+            return None
+        route = self.neighbours.with_place(request, forecast.route)
+        return forecast if route is forecast.route else self._forecaster.on_route(request, route, queue_s)
 
     def predicted_ttft_s(self, num_prompt_tokens: int) -> float:
         """The median for a new prompt of so many tokens that has a place; NaN without a decode pod."""

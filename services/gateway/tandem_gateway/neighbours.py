@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from tandem_gateway.admitted import Admitted
+from tandem_gateway.batch_plan import BatchPlan, Turn
 from tandem_gateway.fleet import Pod
 from tandem_gateway.forecast import Forecaster
 from tandem_gateway.request import TokenizedRequest
@@ -19,23 +21,42 @@ class Neighbours:
 
     def __init__(self, forecaster: Forecaster) -> None:
         self._forecaster = forecaster
-        self.running: set[Admitted] = set()
+        #: In order of admission.
+        self.running: dict[Admitted, None] = {}
 
-    def on(self, pod: Pod) -> Iterator[Admitted]:
+    def on(self, pod: Pod) -> list[Admitted]:
         """Those that decode there."""
-        return (one for one in self.running if one.route is not None and one.route.decode is pod)
+        return [one for one in self.running if one.route is not None and one.route.decode is pod]
 
     def add(self, admitted: Admitted, now: float) -> None:
-        """It has a place; what is left of those beside it is predicted anew."""
+        """It has a place in flight; what is left of those beside it is predicted anew."""
         route = admitted.route
         if route is not None:
             admitted.left_then_s = route.e2e_s
-            left_s = self._left_beside(route)
-            for other in self.on(route.decode):
-                other.done_s += other.left_then_s - left_s(other, 0)
-                other.changed_at, other.left_then_s = now, left_s(other, 1)
+            others = self.on(route.decode)
+            before, after = _Beside(route, others), _Beside(route, others, [_turn(admitted.request, route)])
+            for other in others:
+                other.done_s += other.left_then_s - before.left_s(other, 0)
+                other.changed_at, other.left_then_s = now, after.left_s(other, 1)
                 other.is_overtaken |= admitted.request.due < other.request.due
-        self.running.add(admitted)
+        self.running[admitted] = None
+
+    def with_place(self, request: TokenizedRequest, route: Route) -> Route:
+        """With the wait for a place in the batch, and what runs beside the request from then on."""
+        turn = _turn(request, route)
+        turns = [one.turn() for one in self.on(route.decode)]
+        plan = BatchPlan(route.decode, [*turns, turn], route.context)
+        if not plan.is_full:
+            return route
+        begin_s, end_s = plan.times(turn)
+        num_prompts, prompts_s = plan.prompts(begin_s, end_s)
+        return replace(
+            route,
+            place_s=begin_s,
+            beside_s=max(prompts_s - turn.prompt_s, 0.0),
+            prompts_beside=max(num_prompts - bool(turn.prompt_s), 0),
+            num_beside=min(route.num_beside, plan.num_places - 1),
+        )
 
     def would_be_late(
         self,
@@ -54,41 +75,73 @@ class Neighbours:
         if route.computes_prompt.backlog.slack(request.due, beside_s) < route.prefill_s + beside_s:
             return True
         now, num_coming = time.monotonic(), 1 + room
-        left_s = self._left_beside(route)
+        others = self.on(route.decode)
+        without = _Beside(route, others)
+        with_it = _Beside(route, [*others, *due_back], [_turn(request, route)] * max(round(num_coming), 1))
         # Each with how many come in either case: all that are due back, or of these those before it.
-        others = [(other, 0, num_coming + len(due_back)) for other in self.on(route.decode)]
-        others += [(other, number, number + num_coming) for number, other in enumerate(due_back)]
-        for other, num_without, num_with in others:
+        judged = [(other, without, 0, num_coming + len(due_back)) for other in others]
+        if due_back:
+            with_these = _Beside(route, [*others, *due_back])
+            judged += [(one, with_these, number, number + num_coming) for number, one in enumerate(due_back)]
+        for other, beside, num_without, num_with in judged:
+            if with_it.first_by(other) > other.starts_by - now >= beside.first_by(other):
+                return True
             limit_s = other.ends_by - now
             if limit_s == math.inf or other.route is None:
                 continue
             left = partial(self._forecaster.left, other.request, other.route)
-            with_it = left(left_s(other, num_with))
-            is_late = limit_s < (with_it.p50 if is_likely else with_it.high)
+            later = left(with_it.left_s(other, num_with))
+            is_late = limit_s < (later.p50 if is_likely else later.high)
             # Those that are likely to be late even if nothing else comes do not count.
-            if is_late and left(left_s(other, num_without)).p50 <= limit_s:
+            if is_late and left(beside.left_s(other, num_without)).p50 <= limit_s:
                 return True
         return False
 
-    def _left_beside(self, route: Route) -> Callable[[Admitted, float], float]:
-        """Of a request that runs on the route's decode pod, or is due back there: seconds to its end by the
-        model of costs, if so many requests like this one come."""
-        pod, is_local = route.decode, route.computes_prompt is route.decode
-        num_prompts, prompts_s = pod.backlog.num_own, pod.backlog.present_s
-        num_beside = pod.beside()
 
-        def left_s(other: Admitted, num_coming: float) -> float:
-            num_left = other.tokens_left
-            together = max(num_beside(num_left), 1.0) + (other.admitted_at is None)
-            num_later = num_coming * is_local
-            return other.left_s(
-                together + num_coming * min(route.num_output / num_left, 1.0),
-                route.context,
-                num_prompts + num_later,
-                prompts_s + num_later * route.prefill_s,
-            )
+class _Beside:
+    """What is left of the requests on a route's decode pod, if some more come there."""
 
-        return left_s
+    def __init__(self, route: Route, others: Sequence[Admitted], coming: Sequence[Turn] = ()) -> None:
+        """`others`: those that are there, or are due back; `coming`: requests like the one that is to take
+        this route."""
+        self._route, self._pod = route, route.decode
+        self._num_beside = self._pod.beside()
+        self._turns = {other: other.turn() for other in others}
+        self._plan = BatchPlan(self._pod, [*self._turns.values(), *coming], route.context)
+
+    def first_by(self, other: Admitted) -> float:
+        """Seconds until its first token, as far as it waits for a place; 0 if it does not."""
+        turn = self._turns[other]
+        if not self._plan.is_full or not turn.prompt_s:
+            return 0.0
+        begin_s, _ = self._plan.times(turn)
+        return begin_s + turn.prompt_s if begin_s else 0.0
+
+    def left_s(self, other: Admitted, num_coming: float) -> float:
+        """Seconds to its end by the model of costs. `num_coming`: how many come before."""
+        route, backlog, turn = self._route, self._pod.backlog, self._turns[other]
+        num_left = other.tokens_left
+        together = max(self._num_beside(num_left), 1.0) + (other.admitted_at is None)
+        together += num_coming * min(route.num_output / num_left, 1.0)
+        if self._plan.is_full:
+            begin_s, end_s = self._plan.times(turn)
+            num_prompts, prompts_s = self._plan.prompts(begin_s, end_s)
+            first_s = begin_s + turn.prompt_s if begin_s else 0.0
+            together = min(together, self._plan.num_places)
+            return other.left_s(first_s, together, route.context, num_prompts, prompts_s)
+        num_later = num_coming * route.is_local
+        return other.left_s(
+            0.0,
+            together,
+            route.context,
+            backlog.num_own + num_later,
+            backlog.present_s + num_later * route.prefill_s,
+        )
+
+
+def _turn(request: TokenizedRequest, route: Route) -> Turn:
+    """Of one that takes this route."""
+    return Turn(request.due, 1, route.prefill_s if route.is_local else 0.0, route.num_output)
 
 
 def decoding_beside_s(route: Route) -> float:

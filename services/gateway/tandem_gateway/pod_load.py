@@ -25,6 +25,26 @@ _UNKNOWN_DECODE = StepCost(per_step=0.02, per_token=0.002)
 
 
 @dataclass(frozen=True)
+class Pace:
+    """How fast each sequence of a batch gains tokens."""
+
+    #: Per token in steps without prompts.
+    token_s: float
+    #: Tokens in a step.
+    gained: float
+    #: What the sequences add to the step of a prompt.
+    beside_s: float
+
+    def seconds(self, num_tokens: float, num_prompts: float, prompts_s: float) -> float:
+        """As `PodLoad.answer_seconds`."""
+        steps_s = prompts_s + num_prompts * self.beside_s
+        gained = num_prompts * self.gained
+        if gained >= num_tokens:
+            return steps_s * num_tokens / max(gained, 1.0)
+        return steps_s + (num_tokens - gained) * self.token_s
+
+
+@dataclass(frozen=True)
 class PodLoad:
     """The part of a pod's last report that routing and prediction use."""
 
@@ -87,11 +107,15 @@ class PodLoad:
     ) -> float:
         """Of so many output tokens of each of so many sequences, while the pod computes prompts, which take
         `prompts_s` alone: the sequences decode in the same steps."""
-        steps_s = prompts_s + self.decode_seconds(0, num_prompts * num_sequences, context)
-        gained = num_prompts * self.gained(num_sequences)
-        if gained >= num_tokens:
-            return steps_s * num_tokens / max(gained, 1.0)
-        return steps_s + (num_tokens - gained) * self.token_seconds(num_sequences, context)
+        return self.pace(num_sequences, context).seconds(num_tokens, num_prompts, prompts_s)
+
+    def pace(self, num_sequences: float, context: int) -> Pace:
+        """Of each of so many sequences."""
+        return Pace(
+            self.token_seconds(num_sequences, context),
+            self.gained(num_sequences),
+            self.decode_seconds(0, num_sequences, context),
+        )
 
     def decode_seconds(self, num_steps: float, num_sequences: float, context: int) -> float:
         """Of steps in which so many sequences decode; 0 steps: what they add to a step of a prompt."""

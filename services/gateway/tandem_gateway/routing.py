@@ -67,6 +67,8 @@ class Route:
     #: Cached tokens in the middle of the answer; sequences beside it, on average.
     context: int
     num_beside: float
+    #: Until the decode pod, which computes so many sequences at once, has a place for it.
+    place_s: float = 0.0
 
     @property
     def num_output(self) -> int:
@@ -97,8 +99,15 @@ class Route:
         )
 
     @property
+    def is_local(self) -> bool:
+        """Whether the decode pod computes the prompt."""
+        return self.computes_prompt is self.decode
+
+    @property
     def ttft_s(self) -> float:
-        return self.wait_s + self.join_s + self.prefill_s
+        # The first token of a prefill pod needs no place in the batch.
+        begins_s = max(self.wait_s, self.place_s) if self.is_local else self.wait_s
+        return begins_s + self.join_s + self.prefill_s
 
     @property
     def e2e_s(self) -> float:
@@ -106,7 +115,7 @@ class Route:
 
     def e2e_beside_s(self, num_sequences: float) -> float:
         """The end beside so many others."""
-        return self.ttft_s + self.decode.load.answer_seconds(
+        return max(self.ttft_s, self.place_s) + self.decode.load.answer_seconds(
             self.num_output, num_sequences + 1, self.context, self.prompts_beside, self.beside_s
         )
 
@@ -117,7 +126,7 @@ class Route:
         load = self.decode.load
         num_steps = self.num_output / load.gained(load.max_batch)
         decode_s = load.decode_seconds(0, num_steps, self.context)
-        if self.computes_prompt is self.decode:
+        if self.is_local:
             return (self.prefill_s + decode_s) / self.num_decode
         return max(self.prefill_s / len(self.prefill), decode_s / self.num_decode)
 
