@@ -3,6 +3,9 @@
 The error budget's burn is alerted on as the Google SRE workbook recommends (chapter 5, multi-window,
 multi-burn-rate): a long window, so that few misses do not wake anybody, and a short one, so that an alert
 ends soon after its cause.
+
+Sums are by namespace, so that one Prometheus alerts on each of several systems by itself. Outside of
+Kubernetes series have no such label, and all of them are one system.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ from tandem_service import metric_table as t
 
 #: Misses in the long window below which nothing is alerted: with few requests one miss is a large share.
 _MIN_MISSES = 5
+
+_BY_CLASS = "namespace, slo_class"
 
 #: Severity -> (burn rate, long window, short window). A burn of 1 uses the budget of 30 days in 30 days;
 #: 14.4 uses 2 % of it in an hour, 6 uses 5 % in six, 3 uses 10 % in a day.
@@ -37,13 +42,13 @@ class Alert:
 
 
 def recorded_name(window: str) -> str:
-    return f"slo_class:tandem_slo_miss_ratio:rate{window}"
+    return f"namespace_slo_class:tandem_slo_miss_ratio:rate{window}"
 
 
 def miss_ratio(window: str) -> str:
     """Misses per request that ended, by class."""
-    misses = f"sum by (slo_class) (rate({t.SLO_MISSES.name}[{window}]))"
-    met = f"sum by (slo_class) (rate({t.SLO_MET.name}[{window}]))"
+    misses = f"sum by ({_BY_CLASS}) (rate({t.SLO_MISSES.name}[{window}]))"
+    met = f"sum by ({_BY_CLASS}) (rate({t.SLO_MET.name}[{window}]))"
     return f"{misses} / ({misses} + {met})"
 
 
@@ -53,7 +58,7 @@ def _burn(severity: str) -> Alert:
     terms = [
         f"({recorded_name(long)} > {burn * budget:g}"
         f" and {recorded_name(short)} > {burn * budget:g}"
-        f" and sum by (slo_class) (increase({t.SLO_MISSES.name}[{long}])) >= {_MIN_MISSES})"
+        f" and sum by ({_BY_CLASS}) (increase({t.SLO_MISSES.name}[{long}])) >= {_MIN_MISSES})"
         for burn, long, short in BURNS[severity]
     ]
     windows = ", or ".join(f"{burn:g} times over {long} and {short}" for burn, long, short in BURNS[severity])
@@ -62,7 +67,8 @@ def _burn(severity: str) -> Alert:
         " or ".join(terms),
         severity,
         "0m" if severity == "ticket" else "1m",
-        "Requests of class {{ $labels.slo_class }} miss their SLO faster than the objective of "
+        "Requests of class {{ $labels.slo_class }}{{ with $labels.namespace }} in {{ . }}{{ end }} miss "
+        "their SLO faster than the objective of "
         f"{ATTAINMENT_OBJECTIVE:.0%} allows "
         f"({windows}).",
         "Open the SLO dashboard: *Misses by cause* says whether requests are refused, fail or are slow, and "
@@ -87,11 +93,12 @@ ALERTS = (
     Alert(
         "TandemNoPrefillPod",
         f'{t.HEALTHY_PODS.name}{{role="prefill"}} == 0 and on (instance) '
-        f'max_over_time({t.LISTED_PODS.name}{{role="prefill"}}[6h]) > 0',
+        f'max_over_time({t.LISTED_PODS.name}{{role="prefill"}}[1h]) > 0',
         "ticket",
         "2m",
         "Gateway {{ $labels.instance }} has no prefill pod that serves; decode pods compute the prompts.",
-        "Requests are served, but running answers slow down beside long prompts. As for decode pods.",
+        "Requests are served, but running answers slow down beside long prompts. As for decode pods. If no "
+        "prefill pod is wanted any more, this ends an hour after the last one was listed.",
     ),
     Alert(
         "TandemPodUnhealthy",
@@ -121,7 +128,7 @@ ALERTS = (
     ),
     Alert(
         "TandemReportsStale",
-        f"max by (role, pod_id) ({t.REPORT_AGE.name}) > 30",
+        f"max by (namespace, role, pod_id) ({t.REPORT_AGE.name}) > 30",
         "ticket",
         "1m",
         "The last report of {{ $labels.role }} pod {{ $labels.pod_id }} is {{ $value | humanizeDuration "
@@ -142,7 +149,7 @@ ALERTS = (
     ),
     Alert(
         "TandemFailovers",
-        f'sum by (cause) (increase({t.FAILOVERS.name}{{cause!="draining"}}[15m])) > 3',
+        f'sum by (namespace, cause) (increase({t.FAILOVERS.name}{{cause!="draining"}}[15m])) > 3',
         "ticket",
         "0m",
         "{{ $value | humanize }} answers moved to another decode pod in 15 minutes ({{ $labels.cause }}).",
@@ -151,8 +158,9 @@ ALERTS = (
     ),
     Alert(
         "TandemHandoffsFail",
-        f'sum by (outcome) (increase({t.HANDOFFS.name}{{outcome!="ok"}}[15m])) > 3 and on () '
-        f'sum(rate({t.HANDOFFS.name}{{outcome!="ok"}}[15m])) / sum(rate({t.HANDOFFS.name}[15m])) > 0.05',
+        f'sum by (namespace, outcome) (increase({t.HANDOFFS.name}{{outcome!="ok"}}[15m])) > 3 '
+        f'and on (namespace) sum by (namespace) (rate({t.HANDOFFS.name}{{outcome!="ok"}}[15m])) '
+        f"/ sum by (namespace) (rate({t.HANDOFFS.name}[15m])) > 0.05",
         "ticket",
         "0m",
         "More than 5 % of the attempts to get KV from a prefill pod fail ({{ $labels.outcome }}).",
@@ -174,7 +182,8 @@ ALERTS = (
     ),
     Alert(
         "TandemKVFramesDamaged",
-        f'sum by (cause) (increase({t.KV_DROPPED_FRAMES.name}{{cause=~"bad_.*|malformed"}}[15m])) > 0',
+        f'sum by (namespace, cause) (increase({t.KV_DROPPED_FRAMES.name}{{cause=~"bad_.*|malformed"}}[15m]))'
+        " > 0",
         "ticket",
         "0m",
         "Decode pods dropped KV frames that were damaged on their way ({{ $labels.cause }}).",

@@ -24,8 +24,8 @@ import yaml
 from tandem_service.metric_table import FOREIGN_SERIES, TABLE
 
 HERE = Path(__file__).resolve().parent
-#: Labels that Prometheus itself adds; `le` is a histogram's edge.
-_SCRAPE_LABELS = frozenset({"job", "instance", "le"})
+#: Labels that Prometheus itself adds, `namespace` in Kubernetes; `le` is a histogram's edge.
+_SCRAPE_LABELS = frozenset({"job", "instance", "namespace", "le"})
 #: What Grafana replaces in a query.
 VARIABLES = {"$__rate_interval": "1m", "$__range": "5m", "$slo_class": "interactive"}
 
