@@ -102,7 +102,7 @@ async def half_sent_requests(running: Gateway) -> str:
     opened = []
     for index in range(50):
         reader, writer = await asyncio.open_connection("127.0.0.1", HTTP_PORT)
-        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
         rest = b"authorization: Bearer " + KEY.encode() + b"\r\ncontent-length: 100\r\n\r\n{"
         writer.write(head + (rest if index % 2 else b""))
         opened.append((reader, writer))
