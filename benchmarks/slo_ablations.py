@@ -48,6 +48,9 @@ class _FixedLimit:
     def __init__(self, highest: int, *, recovery: float = 1.0) -> None:
         self.value = float(highest)
 
+    def lower_to(self, most: float) -> None:
+        pass
+
     def ended(self, *, met: bool) -> None:
         pass
 

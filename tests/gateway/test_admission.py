@@ -27,6 +27,9 @@ class NoForecast:
     def forecast(self, request, queue_s):
         return None
 
+    def num_batch_places(self):
+        return 0
+
 
 NO_FORECAST = NoForecast()
 

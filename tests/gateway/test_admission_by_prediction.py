@@ -13,6 +13,7 @@ from still_clock import Clock
 from tandem_core.slo import NO_OBJECTIVES, SloTarget
 from tandem_gateway import judge as judge_module
 from tandem_gateway.admission import Admission
+from tandem_gateway.admitted import Admitted
 from tandem_gateway.errors import OverloadedError, RefusalReason, UnavailableError
 from tandem_gateway.request import DEFAULT_DUE_S, TenantLimits, TokenizedRequest
 from tandem_gateway.settings import Policy
@@ -40,6 +41,19 @@ def full_of_two() -> Admission:
 
 def due_in(seconds: float) -> TokenizedRequest:
     return request(SloTarget("chat", ttft_s=seconds))
+
+
+def test_requests_without_objectives_are_as_many_as_pods_compute_at_once_and_a_few():
+    gate = full_of_two()
+    batch = SloTarget("batch")
+    fits = []
+    for _ in range(4):
+        fits.append(gate.places.fits(request(batch)))
+        gate.places.take(Admitted(request(batch)))
+    assert fits == [True, True, False, False], "2.5 for two sequences at once"
+    assert gate.places.fits(request()), "those with objectives have a place"
+    gate.places.refused()
+    assert gate.places.best_effort_limit.value == pytest.approx(0.7 * 2.5), "not from the gateway's places"
 
 
 class TestJudgement:

@@ -82,6 +82,9 @@ class FixedForecaster:
     def was_long(self, request, num_tokens, *, is_cut) -> None:
         self.observed.append(("tokens", num_tokens))
 
+    def num_batch_places(self) -> int:
+        return self.pod.load.max_batch
+
     def is_void(self, predicted_at: float) -> bool:
         return predicted_at < self.failed_at
 

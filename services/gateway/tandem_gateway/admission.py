@@ -45,7 +45,12 @@ class Admission:
     ) -> None:
         self._forecaster = forecaster
         self._policy = policy
-        self.places = Places(max_in_flight=max_in_flight, max_queue=max_queue, policy=policy)
+        self.places = Places(
+            max_in_flight=max_in_flight,
+            max_queue=max_queue,
+            policy=policy,
+            num_batch_places=forecaster.num_batch_places,
+        )
         self.judge = Judge(forecaster, self.places, policy=policy, slack=slack)
         #: The next look at those that wait; None: nobody waits.
         self._look: asyncio.TimerHandle | None = None

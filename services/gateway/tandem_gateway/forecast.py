@@ -296,6 +296,10 @@ class Forecaster:
             begins_at_end=is_search,
         )
 
+    def num_batch_places(self) -> int:
+        """Sequences that the decode pods compute at once; 0 without one."""
+        return self._router.num_batch_places()
+
     def is_void(self, predicted_at: float) -> bool:
         """Whether what was predicted then, in monotonic seconds, tells nothing of how wrong predictions are,
         since a pod has failed. Else a class would be refused for as long as that is remembered."""

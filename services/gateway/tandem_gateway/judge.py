@@ -124,7 +124,7 @@ class Judge:
                 None,
                 RefusalReason(hopeless),
             )
-        self._places.best_effort_limit.ended(met=False)
+        self._places.refused()
         # Of an idle system no end of the load is to be waited for, but of what was measured with load.
         least_s = MEMORY_S if is_idle else MIN_RETRY_AFTER_S
         over_s = max(self._over_s(request, forecast, missed, waited_s), least_s)

@@ -137,6 +137,9 @@ class AdaptiveLimit:
             self._value, self._grown_at = min(self._value * growth, self._highest), now
         return self._value
 
+    def lower_to(self, most: float) -> None:
+        self._value = min(self.value, most)
+
     def ended(self, *, met: bool) -> None:
         value, now = self.value, time.monotonic()
         if met:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -22,6 +23,9 @@ MIN_RETRY_AFTER_S = 0.05
 #: each second in which a request with objectives was refused. Ten seconds after the last one their limit
 #: begins to grow by this factor in a second, and so from one to a full batch of sixteen in about twelve.
 _BEST_EFFORT_SHARE, _RECOVERY = 0.75, 1.25
+#: Nor more than pods compute at once, and a few that wait there for the next ends: when requests with
+#: objectives come, those in flight are beside them, and the queue is not.
+_MOST_OF_BATCHES = 1.25
 #: Weight of the newest request in the exponentially weighted mean; about the last twenty count.
 _ALPHA = 0.1
 
@@ -29,7 +33,11 @@ _ALPHA = 0.1
 class Places:
     """Belongs to one event loop."""
 
-    def __init__(self, *, max_in_flight: int, max_queue: int, policy: Policy) -> None:
+    def __init__(
+        self, *, max_in_flight: int, max_queue: int, policy: Policy, num_batch_places: Callable[[], int]
+    ) -> None:
+        """`num_batch_places`: sequences that pods compute at once; 0 without pods."""
+        self._num_batch_places = num_batch_places
         self.max_in_flight = max_in_flight
         self._max_queue = max_queue
         self._policy = policy
@@ -77,8 +85,18 @@ class Places:
         """Whether it may have so many places now."""
         if request.has_objectives or self._policy is not Policy.PREDICT or not self._num_best_effort:
             return self._has_room(num_places)
-        is_over = self._num_best_effort + num_places > int(self.best_effort_limit.value)
+        is_over = self._num_best_effort + num_places > int(self._most_best_effort)
         return not is_over and self._has_room(num_places)
+
+    @property
+    def _most_best_effort(self) -> float:
+        of_batches = _MOST_OF_BATCHES * self._num_batch_places()
+        return min(self.best_effort_limit.value, of_batches or math.inf)
+
+    def refused(self) -> None:
+        """A request with objectives was, for want of time."""
+        self.best_effort_limit.lower_to(self._most_best_effort)
+        self.best_effort_limit.ended(met=False)
 
     def _has_room(self, num_places: int) -> bool:
         """Whether so many places are free; who needs more than there are gets all of them."""

@@ -237,6 +237,10 @@ class Router:
         """Whether since these monotonic seconds pods began to be lost, or to fail to compute prompts."""
         return self._fleet.failing_since > at
 
+    def num_batch_places(self) -> int:
+        """Sequences that the decode pods compute at once."""
+        return sum([pod.load.max_batch for pod in self._fleet.healthy(Role.DECODE)])
+
     def plan(self, request: TokenizedRequest, excluded: frozenset[str] = frozenset()) -> Route | None:
         """The pods with which the request is predicted to end first, among decode pods that are not in
         `excluded`; None: no decode pod."""
