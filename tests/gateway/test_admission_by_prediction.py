@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import itertools
+import math
 import time
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +16,7 @@ from tandem_core.slo import NO_OBJECTIVES, SloTarget
 from tandem_gateway import judge as judge_module
 from tandem_gateway.admission import Admission
 from tandem_gateway.admitted import Admitted
+from tandem_gateway.batch_plan import BatchPlan
 from tandem_gateway.errors import OverloadedError, RefusalReason, UnavailableError
 from tandem_gateway.request import DEFAULT_DUE_S, TenantLimits, TokenizedRequest
 from tandem_gateway.settings import Policy
@@ -131,6 +134,25 @@ class TestJudgement:
             assert info.value.reason is RefusalReason.OTHERS
         async with gate.slot(due_in(0.9)), gate.slot(due_in(5.0)):
             assert gate.judge.decide(due_in(0.5)).route.place_s == 0, "the other one can wait"
+
+    async def test_each_request_that_may_come_as_well_has_a_place_and_a_prompt_of_its_own(self, monkeypatch):
+        """Of four places two are taken, each for two seconds."""
+        plans = []
+
+        class Kept(BatchPlan):
+            def __init__(self, pod, turns, context):
+                super().__init__(pod, turns, context)
+                plans.append(self)
+
+        monkeypatch.setattr("tandem_gateway.neighbours.BatchPlan", Kept)
+        gate = full_of_two()
+        pod = gate.judge._forecaster.pod
+        pod.load = replace(pod.load, max_batch=4)
+        async with gate.slot(due_in(0.9)), gate.slot(due_in(1.0)) as waits:
+            is_late = partial(gate.judge.neighbours.would_be_late, due_in(0.5), waits.route, due_back=[])
+            assert [is_late(room=room) for room in range(4)] == [False, False, True, True]
+        with_four = plans[-1]
+        assert with_four.prompts(0.0, math.inf) == (6, pytest.approx(0.6)), "a tenth of a second each"
 
     def test_an_idle_system_refuses_nobody_whose_objectives_it_meets_alone(self):
         """Also who is strict: else costs measured with load would never be corrected."""

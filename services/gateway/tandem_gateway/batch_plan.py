@@ -18,7 +18,7 @@ from tandem_gateway.fleet import Pod
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """What one request needs."""
+    """What one request needs. Each is its own, also one that needs the same as another."""
 
     #: Monotonic seconds.
     due: float

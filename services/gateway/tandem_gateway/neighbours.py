@@ -77,7 +77,8 @@ class Neighbours:
         now, num_coming = time.monotonic(), 1 + room
         others = self.on(route.decode)
         without = _Beside(route, others)
-        with_it = _Beside(route, [*others, *due_back], [_turn(request, route)] * max(round(num_coming), 1))
+        coming = [_turn(request, route) for _ in range(max(round(num_coming), 1))]
+        with_it = _Beside(route, [*others, *due_back], coming)
         # Each with how many come in either case: all that are due back, or of these those before it.
         judged = [(other, without, 0, num_coming + len(due_back)) for other in others]
         if due_back:

@@ -109,7 +109,8 @@ class Places:
     # -- the queue ------------------------------------------------------------------------------------
 
     def wait(self, admitted: Admitted) -> asyncio.Future[None]:
-        """Of its turn; whoever waits no longer gives it up. Raises OverloadedError when the queue is full."""
+        """The future has a result when the request may begin; who stops waiting for it calls `give_up`.
+        Raises OverloadedError when the queue is full."""
         if self.num_waiting >= self._max_queue:
             raise OverloadedError(
                 f"the queue is full ({self.num_waiting} waiting, limit {self._max_queue}); try again later",
