@@ -196,6 +196,8 @@ class Judge:
         return not self.neighbours.would_be_late(request, forecast.route, room, due_back)
 
     def forecast(self, request: TokenizedRequest, num_others: int = 0) -> Forecast | None:
+        """From now, with its waits in the queue here and for a place on its pod. `num_others` as of `decide`;
+        None: there is no decode pod."""
         queue_s = 0.0 if self._places.fits(request) else self._places.wait_s(request)
         forecast = self._forecast_after(request, queue_s)
         if forecast is None or not num_others:
@@ -315,12 +317,8 @@ class Judge:
 
     def _why(self, request: TokenizedRequest, forecast: Forecast, missed: str, waited_s: float) -> str:
         """What is predicted, and which objective it misses."""
-        slo, first, end, token = (
-            request.slo,
-            forecast.ttft_undisturbed,
-            forecast.e2e_undisturbed,
-            forecast.tpot,
-        )
+        slo, token = request.slo, forecast.tpot
+        first, end = forecast.ttft_undisturbed, forecast.e2e_undisturbed
         p_first = f"p{100 * self._forecaster.first_confidence:g}"
         p_end = f"p{100 * self._forecaster.end_confidence:g}"
         first_text = f"the first token is predicted after {first.p50:.2f} s ({p_first} {first.high:.2f} s)"
