@@ -147,7 +147,7 @@ class Attention {
   template <class Type>
   void run_in_team(Team& team, const void* cache) {
     const Workspace work = workspace<Type>();
-    team.race(int64_t(tasks.size()), [&](int64_t i) { compute<Type>(tasks[i], cache, work); });
+    team.share(int64_t(tasks.size()), [&](int64_t i) { compute<Type>(tasks[i], cache, work); });
     team.wait();
     if (merges.empty()) return;
     team.share(int64_t(merges.size()), [&](int64_t i) { merge(merges[i]); });

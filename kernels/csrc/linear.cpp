@@ -72,7 +72,7 @@ void column_block(const Call& c, int64_t first, int64_t end, int column) {
 }
 
 template <class Type, int MostRows, int Vecs>
-void all_columns(const Team& team, const Call& c) {
+void all_columns(Team& team, const Call& c) {
   constexpr int kWidth = std::max(Vecs * kLanes, kPanel);
   const int columns = panels_of(c.weight) * kPanel, steps = (columns + kWidth - 1) / kWidth;
   for (int64_t first = 0; first < c.rows; first += kRowChunk) {
@@ -93,7 +93,7 @@ void all_columns(const Team& team, const Call& c) {
 }
 
 template <class Type>
-void run(const Team& team, const Call& c) {
+void run(Team& team, const Call& c) {
   if (c.rows <= 2 * kFewRows) all_columns<Type, kFewRows, kFewVecs>(team, c);
   else all_columns<Type, kManyRows, kManyVecs>(team, c);
 }

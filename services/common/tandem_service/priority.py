@@ -1,8 +1,12 @@
-"""Sets the CPU priority of a process relative to others on the same machine.
+"""Sets the CPU priority of a process relative to others on the same machine, and when it takes its turn.
 
-A prefill step occupies every core for seconds. Beside it with equal priority, a decode step waits up to 300
-times for a thread to get its core back. At low priority prefill still gets all CPU time that decoding
-leaves. A gateway uses little CPU time, in turns of a few milliseconds that clients wait for.
+A prefill step occupies every core for seconds. Beside it with equal priority, a decode step waits again and
+again for a thread to get its core back. At low priority prefill still gets all CPU time that decoding
+leaves. A gateway uses little CPU time, in turns of a millisecond or less that clients wait for.
+
+The threads of a decode step offer their cores many times in a millisecond (kernels/csrc/team.h), each time
+between two pieces of work, when no other thread waits for what it does. A process that waits for such an
+offer delays a step by half as much as one that interrupts a piece.
 """
 
 from __future__ import annotations
@@ -33,3 +37,13 @@ def change_nice(nice: int, autogroup: Path = _AUTOGROUP) -> None:
     # Absent without autogroup, and read-only in some containers; then only the nice value above applies.
     with contextlib.suppress(OSError):
         autogroup.write_text(str(nice))
+
+
+def wait_for_offers() -> None:
+    """Threads of this process that wake up wait for a core that is idle, or offered by the thread that has it,
+    rather than interrupt that (SCHED_BATCH); those started later inherit it. Without an offer they have their
+    turn when the other one's is over, 3 ms or so. Nothing changes where the system does not have the policy,
+    or forbids it."""
+    if hasattr(os, "SCHED_BATCH"):
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

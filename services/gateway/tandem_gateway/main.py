@@ -19,7 +19,7 @@ from tandem_proto.v1 import gateway_pb2_grpc
 from tandem_service import logs
 from tandem_service.discovery import Discovery
 from tandem_service.interceptors import Gate
-from tandem_service.priority import change_nice
+from tandem_service.priority import change_nice, wait_for_offers
 from tandem_service.server import PodServer
 from tandem_service.settings import load
 from tandem_service.slo_file import SloFileError, load_slo_classes
@@ -247,6 +247,8 @@ def main() -> None:
     settings = load(GatewaySettings)
     logs.configure(settings, "gateway")
     change_nice(settings.nice)
+    if settings.shares_cores:
+        wait_for_offers()
     try:
         asyncio.run(_serve(settings))
     except (ModelLoadError, KeyFileError, SloFileError, OSError) as error:
