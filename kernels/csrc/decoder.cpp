@@ -1,4 +1,4 @@
-// Decoder layers in one call, by one team of threads that meets at barriers between the operators.
+// Decoder layers in one call, by one team of threads that waits between the operators for the work.
 //
 //   norm -> QKV -> rotate, store K and V -> attention -> O -> norm -> gate and up -> SiLU -> down
 //

@@ -6,7 +6,7 @@ leaves. A gateway uses little CPU time, in turns of a millisecond or less that c
 
 The threads of a decode step offer their cores many times in a millisecond (kernels/csrc/team.h), each time
 between two pieces of work, when no other thread waits for what it does. A process that waits for such an
-offer delays a step by half as much as one that interrupts a piece.
+offer delays a step less than one that interrupts a piece (docs/decisions/priorities.md).
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def change_nice(nice: int, autogroup: Path = _AUTOGROUP) -> None:
 
 
 def wait_for_offers() -> None:
-    """Threads of this process that wake up wait for a core that is idle, or offered by the thread that has it,
-    rather than interrupt that (SCHED_BATCH); those started later inherit it. Without an offer they have their
-    turn when the other one's is over, 3 ms or so. Nothing changes where the system does not have the policy,
-    or forbids it."""
+    """Threads of this process that wake up wait for a core that is idle, or that is offered by the thread
+    which has it, rather than interrupt that (SCHED_BATCH); those started later inherit it. Without an offer
+    they have their turn when the other one's is over, after 3 ms or so. Nothing changes where the system does
+    not have the policy, or forbids it."""
     if hasattr(os, "SCHED_BATCH"):
         with contextlib.suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

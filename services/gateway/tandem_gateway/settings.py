@@ -120,8 +120,8 @@ class GatewaySettings(RedisSettings):
     """CPU priority against pods on the same machine, -20 first to 19 last; less than 0 needs CAP_SYS_NICE;
     `tandem up` sets -5"""
     shares_cores: bool = False
-    """pods use the same cores, and the gateway takes its turns between two pieces of their work rather than in
-    the middle of one. `tandem up` sets it"""
+    """pods use the same cores, and the gateway takes its turns between two pieces of their work rather than
+    in the middle of one. `tandem up` sets it"""
 
     @model_validator(mode="after")
     def _check_public_ports(self) -> Self:
