@@ -33,7 +33,8 @@ inline void count_work() {
 
 class Team {
  public:
-  // What a team's threads share. Pieces of work are numbered from the call's first to its last.
+  // What a team's threads share. Pieces of work are numbered from the call's first to its last; a
+  // call has less than 2^31.
   class State {
     friend class Team;
     alignas(64) std::atomic<int32_t> taken{0};

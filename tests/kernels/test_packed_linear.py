@@ -30,8 +30,9 @@ def test_it_is_as_exact_as_torch(
     with native_library(library):
         result = packed_linear(x, PackedWeight((pack_weight(weight),), num_columns), bias)
     assert result.dtype == dtype and result.shape == (num_rows, num_columns)
-    # How exact torch is in float32 depends on the machine: on some it errs by a fifth of one rounding.
-    roundings = 4 if dtype is torch.float32 else 2
+    # How exact torch is in float32 depends on the machine. Where it errs by 1.0 and .75 roundings of the
+    # largest result, these kernels err by 4.1 and 3.7.
+    roundings = 2.5 if dtype is torch.float32 else 2
     floor = roundings * torch.finfo(dtype).eps * exact.abs().max()
     assert (result.double() - exact).abs().max() <= 2 * torchs_error + floor
 
