@@ -48,7 +48,10 @@ def describe_machine() -> str:
 
 def describe_objectives(slo: SloTarget) -> str:
     limits = (("TTFT", slo.ttft_s), ("TPOT", slo.tpot_s), ("E2E", slo.e2e_s))
-    return ", ".join(f"{name} {limit_s:g} s" for name, limit_s in limits if limit_s) or "none"
+    relative = (("TTFT", slo.ttft_slowdown), ("TPOT", slo.tpot_slowdown), ("E2E", slo.e2e_slowdown))
+    parts = [f"{name} {limit_s:g} s" for name, limit_s in limits if limit_s]
+    parts += [f"{name} {times:g} times as long as without load" for name, times in relative if times]
+    return ", ".join(parts) or "none"
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -102,6 +102,9 @@ def slo_to_proto(slo: SloTarget) -> common_pb2.SloTarget:
         tpot_ns=round(slo.tpot_s * _NS_PER_S),
         e2e_ns=round(slo.e2e_s * _NS_PER_S),
         strict=slo.is_strict,
+        ttft_slowdown=slo.ttft_slowdown,
+        tpot_slowdown=slo.tpot_slowdown,
+        e2e_slowdown=slo.e2e_slowdown,
     )
 
 
@@ -112,6 +115,9 @@ def slo_from_proto(message: common_pb2.SloTarget) -> SloTarget:
         tpot_s=message.tpot_ns / _NS_PER_S,
         e2e_s=message.e2e_ns / _NS_PER_S,
         is_strict=message.strict,
+        ttft_slowdown=message.ttft_slowdown,
+        tpot_slowdown=message.tpot_slowdown,
+        e2e_slowdown=message.e2e_slowdown,
     )
 
 

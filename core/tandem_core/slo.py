@@ -16,6 +16,26 @@ class SloTarget:
     e2e_s: float = 0.0
     #: Whether a request is refused rather than served late on a machine that cannot meet it.
     is_strict: bool = False
+    #: Objectives as multiples of what the request takes without load; 0 means none. Where an objective is
+    #: given both ways, the longer time counts. For the ratio of a response time to that without load the
+    #: field says slowdown.
+    ttft_slowdown: float = 0.0
+    tpot_slowdown: float = 0.0
+    e2e_slowdown: float = 0.0
+
+    @property
+    def is_relative(self) -> bool:
+        """Whether any objective is known only with what the request takes without load."""
+        return bool(self.ttft_slowdown or self.tpot_slowdown or self.e2e_slowdown)
+
+    def resolved(self, *, ttft_s: float, tpot_s: float, e2e_s: float) -> SloTarget:
+        """The relative objectives in seconds too, of a request that takes so long without load."""
+        return replace(
+            self,
+            ttft_s=max(self.ttft_s, self.ttft_slowdown * ttft_s),
+            tpot_s=max(self.tpot_s, self.tpot_slowdown * tpot_s),
+            e2e_s=max(self.e2e_s, self.e2e_slowdown * e2e_s),
+        )
 
     def widened(self, *, ttft_s: float, tpot_s: float, e2e_s: float) -> SloTarget:
         """No objective tighter than the given one."""
@@ -34,6 +54,9 @@ class SloTarget:
             tpot_s=asked.tpot_s or self.tpot_s,
             e2e_s=asked.e2e_s or self.e2e_s,
             is_strict=asked.is_strict or self.is_strict,
+            ttft_slowdown=0.0 if asked.ttft_s else self.ttft_slowdown,
+            tpot_slowdown=0.0 if asked.tpot_s else self.tpot_slowdown,
+            e2e_slowdown=0.0 if asked.e2e_s else self.e2e_slowdown,
         )
 
     def miss(self, ttft_s: float, tpot_s: float, e2e_s: float) -> str:

@@ -64,6 +64,13 @@ def test_tpot_is_the_time_after_the_first_token_over_the_tokens_after_it() -> No
     assert record(ttft_s=None).tpot_s is None
 
 
+def test_of_relative_objectives_the_receipt_says_how_long_they_were() -> None:
+    mail = SloTarget("mail", ttft_slowdown=5.0)
+    promise = Promise(0.5, 9.0, 0.0, replace(mail, ttft_s=0.6), met=True)
+    assert record(ttft_s=0.59, slo=mail, promise=promise).is_met()
+    assert not record(ttft_s=0.61, slo=mail, promise=promise).is_met()
+
+
 @pytest.mark.parametrize(
     ("ttft_s", "e2e_s", "is_met"), [(2.5, 5.0, True), (2.51, 5.0, False), (2.5, 5.01, False)]
 )

@@ -96,7 +96,7 @@ def filled(num_samples: int) -> History:
 async def top(url: str, *more: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "TANDEM_API_KEY"}
     return await asyncio.to_thread(
-        subprocess.run, [TANDEM, "top", "--once", "--url", url, *more],
+        subprocess.run, [TANDEM, "top", "--once", "--target", url, *more],
         capture_output=True, text=True, timeout=60, env=environment,
     )  # fmt: skip
 
@@ -146,7 +146,7 @@ async def test_behind_one_address_of_several_gateways_a_feed_pauses_and_then_say
     feed = Feed(await serve(first, second))
     await asyncio.to_thread(feed.poll)
     began = time.monotonic()
-    with pytest.raises(SeveralGatewaysError, match=r"several gateways answer at this address, .*--url"):
+    with pytest.raises(SeveralGatewaysError, match=r"several gateways answer at this address, .*--target"):
         await asyncio.to_thread(feed.poll)
     assert time.monotonic() - began > INTERVAL_S
     assert not feed.samples, "of two gateways"
@@ -160,7 +160,7 @@ async def test_a_gateway_without_a_sample_and_an_address_without_a_gateway(serve
     refused = await top("http://127.0.0.1:9")
     assert refused.returncode == 1
     assert "http://127.0.0.1:9 is no gateway that answers" in refused.stderr
-    assert "--url" in refused.stderr
+    assert "--target" in refused.stderr
 
 
 async def test_it_needs_an_operators_key(serve, tmp_path):
@@ -170,5 +170,5 @@ async def test_it_needs_an_operators_key(serve, tmp_path):
     url = await serve(filled(2), keys=ApiKeys.load(path))
     refused = await top(url)
     assert refused.returncode == 1
-    assert "--key" in refused.stderr
-    assert (await top(url, "--key", "ops-key")).returncode == 0
+    assert "--api-key" in refused.stderr
+    assert (await top(url, "--api-key", "ops-key")).returncode == 0

@@ -12,6 +12,8 @@ from types import SimpleNamespace
 import pytest
 from fixed_forecaster import SLO, FixedForecaster, request
 from still_clock import Clock
+from tandem_core.beams import BeamParams
+from tandem_core.sampling import SamplingParams
 from tandem_core.slo import NO_OBJECTIVES, SloTarget
 from tandem_gateway import judge as judge_module
 from tandem_gateway.admission import Admission
@@ -46,6 +48,35 @@ def due_in(seconds: float) -> TokenizedRequest:
     return request(SloTarget("chat", ttft_s=seconds))
 
 
+def test_relative_objectives_are_multiples_of_what_a_request_takes_without_load():
+    mail = SloTarget("mail", ttft_slowdown=5.0, e2e_s=9.0, tpot_slowdown=4.0)
+    admitted = judge(FixedForecaster(ttft=0.4), asked=request(mail))
+    assert admitted.request.slo == replace(mail, ttft_s=0.5, tpot_s=0.16)
+    assert admitted.request.has_objectives
+    assert not admitted.is_widened
+    with pytest.raises(OverloadedError, match=r"first token .* is over the 0\.5 s of its objective"):
+        judge(FixedForecaster(ttft=0.6), asked=request(mail))
+    longer = judge(FixedForecaster(ttft=0.6), asked=request(replace(mail, ttft_s=0.7)))
+    assert longer.request.slo.ttft_s == 0.7, "the longer of both counts"
+
+
+def test_relative_objectives_are_not_widened_further():
+    mail = SloTarget("mail", ttft_slowdown=5.0, e2e_s=0.01)
+    forecaster = FixedForecaster(ttft=0.4)
+    admitted = judge(forecaster, slack=20.0, asked=request(mail))
+    assert admitted.request.slo.ttft_s == pytest.approx(0.5), "5 times, and not 20"
+    alone_s = forecaster.forecast(request(), 0.0).alone["e2e"]
+    assert admitted.request.slo.e2e_s == pytest.approx(20 * alone_s)
+    assert admitted.is_widened
+
+
+def test_while_no_cost_is_known_there_are_no_relative_objectives():
+    mail = SloTarget("mail", ttft_slowdown=5.0)
+    admitted = judge(FixedForecaster(ttft=9.0, is_known=False), asked=request(mail))
+    assert admitted.request.slo == mail
+    assert not admitted.request.has_objectives
+
+
 def test_requests_without_objectives_are_as_many_as_pods_compute_at_once_and_a_few():
     gate = full_of_two()
     batch = SloTarget("batch")
@@ -56,7 +87,7 @@ def test_requests_without_objectives_are_as_many_as_pods_compute_at_once_and_a_f
     assert fits == [True, True, False, False], "2.5 for two sequences at once"
     assert gate.places.fits(request()), "those with objectives have a place"
     gate.places.refused()
-    assert gate.places.best_effort_limit.value == pytest.approx(0.7 * 2.5), "not from the gateway's places"
+    assert gate.places.best_effort_limit.value == pytest.approx(0.7 * 2.5, rel=1e-3), "not from the gateway's places"
 
 
 class TestJudgement:
@@ -125,6 +156,15 @@ class TestJudgement:
             assert urgent.route.place_s == 0, "it is due earlier than those that run, which pause"
             patient = gate.judge.decide(due_in(10.0))
             assert 1 < patient.route.place_s < 3
+
+    async def test_a_beam_search_waits_for_a_place_for_each_beam(self):
+        gate = full_of_two()
+        async with gate.slot(due_in(1.0)) as one:
+            one.num_tokens, one.first_at = 1, time.monotonic()
+            assert gate.judge.decide(due_in(10.0)).route.place_s == 0, "the second place"
+            search = SamplingParams(beam_search=BeamParams(2))
+            both = gate.judge.decide(replace(due_in(10.0), sampling=search))
+            assert 1 < both.route.place_s < 3, "when the one that runs has ended"
 
     async def test_who_is_due_earlier_takes_no_place_that_another_needs_for_its_first_token(self):
         gate = full_of_two()

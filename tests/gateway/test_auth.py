@@ -8,7 +8,7 @@ import openai
 import pytest
 from tandem_core.errors import InvalidRequestError
 from tandem_core.slo import SloTarget
-from tandem_gateway.auth import ApiKeys, KeyFileError
+from tandem_gateway.auth import ApiKeys, Caller, KeyFileError
 from tandem_gateway.errors import ForbiddenError, UnauthenticatedError
 from tandem_proto.v1 import gateway_pb2
 from waiting import pause_async, until_async
@@ -192,3 +192,11 @@ def test_a_key_bounds_the_objectives_of_its_requests(tmp_path):
         caller.slo("chat", SloTarget("", ttft_s=0.499))
     with pytest.raises(InvalidRequestError, match=r"slo\.e2e_ns: is 86401 s and more; send at most 86400 s"):
         caller.slo("chat", SloTarget("", e2e_s=86_401.0))
+    with pytest.raises(InvalidRequestError, match=r"slo\.tpot_slowdown: is set by classes alone"):
+        caller.slo("chat", SloTarget("", tpot_slowdown=2.0))
+
+
+def test_an_objective_of_a_request_takes_the_place_of_a_relative_one():
+    mail = SloTarget("mail", ttft_slowdown=5.0, e2e_slowdown=9.0)
+    caller = Caller("t", known_classes={"mail": mail})
+    assert caller.slo("", SloTarget("", ttft_s=0.5)) == SloTarget("mail", ttft_s=0.5, e2e_slowdown=9.0)

@@ -62,6 +62,9 @@ async def test_the_other_choices_of_a_prompt_wait_for_the_first_ones_token(pods,
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
     assert answer["usage"]["prompt_tokens"] == 2
     assert answer["usage"]["completion_tokens"] == 12
+    queued_s = [receipt["queue_ns"] / 1e9 for receipt in answer["usage"]["tandem_receipts"]]
+    waits = [queued_s[other] - queued_s[first] for first, other in ((0, 1), (2, 3))]
+    assert min(waits) > 0.25, "for the first one's token, which came after .3 s"
 
 
 async def test_a_stream_has_the_events_of_all_choices(pods, gateway):

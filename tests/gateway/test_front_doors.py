@@ -66,6 +66,27 @@ async def started(channel: grpc.aio.Channel, method: str, payload: bytes | None,
     return call
 
 
+async def test_an_error_does_not_end_what_says_whether_the_gateway_serves(pods, gateway, monkeypatch):
+    pod = await pods()
+    front = await gateway(pod)
+    failed = asyncio.Event()
+
+    def fails(_admission) -> None:
+        failed.set()
+        raise ValueError("no prediction")
+
+    monkeypatch.setattr(front.process._metrics, "show_prediction", fails)
+    await asyncio.wait_for(failed.wait(), 5.0)
+    await pod.stop()
+    stub = health_pb2_grpc.HealthStub(front.channel)
+
+    async def serves_no_more() -> bool:
+        status = (await stub.Check(health_pb2.HealthCheckRequest())).status
+        return status == health_pb2.HealthCheckResponse.NOT_SERVING
+
+    await until_async(serves_no_more)
+
+
 async def test_calls_without_a_key_take_nobody_s_place(pods, gateway, keys_file):
     front = await gateway(await pods(), api_keys_file=keys_file, max_in_flight=2, max_queue=2)
     health = "/grpc.health.v1.Health"

@@ -437,6 +437,22 @@ async def test_a_drain_lets_a_running_stream_finish(pods, gateway):
     await asyncio.wait_for(stopping, 3.0)
 
 
+async def test_an_answer_that_the_gateway_ends_is_no_clients_cancel(pods, gateway):
+    pod = await pods(pause_s=0.5)
+    front = await gateway(pod, drain_s=0.2)
+    stream = await front.openai.chat.completions.create(model="", messages=USER, stream=True)
+    await anext(stream)
+    stopping = asyncio.create_task(front.process.stop())
+    with pytest.raises(openai.APIError, match="stopping"):
+        async for _ in stream:
+            pass
+    await front.openai.close()
+    await front.http.aclose()
+    await asyncio.wait_for(stopping, 3.0)
+    misses = front.process._metrics.misses.sums(2)
+    assert (misses["unavailable"], misses["cancelled"]) == (1, 0)
+
+
 async def test_objectives_come_with_a_request(pods, gateway):
     front = await gateway(await pods())
     headers = {

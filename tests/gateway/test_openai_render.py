@@ -24,4 +24,7 @@ def test_a_receipt_in_json_has_the_messages_names_and_values() -> None:
     assert shown["accepted_by_source"] == {"prompt": 3, "output": 2}
     assert shown["accepted_at"] == [4, 1]
     assert shown["hit_steps_by_source"] == {}
-    assert shown["slo"] == {"name": "chat", "ttft_ns": 10**9, "tpot_ns": 0, "e2e_ns": 0, "strict": False}
+    assert shown["slo"] == {
+        "name": "chat", "ttft_ns": 10**9, "tpot_ns": 0, "e2e_ns": 0, "strict": False, "ttft_slowdown": 0.0,
+        "tpot_slowdown": 0.0, "e2e_slowdown": 0.0,
+    }  # fmt: skip

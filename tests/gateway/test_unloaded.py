@@ -51,6 +51,17 @@ def test_no_length_exceeds_the_model_s_context_or_is_claimed_when_none_is_kept()
     }
 
 
+def test_relative_objectives_are_said_as_such() -> None:
+    classes = {"a": SloTarget("a", ttft_s=1.0, ttft_slowdown=3.0, e2e_slowdown=10.0)}
+    assert kept_unloaded(fleet([FAST], [FAST]), classes, 1024) == {
+        "a": {
+            "ttft": "1 s for prompts up to 1,000 tokens; or 3 times as long as without load, if that is "
+            "longer",
+            "e2e": "10 times as long as without load",
+        }
+    }
+
+
 def test_nothing_is_said_before_the_pods_know_their_costs() -> None:
     assert kept_unloaded(fleet([PodLoad()], [FAST]), DEFAULT_SLO_CLASSES, 1024) is None
     assert kept_unloaded(fleet([FAST], []), DEFAULT_SLO_CLASSES, 1024) is None

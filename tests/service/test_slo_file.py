@@ -24,6 +24,17 @@ def test_a_file_replaces_the_default_classes_and_keeps_its_order(tmp_path: Path)
     assert list(classes) == ["voice", "b-2_x", "c"]
 
 
+def test_objectives_may_be_relative_to_what_a_request_takes_without_load(tmp_path: Path) -> None:
+    file = tmp_path / "slo.json"
+    file.write_text(
+        '{"mail": {"ttft_ms": 500, "ttft_slowdown": 5, "e2e_slowdown": 10.5}, "c": {"tpot_slowdown": 1}}'
+    )
+    assert list(load_slo_classes(file).values()) == [
+        SloTarget("mail", ttft_s=0.5, ttft_slowdown=5.0, e2e_slowdown=10.5),
+        SloTarget("c", tpot_slowdown=1.0),
+    ]
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
@@ -37,6 +48,8 @@ def test_a_file_replaces_the_default_classes_and_keeps_its_order(tmp_path: Path)
         ('{"chat": {"ttft_ms": "800"}}', r"chat\.ttft_ms: .*valid number"),
         ('{"chat": {"ttft_ms": NaN}}', r"chat\.ttft_ms"),
         ('{"chat": {"strict": 1}}', r"chat\.strict"),
+        ('{"chat": {"ttft_slowdown": 0.9}}', r"chat\.ttft_slowdown: .*greater than or equal to 1"),
+        ('{"chat": {"e2e_slowdown": 1e9}}', r"chat\.e2e_slowdown: .*less than or equal to 10000"),
         ('{"Chat": {}}', "Chat.*pattern"),
         ('{"": {}}', "pattern"),
         ("{" + ", ".join(f'"c{n}": {{}}' for n in range(17)) + "}", "at most 16"),

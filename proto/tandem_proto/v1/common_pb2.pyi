@@ -366,6 +366,9 @@ class SloTarget(_message.Message):
     TPOT_NS_FIELD_NUMBER: _builtins.int
     E2E_NS_FIELD_NUMBER: _builtins.int
     STRICT_FIELD_NUMBER: _builtins.int
+    TTFT_SLOWDOWN_FIELD_NUMBER: _builtins.int
+    TPOT_SLOWDOWN_FIELD_NUMBER: _builtins.int
+    E2E_SLOWDOWN_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name of the class: "interactive", "chat" or "batch"."""
     ttft_ns: _builtins.int
@@ -376,6 +379,12 @@ class SloTarget(_message.Message):
     """Whole request."""
     strict: _builtins.bool
     """Refuse the request rather than widen the objectives, where this system could not meet them even without load."""
+    ttft_slowdown: _builtins.float
+    """Of a class: its objectives as multiples of what the request takes without load; the longer time counts where an
+    objective is given both ways. Requests set none of them.
+    """
+    tpot_slowdown: _builtins.float
+    e2e_slowdown: _builtins.float
     def __init__(
         self,
         *,
@@ -384,10 +393,13 @@ class SloTarget(_message.Message):
         tpot_ns: _builtins.int = ...,
         e2e_ns: _builtins.int = ...,
         strict: _builtins.bool = ...,
+        ttft_slowdown: _builtins.float = ...,
+        tpot_slowdown: _builtins.float = ...,
+        e2e_slowdown: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["e2e_ns", b"e2e_ns", "name", b"name", "strict", b"strict", "tpot_ns", b"tpot_ns", "ttft_ns", b"ttft_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["e2e_ns", b"e2e_ns", "e2e_slowdown", b"e2e_slowdown", "name", b"name", "strict", b"strict", "tpot_ns", b"tpot_ns", "tpot_slowdown", b"tpot_slowdown", "ttft_ns", b"ttft_ns", "ttft_slowdown", b"ttft_slowdown"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

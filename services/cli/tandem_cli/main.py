@@ -231,10 +231,10 @@ def chat(
 
 @app.command()
 def top(
-    url: Annotated[
+    target: Annotated[
         str, typer.Option(help="HTTP address of the gateway; https:// with TLS.")
     ] = "http://127.0.0.1:8000",
-    key: Annotated[
+    api_key: Annotated[
         str | None,
         typer.Option(envvar="TANDEM_API_KEY", help="An operator's key, if the gateway requires one."),
     ] = None,
@@ -250,7 +250,7 @@ def top(
 
     try:
         with contextlib.suppress(KeyboardInterrupt):
-            top.show(top.Feed(url, key, ca), Console(), once=once)
+            top.show(top.Feed(target, api_key, ca), Console(), once=once)
     except top.TopError as error:
         fail(str(error))
 

@@ -82,7 +82,7 @@ class Feed:
                 self._next = 0
                 if self._num_changes > 1:
                     raise SeveralGatewaysError(
-                        f"several gateways answer at this address, {self._url}; give one's own with --url"
+                        f"several gateways answer at this address, {self._url}; give one's own with --target"
                     )
                 time.sleep(INTERVAL_S)
                 continue
@@ -106,10 +106,10 @@ class Feed:
             body: Mapping[str, Any] = answer.json()
         except (httpx.HTTPError, ValueError) as error:
             raise TopError(
-                f"{self._url} is no gateway that answers ({error}); give its HTTP address with --url"
+                f"{self._url} is no gateway that answers ({error}); give its HTTP address with --target"
             ) from error
         if answer.status_code in (401, 403):
-            raise RefusedError(f"{body['error']['message']} (--key, or TANDEM_API_KEY)")
+            raise RefusedError(f"{body['error']['message']} (--api-key, or TANDEM_API_KEY)")
         if answer.status_code != 200:
             raise TopError(f"{self._url}: {body.get('error', {}).get('message', answer.status_code)}")
         return body
@@ -176,11 +176,12 @@ def _classes(feed: Feed, *, with_objectives: bool) -> Table:
         share = _attainment(minute, now, name)
         burns = [_attainment(feed.before(seconds), now, name) for seconds in (_FIVE_MINUTES_S, _HALF_HOUR_S)]
         limits = feed.about["objectives"][name]
-        objectives = [
-            f"{kind.upper()} {_duration(limits[f'{kind}_s'])}"
-            for kind in ("ttft", "tpot", "e2e")
-            if limits[f"{kind}_s"]
-        ]
+        objectives = []
+        for kind in ("ttft", "tpot", "e2e"):
+            limit_s, slowdown = limits[f"{kind}_s"], limits[f"{kind}_slowdown"]
+            given = [_duration(limit_s)] * bool(limit_s) + [f"{slowdown:g}x"] * bool(slowdown)
+            if given:
+                objectives.append(f"{kind.upper()} {' or '.join(given)}")
         table.add_row(
             name,
             *((", ".join(objectives) or "none",) if with_objectives else ()),

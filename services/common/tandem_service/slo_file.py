@@ -4,6 +4,8 @@
 
 The first class is the one of requests that name none. An objective that is left out is none. `strict`: a
 request is refused rather than served late on a machine that could not meet it even without load.
+`ttft_slowdown`, `tpot_slowdown` and `e2e_slowdown` are relative objectives: {"ttft_slowdown": 5} is five
+times what such a prompt takes without load, and with "ttft_ms" too the longer of both counts.
 
 All gateways of a system get the same file, and `tandem bench` and deploy/observability/generate.py that file.
 """
@@ -20,9 +22,13 @@ from tandem_core.slo import DEFAULT_SLO_CLASSES, LONGEST_OBJECTIVE_S, SloTarget
 
 #: Each class is a label of many series.
 _MAX_CLASSES = 16
+_MAX_SLOWDOWN = 10_000.0
 
 _Name = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9_-]{0,31}$")]
 _Milliseconds = Annotated[float, Field(gt=0, le=1000 * LONGEST_OBJECTIVE_S, allow_inf_nan=False)]
+
+#: Less than what a request takes without load cannot be kept.
+_Slowdown = Annotated[float, Field(ge=1, le=_MAX_SLOWDOWN, allow_inf_nan=False)]
 
 
 class _Objectives(BaseModel):
@@ -32,6 +38,9 @@ class _Objectives(BaseModel):
     tpot_ms: _Milliseconds | None = None
     e2e_ms: _Milliseconds | None = None
     strict: bool = False
+    ttft_slowdown: _Slowdown | None = None
+    tpot_slowdown: _Slowdown | None = None
+    e2e_slowdown: _Slowdown | None = None
 
 
 _CLASSES = TypeAdapter(Annotated[dict[_Name, _Objectives], Field(min_length=1, max_length=_MAX_CLASSES)])
@@ -78,6 +87,9 @@ def load_slo_classes(path: Path | None) -> Mapping[str, SloTarget]:
             tpot_s=(entry.tpot_ms or 0.0) / 1000,
             e2e_s=(entry.e2e_ms or 0.0) / 1000,
             is_strict=entry.strict,
+            ttft_slowdown=entry.ttft_slowdown or 0.0,
+            tpot_slowdown=entry.tpot_slowdown or 0.0,
+            e2e_slowdown=entry.e2e_slowdown or 0.0,
         )
         for name, entry in entries.items()
     }

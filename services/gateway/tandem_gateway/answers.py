@@ -37,6 +37,7 @@ from tandem_gateway.answer import NAME_CHARS, RUN_CHARS, Answer, Sent, num_posit
 from tandem_gateway.answer_store import AnswerStore, NotOwnerError, StoredAnswer, StoreError
 from tandem_gateway.answer_writer import FOLLOW_S, STORE_WAIT_S, AnswerWriter
 from tandem_gateway.errors import (
+    GATEWAY_STOPS,
     AnswerGivenUpError,
     AnswerNotFoundError,
     CrashingRequestError,
@@ -106,7 +107,7 @@ class Answers:
         for answer in list(self._running):
             answer.fail(_stopping())
             if answer.task is not None:
-                answer.task.cancel()
+                answer.task.cancel(GATEWAY_STOPS)
 
     async def close(self) -> None:
         self.stop()

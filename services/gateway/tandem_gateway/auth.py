@@ -66,6 +66,11 @@ class Caller:
         if chosen not in allowed:
             raise ForbiddenError(f"slo_class: this key may use {', '.join(allowed)}, not {chosen!r}")
         for kind in ("ttft", "tpot", "e2e"):
+            if getattr(objectives, f"{kind}_slowdown"):
+                raise InvalidRequestError(
+                    f"slo.{kind}_slowdown",
+                    f"is set by classes alone; name a class that has it, or send {kind}_ns",
+                )
             asked, bound = (getattr(one, f"{kind}_s") for one in (objectives, self.tightest))
             if asked > LONGEST_OBJECTIVE_S:
                 raise InvalidRequestError(

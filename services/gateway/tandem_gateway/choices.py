@@ -14,6 +14,7 @@ The choices of a beam search are the best texts of one request. All their events
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -40,6 +41,8 @@ class Running:
     asked: SloTarget = NO_OBJECTIVES
     is_admitted: bool = False
     num_tokens: int = 0
+    #: Until the choice that computes the same prompt had its first token.
+    waited_ns: int = 0
     #: Monotonic seconds; 0: no token yet.
     first_at: float = 0.0
     end: decode_pb2.DecodeFinished | None = None
@@ -87,7 +90,9 @@ async def relay_choices(
             tracing.set_current(tracing.RequestTrace(tracing.current().metadata))
         try:
             if choice is not leaders[prompt]:
+                began_ns = time.monotonic_ns()
                 await is_computed[prompt].wait()
+                choice.waited_ns = time.monotonic_ns() - began_ns
             async with aclosing(_relay_group(relay, group)) as pairs:
                 async for pair in pairs:
                     arrived.put_nowait(pair)

@@ -30,6 +30,9 @@ from types import MappingProxyType
 import grpc
 from tandem_core.errors import InvalidRequestError, TandemError
 
+#: Message of the cancellation of requests that a gateway ends, which no client has left.
+GATEWAY_STOPS = "the gateway is stopping"
+
 
 class Outcome(enum.Enum):
     """How a request ended; the label of the counter of requests."""

@@ -39,6 +39,7 @@ from tandem_gateway.auth import Caller
 from tandem_gateway.choices import Running, num_places, relay_choices
 from tandem_gateway.dashboard.ended import EndedRequests
 from tandem_gateway.errors import (
+    GATEWAY_STOPS,
     REQUEST_ERRORS,
     ContextLengthError,
     GatewayError,
@@ -419,16 +420,20 @@ class Gateway:
             trace.fail(presentation(error).code)
             trace.set(trace_attributes.of_incomplete(running, error))
             raise
-        except (asyncio.CancelledError, GeneratorExit):
+        except (asyncio.CancelledError, GeneratorExit) as end:
             if any(choice.end is None for choice in running):
                 # gRPC cancels the call both at the caller's deadline and when the caller leaves.
                 outcome = Outcome.DEADLINE if time.monotonic() >= first.deadline else Outcome.CANCELLED
+                if GATEWAY_STOPS in end.args:
+                    outcome = Outcome.UNAVAILABLE
                 is_in_time = outcome is Outcome.CANCELLED and all(
                     choice.end is not None or choice.metrics.is_in_time for choice in running
                 )
                 trace.set(trace_attributes.of_incomplete(running, is_in_time=is_in_time))
                 if outcome is Outcome.DEADLINE:
                     trace.fail("deadline_exceeded")
+                elif outcome is Outcome.UNAVAILABLE:
+                    trace.fail("unavailable")
             raise
         except Exception:
             trace.fail("internal_error")
@@ -515,7 +520,7 @@ class Gateway:
         tpot_s = (e2e_s - ttft_s) / (num_output - 1) if num_output > 1 else 0.0
         miss = request.slo.miss(ttft_s, tpot_s, e2e_s)
         receipt.request_id = request.request_id
-        receipt.queue_ns += round(admitted.queued_s * NS_PER_S)
+        receipt.queue_ns += round(admitted.queued_s * NS_PER_S) + choice.waited_ns
         receipt.ttft_ns = round(ttft_s * NS_PER_S)
         receipt.e2e_ns = round(e2e_s * NS_PER_S)
         receipt.prompt_tokens = len(request.prompt_token_ids)

@@ -75,6 +75,7 @@ class Judge:
         if self._policy is not Policy.PREDICT:
             return Admitted(replace(request, due_s=0.0))
         content = _content(request, num_places)
+        request = self._resolved(request, num_others)
         is_outdone = request.has_objectives and self._shares.is_outdone(
             request.tenant, request.limits.weight, self._promised()
         )
@@ -132,6 +133,14 @@ class Judge:
         again, why = " again" if is_returning else "", self._why(request, forecast, missed, waited_s)
         raise OverloadedError(f"refused{again}: {why}; try again later", retry_s, RefusalReason(missed))
 
+    def _resolved(self, request: TokenizedRequest, num_others: int) -> TokenizedRequest:
+        """With relative objectives in seconds. While nobody knows what it takes without load, it has none."""
+        forecast = self.forecast(request, num_others) if request.slo.is_relative else None
+        if forecast is None or not forecast.route.is_known:
+            return request
+        alone = {f"{name}_s": seconds for name, seconds in forecast.alone.items()}
+        return replace(request, slo=request.slo.resolved(**alone))
+
     def _due_by_share(self, request: TokenizedRequest) -> TokenizedRequest:
         """Due earlier or later than it asks for, by what its tenant and the others ask for."""
         due_s = request.due - request.arrived
@@ -145,10 +154,15 @@ class Judge:
         return request
 
     def _widened(self, slo: SloTarget, forecast: Forecast) -> SloTarget:
-        """To a few times what the request takes without load, unless it is strict."""
+        """To a few times what the request takes without load, unless it is strict. Relative objectives say
+        themselves to how many times that."""
         if slo.is_strict or not self._slack:
             return slo
-        return slo.widened(**{f"{name}_s": self._slack * seconds for name, seconds in forecast.alone.items()})
+        least = {
+            f"{name}_s": 0.0 if getattr(slo, f"{name}_slowdown") else self._slack * seconds
+            for name, seconds in forecast.alone.items()
+        }
+        return slo.widened(**least)
 
     def _missed_by_others(
         self,

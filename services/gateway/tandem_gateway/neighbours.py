@@ -34,7 +34,8 @@ class Neighbours:
         if route is not None:
             admitted.left_then_s = route.e2e_s
             others = self.on(route.decode)
-            before, after = _Beside(route, others), _Beside(route, others, [_turn(admitted.request, route)])
+            coming = _turn(admitted.request, route, admitted.num_places)
+            before, after = _Beside(route, others), _Beside(route, others, [coming])
             for other in others:
                 other.done_s += other.left_then_s - before.left_s(other, 0)
                 other.changed_at, other.left_then_s = now, after.left_s(other, 1)
@@ -43,7 +44,8 @@ class Neighbours:
 
     def with_place(self, request: TokenizedRequest, route: Route) -> Route:
         """With the wait for a place in the batch, and what runs beside the request from then on."""
-        turn = _turn(request, route)
+        beams = request.sampling.beam_search
+        turn = _turn(request, route, 1 if beams is None else beams.width)
         turns = [one.turn() for one in self.on(route.decode)]
         plan = BatchPlan(route.decode, [*turns, turn], route.context)
         if not plan.is_full:
@@ -140,9 +142,9 @@ class _Beside:
         )
 
 
-def _turn(request: TokenizedRequest, route: Route) -> Turn:
+def _turn(request: TokenizedRequest, route: Route, num_places: int = 1) -> Turn:
     """Of one that takes this route."""
-    return Turn(request.due, 1, route.prefill_s if route.is_local else 0.0, route.num_output)
+    return Turn(request.due, num_places, route.prefill_s if route.is_local else 0.0, route.num_output)
 
 
 def decoding_beside_s(route: Route) -> float:

@@ -63,6 +63,10 @@ def _kept(slo: SloTarget, fastest: FastestPods, max_tokens: int) -> dict[str, st
     if slo.e2e_s:
         longest = _longest(fastest.end_s, slo.e2e_s, max_tokens - _PROMPT_TOKENS)
         kept["e2e"] = f"{slo.e2e_s:g} s for answers up to {longest:,} tokens to prompts of {_PROMPT_TOKENS}"
+    for name in ("ttft", "tpot", "e2e"):
+        if slowdown := getattr(slo, f"{name}_slowdown"):
+            relative = f"{slowdown:g} times as long as without load"
+            kept[name] = f"{kept[name]}; or {relative}, if that is longer" if name in kept else relative
     return kept
 
 

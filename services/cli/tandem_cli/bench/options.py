@@ -249,12 +249,14 @@ class BenchOptions:
         if slo_class and slo_class not in classes:
             raise BenchError(f"SLO class {slo_class!r} is unknown; use one of {', '.join(classes)}")
         target = classes.get(slo_class, SloTarget(""))
-        return SloTarget(
-            target.name,
-            target.ttft_s if self.slo_ttft_ms is None else self.slo_ttft_ms / 1000,
-            target.tpot_s if self.slo_tpot_ms is None else self.slo_tpot_ms / 1000,
-            target.e2e_s if self.slo_e2e_ms is None else self.slo_e2e_ms / 1000,
-        )
+        own = {
+            f"{name}_s": limit_ms / 1000
+            for name, limit_ms in (
+                ("ttft", self.slo_ttft_ms), ("tpot", self.slo_tpot_ms), ("e2e", self.slo_e2e_ms)
+            )
+            if limit_ms is not None
+        }  # fmt: skip
+        return target.overridden(SloTarget("", **own))
 
     @property
     def has_objectives(self) -> bool:

@@ -121,11 +121,14 @@ class RequestRecord:
 
     def is_met(self, slo: SloTarget | None = None, *, since_s: float = 0.0) -> bool:
         """Whether it succeeded within every objective, by default those asked for and counted from the first
-        sending. An empty answer's first token is its end."""
+        sending. Of relative ones only the receipt says how long they are. An empty answer's first token is
+        its end."""
         if not self.is_ok:
             return False
         ttft_s = self.e2e_s if self.ttft_s is None else self.ttft_s
         target = self.slo if slo is None else slo
+        if target.is_relative and self.promise is not None:
+            target = self.promise.slo
         return target.miss(ttft_s - since_s, self.tpot_s or 0.0, self.e2e_s - since_s) == ""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from dataclasses import asdict
 from importlib import resources
 
 from fastapi import APIRouter, HTTPException, Request, Response
@@ -44,7 +45,7 @@ def dashboard_router(history: History, keys: ApiKeys, *, gateway_id: str, model:
         "start": secrets.token_hex(8),
         "attainment_objective": ATTAINMENT_OBJECTIVE,
         "objectives": {
-            name: {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s, "e2e_s": slo.e2e_s}
+            name: {key: value for key, value in asdict(slo).items() if key not in ("name", "is_strict")}
             for name, slo in keys.slo_classes.items()
         },
         "requests_per_second": SHOWN_PER_SECOND,

@@ -58,9 +58,14 @@ export function showClasses(view) {
     `Missed in the last 30 minutes, by cause: ${causes.join(", ") || "none"}. TTFT within its predicted p90: ${within} (90 % is aimed at).`;
 }
 
-function objectives({ ttft_s, tpot_s, e2e_s }) {
-  const parts = [["TTFT", ttft_s], ["TPOT", tpot_s], ["E2E", e2e_s]].filter(([, limit]) => limit);
-  return parts.map(([name, limit]) => `${name} ${duration(limit)}`).join(", ") || "none";
+function objectives(slo) {
+  const parts = [];
+  for (const name of ["ttft", "tpot", "e2e"]) {
+    const limit = slo[`${name}_s`], slowdown = slo[`${name}_slowdown`];
+    const given = [limit && duration(limit), slowdown && `${slowdown}× as without load`].filter(Boolean);
+    if (given.length) parts.push(`${name.toUpperCase()} ${given.join(" or ")}`);
+  }
+  return parts.join(", ") || "none";
 }
 
 export function showStages(view) {
