@@ -87,7 +87,9 @@ def test_requests_without_objectives_are_as_many_as_pods_compute_at_once_and_a_f
     assert fits == [True, True, False, False], "2.5 for two sequences at once"
     assert gate.places.fits(request()), "those with objectives have a place"
     gate.places.refused()
-    assert gate.places.best_effort_limit.value == pytest.approx(0.7 * 2.5, rel=1e-3), "not from the gateway's places"
+    assert gate.places.best_effort_limit.value == pytest.approx(0.7 * 2.5, rel=1e-3), (
+        "not from the gateway's places"
+    )
 
 
 class TestJudgement:

@@ -171,7 +171,8 @@ def test_a_deadline_is_always_a_number(sent, seconds):
 
 
 @pytest.mark.parametrize(
-    ("sent", "seconds"), [(None, math.inf), (1.5, 1.5), (-3.0, -3.0), (math.nan, 0), (math.inf, 86_400)]
+    ("sent", "seconds"),
+    [(None, math.inf), (1.5, 1.5), (100.0, 95.0), (-3.0, -3.0), (math.nan, 0), (math.inf, 86_400)],
 )
 def test_the_deadline_of_the_last_token_is_a_number_or_never(sent, seconds):
     message = decode_pb2.DecodeRequest() if sent is None else decode_pb2.DecodeRequest(end_seconds=sent)

@@ -34,6 +34,8 @@ _MAX_PROMPTS = 256
 _STALE_S = 5.0
 #: Deadline of a request that has none.
 _DEFAULT_DUE_S = 60.0
+#: Of the time until an end is due, what steps may take.
+_END_SHARE = 0.95
 #: A day.
 _LONGEST_S = 86_400.0
 
@@ -44,8 +46,10 @@ def due_at(message: decode_pb2.DecodeRequest | prefill_pb2.PrefillRequest) -> fl
 
 
 def end_due_at(message: decode_pb2.DecodeRequest) -> float:
-    """The deadline of the request's last token, in monotonic seconds; inf: none."""
-    return _at(message.end_seconds) if message.HasField("end_seconds") else math.inf
+    """By when the request's last token should be computed, in monotonic seconds; inf: no objective. A little
+    before its deadline: steps are as long as their tightest objective allows, so that each text which gains
+    one token in a step would else end just when it is due, and anything else would make it late."""
+    return _at(_END_SHARE * message.end_seconds) if message.HasField("end_seconds") else math.inf
 
 
 def _at(seconds: float) -> float:

@@ -249,14 +249,13 @@ class BenchOptions:
         if slo_class and slo_class not in classes:
             raise BenchError(f"SLO class {slo_class!r} is unknown; use one of {', '.join(classes)}")
         target = classes.get(slo_class, SloTarget(""))
-        own = {
-            f"{name}_s": limit_ms / 1000
-            for name, limit_ms in (
-                ("ttft", self.slo_ttft_ms), ("tpot", self.slo_tpot_ms), ("e2e", self.slo_e2e_ms)
-            )
-            if limit_ms is not None
-        }  # fmt: skip
-        return target.overridden(SloTarget("", **own))
+        own = SloTarget(
+            "",
+            ttft_s=(self.slo_ttft_ms or 0.0) / 1000,
+            tpot_s=(self.slo_tpot_ms or 0.0) / 1000,
+            e2e_s=(self.slo_e2e_ms or 0.0) / 1000,
+        )
+        return target.overridden(own)
 
     @property
     def has_objectives(self) -> bool:
