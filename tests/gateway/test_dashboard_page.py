@@ -79,7 +79,7 @@ async def test_the_page_shows_what_the_samples_say(pods, gateway, browser):
 async def test_the_page_goes_back_in_time(pods, gateway, browser):
     front = await gateway(await pods())
     page = await browser(f"{front.url}/dashboard")
-    await until_page(page, "!document.querySelector('#panels').hidden")
+    await until_page(page, "document.querySelector('#panels')?.hidden === false")
     await pause_async(1.2)  # a second in which there was no request
     await front.openai.chat.completions.create(model="", messages=[{"role": "user", "content": "hello"}])
     await until_page(page, "document.querySelectorAll('#requests tbody tr').length === 1")
@@ -120,7 +120,7 @@ async def test_the_page_asks_for_an_operators_key_and_says_when_nobody_answers(
     await until_page(page, text("#key-message") + ".includes('operator')")
     assert await page.evaluate("document.querySelector('#panels').hidden")
     await type_key("ops-key")
-    await until_page(page, "!document.querySelector('#panels').hidden")
+    await until_page(page, "document.querySelector('#panels')?.hidden === false")
     await asyncio.wait_for(front.process.stop(), 10)
     await until_page(page, text("#status") + ".includes('does not answer; trying again')")
     assert await page.evaluate("document.body.classList.contains('stale')")
