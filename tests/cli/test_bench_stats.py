@@ -69,6 +69,9 @@ def test_of_relative_objectives_the_receipt_says_how_long_they_were() -> None:
     promise = Promise(0.5, 9.0, 0.0, replace(mail, ttft_s=0.6), met=True)
     assert record(ttft_s=0.59, slo=mail, promise=promise).is_met()
     assert not record(ttft_s=0.61, slo=mail, promise=promise).is_met()
+    both = replace(mail, e2e_s=2.0)
+    wider = replace(promise, slo=replace(both, ttft_s=0.6, e2e_s=3.0), widened=True)
+    assert not record(ttft_s=0.5, e2e_s=2.5, slo=both, promise=wider).is_met(), "by what was asked for"
 
 
 @pytest.mark.parametrize(

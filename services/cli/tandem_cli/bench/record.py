@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from tandem_core.slo import NO_OBJECTIVES, SloTarget
@@ -128,7 +128,14 @@ class RequestRecord:
         ttft_s = self.e2e_s if self.ttft_s is None else self.ttft_s
         target = self.slo if slo is None else slo
         if target.is_relative and self.promise is not None:
-            target = self.promise.slo
+            # Not the others, which the gateway may have widened.
+            said = self.promise.slo
+            target = replace(
+                target,
+                ttft_s=said.ttft_s if target.ttft_slowdown else target.ttft_s,
+                tpot_s=said.tpot_s if target.tpot_slowdown else target.tpot_s,
+                e2e_s=said.e2e_s if target.e2e_slowdown else target.e2e_s,
+            )
         return target.miss(ttft_s - since_s, self.tpot_s or 0.0, self.e2e_s - since_s) == ""
 
 
