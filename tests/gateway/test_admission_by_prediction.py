@@ -32,7 +32,7 @@ def judge(forecaster: FixedForecaster, *, slack: float = 0.0, asked: TokenizedRe
 
 def asks(admission: Admission, tenant: str, count: int = 1) -> None:
     """A tenant of weight 1, for so many requests like those of `request`."""
-    work_s = admission._forecaster.forecast(request(), 0.0).route.work_s
+    work_s = admission._forecaster.forecast(request()).route.work_s
     for _ in range(count):
         admission.judge._shares.ask(tenant, 1.0, work_s)
 
@@ -65,7 +65,7 @@ def test_relative_objectives_are_not_widened_further():
     forecaster = FixedForecaster(ttft=0.4)
     admitted = judge(forecaster, slack=20.0, asked=request(mail))
     assert admitted.request.slo.ttft_s == pytest.approx(0.5), "5 times, and not 20"
-    alone_s = forecaster.forecast(request(), 0.0).alone["e2e"]
+    alone_s = forecaster.forecast(request()).alone["e2e"]
     assert admitted.request.slo.e2e_s == pytest.approx(20 * alone_s)
     assert admitted.is_widened
 
@@ -193,7 +193,7 @@ class TestJudgement:
         async with gate.slot(due_in(0.9)), gate.slot(due_in(1.0)) as waits:
             is_late = partial(gate.judge.neighbours.would_be_late, due_in(0.5), waits.route, due_back=[])
             assert [is_late(room=room) for room in range(4)] == [False, False, True, True]
-        with_four = plans[-1]
+        with_four = max(plans, key=lambda plan: plan.prompts(0.0, math.inf))
         assert with_four.prompts(0.0, math.inf) == (6, pytest.approx(0.6)), "a tenth of a second each"
 
     def test_an_idle_system_refuses_nobody_whose_objectives_it_meets_alone(self):
@@ -578,7 +578,7 @@ class TestJudgement:
                 gate.judge.decide(request(prompt=(number,)))
             retries.append(info.value.retry_after_s)
         # A request takes its prompt, and of ten steps of the batch its part.
-        work_s = forecaster.forecast(request(), 0.0).route.work_s
+        work_s = forecaster.forecast(request()).route.work_s
         gaps = [b - a for a, b in itertools.pairwise(retries)]
         assert gaps == pytest.approx([work_s, work_s], abs=0.02), "half come back, for half of all work"
 

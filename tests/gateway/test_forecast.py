@@ -184,7 +184,7 @@ class TestCalibration:
         assert calibration.quantiles(Group("nightly", is_last=True), 1.0).p50 == pytest.approx(20.0)
 
     def test_those_whose_objectives_cannot_be_met_count_with_those_that_have_none(self):
-        asked, here = request(), FixedForecaster(ttft=1.0).forecast(request(), 0.0).route
+        asked, here = request(), FixedForecaster(ttft=1.0).forecast(request()).route
         assert Group.of(asked, here) == Group("chat")
         assert Group.of(replace(asked, due_s=2.0), here) == Group("chat")
         assert Group.of(replace(asked, due_s=60.0), here) == Group("chat", is_last=True)
@@ -192,7 +192,7 @@ class TestCalibration:
 
     def test_prompts_of_prefill_pods_count_apart(self):
         """On shared cores they take many times as long as those that the decode pod computes."""
-        here = FixedForecaster(ttft=1.0).forecast(request(), 0.0).route
+        here = FixedForecaster(ttft=1.0).forecast(request()).route
         there = replace(here, computes_prompt=SimpleNamespace())
         assert Group.of(request(), there) == Group("chat", is_remote=True)
         calibration = Calibration()
@@ -231,34 +231,34 @@ class TestCalibration:
 
 
 def test_a_first_token_that_others_delayed_does_not_count_against_admission():
-    route = FixedForecaster(ttft=0.5).forecast(request(), 0.0).route
+    route = FixedForecaster(ttft=0.5).forecast(request()).route
     forecaster, rng = forecaster_of(route), random.Random(5)
     for _ in range(60):
-        said = forecaster.forecast(request(), 0.0)
+        said = forecaster.forecast(request())
         forecaster.started(request(), said, 0.5 * rng.uniform(0.97, 1.03), is_overtaken=False)
         forecaster.started(request(), said, 2.5 * rng.uniform(0.97, 1.03), is_overtaken=True)
-    said = forecaster.forecast(request(), 0.0)
+    said = forecaster.forecast(request())
     assert said.ttft.high > 2.0
     assert said.ttft_undisturbed.high < 0.81
 
 
 def test_the_first_token_of_a_beam_search_is_predicted_with_its_last_one():
-    route = FixedForecaster(ttft=0.5).forecast(request(), 0.0).route
+    route = FixedForecaster(ttft=0.5).forecast(request()).route
     asked = replace(request(), sampling=SamplingParams(beam_search=BeamParams(width=4)))
     forecaster = forecaster_of(route)
-    plain, search = forecaster.forecast(request(), 0.0), forecaster.forecast(asked, 0.0)
+    plain, search = forecaster.forecast(request()), forecaster.forecast(asked)
     assert plain.ttft.p50 < plain.e2e.p50 == search.e2e.p50 == search.ttft.p50
     assert search.ttft_undisturbed == search.e2e_undisturbed == plain.e2e_undisturbed
     assert search.alone["ttft"] == search.alone["e2e"] > plain.alone["ttft"]
 
 
 def test_confidences_are_the_quantiles_at_which_admission_judges():
-    route = FixedForecaster(ttft=0.5).forecast(request(), 0.0).route
+    route = FixedForecaster(ttft=0.5).forecast(request()).route
     said = {}
     for first, end in ((0.6, 0.99), (0.99, 0.6)):
         forecaster, rng = forecaster_of(route, first, end), random.Random(5)
         for _ in range(100):
-            said[first] = forecaster.forecast(request(), 0.0)
+            said[first] = forecaster.forecast(request())
             forecaster.started(request(), said[first], rng.uniform(0.3, 0.7), is_overtaken=False)
             forecaster.took(request(), route, 1.0, rng.uniform(0.6, 1.4))
     assert said[0.6].ttft_undisturbed.high < 0.6 < said[0.99].ttft_undisturbed.high
@@ -281,14 +281,14 @@ class Unchanging:
 
 
 def test_what_later_requests_add_is_predicted_and_does_not_count_against_admission():
-    route = FixedForecaster(ttft=0.5).forecast(request(), 0.0).route  # ends after .5 + 10 * .05 s
+    route = FixedForecaster(ttft=0.5).forecast(request()).route  # ends after .5 + 10 * .05 s
     forecaster, rng = forecaster_of(route), random.Random(5)
     for _ in range(60):
-        said = forecaster.forecast(request(), 0.0)
+        said = forecaster.forecast(request())
         forecaster.ended(request(), said, 3.0 * rng.uniform(0.97, 1.03))
         forecaster.took(request(), said.route, 0.5, 0.6 * rng.uniform(0.97, 1.03))
         forecaster.took(request(), said.route, 1.0, 1.2 * rng.uniform(0.97, 1.03))
-    said = forecaster.forecast(request(), 0.0)
+    said = forecaster.forecast(request())
     assert said.e2e.p50 == pytest.approx(3.0, rel=0.1)
     assert 1.2 < said.e2e_undisturbed.high < 1.5
     assert not said.misses(SloTarget("chat", e2e_s=2.0), 0.0)
@@ -296,7 +296,7 @@ def test_what_later_requests_add_is_predicted_and_does_not_count_against_admissi
 
 
 def test_what_short_remainders_are_off_by_is_little_of_a_long_one():
-    route = FixedForecaster(ttft=0.5).forecast(request(), 0.0).route
+    route = FixedForecaster(ttft=0.5).forecast(request()).route
     forecaster, rng = forecaster_of(route), random.Random(5)
     for _ in range(12):
         forecaster.took(request(), route, 0.02, 0.02 + 0.2 * rng.random())

@@ -1,9 +1,18 @@
 """Limits that follow what happens: how many requests may run, and how long the others wait."""
 
+import asyncio
+from dataclasses import replace
+
 import pytest
+from fixed_forecaster import request
 from still_clock import Clock
+from tandem_core.slo import SloTarget
 from tandem_gateway import limits
-from tandem_gateway.limits import AdaptiveLimit, Turns
+from tandem_gateway.admitted import Admitted
+from tandem_gateway.forecast import Quantiles
+from tandem_gateway.limits import AdaptiveLimit, Overload, Turns
+from tandem_gateway.places import Places
+from tandem_gateway.settings import Policy
 
 
 def test_the_adaptive_limit_rises_by_one_a_round_and_falls_by_a_share(monkeypatch):
@@ -57,3 +66,42 @@ def test_turns_are_expected_to_take_as_long_as_they_did_lately(monkeypatch):
     clock.now += 31
     turns.first_waits()
     assert turns.wait_s(1) < 3.0, "that was long ago"
+
+
+def test_an_overload_lasts_until_ten_seconds_without_a_refusal_have_passed(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(limits, "time", clock)
+    overload = Overload()
+    assert overload.lasted_s == 0.0
+    for _ in range(5):
+        overload.refused()
+        clock.now += 4.0
+    assert overload.lasted_s == pytest.approx(20.0)
+    clock.now += 7.0
+    assert overload.lasted_s == 0.0
+    overload.refused()
+    clock.now += 1.0
+    assert overload.lasted_s == pytest.approx(1.0), "a new one"
+
+
+async def test_who_waits_for_an_overload_to_end_is_told_how_long_it_has_lasted(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(limits, "time", clock)
+    places = Places(max_in_flight=8, max_queue=8, policy=Policy.PREDICT, num_batch_places=lambda: 16)
+    batch = request(SloTarget("batch"))
+    later = replace(batch, arrived=batch.arrived + 1.0)
+    waiters = [places.wait(Admitted(batch)) for _ in range(2)]
+    clock.now += 6.0  # since the last turn
+    as_lately = Quantiles(18.0, 18.0)
+    assert places.queued(later, 0.1) == as_lately, "the third one's turn"
+    places.refused()
+    clock.now += 2.0
+    said = places.queued(later, 0.1)
+    assert said.p50 == pytest.approx(2.0 + 0.3), "as long again, then three answers"
+    assert said.high == pytest.approx(9 * 2.0 + 0.3)
+    clock.now += 5.0
+    assert places.queued(later, 0.1).high == pytest.approx(3 * 13.0), "turns come sooner than its end may"
+    for waiter in waiters:
+        places.give_up(waiter)
+    await asyncio.sleep(0)
+    assert places.num_waiting == 0

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from tandem_core.sampling import SamplingParams
 from tandem_core.slo import SloTarget
 from tandem_core.step_cost import UNKNOWN_COST, StepCost
-from tandem_gateway.forecast import Forecast, Quantiles
+from tandem_gateway.forecast import NO_QUEUE, Forecast, Quantiles
 from tandem_gateway.pod_load import Backlog, PodLoad
 from tandem_gateway.request import TokenizedRequest
 from tandem_gateway.routing import Route
@@ -42,7 +42,7 @@ class FixedForecaster:
         self.failed_at = -math.inf
         self.observed = []
 
-    def forecast(self, request: TokenizedRequest, queue_s: float) -> Forecast:
+    def forecast(self, request: TokenizedRequest, queue: Quantiles = NO_QUEUE) -> Forecast:
         route = Route(
             decode=self.pod,
             prefill=(),
@@ -60,13 +60,13 @@ class FixedForecaster:
             context=100,
             num_beside=4,
         )
-        return self.on_route(request, route, queue_s)
+        return self.on_route(request, route, queue)
 
-    def on_route(self, request: TokenizedRequest, route: Route, queue_s: float) -> Forecast:
-        first_s = queue_s + route.ttft_s
+    def on_route(self, request: TokenizedRequest, route: Route, queue: Quantiles) -> Forecast:
+        first_s = queue.p50 + route.ttft_s
         return Forecast(
             route,
-            queue_s,
+            queue.p50,
             *2 * (Quantiles(first_s, first_s), Quantiles(first_s + 1, first_s + 1)),
         )
 

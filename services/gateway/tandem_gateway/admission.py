@@ -80,7 +80,7 @@ class Admission:
             raise DeadlineError("the deadline had passed before the request could start")
         admitted = self.judge.decide(request, num_places, num_others)
         admitted.num_places, admitted.has_other_prompts = num_places, num_others > 0
-        self.places.of_tenant[tenant] += num_places
+        self.places.opened(admitted)
         try:
             await self._enter(admitted)
             try:
@@ -90,9 +90,7 @@ class Admission:
                     self._gave_up(admitted)
                 self._leave(admitted)
         finally:
-            self.places.of_tenant[tenant] -= num_places
-            if not self.places.of_tenant[tenant]:
-                del self.places.of_tenant[tenant]
+            self.places.closed(admitted)
 
     def started(self, admitted: Admitted, *, ttft_s: float) -> None:
         """The first token came, so many seconds after the request's arrival; that of a beam search comes with
@@ -165,19 +163,19 @@ class Admission:
         if places.fits(request, admitted.num_places) and self.judge.may_begin(request):
             self._take(admitted)
             return
-        turn = places.wait(admitted)
+        waiter = places.wait(admitted)
         self._look_later()
         expires = request.deadline
         if self._policy is Policy.TTL and request.slo.ttft_s:
             expires = min(expires, request.arrived + request.slo.ttft_s)
         try:
             async with asyncio.timeout_at(expires):
-                await turn
+                await waiter.turn
         except BaseException as error:
-            if turn.done() and not turn.cancelled():
+            if waiter.turn.done() and not waiter.turn.cancelled():
                 self._leave(admitted)  # admitted at the same moment: give the slot to the next request
             else:
-                places.give_up(turn)
+                places.give_up(waiter)
             if isinstance(error, TimeoutError) and expires < request.deadline:
                 raise OverloadedError(
                     f"it waited longer than the {request.slo.ttft_s:g} s of its objective; try again later",
@@ -201,12 +199,11 @@ class Admission:
         """The one that is next, then in the next turn of the loop the one after it."""
         if self.places.is_placing:
             return
-        found = self.places.next_waiting(self.judge.may_begin)
-        if found is None:
+        waiter = self.places.next_waiting(self.judge.may_begin)
+        if waiter is None:
             return
-        admitted, turn = found
-        self._take(admitted)
-        turn.set_result(None)
+        self._take(waiter.admitted)
+        waiter.turn.set_result(None)
         self.places.is_placing = True
         asyncio.get_running_loop().call_soon(self._placed)
 

@@ -57,6 +57,13 @@ class Quantiles:
     #: The upper one, at the level of its calibration.
     high: float
 
+    def longer(self, seconds: float) -> Quantiles:
+        """With so much more in the upper one."""
+        return replace(self, high=self.high + seconds)
+
+
+NO_QUEUE = Quantiles(0.0, 0.0)
+
 
 @dataclass(frozen=True)
 class Forecast:
@@ -271,15 +278,16 @@ class Forecaster:
         self._ttft, self._e2e = Calibration(), Calibration()
         self._first, self._left = Calibration(high=first_confidence), Calibration(high=end_confidence)
 
-    def forecast(self, request: TokenizedRequest, queue_s: float) -> Forecast | None:
-        """None: there is no decode pod. `queue_s`: what the request will wait before it is sent to one."""
+    def forecast(self, request: TokenizedRequest, queue: Quantiles = NO_QUEUE) -> Forecast | None:
+        """None: there is no decode pod. `queue`: what the request will wait before it is sent to one."""
         route = self._router.plan(request)
-        return None if route is None else self.on_route(request, route, queue_s)
+        return None if route is None else self.on_route(request, route, queue)
 
-    def on_route(self, request: TokenizedRequest, route: Route, queue_s: float) -> Forecast:
+    def on_route(self, request: TokenizedRequest, route: Route, queue: Quantiles) -> Forecast:
+        queue_s, more_s = queue.p50, queue.high - queue.p50
         group, model_s = Group.of(request, route), queue_s + route.e2e_s
-        ttft = self._ttft.quantiles(group, queue_s + route.ttft_s)
-        e2e = self._e2e.quantiles(group, model_s)
+        ttft = self._ttft.quantiles(group, queue_s + route.ttft_s).longer(more_s)
+        e2e = self._e2e.quantiles(group, model_s).longer(more_s)
         # They are learned apart, and no answer ends before it begins.
         e2e = Quantiles(max(e2e.p50, ttft.p50), max(e2e.high, ttft.high))
         undisturbed = self.left(request, route, model_s)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from dataclasses import replace
 from functools import partial
 
@@ -24,7 +23,7 @@ from tandem_core.slo import NO_OBJECTIVES, SloTarget
 from tandem_gateway.admitted import Admitted
 from tandem_gateway.errors import OverloadedError, RefusalReason, UnavailableError
 from tandem_gateway.fleet import Pod
-from tandem_gateway.forecast import MEMORY_S, Forecast, Forecaster
+from tandem_gateway.forecast import MEMORY_S, NO_QUEUE, Forecast, Forecaster, Quantiles
 from tandem_gateway.limits import RecentMean
 from tandem_gateway.neighbours import Neighbours, decoding_beside_s
 from tandem_gateway.places import MIN_RETRY_AFTER_S, Places
@@ -77,7 +76,7 @@ class Judge:
         content = _content(request, num_places)
         request = self._resolved(request, num_others)
         is_outdone = request.has_objectives and self._shares.is_outdone(
-            request.tenant, request.limits.weight, self._promised()
+            request.tenant, request.limits.weight, self._places.promised
         )
         request = self._due_by_share(request)
         # Who resumes an answer had been admitted.
@@ -100,7 +99,8 @@ class Judge:
             request = replace(request, slo=slo)
             forecast = self.forecast(request, num_others) or forecast
         if not request.has_objectives and not self.may_begin(request):
-            forecast = self._forecast_after(request, self._places.wait_s(request)) or forecast
+            queue = self._places.queued(request, forecast.route.work_s)
+            forecast = self._forecast_after(request, queue) or forecast
         is_returning = request.has_objectives and self._bookings.redeem(content)
         waited_s = time.monotonic() - request.arrived
         is_idle = forecast.route.computes_prompt.backlog.is_empty and forecast.route.decode.is_idle
@@ -212,27 +212,29 @@ class Judge:
     def forecast(self, request: TokenizedRequest, num_others: int = 0) -> Forecast | None:
         """From now, with its waits in the queue here and for a place on its pod. `num_others` as of `decide`;
         None: there is no decode pod."""
-        queue_s = 0.0 if self._places.fits(request) else self._places.wait_s(request)
-        forecast = self._forecast_after(request, queue_s)
+        forecast, queue = self._forecast_after(request, NO_QUEUE), NO_QUEUE
+        if forecast is not None and not self._places.fits(request):
+            queue = self._places.queued(request, forecast.route.work_s)
+            forecast = self._forecast_after(request, queue)
         if forecast is None or not num_others:
             return forecast
         others_s = forecast.route.prefill_s * num_others / len(request.prompt_token_ids)
-        return self._forecast_after(request, queue_s + others_s)
+        return self._forecast_after(request, Quantiles(queue.p50 + others_s, queue.high + others_s))
 
-    def _forecast_after(self, request: TokenizedRequest, queue_s: float) -> Forecast | None:
+    def _forecast_after(self, request: TokenizedRequest, queue: Quantiles) -> Forecast | None:
         """After a wait in the gateway."""
-        forecast = self._forecaster.forecast(request, queue_s)
+        forecast = self._forecaster.forecast(request, queue)
         if forecast is None:
             return None
         route = self.neighbours.with_place(request, forecast.route)
-        return forecast if route is forecast.route else self._forecaster.on_route(request, route, queue_s)
+        return forecast if route is forecast.route else self._forecaster.on_route(request, route, queue)
 
     def predicted_ttft_s(self, num_prompt_tokens: int) -> float:
         """The median for a new prompt of so many tokens that has a place; NaN without a decode pod."""
         now = time.monotonic()
         prompt = (0,) * num_prompt_tokens
         request = TokenizedRequest("", "", prompt, SamplingParams(), NO_OBJECTIVES, now, now)
-        forecast = self._forecaster.forecast(request, 0.0)
+        forecast = self._forecaster.forecast(request)
         return math.nan if forecast is None else forecast.ttft.p50
 
     def began(self, admitted: Admitted) -> None:
@@ -282,14 +284,6 @@ class Judge:
             and one.route.decode is pod
             and not self._shares.asks_much_less(tenant, one.request.tenant)
         ]
-
-    def _promised(self) -> Counter[str]:
-        """Places of requests with objectives, by tenant."""
-        places: Counter[str] = Counter()
-        for one in self.open_requests():
-            if one.request.has_objectives:
-                places[one.request.tenant] += one.num_places
-        return places
 
     def _over_s(self, request: TokenizedRequest, forecast: Forecast, missed: str, waited_s: float) -> float:
         """Seconds after which it would be admitted."""

@@ -149,6 +149,31 @@ class AdaptiveLimit:
             self._value = max(1.0, _LOWER_BY * value)
 
 
+class Overload:
+    """How long an overload has lasted, which is all that can be known of how long it will yet: as long again
+    with a probability of one half, and with nine tenths at most nine times as long (Gott, "Implications of
+    the Copernican principle for our future prospects", 1993)."""
+
+    #: Multiples of `lasted_s` that the rest takes at most, in half of all overloads and in nine tenths.
+    HALF, NINE_TENTHS = 1.0, 9.0
+
+    def __init__(self) -> None:
+        self._began, self._refused_at = 0.0, -math.inf
+
+    def refused(self) -> None:
+        """A request was, for want of time."""
+        now = time.monotonic()
+        if not self.lasted_s:
+            self._began = now
+        self._refused_at = now
+
+    @property
+    def lasted_s(self) -> float:
+        """0: there is none."""
+        now = time.monotonic()
+        return now - self._began if now - self._refused_at < _RECOVERS_AFTER_S else 0.0
+
+
 class Turns:
     """How long requests wait for their turns, from how long it took lately until the next one began."""
 

@@ -9,6 +9,7 @@ await serve_until_signal()
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 import time
 
@@ -48,6 +49,8 @@ from tandem_gateway.unloaded import kept_unloaded
 
 #: The end of a drain, in which streams that did not finish get their last event.
 _LAST_EVENTS_S = 1.0
+#: How often metrics show what is predicted of a new prompt, at most.
+_SHOW_EVERY_S = 1.0
 
 
 class GatewayProcess:
@@ -186,10 +189,14 @@ class GatewayProcess:
     async def _follow_fleet(self) -> None:
         """Says whether requests would be served, and what is predicted of them."""
         log = structlog.get_logger("tandem.gateway")
+        shown_at = -math.inf
         while not self._server.draining.is_set():
             try:
                 self._server.set_serving(bool(self._fleet.healthy(Role.DECODE)))
-                self._metrics.show_prediction(self._admission)
+                # Pods report after each step, and a prediction takes a good part of a millisecond.
+                if (now := time.monotonic()) >= shown_at + _SHOW_EVERY_S:
+                    shown_at = now
+                    self._metrics.show_prediction(self._admission)
                 self._say_what_is_kept(log)
             except Exception:
                 # Else the health check would say for ever what it said last.

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 from tandem_gateway.admitted import Admitted
 from tandem_gateway.batch_plan import BatchPlan, Turn
@@ -78,16 +78,16 @@ class Neighbours:
             return True
         now, num_coming = time.monotonic(), 1 + room
         others = self.on(route.decode)
-        without = _Beside(route, others)
         coming = [_turn(request, route) for _ in range(max(round(num_coming), 1))]
         with_it = _Beside(route, [*others, *due_back], coming)
+        # Few need these.
+        without = cache(lambda: _Beside(route, others))
+        with_these = cache(lambda: _Beside(route, [*others, *due_back]))
         # Each with how many come in either case: all that are due back, or of these those before it.
         judged = [(other, without, 0, num_coming + len(due_back)) for other in others]
-        if due_back:
-            with_these = _Beside(route, [*others, *due_back])
-            judged += [(one, with_these, number, number + num_coming) for number, one in enumerate(due_back)]
+        judged += [(one, with_these, number, number + num_coming) for number, one in enumerate(due_back)]
         for other, beside, num_without, num_with in judged:
-            if with_it.first_by(other) > other.starts_by - now >= beside.first_by(other):
+            if with_it.first_by(other) > other.starts_by - now >= beside().first_by(other):
                 return True
             limit_s = other.ends_by - now
             if limit_s == math.inf or other.route is None:
@@ -96,7 +96,7 @@ class Neighbours:
             later = left(with_it.left_s(other, num_with))
             is_late = limit_s < (later.p50 if is_likely else later.high)
             # Those that are likely to be late even if nothing else comes do not count.
-            if is_late and left(beside.left_s(other, num_without)).p50 <= limit_s:
+            if is_late and left(beside().left_s(other, num_without)).p50 <= limit_s:
                 return True
         return False
 

@@ -4,16 +4,19 @@ first. What may begin is decided elsewhere (`Judge`)."""
 from __future__ import annotations
 
 import asyncio
-import heapq
 import itertools
 import math
 import time
+from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Callable, Iterator
+from operator import attrgetter
+from typing import NamedTuple
 
 from tandem_gateway.admitted import Admitted
 from tandem_gateway.errors import OverloadedError, RefusalReason
-from tandem_gateway.limits import AdaptiveLimit, Turns
+from tandem_gateway.forecast import Quantiles
+from tandem_gateway.limits import AdaptiveLimit, Overload, Turns
 from tandem_gateway.request import TokenizedRequest
 from tandem_gateway.settings import Policy
 from tandem_gateway.shares import MAX_AHEAD_S
@@ -30,6 +33,17 @@ _MOST_OF_BATCHES = 1.25
 _ALPHA = 0.1
 
 
+class Waiter(NamedTuple):
+    """Ordered by the first two, which no other one has."""
+
+    #: Monotonic seconds.
+    due: float
+    number: int
+    admitted: Admitted
+    #: Has a result when the request may begin.
+    turn: asyncio.Future[None]
+
+
 class Places:
     """Belongs to one event loop."""
 
@@ -41,10 +55,10 @@ class Places:
         self.max_in_flight = max_in_flight
         self._max_queue = max_queue
         self._policy = policy
-        self.num_waiting = 0
         self.num_in_flight = 0
-        #: Requests by tenant, in flight and waiting.
+        #: Places by tenant, of those in flight and waiting; and of requests with objectives alone.
         self.of_tenant: Counter[str] = Counter()
+        self.promised: Counter[str] = Counter()
         #: Mean seconds from arrival to the end of a request.
         self.service_s = 1.0
         #: Whether the last request came while no pod's report said enough to predict anything.
@@ -57,19 +71,40 @@ class Places:
             max(1, int(_BEST_EFFORT_SHARE * max_in_flight)), recovery=_RECOVERY
         )
         self._best_effort_turns = Turns()
-        #: Heap of (deadline, arrival order, admitted, future). Cancelled futures stay in it and are skipped.
-        self._waiters: list[tuple[float, int, Admitted, asyncio.Future[None]]] = []
+        self._overload = Overload()
+        #: Those that wait with objectives, and without, in order.
+        self._with_objectives: list[Waiter] = []
+        self._best_effort: list[Waiter] = []
         self._order = itertools.count()
         #: Whether one that waited was admitted and is on its way to its pod. Until its work counts there, one
         #: turn of the loop later, the next one would be judged as if it were not there.
         self.is_placing = False
 
+    @property
+    def num_waiting(self) -> int:
+        return len(self._with_objectives) + len(self._best_effort)
+
     def waiting(self) -> Iterator[Admitted]:
-        return (one for _, _, one, turn in self._waiters if not turn.done())
+        waiters = itertools.chain(self._with_objectives, self._best_effort)
+        return (waiter.admitted for waiter in waiters if not waiter.turn.done())
 
     def ended(self, e2e_s: float) -> None:
         """A request ended, so many seconds after its arrival."""
         self.service_s += _ALPHA * (e2e_s - self.service_s)
+
+    def opened(self, admitted: Admitted) -> None:
+        """It is there, to wait or to run."""
+        self._count(admitted, admitted.num_places)
+
+    def closed(self, admitted: Admitted) -> None:
+        self._count(admitted, -admitted.num_places)
+
+    def _count(self, admitted: Admitted, num_places: int) -> None:
+        tenant = admitted.request.tenant
+        for counter in (self.of_tenant, self.promised)[: 1 + admitted.request.has_objectives]:
+            counter[tenant] += num_places
+            if not counter[tenant]:
+                del counter[tenant]
 
     # -- places ---------------------------------------------------------------------------------------
 
@@ -95,6 +130,7 @@ class Places:
 
     def refused(self) -> None:
         """A request with objectives was, for want of time."""
+        self._overload.refused()
         self.best_effort_limit.lower_to(self._most_best_effort)
         self.best_effort_limit.ended(met=False)
 
@@ -108,67 +144,75 @@ class Places:
 
     # -- the queue ------------------------------------------------------------------------------------
 
-    def wait(self, admitted: Admitted) -> asyncio.Future[None]:
-        """The future has a result when the request may begin; who stops waiting for it calls `give_up`.
-        Raises OverloadedError when the queue is full."""
+    def wait(self, admitted: Admitted) -> Waiter:
+        """Who stops waiting for the turn calls `give_up`. Raises OverloadedError when the queue is full."""
         if self.num_waiting >= self._max_queue:
             raise OverloadedError(
                 f"the queue is full ({self.num_waiting} waiting, limit {self._max_queue}); try again later",
                 self.turn_s(),
                 RefusalReason.QUEUE_FULL,
             )
-        request = admitted.request
-        if not request.has_objectives and all(one.request.has_objectives for one in self.waiting()):
+        request, queue = admitted.request, self._queue_of(admitted)
+        if not request.has_objectives and not queue:
             self._best_effort_turns.first_waits()
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiters, (request.due, next(self._order), admitted, turn))
-        self.num_waiting += 1
-        return turn
+        waiter = Waiter(request.due, next(self._order), admitted, asyncio.get_running_loop().create_future())
+        insort(queue, waiter)
+        return waiter
 
-    def give_up(self, turn: asyncio.Future[None]) -> None:
-        """Who waits for it leaves the queue."""
-        turn.cancel()
-        self.num_waiting -= 1
-        # Else those that gave up would be kept, with their prompts, for as long as no place is free.
-        if len(self._waiters) > 2 * self.num_waiting + 16:
-            self._waiters = [waiter for waiter in self._waiters if not waiter[3].done()]
-            heapq.heapify(self._waiters)
+    def give_up(self, waiter: Waiter) -> None:
+        """Leaves the queue without its turn."""
+        waiter.turn.cancel()
+        self._remove(waiter)
 
-    def next_waiting(
-        self, may_begin: Callable[[TokenizedRequest], bool]
-    ) -> tuple[Admitted, asyncio.Future[None]] | None:
-        """Takes the one that has a place and the earliest deadline out of the queue; one that has none lets
-        later ones pass."""
-        passed, holds_best_effort, found = [], False, None
-        while found is None and self._waiters and self.num_in_flight < self._limit:
-            waiter = heapq.heappop(self._waiters)
-            _, _, admitted, turn = waiter
-            if turn.done():
-                continue
-            if not self.fits(admitted.request, admitted.num_places):
-                passed.append(waiter)
-                if admitted.num_places > 1 and not self._has_room(admitted.num_places):
-                    break  # else single requests would take each place that it waits for
-                continue
-            if holds_best_effort or not may_begin(admitted.request):
-                holds_best_effort = True
-                passed.append(waiter)
-                continue
-            found = admitted, turn
-            self.num_waiting -= 1
-            if not admitted.request.has_objectives:
-                self._best_effort_turns.began()
-        for waiter in passed:
-            heapq.heappush(self._waiters, waiter)
-        return found
+    def _remove(self, waiter: Waiter) -> None:
+        queue = self._queue_of(waiter.admitted)
+        del queue[bisect_left(queue, waiter)]
 
-    def wait_s(self, request: TokenizedRequest) -> float:
-        """Predicted, in the queue here."""
-        earlier = [one.request for one in self.waiting() if one.request.due <= request.due]
+    def _queue_of(self, admitted: Admitted) -> list[Waiter]:
+        return self._with_objectives if admitted.request.has_objectives else self._best_effort
+
+    def next_waiting(self, may_begin: Callable[[TokenizedRequest], bool]) -> Waiter | None:
+        """Takes the one that has a place and the earliest deadline out of the queue. One for which there are
+        too few places at all holds up everybody, or single requests would take each place that it waits for;
+        one that has none otherwise holds up those of its kind."""
+        for waiter in sorted(self._first_ones()):
+            admitted = waiter.admitted
+            if not self._has_room(admitted.num_places):
+                return None
+            if self.fits(admitted.request, admitted.num_places) and may_begin(admitted.request):
+                self._remove(waiter)
+                if not admitted.request.has_objectives:
+                    self._best_effort_turns.began()
+                return waiter
+        return None
+
+    def _first_ones(self) -> Iterator[Waiter]:
+        """With objectives, and without. Those that were cancelled a moment ago are still in the queues."""
+        for queue in (self._with_objectives, self._best_effort):
+            yield from itertools.islice((waiter for waiter in queue if not waiter.turn.done()), 1)
+
+    def queued(self, request: TokenizedRequest, work_s: float) -> Quantiles:
+        """Predicted, in the queue here. `work_s`: as of its route.
+
+        Those without objectives have few turns in an overload, and many once it is over.
+        """
+        num_with, num_without = (
+            bisect_right(queue, request.due, key=attrgetter("due"))
+            for queue in (self._with_objectives, self._best_effort)
+        )
         if request.has_objectives:
-            return (len(earlier) + 1) * self.service_s / self.max_in_flight
-        wait_s = self._best_effort_turns.wait_s(sum([not one.has_objectives for one in earlier]))
-        return min(wait_s, max(request.deadline - time.monotonic(), 0.0))
+            wait_s = (num_with + num_without + 1) * self.service_s / self.max_in_flight
+            return Quantiles(wait_s, wait_s)
+        longest_s = max(request.deadline - time.monotonic(), 0.0)
+        as_lately_s = min(self._best_effort_turns.wait_s(num_without), longest_s)
+        overload_s = self._overload.lasted_s
+        if not overload_s:
+            return Quantiles(as_lately_s, as_lately_s)
+        after_s = (num_without + 1) * work_s
+        p50, high = (
+            min(as_lately_s, times * overload_s + after_s) for times in (Overload.HALF, Overload.NINE_TENTHS)
+        )
+        return Quantiles(p50, high)
 
     def turn_s(self) -> float:
         """When the next request behind the queue is likely to have its turn."""
