@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from still_clock import Clock
 from tandem_core.sampling import SamplingParams
@@ -97,7 +99,7 @@ def test_many_small_tenants_are_kept_no_more_room_than_one_that_asks_for_as_much
     assert room(20, 1) == pytest.approx(room(1, 20), abs=2), "what each of them runs counts for all"
 
 
-def test_a_tenant_that_begins_to_ask_for_much_outdoes_others_after_seconds(clock: Clock) -> None:
+def test_a_tenant_that_begins_to_ask_for_much_outdoes_others_within_its_next_requests(clock: Clock) -> None:
     shares = FairShares()
 
     def pass_s(seconds: float, of_b: int) -> None:
@@ -108,12 +110,51 @@ def test_a_tenant_that_begins_to_ask_for_much_outdoes_others_after_seconds(clock
 
     pass_s(20.0, of_b=1)
     assert not shares.asks_much_less("a", "b")
-    pass_s(1.0, of_b=4)
-    assert not shares.asks_much_less("a", "b"), "of the last ten seconds, b asked for only 1.3 times as much"
-    pass_s(4.0, of_b=4)
+    pass_s(0.5, of_b=4)
+    assert not shares.asks_much_less("a", "b"), "of its last 32 requests, b sent 20 in this time"
+    pass_s(0.2, of_b=4)
+    assert shares.asks_much_less("a", "b")
+    pass_s(3.0, of_b=4)
     assert shares.asks_much_less("a", "b")
     assert shares.is_outdone("a", 1.0, {"a": 1, "b": 3})
     assert shares.room_for_others("b", 1.0, {}, 1.0) == pytest.approx(10 + _DEVIATIONS * 10**0.5, abs=2)
+
+
+def test_who_is_quiet_may_send_several_at_once(clock: Clock) -> None:
+    shares = FairShares()
+    for step in range(200):
+        clock.now += 0.1
+        for tenant in ("a" * (step % 4 == 0), "b", "b"):
+            if tenant:
+                shares.ask(tenant, 1.0, 1.0)
+    for _ in range(16):
+        shares.ask("a", 1.0, 1.0)
+    assert shares.asks_much_less("a", "b"), "half as much in ten seconds, though as much in the last two"
+    assert shares.comes_first("a")
+
+
+def test_tenants_that_ask_for_the_same_seldom_differ_by_much(clock: Clock) -> None:
+    shares, chance, num_less = FairShares(), random.Random(0), 0
+    for _ in range(3000):
+        clock.now += chance.expovariate(20.0)
+        shares.ask(chance.choice("ab"), 1.0, 1.0)
+        num_less += shares.asks_much_less("a", "b")
+    assert num_less < 0.03 * 3000
+
+
+def test_who_asks_rarely_is_compared_over_ten_seconds(clock: Clock) -> None:
+    shares = FairShares()
+    for second in range(60):
+        clock.now += 1.0
+        for _ in range(2 if second < 50 else 1):
+            shares.ask("a", 1.0, 1.0)
+        if second % 4 == 0:
+            shares.ask("b", 1.0, 1.0)
+    assert shares.asks_much_less("b", "a"), "three requests, and ten"
+    clock.now += 4.0
+    for _ in range(4):
+        shares.ask("b", 1.0, 1.0)
+    assert not shares.asks_much_less("b", "a"), "five, and six"
 
 
 def test_chance_lets_nobody_outdo_others(clock: Clock) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 from tandem_core.sampling import SamplingParams
 from tandem_core.slo import NO_OBJECTIVES, SloTarget
@@ -277,12 +277,11 @@ class Judge:
 
     def _due_back_on(self, pod: Pod, tenant: str) -> list[Admitted]:
         """Without those of tenants that ask for so much more that they leave room for this one."""
+        asks_much_less = cache(partial(self._shares.asks_much_less, tenant))
         return [
             one
             for one in self._bookings.due_back()
-            if one.route is not None
-            and one.route.decode is pod
-            and not self._shares.asks_much_less(tenant, one.request.tenant)
+            if one.route is not None and one.route.decode is pod and not asks_much_less(one.request.tenant)
         ]
 
     def _over_s(self, request: TokenizedRequest, forecast: Forecast, missed: str, waited_s: float) -> float:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect_left, insort
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import takewhile
 from operator import attrgetter
@@ -18,9 +18,13 @@ from tandem_gateway.admitted import Admitted
 _AHEAD_S = 1.0
 #: How often a tenant asks is a mean over about so long; it is active until so long after its last request.
 _MEMORY_S = 10.0
-#: Room is kept for those that ask for less than this part of the work that a tenant asks for; chance makes
-#: equal ones differ by less.
-_MUCH_LESS = 0.5
+#: Room is kept for those that asked for less than this part of the work of a tenant that asks for much, in
+#: the time of its last _NUM_RECENT requests: by chance equal ones differ by as much in one case of fifty.
+_MUCH_LESS, _NUM_RECENT = 0.5, 32
+#: Requests remembered one by one: who asked for as many in that time asks for much itself.
+_MAX_RECENT = 256
+#: Shorter times count as this: many requests may come in one moment.
+_LEAST_S = 0.001
 #: Nor is a tenant outdone by one that asked for fewer requests than this lately.
 _NUM_NOISY = 5
 #: By how many standard deviations that room exceeds what is needed on average.
@@ -47,12 +51,15 @@ class _Tenant:
     #: Requests, and the seconds of work that they ask for; the older ones decayed in about _MEMORY_S.
     num_asked: float = 0.0
     work_asked_s: float = 0.0
+    #: Monotonic seconds of the last ones, and their seconds of work.
+    recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_MAX_RECENT))
 
     def ask(self, now: float, work_s: float) -> None:
         kept = math.exp((self.asked_at - now) / _MEMORY_S)
         self.num_asked = self.num_asked * kept + 1
         self.work_asked_s = self.work_asked_s * kept + work_s
         self.asked_at = now
+        self.recent.append((now, work_s))
 
     def rate(self, now: float) -> float:
         """Requests per second in the last ten seconds or so."""
@@ -63,12 +70,32 @@ class _Tenant:
         """Of a request."""
         return self.work_asked_s / self.num_asked
 
+    def lately_since(self, now: float) -> float:
+        """When the last _NUM_RECENT requests began, at most ten seconds ago."""
+        first = self.recent[-_NUM_RECENT][0] if len(self.recent) >= _NUM_RECENT else -math.inf
+        return max(first, now - _MEMORY_S)
+
+    def asked_since(self, at: float) -> list[float]:
+        """Seconds of work of each request, by weight."""
+        later = takewhile(lambda one: one[0] >= at, reversed(self.recent))
+        return [work_s / self.weight for _, work_s in later]
+
     def demand(self, now: float) -> float:
-        """Seconds of work asked for per second, by weight."""
+        """Seconds of work asked for per second in the last ten seconds or so, by weight."""
         return self.rate(now) * self.mean_work_s / self.weight
 
+    def demand_lately(self, now: float) -> float:
+        """The same of the last _NUM_RECENT requests."""
+        since = self.lately_since(now)
+        return sum(self.asked_since(since)) / max(now - since, _LEAST_S)
+
     def asks_much_less(self, other: _Tenant, now: float) -> bool:
-        return self.demand(now) < _MUCH_LESS * other.demand(now)
+        """Lately, so that one which begins to ask for much is known after its next few dozen requests; or in
+        the last ten seconds, so that who is quiet may send several at once."""
+        if self.demand(now) < _MUCH_LESS * other.demand(now):
+            return True
+        since = other.lately_since(now)
+        return sum(self.asked_since(since)) < _MUCH_LESS * sum(other.asked_since(since))
 
 
 class FairShares:
@@ -158,14 +185,18 @@ class FairShares:
         )
 
     def _noisier(self, name: str, now: float) -> str | None:
-        """The tenant that asks for most, by weight, if this one asks for much less."""
+        """The tenant that asks for most, by weight, lately or in the last ten seconds, if this one asks for
+        much less."""
         if not self._tenants:
             return None
-        noisy, most = max(self._tenants.items(), key=lambda item: item[1].demand(now))
         own = self._tenants.get(name)
-        if most.num_asked < _NUM_NOISY or (own is not None and not own.asks_much_less(most, now)):
-            return None
-        return noisy
+        for demand in (_Tenant.demand_lately, _Tenant.demand):
+            demands = {other: demand(one, now) for other, one in self._tenants.items()}
+            noisy = max(demands, key=demands.__getitem__)
+            most = self._tenants[noisy]
+            if most.num_asked >= _NUM_NOISY and (own is None or own.asks_much_less(most, now)):
+                return noisy
+        return None
 
     def _forget(self) -> float:
         """Drops those that are no longer active; returns the time."""
