@@ -24,7 +24,7 @@ def _request(name: str, slo_class: str = "interactive", *, timeout_s: float = 60
 class NoForecast:
     """As without pods: nothing is predicted."""
 
-    def forecast(self, request, queue_s):
+    def forecast(self, request):
         return None
 
     def num_batch_places(self):
@@ -46,14 +46,14 @@ class Line:
         self.entered: list[str] = []
         self._leave: dict[str, asyncio.Event] = {}
 
-    async def arrive(self, request: TokenizedRequest) -> asyncio.Task[None]:
+    async def arrive(self, request: TokenizedRequest, num_places: int = 1) -> asyncio.Task[None]:
         self._leave[request.request_id] = asyncio.Event()
-        task = asyncio.create_task(self._stay(request))
+        task = asyncio.create_task(self._stay(request, num_places))
         await run_ready_tasks()
         return task
 
-    async def _stay(self, request: TokenizedRequest) -> None:
-        async with self.admission.slot(request):
+    async def _stay(self, request: TokenizedRequest, num_places: int) -> None:
+        async with self.admission.slot(request, num_places):
             self.entered.append(request.request_id)
             await self._leave[request.request_id].wait()
 
@@ -141,7 +141,6 @@ async def test_those_that_gave_up_are_not_kept():
         waiting.cancel()
         await run_ready_tasks()
     assert line.admission.places.num_waiting == 0
-    assert not [*line.admission.places.waiting()]
     await line.leave("running")
     await running
 
@@ -237,3 +236,23 @@ async def test_a_queue_full_of_requests_without_objectives_keeps_nobody_else_out
     for name in ("a", "b", "c", "d", "e", "chat"):
         await line.leave(name)
     await asyncio.gather(*tasks)
+
+
+async def test_who_needs_several_places_is_not_overtaken_by_those_that_come_later():
+    line = Line(max_in_flight=8)  # six of them for requests without objectives
+    tasks = [await line.arrive(_request(name, "batch")) for name in "abcde"]
+    tasks.append(await line.arrive(_request("four", "batch"), num_places=4))
+    tasks.append(await line.arrive(_request("later", "batch")))
+    assert line.entered == [*"abcde"], "one place is free, for which it would have to wait again"
+    tasks.append(await line.arrive(_request("chat", "chat")))
+    assert line.entered[-1] == "chat", "of another kind"
+    for name in "abc":
+        await line.leave(name)
+    assert line.entered[-1] == "four"
+    assert line.admission.places.promised == {"default": 1}
+    for name in ("d", "e", "four", "later", "chat"):
+        await line.leave(name)
+    await asyncio.gather(*tasks)
+    assert line.entered[-1] == "later"
+    assert not line.admission.places.promised
+    assert not line.admission.places.of_tenant

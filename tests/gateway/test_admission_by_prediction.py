@@ -223,7 +223,7 @@ class TestJudgement:
 
     def test_without_a_pod_who_is_strict_is_refused(self):
         forecaster = FixedForecaster(ttft=0.5)
-        forecaster.forecast = lambda request, queue_s: None
+        forecaster.forecast = lambda request: None
         assert judge(forecaster).forecast is None
         with pytest.raises(UnavailableError, match="no decode pod"):
             judge(forecaster, asked=request(replace(SLO, is_strict=True)))

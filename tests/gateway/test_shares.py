@@ -127,10 +127,25 @@ def test_who_is_quiet_may_send_several_at_once(clock: Clock) -> None:
         for tenant in ("a" * (step % 4 == 0), "b", "b"):
             if tenant:
                 shares.ask(tenant, 1.0, 1.0)
-    for _ in range(16):
+    for _ in range(40):
+        clock.now += 0.001
         shares.ask("a", 1.0, 1.0)
-    assert shares.asks_much_less("a", "b"), "half as much in ten seconds, though as much in the last two"
-    assert shares.comes_first("a")
+    assert not shares.asks_much_less("b", "a"), "in ten seconds it asked for less than b"
+    assert shares.room_for_others("a", 1.0, {}, 1.0) == 0
+    clock.now += 1.0
+    for _ in range(20):
+        shares.ask("b", 1.0, 1.0)
+    assert not shares.comes_first("b")
+
+
+def test_what_is_not_remembered_of_a_tenant_is_not_taken_for_little(clock: Clock) -> None:
+    shares = FairShares()
+    for step in range(4000):
+        clock.now += 0.005
+        shares.ask("often", 1.0, 0.01)
+        if step % 50 == 0:
+            shares.ask("large", 1.0, 0.6)
+    assert not shares.asks_much_less("often", "large"), "2 and 2.4 s of work per second"
 
 
 def test_tenants_that_ask_for_the_same_seldom_differ_by_much(clock: Clock) -> None:

@@ -42,7 +42,7 @@ class FixedForecaster:
         self.failed_at = -math.inf
         self.observed = []
 
-    def forecast(self, request: TokenizedRequest, queue: Quantiles = NO_QUEUE) -> Forecast:
+    def forecast(self, request: TokenizedRequest) -> Forecast:
         route = Route(
             decode=self.pod,
             prefill=(),
@@ -60,7 +60,7 @@ class FixedForecaster:
             context=100,
             num_beside=4,
         )
-        return self.on_route(request, route, queue)
+        return self.on_route(request, route, NO_QUEUE)
 
     def on_route(self, request: TokenizedRequest, route: Route, queue: Quantiles) -> Forecast:
         first_s = queue.p50 + route.ttft_s

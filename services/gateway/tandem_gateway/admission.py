@@ -135,8 +135,8 @@ class Admission:
     def _is_measured(self, admitted: Admitted) -> bool:
         """Whether its times tell how wrong predictions are. The first token of a beam search comes with its
         last one, and that of a call with several prompts may be any one's."""
-        is_search = admitted.request.sampling.beam_search is not None
-        if admitted.forecast is None or is_search or admitted.has_other_prompts:
+        forecast, is_search = admitted.forecast, admitted.request.sampling.beam_search is not None
+        if forecast is None or forecast.is_open_ended or is_search or admitted.has_other_prompts:
             return False
         return not self._forecaster.is_void(admitted.judged_at)
 
@@ -158,9 +158,9 @@ class Admission:
 
     async def _enter(self, admitted: Admitted) -> None:
         request, places = admitted.request, self.places
-        # After this, those that still wait have no place, though this one may have one.
         self._admit_waiting()
-        if places.fits(request, admitted.num_places) and self.judge.may_begin(request):
+        is_next = not places.is_behind_others(admitted)
+        if is_next and places.fits(request, admitted.num_places) and self.judge.may_begin(request):
             self._take(admitted)
             return
         waiter = places.wait(admitted)

@@ -57,9 +57,9 @@ class Quantiles:
     #: The upper one, at the level of its calibration.
     high: float
 
-    def longer(self, seconds: float) -> Quantiles:
-        """With so much more in the upper one."""
-        return replace(self, high=self.high + seconds)
+    def longer(self, seconds: float, high: float) -> Quantiles:
+        """By so much, the upper one by `high`."""
+        return Quantiles(self.p50 + seconds, self.high + high)
 
 
 NO_QUEUE = Quantiles(0.0, 0.0)
@@ -80,6 +80,8 @@ class Forecast:
     e2e_undisturbed: Quantiles
     #: Whether the first token comes with the last one, as that of a beam search does.
     begins_at_end: bool = False
+    #: Whether nobody knows how long it waits, so that its times tell nothing of how wrong predictions are.
+    is_open_ended: bool = False
 
     @property
     def model_s(self) -> float:
@@ -278,16 +280,17 @@ class Forecaster:
         self._ttft, self._e2e = Calibration(), Calibration()
         self._first, self._left = Calibration(high=first_confidence), Calibration(high=end_confidence)
 
-    def forecast(self, request: TokenizedRequest, queue: Quantiles = NO_QUEUE) -> Forecast | None:
-        """None: there is no decode pod. `queue`: what the request will wait before it is sent to one."""
+    def forecast(self, request: TokenizedRequest) -> Forecast | None:
+        """Of one that does not wait. None: there is no decode pod."""
         route = self._router.plan(request)
-        return None if route is None else self.on_route(request, route, queue)
+        return None if route is None else self.on_route(request, route, NO_QUEUE)
 
     def on_route(self, request: TokenizedRequest, route: Route, queue: Quantiles) -> Forecast:
+        """`queue`: what the request will wait before it is sent to its pods."""
         queue_s, more_s = queue.p50, queue.high - queue.p50
         group, model_s = Group.of(request, route), queue_s + route.e2e_s
-        ttft = self._ttft.quantiles(group, queue_s + route.ttft_s).longer(more_s)
-        e2e = self._e2e.quantiles(group, model_s).longer(more_s)
+        ttft = self._ttft.quantiles(group, queue_s + route.ttft_s).longer(0.0, more_s)
+        e2e = self._e2e.quantiles(group, model_s).longer(0.0, more_s)
         # They are learned apart, and no answer ends before it begins.
         e2e = Quantiles(max(e2e.p50, ttft.p50), max(e2e.high, ttft.high))
         undisturbed = self.left(request, route, model_s)
@@ -302,6 +305,7 @@ class Forecaster:
             else _apart(self._first, group, route, queue_s + route.ttft_s),
             e2e_undisturbed=undisturbed,
             begins_at_end=is_search,
+            is_open_ended=more_s > 0,
         )
 
     def num_batch_places(self) -> int:

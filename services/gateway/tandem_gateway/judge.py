@@ -100,7 +100,7 @@ class Judge:
             forecast = self.forecast(request, num_others) or forecast
         if not request.has_objectives and not self.may_begin(request):
             queue = self._places.queued(request, forecast.route.work_s)
-            forecast = self._forecast_after(request, queue) or forecast
+            forecast = self._after(request, forecast, queue)
         is_returning = request.has_objectives and self._bookings.redeem(content)
         waited_s = time.monotonic() - request.arrived
         is_idle = forecast.route.computes_prompt.backlog.is_empty and forecast.route.decode.is_idle
@@ -212,22 +212,23 @@ class Judge:
     def forecast(self, request: TokenizedRequest, num_others: int = 0) -> Forecast | None:
         """From now, with its waits in the queue here and for a place on its pod. `num_others` as of `decide`;
         None: there is no decode pod."""
-        forecast, queue = self._forecast_after(request, NO_QUEUE), NO_QUEUE
-        if forecast is not None and not self._places.fits(request):
-            queue = self._places.queued(request, forecast.route.work_s)
-            forecast = self._forecast_after(request, queue)
-        if forecast is None or not num_others:
-            return forecast
-        others_s = forecast.route.prefill_s * num_others / len(request.prompt_token_ids)
-        return self._forecast_after(request, Quantiles(queue.p50 + others_s, queue.high + others_s))
-
-    def _forecast_after(self, request: TokenizedRequest, queue: Quantiles) -> Forecast | None:
-        """After a wait in the gateway."""
-        forecast = self._forecaster.forecast(request, queue)
+        forecast = self._forecaster.forecast(request)
         if forecast is None:
             return None
+        route, queue = forecast.route, NO_QUEUE
+        if not self._places.fits(request):
+            queue = self._places.queued(request, route.work_s)
+        if num_others:
+            others_s = route.prefill_s * num_others / len(request.prompt_token_ids)
+            queue = queue.longer(others_s, others_s)
+        return self._after(request, forecast, queue)
+
+    def _after(self, request: TokenizedRequest, forecast: Forecast, queue: Quantiles) -> Forecast:
+        """The same after a wait in the gateway, and beside those that have places by then."""
         route = self.neighbours.with_place(request, forecast.route)
-        return forecast if route is forecast.route else self._forecaster.on_route(request, route, queue)
+        if route is forecast.route and queue is NO_QUEUE:
+            return forecast
+        return self._forecaster.on_route(request, route, queue)
 
     def predicted_ttft_s(self, num_prompt_tokens: int) -> float:
         """The median for a new prompt of so many tokens that has a place; NaN without a decode pod."""

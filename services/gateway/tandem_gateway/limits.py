@@ -150,9 +150,9 @@ class AdaptiveLimit:
 
 
 class Overload:
-    """How long an overload has lasted, which is all that can be known of how long it will yet: as long again
-    with a probability of one half, and with nine tenths at most nine times as long (Gott, "Implications of
-    the Copernican principle for our future prospects", 1993)."""
+    """How long an overload has lasted. That tells how long the rest of it takes: with a probability of one
+    half at most as long again, and with nine tenths at most nine times as long (Gott, "Implications of the
+    Copernican principle for our future prospects", 1993)."""
 
     #: Multiples of `lasted_s` that the rest takes at most, in half of all overloads and in nine tenths.
     HALF, NINE_TENTHS = 1.0, 9.0
@@ -197,5 +197,9 @@ class Turns:
 
     def wait_s(self, num_earlier: int) -> float:
         """Of one that comes after so many that wait."""
-        since_last_s = time.monotonic() - self._last if num_earlier else 0.0
-        return (num_earlier + 1) * max(self._mean_s, since_last_s)
+        return (num_earlier + 1) * max(self._mean_s, self.since_last_s if num_earlier else 0.0)
+
+    @property
+    def since_last_s(self) -> float:
+        """Since the last turn, or since the first one began to wait."""
+        return time.monotonic() - self._last

@@ -100,11 +100,11 @@ class Places:
         self._count(admitted, -admitted.num_places)
 
     def _count(self, admitted: Admitted, num_places: int) -> None:
-        tenant = admitted.request.tenant
-        for counter in (self.of_tenant, self.promised)[: 1 + admitted.request.has_objectives]:
-            counter[tenant] += num_places
-            if not counter[tenant]:
-                del counter[tenant]
+        request = admitted.request
+        for counter in (self.of_tenant, self.promised) if request.has_objectives else (self.of_tenant,):
+            counter[request.tenant] += num_places
+            if not counter[request.tenant]:
+                del counter[request.tenant]
 
     # -- places ---------------------------------------------------------------------------------------
 
@@ -166,16 +166,24 @@ class Places:
 
     def _remove(self, waiter: Waiter) -> None:
         queue = self._queue_of(waiter.admitted)
-        del queue[bisect_left(queue, waiter)]
+        at = bisect_left(queue, waiter)
+        if queue[at : at + 1] == [waiter]:
+            del queue[at]
 
     def _queue_of(self, admitted: Admitted) -> list[Waiter]:
         return self._with_objectives if admitted.request.has_objectives else self._best_effort
+
+    def is_behind_others(self, admitted: Admitted) -> bool:
+        """Whether one of its kind that is due no later waits, whose place it would take."""
+        first = _first(self._queue_of(admitted))
+        return first is not None and first.due <= admitted.request.due
 
     def next_waiting(self, may_begin: Callable[[TokenizedRequest], bool]) -> Waiter | None:
         """Takes the one that has a place and the earliest deadline out of the queue. One for which there are
         too few places at all holds up everybody, or single requests would take each place that it waits for;
         one that has none otherwise holds up those of its kind."""
-        for waiter in sorted(self._first_ones()):
+        firsts = [_first(queue) for queue in (self._with_objectives, self._best_effort)]
+        for waiter in sorted([waiter for waiter in firsts if waiter is not None]):
             admitted = waiter.admitted
             if not self._has_room(admitted.num_places):
                 return None
@@ -186,15 +194,11 @@ class Places:
                 return waiter
         return None
 
-    def _first_ones(self) -> Iterator[Waiter]:
-        """With objectives, and without. Those that were cancelled a moment ago are still in the queues."""
-        for queue in (self._with_objectives, self._best_effort):
-            yield from itertools.islice((waiter for waiter in queue if not waiter.turn.done()), 1)
-
     def queued(self, request: TokenizedRequest, work_s: float) -> Quantiles:
         """Predicted, in the queue here. `work_s`: as of its route.
 
-        Those without objectives have few turns in an overload, and many once it is over.
+        Those without objectives have few turns in an overload, and many once it is over: after as long again
+        as it has lasted, or as the queue has stood still.
         """
         num_with, num_without = (
             bisect_right(queue, request.due, key=attrgetter("due"))
@@ -218,3 +222,8 @@ class Places:
         """When the next request behind the queue is likely to have its turn."""
         seconds = (self.num_waiting + 1) * self.service_s / self.max_in_flight
         return min(max(seconds, MIN_RETRY_AFTER_S), MAX_AHEAD_S)
+
+
+def _first(queue: list[Waiter]) -> Waiter | None:
+    """Who was cancelled a moment ago is still in the queue."""
+    return next((waiter for waiter in queue if not waiter.turn.done()), None)

@@ -18,13 +18,14 @@ from tandem_gateway.admitted import Admitted
 _AHEAD_S = 1.0
 #: How often a tenant asks is a mean over about so long; it is active until so long after its last request.
 _MEMORY_S = 10.0
-#: Room is kept for those that asked for less than this part of the work of a tenant that asks for much, in
-#: the time of its last _NUM_RECENT requests: by chance equal ones differ by as much in one case of fifty.
-_MUCH_LESS, _NUM_RECENT = 0.5, 32
-#: Requests remembered one by one: who asked for as many in that time asks for much itself.
+#: Room is kept for those that ask for less than this part of the work that a tenant asks for; chance makes
+#: equal ones differ by less.
+_MUCH_LESS = 0.5
+#: Who asks often is also compared in the time of its last _NUM_RECENT requests, but no shorter time than
+#: this: several are often sent at once. By chance equal ones differ by much in one case of fifty.
+_NUM_RECENT, _LEAST_S = 32, 0.5
+#: Requests of a tenant that are remembered one by one.
 _MAX_RECENT = 256
-#: Shorter times count as this: many requests may come in one moment.
-_LEAST_S = 0.001
 #: Nor is a tenant outdone by one that asked for fewer requests than this lately.
 _NUM_NOISY = 5
 #: By how many standard deviations that room exceeds what is needed on average.
@@ -51,7 +52,7 @@ class _Tenant:
     #: Requests, and the seconds of work that they ask for; the older ones decayed in about _MEMORY_S.
     num_asked: float = 0.0
     work_asked_s: float = 0.0
-    #: Monotonic seconds of the last ones, and their seconds of work.
+    #: Monotonic seconds and seconds of work of each of the last ones.
     recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_MAX_RECENT))
 
     def ask(self, now: float, work_s: float) -> None:
@@ -70,32 +71,48 @@ class _Tenant:
         """Of a request."""
         return self.work_asked_s / self.num_asked
 
-    def lately_since(self, now: float) -> float:
-        """When the last _NUM_RECENT requests began, at most ten seconds ago."""
-        first = self.recent[-_NUM_RECENT][0] if len(self.recent) >= _NUM_RECENT else -math.inf
-        return max(first, now - _MEMORY_S)
-
-    def asked_since(self, at: float) -> list[float]:
-        """Seconds of work of each request, by weight."""
-        later = takewhile(lambda one: one[0] >= at, reversed(self.recent))
-        return [work_s / self.weight for _, work_s in later]
-
     def demand(self, now: float) -> float:
         """Seconds of work asked for per second in the last ten seconds or so, by weight."""
         return self.rate(now) * self.mean_work_s / self.weight
 
-    def demand_lately(self, now: float) -> float:
-        """The same of the last _NUM_RECENT requests."""
-        since = self.lately_since(now)
-        return sum(self.asked_since(since)) / max(now - since, _LEAST_S)
+    def lately(self, now: float) -> _Lately | None:
+        """None: it asks too rarely for a shorter time than ten seconds to tell anything."""
+        if len(self.recent) < _NUM_RECENT or self.recent[-_NUM_RECENT][0] < now - _MEMORY_S:
+            return None
+        since = min(self.recent[-_NUM_RECENT][0], now - _LEAST_S)
+        since = max(since, self.recent[0][0])
+        return _Lately(since, self._work_since(since), now)
 
-    def asks_much_less(self, other: _Tenant, now: float) -> bool:
-        """Lately, so that one which begins to ask for much is known after its next few dozen requests; or in
-        the last ten seconds, so that who is quiet may send several at once."""
-        if self.demand(now) < _MUCH_LESS * other.demand(now):
+    def _work_since(self, at: float) -> float:
+        """In seconds, by weight; infinite if it has asked so often that not all of it is remembered."""
+        if len(self.recent) == _MAX_RECENT and self.recent[0][0] > at:
+            return math.inf
+        later = takewhile(lambda one: one[0] >= at, reversed(self.recent))
+        return sum([work_s for _, work_s in later]) / self.weight
+
+    def asks_much_less(self, other: _Tenant, now: float, lately: _Lately | None) -> bool:
+        """Than the other one in the last ten seconds, or `lately`: one that begins to ask for much is known
+        after its next few dozen requests."""
+        own, theirs = self.demand(now), other.demand(now)
+        if own < _MUCH_LESS * theirs:
             return True
-        since = other.lately_since(now)
-        return sum(self.asked_since(since)) < _MUCH_LESS * sum(other.asked_since(since))
+        is_less = lately is not None and self._work_since(lately.since) < _MUCH_LESS * lately.work_s
+        # Several at once are no proof of one that asked for less before.
+        return is_less and own < theirs
+
+
+@dataclass(frozen=True)
+class _Lately:
+    """What a tenant asked for since some monotonic second, in seconds of work, by weight."""
+
+    since: float
+    work_s: float
+    now: float
+
+    @property
+    def demand(self) -> float:
+        """Per second."""
+        return self.work_s / max(self.now - self.since, _LEAST_S)
 
 
 class FairShares:
@@ -156,7 +173,8 @@ class FairShares:
         own = self._tenants.get(name)
         if own is None:
             return [], 0.0, 0.0
-        small = {other: one for other, one in self._tenants.items() if one.asks_much_less(own, now)}
+        lately = own.lately(now)
+        small = {other: one for other, one in self._tenants.items() if one.asks_much_less(own, now, lately)}
         rate = sum([one.rate(now) for one in small.values()])
         work = sum([one.rate(now) * one.mean_work_s for one in small.values()])
         return list(small), rate, work / rate if rate else 0.0
@@ -165,7 +183,9 @@ class FairShares:
         """Than the other tenant, by weight; False unless both are active."""
         now = self._forget()
         one, theirs = self._tenants.get(name), self._tenants.get(other)
-        return one is not None and theirs is not None and one.asks_much_less(theirs, now)
+        if one is None or theirs is None:
+            return False
+        return one.asks_much_less(theirs, now, theirs.lately(now))
 
     def comes_first(self, name: str) -> bool:
         """Whether it asks for much less work than the tenant that asks for most, by weight. One that has not
@@ -190,11 +210,14 @@ class FairShares:
         if not self._tenants:
             return None
         own = self._tenants.get(name)
-        for demand in (_Tenant.demand_lately, _Tenant.demand):
-            demands = {other: demand(one, now) for other, one in self._tenants.items()}
-            noisy = max(demands, key=demands.__getitem__)
+        lately = {other: one.lately(now) for other, one in self._tenants.items()}
+        demands = {other: one.demand(now) for other, one in self._tenants.items()}
+        for by in ({other: one.demand for other, one in lately.items() if one is not None}, demands):
+            noisy = max(by, key=by.__getitem__, default=None)
+            if noisy is None:
+                continue
             most = self._tenants[noisy]
-            if most.num_asked >= _NUM_NOISY and (own is None or own.asks_much_less(most, now)):
+            if most.num_asked >= _NUM_NOISY and (own is None or own.asks_much_less(most, now, lately[noisy])):
                 return noisy
         return None
 
