@@ -463,6 +463,24 @@ class TestJudgement:
         assert waits == pytest.approx([1.0, 2.0, 3.0], abs=0.1), "a turn takes a second until it is measured"
         assert admission.places._best_effort_turns.wait_s(0) < 0.9
 
+    @pytest.mark.parametrize("is_refused", [False, True])
+    async def test_what_waited_while_others_were_refused_tells_nothing_of_predictions(self, is_refused):
+        forecaster = FixedForecaster(ttft=0.1, token_s=0.2)
+        admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)
+
+        async def batch() -> None:
+            async with admission.slot(request(SloTarget("batch"))) as admitted:
+                admission.started(admitted, ttft_s=0.1)
+
+        async with admission.slot(request(SloTarget("chat", e2e_s=2.0))):
+            waiting = asyncio.create_task(batch())
+            await asyncio.sleep(0.05)
+            assert admission.places.num_waiting == 1
+            if is_refused:
+                admission.places.refused()
+        await waiting
+        assert (forecaster.observed == []) == is_refused
+
     async def test_several_choices_are_judged_as_so_many_sequences(self):
         forecaster = FixedForecaster(ttft=0.1, token_s=0.2)
         admission = Admission(forecaster, max_in_flight=8, max_queue=8, policy=Policy.PREDICT, slack=0.0)

@@ -136,7 +136,9 @@ class Admission:
         """Whether its times tell how wrong predictions are. The first token of a beam search comes with its
         last one, and that of a call with several prompts may be any one's."""
         forecast, is_search = admitted.forecast, admitted.request.sampling.beam_search is not None
-        if forecast is None or forecast.is_open_ended or is_search or admitted.has_other_prompts:
+        if forecast is None or is_search or admitted.has_other_prompts:
+            return False
+        if forecast.is_open_ended or admitted.waited_in_overload:
             return False
         return not self._forecaster.is_void(admitted.judged_at)
 

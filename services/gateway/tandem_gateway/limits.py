@@ -167,6 +167,10 @@ class Overload:
             self._began = now
         self._refused_at = now
 
+    def was_since(self, at: float) -> bool:
+        """Whether a request was refused since these monotonic seconds."""
+        return self._refused_at >= at
+
     @property
     def lasted_s(self) -> float:
         """0: there is none."""

@@ -71,7 +71,7 @@ class Places:
             max(1, int(_BEST_EFFORT_SHARE * max_in_flight)), recovery=_RECOVERY
         )
         self._best_effort_turns = Turns()
-        self._overload = Overload()
+        self.overload = Overload()
         #: Those that wait with objectives, and without, in order.
         self._with_objectives: list[Waiter] = []
         self._best_effort: list[Waiter] = []
@@ -109,6 +109,8 @@ class Places:
     # -- places ---------------------------------------------------------------------------------------
 
     def take(self, admitted: Admitted) -> None:
+        if not admitted.request.has_objectives:
+            admitted.waited_in_overload = self.overload.was_since(admitted.judged_at)
         self.num_in_flight += admitted.num_places
         self._num_best_effort += admitted.num_places * (not admitted.request.has_objectives)
 
@@ -130,7 +132,7 @@ class Places:
 
     def refused(self) -> None:
         """A request with objectives was, for want of time."""
-        self._overload.refused()
+        self.overload.refused()
         self.best_effort_limit.lower_to(self._most_best_effort)
         self.best_effort_limit.ended(met=False)
 
@@ -209,7 +211,7 @@ class Places:
             return Quantiles(wait_s, wait_s)
         longest_s = max(request.deadline - time.monotonic(), 0.0)
         as_lately_s = min(self._best_effort_turns.wait_s(num_without), longest_s)
-        overload_s = self._overload.lasted_s
+        overload_s = self.overload.lasted_s
         if not overload_s:
             return Quantiles(as_lately_s, as_lately_s)
         after_s = (num_without + 1) * work_s
