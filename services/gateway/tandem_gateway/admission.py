@@ -134,11 +134,12 @@ class Admission:
 
     def _is_measured(self, admitted: Admitted) -> bool:
         """Whether its times tell how wrong predictions are. The first token of a beam search comes with its
-        last one, and that of a call with several prompts may be any one's."""
+        last one, and that of a call with several prompts may be any one's. One without objectives waits for
+        the end of an overload, here or on its pod, which is in no prediction from before."""
         forecast, is_search = admitted.forecast, admitted.request.sampling.beam_search is not None
-        if forecast is None or is_search or admitted.has_other_prompts:
+        if forecast is None or forecast.is_open_ended or is_search or admitted.has_other_prompts:
             return False
-        if forecast.is_open_ended or admitted.waited_in_overload:
+        if not admitted.request.has_objectives and self.places.overload.was_since(admitted.judged_at):
             return False
         return not self._forecaster.is_void(admitted.judged_at)
 

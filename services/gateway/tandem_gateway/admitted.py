@@ -33,8 +33,6 @@ class Admitted:
     #: Monotonic seconds; None before it is admitted, and before its first token.
     admitted_at: float | None = None
     first_at: float | None = None
-    #: Whether others were refused while it waited, without objectives, so that nobody knew for how long.
-    waited_in_overload: bool = False
     #: Whether one that is due earlier was admitted to its pod before its first token.
     is_overtaken: bool = False
     #: Of the answer so far.

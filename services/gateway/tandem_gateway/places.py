@@ -109,8 +109,6 @@ class Places:
     # -- places ---------------------------------------------------------------------------------------
 
     def take(self, admitted: Admitted) -> None:
-        if not admitted.request.has_objectives:
-            admitted.waited_in_overload = self.overload.was_since(admitted.judged_at)
         self.num_in_flight += admitted.num_places
         self._num_best_effort += admitted.num_places * (not admitted.request.has_objectives)
 
