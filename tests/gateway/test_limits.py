@@ -87,20 +87,29 @@ def test_an_overload_lasts_until_ten_seconds_without_a_refusal_have_passed(monke
 async def test_who_waits_for_an_overload_to_end_is_told_how_long_it_has_lasted(monkeypatch):
     clock = Clock()
     monkeypatch.setattr(limits, "time", clock)
-    places = Places(max_in_flight=8, max_queue=8, policy=Policy.PREDICT, num_batch_places=lambda: 16)
+    places = Places(max_in_flight=8, max_queue=64, policy=Policy.PREDICT, num_batch_places=lambda: 16)
     batch = request(SloTarget("batch"))
     later = replace(batch, arrived=batch.arrived + 1.0)
     waiters = [places.wait(Admitted(batch)) for _ in range(2)]
-    clock.now += 6.0  # since the last turn
+    clock.now += 6.0
     as_lately = Quantiles(18.0, 18.0)
-    assert places.queued(later, 0.1) == as_lately, "the third one's turn"
+    assert places.queued(later, 0.1) == as_lately, "the third one's turn, and each takes six seconds or more"
     places.refused()
     clock.now += 2.0
     said = places.queued(later, 0.1)
-    assert said.p50 == pytest.approx(2.0 + 0.3), "as long again, then three answers"
-    assert said.high == pytest.approx(9 * 2.0 + 0.3)
+    assert said.p50 == pytest.approx(8.0 + 0.3), "as long again as nobody had a turn, then three answers"
+    assert said.high == pytest.approx(3 * 8.0), "turns come sooner than its end may"
+    for waiter in waiters:
+        places.give_up(waiter)
+    places.refused()
     clock.now += 5.0
-    assert places.queued(later, 0.1).high == pytest.approx(3 * 13.0), "turns come sooner than its end may"
+    first = places.queued(later, 0.1)
+    assert first.p50 == first.high == 1.0, "nobody waits: the next turn is its own"
+    waiters = [places.wait(Admitted(batch)) for _ in range(40)]
+    clock.now += 0.5
+    said = places.queued(later, 0.1)
+    assert said.p50 == pytest.approx(7.5 + 4.1), "the overload has lasted for so long"
+    assert said.high == pytest.approx(41.0), "a second for each turn"
     for waiter in waiters:
         places.give_up(waiter)
     await asyncio.sleep(0)

@@ -209,12 +209,14 @@ class Places:
             return Quantiles(wait_s, wait_s)
         longest_s = max(request.deadline - time.monotonic(), 0.0)
         as_lately_s = min(self._best_effort_turns.wait_s(num_without), longest_s)
-        overload_s = self.overload.lasted_s
-        if not overload_s:
+        stopped_s = self.overload.lasted_s
+        if not stopped_s:
             return Quantiles(as_lately_s, as_lately_s)
+        if num_without:
+            stopped_s = max(stopped_s, self._best_effort_turns.since_last_s)
         after_s = (num_without + 1) * work_s
         p50, high = (
-            min(as_lately_s, times * overload_s + after_s) for times in (Overload.HALF, Overload.NINE_TENTHS)
+            min(as_lately_s, times * stopped_s + after_s) for times in (Overload.HALF, Overload.NINE_TENTHS)
         )
         return Quantiles(p50, high)
 
