@@ -22,7 +22,8 @@ _MEMORY_S = 10.0
 #: equal ones differ by less.
 _MUCH_LESS = 0.5
 #: Who asks often is also compared in the time of its last _NUM_RECENT requests, but no shorter time than
-#: this: several are often sent at once. By chance equal ones differ by much in one case of fifty.
+#: this: several are often sent at once. Of two equal ones one seems to ask for much less in about one case of
+#: a hundred.
 _NUM_RECENT, _LEAST_S = 32, 0.5
 #: Requests of a tenant that are remembered one by one.
 _MAX_RECENT = 256
