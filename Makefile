@@ -33,7 +33,7 @@ LENIENT := misc no-untyped-call no-any-return untyped-decorator var-annotated im
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-$(VENV)/.runtime: pyproject.toml constraints.txt hatch_build.py build_native.py $(wildcard kernels/csrc/* drafting/csrc/*)
+$(VENV)/.runtime: pyproject.toml constraints.txt hatch_build.py build_native.py $(wildcard kernels/csrc/* kernels/csrc/*/* drafting/csrc/*)
 	@"$(PYTHON)" -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Tandem needs Python 3.11 or newer, this is %s; choose one with make PYTHON=..." % sys.version.split()[0])'
 	@test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
 	@echo "Installing the runtime packages (once; minutes, mostly torch)"

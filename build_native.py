@@ -27,13 +27,16 @@ _COMMON = ("-O3", "-std=c++20", "-fPIC", "-shared")
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mpopcnt")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
-#: Best last. The names are part of the contract with tandem_kernels.native.
+#: The names are part of the contract with tandem_kernels.native.
 _INSTRUCTION_SETS = {
     "avx2": _AVX2,
     "avx512": _AVX512,
     "avx512_vnni": (*_AVX512, "-mavx512vnni"),
     "avx512_bf16": (*_AVX512, "-mavx512vnni", "-mavx512bf16"),
+    "amx": (*_AVX512, "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
 }
+#: The arithmetic of amx for processors with AVX2 alone. Tests compile it; it is not installed.
+_EMULATED = (*_AVX2, "-DTANDEM_EMULATED")
 _KERNEL_FLAGS = ("-fopenmp", "-fno-math-errno", "-Wno-psabi")
 
 
@@ -76,9 +79,22 @@ def build() -> list[Path]:
     return built
 
 
+def build_emulated(folder: Path) -> Path | None:
+    """Compiles the kernels that emulate AMX into a folder; None without a compiler or on other processors."""
+    compiler = system_compiler()
+    if compiler is None or not _runs_kernels():
+        return None
+    target = folder / "tandem_amx_emulated.so"
+    return _build_one([compiler], Library(_ROOT / "kernels/csrc", target, _KERNEL_FLAGS + _EMULATED))
+
+
+def _runs_kernels() -> bool:
+    return platform.machine() in ("x86_64", "AMD64")
+
+
 def _kernels() -> list[Library]:
     """The CPU kernels for this machine's kind of processor."""
-    if platform.machine() not in ("x86_64", "AMD64"):
+    if not _runs_kernels():
         print(f"tandem: no CPU kernels for {platform.machine()}; torch stands in", file=sys.stderr)
         return []
     kernels = _ROOT / "kernels"

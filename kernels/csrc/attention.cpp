@@ -28,11 +28,8 @@ namespace {
 
 constexpr int kSplit = 512;
 
-#if defined(__AVX512F__)
-constexpr int kRows = 6, kVecs = 4;  // 24 accumulators, 4 vectors of b and one of a in 32 registers
-#else
-constexpr int kRows = 6, kVecs = 2;  // 12, 2 and 1 in 16
-#endif
+// Accumulators, with vectors of b and one of a: 24 + 4 + 1 of 32 registers, or 12 + 2 + 1 of 16.
+constexpr int kRows = 6, kVecs = kLanes == 16 ? 4 : 2;
 
 template <class Type, int Rows, Sum Mode, bool Fetch>
 inline void product_rows(const uint32_t* a, int64_t a_stride, const Operand& b, float* c, int64_t c_stride, int depth,
@@ -137,9 +134,8 @@ class Attention {
   }
 
   void run_in_team(Team& team, const void* cache) {
-#if defined(__AVX512BF16__)
-    if ((DType)c.query_dtype == DType::kBFloat16 && c.head_size % 32 == 0) return run_in_team<BFloat16>(team, cache);
-#endif
+    if constexpr (kHasBFloat16Products)
+      if ((DType)c.query_dtype == DType::kBFloat16 && c.head_size % 32 == 0) return run_in_team<BFloat16>(team, cache);
     run_in_team<Float32>(team, cache);
   }
 

@@ -16,12 +16,8 @@ namespace {
 
 constexpr int kPanelVecs = kPanel / kLanes;
 
-#if defined(__AVX512F__)
-// 24 accumulators: a dozen rows of one panel, or half a dozen of two, which loads less per product.
-constexpr int kFewRows = 12, kFewVecs = 2, kManyRows = 6, kManyVecs = 4;
-#else
-constexpr int kFewRows = 6, kFewVecs = 2, kManyRows = 6, kManyVecs = 2;
-#endif
+// 24 accumulators with 32 registers: a dozen rows of one panel, or half a dozen of two, which loads less per product.
+constexpr int kFewRows = kLanes == 16 ? 12 : 6, kFewVecs = 2, kManyRows = 6, kManyVecs = kLanes == 16 ? 4 : 2;
 // Lanes of depth summed in one go. Sums of sums round less than one long sum, whose error grows with its length.
 constexpr int kDepthBlock = 384;
 // Rows that pass over all panels at once; each further pass reads the weights from memory again.

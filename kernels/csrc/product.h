@@ -1,6 +1,7 @@
 // The inner loop of every matrix product here: some rows times a block of columns, sums in registers.
 #pragma once
 
+#include "cpu.h"
 #include "simd.h"
 
 // What one operand holds per 32-bit lane: a float, or a pair of neighbouring bfloat16 numbers.
@@ -25,22 +26,15 @@ inline Vec multiply_add(uint32_t a, Vec b, Vec c) {
   if constexpr (Type::kPerLane == 1) {
     return fma(splat(float_of(a)), b, c);
   } else {
-#if defined(__AVX512BF16__)
-    return (Vec)_mm512_dpbf16_ps((__m512)c, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)b);
-#else
-    // Without the instruction: a bfloat16 is the upper half of a float.
+    if constexpr (kHasBFloat16Products) return add_pair_products(c, a, b);
+    // A bfloat16 is the upper half of a float.
     c = fma(splat(float_of(a << 16)), (Vec)((VecInt)b << 16), c);
     return fma(splat(float_of(a & 0xffff0000u)), (Vec)((VecInt)b & (int32_t)0xffff0000), c);
-#endif
   }
 }
 
 // What a product does with what c held: nothing, go on summing from it, or add the new sum to it.
 enum class Sum { kFresh, kContinued, kAdded };
-
-// Brings a cache line near. GCC takes a function that only prefetches by its built-in for one without effect, and drops
-// its calls.
-inline void fetch(const void* line) { asm volatile("prefetcht1 %0" : : "m"(*(const char*)line)); }
 
 // c [Rows, Vecs * kLanes] (+)= a [Rows, depth] x b [depth, Vecs * kLanes], where depth counts 32-bit lanes. The rows of
 // b are b_stride apart; its columns may lie in several panels of PanelVecs vectors, panel_stride apart. With Fetch, what

@@ -57,37 +57,11 @@ inline VecInt load_int(const void* p) {
 inline VecInt low_nibbles(VecInt bytes) { return bytes & 0x0f0f0f0f; }
 inline VecInt high_nibbles(VecInt bytes) { return (bytes >> 4) & 0x0f0f0f0f; }
 
-#if defined(__AVX512VNNI__)
-constexpr bool kHasDotProduct = true;
-
-// Products of four unsigned codes by four signed bytes, added to each lane.
-inline VecInt add_products(VecInt sum, VecInt codes, int32_t by) {
-  return (VecInt)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(by));
-}
-#else
-constexpr bool kHasDotProduct = false;
-
-// Of products of unsigned codes by signed bytes, two are summed in each half of a lane.
-#if defined(__AVX512F__)
-inline VecInt products(VecInt codes, int32_t by) {
-  return (VecInt)_mm512_maddubs_epi16((__m512i)codes, _mm512_set1_epi32(by));
-}
-inline VecInt add_halves(VecInt a, VecInt b) { return (VecInt)_mm512_add_epi16((__m512i)a, (__m512i)b); }
-inline VecInt joined(VecInt halves) { return (VecInt)_mm512_madd_epi16((__m512i)halves, _mm512_set1_epi16(1)); }
-#else
-inline VecInt products(VecInt codes, int32_t by) {
-  return (VecInt)_mm256_maddubs_epi16((__m256i)codes, _mm256_set1_epi32(by));
-}
-inline VecInt add_halves(VecInt a, VecInt b) { return (VecInt)_mm256_add_epi16((__m256i)a, (__m256i)b); }
-inline VecInt joined(VecInt halves) { return (VecInt)_mm256_madd_epi16((__m256i)halves, _mm256_set1_epi16(1)); }
-#endif
-
 // GCC would add the products of a group in pairs, and hold more of them than there are registers.
 inline VecInt in_order(VecInt sum) {
   asm("" : "+v"(sum));
   return sum;
 }
-#endif
 
 struct Call {
   const TandemLinear& weight;
@@ -116,10 +90,11 @@ struct Sums {
   // Codes of two quads of depth.
   __attribute__((always_inline)) void add(const RowGroup& group, int quad, int other_quad, const VecInt* codes,
                                           const VecInt* other_codes) {
-#if defined(__AVX512VNNI__)
-    add_one(group, quad, codes);
-    add_one(group, other_quad, other_codes);
-#else
+    if constexpr (kHasDotProduct) {
+      add_one(group, quad, codes);
+      add_one(group, other_quad, other_codes);
+      return;
+    }
     for (int r = 0; r < Rows; ++r) {
       int32_t by, other;
       std::memcpy(&by, group.codes[r] + 4 * quad, 4);
@@ -140,10 +115,8 @@ struct Sums {
         }
       }
     }
-#endif
   }
 
-#if defined(__AVX512VNNI__)
   __attribute__((always_inline)) void add_one(const RowGroup& group, int quad, const VecInt* codes) {
     for (int r = 0; r < Rows; ++r) {
       int32_t by;
@@ -151,17 +124,14 @@ struct Sums {
       for (int v = 0; v < Vecs; ++v) planes[0][r][v] = add_products(planes[0][r][v], codes[v], by);
     }
   }
-#endif
 
   template <class Offset>
   VecInt of(int r, int v, Offset offset) const {
-#if !defined(__AVX512VNNI__)
     if constexpr (!kIsWide) {
       VecInt sum = joined(planes[0][r][v]);
       if constexpr (kPlanes == 2) sum += (joined(planes[1][r][v]) << 4) + offset(r);
       return sum;
     }
-#endif
     return planes[0][r][v];
   }
 };

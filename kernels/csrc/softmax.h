@@ -66,16 +66,10 @@ inline void soften(const float* scores, float unit, int row, State& state, int h
     total += s[v];
     if (value_scales) s[v] *= load(value_scales + v * kLanes);
   }
-#if defined(__AVX512BF16__)
-  if constexpr (Type::kPerLane == 2) {
-    for (int v = 0; v < kCount; v += 2) {
-      __m512bh pair = _mm512_cvtne2ps_pbh((__m512)s[v + 1], (__m512)s[v]);
-      std::memcpy(weights + v * kLanes, &pair, sizeof pair);
-    }
+  for (int v = 0; v < kCount; ++v) {
+    if constexpr (Type::kPerLane == 2) to_bf16((uint16_t*)weights + v * kLanes, s[v]);
+    else store((float*)weights + v * kLanes, s[v]);
   }
-#endif
-  if constexpr (Type::kPerLane == 1)
-    for (int v = 0; v < kCount; ++v) store((float*)weights + v * kLanes, s[v]);
   store(state.sum + row * kLanes, load(state.sum + row * kLanes) + total);
 }
 

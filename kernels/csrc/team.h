@@ -15,13 +15,14 @@
 // 7 to 33 % slower beside a gateway and a client on the same cores.
 #pragma once
 
-#include <immintrin.h>
 #include <omp.h>
 #include <sched.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+
+#include "cpu.h"
 
 // Grows while calls work; a thread that watches for hangs reads it. Only the first thread of a team counts, so that the
 // others need not wait for its cache line; calls from two engines of a process may lose counts to each other.
@@ -61,7 +62,7 @@ class Team {
       if (!state.taken.compare_exchange_weak(next, until, std::memory_order_relaxed)) continue;
       for (int32_t i = next; i < until; ++i) run(work, i - first);
       unsaid += until - next;
-      if (__rdtsc() - offered > kLong) {
+      if (ticks() - offered > kLong) {
         say_done(unsaid);
         unsaid = 0;
         offer_core();
@@ -74,10 +75,10 @@ class Team {
   // Until all that was shared so far is done.
   void wait() {
     if (count == 1 || is_done()) return;
-    if (__rdtsc() - offered > kShort) offer_core();
+    if (ticks() - offered > kShort) offer_core();
     for (int i = 0; i < kSpins; ++i) {
       if (is_done()) return;
-      _mm_pause();
+      relax();
     }
     for (int i = 0; i < kYields; ++i) {
       if (is_done()) return;
@@ -110,14 +111,14 @@ class Team {
 
   void offer_core() {
     sched_yield();
-    offered = __rdtsc();
+    offered = ticks();
   }
 
   State& state;
   const int index, count;
   // Of the pieces that were shared so far, the number after the last one.
   int32_t end = 0;
-  uint64_t offered = __rdtsc();
+  uint64_t offered = ticks();
 };
 
 // Calls work(team) on num_threads threads; returns when all are done.

@@ -33,53 +33,6 @@ struct TileMemory {
   float* token_scales[2];  // of K and V, per key of the tile
 };
 
-// Transposes kLanes rows of kLanes 32-bit elements: row i at rows[i] + from -> column i at out.
-inline void transpose(const uint32_t* const* rows, int64_t from, uint32_t* out, int64_t out_stride) {
-#if defined(__AVX512F__)
-  __m512i r[16], t[16];
-  for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_si512(rows[i] + from);
-  for (int i = 0; i < 16; i += 2) {
-    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-  }
-  for (int i = 0; i < 16; i += 4) {
-    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-  }
-  for (int i = 0; i < 4; ++i) {
-    t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
-    t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
-    t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
-    t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
-  }
-  for (int i = 0; i < 4; ++i) {
-    _mm512_storeu_si512(out + i * out_stride, _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88));
-    _mm512_storeu_si512(out + (i + 8) * out_stride, _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd));
-    _mm512_storeu_si512(out + (i + 4) * out_stride, _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88));
-    _mm512_storeu_si512(out + (i + 12) * out_stride, _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd));
-  }
-#else
-  __m256 r[8], t[8];
-  for (int i = 0; i < 8; ++i) r[i] = _mm256_loadu_ps((const float*)(rows[i] + from));
-  for (int i = 0; i < 8; i += 2) {
-    t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
-    t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
-  }
-  for (int i = 0; i < 8; i += 4) {
-    r[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
-    r[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
-    r[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
-    r[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
-  }
-  for (int i = 0; i < 4; ++i) {
-    _mm256_storeu_ps((float*)(out + i * out_stride), _mm256_permute2f128_ps(r[i], r[i + 4], 0x20));
-    _mm256_storeu_ps((float*)(out + (i + 4) * out_stride), _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
-  }
-#endif
-}
-
 template <class Type>
 class TileReader {
   using Element = typename Type::Element;
@@ -176,19 +129,10 @@ class TileReader {
     for (int t = 0; t < kTile; t += Type::kPerLane) {
       uint32_t* out = (uint32_t*)memory.values + int64_t(t / Type::kPerLane) * D;
       fetch_ahead(t, 1, t % kStrip * strip_bytes / kStrip, (t % kStrip + Type::kPerLane) * strip_bytes / kStrip);
-#if defined(__AVX512BF16__)
-      if constexpr (Type::kPerLane == 2) {
-        const __m512i even = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7,
-                                              38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
-        for (int d = 0; d < D; d += 16) {
-          __m512i a = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)(rows[1][t] + d)));
-          __m512i b = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)(rows[1][t + 1] + d)));
-          _mm512_storeu_si512(out + d, _mm512_permutex2var_epi16(a, even, b));
-        }
-        continue;
-      }
-#endif
-      std::memcpy(out, rows[1][t], D * 4);
+      if constexpr (Type::kPerLane == 2)
+        for (int d = 0; d < D; d += kLanes) pair_up(rows[1][t] + d, rows[1][t + 1] + d, out + d);
+      else
+        std::memcpy(out, rows[1][t], D * 4);
     }
     return copied();
   }

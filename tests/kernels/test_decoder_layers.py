@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from native_libraries import NATIVE, native_library
+from native_libraries import COMPILED, native_library
 from tandem_kernels import (
     AttentionLayer,
     AttentionMetadata,
@@ -119,7 +119,7 @@ def one_by_one(step: Step, weights: list[LayerWeights], caches: list[torch.Tenso
     return hidden + delta
 
 
-@pytest.mark.parametrize("library", NATIVE)
+@pytest.mark.parametrize("library", COMPILED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("packing", [None, Packing.INT8, Packing.INT4])
 @pytest.mark.parametrize("rich", [False, True])

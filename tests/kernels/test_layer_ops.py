@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 import xxhash
-from native_libraries import NATIVE, native_library
+from native_libraries import COMPILED, NATIVE, native_library
 from tandem_kernels import add_rms_norm, native, rope_store, silu_mul, store_kv
 
-LIBRARIES = ["off", *NATIVE]
+LIBRARIES = ["off", *COMPILED]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EPS = 1e-5
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from native_libraries import NATIVE, native_library
+from native_libraries import COMPILED, native_library
 from tandem_kernels import PackedWeight, native, pack_weight, packed_linear, packed_shape
 
 pytestmark = pytest.mark.skipif(native.LIBRARY is None, reason="no compiled kernels on this machine")
@@ -14,7 +14,7 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-@pytest.mark.parametrize("library", NATIVE)
+@pytest.mark.parametrize("library", COMPILED)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "num_columns, depth", [(96, 64), (32, 30), (160, 576), (64, 2), (96, 1000), (1, 64), (105, 96)]
@@ -37,7 +37,7 @@ def test_it_is_as_exact_as_torch(
     assert (result.double() - exact).abs().max() <= 2 * torchs_error + floor
 
 
-@pytest.mark.parametrize("library", NATIVE)
+@pytest.mark.parametrize("library", COMPILED)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_gives_the_same_bits_alone_and_in_any_company(dtype: torch.dtype, library: str) -> None:
     x, weight = random(300, 576, dtype=dtype), random(1536, 576, dtype=dtype, seed=1)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from native_libraries import NATIVE, native_library
+from native_libraries import COMPILED, native_library
 from tandem_kernels import (
     PackedWeight,
     Packing,
@@ -16,7 +16,7 @@ from tandem_kernels import (
     unpack_quantized,
 )
 
-LIBRARIES = ["off", *NATIVE]
+LIBRARIES = ["off", *COMPILED]
 INT8, INT4, Q4_K, Q6_K = Packing
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -76,7 +76,7 @@ def test_products_are_those_of_the_rounded_numbers(
     assert torch.equal(in_float.to(dtype), result)
 
 
-@pytest.mark.parametrize("library", NATIVE)
+@pytest.mark.parametrize("library", COMPILED)
 @pytest.mark.parametrize("packing, depth", [(INT8, 576), (INT4, 576), (Q4_K, 512), (Q6_K, 512)])
 def test_a_row_gives_the_same_bits_alone_and_in_any_company(
     packing: Packing, depth: int, library: str
@@ -89,7 +89,7 @@ def test_a_row_gives_the_same_bits_alone_and_in_any_company(
             assert torch.equal(packed_linear(x[first:end].contiguous(), packed), together[first:end])
 
 
-@pytest.mark.parametrize("library", NATIVE)
+@pytest.mark.parametrize("library", COMPILED)
 def test_the_largest_codes_do_not_overflow(library: str) -> None:
     x, weight = torch.full((2, 64), 3.0), torch.full((32, 64), -2.0)
     x[1] = -3.0
@@ -99,7 +99,7 @@ def test_the_largest_codes_do_not_overflow(library: str) -> None:
         torch.testing.assert_close(result, x @ weight.T, rtol=2e-3, atol=0)
 
 
-@pytest.mark.parametrize("library", NATIVE)
+@pytest.mark.parametrize("library", COMPILED)
 @pytest.mark.parametrize("packing", Packing)
 def test_sums_of_the_largest_products_are_exact(packing: Packing, library: str) -> None:
     codes = torch.full((32, 256), (1 << packing.bits) - 1, dtype=torch.uint8)

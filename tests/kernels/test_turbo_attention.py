@@ -7,7 +7,7 @@ import pytest
 import torch
 from attention_cases import (
     CPU_BACKENDS,
-    NATIVE,
+    COMPILED,
     Case,
     Options,
     Sequence,
@@ -263,7 +263,7 @@ def test_very_many_batches(case: Case) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("backend", NATIVE)
+@pytest.mark.parametrize("backend", COMPILED)
 def test_a_sequence_gives_the_same_bits_alone_and_in_a_batch(backend: str, dtype: torch.dtype) -> None:
     sequences = [*MIX, Sequence(1500, 40, tree=True), Sequence(700, 1), Sequence(1030, 90)]
     case = make_case(sequences, options=Options(sinks=True), dtype=dtype)
@@ -281,7 +281,7 @@ def test_a_sequence_gives_the_same_bits_alone_and_in_a_batch(backend: str, dtype
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("window", [None, 100])
-@pytest.mark.parametrize("backend", NATIVE)
+@pytest.mark.parametrize("backend", COMPILED)
 def test_a_prompt_gives_the_same_bits_however_it_is_cut(
     backend: str, window: int | None, dtype: torch.dtype
 ) -> None:
@@ -299,7 +299,7 @@ def test_a_prompt_gives_the_same_bits_however_it_is_cut(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("backend", NATIVE)
+@pytest.mark.parametrize("backend", COMPILED)
 def test_a_chain_of_drafts_gives_the_bits_of_plain_decoding(backend: str, dtype: torch.dtype) -> None:
     case = make_case([Sequence(1000, 40)], dtype=dtype)
     chain = torch.tensor([(2 << i) - 1 for i in range(40)])
@@ -309,7 +309,7 @@ def test_a_chain_of_drafts_gives_the_bits_of_plain_decoding(backend: str, dtype:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("window", [None, 5, 200])
 @pytest.mark.parametrize("context", [0, 37, 64, 500, 1100])
-@pytest.mark.parametrize("backend", NATIVE)
+@pytest.mark.parametrize("backend", COMPILED)
 def test_a_node_gives_the_bits_of_plain_decoding_along_its_path(
     backend: str, context: int, window: int | None, dtype: torch.dtype
 ) -> None:
@@ -319,7 +319,7 @@ def test_a_node_gives_the_bits_of_plain_decoding_along_its_path(
     assert torch.equal(case.run(backend), torch.cat([*along_paths(case, context, window, backend)]))
 
 
-@pytest.mark.parametrize("backend", NATIVE)
+@pytest.mark.parametrize("backend", COMPILED)
 def test_the_number_of_threads_changes_no_bit(backend: str) -> None:
     case = make_case([Sequence(3000, 7), Sequence(20, 300)])
     expected = case.run(backend)
@@ -403,7 +403,7 @@ def test_auto_is_the_cpu_backend_for_cpu_tensors() -> None:
     assert torch.equal(case.run("auto"), case.run("cpu"))
 
 
-@pytest.mark.parametrize("library", ["off", *NATIVE])
+@pytest.mark.parametrize("library", ["off", *COMPILED])
 def test_errors_name_the_argument_what_it_is_and_what_is_wanted(library: str) -> None:
     case = make_case([Sequence(20, 3), Sequence(5, 2, tree=True)])
 
