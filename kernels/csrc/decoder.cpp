@@ -45,7 +45,7 @@ namespace {
 // What layers hand from one operator to the next; kept from call to call.
 struct Workspace {
   void *normed, *qkv, *attended, *gate_up, *product;
-  RowGroup* groups;
+  void* quantized;
 
   Workspace(const TandemLayers& c, int64_t tokens) {
     const TandemAttention& a = c.attention;
@@ -60,12 +60,12 @@ struct Workspace {
     };
     const int64_t at[] = {take(tokens * hidden * element),      take(tokens * (queries + 2 * keys) * element),
                           take(tokens * queries * element),     take(tokens * 2 * inner * element),
-                          take(tokens * inner * element),       take(row_groups(tokens, widest) * sizeof(RowGroup))};
+                          take(tokens * inner * element),       take(quantized_bytes(tokens, int(widest)))};
     static thread_local std::vector<char> memory;
     if (int64_t(memory.size()) < end + 64) memory.resize(end + 64);
     char* base = (char*)(((uintptr_t)memory.data() + 63) / 64 * 64);
     normed = base + at[0], qkv = base + at[1], attended = base + at[2], gate_up = base + at[3];
-    product = base + at[4], groups = (RowGroup*)(base + at[5]);
+    product = base + at[4], quantized = base + at[5];
   }
 };
 
@@ -99,7 +99,7 @@ extern "C" int64_t tandem_decoder_layers(const TandemLayers* call) {
     if (!steps.emplace(attention.window, attention).first->second.plan()) return -2;
   }
 
-  auto rows = [&](const void* x) { return Activations{x, dtype, work.groups}; };
+  auto rows = [&](const void* x) { return Activations{x, dtype, tokens, work.quantized}; };
   with_team(attention.num_threads, [&](Team& team) {
     for (int n = c.first_layer; n < c.end_layer; ++n) {
       const TandemLayer& layer = c.layers[n];

@@ -95,7 +95,7 @@ extern "C" {
 // See add_rms_norm_in_team; out is of the given dtype.
 void tandem_add_rms_norm(float* hidden, const void* delta, const float* weight, void* out, int64_t rows, int32_t width,
                          int32_t dtype, float eps, int32_t num_threads) {
-  const Activations normed = {out, (DType)dtype, nullptr};
+  const Activations normed = {out, (DType)dtype, rows, nullptr};
   with_team(threads_for(rows * width, num_threads), [&](Team& team) {
     add_rms_norm_in_team(team, hidden, delta, weight, normed, rows, width, eps, false);
   });
@@ -103,7 +103,7 @@ void tandem_add_rms_norm(float* hidden, const void* delta, const float* weight, 
 
 // See silu_mul_in_team.
 void tandem_silu_mul(const void* gate_up, void* out, int64_t rows, int32_t width, int32_t dtype, int32_t num_threads) {
-  const Activations product = {out, (DType)dtype, nullptr};
+  const Activations product = {out, (DType)dtype, rows, nullptr};
   with_team(threads_for(rows * width, num_threads),
             [&](Team& team) { silu_mul_in_team(team, gate_up, product, rows, width, false); });
 }

@@ -8,9 +8,9 @@
 
 #include <algorithm>
 #include <utility>
-#include <vector>
 
 #include "product.h"
+#include "scratch.h"
 
 namespace {
 
@@ -113,13 +113,9 @@ void linear_in_team(Team& team, const TandemLinear* weight, const Activations& x
 // not quantized; depth is even (quantized: a multiple of 32).
 extern "C" void tandem_packed_linear(const void* x, const TandemLinear* weight, void* out, int64_t rows, int32_t dtype,
                               int32_t out_dtype, int32_t num_threads) {
-  Activations activations = {x, (DType)dtype, nullptr};
-  static thread_local std::vector<RowGroup> groups;
-  if (is_quantized(weight)) {
-    const size_t count = row_groups(rows, weight->depth);
-    if (groups.size() < count) groups.resize(count);
-    activations.groups = groups.data();
-  }
+  Activations activations = {x, (DType)dtype, rows, nullptr};
+  static thread_local Scratch quantized;
+  if (is_quantized(weight)) activations.quantized = quantized.of(quantized_bytes(rows, weight->depth));
   with_team(num_threads, [&](Team& team) {
     if (is_quantized(weight)) {
       team.share(rows, [&](int64_t r) { quantize_row(activations, r, weight->depth); });

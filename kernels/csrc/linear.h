@@ -1,6 +1,7 @@
 // Matrix products with packed weights: x [rows, depth] times weight [columns, depth] transposed.
 #pragma once
 
+#include "amx.h"
 #include "simd.h"
 #include "team.h"
 
@@ -55,24 +56,72 @@ inline void store_columns(const TandemLinear& piece, void* out, int64_t row, int
   }
 }
 
-// A group of 32 along depth, of some neighbouring rows: code = round(x / scale), scale = largest magnitude / 127.
-constexpr int kTileRows = 4;
-struct RowGroup {
-  int8_t codes[kTileRows][kGroup];
-  float scales[kTileRows], sums[kTileRows];  // of the codes: scale * sum
-  int32_t first_sums[kTileRows];             // of the first 16 codes
-  int32_t shifts[kTileRows];                 // -128 times the sum of all codes
-};
-
 // Rows of a product's left side. Quantized weights read only what quantize_row made of them.
 struct Activations {
   const void* x;  // [rows, depth] dense
   DType dtype;
-  RowGroup* groups;  // [rows / kTileRows, depth / 32]
+  int64_t rows;
+  void* quantized;  // quantized_bytes(rows, depth), aligned to 64 bytes
 };
 
-// How many groups `rows` rows take.
-inline int64_t row_groups(int64_t rows, int depth) { return (rows + kTileRows - 1) / kTileRows * (depth / kGroup); }
+// Neighbouring rows whose codes lie together: as many as a tile of AMX has, or two blocks of a product.
+constexpr int kTileRows = kHasTiles ? 16 : kLanes == 16 ? 12 : 4;
+// With so few rows, one product of AMX's tiles multiplies two groups.
+constexpr int kPairedRows = 8;
+
+// What a product needs to know of 32 codes of a row; code = round(x / scale), scale = largest magnitude / 127.
+struct GroupTerms {
+  float scale, sum;   // sum of the codes, times scale
+  int32_t first_sum;  // of the first 16 codes
+  int32_t shift;      // -128 times the sum of all codes
+};
+
+inline int64_t quantized_bytes(int64_t rows, int depth) {
+  const int64_t pairs = (depth / kGroup + 1) / 2, padded = (rows + kTileRows - 1) / kTileRows * kTileRows;
+  return padded * 2 * pairs * int64_t(kGroup + sizeof(GroupTerms));
+}
+
+// Activations of 8 bits:
+//
+//   terms   [row / kTileRows][group][kTileRows]
+//   codes   [row / kTileRows][group][kTileRows][32]
+//           With AMX and at most kPairedRows rows, [pair of groups][16][64]: rows 0 to 7 have the first group in their
+//           first half, rows 8 to 15 the second group in their second half, and zeros elsewhere. One product of this
+//           tile with the codes of two groups of weights then sums the two apart.
+class QuantizedRows {
+ public:
+  QuantizedRows(const Activations& of, int depth) : groups(depth / kGroup), paired(kHasTiles && of.rows <= kPairedRows) {
+    const int64_t pairs = (groups + 1) / 2, padded = (of.rows + kTileRows - 1) / kTileRows * kTileRows;
+    first_codes = (int8_t*)of.quantized;
+    first_terms = (GroupTerms*)(first_codes + padded * 2 * pairs * kGroup);
+  }
+
+  GroupTerms* terms(int64_t row, int group) const {
+    return first_terms + (row / kTileRows * groups + group) * kTileRows + row % kTileRows;
+  }
+  int8_t* codes(int64_t row, int group) const {
+    if (paired) return first_codes + group / 2 * (16 * 64) + (group % 2 * kPairedRows + row) * 64 + group % 2 * kGroup;
+    return first_codes + ((row / kTileRows * groups + group) * kTileRows + row % kTileRows) * kGroup;
+  }
+  // Bytes from a row's codes to the next one's, within kTileRows.
+  int64_t stride() const { return paired ? 64 : kGroup; }
+  bool is_paired() const { return paired; }
+
+  // Of paired rows: writes the zeros beside a row's codes, and codes of zero for a group that lacks in the last pair.
+  void clear_beside(int64_t row) const {
+    for (int pair = 0; pair < (groups + 1) / 2; ++pair) {
+      int8_t* first = codes(row, 2 * pair);
+      std::memset(first + kGroup, 0, kGroup);
+      std::memset(first + kPairedRows * 64, 0, 2 * pair + 1 < groups ? kGroup : 2 * kGroup);
+    }
+  }
+
+ private:
+  int groups;
+  bool paired;
+  int8_t* first_codes;
+  GroupTerms* first_terms;
+};
 
 void quantize_row(const Activations& to, int64_t row, int depth);
 

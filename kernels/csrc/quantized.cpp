@@ -28,24 +28,44 @@
 #include <utility>
 
 #include "linear.h"
+#include "scratch.h"
 
 namespace {
 
 constexpr int kQuads = kGroup / 4;
+constexpr int kPanelVecs = kPanel / kLanes;
 // Activations in one pass over the weights stay in the second-level cache.
 constexpr int64_t kPassBytes = 512 << 10;
 // Weights are asked for so many bytes before they are used; 1 to 8 KiB measure alike.
 constexpr int kAhead = 4096;
+// Rows of a block of a product.
+constexpr int kBlockRows = kLanes == 16 ? 6 : 4;
+// More rows than these take the panel's codes from scratch memory, where they were unpacked once for all rows.
+constexpr int kDirectRows = kHasTiles ? 2 : kLanes == 16 ? 3 : kBlockRows;
+// A part of the work has at least so many rows, since it unpacks a panel.
+constexpr int64_t kLeastRows = 64;
 
 template <Packing Kind>
 struct Format {
   static constexpr bool kIsK = Kind == Packing::kQ4K || Kind == Packing::kQ6K;
   static constexpr int kBits = Kind == Packing::kInt8 ? 8 : Kind == Packing::kQ6K ? 6 : 4;
   static constexpr bool kHasMinimum = kBits == 4;
-  static constexpr int kGroups = kIsK ? 8 : 1;
+  // Groups of a block of the packing; parts of a group that have their own scale.
+  static constexpr int kGroups = kIsK ? 8 : 1, kParts = Kind == Packing::kQ6K ? 2 : 1;
   static constexpr int kHeadBytes = (kHasMinimum ? 4 : 2) * kPanel;
   static constexpr int kFactorBytes = kIsK ? 2 * kPanel : 0;
   static constexpr int kGroupBytes = kFactorBytes + kPanel * kGroup * kBits / 8;
+
+  static int64_t panel_bytes(int groups) {
+    return int64_t(groups / kGroups) * kHeadBytes + int64_t(groups) * kGroupBytes;
+  }
+  // What the code that means 0 adds to a row's sum over a part, with the sign changed.
+  static int32_t offset(const GroupTerms& terms, int part) {
+    if constexpr (kHasMinimum) return 0;
+    if constexpr (kParts == 1) return terms.shift;
+    const int first = -32 * terms.first_sum;
+    return part ? terms.shift / 4 - first : first;
+  }
 };
 
 inline VecInt load_int(const void* p) {
@@ -53,6 +73,7 @@ inline VecInt load_int(const void* p) {
   std::memcpy(&v, p, sizeof v);
   return v;
 }
+inline void store_int(void* p, VecInt v) { std::memcpy(p, &v, sizeof v); }
 
 inline VecInt low_nibbles(VecInt bytes) { return bytes & 0x0f0f0f0f; }
 inline VecInt high_nibbles(VecInt bytes) { return (bytes >> 4) & 0x0f0f0f0f; }
@@ -65,9 +86,113 @@ inline VecInt in_order(VecInt sum) {
 
 struct Call {
   const TandemLinear& weight;
-  const Activations& x;
+  QuantizedRows x;
   void* out;
   DType out_dtype;
+};
+
+// One panel's columns from `at` on, Vecs * kLanes of them, group by group as they are packed.
+template <Packing Kind, int Vecs>
+class PackedColumns {
+  using F = Format<Kind>;
+
+ public:
+  PackedColumns(const TandemLinear& weight, int64_t panel, int at)
+      : next((const uint8_t*)weight.packed + panel * F::panel_bytes(weight.depth / kGroup)), at(at) {}
+
+  // Called with 0, 1, 2, ...
+  __attribute__((always_inline)) void open(int group) {
+    if (group % F::kGroups == 0) {
+      const uint16_t* head = (const uint16_t*)next + at;
+      for (int v = 0; v < Vecs; ++v) {
+        scales[v] = from_f16(head + v * kLanes);
+        if constexpr (F::kHasMinimum) minimums[v] = from_f16(head + kPanel + v * kLanes);
+      }
+      next += F::kHeadBytes;
+    }
+    // A part of a panel leaves out every other line, which the hardware does not foresee; it takes up to half as long so.
+    if constexpr (kLanes < 16)
+      for (int line = 0; line < F::kGroupBytes; line += 64) __builtin_prefetch(next + kAhead + line);
+    factors = (const int8_t*)next + at;
+    packed = next + F::kFactorBytes + at * 4;
+    next += F::kGroupBytes;
+  }
+
+  // Four codes in each lane.
+  __attribute__((always_inline)) VecInt codes(int quad, int v) const {
+    if constexpr (F::kBits == 8) return line(quad, v);
+    const int lower = quad % (kQuads / 2), half = quad / (kQuads / 2);
+    const VecInt both = line(lower, v), codes = half ? high_nibbles(both) : low_nibbles(both);
+    if constexpr (F::kBits == 4) return codes;
+    const VecInt upper = line(kQuads / 2 + half, v);
+    const int shift = 2 * lower - 4;
+    return codes | ((shift < 0 ? upper << -shift : upper >> shift) & 0x30303030);
+  }
+
+  // What a code counts for in a part of the group, and what each activation is multiplied by besides.
+  __attribute__((always_inline)) Vec scale(int part, int v) const {
+    return F::kIsK ? scales[v] * from_int8(factors + part * kPanel + v * kLanes) : scales[v];
+  }
+  __attribute__((always_inline)) Vec minimum(int v) const {
+    return F::kIsK ? minimums[v] * from_int8(factors + kPanel + v * kLanes) : minimums[v];
+  }
+
+ private:
+  VecInt line(int n, int v) const { return load_int(packed + (n * kPanel + v * kLanes) * 4); }
+
+  const uint8_t* next;
+  const int at;
+  const int8_t* factors;
+  const uint8_t* packed;
+  Vec scales[Vecs] = {}, minimums[Vecs] = {};
+};
+
+// A panel in scratch memory: a byte per code, and a float for each scale.
+template <Packing Kind>
+struct Unpacked {
+  using F = Format<Kind>;
+  uint8_t* codes;            // [groups, rounded up to pairs][kQuads][kPanel][4]
+  float *scales, *minimums;  // [groups][kParts][kPanel], [groups][kPanel]
+
+  Unpacked(Scratch& scratch, int groups) {
+    const int64_t code_bytes = int64_t(groups + groups % 2) * kGroup * kPanel, floats = int64_t(groups) * kPanel;
+    codes = (uint8_t*)scratch.of(code_bytes + floats * (F::kParts + 1) * sizeof(float));
+    scales = (float*)(codes + code_bytes);
+    minimums = scales + floats * F::kParts;
+  }
+
+  void load_panel(const TandemLinear& weight, int64_t panel) const {
+    PackedColumns<Kind, kPanelVecs> from(weight, panel, 0);
+    for (int g = 0; g < weight.depth / kGroup; ++g) {
+      from.open(g);
+      for (int quad = 0; quad < kQuads; ++quad)
+        for (int v = 0; v < kPanelVecs; ++v) store_int(codes_at(g, quad, v * kLanes), from.codes(quad, v));
+      for (int v = 0; v < kPanelVecs; ++v) {
+        for (int part = 0; part < F::kParts; ++part) ::store(scales_at(g, part, v * kLanes), from.scale(part, v));
+        if constexpr (F::kHasMinimum) ::store(minimums + g * kPanel + v * kLanes, from.minimum(v));
+      }
+    }
+  }
+
+  uint8_t* codes_at(int64_t group, int quad, int column) const {
+    return codes + ((group * kQuads + quad) * kPanel + column) * 4;
+  }
+  float* scales_at(int group, int part, int column) const {
+    return scales + (group * F::kParts + part) * kPanel + column;
+  }
+};
+
+// The same columns of an unpacked panel.
+template <Packing Kind>
+struct UnpackedColumns {
+  const Unpacked<Kind>& panel;
+  const int at;
+  int group = 0;
+
+  void open(int g) { group = g; }
+  VecInt codes(int quad, int v) const { return load_int(panel.codes_at(group, quad, at + v * kLanes)); }
+  Vec scale(int part, int v) const { return load(panel.scales_at(group, part, at + v * kLanes)); }
+  Vec minimum(int v) const { return load(panel.minimums + group * kPanel + at + v * kLanes); }
 };
 
 // Codes times activations of -127 .. 127, summed over a group or half of it, for some rows and columns. Without an
@@ -79,7 +204,7 @@ struct Sums {
   static constexpr int kPlanes = !kIsWide && Bits == 8 ? 2 : 1;
   VecInt planes[kPlanes][Rows][Vecs] = {};
 
-  // offset(r) belongs to each sum of row r: the code that means 0, times the activations.
+  // offset(r) belongs to each sum of row r.
   template <class Offset>
   __attribute__((always_inline)) explicit Sums(Offset offset) {
     if constexpr (kIsWide)
@@ -87,40 +212,40 @@ struct Sums {
         for (int v = 0; v < Vecs; ++v) planes[0][r][v] += offset(r);
   }
 
-  // Codes of two quads of depth.
-  __attribute__((always_inline)) void add(const RowGroup& group, int quad, int other_quad, const VecInt* codes,
-                                          const VecInt* other_codes) {
+  // Codes of two quads of depth, times those of rows `stride` bytes apart.
+  __attribute__((always_inline)) void add(const int8_t* rows, int64_t stride, int quad, int other_quad,
+                                          const VecInt* codes, const VecInt* other_codes) {
     if constexpr (kHasDotProduct) {
-      add_one(group, quad, codes);
-      add_one(group, other_quad, other_codes);
-      return;
-    }
-    for (int r = 0; r < Rows; ++r) {
-      int32_t by, other;
-      std::memcpy(&by, group.codes[r] + 4 * quad, 4);
-      std::memcpy(&other, group.codes[r] + 4 * other_quad, 4);
-      for (int v = 0; v < Vecs; ++v) {
-        VecInt& sum = planes[0][r][v];
-        if constexpr (Bits == 6) {
-          sum = in_order(sum + joined(add_halves(products(codes[v], by), products(other_codes[v], other))));
-        } else {
-          constexpr bool kSplit = Bits == 8;
-          sum = in_order(add_halves(sum, products(kSplit ? low_nibbles(codes[v]) : codes[v], by)));
-          sum = in_order(add_halves(sum, products(kSplit ? low_nibbles(other_codes[v]) : other_codes[v], other)));
-          if constexpr (kSplit) {
-            VecInt& upper = planes[1][r][v];
-            upper = in_order(add_halves(upper, products(high_nibbles(codes[v]), by)));
-            upper = in_order(add_halves(upper, products(high_nibbles(other_codes[v]), other)));
+      add_one(rows + 4 * quad, stride, codes);
+      add_one(rows + 4 * other_quad, stride, other_codes);
+    } else {
+      for (int r = 0; r < Rows; ++r) {
+        int32_t by, other;
+        std::memcpy(&by, rows + r * stride + 4 * quad, 4);
+        std::memcpy(&other, rows + r * stride + 4 * other_quad, 4);
+        for (int v = 0; v < Vecs; ++v) {
+          VecInt& sum = planes[0][r][v];
+          if constexpr (Bits == 6) {
+            sum = in_order(sum + joined(add_halves(products(codes[v], by), products(other_codes[v], other))));
+          } else {
+            constexpr bool kSplit = Bits == 8;
+            sum = in_order(add_halves(sum, products(kSplit ? low_nibbles(codes[v]) : codes[v], by)));
+            sum = in_order(add_halves(sum, products(kSplit ? low_nibbles(other_codes[v]) : other_codes[v], other)));
+            if constexpr (kSplit) {
+              VecInt& upper = planes[1][r][v];
+              upper = in_order(add_halves(upper, products(high_nibbles(codes[v]), by)));
+              upper = in_order(add_halves(upper, products(high_nibbles(other_codes[v]), other)));
+            }
           }
         }
       }
     }
   }
 
-  __attribute__((always_inline)) void add_one(const RowGroup& group, int quad, const VecInt* codes) {
+  __attribute__((always_inline)) void add_one(const int8_t* rows, int64_t stride, const VecInt* codes) {
     for (int r = 0; r < Rows; ++r) {
       int32_t by;
-      std::memcpy(&by, group.codes[r] + 4 * quad, 4);
+      std::memcpy(&by, rows + r * stride, 4);
       for (int v = 0; v < Vecs; ++v) planes[0][r][v] = add_products(planes[0][r][v], codes[v], by);
     }
   }
@@ -136,121 +261,216 @@ struct Sums {
   }
 };
 
-// Rows of one tile x Vecs * kLanes columns from `column` on.
-template <Packing Kind, int Rows, int Vecs>
-void block(const Call& c, int64_t row, int column) {
+// Rows of one tile x Vecs * kLanes columns, from `column` on, of which `columns` has the weights.
+template <Packing Kind, int Rows, int Vecs, class Columns>
+void block(const Call& c, int64_t row, int column, Columns columns) {
   using F = Format<Kind>;
-  const int groups = c.weight.depth / kGroup;
-  const int64_t at = column % kPanel;
-  const int64_t panel_bytes = int64_t(groups / F::kGroups) * F::kHeadBytes + int64_t(groups) * F::kGroupBytes;
-  const uint8_t* weights = (const uint8_t*)c.weight.packed + column / kPanel * panel_bytes;
-  const RowGroup* group = c.x.groups + row / kTileRows * groups;
-  Vec total[Rows][Vecs] = {}, scale[Vecs] = {}, minimum[Vecs] = {};
-  for (int g = 0; g < groups; ++g, ++group, weights += F::kGroupBytes) {
-    if (g % F::kGroups == 0) {
-      const uint16_t* head = (const uint16_t*)weights + at;
-      for (int v = 0; v < Vecs; ++v) {
-        scale[v] = from_f16(head + v * kLanes);
-        if constexpr (F::kHasMinimum) minimum[v] = from_f16(head + kPanel + v * kLanes);
-      }
-      weights += F::kHeadBytes;
-    }
-    // A part of a panel leaves out every other line, which the hardware does not foresee; it takes up to half as long so.
-    if constexpr (kLanes == 8)
-      for (int line = 0; line < F::kGroupBytes; line += 64) __builtin_prefetch(weights + kAhead + line);
-    const int8_t* factors = (const int8_t*)weights + at;
-    const uint8_t* packed = weights + F::kFactorBytes + at * 4;
-    const auto load_codes = [&](int line, int v) { return load_int(packed + (line * kPanel + v * kLanes) * 4); };
-    // Adds what the sums mean, of one group or one of its halves.
-    const auto settle = [&](const Sums<F::kBits, Rows, Vecs>& sums, const int8_t* factor, auto offset) {
-      for (int r = 0; r < Rows; ++r) {
-        const Vec unit = splat(group->scales[r]), sum = splat(group->sums[r]);
-        for (int v = 0; v < Vecs; ++v) {
-          const Vec dot = __builtin_convertvector(sums.of(r, v, offset), Vec) * unit;
-          const Vec by = F::kIsK ? scale[v] * from_int8(factor + v * kLanes) : scale[v];
-          total[r][v] = fma(dot, by, total[r][v]);
-          if constexpr (F::kHasMinimum) {
-            const Vec least = F::kIsK ? minimum[v] * from_int8(factor + kPanel + v * kLanes) : minimum[v];
-            total[r][v] = fma(sum, least, total[r][v]);
-          }
-        }
-      }
-    };
-    if constexpr (Kind == Packing::kQ6K) {
-      for (int half = 0; half < 2; ++half) {
-        const auto offset = [&](int r) {
-          const int first = -32 * group->first_sums[r];
-          return half ? group->shifts[r] / 4 - first : first;
-        };
-        Sums<F::kBits, Rows, Vecs> sums(offset);
-        for (int k = 0; k < kQuads / 2; k += 2) {
-          VecInt codes[2][Vecs];
-          for (int i = 0; i < 2; ++i)
-            for (int v = 0; v < Vecs; ++v) {
-              const VecInt both = load_codes(k + i, v);
-              const VecInt upper = load_codes(kQuads / 2 + half, v);
-              const int shift = 2 * (k + i) - 4;
-              codes[i][v] = (half ? high_nibbles(both) : low_nibbles(both)) |
-                            ((shift < 0 ? upper << -shift : upper >> shift) & 0x30303030);
-            }
-          const int quad = half * kQuads / 2 + k;
-          sums.add(*group, quad, quad + 1, codes[0], codes[1]);
-        }
-        settle(sums, factors + half * kPanel, offset);
-      }
-    } else {
-      const auto offset = [&](int r) { return F::kHasMinimum ? 0 : group->shifts[r]; };
+  const int64_t stride = c.x.stride();
+  Vec total[Rows][Vecs] = {};
+  for (int g = 0; g < c.weight.depth / kGroup; ++g) {
+    columns.open(g);
+    const GroupTerms* terms = c.x.terms(row, g);
+    const int8_t* rows = c.x.codes(row, g);
+    for (int part = 0; part < F::kParts; ++part) {
+      const auto offset = [&](int r) { return F::offset(terms[r], part); };
       Sums<F::kBits, Rows, Vecs> sums(offset);
-      for (int k = 0; k < kQuads / 2; ++k) {
+      for (int k = 0; k < kQuads / F::kParts; k += 2) {
+        // Two quads whose codes lie in the same bytes, if there are any.
+        const int quad = F::kParts == 1 ? k / 2 : part * kQuads / 2 + k;
+        const int other_quad = F::kParts == 1 ? quad + kQuads / 2 : quad + 1;
         VecInt codes[2][Vecs];
         for (int v = 0; v < Vecs; ++v) {
-          if constexpr (F::kBits == 8) {
-            codes[0][v] = load_codes(k, v);
-            codes[1][v] = load_codes(k + kQuads / 2, v);
-          } else {
-            const VecInt bytes = load_codes(k, v);
-            codes[0][v] = low_nibbles(bytes);
-            codes[1][v] = high_nibbles(bytes);
-          }
+          codes[0][v] = columns.codes(quad, v);
+          codes[1][v] = columns.codes(other_quad, v);
         }
-        sums.add(*group, k, k + kQuads / 2, codes[0], codes[1]);
+        sums.add(rows, stride, quad, other_quad, codes[0], codes[1]);
       }
-      settle(sums, factors, offset);
+      for (int r = 0; r < Rows; ++r) {
+        const Vec unit = splat(terms[r].scale), sum = splat(terms[r].sum);
+        for (int v = 0; v < Vecs; ++v) {
+          const Vec dot = __builtin_convertvector(sums.of(r, v, offset), Vec) * unit;
+          total[r][v] = fma(dot, columns.scale(part, v), total[r][v]);
+          if constexpr (F::kHasMinimum) total[r][v] = fma(sum, columns.minimum(v), total[r][v]);
+        }
+      }
     }
   }
   for (int r = 0; r < Rows; ++r)
-    for (int v = 0; v < Vecs; ++v) {
+    for (int v = 0; v < Vecs; ++v)
       store_columns(c.weight, c.out, row + r, column + v * kLanes, c.out_dtype, total[r][v]);
-    }
 }
 
-// Rows of one tile x one panel.
+// Rows of one tile x one panel as it is packed.
 template <Packing Kind, int Rows>
-void panel_block(const Call& c, int64_t row, int column) {
+void packed_block(const Call& c, int64_t row, int64_t panel) {
   // As many sums as registers hold, on AVX2; one row takes a whole panel if it can, which reads memory in order.
-  constexpr bool kFew = kLanes == 8 && Kind == Packing::kInt8 && Rows > 1;
-  constexpr bool kMany = kLanes == 8 && Kind != Packing::kInt8 && Rows == 1;
+  constexpr bool kFew = kLanes < 16 && Kind == Packing::kInt8 && Rows > 1;
+  constexpr bool kMany = kLanes < 16 && Kind != Packing::kInt8 && Rows == 1;
   constexpr int kVecs = kFew ? 1 : kMany ? 4 : 2;
-  for (int n = 0; n < kPanel; n += kVecs * kLanes) block<Kind, Rows, kVecs>(c, row, column + n);
+  for (int at = 0; at < kPanel; at += kVecs * kLanes)
+    block<Kind, Rows, kVecs>(c, row, int(panel) * kPanel + at, PackedColumns<Kind, kVecs>(c.weight, panel, at));
 }
 
-template <Packing Kind, int... Rows>
-void some_rows(std::integer_sequence<int, Rows...>, int rows, const Call& c, int64_t row, int column) {
-  using Block = void (*)(const Call&, int64_t, int);
-  static constexpr Block kBlocks[] = {panel_block<Kind, Rows + 1>...};
-  kBlocks[rows - 1](c, row, column);
+// The same of an unpacked one.
+template <Packing Kind, int Rows>
+void unpacked_block(const Call& c, int64_t row, int64_t panel, const Unpacked<Kind>& unpacked) {
+  constexpr int kVecs = kLanes < 16 && Kind == Packing::kInt8 ? 1 : 2;
+  for (int at = 0; at < kPanel; at += kVecs * kLanes)
+    block<Kind, Rows, kVecs>(c, row, int(panel) * kPanel + at, UnpackedColumns<Kind>{unpacked, at});
+}
+
+// Calls work(rows as a constant) for rows of 1 .. Most.
+template <int Most, class Work>
+inline void with_constant(int rows, Work work) {
+  if constexpr (Most > 1)
+    if (rows < Most) return with_constant<Most - 1>(rows, work);
+  work(std::integral_constant<int, Most>());
+}
+
+// One panel times rows first .. end - 1, in blocks of nearly equal size within tiles.
+template <Packing Kind>
+void unpacked_rows(const Call& c, int64_t first, int64_t end, int64_t panel, const Unpacked<Kind>& unpacked) {
+  for (int64_t tile = first; tile < end; tile += kTileRows) {
+    const int rows = int(std::min<int64_t>(kTileRows, end - tile)), blocks = (rows + kBlockRows - 1) / kBlockRows;
+    for (int i = 0; i < blocks; ++i) {
+      const int from = rows * i / blocks, to = rows * (i + 1) / blocks;
+      with_constant<kBlockRows>(
+          to - from, [&](auto count) { unpacked_block<Kind, decltype(count)::value>(c, tile + from, panel, unpacked); });
+    }
+  }
+}
+
+// Products of AMX's tiles. Each yields the sums of a unit: a part of a group for 16 rows, or if the rows are paired, two
+// groups for 8 rows each (codes of 6 bits: one part for 8 rows). The sums pass through memory to vector registers, where
+// they are scaled. The scaling of some units overlaps with the products of the next ones.
+template <Packing Kind, bool Paired>
+class TileProduct {
+  using F = Format<Kind>;
+  static constexpr bool kJoinsGroups = Paired && F::kParts == 1;
+  static constexpr int kUnitRows = Paired && !kJoinsGroups ? kPairedRows : 16;
+  static constexpr int kUnitBytes = kJoinsGroups ? 64 : kGroup / F::kParts;  // of depth
+  // Tiles 0 to 3 have sums, 4 and 5 activations, 6 and 7 codes of 16 columns.
+  static constexpr int kBatch = 4;
+
+ public:
+  static TileConfig config() {
+    TileConfig made;
+    for (int t = 0; t < 8; ++t)
+      t < 4   ? made.shape(t, kUnitRows, 64)
+      : t < 6 ? made.shape(t, kUnitRows, kUnitBytes)
+              : made.shape(t, kUnitBytes / 4, 64);
+    return made;
+  }
+
+  TileProduct(const Call& c, int64_t row, int column, const Unpacked<Kind>& panel)
+      : c(c), row(row), column(column), panel(panel), groups(c.weight.depth / kGroup),
+        units(kJoinsGroups ? (groups + 1) / 2 : groups * F::kParts) {}
+
+  // The first `rows` rows of the tile; up to Rows are computed.
+  template <int Rows>
+  void run(int rows) {
+    Vec total[Rows] = {};
+    const auto batch = std::make_integer_sequence<int, kBatch>();
+    multiply(batch, 0);
+    for (int unit = 0; unit < units; unit += kBatch) {
+      if (unit + kBatch < units) multiply(batch, unit + kBatch);
+      for (int i = 0; i < std::min(kBatch, units - unit); ++i) {
+        const int32_t(*of_unit)[16] = sums[(unit + i) % (2 * kBatch)];
+        if constexpr (kJoinsGroups) {
+          settle<Rows>(2 * (unit + i), 0, of_unit, total);
+          if (2 * (unit + i) + 1 < groups) settle<Rows>(2 * (unit + i) + 1, 0, of_unit + kPairedRows, total);
+        } else {
+          settle<Rows>((unit + i) / F::kParts, (unit + i) % F::kParts, of_unit, total);
+        }
+      }
+    }
+    for (int r = 0; r < Rows; ++r)
+      if (r < rows) store_columns(c.weight, c.out, row + r, column, c.out_dtype, total[r]);
+  }
+
+ private:
+  template <int... I>
+  __attribute__((always_inline)) void multiply(std::integer_sequence<int, I...>, int first) {
+    ((first + I < units ? multiply_one<I>(first + I) : void()), ...);
+  }
+
+  template <int I>
+  __attribute__((always_inline)) void multiply_one(int unit) {
+    const int group = kJoinsGroups ? 2 * unit : unit / F::kParts, part = kJoinsGroups ? 0 : unit % F::kParts;
+    tile_zero<I>();
+    tile_load<4 + I % 2>(c.x.codes(row, group) + part * kUnitBytes, c.x.stride());
+    tile_load<6 + I % 2>(panel.codes_at(group, part * kQuads / F::kParts, column % kPanel), kPanel * 4);
+    tile_dot_int8<I, 4 + I % 2, 6 + I % 2>();
+    tile_store<I>(sums[unit % (2 * kBatch)], 64);
+  }
+
+  template <int Rows>
+  __attribute__((always_inline)) void settle(int group, int part, const int32_t (*of)[16], Vec* total) const {
+    const GroupTerms* terms = c.x.terms(row, group);
+    const Vec scale = load(panel.scales_at(group, part, column % kPanel));
+    const Vec minimum = F::kHasMinimum ? load(panel.minimums + group * kPanel + column % kPanel) : Vec{};
+    for (int r = 0; r < Rows; ++r) {
+      const VecInt sum = load_int(of[r]) + F::offset(terms[r], part);
+      total[r] = fma(__builtin_convertvector(sum, Vec) * splat(terms[r].scale), scale, total[r]);
+      if constexpr (F::kHasMinimum) total[r] = fma(splat(terms[r].sum), minimum, total[r]);
+    }
+  }
+
+  const Call& c;
+  const int64_t row;
+  const int column;
+  const Unpacked<Kind>& panel;
+  const int groups, units;
+  alignas(64) int32_t sums[2 * kBatch][16][16];
+};
+
+// One panel times rows first .. end - 1.
+template <Packing Kind>
+void tile_rows(const Call& c, int64_t first, int64_t end, int64_t panel, const Unpacked<Kind>& unpacked) {
+  const bool paired = c.x.is_paired();
+  for (int64_t row = first; row < end; row += kTileRows)
+    for (int column = int(panel) * kPanel; column < int(panel + 1) * kPanel; column += 16) {
+      const int rows = int(std::min<int64_t>(kTileRows, end - row));
+      if (paired)
+        with_constant<kPairedRows / 2>((rows + 1) / 2, [&](auto twos) {
+          TileProduct<Kind, true>(c, row, column, unpacked).template run<2 * decltype(twos)::value>(rows);
+        });
+      else
+        with_constant<kTileRows / 4>((rows + 3) / 4, [&](auto fours) {
+          TileProduct<Kind, false>(c, row, column, unpacked).template run<4 * decltype(fours)::value>(rows);
+        });
+    }
 }
 
 template <Packing Kind>
 void run(Team& team, const Call& c, int64_t rows) {
-  const int64_t pass = std::max<int64_t>(1, kPassBytes / c.weight.depth / kTileRows) * kTileRows;
-  for (int64_t first = 0; first < rows; first += pass) {
-    const int64_t end = std::min(first + pass, rows);
-    team.share(panels_of(c.weight), [&](int64_t panel) {
-      for (int64_t row = first; row < end; row += kTileRows)
-        some_rows<Kind>(std::make_integer_sequence<int, kTileRows>{}, int(std::min<int64_t>(kTileRows, end - row)), c,
-                        row, int(panel) * kPanel);
+  const int64_t panels = panels_of(c.weight);
+  if (rows == 0) return;
+  if (rows <= kDirectRows) {
+    team.share(panels, [&](int64_t panel) {
+      with_constant<kDirectRows>(
+          int(rows), [&](auto count) { packed_block<Kind, decltype(count)::value>(c, 0, panel); });
     });
+    return;
+  }
+  // Parts of the rows: as many as the cache asks for, or threads.
+  const int64_t parts = std::max<int64_t>(1, 4 * team.size() / panels);
+  const int64_t wanted = std::min(kPassBytes / c.weight.depth, std::max(kLeastRows, (rows + parts - 1) / parts));
+  const int64_t part_rows = std::max<int64_t>(1, wanted / kTileRows) * kTileRows;
+  static thread_local Scratch scratch;
+  const auto work = [&](auto product) {
+    const Unpacked<Kind> unpacked(scratch, c.weight.depth / kGroup);
+    team.share((rows + part_rows - 1) / part_rows * panels, [&](int64_t i) {
+      const int64_t first = i / panels * part_rows, panel = i % panels;
+      unpacked.load_panel(c.weight, panel);
+      product(first, std::min(first + part_rows, rows), panel, unpacked);
+    });
+  };
+  if constexpr (kHasTiles) {
+    const Tiles tiles(c.x.is_paired() ? TileProduct<Kind, true>::config() : TileProduct<Kind, false>::config());
+    work([&](auto... of) { tile_rows<Kind>(c, of...); });
+  } else {
+    work([&](auto... of) { unpacked_rows<Kind>(c, of...); });
   }
 }
 
@@ -258,9 +478,10 @@ void run(Team& team, const Call& c, int64_t rows) {
 
 void quantize_row(const Activations& to, int64_t row, int depth) {
   constexpr int kCount = kGroup / kLanes;
-  RowGroup* group = to.groups + row / kTileRows * (depth / kGroup);
-  const int r = int(row % kTileRows);
-  for (int64_t at = row * depth; at < (row + 1) * depth; at += kGroup, ++group) {
+  const QuantizedRows rows(to, depth);
+  for (int g = 0; g < depth / kGroup; ++g) {
+    const int64_t at = row * depth + g * kGroup;
+    int8_t* codes = rows.codes(row, g);
     Vec x[kCount], top{};
     for (int v = 0; v < kCount; ++v) {
       x[v] = load_as_float(to.x, at + v * kLanes, to.dtype, nullptr);
@@ -272,21 +493,19 @@ void quantize_row(const Activations& to, int64_t row, int depth) {
     for (int v = 0; v < kCount; ++v) {
       const VecInt code = round(x[v] * splat(inverse));
       totals[2 * v / kCount] += code;
-      to_int8(group->codes[r] + v * kLanes, code);
+      to_int8(codes + v * kLanes, code);
     }
     // Both halves in one sum: each is at most 16 * 127 = 2032.
     const int halves = sum(totals[0] + (totals[1] << 16));
     const int first = int16_t(halves), all = first + ((halves - first) >> 16);
-    group->first_sums[r] = first;
-    group->shifts[r] = -128 * all;
-    group->scales[r] = most / 127.0f;
-    group->sums[r] = group->scales[r] * all;
+    *rows.terms(row, g) = {most / 127.0f, most / 127.0f * all, first, -128 * all};
   }
+  if (rows.is_paired()) rows.clear_beside(row);
 }
 
 void quantized_piece(Team& team, const TandemLinear& piece, const Activations& x, int64_t rows, void* out,
                      DType out_dtype) {
-  const Call call = {piece, x, out, out_dtype};
+  const Call call = {piece, QuantizedRows(x, piece.depth), out, out_dtype};
   switch ((Packing)piece.packing) {
     case Packing::kInt8: run<Packing::kInt8>(team, call, rows); break;
     case Packing::kInt4: run<Packing::kInt4>(team, call, rows); break;

@@ -44,6 +44,8 @@ class Team {
 
   Team(State& state, int index, int count) : state(state), index(index), count(count) {}
 
+  int size() const { return count; }
+
   // Calls work(i) for each i of 0 .. size - 1, each on the thread that asks first; returns when all are taken. All threads
   // of a team call it for the same work in the same order.
   template <class Work>
