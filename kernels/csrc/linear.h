@@ -90,7 +90,7 @@ inline int64_t quantized_bytes(int64_t rows, int depth) {
 //           tile with the codes of two groups of weights then sums the two apart.
 class QuantizedRows {
  public:
-  QuantizedRows(const Activations& of, int depth) : groups(depth / kGroup), paired(kHasTiles && of.rows <= kPairedRows) {
+  QuantizedRows(const Activations& of, int depth) : groups(depth / kGroup), paired(of.rows <= kPairedRows) {
     const int64_t pairs = (groups + 1) / 2, padded = (of.rows + kTileRows - 1) / kTileRows * kTileRows;
     first_codes = (int8_t*)of.quantized;
     first_terms = (GroupTerms*)(first_codes + padded * 2 * pairs * kGroup);
@@ -100,12 +100,12 @@ class QuantizedRows {
     return first_terms + (row / kTileRows * groups + group) * kTileRows + row % kTileRows;
   }
   int8_t* codes(int64_t row, int group) const {
-    if (paired) return first_codes + group / 2 * (16 * 64) + (group % 2 * kPairedRows + row) * 64 + group % 2 * kGroup;
+    if (is_paired()) return first_codes + group / 2 * (16 * 64) + (group % 2 * kPairedRows + row) * 64 + group % 2 * kGroup;
     return first_codes + ((row / kTileRows * groups + group) * kTileRows + row % kTileRows) * kGroup;
   }
   // Bytes from a row's codes to the next one's, within kTileRows.
-  int64_t stride() const { return paired ? 64 : kGroup; }
-  bool is_paired() const { return paired; }
+  int64_t stride() const { return is_paired() ? 64 : kGroup; }
+  bool is_paired() const { return kHasTiles && paired; }
 
   // Of paired rows: writes the zeros beside a row's codes, and codes of zero for a group that lacks in the last pair.
   void clear_beside(int64_t row) const {

@@ -40,8 +40,10 @@ constexpr int64_t kPassBytes = 512 << 10;
 constexpr int kAhead = 4096;
 // Rows of a block of a product.
 constexpr int kBlockRows = kLanes == 16 ? 6 : 4;
-// More rows than these take the panel's codes from scratch memory, where they were unpacked once for all rows.
-constexpr int kDirectRows = kHasTiles ? 2 : kLanes == 16 ? 3 : kBlockRows;
+// More rows than these take the panel's codes from scratch memory, where they were unpacked once for all rows. With AVX2
+// codes of 8 bits gain nothing, and 4 bits 4 to 10 % of a prompt's time.
+template <Packing Kind>
+constexpr int64_t kPackedRows = kHasTiles ? 2 : kLanes == 16 ? 3 : Kind == Packing::kInt8 ? INT64_MAX : Kind == Packing::kQ6K ? 12 : 32;
 // A part of the work has at least so many rows, since it unpacks a panel.
 constexpr int64_t kLeastRows = 64;
 
@@ -91,24 +93,36 @@ struct Call {
   DType out_dtype;
 };
 
-// One panel's columns from `at` on, Vecs * kLanes of them, group by group as they are packed.
-template <Packing Kind, int Vecs>
-class PackedColumns {
+// A panel as it is packed.
+template <Packing Kind>
+struct Packed {
+  const TandemLinear& weight;
+  int64_t panel;
+
+  template <int Vecs>
+  class Columns;
+};
+
+// Vecs * kLanes of its columns from `at` on, group by group.
+template <Packing Kind>
+template <int Vecs>
+class Packed<Kind>::Columns {
   using F = Format<Kind>;
 
  public:
-  PackedColumns(const TandemLinear& weight, int64_t panel, int at)
-      : next((const uint8_t*)weight.packed + panel * F::panel_bytes(weight.depth / kGroup)), at(at) {}
+  Columns(const Packed& from, int at)
+      : next((const uint8_t*)from.weight.packed + from.panel * F::panel_bytes(from.weight.depth / kGroup)), at(at) {}
 
   // Called with 0, 1, 2, ...
   __attribute__((always_inline)) void open(int group) {
     if (group % F::kGroups == 0) {
-      const uint16_t* head = (const uint16_t*)next + at;
-      for (int v = 0; v < Vecs; ++v) {
-        scales[v] = from_f16(head + v * kLanes);
-        if constexpr (F::kHasMinimum) minimums[v] = from_f16(head + kPanel + v * kLanes);
-      }
+      head = (const uint16_t*)next + at;
       next += F::kHeadBytes;
+      if constexpr (F::kIsK)
+        for (int v = 0; v < Vecs; ++v) {
+          store(scales + v * kLanes, from_f16(head + v * kLanes));
+          if constexpr (F::kHasMinimum) store(minimums + v * kLanes, from_f16(head + kPanel + v * kLanes));
+        }
     }
     // A part of a panel leaves out every other line, which the hardware does not foresee; it takes up to half as long so.
     if constexpr (kLanes < 16)
@@ -131,10 +145,12 @@ class PackedColumns {
 
   // What a code counts for in a part of the group, and what each activation is multiplied by besides.
   __attribute__((always_inline)) Vec scale(int part, int v) const {
-    return F::kIsK ? scales[v] * from_int8(factors + part * kPanel + v * kLanes) : scales[v];
+    if constexpr (!F::kIsK) return from_f16(head + v * kLanes);
+    return load(scales + v * kLanes) * from_int8(factors + part * kPanel + v * kLanes);
   }
   __attribute__((always_inline)) Vec minimum(int v) const {
-    return F::kIsK ? minimums[v] * from_int8(factors + kPanel + v * kLanes) : minimums[v];
+    if constexpr (!F::kIsK) return from_f16(head + kPanel + v * kLanes);
+    return load(minimums + v * kLanes) * from_int8(factors + kPanel + v * kLanes);
   }
 
  private:
@@ -142,9 +158,11 @@ class PackedColumns {
 
   const uint8_t* next;
   const int at;
+  const uint16_t* head;
   const int8_t* factors;
   const uint8_t* packed;
-  Vec scales[Vecs] = {}, minimums[Vecs] = {};
+  // Of the groups of a block, in memory: registers are scarce between the sums.
+  float scales[Vecs * kLanes], minimums[Vecs * kLanes];
 };
 
 // A panel in scratch memory: a byte per code, and a float for each scale.
@@ -162,7 +180,7 @@ struct Unpacked {
   }
 
   void load_panel(const TandemLinear& weight, int64_t panel) const {
-    PackedColumns<Kind, kPanelVecs> from(weight, panel, 0);
+    typename Packed<Kind>::template Columns<kPanelVecs> from({weight, panel}, 0);
     for (int g = 0; g < weight.depth / kGroup; ++g) {
       from.open(g);
       for (int quad = 0; quad < kQuads; ++quad)
@@ -180,19 +198,23 @@ struct Unpacked {
   float* scales_at(int group, int part, int column) const {
     return scales + (group * F::kParts + part) * kPanel + column;
   }
-};
 
-// The same columns of an unpacked panel.
-template <Packing Kind>
-struct UnpackedColumns {
-  const Unpacked<Kind>& panel;
-  const int at;
-  int group = 0;
+  // As those of a packed panel.
+  template <int Vecs>
+  class Columns {
+   public:
+    Columns(const Unpacked& from, int at) : from(from), at(at) {}
 
-  void open(int g) { group = g; }
-  VecInt codes(int quad, int v) const { return load_int(panel.codes_at(group, quad, at + v * kLanes)); }
-  Vec scale(int part, int v) const { return load(panel.scales_at(group, part, at + v * kLanes)); }
-  Vec minimum(int v) const { return load(panel.minimums + group * kPanel + at + v * kLanes); }
+    void open(int g) { group = g; }
+    VecInt codes(int quad, int v) const { return load_int(from.codes_at(group, quad, at + v * kLanes)); }
+    Vec scale(int part, int v) const { return load(from.scales_at(group, part, at + v * kLanes)); }
+    Vec minimum(int v) const { return load(from.minimums + group * kPanel + at + v * kLanes); }
+
+   private:
+    const Unpacked& from;
+    const int at;
+    int group = 0;
+  };
 };
 
 // Codes times activations of -127 .. 127, summed over a group or half of it, for some rows and columns. Without an
@@ -261,19 +283,22 @@ struct Sums {
   }
 };
 
-// Rows of one tile x Vecs * kLanes columns, from `column` on, of which `columns` has the weights.
-template <Packing Kind, int Rows, int Vecs, class Columns>
-void block(const Call& c, int64_t row, int column, Columns columns) {
+// Rows of one tile x Vecs * kLanes columns, from `column` on. Out of line, so that each has registers of its own.
+template <Packing Kind, int Rows, int Vecs, class Panel>
+__attribute__((noinline)) void block(const Call& c, int64_t row, int column, const Panel& panel) {
   using F = Format<Kind>;
+  typename Panel::template Columns<Vecs> columns(panel, column % kPanel);
   const int64_t stride = c.x.stride();
   Vec total[Rows][Vecs] = {};
   for (int g = 0; g < c.weight.depth / kGroup; ++g) {
     columns.open(g);
     const GroupTerms* terms = c.x.terms(row, g);
     const int8_t* rows = c.x.codes(row, g);
+#pragma GCC unroll 2
     for (int part = 0; part < F::kParts; ++part) {
       const auto offset = [&](int r) { return F::offset(terms[r], part); };
       Sums<F::kBits, Rows, Vecs> sums(offset);
+#pragma GCC unroll 4
       for (int k = 0; k < kQuads / F::kParts; k += 2) {
         // Two quads whose codes lie in the same bytes, if there are any.
         const int quad = F::kParts == 1 ? k / 2 : part * kQuads / 2 + k;
@@ -300,23 +325,15 @@ void block(const Call& c, int64_t row, int column, Columns columns) {
       store_columns(c.weight, c.out, row + r, column + v * kLanes, c.out_dtype, total[r][v]);
 }
 
-// Rows of one tile x one panel as it is packed.
-template <Packing Kind, int Rows>
-void packed_block(const Call& c, int64_t row, int64_t panel) {
+// Rows of one tile x one panel.
+template <Packing Kind, int Rows, class Panel>
+void panel_block(const Call& c, int64_t row, int64_t first_column, const Panel& panel) {
   // As many sums as registers hold, on AVX2; one row takes a whole panel if it can, which reads memory in order.
   constexpr bool kFew = kLanes < 16 && Kind == Packing::kInt8 && Rows > 1;
   constexpr bool kMany = kLanes < 16 && Kind != Packing::kInt8 && Rows == 1;
   constexpr int kVecs = kFew ? 1 : kMany ? 4 : 2;
   for (int at = 0; at < kPanel; at += kVecs * kLanes)
-    block<Kind, Rows, kVecs>(c, row, int(panel) * kPanel + at, PackedColumns<Kind, kVecs>(c.weight, panel, at));
-}
-
-// The same of an unpacked one.
-template <Packing Kind, int Rows>
-void unpacked_block(const Call& c, int64_t row, int64_t panel, const Unpacked<Kind>& unpacked) {
-  constexpr int kVecs = kLanes < 16 && Kind == Packing::kInt8 ? 1 : 2;
-  for (int at = 0; at < kPanel; at += kVecs * kLanes)
-    block<Kind, Rows, kVecs>(c, row, int(panel) * kPanel + at, UnpackedColumns<Kind>{unpacked, at});
+    block<Kind, Rows, kVecs>(c, row, int(first_column) + at, panel);
 }
 
 // Calls work(rows as a constant) for rows of 1 .. Most.
@@ -327,15 +344,16 @@ inline void with_constant(int rows, Work work) {
   work(std::integral_constant<int, Most>());
 }
 
-// One panel times rows first .. end - 1, in blocks of nearly equal size within tiles.
-template <Packing Kind>
-void unpacked_rows(const Call& c, int64_t first, int64_t end, int64_t panel, const Unpacked<Kind>& unpacked) {
+// Rows first .. end - 1 x one panel, in blocks of nearly equal size within tiles.
+template <Packing Kind, class Panel>
+void block_rows(const Call& c, int64_t first, int64_t end, int64_t first_column, const Panel& panel) {
   for (int64_t tile = first; tile < end; tile += kTileRows) {
     const int rows = int(std::min<int64_t>(kTileRows, end - tile)), blocks = (rows + kBlockRows - 1) / kBlockRows;
     for (int i = 0; i < blocks; ++i) {
       const int from = rows * i / blocks, to = rows * (i + 1) / blocks;
-      with_constant<kBlockRows>(
-          to - from, [&](auto count) { unpacked_block<Kind, decltype(count)::value>(c, tile + from, panel, unpacked); });
+      with_constant<kBlockRows>(to - from, [&](auto count) {
+        panel_block<Kind, decltype(count)::value>(c, tile + from, first_column, panel);
+      });
     }
   }
 }
@@ -424,20 +442,20 @@ class TileProduct {
   alignas(64) int32_t sums[2 * kBatch][16][16];
 };
 
-// One panel times rows first .. end - 1.
+// Rows first .. end - 1 x one panel.
 template <Packing Kind>
-void tile_rows(const Call& c, int64_t first, int64_t end, int64_t panel, const Unpacked<Kind>& unpacked) {
+void tile_rows(const Call& c, int64_t first, int64_t end, int64_t first_column, const Unpacked<Kind>& panel) {
   const bool paired = c.x.is_paired();
   for (int64_t row = first; row < end; row += kTileRows)
-    for (int column = int(panel) * kPanel; column < int(panel + 1) * kPanel; column += 16) {
+    for (int column = int(first_column); column < first_column + kPanel; column += 16) {
       const int rows = int(std::min<int64_t>(kTileRows, end - row));
       if (paired)
         with_constant<kPairedRows / 2>((rows + 1) / 2, [&](auto twos) {
-          TileProduct<Kind, true>(c, row, column, unpacked).template run<2 * decltype(twos)::value>(rows);
+          TileProduct<Kind, true>(c, row, column, panel).template run<2 * decltype(twos)::value>(rows);
         });
       else
         with_constant<kTileRows / 4>((rows + 3) / 4, [&](auto fours) {
-          TileProduct<Kind, false>(c, row, column, unpacked).template run<4 * decltype(fours)::value>(rows);
+          TileProduct<Kind, false>(c, row, column, panel).template run<4 * decltype(fours)::value>(rows);
         });
     }
 }
@@ -445,32 +463,35 @@ void tile_rows(const Call& c, int64_t first, int64_t end, int64_t panel, const U
 template <Packing Kind>
 void run(Team& team, const Call& c, int64_t rows) {
   const int64_t panels = panels_of(c.weight);
-  if (rows == 0) return;
-  if (rows <= kDirectRows) {
-    team.share(panels, [&](int64_t panel) {
-      with_constant<kDirectRows>(
-          int(rows), [&](auto count) { packed_block<Kind, decltype(count)::value>(c, 0, panel); });
-    });
-    return;
-  }
   // Parts of the rows: as many as the cache asks for, or threads.
   const int64_t parts = std::max<int64_t>(1, 4 * team.size() / panels);
   const int64_t wanted = std::min(kPassBytes / c.weight.depth, std::max(kLeastRows, (rows + parts - 1) / parts));
   const int64_t part_rows = std::max<int64_t>(1, wanted / kTileRows) * kTileRows;
-  static thread_local Scratch scratch;
-  const auto work = [&](auto product) {
-    const Unpacked<Kind> unpacked(scratch, c.weight.depth / kGroup);
+  const auto share = [&](auto work) {
     team.share((rows + part_rows - 1) / part_rows * panels, [&](int64_t i) {
-      const int64_t first = i / panels * part_rows, panel = i % panels;
-      unpacked.load_panel(c.weight, panel);
-      product(first, std::min(first + part_rows, rows), panel, unpacked);
+      const int64_t first = i / panels * part_rows;
+      work(first, std::min(first + part_rows, rows), i % panels);
     });
   };
+  if (rows <= kPackedRows<Kind>) {
+    share([&](int64_t first, int64_t end, int64_t panel) {
+      block_rows<Kind>(c, first, end, panel * kPanel, Packed<Kind>{c.weight, panel});
+    });
+    return;
+  }
+  static thread_local Scratch scratch;
+  const Unpacked<Kind> unpacked(scratch, c.weight.depth / kGroup);
   if constexpr (kHasTiles) {
     const Tiles tiles(c.x.is_paired() ? TileProduct<Kind, true>::config() : TileProduct<Kind, false>::config());
-    work([&](auto... of) { tile_rows<Kind>(c, of...); });
+    share([&](int64_t first, int64_t end, int64_t panel) {
+      unpacked.load_panel(c.weight, panel);
+      tile_rows<Kind>(c, first, end, panel * kPanel, unpacked);
+    });
   } else {
-    work([&](auto... of) { unpacked_rows<Kind>(c, of...); });
+    share([&](int64_t first, int64_t end, int64_t panel) {
+      unpacked.load_panel(c.weight, panel);
+      block_rows<Kind>(c, first, end, panel * kPanel, unpacked);
+    });
   }
 }
 
