@@ -100,8 +100,13 @@ class QuantizedRows {
     return first_terms + (row / kTileRows * groups + group) * kTileRows + row % kTileRows;
   }
   int8_t* codes(int64_t row, int group) const {
-    if (is_paired()) return first_codes + group / 2 * (16 * 64) + (group % 2 * kPairedRows + row) * 64 + group % 2 * kGroup;
-    return first_codes + ((row / kTileRows * groups + group) * kTileRows + row % kTileRows) * kGroup;
+    if (is_paired()) return first_codes + distance<true>(group) + row * 64;
+    return first_codes + (row / kTileRows * groups * kTileRows + row % kTileRows) * kGroup + distance<false>(group);
+  }
+  // Bytes from a row's first group to another one.
+  template <bool Paired>
+  static int64_t distance(int group) {
+    return Paired ? group / 2 * (16 * 64) + group % 2 * (kPairedRows * 64 + kGroup) : int64_t(group) * kTileRows * kGroup;
   }
   // Bytes from a row's codes to the next one's, within kTileRows.
   int64_t stride() const { return is_paired() ? 64 : kGroup; }

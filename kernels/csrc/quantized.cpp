@@ -362,84 +362,80 @@ void block_rows(const Call& c, int64_t first, int64_t end, int64_t first_column,
 // groups for 8 rows each (codes of 6 bits: one part for 8 rows). The sums pass through memory to vector registers, where
 // they are scaled. The scaling of some units overlaps with the products of the next ones.
 template <Packing Kind, bool Paired>
-class TileProduct {
+struct TileProduct {
   using F = Format<Kind>;
   static constexpr bool kJoinsGroups = Paired && F::kParts == 1;
   static constexpr int kUnitRows = Paired && !kJoinsGroups ? kPairedRows : 16;
-  static constexpr int kUnitBytes = kJoinsGroups ? 64 : kGroup / F::kParts;  // of depth
+  static constexpr int kUnitDepth = kJoinsGroups ? 2 * kGroup : kGroup / F::kParts;
   // Tiles 0 to 3 have sums, 4 and 5 activations, 6 and 7 codes of 16 columns.
   static constexpr int kBatch = 4;
 
- public:
   static TileConfig config() {
     TileConfig made;
     for (int t = 0; t < 8; ++t)
       t < 4   ? made.shape(t, kUnitRows, 64)
-      : t < 6 ? made.shape(t, kUnitRows, kUnitBytes)
-              : made.shape(t, kUnitBytes / 4, 64);
+      : t < 6 ? made.shape(t, kUnitRows, kUnitDepth)
+              : made.shape(t, kUnitDepth / 4, 64);
     return made;
   }
 
-  TileProduct(const Call& c, int64_t row, int column, const Unpacked<Kind>& panel)
-      : c(c), row(row), column(column), panel(panel), groups(c.weight.depth / kGroup),
-        units(kJoinsGroups ? (groups + 1) / 2 : groups * F::kParts) {}
-
-  // The first `rows` rows of the tile; up to Rows are computed.
+  // `rows` rows of a tile x 16 columns; up to Rows are computed.
   template <int Rows>
-  void run(int rows) {
+  static void run(const Call& c, int64_t row, int rows, int column, const Unpacked<Kind>& panel) {
+    alignas(64) int32_t sums[2][kBatch][16][16];
     Vec total[Rows] = {};
-    const auto batch = std::make_integer_sequence<int, kBatch>();
-    multiply(batch, 0);
-    for (int unit = 0; unit < units; unit += kBatch) {
-      if (unit + kBatch < units) multiply(batch, unit + kBatch);
+    // Addresses are kept here: the compiler takes it that tiles are loaded from and stored to anywhere.
+    const int groups = c.weight.depth / kGroup, units = kJoinsGroups ? (groups + 1) / 2 : groups * F::kParts;
+    const int8_t* activations = c.x.codes(row, 0);
+    const uint8_t* codes = panel.codes_at(0, 0, column % kPanel);
+    const GroupTerms* terms = c.x.terms(row, 0);
+    const float* scales = panel.scales_at(0, 0, column % kPanel);
+    const float* minimums = panel.minimums + column % kPanel;
+
+    const auto multiply = [&](int unit, auto slot, int half) __attribute__((always_inline)) {
+      constexpr int kSlot = decltype(slot)::value;
+      if (unit >= units) return;
+      const int group = kJoinsGroups ? 2 * unit : unit / F::kParts, part = kJoinsGroups ? 0 : unit % F::kParts;
+      tile_zero<kSlot>();
+      tile_load<4 + kSlot % 2>(activations + QuantizedRows::distance<Paired>(group) + part * kUnitDepth,
+                               Paired ? 64 : kGroup);
+      tile_load<6 + kSlot % 2>(codes + unit * (kUnitDepth * kPanel), kPanel * 4);
+      tile_dot_int8<kSlot, 4 + kSlot % 2, 6 + kSlot % 2>();
+      tile_store<kSlot>(sums[half][kSlot], 64);
+    };
+    const auto multiply_batch = [&](int first, int half) __attribute__((always_inline)) {
+      multiply(first, std::integral_constant<int, 0>(), half);
+      multiply(first + 1, std::integral_constant<int, 1>(), half);
+      multiply(first + 2, std::integral_constant<int, 2>(), half);
+      multiply(first + 3, std::integral_constant<int, 3>(), half);
+    };
+    const auto settle = [&](int group, int part, const int32_t (*of)[16]) __attribute__((always_inline)) {
+      const GroupTerms* of_rows = terms + int64_t(group) * kTileRows;
+      const Vec scale = load(scales + (group * F::kParts + part) * kPanel);
+      const Vec minimum = F::kHasMinimum ? load(minimums + group * kPanel) : Vec{};
+      for (int r = 0; r < Rows; ++r) {
+        const VecInt sum = load_int(of[r]) + F::offset(of_rows[r], part);
+        total[r] = fma(__builtin_convertvector(sum, Vec) * splat(of_rows[r].scale), scale, total[r]);
+        if constexpr (F::kHasMinimum) total[r] = fma(splat(of_rows[r].sum), minimum, total[r]);
+      }
+    };
+
+    multiply_batch(0, 0);
+    for (int unit = 0, half = 0; unit < units; unit += kBatch, half ^= 1) {
+      multiply_batch(unit + kBatch, half ^ 1);
       for (int i = 0; i < std::min(kBatch, units - unit); ++i) {
-        const int32_t(*of_unit)[16] = sums[(unit + i) % (2 * kBatch)];
         if constexpr (kJoinsGroups) {
-          settle<Rows>(2 * (unit + i), 0, of_unit, total);
-          if (2 * (unit + i) + 1 < groups) settle<Rows>(2 * (unit + i) + 1, 0, of_unit + kPairedRows, total);
+          const int group = 2 * (unit + i);
+          settle(group, 0, sums[half][i]);
+          if (group + 1 < groups) settle(group + 1, 0, sums[half][i] + kPairedRows);
         } else {
-          settle<Rows>((unit + i) / F::kParts, (unit + i) % F::kParts, of_unit, total);
+          settle((unit + i) / F::kParts, (unit + i) % F::kParts, sums[half][i]);
         }
       }
     }
     for (int r = 0; r < Rows; ++r)
       if (r < rows) store_columns(c.weight, c.out, row + r, column, c.out_dtype, total[r]);
   }
-
- private:
-  template <int... I>
-  __attribute__((always_inline)) void multiply(std::integer_sequence<int, I...>, int first) {
-    ((first + I < units ? multiply_one<I>(first + I) : void()), ...);
-  }
-
-  template <int I>
-  __attribute__((always_inline)) void multiply_one(int unit) {
-    const int group = kJoinsGroups ? 2 * unit : unit / F::kParts, part = kJoinsGroups ? 0 : unit % F::kParts;
-    tile_zero<I>();
-    tile_load<4 + I % 2>(c.x.codes(row, group) + part * kUnitBytes, c.x.stride());
-    tile_load<6 + I % 2>(panel.codes_at(group, part * kQuads / F::kParts, column % kPanel), kPanel * 4);
-    tile_dot_int8<I, 4 + I % 2, 6 + I % 2>();
-    tile_store<I>(sums[unit % (2 * kBatch)], 64);
-  }
-
-  template <int Rows>
-  __attribute__((always_inline)) void settle(int group, int part, const int32_t (*of)[16], Vec* total) const {
-    const GroupTerms* terms = c.x.terms(row, group);
-    const Vec scale = load(panel.scales_at(group, part, column % kPanel));
-    const Vec minimum = F::kHasMinimum ? load(panel.minimums + group * kPanel + column % kPanel) : Vec{};
-    for (int r = 0; r < Rows; ++r) {
-      const VecInt sum = load_int(of[r]) + F::offset(terms[r], part);
-      total[r] = fma(__builtin_convertvector(sum, Vec) * splat(terms[r].scale), scale, total[r]);
-      if constexpr (F::kHasMinimum) total[r] = fma(splat(terms[r].sum), minimum, total[r]);
-    }
-  }
-
-  const Call& c;
-  const int64_t row;
-  const int column;
-  const Unpacked<Kind>& panel;
-  const int groups, units;
-  alignas(64) int32_t sums[2 * kBatch][16][16];
 };
 
 // Rows first .. end - 1 x one panel.
@@ -451,11 +447,11 @@ void tile_rows(const Call& c, int64_t first, int64_t end, int64_t first_column, 
       const int rows = int(std::min<int64_t>(kTileRows, end - row));
       if (paired)
         with_constant<kPairedRows / 2>((rows + 1) / 2, [&](auto twos) {
-          TileProduct<Kind, true>(c, row, column, panel).template run<2 * decltype(twos)::value>(rows);
+          TileProduct<Kind, true>::template run<2 * decltype(twos)::value>(c, row, rows, column, panel);
         });
       else
         with_constant<kTileRows / 4>((rows + 3) / 4, [&](auto fours) {
-          TileProduct<Kind, false>(c, row, column, panel).template run<4 * decltype(fours)::value>(rows);
+          TileProduct<Kind, false>::template run<4 * decltype(fours)::value>(c, row, rows, column, panel);
         });
     }
 }
