@@ -1,4 +1,4 @@
-"""The compiled kernels of this machine, those that emulate AMX, and the choice of one for a block of a test."""
+"""The compiled kernels that run here, those that emulate AMX, and the choice of one for a block of a test."""
 
 from __future__ import annotations
 
@@ -15,12 +15,17 @@ from tandem_kernels import native
 _ROOT = Path(__file__).parents[2]
 _BUILD = _ROOT / "build/tests"
 
+
+def _is_usable(name: str) -> bool:
+    try:
+        native.load(name)
+    except OSError:
+        return False
+    return True
+
+
 #: Instruction sets whose compiled kernels are here and run on this processor.
-NATIVE = [
-    name
-    for name in native.instruction_sets()
-    if Path(native.__file__).with_name(f"tandem_{name}.so").exists()
-]
+NATIVE = [name for name in native.instruction_sets() if _is_usable(name)]
 #: Plain C++ with the arithmetic of amx, compiled at first use.
 EMULATED = "amx_emulated"
 #: All compiled kernels that run here.

@@ -1,18 +1,10 @@
 """What lies between a layer's matrix products: compiled, in torch, and against float64."""
 
-import os
-import runpy
-import shutil
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
-import xxhash
-from native_libraries import COMPILED, NATIVE, native_library
-from tandem_kernels import add_rms_norm, native, rope_store, silu_mul, store_kv
+from native_libraries import COMPILED, native_library
+from tandem_kernels import add_rms_norm, rope_store, silu_mul, store_kv
 
 LIBRARIES = ["off", *COMPILED]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -127,36 +119,3 @@ def test_shapes_that_do_not_fit_are_named() -> None:
         add_rms_norm(torch.zeros(3, 8).bfloat16(), None, torch.zeros(8).bfloat16(), EPS)
     with pytest.raises(ValueError, match=r"gate_up has shape \[3, 7\]"):
         silu_mul(torch.zeros(3, 7))
-
-
-def test_the_best_library_of_this_processor_is_loaded() -> None:
-    """Or all tests of compiled kernels would be left out in silence where compiling them fails."""
-    if shutil.which("g++") is None or not native.instruction_sets():
-        pytest.skip("no compiled kernels here: no compiler, or an unknown processor")
-    assert NATIVE, "there is a compiler, but build_native.py built nothing this processor runs"
-    assert native.LIBRARY is not None
-    assert native.LIBRARY._name.endswith(f"tandem_{NATIVE[-1]}.so")
-
-
-def test_an_instruction_set_the_processor_lacks_is_refused_by_name() -> None:
-    result = subprocess.run(
-        [sys.executable, "-P", "-c", "import tandem_kernels"],
-        env=os.environ | {"TANDEM_NATIVE": "avx1024"},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode != 0
-    assert "TANDEM_NATIVE is 'avx1024', wanted off or one of" in result.stderr
-
-
-def test_a_library_of_other_sources_is_refused_with_a_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As after `git pull` without `make`: the library lacks a function that the Python code calls."""
-    if not native.instruction_sets():
-        pytest.skip("an unknown processor")
-    name = native.instruction_sets()[0]
-    shutil.copy(xxhash._xxhash.__file__, tmp_path / f"tandem_{name}.so")
-    monkeypatch.setenv("TANDEM_NATIVE", name)
-    with pytest.raises(ImportError, match=rf"{tmp_path}/tandem_{name}.so: .*run `python build_native.py`"):
-        runpy.run_path(shutil.copy(native.__file__, tmp_path))

@@ -89,6 +89,21 @@ def test_a_row_gives_the_same_bits_alone_and_in_any_company(
             assert torch.equal(packed_linear(x[first:end].contiguous(), packed), together[first:end])
 
 
+@pytest.mark.parametrize("packing", Packing)
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 6, 8, 9, 17, 31])
+def test_all_instruction_sets_give_the_same_bits(num_rows: int, packing: Packing) -> None:
+    """Sums of codes are exact, and what follows is the same arithmetic: rows may take any of them."""
+    x = random(num_rows, 768, seed=num_rows)
+    x[:, 40] *= 100
+    packed = PackedWeight((pack_quantized(random_weight(75, 768, packing)),), 75)
+    results = []
+    for library in COMPILED:
+        with native_library(library):
+            results.append(packed_linear(x, packed))
+    for library, result in zip(COMPILED, results, strict=True):
+        assert torch.equal(result, results[0]), f"{library} and {COMPILED[0]} differ"
+
+
 @pytest.mark.parametrize("library", COMPILED)
 def test_the_largest_codes_do_not_overflow(library: str) -> None:
     x, weight = torch.full((2, 64), 3.0), torch.full((32, 64), -2.0)

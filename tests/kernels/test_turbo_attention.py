@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 from attention_cases import (
-    CPU_BACKENDS,
     COMPILED,
+    CPU_BACKENDS,
     Case,
     Options,
     Sequence,
