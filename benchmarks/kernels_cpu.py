@@ -10,8 +10,8 @@ attention     turbo_attention on a paged cache beside scaled_dot_product_attenti
               decodes, 8 to 32 verify a binary tree, 512 is a chunk of a prompt.
 projections   packed_linear beside F.linear with M rows; quantized weights beside F.linear in bfloat16
 
-"of read" and "of peak" are shares of the best that torch reached before and after: reading a large tensor,
-and a large product in the peer's type, which products of integers can exceed. T_n/T_1: n rows over one row.
+"of read" and "of peak" are shares of the best that torch reached before and after (machine.py): reading, and
+products of the peer's type, which products of integers can exceed. T_n/T_1: n rows over one row.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
-from timeit import default_timer, repeat, timeit
+from timeit import default_timer, timeit
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from machine import Peaks, measure_peaks
 from reporting import markdown_table, write_page
 from tandem_kernels import (
     AttentionLayer,
@@ -60,8 +61,6 @@ PACKINGS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 #: For each line of a table, with at least 3 and at most 50 turns.
 _SECONDS_PER_LINE = 0.7
-#: "read": bytes read per second; and floating-point operations per second by type of the product.
-Peaks = dict[str | torch.dtype, float]
 
 
 class Line(NamedTuple):
@@ -74,15 +73,6 @@ class Line(NamedTuple):
     num_bytes: int
     num_flops: int
     peer_dtype: torch.dtype
-
-
-def measure_peaks() -> Peaks:
-    large = torch.ones(1 << 27)
-    peaks: Peaks = {"read": large.nbytes / min(repeat(large.sum, number=1))}
-    for dtype in (torch.bfloat16, torch.float32):
-        a, b = torch.randn(2, 2048, 2048).to(dtype)
-        peaks[dtype] = 2 * 2048**3 / min(repeat(lambda: a @ b, number=1))  # noqa: B023
-    return peaks
 
 
 def measure_attention(context: int, num_seqs: int, num_rows: int, num_layers: int) -> list[Line]:
@@ -209,9 +199,9 @@ def table(case: Sequence[str], rows_name: str, peer: str, lines: Sequence[Line],
             f"{line.torch / line.ours:.2f}x",
             f"{line.ours / one_row[line.case]:.2f}",
             f"{line.num_bytes / line.ours / 1e9:.1f}",
-            f"{line.num_bytes / line.ours / peaks['read']:.0%}",
+            f"{line.num_bytes / line.ours / peaks.read_bytes_per_s:.0%}",
             f"{line.num_flops / line.ours / 1e9:.0f}",
-            f"{line.num_flops / line.ours / peaks[line.peer_dtype]:.0%}",
+            f"{line.num_flops / line.ours / peaks.fastest(line.peer_dtype):.0%}",
         ]
         for line in lines
     ]
@@ -230,16 +220,12 @@ def main() -> None:
         cases = itertools.product(CONTEXTS, BATCH_SIZES, ATTENTION_ROWS)
         attention = [line for case in cases for line in measure_attention(*case, options.layers)]
         projections = measure_projections(options.layers)
-    peaks = {name: max(speed, before[name]) for name, speed in measure_peaks().items()}
+    peaks = before.best(measure_peaks())
     tables = [
         table(("context", "sequences", "cache"), "n", "SDPA", attention, peaks),
         table(("weights",), "M", "F.linear", projections, peaks),
     ]
-    read, bfloat16, float32 = (peaks[key] / 1e9 for key in ("read", torch.bfloat16, torch.float32))
-    notes = (
-        f"Times are those of all {options.layers} layers. The machine reads {read:.1f} GB/s and computes "
-        f"{bfloat16:.0f} GFLOP/s in bfloat16 and {float32:.0f} in float32."
-    )
+    notes = f"Times are those of all {options.layers} layers. This machine {peaks}."
     write_page(options.out, "CPU kernels beside torch", "\n\n".join(tables), notes)
 
 

@@ -13,8 +13,11 @@ from pathlib import Path
 import psutil
 from tandem_core.slo import SloTarget
 
-#: What decides the speed of matrix products on x86, as /proc/cpuinfo names it.
-_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16")
+#: What decides the speed of matrix products on x86 -> flags of /proc/cpuinfo that it needs.
+_FEATURES = {
+    **{flag: {flag} for flag in ("avx2", "avx512f", "avx512_vnni", "avx512_bf16")},
+    "amx": {"amx_tile", "amx_int8", "amx_bf16"},
+}
 
 
 def describe_command() -> str:
@@ -37,13 +40,17 @@ def describe_machine() -> str:
             name = value.strip()
         elif key.strip() == "flags":
             flags = set(value.split())
-    features = ", ".join(feature for feature in _FEATURES if feature in flags)
     memory_gb = psutil.virtual_memory().total / 1e9
     versions = f"Python {platform.python_version()}, torch {metadata.version('torch')}"
     return (
-        f"{name} ({features or 'no known vector instructions'}), {len(os.sched_getaffinity(0))} cores, "
+        f"{name} ({describe_features(flags)}), {len(os.sched_getaffinity(0))} cores, "
         f"{memory_gb:.0f} GB, {platform.system()}, {versions}"
     )
+
+
+def describe_features(flags: set[str]) -> str:
+    present = [feature for feature, needed in _FEATURES.items() if needed <= flags]
+    return ", ".join(present) or "no known vector instructions"
 
 
 def describe_objectives(slo: SloTarget) -> str:
