@@ -1,11 +1,14 @@
-"""Times one engine step with n rows of one sequence, for each numerics option, beside transformers.
+"""Times one engine step with n rows of one sequence, beside transformers and the machine's floor.
 
-    python benchmarks/engine_step.py --config dtype=auto --config dtype=bfloat16 --out FILE.md
+    python benchmarks/engine_step.py --out FILE.md
+    python benchmarks/engine_step.py --config dtype=bfloat16,quantization=w8a8 --out FILE.md
 
 A step is all of `Engine.step`: draft, schedule, forward pass, verify, compact, update. n = 1 is plain
 decoding; n = 8 and 16 verify a tree of n - 1 random guesses, of which hardly any is accepted. transformers
 runs one forward pass of n tokens on a cache of the same length, without sampling. The systems take turns in
 one process with the same threads. --config sets fields of tandem_engine.assemble.EngineConfig.
+
+The floor (floors.py) is the least time of the forward pass with the system's own weights and KV.
 """
 
 from __future__ import annotations
@@ -15,11 +18,13 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
+from floors import Pass, Weights, floor_s
 from huggingface_model import load
+from machine import AMX, AMX_NOTE, Peaks, amx_cell, amx_tile_ns, measure_peaks
 from reporting import markdown_table, write_page
 from tandem_cli.bench.dataset import sample_dialogues
 from tandem_core.model.manifest import ModelManifest
@@ -29,6 +34,7 @@ from tandem_drafting.drafter import Drafter, DraftPolicy
 from tandem_engine import model_loader
 from tandem_engine.assemble import EngineConfig, assemble
 from tandem_engine.draft_tree import DraftTree
+from tandem_engine.models.config import ModelConfig
 from tandem_engine.request import Request
 
 ROWS = (1, 8, 16)
@@ -36,8 +42,19 @@ CONTEXTS = (512, 4096)
 WARM_UP_STEPS = 2
 #: Computes one step of that many rows at about the wanted context length.
 Step = Callable[[int], None]
-#: (context, system) -> median milliseconds by number of rows.
-Times = dict[tuple[int, str], dict[int, float]]
+TRANSFORMERS = "transformers, bfloat16"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the table; milliseconds by number of rows."""
+
+    context: int
+    system: str
+    step_ms: dict[int, float]
+    floor_ms: dict[int, float]
+    #: State of the AMX units; "" without AMX.
+    amx: str = ""
 
 
 class RandomDrafter(Drafter):
@@ -105,7 +122,8 @@ def transformers(model_dir: Path, prompt: list[int]) -> Step:
     return step
 
 
-def measure(systems: dict[str, Step], context: int, num_steps: int) -> Times:
+def measure(systems: dict[str, Step], num_steps: int) -> dict[str, dict[int, float]]:
+    """System -> median milliseconds of a step by number of rows."""
     seconds: dict[str, dict[int, list[float]]] = {name: {n: [] for n in ROWS} for name in systems}
     for _ in range(WARM_UP_STEPS + num_steps):
         for name, step in systems.items():
@@ -114,52 +132,78 @@ def measure(systems: dict[str, Step], context: int, num_steps: int) -> Times:
                 step(num_rows)
                 seconds[name][num_rows].append(time.perf_counter() - began)
     return {
-        (context, name): {n: 1e3 * statistics.median(by_rows[n][WARM_UP_STEPS:]) for n in ROWS}
+        name: {n: 1e3 * statistics.median(by_rows[n][WARM_UP_STEPS:]) for n in ROWS}
         for name, by_rows in seconds.items()
     }
 
 
-def step_table(times: Times) -> str:
-    """Milliseconds per step, relative to one row, and the last system's time relative to each one's."""
-    peers = {context: step_ms for (context, _), step_ms in times.items()}
-    head = ["context", "system", *(f"n={n} ms" for n in ROWS)]
-    head += [*(f"T_{n}/T_1" for n in ROWS[1:]), *(f"vs HF, n={n}" for n in ROWS)]
+def floors_ms(config: ModelConfig, weights: Weights, peaks: Peaks, context: int) -> dict[int, float]:
+    """By number of rows, which are the last ones of the context."""
+    return {
+        n: 1e3 * floor_s(config, weights, peaks, Pass(n, cached_tokens=context - n, logit_rows=n))
+        for n in ROWS
+    }
+
+
+def step_table(lines: Sequence[Line]) -> str:
+    """Milliseconds per step, relative to one row, and their floors."""
+    has_amx = any(line.amx for line in lines)
+    head = ["context", "system", *(f"n={n} ms" for n in ROWS), *(f"T_{n}/T_1" for n in ROWS[1:])]
+    head += [*(f"floor n={n}" for n in ROWS), *([AMX] if has_amx else [])]
     rows = []
-    for (context, system), step_ms in times.items():
-        cells = [f"{step_ms[n]:.2f}" for n in ROWS] + [f"{step_ms[n] / step_ms[1]:.2f}" for n in ROWS[1:]]
-        rows.append([str(context), system, *cells, *(f"{peers[context][n] / step_ms[n]:.2f}x" for n in ROWS)])
+    for line in lines:
+        cells = [f"{line.step_ms[n]:.2f}" for n in ROWS]
+        cells += [f"{line.step_ms[n] / line.step_ms[1]:.2f}" for n in ROWS[1:]]
+        cells += [f"{line.floor_ms[n]:.2f}" for n in ROWS]
+        rows.append([str(line.context), line.system, *cells, *([line.amx] if has_amx else [])])
     return markdown_table(head, rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--model", default=model_loader.DEFAULT_MODEL, help="a name, folder or GGUF file")
     parser.add_argument("--config", action="append", metavar="FIELD=VALUE[,FIELD=VALUE...]",
-                        help="one engine to measure; repeatable; default: dtype=bfloat16")  # fmt: skip
+                        help="repeatable; default: dtype=auto and dtype=bfloat16")  # fmt: skip
     parser.add_argument("--steps", type=int, default=30, help="steps per number of rows")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    model_dir = model_loader.pull(model_loader.DEFAULT_MODEL)
+    model_dir = model_loader.pull(options.model)
+    texts = options.config or ["dtype=auto", "dtype=bfloat16"]
+    configs = {f"tandem, {text}": parse_config(model_dir, text) for text in texts}
+    weights = {
+        name: Weights.of(model_dir, config.dtype, config.quantization) for name, config in configs.items()
+    }
+    weights[TRANSFORMERS] = Weights.of(model_dir, "bfloat16")
     text = "\n\n".join(dialogue.as_text() for dialogue in sample_dialogues())
     tokens = Tokenizer(model_dir).encode(text) * 10
     num_steps = len(ROWS) * (options.steps + WARM_UP_STEPS)
-    times: Times = {}
+    peaks, model = measure_peaks(), ModelConfig.from_folder(model_dir)
+    measured: list[tuple[int, dict[str, dict[int, float]], str]] = []
     for context in CONTEXTS:
         # A step appends a token, so the context starts short by half of all steps.
         prompt = tokens[: context - num_steps // 2]
-        systems = {
-            # Every accepted guess is one token more; there are hardly any.
-            f"tandem, {config}": tandem(parse_config(model_dir, config), prompt, 2 * num_steps + 64)
-            for config in options.config or ["dtype=bfloat16"]
-        }
+        # Every accepted guess is one token more; there are hardly any.
+        systems = {name: tandem(config, prompt, 2 * num_steps + 64) for name, config in configs.items()}
         # After Tandem, whose assembly sets the number of threads.
-        systems["transformers, bfloat16"] = transformers(model_dir, prompt)
-        times |= measure(systems, context, options.steps)
+        systems[TRANSFORMERS] = transformers(model_dir, prompt)
+        before = amx_tile_ns()
+        times = measure(systems, options.steps)
+        measured.append((context, times, amx_cell(before, amx_tile_ns())))
+        peaks = peaks.best(measure_peaks())
+    lines = [
+        Line(context, name, step_ms, floors_ms(model, weights[name], peaks, context), amx)
+        for context, times, amx in measured
+        for name, step_ms in times.items()
+    ]
     notes = (
-        f"{model_loader.DEFAULT_MODEL}, one sequence; n is the number of rows, 1 for plain decoding. "
-        f'Figures are medians of {options.steps} steps. "vs HF" is the time of transformers\' forward pass '
-        "divided by the time of Tandem's step."
+        f"{options.model}, one sequence; n is the number of rows, 1 for plain decoding. Figures are medians "
+        f"of {options.steps} steps in milliseconds. transformers runs the forward pass alone. Floors are the "
+        "least times of a forward pass: the larger of reading weights and KV once and of the multiply-adds. "
+        f"This machine {peaks}."
     )
-    write_page(options.out, "Time of one engine step", step_table(times), notes)
+    if any(line.amx for line in lines):
+        notes += f"\n\n{AMX_NOTE}"
+    write_page(options.out, "Time of one engine step", step_table(lines), notes)
 
 
 if __name__ == "__main__":
