@@ -20,6 +20,8 @@ import xllamacpp
 MATCH_TOKENS, DRAFT_TOKENS = 2, 5
 #: Concurrent sequences, and tokens of each.
 SLOTS, SLOT_TOKENS = 4, 7168
+#: KV of earlier prompts beside that in the slots; vLLM's cache has the same size (peers.py).
+CACHE_MIB = 2048
 
 
 def main() -> None:
@@ -35,8 +37,7 @@ def main() -> None:
     params.hostnames, params.port = ["127.0.0.1"], options.port
     params.n_parallel = SLOTS
     params.n_ctx = SLOTS * SLOT_TOKENS
-    # No prompt is repeated, so keeping finished ones only costs time.
-    params.cache_ram_mib = 0
+    params.cache_ram_mib = CACHE_MIB
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = os.cpu_count()
     if options.drafts:
         params.speculative.types = [xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE]

@@ -1,8 +1,9 @@
 """The systems that `engine.py`, `rate_curve.py` and `slo.py` compare: how each is installed and started.
 
-llama.cpp and vLLM are installed on first use into environments of their own, under
-$XDG_CACHE_HOME/tandem-peers. A server is stopped with SIGSTOP while others are measured, because an idle
-server still polls. Tandem is not stopped, because its pods would miss each other's heartbeats.
+Prefix caches are on in all but transformers, whose server has none. llama.cpp and vLLM are installed on first
+use into environments of their own, under $XDG_CACHE_HOME/tandem-peers. A server is stopped with SIGSTOP while
+others are measured, because an idle server still polls. Tandem is not stopped, because its pods would miss
+each other's heartbeats.
 """
 
 from __future__ import annotations
@@ -247,7 +248,7 @@ def lineup(
                 lambda port, flags=flags: [
                     LLAMA_CPP.python(), BENCHMARKS / "llama_cpp_server.py", model_dir, "--port", port, *flags
                 ],
-                {"cache_prompt": False, "slo_class": None},
+                {"slo_class": None},
             )
         )  # fmt: skip
     # vLLM's prompt lookup, with the values of its documentation's example.
@@ -320,7 +321,7 @@ def _vllm(port: int, folder: Path, dtype: str) -> list[object]:
         port,
         "--max-model-len",
         MAX_MODEL_LEN,
-        "--no-enable-prefix-caching",
+        "--enable-prefix-caching",
     ]
 
 
