@@ -44,7 +44,7 @@ from tandem_engine.workspace import StepLimits, make_workspace
 
 log = logging.getLogger(__name__)
 
-#: Rows that saturate a CPU: 128 rows take a quarter of the time of 512.
+#: Rows that saturate a CPU: 128 rows take a quarter of the time of 512 (docs/decisions/chunk-sizes.md).
 _CPU_ENOUGH_PROMPT_TOKENS = 128
 
 

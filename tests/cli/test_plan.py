@@ -115,6 +115,15 @@ def test_a_step_takes_prompts_until_it_has_enough() -> None:
     assert [one.ttft_s for one in some] == pytest.approx([0.1, 0.3, 0.3, 0.5, 0.5])
 
 
+def test_a_step_with_texts_takes_no_more_of_a_prompt_than_is_enough() -> None:
+    load = [request(prompt=100, output=6), request(0.05, prompt=400, output=1)]
+    large, small = (simulate(fleet(0, 1, enough_prompt_tokens=enough), load) for enough in (0, 100))
+    # The text has a token after the whole prompt, or after each 100 tokens of it.
+    assert large[0].e2e_s == pytest.approx(0.1 + 0.4 + 4 * 0.011, abs=0.005)
+    assert small[0].e2e_s == pytest.approx(0.1 + 0.4 + 0.011, abs=0.005)
+    assert small[1].ttft_s == pytest.approx(large[1].ttft_s, abs=0.005)
+
+
 def test_pods_that_share_a_machine_slow_each_other() -> None:
     shared = fleet(1, 1, contention=Contention(prefill=3.0, decode=2.0))
     text, prompt = simulate(shared, [request(prompt=100, output=101), request(1.2, prompt=100, output=1)])

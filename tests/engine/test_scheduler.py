@@ -139,6 +139,41 @@ class TestChunkedPrefill:
         assert shape(batch)[3:] == [("d", 0, 4, True)]
         assert len(batch.sequences) == 4, "those that decode are in every step"
 
+    def test_a_step_with_texts_takes_no_more_prompt_tokens_than_saturate_the_processor(self):
+        scheduler = make(enough_prompt_tokens=8)
+        scheduler.add(make_request("text", 20))
+        assert shape(step(scheduler)[0]) == [("text", 0, 20, True)], "nothing decodes"
+        for name, length in (("a", 5), ("b", 20)):
+            scheduler.add(make_request(name, length, max_tokens=1))
+        text = ("text", 20, 1, True)
+        assert shape(step(scheduler)[0]) == [text, ("a", 0, 5, True), ("b", 0, 3, False)]
+        assert shape(step(scheduler)[0])[1:] == [("b", 3, 5, False)], "up to the end of a block"
+        assert shape(step(scheduler)[0])[1:] == [("b", 8, 8, False)]
+        assert shape(step(scheduler)[0])[1:] == [("b", 16, 4, True)]
+
+    @pytest.mark.parametrize("max_tokens", [1, 9])
+    def test_prompts_that_arrive_together_are_computed_one_after_another(self, max_tokens):
+        """The first one's first token comes as early as if it was alone. Each that has it gets a token in
+        every step, and the next prompt takes as many steps as one beside a text."""
+        scheduler = make(chunk_size=16, max_tokens_per_step=32, enough_prompt_tokens=8)
+        requests = [make_request(name, 32, max_tokens=max_tokens) for name in ("a", "b", "c", "d")]
+        for request in requests:
+            scheduler.add(request)
+        first_tokens: list[int] = []
+        num_steps = 0
+        while len(first_tokens) < 4:
+            running = [r for r in requests if r.output_token_ids and r.status is RequestStatus.RUNNING]
+            lengths = [len(r.output_token_ids) for r in running]
+            step(scheduler)
+            num_steps += 1
+            assert [len(r.output_token_ids) for r in running] == [length + 1 for length in lengths]
+            first_tokens += [num_steps] * (
+                sum(bool(r.output_token_ids) for r in requests) - len(first_tokens)
+            )
+        alone, beside_text = 32 // 16, 32 // 8
+        following = alone if max_tokens == 1 else beside_text
+        assert first_tokens == [alone + number * following for number in range(4)]
+
     def test_no_prompt_takes_blocks_before_there_is_a_budget_for_it(self):
         scheduler = make(max_tokens_per_step=8)
         scheduler.add(make_request("a", 20))

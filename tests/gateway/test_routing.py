@@ -5,6 +5,7 @@ import time
 from dataclasses import replace
 
 import pytest
+from tandem_core.codec import step_cost_to_proto
 from tandem_core.sampling import SamplingParams
 from tandem_core.slo import DEFAULT_SLO_CLASSES
 from tandem_core.step_cost import StepCost
@@ -12,6 +13,7 @@ from tandem_gateway.fleet import Pod, Role
 from tandem_gateway.pod_load import PodLoad
 from tandem_gateway.request import TokenizedRequest
 from tandem_gateway.routing import OutputLengths, PrefixIndex, Router
+from tandem_proto.v1 import common_pb2
 
 #: A millisecond per prompt token, and per output token and sequence of the batch.
 COSTS = {"prefill_cost": StepCost(per_token=0.001), "decode_cost": StepCost(per_token=0.001)}
@@ -110,6 +112,20 @@ async def test_a_prompt_shares_its_steps_with_the_sequences_that_decode(make_pod
     pod.tokens_left["3"] = 100
     pod.backlog.add("3", 0.0, 0.1)  # its prompt is computed now
     assert router.plan(_request(range(600))).join_s == pytest.approx(3 * 2 * 0.01)
+
+
+async def test_a_prompt_beside_texts_takes_more_steps(make_pod):
+    pod = make_pod("a:1", local_prefill_tokens=4096)
+    report = common_pb2.PodStatus(chunk_size=512, enough_prompt_tokens=128, local_prefill_tokens=4096)
+    report.decode_cost.CopyFrom(step_cost_to_proto(StepCost(per_token=0.01)))
+    pod.load = PodLoad.of(report)
+    router = _router(pod)
+    assert router.plan(_request(range(600))).join_s == 0.0
+    pod.tokens_left = {"1": 100, "2": 100}
+    half_a_step = 2 * 0.01 / 2
+    assert router.plan(_request(range(600))).join_s == pytest.approx(5 * 2 * 0.01 + half_a_step)
+    report.enough_prompt_tokens = 0
+    assert PodLoad.of(report).chunk_beside_texts == 512, "without such a limit, as alone"
 
 
 async def test_sequences_decode_in_the_steps_of_prompts(make_pod):

@@ -21,9 +21,11 @@ from tandem_core.sampling import SamplingParams
 from tandem_decode.main import open_pod as open_decode
 from tandem_decode.settings import DecodeSettings
 from tandem_drafting.drafter import drafter_for
+from tandem_engine.batch import Batch
 from tandem_engine.gpu_block_store import GpuBlockStore
 from tandem_engine.kv_pool import KVPool, KVShape
 from tandem_engine.llm import LLM
+from tandem_engine.runner import ModelRunner
 from tandem_prefill.main import open_pod as open_prefill
 from tandem_prefill.settings import PrefillSettings
 from tandem_proto.v1 import (
@@ -95,6 +97,34 @@ async def test_apart_equals_together(tiny_model: Path, sampling: dict[str, float
         assert again[0] == want[3]
         assert again[1].cached_tokens >= 192
         assert again[1].prefill_pod == "", "with a warm cache the decode pod does the rest itself"
+        await fleet.assert_idle()
+
+
+async def test_prompts_that_arrive_together_are_computed_one_after_another(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the first one's first token comes after the steps of its own prompt."""
+    prompts_in_steps: list[str] = []
+    execute = ModelRunner.execute
+
+    def recorded(runner: ModelRunner, batch: Batch, on_layer_done: Any, *rest: Any) -> torch.Tensor:
+        if on_layer_done is not None:  # a step of the prefill pod
+            prompts_in_steps.append("+".join(s.request.request_id.split("#")[0] for s in batch.sequences))
+        return execute(runner, batch, on_layer_done, *rest)
+
+    monkeypatch.setattr(ModelRunner, "execute", recorded)
+    num_steps = 6
+    num_tokens = num_steps * SIZES["chunk_size"]  # the rest of a step would go to the next prompt
+    async with run_fleet(tiny_model, decode_blocks=160, num_blocks=160) as fleet:
+        calls = [
+            run(fleet, request(f"r{i}", prompt_of(num_tokens, start=i), [fleet.prefill_target]))
+            for i in range(4)
+        ]
+        results = await asyncio.gather(*calls)
+        assert all(receipt.prefill_pod == "p0" for _, receipt in results)
+        order = list(dict.fromkeys(prompts_in_steps))
+        assert sorted(order) == ["r0", "r1", "r2", "r3"]
+        assert prompts_in_steps == [name for name in order for _ in range(num_steps)]
         await fleet.assert_idle()
 
 

@@ -20,8 +20,10 @@ class SchedulerConfig:
     max_tokens_per_step: int = 512
     #: Of one prompt in one step.
     chunk_size: int = 512
-    #: A step with this many prompt tokens takes no further prompt. If they saturate the processor, a second
-    #: prompt would not finish sooner, and the first one later. None: no such limit.
+    #: Prompt tokens that saturate the processor. A step with this many takes no further prompt: the second
+    #: one would not finish sooner, and the first one later. A step in which sequences decode takes no more
+    #: prompt tokens than this: with more, each sequence waits longer for its token, and prompts are not
+    #: faster. None: no such limit.
     enough_prompt_tokens: int | None = None
 
     def __post_init__(self) -> None:

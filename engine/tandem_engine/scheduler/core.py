@@ -137,7 +137,8 @@ class Scheduler:
     def schedule(self, max_prompt_tokens: int | None = None) -> Batch | None:
         """The next step's work; None when nothing can run (idle, or all wait for KV or its blocks).
 
-        With a limit, all prompts together get at most so many tokens while a sequence decodes.
+        While a sequence decodes, all prompts together get at most `max_prompt_tokens`, and at most the
+        `enough_prompt_tokens` of the configuration.
         The draft of each running request is used, shrunk or dropped, and cleared. The batch must come
         back through `update` before the next call.
         """
@@ -162,9 +163,10 @@ class Scheduler:
                 draft_budget -= len(draft)
                 budget -= len(draft)
             sequences.append(decode_sequence(self._blocks, request, draft))
-        if max_prompt_tokens is not None and decoding:
-            budget = min(budget, max_prompt_tokens)
-        wanted = self.config.enough_prompt_tokens or budget
+        enough = self.config.enough_prompt_tokens
+        if decoding:
+            budget = min([limit for limit in (budget, max_prompt_tokens, enough) if limit is not None])
+        wanted = enough or budget
         for request in prefilling:
             if budget > 0 and wanted > 0:
                 chunk = prefill_sequence(self._blocks, request, min(budget, self.config.chunk_size))

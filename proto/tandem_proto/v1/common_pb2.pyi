@@ -840,7 +840,9 @@ class PodStatus(_message.Message):
     """
     idle_prefill_tokens: _builtins.int
     enough_prompt_tokens: _builtins.int
-    """A step with so many prompt tokens takes no further prompt; 0: no such limit."""
+    """A step with this many prompt tokens takes no further prompt, and a step in which sequences decode takes no more
+    prompt tokens than this; 0: no such limit.
+    """
     version: _builtins.str
     """Of the software."""
     unix_seconds: _builtins.float

@@ -55,6 +55,8 @@ class PodLoad:
     #: Waiting and running.
     num_requests: int = 0
     chunk_size: int = 512
+    #: The most prompt tokens of a step in which sequences decode.
+    chunk_beside_texts: int = 512
     max_batch: int = 32
     prefill_cost: StepCost = UNKNOWN_COST
     decode_cost: StepCost = UNKNOWN_COST
@@ -66,13 +68,14 @@ class PodLoad:
 
     @classmethod
     def of(cls, report: common_pb2.PodStatus) -> PodLoad:
-        usage = report.usage
+        usage, chunk_size = report.usage, report.chunk_size or cls.chunk_size
         return cls(
             free_blocks=usage.blocks_free + usage.blocks_cached,
             total_blocks=usage.blocks_total,
             block_size=report.block_size,
             num_requests=usage.requests_waiting + usage.requests_running,
-            chunk_size=report.chunk_size or cls.chunk_size,
+            chunk_size=chunk_size,
+            chunk_beside_texts=min(chunk_size, report.enough_prompt_tokens or chunk_size),
             max_batch=report.max_batch or cls.max_batch,
             prefill_cost=step_cost_from_proto(report.prefill_cost),
             decode_cost=step_cost_from_proto(report.decode_cost),

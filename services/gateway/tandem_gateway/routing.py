@@ -313,7 +313,7 @@ class Router:
         needed = -(-num_tokens // load.block_size) if load.block_size else 0
         decoding, backlog = pod.num_decoding, pod.backlog
         # About one for each prompt before it.
-        num_steps = backlog.num_before(request.due) + -(-(num_tokens - num_cached) // load.chunk_size)
+        num_steps = backlog.num_before(request.due) + -(-(num_tokens - num_cached) // load.chunk_beside_texts)
         join_s = load.decode_seconds(0, num_steps * decoding, num_tokens)
         if decoding and backlog.is_empty:
             join_s += load.decode_seconds(1, decoding, num_tokens) / 2

@@ -52,7 +52,8 @@ class FleetPlan:
     #: while it is idle.
     local_prefill_tokens: int = 0
     idle_prefill_tokens: int = 0
-    #: A step with so many prompt tokens takes no further prompt; 0: no such limit.
+    #: A step with this many prompt tokens takes no further prompt, and a step with texts takes no more prompt
+    #: tokens than this; 0: no such limit.
     enough_prompt_tokens: int = 0
     contention: Contention = Contention()
     #: How many times as long as the sum of both a step takes that computes prompts and texts.
@@ -167,7 +168,7 @@ class _Decoder:
         self.is_stepping = True
         decoding = [s for s in self.running if not s.uncomputed]
         costs, seconds = self.plan.costs, 0.0
-        self.chunks = self._next_chunks()
+        self.chunks = self._next_chunks(is_beside_texts=bool(decoding))
         if decoding:
             # A step with prompts in it reads the weights once.
             num_steps = 0 if self.chunks else 1
@@ -189,10 +190,13 @@ class _Decoder:
     def _gained(self, decoding: Sequence[_Sequence]) -> float:
         return tokens_gained(self.plan.tokens_per_step, len(decoding))
 
-    def _next_chunks(self) -> list[tuple[_Sequence, int]]:
+    def _next_chunks(self, *, is_beside_texts: bool) -> list[tuple[_Sequence, int]]:
         """Of the oldest prompts, until the step has enough."""
         chunks, room = [], self.plan.chunk_size
-        least_room = max(room - (self.plan.enough_prompt_tokens or room), 0)
+        enough = min(self.plan.enough_prompt_tokens or room, room)
+        least_room = room - enough
+        if is_beside_texts:
+            room, least_room = enough, 0
         for sequence in self.running:
             if sequence.uncomputed and room > least_room:
                 chunks.append((sequence, min(sequence.uncomputed, room)))
