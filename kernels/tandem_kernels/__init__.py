@@ -13,14 +13,14 @@ and float8 caches: quantize.
 DecoderLayers and move_slots_in_layers also take it interleaved (interleaved_cache.py), the others do not.
 
 packed_linear is a layer's matrix product on a CPU, also with quantized weights; add_rms_norm and silu_mul run
-between the products. draw_tokens samples all rows of logits at once.
+between the products. draw_tokens samples all rows of logits at once, draw_token one on the host.
 
 GPU kernels are written in Triton (`gpu`, `turbo_attention`). CPU kernels are compiled (`native`) where
 possible, else torch; with packed weights one call runs all layers (DecoderLayers).
 """
 
 from tandem_kernels.decoder_layers import DecoderLayers, LayerWeights, PackedProjection
-from tandem_kernels.draw_tokens import draw_tokens
+from tandem_kernels.draw_tokens import draw_token, draw_tokens
 from tandem_kernels.elementwise import add_rms_norm, silu_mul
 from tandem_kernels.interleaved_cache import deinterleave, interleave, runs_interleaved
 from tandem_kernels.move_slots import move_slots, move_slots_in_layers
@@ -68,6 +68,7 @@ __all__ = [
     "add_rms_norm",
     "deinterleave",
     "dequantize_packed",
+    "draw_token",
     "draw_tokens",
     "interleave",
     "join_rows",

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tandem_engine.sampling.rng import RANGE, position_key, splitmix64, uniforms, uniforms_of_range
+from numpy_draw import uniforms
+from tandem_engine.sampling.rng import position_key, splitmix64
 
 SEEDS = st.integers(0, 2**64 - 1)
 
@@ -45,12 +46,6 @@ def test_numbers_are_the_generators_outputs_in_the_open_unit_interval(key: int, 
     assert ((values > 0.0) & (values < 1.0)).all()
     expected = [(splitmix64(key, t + 1) >> 12) / 2**52 for t in token_ids]
     np.testing.assert_allclose(values, expected, rtol=0, atol=2**-52)
-
-
-@given(SEEDS, st.integers(0, 300_000), st.integers(1, RANGE))
-def test_a_range_has_the_numbers_of_its_tokens(key: int, first: int, size: int) -> None:
-    expected = uniforms(key, np.arange(first, first + size))
-    np.testing.assert_array_equal(uniforms_of_range(key, first, first + size), expected)
 
 
 def numbers(seeds: Iterable[int], positions: Iterable[int], token_id: int) -> np.ndarray:

@@ -1,18 +1,20 @@
 """A token is drawn from the row's softmax; near-equal logits give the same token."""
 
 import math
-import warnings
 
 import numpy as np
+import numpy_draw
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native_libraries import NATIVE, native_library
 from tandem_core.errors import InvariantError
 from tandem_core.sampling import SamplingParams
 from tandem_engine.request import Request
 from tandem_engine.sampling.custom import Row
-from tandem_engine.sampling.rng import RANGE, position_key, uniforms
-from tandem_engine.sampling.sampler import TokenChooser, draw, most_likely
+from tandem_engine.sampling.rng import position_key
+from tandem_engine.sampling.sampler import TokenChooser, draw_parameters, most_likely
+from tandem_kernels import draw_token, native
 
 
 def random_row(seed: int, size: int = 1000) -> Row:
@@ -23,21 +25,78 @@ def test_greedy_takes_the_lowest_of_equals() -> None:
     assert most_likely(np.array([0, 2, 1, 2], dtype=np.float32)) == 1
 
 
-@pytest.mark.parametrize("size", [1, 5, 1000, RANGE, RANGE + 1, 3 * RANGE - 1])
-def test_draw_is_the_first_of_an_exponential_race(size: int) -> None:
-    row = random_row(size, size)
-    for key in range(200 if size < RANGE else 30):
-        times = -np.log1p(-uniforms(key, np.arange(size))) / np.exp(row.astype(np.float64))
-        assert draw(row, key) == int(times.argmin())
+PARAMS = [
+    SamplingParams(),
+    SamplingParams(temperature=0.3),
+    SamplingParams(temperature=1e-9),
+    SamplingParams(top_k=1),
+    SamplingParams(top_k=40),
+    SamplingParams(top_k=10**6),
+    SamplingParams(top_p=1e-6),
+    SamplingParams(top_p=0.9),
+    SamplingParams(top_p=0.9999),
+    SamplingParams(top_p=math.nextafter(1.0, 0.0)),
+    SamplingParams(min_p=0.05),
+    SamplingParams(min_p=1.0),
+    SamplingParams(temperature=1.5, top_k=100, top_p=0.95, min_p=0.01),
+    SamplingParams(temperature=2.0, top_k=300, top_p=0.5),
+]
 
 
-def test_tokens_keep_their_random_numbers_when_others_are_left_out() -> None:
-    row = random_row(4, 3 * RANGE)
-    token_ids = np.flatnonzero(row > 1.0)
-    dropped = np.where(row > 1.0, row, np.float32(-math.inf))
-    assert len(token_ids) > RANGE
-    for key in range(50):
-        assert draw(row[token_ids], key, token_ids) == draw(dropped, key)
+def rows(size: int) -> list[Row]:
+    """Wide, flat, peaked, with ties, and with dropped tokens."""
+    noise = np.random.default_rng(size).standard_normal((5, size)).astype(np.float32)
+    noise[4][noise[4] < 0.3] = -math.inf
+    noise[4][0] = 0.0
+    return [noise[0] * 3, noise[1] * np.float32(0.01), noise[2] * 30, np.round(noise[3] * 2), noise[4] * 4]
+
+
+def drawn(row: Row, params: SamplingParams, key: int) -> int:
+    return draw_token(row, key, *draw_parameters(params))
+
+
+@pytest.mark.parametrize("size", [1, 2, 63, 64, 1000, 1024, 49152])
+@pytest.mark.parametrize("params", PARAMS, ids=str)
+def test_a_draw_is_numpys(size: int, params: SamplingParams) -> None:
+    for n, row in enumerate(rows(size)):
+        left = numpy_draw.warp(row, params)
+        keys = [position_key(seed, n) for seed in range(100 if size < 10_000 else 10)]
+        assert [drawn(row, params, key) for key in keys] == [numpy_draw.draw(left, key) for key in keys]
+
+
+@pytest.mark.parametrize("library", NATIVE)
+def test_each_instruction_set_draws_numpys_tokens(library: str) -> None:
+    with native_library(library):
+        for params in PARAMS:
+            for row in rows(5000):
+                left = numpy_draw.warp(row, params)
+                assert [drawn(row, params, key) for key in range(20)] == [
+                    numpy_draw.draw(left, key) for key in range(20)
+                ]
+
+
+def test_without_compiled_kernels_draws_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "LIBRARY", None)
+    for params in PARAMS:
+        for row in rows(1000):
+            left = numpy_draw.warp(row, params)
+            assert [drawn(row, params, key) for key in range(5)] == [
+                numpy_draw.draw(left, key) for key in range(5)
+            ]
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(st.one_of(st.integers(-4, 4), st.just(-math.inf)), min_size=1, max_size=200),
+    st.integers(0, 250),
+    st.sampled_from([1.0, 0.999999, 0.9, 0.5, 0.1]),
+    st.sampled_from([0.0, 0.01, 0.2, 1.0]),
+    st.integers(0, 2**64 - 1),
+)
+def test_ties_are_numpys(logits: list[float], top_k: int, top_p: float, min_p: float, key: int) -> None:
+    row = np.array([*logits, 0.0], dtype=np.float32)
+    params = SamplingParams(temperature=1.3, top_k=top_k, top_p=top_p, min_p=min_p)
+    assert drawn(row, params, key) == numpy_draw.draw(numpy_draw.warp(row, params), key)
 
 
 @settings(max_examples=300)
@@ -47,23 +106,25 @@ def test_tokens_keep_their_random_numbers_when_others_are_left_out() -> None:
 )
 def test_dropped_tokens_are_never_drawn(logits: list[float], key: int) -> None:
     row = np.array([*logits, 0.0], dtype=np.float32)
-    assert row[draw(row, key)] > -math.inf
+    assert row[drawn(row, SamplingParams(), key)] > -math.inf
 
 
 def test_noise_as_of_another_batch_size_changes_no_token_in_a_thousand() -> None:
     generator = np.random.default_rng(1)
     row = random_row(2, 20_000)
     noisy = row + generator.standard_normal(len(row)).astype(np.float32) * np.float32(1e-5)
-    changed = sum(draw(row, position_key(s, 9)) != draw(noisy, position_key(s, 9)) for s in range(1000))
-    assert changed == 0
+    keys = [position_key(seed, 9) for seed in range(1000)]
+    params = SamplingParams()
+    assert [drawn(row, params, key) for key in keys] == [drawn(noisy, params, key) for key in keys]
 
 
-def test_logits_that_are_no_numbers_are_refused() -> None:
+@pytest.mark.parametrize("worst", [math.nan, math.inf])
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(top_k=3), SamplingParams(top_p=0.5)])
+def test_logits_that_are_no_numbers_are_refused(params: SamplingParams, worst: float) -> None:
     row = random_row(3)
-    row[7] = math.nan
-    with pytest.raises(InvariantError, match="NaN"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        draw(row, 1)
+    row[7] = worst
+    with pytest.raises(InvariantError, match="NaN"):
+        TokenChooser(Request("r", [1], params)).choose(row)
 
 
 def test_the_draws_of_many_seeds_follow_the_softmax() -> None:

@@ -1,12 +1,13 @@
-"""draw_tokens' torch twin: greedy, filters and the race, against their definitions in float64."""
+"""draw_tokens on CPUs: greedy, filters and the race, against their definitions in float64."""
 
 import math
 
 import pytest
 import torch
 from draw_cases import KINDS, draw_case, draw_logits
+from native_libraries import NATIVE, native_library
 from tandem_kernels import draw_tokens
-from tandem_kernels.draw_tokens import uniforms
+from tandem_kernels.draw_tokens import draw_reference, uniforms
 
 
 def constant(num_rows: int, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0):
@@ -79,3 +80,26 @@ def test_arguments_that_do_not_fit_are_named() -> None:
         draw_tokens(logits, *constant(2, 1.0))
     with pytest.raises(ValueError, match=r"logits has shape .* wanted a dense"):
         draw_tokens(logits.t(), *constant(8, 1.0))
+
+
+@pytest.mark.parametrize("library", NATIVE)
+@pytest.mark.parametrize("vocab_size", [7, 1000, 20_000])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_compiled_kernel_draws_the_references_tokens(kind: str, vocab_size: int, library: str) -> None:
+    case = draw_case(kind, vocab_size, 40 if vocab_size < 10_000 else 16)
+    with native_library(library):
+        assert draw_tokens(*case).tolist() == draw_reference(*case).tolist()
+
+
+@pytest.mark.parametrize("library", NATIVE)
+@pytest.mark.parametrize("size", [1, 5, 63, 64, 65, 200])
+def test_greedy_is_numpys_argmax(size: int, library: str) -> None:
+    """Also of ties, NaN and infinities anywhere."""
+    values = torch.tensor([-math.inf, -1.0, -0.0, 0.0, 1.0, math.inf, math.nan])
+    generator = torch.Generator().manual_seed(size)
+    few = [values[torch.randint(0, n, (300, size), generator=generator)] for n in range(1, 8)]
+    one_nan = torch.randn(300, size, generator=generator)
+    one_nan[torch.arange(300), torch.randint(0, size, (300,), generator=generator)] = math.nan
+    for logits in (*few, one_nan, torch.randn(300, size, generator=generator)):
+        with native_library(library):
+            assert draw_tokens(logits, *constant(300, 0.0)).tolist() == logits.numpy().argmax(1).tolist()

@@ -17,15 +17,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from tandem_core.errors import InvariantError
 from tandem_kernels import draw_tokens
 from torch import Tensor
 
 from tandem_engine import device_copies
 from tandem_engine.batch import ScheduledSequence
 from tandem_engine.draft_source import Likeliest
-from tandem_engine.sampling.processors import MIN_TEMPERATURE
 from tandem_engine.sampling.rng import position_key
+from tandem_engine.sampling.sampler import draw_parameters, require_drawn
 
 
 @dataclass(frozen=True)
@@ -58,8 +57,7 @@ def read_back(sequences: Sequence[ScheduledSequence], logits: Tensor, num_likeli
         parts.append(torch.cat([by_sequence[n] for n in whole]))
     on_host = device_copies.to_host(*parts)
     token_ids: list[int] = on_host[0].tolist()
-    if min(token_ids, default=0) < 0:
-        raise InvariantError("cannot sample: the logits hold NaN or +inf, or no token is left")
+    require_drawn(min(token_ids, default=0))
     rows: dict[int, Tensor] = {}
     if whole:
         parts_of_whole = torch.split_with_sizes(on_host[-1], [counts[n] for n in whole])
@@ -80,25 +78,23 @@ def choose_tokens(sequences: Sequence[ScheduledSequence], logits: Tensor) -> Ten
     holds NaN or +inf.
     """
     keys: list[int] = []
-    parameters: list[tuple[float, float, float, float]] = []
+    parameters: list[tuple[float, int, float, float]] = []
     for sequence in sequences:
         sampling = sequence.request.sampling
         num_rows = sequence.num_logits_rows
         if sampling.is_greedy or sampling.needs_processing or sampling.beam_search is not None:
             keys += [0] * num_rows
-            parameters += [(0.0, 0.0, 1.0, -math.inf)] * num_rows
+            parameters += [(0.0, 0, 1.0, -math.inf)] * num_rows
             continue
         depths = [0] if sequence.draft is None else sequence.draft.depths()
         keys += [_signed(position_key(sampling.seed, sequence.request.num_tokens + d)) for d in depths]
-        temperature = max(sampling.temperature, MIN_TEMPERATURE)
-        log_min_p = math.log(sampling.min_p) if sampling.min_p > 0.0 else -math.inf
-        parameters += [(temperature, float(sampling.top_k), sampling.top_p, log_min_p)] * num_rows
+        parameters += [draw_parameters(sampling)] * num_rows
     if all(temperature == 0.0 for temperature, *_ in parameters):
         return logits.argmax(dim=-1)
     return _draw(logits, keys, parameters)
 
 
-def _draw(logits: Tensor, keys: list[int], parameters: list[tuple[float, float, float, float]]) -> Tensor:
+def _draw(logits: Tensor, keys: list[int], parameters: list[tuple[float, int, float, float]]) -> Tensor:
     """Copies both lists to the device in one asynchronous transfer."""
     num_rows = len(keys)
     # An even number of columns, so that each row of the table begins at a multiple of 16 bytes: where one did

@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
+from tandem_core.errors import InvariantError
+from tandem_core.sampling import SamplingParams
+from tandem_kernels import draw_token
 
 from tandem_engine.request import Request
 from tandem_engine.sampling import processors
 from tandem_engine.sampling.custom import NO_PROCESSORS, LogitsProcessors, Row
-from tandem_engine.sampling.processors import TokenHistory, TokenIds
-from tandem_engine.sampling.rng import RANGE, position_key, uniforms, uniforms_of_range
+from tandem_engine.sampling.processors import TokenHistory
+from tandem_engine.sampling.rng import position_key
+
+#: Lower temperatures equal greedy, and dividing by less overflows float32.
+MIN_TEMPERATURE = 1e-5
 
 
 def most_likely(row: Row) -> int:
@@ -23,40 +28,16 @@ def most_likely(row: Row) -> int:
     return int(row.argmax())
 
 
-def draw(row: Row, key: int, token_ids: TokenIds | None = None) -> int:
-    """A token from softmax(row), chosen by the random bits `key`; tokens at -inf are never drawn.
+def draw_parameters(params: SamplingParams) -> tuple[float, int, float, float]:
+    """temperature, top_k, top_p and log_min_p of `draw_tokens`, of a request that is not greedy."""
+    log_min_p = math.log(params.min_p) if params.min_p > 0.0 else -math.inf
+    return max(params.temperature, MIN_TEMPERATURE), params.top_k, params.top_p, log_min_p
 
-    row [n] holds the logits of token_ids [n], ascending; None: of all tokens.
 
-    An exponential race (the Gumbel-max trick): token t arrives at time E_t / weight_t with its own standard
-    exponential E_t, and the first wins with probability proportional to its weight. Inverse transform
-    sampling needs one random number instead of V, but noise in the logits shifts all its intervals: noise of
-    1e-5 changed 5 of 1000 tokens, hence one 64-token text in four. Here it changed none of 1000, and noise of
-    1e-4 none either.
-
-    Raises InvariantError when the logits hold NaN or +inf.
-    """
-    top = processors.largest(row)
-    # With uniform u, E = -log(1 - u) >= u, so u / weight bounds a token's time from below. Nearly all tokens
-    # have a bound above the earliest time so far and need no logarithm.
-    first_time = math.inf
-    first_token = -1
-    for start in range(0, len(row), RANGE):
-        weights = np.exp(row[start : start + RANGE] - top)
-        stop = start + len(weights)
-        u = uniforms_of_range(key, start, stop) if token_ids is None else uniforms(key, token_ids[start:stop])
-        with np.errstate(divide="ignore"):
-            earliest = u / weights
-        favourite = earliest.argmin()
-        if weights[favourite] == 0.0:
-            continue
-        arrival = -math.log1p(-u[favourite]) / float(weights[favourite])
-        close = np.flatnonzero(earliest <= min(arrival, first_time))
-        times = -np.log1p(-u[close]) / weights[close]
-        if len(close) and times.min() < first_time:
-            first_time = times.min()
-            first_token = start + int(close[times.argmin()])
-    return first_token if token_ids is None else int(token_ids[first_token])
+def require_drawn(token_id: int) -> None:
+    """Raises InvariantError for what `draw_tokens` returns when there is no distribution to draw from."""
+    if token_id < 0:
+        raise InvariantError("cannot sample: the logits hold NaN or +inf, or no token is left")
 
 
 class TokenChooser:
@@ -81,7 +62,8 @@ class TokenChooser:
     def choose(self, row: Row) -> int:
         """The next token from its raw logits [V], which stay unchanged.
 
-        Raises InvalidRequestError if a custom logits processor fails.
+        Raises InvalidRequestError if a custom logits processor fails, InvariantError when the logits of a
+        sampled token hold NaN or +inf.
         """
         raw = row
         if self._history is not None:
@@ -93,8 +75,9 @@ class TokenChooser:
         if self._params.is_greedy:
             token_id = most_likely(row)
         else:
-            logits, token_ids = processors.warp(row, self._params)
-            token_id = draw(logits, position_key(self._params.seed, self._position), token_ids)
+            key = position_key(self._params.seed, self._position)
+            token_id = draw_token(row, key, *draw_parameters(self._params))
+            require_drawn(token_id)
         if self._history is not None:
             self._history.append(token_id)
         if self._guide is not None:

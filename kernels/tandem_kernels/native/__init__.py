@@ -149,6 +149,8 @@ def _declare(library: ctypes.CDLL) -> None:
     library.tandem_move_slots.restype = _INT64
     library.tandem_decoder_layers.argtypes = [ctypes.POINTER(LayersCall)]
     library.tandem_decoder_layers.restype = _INT64
+    library.tandem_draw_tokens.argtypes = [*[_POINTER] * 7, *[_INT64] * 2, _INT32]
+    library.tandem_draw_tokens.restype = None
     library.tandem_rope_store.argtypes = [
         *[_POINTER] * 7, *[_INT64] * 3, *[_INT32] * 5, _FLOAT, _INT32,
     ]  # fmt: skip
