@@ -41,6 +41,7 @@ from tandem_engine.draft_source import Emitted, Likeliest
 from tandem_engine.draft_tree import DraftTree
 from tandem_engine.engine import Engine, StepOutput
 from tandem_engine.request import Request
+from tandem_engine.runner import StepLogits
 from tandem_engine.sampling.verify import Verifier
 from tandem_engine.scheduler import Scheduler, SchedulerConfig
 from tandem_gateway.admission import Admission
@@ -179,9 +180,9 @@ class _Runner:
     def __init__(self, clock: VirtualTime, spec: PodSpec, speed: Speed) -> None:
         self._clock, self._spec, self._speed = clock, spec, speed
 
-    def execute(self, batch: Batch, *_: object) -> torch.Tensor:
+    def execute(self, batch: Batch, *_: object) -> StepLogits:
         self._clock.run_for(self._spec.seconds(batch) * self._speed.factor())
-        return torch.zeros(batch.num_logits_rows, _VOCABULARY)
+        return StepLogits(torch.zeros(batch.num_logits_rows, _VOCABULARY))
 
     def compact(self, *_: object) -> None:
         pass

@@ -177,9 +177,9 @@ def equality(bench: Bench) -> None:
     worst = 0.0
     for batch, n in sizes:
         step = decode_batch(batch, n, context, vocab_size)
-        expected = plain.execute(step)
+        expected = plain.execute(step).values
         for name in ("first run", "replay"):
-            got = graphs.execute(step)
+            got = graphs.execute(step).values
             differs = ((got - expected).norm() / expected.norm()).item()
             worst = max(worst, differs)
             same = (got.argmax(1) == expected.argmax(1)).float().mean().item()
@@ -195,12 +195,12 @@ def equality(bench: Bench) -> None:
         together = ScheduledSequence(
             chain.request, chain.block_ids, chain.start, chain.token_ids, draft, True
         )
-        got = graphs.execute(Batch((together,))).clone()
+        got = graphs.execute(Batch((together,))).values.clone()
         one_by_one = []
         for i, token in enumerate(chain.token_ids):
             request = Request("r", [1] * (chain.start + i + 1), SamplingParams(temperature=0.0))
             alone = ScheduledSequence(request, chain.block_ids, chain.start + i, (token,), None, True)
-            one_by_one.append(graphs.execute(Batch((alone,))).clone())
+            one_by_one.append(graphs.execute(Batch((alone,))).values.clone())
         expected = torch.cat(one_by_one)
         differs = ((got - expected).norm() / expected.norm()).item()
         worst = max(worst, differs)
@@ -348,7 +348,7 @@ def threads(bench: Bench) -> None:
         """The hash of all logits."""
         digest = hashlib.sha256()
         for step in steps:
-            logits = runner.execute(step)
+            logits = runner.execute(step).values
             digest.update(logits.cpu().numpy().tobytes())
         return digest.hexdigest()
 

@@ -11,9 +11,10 @@ table has the same stride in all steps.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from tandem_core.errors import InvariantError
 from tandem_kernels import AttentionMetadata
 from torch import Tensor
@@ -48,7 +49,7 @@ class StaticInputs:
         self,
         step: ModelInputs,
         scratch_slot: int,
-        logits_rows: NDArray[np.int64] | None = None,
+        logits_rows: Sequence[int] | None = None,
         *,
         num_rows: int | None = None,
         num_seqs: int | None = None,

@@ -241,14 +241,14 @@ class Engine:
         # Such a step says nothing about what prompts cost: it computes logits for each of their tokens.
         is_scoring = any(s.scored_positions for s in batch.sequences)
         listener = self.layer_listener
-        logits = self._runner.execute(
+        computed = self._runner.execute(
             batch, (lambda layer: listener(batch, layer)) if listener is not None else None, _score_prompt
         )
-        results = None
+        logits, results = computed.values, None
         if logits.device.type != "cpu" and batch.num_logits_rows:
             sampling = [s for s in batch.sequences if s.samples]
             results = read_back(sampling, logits, NUM_LIKELIEST if self._drafter is not None else 0)
-        verified = self._verifier.verify(batch, logits, results)
+        verified = self._verifier.verify(batch, logits, results, computed.most_likely)
         self._runner.compact(batch, [v.path for v in verified])
         updates = self._end_failed(verified, self.scheduler.update(batch, verified))
         outputs = self._outputs(batch, verified, updates)

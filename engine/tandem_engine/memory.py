@@ -77,9 +77,10 @@ def step_bytes(
     if not packed:
         # torch keeps float32 copies of both operands of a product.
         row += 4 * (hidden + projected + 3 * inner)
-    # The logits of prompts' positions, and their logarithms, exist beside those that sample.
-    prompt_rows = limits.max_seqs + 2 * MAX_PROMPT_ROWS
-    logits = 4 * config.vocab_size * max(limits.max_decode_tokens, prompt_rows)
+    # The logits of prompts' positions, and their logarithms, exist beside those that sample; the compiled
+    # call keeps its own.
+    logits_rows = limits.max_decode_tokens, limits.max_seqs + 2 * MAX_PROMPT_ROWS
+    logits = 4 * config.vocab_size * (sum(logits_rows) if packed else max(logits_rows))
     # Few tasks are split by keys, and each split keeps a state.
     splits = 4 * threads * -(-config.max_model_len // _SPLIT_KEYS)
     rows = max(_TASK_ROWS, _TASK_VALUES // config.head_dim)

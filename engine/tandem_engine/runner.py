@@ -1,4 +1,4 @@
-"""Runs the model over one batch: batch -> ModelInputs -> forward -> logits, and moves accepted KV into place.
+"""Runs the model over one batch: batch -> StepInputs -> forward -> logits, and moves accepted KV into place.
 
 A drafted sequence occupies the slots start .. start + n - 1, one per node in topological order, whatever
 the nodes' depth. The runner then copies the accepted path's KV to the slots that plain decoding uses:
@@ -10,12 +10,11 @@ the nodes' depth. The runner then copies the accepted path's KV to the slots tha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from tandem_kernels import AttentionMetadata
+from tandem_kernels import StepInputs
 from torch import Tensor
 
 from tandem_engine.batch import Batch, ScheduledSequence
@@ -30,47 +29,51 @@ MAX_PROMPT_ROWS = 64
 PromptListener: TypeAlias = Callable[[ScheduledSequence, int, Tensor], None]
 
 
-def model_inputs(batch: Batch, block_size: int) -> ModelInputs:
-    """The batch as CPU tensors."""
+@dataclass(frozen=True)
+class StepLogits:
+    """The logits of a step's rows that sample, in batch order; a drafted sequence has one row per node."""
+
+    #: [rows, vocab] float32, valid until the next step.
+    values: Tensor
+    #: Each row's most likely token, the lowest of equals; None: not known yet.
+    most_likely: list[int] | None = None
+
+
+def step_inputs(batch: Batch, block_size: int) -> StepInputs:
     sequences = batch.sequences
-    block_table = np.zeros((len(sequences), max(len(s.block_ids) for s in sequences)), dtype=np.int32)
-    for row, sequence in zip(block_table, sequences, strict=True):
-        row[: len(sequence.block_ids)] = sequence.block_ids
-    counts = np.array([s.num_new_tokens for s in sequences], dtype=np.int32)
-    starts = np.array([s.start for s in sequences], dtype=np.int32)
-    query_start_loc = np.zeros(len(sequences) + 1, dtype=np.int32)
-    np.cumsum(counts, out=query_start_loc[1:])
-    sequence_of = np.repeat(np.arange(len(sequences)), counts)
-    logical = np.arange(len(sequence_of)) + (starts - query_start_loc[:-1])[sequence_of]
-    blocks = block_table[sequence_of, logical // block_size].astype(np.int64)
+    width = max([len(s.block_ids) for s in sequences])
+    block_table: list[int] = []
+    seq_lens: list[int] = []
+    query_start_loc = [0]
+    token_ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    for sequence in sequences:
+        blocks, start = sequence.block_ids, sequence.start
+        end = start + sequence.num_new_tokens
+        block_table += blocks
+        block_table += [0] * (width - len(blocks))
+        seq_lens.append(end)
+        token_ids += sequence.token_ids
+        query_start_loc.append(len(token_ids))
+        positions += sequence.positions()
+        for n in range(start // block_size, -(-end // block_size)):
+            ahead = (blocks[n] - n) * block_size
+            slots += range(max(start, n * block_size) + ahead, min(end, (n + 1) * block_size) + ahead)
     bits = None
     if any(s.draft is not None for s in sequences):
-        bits = _int64([node for s in sequences for node in s.ancestor_bits()])
-    return ModelInputs(
-        input_ids=_int64([token for s in sequences for token in s.token_ids]),
-        positions=_int64([position for s in sequences for position in s.positions()]),
-        slot_mapping=torch.from_numpy(blocks * block_size + logical % block_size),
-        attention=AttentionMetadata(
-            torch.from_numpy(block_table),
-            torch.from_numpy(starts + counts),
-            torch.from_numpy(query_start_loc),
-            bits,
-        ),
-    )
+        bits = [node for s in sequences for node in s.ancestor_bits()]
+    return StepInputs(token_ids, positions, slots, block_table, seq_lens, query_start_loc, bits)
 
 
-def _int64(values: list[int]) -> Tensor:
-    return torch.from_numpy(np.array(values, dtype=np.int64))
-
-
-def _logits_rows(batch: Batch) -> NDArray[np.int64]:
+def _logits_rows(batch: Batch) -> list[int]:
     """The rows that sample: of each sequence the last num_logits_rows."""
     rows: list[int] = []
     end = 0
     for sequence in batch.sequences:
         end += sequence.num_new_tokens
         rows += range(end - sequence.num_logits_rows, end)
-    return np.array(rows, dtype=np.int64)
+    return rows
 
 
 class ModelRunner:
@@ -100,35 +103,52 @@ class ModelRunner:
         self._graphs = DecodeGraphs(
             self.decoder, self.pool, space.graph_attention, space.graph_inputs, space.graph_logits
         )
-        self._graphs.capture(capture, model_inputs(idle, self.pool.shape.block_size))
+        self._graphs.capture(capture, ModelInputs.of(step_inputs(idle, self.pool.shape.block_size)))
 
-    @torch.inference_mode()
     def execute(
         self,
         batch: Batch,
         on_layer_done: Callable[[int], None] | None = None,
         on_prompt_logits: PromptListener | None = None,
-    ) -> Tensor:
-        """Computes the batch's KV and returns logits [batch.num_logits_rows, vocab] float32.
+    ) -> StepLogits:
+        """Computes the batch's KV, and the logits of its rows that sample.
 
-        Rows are in batch order; a drafted sequence has one row per node. on_layer_done(layer) is called
-        when the layer's KV of the whole batch is in the pool; on a GPU, when what writes it is
-        launched, so that a reader must wait for an event recorded then. on_prompt_logits is called for the
-        `scored_positions` of every sequence. The logits are valid until the next step.
+        on_layer_done(layer) is called when the layer's KV of the whole batch is in the pool; on a GPU, when
+        what writes it is launched, so that a reader must wait for an event recorded then. on_prompt_logits
+        is called for the `scored_positions` of every sequence.
         """
         if batch.copies:
-            self.pool.copy(batch.copies)
-        inputs = model_inputs(batch, self.pool.shape.block_size)
+            with torch.inference_mode():
+                self.pool.copy(batch.copies)
+        step = step_inputs(batch, self.pool.shape.block_size)
         logits_rows = _logits_rows(batch)
+        if self.workspace is None:
+            self.pool.will_use(max([max(s.block_ids) for s in batch.sequences]))
+            is_scoring = on_prompt_logits is not None and any(s.scored_positions for s in batch.sequences)
+            if self.decoder.is_batch_invariant and on_layer_done is None and not is_scoring:
+                interleaved = self.pool.shape.interleaved
+                done = self.decoder.step(step, logits_rows, self.pool.caches, interleaved=interleaved)
+                return StepLogits(*done)
+        return StepLogits(self._forward(batch, step, logits_rows, on_layer_done, on_prompt_logits))
+
+    @torch.inference_mode()
+    def _forward(
+        self,
+        batch: Batch,
+        step: StepInputs,
+        logits_rows: Sequence[int],
+        on_layer_done: Callable[[int], None] | None,
+        on_prompt_logits: PromptListener | None,
+    ) -> Tensor:
+        """`execute` through `Decoder.forward`."""
         if self.device.type == "cuda":
             # Triton launches on the thread's current device. The engine's thread is not the one that began.
             torch.cuda.set_device(self.device)
+        inputs, attention = ModelInputs.of(step), None
         if self._graphs is not None and on_layer_done is None and (size := self._graphs.size_for(batch)):
             return self._graphs.run(inputs, size)
-        attention = None
         if self.workspace is None:
-            rows = torch.from_numpy(logits_rows)
-            self.pool.will_use(int(inputs.attention.block_table.max()))
+            rows = torch.tensor(logits_rows, dtype=torch.int64)
         else:
             static, attention = self.workspace.inputs, self.workspace.attention
             static.load(inputs, self.pool.scratch_slot, logits_rows)
@@ -156,7 +176,6 @@ class ModelRunner:
                 on_prompt_logits(sequence, first, self.decoder.logits(hidden[row : row + num_rows]))
             first_row += sequence.num_new_tokens
 
-    @torch.inference_mode()
     def compact(self, batch: Batch, paths: Sequence[Sequence[int]]) -> None:
         """Moves accepted nodes' KV to consecutive slots; paths as verified, one per sampling sequence."""
         src: list[int] = []
@@ -168,7 +187,8 @@ class ModelRunner:
                     src.append(self._slot(sequence, node))
                     dst.append(self._slot(sequence, k))
         if src:
-            self.pool.move(src, dst)
+            with torch.inference_mode():
+                self.pool.move(src, dst)
 
     def _slot(self, sequence: ScheduledSequence, node: int) -> int:
         logical = sequence.start + node

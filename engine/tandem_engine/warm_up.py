@@ -52,7 +52,7 @@ def warm_up(runner: ModelRunner, limits: StepLimits) -> None:
     max_model_len = runner.decoder.config.max_model_len
     for sampling in (_SAMPLED, _GREEDY):
         for batch in largest_batches(runner.pool, limits, max_model_len, sampling):
-            logits = runner.execute(batch)
+            logits = runner.execute(batch).values
             read_back(batch.sequences, logits, NUM_LIKELIEST)
             last = [(0, s.num_new_tokens - 1) if s.num_new_tokens > 2 else (0,) for s in batch.sequences]
             runner.compact(batch, last)

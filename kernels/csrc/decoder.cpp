@@ -1,6 +1,8 @@
 // Decoder layers in one call, by one team of threads that waits between the operators for the work.
 //
-//   norm -> QKV -> rotate, store K and V -> attention -> O -> norm -> gate and up -> SiLU -> down
+//   embedding                                                                                          with ends
+//   norm -> QKV -> rotate, store K and V -> attention -> O -> norm -> gate and up -> SiLU -> down      each layer
+//   norm of the rows that sample -> head -> their largest logits                                       with ends
 //
 // Called one by one from Python, a step's 300 operators would cost their calls, and every return would wait for the
 // interpreter's lock, which other threads of a serving process want too. The operators are those that are called one
@@ -13,6 +15,7 @@
 #include "attention.h"
 #include "elementwise.h"
 #include "linear.h"
+#include "sample.h"
 
 extern "C" {
 
@@ -25,9 +28,22 @@ struct TandemLayer {
   int32_t window;  // 0: none
 };
 
+// What comes before and after all layers.
+struct TandemEnds {
+  const int64_t* token_ids;  // [tokens]
+  const void* embedding;     // [vocab_size, hidden_size] of the activations' dtype
+  const float* norm;
+  const TandemLinear* head;
+  const int64_t* rows;  // [num_rows], distinct: those whose logits are wanted
+  float* logits;        // [num_rows, vocab_size]
+  int64_t* likeliest;   // [num_rows], see argmax
+  int64_t num_rows, vocab_size;
+};
+
 // A step, or the part of it in layers first_layer .. end_layer - 1.
 struct TandemLayers {
   const TandemLayer* layers;
+  const TandemEnds* ends;  // or null. With them the layers are all, and hidden and delta are not used
   float* hidden;  // [tokens, hidden_size], the residual stream without the last product
   void* delta;    // [tokens, hidden_size], that product: read unless first_layer is 0, and written
   const int64_t *positions, *slots;
@@ -46,6 +62,8 @@ namespace {
 struct Workspace {
   void *normed, *qkv, *attended, *gate_up, *product;
   void* quantized;
+  float* hidden;
+  void* delta;
 
   Workspace(const TandemLayers& c, int64_t tokens) {
     const TandemAttention& a = c.attention;
@@ -60,12 +78,16 @@ struct Workspace {
     };
     const int64_t at[] = {take(tokens * hidden * element),      take(tokens * (queries + 2 * keys) * element),
                           take(tokens * queries * element),     take(tokens * 2 * inner * element),
-                          take(tokens * inner * element),       take(quantized_bytes(tokens, int(widest)))};
+                          take(tokens * inner * element),       take(quantized_bytes(tokens, int(widest))),
+                          take(c.ends ? tokens * hidden * sizeof(float) : 0),
+                          take(c.ends ? tokens * hidden * element : 0)};
     static thread_local std::vector<char> memory;
     if (int64_t(memory.size()) < end + 64) memory.resize(end + 64);
     char* base = (char*)(((uintptr_t)memory.data() + 63) / 64 * 64);
     normed = base + at[0], qkv = base + at[1], attended = base + at[2], gate_up = base + at[3];
     product = base + at[4], quantized = base + at[5];
+    this->hidden = c.ends ? (float*)(base + at[6]) : c.hidden;
+    delta = c.ends ? base + at[7] : c.delta;
   }
 };
 
@@ -73,7 +95,7 @@ struct Workspace {
 
 extern "C" int64_t tandem_work_done() { return work_done.load(std::memory_order_relaxed); }
 
-// Returns -1, or the first token whose position or slot lies outside, or -2 when attention's metadata is
+// Returns -1, or the first token whose position, slot or id lies outside, or -2 when attention's metadata is
 // inconsistent; in both cases nothing was computed.
 extern "C" int64_t tandem_decoder_layers(const TandemLayers* call) {
   const TandemLayers& c = *call;
@@ -92,6 +114,8 @@ extern "C" int64_t tandem_decoder_layers(const TandemLayers* call) {
                           attention.num_kv_heads, attention.head_size, attention.block_size, dtype, c.eps,
                           attention.interleaved != 0};
   if (const int64_t wrong = rope.first_wrong(); wrong >= 0) return wrong;
+  for (int64_t t = 0; c.ends && t < tokens; ++t)
+    if (c.ends->token_ids[t] < 0 || c.ends->token_ids[t] >= c.ends->vocab_size) return t;
   std::map<int32_t, AttentionStep> steps;  // by window
   for (int n = c.first_layer; n < c.end_layer; ++n) {
     attention.window = c.layers[n].window;
@@ -101,10 +125,19 @@ extern "C" int64_t tandem_decoder_layers(const TandemLayers* call) {
 
   auto rows = [&](const void* x) { return Activations{x, dtype, tokens, work.quantized}; };
   with_team(attention.num_threads, [&](Team& team) {
+    if (const TandemEnds* ends = c.ends) {
+      team.share(tokens, [&](int64_t t) {
+        float* row = work.hidden + t * c.hidden_size;
+        const int64_t from = ends->token_ids[t] * c.hidden_size;
+        for (int i = 0; i < c.hidden_size; i += kLanes)
+          store(row + i, load_as_float(ends->embedding, from + i, dtype, nullptr));
+      });
+      team.wait();
+    }
     for (int n = c.first_layer; n < c.end_layer; ++n) {
       const TandemLayer& layer = c.layers[n];
-      add_rms_norm_in_team(team, c.hidden, n == 0 ? nullptr : c.delta, layer.input_norm, rows(work.normed), tokens,
-                           c.hidden_size, c.eps, is_quantized(layer.qkv));
+      add_rms_norm_in_team(team, work.hidden, n == 0 ? nullptr : work.delta, layer.input_norm, rows(work.normed),
+                           tokens, c.hidden_size, c.eps, is_quantized(layer.qkv));
       linear_in_team(team, layer.qkv, rows(work.normed), tokens, work.qkv, dtype);
       rope_store_in_team(team, rope, layer.q_norm, layer.k_norm, layer.cache);
       steps.at(layer.window).run_in_team(team, layer.cache);
@@ -112,13 +145,23 @@ extern "C" int64_t tandem_decoder_layers(const TandemLayers* call) {
         team.share(tokens, [&](int64_t r) { quantize_row(rows(work.attended), r, layer.o->depth); });
         team.wait();
       }
-      linear_in_team(team, layer.o, rows(work.attended), tokens, c.delta, dtype);
-      add_rms_norm_in_team(team, c.hidden, c.delta, layer.post_norm, rows(work.normed), tokens, c.hidden_size, c.eps,
-                           is_quantized(layer.gate_up));
+      linear_in_team(team, layer.o, rows(work.attended), tokens, work.delta, dtype);
+      add_rms_norm_in_team(team, work.hidden, work.delta, layer.post_norm, rows(work.normed), tokens, c.hidden_size,
+                           c.eps, is_quantized(layer.gate_up));
       linear_in_team(team, layer.gate_up, rows(work.normed), tokens, work.gate_up, dtype);
       silu_mul_in_team(team, work.gate_up, rows(work.product), tokens, c.intermediate_size,
                        is_quantized(layer.down));
-      linear_in_team(team, layer.down, rows(work.product), tokens, c.delta, dtype);
+      linear_in_team(team, layer.down, rows(work.product), tokens, work.delta, dtype);
+    }
+    if (const TandemEnds* ends = c.ends; ends && ends->num_rows) {
+      const Activations sampled = {work.normed, dtype, ends->num_rows, work.quantized};
+      add_rms_norm_in_team(team, work.hidden, work.delta, ends->norm, sampled, ends->num_rows, c.hidden_size, c.eps,
+                           is_quantized(ends->head), ends->rows);
+      linear_in_team(team, ends->head, sampled, ends->num_rows, ends->logits, DType::kFloat32);
+      team.share(ends->num_rows, [&](int64_t r) {
+        ends->likeliest[r] = argmax(ends->logits + r * ends->vocab_size, ends->vocab_size);
+      });
+      team.wait();
     }
   });
   return -1;

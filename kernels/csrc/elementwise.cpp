@@ -29,12 +29,14 @@ inline void normalize(const void* x, int64_t from, int width, DType dtype, const
 }  // namespace
 
 void add_rms_norm_in_team(Team& team, float* hidden, const void* delta, const float* weight,
-                          const Activations& normed, int64_t rows, int width, float eps, bool quantize) {
+                          const Activations& normed, int64_t rows, int width, float eps, bool quantize,
+                          const int64_t* from) {
   team.share(rows, [&](int64_t r) {
+    const int64_t begin = (from ? from[r] : r) * width;
     if (delta)
-      for (int64_t i = r * width; i < (r + 1) * width; i += kLanes)
+      for (int64_t i = begin; i < begin + width; i += kLanes)
         store(hidden + i, load(hidden + i) + load_as_float(delta, i, normed.dtype, nullptr));
-    normalize(hidden, r * width, width, DType::kFloat32, weight, eps, (void*)normed.x, r * width, normed.dtype);
+    normalize(hidden, begin, width, DType::kFloat32, weight, eps, (void*)normed.x, r * width, normed.dtype);
     if (quantize) quantize_row(normed, r, width);
   });
   team.wait();

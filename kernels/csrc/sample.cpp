@@ -1,7 +1,7 @@
 // A token drawn from a row of logits, in three passes over it: the largest logit, the weights, the race.
 //
 // A token's time in the race is at least u / weight, so nearly all tokens lose without a logarithm. exp is computed as
-// numpy does for float32, and draws the tokens of a numpy implementation. Sums in float64 may be added in another order.
+// numpy does for float32, so that draws are those of numpy. Sums in float64 may be added in another order.
 
 #include "sample.h"
 

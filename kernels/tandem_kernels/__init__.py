@@ -19,7 +19,13 @@ GPU kernels are written in Triton (`gpu`, `turbo_attention`). CPU kernels are co
 possible, else torch; with packed weights one call runs all layers (DecoderLayers).
 """
 
-from tandem_kernels.decoder_layers import DecoderLayers, LayerWeights, PackedProjection
+from tandem_kernels.decoder_layers import (
+    DecoderEnds,
+    DecoderLayers,
+    LayerWeights,
+    PackedProjection,
+    StepInputs,
+)
 from tandem_kernels.draw_tokens import draw_token, draw_tokens
 from tandem_kernels.elementwise import add_rms_norm, silu_mul
 from tandem_kernels.interleaved_cache import deinterleave, interleave, runs_interleaved
@@ -59,12 +65,14 @@ __all__ = [
     "Attention",
     "AttentionLayer",
     "AttentionMetadata",
+    "DecoderEnds",
     "DecoderLayers",
     "LayerWeights",
     "PackedProjection",
     "PackedWeight",
     "Packing",
     "QuantizedWeight",
+    "StepInputs",
     "add_rms_norm",
     "deinterleave",
     "dequantize_packed",

@@ -22,8 +22,9 @@ from tandem_engine.device_inputs import StaticInputs
 from tandem_engine.draft_tree import DraftTree
 from tandem_engine.kv_pool import KVPool, KVShape
 from tandem_engine.model_loader import load_decoder
+from tandem_engine.models import ModelInputs
 from tandem_engine.request import Request
-from tandem_engine.runner import ModelRunner, model_inputs
+from tandem_engine.runner import ModelRunner, step_inputs
 from tandem_engine.warm_up import idle_batch, warm_up
 from tandem_engine.workspace import StepLimits, make_workspace
 from tandem_kernels import native
@@ -133,7 +134,7 @@ def test_padded_steps_equal_unpadded_ones(tiny_model: Path, dtype: torch.dtype) 
     for n in range(12):
         batch = decode_batch(rng, rng.randint(1, num_seqs), blocks)
         # One set of buffers serves them all, one after another.
-        assert_same(padded.execute(batch), plain.execute(batch))
+        assert_same(padded.execute(batch).values, plain.execute(batch).values)
         assert replays.num_replayed == n + 1
         assert_same_kv(padded, plain)
 
@@ -154,7 +155,7 @@ def test_eager_steps_from_the_buffers_equal_those_from_the_batch(
         chunk = sequence(0, None, blocks[-MAX_BLOCKS:], rng, num_new=rng.randint(2, 40))
         chunk = replace(chunk, samples=n % 3 != 0)
         batch = Batch((*decoding, chunk) if n % 2 else (chunk, *decoding))
-        assert_same(staged.execute(batch), plain.execute(batch))
+        assert_same(staged.execute(batch).values, plain.execute(batch).values)
         assert_same_kv(staged, plain)
     assert replays.num_replayed == 0
 
@@ -170,7 +171,7 @@ def test_a_decode_step_of_more_rows_than_any_graph_runs_eagerly(tiny_model: Path
     for count, is_replayed in ((num_seqs, False), (MAX_ROWS, True)):
         batch = Batch(tuple(sequence(3, None, [n], rng) for n in range(count)))
         before = replays.num_replayed
-        assert_same(staged.execute(batch), plain.execute(batch))
+        assert_same(staged.execute(batch).values, plain.execute(batch).values)
         assert replays.num_replayed - before == is_replayed
 
 
@@ -202,7 +203,7 @@ def test_the_buffers_stay_where_they_are() -> None:
     assert addresses[1] == addresses[5] == addresses[8]
     for num_seqs in (4, 1):
         batch = Batch(tuple(sequence(30, None, list(range(MAX_BLOCKS)), rng) for _ in range(num_seqs)))
-        inputs.load(model_inputs(batch, BLOCK_SIZE), 999, num_rows=8, num_seqs=8)
+        inputs.load(ModelInputs.of(step_inputs(batch, BLOCK_SIZE)), 999, num_rows=8, num_seqs=8)
         step = inputs.view(8, 8)
         metadata = step.attention
         assert metadata.block_table[:num_seqs, :2].tolist() == [[0, 1]] * num_seqs
@@ -229,9 +230,10 @@ def test_steps_that_do_not_fit_the_buffers_are_refused() -> None:
     inputs = StaticInputs(4, 2, MAX_BLOCKS, CPU)
     one = sequence(3, None, [0], rng)
     with pytest.raises(InvariantError, match="3 sequences; there is room for 3 of 2"):
-        inputs.load(model_inputs(Batch((one,) * 3), BLOCK_SIZE), 0)
+        inputs.load(ModelInputs.of(step_inputs(Batch((one,) * 3), BLOCK_SIZE)), 0)
     with pytest.raises(InvariantError, match="5 rows"):
-        inputs.load(model_inputs(Batch((sequence(3, None, [0], rng, num_new=5),)), BLOCK_SIZE), 0)
+        one = sequence(3, None, [0], rng, num_new=5)
+        inputs.load(ModelInputs.of(step_inputs(Batch((one,)), BLOCK_SIZE)), 0)
 
 
 def test_graph_sizes() -> None:
@@ -277,7 +279,7 @@ def test_a_failed_capture_leaves_one_line_and_eager_steps(
     assert "operation not permitted" in caplog.text
     for _ in range(3):
         batch = decode_batch(rng, 3, blocks)
-        assert_same(staged.execute(batch), plain.execute(batch))
+        assert_same(staged.execute(batch).values, plain.execute(batch).values)
     assert broken.num_replayed == 0
 
 
@@ -311,6 +313,6 @@ def test_graphs_replay_what_the_eager_step_computes(tiny_model: Path) -> None:
     for num in (5, 2, 5, 1):
         batch = decode_batch(rng, num, blocks)
         # A listener keeps a runner on the eager path.
-        expected = graphs.execute(batch, on_layer_done=lambda layer: None).clone()
+        expected = graphs.execute(batch, on_layer_done=lambda layer: None).values.clone()
         for _ in range(2):
-            torch.testing.assert_close(graphs.execute(batch), expected, atol=0.02, rtol=0.02)
+            torch.testing.assert_close(graphs.execute(batch).values, expected, atol=0.02, rtol=0.02)

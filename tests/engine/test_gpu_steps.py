@@ -164,7 +164,7 @@ def test_nothing_is_compiled_after_the_warm_up(
     rng = random.Random(num_blocks)
     for _ in range(150):
         batch = random_batch(rng, runner.pool)
-        logits = runner.execute(batch)
+        logits = runner.execute(batch).values
         sampling = [s for s in batch.sequences if s.samples]
         if not sampling:
             continue

@@ -8,11 +8,13 @@ from native_libraries import COMPILED, native_library
 from tandem_kernels import (
     AttentionLayer,
     AttentionMetadata,
+    DecoderEnds,
     DecoderLayers,
     LayerWeights,
     PackedProjection,
     PackedWeight,
     Packing,
+    StepInputs,
     add_rms_norm,
     deinterleave,
     interleave,
@@ -30,25 +32,29 @@ from tandem_kernels import (
 pytestmark = pytest.mark.skipif(native.LIBRARY is None, reason="no compiled kernels on this machine")
 HIDDEN, INNER, HEADS, KV_HEADS, D = 96, 160, 6, 2, 32
 BLOCK, NUM_BLOCKS, EPS, SOFTCAP = 64, 12, 1e-5, 2.0
+VOCAB = 200
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def linear(
+    columns: int, depth: int, dtype: torch.dtype, packing: Packing | None, *, seed: int, has_bias: bool
+) -> PackedProjection:
+    weight = random(columns, depth, dtype=torch.float32, seed=seed) / depth**0.5
+    packed = (
+        pack_weight(weight.to(dtype)) if packing is None else pack_quantized(quantize_weight(weight, packing))
+    )
+    bias = random(columns, dtype=torch.float32, seed=seed + 1) if has_bias else None
+    return PackedProjection(PackedWeight((packed,), columns), bias)
+
+
 def layers(dtype: torch.dtype, packing: Packing | None, *, rich: bool) -> list[LayerWeights]:
     """Three layers; rich ones have biases, QK norm and (the second) a window."""
 
     def projection(columns: int, depth: int, seed: int) -> PackedProjection:
-        weight = random(columns, depth, dtype=torch.float32, seed=seed) / depth**0.5
-        packed = (
-            pack_weight(weight.to(dtype))
-            if packing is None
-            else pack_quantized(quantize_weight(weight, packing))
-        )
-        return PackedProjection(
-            PackedWeight.of(packed), random(columns, dtype=torch.float32, seed=seed + 1) if rich else None
-        )
+        return linear(columns, depth, dtype, packing, seed=seed, has_bias=rich)
 
     return [
         LayerWeights(
@@ -64,6 +70,14 @@ def layers(dtype: torch.dtype, packing: Packing | None, *, rich: bool) -> list[L
         )
         for n in range(3)
     ]
+
+
+def ends(dtype: torch.dtype, packing: Packing | None) -> DecoderEnds:
+    return DecoderEnds(
+        embedding=random(VOCAB, HIDDEN, dtype=dtype, seed=1000),
+        norm=1 + random(HIDDEN, dtype=torch.float32, seed=1001) / 8,
+        head=linear(VOCAB, HIDDEN, dtype, packing, seed=1002, has_bias=False),
+    )
 
 
 @dataclasses.dataclass
@@ -97,13 +111,22 @@ class Step:
     def metadata(self) -> AttentionMetadata:
         return AttentionMetadata(self.block_table, self.seq_lens, self.query_start_loc, self.bits)
 
+    def inputs(self) -> StepInputs:
+        token_ids = torch.randint(0, VOCAB, (25,), generator=torch.Generator().manual_seed(3))
+        given = (token_ids, self.positions, self.slots, self.block_table.flatten(), self.seq_lens)
+        return StepInputs(*[t.tolist() for t in (*given, self.query_start_loc, self.bits)])
 
-def one_by_one(step: Step, weights: list[LayerWeights], caches: list[torch.Tensor]) -> torch.Tensor:
+
+def one_by_one(
+    step: Step, weights: list[LayerWeights], caches: list[torch.Tensor], hidden: torch.Tensor
+) -> torch.Tensor:
+    """The residual stream after all layers; hidden is the one before."""
+
     def linear(x: torch.Tensor, p: PackedProjection) -> torch.Tensor:
         return packed_linear(x, p.weight, p.bias)
 
     metadata = step.metadata()
-    hidden, delta = step.hidden.clone(), None
+    hidden, delta = hidden.clone(), None
     for layer, cache in zip(weights, caches, strict=True):
         normed = add_rms_norm(hidden, delta, layer.input_norm, EPS, step.dtype)
         qkv = linear(normed, layer.qkv).view(-1, HEADS + 2 * KV_HEADS, D)
@@ -133,7 +156,7 @@ def test_one_call_gives_the_bits_of_many(
     try:
         with native_library(library):
             expected_caches = step.caches()
-            expected = one_by_one(step, weights, expected_caches)
+            expected = one_by_one(step, weights, expected_caches, step.hidden)
             compiled = DecoderLayers(weights, dtype, head_size=D, eps=EPS, scale=D**-0.5, softcap=SOFTCAP)
             for spans in ([(0, 3)], [(0, 1), (1, 2), (2, 3)]):
                 hidden, delta = step.hidden.clone(), torch.full((25, HIDDEN), torch.nan).to(dtype)
@@ -157,6 +180,69 @@ def test_one_call_gives_the_bits_of_many(
             assert all(torch.equal(deinterleave(c), e) for c, e in zip(caches, expected_caches, strict=True))
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("library", COMPILED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("packing", [None, Packing.INT8, Packing.INT4])
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_a_step_from_ids_to_logits_gives_the_bits_of_many_calls(
+    num_threads: int, packing: Packing | None, dtype: torch.dtype, library: str
+) -> None:
+    step, weights, outer = Step(dtype), layers(dtype, packing, rich=True), ends(dtype, packing)
+    inputs = step.inputs()
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        with native_library(library):
+            expected_caches = step.caches()
+            embedded = outer.embedding[inputs.token_ids].float()
+            hidden = one_by_one(step, weights, expected_caches, embedded)
+            normed = add_rms_norm(hidden, None, outer.norm, EPS, dtype)
+            expected = packed_linear(normed, outer.head.weight, out_dtype=torch.float32)
+            compiled = DecoderLayers(
+                weights, dtype, head_size=D, eps=EPS, scale=D**-0.5, softcap=SOFTCAP, ends=outer
+            )
+            for rows in ([19, 20, 21, 22, 23, 24], [20], list(range(25)), []):
+                caches = step.caches()
+                logits, likeliest = compiled.step(inputs, step.rotations, caches, rows)
+                assert torch.equal(logits, expected[rows])
+                assert likeliest == logits.argmax(1).tolist()
+                assert all(map(torch.equal, caches, expected_caches))
+            if runs_interleaved(dtype, D, BLOCK):
+                caches = [interleave(cache) for cache in step.caches()]
+                logits, _ = compiled.step(inputs, step.rotations, caches, [3, 24], interleaved=True)
+                assert torch.equal(logits, expected[[3, 24]])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_step_that_does_not_fit_is_refused_and_changes_nothing() -> None:
+    step = Step(torch.float32)
+    compiled = DecoderLayers(
+        layers(torch.float32, None, rich=False), torch.float32, head_size=D, eps=EPS, scale=D**-0.5,
+        ends=ends(torch.float32, None),
+    )  # fmt: skip
+    inputs, caches = step.inputs(), step.caches()
+
+    def run(rows: tuple[int, ...] = (24,), **changed: object) -> None:
+        compiled.step(dataclasses.replace(inputs, **changed), step.rotations, caches, rows)
+
+    with pytest.raises(IndexError, match=r"token 1 has position 51, slot .* and id 200, wanted"):
+        run(token_ids=[0, VOCAB, *inputs.token_ids[2:]])
+    with pytest.raises(IndexError, match=r"token 0 has position 50, slot .* and id -1"):
+        run(token_ids=[-1, *inputs.token_ids[1:]])
+    with pytest.raises(IndexError, match=f"token 24 .* slot {NUM_BLOCKS * BLOCK} and"):
+        run(slot_mapping=[*inputs.slot_mapping[:24], NUM_BLOCKS * BLOCK])
+    with pytest.raises(IndexError, match=r"rows are \[3, 25\], wanted rows of 25 tokens"):
+        run(rows=(3, 25))
+    with pytest.raises(ValueError, match=r"25 token ids, \(24, 25, 25\) positions"):
+        run(positions=inputs.positions[1:])
+    with pytest.raises(ValueError, match=r"block_table\[0\] names blocks .* wanted ids in \[0, 12\)"):
+        run(block_table=[block + NUM_BLOCKS for block in inputs.block_table])
+    with pytest.raises(ValueError, match=r"ancestor_bits\[21\] is 0x2, wanted bit 0 set"):
+        run(ancestor_bits=[0] * 21 + [2, 2, 4, 8])
+    assert all(map(torch.equal, caches, step.caches()))
 
 
 def test_what_does_not_fit_is_said_and_changes_nothing() -> None:

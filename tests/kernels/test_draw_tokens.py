@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from draw_cases import KINDS, draw_case, draw_logits
-from native_libraries import NATIVE, native_library
+from native_libraries import COMPILED, native_library
 from tandem_kernels import draw_tokens
 from tandem_kernels.draw_tokens import draw_reference, uniforms
 
@@ -82,7 +82,7 @@ def test_arguments_that_do_not_fit_are_named() -> None:
         draw_tokens(logits.t(), *constant(8, 1.0))
 
 
-@pytest.mark.parametrize("library", NATIVE)
+@pytest.mark.parametrize("library", COMPILED)
 @pytest.mark.parametrize("vocab_size", [7, 1000, 20_000])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_compiled_kernel_draws_the_references_tokens(kind: str, vocab_size: int, library: str) -> None:
@@ -91,7 +91,7 @@ def test_the_compiled_kernel_draws_the_references_tokens(kind: str, vocab_size: 
         assert draw_tokens(*case).tolist() == draw_reference(*case).tolist()
 
 
-@pytest.mark.parametrize("library", NATIVE)
+@pytest.mark.parametrize("library", COMPILED)
 @pytest.mark.parametrize("size", [1, 5, 63, 64, 65, 200])
 def test_greedy_is_numpys_argmax(size: int, library: str) -> None:
     """Also of ties, NaN and infinities anywhere."""

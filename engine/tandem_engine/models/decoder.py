@@ -1,9 +1,9 @@
 """The decoder: token ids in, hidden states out, keys and values written to the paged cache.
 
 Per step: the runner builds ModelInputs -> `forward` -> the runner picks the rows that sample -> `logits`.
-With packed weights on a CPU all layers are one compiled call (tandem_kernels.DecoderLayers). Otherwise a
-layer is a dozen operators, with fused projections and one operator for each part between the matrix products.
-The decoder knows no requests.
+With packed weights on a CPU `step` does all of it in one compiled call, and `forward` runs all layers, or
+one, in such a call (tandem_kernels.DecoderLayers). Otherwise a layer is a dozen operators, with fused
+projections and one operator for each part between the matrix products. The decoder knows no requests.
 
 Not covered: tensor parallelism, LoRA, mixture of experts.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from tandem_core.errors import InvariantError
@@ -20,9 +21,11 @@ from tandem_kernels import (
     Attention,
     AttentionLayer,
     AttentionMetadata,
+    DecoderEnds,
     DecoderLayers,
     LayerWeights,
     PackedWeight,
+    StepInputs,
     add_rms_norm,
     make_attention,
     rope_store,
@@ -47,6 +50,13 @@ class ModelInputs:
     #: [T] int64: block_id * block_size + offset that receives each token's key and value.
     slot_mapping: Tensor
     attention: AttentionMetadata
+
+    @classmethod
+    def of(cls, step: StepInputs) -> ModelInputs:
+        """As CPU tensors."""
+        per_token = np.array([step.token_ids, step.positions, step.slot_mapping], dtype=np.int64)
+        input_ids, positions, slot_mapping = torch.from_numpy(per_token).unbind()
+        return cls(input_ids, positions, slot_mapping, step.metadata())
 
 
 @dataclass(frozen=True)
@@ -131,6 +141,9 @@ class Decoder:
             eps=config.rms_norm_eps,
             scale=self._layers[0].attention.scale,
             softcap=config.attn_logit_softcapping,
+            ends=DecoderEnds(self.embed_tokens, self._norm, self._lm_head.projection)
+            if isinstance(self._lm_head, PackedLinear)
+            else None,
         )
 
     @property
@@ -221,6 +234,21 @@ class Decoder:
             k_scale=layer.attention.k_scale,
             v_scale=layer.attention.v_scale,
         )
+
+    def step(
+        self,
+        inputs: StepInputs,
+        rows: Sequence[int],
+        kv_caches: Sequence[Tensor],
+        *,
+        interleaved: bool = False,
+    ) -> tuple[Tensor, list[int]]:
+        """Only if `is_batch_invariant`: the bits of `logits` for these rows of `forward`, and of each row the
+        most likely token, the lowest of equals. The logits are valid until the next call.
+        """
+        if self._compiled is None:
+            raise InvariantError("only compiled layers compute a step in one call")
+        return self._compiled.step(inputs, self._rotations, kv_caches, rows, interleaved=interleaved)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

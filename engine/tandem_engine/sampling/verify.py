@@ -60,11 +60,18 @@ class Verifier:
     def __init__(self, custom: LogitsProcessors = NO_PROCESSORS) -> None:
         self.custom = custom
 
-    def verify(self, batch: Batch, logits: Tensor, results: StepResults | None = None) -> list[Verified]:
+    def verify(
+        self,
+        batch: Batch,
+        logits: Tensor,
+        results: StepResults | None = None,
+        most_likely: list[int] | None = None,
+    ) -> list[Verified]:
         """One result per sampling sequence, in batch order; logits [R, V] float32, R = batch.num_logits_rows.
 
         results: what was read back of logits on a device. There all nodes of a draft are decided beforehand;
-        on the host only nodes that are visited are worth the time. Must be called before the step's tokens
+        on the host only nodes that are visited are worth the time. most_likely: the token of each row's
+        largest logit, if it is known. Must be called before the step's tokens
         are added to the requests.
         """
         if logits.ndim != 2 or logits.shape[0] != batch.num_logits_rows:
@@ -80,7 +87,7 @@ class Verifier:
         ]
         decided: list[int] = []
         if any(is_decided):
-            decided = _argmax(logits) if results is None else results.token_ids
+            decided = results.token_ids if results is not None else most_likely or _argmax(logits)
         verified: list[Verified] = []
         first_row = 0
         for n, (sequence, is_known) in enumerate(zip(sampling, is_decided, strict=True)):
@@ -100,7 +107,11 @@ class Verifier:
                 first_row = end_row
                 continue
             choices = decided[first_row:end_row] if is_known else None
-            rows = logits[first_row:end_row] if results is None else results.rows.get(n)
+            rows = None
+            if results is not None:
+                rows = results.rows.get(n)
+            elif choices is None or sequence.request.sampling.logprobs is not None:
+                rows = logits[first_row:end_row]
             try:
                 verified.append(_verify_sequence(sequence, rows, choices, self.custom))
             except InvalidRequestError as error:

@@ -83,16 +83,29 @@ class Layer(ctypes.Structure):
     )
 
 
+class Ends(ctypes.Structure):
+    """TandemEnds of csrc/decoder.cpp."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("token_ids", "embedding", "norm")),
+        ("head", ctypes.POINTER(LinearWeight)),
+        *((name, _POINTER) for name in ("rows", "logits", "likeliest")),
+        *((name, _INT64) for name in ("num_rows", "vocab_size")),
+    )
+
+
 class LayersCall(ctypes.Structure):
     """TandemLayers of csrc/decoder.cpp."""
 
     _fields_ = (
-        *((name, _POINTER) for name in ("layers", "hidden", "delta", "positions", "slots", "rotations")),
+        *((name, _POINTER) for name in (
+            "layers", "ends", "hidden", "delta", "positions", "slots", "rotations",
+        )),
         ("num_positions", _INT64),
         ("attention", AttentionCall),
         *((name, _INT32) for name in ("first_layer", "end_layer", "hidden_size", "intermediate_size")),
         ("eps", _FLOAT),
-    )
+    )  # fmt: skip
 
 
 def instruction_sets() -> list[str]:

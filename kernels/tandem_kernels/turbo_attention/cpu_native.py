@@ -73,7 +73,8 @@ class NativeAttention(Attention):
             else scale_per_kv_head(scale, num_kv_heads, torch.float32, query.device).contiguous()
             for scale in (layer.k_scale, layer.v_scale)
         )
-        call = native_step(self.metadata, kv_cache, query.shape[0], query.shape[1], query.dtype)
+        call = native_cache(kv_cache, query.shape[1], query.dtype)
+        point_to(call, self.metadata, len(query))
         call.query, call.query_stride = query.data_ptr(), query.stride(0)
         call.out, call.out_stride = result.data_ptr(), result.stride(0)
         call.cache, call.table = kv_cache.data_ptr(), _pointer(table)
@@ -94,29 +95,29 @@ class NativeAttention(Attention):
         return result
 
 
-def native_step(
-    metadata: AttentionMetadata, kv_cache: torch.Tensor, num_tokens: int, num_heads: int, dtype: torch.dtype
-) -> native.AttentionCall:
-    """The kernel's arguments that all layers of a step share; they point into metadata's tensors."""
+def native_cache(kv_cache: torch.Tensor, num_heads: int, dtype: torch.dtype) -> native.AttentionCall:
+    """The kernel's arguments that do not change from step to step."""
     num_blocks, _, num_kv_heads, block_size, head_size = kv_cache.shape
     return native.AttentionCall(
-        block_table=metadata.block_table.data_ptr(),
-        seq_lens=metadata.seq_lens.data_ptr(),
-        query_start_loc=metadata.query_start_loc.data_ptr(),
-        ancestor_bits=_pointer(metadata.ancestor_bits),
         cache_strides=kv_cache.stride()[:3],
-        num_seqs=metadata.seq_lens.shape[0],
-        max_blocks=metadata.block_table.shape[1],
         num_blocks=num_blocks,
-        num_tokens=num_tokens,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_size=head_size,
         block_size=block_size,
         query_dtype=native.DTYPE[dtype],
         cache_dtype=_cache_dtype(kv_cache.dtype),
-        num_threads=torch.get_num_threads(),
     )
+
+
+def point_to(call: native.AttentionCall, metadata: AttentionMetadata, num_tokens: int) -> None:
+    """Sets the arguments that all layers of a step share; they point into metadata's tensors."""
+    call.block_table = metadata.block_table.data_ptr()
+    call.seq_lens = metadata.seq_lens.data_ptr()
+    call.query_start_loc = metadata.query_start_loc.data_ptr()
+    call.ancestor_bits = _pointer(metadata.ancestor_bits)
+    call.num_seqs, call.max_blocks = metadata.block_table.shape
+    call.num_tokens, call.num_threads = num_tokens, torch.get_num_threads()
 
 
 def _pointer(tensor: torch.Tensor | None) -> int | None:
