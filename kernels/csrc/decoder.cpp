@@ -10,12 +10,12 @@
 
 #include <algorithm>
 #include <map>
-#include <vector>
 
 #include "attention.h"
 #include "elementwise.h"
 #include "linear.h"
 #include "sample.h"
+#include "scratch.h"
 
 extern "C" {
 
@@ -81,9 +81,8 @@ struct Workspace {
                           take(tokens * inner * element),       take(quantized_bytes(tokens, int(widest))),
                           take(c.ends ? tokens * hidden * sizeof(float) : 0),
                           take(c.ends ? tokens * hidden * element : 0)};
-    static thread_local std::vector<char> memory;
-    if (int64_t(memory.size()) < end + 64) memory.resize(end + 64);
-    char* base = (char*)(((uintptr_t)memory.data() + 63) / 64 * 64);
+    static thread_local Scratch memory;
+    char* base = memory.of(end);
     normed = base + at[0], qkv = base + at[1], attended = base + at[2], gate_up = base + at[3];
     product = base + at[4], quantized = base + at[5];
     this->hidden = c.ends ? (float*)(base + at[6]) : c.hidden;
