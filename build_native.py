@@ -2,7 +2,7 @@
 
     python build_native.py
 
-    kernels/csrc     the CPU kernels, once per instruction set; x86-64 alone
+    kernels/csrc     the CPU kernels, once per instruction set of x86-64 or 64-bit ARM
     drafting/csrc    the drafter, required
 
 Run at install time by the hatchling hook (hatch_build.py). The compiler is $CXX or g++, whose OpenMP is the
@@ -27,13 +27,19 @@ _COMMON = ("-O3", "-std=c++20", "-fPIC", "-shared")
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mpopcnt")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mprefer-vector-width=512")
-#: The names are part of the contract with tandem_kernels.native.
-_INSTRUCTION_SETS = {
-    "avx2": _AVX2,
-    "avx512": _AVX512,
-    "avx512_vnni": (*_AVX512, "-mavx512vnni"),
-    "avx512_bf16": (*_AVX512, "-mavx512vnni", "-mavx512bf16"),
-    "amx": (*_AVX512, "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
+#: By platform.machine(). The names are part of the contract with tandem_kernels.native.
+_INSTRUCTION_SETS: dict[str, dict[str, tuple[str, ...]]] = {
+    "x86_64": {
+        "avx2": _AVX2,
+        "avx512": _AVX512,
+        "avx512_vnni": (*_AVX512, "-mavx512vnni"),
+        "avx512_bf16": (*_AVX512, "-mavx512vnni", "-mavx512bf16"),
+        "amx": (*_AVX512, "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
+    },
+    "aarch64": {
+        "neon_dotprod": ("-march=armv8.2-a+dotprod",),
+        "neon_bf16": ("-march=armv8.2-a+dotprod+bf16",),
+    },
 }
 #: The arithmetic of amx for processors with AVX2 alone. Tests compile it; it is not installed.
 _EMULATED = (*_AVX2, "-DTANDEM_EMULATED")
@@ -63,7 +69,9 @@ def build() -> list[Path]:
     wanted = [drafter]
     if found := system_compiler():
         compiler = [found]
-        wanted += _kernels()
+        wanted += _kernels(platform.machine(), _ROOT / "kernels/tandem_kernels/native")
+        if wanted == [drafter]:
+            print(f"tandem: no CPU kernels for {platform.machine()}; torch stands in", file=sys.stderr)
     elif importlib.util.find_spec("ziglang"):
         compiler = [sys.executable, "-m", "ziglang", "c++", "-s"]
         print(
@@ -72,8 +80,7 @@ def build() -> list[Path]:
         )
     else:
         raise RuntimeError("tandem needs a C++ compiler: install g++, set CXX, or `pip install ziglang`")
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        built = [path for path in pool.map(lambda library: _build_one(compiler, library), wanted) if path]
+    built = _build_all(compiler, wanted)
     if drafter.target not in built:
         raise RuntimeError("tandem: the drafter was not built; the compiler's message is above")
     return built
@@ -82,26 +89,28 @@ def build() -> list[Path]:
 def build_emulated(folder: Path) -> Path | None:
     """Compiles the kernels that emulate AMX into a folder; None without a compiler or on other processors."""
     compiler = system_compiler()
-    if compiler is None or not _runs_kernels():
+    if compiler is None or platform.machine() != "x86_64":
         return None
     target = folder / "tandem_amx_emulated.so"
     return _build_one([compiler], Library(_ROOT / "kernels/csrc", target, _KERNEL_FLAGS + _EMULATED))
 
 
-def _runs_kernels() -> bool:
-    return platform.machine() in ("x86_64", "AMD64")
+def cross_build(compiler: str, machine: str, folder: Path) -> list[Path]:
+    """Compiles the kernels for a kind of processor, such as "aarch64", into a folder; the libraries built."""
+    return _build_all([compiler], _kernels(machine, folder))
 
 
-def _kernels() -> list[Library]:
-    """The CPU kernels for this machine's kind of processor."""
-    if not _runs_kernels():
-        print(f"tandem: no CPU kernels for {platform.machine()}; torch stands in", file=sys.stderr)
-        return []
-    kernels = _ROOT / "kernels"
+def _kernels(machine: str, folder: Path) -> list[Library]:
+    """The CPU kernels for a kind of processor."""
     return [
-        Library(kernels / "csrc", kernels / f"tandem_kernels/native/tandem_{name}.so", _KERNEL_FLAGS + flags)
-        for name, flags in _INSTRUCTION_SETS.items()
+        Library(_ROOT / "kernels/csrc", folder / f"tandem_{name}.so", _KERNEL_FLAGS + flags)
+        for name, flags in _INSTRUCTION_SETS.get(machine, {}).items()
     ]
+
+
+def _build_all(compiler: list[str], libraries: list[Library]) -> list[Path]:
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        return [path for path in pool.map(lambda library: _build_one(compiler, library), libraries) if path]
 
 
 def _build_one(compiler: list[str], library: Library) -> Path | None:

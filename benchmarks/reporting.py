@@ -13,10 +13,11 @@ from pathlib import Path
 import psutil
 from tandem_core.slo import SloTarget
 
-#: What decides the speed of matrix products on x86 -> flags of /proc/cpuinfo that it needs.
+#: What decides the speed of matrix products on x86 and ARM -> flags of /proc/cpuinfo that it needs.
 _FEATURES = {
     **{flag: {flag} for flag in ("avx2", "avx512f", "avx512_vnni", "avx512_bf16")},
     "amx": {"amx_tile", "amx_int8", "amx_bf16"},
+    **{f"neon_{name}": {flag} for name, flag in (("dotprod", "asimddp"), ("bf16", "bf16"))},
 }
 
 
@@ -38,7 +39,7 @@ def describe_machine() -> str:
         key, _, value = line.partition(":")
         if key.strip() == "model name":
             name = value.strip()
-        elif key.strip() == "flags":
+        elif key.strip() in ("flags", "Features"):
             flags = set(value.split())
     memory_gb = psutil.virtual_memory().total / 1e9
     versions = f"Python {platform.python_version()}, torch {metadata.version('torch')}"

@@ -29,7 +29,7 @@ namespace {
 constexpr int kSplit = 512;
 
 // Accumulators, with vectors of b and one of a: 24 + 4 + 1 of 32 registers, or 12 + 2 + 1 of 16.
-constexpr int kRows = 6, kVecs = kLanes == 16 ? 4 : 2;
+constexpr int kRows = 6, kVecs = kLanes == 8 ? 2 : 4;
 
 template <class Type, int Rows, Sum Mode, bool Fetch>
 inline void product_rows(const uint32_t* a, int64_t a_stride, const Operand& b, float* c, int64_t c_stride, int depth,

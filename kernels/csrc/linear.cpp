@@ -17,7 +17,8 @@ namespace {
 constexpr int kPanelVecs = kPanel / kLanes;
 
 // 24 accumulators with 32 registers: a dozen rows of one panel, or half a dozen of two, which loads less per product.
-constexpr int kFewRows = kLanes == 16 ? 12 : 6, kFewVecs = 2, kManyRows = 6, kManyVecs = kLanes == 16 ? 4 : 2;
+constexpr int kFewRows = kLanes == 16 ? 12 : 6, kFewVecs = kLanes == 4 ? 4 : 2;
+constexpr int kManyRows = 6, kManyVecs = kLanes == 8 ? 2 : 4;
 // Lanes of depth summed in one go. Sums of sums round less than one long sum, whose error grows with its length.
 constexpr int kDepthBlock = 384;
 // Rows that pass over all panels at once; each further pass reads the weights from memory again.

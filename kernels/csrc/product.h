@@ -51,7 +51,7 @@ inline void product_block(const uint32_t* a, int64_t a_stride, const uint32_t* b
     for (int v = 0; v < Vecs; ++v)
       row[v] = load((const float*)(b + v / PanelVecs * panel_stride + k * b_stride) + v % PanelVecs * kLanes);
     if constexpr (Fetch)
-      for (int v = 0; v < Vecs; ++v) fetch(b + ahead + k * b_stride + v * kLanes);
+      for (int v = 0; v < Vecs; v += 16 / kLanes) fetch(b + ahead + k * b_stride + v * kLanes);
     for (int r = 0; r < Rows; ++r)
       for (int v = 0; v < Vecs; ++v) acc[r][v] = multiply_add<Type>(a[r * a_stride + k], row[v], acc[r][v]);
   }

@@ -52,6 +52,8 @@ struct Format {
   static constexpr bool kIsK = Kind == Packing::kQ4K || Kind == Packing::kQ6K;
   static constexpr int kBits = Kind == Packing::kInt8 ? 8 : Kind == Packing::kQ6K ? 6 : 4;
   static constexpr bool kHasMinimum = kBits == 4;
+  // Codes of 8 bits minus 128, where the instruction takes signed bytes.
+  static constexpr bool kIsShifted = kBits == 8 && kDotProductIsSigned;
   // Groups of a block of the packing; parts of a group that have their own scale.
   static constexpr int kGroups = kIsK ? 8 : 1, kParts = Kind == Packing::kQ6K ? 2 : 1;
   static constexpr int kHeadBytes = (kHasMinimum ? 4 : 2) * kPanel;
@@ -63,7 +65,7 @@ struct Format {
   }
   // What the code that means 0 adds to a row's sum over a part, with the sign changed.
   static int32_t offset(const GroupTerms& terms, int part) {
-    if constexpr (kHasMinimum) return 0;
+    if constexpr (kHasMinimum || kIsShifted) return 0;
     if constexpr (kParts == 1) return terms.shift;
     const int first = -32 * terms.first_sum;
     return part ? terms.shift / 4 - first : first;
@@ -134,7 +136,7 @@ class Packed<Kind>::Columns {
 
   // Four codes in each lane.
   __attribute__((always_inline)) VecInt codes(int quad, int v) const {
-    if constexpr (F::kBits == 8) return line(quad, v);
+    if constexpr (F::kBits == 8) return F::kIsShifted ? line(quad, v) ^ (int32_t)0x80808080 : line(quad, v);
     const int lower = quad % (kQuads / 2), half = quad / (kQuads / 2);
     const VecInt both = line(lower, v), codes = half ? high_nibbles(both) : low_nibbles(both);
     if constexpr (F::kBits == 4) return codes;
@@ -329,7 +331,7 @@ __attribute__((noinline)) void block(const Call& c, int64_t row, int column, con
 template <Packing Kind, int Rows, class Panel>
 void panel_block(const Call& c, int64_t row, int64_t first_column, const Panel& panel) {
   // As many sums as registers hold, on AVX2; one row takes a whole panel if it can, which reads memory in order.
-  constexpr bool kFew = kLanes < 16 && Kind == Packing::kInt8 && Rows > 1;
+  constexpr bool kFew = kLanes == 8 && Kind == Packing::kInt8 && Rows > 1;
   constexpr bool kMany = kLanes < 16 && Kind != Packing::kInt8 && Rows == 1;
   constexpr int kVecs = kFew ? 1 : kMany ? 4 : 2;
   for (int at = 0; at < kPanel; at += kVecs * kLanes)

@@ -2,19 +2,24 @@
 //
 //   simd/avx512.h     16 lanes, 32 registers; with VNNI dot products of bytes, with BF16 of bfloat16 pairs
 //   simd/avx2.h       8 lanes, 16 registers
+//   simd/neon.h       4 lanes, 32 registers, dot products of bytes; with BF16 of bfloat16 pairs
 //   simd/emulated.h   plain C++ with the bits of AVX-512 and AMX, for tests
 //
 // Every file is compiled once per instruction set; tandem_kernels.native loads the best the CPU has. Arithmetic is
 // written with GCC's vector extensions; intrinsics stand in simd/, cpu.h and amx.h alone.
 #pragma once
 
+#if !defined(__ARM_NEON)
 #include <immintrin.h>
+#endif
 
 #include <cstdint>
 #include <cstring>
 
 #if defined(__AVX512F__) || defined(TANDEM_EMULATED)
 constexpr int kLanes = 16;
+#elif defined(__ARM_NEON)
+constexpr int kLanes = 4;
 #else
 constexpr int kLanes = 8;
 #endif
@@ -54,13 +59,16 @@ inline uint16_t bf16_of(float x) {
 //   transpose        kLanes rows of kLanes 32-bit elements: row i at rows[i] + from -> column i at out
 //   pair_up          two rows of 16-bit elements -> (a, b) per 32-bit lane
 //   add_pair_products   c + a.even * b.even + a.odd * b.odd of bfloat16 pairs: where kHasBFloat16Products
-//   add_products     four unsigned codes times four signed bytes, added to each lane: where kHasDotProduct
+//   add_products     four codes times four signed bytes, added to each lane: where kHasDotProduct. Codes are unsigned; where
+//                    kDotProductIsSigned, they are signed bytes too
 //   products, add_halves, joined   elsewhere: the sums of two such products in each half of a lane; halves added;
 //                    both halves of a lane added
 #if defined(TANDEM_EMULATED)
 #include "simd/emulated.h"
 #elif defined(__AVX512F__)
 #include "simd/avx512.h"
+#elif defined(__ARM_NEON)
+#include "simd/neon.h"
 #else
 #include "simd/avx2.h"
 #endif

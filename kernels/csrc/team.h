@@ -94,7 +94,7 @@ class Team {
   // About 0.1 ms, and 2 ms if nobody takes the core.
   static constexpr int kSpins = 5000;
   static constexpr int kYields = 4000;
-  // Cycles between two offers of the core, about 0.04 and 0.2 ms: while there is nothing to do, and else. An offer that
+  // Ticks between two offers of the core, about 0.04 and 0.2 ms: while there is nothing to do, and else. An offer that
   // nobody takes costs a microsecond.
   static constexpr uint64_t kShort = 100000, kLong = 500000;
 

@@ -16,7 +16,7 @@ import torch
 from tandem_kernels import native
 
 #: Instruction sets whose products take bfloat16 pairs; the others read such a cache as float32, row by row.
-_BFLOAT16_SETS = ("avx512_bf16",)
+_BFLOAT16_SETS = ("avx512_bf16", "neon_bf16")
 
 
 def runs_interleaved(dtype: torch.dtype, head_size: int, block_size: int) -> bool:

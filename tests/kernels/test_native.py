@@ -18,6 +18,7 @@ AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
 VNNI = AVX512 | {"avx512_vnni"}
 BF16 = VNNI | {"avx512_bf16"}
 AMX = BF16 | {"amx_tile", "amx_int8", "amx_bf16"}
+ASIMD = {"fp", "asimd", "crc32", "atomics", "fphp", "asimdhp", "asimdrdm"}
 
 
 @pytest.mark.parametrize(
@@ -32,10 +33,19 @@ AMX = BF16 | {"amx_tile", "amx_int8", "amx_bf16"}
         ("GenuineIntel", AMX, ["avx2", "avx512", "avx512_bf16", "avx512_vnni", "amx"]),
         ("GenuineIntel", AMX - {"amx_int8"}, ["avx2", "avx512", "avx512_bf16", "avx512_vnni"]),
         ("GenuineIntel", AMX - {"avx512bw"}, ["avx2"]),
+        ("", ASIMD, []),
+        ("", ASIMD | {"asimddp"}, ["neon_dotprod"]),
+        ("", ASIMD | {"asimddp", "i8mm", "bf16"}, ["neon_dotprod", "neon_bf16"]),
     ],
 )
 def test_the_fastest_instruction_set_comes_last(vendor: str, flags: set[str], expected: list[str]) -> None:
     assert native.supported_sets(vendor, flags) == expected
+
+
+def test_on_arm_linux_lists_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = "processor\t: 0\nFeatures\t: fp asimd atomics asimddp\nCPU implementer\t: 0x41\n"
+    monkeypatch.setattr(Path, "read_text", lambda path: core)
+    assert native.instruction_sets() == ["neon_dotprod"]
 
 
 @pytest.mark.skipif(not NATIVE, reason="no compiled kernels here")

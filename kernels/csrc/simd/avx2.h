@@ -52,7 +52,7 @@ inline void to_bf16(uint16_t* p, Vec v) {
   _mm_storeu_si128((__m128i*)p, words);
 }
 
-constexpr bool kHasDotProduct = false;
+constexpr bool kHasDotProduct = false, kDotProductIsSigned = false;
 VecInt add_products(VecInt sum, VecInt codes, int32_t by);
 inline VecInt products(VecInt codes, int32_t by) {
   return (VecInt)_mm256_maddubs_epi16((__m256i)codes, _mm256_set1_epi32(by));

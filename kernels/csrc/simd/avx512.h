@@ -45,12 +45,12 @@ inline void to_bf16(uint16_t* p, Vec v) {
 }
 
 #if defined(__AVX512VNNI__)
-constexpr bool kHasDotProduct = true;
+constexpr bool kHasDotProduct = true, kDotProductIsSigned = false;
 inline VecInt add_products(VecInt sum, VecInt codes, int32_t by) {
   return (VecInt)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(by));
 }
 #else
-constexpr bool kHasDotProduct = false;
+constexpr bool kHasDotProduct = false, kDotProductIsSigned = false;
 VecInt add_products(VecInt sum, VecInt codes, int32_t by);
 #endif
 inline VecInt products(VecInt codes, int32_t by) {

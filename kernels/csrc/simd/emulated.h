@@ -79,7 +79,7 @@ inline void to_bf16(uint16_t* p, Vec v) {
   }
 }
 
-constexpr bool kHasDotProduct = true;
+constexpr bool kHasDotProduct = true, kDotProductIsSigned = false;
 inline VecInt add_products(VecInt sum, VecInt codes, int32_t by) {
   for (int j = 0; j < 4; ++j) sum += (codes >> 8 * j & 255) * int32_t(int8_t(by >> 8 * j));
   return sum;

@@ -5,7 +5,7 @@
 
 The libraries share torch's OpenMP threads: both use libgomp, which is loaded once. A second pool would
 compete with the first and cost more than the kernels save. TANDEM_NATIVE=off, or the name of an instruction
-set (avx2, avx512, avx512_vnni, avx512_bf16, amx), overrides the choice.
+set (avx2, avx512, avx512_vnni, avx512_bf16, amx; on ARM neon_dotprod, neon_bf16), overrides the choice.
 """
 
 from __future__ import annotations
@@ -26,14 +26,20 @@ BYTE = 3
 INT8 = 4
 
 _FOLDER = Path(__file__).parent
-#: Each instruction set needs the flags of all before it.
-_NEEDED_FLAGS = {
-    "avx2": {"avx2", "fma", "f16c"},
-    "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"},
-    "avx512_vnni": {"avx512_vnni"},
-    "avx512_bf16": {"avx512_bf16"},
-    "amx": {"amx_tile", "amx_int8", "amx_bf16"},
-}
+#: Of x86-64 and ARM; each instruction set needs the flags of all before it.
+_NEEDED_FLAGS = (
+    {
+        "avx2": {"avx2", "fma", "f16c"},
+        "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"},
+        "avx512_vnni": {"avx512_vnni"},
+        "avx512_bf16": {"avx512_bf16"},
+        "amx": {"amx_tile", "amx_int8", "amx_bf16"},
+    },
+    {
+        "neon_dotprod": {"asimd", "asimddp", "atomics"},
+        "neon_bf16": {"bf16"},
+    },
+)
 #: Of Linux on x86-64: the system call, its request for a state component, and the number of AMX's tile data.
 _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _TILE_DATA = 158, 0x1023, 18
 
@@ -114,12 +120,13 @@ def instruction_sets() -> list[str]:
 
 
 def supported_sets(vendor: str, flags: Set[str]) -> list[str]:
-    """The same for a processor described by /proc/cpuinfo's vendor_id and flags."""
+    """The same for a processor described by /proc/cpuinfo's vendor_id and flags, which ARM calls Features."""
     sets = []
-    for name, needed in _NEEDED_FLAGS.items():
-        if not needed <= flags:
-            break
-        sets.append(name)
+    for family in _NEEDED_FLAGS:
+        for name, needed in family.items():
+            if not needed <= flags:
+                break
+            sets.append(name)
     if vendor == "GenuineIntel" and "avx512_bf16" in sets:
         # Intel's vdpbf16ps takes 2.2 cycles, a float32 FMA .56 (Emerald Rapids).
         sets.remove("avx512_bf16")
@@ -192,14 +199,14 @@ def request_tiles() -> None:
 
 
 def _processor() -> tuple[str, set[str]]:
-    """vendor_id and flags of /proc/cpuinfo; empty where there is none."""
+    """vendor_id and flags or Features of /proc/cpuinfo; empty where there is none."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         return "", set()
     first = dict(line.split(":", 1) for line in text.split("\n\n")[0].splitlines() if ":" in line)
     fields = {key.strip(): value.strip() for key, value in first.items()}
-    return fields.get("vendor_id", ""), set(fields.get("flags", "").split())
+    return fields.get("vendor_id", ""), set((fields.get("flags") or fields.get("Features", "")).split())
 
 
 def _load_best() -> ctypes.CDLL | None:
