@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 import torch
-from native_libraries import COMPILED, native_library
+from native_libraries import ARM_PROCESSORS, COMPILED, native_library
 from tandem_kernels import Attention, AttentionLayer, AttentionMetadata, turbo_attention
 
 #: Ways to compute on the CPU; a COMPILED name is backend "cpu" with that library.
 CPU_BACKENDS = ["torch", *COMPILED]
+_LIBRARIES = {*COMPILED, *ARM_PROCESSORS}
 
 
 def attend(
@@ -29,16 +30,16 @@ def attend(
     interleaved: bool = False,
     **layer: object,
 ) -> torch.Tensor:
-    """turbo_attention, where backend may also be a name of COMPILED or the backend itself."""
+    """turbo_attention, where backend may also be the name of a library or the backend itself."""
     metadata = AttentionMetadata(block_table, seq_lens, query_start_loc, ancestor_bits)
     constants = AttentionLayer(**layer)
     if isinstance(backend, Attention):
         backend.prepare(metadata)
         return backend.run(query, kv_cache, constants, out)
-    with native_library(backend if backend in COMPILED else None):
+    with native_library(backend if backend in _LIBRARIES else None):
         return turbo_attention(
             query, kv_cache, metadata, constants,
-            out=out, backend="cpu" if backend in COMPILED else backend, interleaved=interleaved,
+            out=out, backend="cpu" if backend in _LIBRARIES else backend, interleaved=interleaved,
         )  # fmt: skip
 
 

@@ -1,0 +1,225 @@
+"""Kernels for another processor, called like a library of this one: a process under qemu-user runs them.
+
+A call's memory is copied into a file that both processes have mapped, and back after the call. So the Python
+functions of tandem_kernels and their tests run on it unchanged.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tandem_kernels import Packing, native, quantized_shape
+
+#: Where the other process maps the file, and its size.
+_ADDRESS, _BYTES = 1 << 40, 1 << 28
+_ELEMENT_BYTES = {0: 4, 1: 2, 2: 2, native.BYTE: 1, native.INT8: 1}
+_NUM_WORDS = 24
+
+
+class QemuLibrary:
+    """What native.LIBRARY is to the Python functions.
+
+    command: starts the program run_library.cpp.
+    """
+
+    def __init__(self, command: Sequence[str], path: Path) -> None:
+        self._name = str(path)  # as ctypes.CDLL's
+        file = os.memfd_create("kernel-calls")
+        os.ftruncate(file, _BYTES)
+        self._memory = mmap.mmap(file, _BYTES)
+        self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._copies: list[tuple[int, int, int]] = []
+        self._end = 0
+        self._process = subprocess.Popen(
+            [*command, path, str(file), str(_ADDRESS), str(_BYTES)],
+            pass_fds=[file],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def tandem_packed_linear(
+        self, x: int, weight: Any, out: int, rows: int, dtype: int, out_dtype: int, num_threads: int
+    ) -> None:
+        first = weight[0]
+        self._call(
+            "tandem_packed_linear", 0,
+            self._put(x, rows * first.depth * _ELEMENT_BYTES[dtype]), self._put_weight(weight),
+            self._put(out, rows * first.stride * _ELEMENT_BYTES[out_dtype]),
+            rows, dtype, out_dtype, num_threads,
+        )  # fmt: skip
+
+    def tandem_attention(self, call: Any) -> int:
+        return self._call("tandem_attention", 0, self._put_struct(self._attention(call._obj)))
+
+    def tandem_add_rms_norm(
+        self, hidden: int, delta: int | None, weight: int, out: int, rows: int, width: int, dtype: int,
+        eps: float, num_threads: int,
+    ) -> None:  # fmt: skip
+        elements = rows * width
+        self._call(
+            "tandem_add_rms_norm", eps, self._put(hidden, elements * 4),
+            self._put(delta, elements * _ELEMENT_BYTES[dtype]), self._put(weight, width * 4),
+            self._put(out, elements * _ELEMENT_BYTES[dtype]), rows, width, dtype, num_threads,
+        )  # fmt: skip
+
+    def tandem_silu_mul(
+        self, gate_up: int, out: int, rows: int, width: int, dtype: int, num_threads: int
+    ) -> None:
+        num_bytes = rows * width * _ELEMENT_BYTES[dtype]
+        self._call(
+            "tandem_silu_mul", 0, self._put(gate_up, 2 * num_bytes), self._put(out, num_bytes), rows, width,
+            dtype, num_threads,
+        )  # fmt: skip
+
+    def tandem_rope_store(
+        self, qkv: int, positions: int, slots: int, rotations: int, q_norm: int | None, k_norm: int | None,
+        cache: int, tokens: int, num_positions: int, num_slots: int, num_heads: int, num_kv_heads: int,
+        head_size: int, block_size: int, dtype: int, eps: float, num_threads: int,
+    ) -> int:  # fmt: skip
+        head_bytes = head_size * _ELEMENT_BYTES[dtype]
+        return self._call(
+            "tandem_rope_store", eps,
+            self._put(qkv, tokens * (num_heads + 2 * num_kv_heads) * head_bytes),
+            self._put(positions, tokens * 8), self._put(slots, tokens * 8),
+            self._put(rotations, num_positions * head_size * 4),
+            self._put(q_norm, head_size * 4), self._put(k_norm, head_size * 4),
+            self._put(cache, num_slots * 2 * num_kv_heads * head_bytes), tokens, num_positions, num_slots,
+            num_heads, num_kv_heads, head_size, block_size, dtype, num_threads,
+        )  # fmt: skip
+
+    def tandem_decoder_layers(self, call: Any) -> int:
+        copy = native.LayersCall.from_buffer_copy(call._obj)
+        a = copy.attention
+        count, head_bytes = copy.end_layer, a.head_size * _ELEMENT_BYTES[a.query_dtype]
+        layers = (native.Layer * count).from_buffer_copy(
+            ctypes.string_at(copy.layers, count * ctypes.sizeof(native.Layer))
+        )
+        for layer in layers:
+            for name, width in (
+                ("input_norm", copy.hidden_size), ("post_norm", copy.hidden_size), ("q_norm", a.head_size),
+                ("k_norm", a.head_size),
+            ):  # fmt: skip
+                setattr(layer, name, self._put(getattr(layer, name), width * 4))
+            for name in ("qkv", "o", "gate_up", "down"):
+                weight = self._put_weight(getattr(layer, name))
+                setattr(layer, name, ctypes.cast(weight, ctypes.POINTER(native.LinearWeight)))
+            layer.cache = self._put(
+                layer.cache, a.num_blocks * 2 * a.num_kv_heads * a.block_size * head_bytes
+            )
+        copy.layers = self._put_struct(layers)
+        for name, num_bytes in (
+            ("hidden", 4 * copy.hidden_size), ("delta", _ELEMENT_BYTES[a.query_dtype] * copy.hidden_size),
+            ("positions", 8), ("slots", 8),
+        ):  # fmt: skip
+            setattr(copy, name, self._put(getattr(copy, name), a.num_tokens * num_bytes))
+        if copy.ends:
+            ends = native.Ends.from_buffer_copy(ctypes.string_at(copy.ends, ctypes.sizeof(native.Ends)))
+            row_bytes = _ELEMENT_BYTES[a.query_dtype] * copy.hidden_size
+            for name, num_bytes in (
+                ("token_ids", a.num_tokens * 8), ("embedding", ends.vocab_size * row_bytes),
+                ("norm", copy.hidden_size * 4), ("rows", ends.num_rows * 8),
+                ("logits", ends.num_rows * ends.vocab_size * 4), ("likeliest", ends.num_rows * 8),
+            ):  # fmt: skip
+                setattr(ends, name, self._put(getattr(ends, name), num_bytes))
+            ends.head = ctypes.cast(self._put_weight(ends.head), ctypes.POINTER(native.LinearWeight))
+            copy.ends = self._put_struct(ends)
+        copy.rotations = self._put(copy.rotations, copy.num_positions * a.head_size * 4)
+        copy.attention = self._attention(a)
+        return self._call("tandem_decoder_layers", 0, self._put_struct(copy))
+
+    def tandem_draw_tokens(
+        self, logits: int, keys: int, temperature: int, top_k: int, top_p: int, log_min_p: int, out: int,
+        rows: int, size: int, num_threads: int,
+    ) -> None:  # fmt: skip
+        self._call(
+            "tandem_draw_tokens", 0, self._put(logits, rows * size * 4), self._put(keys, rows * 8),
+            self._put(temperature, rows * 4), self._put(top_k, rows * 8), self._put(top_p, rows * 8),
+            self._put(log_min_p, rows * 4), self._put(out, rows * 8), rows, size, num_threads,
+        )  # fmt: skip
+
+    def _attention(self, call: native.AttentionCall) -> native.AttentionCall:
+        """A copy that points into the common memory."""
+        c = native.AttentionCall.from_buffer_copy(call)
+        element = _ELEMENT_BYTES[c.query_dtype]
+        heads = c.num_heads * c.head_size
+        per_token = (c.num_blocks, c.num_kv_heads, c.block_size)
+        cache = _span(
+            (c.num_blocks, 2, c.num_kv_heads, c.block_size * c.head_size), (*c.cache_strides, 1)
+        ) * _ELEMENT_BYTES[c.cache_dtype]  # fmt: skip
+        for name, num_bytes in {
+            "query": _span((c.num_tokens, heads), (c.query_stride, 1)) * element,
+            "out": _span((c.num_tokens, heads), (c.out_stride, 1)) * element,
+            "cache": cache,
+            "table": 256 * 4,
+            "block_table": c.num_seqs * c.max_blocks * 4,
+            "seq_lens": c.num_seqs * 4,
+            "query_start_loc": (c.num_seqs + 1) * 4,
+            "ancestor_bits": c.num_tokens * 8,
+            "sinks": c.num_heads * 4,
+            "k_scale": c.num_kv_heads * 4,
+            "v_scale": c.num_kv_heads * 4,
+            "k_token_scale": _span(per_token, c.k_token_scale_strides) * 4,
+            "v_token_scale": _span(per_token, c.v_token_scale_strides) * 4,
+        }.items():
+            setattr(c, name, self._put(getattr(c, name), num_bytes))
+        return c
+
+    def _put_weight(self, weight: Any) -> int:
+        """weight: an array of native.LinearWeight, or a pointer to its first one."""
+        pieces = (native.LinearWeight * weight[0].pieces)()
+        for n, piece in enumerate(pieces):
+            ctypes.memmove(ctypes.addressof(piece), ctypes.addressof(weight[n]), ctypes.sizeof(piece))
+            piece.packed = self._put(piece.packed, _packed_bytes(piece))
+            piece.bias = self._put(piece.bias, piece.columns * 4)
+        return self._put_struct(pieces)
+
+    def _put_struct(self, struct: Any) -> int:
+        address = self._put(ctypes.addressof(struct), ctypes.sizeof(struct))
+        self._copies.pop()  # it is not written
+        return address
+
+    def _put(self, address: int | None, num_bytes: int) -> int:
+        """Copies memory of the caller's; its address in the other process, 0 for None."""
+        if address is None:
+            return 0
+        at = self._end
+        self._end = (at + num_bytes + 63) // 64 * 64
+        assert self._end <= _BYTES, "the call's memory is too large for the test"
+        ctypes.memmove(self._base + at, address, num_bytes)
+        self._copies.append((address, at, num_bytes))
+        return _ADDRESS + at
+
+    def _call(self, name: str, number: float, *words: int) -> int:
+        """Runs a function on what was put, and copies that back."""
+        assert self._process.stdin and self._process.stdout
+        line = " ".join(map(str, [name, number, *words, *[0] * (_NUM_WORDS - len(words))]))
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+        result = self._process.stdout.readline()
+        assert result, f"{name} failed under qemu; its message is above"
+        for address, at, num_bytes in self._copies:
+            ctypes.memmove(address, self._base + at, num_bytes)
+        self._copies, self._end = [], 0
+        return ctypes.c_int32(int(result)).value
+
+
+def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from a tensor's first to the end of its last."""
+    return 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) if all(shape) else 0
+
+
+def _packed_bytes(piece: native.LinearWeight) -> int:
+    if piece.packing < 2:
+        shape, element = (-(-piece.columns // 32), piece.depth, 32), (4, 2)[piece.packing]
+    else:
+        quantized = quantized_shape(piece.columns, piece.depth, Packing(piece.packing))
+        assert quantized is not None
+        shape, element = quantized, 1
+    return shape[0] * shape[1] * shape[2] * element
