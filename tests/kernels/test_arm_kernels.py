@@ -16,6 +16,7 @@ from native_libraries import ARM_PROCESSORS, NATIVE, can_run_arm, native_library
 from tandem_kernels import PackedWeight, Packing, pack_quantized, pack_weight, packed_linear
 
 pytestmark = [
+    pytest.mark.wide,
     pytest.mark.skipif("neon_dotprod" in NATIVE, reason="this processor runs all kernels' tests itself"),
     pytest.mark.skipif(not can_run_arm(), reason="needs aarch64-linux-gnu-g++ and qemu-aarch64"),
     pytest.mark.parametrize("library", ARM_PROCESSORS),
