@@ -13,58 +13,84 @@
 // Nor on drafts: a node's ancestors lie scattered among the tree's slots, but where the tree begins each node gets
 // tiles of its own, in which they lie where plain decoding would have put them. A tile costs little to copy.
 //
-// Products are made in float32, or in bfloat16 with float32 sums where the CPU has instructions for that.
+// Products are made in float32, or in bfloat16 with float32 sums where the CPU is fast at that. Elsewhere an
+// interleaved bfloat16 cache is widened in registers, with the bits of the products in float32.
 
 #include "attention.h"
 
 #include <algorithm>
+#include <optional>
 #include <vector>
 
 #include "product.h"
+#include "scratch.h"
 #include "softmax.h"
+#include "tile_product.h"
 #include "tiles.h"
 
 namespace {
 
 constexpr int kSplit = 512;
 
-// Accumulators, with vectors of b and one of a: 24 + 4 + 1 of 32 registers, or 12 + 2 + 1 of 16.
-constexpr int kRows = 6, kVecs = kLanes == 8 ? 2 : 4;
+// Rows of a block. With AMX two products of 32, so that the scores of the first have left the tiles' store before they
+// are read.
+template <class Type>
+constexpr int kRows = std::is_same_v<Type, Tiled> ? 64 : kMostRows<Type>;
 
+// Vectors of b in a product. One or two rows take more of them, because each accumulator waits for its last sum.
+constexpr int vectors_of(int rows) { return kLanes != 8 ? 4 : rows == 1 ? 8 : rows == 2 ? 4 : 2; }
+
+// c [rows, columns] (+)= a [rows, depth of Left] x b.
 template <class Type, int Rows, Sum Mode, bool Fetch>
-inline void product_rows(const uint32_t* a, int64_t a_stride, const Operand& b, float* c, int64_t c_stride, int depth,
-                         int columns) {
+inline void product_rows(const void* a, const Operand& b, float* c, int depth, int columns) {
+  constexpr int kVecs = vectors_of(Rows);
+  const int64_t a_stride = depth / kPerLane<typename Type::Left>;
+  const int lanes = depth / kPerLane<typename Type::Right>;
   int n = 0;
   for (; n + kVecs * kLanes <= columns; n += kVecs * kLanes)
-    product_block<Type, Rows, kVecs, Mode, kVecs, Fetch>(a, a_stride, b.data + n, b.stride, c + n, c_stride, depth, 0,
-                                                         b.ahead);
+    product_block<Type, Rows, kVecs, Mode, kVecs, Fetch>((const uint32_t*)a, a_stride, b.data + n, b.stride, c + n,
+                                                         columns, lanes, 0, b.ahead);
   for (; n < columns; n += kLanes)
-    product_block<Type, Rows, 1, Mode, 1, Fetch>(a, a_stride, b.data + n, b.stride, c + n, c_stride, depth, 0, b.ahead);
+    product_block<Type, Rows, 1, Mode, 1, Fetch>((const uint32_t*)a, a_stride, b.data + n, b.stride, c + n, columns,
+                                                 lanes, 0, b.ahead);
 }
 
 template <class Type, Sum Mode, bool Fetch>
-inline void product(int rows, const uint32_t* a, int64_t a_stride, const Operand& b, float* c, int64_t c_stride,
-                    int depth, int columns) {
+inline void product(int rows, const void* a, const Operand& b, float* c, int depth, int columns) {
   switch (rows) {
-    case 1: return product_rows<Type, 1, Mode, Fetch>(a, a_stride, b, c, c_stride, depth, columns);
-    case 2: return product_rows<Type, 2, Mode, Fetch>(a, a_stride, b, c, c_stride, depth, columns);
-    case 3: return product_rows<Type, 3, Mode, Fetch>(a, a_stride, b, c, c_stride, depth, columns);
-    case 4: return product_rows<Type, 4, Mode, Fetch>(a, a_stride, b, c, c_stride, depth, columns);
-    case 5: return product_rows<Type, 5, Mode, Fetch>(a, a_stride, b, c, c_stride, depth, columns);
-    default: return product_rows<Type, 6, Mode, Fetch>(a, a_stride, b, c, c_stride, depth, columns);
+    case 1: return product_rows<Type, 1, Mode, Fetch>(a, b, c, depth, columns);
+    case 2: return product_rows<Type, 2, Mode, Fetch>(a, b, c, depth, columns);
+    case 3: return product_rows<Type, 3, Mode, Fetch>(a, b, c, depth, columns);
+    case 4: return product_rows<Type, 4, Mode, Fetch>(a, b, c, depth, columns);
+    case 5: return product_rows<Type, 5, Mode, Fetch>(a, b, c, depth, columns);
+    default: return product_rows<Type, 6, Mode, Fetch>(a, b, c, depth, columns);
   }
 }
 
-// Of `parts` products with the same b, each fetches another part of what lies ahead before it starts. A single one
-// fetches while it runs: all at once would hold up its own loads.
+// Reads and writes rows up to a multiple of what the tiles were configured for.
+template <Sum Mode>
+inline void tiled_product(int rows, const uint16_t* a, const Operand& b, float* c, int depth, int columns) {
+  for (int r = 0; r < rows; r += 32)
+    for (int n = 0; n < columns; n += kTileColumns) {
+      const auto some_rows = rows - r > 16 ? tile_product<true, Mode> : tile_product<false, Mode>;
+      some_rows(a + int64_t(r) * depth, depth * 2, b.data + n, b.stride * 4, c + int64_t(r) * columns + n, columns * 4,
+                depth);
+    }
+}
+
+// Of `parts` products with the same b, each fetches another part of what lies ahead before it starts. A single one in
+// vectors fetches while it runs: all at once would hold up its own loads.
 template <class Type, Sum Mode>
-inline void product(int rows, const uint32_t* a, int64_t a_stride, const Operand& b, float* c, int64_t c_stride,
-                    int depth, int columns, int part, int parts) {
-  if (parts == 1 && b.ahead) return product<Type, Mode, true>(rows, a, a_stride, b, c, c_stride, depth, columns);
+inline void product(int rows, const void* a, const Operand& b, float* c, int depth, int columns, int part, int parts) {
+  constexpr bool kTiled = std::is_same_v<Type, Tiled>;
+  if constexpr (!kTiled)
+    if (parts == 1 && b.ahead) return product<Type, Mode, true>(rows, a, b, c, depth, columns);
+  const int lanes = depth / kPerLane<typename Type::Right>;
   if (b.ahead)
-    for (int i = depth * part / parts; i < depth * (part + 1) / parts; ++i)
+    for (int i = lanes * part / parts; i < lanes * (part + 1) / parts; ++i)
       for (int n = 0; n < columns; n += 16) fetch(b.data + b.ahead + i * b.stride + n);
-  product<Type, Mode, false>(rows, a, a_stride, b, c, c_stride, depth, columns);
+  if constexpr (kTiled) tiled_product<Mode>(rows, (const uint16_t*)a, b, c, depth, columns);
+  else product<Type, Mode, false>(rows, a, b, c, depth, columns);
 }
 
 constexpr int kMaxTreeNodes = 64;
@@ -125,7 +151,7 @@ class Attention {
           merges.push_back({int(tasks.size()), end - begin});
           for (int s = begin; s < end; ++s) {
             tasks.push_back({b, h, first, count, s, 1, floats});
-            floats += State::floats(int64_t(count) * group, c.head_size);
+            floats += State::floats(padded_rows(tasks.back()), c.head_size);
           }
         }
       }
@@ -134,27 +160,57 @@ class Attention {
   }
 
   void run_in_team(Team& team, const void* cache) {
-    if constexpr (kHasBFloat16Products)
-      if ((DType)c.query_dtype == DType::kBFloat16 && c.head_size % 32 == 0) return run_in_team<BFloat16>(team, cache);
-    run_in_team<Float32>(team, cache);
+    if (is_fast_bfloat16()) run_in_team<FastBFloat16>(team, cache);
+    else run_in_team<Float32>(team, cache);
   }
 
  private:
   template <class Type>
   void run_in_team(Team& team, const void* cache) {
     const Workspace work = workspace<Type>();
-    team.share(int64_t(tasks.size()), [&](int64_t i) { compute<Type>(tasks[i], cache, work); });
+    if constexpr (std::is_same_v<Type, Tiled>) {
+      std::optional<Tiles> tiles;  // released before the thread waits
+      int rows = 0;
+      team.share(int64_t(tasks.size()), [&](int64_t i) {
+        if (const int needed = tile_rows(tasks[i]); needed != rows) {
+          tiles.emplace(bfloat16_tiles(needed, needed));
+          rows = needed;
+        }
+        compute<Type>(tasks[i], cache, work);
+      });
+    } else {
+      team.share(int64_t(tasks.size()), [&](int64_t i) { compute<Type>(tasks[i], cache, work); });
+    }
     team.wait();
     if (merges.empty()) return;
     team.share(int64_t(merges.size()), [&](int64_t i) { merge(merges[i]); });
     team.wait();
   }
 
+  // Widening pays where it saves the copy of a cache.
+  bool is_fast_bfloat16() const {
+    return (DType)c.query_dtype == DType::kBFloat16 && c.head_size % 32 == 0 &&
+           (!std::is_same_v<FastBFloat16, Widened> || c.interleaved);
+  }
+
+  // Products take a task's rows in multiples of this.
+  int tile_rows(const Task& task) const {
+    if (!std::is_same_v<FastBFloat16, Tiled> || !is_fast_bfloat16()) return 1;
+    return task.num_tokens * group <= 8 ? 8 : 16;
+  }
+
+  // Rows of a task in memory. What those beyond its own hold reaches no other row.
+  int padded_rows(const Task& task) const { return round_up(task.num_tokens * group, tile_rows(task)); }
+
+  static int round_up(int rows, int multiple) { return (rows + multiple - 1) / multiple * multiple; }
+
   // Per thread, reused from task to task.
   struct Workspace {
     void *query, *weights;
+    int* positions;   // of the rows
     float* scores;
     float* state[2];  // total and split
+    float* some_acc;  // of a block whose sums have no padding behind them
     TileMemory tile;
   };
   struct Merge {
@@ -198,9 +254,10 @@ class Attention {
 
   template <class Type>
   Workspace workspace() const {
-    using Element = typename Type::Element;
-    const int64_t rows = int64_t(tokens_per_task()) * group, D = c.head_size;
-    const int64_t tile = int64_t(kTile) * D * sizeof(Element);
+    using Left = typename Type::Left;
+    using Right = typename Type::Right;
+    const int64_t rows = padded_rows({.num_tokens = tokens_per_task()}), D = c.head_size;
+    const int64_t tile = int64_t(kTile) * D * sizeof(Right);
     const int64_t state = State::floats(rows, D) * 4;
     int64_t offset = 0;
     auto take = [&offset](int64_t bytes) {
@@ -208,21 +265,24 @@ class Attention {
       offset += (bytes + 63) / 64 * 64;
       return at;
     };
-    const int64_t query = take(rows * D * sizeof(Element)), keys = take(tile), values = take(tile),
-                  raw = take(2 * tile), weights = take(kRows * kTile * sizeof(Element)),
-                  scores = take(kRows * kTile * 4), scales = take(2 * kTile * 4), total = take(state),
-                  split = take(state);
-    static thread_local std::vector<char> memory;
-    if (int64_t(memory.size()) < offset + 64) memory.resize(offset + 64);
-    char* base = (char*)(((uintptr_t)memory.data() + 63) / 64 * 64);
+    // A node of a tree begins at any row, and a block of tiles from there may end 15 rows beyond the task's.
+    const int64_t query = take((rows + 15) * D * sizeof(Left)), positions = take(rows * sizeof(int)), keys = take(tile),
+                  values = take(tile), raw = take(2 * tile), weights = take(kRows<Type> * kTile * sizeof(Left)),
+                  scores = take(kRows<Type> * kTile * 4), scales = take(2 * kTile * 4), total = take(state),
+                  split = take(state), some_acc = take(std::is_same_v<Type, Tiled> ? kRows<Type> * D * 4 : 0);
+    static thread_local Scratch memory;
+    char* base = memory.of(offset);
     return {base + query,
             base + weights,
+            (int*)(base + positions),
             (float*)(base + scores),
             {(float*)(base + total), (float*)(base + split)},
+            (float*)(base + some_acc),
             {base + keys, base + values, base + raw, {(float*)(base + scales), (float*)(base + scales) + kTile}}};
   }
 
-  static State state_at(float* memory, int64_t rows) {
+  State state_of(const Task& task, float* memory) const {
+    const int64_t rows = padded_rows(task);
     return {memory, memory + rows, memory + rows * (1 + kLanes)};
   }
 
@@ -235,18 +295,13 @@ class Attention {
       int64_t token = c.query_start_loc[task.seq] + task.first_token + i;
       int64_t from = token * c.query_stride + int64_t(task.kv_head) * group * D;
       int64_t to = int64_t(i) * group * D;
-      if constexpr (Type::kPerLane == 2) {
-        std::memcpy((uint16_t*)out + to, (const uint16_t*)c.query + from, int64_t(group) * D * 2);
-      } else {
+      if constexpr (std::is_same_v<typename Type::Left, float>) {
         for (int d = 0; d < group * D; d += kLanes)
           store((float*)out + to + d, load_as_float(c.query, from + d, dtype, nullptr));
+      } else {
+        std::memcpy((uint16_t*)out + to, (const uint16_t*)c.query + from, int64_t(group) * D * 2);
       }
     }
-  }
-
-  // Which of a tile's keys a token at a position sees, as bits.
-  uint64_t visible(int position, int first_key) const {
-    return below(position + 1 - first_key) & ~below(c.window ? position - c.window + 1 - first_key : 0);
   }
 
   // The lowest `count` of 64 bits, for any count.
@@ -258,16 +313,17 @@ class Attention {
   void compute(const Task& task, const void* cache, const Workspace& work) {
     const int D = c.head_size, rows = task.num_tokens * group;
     load_query<Type>(task, work.query);
-    State total = state_at(task.partial < 0 ? work.state[0] : partials->data() + task.partial, rows);
-    State split = state_at(work.state[1], rows);
+    for (int r = 0; r < rows; ++r) work.positions[r] = position(task.seq, task.first_token + r / group);
+    State total = state_of(task, task.partial < 0 ? work.state[0] : partials->data() + task.partial);
+    State split = state_of(task, work.state[1]);
     const bool tree = is_tree(task.seq);
     const int context = this->context(task.seq);
-    const TileReader<Type> tiles(c, cache, task.seq, task.kv_head, context, work.tile);
+    const TileReader<typename Type::Right> tiles(c, cache, task.seq, task.kv_head, context, work.tile);
     const int keys = tree ? c.seq_lens[task.seq] : context + task.first_token + task.num_tokens;
     for (int s = 0; s < task.num_splits; ++s) {
       State& state = s == 0 ? total : split;
       std::fill_n(state.base, rows, kMinusInfinity);
-      std::memset(state.sum, 0, int64_t(rows) * (kLanes + D) * 4);  // and acc, which follows
+      std::memset(state.sum, 0, int64_t(padded_rows(task)) * (kLanes + D) * 4);  // and acc, which follows
       const int begin = (task.first_split + s) * kSplit, end = std::min(begin + kSplit, keys);
       for (int first_key = begin; first_key < end; first_key += kTile) {
         if (!tree || first_key + kTile <= context) {
@@ -275,9 +331,9 @@ class Attention {
           continue;
         }
         for (int i = 0; i < task.num_tokens; ++i) {
-          const int node = task.first_token + i, length = position(task.seq, node) + 1;
+          const int length = work.positions[i * group] + 1;
           if (first_key >= length) continue;
-          const Tile tile = tiles.read(first_key, length, path(task.seq, node));
+          const Tile tile = tiles.read(first_key, length, path(task.seq, task.first_token + i));
           attend_tile<Type>(task, first_key, i * group, (i + 1) * group, state, tile, work);
         }
       }
@@ -290,22 +346,21 @@ class Attention {
   template <class Type>
   void attend_tile(const Task& task, int first_key, int first_row, int last_row, State& state, const Tile& tile,
                    const Workspace& work) const {
-    using Element = typename Type::Element;
-    const int D = c.head_size, depth = D / Type::kPerLane;
+    using Left = typename Type::Left;
+    constexpr int kBlock = kRows<Type>;
+    const int D = c.head_size, rows = task.num_tokens * group;
     const float scale = c.scale * (c.k_scale ? c.k_scale[task.kv_head] : 1.0f);
-    const int parts = (last_row - first_row + kRows - 1) / kRows;
-    for (int first = first_row, part = 0; first < last_row; first += kRows, ++part) {
-      const int count = std::min(kRows, last_row - first);
-      uint64_t seen[kRows], any = 0, all = ~uint64_t(0);
-      for (int r = 0; r < count; ++r) {
-        seen[r] = visible(position(task.seq, task.first_token + (first + r) / group), first_key);
-        any |= seen[r];
-        all &= seen[r];
-      }
-      if (any == 0) continue;
-      const bool full = ~all == 0;
-      product<Type, Sum::kFresh>(count, (const uint32_t*)work.query + int64_t(first) * depth, depth,
-                                 tile.keys, work.scores, kTile, depth, kTile, part, parts);
+    const int parts = (last_row - first_row + kBlock - 1) / kBlock;
+    for (int first = first_row, part = 0; first < last_row; first += kBlock, ++part) {
+      const int count = std::min(kBlock, last_row - first);
+      const int* positions = work.positions + first;
+      int least = positions[0], most = positions[0];
+      for (int r = 1; r < count; ++r) least = std::min(least, positions[r]), most = std::max(most, positions[r]);
+      // A row sees the keys up to its position, and with a window only the last ones.
+      if (most < first_key || (c.window && least - c.window >= first_key + kTile - 1)) continue;
+      const bool full = least >= first_key + kTile - 1 && (!c.window || most - c.window < first_key);
+      product<Type, Sum::kFresh>(count, (const Left*)work.query + int64_t(first) * D, tile.keys, work.scores, D, kTile,
+                                 part, parts);
       for (int r = 0; r < count; ++r) {
         float* scores = work.scores + r * kTile;
         if (c.k_token_scale)
@@ -317,22 +372,31 @@ class Attention {
           unit = kLog2E;
         }
         if (!full) {
-          for (int t = 0; t < kTile; ++t) scores[t] = seen[r] >> t & 1 ? scores[t] : kMinusInfinity;
+          const int end = positions[r] + 1 - first_key, begin = c.window ? end - c.window : 0;
+          for (int t = 0; t < kTile; ++t) scores[t] = t >= begin && t < end ? scores[t] : kMinusInfinity;
         }
         soften<Type>(scores, unit, first + r, state, D, c.v_token_scale ? work.tile.token_scales[1] : nullptr,
-                     (Element*)work.weights + r * kTile);
+                     (Left*)work.weights + r * kTile);
       }
-      product<Type, Sum::kContinued>(count, (const uint32_t*)work.weights, kTile / Type::kPerLane,
-                                     tile.values, state.acc + int64_t(first) * D, D, kTile / Type::kPerLane, D, part, parts);
+      // The rows that tiles write beyond these may be the next node's.
+      float* acc = state.acc + int64_t(first) * D;
+      const int unit = tile_rows(task);
+      const bool aside = count % unit != 0 && (first % unit != 0 || first + count != rows);
+      float* sums = aside ? work.some_acc : acc;
+      if (aside) std::memcpy(sums, acc, int64_t(count) * D * sizeof(float));
+      product<Type, Sum::kContinued>(count, work.weights, tile.values, sums, kTile, D, part, parts);
+      if (aside) std::memcpy(acc, sums, int64_t(count) * D * sizeof(float));
     }
   }
 
   void merge(const Merge& merge) const {
     const Task& first = tasks[merge.first_task];
     const int rows = first.num_tokens * group;
-    State total = state_at(partials->data() + first.partial, rows);
-    for (int i = 1; i < merge.num_tasks; ++i)
-      merge_states(total, state_at(partials->data() + tasks[merge.first_task + i].partial, rows), rows, c.head_size);
+    State total = state_of(first, partials->data() + first.partial);
+    for (int i = 1; i < merge.num_tasks; ++i) {
+      const Task& task = tasks[merge.first_task + i];
+      merge_states(total, state_of(task, partials->data() + task.partial), rows, c.head_size);
+    }
     write(first, total);
   }
 

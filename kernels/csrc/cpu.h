@@ -27,6 +27,8 @@ inline void fetch(const void* line) { asm volatile("prfm pldl2keep, [%0]" : : "r
 
 inline uint64_t ticks() { return __rdtsc(); }
 inline void relax() { _mm_pause(); }
-inline void fetch(const void* line) { asm volatile("prefetcht1 %0" : : "m"(*(const char*)line)); }
+// The address stands in a register: before an operand in memory, which counts as read, GCC would store a loop's
+// accumulators.
+inline void fetch(const void* line) { asm volatile("prefetcht1 (%0)" : : "r"(line)); }
 
 #endif

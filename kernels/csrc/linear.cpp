@@ -1,8 +1,8 @@
 // Matrix products with weights in float32 or bfloat16.
 //
 // A decode step has few rows and waits for the weights' memory, so its cost hardly grows up to a dozen rows; a
-// prompt chunk has hundreds and waits for the multipliers. One packing serves both. A result sums over depth in the
-// same order, whatever the number of rows: bits do not depend on the batch.
+// prompt chunk has hundreds and waits for the multipliers. One packing serves both, in vectors and in AMX's tiles. A
+// result sums over depth in the same order, whatever the number of rows: bits do not depend on the batch.
 
 #include "linear.h"
 
@@ -11,14 +11,16 @@
 
 #include "product.h"
 #include "scratch.h"
+#include "tile_product.h"
 
 namespace {
 
 constexpr int kPanelVecs = kPanel / kLanes;
 
-// 24 accumulators with 32 registers: a dozen rows of one panel, or half a dozen of two, which loads less per product.
-constexpr int kFewRows = kLanes == 16 ? 12 : 6, kFewVecs = kLanes == 4 ? 4 : 2;
-constexpr int kManyRows = 6, kManyVecs = kLanes == 8 ? 2 : 4;
+// A dozen rows of one panel with 16 lanes and 32 registers, or half as many of two, which loads less per product.
+template <class Type>
+constexpr int kFewRows = kLanes == 16 ? 2 * kMostRows<Type> : kMostRows<Type>;
+constexpr int kFewVecs = kLanes == 4 ? 4 : 2, kManyVecs = kLanes == 8 ? 2 : 4;
 // Lanes of depth summed in one go. Sums of sums round less than one long sum, whose error grows with its length.
 constexpr int kDepthBlock = 384;
 // Rows that pass over all panels at once; each further pass reads the weights from memory again.
@@ -32,16 +34,16 @@ struct Call {
   DType out_dtype;
 };
 
-// Rows of Vecs * kLanes columns from `column` on, through registers into out.
+// Rows of Vecs * kLanes columns from `column` on, through registers into out. left: row `row` of x.
 template <class Type, int Rows, int Vecs>
-void block(const Call& c, int64_t row, int column) {
-  const int lanes = c.weight.depth / Type::kPerLane;
+void block(const Call& c, const uint32_t* left, int64_t row, int column) {
+  const int lanes = c.weight.depth / kPerLane<typename Type::Right>;
   const int64_t panel = int64_t(column / kPanel) * lanes * kPanel;
   alignas(64) float sums[Rows][Vecs * kLanes];
   for (int from = 0; from < lanes; from += kDepthBlock) {
     const auto product = from == 0 ? product_block<Type, Rows, Vecs, Sum::kFresh, std::min(Vecs, kPanelVecs)>
                                    : product_block<Type, Rows, Vecs, Sum::kAdded, std::min(Vecs, kPanelVecs)>;
-    product((const uint32_t*)c.x.x + row * lanes + from, lanes,
+    product(left + from * kLeftLanes<Type>, lanes * kLeftLanes<Type>,
             (const uint32_t*)c.weight.packed + panel + column % kPanel + int64_t(from) * kPanel, kPanel, sums[0],
             Vecs * kLanes, std::min(kDepthBlock, lanes - from), int64_t(lanes) * kPanel, 0);
   }
@@ -52,47 +54,100 @@ void block(const Call& c, int64_t row, int column) {
 }
 
 template <class Type, int Vecs, int... Rows>
-void some_rows(std::integer_sequence<int, Rows...>, int rows, const Call& c, int64_t row, int column) {
-  using Block = void (*)(const Call&, int64_t, int);
+void some_rows(std::integer_sequence<int, Rows...>, int rows, const Call& c, const uint32_t* left, int64_t row,
+               int column) {
+  using Block = void (*)(const Call&, const uint32_t*, int64_t, int);
   static constexpr Block kBlocks[] = {block<Type, Rows + 1, Vecs>...};
-  kBlocks[rows - 1](c, row, column);
+  kBlocks[rows - 1](c, left, row, column);
 }
 
-// Rows first .. end of Vecs * kLanes columns, in blocks of nearly equal size.
+// Some neighbouring rows, as the left side of a product.
+struct Rows {
+  int64_t first, end;
+  const uint32_t* left;
+  int64_t stride;  // in lanes
+};
+
+// Vecs * kLanes columns of the rows, in blocks of nearly equal size.
 template <class Type, int MostRows, int Vecs>
-void column_block(const Call& c, int64_t first, int64_t end, int column) {
-  const int64_t rows = end - first, blocks = (rows + MostRows - 1) / MostRows;
+void column_block(const Call& c, const Rows& rows, int column) {
+  const int64_t count = rows.end - rows.first, blocks = (count + MostRows - 1) / MostRows;
   for (int64_t i = 0; i < blocks; ++i) {
-    const int64_t from = first + rows * i / blocks, to = first + rows * (i + 1) / blocks;
-    some_rows<Type, Vecs>(std::make_integer_sequence<int, MostRows>{}, int(to - from), c, from, column);
+    const int64_t from = count * i / blocks, to = count * (i + 1) / blocks;
+    some_rows<Type, Vecs>(std::make_integer_sequence<int, MostRows>{}, int(to - from), c, rows.left + from * rows.stride,
+                          rows.first + from, column);
   }
 }
 
 template <class Type, int MostRows, int Vecs>
-void all_columns(Team& team, const Call& c) {
+void all_columns(Team& team, const Call& c, const Rows& rows) {
   constexpr int kWidth = std::max(Vecs * kLanes, kPanel);
   const int columns = panels_of(c.weight) * kPanel, steps = (columns + kWidth - 1) / kWidth;
-  for (int64_t first = 0; first < c.rows; first += kRowChunk) {
-    const int64_t end = std::min(first + kRowChunk, c.rows);
-    team.share(steps, [&](int64_t step) {
-      for (int column = int(step) * kWidth; column < std::min(int(step + 1) * kWidth, columns);) {
-        // The last panel may stand alone, where two would be taken.
-        if (Vecs > kPanelVecs && columns - column <= kPanel) {
-          column_block<Type, MostRows, kPanelVecs>(c, first, end, column);
-          column += kPanel;
-        } else {
-          column_block<Type, MostRows, Vecs>(c, first, end, column);
-          column += Vecs * kLanes;
-        }
+  team.share(steps, [&](int64_t step) {
+    for (int column = int(step) * kWidth; column < std::min(int(step + 1) * kWidth, columns);) {
+      // The last panel may stand alone, where two would be taken.
+      if (Vecs > kPanelVecs && columns - column <= kPanel) {
+        column_block<Type, MostRows, kPanelVecs>(c, rows, column);
+        column += kPanel;
+      } else {
+        column_block<Type, MostRows, Vecs>(c, rows, column);
+        column += Vecs * kLanes;
       }
-    });
-  }
+    }
+  });
+}
+
+// Each thread widens all rows, which takes about as long as one column.
+const uint32_t* widened(const Call& c, const Rows& rows) {
+  static thread_local Scratch memory;
+  const int depth = c.weight.depth;
+  const int64_t size = (rows.end - rows.first) * depth;
+  const uint16_t* from = (const uint16_t*)c.x.x + rows.first * depth;
+  float* to = (float*)memory.of(size * sizeof(float));
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) store(to + i, from_bf16(from + i));
+  for (; i < size; ++i) to[i] = float_of(uint32_t(from[i]) << 16);
+  return (const uint32_t*)to;
 }
 
 template <class Type>
 void run(Team& team, const Call& c) {
-  if (c.rows <= 2 * kFewRows) all_columns<Type, kFewRows, kFewVecs>(team, c);
-  else all_columns<Type, kManyRows, kManyVecs>(team, c);
+  const int64_t stride = c.weight.depth / kPerLane<typename Type::Left>;
+  for (int64_t first = 0; first < c.rows; first += kRowChunk) {
+    Rows rows = {first, std::min(first + kRowChunk, c.rows), (const uint32_t*)c.x.x + first * stride, stride};
+    if constexpr (std::is_same_v<Type, Widened>) rows.left = widened(c, rows);
+    if (c.rows <= 2 * kFewRows<Type>) all_columns<Type, kFewRows<Type>, kFewVecs>(team, c, rows);
+    else all_columns<Type, kMostRows<Type>, kManyVecs>(team, c, rows);
+  }
+}
+
+// bfloat16 with AMX. All blocks have the same number of rows, at most 32: the last one computes some rows again that the
+// one before has stored.
+void run_tiled(Team& team, const Call& c) {
+  const int depth = c.weight.depth;
+  const int64_t blocks = (c.rows + 31) / 32, size = (c.rows + blocks - 1) / blocks, pass = kRowChunk / size;
+  const Tiles tiles(bfloat16_tiles(int(std::min<int64_t>(size, 16)), int(std::max<int64_t>(size - 16, 0))));
+  const auto product = size > 16 ? tile_product<true, Sum::kFresh> : tile_product<false, Sum::kFresh>;
+  for (int64_t first = 0; first < blocks; first += pass)
+    team.share(panels_of(c.weight), [&](int64_t panel) {
+      alignas(64) float sums[32][kPanel];
+      const char* weights = (const char*)c.weight.packed + panel * depth * kPanel * 2;
+      for (int64_t i = first; i < std::min(first + pass, blocks); ++i) {
+        const int64_t row = std::min(i * size, c.rows - size);
+        product((const uint16_t*)c.x.x + row * depth, depth * 2, weights, kPanel * 4, sums, kPanel * 4, depth);
+        for (int64_t r = i * size - row; r < size; ++r)
+          for (int n = 0; n < kPanel; n += kLanes)
+            store_columns(c.weight, c.out, row + r, int(panel) * kPanel + n, c.out_dtype, load(sums[r] + n));
+      }
+    });
+}
+
+void run_bfloat16(Team& team, const Call& c) {
+  if (c.rows == 0) return;
+  // Layers of models have a depth of whole tiles; others are widened, for any number of rows.
+  if constexpr (kHasTiles)
+    if (c.weight.depth % kTileDepth == 0) return run_tiled(team, c);
+  run<std::conditional_t<std::is_same_v<FastBFloat16, BFloat16>, BFloat16, Widened>>(team, c);
 }
 
 }  // namespace
@@ -103,7 +158,7 @@ void linear_in_team(Team& team, const TandemLinear* weight, const Activations& x
     const Call call = {weight[n], x, rows, out, out_dtype};
     switch ((Packing)weight[n].packing) {
       case Packing::kFloat32: run<Float32>(team, call); break;
-      case Packing::kBFloat16: run<BFloat16>(team, call); break;
+      case Packing::kBFloat16: run_bfloat16(team, call); break;
       default: quantized_piece(team, weight[n], x, rows, out, out_dtype);
     }
   }

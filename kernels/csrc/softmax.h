@@ -41,7 +41,7 @@ inline void cap(float* scores, float scale, float softcap) {
 // One row of scores joins its state; writes the weights 2^(score - maximum), times V's scales per key or null.
 template <class Type>
 inline void soften(const float* scores, float unit, int row, State& state, int head_size, const float* value_scales,
-                   typename Type::Element* weights) {
+                   typename Type::Left* weights) {
   constexpr int kCount = kTile / kLanes;
   Vec s[kCount];
   for (int v = 0; v < kCount; ++v) s[v] = load(scores + v * kLanes);
@@ -67,8 +67,8 @@ inline void soften(const float* scores, float unit, int row, State& state, int h
     if (value_scales) s[v] *= load(value_scales + v * kLanes);
   }
   for (int v = 0; v < kCount; ++v) {
-    if constexpr (Type::kPerLane == 2) to_bf16((uint16_t*)weights + v * kLanes, s[v]);
-    else store((float*)weights + v * kLanes, s[v]);
+    if constexpr (std::is_same_v<typename Type::Left, float>) store(weights + v * kLanes, s[v]);
+    else to_bf16(weights + v * kLanes, s[v]);
   }
   store(state.sum + row * kLanes, load(state.sum + row * kLanes) + total);
 }

@@ -33,10 +33,9 @@ struct TileMemory {
   float* token_scales[2];  // of K and V, per key of the tile
 };
 
-template <class Type>
+// Element: of the right side of attention's products.
+template <class Element>
 class TileReader {
-  using Element = typename Type::Element;
-
  public:
   // Keys from tree_begin on are a tree's nodes.
   TileReader(const TandemAttention& call, const void* cache, int seq, int kv_head, int tree_begin, TileMemory memory)
@@ -57,6 +56,7 @@ class TileReader {
  private:
   // Neighbouring keys that are fetched ahead together; blocks are multiples of it.
   static constexpr int kStrip = 16;
+  static constexpr int kPer = kPerLane<Element>;
 
   const TandemAttention& c;
   const void* cache;
@@ -68,7 +68,7 @@ class TileReader {
   Tile rearranged(int first_key, int end, uint64_t path) const {
     const int D = c.head_size, bytes = bytes_of((DType)c.cache_dtype);
     const DType dtype = (DType)c.cache_dtype;
-    const bool direct = dtype == (Type::kPerLane == 2 ? DType::kBFloat16 : DType::kFloat32);
+    const bool direct = dtype == (kPer == 2 ? DType::kBFloat16 : DType::kFloat32);
     static constexpr int kMaxHead = 256;
     alignas(64) static const Element zeros[kMaxHead] = {};
     const Element* rows[2][kTile];
@@ -101,7 +101,7 @@ class TileReader {
           Element* copy = (Element*)memory.raw + (int64_t(part) * kTile + t) * D;
           for (int d = 0; d < D; d += kLanes) {
             Vec v = load_as_float(cache, from + d, dtype, c.table);
-            if constexpr (Type::kPerLane == 2) to_bf16((uint16_t*)copy + d, v);
+            if constexpr (kPer == 2) to_bf16((uint16_t*)copy + d, v);
             else store((float*)copy + d, v);
           }
           rows[part][t] = copy;
@@ -119,17 +119,17 @@ class TileReader {
       const char* strip = ahead[t / kStrip] + part * c.cache_strides[1] * bytes;
       for (int64_t line = from; line < to; line += 64) fetch(strip + line);
     };
-    const int depth = D / Type::kPerLane;
+    const int depth = D / kPer;
     const int64_t strip_bytes = int64_t(kStrip) * D * bytes;
     for (int t = 0; t < kTile; t += kLanes) {
       for (int d = 0; d < depth; d += kLanes)
         transpose((const uint32_t* const*)rows[0] + t, d, (uint32_t*)memory.keys + int64_t(d) * kTile + t, kTile);
       if (t % kStrip == 0) fetch_ahead(t, 0, 0, strip_bytes);
     }
-    for (int t = 0; t < kTile; t += Type::kPerLane) {
-      uint32_t* out = (uint32_t*)memory.values + int64_t(t / Type::kPerLane) * D;
-      fetch_ahead(t, 1, t % kStrip * strip_bytes / kStrip, (t % kStrip + Type::kPerLane) * strip_bytes / kStrip);
-      if constexpr (Type::kPerLane == 2)
+    for (int t = 0; t < kTile; t += kPer) {
+      uint32_t* out = (uint32_t*)memory.values + int64_t(t / kPer) * D;
+      fetch_ahead(t, 1, t % kStrip * strip_bytes / kStrip, (t % kStrip + kPer) * strip_bytes / kStrip);
+      if constexpr (kPer == 2)
         for (int d = 0; d < D; d += kLanes) pair_up(rows[1][t] + d, rows[1][t + 1] + d, out + d);
       else
         std::memcpy(out, rows[1][t], D * 4);
@@ -150,7 +150,7 @@ class TileReader {
   // Of an interleaved cache: where it lies; the next one is fetched ahead.
   Tile whole(int first_key, int end) const {
     auto at = [&](int key, int part) {
-      const int64_t lane = part == 0 ? key % c.block_size : int64_t(key % c.block_size) / Type::kPerLane * c.head_size;
+      const int64_t lane = part == 0 ? key % c.block_size : int64_t(key % c.block_size) / kPer * c.head_size;
       return (const uint32_t*)piece(blocks[key / c.block_size], part) + lane;
     };
     // A tile is too short, and the next too far, for the processor to guess what comes.
@@ -174,10 +174,10 @@ class TileReader {
       // A tile lies within one block.
       const int offset = first_key % c.block_size;
       const uint32_t* keys = (const uint32_t*)piece(blocks[first_key / c.block_size], 0);
-      for (int lane = 0; lane < D / Type::kPerLane; ++lane)
+      for (int lane = 0; lane < D / kPer; ++lane)
         std::memcpy((uint32_t*)memory.keys + lane * kTile, keys + int64_t(lane) * c.block_size + offset, count * 4);
       const char* values = piece(blocks[first_key / c.block_size], 1);
-      const int whole = count / Type::kPerLane * Type::kPerLane;
+      const int whole = count / kPer * kPer;
       std::memcpy(memory.values, values + int64_t(offset) * D * sizeof(Element), int64_t(whole) * D * sizeof(Element));
       for (t = whole; t < count; ++t) {
         shape.get_value(values, offset + t, memory.raw);

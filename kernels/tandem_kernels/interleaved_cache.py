@@ -6,7 +6,8 @@ A K/V head's piece of a block, [block_size, D] elements, holds
     interleaved   K [D / per][block_size][per], V [block_size / per][D][per]
 
 with per = 2 for bfloat16, whose products take pairs of neighbours, and 1 for float32. A block stays one
-contiguous piece of the same size and is sent between pods unchanged; both must have the same layout.
+contiguous piece of the same size and is sent between pods unchanged; both must have the same layout. It is
+the same for all instruction sets: those without bfloat16 products widen the pairs in registers.
 """
 
 from __future__ import annotations
@@ -15,17 +16,14 @@ import torch
 
 from tandem_kernels import native
 
-#: Instruction sets whose products take bfloat16 pairs; the others read such a cache as float32, row by row.
-_BFLOAT16_SETS = ("avx512_bf16", "neon_bf16")
-
 
 def runs_interleaved(dtype: torch.dtype, head_size: int, block_size: int) -> bool:
     """Whether the compiled attention here reads such a cache: its own dtype, blocks of whole tiles."""
     if native.LIBRARY is None or block_size % 64:
         return False
-    if dtype == torch.bfloat16:
-        return native.instruction_set() in _BFLOAT16_SETS and head_size % 32 == 0
-    return dtype == torch.float32 and head_size % 16 == 0
+    return (dtype == torch.bfloat16 and head_size % 32 == 0) or (
+        dtype == torch.float32 and head_size % 16 == 0
+    )
 
 
 def interleave(kv_cache: torch.Tensor) -> torch.Tensor:
