@@ -74,8 +74,8 @@ void column_block(const Call& c, const Rows& rows, int column) {
   const int64_t count = rows.end - rows.first, blocks = (count + MostRows - 1) / MostRows;
   for (int64_t i = 0; i < blocks; ++i) {
     const int64_t from = count * i / blocks, to = count * (i + 1) / blocks;
-    some_rows<Type, Vecs>(std::make_integer_sequence<int, MostRows>{}, int(to - from), c, rows.left + from * rows.stride,
-                          rows.first + from, column);
+    some_rows<Type, Vecs>(std::make_integer_sequence<int, MostRows>{}, int(to - from), c,
+                          rows.left + from * rows.stride, rows.first + from, column);
   }
 }
 
@@ -121,8 +121,8 @@ void run(Team& team, const Call& c) {
   }
 }
 
-// bfloat16 with AMX. All blocks have the same number of rows, at most 32: the last one computes some rows again that the
-// one before has stored.
+// bfloat16 with AMX. All blocks have the same number of rows, at most 32: the last one computes some rows again that
+// the one before has stored.
 void run_tiled(Team& team, const Call& c) {
   const int depth = c.weight.depth;
   const int64_t blocks = (c.rows + 31) / 32, size = (c.rows + blocks - 1) / blocks, pass = kRowChunk / size;

@@ -124,6 +124,34 @@ def test_attention_reads_the_same_bits_from_either(
     assert torch.equal(plain, lying)
 
 
+@pytest.mark.parametrize("library", COMPILED)
+def test_an_interleaved_prompt_gives_the_same_bits_however_it_is_cut(library: str) -> None:
+    """From one row to several blocks of AMX's tiles, some of them not full; on one to three threads."""
+    length, dtype = 520, torch.bfloat16
+    num_blocks = -(-length // 64)
+    cache = interleave(torch.randn(num_blocks, 2, 1, 64, 32).to(dtype))
+    query = torch.randn(length, 3, 32).to(dtype)
+    block_table = torch.randperm(num_blocks).int()[None]
+
+    def rows(first: int, end: int) -> torch.Tensor:
+        metadata = block_table, torch.tensor([end]).int(), torch.tensor([0, end - first]).int()
+        return attend(query[first:end], cache, *metadata, scale=0.2, interleaved=True)
+
+    threads = torch.get_num_threads()
+    try:
+        with native_library(library):
+            whole = rows(0, length)
+            for num_threads, size in ((1, 7), (2, 100), (3, 250), (2, 512)):
+                torch.set_num_threads(num_threads)
+                for first in range(0, length, size):
+                    end = min(first + size, length)
+                    assert torch.equal(rows(first, end), whole[first:end])
+            for first in (0, 63, 64, 300, 511, 519):
+                assert torch.equal(rows(first, first + 1), whole[first : first + 1])
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_what_cannot_be_read_interleaved_is_refused() -> None:
     query = torch.randn(1, 2, 64)
     metadata = torch.zeros(1, 1).int(), torch.tensor([1]).int(), torch.tensor([0, 1]).int()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from native_libraries import COMPILED, native_library
+from native_libraries import COMPILED, EMULATED, NATIVE, native_library
 from tandem_kernels import PackedWeight, native, pack_weight, packed_linear, packed_shape
 
 pytestmark = pytest.mark.skipif(native.LIBRARY is None, reason="no compiled kernels on this machine")
@@ -46,6 +46,17 @@ def test_a_row_gives_the_same_bits_alone_and_in_any_company(dtype: torch.dtype, 
         together = packed_linear(x, packed)
         for first, end in ((0, 1), (5, 12), (100, 117), (40, 70), (200, 300)):
             assert torch.equal(packed_linear(x[first:end], packed), together[first:end])
+
+
+@pytest.mark.skipif("amx" not in NATIVE, reason="no AMX on this machine")
+def test_the_emulation_of_amx_gives_its_bits() -> None:
+    x, weight = random(70, 576, dtype=torch.bfloat16), random(96, 576, dtype=torch.bfloat16, seed=1)
+    results = []
+    for library in ("amx", EMULATED):
+        with native_library(library):
+            packed = pack_weight(weight)
+            results.append([packed_linear(x[:rows], packed) for rows in (1, 17, 33, 70)])
+    assert all(map(torch.equal, *results))
 
 
 def test_what_cannot_be_packed_is_said() -> None:

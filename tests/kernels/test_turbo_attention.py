@@ -19,6 +19,7 @@ from attention_cases import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native_libraries import EMULATED, NATIVE
 from tandem_kernels.turbo_attention.cpu_torch import TorchAttention
 
 BACKENDS = ["reference", *CPU_BACKENDS]
@@ -330,6 +331,12 @@ def test_the_number_of_threads_changes_no_bit(backend: str) -> None:
             assert torch.equal(case.run(backend), expected)
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.skipif("amx" not in NATIVE, reason="no AMX on this machine")
+def test_the_emulation_of_amx_gives_its_bits() -> None:
+    case = make_case([*MIX, Sequence(600, 9, tree=True)], options=Options(sinks=True), dtype=torch.bfloat16)
+    assert torch.equal(case.run("amx"), case.run(EMULATED))
 
 
 def test_without_compiled_kernels_torch_computes() -> None:

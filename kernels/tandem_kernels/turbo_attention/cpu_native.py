@@ -2,7 +2,7 @@
 
 A row's result depends on its own query and keys alone, to the last bit: not on the batch, the chunking of a
 prompt, the shape of a draft, or the number of threads. Products are made in float32, or for bfloat16 with its
-own instructions and float32 sums where the processor is fast at them (AMX; AVX-512 BF16 of AMD).
+own instructions and float32 sums where the processor is fast at them (AMX, AVX-512 BF16 of AMD, ARM BF16).
 """
 
 from __future__ import annotations
