@@ -66,6 +66,17 @@ def test_without_permission_for_tiles_the_next_best_is_loaded_with_one_line(
     ]
 
 
+def test_amx_is_used_where_the_processor_has_it() -> None:
+    """Or all tests of its instructions would be left out in silence."""
+    if "amx" not in native.instruction_sets():
+        pytest.skip("this processor has no AMX")
+    try:
+        native.request_tiles()
+    except OSError as error:
+        pytest.skip(str(error))
+    assert "amx" in NATIVE
+
+
 @pytest.mark.skipif("amx" in native.instruction_sets(), reason="this processor has AMX")
 def test_a_processor_without_tiles_refuses_them() -> None:
     with pytest.raises(OSError, match="the system refuses AMX"):
