@@ -6,9 +6,9 @@ A piece is a number of requests with different prompts, lengths, seeds and sampl
 without drafts, with drafts from each sequence's own text (local), and with drafts also from a mirror that
 receives the tokens of every step (global).
 
-All in float32 in one process. 1 to 64 requests run at a time, and one joins when another ends, so a step
-mixes prompt chunks, plain decoding and drafts. The drafter ignores costs and fills up to 256 rows per step,
-because the subject is verification, not speed.
+All in one process, in float32 unless --dtype says otherwise. 1 to 64 requests run at a time, and one joins
+when another ends, so a step mixes prompt chunks, plain decoding and drafts. The drafter ignores costs and
+fills up to 256 rows per step, because the subject is verification, not speed.
 
 `--cut N` keeps the model's first N layers and the first 8,192 tokens of its vocabulary: the text makes no
 sense, but a million tokens take one hour instead of ten.
@@ -246,18 +246,19 @@ def read_log(path: Path, line_type: type[L]) -> list[L]:
 
 
 def generate(
-    model_dir: Path, dataset: Path | None, num_tokens: int, logged: Sequence[Outcome]
+    model_dir: Path, dataset: Path | None, num_tokens: int, logged: Sequence[Outcome], dtype: str
 ) -> Iterator[Outcome]:
     """Pieces behind the logged ones, until they have `num_tokens` tokens together."""
     manifest, tokenizer = ModelManifest.read(model_dir), Tokenizer(model_dir)
-    logged = [outcome for outcome in logged if outcome.model == manifest.name]
+    name = manifest.name if dtype == "float32" else f"{manifest.name}, {dtype}"
+    logged = [outcome for outcome in logged if outcome.model == name]
     missing = num_tokens - sum(outcome.tokens for outcome in logged)
     number = 1 + max((outcome.piece for outcome in logged), default=-1)
     texts = (tokenizer.encode(dialogue.as_text()) for dialogue in load_dialogues(dataset))
     corpus = [[token for token in text if token < manifest.vocab_size] for text in texts]
-    generator = Generator(model_dir)
+    generator = Generator(model_dir, dtype=dtype)
     while missing > 0:
-        outcome = compare(generator, make_piece(number, corpus), number, manifest.name)
+        outcome = compare(generator, make_piece(number, corpus), number, name)
         yield outcome
         missing -= outcome.tokens
         number += 1
@@ -266,6 +267,7 @@ def generate(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--cut", type=int, default=0, metavar="LAYERS", help="layers to keep; 0: all")
+    parser.add_argument("--dtype", default="float32", help="as of EngineConfig")
     parser.add_argument("--tokens", type=int, default=10_000, help="without drafts, by this model")
     parser.add_argument("--seconds", type=float, default=3600.0, help="begin no further piece after this")
     parser.add_argument("--dataset", type=Path, help="dialogues as JSON lines; default: the small sample")
@@ -279,7 +281,8 @@ def main() -> None:
         model_dir = model_loader.pull(model_loader.DEFAULT_MODEL)
         if options.cut:
             model_dir = cut_model(model_dir, options.cut, Path(folder))
-        for outcome in generate(model_dir, options.dataset, options.tokens, tuple(outcomes)):
+        pieces = generate(model_dir, options.dataset, options.tokens, tuple(outcomes), options.dtype)
+        for outcome in pieces:
             outcomes.append(outcome)
             log.write(json.dumps(dataclasses.asdict(outcome)) + "\n")
             if time.monotonic() > stop_at:
