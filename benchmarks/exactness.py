@@ -31,7 +31,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from free_drafter import FreeDrafter
@@ -194,10 +194,11 @@ def cut_model(model_dir: Path, num_layers: int, folder: Path, max_vocab_size: in
     """Writes the first layers and tokens of a model to `folder`, in float32. Returns `folder`."""
     manifest = ModelManifest.read(model_dir)
     raw = json.loads((model_dir / "config.json").read_text())
-    vocab_size = min(raw["vocab_size"], CUT_VOCABULARY)
+    vocab_size = min(raw["vocab_size"], max_vocab_size)
     raw |= {"num_hidden_layers": num_layers, "vocab_size": vocab_size}
     (folder / "config.json").write_text(json.dumps(raw))
-    (folder / "tokenizer.json").write_bytes((model_dir / "tokenizer.json").read_bytes())
+    tokenizer = json.loads((model_dir / "tokenizer.json").read_text(encoding="utf-8"))
+    (folder / "tokenizer.json").write_text(json.dumps(cut_tokenizer(tokenizer, vocab_size)), encoding="utf-8")
     source = open_source((model_dir / manifest.weights).resolve())
     tensors = {}
     for stored in stored_tensors(ModelConfig.from_folder(folder), WeightForm(torch.float32)):
@@ -213,6 +214,16 @@ def cut_model(model_dir: Path, num_layers: int, folder: Path, max_vocab_size: in
         weight_bits=0,
     ).write(folder)
     return folder
+
+
+def cut_tokenizer(tokenizer: dict[str, Any], vocab_size: int) -> dict[str, Any]:
+    """A BPE tokenizer of the first ids, with the merges that lead to them."""
+    vocab = {token: n for token, n in tokenizer["model"]["vocab"].items() if n < vocab_size}
+    pairs = [pair if isinstance(pair, list) else pair.split(" ") for pair in tokenizer["model"]["merges"]]
+    merges = [pair for pair in pairs if {*pair, "".join(pair)} <= vocab.keys()]
+    added = [token for token in tokenizer["added_tokens"] if token["id"] < vocab_size]
+    model = tokenizer["model"] | {"vocab": vocab, "merges": merges}
+    return tokenizer | {"model": model, "added_tokens": added}
 
 
 def report(outcomes: Sequence[Outcome]) -> tuple[str, str]:

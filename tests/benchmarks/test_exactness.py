@@ -15,6 +15,7 @@ from exactness import (
     compare,
     count_differing,
     cut_model,
+    cut_tokenizer,
     make_piece,
     read_log,
     report,
@@ -103,3 +104,21 @@ def test_a_cut_model_keeps_the_weights_it_keeps(
     whole = generator.run(piece, SpeculationMode.OFF).texts
     assert count_differing(texts[3], whole) == 0
     assert count_differing(texts[1], whole) > 0
+
+
+def test_a_cut_tokenizer_has_the_first_ids_and_what_leads_to_them() -> None:
+    whole = {
+        "added_tokens": [{"id": 0, "content": "<end>"}, {"id": 5, "content": "<pad>"}],
+        "model": {
+            "type": "BPE",
+            "vocab": {"<end>": 0, "a": 1, "b": 2, "ab": 3, "abb": 4},
+            "merges": ["a b", ["ab", "b"]],
+        },
+    }
+    cut = cut_tokenizer(whole, 4)
+    assert cut["added_tokens"] == whole["added_tokens"][:1]
+    assert cut["model"] == {
+        "type": "BPE",
+        "vocab": {"<end>": 0, "a": 1, "b": 2, "ab": 3},
+        "merges": [["a", "b"]],
+    }
