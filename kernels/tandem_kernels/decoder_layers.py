@@ -95,6 +95,9 @@ class DecoderLayers:
         eps: of the norms.
         scale, softcap: as of `AttentionLayer`, the same in all layers.
         ends: what `step` needs besides.
+
+    Raises:
+        ValueError: the shape or dtype of a part of ends does not fit.
     """
 
     def __init__(
@@ -127,6 +130,10 @@ class DecoderLayers:
         self._ends = ends
         if ends is not None:
             self._vocab_size = ends.head.weight.columns
+            _check("embedding", ends.embedding, dtype, (self._vocab_size, self._hidden_size))
+            _check("norm", ends.norm, torch.float32, (self._hidden_size,))
+            if ends.head.weight.depth != self._hidden_size:
+                raise ValueError(f"head has depth {ends.head.weight.depth}, wanted {self._hidden_size}")
             self._head = native_weight(ends.head.weight, ends.head.bias)
             self._logits = self._used_logits = torch.empty(0, self._vocab_size)
             self._native_ends = native.Ends(
@@ -230,6 +237,9 @@ class DecoderLayers:
             )
         if num_rows and not 0 <= min(rows) <= max(rows) < num_tokens:
             raise IndexError(f"rows are {list(rows)}, wanted rows of {num_tokens} tokens")
+        # A row's last product is added to the residual stream in place, once for each mention.
+        if len(set(rows)) != num_rows:
+            raise ValueError(f"rows are {list(rows)}, wanted each row once")
         ends = self._native_ends
         if num_rows > len(self._logits):
             self._logits = self._used_logits = torch.empty(num_rows, self._vocab_size)

@@ -236,6 +236,8 @@ def test_a_step_that_does_not_fit_is_refused_and_changes_nothing() -> None:
         run(slot_mapping=[*inputs.slot_mapping[:24], NUM_BLOCKS * BLOCK])
     with pytest.raises(IndexError, match=r"rows are \[3, 25\], wanted rows of 25 tokens"):
         run(rows=(3, 25))
+    with pytest.raises(ValueError, match=r"rows are \[3, 24, 3\], wanted each row once"):
+        run(rows=(3, 24, 3))
     with pytest.raises(ValueError, match=r"25 token ids, \(24, 25, 25\) positions"):
         run(positions=inputs.positions[1:])
     with pytest.raises(ValueError, match=r"block_table\[0\] names blocks .* wanted ids in \[0, 12\)"):
@@ -243,6 +245,26 @@ def test_a_step_that_does_not_fit_is_refused_and_changes_nothing() -> None:
     with pytest.raises(ValueError, match=r"ancestor_bits\[21\] is 0x2, wanted bit 0 set"):
         run(ancestor_bits=[0] * 21 + [2, 2, 4, 8])
     assert all(map(torch.equal, caches, step.caches()))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"embedding": torch.zeros(VOCAB - 1, HIDDEN)},
+        {"embedding": torch.zeros(VOCAB, HIDDEN, dtype=torch.bfloat16)},
+        {"embedding": torch.zeros(HIDDEN, VOCAB).t()},
+        {"norm": torch.ones(HIDDEN - 16)},
+        {"head": linear(VOCAB, HIDDEN // 2, torch.float32, None, seed=0, has_bias=False)},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_ends_that_do_not_fit_are_refused(changed: dict[str, object]) -> None:
+    outer = dataclasses.replace(ends(torch.float32, None), **changed)
+    with pytest.raises(ValueError, match=f"{next(iter(changed))} has "):
+        DecoderLayers(
+            layers(torch.float32, None, rich=False), torch.float32, head_size=D, eps=EPS, scale=D**-0.5,
+            ends=outer,
+        )  # fmt: skip
 
 
 def test_what_does_not_fit_is_said_and_changes_nothing() -> None:
