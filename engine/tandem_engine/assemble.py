@@ -133,7 +133,7 @@ def assemble(config: EngineConfig, drafter: DraftSource | None = None) -> Engine
                 "or raise --num-blocks or --gpu-memory-utilization"
             )
     else:
-        num_blocks = _num_blocks(config, decoder, shape, limits, manifest)
+        num_blocks = _num_blocks(config, decoder, shape, limits, manifest, numerics)
         runner = ModelRunner(decoder, KVPool(shape, num_blocks, device), device)
     pool = runner.pool
     manager = BlockManager(pool.num_blocks, config.block_size, enable_prefix_caching=config.prefix_cache)
@@ -162,7 +162,12 @@ def assemble(config: EngineConfig, drafter: DraftSource | None = None) -> Engine
 
 
 def _num_blocks(
-    config: EngineConfig, decoder: Decoder, shape: KVShape, limits: StepLimits, manifest: ModelManifest
+    config: EngineConfig,
+    decoder: Decoder,
+    shape: KVShape,
+    limits: StepLimits,
+    manifest: ModelManifest,
+    numerics: Numerics,
 ) -> int:
     """Size of the pool on a CPU; logs what the pod will take. Raises CapacityError."""
     without_kv = MemoryNeed(
@@ -171,7 +176,12 @@ def _num_blocks(
         kv=0,
         kv_tokens=0,
         step=step_bytes(
-            decoder.config, decoder.dtype, limits, packed=decoder.is_compiled, threads=torch.get_num_threads()
+            decoder.config,
+            decoder.dtype,
+            limits,
+            packed=decoder.is_compiled,
+            quantization=numerics.quantization,
+            threads=torch.get_num_threads(),
         ),
         transfer=transfer_bytes(shape, limits.max_seqs),
     )

@@ -23,6 +23,7 @@ from tandem_core.errors import CapacityError
 from tandem_engine.free_memory import available_bytes
 from tandem_engine.kv_pool import KVShape, default_num_blocks
 from tandem_engine.models.config import ModelConfig
+from tandem_engine.models.layout import Quantization
 from tandem_engine.runner import MAX_PROMPT_ROWS
 from tandem_engine.transport.base import DEFAULT_CREDIT_BYTES
 from tandem_engine.workspace import StepLimits
@@ -30,6 +31,8 @@ from tandem_engine.workspace import StepLimits
 _GB = 1e9
 #: Of one value of an 8-bit activation, with its group's factors.
 _QUANTIZED_BYTES = 2
+#: csrc/linear.cpp: rows that a thread widens to float32 at once.
+_WIDENED_ROWS = 1024
 
 
 @dataclass(frozen=True)
@@ -61,11 +64,19 @@ _SPLIT_KEYS, _TASK_VALUES, _TASK_ROWS, _STATE_FLOATS = 512, 16384, 16, 17
 
 
 def step_bytes(
-    config: ModelConfig, dtype: torch.dtype, limits: StepLimits, *, packed: bool, threads: int
+    config: ModelConfig,
+    dtype: torch.dtype,
+    limits: StepLimits,
+    *,
+    packed: bool,
+    quantization: Quantization,
+    threads: int,
 ) -> int:
-    """What the largest step allocates on a CPU; packed: the compiled layers compute it, in `threads`.
+    """What the largest step allocates on a CPU.
 
     A step that only decodes samples from every row, one with prompts from one row of a sequence.
+
+    packed: the compiled layers compute it, in `threads`.
     """
     element, hidden, inner = dtype.itemsize, config.hidden_size, config.intermediate_size
     projected = config.q_size + 2 * config.kv_size
@@ -85,7 +96,12 @@ def step_bytes(
     splits = 4 * threads * -(-config.max_model_len // _SPLIT_KEYS)
     rows = max(_TASK_ROWS, _TASK_VALUES // config.head_dim)
     partials = splits * rows * (config.head_dim + _STATE_FLOATS) * 4
-    return limits.max_tokens * row + logits + beam_bytes(config.vocab_size, limits.max_seqs) + partials
+    # Without products of bfloat16 each thread widens a projection's input.
+    widened = 0
+    if packed and quantization is Quantization.NONE and dtype == torch.bfloat16:
+        widened = threads * min(limits.max_tokens, _WIDENED_ROWS) * max(hidden, inner, config.q_size) * 4
+    beams = beam_bytes(config.vocab_size, limits.max_seqs)
+    return limits.max_tokens * row + logits + beams + partials + widened
 
 
 def beam_bytes(vocab_size: int, max_seqs: int) -> int:

@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch
 import toy_models
+from native_libraries import NATIVE, native_library
 from tandem_core.beams import BeamParams
 from tandem_core.errors import CapacityError, ModelLoadError
 from tandem_core.sampling import SamplingParams
@@ -20,7 +21,11 @@ from tandem_engine.beam_search import BeamSearch
 from tandem_engine.free_memory import available_bytes
 from tandem_engine.kv_pool import DEFAULT_POOL_BYTES, KVShape
 from tandem_engine.llm import LLM
-from tandem_engine.memory import MemoryNeed, beam_bytes, fit_pool
+from tandem_engine.memory import MemoryNeed, beam_bytes, fit_pool, step_bytes
+from tandem_engine.models.config import ModelConfig
+from tandem_engine.models.layout import Quantization
+from tandem_engine.workspace import StepLimits
+from tandem_kernels import pack_weight, packed_linear
 from transformers import LlamaConfig, LlamaForCausalLM
 
 GB = 10**9
@@ -127,6 +132,30 @@ def test_a_prompt_of_16k_tokens_takes_the_memory_that_was_said(
     taken = psutil.Process().memory_full_info().uss - before
     assert len(done.token_ids) == 8
     assert 0.5 * used_kv < taken < said.kv + said.step + _ON_DEMAND
+
+
+@pytest.mark.skipif("avx2" not in NATIVE, reason="only kernels without bfloat16 products widen")
+def test_what_bfloat16_takes_without_products_of_its_own_is_counted(long_context_model: Path) -> None:
+    rows, depth, threads = 512, 16_384, 2
+    config = replace(ModelConfig.from_folder(long_context_model), intermediate_size=depth)
+    limits = StepLimits(max_tokens=rows, max_seqs=1, max_decode_tokens=1)
+
+    def said(quantization: Quantization) -> int:
+        return step_bytes(
+            config, torch.bfloat16, limits, packed=True, quantization=quantization, threads=threads
+        )
+
+    widened = said(Quantization.NONE) - said(Quantization.W8A8)
+    x, weight = torch.randn(rows, depth).bfloat16(), pack_weight(torch.randn(64, depth).bfloat16())
+    before, num_threads = psutil.Process().memory_full_info().uss, torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with native_library("avx2"):
+            packed_linear(x, weight)
+    finally:
+        torch.set_num_threads(num_threads)
+    taken = psutil.Process().memory_full_info().uss - before
+    assert taken == pytest.approx(widened, rel=0.1)
 
 
 def test_the_candidates_of_a_beam_search_are_counted() -> None:

@@ -53,7 +53,14 @@ def describe(folder: Path) -> ModelDescription:
         t for name, t in in_file.items() if name != "embed_tokens.weight" or "lm_head.weight" not in in_file
     ]
     shape = KVShape(config.num_layers, config.num_kv_heads, config.head_dim, _BLOCK_SIZE, form.dtype)
-    step = step_bytes(config, form.dtype, _LIMITS, packed=form.packed, threads=torch.get_num_threads())
+    step = step_bytes(
+        config,
+        form.dtype,
+        _LIMITS,
+        packed=form.packed,
+        quantization=form.quantization,
+        threads=torch.get_num_threads(),
+    )
     return ModelDescription(
         manifest=manifest,
         formats=tuple(sorted(formats, key=lambda f: -f.num_bytes)),
