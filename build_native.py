@@ -41,7 +41,7 @@ _INSTRUCTION_SETS: dict[str, dict[str, tuple[str, ...]]] = {
         "neon_bf16": ("-march=armv8.2-a+dotprod+bf16",),
     },
 }
-#: The arithmetic of amx for processors with AVX2 alone. Tests compile it; it is not installed.
+#: Emulates the arithmetic of amx on processors with AVX2. Only tests compile it; it is not installed.
 _EMULATED = (*_AVX2, "-DTANDEM_EMULATED")
 _KERNEL_FLAGS = ("-fopenmp", "-fno-math-errno", "-Wno-psabi")
 

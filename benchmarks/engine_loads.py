@@ -26,7 +26,7 @@ SHORT_TOKENS, LONG_TOKENS, SHARED_TOKENS, OUTPUT_TOKENS = 256, 3840, 1200, 64
 
 @dataclass(frozen=True)
 class Load:
-    """In each round, `concurrency` prompts at once; the first `shared_tokens` of all are the same text."""
+    """Each round sends `concurrency` prompts at once; all begin with the same `shared_tokens` tokens."""
 
     prompt_tokens: int
     concurrency: int
@@ -65,7 +65,7 @@ class Prompts:
         return [self._next(num_tokens, shared_tokens) for _ in range(count)]
 
     def for_load(self, load: Load) -> list[Prompt]:
-        """Of one round."""
+        """The prompts of one round."""
         return self.make(load.prompt_tokens, load.concurrency, load.shared_tokens)
 
     def _next(self, num_tokens: int, shared_tokens: int) -> Prompt:

@@ -1,4 +1,4 @@
-"""What this machine can do at most, measured: reading, matrix products, and the state of its AMX units.
+"""Measures this machine's peak rates of reading and of matrix products, and the state of its AMX units.
 
 All cores work at once, in torch. On some hosts with AMX the units of a core run at one of two speeds for
 seconds at a time, so results pages have a column AMX before and after what they measure.
@@ -73,7 +73,7 @@ def measure_peaks() -> Peaks:
 
 def amx_tile_ns() -> float | None:
     """Time of one core for 16 x 16 x 32 multiply-adds in F.linear on bfloat16, in nanoseconds; None without
-    AMX, of which one instruction computes as much. The median of some tens of milliseconds.
+    AMX. One AMX instruction does this work. Takes the median of some tens of milliseconds.
     """
     if not torch.cpu._is_amx_tile_supported():
         return None
@@ -88,7 +88,7 @@ def tile_ns(seconds: float, num_threads: int) -> float:
 
 
 def amx_cell(before: float | None, after: float | None) -> str:
-    """Of the column AMX; "" without AMX."""
+    """A cell of the column AMX; "" without AMX."""
     return "" if before is None or after is None else f"{before:.1f} / {after:.1f}"
 
 

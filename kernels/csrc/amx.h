@@ -119,7 +119,7 @@ inline void tile_dot_bf16() {
   _mm_setcsr(before);
 }
 
-#else  // the instructions; declared also where they lack, for branches that are never compiled
+#else  // The instructions. Other instruction sets need the declarations too, for discarded branches.
 
 class Tiles {
  public:

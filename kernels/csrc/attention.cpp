@@ -32,8 +32,8 @@ namespace {
 
 constexpr int kSplit = 512;
 
-// Rows of a block. With AMX two products of 32, so that the scores of the first have left the tiles' store before they
-// are read.
+// Rows of a block. With AMX two products of 32 rows, so that the stores of the first one's scores are complete before
+// these are read.
 template <class Type>
 constexpr int kRows = std::is_same_v<Type, Tiled> ? 64 : kMostRows<Type>;
 
@@ -78,8 +78,8 @@ inline void tiled_product(int rows, const uint16_t* a, const Operand& b, float* 
     }
 }
 
-// Of `parts` products with the same b, each fetches another part of what lies ahead before it starts. A single one in
-// vectors fetches while it runs: all at once would hold up its own loads.
+// `parts` products share b. Each prefetches one part of the next tile before it starts. A single product in vectors
+// prefetches while it runs: prefetches all at once would delay its own loads.
 template <class Type, Sum Mode>
 inline void product(int rows, const void* a, const Operand& b, float* c, int depth, int columns, int part, int parts) {
   constexpr bool kTiled = std::is_same_v<Type, Tiled>;

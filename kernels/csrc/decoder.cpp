@@ -28,7 +28,7 @@ struct TandemLayer {
   int32_t window;  // 0: none
 };
 
-// What comes before and after all layers.
+// The operators before and after all layers.
 struct TandemEnds {
   const int64_t* token_ids;  // [tokens]
   const void* embedding;     // [vocab_size, hidden_size] of the activations' dtype
@@ -58,7 +58,7 @@ struct TandemLayers {
 
 namespace {
 
-// What layers hand from one operator to the next; kept from call to call.
+// Results that one operator passes to the next; the memory is reused from call to call.
 struct Workspace {
   void *normed, *qkv, *attended, *gate_up, *product;
   void* quantized;

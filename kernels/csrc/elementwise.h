@@ -9,7 +9,9 @@
 
 // hidden += delta (unless null); normed.x = hidden / rms(hidden) * weight. All [rows, width] dense; delta is of normed's
 // dtype. With `from`, row r of normed is made of row from[r] of hidden and delta, each of which is named once.
-void add_rms_norm_in_team(Team& team, float* hidden, const void* delta, const float* weight, const Activations& normed, int64_t rows, int width, float eps, bool quantize, const int64_t* from = nullptr);
+void add_rms_norm_in_team(Team& team, float* hidden, const void* delta, const float* weight,
+                          const Activations& normed, int64_t rows, int width, float eps, bool quantize,
+                          const int64_t* from = nullptr);
 
 // gate_up [rows, 2 * width] -> out.x [rows, width] = silu(gate) * up, both dense.
 void silu_mul_in_team(Team& team, const void* gate_up, const Activations& out, int64_t rows, int width, bool quantize);

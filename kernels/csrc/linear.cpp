@@ -17,7 +17,7 @@ namespace {
 
 constexpr int kPanelVecs = kPanel / kLanes;
 
-// A dozen rows of one panel with 16 lanes and 32 registers, or half as many of two, which loads less per product.
+// With 16 lanes and 32 registers a block has twelve rows of one panel, or six of two, which loads less per product.
 template <class Type>
 constexpr int kFewRows = kLanes == 16 ? 2 * kMostRows<Type> : kMostRows<Type>;
 constexpr int kFewVecs = kLanes == 4 ? 4 : 2, kManyVecs = kLanes == 8 ? 2 : 4;
@@ -85,7 +85,7 @@ void all_columns(Team& team, const Call& c, const Rows& rows) {
   const int columns = panels_of(c.weight) * kPanel, steps = (columns + kWidth - 1) / kWidth;
   team.share(steps, [&](int64_t step) {
     for (int column = int(step) * kWidth; column < std::min(int(step + 1) * kWidth, columns);) {
-      // The last panel may stand alone, where two would be taken.
+      // A block may be two panels wide; the last panel can be single.
       if (Vecs > kPanelVecs && columns - column <= kPanel) {
         column_block<Type, MostRows, kPanelVecs>(c, rows, column);
         column += kPanel;
@@ -97,7 +97,7 @@ void all_columns(Team& team, const Call& c, const Rows& rows) {
   });
 }
 
-// Each thread widens all rows, which takes about as long as one column.
+// Each thread widens all rows, which takes about as long as computing one column.
 const uint32_t* widened(const Call& c, const Rows& rows) {
   static thread_local Scratch memory;
   const int depth = c.weight.depth;

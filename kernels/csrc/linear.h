@@ -44,7 +44,7 @@ __attribute__((noinline, cold)) inline void store_some_columns(const TandemLinea
   std::memcpy((char*)out + at * bytes_of(dtype), lanes, size_t(count) * bytes_of(dtype));
 }
 
-// Stores the piece's columns `column` .. + kLanes of a row of out, as far as there are so many, and adds the bias.
+// Adds the bias and stores columns `column` .. `column` + kLanes - 1 of a row, but none beyond the piece's last.
 inline void store_columns(const TandemLinear& piece, void* out, int64_t row, int column, DType dtype, Vec v) {
   const int64_t at = row * piece.stride + piece.first + column;
   const int count = piece.columns - column;
@@ -64,9 +64,9 @@ struct Activations {
   void* quantized;  // quantized_bytes(rows, depth), aligned to 64 bytes
 };
 
-// Neighbouring rows whose codes lie together: as many as a tile of AMX has, or two blocks of a product.
+// Neighbouring rows whose codes lie together: the rows of one AMX tile, or of two blocks of a product with 16 lanes.
 constexpr int kTileRows = kHasTiles ? 16 : kLanes == 16 ? 12 : 4;
-// With so few rows, one product of AMX's tiles multiplies two groups.
+// Up to this many rows, one product of AMX's tiles multiplies two groups.
 constexpr int kPairedRows = 8;
 
 // What a product needs to know of 32 codes of a row; code = round(x / scale), scale = largest magnitude / 127.
@@ -112,7 +112,8 @@ class QuantizedRows {
   int64_t stride() const { return is_paired() ? 64 : kGroup; }
   bool is_paired() const { return kHasTiles && paired; }
 
-  // Of paired rows: writes the zeros beside a row's codes, and codes of zero for a group that lacks in the last pair.
+  // Only if the rows are paired: writes the zeros beside a row's codes. If the number of groups is odd, the last pair's
+  // second group gets codes of 0.
   void clear_beside(int64_t row) const {
     for (int pair = 0; pair < (groups + 1) / 2; ++pair) {
       int8_t* first = codes(row, 2 * pair);
@@ -133,6 +134,6 @@ void quantize_row(const Activations& to, int64_t row, int depth);
 // Called by every thread of a team; returns when all are done. out is [rows, stride].
 void linear_in_team(Team& team, const TandemLinear* weight, const Activations& x, int64_t rows, void* out,
                     DType out_dtype);
-// One piece, this thread's share of it.
+// One piece; called by every thread of a team, which does not wait for the others.
 void quantized_piece(Team& team, const TandemLinear& piece, const Activations& x, int64_t rows, void* out,
                      DType out_dtype);

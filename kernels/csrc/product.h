@@ -22,12 +22,12 @@ struct Widened {
   using Left = float;
   using Right = uint16_t;
 };
-// The same as BFloat16 by AMX (tile_product.h): where kHasTiles.
+// Pairs times pairs, by tiles of AMX (tile_product.h): where kHasTiles.
 struct Tiled {
   using Left = uint16_t;
   using Right = uint16_t;
 };
-// The kind that multiplies bfloat16 fastest here.
+// The fastest kind for bfloat16 with this instruction set.
 using FastBFloat16 =
     std::conditional_t<kHasTiles, Tiled, std::conditional_t<kHasBFloat16Products, BFloat16, Widened>>;
 
@@ -65,7 +65,7 @@ inline Vec multiply_add(uint32_t a, Vec b, Vec c) {
 template <class Type>
 constexpr int kMostRows = kLanes == 8 && std::is_same_v<Type, Widened> ? 5 : 6;
 
-// What a product does with what c held: nothing, go on summing from it, or add the new sum to it.
+// How a product uses the old values of c: it ignores them, starts its sums from them, or adds its sums to them.
 enum class Sum { kFresh, kContinued, kAdded };
 
 // c [Rows, Vecs * kLanes] (+)= a [Rows, depth] x b [depth, Vecs * kLanes], where depth counts lanes of b; a row of a
@@ -82,7 +82,7 @@ inline void product_block(const uint32_t* a, int64_t a_stride, const uint32_t* b
     if constexpr (Fetch)
       for (int n = 0; n < Vecs * kLanes; n += 16) fetch(b + ahead + k * b_stride + n);
     for (int i = 0; i < kLeftLanes<Type>; ++i) {
-      // Loads b again for the second lane, where registers do not suffice to keep it.
+      // Loads b again for the second lane: there are too few registers to keep it.
       if constexpr (kLeftLanes<Type> > 1) asm("" : "+r"(b));
       Vec row[Vecs];
       for (int v = 0; v < Vecs; ++v)

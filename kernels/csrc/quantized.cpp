@@ -36,15 +36,19 @@ constexpr int kQuads = kGroup / 4;
 constexpr int kPanelVecs = kPanel / kLanes;
 // Activations in one pass over the weights stay in the second-level cache.
 constexpr int64_t kPassBytes = 512 << 10;
-// Weights are asked for so many bytes before they are used; 1 to 8 KiB measure alike.
+// Weights are prefetched this many bytes ahead; 1 to 8 KiB measure alike.
 constexpr int kAhead = 4096;
 // Rows of a block of a product.
 constexpr int kBlockRows = kLanes == 16 ? 6 : 4;
-// More rows than these take the panel's codes from scratch memory, where they were unpacked once for all rows. With AVX2
-// codes of 8 bits gain nothing, and 4 bits 4 to 10 % of a prompt's time.
+// With more rows than this, a panel is unpacked into scratch memory once for all rows. With AVX2 this gains nothing for
+// codes of 8 bits; docs/decisions/matrix-units.md has the gains of the others.
 template <Packing Kind>
-constexpr int64_t kPackedRows = kHasTiles ? 2 : kLanes == 16 ? 3 : Kind == Packing::kInt8 ? INT64_MAX : Kind == Packing::kQ6K ? 12 : 32;
-// A part of the work has at least so many rows, since it unpacks a panel.
+constexpr int64_t kPackedRows = kHasTiles                ? 2
+                                : kLanes == 16           ? 3
+                                : Kind == Packing::kInt8 ? INT64_MAX
+                                : Kind == Packing::kQ6K  ? 12
+                                                         : 32;
+// Least rows of a part of the work, since each part unpacks a panel.
 constexpr int64_t kLeastRows = 64;
 
 template <Packing Kind>
@@ -145,7 +149,7 @@ class Packed<Kind>::Columns {
     return codes | ((shift < 0 ? upper << -shift : upper >> shift) & 0x30303030);
   }
 
-  // What a code counts for in a part of the group, and what each activation is multiplied by besides.
+  // Scale of a code in a part of the group, and the minimum that is added to each weight.
   __attribute__((always_inline)) Vec scale(int part, int v) const {
     if constexpr (!F::kIsK) return from_f16(head + v * kLanes);
     return load(scales + v * kLanes) * from_int8(factors + part * kPanel + v * kLanes);
@@ -163,7 +167,7 @@ class Packed<Kind>::Columns {
   const uint16_t* head;
   const int8_t* factors;
   const uint8_t* packed;
-  // Of the groups of a block, in memory: registers are scarce between the sums.
+  // Those of the current block's groups. They stay in memory, because the sums take the registers.
   float scales[Vecs * kLanes], minimums[Vecs * kLanes];
 };
 
@@ -386,7 +390,8 @@ struct TileProduct {
   static void run(const Call& c, int64_t row, int rows, int column, const Unpacked<Kind>& panel) {
     alignas(64) int32_t sums[2][kBatch][16][16];
     Vec total[Rows] = {};
-    // Addresses are kept here: the compiler takes it that tiles are loaded from and stored to anywhere.
+    // Local copies of the addresses: the compiler assumes that tile loads and stores touch any memory, and would reload
+    // them from the objects.
     const int groups = c.weight.depth / kGroup, units = kJoinsGroups ? (groups + 1) / 2 : groups * F::kParts;
     const int8_t* activations = c.x.codes(row, 0);
     const uint8_t* codes = panel.codes_at(0, 0, column % kPanel);
@@ -461,7 +466,7 @@ void tile_rows(const Call& c, int64_t first, int64_t end, int64_t first_column, 
 template <Packing Kind>
 void run(Team& team, const Call& c, int64_t rows) {
   const int64_t panels = panels_of(c.weight);
-  // Parts of the rows: as many as the cache asks for, or threads.
+  // Rows are divided so that a part stays in the cache and all threads have work.
   const int64_t parts = std::max<int64_t>(1, 4 * team.size() / panels);
   const int64_t wanted = std::min(kPassBytes / c.weight.depth, std::max(kLeastRows, (rows + parts - 1) / parts));
   const int64_t part_rows = std::max<int64_t>(1, wanted / kTileRows) * kTileRows;

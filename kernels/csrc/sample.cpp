@@ -16,7 +16,7 @@
 namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-// Tokens of which none can win, mostly, are passed over together.
+// Tokens are tested in blocks; mostly none of a block can win.
 constexpr int64_t kBlock = 64;
 constexpr int kWide = kLanes / 2;
 typedef uint64_t Bits __attribute__((vector_size(kWide * 8)));
@@ -83,7 +83,7 @@ inline double uniform(uint64_t key, int64_t token) {
 // Tokens of a row that may be drawn: all, or after a filter those in `ids`.
 class Candidates {
  public:
-  // All of a row's tokens, with such behind them as are never drawn.
+  // All of a row's tokens, followed by padding that is never drawn.
   void begin(const float* logits, int64_t size, float largest, float temperature) {
     num = (size + kPadding - 1) / kPadding * kPadding;
     if (int64_t(x.size()) < num) x.resize(num), weights.resize(num);
@@ -140,7 +140,7 @@ class Candidates {
     size_t kept = 0;
     for (double mass = 0.0; kept < some.size() && above + mass < target;) mass += some[kept++];
     const float lightest = kept ? some[kept - 1] : lowest;
-    // Of equals the lower ids stay.
+    // Among equal weights the lower ids stay.
     int64_t equals = some.begin() + kept - std::find(some.begin(), some.begin() + kept, lightest);
     keep_from(weights, lightest);
     int64_t left = 0;
@@ -278,7 +278,7 @@ int64_t argmax(const float* row, int64_t size) {
     if (row[i] != row[i]) return i;
     if (row[i] > largest) largest = row[i], from = i;
   }
-  // Of a row of -inf the first.
+  // If all are -inf, this is the first.
   while (row[from] < largest) ++from;
   return from;
 }

@@ -1,4 +1,4 @@
-// One token per row of logits; tandem_kernels.draw_tokens says what is drawn.
+// One token per row of logits; tandem_kernels/draw_tokens.py defines the distribution.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Memory that a thread keeps from call to call.
+// Memory that a thread reuses from call to call.
 #pragma once
 
 #include <cstddef>
@@ -7,7 +7,7 @@
 
 class Scratch {
  public:
-  // At least so many bytes, aligned to a cache line; what was there may be lost.
+  // At least `bytes` bytes, aligned to a cache line. Earlier contents and pointers become invalid.
   char* of(int64_t bytes) {
     if (int64_t(memory.size()) < bytes + 64) memory.resize(bytes + 64);
     return (char*)(((uintptr_t)memory.data() + 63) / 64 * 64);

@@ -6,7 +6,7 @@
 //   simd/emulated.h   plain C++ with the bits of AVX-512 and AMX, for tests
 //
 // Every file is compiled once per instruction set; tandem_kernels.native loads the best the CPU has. Arithmetic is
-// written with GCC's vector extensions; intrinsics stand in simd/, cpu.h and amx.h alone.
+// written with GCC's vector extensions; only simd/, cpu.h and amx.h use intrinsics or assembly.
 #pragma once
 
 #if !defined(__ARM_NEON)
@@ -48,9 +48,9 @@ inline uint16_t bf16_of(float x) {
 
 // What a file of simd/ defines, for kLanes lanes:
 //
-//   splat            not Vec{} + x, which is an addition: it makes a zero of minus zero
+//   splat            x in all lanes; not Vec{} + x, an addition that turns -0 into 0
 //   sum, largest     over all lanes
-//   any_above        whether a lane is larger than x
+//   any_above        whether any lane is larger than x
 //   fma              a * b + c, rounded once
 //   from_bf16, from_f16, from_int8, to_bf16, to_f16, to_int8    to and from float32; to_int8 takes -128 .. 127
 //   lookup           table[byte]
@@ -59,10 +59,10 @@ inline uint16_t bf16_of(float x) {
 //   transpose        kLanes rows of kLanes 32-bit elements: row i at rows[i] + from -> column i at out
 //   pair_up          two rows of 16-bit elements -> (a, b) per 32-bit lane
 //   add_pair_products   c + a.even * b.even + a.odd * b.odd of bfloat16 pairs: where kHasBFloat16Products
-//   add_products     four codes times four signed bytes, added to each lane: where kHasDotProduct. Codes are unsigned; where
-//                    kDotProductIsSigned, they are signed bytes too
-//   products, add_halves, joined   elsewhere: the sums of two such products in each half of a lane; halves added;
-//                    both halves of a lane added
+//   add_products     adds four codes times four signed bytes to each lane: where kHasDotProduct. Codes are unsigned
+//                    bytes, or signed ones where kDotProductIsSigned
+//   products, add_halves, joined   elsewhere: sums of two such products per 16-bit half of a lane; adds halves; adds the
+//                    two halves of each lane
 #if defined(TANDEM_EMULATED)
 #include "simd/emulated.h"
 #elif defined(__AVX512F__)

@@ -1,4 +1,4 @@
-"""Kernels for another processor, called like a library of this one: a process under qemu-user runs them.
+"""Calls kernels of another processor type like those of a local library: a process under qemu-user runs them.
 
 A call's memory is copied into a file that both processes have mapped, and back after the call. So the Python
 functions of tandem_kernels and their tests run on it unchanged.
@@ -23,7 +23,7 @@ _NUM_WORDS = 24
 
 
 class QemuLibrary:
-    """What native.LIBRARY is to the Python functions.
+    """Takes the place of native.LIBRARY.
 
     command: starts the program run_library.cpp.
     """

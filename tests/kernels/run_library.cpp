@@ -1,4 +1,4 @@
-// Calls functions of a shared library for another process, which may be of another kind of processor (qemu_library.py).
+// Calls functions of a shared library for another process, which may have another instruction set (qemu_library.py).
 //
 //   run_library LIBRARY FD ADDRESS BYTES
 //
@@ -16,8 +16,8 @@
 
 constexpr int kWords = 24;
 
-// By the calling convention of 64-bit ARM integers and floats are counted apart, and an argument that lacks is ignored. So
-// one type serves functions of any signature with at most one float.
+// The calling convention of 64-bit ARM numbers integers and floats separately, and a function ignores surplus
+// arguments. So one type serves functions of any signature with at most one float.
 template <size_t... I>
 int64_t call(void* function, float number, const int64_t* words, std::index_sequence<I...>) {
   return ((int64_t(*)(float, decltype(words[I] + 0)...))function)(number, words[I]...);

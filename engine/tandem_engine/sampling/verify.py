@@ -71,8 +71,7 @@ class Verifier:
 
         results: what was read back of logits on a device. There all nodes of a draft are decided beforehand;
         on the host only nodes that are visited are worth the time. most_likely: the token of each row's
-        largest logit, if it is known. Must be called before the step's tokens
-        are added to the requests.
+        largest logit, if it is known. Must be called before the step's tokens are added to the requests.
         """
         if logits.ndim != 2 or logits.shape[0] != batch.num_logits_rows:
             raise InvariantError(

@@ -1,6 +1,6 @@
 // The operations of simd.h in plain C++, with the lanes, rounding and order of sums of AVX-512 with VNNI, BF16 and AMX.
 //
-// For tests alone: on any processor they give the bits of the instructions that it lacks.
+// Only for tests: they give the bits of instructions that the processor does not have.
 #pragma once
 
 inline Vec splat(float x) {
@@ -69,7 +69,7 @@ inline Vec rotate(Vec x, Vec by) {
   }
   return out;
 }
-// The instruction takes denormals for zeros.
+// The instruction treats denormals as zeros.
 inline void to_bf16(uint16_t* p, Vec v) {
   for (int i = 0; i < kLanes; ++i) {
     uint32_t bits;
@@ -88,7 +88,7 @@ VecInt products(VecInt codes, int32_t by);
 VecInt add_halves(VecInt a, VecInt b);
 VecInt joined(VecInt halves);
 
-// With tiles, nothing multiplies pairs in vectors.
+// With tiles, no product of pairs is computed in vectors.
 constexpr bool kHasBFloat16Products = false;
 Vec add_pair_products(Vec sum, uint32_t a, Vec b);
 

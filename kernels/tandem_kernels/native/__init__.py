@@ -26,7 +26,7 @@ BYTE = 3
 INT8 = 4
 
 _FOLDER = Path(__file__).parent
-#: Of x86-64 and ARM; each instruction set needs the flags of all before it.
+#: Flags of /proc/cpuinfo, on x86-64 and ARM; each instruction set also needs those of all before it.
 _NEEDED_FLAGS = (
     {
         "avx2": {"avx2", "fma", "f16c"},
@@ -40,14 +40,14 @@ _NEEDED_FLAGS = (
         "neon_bf16": {"bf16"},
     },
 )
-#: Of Linux on x86-64: the system call, its request for a state component, and the number of AMX's tile data.
+#: Linux on x86-64: the number of arch_prctl, its request for a state component, and that of AMX's tile data.
 _ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _TILE_DATA = 158, 0x1023, 18
 
 _POINTER, _INT64, _INT32, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
 
 class AttentionCall(ctypes.Structure):
-    """TandemAttention of csrc/attention.cpp, field by field."""
+    """TandemAttention of csrc/attention.h, field by field."""
 
     _fields_ = (
         *((name, _POINTER) for name in (
