@@ -40,9 +40,11 @@ constexpr int kRows = std::is_same_v<Type, Tiled> ? 64 : kMostRows<Type>;
 // Vectors of b in a product. One or two rows take more of them, because each accumulator waits for its last sum.
 constexpr int vectors_of(int rows) { return kLanes != 8 ? 4 : rows == 1 ? 8 : rows == 2 ? 4 : 2; }
 
-// c [rows, columns] (+)= a [rows, depth of Left] x b.
+// c [rows, columns] (+)= a [rows, depth of Left] x b. Inlined, here and below: where strides are constants, addresses
+// need no registers.
 template <class Type, int Rows, Sum Mode, bool Fetch>
-inline void product_rows(const void* a, const Operand& b, float* c, int depth, int columns) {
+__attribute__((always_inline)) inline void product_rows(const void* a, const Operand& b, float* c, int depth,
+                                                        int columns) {
   constexpr int kVecs = vectors_of(Rows);
   const int64_t a_stride = depth / kPerLane<typename Type::Left>;
   const int lanes = depth / kPerLane<typename Type::Right>;
@@ -56,7 +58,8 @@ inline void product_rows(const void* a, const Operand& b, float* c, int depth, i
 }
 
 template <class Type, Sum Mode, bool Fetch>
-inline void product(int rows, const void* a, const Operand& b, float* c, int depth, int columns) {
+__attribute__((always_inline)) inline void product(int rows, const void* a, const Operand& b, float* c, int depth,
+                                                   int columns) {
   switch (rows) {
     case 1: return product_rows<Type, 1, Mode, Fetch>(a, b, c, depth, columns);
     case 2: return product_rows<Type, 2, Mode, Fetch>(a, b, c, depth, columns);
@@ -81,7 +84,8 @@ inline void tiled_product(int rows, const uint16_t* a, const Operand& b, float* 
 // `parts` products share b. Each prefetches one part of the next tile before it starts. A single product in vectors
 // prefetches while it runs: prefetches all at once would delay its own loads.
 template <class Type, Sum Mode>
-inline void product(int rows, const void* a, const Operand& b, float* c, int depth, int columns, int part, int parts) {
+__attribute__((always_inline)) inline void product(int rows, const void* a, const Operand& b, float* c, int depth,
+                                                   int columns, int part, int parts) {
   constexpr bool kTiled = std::is_same_v<Type, Tiled>;
   if constexpr (!kTiled)
     if (parts == 1 && b.ahead) return product<Type, Mode, true>(rows, a, b, c, depth, columns);

@@ -108,6 +108,7 @@ class QuantizedRows {
   static int64_t distance(int group) {
     return Paired ? group / 2 * (16 * 64) + group % 2 * (kPairedRows * 64 + kGroup) : int64_t(group) * kTileRows * kGroup;
   }
+  int64_t distance(int group) const { return is_paired() ? distance<true>(group) : distance<false>(group); }
   // Bytes from a row's codes to the next one's, within kTileRows.
   int64_t stride() const { return is_paired() ? 64 : kGroup; }
   bool is_paired() const { return kHasTiles && paired; }

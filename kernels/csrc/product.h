@@ -72,8 +72,9 @@ enum class Sum { kFresh, kContinued, kAdded };
 // has kLeftLanes times as many. a_stride is in lanes. The rows of b are b_stride apart; its columns may lie in several
 // panels of PanelVecs vectors, panel_stride apart. With Fetch, what lies `ahead` of b is fetched meanwhile.
 template <class Type, int Rows, int Vecs, Sum Mode, int PanelVecs = Vecs, bool Fetch = false>
-inline void product_block(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride, float* c,
-                          int64_t c_stride, int depth, int64_t panel_stride = 0, int64_t ahead = 0) {
+__attribute__((always_inline)) inline void product_block(const uint32_t* a, int64_t a_stride, const uint32_t* b,
+                                                         int64_t b_stride, float* c, int64_t c_stride, int depth,
+                                                         int64_t panel_stride = 0, int64_t ahead = 0) {
   Vec acc[Rows][Vecs];
   for (int r = 0; r < Rows; ++r)
     for (int v = 0; v < Vecs; ++v)

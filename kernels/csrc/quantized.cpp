@@ -126,8 +126,8 @@ class Packed<Kind>::Columns {
       next += F::kHeadBytes;
       if constexpr (F::kIsK)
         for (int v = 0; v < Vecs; ++v) {
-          store(scales + v * kLanes, from_f16(head + v * kLanes));
-          if constexpr (F::kHasMinimum) store(minimums + v * kLanes, from_f16(head + kPanel + v * kLanes));
+          scales[v] = from_f16(head + v * kLanes);
+          if constexpr (F::kHasMinimum) minimums[v] = from_f16(head + kPanel + v * kLanes);
         }
     }
     // A part of a panel leaves out every other line, which the hardware does not foresee; it takes up to half as long so.
@@ -152,11 +152,11 @@ class Packed<Kind>::Columns {
   // Scale of a code in a part of the group, and the minimum that is added to each weight.
   __attribute__((always_inline)) Vec scale(int part, int v) const {
     if constexpr (!F::kIsK) return from_f16(head + v * kLanes);
-    return load(scales + v * kLanes) * from_int8(factors + part * kPanel + v * kLanes);
+    return scales[v] * from_int8(factors + part * kPanel + v * kLanes);
   }
   __attribute__((always_inline)) Vec minimum(int v) const {
     if constexpr (!F::kIsK) return from_f16(head + kPanel + v * kLanes);
-    return load(minimums + v * kLanes) * from_int8(factors + kPanel + v * kLanes);
+    return minimums[v] * from_int8(factors + kPanel + v * kLanes);
   }
 
  private:
@@ -167,8 +167,8 @@ class Packed<Kind>::Columns {
   const uint16_t* head;
   const int8_t* factors;
   const uint8_t* packed;
-  // Those of the current block's groups. They stay in memory, because the sums take the registers.
-  float scales[Vecs * kLanes], minimums[Vecs * kLanes];
+  // Those of the current block's groups, where they are shared.
+  Vec scales[Vecs] = {}, minimums[Vecs] = {};
 };
 
 // A panel in scratch memory: a byte per code, and a float for each scale.
@@ -296,10 +296,11 @@ __attribute__((noinline)) void block(const Call& c, int64_t row, int column, con
   typename Panel::template Columns<Vecs> columns(panel, column % kPanel);
   const int64_t stride = c.x.stride();
   Vec total[Rows][Vecs] = {};
-  for (int g = 0; g < c.weight.depth / kGroup; ++g) {
+  const GroupTerms* terms = c.x.terms(row, 0);
+  const int8_t* first_group = c.x.codes(row, 0);
+  for (int g = 0, groups = c.weight.depth / kGroup; g < groups; ++g, terms += kTileRows) {
     columns.open(g);
-    const GroupTerms* terms = c.x.terms(row, g);
-    const int8_t* rows = c.x.codes(row, g);
+    const int8_t* rows = first_group + c.x.distance(g);
 #pragma GCC unroll 2
     for (int part = 0; part < F::kParts; ++part) {
       const auto offset = [&](int r) { return F::offset(terms[r], part); };
