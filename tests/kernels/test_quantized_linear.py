@@ -105,6 +105,22 @@ def test_all_instruction_sets_give_the_same_bits(num_rows: int, packing: Packing
 
 
 @pytest.mark.parametrize("library", COMPILED)
+@pytest.mark.parametrize("packing", Packing)
+def test_threads_that_share_few_columns_change_no_bit(packing: Packing, library: str) -> None:
+    """With more threads than panels the rows are divided too."""
+    x, packed = random(150, 256), pack_quantized(random_weight(32, 256, packing))
+    results = []
+    with native_library(library):
+        for num_threads in (1, 4):
+            torch.set_num_threads(num_threads)
+            try:
+                results.append(packed_linear(x, packed))
+            finally:
+                torch.set_num_threads(1)
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("library", COMPILED)
 def test_the_largest_codes_do_not_overflow(library: str) -> None:
     x, weight = torch.full((2, 64), 3.0), torch.full((32, 64), -2.0)
     x[1] = -3.0
