@@ -134,7 +134,7 @@ class Attention {
     int64_t alone = 0;
     for (int b = 0; b < c.num_seqs; ++b) {
       const int n = num_new(b);
-      alone += int64_t(c.num_kv_heads) * ((n + tokens_per_task() - 1) / tokens_per_task());
+      alone += int64_t(c.num_kv_heads) * ((n + tokens_of_task(n) - 1) / tokens_of_task(n));
     }
     // Tasks that write their output themselves cost least; too few of them would leave threads idle.
     const bool split = alone < 4 * c.num_threads && c.num_threads > 1;
@@ -143,8 +143,8 @@ class Attention {
     int64_t floats = 0;
     for (int b = 0; b < c.num_seqs; ++b) {
       const int n = num_new(b);
-      for (int first = 0; first < n; first += tokens_per_task()) {
-        int count = std::min(tokens_per_task(), n - first);
+      for (int first = 0; first < n; first += tokens_of_task(n)) {
+        int count = std::min(tokens_of_task(n), n - first);
         int keys = is_tree(b) ? c.seq_lens[b] : context(b) + first + count;
         int begin = first_split(b, first), end = (keys + kSplit - 1) / kSplit;
         for (int h = 0; h < c.num_kv_heads; ++h) {
@@ -246,8 +246,15 @@ class Attention {
     return context(b) + (is_tree(b) ? __builtin_popcountll(path(b, token)) - 1 : token);
   }
 
-  // Enough rows to pay for copying the keys, few enough that the state stays in the second-level cache.
-  int tokens_per_task() const { return std::max(1, std::max(16, 16384 / c.head_size) / group); }
+  // Enough rows to pay for reading the keys, few enough that the state stays in the second-level cache and that threads end
+  // at about the same time.
+  int most_tokens() const { return std::max(1, 128 / group); }
+
+  // A sequence's n new tokens in tasks of nearly equal size: a few tokens left over would read all keys for themselves.
+  int tokens_of_task(int n) const {
+    const int tasks = std::max(1, (n + most_tokens() - 1) / most_tokens());
+    return std::max(1, (n + tasks - 1) / tasks);
+  }
 
   int first_split(int b, int first_token) const {
     if (c.window == 0) return 0;
@@ -260,7 +267,7 @@ class Attention {
   Workspace workspace() const {
     using Left = typename Type::Left;
     using Right = typename Type::Right;
-    const int64_t rows = padded_rows({.num_tokens = tokens_per_task()}), D = c.head_size;
+    const int64_t rows = padded_rows({.num_tokens = most_tokens()}), D = c.head_size;
     const int64_t tile = int64_t(kTile) * D * sizeof(Right);
     const int64_t state = State::floats(rows, D) * 4;
     int64_t offset = 0;

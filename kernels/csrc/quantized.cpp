@@ -36,18 +36,20 @@ constexpr int kQuads = kGroup / 4;
 constexpr int kPanelVecs = kPanel / kLanes;
 // Activations in one pass over the weights stay in the second-level cache.
 constexpr int64_t kPassBytes = 512 << 10;
-// Weights are prefetched this many bytes ahead; 1 to 8 KiB measure alike.
-constexpr int kAhead = 4096;
+// Weights are prefetched this many bytes ahead; 8 KiB measured best with AVX-512, 1 to 8 KiB alike with AVX2.
+constexpr int kAhead = 8192;
 // Rows of a block of a product.
 constexpr int kBlockRows = kLanes == 16 ? 6 : 4;
-// With more rows than this, a panel is unpacked into scratch memory once for all rows. With AVX2 this gains nothing for
-// codes of 8 bits; docs/decisions/matrix-units.md has the gains of the others.
+// With more rows than this, a panel is unpacked into scratch memory once for all rows: what AMX needs. Elsewhere it gains
+// only where unpacking is slow: not on AMD's processors, which are those that use bfloat16 products without AMX, nor with
+// AVX2 for codes of 8 bits. docs/decisions/matrix-units.md has the figures.
 template <Packing Kind>
-constexpr int64_t kPackedRows = kHasTiles                ? 2
-                                : kLanes == 16           ? 3
-                                : Kind == Packing::kInt8 ? INT64_MAX
-                                : Kind == Packing::kQ6K  ? 12
-                                                         : 32;
+constexpr int64_t kPackedRows = kHasTiles                              ? 4
+                                : kLanes == 16 && kHasBFloat16Products ? INT64_MAX
+                                : kLanes == 16                         ? 8
+                                : Kind == Packing::kInt8               ? INT64_MAX
+                                : Kind == Packing::kQ6K                ? 12
+                                                                       : 32;
 // Least rows of a part of the work, since each part unpacks a panel.
 constexpr int64_t kLeastRows = 64;
 
@@ -130,9 +132,9 @@ class Packed<Kind>::Columns {
           if constexpr (F::kHasMinimum) minimums[v] = from_f16(head + kPanel + v * kLanes);
         }
     }
-    // A part of a panel leaves out every other line, which the hardware does not foresee; it takes up to half as long so.
-    if constexpr (kLanes < 16)
-      for (int line = 0; line < F::kGroupBytes; line += 64) __builtin_prefetch(next + kAhead + line);
+    // The hardware sees neither the next panel while blocks of rows read this one again, nor every line of a part of a
+    // panel: a step of 8 rows takes .8 of the time so with AVX-512, up to half with AVX2.
+    for (int line = 0; line < F::kGroupBytes; line += 64) __builtin_prefetch(next + kAhead + line);
     factors = (const int8_t*)next + at;
     packed = next + F::kFactorBytes + at * 4;
     next += F::kGroupBytes;
@@ -171,23 +173,47 @@ class Packed<Kind>::Columns {
   Vec scales[Vecs] = {}, minimums[Vecs] = {};
 };
 
+// The panel that is unpacked next is prefetched bit by bit while this one is multiplied. Memory would stand still then, and
+// the cores while panels are unpacked.
+class NextPanel {
+ public:
+  // Fetched by that many calls of fetch_some.
+  void begin(const uint8_t* from, int64_t bytes, int64_t calls) {
+    at = from;
+    end = from + bytes;
+    per_call = (bytes / calls + 63) / 64 * 64;
+  }
+  void fetch_some() {
+    for (const uint8_t* until = std::min(at + per_call, end); at < until; at += 64) __builtin_prefetch(at);
+  }
+
+ private:
+  const uint8_t *at = nullptr, *end = nullptr;
+  int64_t per_call = 0;
+};
+
 // A panel in scratch memory: a byte per code, and a float for each scale.
 template <Packing Kind>
 struct Unpacked {
   using F = Format<Kind>;
   uint8_t* codes;            // [groups, rounded up to pairs][kQuads][kPanel][4]
   float *scales, *minimums;  // [groups][kParts][kPanel], [groups][kPanel]
+  NextPanel& next;
 
-  Unpacked(Scratch& scratch, int groups) {
+  Unpacked(Scratch& scratch, int groups, NextPanel& next) : next(next) {
     const int64_t code_bytes = int64_t(groups + groups % 2) * kGroup * kPanel, floats = int64_t(groups) * kPanel;
     codes = (uint8_t*)scratch.of(code_bytes + floats * (F::kParts + 1) * sizeof(float));
     scales = (float*)(codes + code_bytes);
     minimums = scales + floats * F::kParts;
   }
 
-  void load_panel(const TandemLinear& weight, int64_t panel) const {
+  // It will be read in `passes` passes, which are to prefetch the next one.
+  void load_panel(const TandemLinear& weight, int64_t panel, int64_t passes) const {
+    const int64_t groups = weight.depth / kGroup, bytes = F::panel_bytes(int(groups));
+    const bool is_last = panel + 1 == panels_of(weight);
+    next.begin((const uint8_t*)weight.packed + (panel + 1) * bytes, is_last ? 0 : bytes, passes * groups);
     typename Packed<Kind>::template Columns<kPanelVecs> from({weight, panel}, 0);
-    for (int g = 0; g < weight.depth / kGroup; ++g) {
+    for (int g = 0; g < groups; ++g) {
       from.open(g);
       for (int quad = 0; quad < kQuads; ++quad)
         for (int v = 0; v < kPanelVecs; ++v) store_int(codes_at(g, quad, v * kLanes), from.codes(quad, v));
@@ -211,7 +237,10 @@ struct Unpacked {
    public:
     Columns(const Unpacked& from, int at) : from(from), at(at) {}
 
-    void open(int g) { group = g; }
+    void open(int g) {
+      group = g;
+      from.next.fetch_some();
+    }
     VecInt codes(int quad, int v) const { return load_int(from.codes_at(group, quad, at + v * kLanes)); }
     Vec scale(int part, int v) const { return load(from.scales_at(group, part, at + v * kLanes)); }
     Vec minimum(int v) const { return load(from.minimums + group * kPanel + at + v * kLanes); }
@@ -399,6 +428,7 @@ struct TileProduct {
     const GroupTerms* terms = c.x.terms(row, 0);
     const float* scales = panel.scales_at(0, 0, column % kPanel);
     const float* minimums = panel.minimums + column % kPanel;
+    NextPanel& next = panel.next;
 
     const auto multiply = [&](int unit, auto slot, int half) __attribute__((always_inline)) {
       constexpr int kSlot = decltype(slot)::value;
@@ -418,6 +448,7 @@ struct TileProduct {
       multiply(first + 3, std::integral_constant<int, 3>(), half);
     };
     const auto settle = [&](int group, int part, const int32_t (*of)[16]) __attribute__((always_inline)) {
+      next.fetch_some();
       const GroupTerms* of_rows = terms + int64_t(group) * kTileRows;
       const Vec scale = load(scales + (group * F::kParts + part) * kPanel);
       const Vec minimum = F::kHasMinimum ? load(minimums + group * kPanel) : Vec{};
@@ -467,10 +498,12 @@ void tile_rows(const Call& c, int64_t first, int64_t end, int64_t first_column, 
 template <Packing Kind>
 void run(Team& team, const Call& c, int64_t rows) {
   const int64_t panels = panels_of(c.weight);
-  // Rows are divided so that a part stays in the cache and all threads have work.
-  const int64_t parts = std::max<int64_t>(1, 4 * team.size() / panels);
-  const int64_t wanted = std::min(kPassBytes / c.weight.depth, std::max(kLeastRows, (rows + parts - 1) / parts));
-  const int64_t part_rows = std::max<int64_t>(1, wanted / kTileRows) * kTileRows;
+  // Rows are divided so that a part stays in the cache and all threads have work, and evenly: a few rows left over would
+  // count as much as the others when threads take their shares.
+  const int64_t wanted = std::max<int64_t>(1, 4 * team.size() / panels);
+  const int64_t most = std::clamp(rows / wanted, kLeastRows, std::max(kLeastRows, kPassBytes / c.weight.depth));
+  const int64_t tiles = (rows + kTileRows - 1) / kTileRows, parts = std::max<int64_t>(1, (rows + most - 1) / most);
+  const int64_t part_rows = std::max<int64_t>(1, (tiles + parts - 1) / parts) * kTileRows;
   const auto share = [&](auto work) {
     team.share((rows + part_rows - 1) / part_rows * panels, [&](int64_t i) {
       const int64_t first = i / panels * part_rows;
@@ -484,16 +517,17 @@ void run(Team& team, const Call& c, int64_t rows) {
     return;
   }
   static thread_local Scratch scratch;
-  const Unpacked<Kind> unpacked(scratch, c.weight.depth / kGroup);
+  NextPanel next;
+  const Unpacked<Kind> unpacked(scratch, c.weight.depth / kGroup, next);
   if constexpr (kHasTiles) {
     const Tiles tiles(c.x.is_paired() ? TileProduct<Kind, true>::config() : TileProduct<Kind, false>::config());
     share([&](int64_t first, int64_t end, int64_t panel) {
-      unpacked.load_panel(c.weight, panel);
+      unpacked.load_panel(c.weight, panel, kPanel / 16 * ((end - first + kTileRows - 1) / kTileRows));
       tile_rows<Kind>(c, first, end, panel * kPanel, unpacked);
     });
   } else {
     share([&](int64_t first, int64_t end, int64_t panel) {
-      unpacked.load_panel(c.weight, panel);
+      unpacked.load_panel(c.weight, panel, (end - first + kBlockRows - 1) / kBlockRows);
       block_rows<Kind>(c, first, end, panel * kPanel, unpacked);
     });
   }
