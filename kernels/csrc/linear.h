@@ -64,8 +64,8 @@ struct Activations {
   void* quantized;  // quantized_bytes(rows, depth), aligned to 64 bytes
 };
 
-// Neighbouring rows whose codes lie together: the rows of one AMX tile, or of two blocks of a product with 16 lanes.
-constexpr int kTileRows = kHasTiles ? 16 : kLanes == 16 ? 12 : 4;
+// Neighbouring rows whose codes lie together: the rows of one AMX tile, or of some blocks of a product.
+constexpr int kTileRows = kHasTiles ? 16 : kLanes == 16 ? 24 : 4;
 // Up to this many rows, one product of AMX's tiles multiplies two groups.
 constexpr int kPairedRows = 8;
 

@@ -38,8 +38,10 @@ constexpr int kPanelVecs = kPanel / kLanes;
 constexpr int64_t kPassBytes = 512 << 10;
 // Weights are prefetched this many bytes ahead; 8 KiB measured best with AVX-512, 1 to 8 KiB alike with AVX2.
 constexpr int kAhead = 8192;
-// Rows of a block of a product.
-constexpr int kBlockRows = kLanes == 16 ? 6 : 4;
+// Rows of a block of a product, by all rows of its tile. With AVX-512 the sums of 8 rows leave too few registers, but
+// another block would read the weights again, which costs more where there are few.
+constexpr int kMostBlockRows = kLanes == 16 && !kHasTiles ? 8 : 4;
+constexpr int block_rows_of(int64_t rows) { return kMostBlockRows == 8 && rows > 16 ? 6 : kMostBlockRows; }
 // With more rows than this, a panel is unpacked into scratch memory once for all rows: what AMX needs. Elsewhere it gains
 // only where unpacking is slow: not on AMD's processors, which are those that use bfloat16 products without AMX, nor with
 // AVX2 for codes of 8 bits. docs/decisions/matrix-units.md has the figures.
@@ -384,10 +386,11 @@ inline void with_constant(int rows, Work work) {
 template <Packing Kind, class Panel>
 void block_rows(const Call& c, int64_t first, int64_t end, int64_t first_column, const Panel& panel) {
   for (int64_t tile = first; tile < end; tile += kTileRows) {
-    const int rows = int(std::min<int64_t>(kTileRows, end - tile)), blocks = (rows + kBlockRows - 1) / kBlockRows;
+    const int rows = int(std::min<int64_t>(kTileRows, end - tile)), most = block_rows_of(rows);
+    const int blocks = (rows + most - 1) / most;
     for (int i = 0; i < blocks; ++i) {
       const int from = rows * i / blocks, to = rows * (i + 1) / blocks;
-      with_constant<kBlockRows>(to - from, [&](auto count) {
+      with_constant<kMostBlockRows>(to - from, [&](auto count) {
         panel_block<Kind, decltype(count)::value>(c, tile + from, first_column, panel);
       });
     }
@@ -527,7 +530,7 @@ void run(Team& team, const Call& c, int64_t rows) {
     });
   } else {
     share([&](int64_t first, int64_t end, int64_t panel) {
-      unpacked.load_panel(c.weight, panel, (end - first + kBlockRows - 1) / kBlockRows);
+      unpacked.load_panel(c.weight, panel, (end - first + kMostBlockRows - 1) / kMostBlockRows);
       block_rows<Kind>(c, first, end, panel * kPanel, unpacked);
     });
   }
