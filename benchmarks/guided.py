@@ -1,6 +1,6 @@
 """Guided decoding: no token differs with drafts, how much faster it is with them, and what a guide costs.
 
-    python benchmarks/guided.py --tokens 1000000 --seconds 3000 --log build/guided.jsonl --out FILE.md
+    PYTHONPATH=tests/helpers python benchmarks/guided.py --tokens 1000000 --log FILE.jsonl --out FILE.md
 
 Three parts, on the JSON schemas of guide_schemas.py:
 
@@ -43,6 +43,7 @@ from exactness import (
     Outcome,
     Piece,
     Run,
+    cut_tokenizer,
     num_differing,
     outcome_of,
     read_log,
@@ -105,38 +106,20 @@ class GuidedOutcome(Outcome):
     invalid: int
 
 
-def cut_tokenizer(text: str, vocab_size: int) -> str:
-    """A byte-level BPE tokenizer with the first tokens only: merges come in the order of their tokens."""
-    tokenizer = json.loads(text)
-    bpe = tokenizer["model"]
-    bpe["vocab"] = {token: index for token, index in bpe["vocab"].items() if index < vocab_size}
-    bpe["merges"] = [pair for pair in bpe["merges"] if "".join(pair) in bpe["vocab"]]
-    return json.dumps(tokenizer)
-
-
 def random_model(model_dir: Path, folder: Path, vocab_size: int) -> Path:
     """Two layers and the first tokens of the model's tokenizer. Returns `folder`."""
     manifest = ModelManifest.read(model_dir)
     vocab_size = min(vocab_size, manifest.vocab_size)
     torch.manual_seed(1)
     config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        bos_token_id=1,
-        eos_token_id=manifest.eos_token_ids[0],
-        initializer_range=0.2,
-    )
+        vocab_size=vocab_size, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048, bos_token_id=1,
+        eos_token_id=manifest.eos_token_ids[0], initializer_range=0.2,
+    )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
     (folder / "config.json").write_text(config.to_json_string())
-    tokenizer = (model_dir / "tokenizer.json").read_text(encoding="utf-8")
-    if vocab_size < manifest.vocab_size:
-        tokenizer = cut_tokenizer(tokenizer, vocab_size)
-    (folder / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
+    tokenizer = json.loads((model_dir / "tokenizer.json").read_text(encoding="utf-8"))
+    (folder / "tokenizer.json").write_text(json.dumps(cut_tokenizer(tokenizer, vocab_size)), encoding="utf-8")
     dataclasses.replace(
         manifest,
         name=f"random, {vocab_size:,} tokens",

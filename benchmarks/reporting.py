@@ -24,12 +24,10 @@ _FEATURES = {
 def describe_command() -> str:
     """The command with paths shortened to their names, because pages must not name a machine's folders."""
     script = Path(sys.argv[0])
-    if script.parent.name == "drafting_research":
-        command = ["PYTHONPATH=benchmarks", "python", "-m", f"drafting_research.{script.stem}"]
-    else:
-        command = ["python", f"benchmarks/{script.name}"]
+    # Scripts that share code with the tests need their helpers.
+    helpers = ["PYTHONPATH=tests/helpers"] if "tests/helpers" in os.environ.get("PYTHONPATH", "") else []
     words = [Path(word).name if "/" in word and " " not in word else word for word in sys.argv[1:]]
-    return shlex.join([*command, *words])
+    return " ".join([*helpers, shlex.join(["python", f"benchmarks/{script.name}", *words])])
 
 
 def describe_machine() -> str:

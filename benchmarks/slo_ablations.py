@@ -1,7 +1,7 @@
 """What each part of admission brings: the loads of `slo_simulated.py`, each time without one of them.
 
-    python benchmarks/slo_ablations.py --out FILE.md --seconds 30 --loads 1,2,4 --num-seeds 2
-        [--noise .1 --drift .15] [--right-guesses 1.5] [--only PART]
+    PYTHONPATH=tests/helpers python benchmarks/slo_ablations.py --out FILE.md --seconds 30 --loads 1,2,4
+        [--num-seeds 2] [--noise .1 --drift .15] [--right-guesses 1.5] [--only PART]
 
 The sums are over all parts, loads and seeds. Since equal seeds give equal requests, at equal times on an
 equally slow machine, a row differs from the first one by what is left out, and by what follows from it.

@@ -1,7 +1,8 @@
-"""`slo.py` on a simulated machine (simulation.py): what admission by prediction does where steps take exactly
-as long as the model of costs says, or as long as a shared machine makes them.
+"""`slo.py` on a simulated machine (tests/helpers/simulated_system.py), where steps take exactly as long as
+the model of costs says, or as long as a shared machine makes them.
 
-    python benchmarks/slo_simulated.py --out FILE.md [--noise .1 --drift .15 --right-guesses 1.5]
+    PYTHONPATH=tests/helpers python benchmarks/slo_simulated.py --out FILE.md
+        [--noise .1 --drift .15 --right-guesses 1.5]
 
 The same parts, loads and tables, one decode pod, and no drafts, or ones that are right more often in some
 texts than in others. Each case begins with a fresh start. Refusals are judged by an oracle in place of
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 import structlog
-from simulation import MEASURED, SimulatedSystem
+from simulated_system import MEASURED, SimulatedSystem
 from slo import TENANTS, Benchmark, Case, Plan, System, add_arguments, plan_of, writer_of
 from slo_report import PROBE, SHAPES, finish
 from tandem_cli.bench.record import RequestRecord

@@ -1,5 +1,4 @@
-"""The rendered manifests as processes, under load (the process kubelet of tests/helpers). The benchmark
-benchmarks/cluster.py has more steps and measures them."""
+"""The rendered manifests as processes, under load (the process kubelet of tests/helpers)."""
 
 from __future__ import annotations
 

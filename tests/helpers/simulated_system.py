@@ -392,7 +392,7 @@ class _Call:
         self._pod.abort(self._request_id)
 
 
-#: As a pod of smollm2-135m-instruct measured them on 2 cores with AVX2 (results/plan-records.jsonl).
+#: As a pod of smollm2-135m-instruct measured them on 2 cores with AVX2 (plan.py).
 MEASURED = PodSpec(
     prefill=StepCost(per_step=0.017, per_token=0.00118),
     decode=StepCost(per_step=0.011, per_token=0.0035, per_pair=6.5e-6),

@@ -1,5 +1,5 @@
 """Clients that stream answers over gRPC, through any gateway, and resume a stream that is cut. The answers
-are compared with those of a quiet system. For benchmarks that replace pods meanwhile."""
+are compared with those of a quiet system. For tests that replace pods meanwhile."""
 
 from __future__ import annotations
 

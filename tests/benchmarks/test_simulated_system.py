@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import toy_tokenizers
 from model_folders import make_folder
-from simulation import PodSpec, SimulatedSystem, VirtualTime
+from simulated_system import PodSpec, SimulatedSystem, VirtualTime
 from slo import TENANTS, Plan
 from slo_ablations import ABLATIONS, row
 from slo_report import PROBE
