@@ -8,8 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from drafting_research.drafters import DRAFTERS
-from drafting_research.replaying import (
+from model_folders import make_folder
+from replay import ReplayConfig, main, run
+from replaying import (
+    DRAFTERS,
     Answer,
     Conversation,
     ReplayDrafter,
@@ -17,8 +19,6 @@ from drafting_research.replaying import (
     replay,
     replay_cold,
 )
-from model_folders import make_folder
-from replay import ReplayConfig, main, run
 from tandem_cli.bench.dataset import DatasetError, Dialogue, Turn
 from tandem_drafting.native import Guesses
 from tandem_engine.draft_tree import DraftTree
@@ -85,35 +85,32 @@ class Prophet:
         return Guesses(tree, (0.95,) * len(tokens))
 
 
-def conversation(*lengths: int, is_first: bool = True, start: int = 0) -> Conversation:
+def conversation(*lengths: int, start: int = 0) -> Conversation:
     answers = tuple(Answer((start + n,), tuple(range(100, 100 + length))) for n, length in enumerate(lengths))
-    return Conversation(answers, is_first)
+    return Conversation(answers)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 5])
 def test_every_token_is_emitted_once_and_counted(batch: int) -> None:
     conversations = [
-        conversation(11, 1, 6), conversation(21, start=10, is_first=False), conversation(1, start=20)
+        conversation(11, 1, 6), conversation(21, start=10), conversation(1, start=20)
     ]  # fmt: skip
     answers = [answer for c in conversations for answer in c.answers]
     prophet = Prophet(answers, depth=4)
     figures = replay(prophet, conversations, batch)
     # Prefill's token of each answer is not counted; steps emit 5 tokens: four guesses, and one more.
-    assert figures.everything.emitted == 10 + 5 + 20
-    assert figures.everything.steps == 2 + 1 + 4
-    assert figures.everything.mat == 5.0
-    assert (figures.first_trials.steps, figures.further_trials.steps) == (3, 4)
-    assert figures.everything.accepted == figures.everything.drafted == 4 * 7
-    assert (figures.everything.iteration_hit_rate, figures.everything.token_hit_rate) == (1.0, 1.0)
-    (decile,) = figures.everything.calibration()
-    assert (decile.predicted, decile.accepted, decile.num_guesses) == (pytest.approx(0.95), 1.0, 28)
-    assert 0 < decile.error < 0.05
+    assert figures.emitted == 10 + 5 + 20
+    assert figures.steps == 2 + 1 + 4
+    assert figures.mat == 5.0
+    assert figures.accepted == figures.drafted == 4 * 7
+    assert (figures.iteration_hit_rate, figures.token_hit_rate) == (1.0, 1.0)
+    assert figures.predicted_hit_rate == pytest.approx(0.95)
     assert sorted(prophet.ended) == sorted(answer.target for answer in answers)
 
 
 def test_wrong_guesses_cost_steps_and_no_token() -> None:
     conversations = [conversation(11)]
-    figures = replay(Prophet(conversations[0].answers, 4, is_right=False), conversations).everything
+    figures = replay(Prophet(conversations[0].answers, 4, is_right=False), conversations)
     assert (figures.steps, figures.emitted, figures.hits, figures.accepted) == (10, 10, 0, 0)
     assert figures.mat == 1.0
 
@@ -130,13 +127,6 @@ def test_prompts_are_rendered_as_the_gateway_does(folder: Path) -> None:
     assert texts[1][0][len(texts[0][0]) :][:5] == texts[0][1]
 
 
-def test_the_first_dialogue_of_each_group_is_a_first_trial(folder: Path) -> None:
-    turns = (("user", "Hi"), ("assistant", "Yes?"))
-    dialogues = [dialogue(str(n), group, *turns) for n, group in enumerate(["a", "b", "a", "", ""])]
-    read = read_conversations(folder, dialogues, None)
-    assert [c.is_first_trial for c in read] == [True, True, False, True, True]
-
-
 def test_without_an_answer_there_is_nothing_to_replay(folder: Path) -> None:
     with pytest.raises(DatasetError, match="nothing to replay"):
         read_conversations(folder, [dialogue("d", "", ("user", "Hi"))], None)
@@ -146,13 +136,13 @@ def test_without_an_answer_there_is_nothing_to_replay(folder: Path) -> None:
 def test_every_drafter_learns_what_it_may(name: str) -> None:
     """The same answer thrice in one dialogue, then in another: found again where the drafter looks."""
     answer = tuple(range(20, 60))
-    first = Conversation(tuple(Answer((1, *answer * n, 2), answer) for n in range(3)), True)
-    second = Conversation((Answer((3, 4, 5), answer),), True)
+    first = Conversation(tuple(Answer((1, *answer * n, 2), answer) for n in range(3)))
+    second = Conversation((Answer((3, 4, 5), answer),))
     drafter: ReplayDrafter = DRAFTERS[name](16, 100, 1000)
-    local = replay(drafter, [first]).everything
+    local = replay(drafter, [first])
     assert local.mat > 2.5
-    far = replay(drafter, [second]).everything
-    if name in ("chain", "local"):
+    far = replay(drafter, [second])
+    if name == "local":
         assert far.mat == 1.0
     else:
         assert far.mat > 3.0
@@ -161,10 +151,10 @@ def test_every_drafter_learns_what_it_may(name: str) -> None:
 def test_cold_dialogues_know_nothing_of_each_other() -> None:
     """Two equal ones, whose answer repeats within the dialogue: the second fares as the first, alone."""
     answer = tuple(range(20, 60))
-    twice = [Conversation((Answer((1,), answer), Answer((1, *answer, 2), answer)), True)] * 2
-    cold = replay_cold(lambda: DRAFTERS["global-chain"](7, 100, 1000), twice)
-    alone = replay(DRAFTERS["chain"](7, 100, 1000), twice[:1]).everything
-    shared = replay(DRAFTERS["global-chain"](7, 100, 1000), twice).everything
+    twice = [Conversation((Answer((1,), answer), Answer((1, *answer, 2), answer)))] * 2
+    cold = replay_cold(lambda: DRAFTERS["forest"](7, 100, 1000), twice)
+    alone = replay(DRAFTERS["forest"](7, 100, 1000), twice[:1])
+    shared = replay(DRAFTERS["forest"](7, 100, 1000), twice)
     assert (cold.steps, cold.accepted) == (2 * alone.steps, 2 * alone.accepted)
     assert shared.steps < cold.steps
 
@@ -174,33 +164,30 @@ def test_the_report_has_a_row_for_every_combination(folder: Path, tmp_path: Path
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello, hello!"}]
     data.write_text("".join(json.dumps({"id": n, "group": "g", "turns": turns}) + "\n" for n in range(3)))
     config = ReplayConfig(
-        data=data, nodes=(4, 8), sources=("chain", "forest"), passes=2, batches=(1, 3), as_taco=False,
+        data=data, nodes=(4, 8), sources=("local", "forest"), passes=2, batches=(1, 3),
         policy=None, model=str(folder),
     )  # fmt: skip
-    report = run(config, calibration=True)
+    report = run(config)
     assert "3 dialogues, 3 answers of 42 tokens" in report
-    rows = [line for line in report.splitlines() if line.startswith(("| chain", "| forest"))]
-    # Pass 1 in all, first and further trials apart, and pass 2.
-    # Besides, each source and size is replayed cold.
-    assert len(rows) == 2 * 2 * 2 * 4 + 2 * 2
+    rows = [line for line in report.splitlines() if line.startswith(("| local", "| forest"))]
+    # Two passes; besides, each source and size is replayed cold.
+    assert len(rows) == 2 * 2 * 2 * 2 + 2 * 2
     assert sum("| cold |" in row for row in rows) == 2 * 2
-    assert report.count("Calibration: forest") == 2 * 2 * 2
-    with pytest.raises(DatasetError, match="'forests'; there are chain"):
+    with pytest.raises(DatasetError, match="'forests'; there are local"):
         run(replace(config, sources=("forests",)))
 
 
 def test_the_command_takes_numbers_with_commas_and_options_again(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    common = ("--model", str(folder), "--passes", "1", "--sources", "chain,line")
+    common = ("--model", str(folder), "--passes", "1", "--sources", "local,line")
     main([*common, "--nodes", "4,8", "--nodes", "12", "--batch", "1,5"])
     output = capsys.readouterr().out
-    counts = [output.count(f"| {source} | {n} |") for source in ("chain", "line") for n in (4, 8, 12)]
-    # Cold once; then the first pass of each batch in all, by first trials and by further ones.
-    assert counts == [1 + 2 * 3] * 6
-    main([*common, "--taco", "--batch", "1,8", "--output", str(tmp_path / "t.md")])
-    assert capsys.readouterr().out.count("**TACO, published**") == 2
-    assert "| 8 | forest | pass 1 |" in (tmp_path / "t.md").read_text()
+    counts = [output.count(f"| {source} | {n} |") for source in ("local", "line") for n in (4, 8, 12)]
+    # Cold once; then the pass of each batch.
+    assert counts == [1 + 2] * 6
+    main([*common, "--nodes", "4", "--output", str(tmp_path / "t.md")])
+    assert "| local | 4 | 1 | pass 1 |" in (tmp_path / "t.md").read_text()
 
 
 @pytest.mark.parametrize(

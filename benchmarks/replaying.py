@@ -1,17 +1,19 @@
-"""Replays dialogues through drafters, without a model: what they would have guessed of known answers.
+"""Replays dialogues through drafters, without a model: which draft tokens known answers would accept.
 
     prompt   everything before an assistant's turn, rendered by the chat template
     target   that turn's tokens, the end-of-turn token included; the first comes from prefill, undrafted
-    step     the drafter gives a tree; the guesses that the target follows are accepted, and one token more is
-             emitted
+    step     the drafter gives a tree; the draft tokens that the target follows are accepted, and one token
+             more is emitted
 
-Greedy verification of a model that would have written these very turns goes exactly so. `batch` dialogues
-take their steps together, so that one call drafts for all of them; what a turn taught is known to the turns
-that begin after it has ended.
+A model that had written these turns would verify them in the same way, with greedy sampling. `batch`
+dialogues take their steps together, with one drafting call for all; a drafter learns a turn when it ends.
 
-A cold replay gives every dialogue a drafter of its own, which nothing is shared with. Otherwise the first
-pass measures first trials (of each group, the dialogue that comes first) and further trials (the rest), every
-later pass repeats what the drafter has seen.
+A cold replay gives every dialogue a drafter of its own. Otherwise every pass after the first repeats known
+answers.
+
+    local    the sequence alone
+    forest   the sequence and earlier answers: the drafter of decode pods
+    line     the same candidates in one line: the pods' mode `chain`
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -27,10 +29,15 @@ from tandem_cli.bench.dataset import DatasetError, Dialogue
 from tandem_core.errors import InvalidRequestError, ModelLoadError
 from tandem_core.model.conversation import Message
 from tandem_core.model.tokenizer import Tokenizer
-from tandem_drafting.native import Guesses
-
-#: Calibration is reported by tenths of the predicted probability.
-NUM_DECILES = 10
+from tandem_drafting.native import (
+    AcceptanceModel,
+    CorpusIndex,
+    Guesses,
+    SequenceIndex,
+    SequenceInput,
+    draft,
+    learn,
+)
 
 
 @dataclass(frozen=True)
@@ -43,10 +50,9 @@ class Answer:
 
 @dataclass(frozen=True)
 class Conversation:
-    """The answers of one dialogue, and whether its group was met before it."""
+    """The answers of one dialogue."""
 
     answers: tuple[Answer, ...]
-    is_first_trial: bool
 
 
 class ReplayDrafter(Protocol):
@@ -68,37 +74,6 @@ class ReplayDrafter(Protocol):
 
 
 @dataclass
-class Decile:
-    """Guesses of one tenth of predicted probability."""
-
-    num_guesses: int = 0
-    predicted: float = 0.0
-    accepted: int = 0
-    #: Sum over steps of the squares of what was accepted beyond what was predicted.
-    surprise_squared: float = 0.0
-
-    def add(self, predictions: Sequence[float], num_accepted: int) -> None:
-        """The guesses of one step."""
-        self.num_guesses += len(predictions)
-        self.predicted += sum(predictions)
-        self.accepted += num_accepted
-        self.surprise_squared += (num_accepted - sum(predictions)) ** 2
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """Mean prediction of some guesses, and the share of them that was accepted.
-
-    error: standard error of that share, as if steps were independent; guesses of one step are not.
-    """
-
-    predicted: float
-    accepted: float
-    error: float
-    num_guesses: int
-
-
-@dataclass
 class Figures:
     """Sums over steps."""
 
@@ -108,8 +83,9 @@ class Figures:
     hits: int = 0
     drafted: int = 0
     accepted: int = 0
+    #: Sum of the predicted probabilities of acceptance.
+    predicted: float = 0.0
     seconds: float = 0.0
-    deciles: list[Decile] = field(default_factory=lambda: [Decile() for _ in range(NUM_DECILES)])
 
     @property
     def mat(self) -> float:
@@ -144,18 +120,10 @@ class Figures:
         """Mean drafting time per sequence and step."""
         return 1e6 * self.seconds / self.steps if self.steps else 0.0
 
-    def calibration(self) -> list[Calibration]:
-        """Per tenth that has guesses."""
-        return [
-            Calibration(
-                d.predicted / d.num_guesses,
-                d.accepted / d.num_guesses,
-                math.sqrt(d.surprise_squared) / d.num_guesses,
-                d.num_guesses,
-            )
-            for d in self.deciles
-            if d.num_guesses
-        ]
+    @property
+    def predicted_hit_rate(self) -> float:
+        """Mean predicted probability of acceptance, to compare with `token_hit_rate`."""
+        return self.predicted / self.drafted if self.drafted else 0.0
 
     def add(self, guesses: Guesses | None, path: Sequence[int], emitted: int) -> None:
         """One sequence's step, in which the guesses `path` (as node numbers) were accepted."""
@@ -164,28 +132,9 @@ class Figures:
         self.emitted_squared += emitted**2
         self.hits += bool(path)
         self.accepted += len(path)
-        if guesses is None:
-            return
-        self.drafted += len(guesses.tree)
-        accepted = set(path)
-        predictions: list[list[float]] = [[] for _ in self.deciles]
-        hits = [0] * NUM_DECILES
-        for node, reach in enumerate(guesses.reach, start=1):
-            tenth = min(int(reach * NUM_DECILES), NUM_DECILES - 1)
-            predictions[tenth].append(reach)
-            hits[tenth] += node in accepted
-        for decile, of_step, num_accepted in zip(self.deciles, predictions, hits, strict=True):
-            if of_step:
-                decile.add(of_step, num_accepted)
-
-
-@dataclass(frozen=True)
-class PassFigures:
-    """One pass over all dialogues."""
-
-    first_trials: Figures
-    further_trials: Figures
-    everything: Figures
+        if guesses is not None:
+            self.drafted += len(guesses.tree)
+            self.predicted += sum(guesses.reach)
 
 
 def read_conversations(folder: Path, dialogues: Iterable[Dialogue], policy: str | None) -> list[Conversation]:
@@ -199,7 +148,6 @@ def read_conversations(folder: Path, dialogues: Iterable[Dialogue], policy: str 
         raise DatasetError(str(error)) from error
     ending = tokenizer.encode(tokenizer.manifest.eos_token, add_special_tokens=False)
     conversations = []
-    groups: set[str] = set()
     for dialogue in dialogues:
         messages = [Message("system", policy)] if policy else []
         answers = []
@@ -212,11 +160,8 @@ def read_conversations(folder: Path, dialogues: Iterable[Dialogue], policy: str 
                 said = tokenizer.encode(turn.content, add_special_tokens=False)
                 answers.append(Answer(prompt, (*said, *ending)))
             messages.append(Message(turn.role, turn.content))
-        # A dialogue without a group is a group of its own.
-        is_first = not dialogue.group or dialogue.group not in groups
-        groups.add(dialogue.group)
         if answers:
-            conversations.append(Conversation(tuple(answers), is_first))
+            conversations.append(Conversation(tuple(answers)))
     if not conversations:
         raise DatasetError(
             "no dialogue has an assistant's turn after another's, so there is nothing to replay"
@@ -228,10 +173,10 @@ def replay(
     drafter: ReplayDrafter,
     conversations: Sequence[Conversation],
     batch: int = 1,
-    figures: PassFigures | None = None,
-) -> PassFigures:
+    figures: Figures | None = None,
+) -> Figures:
     """One pass, added to `figures`; the drafter keeps what it has learned for the next."""
-    figures = figures or PassFigures(Figures(), Figures(), Figures())
+    figures = figures or Figures()
     waiting = list(reversed(conversations))
     live: dict[int, _Lane] = {}
     for number in range(batch):
@@ -244,12 +189,8 @@ def replay(
         seconds = (time.perf_counter() - started) / len(lanes)
         for lane, guesses in zip(lanes, trees, strict=True):
             path, emitted = lane.verify(guesses)
-            for total in (
-                figures.everything,
-                (figures.first_trials if lane.conversation.is_first_trial else figures.further_trials),
-            ):
-                total.add(guesses, path, emitted)
-                total.seconds += seconds
+            figures.add(guesses, path, emitted)
+            figures.seconds += seconds
             if lane.is_done:
                 del live[lane.number]
                 _fill(live, lane.number, drafter, waiting)
@@ -258,10 +199,10 @@ def replay(
 
 def replay_cold(make_drafter: Callable[[], ReplayDrafter], conversations: Sequence[Conversation]) -> Figures:
     """Every dialogue with a drafter that has seen nothing yet."""
-    figures = PassFigures(Figures(), Figures(), Figures())
+    figures = Figures()
     for conversation in conversations:
         replay(make_drafter(), [conversation], figures=figures)
-    return figures.everything
+    return figures
 
 
 def _fill(live: dict[int, _Lane], number: int, drafter: ReplayDrafter, waiting: list[Conversation]) -> None:
@@ -278,7 +219,6 @@ class _Lane:
 
     def __init__(self, drafter: ReplayDrafter, number: int, conversation: Conversation) -> None:
         self.number = number
-        self.conversation = conversation
         self._drafter = drafter
         self._answers = list(reversed(conversation.answers))
         self._begin()
@@ -323,3 +263,47 @@ class _Lane:
             if not self.is_done:
                 return
             self._drafter.end(self.number, answer.target)
+
+
+class Forest:
+    """The drafter of a pod, without its draft cost: it always drafts as much as it may.
+
+    max_chain: draft tokens in one line; 0: trees.
+    """
+
+    def __init__(self, name: str, num_nodes: int, corpus: CorpusIndex | None, *, max_chain: int = 0) -> None:
+        self.name = name
+        self._num_nodes = num_nodes
+        self._corpus = corpus
+        self._max_chain = max_chain
+        self._learner = AcceptanceModel()
+        self._jobs: dict[int, SequenceInput] = {}
+        self._num_runs = 0
+
+    def begin(self, sequence: int, prompt: Sequence[int]) -> None:
+        text = SequenceIndex(len(prompt))
+        text.extend(prompt)
+        self._jobs[sequence] = SequenceInput(text, self._learner, self._corpus, max_chain=self._max_chain)
+
+    def draft(self, sequences: Sequence[int], rooms: Sequence[int]) -> list[Guesses | None]:
+        jobs = [self._jobs[sequence] for sequence in sequences]
+        for job, room in zip(jobs, rooms, strict=True):
+            job.room = room
+        step_s = [1.0 + 1e-9 * num_guesses for num_guesses in range(self._num_nodes * len(jobs) + 1)]
+        return draft(jobs, self._num_nodes, step_s)
+
+    def accept(self, sequence: int, emitted: Sequence[int]) -> None:
+        learn([self._jobs[sequence]], [emitted])
+
+    def end(self, sequence: int, target: Sequence[int]) -> None:
+        if self._corpus is not None:
+            self._corpus.add(self._num_runs, target)
+            self._num_runs += 1
+
+
+#: Name -> a drafter, from the number of nodes, the vocabulary's size and the tokens to remember.
+DRAFTERS: dict[str, Callable[[int, int, int], ReplayDrafter]] = {
+    "local": lambda nodes, vocab, room: Forest("local", nodes, None),
+    "forest": lambda nodes, vocab, room: Forest("forest", nodes, CorpusIndex(room, vocab)),
+    "line": lambda nodes, vocab, room: Forest("line", nodes, CorpusIndex(room, vocab), max_chain=nodes),
+}

@@ -1,1 +1,0 @@
-"""For people who change the drafter: the drafters of `benchmarks/replay.py`, and speculation_price.py."""
