@@ -3,8 +3,8 @@
     cd benchmarks && python -m gpu --part B --minutes 9 --out DIR      or   python benchmarks/gpu --part B ...
 
     A   checks.py      versions, ceilings, graphs and drafts against eager steps, the tests marked `gpu`
-    B   attention.py   attention beside FA3, FlashInfer, vLLM and SDPA; the kernel's options
-    C   steps.py       decode and prefill steps of an 8B model with random weights, beside vLLM
+    B   attention.py   attention beside FA3 and SDPA
+    C   steps.py       decode and prefill steps of an 8B model with random weights
     D   transfer.py    a prefill and a decode pod as two processes on the GPU
 
 Each part adds to DIR/<part>.md row by row, and to DIR/<part>.log. Without a GPU, or with --dry-run, the same

@@ -1,4 +1,4 @@
-"""Part B: attention of one decode step, beside other kernels on the same tensors.
+"""Part B: attention of one decode step, beside FlashAttention 3 and SDPA on the same tensors.
 
 A step has `batch` sequences with a context in the cache and n new tokens each. For n > 1 these form a random
 tree; n = 1 is plain decoding. "of copy" is the rate of reading K and V, divided by the rate of a copy on the
@@ -11,14 +11,12 @@ between block tables that together exceed the L2 cache. The work list is planned
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import itertools
 import multiprocessing
 import os
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
@@ -192,15 +190,15 @@ class Step:
         return lambda: F.scaled_dot_product_attention(rows, key, value, attn_mask=mask, enable_gqa=True)
 
 
-def tandem_calls(step: Step, **options: Any) -> list[Call]:
-    """Launches over each table; options of the plan and its tiles as in `make_plan`."""
+def tandem_calls(step: Step) -> list[Call]:
+    """Launches over each table."""
     query = step.query
     attentions = []
     if query.is_cuda:
         # Imported on demand: they need Triton.
         from tandem_kernels.turbo_attention.triton_backend import TritonAttention
 
-        plan = make_plan(step, **options)
+        plan = make_plan(step)
         attentions = [TritonAttention([plan]) for _ in step.tables]
     else:
         attentions = [make_attention(query.dtype, step.case.head_size, query.device) for _ in step.tables]
@@ -211,7 +209,7 @@ def tandem_calls(step: Step, **options: Any) -> list[Call]:
     return calls
 
 
-def make_plan(step: Step, *, split_size: int | None = None, **tiles: Any) -> Any:
+def make_plan(step: Step) -> Any:
     """The plan of the engine's graphs, or of its eager steps where the rows are too many for these."""
     from tandem_kernels.turbo_attention.triton_plan import AttentionPlan
 
@@ -220,19 +218,11 @@ def make_plan(step: Step, *, split_size: int | None = None, **tiles: Any) -> Any
     sizes = {"max_tokens": rows, "max_seqs": max_seqs}
     if rows <= MAX_ROWS:
         sizes = graph_plan_sizes(MAX_ROWS, max_seqs)
-    if split_size is not None:
-        sizes["split_size"] = split_size
-    plan = AttentionPlan(
+    return AttentionPlan(
         max_seq_len=max(case.seq_lens), num_heads=case.num_heads, num_kv_heads=case.num_kv_heads,
         head_size=case.head_size, dtype=step.query.dtype, cache_dtype=step.cache.dtype,
         device=step.query.device, draft_tokens=case.num_new, **sizes,
     )  # fmt: skip
-    plan.tiles = replace(plan.tiles, **tiles)
-    if "programs_per_multiprocessor" in tiles:
-        multiprocessors = torch.cuda.get_device_properties(step.query.device).multi_processor_count
-        plan.num_programs = multiprocessors * plan.tiles.programs_per_multiprocessor
-        plan.num_places = max(1, plan.num_programs // case.num_kv_heads)
-    return plan
 
 
 class WrongResultError(Exception):
@@ -311,7 +301,7 @@ def sdpa_cell(step: Step) -> str:
         return type(error).__name__
 
 
-def compile_variants(bench: Bench, cases: Iterable[Case], options: Iterable[dict[str, Any]] = ({},)) -> None:
+def compile_variants(bench: Bench, cases: Iterable[Case]) -> None:
     """Compiles what the cases launch, one process per core, into Triton's cache on disk."""
     if bench.dry:
         return
@@ -319,7 +309,7 @@ def compile_variants(bench: Bench, cases: Iterable[Case], options: Iterable[dict
     for case in cases:
         firsts.setdefault(case.variant, case)
     # A launch of a small case compiles what a large one needs.
-    jobs = [(replace(case, context=256), picked) for case in firsts.values() for picked in options]
+    jobs = [replace(case, context=256) for case in firsts.values()]
     # A process that has touched CUDA cannot be forked.
     assert not torch.cuda.is_initialized()
     fork = multiprocessing.get_context("fork")
@@ -331,17 +321,13 @@ def compile_variants(bench: Bench, cases: Iterable[Case], options: Iterable[dict
             print(f"a process that compiled died: {error}", file=sys.stderr)
 
 
-def _launch_once(job: tuple[Case, dict[str, Any]]) -> str:
-    case, options = job
+def _launch_once(case: Case) -> str:
     try:
-        tandem_calls(Step(case, torch.device("cuda")), **options)[0]()
+        tandem_calls(Step(case, torch.device("cuda")))[0]()
         torch.cuda.synchronize()
     except Exception as error:  # shows again when the case is measured
-        return f"{job}: {error}\n"
+        return f"{case}: {error}\n"
     return ""
-
-
-# Peers
 
 
 def fa3_calls(step: Step) -> list[Call]:
@@ -367,92 +353,9 @@ def fa3_calls(step: Step) -> list[Call]:
     ]
 
 
-def flashinfer_calls(step: Step) -> list[Call]:
-    """FlashInfer's paged kernels; for a tree those of prefill with a mask."""
-    flashinfer = importlib.import_module("flashinfer")
-    case, device = step.case, step.query.device
-    used = [-(-n // case.block_size) for n in case.seq_lens]
-    indptr = torch.tensor([0, *itertools.accumulate(used)], dtype=torch.int32, device=device)
-    last = (step.seq_lens - 1) % case.block_size + 1
-    sizes = (case.num_heads, case.num_kv_heads, case.head_size, case.block_size)
-    dtypes = {"q_data_type": step.query.dtype, "kv_data_type": step.cache.dtype}
-    calls: list[Call] = []
-    for table in step.tables:
-        # Shared between launches, but not between plans.
-        workspace = torch.empty(256 << 20, dtype=torch.uint8, device=device)
-        indices = torch.cat([row[:n] for row, n in zip(table, used, strict=True)])
-        if case.num_new == 1:
-            wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True)
-            wrapper.plan(indptr, indices, last, *sizes, **dtypes)
-        else:
-            wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
-            masks = [step.mask(n) for n in case.seq_lens]
-            mask = torch.cat([m.flatten() for m in masks if m is not None])
-            wrapper.plan(step.starts, indptr, indices, last, *sizes, custom_mask=mask, **dtypes)
-        calls.append(partial(wrapper.run, step.query, step.cache))
-    return calls
-
-
-def xqa_calls(step: Step) -> list[Call]:
-    """FlashInfer's XQA, which takes a tree's mask on Hopper."""
-    decode = importlib.import_module("flashinfer.decode").xqa_batch_decode_with_kv_cache
-    case, device = step.case, step.query.device
-    mask = None
-    if case.num_new > 1:
-        # Two words of 16 bits for up to 32 nodes: the low half of the ancestor bits.
-        low = step.bits.view(torch.int32)[::2].contiguous().view(torch.uint16)
-        mask = low.view(case.batch, case.num_new, 2)
-    workspace = torch.zeros(256 << 20, dtype=torch.uint8, device=device)
-    lens = step.seq_lens.to(torch.uint32)
-    options = {
-        "kv_layout": "HND",
-        "q_len_per_req": case.num_new,
-        "mask": mask,
-        "bmm1_scale": step.layer.scale,
-    }
-    common = (lens, max(case.seq_lens))
-    return [
-        lambda table=table: decode(step.query, step.cache, workspace, table, *common, **options).view_as(
-            step.query
-        )
-        for table in step.tables
-    ]
-
-
-def vllm_calls(step: Step) -> list[Call]:
-    """vLLM's Triton kernel, causal; it splits the keys for one row only."""
-    names = ("vllm.v1.attention.ops.triton_unified_attention", "vllm.attention.ops.triton_unified_attention")
-    attend = importlib.import_module(next(n for n in names if importlib.util.find_spec(n))).unified_attention
-    case, device = step.case, step.query.device
-    key, value = step.cache.transpose(2, 3).unbind(1)
-    # As vLLM's metadata builder sizes them.
-    threshold, segments = max(1, 128 // case.num_kv_heads), 16
-    rows = (threshold, case.num_heads, segments)
-    given = {
-        "causal": True, "window_size": (-1, -1), "softcap": 0.0, "q_descale": None, "k_descale": None,
-        "v_descale": None, "seq_threshold_3D": threshold, "num_par_softmax_segments": segments,
-        "softmax_segm_output": torch.empty(*rows, case.head_size, device=device),
-        "softmax_segm_max": torch.empty(rows, device=device),
-        "softmax_segm_expsum": torch.empty(rows, device=device),
-    }  # fmt: skip
-    known = inspect.signature(attend).parameters
-    given = {name: value for name, value in given.items() if name in known}
-
-    def call(table: torch.Tensor) -> torch.Tensor:
-        out = torch.empty_like(step.query)
-        attend(
-            q=step.query, k=key, v=value, out=out, cu_seqlens_q=step.starts, max_seqlen_q=case.num_new,
-            seqused_k=step.seq_lens, max_seqlen_k=max(case.seq_lens), softmax_scale=step.layer.scale,
-            block_table=table, **given,
-        )  # fmt: skip
-        return out
-
-    return [partial(call, table) for table in step.tables]
-
-
-def beside(make_calls: Callable[[Step], list[Call]], bench: Bench, *, causal: bool) -> None:
-    """A stage of its own for each peer: what it does to the GPU's context ends with its process."""
-    bench.table(*NAMES, "tandem µs", "peer µs", "tandem/peer")
+def beside_fa3(bench: Bench) -> None:
+    """FlashAttention 3 (causal also for n > 1)."""
+    bench.table(*NAMES, "tandem µs", "FA3 µs", "tandem/FA3")
     for case in grid(bench.dry):
         if case.kv != "bf16" or bench.left_s < 10:
             continue
@@ -460,102 +363,19 @@ def beside(make_calls: Callable[[Step], list[Call]], bench: Bench, *, causal: bo
         step = None
         try:
             step = Step(case, bench.device)
-            theirs = timed(step, make_calls(step), causal=causal)
+            theirs = timed(step, fa3_calls(step), causal=True)
             ours = timed(step, tandem_calls(step))
-        except (ImportError, OSError, StopIteration) as error:
+        except (ImportError, OSError) as error:
             bench.row("not measured:", str(error) or "not importable")
             return
         except Exception as error:
             if "CUDA error" in str(error):
                 raise  # nothing runs in this process after it
             # A case it does not cover, a wrong result, or too little memory.
-            print(f"{make_calls.__name__}, {case}: {error}", file=sys.stderr)
+            print(f"{case}: {error}", file=sys.stderr)
             bench.row(*case.names, "-", type(error).__name__)
             continue
         bench.row(*case.names, f"{ours:.1f}", f"{theirs:.1f}", f"{ours / theirs:.2f}")
 
 
-def beside_fa3(bench: Bench) -> None:
-    """FlashAttention 3 (causal also for n > 1)."""
-    beside(fa3_calls, bench, causal=True)
-
-
-def beside_flashinfer(bench: Bench) -> None:
-    """FlashInfer, paged, with the tree's mask."""
-    beside(flashinfer_calls, bench, causal=False)
-
-
-def beside_xqa(bench: Bench) -> None:
-    """FlashInfer's XQA, with the tree's mask."""
-    beside(xqa_calls, bench, causal=False)
-
-
-def beside_vllm(bench: Bench) -> None:
-    """vLLM's Triton kernel (causal also for n > 1)."""
-    beside(vllm_calls, bench, causal=True)
-
-
-# Options of the kernel
-
-
-def options_of(case: Case) -> Iterator[dict[str, Any]]:
-    """One option changed at a time from the engine's choice, then those together that should help."""
-    yield {}
-    for split_size in (128, 512, 1024, 2048):
-        yield {"split_size": split_size}
-    rows = 16
-    while rows < case.num_heads // case.num_kv_heads * case.num_new:
-        rows *= 2
-    yield {"block_rows": rows}
-    for num_warps in (2, 8):
-        yield {"num_warps": num_warps}
-    for stages in (1, 3, 4):
-        yield {"key_stages": stages}
-    for keys in (32, 128):
-        yield {"block_keys": keys}
-    for programs in (1, 2, 4):
-        yield {"programs_per_multiprocessor": programs}
-    yield {"max_registers": None}
-    yield {"max_registers": None, "programs_per_multiprocessor": 2}
-    yield {"max_registers": 128, "programs_per_multiprocessor": 4}
-    yield {"max_registers": 128, "programs_per_multiprocessor": 4, "block_keys": 32}
-    yield {"max_registers": None, "programs_per_multiprocessor": 4, "num_warps": 2}
-    yield {"max_registers": None, "programs_per_multiprocessor": 2, "key_stages": 3}
-
-
-def measure_options(bench: Bench) -> None:
-    """The kernel's options, changed from the engine's choice (first row of each case)."""
-    shown = [Case(batch=batch, num_new=n) for batch in (1, 32, 8, 128) for n in (8, 1)]
-    if bench.dry:
-        bench.note("Needs a GPU: the options are the Triton kernel's.")
-        return
-    # Blocks of 128 tokens, so that tiles of 128 keys do not cross blocks.
-    shown = [replace(case, block_size=128) for case in shown]
-    compile_variants(bench, shown[:1], list(options_of(shown[0])))
-    bench.table("batch", "n", "options", "µs", "against the engine's")
-    for case in shown:
-        step = Step(case, bench.device)
-        engines = 0.0
-        for options in options_of(case):
-            if bench.left_s < 5:
-                bench.note("The other options did not fit the time.")
-                return
-            text = ", ".join(f"{name} {value}" for name, value in options.items()) or "the engine's"
-            try:
-                microseconds = timed(step, tandem_calls(step, **options))
-            except Exception as error:  # too much shared memory, say: an outcome of its own
-                print(f"{case}, {text}: {error}", file=sys.stderr)
-                bench.row(case.batch, case.num_new, text, type(error).__name__)
-                continue
-            engines = engines or microseconds
-            bench.row(case.batch, case.num_new, text, f"{microseconds:.1f}", f"{microseconds / engines:.2f}")
-
-
-STAGES = [
-    Stage("grid", 190, measure_grid),
-    Stage("fa3", 45, beside_fa3),
-    Stage("options", 90, measure_options),
-    Stage("xqa", 90, beside_xqa),
-    Stage("flashinfer", 80, beside_flashinfer),
-    Stage("vllm-triton", 40, beside_vllm),
-]
+STAGES = [Stage("grid", 190, measure_grid), Stage("fa3", 45, beside_fa3)]

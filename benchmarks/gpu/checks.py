@@ -1,4 +1,4 @@
-"""Part A: what the machine is, what it can reach, and whether the GPU path computes the right thing."""
+"""Part A: what the machine is, and whether the GPU path computes the right thing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import itertools
 import os
 import random
 import re
-import shutil
 import subprocess
 import sys
 import threading
@@ -30,14 +29,7 @@ from tandem_engine.runner import ModelRunner
 from tandem_engine.workspace import StepLimits
 
 from gpu.runner import Bench, Stage, query_gpu
-from gpu.shapes import (
-    copy_bytes_per_s,
-    make_runner,
-    measure_us,
-    model_shape,
-    random_decoder,
-    random_tree,
-)
+from gpu.shapes import make_runner, model_shape, random_decoder, random_tree
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Largest ratio of |graph - eager| to |eager|, as norms of all logits: a few roundings of bfloat16.
@@ -51,20 +43,14 @@ def versions(bench: Bench) -> None:
     bench.table("what", "value")
     bench.row("Python", sys.version.split()[0])
     bench.row("torch", f"{torch.__version__}, CUDA {torch.version.cuda}")
-    for name in ("triton", "flashinfer-python", "vllm", "grpcio", "pyzmq"):
+    for name in ("triton", "grpcio", "pyzmq"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             bench.row(name, metadata.version(name))
-    bundle = Path(os.environ.get("TANDEM_GPU_BUNDLE") or "/nonexistent")
-    bench.row("bundle", ", ".join(sorted(p.name for p in bundle.glob("*"))) or "none")
-    for tool in ("compute-sanitizer", "nvcc", "g++", "ncu"):
-        bench.row(tool, "there" if shutil.which(tool) else "absent")
     if bench.dry:
         bench.row("GPU", "none")
         return
     properties = torch.cuda.get_device_properties(0)
     bench.row("GPU", f"{properties.name}, sm_{properties.major}{properties.minor}")
-    bench.row("multiprocessors", properties.multi_processor_count)
-    bench.row("L2, memory", f"{properties.L2_cache_size >> 20} MiB, {properties.total_memory >> 30} GiB")
     fields = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,power.limit,temperature.gpu"
     for name, value in zip(fields.split(","), query_gpu(fields).split(","), strict=False):
         bench.row(name, value.strip())
@@ -83,47 +69,6 @@ def build(bench: Bench) -> None:
     bench.row("seconds", time.perf_counter() - began)
     if result.returncode:
         raise RuntimeError(result.stderr.strip().splitlines()[-1])
-
-
-def ceilings(bench: Bench) -> None:
-    """What the hardware reaches: copies, and products at the shapes of an 8B model."""
-    bench.table("what", "GB/s", "TFLOP/s")
-    bench.row("copy on the device, read + written", copy_bytes_per_s(bench.device) / 1e9)
-    for num_bytes in (1 << 16,) if bench.dry else (2 << 20, 64 << 20, 1 << 30):
-        host = torch.ones(num_bytes, dtype=torch.uint8, pin_memory=not bench.dry)
-        there = torch.ones_like(host, device=bench.device)
-        for name, target, source in (("to the device", there, host), ("to the host", host, there)):
-            us = _copy_us(target, source)
-            bench.row(f"pinned memory {name}, {num_bytes / (1 << 20):g} MiB", num_bytes / us / 1e3)
-    shape = model_shape(bench.dry)
-    hidden, inner = shape["hidden_size"], shape["intermediate_size"]
-    kv = 2 * shape["num_key_value_heads"] * shape["head_dim"]
-    for name, out, depth in (
-        ("qkv", hidden + kv, hidden),
-        ("o", hidden, hidden),
-        ("gate_up", 2 * inner, hidden),
-        ("down", hidden, inner),
-        ("head", shape["vocab_size"], hidden),
-    ):
-        weight = torch.randn(out, depth, dtype=torch.bfloat16, device=bench.device)
-        for rows in (1, 8) if bench.dry else (1, 8, 32, 128, 512, 2048, 8192):
-            x = torch.randn(rows, depth, dtype=torch.bfloat16, device=bench.device)
-            us = measure_us([lambda x=x, weight=weight: torch.nn.functional.linear(x, weight)], bench.device)
-            speed = weight.nbytes / us / 1e3
-            bench.row(f"{name} [{out}, {depth}] x {rows} rows", speed, 2 * rows * out * depth / us / 1e6)
-
-
-def _copy_us(target: torch.Tensor, source: torch.Tensor) -> float:
-    """Of an asynchronous copy, with enough of them under way to hide the launch."""
-    times = []
-    for _ in range(4):
-        _synchronize(target, source)
-        began = time.perf_counter()
-        for _ in range(8):
-            target.copy_(source, non_blocking=True)
-        _synchronize(target, source)
-        times.append((time.perf_counter() - began) / 8 * 1e6)
-    return min(times)
 
 
 def _synchronize(*tensors: torch.Tensor) -> None:
@@ -210,7 +155,7 @@ def equality(bench: Bench) -> None:
         raise ValueError(f"logits differ by {worst:.3g} of their norm, at most {TOLERANCE} is rounding")
 
 
-# Tests and compute-sanitizer
+# Tests
 
 
 def gpu_tests(bench: Bench) -> None:
@@ -276,55 +221,6 @@ def outcome_of(line: str) -> tuple[str, str] | None:
     if found := re.match(rf"(\S+::.*) {words}", line):
         return found[1], found[2]
     return None
-
-
-def sanitizer(bench: Bench) -> None:
-    """compute-sanitizer on small launches of the attention kernel."""
-    tool = shutil.which("compute-sanitizer")
-    if bench.dry or tool is None:
-        _small_launches(bench.device)
-        bench.note("Needs a GPU and compute-sanitizer: here the launches ran without it.")
-        return
-    bench.table("tool", "exit code", "summary")
-    script = "from gpu.checks import _small_launches; import torch; _small_launches(torch.device('cuda'))"
-    # Compiled before, since the tools slow down the host, too.
-    subprocess.run([sys.executable, "-c", script], check=True)
-    # Otherwise torch's memory pool would hide accesses past the end of a tensor.
-    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    failed = []
-    for name in ("memcheck", "racecheck", "synccheck"):
-        if bench.left_s < 15:
-            bench.row(name, "-", "NOT CHECKED: did not fit the time")
-            continue
-        command = [tool, "--tool", name, "--error-exitcode", "9", sys.executable, "-c", script]
-        try:
-            result = subprocess.run(
-                command, capture_output=True, text=True, timeout=bench.left_s - 10, env=environment
-            )
-        except subprocess.TimeoutExpired:
-            bench.row(name, "-", "NOT CHECKED: timed out")
-            continue
-        output = result.stdout + result.stderr
-        print(output[-4000:])
-        summaries = [line for line in output.splitlines() if "SUMMARY" in line]
-        bench.row(
-            name, result.returncode, summaries[-1] if summaries else f"NOT CHECKED: {output.strip()[-200:]}"
-        )
-        # 9: it found errors. Any other code but 0: it could not check, for example on a device it refuses.
-        if result.returncode or not summaries:
-            failed.append(name)
-    if failed:
-        raise RuntimeError(f"compute-sanitizer found errors or could not check: {', '.join(failed)}")
-
-
-def _small_launches(device: torch.device) -> None:
-    """Decoding, a tree over several splits, ragged lengths, quantized KV."""
-    from gpu.attention import Case, Step, check, tandem_calls
-
-    for kv, batch, n, context in (("bf16", 2, 1, 1100), ("bf16", 2, 8, 1100), ("int8", 3, 4, 90)):
-        step = Step(Case(kv, 8, 2, 128, context, batch, n, ragged=True), device)
-        step.tables = step.tables[:1]
-        check(step, tandem_calls(step)[0]())
 
 
 # Threads
@@ -424,8 +320,6 @@ STAGES = [
     Stage("versions", 20, versions),
     Stage("build", 45, build),
     Stage("equality", 75, equality),
-    Stage("ceilings", 60, ceilings),
     Stage("tests", 190, gpu_tests),
     Stage("threads", 45, threads),
-    Stage("sanitizer", 100, sanitizer),
 ]

@@ -7,17 +7,11 @@ accepted KV is moved as in real use. Random weights take as long as trained ones
 
 from __future__ import annotations
 
-import cProfile
-import gc
-import importlib.util
 import json
-import os
-import pstats
 import random
 import statistics
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,20 +19,16 @@ from typing import Any
 
 import torch
 from tandem_core.sampling import SamplingParams
-from tandem_engine.assemble import EngineConfig, make_gpu_runner, step_limits
 from tandem_engine.batch import Batch
 from tandem_engine.block_manager import BlockManager
 from tandem_engine.draft_source import Emitted
 from tandem_engine.draft_tree import DraftTree
 from tandem_engine.engine import Engine
-from tandem_engine.kv_pool import KVShape
 from tandem_engine.models.config import ModelConfig
-from tandem_engine.models.decoder import Decoder
 from tandem_engine.request import Request
 from tandem_engine.runner import ModelRunner
 from tandem_engine.sampling.verify import Verified, Verifier
 from tandem_engine.scheduler import Scheduler, SchedulerConfig
-from tandem_engine.warm_up import warm_up
 from tandem_engine.workspace import StepLimits
 
 from gpu.runner import Bench, Stage
@@ -49,11 +39,8 @@ ACCEPTED = {1: 0, 8: 2, 16: 3}
 MAX_CONTEXT = {"max_position_embeddings": 8192}
 #: Steps before those that are timed, and after them under the profiler.
 WARM_UP, PROFILED = 3, 3
-#: Kernels and functions of a batch that are named.
-SHOWN = 12
 #: Seconds that filling sequences with context leaves to the rows of the table.
 MEASURING_S = 60.0
-GIB = 1 << 30
 
 
 class BinaryTrees:
@@ -159,7 +146,7 @@ def decode(bench: Bench) -> None:
     batches, context = ((3, 1), 120) if bench.dry else ((128, 64, 32, 8, 1), 4096)
     repeats = 3 if bench.dry else 12
     # A sequence grows by its accepted guesses and one in every step; the context is right in the middle.
-    grown = (WARM_UP + repeats + 2 * PROFILED) * sum(n + 1 for n in ACCEPTED.values()) * len(batches)
+    grown = (WARM_UP + repeats + PROFILED) * sum(n + 1 for n in ACCEPTED.values()) * len(batches)
     prompt = max(1, context - grown // 2)
     chunk_size = context if bench.dry else 8192
     # The first ones already decode while the others' prompts are computed.
@@ -178,8 +165,6 @@ def decode(bench: Bench) -> None:
     bench.table(
         "batch", "n", "tokens/step", "ms", "tokens/s", "T_n/T_1", "kernels", "launches", "syncs", "GPU idle"
     )
-    kernels: dict[tuple[int, int], list[tuple[str, str, str]]] = {}
-    functions: dict[tuple[int, int], list[tuple[str, str, str]]] = {}
     for batch in batches:
         for request in engine.scheduler.decoding()[batch:]:
             engine.abort(request.request_id)
@@ -201,18 +186,10 @@ def decode(bench: Bench) -> None:
                 tokens = sum(len(output.token_ids) for output in outputs)
             ms = statistics.median(times)
             one_ms = one_ms or ms
-            events = trace(engine, bench.dry)
             bench.row(
                 batch, n, tokens, f"{ms:.2f}", f"{tokens / ms * 1e3:.0f}", f"{ms / one_ms:.2f}",
-                *counts(events, PROFILED),
+                *counts(trace(engine, bench.dry), PROFILED),
             )  # fmt: skip
-            kernels[batch, n] = longest_kernels(events, PROFILED)
-            functions[batch, n] = longest_functions(engine)
-    for title, unit, times in (("kernel", "launches", kernels), ("function of the host", "calls", functions)):
-        bench.table("batch", "n", title, f"{unit} a step", "µs a step")
-        for (batch, n), rows in times.items():
-            for row in rows:
-                bench.row(batch, n, *row)
 
 
 def fill(bench: Bench, engine: Engine, count: int, prompt: int) -> int:
@@ -246,40 +223,6 @@ def trace(engine: Engine, dry: bool) -> list[dict[str, object]]:
         path = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))
         return list(json.loads(path.read_text())["traceEvents"])
-
-
-def longest_kernels(events: list[dict[str, object]], num_steps: int) -> list[tuple[str, str, str]]:
-    """Name, launches and microseconds per step of the kernels that take longest in all."""
-    total_us: Counter[str] = Counter()
-    launches: Counter[str] = Counter()
-    for event in events:
-        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
-            name = str(event["name"])[:90]
-            total_us[name] += float(str(event["dur"]))  # type: ignore[assignment]
-            launches[name] += 1
-    return [
-        (name, f"{launches[name] / num_steps:.1f}", f"{us / num_steps:.0f}")
-        for name, us in total_us.most_common(SHOWN)
-    ]
-
-
-def longest_functions(engine: Engine) -> list[tuple[str, str, str]]:
-    """Name, calls and microseconds per step of Python's functions that take longest by themselves.
-
-    The profiler makes each call slower, so that many small ones seem to take more than they do.
-    """
-    profile = cProfile.Profile()
-    profile.enable()
-    for _ in range(PROFILED):
-        engine.step()
-    profile.disable()
-    # {(file, line, name): (_, calls, seconds in the function itself, ...)}
-    entries: dict[tuple[str, int, str], Any] = pstats.Stats(profile).stats  # type: ignore[attr-defined]
-    longest = sorted(entries.items(), key=lambda entry: -entry[1][2])[:SHOWN]
-    return [
-        (f"{Path(file).name}:{line} {name}", f"{calls / PROFILED:.0f}", f"{seconds / PROFILED * 1e6:.0f}")
-        for (file, line, name), (_, calls, seconds, *_rest) in longest
-    ]
 
 
 def counts(events: list[dict[str, object]], num_steps: int) -> list[str]:
@@ -330,81 +273,4 @@ def prefill(bench: Bench) -> None:
         bench.row(chunk_size, f"{seconds * 1e3:.1f}", f"{length / seconds:.0f}", flops / seconds / 1e12)
 
 
-def sizing(bench: Bench) -> None:
-    """The KV pool as a pod with default settings sizes it, and what the largest steps then take."""
-    if bench.dry:
-        bench.note("Not in a dry run: it needs a GPU's memory.")
-        return
-    decoder = random_decoder(model_shape(bench.dry), bench.device)
-    for config in (EngineConfig(Path()), EngineConfig(Path(), max_batch=128, chunk_size=8192)):
-        measure_sizing(bench, decoder, config)
-        # The pool's memory, for the next one.
-        gc.collect()
-        torch.cuda.empty_cache()
-
-
-def measure_sizing(bench: Bench, decoder: Decoder, config: EngineConfig) -> None:
-    """A row for each moment, the last one for what --gpu-memory-utilization leaves to others."""
-    settings = f"--max-batch {config.max_batch} --chunk-size {config.chunk_size}"
-    bench.table(settings, "GPU memory free, GiB", "of torch's tensors, GiB")
-
-    def row(moment: str) -> None:
-        bench.row(moment, torch.cuda.mem_get_info()[0] / GIB, torch.cuda.memory_allocated() / GIB)
-
-    model = decoder.config
-    shape = KVShape(model.num_layers, model.num_kv_heads, model.head_dim, config.block_size, decoder.dtype)
-    limits = step_limits(config)
-    row("with the weights")
-    runner = make_gpu_runner(config, decoder, shape, limits)
-    pool_bytes = (runner.pool.num_blocks + 1) * shape.block_bytes * shape.num_layers
-    row(f"with a pool of {runner.pool.num_blocks} blocks ({pool_bytes / GIB:.1f} GiB) and graphs")
-    allocated = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    warm_up(runner, limits)
-    row(
-        f"after the largest steps, which took {(torch.cuda.max_memory_allocated() - allocated) / GIB:.2f} GiB"
-    )
-    total = torch.cuda.mem_get_info()[1]
-    bench.row("to stay free", (1 - config.gpu_memory_utilization) * total / GIB)
-
-
-def vllm(bench: Bench) -> None:
-    """vLLM with dummy weights on the same shapes: time per step of plain decoding, and of the prompt."""
-    if importlib.util.find_spec("vllm") is None:
-        bench.note("Not measured: vllm is not importable.")
-        return
-    # In this process, so that it ends with the stage.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    module = importlib.import_module("vllm")
-    shape = model_shape(bench.dry)
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(shape))
-        llm = module.LLM(
-            model=folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=8192,
-            gpu_memory_utilization=0.85, enable_prefix_caching=False, max_num_seqs=128,
-        )  # fmt: skip
-        source = random.Random(0)
-        bench.table("batch", "prompts, ms", "ms/step", "tokens/s")
-        for batch in (1, 8, 32, 128):
-            seconds = []
-            for num_tokens in (4, 1, 65):  # the first warms up
-                prompts = [
-                    {"prompt_token_ids": [source.randrange(shape["vocab_size"]) for _ in range(4096)]}
-                    for _ in range(batch)
-                ]
-                sampling = module.SamplingParams(
-                    temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False
-                )
-                began = time.perf_counter()
-                llm.generate(prompts, sampling, use_tqdm=False)
-                seconds.append(time.perf_counter() - began)
-            step_ms = (seconds[2] - seconds[1]) / 64 * 1e3
-            bench.row(batch, f"{seconds[1] * 1e3:.0f}", f"{step_ms:.2f}", f"{batch / step_ms * 1e3:.0f}")
-
-
-STAGES = [
-    Stage("decode", 225, decode),
-    Stage("prefill", 70, prefill),
-    Stage("sizing", 50, sizing),
-    Stage("vllm", 190, vllm),
-]
+STAGES = [Stage("decode", 225, decode), Stage("prefill", 70, prefill)]

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -98,13 +97,9 @@ class Fleet:
     decode: decode_pb2_grpc.DecodeServiceStub
     prefill_target: str
     vocab_size: int
-    #: The /metrics ports by role.
-    metrics: dict[str, int]
 
 
-def start_pods(
-    bench: Bench, folder: Path, ports: dict[str, int], metrics: dict[str, int]
-) -> list[subprocess.Popen[bytes]]:
+def start_pods(bench: Bench, folder: Path, ports: dict[str, int]) -> list[subprocess.Popen[bytes]]:
     sizes = (64, 200, 1) if bench.dry else (2048, 2048, 0)
     common = [
         *("--model", folder, "--device", bench.device.type, "--dtype", "bfloat16", "--quantization", "none"),
@@ -119,7 +114,7 @@ def start_pods(
     }  # fmt: skip
     pods = []
     for role, port in ports.items():
-        flags = [*common, *own[role], "--port", port, "--metrics-port", metrics[role], "--pod-id", role]
+        flags = [*common, *own[role], "--port", port, "--metrics-port", free_port(), "--pod-id", role]
         script = f"from tandem_{role}.main import main; main()"
         pods.append(subprocess.Popen([sys.executable, "-P", "-c", script, *map(str, flags)]))
     return pods
@@ -128,8 +123,8 @@ def start_pods(
 @asynccontextmanager
 async def running_pods(bench: Bench, folder: Path, shape: dict[str, object]) -> AsyncIterator[Fleet]:
     """Both pods, ready; killed at the end."""
-    ports, metrics = ({role: free_port() for role in ("prefill", "decode")} for _ in range(2))
-    pods = start_pods(bench, folder, ports, metrics)
+    ports = {role: free_port() for role in ("prefill", "decode")}
+    pods = start_pods(bench, folder, ports)
     options = [("grpc.enable_http_proxy", 0)]
     channels = {role: grpc.aio.insecure_channel(f"127.0.0.1:{port}", options) for role, port in ports.items()}
     try:
@@ -144,7 +139,7 @@ async def running_pods(bench: Bench, folder: Path, shape: dict[str, object]) -> 
                     raise RuntimeError("the pods were not ready in the stage's time; their logs are above")
         bench.note(f"Both pods were ready after {time.monotonic() - began:.0f} s.")
         stub = decode_pb2_grpc.DecodeServiceStub(channels["decode"])
-        yield Fleet(stub, f"127.0.0.1:{ports['prefill']}", int(str(shape["vocab_size"])), metrics)
+        yield Fleet(stub, f"127.0.0.1:{ports['prefill']}", int(str(shape["vocab_size"])))
     finally:
         for channel in channels.values():
             await channel.close()
@@ -261,38 +256,6 @@ async def measure_at_once(bench: Bench, fleet: Fleet, length: int, repeats: int)
         )
 
 
-#: What a table of copies shows: the gauge, its unit in the table, and the factor to it.
-COPY_GAUGES = (
-    ('tandem_kv_copies_total{direction="read"}', "reads", 1.0),
-    ('tandem_kv_copied_bytes_total{direction="read"}', "read MB", 1e-6),
-    ('tandem_kv_copy_wait_seconds_total{direction="read"}', "wait for reads, ms", 1e3),
-    ("tandem_kv_frames_copied_out_total", "copied out", 1.0),
-    ('tandem_kv_copies_total{direction="write"}', "writes", 1.0),
-    ('tandem_kv_copied_bytes_total{direction="write"}', "written MB", 1e-6),
-    ('tandem_kv_copy_wait_seconds_total{direction="write"}', "wait for buffers, ms", 1e3),
-)
-
-
-def copy_counts(page: str) -> list[float] | None:
-    """The values of COPY_GAUGES on a pod's /metrics page; None for a pod on a CPU, which has none."""
-    samples = dict(line.rsplit(" ", 1) for line in page.splitlines() if line.startswith("tandem_kv_"))
-    if not any(name in samples for name, _, _ in COPY_GAUGES):
-        return None
-    return [float(samples[name]) * factor for name, _, factor in COPY_GAUGES]
-
-
-async def report_copies(bench: Bench, fleet: Fleet) -> None:
-    """Rows of what the pods' transfers have copied since the start."""
-    counts = {}
-    for role, port in fleet.metrics.items():
-        url = f"http://127.0.0.1:{port}/metrics"
-        page = await asyncio.to_thread(lambda url=url: urllib.request.urlopen(url, timeout=3).read().decode())
-        counts[role] = copy_counts(page)
-    bench.table("copies so far", *(name for _, name, _ in COPY_GAUGES))
-    for role, values in counts.items():
-        bench.row(role, *("none: KV is in the host's memory",) if values is None else values)
-
-
 async def measure_disturbance(bench: Bench, fleet: Fleet, length: int, streams: int, window_s: float) -> None:
     """Rows of the time between tokens of running streams, alone and beside prompts."""
     bench.table(f"{streams} running streams", "ITL median ms", "p99 ms", "max ms", "prompts", "their TTFT ms")
@@ -345,10 +308,8 @@ def pods(bench: Bench) -> None:
             length, repeats = (200, 1) if bench.dry else (4096, 5)
             await measure_idle(bench, fleet, length, repeats)
             await measure_at_once(bench, fleet, length, repeats)
-            await report_copies(bench, fleet)
             sizes = (200, 2, 0.2) if bench.dry else (4096, 8, 3.5)
             await measure_disturbance(bench, fleet, *sizes)
-            await report_copies(bench, fleet)
 
     with tempfile.TemporaryDirectory() as name:
         began = time.perf_counter()

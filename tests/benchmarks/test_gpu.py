@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu import attention, checks, steps, transfer
+from gpu import attention, checks, transfer
 from gpu.__main__ import extend_path
 from gpu.attention import (
     KV_DTYPES,
@@ -33,18 +33,12 @@ from gpu.attention import (
     grid,
     measure_grid,
     tandem_calls,
-    xqa_calls,
 )
 from gpu.checks import outcome_of, run_tests
 from gpu.runner import PARTS, Bench, Stage, plan, run_parts, run_stages
-from gpu.shapes import make_runner, model_shape, random_decoder
-from gpu.steps import MEASURING_S, counts, fill, longest_kernels, measure_sizing
-from gpu.transfer import COPY_GAUGES, RESERVE_S, Fleet, Stream, copy_counts, measure_at_once, measure_idle
+from gpu.steps import MEASURING_S, counts, fill
+from gpu.transfer import RESERVE_S, Fleet, Stream, measure_at_once, measure_idle
 from processes import is_alive
-from prometheus_client import CollectorRegistry, generate_latest
-from tandem_engine.assemble import EngineConfig
-from tandem_engine.gpu_block_store import CopyCounts
-from tandem_pod.status import PodGauges
 from waiting import wait_until
 
 CPU = torch.device("cpu")
@@ -302,26 +296,6 @@ def test_fa3_gets_its_arguments_by_name(tmp_path: Path, monkeypatch: pytest.Monk
         check(step, result)
 
 
-def test_xqa_gets_the_tree_as_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    def decode(query, cache, workspace, table, seq_lens, longest, *, mask, q_len_per_req, **options):
-        assert mask.shape == (2, q_len_per_req, 2)
-        assert (mask.dtype, seq_lens.dtype) == (torch.uint16, torch.uint32)
-        low, high = mask.long().unbind(2)
-        bits = (low | high << 16)[..., None] >> torch.arange(q_len_per_req) & 1
-
-        def visible(b: int, length: int) -> torch.Tensor:
-            context = torch.ones(q_len_per_req, length - q_len_per_req)
-            return torch.cat((context, bits[b]), 1).bool()
-
-        key, value = cache.transpose(2, 3).unbind(1)
-        return attend_in_float32(query, key, value, table, seq_lens.long(), visible)
-
-    module = types.SimpleNamespace(xqa_batch_decode_with_kv_cache=decode)
-    monkeypatch.setitem(sys.modules, "flashinfer.decode", module)
-    step = Step(PEER_CASE, CPU)
-    check(step, xqa_calls(step)[0]())
-
-
 def test_kernels_launches_and_waits_are_counted_per_step() -> None:
     def event(category: str, name: str, begin: float, duration: float) -> dict[str, object]:
         return {"cat": category, "name": name, "ts": begin, "dur": duration}
@@ -338,21 +312,6 @@ def test_kernels_launches_and_waits_are_counted_per_step() -> None:
         {"name": "process_name", "ph": "M"},
     ]
     assert counts(events, 2) == ["1.0", "1.0", "0.5", "20%"]
-
-
-def test_the_longest_kernels_are_named_with_what_they_take_of_a_step() -> None:
-    events: list[dict[str, object]] = [
-        {"cat": "kernel", "name": "gemm", "dur": 20.0},
-        {"cat": "kernel", "name": "attention", "dur": 30.0},
-        {"cat": "kernel", "name": "gemm", "dur": 24.0},
-        {"cat": "gpu_memcpy", "name": "Memcpy DtoH", "dur": 2.0},
-        {"cat": "cpu_op", "name": "aten::linear", "dur": 500.0},
-    ]
-    assert longest_kernels(events, 2) == [
-        ("gemm", "1.0", "22"),
-        ("attention", "0.5", "15"),
-        ("Memcpy DtoH", "0.5", "1"),
-    ]
 
 
 def test_sequences_are_filled_while_the_stage_has_time_to_measure_them() -> None:
@@ -389,7 +348,7 @@ async def test_what_was_measured_is_written_when_the_stages_time_ends(
     monkeypatch.setattr(transfer, "one_request", one_request)
     page = io.StringIO()
     bench = Bench(CPU, page, deadline=time.monotonic() + RESERVE_S + 0.4)
-    fleet = Fleet(None, "", 100, {})
+    fleet = Fleet(None, "", 100)
     await measure_at_once(bench, fleet, 8, 1)
     await measure_idle(bench, fleet, 8, 1)
     await measure_at_once(bench, fleet, 8, 1)
@@ -399,40 +358,6 @@ async def test_what_was_measured_is_written_when_the_stages_time_ends(
     assert all(20 < float(row[1]) < 60 for row in shown[2:4])
     assert [row[1] for row in shown[6:9]] == ["did not fit the time"] * 3
     assert shown[11:] == [["1", "did not fit the time"], ["4", "did not fit the time"]]
-
-
-def test_a_pods_copies_are_read_off_its_metrics() -> None:
-    registry = CollectorRegistry()
-    gauges = PodGauges(registry)
-    assert copy_counts(generate_latest(registry).decode()) is None, "a pod on a CPU"
-    gauges.watch_copies(CopyCounts(3, 4_000_000, 0.005, 6, 7, 8_000_000, 0.009))
-    values = copy_counts(generate_latest(registry).decode())
-    assert values is not None
-    shown = {name: round(value, 6) for (_, name, _), value in zip(COPY_GAUGES, values, strict=True)}
-    assert shown == {
-        "reads": 3, "read MB": 4, "wait for reads, ms": 5, "copied out": 6,
-        "writes": 7, "written MB": 8, "wait for buffers, ms": 9,
-    }  # fmt: skip
-
-
-def test_the_rows_of_the_pools_sizing(monkeypatch: pytest.MonkeyPatch) -> None:
-    free = iter([80 << 30, 20 << 30, 15 << 30, 15 << 30])
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (next(free), 100 << 30))
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 7 << 30)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 9 << 30)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
-    monkeypatch.setattr(
-        steps, "make_gpu_runner", lambda config, decoder, shape, limits: make_runner(decoder, limits, 12)
-    )
-    page = io.StringIO()
-    config = EngineConfig(Path(), max_batch=2, chunk_size=64)
-    measure_sizing(Bench(CPU, page), random_decoder(model_shape(dry=True), CPU), config)
-    assert [row.split("|")[1:3] for row in page.getvalue().splitlines()[3:]] == [
-        [" with the weights ", " 80 "],
-        [" with a pool of 12 blocks (0.0 GiB) and graphs ", " 20 "],
-        [" after the largest steps, which took 2.00 GiB ", " 15 "],
-        [" to stay free ", " 10 "],
-    ]
 
 
 def test_each_test_of_a_gpu_has_its_row_also_where_one_hangs(

@@ -39,7 +39,7 @@ def choose_tiles(
     cache_bytes: int,
     max_new_tokens: int | None = None,
 ) -> Tiles:
-    """Tiles for a model, as measured on an H200 (benchmarks/results/gpu-attention.md).
+    """Tiles for a model, as measured on an H200 (benchmarks/results/gpu-h200.md).
 
     What counts most is how many programs run at the same time, since each waits for one tile after another.
 
