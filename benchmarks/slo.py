@@ -492,7 +492,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, required=True, help="the page, as Markdown")
     add("--records", type=Path, help="write every request here, as JSON lines")
     add("--from", type=Path, dest="source", metavar="FILE", help="measure nothing; read such a file")
-    add("--plot", type=Path, help="PNG of the curves over the rate, and NAME-predictions.png")
+    add("--plot", type=Path, help="PNG of the curves over the rate")
     add("--config", action="append", metavar="NAME=FLAGS", help="repeatable; default: CONFIGURATIONS")
     add("--up", default="", metavar="FLAGS", help="flags of `tandem up` for all configurations")
     add("--parts", default=",".join(PARTS), help=f"default: {','.join(PARTS)}")

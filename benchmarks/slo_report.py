@@ -1,4 +1,4 @@
-"""The page and the pictures of `slo.py`, computed from its runs alone."""
+"""The page and the picture of `slo.py`, computed from its runs alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from tandem_cli.bench.plot import draw_curves
 from tandem_cli.bench.record import OK, RequestRecord
 from tandem_cli.bench.report import pooled_records
 from tandem_cli.bench.stats import (
-    Calibration,
     Percentiles,
     Run,
     Summary,
@@ -39,15 +38,13 @@ most what it had predicted at admission; a calibrated p90 holds for 90 %."""
 
 
 def finish(runs: Sequence[Run], out: Path, plot: Path | None) -> None:
-    """Writes the page and the pictures, and prints the page."""
+    """Writes the page and the picture, and prints the page."""
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(report(runs))
     print(out.read_text())
     curves = [run for run in runs if run.point.workload == "poisson"]
     if plot is not None and curves:
         draw_curves(plot, curves, "Poisson arrivals")
-        if calibration(pooled_records(curves)) is not None:
-            draw_calibration(plot.with_name(f"{plot.stem}-predictions.png"), runs, curves[0].system)
 
 
 def _about(runs: Sequence[Run]) -> str:
@@ -273,57 +270,3 @@ def _seconds(values: Percentiles | None) -> str:
 
 def _ms(values: Percentiles | None) -> str:
     return "-" if values is None else f"{1e3 * values.p50:.1f} / {1e3 * values.p99:.1f}"
-
-
-def draw_calibration(path: Path, runs: Sequence[Run], system: str) -> None:
-    """Write a PNG: shares of predictions that held over the load, by class; calibrated ones lie on the dotted
-    lines. Left TTFT, right E2E; solid p90, dashed p50."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    mine = [
-        run
-        for run in runs
-        if run.system == system and run.point.rate is not None and not run.point.workload.startswith(PROBE)
-    ]
-    rates = sorted({run.point.rate for run in mine if run.point.rate is not None})
-    figure, panels = plt.subplots(1, 2, figsize=(11, 4.5), constrained_layout=True, sharey=True)
-    for panel, name in zip(panels, ("ttft", "e2e"), strict=True):
-        for number, slo_class in enumerate(DEFAULT_SLO_CLASSES):
-            for quantile, style in (("p90", "-"), ("p50", "--")):
-                points = []
-                for rate in rates:
-                    records = pooled_records([run for run in mine if run.point.rate == rate])
-                    told = calibration([record for record in records if record.slo.name == slo_class])
-                    share = _of(told, name, quantile)
-                    if share is not None:
-                        points.append((rate, share))
-                if points:
-                    label = slo_class if style == "-" else None
-                    panel.plot(
-                        *zip(*points, strict=True),
-                        color=f"C{number}",
-                        linestyle=style,
-                        marker="o",
-                        label=label,
-                    )
-        for share in (0.5, 0.9):
-            panel.axhline(share, color="grey", linestyle=":", linewidth=1)
-        panel.set(title=name.upper(), xlabel="requests/s offered", ylabel="share that held", ylim=(0, 1.02))
-        panel.grid(alpha=0.3)
-    panels[0].legend(loc="lower right")
-    figure.suptitle(f"Predictions of {system}: solid p90, dashed p50")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
-def _of(told: Calibration | None, name: str, quantile: str) -> float | None:
-    if told is None:
-        return None
-    shares = {
-        ("ttft", "p50"): told.ttft_p50, ("ttft", "p90"): told.ttft_p90,
-        ("e2e", "p50"): told.e2e_p50, ("e2e", "p90"): told.e2e_p90,
-    }  # fmt: skip
-    return shares[name, quantile]
