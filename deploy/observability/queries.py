@@ -187,11 +187,9 @@ def to_markdown(answers: list[Answer]) -> str:
         "empty while all is well, so the series that it asks for are listed instead.",
         "",
         "After a minute of load on all processes. `tests/e2e/test_observability.py` (in `make test-all`) "
-        "makes it with a tiny model; the committed report is from there. With another system: `make serve`, "
+        "makes it with a tiny model. With another system: `make serve`, "
         "`make observe`, `tandem bench serve`, `.venv/bin/python deploy/observability/queries.py --out "
         "FILE`. Quantiles of times that nothing took within the minute are NaN.",
-        "",
-        "On two cores of a shared x86-64 machine with AVX2; the queries do not depend on it.",
         "",
         "| where | panel or rule | query | series | verdict |",
         "|---|---|---|---|---|",

@@ -11,8 +11,8 @@ other process does: queries that take their instance from one of these names fin
 over all scraped processes counts nothing twice.
 
 To add a metric: one row here, one `make` or `view` where it is measured, a panel in
-deploy/observability/dashboards.py. Predicted times and their errors belong to the section "Prediction";
-reasons of refusals are values of `REFUSED`'s label.
+deploy/observability/grafana_dashboards.py. Predicted times and their errors belong to the section
+"Prediction"; reasons of refusals are values of `REFUSED`'s label.
 """
 
 from __future__ import annotations
