@@ -1,9 +1,9 @@
-"""What a results page says of the hardware."""
+"""What a results page names: the hardware and the command."""
 
 from __future__ import annotations
 
 import pytest
-from reporting import describe_features
+from reporting import describe_command, describe_features
 
 
 @pytest.mark.parametrize(
@@ -17,3 +17,18 @@ from reporting import describe_features
 )
 def test_features_are_named_where_all_their_flags_are_there(flags: set[str], features: str) -> None:
     assert describe_features(flags) == features
+
+
+@pytest.mark.parametrize(
+    ("path", "command"),
+    [
+        ("", "python benchmarks/slo.py --out page.md"),
+        ("/x/tests/helpers", "PYTHONPATH=tests/helpers python benchmarks/slo.py --out page.md"),
+    ],
+)
+def test_the_command_names_no_folder_of_a_machine(
+    path: str, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", path)
+    monkeypatch.setattr("sys.argv", ["/y/benchmarks/slo.py", "--out", "/z/page.md"])
+    assert describe_command() == command
