@@ -1,7 +1,4 @@
-"""`buf curl` with its default flags on the HTTP port (Connect, the schema by reflection), and by gRPC.
-
-Without TLS buf reflects over HTTP/2, with `--schema` it calls over HTTP/1.1.
-"""
+"""`buf curl` on the gRPC port, and on the HTTP port with the schema from files, without reflection."""
 
 from __future__ import annotations
 
@@ -18,8 +15,7 @@ pytestmark = pytest.mark.skipif(BUF is None, reason="buf is not installed; `make
 PROTO = Path(__file__).parents[2] / "proto"
 #: Which of the system's ports, and with which flags.
 WAYS = {
-    "connect": ("url", []),
-    "connect, schema": ("url", ["--schema", str(PROTO)]),
+    "connect": ("url", ["--schema", str(PROTO)]),
     "grpc": ("grpc_url", ["--protocol", "grpc"]),
 }
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "sampling": {"maxTokens": 4, "ignoreEos": True}}
@@ -60,7 +56,7 @@ def test_a_wrong_field_is_named(curl):
     assert "messages: is empty" in done.stderr
 
 
-def test_the_services_of_the_http_port_are_listed(system):
-    command = [str(BUF), "curl", "--list-methods", system.url]
+def test_the_services_of_the_grpc_port_are_listed(system):
+    command = [str(BUF), "curl", "--protocol", "grpc", "--list-methods", system.grpc_url]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert "tandem.v1.GatewayService/Chat" in done.stdout.split()

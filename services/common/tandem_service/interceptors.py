@@ -67,7 +67,7 @@ _OPEN_METHODS = "/grpc."
 _OPEN_MESSAGE_S = 1.0
 _MAX_OPEN_STREAMS = 32
 #: Of a message for which no key is needed.
-MAX_OPEN_BYTES = 1024
+_MAX_OPEN_BYTES = 1024
 
 if TYPE_CHECKING:
     _Handler = grpc.RpcMethodHandler[Any, Any]
@@ -112,7 +112,7 @@ STATUS_CODES: Mapping[type[Exception], grpc.StatusCode] = MappingProxyType(
 )
 
 
-class OpenStreams:
+class _OpenStreams:
     """Bounds the streams for which no key is needed. Belongs to one event loop."""
 
     def __init__(self) -> None:
@@ -163,7 +163,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
     ) -> None:
         self._callers = callers
         self._gate = gate
-        self._open_streams = OpenStreams()
+        self._open_streams = _OpenStreams()
         self._status_codes = {**STATUS_CODES, **status_codes}
         self._calls = metric_table.GRPC_CALLS.make(registry)
         self._seconds = metric_table.GRPC_CALL_SECONDS.make(registry)
@@ -251,7 +251,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
 
         return grpc.stream_stream_rpc_method_handler(
             gated,
-            _decoder(handler, raises=True, max_bytes=MAX_OPEN_BYTES if is_open else None),
+            _decoder(handler, raises=True, max_bytes=_MAX_OPEN_BYTES if is_open else None),
             handler.response_serializer,
         )
 

@@ -236,7 +236,7 @@ class ServerTls:
         self._pems = ReloadingPems(files)
 
     def http_context(self) -> ssl.SSLContext:
-        """For a server that takes a context, and speaks HTTP/2 and HTTP/1.1."""
+        """For a server of HTTP/1.1 that takes a context."""
         shown = self._pems.current()
         newest_context = self._context()
 
@@ -255,7 +255,7 @@ class ServerTls:
     def _context(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(self._files.cert, self._files.key, password="")
-        context.set_alpn_protocols(["h2", "http/1.1"])
+        context.set_alpn_protocols(["http/1.1"])
         return context
 
     def server_credentials(self) -> grpc.ServerCredentials:

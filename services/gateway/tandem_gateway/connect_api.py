@@ -1,15 +1,15 @@
-"""HTTP: the services of the gRPC port in the Connect protocol, which `buf curl` speaks by default.
+"""HTTP: GatewayService in the Connect protocol, which `buf curl` speaks by default.
 
-https://connectrpc.com/docs/protocol. The methods are those of the gRPC servicers; this module only reads and
+https://connectrpc.com/docs/protocol. The methods are those of the gRPC servicer; this module only reads and
 writes the wire:
 
     POST /SERVICE/METHOD                        application/json, application/proto
         one message, one response               errors are JSON, with the HTTP status of their code
     POST /SERVICE/METHOD                        application/connect+json, application/connect+proto
-        messages and responses in envelopes     errors are in the last envelope; the HTTP status is 200
+        one message, responses in envelopes     errors are in the last envelope; the HTTP status is 200
 
 Bodies are not compressed: envelopes that are get `unimplemented`, as the protocol says. No method may be
-called by GET.
+called by GET. There is no reflection: it is a bidirectional stream, which HTTP/1.1 does not carry.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,27 +27,26 @@ import grpc
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from google.protobuf import json_format, message_factory
-from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import DecodeError, Message
-from grpc_reflection.v1alpha import reflection, reflection_pb2
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 from tandem_core.errors import quoted
 from tandem_proto.v1 import gateway_pb2
 from tandem_service import interceptors
-from tandem_service.interceptors import MAX_OPEN_BYTES, REQUEST_ID_KEY, MalformedRequestError, Metadata
+from tandem_service.interceptors import REQUEST_ID_KEY, MalformedRequestError, Metadata
 
 from tandem_gateway.auth import ApiKeys
 from tandem_gateway.errors import DeadlineError
 from tandem_gateway.gateway import Gateway
-from tandem_gateway.grpc_api import SERVICE_NAME, STATUS_CODES, GatewayServicer, caller_of
+from tandem_gateway.grpc_api import STATUS_CODES, GatewayServicer, caller_of
 from tandem_gateway.http_stream import ClientGoneError, json_bytes, send_within, until_disconnect
 from tandem_gateway.limits import OpenCalls
 from tandem_gateway.request_body import check_values, max_body_bytes, read_bytes
 
 #: Of an envelope: flags, then the length of the message as a big-endian number.
 _HEAD_BYTES = 5
-_COMPRESSED, _END_STREAM = 1, 2
+_END_STREAM = 2
 _CODECS = ("json", "proto")
 _TIMEOUT_MS = re.compile(r"[0-9]{1,10}")
 #: Longer messages are read and written as JSON in a thread: it takes milliseconds.
@@ -83,7 +82,13 @@ class Context:
     """What the servicers use of gRPC's context."""
 
     def __init__(self, request: Request) -> None:
-        """Raises MalformedRequestError."""
+        """Raises MalformedRequestError, UnimplementedError."""
+        version = request.headers.get("connect-protocol-version", "1")
+        if version != "1":
+            raise MalformedRequestError(f"Connect-Protocol-Version is {quoted(version)}; send 1")
+        encoding = request.headers.get("content-encoding", "identity")
+        if encoding != "identity":
+            raise UnimplementedError(f"Content-Encoding is {quoted(encoding)}; send identity")
         self._metadata = tuple(request.headers.items())
         self._ends_at: float | None = None
         self.trailing_metadata: tuple[tuple[str, str | bytes], ...] = ()
@@ -141,41 +146,21 @@ def envelope(payload: bytes, flags: int = 0) -> bytes:
     return bytes([flags]) + len(payload).to_bytes(_HEAD_BYTES - 1, "big") + payload
 
 
-class Envelopes:
-    """Takes a stream of bytes apart. `max_bytes` of a message."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._buffer = bytearray()
-
-    @property
-    def is_within(self) -> bool:
-        """An envelope has begun and is not complete."""
-        return bool(self._buffer)
-
-    def push(self, data: bytes) -> list[bytes]:
-        """The messages that are complete now. Raises MalformedRequestError, UnimplementedError."""
-        self._buffer += data
-        messages = []
-        while len(self._buffer) >= _HEAD_BYTES:
-            flags, size = self._buffer[0], int.from_bytes(self._buffer[1:_HEAD_BYTES], "big")
-            if flags == _COMPRESSED:
-                raise UnimplementedError(
-                    "compressed messages are not taken; send them as they are (identity)"
-                )
-            if flags:
-                raise MalformedRequestError(
-                    f"an envelope has the flags {flags}, which no request may have; send 0"
-                )
-            if size > self._max_bytes:
-                raise MalformedRequestError(
-                    f"a message has {size} bytes, over the limit of {self._max_bytes}; send a shorter one"
-                )
-            if len(self._buffer) < _HEAD_BYTES + size:
-                break
-            messages.append(bytes(self._buffer[_HEAD_BYTES : _HEAD_BYTES + size]))
-            del self._buffer[: _HEAD_BYTES + size]
-        return messages
+def only_message(body: bytes) -> bytes:
+    """The message of a body that holds one envelope. Raises MalformedRequestError, UnimplementedError."""
+    flags, size = body[:1], int.from_bytes(body[1:_HEAD_BYTES], "big")
+    if flags == b"\1":
+        raise UnimplementedError("compressed messages are not taken; send them as they are (identity)")
+    if flags not in (b"", b"\0"):
+        raise MalformedRequestError(
+            f"an envelope has the flags {flags[0]}, which no request may have; send 0"
+        )
+    if len(body) != _HEAD_BYTES + size:
+        raise MalformedRequestError(
+            f"the body has {len(body)} bytes, and its envelope {_HEAD_BYTES} + {size}; send the one message "
+            "that the method takes, in one envelope"
+        )
+    return body[_HEAD_BYTES:]
 
 
 class ConnectApi:
@@ -185,14 +170,8 @@ class ConnectApi:
         self._gateway = gateway
         self._keys = keys
         self._calls = calls
-        self._open_streams = interceptors.OpenStreams()
         self.router = APIRouter()
-        names = (SERVICE_NAME, reflection.SERVICE_NAME)
-        reflected = reflection.aio.ReflectionServicer(names)  # type: ignore[attr-defined]  # public
-        self._add(gateway_pb2.DESCRIPTOR.services_by_name["GatewayService"], servicer)
-        self._add(reflection_pb2.DESCRIPTOR.services_by_name["ServerReflection"], reflected)
-
-    def _add(self, service: ServiceDescriptor, servicer: object) -> None:
+        service = gateway_pb2.DESCRIPTOR.services_by_name["GatewayService"]
         for method in service.methods:
             call = partial(self._call, method, getattr(servicer, method.name))
             self.router.add_route(f"/{service.full_name}/{method.name}", call, methods=["POST"])
@@ -200,31 +179,24 @@ class ConnectApi:
     async def _call(
         self, method: MethodDescriptor, handler: Callable[..., Any], request: Request
     ) -> Response:
-        is_stream = method.client_streaming or method.server_streaming
-        prefix = "application/connect+" if is_stream else "application/"
+        prefix = "application/connect+" if method.server_streaming else "application/"
         content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         name = content_type.removeprefix(prefix)
         if not content_type.startswith(prefix) or name not in _CODECS:
             accepted = ", ".join(prefix + codec for codec in _CODECS)
             return Response(status_code=415, headers={"accept-post": accepted})
         codec = Codec(method, name)
-        if method.client_streaming and request.scope["http_version"] != "2":
-            return Response(status_code=505, headers={"connection": "close"})
-        return (
-            _StreamResponse(self, codec, handler, request)
-            if is_stream
-            else await self._unary(codec, handler, request)
-        )
+        if method.server_streaming:
+            return _StreamResponse(self, codec, handler, request)
+        return await self._unary(codec, handler, request)
 
     async def _unary(
         self, codec: Codec, handler: Callable[..., Awaitable[Message]], request: Request
     ) -> Response:
         try:
-            with self.admitted(request) as context, _named_deadline():
-                async with asyncio.timeout(context.time_remaining()):
-                    message = await self.only_message(request, codec)
-                    response = await until_disconnect(request.receive, handler(message, context))
-                    body = await codec.encode(response)
+            async with self.received(request, codec) as (message, context):
+                response = await until_disconnect(request.receive, handler(message, context))
+                body = await codec.encode(response)
         except (ClientDisconnect, ClientGoneError):
             raise
         except Exception as error:
@@ -233,63 +205,29 @@ class ConnectApi:
             return JSONResponse(shown, _HTTP_STATUS.get(status, 500), headers | _named(request))
         return Response(body, media_type=f"application/{codec.name}", headers=_named(request))
 
-    @contextmanager
-    def admitted(self, request: Request, *, is_open: bool = False) -> Iterator[Context]:
-        """Around a call, before its body is read. `is_open`: it needs no key.
+    @asynccontextmanager
+    async def received(self, request: Request, codec: Codec) -> AsyncIterator[tuple[Message, Context]]:
+        """Around a call: its message, which is read once the key is known, until its deadline.
 
-        Raises the gateway's errors, MalformedRequestError, UnimplementedError, TooManyStreamsError.
+        Raises the gateway's errors, MalformedRequestError, UnimplementedError.
         """
-        hold: AbstractContextManager[object] = (
-            self._open_streams.hold()
-            if is_open
-            else self._calls.hold(caller_of(self._keys, request.headers.items()))
-        )
-        with hold:
-            version = request.headers.get("connect-protocol-version", "1")
-            if version != "1":
-                raise MalformedRequestError(f"Connect-Protocol-Version is {quoted(version)}; send 1")
-            encoding = request.headers.get("content-encoding", "identity")
-            if encoding != "identity":
-                raise UnimplementedError(f"Content-Encoding is {quoted(encoding)}; send identity")
-            yield Context(request)
+        try:
+            with self._calls.hold(caller_of(self._keys, request.headers.items())):
+                context = Context(request)
+                async with asyncio.timeout(context.time_remaining()):
+                    yield await self._message(request, codec), context
+        except TimeoutError:
+            raise DeadlineError("the deadline of Connect-Timeout-Ms has passed; allow more time") from None
 
-    async def only_message(self, request: Request, codec: Codec) -> Message:
-        """The message of a call that sends one, within the limits of bodies."""
+    async def _message(self, request: Request, codec: Codec) -> Message:
         is_json = codec.name == "json"
         limit = max_body_bytes(self._gateway, is_json=is_json)
         raw = await read_bytes(request, limit, self._gateway.settings.read_timeout_s)
         if codec.method.server_streaming:
-            envelopes = Envelopes(limit)
-            messages = envelopes.push(raw)
-            if len(messages) != 1 or envelopes.is_within:
-                raise MalformedRequestError(
-                    f"the body holds {len(messages)} whole messages{' and a part' * envelopes.is_within}; "
-                    "send the one that the method takes"
-                )
-            raw = messages[0]
+            raw = only_message(raw)
         if is_json:
             await check_values(raw, self._gateway)
         return await codec.decode(raw)
-
-    async def messages(self, receive: Receive, codec: Codec) -> AsyncIterator[Message]:
-        """Those of a call that needs no key."""
-        envelopes = Envelopes(MAX_OPEN_BYTES)
-        more = True
-        while more:
-            try:
-                async with asyncio.timeout(self._gateway.settings.read_timeout_s):
-                    event = await receive()
-            except TimeoutError:
-                raise MalformedRequestError(
-                    "no message has arrived in time; end the call after its last"
-                ) from None
-            if event["type"] == "http.disconnect":
-                raise ClientGoneError
-            more = event.get("more_body", False)
-            for raw in envelopes.push(event.get("body", b"")):
-                yield await codec.decode(raw)
-        if envelopes.is_within:
-            raise MalformedRequestError("the body ends within an envelope")
 
 
 class _StreamResponse(Response):
@@ -313,54 +251,34 @@ class _StreamResponse(Response):
         self._request = request
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         end: dict[str, object] = {}
-        metadata: Metadata = ()
         try:
-            await send_within(send, start)
+            await send_within(
+                send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+            )
             try:
-                metadata = await self._respond(receive, send)
+                async with self._api.received(self._request, self._codec) as (message, context):
+                    await until_disconnect(receive, self._send_all(self._handler(message, context), send))
+                metadata: Metadata = context.trailing_metadata
             except (ClientDisconnect, ClientGoneError):
                 raise
             except Exception as error:
                 _, end["error"], metadata = _shown(error, self._request)
-            if metadata:
-                shown: dict[str, list[str]] = {}
-                for name, value in metadata:
-                    shown.setdefault(name, []).append(_header_value(value))
+            shown: dict[str, list[str]] = {}
+            for name, value in metadata:
+                shown.setdefault(name, []).append(_header_value(value))
+            if shown:
                 end["metadata"] = shown
             body = envelope(json_bytes(end), _END_STREAM)
             await send_within(send, {"type": "http.response.body", "body": body, "more_body": False})
         except (ClientDisconnect, ClientGoneError):
             return
 
-    async def _respond(self, receive: Receive, send: Send) -> Metadata:
-        """The trailing metadata."""
-        is_open = self._codec.method.client_streaming
-        with self._api.admitted(self._request, is_open=is_open) as context, _named_deadline():
-            async with asyncio.timeout(context.time_remaining()):
-                if is_open:
-                    messages = self._api.messages(receive, self._codec)
-                    await self._send_all(self._handler(messages, context), send)
-                else:
-                    message = await self._api.only_message(self._request, self._codec)
-                    sending = self._send_all(self._handler(message, context), send)
-                    await until_disconnect(receive, sending)
-        return context.trailing_metadata
-
     async def _send_all(self, responses: AsyncGenerator[Message, None], send: Send) -> None:
         async with aclosing(responses):
             async for response in responses:
                 body = envelope(await self._codec.encode(response))
                 await send_within(send, {"type": "http.response.body", "body": body, "more_body": True})
-
-
-@contextmanager
-def _named_deadline() -> Iterator[None]:
-    try:
-        yield
-    except TimeoutError:
-        raise DeadlineError("the deadline of Connect-Timeout-Ms has passed; allow more time") from None
 
 
 def _shown(

@@ -16,8 +16,6 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from tandem_gateway.http2 import PREFACE, Http2Protocol
-
 _TOO_MANY = (
     b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 )
@@ -76,8 +74,6 @@ class _LimitedProtocol(H11Protocol):  # type: ignore[misc]  # uvicorn is not fol
     header_timeout_s: float
     #: Since when it waits for a further request.
     idle_since: float | None = None
-    #: The connection's first bytes, while they may be HTTP/2's preface; None: they are not.
-    _first: bytes | None = b""
     #: Runs from the connection, or the first byte of a further request, to the end of the request's headers.
     _headers_due: asyncio.TimerHandle | None = None
 
@@ -114,15 +110,6 @@ class _LimitedProtocol(H11Protocol):  # type: ignore[misc]  # uvicorn is not fol
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._first is not None:
-            data = self._first + data
-            if data.startswith(PREFACE):
-                self._speak_http2(data)
-                return
-            if PREFACE.startswith(data):
-                self._first = data
-                return
-            self._first = None
         request_before = self.cycle
         self.idle_since = None
         if self._headers_due is None and (self.cycle is None or self.cycle.response_complete):
@@ -130,16 +117,6 @@ class _LimitedProtocol(H11Protocol):  # type: ignore[misc]  # uvicorn is not fol
         super().data_received(data)
         if self.cycle is not request_before:
             self._headers_are_here()
-
-    def _speak_http2(self, data: bytes) -> None:
-        self._headers_are_here()
-        self.connections.discard(self)
-        protocol = Http2Protocol(
-            self.app, connections=self.connections, tasks=self.tasks, idle_timeout_s=self.header_timeout_s
-        )
-        self.transport.set_protocol(protocol)
-        protocol.connection_made(self.transport)
-        protocol.data_received(data)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
