@@ -11,12 +11,12 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
-from fastapi import FastAPI
-from fastapi.responses import JSONResponse
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse
 from tandem_cli.top import Feed, SeveralGatewaysError
 from tandem_gateway.auth import ApiKeys
 from tandem_gateway.dashboard.history import History
-from tandem_gateway.dashboard.routes import dashboard_router
+from tandem_gateway.dashboard.routes import dashboard_routes
 from tandem_gateway.dashboard.rows import ClassRow, EndedRow, PodRow, Sample, TtftRow
 from tandem_gateway.dashboard.sampler import INTERVAL_S
 from tandem_gateway.errors import GatewayError, presentation
@@ -58,17 +58,13 @@ async def serve(tmp_path: Path) -> AsyncIterator[Callable]:
     their gateways answer in turns."""
     servers = []
 
-    def gateway(history: History, keys: ApiKeys | None) -> FastAPI:
-        app = FastAPI()
-        router = dashboard_router(history, keys or ApiKeys.load(None), gateway_id="gw-0", model="tiny")
-        app.include_router(router)
+    async def refuse(request, error):
+        status = presentation(error).http_status
+        return JSONResponse({"error": {"message": str(error)}}, status_code=status)
 
-        @app.exception_handler(GatewayError)
-        async def refuse(request, error):
-            status = presentation(error).http_status
-            return JSONResponse({"error": {"message": str(error)}}, status_code=status)
-
-        return app
+    def gateway(history: History, keys: ApiKeys | None) -> Starlette:
+        routes = dashboard_routes(history, keys or ApiKeys.load(None), gateway_id="gw-0", model="tiny")
+        return Starlette(routes=routes, exception_handlers={GatewayError: refuse})
 
     async def start(*histories: History, keys: ApiKeys | None = None) -> str:
         turns = itertools.cycle([gateway(history, keys) for history in histories])

@@ -179,7 +179,7 @@ def test_what_the_packages_import_is_declared_as_a_dependency() -> None:
     normal = {re.sub(r"[-_.]+", "-", re.split(r"[<>=~!\[; ]", want)[0]).lower()
               for want in PYPROJECT["project"]["dependencies"]}  # fmt: skip
     # triton and matplotlib are extras, imported only when needed; the others belong to a declared package.
-    normal |= {"triton", "matplotlib", "pydantic", "pydantic-core", "starlette"}
+    normal |= {"triton", "matplotlib", "pydantic", "pydantic-core"}
     distributions = packages_distributions()
     packages = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
     own = {Path(package).name for package in packages}

@@ -24,12 +24,12 @@ from functools import partial
 from typing import Any
 
 import grpc
-from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
 from google.protobuf import json_format, message_factory
 from google.protobuf.descriptor import MethodDescriptor
 from google.protobuf.message import DecodeError, Message
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 from tandem_core.errors import quoted
 from tandem_proto.v1 import gateway_pb2
@@ -164,17 +164,21 @@ def only_message(body: bytes) -> bytes:
 
 
 class ConnectApi:
-    """The routes; mount `router` in an app that names the request."""
+    """The routes; mount `routes` in an app that names the request."""
 
     def __init__(self, servicer: GatewayServicer, gateway: Gateway, keys: ApiKeys, calls: OpenCalls) -> None:
         self._gateway = gateway
         self._keys = keys
         self._calls = calls
-        self.router = APIRouter()
         service = gateway_pb2.DESCRIPTOR.services_by_name["GatewayService"]
-        for method in service.methods:
-            call = partial(self._call, method, getattr(servicer, method.name))
-            self.router.add_route(f"/{service.full_name}/{method.name}", call, methods=["POST"])
+        self.routes = [
+            Route(
+                f"/{service.full_name}/{method.name}",
+                partial(self._call, method, getattr(servicer, method.name)),
+                methods=["POST"],
+            )
+            for method in service.methods
+        ]
 
     async def _call(
         self, method: MethodDescriptor, handler: Callable[..., Any], request: Request

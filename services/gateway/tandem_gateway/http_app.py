@@ -8,18 +8,18 @@ import math
 from urllib.parse import urlsplit
 
 import structlog
-from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
 from google.protobuf.json_format import MessageToJson
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
+from starlette.applications import Starlette
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from tandem_core.errors import InvalidRequestError, TandemError, quoted
+from tandem_core.errors import InvalidRequestError, quoted
 from tandem_service.interceptors import REQUEST_ID_KEY, request_id_or_new
 from tandem_service.tls import is_loopback
 from tandem_service.tracing import current
@@ -28,7 +28,7 @@ from tandem_gateway.answers import Answers
 from tandem_gateway.auth import ApiKeys
 from tandem_gateway.connect_api import ConnectApi
 from tandem_gateway.dashboard.history import History
-from tandem_gateway.dashboard.routes import dashboard_router
+from tandem_gateway.dashboard.routes import dashboard_routes
 from tandem_gateway.errors import (
     BodyTimeoutError,
     ForbiddenError,
@@ -44,7 +44,7 @@ from tandem_gateway.http_stream import ClientGoneError
 from tandem_gateway.limits import OpenCalls
 from tandem_gateway.openai_api import OpenAiApi
 from tandem_gateway.openai_render import error_json
-from tandem_gateway.site.routes import site_router
+from tandem_gateway.site.routes import site_routes
 from tandem_gateway.tokenize_api import TokenizeApi
 
 _REQUEST_ID_HEADER = "x-request-id"
@@ -52,6 +52,8 @@ _REQUEST_ID_HEADER = "x-request-id"
 _SHOWN_HEADERS = (_REQUEST_ID_HEADER, "retry-after", "retry-after-ms", "x-should-retry", "x-refusal-reason")
 #: nginx's status for a client that left; it is not received.
 _CLIENT_CLOSED_REQUEST = 499
+#: These answer HEAD as GET; the other paths answer it with 405.
+_HEAD_PATHS = frozenset({"/", "/health", "/ping"})
 
 
 class RequestIdMiddleware:
@@ -123,44 +125,10 @@ def make_app(
     calls: OpenCalls,
     history: History,
     registry: CollectorRegistry,
-) -> FastAPI:
-    app = FastAPI(
-        title="Tandem",
-        openapi_url=None,
-        docs_url=None,
-        redoc_url=None,
-        # Its own spans would begin before the key is checked, and its logs contain messages of errors.
-        telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
-    )
+) -> Starlette:
     settings = gateway.settings
-    if settings.api_keys_file is None and not settings.insecure:
-        app.add_middleware(LocalNamesMiddleware)
-    app.add_middleware(RequestIdMiddleware)
-    if origins := settings.cors_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=origins,
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
-            expose_headers=_SHOWN_HEADERS,
-        )
-    app.include_router(OpenAiApi(gateway, answers, keys, calls).router)
-    app.include_router(TokenizeApi(gateway, keys, calls).router)
-    app.include_router(ConnectApi(GatewayServicer(gateway, answers, keys), gateway, keys, calls).router)
-    app.include_router(
-        site_router(
-            model=gateway.manifest.name,
-            max_model_len=gateway.manifest.max_model_len,
-            requires_keys=settings.api_keys_file is not None,
-        )
-    )
-    app.include_router(
-        dashboard_router(history, keys, gateway_id=settings.pod_id, model=gateway.manifest.name)
-    )
 
-    @app.api_route("/ping", methods=["GET", "HEAD", "POST"])
-    @app.api_route("/health", methods=["GET", "HEAD"])
-    async def health() -> JSONResponse:
+    async def health(request: Request) -> Response:
         """200 while a request would be taken and a decode pod is there for it."""
         num_pods = len(gateway.fleet.healthy(Role.DECODE))
         text = "ok" if num_pods else "no decode pod is healthy"
@@ -173,7 +141,6 @@ def make_app(
             headers=None if is_ready else {"retry-after": "1"},
         )
 
-    @app.get("/metrics")
     async def metrics(request: Request) -> Response:
         # It names every tenant; the port of --metrics-port is for Prometheus, and needs no key.
         keys.authenticate_operator(request.headers.get("authorization", ""))
@@ -181,7 +148,6 @@ def make_app(
         # Tens of milliseconds, for which no stream may wait.
         return Response(await asyncio.to_thread(encode, registry), media_type=content_type)
 
-    @app.get("/fleet")
     async def fleet_status(request: Request) -> Response:
         caller = keys.authenticate(request.headers.get("authorization", ""))
         body = MessageToJson(
@@ -191,47 +157,81 @@ def make_app(
         )
         return Response(body, media_type="application/json")
 
-    @app.exception_handler(InvalidRequestError)
-    @app.exception_handler(GatewayError)
-    async def refuse(request: Request, error: TandemError) -> Response:
-        headers = {}
-        if isinstance(error, BodyTimeoutError):
-            headers["connection"] = "close"  # the rest of the body is not read
-        if isinstance(error, OverloadedError | UnavailableError):
-            if error.retry_after_s is None:
-                headers["x-should-retry"] = "false"  # OpenAI's and Anthropic's clients heed it
-            else:
-                # RFC 9110 allows whole seconds only; OpenAI's client prefers the header in milliseconds.
-                headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
-                headers["retry-after-ms"] = str(max(1, round(error.retry_after_s * 1000)))
-        if isinstance(error, OverloadedError):
-            headers["x-refusal-reason"] = error.reason.value
-        # Anthropic's clients look for the type; OpenAI's do not mind it.
-        body = {"type": "error", **error_json(error)}
-        return JSONResponse(body, status_code=presentation(error).http_status, headers=headers)
-
-    @app.exception_handler(RequestValidationError)
-    async def wrong_parameter(request: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        message = f"is {quoted(str(first['input']))}: {first['msg']}"
-        return await refuse(request, InvalidRequestError(str(first["loc"][-1]), message))
-
-    @app.exception_handler(ClientDisconnect)  # left while sending its body
-    @app.exception_handler(ClientGoneError)
-    async def gone(request: Request, error: Exception) -> Response:
-        return Response(status_code=_CLIENT_CLOSED_REQUEST)
-
-    @app.exception_handler(HTTPException)
-    async def no_such_route(request: Request, error: HTTPException) -> Response:
-        message = f"{request.method} {quoted(request.url.path)}: {error.detail}"
-        body = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
-        return JSONResponse({"error": body}, status_code=error.status_code, headers=error.headers)
-
-    @app.exception_handler(Exception)
-    async def unexpected(request: Request, error: Exception) -> Response:
-        structlog.get_logger("tandem.http").exception("unexpected exception", exc_info=error)
-        request_id = request.state.request_id
-        hidden = GatewayError(f"internal error; the server's log has it under request id {request_id}")
-        return Response(json.dumps(error_json(hidden)), status_code=500, media_type="application/json")
-
+    routes = [
+        *OpenAiApi(gateway, answers, keys, calls).routes,
+        *TokenizeApi(gateway, keys, calls).routes,
+        *ConnectApi(GatewayServicer(gateway, answers, keys), gateway, keys, calls).routes,
+        *site_routes(
+            model=gateway.manifest.name,
+            max_model_len=gateway.manifest.max_model_len,
+            requires_keys=settings.api_keys_file is not None,
+        ),
+        *dashboard_routes(history, keys, gateway_id=settings.pod_id, model=gateway.manifest.name),
+        Route("/health", health),
+        Route("/ping", health, methods=["GET", "POST"]),
+        Route("/metrics", metrics),
+        Route("/fleet", fleet_status),
+    ]
+    for route in routes:
+        if route.methods and route.path not in _HEAD_PATHS:
+            route.methods.discard("HEAD")
+    app = Starlette(
+        routes=routes,
+        exception_handlers={
+            InvalidRequestError: _refuse,
+            GatewayError: _refuse,
+            ClientDisconnect: _gone,  # left while sending its body
+            ClientGoneError: _gone,
+            HTTPException: _no_such_route,
+            Exception: _unexpected,
+        },
+    )
+    if settings.api_keys_file is None and not settings.insecure:
+        app.add_middleware(LocalNamesMiddleware)
+    app.add_middleware(RequestIdMiddleware)
+    if origins := settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=_SHOWN_HEADERS,
+        )
     return app
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    assert isinstance(error, InvalidRequestError | GatewayError)
+    headers = {}
+    if isinstance(error, BodyTimeoutError):
+        headers["connection"] = "close"  # the rest of the body is not read
+    if isinstance(error, OverloadedError | UnavailableError):
+        if error.retry_after_s is None:
+            headers["x-should-retry"] = "false"  # OpenAI's and Anthropic's clients heed it
+        else:
+            # RFC 9110 allows whole seconds only; OpenAI's client prefers the header in milliseconds.
+            headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+            headers["retry-after-ms"] = str(max(1, round(error.retry_after_s * 1000)))
+    if isinstance(error, OverloadedError):
+        headers["x-refusal-reason"] = error.reason.value
+    # Anthropic's clients look for the type; OpenAI's do not mind it.
+    body = {"type": "error", **error_json(error)}
+    return JSONResponse(body, status_code=presentation(error).http_status, headers=headers)
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=_CLIENT_CLOSED_REQUEST)
+
+
+async def _no_such_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {quoted(request.url.path)}: {error.detail}"
+    body = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
+    return JSONResponse({"error": body}, status_code=error.status_code, headers=error.headers)
+
+
+async def _unexpected(request: Request, error: Exception) -> Response:
+    structlog.get_logger("tandem.http").exception("unexpected exception", exc_info=error)
+    request_id = request.state.request_id
+    hidden = GatewayError(f"internal error; the server's log has it under request id {request_id}")
+    return Response(json.dumps(error_json(hidden)), status_code=500, media_type="application/json")

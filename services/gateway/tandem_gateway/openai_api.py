@@ -22,9 +22,10 @@ from functools import partial
 from typing import TypeAlias
 
 import structlog
-from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 from tandem_core.errors import InvalidRequestError, quoted
 from tandem_core.slo import LONGEST_OBJECTIVE_S, SloTarget
 from tandem_proto.v1 import decode_pb2
@@ -58,7 +59,7 @@ _MAX_OBJECTIVE_MS = LONGEST_OBJECTIVE_S * 1000
 
 
 class OpenAiApi:
-    """The routes; mount `router` in an app that renders the errors of tandem_gateway.errors."""
+    """The routes; mount `routes` in an app that renders the errors of tandem_gateway.errors."""
 
     def __init__(self, gateway: Gateway, answers: Answers, keys: ApiKeys, calls: OpenCalls) -> None:
         self._gateway = gateway
@@ -66,17 +67,14 @@ class OpenAiApi:
         self._answers = answers
         self._keys = keys
         self._started = int(time.time())
-        self.router = APIRouter(prefix="/v1")
-        for path, answer in (
-            ("/chat/completions", self._chat),
-            ("/completions", self._complete),
-            ("/responses", self._respond),
-            ("/messages", self._message),
-        ):
-            # Starlette's own route: FastAPI's looks for parameters, a third of a millisecond for none.
-            self.router.add_route(f"/v1{path}", answer, methods=["POST"])
-        self.router.add_api_route("/models", self._models, methods=["GET"])
-        self.router.add_api_route("/models/{name:path}", self._model, methods=["GET"])
+        self.routes = [
+            Route("/v1/chat/completions", self._chat, methods=["POST"]),
+            Route("/v1/completions", self._complete, methods=["POST"]),
+            Route("/v1/responses", self._respond, methods=["POST"]),
+            Route("/v1/messages", self._message, methods=["POST"]),
+            Route("/v1/models", self._models),
+            Route("/v1/models/{name:path}", self._model),
+        ]
 
     async def _chat(self, request: Request) -> Response:
         return await self._answer(request, partial(parse_body, ChatBody), ChatRenderer)
@@ -96,9 +94,9 @@ class OpenAiApi:
         caller = self._keys.authenticate(request.headers.get("authorization", ""))
         return JSONResponse({"object": "list", "data": [self._model_json(caller)]})
 
-    async def _model(self, request: Request, name: str) -> JSONResponse:
+    async def _model(self, request: Request) -> JSONResponse:
         caller = self._keys.authenticate(request.headers.get("authorization", ""))
-        self._gateway.check_model(name)
+        self._gateway.check_model(request.path_params["name"])
         return JSONResponse(self._model_json(caller))
 
     def _model_json(self, caller: Caller) -> Json:

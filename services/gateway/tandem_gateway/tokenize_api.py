@@ -9,9 +9,10 @@ import asyncio
 import time
 from typing import Any
 
-from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
 from pydantic import ConfigDict, ValidationError
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 from tandem_core.errors import InvalidRequestError
 from tandem_core.sampling import check_token_ids
 
@@ -69,9 +70,10 @@ class TokenizeApi:
         self._gateway = gateway
         self._keys = keys
         self._calls = calls
-        self.router = APIRouter()
-        self.router.add_api_route("/tokenize", self._tokenize, methods=["POST"])
-        self.router.add_api_route("/detokenize", self._detokenize, methods=["POST"])
+        self.routes = [
+            Route("/tokenize", self._tokenize, methods=["POST"]),
+            Route("/detokenize", self._detokenize, methods=["POST"]),
+        ]
 
     async def _tokenize(self, request: Request) -> JSONResponse:
         caller = self._keys.authenticate(request.headers.get("authorization", ""))

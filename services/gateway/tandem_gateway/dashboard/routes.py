@@ -7,8 +7,12 @@ import secrets
 from dataclasses import asdict
 from importlib import resources
 
-from fastapi import APIRouter, HTTPException, Request, Response
-from fastapi.responses import RedirectResponse
+from pydantic import TypeAdapter, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import Route
+from tandem_core.errors import InvalidRequestError, quoted
 from tandem_core.slo import ATTAINMENT_OBJECTIVE
 
 from tandem_gateway.auth import ApiKeys
@@ -16,6 +20,7 @@ from tandem_gateway.dashboard.ended import SHOWN_PER_SECOND
 from tandem_gateway.dashboard.history import History
 from tandem_gateway.dashboard.rows import COLUMNS
 
+_INTEGER = TypeAdapter(int)
 #: Samples of one answer, about a megabyte: a reader that has none asks several times.
 _MAX_SAMPLES = 300
 _CONTENT_TYPES = {
@@ -34,9 +39,8 @@ PAGE_HEADERS = {
 }
 
 
-def dashboard_router(history: History, keys: ApiKeys, *, gateway_id: str, model: str) -> APIRouter:
+def dashboard_routes(history: History, keys: ApiKeys, *, gateway_id: str, model: str) -> list[Route]:
     """`gateway_id` is how the page names this gateway."""
-    router = APIRouter(prefix="/dashboard")
     files = _static_files()
     about = {
         "gateway": gateway_id,
@@ -53,29 +57,37 @@ def dashboard_router(history: History, keys: ApiKeys, *, gateway_id: str, model:
     }
     about_json = json.dumps(about, separators=(",", ":")).encode()
 
-    @router.get("/data")
-    async def data(request: Request, since: int = 0) -> Response:
+    async def data(request: Request) -> Response:
         """The samples from number `since` on; `next` is the number after the last of them, and `newest` that
         of the newest sample."""
+        given = request.query_params.get("since", "0")
+        try:
+            since = _INTEGER.validate_python(given)
+        except ValidationError as error:
+            message = error.errors(include_url=False)[0]["msg"]
+            raise InvalidRequestError("since", f"is {quoted(given)}: {message}") from None
         keys.authenticate_operator(request.headers.get("authorization", ""))
         stop, samples = history.since(since, _MAX_SAMPLES)
         newest = history.next_number - 1
         body = b'{"about":%b,"next":%d,"newest":%d,"samples":%b}' % (about_json, stop, newest, samples)
         return Response(body, media_type="application/json", headers={"cache-control": "no-store"})
 
-    @router.get("")
-    async def without_slash() -> Response:
+    async def without_slash(request: Request) -> Response:
         # The page names its files relative to the folder, so that it works behind a proxy's prefix.
         return RedirectResponse("dashboard/")
 
-    @router.get("/{path:path}")
-    async def page(path: str) -> Response:
-        if (path or "index.html") not in files:
+    async def page(request: Request) -> Response:
+        path = request.path_params["path"] or "index.html"
+        if path not in files:
             raise HTTPException(404, "there is no such file")
-        content, content_type = files[path or "index.html"]
+        content, content_type = files[path]
         return Response(content, media_type=content_type, headers=PAGE_HEADERS)
 
-    return router
+    return [
+        Route("/dashboard/data", data),
+        Route("/dashboard", without_slash),
+        Route("/dashboard/{path:path}", page),
+    ]
 
 
 def _static_files() -> dict[str, tuple[bytes, str]]:

@@ -6,7 +6,10 @@ import html
 import json
 from importlib import resources
 
-from fastapi import APIRouter, HTTPException, Response
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 from tandem_service.version import software_version
 
 from tandem_gateway.dashboard.routes import PAGE_HEADERS
@@ -15,9 +18,8 @@ from tandem_gateway.site.openapi import openapi_document
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 
 
-def site_router(*, model: str, max_model_len: int, requires_keys: bool) -> APIRouter:
+def site_routes(*, model: str, max_model_len: int, requires_keys: bool) -> list[Route]:
     """The files are read once. They hold no data, so they need no key."""
-    router = APIRouter()
     folder = resources.files(__package__) / "static"
     files = {
         file.name: (file.read_bytes(), _TYPES[file.name[file.name.rfind(".") :]]) for file in folder.iterdir()
@@ -34,27 +36,29 @@ def site_router(*, model: str, max_model_len: int, requires_keys: bool) -> APIRo
         index = index.replace(f"{{{name}}}", html.escape(text, quote=False))
     document = json.dumps(openapi_document(tandem_version, requires_keys=requires_keys)).encode()
 
-    @router.api_route("/", methods=["GET", "HEAD"])
-    async def about() -> Response:
+    async def about(request: Request) -> Response:
         return Response(index, media_type="text/html", headers=PAGE_HEADERS)
 
-    @router.get("/docs")
-    async def docs() -> Response:
+    async def docs(request: Request) -> Response:
         return Response(files["docs.html"][0], media_type="text/html", headers=PAGE_HEADERS)
 
-    @router.get("/site/{name}")
-    async def file(name: str) -> Response:
+    async def file(request: Request) -> Response:
+        name = request.path_params["name"]
         if name not in files:
             raise HTTPException(404, "there is no such file")
         content, media_type = files[name]
         return Response(content, media_type=media_type, headers=PAGE_HEADERS)
 
-    @router.get("/openapi.json")
-    async def openapi() -> Response:
+    async def openapi(request: Request) -> Response:
         return Response(document, media_type="application/json", headers={"cache-control": "no-cache"})
 
-    @router.get("/version")
-    async def show_version() -> dict[str, str]:
-        return {"version": tandem_version}
+    async def version(request: Request) -> Response:
+        return JSONResponse({"version": tandem_version})
 
-    return router
+    return [
+        Route("/", about),
+        Route("/docs", docs),
+        Route("/site/{name}", file),
+        Route("/openapi.json", openapi),
+        Route("/version", version),
+    ]
