@@ -30,13 +30,13 @@ from tandem_gateway import forecast, places, shares
 from tandem_gateway.admission import Admission
 from tandem_gateway.admitted import Admitted
 from tandem_gateway.batch_plan import BatchPlan, Turn
-from tandem_gateway.fleet import Pod
+from tandem_gateway.fleet.pod_load import Backlog
+from tandem_gateway.fleet.pods import Pod
+from tandem_gateway.fleet.routing import Route, Router
 from tandem_gateway.forecast import Forecast, Forecaster
 from tandem_gateway.judge import Judge
 from tandem_gateway.neighbours import Neighbours
-from tandem_gateway.pod_load import Backlog
 from tandem_gateway.request import TokenizedRequest
-from tandem_gateway.routing import Route, Router
 from tandem_gateway.shares import Bookings, FairShares
 
 Ablation: TypeAlias = Callable[[], AbstractContextManager[object]]

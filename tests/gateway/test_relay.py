@@ -113,7 +113,7 @@ async def test_nor_is_what_a_prefill_pod_delays_until_that_is_usual(pods, gatewa
     assert began > 0
     assert (await _text(front))[0] == "Hello there!"
     assert fleet.failing_since == began, "what is predicted from then on knows of it"
-    monkeypatch.setattr("tandem_gateway.fleet._FAILURES_APART_S", 0.0)
+    monkeypatch.setattr("tandem_gateway.fleet.pods._FAILURES_APART_S", 0.0)
     assert (await _text(front))[0] == "Hello there!"
     assert fleet.failing_since > began
 

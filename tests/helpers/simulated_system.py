@@ -49,14 +49,14 @@ from tandem_gateway.admitted import Admitted
 from tandem_gateway.auth import Caller
 from tandem_gateway.dashboard.ended import EndedRequests
 from tandem_gateway.errors import OverloadedError, RefusalReason, presentation
-from tandem_gateway.fleet import Fleet, Role
+from tandem_gateway.fleet.pods import Fleet, Role
+from tandem_gateway.fleet.routing import OutputLengths, Router
 from tandem_gateway.forecast import Forecaster
 from tandem_gateway.gateway import Gateway
 from tandem_gateway.judge import Judge
 from tandem_gateway.metrics import GatewayMetrics
 from tandem_gateway.relay import Relay
 from tandem_gateway.request import ReceivedRequest, TokenizedRequest
-from tandem_gateway.routing import OutputLengths, Router
 from tandem_gateway.settings import GatewaySettings
 from tandem_pod.status import due_at, end_due_at, token_objective
 from tandem_proto.v1 import common_pb2, decode_pb2
@@ -454,7 +454,7 @@ class SimulatedSystem:
 
     @contextlib.contextmanager
     def started(self) -> Iterator[None]:
-        with self.clock.installed(), patch("tandem_gateway.fleet.open_channel", lambda *_: self.pod):
+        with self.clock.installed(), patch("tandem_gateway.fleet.pods.open_channel", lambda *_: self.pod):
             self.pod.engine.measure_costs(decodes=True)
             self.pod.run(self._start())
             yield

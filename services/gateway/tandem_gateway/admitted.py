@@ -7,9 +7,9 @@ import time
 from dataclasses import dataclass, field
 
 from tandem_gateway.batch_plan import Turn
+from tandem_gateway.fleet.routing import Route
 from tandem_gateway.forecast import Forecast
 from tandem_gateway.request import TokenizedRequest
-from tandem_gateway.routing import Route
 
 
 @dataclass(eq=False)

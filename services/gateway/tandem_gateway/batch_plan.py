@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 from itertools import accumulate
 from operator import attrgetter
 
-from tandem_gateway.fleet import Pod
+from tandem_gateway.fleet.pods import Pod
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,8 +27,8 @@ from operator import itemgetter
 
 from tandem_core.slo import SloTarget
 
+from tandem_gateway.fleet.routing import OutputLengths, Route, Router
 from tandem_gateway.request import DEFAULT_DUE_S, TokenizedRequest
-from tandem_gateway.routing import OutputLengths, Route, Router
 
 #: Measurements kept of one class.
 _WINDOW = 128

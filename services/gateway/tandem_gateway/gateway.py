@@ -49,7 +49,7 @@ from tandem_gateway.errors import (
     UnknownModelError,
     presentation,
 )
-from tandem_gateway.fleet import Fleet
+from tandem_gateway.fleet.pods import Fleet
 from tandem_gateway.limits import TokenRates
 from tandem_gateway.metrics import GatewayMetrics
 from tandem_gateway.miss_cause import miss_cause

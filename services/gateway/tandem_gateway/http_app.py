@@ -37,7 +37,7 @@ from tandem_gateway.errors import (
     UnavailableError,
     presentation,
 )
-from tandem_gateway.fleet import Role
+from tandem_gateway.fleet.pods import Role
 from tandem_gateway.gateway import Gateway
 from tandem_gateway.grpc_api import GatewayServicer
 from tandem_gateway.http_stream import ClientGoneError

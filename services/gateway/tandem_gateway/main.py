@@ -34,7 +34,9 @@ from tandem_gateway.auth import ApiKeys, KeyFileError
 from tandem_gateway.dashboard.ended import EndedRequests
 from tandem_gateway.dashboard.history import History
 from tandem_gateway.dashboard.sampler import Sampler
-from tandem_gateway.fleet import Fleet, Role
+from tandem_gateway.fleet.pods import Fleet, Role
+from tandem_gateway.fleet.routing import OutputLengths, Router
+from tandem_gateway.fleet.unloaded import kept_unloaded
 from tandem_gateway.forecast import Forecaster
 from tandem_gateway.gateway import Gateway, max_message_bytes
 from tandem_gateway.grpc_api import SERVICE_NAME, STATUS_CODES, GatewayServicer, caller_of
@@ -43,9 +45,7 @@ from tandem_gateway.http_server import HttpServer
 from tandem_gateway.limits import OpenCalls
 from tandem_gateway.metrics import GatewayMetrics
 from tandem_gateway.relay import Relay
-from tandem_gateway.routing import OutputLengths, Router
 from tandem_gateway.settings import GatewaySettings
-from tandem_gateway.unloaded import kept_unloaded
 
 #: The end of a drain, in which streams that did not finish get their last event.
 _LAST_EVENTS_S = 1.0

@@ -28,7 +28,7 @@ from tandem_gateway.errors import (
     RefusalReason,
     presentation,
 )
-from tandem_gateway.fleet import Fleet, Role
+from tandem_gateway.fleet.pods import Fleet, Role
 from tandem_gateway.miss_cause import CAUSES
 from tandem_gateway.request import NS_PER_S, TokenizedRequest
 

@@ -10,10 +10,10 @@ from functools import cache, partial
 
 from tandem_gateway.admitted import Admitted
 from tandem_gateway.batch_plan import BatchPlan, Turn
-from tandem_gateway.fleet import Pod
+from tandem_gateway.fleet.pods import Pod
+from tandem_gateway.fleet.routing import Route
 from tandem_gateway.forecast import Forecaster
 from tandem_gateway.request import TokenizedRequest
-from tandem_gateway.routing import Route
 
 
 class Neighbours:

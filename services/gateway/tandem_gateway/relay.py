@@ -44,10 +44,10 @@ from tandem_gateway.errors import (
     UnavailableError,
     UpstreamError,
 )
-from tandem_gateway.fleet import Fleet, Role
+from tandem_gateway.fleet.pods import Fleet, Role
+from tandem_gateway.fleet.routing import Route, Router
 from tandem_gateway.metrics import GatewayMetrics
 from tandem_gateway.request import Event, TokenizedRequest
-from tandem_gateway.routing import Route, Router
 
 #: Retry-after of a request that its pod refused as full.
 _POD_FULL_RETRY_S = 1.0

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 
 from tandem_core.slo import SloTarget
-from tandem_gateway.pod_load import PodLoad
-from tandem_gateway.unloaded import FastestPods
+from tandem_gateway.fleet.pod_load import PodLoad
+from tandem_gateway.fleet.unloaded import FastestPods
 from tandem_service.discovery import parse_target
 from tandem_service.tls import Role, is_loopback
 

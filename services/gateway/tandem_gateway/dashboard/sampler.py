@@ -15,7 +15,7 @@ from tandem_gateway.admitted import Admitted
 from tandem_gateway.dashboard.ended import EndedRequests
 from tandem_gateway.dashboard.history import History
 from tandem_gateway.dashboard.rows import ClassRow, OpenRow, PodRow, Sample
-from tandem_gateway.fleet import Fleet, Pod
+from tandem_gateway.fleet.pods import Fleet, Pod
 from tandem_gateway.metrics import GatewayMetrics
 
 INTERVAL_S = 1.0

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from tandem_core.slo import SloTarget
 
-from tandem_gateway.fleet import Fleet, Role
-from tandem_gateway.pod_load import PodLoad
+from tandem_gateway.fleet.pod_load import PodLoad
+from tandem_gateway.fleet.pods import Fleet, Role
 
 #: Of the request whose time per token and whose end are judged.
 _PROMPT_TOKENS = 256

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 from tandem_core.slo import DEFAULT_SLO_CLASSES, SloTarget
 from tandem_core.step_cost import StepCost
-from tandem_gateway.fleet import Role
-from tandem_gateway.pod_load import PodLoad
-from tandem_gateway.unloaded import kept_unloaded
+from tandem_gateway.fleet.pod_load import PodLoad
+from tandem_gateway.fleet.pods import Role
+from tandem_gateway.fleet.unloaded import kept_unloaded
 
 SLOW = PodLoad(prefill_cost=StepCost(per_token=0.004), decode_cost=StepCost(per_step=0.1))
 #: Measured beside other work, which doubled its times.

@@ -36,7 +36,7 @@ from tandem_service.channels import open_channel
 from tandem_service.discovery import Discovery
 from tandem_service.tls import PodTls
 
-from tandem_gateway.pod_load import Backlog, PodLoad
+from tandem_gateway.fleet.pod_load import Backlog, PodLoad
 
 _POLL_TIMEOUT_S = 2.0
 _MAX_MISSES = 3

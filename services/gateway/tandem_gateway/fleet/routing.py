@@ -21,7 +21,7 @@ from statistics import fmean
 
 from tandem_core.prefix_hash import ChainHash
 
-from tandem_gateway.fleet import Fleet, Pod, Role
+from tandem_gateway.fleet.pods import Fleet, Pod, Role
 from tandem_gateway.request import TokenizedRequest
 
 #: Blocks remembered per pod: 4 million tokens in blocks of 64.

@@ -9,10 +9,10 @@ from tandem_core.codec import step_cost_to_proto
 from tandem_core.sampling import SamplingParams
 from tandem_core.slo import DEFAULT_SLO_CLASSES
 from tandem_core.step_cost import StepCost
-from tandem_gateway.fleet import Pod, Role
-from tandem_gateway.pod_load import PodLoad
+from tandem_gateway.fleet.pod_load import PodLoad
+from tandem_gateway.fleet.pods import Pod, Role
+from tandem_gateway.fleet.routing import OutputLengths, PrefixIndex, Router
 from tandem_gateway.request import TokenizedRequest
-from tandem_gateway.routing import OutputLengths, PrefixIndex, Router
 from tandem_proto.v1 import common_pb2
 
 #: A millisecond per prompt token, and per output token and sequence of the batch.
