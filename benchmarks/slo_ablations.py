@@ -26,18 +26,18 @@ from slo_simulated import SimulatedBenchmark, add_machine_arguments, simulator
 from tandem_cli.bench.report import pooled_records
 from tandem_cli.bench.stats import Run, calibration, fairness, refusals
 from tandem_engine import model_loader
-from tandem_gateway import forecast, places, shares
-from tandem_gateway.admission import Admission
-from tandem_gateway.admitted import Admitted
-from tandem_gateway.batch_plan import BatchPlan, Turn
+from tandem_gateway.admission import forecast, places, shares
+from tandem_gateway.admission.admission import Admission
+from tandem_gateway.admission.admitted import Admitted
+from tandem_gateway.admission.batch_plan import BatchPlan, Turn
+from tandem_gateway.admission.forecast import Forecast, Forecaster
+from tandem_gateway.admission.judge import Judge
+from tandem_gateway.admission.neighbours import Neighbours
+from tandem_gateway.admission.shares import Bookings, FairShares
 from tandem_gateway.fleet.pod_load import Backlog
 from tandem_gateway.fleet.pods import Pod
 from tandem_gateway.fleet.routing import Route, Router
-from tandem_gateway.forecast import Forecast, Forecaster
-from tandem_gateway.judge import Judge
-from tandem_gateway.neighbours import Neighbours
 from tandem_gateway.request import TokenizedRequest
-from tandem_gateway.shares import Bookings, FairShares
 
 Ablation: TypeAlias = Callable[[], AbstractContextManager[object]]
 
@@ -134,7 +134,9 @@ ABLATIONS: Mapping[str, Ablation] = {
     "sequences that decode in the steps of prompts": lambda: patch.object(
         Router, "_work", _work_without_sequences
     ),
-    "who has a place in a full batch": lambda: patch("tandem_gateway.neighbours.BatchPlan", _SharedByAll),
+    "who has a place in a full batch": lambda: patch(
+        "tandem_gateway.admission.neighbours.BatchPlan", _SharedByAll
+    ),
     "room for clients that are due back": lambda: patch.object(Judge, "_due_back_on", lambda *_: []),
     "clients that come back are judged by the median": lambda: patch.object(
         Bookings, "redeem", _redeemed_as_new

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 from tandem_core.sampling import SamplingParams
 from tandem_core.slo import SloTarget
 from tandem_core.step_cost import UNKNOWN_COST, StepCost
+from tandem_gateway.admission.forecast import NO_QUEUE, Forecast, Quantiles
 from tandem_gateway.fleet.pod_load import Backlog, PodLoad
 from tandem_gateway.fleet.routing import Route
-from tandem_gateway.forecast import NO_QUEUE, Forecast, Quantiles
 from tandem_gateway.request import TokenizedRequest
 
 SLO = SloTarget("chat", ttft_s=1.0, tpot_s=0.5, e2e_s=5.0)

@@ -44,16 +44,16 @@ from tandem_engine.request import Request
 from tandem_engine.runner import StepLogits
 from tandem_engine.sampling.verify import Verifier
 from tandem_engine.scheduler import Scheduler, SchedulerConfig
-from tandem_gateway.admission import Admission
-from tandem_gateway.admitted import Admitted
+from tandem_gateway.admission.admission import Admission
+from tandem_gateway.admission.admitted import Admitted
+from tandem_gateway.admission.forecast import Forecaster
+from tandem_gateway.admission.judge import Judge
 from tandem_gateway.auth import Caller
 from tandem_gateway.dashboard.ended import EndedRequests
 from tandem_gateway.errors import OverloadedError, RefusalReason, presentation
 from tandem_gateway.fleet.pods import Fleet, Role
 from tandem_gateway.fleet.routing import OutputLengths, Router
-from tandem_gateway.forecast import Forecaster
 from tandem_gateway.gateway import Gateway
-from tandem_gateway.judge import Judge
 from tandem_gateway.metrics import GatewayMetrics
 from tandem_gateway.relay import Relay
 from tandem_gateway.request import ReceivedRequest, TokenizedRequest

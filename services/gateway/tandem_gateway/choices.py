@@ -24,7 +24,7 @@ from tandem_proto.v1 import decode_pb2
 from tandem_service import tracing
 from tandem_service.tasks import end_tasks
 
-from tandem_gateway.admitted import Admitted
+from tandem_gateway.admission.admitted import Admitted
 from tandem_gateway.errors import UpstreamError
 from tandem_gateway.metrics import RequestMetrics
 from tandem_gateway.relay import Relay

@@ -33,8 +33,10 @@ from tandem_service.tracing import Headers, RequestTrace, Tracing, current
 from tandem_service.version import software_version
 
 from tandem_gateway import trace_attributes
-from tandem_gateway.admission import Admission
-from tandem_gateway.admitted import Admitted
+from tandem_gateway.admission.admission import Admission
+from tandem_gateway.admission.admitted import Admitted
+from tandem_gateway.admission.limits import TokenRates
+from tandem_gateway.admission.miss_cause import miss_cause
 from tandem_gateway.auth import Caller
 from tandem_gateway.choices import Running, num_places, relay_choices
 from tandem_gateway.dashboard.ended import EndedRequests
@@ -50,9 +52,7 @@ from tandem_gateway.errors import (
     presentation,
 )
 from tandem_gateway.fleet.pods import Fleet
-from tandem_gateway.limits import TokenRates
 from tandem_gateway.metrics import GatewayMetrics
-from tandem_gateway.miss_cause import miss_cause
 from tandem_gateway.relay import Relay
 from tandem_gateway.request import (
     DEFAULT_MAX_TOKENS,

@@ -24,6 +24,7 @@ from tandem_service.interceptors import REQUEST_ID_KEY, request_id_or_new
 from tandem_service.tls import is_loopback
 from tandem_service.tracing import current
 
+from tandem_gateway.admission.limits import OpenCalls
 from tandem_gateway.answers import Answers
 from tandem_gateway.auth import ApiKeys
 from tandem_gateway.connect_api import ConnectApi
@@ -41,7 +42,6 @@ from tandem_gateway.fleet.pods import Role
 from tandem_gateway.gateway import Gateway
 from tandem_gateway.grpc_api import GatewayServicer
 from tandem_gateway.http_stream import ClientGoneError
-from tandem_gateway.limits import OpenCalls
 from tandem_gateway.openai_api import OpenAiApi
 from tandem_gateway.openai_render import error_json
 from tandem_gateway.site.routes import site_routes

@@ -27,7 +27,9 @@ from tandem_service.slo_file import SloFileError, load_slo_classes
 from tandem_service.tasks import end_tasks
 from tandem_service.tls import is_loopback
 
-from tandem_gateway.admission import Admission
+from tandem_gateway.admission.admission import Admission
+from tandem_gateway.admission.forecast import Forecaster
+from tandem_gateway.admission.limits import OpenCalls
 from tandem_gateway.answer_store import AnswerStore
 from tandem_gateway.answers import Answers
 from tandem_gateway.auth import ApiKeys, KeyFileError
@@ -37,12 +39,10 @@ from tandem_gateway.dashboard.sampler import Sampler
 from tandem_gateway.fleet.pods import Fleet, Role
 from tandem_gateway.fleet.routing import OutputLengths, Router
 from tandem_gateway.fleet.unloaded import kept_unloaded
-from tandem_gateway.forecast import Forecaster
 from tandem_gateway.gateway import Gateway, max_message_bytes
 from tandem_gateway.grpc_api import SERVICE_NAME, STATUS_CODES, GatewayServicer, caller_of
 from tandem_gateway.http_app import make_app
 from tandem_gateway.http_server import HttpServer
-from tandem_gateway.limits import OpenCalls
 from tandem_gateway.metrics import GatewayMetrics
 from tandem_gateway.relay import Relay
 from tandem_gateway.settings import GatewaySettings

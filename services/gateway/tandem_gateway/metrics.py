@@ -19,7 +19,8 @@ from tandem_service import tracing
 from tandem_service.metric_rows import CounterRow, Values
 from tandem_service.metric_twins import serve_twins, vllm_labels
 
-from tandem_gateway.admission import Admission
+from tandem_gateway.admission.admission import Admission
+from tandem_gateway.admission.miss_cause import CAUSES
 from tandem_gateway.errors import (
     GatewayError,
     LossCause,
@@ -29,7 +30,6 @@ from tandem_gateway.errors import (
     presentation,
 )
 from tandem_gateway.fleet.pods import Fleet, Role
-from tandem_gateway.miss_cause import CAUSES
 from tandem_gateway.request import NS_PER_S, TokenizedRequest
 
 #: Prompt length that the gauge of the predicted TTFT assumes.

@@ -31,13 +31,13 @@ from tandem_core.slo import LONGEST_OBJECTIVE_S, SloTarget
 from tandem_proto.v1 import decode_pb2
 
 from tandem_gateway import messages_models, responses_models
+from tandem_gateway.admission.limits import OpenCalls
 from tandem_gateway.answer import Answer, Sent
 from tandem_gateway.answers import Answers
 from tandem_gateway.auth import ApiKeys, Caller
 from tandem_gateway.errors import REQUEST_ERRORS, GatewayError
 from tandem_gateway.gateway import Gateway
 from tandem_gateway.http_stream import EventStream, json_bytes, until_disconnect
-from tandem_gateway.limits import OpenCalls
 from tandem_gateway.messages_render import MessagesRenderer
 from tandem_gateway.openai_models import ChatBody, CompletionBody, parse_body
 from tandem_gateway.openai_render import ChatRenderer, CompletionRenderer, Json, Renderer

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 import structlog
 from prometheus_client import Metric
 
-from tandem_gateway.admission import Admission
-from tandem_gateway.admitted import Admitted
+from tandem_gateway.admission.admission import Admission
+from tandem_gateway.admission.admitted import Admitted
 from tandem_gateway.dashboard.ended import EndedRequests
 from tandem_gateway.dashboard.history import History
 from tandem_gateway.dashboard.rows import ClassRow, OpenRow, PodRow, Sample

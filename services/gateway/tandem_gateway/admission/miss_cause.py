@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tandem_proto.v1 import common_pb2
 
-from tandem_gateway.forecast import Forecast
+from tandem_gateway.admission.forecast import Forecast
 from tandem_gateway.request import NS_PER_S
 
 _UNTIL_FIRST_TOKEN = ("queue", "prefill", "transfer", "failover", "other")

@@ -7,11 +7,11 @@ import pytest
 from fixed_forecaster import request
 from still_clock import Clock
 from tandem_core.slo import SloTarget
-from tandem_gateway import limits
-from tandem_gateway.admitted import Admitted
-from tandem_gateway.forecast import Quantiles
-from tandem_gateway.limits import AdaptiveLimit, Overload, Turns
-from tandem_gateway.places import Places
+from tandem_gateway.admission import limits
+from tandem_gateway.admission.admitted import Admitted
+from tandem_gateway.admission.forecast import Quantiles
+from tandem_gateway.admission.limits import AdaptiveLimit, Overload, Turns
+from tandem_gateway.admission.places import Places
 from tandem_gateway.settings import Policy
 
 

@@ -20,17 +20,17 @@ from functools import cache, partial
 from tandem_core.sampling import SamplingParams
 from tandem_core.slo import NO_OBJECTIVES, SloTarget
 
-from tandem_gateway.admitted import Admitted
+from tandem_gateway.admission.admitted import Admitted
+from tandem_gateway.admission.forecast import MEMORY_S, NO_QUEUE, Forecast, Forecaster, Quantiles
+from tandem_gateway.admission.limits import RecentMean
+from tandem_gateway.admission.neighbours import Neighbours, decoding_beside_s
+from tandem_gateway.admission.places import MIN_RETRY_AFTER_S, Places
+from tandem_gateway.admission.shares import MAX_AHEAD_S, Bookings, FairShares
 from tandem_gateway.errors import OverloadedError, RefusalReason, UnavailableError
 from tandem_gateway.fleet.pods import Pod
 from tandem_gateway.fleet.routing import Route
-from tandem_gateway.forecast import MEMORY_S, NO_QUEUE, Forecast, Forecaster, Quantiles
-from tandem_gateway.limits import RecentMean
-from tandem_gateway.neighbours import Neighbours, decoding_beside_s
-from tandem_gateway.places import MIN_RETRY_AFTER_S, Places
 from tandem_gateway.request import DEFAULT_DUE_S, TokenizedRequest
 from tandem_gateway.settings import Policy
-from tandem_gateway.shares import MAX_AHEAD_S, Bookings, FairShares
 
 #: A wait in the gateway that changes nothing of what was predicted.
 _NO_WAIT_S = 0.05

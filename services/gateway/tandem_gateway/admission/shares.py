@@ -12,7 +12,7 @@ from functools import cache
 from itertools import takewhile
 from operator import attrgetter
 
-from tandem_gateway.admitted import Admitted
+from tandem_gateway.admission.admitted import Admitted
 
 #: A tenant may be ahead of its share by so many seconds.
 _AHEAD_S = 1.0

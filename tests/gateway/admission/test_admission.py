@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from tandem_core.sampling import SamplingParams
 from tandem_core.slo import DEFAULT_SLO_CLASSES, SloTarget
-from tandem_gateway.admission import Admission
-from tandem_gateway.admitted import Admitted
+from tandem_gateway.admission.admission import Admission
+from tandem_gateway.admission.admitted import Admitted
 from tandem_gateway.errors import DeadlineError, OverloadedError, RefusalReason
 from tandem_gateway.request import TokenizedRequest
 from tandem_gateway.settings import Policy

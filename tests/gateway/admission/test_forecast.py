@@ -10,12 +10,12 @@ from still_clock import Clock
 from tandem_core.beams import BeamParams
 from tandem_core.sampling import SamplingParams
 from tandem_core.slo import NO_OBJECTIVES, SloTarget
-from tandem_gateway import forecast
-from tandem_gateway.admission import Admission
+from tandem_gateway.admission import forecast
+from tandem_gateway.admission.admission import Admission
+from tandem_gateway.admission.forecast import Calibration, Forecaster, Group, Quantiles
 from tandem_gateway.fleet import pod_load
 from tandem_gateway.fleet.pod_load import Backlog
 from tandem_gateway.fleet.routing import OutputLengths, Route
-from tandem_gateway.forecast import Calibration, Forecaster, Group, Quantiles
 from tandem_gateway.request import TokenizedRequest
 from tandem_gateway.settings import Policy
 

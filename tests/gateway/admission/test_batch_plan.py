@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from tandem_core.step_cost import StepCost
-from tandem_gateway.batch_plan import BatchPlan, Turn
+from tandem_gateway.admission.batch_plan import BatchPlan, Turn
 from tandem_gateway.fleet.pod_load import PodLoad
 
 #: A step takes .1 s whatever is in it, and gives each sequence one token.

@@ -8,10 +8,10 @@ import pytest
 from still_clock import Clock
 from tandem_core.sampling import SamplingParams
 from tandem_core.slo import NO_OBJECTIVES
-from tandem_gateway import shares
-from tandem_gateway.admitted import Admitted
+from tandem_gateway.admission import shares
+from tandem_gateway.admission.admitted import Admitted
+from tandem_gateway.admission.shares import _DEVIATIONS, _MOST_BOOKED, MAX_AHEAD_S, Bookings, FairShares
 from tandem_gateway.request import TokenizedRequest
-from tandem_gateway.shares import _DEVIATIONS, _MOST_BOOKED, MAX_AHEAD_S, Bookings, FairShares
 
 
 @pytest.fixture

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
 
-from tandem_gateway.admitted import Admitted
-from tandem_gateway.batch_plan import BatchPlan, Turn
+from tandem_gateway.admission.admitted import Admitted
+from tandem_gateway.admission.batch_plan import BatchPlan, Turn
+from tandem_gateway.admission.forecast import Forecaster
 from tandem_gateway.fleet.pods import Pod
 from tandem_gateway.fleet.routing import Route
-from tandem_gateway.forecast import Forecaster
 from tandem_gateway.request import TokenizedRequest
 
 

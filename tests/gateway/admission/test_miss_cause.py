@@ -4,7 +4,7 @@ import random
 from types import SimpleNamespace
 
 import pytest
-from tandem_gateway.miss_cause import CAUSES, miss_cause
+from tandem_gateway.admission.miss_cause import CAUSES, miss_cause
 from tandem_proto.v1 import common_pb2
 
 

@@ -6,9 +6,9 @@ import math
 import time
 from dataclasses import dataclass, field
 
-from tandem_gateway.batch_plan import Turn
+from tandem_gateway.admission.batch_plan import Turn
+from tandem_gateway.admission.forecast import Forecast
 from tandem_gateway.fleet.routing import Route
-from tandem_gateway.forecast import Forecast
 from tandem_gateway.request import TokenizedRequest
 
 

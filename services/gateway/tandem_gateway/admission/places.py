@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import NamedTuple
 
-from tandem_gateway.admitted import Admitted
+from tandem_gateway.admission.admitted import Admitted
+from tandem_gateway.admission.forecast import Quantiles
+from tandem_gateway.admission.limits import AdaptiveLimit, Overload, Turns
+from tandem_gateway.admission.shares import MAX_AHEAD_S
 from tandem_gateway.errors import OverloadedError, RefusalReason
-from tandem_gateway.forecast import Quantiles
-from tandem_gateway.limits import AdaptiveLimit, Overload, Turns
 from tandem_gateway.request import TokenizedRequest
 from tandem_gateway.settings import Policy
-from tandem_gateway.shares import MAX_AHEAD_S
 
 MIN_RETRY_AFTER_S = 0.05
 #: Requests without objectives take at most this share of the places, so that others find one; and fewer after

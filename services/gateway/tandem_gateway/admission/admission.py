@@ -23,14 +23,14 @@ from contextlib import asynccontextmanager
 
 from tandem_core.errors import InvalidRequestError
 
-from tandem_gateway.admitted import Admitted
+from tandem_gateway.admission.admitted import Admitted
+from tandem_gateway.admission.forecast import Forecaster
+from tandem_gateway.admission.judge import Judge
+from tandem_gateway.admission.places import MIN_RETRY_AFTER_S, Places
+from tandem_gateway.admission.shares import MAX_AHEAD_S
 from tandem_gateway.errors import DeadlineError, OverloadedError, RefusalReason
-from tandem_gateway.forecast import Forecaster
-from tandem_gateway.judge import Judge
-from tandem_gateway.places import MIN_RETRY_AFTER_S, Places
 from tandem_gateway.request import TokenizedRequest
 from tandem_gateway.settings import Policy
-from tandem_gateway.shares import MAX_AHEAD_S
 
 #: While requests wait, room that no end of another one makes is looked for as often as this: that of answers
 #: that go on, and of clients that were expected back and did not come.

@@ -15,10 +15,10 @@ from still_clock import Clock
 from tandem_core.beams import BeamParams
 from tandem_core.sampling import SamplingParams
 from tandem_core.slo import NO_OBJECTIVES, SloTarget
-from tandem_gateway import judge as judge_module
-from tandem_gateway.admission import Admission
-from tandem_gateway.admitted import Admitted
-from tandem_gateway.batch_plan import BatchPlan
+from tandem_gateway.admission import judge as judge_module
+from tandem_gateway.admission.admission import Admission
+from tandem_gateway.admission.admitted import Admitted
+from tandem_gateway.admission.batch_plan import BatchPlan
 from tandem_gateway.errors import OverloadedError, RefusalReason, UnavailableError
 from tandem_gateway.request import DEFAULT_DUE_S, TenantLimits, TokenizedRequest
 from tandem_gateway.settings import Policy
@@ -186,7 +186,7 @@ class TestJudgement:
                 super().__init__(pod, turns, context)
                 plans.append(self)
 
-        monkeypatch.setattr("tandem_gateway.neighbours.BatchPlan", Kept)
+        monkeypatch.setattr("tandem_gateway.admission.neighbours.BatchPlan", Kept)
         gate = full_of_two()
         pod = gate.judge._forecaster.pod
         pod.load = replace(pod.load, max_batch=4)
