@@ -6,7 +6,7 @@ import time
 
 import grpc
 import pytest
-from tandem_gateway.answer import Answer
+from tandem_gateway.answers.answer import Answer
 from tandem_gateway.errors import OverloadedError
 from tandem_proto.v1 import common_pb2, gateway_pb2
 from waiting import until

@@ -19,8 +19,8 @@ from tandem_core.errors import InvalidRequestError, quoted
 from tandem_proto.v1 import answers_pb2, common_pb2, decode_pb2, gateway_pb2, gateway_pb2_grpc
 from tandem_service.interceptors import Metadata, current_request_id, request_id_or_new
 
-from tandem_gateway.answer import Answer
-from tandem_gateway.answers import Answers
+from tandem_gateway.answers.answer import Answer
+from tandem_gateway.answers.answers import Answers
 from tandem_gateway.auth import ApiKeys, Caller
 from tandem_gateway.errors import PRESENTATIONS
 from tandem_gateway.gateway import Gateway

@@ -25,7 +25,7 @@ from tandem_service.tls import is_loopback
 from tandem_service.tracing import current
 
 from tandem_gateway.admission.limits import OpenCalls
-from tandem_gateway.answers import Answers
+from tandem_gateway.answers.answers import Answers
 from tandem_gateway.auth import ApiKeys
 from tandem_gateway.connect_api import ConnectApi
 from tandem_gateway.dashboard.history import History

@@ -30,8 +30,8 @@ from tandem_service.tls import is_loopback
 from tandem_gateway.admission.admission import Admission
 from tandem_gateway.admission.forecast import Forecaster
 from tandem_gateway.admission.limits import OpenCalls
-from tandem_gateway.answer_store import AnswerStore
-from tandem_gateway.answers import Answers
+from tandem_gateway.answers.answer_store import AnswerStore
+from tandem_gateway.answers.answers import Answers
 from tandem_gateway.auth import ApiKeys, KeyFileError
 from tandem_gateway.dashboard.ended import EndedRequests
 from tandem_gateway.dashboard.history import History

@@ -32,8 +32,8 @@ from tandem_proto.v1 import decode_pb2
 
 from tandem_gateway import messages_models, responses_models
 from tandem_gateway.admission.limits import OpenCalls
-from tandem_gateway.answer import Answer, Sent
-from tandem_gateway.answers import Answers
+from tandem_gateway.answers.answer import Answer, Sent
+from tandem_gateway.answers.answers import Answers
 from tandem_gateway.auth import ApiKeys, Caller
 from tandem_gateway.errors import REQUEST_ERRORS, GatewayError
 from tandem_gateway.gateway import Gateway

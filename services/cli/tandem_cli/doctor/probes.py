@@ -172,7 +172,7 @@ async def _decode(system: System, pod: Pod, prompt: Sequence[int], targets: Sequ
 
 
 async def redis_rights(system: System) -> AsyncIterator[Finding]:
-    """The patterns of keys and the commands of tandem_gateway.answer_store and tandem_lookahead.store."""
+    """Patterns of keys, and commands, of tandem_gateway.answers.answer_store and tandem_lookahead.store."""
     if system.redis is None:
         return
     where = f"Redis {_without_password(system.redis.url)}"

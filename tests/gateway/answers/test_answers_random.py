@@ -13,8 +13,8 @@ import grpc.aio
 import pytest
 import redis.asyncio as redis
 from redis_servers import RedisServer, answers
-from tandem_gateway import answer_store
-from tandem_gateway.answer_store import AnswerStore, StoreError
+from tandem_gateway.answers import answer_store
+from tandem_gateway.answers.answer_store import AnswerStore, StoreError
 from tandem_proto.v1 import gateway_pb2
 
 WORDS = tuple(f" w{index}" for index in range(12))

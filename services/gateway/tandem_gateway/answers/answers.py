@@ -33,9 +33,10 @@ from tandem_proto.v1 import answers_pb2, decode_pb2
 from tandem_service import tracing
 from tandem_service.tasks import end_tasks
 
-from tandem_gateway.answer import NAME_CHARS, RUN_CHARS, Answer, Sent, num_positions
-from tandem_gateway.answer_store import AnswerStore, NotOwnerError, StoredAnswer, StoreError
-from tandem_gateway.answer_writer import FOLLOW_S, STORE_WAIT_S, AnswerWriter
+from tandem_gateway.answers.answer import NAME_CHARS, RUN_CHARS, Answer, Sent, num_positions
+from tandem_gateway.answers.answer_store import AnswerStore, NotOwnerError, StoredAnswer, StoreError
+from tandem_gateway.answers.answer_writer import FOLLOW_S, STORE_WAIT_S, AnswerWriter
+from tandem_gateway.answers.kept_answers import KeptAnswers
 from tandem_gateway.errors import (
     GATEWAY_STOPS,
     AnswerGivenUpError,
@@ -47,7 +48,6 @@ from tandem_gateway.errors import (
     UnavailableError,
     UpstreamError,
 )
-from tandem_gateway.kept_answers import KeptAnswers
 from tandem_gateway.metrics import GatewayMetrics
 from tandem_gateway.request import NO_LIMITS, Event, TenantLimits, TokenizedRequest, choices_of
 

@@ -12,8 +12,8 @@ import pytest
 import redis.asyncio as redis
 from fake_pods import FakePod
 from redis_servers import RedisServer, answers
-from tandem_gateway import answer_store
-from tandem_gateway.answer_store import StoreError
+from tandem_gateway.answers import answer_store
+from tandem_gateway.answers.answer_store import StoreError
 from tandem_proto.v1 import answers_pb2, gateway_pb2
 from waiting import until, until_async
 
@@ -200,7 +200,9 @@ async def test_a_gateway_that_was_taken_for_dead_writes_no_more(pods, two_gatewa
 async def test_tokens_that_died_with_their_gateway_are_computed_again(
     pods, two_gateways, redis_url, monkeypatch
 ):
-    monkeypatch.setattr("tandem_gateway.answer_writer._WRITE_S", 60.0)  # the store gets the first event alone
+    monkeypatch.setattr(
+        "tandem_gateway.answers.answer_writer._WRITE_S", 60.0
+    )  # the store gets the first event alone
     pod = await pods(words=WORDS, pause_s=0.2)
     one, other = await two_gateways(pod)
     for path, body in ((CHAT, WITH_USAGE), (COMPLETIONS, COMPLETION_BODY)):

@@ -15,7 +15,7 @@ from tandem_core.slo import SloTarget
 from tandem_core.speculation import SpeculationMode
 from tandem_proto.v1 import answers_pb2, decode_pb2
 
-from tandem_gateway.answer_store import StoreError
+from tandem_gateway.answers.answer_store import StoreError
 from tandem_gateway.request import NO_LIMITS, Event, TenantLimits, TokenizedRequest, choices_of
 
 #: An answer's id: a name, by which it is found, and a number of the computation.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from tandem_gateway.answer import Answer
+from tandem_gateway.answers.answer import Answer
 
 
 class KeptAnswers:

@@ -12,8 +12,8 @@ import time
 
 from tandem_service.tasks import end_tasks
 
-from tandem_gateway.answer import Answer
-from tandem_gateway.answer_store import AnswerStore, NotOwnerError, StoredAnswer, StoreError
+from tandem_gateway.answers.answer import Answer
+from tandem_gateway.answers.answer_store import AnswerStore, NotOwnerError, StoredAnswer, StoreError
 from tandem_gateway.errors import AnswerGivenUpError, DeadlineError, UnavailableError
 
 #: Between two looks at an answer that another gateway computes.

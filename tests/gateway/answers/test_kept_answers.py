@@ -6,8 +6,8 @@ import random
 import time
 
 import pytest
-from tandem_gateway.answer import Answer
-from tandem_gateway.kept_answers import KeptAnswers
+from tandem_gateway.answers.answer import Answer
+from tandem_gateway.answers.kept_answers import KeptAnswers
 from tandem_proto.v1 import answers_pb2, decode_pb2
 
 MAX_BYTES = 4_000
