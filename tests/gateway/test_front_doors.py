@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from tandem_cli import certificates, chat, health
 from tandem_cli.supervisor import Health, ProcessSpec
 from tandem_core.errors import InvalidRequestError
+from tandem_gateway.dialects.openai_models import ChatBody, CompletionBody, parse_body
 from tandem_gateway.errors import UnsupportedFieldError
 from tandem_gateway.main import GatewayProcess
-from tandem_gateway.openai_models import ChatBody, CompletionBody, parse_body
 from tandem_gateway.settings import GatewaySettings
 from tandem_proto.v1 import gateway_pb2
 from tandem_service.tls import Role

@@ -30,6 +30,7 @@ from tandem_gateway.auth import ApiKeys
 from tandem_gateway.connect_api import ConnectApi
 from tandem_gateway.dashboard.history import History
 from tandem_gateway.dashboard.routes import dashboard_routes
+from tandem_gateway.dialects.openai_render import error_json
 from tandem_gateway.errors import (
     BodyTimeoutError,
     ForbiddenError,
@@ -43,7 +44,6 @@ from tandem_gateway.gateway import Gateway
 from tandem_gateway.grpc_api import GatewayServicer
 from tandem_gateway.http_stream import ClientGoneError
 from tandem_gateway.openai_api import OpenAiApi
-from tandem_gateway.openai_render import error_json
 from tandem_gateway.site.routes import site_routes
 from tandem_gateway.tokenize_api import TokenizeApi
 

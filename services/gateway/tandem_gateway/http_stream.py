@@ -1,4 +1,4 @@
-"""Server-sent events, with immediate detection of a client disconnect.
+"""Streamed responses, with immediate detection of a client disconnect.
 
 Starlette detects a disconnect only when it sends, so a request in the queue or on a slow pod would keep
 computing. This module watches the connection during the whole request. A client that stays connected but does
@@ -8,8 +8,7 @@ not read for `send_timeout_s` counts as disconnected, because it would keep its 
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
 from typing import TypeVar
 
@@ -19,9 +18,6 @@ from starlette.types import Message, Receive, Scope, Send
 
 T = TypeVar("T")
 
-#: As Starlette's JSONResponse.
-_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-_CONTAINERS = (dict, list, tuple)
 #: Limit for one send.
 _SEND_TIMEOUT_S = 30.0
 
@@ -61,38 +57,6 @@ async def send_within(send: Send, message: Message, timeout_s: float = _SEND_TIM
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def json_bytes(value: object, *, in_steps: bool = False) -> bytes:
-    """`in_steps`: by many short calls of the encoder, between which other threads run."""
-    return "".join(_parts(value) if in_steps else [_ENCODER.encode(value)]).encode()
-
-
-def _parts(value: object) -> Iterator[str]:
-    """What holds no other list or object is one part."""
-    if isinstance(value, dict) and any(isinstance(part, _CONTAINERS) for part in value.values()):
-        yield "{"
-        for index, (name, part) in enumerate(value.items()):
-            yield f"{',' if index else ''}{_ENCODER.encode(name)}:"
-            yield from _parts(part)
-        yield "}"
-    elif isinstance(value, (list, tuple)) and any(isinstance(part, _CONTAINERS) for part in value):
-        yield "["
-        for index, part in enumerate(value):
-            yield "," if index else ""
-            yield from _parts(part)
-        yield "]"
-    else:
-        yield _ENCODER.encode(value)
-
-
-def sse(event: Mapping[str, object], event_id: str = "", *, in_steps: bool = False) -> bytes:
-    """Encodes one server-sent event with a JSON body."""
-    head = f"id: {event_id}\n".encode() if event_id else b""
-    return head + b"data: " + json_bytes(event, in_steps=in_steps) + b"\n\n"
-
-
-SSE_DONE = b"data: [DONE]\n\n"
 
 
 class EventStream(Response):

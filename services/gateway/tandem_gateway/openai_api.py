@@ -30,21 +30,22 @@ from tandem_core.errors import InvalidRequestError, quoted
 from tandem_core.slo import LONGEST_OBJECTIVE_S, SloTarget
 from tandem_proto.v1 import decode_pb2
 
-from tandem_gateway import messages_models, responses_models
 from tandem_gateway.admission.limits import OpenCalls
 from tandem_gateway.answers.answer import Answer, Sent
 from tandem_gateway.answers.answers import Answers
 from tandem_gateway.auth import ApiKeys, Caller
+from tandem_gateway.dialects import messages_models, responses_models
+from tandem_gateway.dialects.messages_render import MessagesRenderer
+from tandem_gateway.dialects.openai_models import ChatBody, CompletionBody, parse_body
+from tandem_gateway.dialects.openai_render import ChatRenderer, CompletionRenderer, Json, Renderer
+from tandem_gateway.dialects.prompt_logprobs import check_size, echoed_text
+from tandem_gateway.dialects.responses_render import ResponsesRenderer
+from tandem_gateway.dialects.sse import json_bytes
 from tandem_gateway.errors import REQUEST_ERRORS, GatewayError
 from tandem_gateway.gateway import Gateway
-from tandem_gateway.http_stream import EventStream, json_bytes, until_disconnect
-from tandem_gateway.messages_render import MessagesRenderer
-from tandem_gateway.openai_models import ChatBody, CompletionBody, parse_body
-from tandem_gateway.openai_render import ChatRenderer, CompletionRenderer, Json, Renderer
-from tandem_gateway.prompt_logprobs import check_size, echoed_text
+from tandem_gateway.http_stream import EventStream, until_disconnect
 from tandem_gateway.request import Event, ReceivedRequest, TokenizedRequest, with_seed
 from tandem_gateway.request_body import max_body_bytes, read_body
-from tandem_gateway.responses_render import ResponsesRenderer
 
 #: Reads a request's body. Raises InvalidRequestError.
 Parse: TypeAlias = Callable[[bytes], ChatBody | CompletionBody]

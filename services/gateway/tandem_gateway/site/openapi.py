@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from tandem_gateway.messages_models import MessagesBody
-from tandem_gateway.openai_models import ChatBody, CompletionBody
-from tandem_gateway.responses_models import ResponsesBody
+from tandem_gateway.dialects.messages_models import MessagesBody
+from tandem_gateway.dialects.openai_models import ChatBody, CompletionBody
+from tandem_gateway.dialects.responses_models import ResponsesBody
 from tandem_gateway.tokenize_api import DetokenizeBody, TokenizeBody
 
 

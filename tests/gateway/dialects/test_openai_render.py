@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from tandem_gateway.openai_render import message_json
+from tandem_gateway.dialects.openai_render import message_json
 from tandem_proto.v1 import common_pb2
 
 

@@ -17,8 +17,8 @@ from typing import Any, cast
 from tandem_core.errors import TandemError
 from tandem_proto.v1 import answers_pb2, decode_pb2
 
-from tandem_gateway.http_stream import sse
-from tandem_gateway.openai_render import ChatRenderer, Json, error_json
+from tandem_gateway.dialects.openai_render import ChatRenderer, Json, error_json
+from tandem_gateway.dialects.sse import sse
 from tandem_gateway.request import Event
 
 _Object = dict[str, Any]

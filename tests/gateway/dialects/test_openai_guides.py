@@ -9,7 +9,7 @@ import pytest
 from tandem_core.errors import InvalidRequestError
 from tandem_core.guide import Guide, GuideKind
 from tandem_core.model.guides import check_guide
-from tandem_gateway.openai_models import ChatBody, CompletionBody, parse_body
+from tandem_gateway.dialects.openai_models import ChatBody, CompletionBody, parse_body
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "string"}, "a": {}}}
 OF_SCHEMA = Guide(GuideKind.JSON_SCHEMA, json.dumps(SCHEMA))

@@ -13,9 +13,9 @@ from google.protobuf.message import Message
 from tandem_core.errors import InvalidRequestError, TandemError
 from tandem_proto.v1 import answers_pb2, common_pb2, decode_pb2
 
-from tandem_gateway import prompt_logprobs
+from tandem_gateway.dialects import prompt_logprobs
+from tandem_gateway.dialects.sse import SSE_DONE, sse
 from tandem_gateway.errors import presentation
-from tandem_gateway.http_stream import SSE_DONE, sse
 from tandem_gateway.request import Event
 from tandem_gateway.tools.answer_parser import AnswerDelta, AnswerParser, CallDelta
 

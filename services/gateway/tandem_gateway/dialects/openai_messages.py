@@ -13,8 +13,8 @@ from pydantic import ConfigDict, JsonValue
 from tandem_core.errors import InvalidRequestError, quoted
 from tandem_core.model.conversation import Message, Tool, ToolCall
 
+from tandem_gateway.dialects.json_body import JsonBody
 from tandem_gateway.errors import UnsupportedFieldError
-from tandem_gateway.json_body import JsonBody
 from tandem_gateway.tools.choice import Mode, ToolChoice, check_tools
 
 _ROLES = MappingProxyType(

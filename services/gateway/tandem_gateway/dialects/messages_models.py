@@ -14,9 +14,9 @@ from typing import Any
 from pydantic import ConfigDict, JsonValue, ValidationError
 from tandem_core.errors import InvalidRequestError, quoted
 
+from tandem_gateway.dialects.json_body import JsonBody
+from tandem_gateway.dialects.openai_models import ChatBody, invalid_body, parse_json
 from tandem_gateway.errors import UnsupportedFieldError
-from tandem_gateway.json_body import JsonBody
-from tandem_gateway.openai_models import ChatBody, invalid_body, parse_json
 
 _Object = dict[str, JsonValue]
 

@@ -22,9 +22,9 @@ from tandem_core.sampling import SamplingParams
 from tandem_proto.v1 import answers_pb2
 from tandem_service.interceptors import request_id_or_new
 
+from tandem_gateway.dialects.openai_guides import ResponseFormat, StructuredOutputs, only
+from tandem_gateway.dialects.openai_messages import Body, ChatTurn, to_messages, to_tool_choice
 from tandem_gateway.errors import UnsupportedFieldError
-from tandem_gateway.openai_guides import ResponseFormat, StructuredOutputs, only
-from tandem_gateway.openai_messages import Body, ChatTurn, to_messages, to_tool_choice
 from tandem_gateway.tools.choice import ToolChoice, check_levels
 
 #: Fields of the API without an effect on the answer. `spaces_between_special_tokens` has none in vLLM either

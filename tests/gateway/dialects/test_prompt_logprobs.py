@@ -11,7 +11,7 @@ import grpc
 import pytest
 from loop_turns import STALL_S, watched_loop
 from tandem_core.model.manifest import ModelManifest
-from tandem_gateway.prompt_logprobs import MAX_VALUES, text_offsets
+from tandem_gateway.dialects.prompt_logprobs import MAX_VALUES, text_offsets
 from tandem_proto.v1 import common_pb2, gateway_pb2
 
 USER = [{"role": "user", "content": "hi"}]

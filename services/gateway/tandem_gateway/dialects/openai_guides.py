@@ -16,8 +16,8 @@ from pydantic import ConfigDict
 from tandem_core.errors import InvalidRequestError, quoted
 from tandem_core.guide import Guide, GuideKind
 
+from tandem_gateway.dialects.json_body import JsonBody
 from tandem_gateway.errors import UnsupportedFieldError
-from tandem_gateway.json_body import JsonBody
 
 _OBJECT = '{"type": "object"}'
 #: The time to convert one grows with its square, and other streams wait.
