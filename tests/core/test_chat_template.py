@@ -1,6 +1,6 @@
 """Templates render as in transformers, and a template cannot leave its sandbox.
 
-How messages become tokens is tested in tests/gateway/test_encoding.py, through the gateway and the LLM.
+How messages become tokens is tested in tests/gateway/call/test_encoding.py, through the gateway and the LLM.
 """
 
 import json

@@ -151,7 +151,7 @@ async def test_a_tenant_s_open_calls_are_limited(pods, gateway, tmp_path):
 
 async def test_a_tenant_s_long_texts_wait_for_each_other_only(pods, gateway, keys_file, monkeypatch):
     front = await gateway(await pods(), api_keys_file=keys_file)
-    monkeypatch.setattr("tandem_gateway.gateway._INLINE_CHARS", 2)
+    monkeypatch.setattr("tandem_gateway.call.gateway._INLINE_CHARS", 2)
     tokenizer = front.process._answers._run.__self__.tokenizer
     encode, may_go_on, begun = tokenizer.encode, threading.Event(), []
 

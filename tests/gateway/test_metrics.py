@@ -15,7 +15,7 @@ import pytest
 from metric_names import differences
 from tandem_core.sampling import SamplingParams
 from tandem_core.slo import DEFAULT_SLO_CLASSES
-from tandem_gateway import gateway as gateway_module
+from tandem_gateway.call import gateway as gateway_module
 from tandem_gateway.metrics import GatewayMetrics
 from tandem_gateway.request import TokenizedRequest
 from tandem_proto.v1 import gateway_pb2

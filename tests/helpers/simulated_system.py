@@ -49,13 +49,13 @@ from tandem_gateway.admission.admitted import Admitted
 from tandem_gateway.admission.forecast import Forecaster
 from tandem_gateway.admission.judge import Judge
 from tandem_gateway.auth import Caller
+from tandem_gateway.call.gateway import Gateway
+from tandem_gateway.call.relay import Relay
 from tandem_gateway.dashboard.ended import EndedRequests
 from tandem_gateway.errors import OverloadedError, RefusalReason, presentation
 from tandem_gateway.fleet.pods import Fleet, Role
 from tandem_gateway.fleet.routing import OutputLengths, Router
-from tandem_gateway.gateway import Gateway
 from tandem_gateway.metrics import GatewayMetrics
-from tandem_gateway.relay import Relay
 from tandem_gateway.request import ReceivedRequest, TokenizedRequest
 from tandem_gateway.settings import GatewaySettings
 from tandem_pod.status import due_at, end_due_at, token_objective

@@ -38,9 +38,9 @@ from tandem_service.interceptors import REQUEST_ID_KEY, MalformedRequestError, M
 
 from tandem_gateway.admission.limits import OpenCalls
 from tandem_gateway.auth import ApiKeys
+from tandem_gateway.call.gateway import Gateway
 from tandem_gateway.dialects.sse import json_bytes
 from tandem_gateway.errors import DeadlineError
-from tandem_gateway.gateway import Gateway
 from tandem_gateway.grpc_api import STATUS_CODES, GatewayServicer, caller_of
 from tandem_gateway.http_stream import ClientGoneError, send_within, until_disconnect
 from tandem_gateway.request_body import check_values, max_body_bytes, read_bytes

@@ -22,11 +22,11 @@ from tandem_service.interceptors import Metadata, current_request_id, request_id
 from tandem_gateway.answers.answer import Answer
 from tandem_gateway.answers.answers import Answers
 from tandem_gateway.auth import ApiKeys, Caller
+from tandem_gateway.call.gateway import Gateway
 from tandem_gateway.dialects.grpc_messages import to_messages, to_options, to_tool_choice
 from tandem_gateway.dialects.openai_models import MAX_CHOICES
 from tandem_gateway.dialects.prompt_logprobs import check_size, echoed_text
 from tandem_gateway.errors import PRESENTATIONS
-from tandem_gateway.gateway import Gateway
 from tandem_gateway.request import ReceivedRequest, TokenizedRequest
 from tandem_gateway.tools.answer_parser import AnswerDelta, AnswerParser
 

@@ -27,6 +27,7 @@ from tandem_service.tracing import current
 from tandem_gateway.admission.limits import OpenCalls
 from tandem_gateway.answers.answers import Answers
 from tandem_gateway.auth import ApiKeys
+from tandem_gateway.call.gateway import Gateway
 from tandem_gateway.connect_api import ConnectApi
 from tandem_gateway.dashboard.history import History
 from tandem_gateway.dashboard.routes import dashboard_routes
@@ -40,7 +41,6 @@ from tandem_gateway.errors import (
     presentation,
 )
 from tandem_gateway.fleet.pods import Role
-from tandem_gateway.gateway import Gateway
 from tandem_gateway.grpc_api import GatewayServicer
 from tandem_gateway.http_stream import ClientGoneError
 from tandem_gateway.openai_api import OpenAiApi

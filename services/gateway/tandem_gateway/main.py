@@ -33,18 +33,18 @@ from tandem_gateway.admission.limits import OpenCalls
 from tandem_gateway.answers.answer_store import AnswerStore
 from tandem_gateway.answers.answers import Answers
 from tandem_gateway.auth import ApiKeys, KeyFileError
+from tandem_gateway.call.gateway import Gateway, max_message_bytes
+from tandem_gateway.call.relay import Relay
 from tandem_gateway.dashboard.ended import EndedRequests
 from tandem_gateway.dashboard.history import History
 from tandem_gateway.dashboard.sampler import Sampler
 from tandem_gateway.fleet.pods import Fleet, Role
 from tandem_gateway.fleet.routing import OutputLengths, Router
 from tandem_gateway.fleet.unloaded import kept_unloaded
-from tandem_gateway.gateway import Gateway, max_message_bytes
 from tandem_gateway.grpc_api import SERVICE_NAME, STATUS_CODES, GatewayServicer, caller_of
 from tandem_gateway.http_app import make_app
 from tandem_gateway.http_server import HttpServer
 from tandem_gateway.metrics import GatewayMetrics
-from tandem_gateway.relay import Relay
 from tandem_gateway.settings import GatewaySettings
 
 #: The end of a drain, in which streams that did not finish get their last event.

@@ -34,6 +34,7 @@ from tandem_gateway.admission.limits import OpenCalls
 from tandem_gateway.answers.answer import Answer, Sent
 from tandem_gateway.answers.answers import Answers
 from tandem_gateway.auth import ApiKeys, Caller
+from tandem_gateway.call.gateway import Gateway
 from tandem_gateway.dialects import messages_models, responses_models
 from tandem_gateway.dialects.messages_render import MessagesRenderer
 from tandem_gateway.dialects.openai_models import ChatBody, CompletionBody, parse_body
@@ -42,7 +43,6 @@ from tandem_gateway.dialects.prompt_logprobs import check_size, echoed_text
 from tandem_gateway.dialects.responses_render import ResponsesRenderer
 from tandem_gateway.dialects.sse import json_bytes
 from tandem_gateway.errors import REQUEST_ERRORS, GatewayError
-from tandem_gateway.gateway import Gateway
 from tandem_gateway.http_stream import EventStream, until_disconnect
 from tandem_gateway.request import Event, ReceivedRequest, TokenizedRequest, with_seed
 from tandem_gateway.request_body import max_body_bytes, read_body

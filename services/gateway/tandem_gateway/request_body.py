@@ -6,8 +6,8 @@ import asyncio
 
 from starlette.requests import Request
 
+from tandem_gateway.call.gateway import Gateway, max_message_bytes
 from tandem_gateway.errors import BodyTimeoutError, BodyTooLargeError
-from tandem_gateway.gateway import Gateway, max_message_bytes
 from tandem_gateway.json_structure import JsonLimits, check_structure
 
 

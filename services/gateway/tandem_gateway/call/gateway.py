@@ -32,13 +32,14 @@ from tandem_proto.v1 import decode_pb2, gateway_pb2
 from tandem_service.tracing import Headers, RequestTrace, Tracing, current
 from tandem_service.version import software_version
 
-from tandem_gateway import trace_attributes
 from tandem_gateway.admission.admission import Admission
 from tandem_gateway.admission.admitted import Admitted
 from tandem_gateway.admission.limits import TokenRates
 from tandem_gateway.admission.miss_cause import miss_cause
 from tandem_gateway.auth import Caller
-from tandem_gateway.choices import Running, num_places, relay_choices
+from tandem_gateway.call import trace_attributes
+from tandem_gateway.call.choices import Running, num_places, relay_choices
+from tandem_gateway.call.relay import Relay
 from tandem_gateway.dashboard.ended import EndedRequests
 from tandem_gateway.errors import (
     GATEWAY_STOPS,
@@ -53,7 +54,6 @@ from tandem_gateway.errors import (
 )
 from tandem_gateway.fleet.pods import Fleet
 from tandem_gateway.metrics import GatewayMetrics
-from tandem_gateway.relay import Relay
 from tandem_gateway.request import (
     DEFAULT_MAX_TOKENS,
     NS_PER_S,

@@ -25,9 +25,9 @@ from tandem_service import tracing
 from tandem_service.tasks import end_tasks
 
 from tandem_gateway.admission.admitted import Admitted
+from tandem_gateway.call.relay import Relay
 from tandem_gateway.errors import UpstreamError
 from tandem_gateway.metrics import RequestMetrics
-from tandem_gateway.relay import Relay
 from tandem_gateway.request import Event, TokenizedRequest
 
 

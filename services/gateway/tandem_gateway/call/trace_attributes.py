@@ -11,7 +11,7 @@ from types import MappingProxyType
 from tandem_proto.v1 import common_pb2
 from tandem_service.tracing import Value
 
-from tandem_gateway.choices import Running
+from tandem_gateway.call.choices import Running
 from tandem_gateway.errors import OverloadedError
 from tandem_gateway.request import NS_PER_S, TokenizedRequest
 
