@@ -19,8 +19,8 @@ from tandem_gateway.dashboard.history import History
 from tandem_gateway.dashboard.routes import dashboard_routes
 from tandem_gateway.dashboard.rows import ClassRow, EndedRow, PodRow, Sample, TtftRow
 from tandem_gateway.dashboard.sampler import INTERVAL_S
+from tandem_gateway.edge.http_server import HttpServer
 from tandem_gateway.errors import GatewayError, presentation
-from tandem_gateway.http_server import HttpServer
 
 TANDEM = str(Path(sys.executable).parent / "tandem")
 START = 1_800_000_000.0

@@ -38,12 +38,12 @@ from tandem_gateway.call.relay import Relay
 from tandem_gateway.dashboard.ended import EndedRequests
 from tandem_gateway.dashboard.history import History
 from tandem_gateway.dashboard.sampler import Sampler
+from tandem_gateway.edge.grpc_api import SERVICE_NAME, STATUS_CODES, GatewayServicer, caller_of
+from tandem_gateway.edge.http_app import make_app
+from tandem_gateway.edge.http_server import HttpServer
 from tandem_gateway.fleet.pods import Fleet, Role
 from tandem_gateway.fleet.routing import OutputLengths, Router
 from tandem_gateway.fleet.unloaded import kept_unloaded
-from tandem_gateway.grpc_api import SERVICE_NAME, STATUS_CODES, GatewayServicer, caller_of
-from tandem_gateway.http_app import make_app
-from tandem_gateway.http_server import HttpServer
 from tandem_gateway.metrics import GatewayMetrics
 from tandem_gateway.settings import GatewaySettings
 

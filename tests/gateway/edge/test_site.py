@@ -3,8 +3,8 @@
 import re
 
 import pytest
+from tandem_gateway.edge.site.openapi import ROUTES
 from tandem_gateway.settings import GatewaySettings
-from tandem_gateway.site.openapi import ROUTES
 
 
 @pytest.fixture

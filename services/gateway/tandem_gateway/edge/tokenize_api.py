@@ -21,9 +21,9 @@ from tandem_gateway.auth import ApiKeys, Caller
 from tandem_gateway.call.gateway import Gateway
 from tandem_gateway.dialects.json_body import JsonBody
 from tandem_gateway.dialects.openai_models import ChatBody, invalid_body, parse_json
-from tandem_gateway.http_stream import until_disconnect
+from tandem_gateway.edge.http_stream import until_disconnect
+from tandem_gateway.edge.request_body import read_body
 from tandem_gateway.request import ReceivedRequest
-from tandem_gateway.request_body import read_body
 
 
 class TokenizeBody(JsonBody):

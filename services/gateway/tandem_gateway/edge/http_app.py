@@ -28,10 +28,15 @@ from tandem_gateway.admission.limits import OpenCalls
 from tandem_gateway.answers.answers import Answers
 from tandem_gateway.auth import ApiKeys
 from tandem_gateway.call.gateway import Gateway
-from tandem_gateway.connect_api import ConnectApi
 from tandem_gateway.dashboard.history import History
 from tandem_gateway.dashboard.routes import dashboard_routes
 from tandem_gateway.dialects.openai_render import error_json
+from tandem_gateway.edge.connect_api import ConnectApi
+from tandem_gateway.edge.grpc_api import GatewayServicer
+from tandem_gateway.edge.http_stream import ClientGoneError
+from tandem_gateway.edge.openai_api import OpenAiApi
+from tandem_gateway.edge.site.routes import site_routes
+from tandem_gateway.edge.tokenize_api import TokenizeApi
 from tandem_gateway.errors import (
     BodyTimeoutError,
     ForbiddenError,
@@ -41,11 +46,6 @@ from tandem_gateway.errors import (
     presentation,
 )
 from tandem_gateway.fleet.pods import Role
-from tandem_gateway.grpc_api import GatewayServicer
-from tandem_gateway.http_stream import ClientGoneError
-from tandem_gateway.openai_api import OpenAiApi
-from tandem_gateway.site.routes import site_routes
-from tandem_gateway.tokenize_api import TokenizeApi
 
 _REQUEST_ID_HEADER = "x-request-id"
 #: Which scripts of the allowed origins may read.

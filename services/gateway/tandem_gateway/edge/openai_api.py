@@ -42,10 +42,10 @@ from tandem_gateway.dialects.openai_render import ChatRenderer, CompletionRender
 from tandem_gateway.dialects.prompt_logprobs import check_size, echoed_text
 from tandem_gateway.dialects.responses_render import ResponsesRenderer
 from tandem_gateway.dialects.sse import json_bytes
+from tandem_gateway.edge.http_stream import EventStream, until_disconnect
+from tandem_gateway.edge.request_body import max_body_bytes, read_body
 from tandem_gateway.errors import REQUEST_ERRORS, GatewayError
-from tandem_gateway.http_stream import EventStream, until_disconnect
 from tandem_gateway.request import Event, ReceivedRequest, TokenizedRequest, with_seed
-from tandem_gateway.request_body import max_body_bytes, read_body
 
 #: Reads a request's body. Raises InvalidRequestError.
 Parse: TypeAlias = Callable[[bytes], ChatBody | CompletionBody]

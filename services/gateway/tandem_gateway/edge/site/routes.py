@@ -13,7 +13,7 @@ from starlette.routing import Route
 from tandem_service.version import software_version
 
 from tandem_gateway.dashboard.routes import PAGE_HEADERS
-from tandem_gateway.site.openapi import openapi_document
+from tandem_gateway.edge.site.openapi import openapi_document
 
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 

@@ -9,8 +9,8 @@ import pytest
 from tandem_core.errors import InvalidRequestError
 from tandem_gateway.dialects.openai_models import ChatBody, CompletionBody, parse_body, parse_json
 from tandem_gateway.dialects.responses_models import parse_responses
-from tandem_gateway.json_structure import JsonLimits, check_structure
-from tandem_gateway.tokenize_api import DetokenizeBody
+from tandem_gateway.edge.json_structure import JsonLimits, check_structure
+from tandem_gateway.edge.tokenize_api import DetokenizeBody
 
 LIMITS = JsonLimits(max_containers=5, max_values=7)
 

@@ -12,7 +12,7 @@ from pydantic.json_schema import models_json_schema
 from tandem_gateway.dialects.messages_models import MessagesBody
 from tandem_gateway.dialects.openai_models import ChatBody, CompletionBody
 from tandem_gateway.dialects.responses_models import ResponsesBody
-from tandem_gateway.tokenize_api import DetokenizeBody, TokenizeBody
+from tandem_gateway.edge.tokenize_api import DetokenizeBody, TokenizeBody
 
 
 class Route(NamedTuple):

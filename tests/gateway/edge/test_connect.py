@@ -11,7 +11,7 @@ import pytest
 from google.protobuf import json_format
 from hypothesis import given
 from hypothesis import strategies as st
-from tandem_gateway.connect_api import UnimplementedError, envelope, only_message
+from tandem_gateway.edge.connect_api import UnimplementedError, envelope, only_message
 from tandem_proto.v1 import common_pb2, gateway_pb2
 from tandem_service.interceptors import MalformedRequestError
 
@@ -193,7 +193,7 @@ async def test_an_unexpected_error_tells_only_the_request_id(pods, gateway, monk
     def fail(*_: object) -> None:
         raise RuntimeError("secret")
 
-    monkeypatch.setattr("tandem_gateway.grpc_api.caller_of", fail)
+    monkeypatch.setattr("tandem_gateway.edge.grpc_api.caller_of", fail)
     with caplog.at_level(logging.CRITICAL):
         error = _end(await _chat(front, **{"tandem-request-id": "r-9"}))["error"]
     assert error["code"] == "internal"

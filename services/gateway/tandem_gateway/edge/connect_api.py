@@ -40,10 +40,10 @@ from tandem_gateway.admission.limits import OpenCalls
 from tandem_gateway.auth import ApiKeys
 from tandem_gateway.call.gateway import Gateway
 from tandem_gateway.dialects.sse import json_bytes
+from tandem_gateway.edge.grpc_api import STATUS_CODES, GatewayServicer, caller_of
+from tandem_gateway.edge.http_stream import ClientGoneError, send_within, until_disconnect
+from tandem_gateway.edge.request_body import check_values, max_body_bytes, read_bytes
 from tandem_gateway.errors import DeadlineError
-from tandem_gateway.grpc_api import STATUS_CODES, GatewayServicer, caller_of
-from tandem_gateway.http_stream import ClientGoneError, send_within, until_disconnect
-from tandem_gateway.request_body import check_values, max_body_bytes, read_bytes
 
 #: Of an envelope: flags, then the length of the message as a big-endian number.
 _HEAD_BYTES = 5

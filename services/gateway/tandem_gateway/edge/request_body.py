@@ -7,8 +7,8 @@ import asyncio
 from starlette.requests import Request
 
 from tandem_gateway.call.gateway import Gateway, max_message_bytes
+from tandem_gateway.edge.json_structure import JsonLimits, check_structure
 from tandem_gateway.errors import BodyTimeoutError, BodyTooLargeError
-from tandem_gateway.json_structure import JsonLimits, check_structure
 
 
 def max_body_bytes(gateway: Gateway, *, is_json: bool = True) -> int:

@@ -3,7 +3,7 @@
 import asyncio
 
 from starlette.requests import Request
-from tandem_gateway.http_stream import EventStream
+from tandem_gateway.edge.http_stream import EventStream
 from tandem_proto.v1 import gateway_pb2
 
 SCOPE = {"type": "http", "method": "GET", "path": "/", "headers": []}

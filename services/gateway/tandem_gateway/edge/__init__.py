@@ -1,0 +1,12 @@
+"""The public ports: sockets, routes, keys and limits before anything is parsed.
+
+http_server.py      uvicorn with limits for connections and headers
+http_app.py         the routes, request ids, errors, CORS
+http_stream.py      streamed responses, and clients that leave
+request_body.py     a body within its limits; json_structure.py: how many values it may hold
+openai_api.py       /v1/..., OpenAI's and Anthropic's
+tokenize_api.py     /tokenize, /detokenize
+grpc_api.py         GatewayService over gRPC
+connect_api.py      the same service in the Connect protocol
+site/               /, /docs, /openapi.json, /version
+"""
