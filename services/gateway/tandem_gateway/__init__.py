@@ -1,9 +1,10 @@
-"""The gateway: an OpenAI-compatible HTTP API and a gRPC API in front of the decode pods.
+"""The gateway: OpenAI-compatible HTTP APIs and a gRPC API in front of the decode pods.
 
-grpc_api / openai_api   authenticate and parse requests, render answers
-gateway                 runs one request from admission to receipt
-limits, shares          what a tenant may use, who is next under overload
-admission, routing      decide when a request starts and on which pods
-fleet, relay            track the health of the pods; stream from one of them
-unloaded                which objectives the system keeps without load, for its operator
+edge        receives requests at the public ports, and sends answers
+call        runs one request from its tokens to its receipt
+answers     keeps the events of answers, so that cut streams can be resumed
+dashboard   the live page
+admission   decides when a request starts, or refuses it
+dialects    reads and renders each API's form; tools: tool calls and reasoning in texts
+fleet       the pods: their health and load, and which of them a request goes to
 """
