@@ -37,8 +37,8 @@ def prompt_of(num_tokens: int, start: int = 0) -> list[int]:
     return [3 + (start + i * i) % 37 for i in range(num_tokens)]
 
 
-def save_llama(folder: Path, seed: int) -> Path:
-    """Three layers, a context of 1,024 tokens; its greedy texts vary. Returns the checkpoint."""
+def save_llama(folder: Path, seed: int, *, context: int = 1024) -> Path:
+    """Three layers; its greedy texts vary. `context`: longest text in tokens. Returns the checkpoint."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -47,7 +47,7 @@ def save_llama(folder: Path, seed: int) -> Path:
         num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=1024,
+        max_position_embeddings=context,
         bos_token_id=1,
         eos_token_id=2,
         initializer_range=0.2,

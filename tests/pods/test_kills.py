@@ -16,8 +16,8 @@ import pytest
 from api_schemas import BY_HAND
 from guide_schemas import fault
 from pod_usage import held
-from tandem_cli.chaos.fleet import ChaosFleet, ChaosFleetOptions, running_fleet
-from tandem_cli.chaos.load import Client
+from tandem_chaos.load import Client
+from tandem_chaos.system import ChaosSystem, ChaosSystemOptions, running_system
 from tandem_cli.fleet import PodFlag
 from tandem_proto.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 from tandem_service.channels import open_channel
@@ -67,7 +67,7 @@ class Answer:
 class Calls:
     """To the gateway of a fleet."""
 
-    def __init__(self, fleet: ChaosFleet) -> None:
+    def __init__(self, fleet: ChaosSystem) -> None:
         self.fleet = fleet
         ((name, target),) = fleet.gateways.items()
         self.client = Client(name, target)
@@ -110,10 +110,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 async def calls(model: Path, tmp_path: Path) -> AsyncIterator[Calls]:
     flags = tuple(PodFlag(role, "num-blocks", "512") for role in ("decode", "prefill"))
-    options = ChaosFleetOptions(
+    options = ChaosSystemOptions(
         model, tmp_path, num_prefill=1, num_decode=NUM_DECODE, num_gateways=1, pod_flags=flags
     )
-    async with running_fleet(options) as fleet:
+    async with running_system(options) as fleet:
         calls = Calls(fleet)
         await calls.until_all_serve()
         yield calls

@@ -13,7 +13,6 @@ from tandem_core.model.registry import DEFAULT_MODEL
 from tandem_core.speculation import SpeculationMode
 
 from tandem_cli import bench_command, lookahead_command, model_command
-from tandem_cli.chaos.command import chaos
 from tandem_cli.doctor.command import doctor
 from tandem_cli.options import (
     DEFAULT_TARGET,
@@ -38,7 +37,6 @@ app = typer.Typer(
 app.add_typer(model_command.app, name="model")
 app.add_typer(bench_command.app, name="bench")
 app.add_typer(lookahead_command.app, name="lookahead")
-app.command()(chaos)
 app.command()(plan)
 app.command()(doctor)
 

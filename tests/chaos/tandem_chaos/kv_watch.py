@@ -21,9 +21,9 @@ from tandem_engine.transport.layout import KVLayout
 from tandem_engine.transport.outgoing import OutgoingTransfer
 from tandem_engine.transport.zeromq import ReceiverOptions, SenderOptions, ZmqReceiver, ZmqSender
 
-from tandem_cli.chaos.frame_faults import FrameFault, FrameFaults
-from tandem_cli.chaos.frame_proxy import FrameProxy
-from tandem_cli.chaos.violations import Violations
+from tandem_chaos.frame_faults import FrameFault, FrameFaults
+from tandem_chaos.frame_proxy import FrameProxy
+from tandem_chaos.violations import Violations
 
 #: (layer, logical block) -> hashes of its bytes, one per attempt: pods may differ behind the last token.
 _Hashes = defaultdict[tuple[int, int], set[int]]

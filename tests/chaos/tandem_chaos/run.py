@@ -21,16 +21,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc.aio
+from pod_usage import held
+from tandem_cli.fleet import PodFlag
 from tandem_core.model.manifest import ModelManifest
 from tandem_service.interceptors import RETRY_AFTER_KEY
 
-from tandem_cli.chaos.checks import Growth, held
-from tandem_cli.chaos.faults import PROCESS_KINDS, ROLES, Fault, FaultKind, Injector
-from tandem_cli.chaos.fleet import BACK_LIMIT_S, ChaosFleet, ChaosFleetOptions, running_fleet
-from tandem_cli.chaos.load import Answer, Case, Client, Stream, make_cases, references
-from tandem_cli.chaos.report import ChaosReport
-from tandem_cli.chaos.violations import Violations
-from tandem_cli.fleet import PodFlag
+from tandem_chaos.faults import PROCESS_KINDS, ROLES, Fault, FaultKind, Injector
+from tandem_chaos.growth import Growth
+from tandem_chaos.load import Answer, Case, Client, Stream, make_cases, references
+from tandem_chaos.report import ChaosReport
+from tandem_chaos.system import BACK_LIMIT_S, ChaosSystem, ChaosSystemOptions, running_system
+from tandem_chaos.violations import Violations
 
 _LOOK_S = 0.01
 #: Longest time between a client's requests. Without it the load would take the cores that restarts need.
@@ -93,7 +94,7 @@ async def run_chaos(
     options: ChaosOptions, violations: Violations, show: Callable[[str], None]
 ) -> ChaosReport:
     """Raises StartupError when the fleet does not start."""
-    fleet_options = ChaosFleetOptions(
+    fleet_options = ChaosSystemOptions(
         model=options.model,
         folder=options.folder,
         num_prefill=options.num_prefill,
@@ -104,7 +105,7 @@ async def run_chaos(
         clocks=FaultKind.CLOCK in options.kinds,
         pod_flags=options.pod_flags(),
     )
-    async with running_fleet(fleet_options) as fleet:
+    async with running_system(fleet_options) as fleet:
         clients = [Client(name, target) for name, target in fleet.gateways.items()]
         try:
             everyone = {"decode": options.num_decode, "prefill": options.num_prefill}
@@ -120,7 +121,7 @@ class _Load:
 
     def __init__(
         self,
-        fleet: ChaosFleet,
+        fleet: ChaosSystem,
         clients: Sequence[Client],
         cases: Sequence[Case],
         answers: Sequence[Answer],
@@ -246,7 +247,7 @@ class _Run:
     def __init__(
         self,
         options: ChaosOptions,
-        fleet: ChaosFleet,
+        fleet: ChaosSystem,
         clients: Sequence[Client],
         violations: Violations,
         show: Callable[[str], None],

@@ -1,4 +1,4 @@
-"""The fleet under fault: the processes of `tandem up` under its supervisor, on ports that are free now."""
+"""The system under fault: the processes of `tandem up` under its supervisor, on ports that are free now."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc.aio
+from tandem_cli import health, redis_server
+from tandem_cli.fleet import FleetOptions, FleetPlan, PodFlag, plan_fleet
+from tandem_cli.supervisor import Child, Process, ProcessSpec, RestartPolicy, Supervisor, spawn
 from tandem_core.speculation import SpeculationMode
 from tandem_proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from tandem_service.channels import open_channel
 
-from tandem_cli import health, redis_server
-from tandem_cli.chaos.child_faults import compile_wall_clock
-from tandem_cli.chaos.cuts import Proxy
-from tandem_cli.chaos.fork_server import ForkServer
-from tandem_cli.chaos.load import Client
-from tandem_cli.fleet import FleetOptions, FleetPlan, PodFlag, plan_fleet
-from tandem_cli.supervisor import Child, Process, ProcessSpec, RestartPolicy, Supervisor, spawn
+from tandem_chaos.child_faults import compile_wall_clock
+from tandem_chaos.cuts import Proxy
+from tandem_chaos.fork_server import ForkServer
+from tandem_chaos.load import Client
 
 #: Longest time for a process to come back; a hung one is killed after five seconds.
 BACK_LIMIT_S = 120.0
@@ -31,7 +31,7 @@ _LOOK_S = 0.05
 
 
 @dataclass(frozen=True)
-class ChaosFleetOptions:
+class ChaosSystemOptions:
     model: Path
     #: Data of Redis, and the processes' output.
     folder: Path
@@ -47,8 +47,8 @@ class ChaosFleetOptions:
     pod_flags: tuple[PodFlag, ...] = ()
 
 
-class ChaosFleet:
-    """Use `running_fleet`."""
+class ChaosSystem:
+    """Use `running_system`."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ async def _usage(channel: grpc.aio.Channel, role: str) -> common_pb2.ResourceUsa
 
 
 @asynccontextmanager
-async def running_fleet(options: ChaosFleetOptions) -> AsyncIterator[ChaosFleet]:
+async def running_system(options: ChaosSystemOptions) -> AsyncIterator[ChaosSystem]:
     """Raises StartupError. The fleet has been ready once."""
     options.folder.mkdir(parents=True, exist_ok=True)
     grpc_port, http_port, base_port = _free_ports(options)
@@ -188,7 +188,7 @@ async def running_fleet(options: ChaosFleetOptions) -> AsyncIterator[ChaosFleet]
         stack.push_async_callback(supervisor.stop)
         supervisor.start()
         await supervisor.wait_ready()
-        yield ChaosFleet(supervisor, plan, proxies, server)
+        yield ChaosSystem(supervisor, plan, proxies, server)
 
 
 async def _with_proxies(
@@ -223,7 +223,7 @@ async def _with_proxies(
     return FleetPlan(stages), proxies
 
 
-def _free_ports(options: ChaosFleetOptions) -> tuple[int, int, int]:
+def _free_ports(options: ChaosSystemOptions) -> tuple[int, int, int]:
     """Ports of gRPC and HTTP, and the base of the pods' ports, in one free range."""
     pods = range(max(options.num_prefill, options.num_decode))
     offsets = {300, 1300, *(at + i for i in pods for at in (0, 100, 200, 1000, 1100))}

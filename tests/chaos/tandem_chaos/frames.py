@@ -19,6 +19,7 @@ from pathlib import Path
 
 import grpc
 import grpc.aio
+from pod_usage import held
 from tandem_decode import main as decode_main
 from tandem_decode.settings import DecodeSettings
 from tandem_engine.transport.base import DropCause
@@ -29,10 +30,9 @@ from tandem_prefill.settings import PrefillSettings
 from tandem_proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from tandem_service.channels import open_channel
 
-from tandem_cli.chaos.checks import held
-from tandem_cli.chaos.frame_faults import FrameFault
-from tandem_cli.chaos.kv_watch import KVWatch, WatchedReceiver, WatchedSender
-from tandem_cli.chaos.violations import Violations
+from tandem_chaos.frame_faults import FrameFault
+from tandem_chaos.kv_watch import KVWatch, WatchedReceiver, WatchedSender
+from tandem_chaos.violations import Violations
 
 #: Blocks of credit, each a frame.
 _CREDIT_BLOCKS = 16

@@ -1,19 +1,32 @@
-"""The options of `tandem chaos`, what it prints, and its exit code."""
+"""The options of `python tests/chaos`, what it prints, and its exit code."""
 
 from __future__ import annotations
 
+import asyncio
 import math
+import os
 import tempfile
 import time
 from pathlib import Path
 from typing import Annotated
 
+import toy_models
 import typer
-
-from tandem_cli.chaos.violations import Violations
+from tandem_cli import models
 from tandem_cli.options import fail
+from tandem_cli.supervisor import StartupError
+from tandem_core.errors import ModelLoadError
+
+from tandem_chaos.faults import PROCESS_KINDS, ROLES, FaultKind
+from tandem_chaos.frame_faults import FrameFault
+from tandem_chaos.frame_simulation import KINDS, FrameSimulation
+from tandem_chaos.frames import FrameOptions, run_frames
+from tandem_chaos.run import ChaosOptions, run_chaos
+from tandem_chaos.violations import Violations
 
 RANDOM_MODEL = "random"
+#: Longest text of the random model in tokens.
+_CONTEXT = 8192
 
 
 def chaos(
@@ -43,8 +56,8 @@ def chaos(
     contexts: Annotated[str, typer.Option(help="Tokens of the prompts.")] = "60,500,4000",
     cases: Annotated[int, typer.Option(min=1, help="Different requests.")] = 36,
     minutes: Annotated[
-        float | None, typer.Option(help="Begin no new round after this time, whatever --faults says.")
-    ] = None,
+        float, typer.Option(help="Begin no new round after this time, whatever --faults says.")
+    ] = math.inf,
     settle_s: Annotated[
         float, typer.Option(min=0.1, help="Seconds in which everything must be given back.")
     ] = 1.0,
@@ -55,58 +68,35 @@ def chaos(
     report: Annotated[Path | None, typer.Option(help="Write the report to this file, too.")] = None,
     log: Annotated[Path | None, typer.Option(help="Folder for the output of all processes.")] = None,
 ) -> None:
-    """Inject faults into a fleet of its own, and check that no client sees them."""
-    import asyncio
-
-    from tandem_core.errors import ModelLoadError
-    from tandem_core.model import registry
-
-    from tandem_cli import models
-    from tandem_cli.chaos import random_model
-    from tandem_cli.chaos.faults import PROCESS_KINDS, ROLES, FaultKind
-    from tandem_cli.chaos.frame_faults import FrameFault
-    from tandem_cli.chaos.frame_simulation import KINDS, FrameSimulation
-    from tandem_cli.chaos.frames import FrameOptions, run_frames
-    from tandem_cli.chaos.run import ChaosOptions, run_chaos
-    from tandem_cli.supervisor import StartupError
+    """Inject faults into a system of its own, and check that no client sees them."""
 
     def show(line: str) -> None:
         typer.echo(f"{time.strftime('%H:%M:%S', time.gmtime())}  {line}", err=True)
 
     violations = Violations(lambda sentence: show(f"VIOLATION: {sentence}"))
     with tempfile.TemporaryDirectory(prefix="tandem-chaos-") as scratch:
-        folder = log or Path(scratch)
         try:
-            frame_kinds = tuple(map(FrameFault, _words(kinds))) if frames or simulated else ()
             if simulated:
-                _end(
-                    str(FrameSimulation(seed, violations, frame_kinds or KINDS).run(simulated)),
-                    report,
+                simulation = FrameSimulation(seed, violations, _frame_kinds(kinds) or KINDS)
+                text = str(simulation.run(simulated))
+            elif frames:
+                frame_options = FrameOptions(
+                    _folder(model, Path(scratch)),
                     seed,
-                    violations,
+                    frames,
+                    _frame_kinds(kinds) or tuple(FrameFault),
+                    settle_s=settle_s,
                 )
-                return
-            if model == RANDOM_MODEL:
-                folder_of_model = registry.find(random_model.NAME) or models.pull(
-                    str(random_model.save(Path(scratch)))
-                )
-            else:
-                folder_of_model = models.obtain(model)
-            models.prepare_weights(folder_of_model, "float32", "auto")
-            if frames:
-                options = FrameOptions(
-                    folder_of_model, seed, frames, frame_kinds or tuple(FrameFault), settle_s=settle_s
-                )
-                text = str(asyncio.run(run_frames(options, violations)))
+                text = str(asyncio.run(run_frames(frame_options, violations)))
             else:
                 process_kinds = tuple(map(FaultKind, _words(kinds))) or PROCESS_KINDS
                 if not fork and any(kind.needs_fork for kind in process_kinds):
                     raise ValueError(
                         "--no-fork: slow, clock and stuck need pods that start by fork; leave them out"
                     )
-                process_options = ChaosOptions(
-                    model=folder_of_model,
-                    folder=folder,
+                options = ChaosOptions(
+                    model=_folder(model, Path(scratch)),
+                    folder=log or Path(scratch),
                     seed=seed,
                     num_faults=faults,
                     kinds=process_kinds,
@@ -114,23 +104,18 @@ def chaos(
                     num_prefill=prefill,
                     num_decode=decode,
                     num_gateways=gateways,
-                    longest_s=60 * minutes if minutes is not None else math.inf,
+                    longest_s=60 * minutes,
                     concurrency=concurrency,
                     contexts=tuple(map(int, _words(contexts))),
                     num_cases=cases,
                     settle_s=settle_s,
                     forks=fork,
                 )
-                text = str(asyncio.run(run_chaos(process_options, violations, show)))
+                text = str(asyncio.run(run_chaos(options, violations, show)))
         except (ModelLoadError, StartupError) as error:
             fail(str(error))
         except ValueError as error:
             fail(str(error), code=2)
-    _end(text, report, seed, violations)
-
-
-def _end(text: str, report: Path | None, seed: int, violations: Violations) -> None:
-    """Prints the report; exit code 1 after a violation."""
     typer.echo(text)
     if report is not None:
         report.write_text(text + "\n", encoding="utf-8")
@@ -140,5 +125,24 @@ def _end(text: str, report: Path | None, seed: int, violations: Violations) -> N
         fail(f"{len(violations.sentences)} violations; --seed {seed} repeats the requests and the faults")
 
 
+def _folder(model: str, scratch: Path) -> Path:
+    """The model's folder, with its weights converted. Raises ModelLoadError."""
+    if model == RANDOM_MODEL:
+        os.environ["TANDEM_HOME"] = str(scratch / "home")
+        folder = models.pull(str(toy_models.save_llama(scratch, seed=3, context=_CONTEXT)))
+    else:
+        folder = models.obtain(model)
+    models.prepare_weights(folder, "float32", "auto")
+    return folder
+
+
+def _frame_kinds(text: str) -> tuple[FrameFault, ...]:
+    return tuple(map(FrameFault, _words(text)))
+
+
 def _words(text: str) -> tuple[str, ...]:
     return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
+def main() -> None:
+    typer.run(chaos)

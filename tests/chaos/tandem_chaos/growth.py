@@ -1,4 +1,4 @@
-"""What an idle pod may hold, and how far a process may grow."""
+"""How far a process may grow between idle moments."""
 
 from __future__ import annotations
 
@@ -7,31 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import psutil
-from tandem_proto.v1 import common_pb2
 
-from tandem_cli.chaos.violations import Violations
+from tandem_chaos.violations import Violations
 
 _WARM_MOMENTS = 4
 #: Above what allocators keep and connections to restarted pods take.
 _MEMORY_LIMIT_MIB = 64
 _DESCRIPTOR_LIMIT = 32
-
-_NAMES = (
-    "blocks_used",
-    "requests_waiting",
-    "requests_running",
-    "transfers_open",
-    "credit_bytes_outstanding",
-    "streams_open",
-    "violations",
-)
-
-
-def held(usage: common_pb2.ResourceUsage) -> dict[str, object]:
-    """Entry -> value of whatever an idle pod must not have; {} when everything was given back."""
-    kept = {name: getattr(usage, name) for name in _NAMES if getattr(usage, name)}
-    missing = usage.blocks_total - usage.blocks_free - usage.blocks_cached
-    return kept | ({"missing blocks": missing} if missing else {})
 
 
 @dataclass

@@ -14,7 +14,7 @@ import time
 import zmq
 from tandem_engine.transport.codec import Frame, decode
 
-from tandem_cli.chaos.frame_faults import Delivery, FrameFault, FrameFaults
+from tandem_chaos.frame_faults import Delivery, FrameFault, FrameFaults
 
 _POLL_MS = 50
 #: The name of the connection that sends forged frames; a peer of ROUTER has a longer one.

@@ -27,10 +27,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
+from tandem_cli.supervisor import POD_ENVIRONMENT, Process, ProcessSpec, spawn
 from tandem_service.parent_death import PR_SET_PDEATHSIG
 
-from tandem_cli.chaos import child_faults
-from tandem_cli.supervisor import POD_ENVIRONMENT, Process, ProcessSpec, spawn
+from tandem_chaos import child_faults
 
 #: By console script.
 _MODULES = {
@@ -79,7 +79,8 @@ class ForkServer:
     def __init__(self, wall_clock: Path | None = None) -> None:
         """`wall_clock`: library with which the clocks of the processes can jump."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-P", "-m", "tandem_cli.chaos.fork_server", str(theirs.fileno())]
+        command = [sys.executable, "-P", "-m", "tandem_chaos.fork_server", str(theirs.fileno())]
+        path = (str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH"))
         self._server = subprocess.Popen(
             command,
             pass_fds=[theirs.fileno()],
@@ -89,6 +90,7 @@ class ForkServer:
             env={
                 **os.environ,
                 **POD_ENVIRONMENT,
+                "PYTHONPATH": os.pathsep.join(filter(None, path)),
                 "OPENBLAS_NUM_THREADS": "1",
                 **({} if wall_clock is None else {"LD_PRELOAD": str(wall_clock)}),
             },

@@ -1,13 +1,13 @@
-"""`tandem chaos` itself: a few faults of every kind against real processes."""
+"""The whole harness: a few faults of every kind against real processes."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from tandem_cli.chaos.faults import FaultKind
-from tandem_cli.chaos.run import ChaosOptions, run_chaos
-from tandem_cli.chaos.violations import Violations
+from tandem_chaos.faults import FaultKind
+from tandem_chaos.run import ChaosOptions, run_chaos
+from tandem_chaos.violations import Violations
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 

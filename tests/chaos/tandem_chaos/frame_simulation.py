@@ -26,9 +26,9 @@ from tandem_engine.transport.incoming import IncomingTransfer, KVReceiver
 from tandem_engine.transport.layout import KVLayout
 from tandem_engine.transport.outgoing import KVSender, OutgoingTransfer
 
-from tandem_cli.chaos.frame_faults import FrameFault, FrameFaults
-from tandem_cli.chaos.kv_watch import KVWatch, WatchedStore
-from tandem_cli.chaos.violations import Violations
+from tandem_chaos.frame_faults import FrameFault, FrameFaults
+from tandem_chaos.kv_watch import KVWatch, WatchedStore
+from tandem_chaos.violations import Violations
 
 _LAYOUT = KVLayout(
     model_revision="simulated",

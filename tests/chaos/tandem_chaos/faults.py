@@ -25,9 +25,10 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
 
-from tandem_cli.chaos.child_faults import BACKWARD, FORWARD, STUCK
-from tandem_cli.chaos.fleet import ChaosFleet
 from tandem_cli.supervisor import Child
+
+from tandem_chaos.child_faults import BACKWARD, FORWARD, STUCK
+from tandem_chaos.system import ChaosSystem
 
 
 class FaultKind(enum.StrEnum):
@@ -99,7 +100,7 @@ class Injector:
 
     def __init__(
         self,
-        fleet: ChaosFleet,
+        fleet: ChaosSystem,
         rng: random.Random,
         kinds: tuple[FaultKind, ...],
         roles: tuple[str, ...],

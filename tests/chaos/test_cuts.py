@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from tandem_cli.chaos.cuts import Proxy
+from tandem_chaos.cuts import Proxy
 
 
 @asynccontextmanager

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tandem_cli.bench.stats import percentile
-from tandem_cli.chaos.faults import Fault
-from tandem_cli.chaos.load import Stream
+
+from tandem_chaos.faults import Fault
+from tandem_chaos.load import Stream
 
 #: A drain moves streams a little later than the signal.
 _EFFECT_S = 2.0

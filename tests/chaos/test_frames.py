@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tandem_cli.chaos.frame_faults import FrameFault
-from tandem_cli.chaos.frame_simulation import KINDS, FrameSimulation
-from tandem_cli.chaos.frames import FrameOptions, FrameReport, run_frames
-from tandem_cli.chaos.violations import Violations
+from tandem_chaos.frame_faults import FrameFault
+from tandem_chaos.frame_simulation import KINDS, FrameSimulation
+from tandem_chaos.frames import FrameOptions, FrameReport, run_frames
+from tandem_chaos.violations import Violations
 from tandem_engine.transport import codec, incoming
 from tandem_engine.transport.incoming import IncomingTransfer
 
