@@ -14,8 +14,8 @@ import pytest
 import redis.asyncio as redis
 from redis_servers import RedisServer, answers
 from tandem_cli import certificates
-from tandem_cli.doctor.after import examine_system
-from tandem_cli.doctor.finding import Finding, run_checks
+from tandem_cli.doctor.examine import examine_system, run_checks
+from tandem_cli.doctor.finding import Finding
 from tandem_cli.doctor.probes import certificates as shown_certificates
 from tandem_cli.doctor.probes import kv_path, redis_rights, shared_answers
 from tandem_cli.doctor.system import Access, Gateway, Lookahead, Pod, System, ask_by_gateways

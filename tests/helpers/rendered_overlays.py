@@ -40,9 +40,6 @@ class Manifests:
         ]
         return found
 
-    def remove(self, kind: str, name: str) -> None:
-        self.all.remove(self.get(kind, name))
-
     def settings(self, role: str) -> dict[str, str]:
         return self.get("ConfigMap", f"tandem-{role}-settings")["data"]
 
@@ -62,6 +59,3 @@ class Manifests:
 
     def without_variable(self, role: str, name: str) -> None:
         self.container(role)["env"].remove(self.variable(role, name))
-
-    def egress(self, role: str) -> list[Manifest]:
-        return self.get("NetworkPolicy", f"tandem-{role}")["spec"]["egress"]

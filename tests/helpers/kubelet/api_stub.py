@@ -42,8 +42,6 @@ class ApiStub:
     bookmark_s: float = 60.0
     longest_watch_s: float = 300.0
     port: int = 0
-    #: As /version tells: major, minor.
-    kubernetes: tuple[str, str] = ("1", "34")
     #: Groups with kinds of their own, as /apis tells.
     groups: tuple[str, ...] = ("apps/v1",)
     #: By plural, as lists name them.
@@ -160,9 +158,8 @@ class ApiStub:
                 yield item
 
     async def _version(self, _request: web.Request) -> web.Response:
-        major, minor = self.kubernetes
         others = ("gitVersion", "gitCommit", "gitTreeState", "buildDate", "goVersion", "compiler", "platform")
-        return web.json_response({"major": major, "minor": minor, **dict.fromkeys(others, "")})
+        return web.json_response({"major": "1", "minor": "34", **dict.fromkeys(others, "")})
 
     async def _groups(self, _request: web.Request) -> web.Response:
         groups = []

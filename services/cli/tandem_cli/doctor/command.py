@@ -28,10 +28,6 @@ def doctor(
             "Unset: the running system."
         ),
     ] = None,
-    kubeconfig: Annotated[
-        Path | None, typer.Option(help="With manifests: also of the cluster that they are for.")
-    ] = None,
-    context: Annotated[str | None, typer.Option(help="Of the kubeconfig; default: its current one.")] = None,
     gateways: Annotated[
         list[str] | None,
         typer.Option(
@@ -67,9 +63,7 @@ def doctor(
     if manifests is not None:
         if gateways or state_file:
             fail("give manifests, or --gateway or --state-file for a running system", code=2)
-        findings = _before(manifests, kubeconfig, context)
-    elif kubeconfig or context:
-        fail("--kubeconfig and --context go with manifests; name a folder or a file", code=2)
+        findings = _before(manifests)
     else:
         from tandem_service.redis_client import RedisAddress
 
@@ -86,18 +80,13 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _before(path: Path, kubeconfig: Path | None, context: str | None) -> list[Finding]:
-    from tandem_cli.doctor.before import examine_cluster, examine_manifests
-    from tandem_cli.doctor.cluster import ClusterError, ask_cluster
+def _before(path: Path) -> list[Finding]:
+    from tandem_cli.doctor.examine import examine_manifests
     from tandem_cli.doctor.manifests import ManifestError, read_manifests
 
     try:
-        objects = read_manifests(path)
-        findings = examine_manifests(objects)
-        if kubeconfig is not None or context is not None:
-            findings += examine_cluster(objects, ask_cluster(kubeconfig, context, objects.namespace))
-        return findings
-    except (ManifestError, ClusterError) as error:
+        return examine_manifests(read_manifests(path))
+    except ManifestError as error:
         fail(str(error), code=2)
 
 
@@ -144,7 +133,7 @@ def _pod_tls(cert: Path | None, key: Path | None, ca: Path | None) -> PodTls | N
 
 
 async def _after(asking: Awaitable[System]) -> list[Finding]:
-    from tandem_cli.doctor.after import examine_system
+    from tandem_cli.doctor.examine import examine_system
 
     return await examine_system(await asking)
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeVar
-
-SubjectT = TypeVar("SubjectT")
 
 
 class Severity(StrEnum):
@@ -23,17 +19,5 @@ class Finding:
     what: str
     remedy: str
     severity: Severity = Severity.ERROR
-    #: Name of the check that found it; `run_checks` sets it.
+    #: Name of the check that found it; the examination sets it.
     check: str = ""
-
-
-def run_checks(
-    checks: Sequence[Callable[[SubjectT], Iterable[Finding]]], subject: SubjectT
-) -> Iterator[Finding]:
-    for check in checks:
-        for finding in check(subject):
-            yield named(check, finding)
-
-
-def named(check: Callable[..., object], finding: Finding) -> Finding:
-    return replace(finding, check=check.__name__.replace("_", "-"))

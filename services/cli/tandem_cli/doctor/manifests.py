@@ -39,17 +39,6 @@ class ManifestError(Exception):
 
 
 @dataclass(frozen=True)
-class CustomObject:
-    """One of a kind that the `kubernetes` package has no class for."""
-
-    api_version: str
-    kind: str
-    name: str
-    #: Of the workload that it scales; "": it scales none.
-    scales: str
-
-
-@dataclass(frozen=True)
 class Workload:
     """A Deployment or StatefulSet, and its container that runs a program of Tandem, or else the first."""
 
@@ -67,11 +56,6 @@ class Workload:
     @property
     def where(self) -> str:
         return f"{self.object.kind} {self.name}"
-
-    @property
-    def replicas(self) -> int:
-        """The number that it starts with where none is given is 1."""
-        return 1 if self.object.spec.replicas is None else int(self.object.spec.replicas)
 
     @property
     def pod(self) -> Any:
@@ -111,13 +95,6 @@ class Workload:
         except ValueError:
             return float(SETTINGS[self.role].model_fields[field].default)
 
-    def port(self, name: str) -> int | None:
-        """Number of a named port of the container."""
-        for port in self.container.ports or ():
-            if port.name == name:
-                return int(port.container_port)
-        return None
-
     @property
     def model(self) -> str:
         """Name of its model: the folder's; "": none is set."""
@@ -130,22 +107,16 @@ class Workload:
 
 
 class Objects:
-    """All objects of one installation."""
+    """The objects of one installation that checks read."""
 
-    def __init__(self, objects: Iterable[Any], custom: Iterable[CustomObject] = ()) -> None:
+    def __init__(self, objects: Iterable[Any]) -> None:
         self._objects = tuple(objects)
-        self.custom = tuple(custom)
 
     def of(self, kind: str) -> list[Any]:
         return [item for item in self._objects if item.kind == kind]
 
     def find(self, kind: str, name: str) -> Any | None:
         return next((item for item in self.of(kind) if item.metadata.name == name), None)
-
-    @property
-    def namespace(self) -> str:
-        """Of the workloads."""
-        return next((str(item.object.metadata.namespace or "") for item in self.workloads), "") or "default"
 
     @cached_property
     def workloads(self) -> tuple[Workload, ...]:
@@ -262,34 +233,34 @@ def _kustomize(folder: Path) -> str:
 
 
 def parse(documents: Iterable[object]) -> Objects:
-    """Raises ManifestError."""
+    """Raises ManifestError. Objects of kinds that no check reads are left out."""
     settings = client.Configuration()
     settings.client_side_validation = False  # an object with a missing field is for kubectl to refuse
     api = client.ApiClient(settings)
-    objects: list[Any] = []
-    custom: list[CustomObject] = []
+    objects = []
     for document in documents:
         if document is None:
             continue
         if not isinstance(document, dict) or not {"apiVersion", "kind", "metadata"} <= document.keys():
             raise ManifestError("a document is no Kubernetes object; each needs apiVersion, kind, metadata")
-        group, _, version = str(document["apiVersion"]).rpartition("/")
-        name = f"{version[:1].upper()}{version[1:]}{document['kind']}"
-        is_built_in = "." not in group or group.endswith(".authorization.k8s.io") or group in _GROUPS
-        if is_built_in and hasattr(client, name):
-            objects.append(_typed(api, document, name))
-        else:
-            custom.append(_custom(document))
-    return Objects(objects, custom)
+        if f"{document['apiVersion']}/{document['kind']}" in _KINDS:
+            objects.append(_typed(api, document))
+    return Objects(objects)
 
 
-#: Groups of built-in kinds that have a dot.
-_GROUPS = ("networking.k8s.io", "storage.k8s.io", "scheduling.k8s.io", "discovery.k8s.io")
+_KINDS = (
+    "v1/ConfigMap",
+    "v1/PersistentVolumeClaim",
+    "v1/Service",
+    "apps/v1/Deployment",
+    "apps/v1/StatefulSet",
+)
 
 
-def _typed(api: Any, document: dict[str, Any], name: str) -> Any:
+def _typed(api: Any, document: dict[str, Any]) -> Any:
     try:
-        made = api.deserialize(json.dumps(_with_quantities(document), default=str), name, None)
+        text = json.dumps(_with_quantities(document), default=str)
+        made = api.deserialize(text, f"V1{document['kind']}", None)
     except (ValueError, TypeError, AttributeError) as error:
         label = f"{document['kind']} {document['metadata'].get('name', '')}"
         reason = str(error)
@@ -299,7 +270,7 @@ def _typed(api: Any, document: dict[str, Any], name: str) -> Any:
         raise ManifestError(
             f"{label} cannot be read ({reason}); `kubectl apply --dry-run=server` shows what is wrong"
         ) from error
-    made.kind, made.api_version = document["kind"], document["apiVersion"]
+    made.kind = document["kind"]
     return made
 
 
@@ -316,15 +287,4 @@ def _with_quantities(node: Any, *, is_quantity: bool = False) -> Any:
 
 
 #: Fields that are quantities, or whose fields are.
-_QUANTITIES = ("limits", "requests", "sizeLimit", "capacity", "allocatable")
-
-
-def _custom(document: dict[str, Any]) -> CustomObject:
-    spec = document.get("spec")
-    target = spec.get("scaleTargetRef") if isinstance(spec, dict) else None
-    return CustomObject(
-        str(document["apiVersion"]),
-        str(document["kind"]),
-        str(document["metadata"].get("name", "")),
-        str(target.get("name", "")) if isinstance(target, dict) else "",
-    )
+_QUANTITIES = ("limits", "requests", "sizeLimit")

@@ -28,7 +28,7 @@ from tandem_service.discovery import parse_target
 from tandem_service.redis_client import NO_ANSWER, connect, is_cluster
 from tandem_service.tls import PodTls, Role, is_due
 
-from tandem_cli.doctor.finding import Finding, Severity, named
+from tandem_cli.doctor.finding import Finding, Severity
 from tandem_cli.doctor.system import Gateway, Pod, System, said_by
 
 Probe = Callable[[System], AsyncIterator[Finding]]
@@ -41,11 +41,6 @@ _STORE_WAIT_S, _STORE_LOOKS = 0.2, 10
 #: Ordinary tokens in every vocabulary.
 _TOKENS = range(10, 90)
 _ANSWER_TOKENS = 4
-
-
-async def run_probes(system: System) -> list[Finding]:
-    """One after the other: they are short, and a busy system should not notice them."""
-    return [named(probe, finding) for probe in PROBES async for finding in probe(system)]
 
 
 async def certificates(system: System) -> AsyncIterator[Finding]:

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import get_args
+from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
+from tandem_service.discovery import ServiceRef, parse_entry
 from tandem_service.settings import ENV_PREFIX, CommonSettings
 
 from tandem_cli.doctor.finding import Finding, Severity
@@ -80,20 +82,6 @@ def _without_environment(cls: type[CommonSettings]) -> type[CommonSettings]:
             return (init_settings,)
 
     return Given
-
-
-def config_map(objects: Objects) -> Iterator[Finding]:
-    for workload in objects.workloads:
-        for container in workload.containers:
-            for source in container.env_from or ():
-                reference = source.config_map_ref
-                if reference is None or reference.optional or objects.find("ConfigMap", reference.name):
-                    continue
-                yield Finding(
-                    f"{workload.where}, envFrom",
-                    f"The ConfigMap {reference.name} is not among the manifests, so no pod starts.",
-                    "Add it, or name the one that is there.",
-                )
 
 
 def mounted_file(objects: Objects) -> Iterator[Finding]:
@@ -200,7 +188,7 @@ def shared_answers(objects: Objects) -> Iterator[Finding]:
     """Several gateways resume each other's answers through Redis."""
     for gateway in objects.of_role("gateway"):
         has_redis = gateway.setting("redis_url") or gateway.environment.get("REDIS_URL")
-        if not has_redis and gateway.number("resume_ttl_s") and _most_replicas(objects, gateway) > 1:
+        if not has_redis and gateway.number("resume_ttl_s") and (gateway.object.spec.replicas or 1) > 1:
             yield Finding(
                 f"{gateway.where}, TANDEM_REDIS_URL",
                 "There are several gateways and no Redis, so an answer is resumed at its own gateway alone.",
@@ -208,24 +196,76 @@ def shared_answers(objects: Objects) -> Iterator[Finding]:
             )
 
 
-def _most_replicas(objects: Objects, workload: Workload) -> int:
-    scaled = [
-        int(scaler.spec.max_replicas)
-        for scaler in objects.of("HorizontalPodAutoscaler")
-        if scaler.spec.scale_target_ref.name == workload.name
-    ]
-    custom = [2 for one in objects.custom if one.scales == workload.name]
-    return max([workload.replicas, *scaled, *custom])
+#: Settings that name other pods, by role.
+_ADDRESSES = {
+    "gateway": ("decode", "prefill", "redis_url"),
+    "decode": ("lookahead",),
+    "lookahead": ("redis_url",),
+}
+
+
+def named_service(objects: Objects) -> Iterator[Finding]:
+    """The names in settings are Services with pods that listen there. IP addresses and hosts of other domains
+    are not judged."""
+    for workload in objects.workloads:
+        for setting in _ADDRESSES.get(workload.role, ()):
+            for text in workload.setting(setting).split(","):
+                yield from _named_service(objects, workload, setting, text.strip())
+
+
+def _named_service(objects: Objects, workload: Workload, setting: str, text: str) -> Iterator[Finding]:
+    try:
+        host, port, is_watched = _address(setting, text)
+    except ValueError:  # `refused_setting` names it
+        return
+    if not host or ":" in host or ("." in host and not host.endswith(".svc.cluster.local")):
+        return
+    name = host.split(".")[0]
+    where = f"{workload.where}, {ENV_PREFIX}{setting.upper()}"
+    service, targets = objects.find("Service", name), objects.behind(name)
+    if not targets:
+        yield Finding(
+            where,
+            f"The Service {name} {'selects no pod' if service else 'is not'} here, so nothing is found under "
+            "this name.",
+            "Name a Service of these manifests, or correct its selector.",
+        )
+    for target in targets:
+        listening = [int(one.container_port) for one in target.container.ports or ()]
+        if port not in listening:
+            yield Finding(
+                where,
+                f"It names port {port}, but {target.name} listens on "
+                f"{', '.join(map(str, listening)) or 'none'}.",
+                f"Name the port of {target.name}.",
+            )
+    if setting in ("decode", "prefill") and not is_watched and service and service.spec.cluster_ip != "None":
+        yield Finding(
+            where,
+            f"The Service {name} has one address for all pods, so the gateway cannot choose.",
+            f"Set clusterIP: None in the Service, or name it as k8s://{name}:{port}.",
+        )
+
+
+def _address(setting: str, text: str) -> tuple[str, int, bool]:
+    """Host, port, and whether the API server is asked for the pods behind it. Raises ValueError."""
+    if text in ("", "()"):
+        return "", 0, False
+    if setting == "redis_url":
+        url = urlsplit(text)
+        return url.hostname or "", url.port or 6379, False
+    entry = parse_entry(text)
+    if isinstance(entry, ServiceRef):
+        return entry.name, entry.port, True
+    return entry.host, entry.port, False
 
 
 def _tandem(objects: Objects) -> list[Workload]:
     return [workload for workload in objects.workloads if workload.role]
 
 
+READABLE_CHECKS = (unknown_setting, refused_setting)
 SETTINGS_CHECKS = (
-    unknown_setting,
-    refused_setting,
-    config_map,
     mounted_file,
     one_model,
     pulled_model,
@@ -234,4 +274,5 @@ SETTINGS_CHECKS = (
     encrypted_links,
     api_keys,
     shared_answers,
+    named_service,
 )

@@ -119,13 +119,19 @@ class System:
 
 
 async def ask_by_gateways(
-    targets: Sequence[str], access: Access, redis: RedisAddress | None, lookahead: Sequence[str] = ()
+    targets: Sequence[str],
+    access: Access,
+    redis: RedisAddress | None,
+    lookahead: Sequence[str] = (),
+    pods: Sequence[tuple[str, str]] | None = None,
 ) -> System:
+    """`pods`: role and address of each; None: those that the gateways name."""
     gateways = await asyncio.gather(*(_ask_gateway(target, access) for target in targets))
-    named = sorted({(pod.role, pod.target) for gateway in gateways for pod in gateway.fleet.pods})
-    pods = await asyncio.gather(*(_ask_pod(Role(role), target, access) for role, target in named))
+    if pods is None:
+        pods = sorted({(pod.role, pod.target) for gateway in gateways for pod in gateway.fleet.pods})
+    answers = await asyncio.gather(*(_ask_pod(Role(role), target, access) for role, target in pods))
     services = await asyncio.gather(*(_ask_lookahead(target, access) for target in lookahead))
-    return System(access, tuple(gateways), tuple(pods), tuple(services), redis)
+    return System(access, tuple(gateways), tuple(answers), tuple(services), redis)
 
 
 async def ask_by_state(record: FleetRecord, access: Access) -> System:
@@ -135,17 +141,12 @@ async def ask_by_state(record: FleetRecord, access: Access) -> System:
         return [f"{record.host}:{pod.ports['grpc']}" for pod in record.pods if pod.role == role]
 
     scheme = "https://" if record.serves_tls else ""
-    gateways = [_ask_gateway(f"{scheme}{target}", access) for target in targets(Role.GATEWAY)]
-    pods = [
-        _ask_pod(role, target, access) for role in (Role.PREFILL, Role.DECODE) for target in targets(role)
-    ]
-    services = [_ask_lookahead(target, access) for target in targets(Role.LOOKAHEAD)]
-    return System(
+    return await ask_by_gateways(
+        [scheme + target for target in targets(Role.GATEWAY)],
         access,
-        tuple(await asyncio.gather(*gateways)),
-        tuple(await asyncio.gather(*pods)),
-        tuple(await asyncio.gather(*services)),
         RedisAddress(record.redis_url) if record.redis_url else None,
+        targets(Role.LOOKAHEAD),
+        [(role, target) for role in (Role.PREFILL, Role.DECODE) for target in targets(role)],
     )
 
 
