@@ -4,10 +4,9 @@
     python benchmarks/rate_curve.py --only llama.cpp --only Tandem --rates .25,.5,1 --out FILE.md
 
 Each system (peers.py) gets the same chat requests at the same times of a Poisson process, as `tandem bench
-serve --peers` sends them, and its answers are judged by the same objectives. Only Tandem is told the class,
-so only Tandem can refuse a request for it; a refused one counts as missed. The systems take turns at each
-rate, and those that do not have their turn are stopped. `tandem bench report` prints the tables again from
-`--records`.
+serve` sends them, and its answers are judged by the same objectives. Only Tandem is told the class, so only
+Tandem can refuse a request for it; a refused one counts as missed. The systems take turns at each rate, and
+those that do not have their turn are stopped. `tandem bench report` prints the tables again from `--records`.
 """
 
 from __future__ import annotations
@@ -33,8 +32,9 @@ from tandem_engine import model_loader
 class Sweep:
     """The runs so far, and the files that are written from them."""
 
-    def __init__(self, options: BenchOptions, roster: Roster, out: Path) -> None:
+    def __init__(self, options: BenchOptions, rounds: int, roster: Roster, out: Path) -> None:
         self._options = options
+        self._rounds = rounds
         self._roster = roster
         self._out = out
         self._writer = RecordsWriter(options.output, options.described()) if options.output else None
@@ -44,7 +44,7 @@ class Sweep:
         """All rates in turn; a system that answers nothing at one of them is left out of the next ones."""
         options = self._options
         maker = RequestMaker(options)
-        cases = [(point, number) for point in options.points() for number in range(options.rounds)]
+        cases = [(point, number) for point in options.points() for number in range(self._rounds)]
         for turn, (point, number) in enumerate(cases):
             requests = maker.make(point.workload, turn * maker.num_requests)
             for peer, server in self._roster.turns(turn):
@@ -63,7 +63,7 @@ class Sweep:
         missing = "".join(f"\nMissing: {name}: {reason}  " for name, reason in self._roster.missing.items())
         slo = DEFAULT_SLO_CLASSES[options.slo_class]
         notes = (
-            f"{options.model}, Poisson arrivals, {options.num_requests} requests in each of {options.rounds} "
+            f"{options.model}, Poisson arrivals, {options.num_requests} requests in each of {self._rounds} "
             f"rounds, prompts of {options.input_tokens} tokens, {options.max_tokens} output tokens, greedy. "
             f"Objectives: {describe_objectives(slo)}. Counts are of all rounds, "
             f"other figures medians over them.\n{missing}"
@@ -99,7 +99,6 @@ def main() -> None:
     options = BenchOptions(
         rate=given.rates,
         num_requests=given.num_requests,
-        rounds=given.rounds,
         dataset=given.dataset,
         input_tokens=given.input_tokens,
         max_tokens=given.max_tokens,
@@ -117,7 +116,7 @@ def main() -> None:
         for peer in lineup(model_dir, given.dtype, given.up or [f"--dtype {given.dtype}"]):
             if not given.only or any(part in peer.name for part in given.only):
                 roster.start(peer, stack)
-        sweep = Sweep(options, roster, given.out)
+        sweep = Sweep(options, given.rounds, roster, given.out)
         sweep.measure()
     print(given.out.read_text())
 

@@ -21,6 +21,7 @@ from tandem_cli.bench.run import run_bench
 from tandem_cli.bench.transports import GrpcTransport, HttpTransport, Transport
 from tandem_cli.bench.workload import make_prompts
 from tandem_core.slo import DEFAULT_SLO_CLASSES
+from tandem_core.speculation import SpeculationMode
 from tandem_proto.v1 import common_pb2
 from waiting import until
 
@@ -175,9 +176,8 @@ async def test_http_reads_events_usage_and_receipt(openai: FakeOpenAI) -> None:
 
 
 async def test_http_sends_extra_fields_and_removes_those_set_to_none(openai: FakeOpenAI) -> None:
-    await load(
-        HttpTransport(openai.url, OPTIONS, "local", {"ignore_eos": None, "top_k": 1}), ClosedLoop(1), 1
-    )
+    options = replace(OPTIONS, speculation=SpeculationMode.LOCAL)
+    await load(HttpTransport(openai.url, options, {"ignore_eos": None, "top_k": 1}), ClosedLoop(1), 1)
     assert "ignore_eos" not in openai.bodies[0]
     assert (openai.bodies[0]["top_k"], openai.bodies[0]["speculation"]) == (1, "local")
 

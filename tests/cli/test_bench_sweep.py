@@ -1,4 +1,4 @@
-"""Several rates, systems and classes in one run: tables, curves, and the same again from the records."""
+"""Several loads and classes in one run: tables, curves, and the same again from the records."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 from fake_gateway import Answer, FakeGateway
 from fake_openai import FakeOpenAI
-from tandem_cli.bench.options import BenchError, BenchOptions, Point, System, TransportName
+from tandem_cli.bench.options import BenchOptions, Point, TransportName
+from tandem_cli.bench.records_file import read_runs
 from tandem_cli.bench.run import run_bench
 from tandem_cli.main import app
+from tandem_core.speculation import SpeculationMode
 from tandem_proto.v1 import common_pb2
 from typer.testing import CliRunner
 
 ANSWER = Answer(("x", "xx"), common_pb2.Receipt(prompt_tokens=9, output_tokens=3))
-OPTIONS = BenchOptions(
-    model="", rate="40,80", num_requests=6, workload="json", rounds=2, max_tokens=6, timeout=30.0
-)
+OPTIONS = BenchOptions(model="", rate="40,80", num_requests=6, workload="json", max_tokens=6, timeout=30.0)
 
 
 def rows(table: str) -> list[dict[str, str]]:
@@ -25,33 +25,67 @@ def rows(table: str) -> list[dict[str, str]]:
     return [dict(zip(head, line, strict=True)) for line in lines]
 
 
-def test_rates_and_peers_are_one_table_and_one_picture(tmp_path: Path) -> None:
-    with FakeGateway(ANSWER).serving() as gateway, FakeOpenAI(model="other").serving() as peer:
+def test_rates_are_one_table_and_one_picture(tmp_path: Path) -> None:
+    with FakeGateway(ANSWER).serving() as gateway:
         options = replace(
             OPTIONS,
             target=gateway.target,
-            peers=f"vLLM={peer.url}/v1",
-            api_key="secret",
+            speculation=SpeculationMode.LOCAL,
             slo_ttft_ms=30_000.0,
             report=tmp_path / "r.md",
             plot=tmp_path / "r.png",
         )
         runs = run_bench(options)
-    order = [(run.point.rate, run.round, run.system) for run in runs]
-    assert order[:4] == [(40, 0, "Tandem"), (40, 0, "vLLM"), (40, 1, "vLLM"), (40, 1, "Tandem")]
-    assert len(order) == 8
+    assert [run.point.rate for run in runs] == [40, 80]
     table = rows((tmp_path / "r.md").read_text().partition("\n\n")[2].rstrip())
-    assert [(row["load"], row["system"]) for row in table] == [
-        ("40 requests/s", "Tandem"), ("40 requests/s", "vLLM"),
-        ("80 requests/s", "Tandem"), ("80 requests/s", "vLLM"),
-    ]  # fmt: skip
-    assert {(row["attainment"], row["succeeded"]) for row in table} == {("1.000", "12 of 12")}
+    assert [row["load"] for row in table] == ["40 requests/s", "80 requests/s"]
+    assert {(row["attainment"], row["succeeded"]) for row in table} == {("1.000", "6 of 6")}
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
-    # A peer gets nothing that only Tandem understands, and no key.
-    assert all(body["model"] == "other" and "slo_class" not in body for body in peer.bodies)
-    assert not any("authorization" in headers or "x-slo-ttft-ms" in headers for headers in peer.headers)
-    assert {request.slo.ttft_ns for request in gateway.requests[1:]} == {30 * 10**9}
-    assert set(gateway.keys) == {"Bearer secret"}
+    assert {request.speculation for request in gateway.requests} == {"local"}
+    assert {request.slo.ttft_ns for request in gateway.requests} == {30 * 10**9}
+    prompts = {request.messages[-1].content for request in gateway.requests}
+    assert len(prompts) == 2 * 6, "no rate sees the prompts of another one"
+
+
+def test_concurrencies_are_one_table(tmp_path: Path) -> None:
+    with FakeGateway(ANSWER).serving() as gateway:
+        options = replace(OPTIONS, target=gateway.target, rate=None, concurrency="1,2")
+        runs = run_bench(replace(options, report=tmp_path / "r.md", output=tmp_path / "r.jsonl"))
+    table = rows((tmp_path / "r.md").read_text().partition("\n\n")[2].rstrip())
+    assert [row["load"] for row in table] == ["concurrency 1", "concurrency 2"]
+    assert read_runs(tmp_path / "r.jsonl") == runs
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--concurrency", "1,x"), "--concurrency '1,x': give whole numbers from 1 to"),
+        (("--concurrency", "0"), "--concurrency '0': give whole numbers"),
+        (("--concurrency", "1", "--workload", "poems"), "'poems' is unknown; use retail, random"),
+        (("--concurrency", "1,4", "--plot", "x.png"), "--plot shows one run"),
+        (("--concurrency", "1", "--rate", "1"), "either --rate or --concurrency"),
+        (("--concurrency", "1,2", "--slo-class", "gold"), "'gold' is unknown"),
+        (("--concurrency", "1,2", "--report", "no/such/x.md"), "does not exist"),
+    ],
+)
+def test_what_makes_no_benchmark_is_refused_in_one_sentence(
+    arguments: tuple[str, ...], complaint: str
+) -> None:
+    result = CliRunner().invoke(app, ["bench", "serve", "--target", "127.0.0.1:1", *arguments])
+    assert result.exit_code == 2
+    assert complaint in " ".join(result.output.split())
+
+
+def test_the_command_prints_what_drafts_did() -> None:
+    drafted = common_pb2.Receipt(
+        output_tokens=4, decode_steps=1, drafted_tokens=8, accepted_tokens=2, hit_steps=1,
+        accepted_by_source={"prompt": 2},
+    )  # fmt: skip
+    with FakeGateway(Answer(("yyyy",), drafted)).serving() as gateway:
+        common = ["bench", "serve", "--target", gateway.target, "--num-requests", "1", "--model", ""]
+        result = CliRunner().invoke(app, [*common, "--concurrency", "1", "--workload", "faq"])
+    assert result.exit_code == 0
+    assert "speculation 3.00 tokens per step; a guess accepted in 100% of steps" in result.output
 
 
 def test_classes_and_tenants_have_rows_of_their_own(
@@ -142,24 +176,6 @@ def test_http_sends_the_objectives_and_reads_predictions_of_the_receipt() -> Non
     assert promise is not None
     assert (promise.ttft_s, promise.e2e_s, promise.slo.ttft_s, promise.widened) == (2.0, 3.0, 4.0, True)
     assert (promise.ttft_p50_s, promise.ttft_p90_s, promise.e2e_p50_s) == (None, 2.5, 1.0)
-
-
-def test_a_peer_is_asked_for_its_model_unless_it_is_given() -> None:
-    given = replace(OPTIONS, peers="a=http://h:1#big/model,b=http://h:2/").systems()
-    assert given == (
-        System("Tandem"), System("a", url="http://h:1", model="big/model"), System("b", url="http://h:2"),
-    )  # fmt: skip
-    with pytest.raises(BenchError, match=r"--peers b: http://127.0.0.1:1/v1/models names no model"):
-        run_bench(replace(OPTIONS, peers="b=http://127.0.0.1:1"))
-
-
-@pytest.mark.parametrize(
-    ("peers", "complaint"),
-    [("vLLM", "give NAME=URL"), ("a=ftp://x", "give NAME=URL"), ("a=http://x,a=http://y", "a system twice")],
-)
-def test_peers_that_cannot_be_asked_are_refused(peers: str, complaint: str) -> None:
-    with pytest.raises(BenchError, match=complaint):
-        replace(OPTIONS, peers=peers).systems()
 
 
 def test_a_file_that_holds_no_records_is_refused(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ class FakeOpenAI:
     The model "unknown" is refused with 404; the model "busy" is refused once with 429, retry-after 20 ms.
     """
 
-    model: str = "m"
     receipt: dict[str, object] = field(default_factory=dict)
     pause_s: float = 0.0
     bodies: list[dict[str, object]] = field(default_factory=list)
@@ -43,14 +42,6 @@ class FakeOpenAI:
 
 class _Handler(BaseHTTPRequestHandler):
     fake: FakeOpenAI
-
-    def do_GET(self) -> None:
-        if self.path != "/v1/models":
-            self.send_error(404)
-            return
-        self.send_response(200)
-        self.end_headers()
-        self.wfile.write(json.dumps({"data": [{"id": self.fake.model}]}).encode())
 
     def do_POST(self) -> None:
         fake = self.fake

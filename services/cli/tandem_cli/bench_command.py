@@ -36,9 +36,7 @@ def _with_bench_options(command: Callable[[BenchOptions], None]) -> Callable[...
 def serve(options: BenchOptions) -> None:
     """Send requests at a rate or a concurrency; report TTFT, TPOT, ITL, E2EL, goodput and attainment.
 
-    Several values of --rate give a table and curves over the rate. With several values of --speculation,
-    --workload or --concurrency the modes take turns on the same prompts, and each is shown as a ratio to the
-    first. --peers adds other servers to either.
+    Several values of --rate give a table and curves over the rate, several of --concurrency a table.
     """
     from tandem_cli.bench.dataset import DatasetError
     from tandem_cli.bench.run import run_bench

@@ -12,10 +12,11 @@ from typing import Annotated, NamedTuple
 import typer
 from tandem_core.model.registry import DEFAULT_MODEL
 from tandem_core.slo import SloTarget
+from tandem_core.speculation import SpeculationMode
 
 from tandem_cli.bench.prompts import WORKLOADS
 from tandem_cli.bench.requests import MixError, Tenant, parse_mix, parse_tenants
-from tandem_cli.options import CaOption, TemperatureOption
+from tandem_cli.options import ApiKeyOption, CaOption, TemperatureOption
 
 
 class BenchError(ValueError):
@@ -40,20 +41,9 @@ class Point(NamedTuple):
         return "as recorded" if self.rate is None else f"{self.rate:g} requests/s"
 
 
-class System(NamedTuple):
-    """One row of a comparison: Tandem with a speculation mode ("": the pods' default), or another server."""
-
-    name: str
-    speculation: str = ""
-    #: Base URL of another server with OpenAI's protocol; "": Tandem at the run's target.
-    url: str = ""
-    #: Its model's name; "": the first that it lists.
-    model: str = ""
-
-
 @dataclass(frozen=True)
 class BenchOptions:
-    """Several values of speculation, workload, rate or concurrency, or peers, make a comparison."""
+    """Several values of rate or concurrency make a table."""
 
     target: Annotated[
         str | None,
@@ -66,7 +56,7 @@ class BenchOptions:
     rate: Annotated[
         str | None,
         typer.Option(
-            help="Mean requests per second, or 2x for twice --capacity; several with commas are compared."
+            help="Mean requests per second, or 2x for twice --capacity; several with commas are measured."
         ),
     ] = None
     capacity: Annotated[
@@ -86,22 +76,15 @@ class BenchOptions:
         float | None, typer.Option(min=0.000001, help="How many times as fast as recorded; default: 1.")
     ] = None
     concurrency: Annotated[
-        str | None, typer.Option(help="Requests in flight; several with commas are compared.")
+        str | None, typer.Option(help="Requests in flight; several with commas are measured.")
     ] = None
     num_requests: Annotated[
         int | None, typer.Option(min=1, help="Requests of a run; default: 32, or those of the trace.")
     ] = None
-    speculation: Annotated[
-        str, typer.Option(help="off, local, chain, global; several are compared. Unset: the pods' default.")
-    ] = ""
-    workload: Annotated[
-        str, typer.Option(help="retail, random, copy, faq, json; several with commas are compared.")
-    ] = "retail"
-    peers: Annotated[
-        str,
-        typer.Option(help="Other OpenAI servers to compare with: NAME=URL, or NAME=URL#MODEL, with commas."),
-    ] = ""
-    rounds: Annotated[int, typer.Option(min=1, help="Runs of each mode in a comparison.")] = 3
+    speculation: Annotated[SpeculationMode | None, typer.Option(help="Drafts; unset: the pods' default.")] = (
+        None
+    )
+    workload: Annotated[str, typer.Option(help=f"{', '.join(WORKLOADS)}.")] = "retail"
     dataset: Annotated[
         Path | None, typer.Option(help="Dialogues as JSON lines; default: a small built-in sample.")
     ] = None
@@ -154,36 +137,7 @@ class BenchOptions:
         typer.Option(help="Write a PNG here, of one run or of curves over --rate; needs matplotlib."),
     ] = None
     report: Annotated[Path | None, typer.Option(help="Write the tables here as Markdown.")] = None
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            envvar="TANDEM_API_KEY",
-            help="Key, if the gateway requires one; {speculation} in it stands for the mode.",
-        ),
-    ] = None
-
-    def systems(self) -> tuple[System, ...]:
-        """Tandem in each speculation mode, then the peers. Raises BenchError."""
-        from tandem_core.speculation import SpeculationMode
-
-        known = [mode.value for mode in SpeculationMode]
-        modes = _names(self.speculation)
-        for mode in modes:
-            if mode not in known:
-                raise BenchError(f"--speculation {mode!r} is unknown; use {', '.join(known)}")
-        peers = []
-        for text in _names(self.peers):
-            name, _, address = text.partition("=")
-            url, _, model = address.partition("#")
-            if not name or not url.startswith(("http://", "https://")):
-                raise BenchError(f"--peers {text!r}: give NAME=URL with a URL of http:// or https://")
-            peers.append(System(name, url=url.removesuffix("/").removesuffix("/v1"), model=model))
-        prefix = "Tandem " if peers else ""
-        ours = [System(prefix + mode, mode) for mode in modes] or [System("Tandem" if peers else "default")]
-        systems = (*ours, *peers)
-        if len({system.name for system in systems}) < len(systems):
-            raise BenchError("--peers or --speculation names a system twice; give each a name of its own")
-        return systems
+    api_key: ApiKeyOption = None
 
     def points(self) -> list[Point]:
         """Raises BenchError."""
@@ -213,10 +167,9 @@ class BenchOptions:
             loads = [(int(name), None) for name in names]
         elif self.rate is not None:
             loads = [(None, rate) for rate in self._rates(self.rate)]
-        for workload in _names(self.workload):
-            if workload not in WORKLOADS:
-                raise BenchError(f"--workload {workload!r} is unknown; use {', '.join(WORKLOADS)}")
-        return [Point(workload, *load) for workload in _names(self.workload) for load in loads]
+        if self.workload not in WORKLOADS:
+            raise BenchError(f"--workload {self.workload!r} is unknown; use {', '.join(WORKLOADS)}")
+        return [Point(self.workload, *load) for load in loads]
 
     def _rates(self, text: str) -> Iterator[float]:
         names = _names(text)
@@ -278,9 +231,6 @@ class BenchOptions:
             return parse_tenants(self.tenants)
         except MixError as error:
             raise BenchError(str(error)) from error
-
-    def key_for(self, mode: str) -> str | None:
-        return self.api_key.replace("{speculation}", mode) if self.api_key else None
 
     def described(self) -> dict[str, object]:
         """For the records, without keys."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from statistics import median
 
@@ -17,7 +17,6 @@ from tandem_cli.bench.stats import (
     by_class,
     by_tenant,
     calibration,
-    draft_figures,
     fairness,
     percentile,
     refusals,
@@ -217,60 +216,6 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-_HEAD = (
-    "workload", "concurrency", "system", "TTFT s", "TPOT ms", "MAT", "token hit rate", "tokens/s",
-    "goodput tokens/s", "TPOT ratio", "goodput ratio", "same text", "succeeded",
-)  # fmt: skip
-
-
-def comparison_table(runs: Sequence[Run]) -> str:
-    """A row for each system at each point, in the order of the first round."""
-    rows: list[Sequence[str]] = []
-    for point in dict.fromkeys(run.point for run in runs):
-        here = [run for run in runs if run.point == point]
-        systems = [run.system for run in here if run.round == 0]
-        first = {run.round: run for run in here if run.system == systems[0]}
-        rows += [_row([run for run in here if run.system == system], first) for system in systems]
-    return markdown([_HEAD, *rows])
-
-
-def _row(runs: Sequence[Run], first: dict[int, Run]) -> list[str]:
-    summaries = [run.summary for run in runs]
-    drafts = draft_figures([record for run in runs for record in run.records if record.is_ok])
-    num_ok = sum(summary.num_ok for summary in summaries)
-    return [
-        runs[0].point.workload,
-        "-" if runs[0].point.concurrency is None else str(runs[0].point.concurrency),
-        runs[0].system,
-        _median((summary.ttft_s.p50 for summary in summaries if summary.ttft_s), ".2f"),
-        _median((tpot for summary in summaries if (tpot := _tpot_ms(summary)) is not None), ".1f"),
-        "-" if drafts is None else f"{drafts.mean_accepted_length:.2f}",
-        "-" if drafts is None else f"{drafts.token_hit_rate:.3f}",
-        _median((summary.output_tokens_per_s for summary in summaries), ".1f"),
-        _median((summary.goodput_tokens_per_s for summary in summaries), ".1f"),
-        _ratio(runs, first, _tpot_ms),
-        _ratio(runs, first, lambda summary: summary.goodput_tokens_per_s),
-        f"{sum(_num_same(run, first[run.round]) for run in runs)} of {num_ok}",
-        f"{num_ok} of {sum(summary.num_sent for summary in summaries)}",
-    ]
-
-
-def _tpot_ms(summary: Summary) -> float | None:
-    return 1e3 * summary.tpot_s.p50 if summary.tpot_s else None
-
-
-def _num_same(run: Run, first: Run) -> int:
-    texts = {record.index: record.text for record in first.records if record.is_ok}
-    return sum(record.is_ok and texts.get(record.index) == record.text for record in run.records)
-
-
 def _median(values: Iterable[float], form: str) -> str:
     known = list(values)
     return format(median(known), form) if known else "-"
-
-
-def _ratio(runs: Sequence[Run], first: dict[int, Run], figure: Callable[[Summary], float | None]) -> str:
-    """Over the rounds in which both figures exist and the first mode's is not 0."""
-    pairs = [(figure(run.summary), figure(first[run.round].summary)) for run in runs]
-    ratios = [mine / base for mine, base in pairs if mine is not None and base]
-    return f"{median(ratios):.3f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else "-"

@@ -4,7 +4,7 @@
     class    --mix      ┐ drawn from the seed and the request's number,
     tenant   --tenants  ┘ or read from a trace
 
-A request is the same at every rate and for every system that is compared.
+A request is the same at every rate.
 """
 
 from __future__ import annotations

@@ -1,45 +1,24 @@
 """A benchmark from its options to its report.
 
 dataset, trace -> requests -> transport, schedule -> records -> summary -> terminal, JSON lines, Markdown, PNG
-
-Several systems are compared in rounds: Tandem's speculation modes, and other servers (`--peers`). The systems
-of a round run directly after each other on the same requests, in another order each round, so that changes of
-the machine's speed affect all of them alike:
-
-    round 1    off     local   global
-    round 2    local   global  off        the next prompts
-
-What one mode computes can serve the next: KV of its prompts, text of its answers. To prevent that, give each
-mode a tenant, that is a key, of its own (`--api-key bench-{speculation}`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import importlib.util
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import httpx
 from rich.console import Console
-from tandem_core.slo import SloTarget
 
-from tandem_cli.bench.arrivals import ClosedLoop, Schedule
+from tandem_cli.bench.arrivals import Schedule
 from tandem_cli.bench.loadgen import run_load
-from tandem_cli.bench.options import BenchError, BenchOptions, System, TransportName
+from tandem_cli.bench.options import BenchError, BenchOptions, TransportName
 from tandem_cli.bench.plot import draw, draw_curves
 from tandem_cli.bench.record import RequestRecord
 from tandem_cli.bench.records_file import RecordsWriter, read_runs
-from tandem_cli.bench.report import (
-    comparison_table,
-    describe,
-    group_table,
-    has_groups,
-    latency_table,
-    rate_table,
-)
+from tandem_cli.bench.report import describe, group_table, has_groups, latency_table, rate_table
 from tandem_cli.bench.requests import Request
 from tandem_cli.bench.stats import Run, summarise
 from tandem_cli.bench.transports import GrpcTransport, HttpTransport, Transport
@@ -48,43 +27,30 @@ from tandem_cli.bench.workload import RequestMaker
 
 def run_bench(options: BenchOptions) -> list[Run]:
     """Runs, prints and writes the files. Raises BenchError and DatasetError before the first request."""
-    points, systems = options.points(), options.systems()
-    is_comparison = len(points) * len(systems) > 1
-    has_rates = all(point.rate is not None for point in points)
-    if options.plot is not None and is_comparison and not has_rates:
+    points = options.points()
+    if options.plot is not None and len(points) > 1 and any(point.rate is None for point in points):
         raise BenchError("--plot shows one run, or curves over several of --rate; leave it out")
     _check_files(options.output, options.plot, options.report)
-    num_rounds = options.rounds if is_comparison else 1
     maker = RequestMaker(options)
-    # Prompts differ between points and rounds, or drafts would find the answers of earlier ones.
+    # Prompts differ between points, or drafts would find the answers of earlier ones.
     cases = [
-        (point, number, maker.make(point.workload, first * maker.num_requests))
-        for first, (point, number) in enumerate(
-            (point, number) for point in points for number in range(num_rounds)
-        )
+        (point, maker.make(point.workload, number * maker.num_requests))
+        for number, point in enumerate(points)
     ]
     if maker.num_cut:
         print(
             f"{maker.num_cut} of {maker.num_requests} requests of the trace are shortened to --input-tokens "
             f"or --max-tokens ({options.max_tokens})"
         )
-    systems = tuple(_with_model(system) for system in systems)
     writer = RecordsWriter(options.output, options.described()) if options.output is not None else None
     runs: list[Run] = []
-    if is_comparison:
-        for system in systems:
-            _warm_up(options, system, cases[0][2][0])
-        # The mirrors open their streams beside the requests.
-        time.sleep(0.5)
-    for point, number, requests in cases:
-        shift = number % len(systems)
-        for system in systems[shift:] + systems[:shift]:
-            records = asyncio.run(_load(options, system, requests, maker.schedule(point)))
-            runs.append(Run(point, number, system.name, summarise(records), tuple(records)))
-            if writer is not None:
-                writer.add(runs[-1])
-            if is_comparison:
-                Console(stderr=True).print(_progress(runs[-1]), highlight=False)
+    for point, requests in cases:
+        records = asyncio.run(_load(options, requests, maker.schedule(point)))
+        runs.append(Run(point, 0, "Tandem", summarise(records), tuple(records)))
+        if writer is not None:
+            writer.add(runs[-1])
+        if len(points) > 1:
+            Console(stderr=True).print(_progress(runs[-1]), highlight=False)
     title = f"{options.model}: {maker.num_requests} requests a run"
     report_runs(runs, title, plot=options.plot, report=options.report)
     return runs
@@ -106,7 +72,7 @@ def report_runs(runs: Sequence[Run], title: str, *, plot: Path | None, report: P
         _print_run(runs[0])
         text = rate_table(runs)
     else:
-        text = _comparison(runs)
+        text = _table(runs)
         print(text)
     if has_groups([record for run in runs for record in run.records]):
         groups = group_table(runs)
@@ -129,39 +95,13 @@ def _check_files(output: Path | None, plot: Path | None, report: Path | None) ->
         raise BenchError("--plot needs matplotlib: pip install 'tandem[plot]', or -e '.[plot]'")
 
 
-def _with_model(system: System) -> System:
-    """With the model's name that a peer expects. Raises BenchError."""
-    if not system.url or system.model:
-        return system
-    address = f"{system.url}/v1/models"
-    try:
-        models = httpx.get(address, timeout=30.0, trust_env=False).raise_for_status().json()["data"]
-        return system._replace(model=str(models[0]["id"]))
-    except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
-        raise BenchError(
-            f"--peers {system.name}: {address} names no model ({type(error).__name__}); start the server, or "
-            f"give {system.name}={system.url}#MODEL"
-        ) from error
-
-
-def _warm_up(options: BenchOptions, system: System, request: Request) -> None:
-    """A short request, so that every mode starts with an open mirror. Raises BenchError if it is refused."""
-    short = dataclasses.replace(
-        request,
-        prompt=dataclasses.replace(request.prompt, messages=request.prompt.messages[-1:]),
-        max_tokens=min(8, request.max_tokens),
-        slo=SloTarget(request.slo.name),
-        sends_objectives=False,
-    )
-    (record,) = asyncio.run(_load(options, system, [short], ClosedLoop(1)))
-    if not record.is_ok:
-        raise BenchError(f"a first request to {system.name} failed: {record.status}: {record.error}")
-
-
 async def _load(
-    options: BenchOptions, system: System, requests: Sequence[Request], schedule: Schedule
+    options: BenchOptions, requests: Sequence[Request], schedule: Schedule
 ) -> list[RequestRecord]:
-    transport = open_transport(options, system)
+    if options.transport is TransportName.HTTP:
+        transport: Transport = HttpTransport(options.target or "http://127.0.0.1:8000", options)
+    else:
+        transport = GrpcTransport(options.target or "127.0.0.1:50051", options)
     console = Console()
     num_done = 0
 
@@ -184,21 +124,11 @@ async def _load(
         await transport.close()
 
 
-def open_transport(options: BenchOptions, system: System) -> Transport:
-    """To Tandem at the options' target, or to a peer, which gets nothing that only Tandem understands."""
-    if system.url:
-        plain = dataclasses.replace(options, model=system.model, api_key=None)
-        return HttpTransport(system.url, plain, extra_body={"slo_class": None}, sends_headers=False)
-    if options.transport is TransportName.HTTP:
-        return HttpTransport(options.target or "http://127.0.0.1:8000", options, system.speculation)
-    return GrpcTransport(options.target or "127.0.0.1:50051", options, system.speculation)
-
-
 def _progress(run: Run) -> str:
     summary = run.summary
     return (
-        f"{run.point.workload}, {run.point.load()}, round {run.round + 1}, {run.system}: {summary.num_ok} of "
-        f"{summary.num_sent} in {summary.duration_s:.1f} s"
+        f"{run.point.workload}, {run.point.load()}: {summary.num_ok} of {summary.num_sent} in "
+        f"{summary.duration_s:.1f} s"
     )
 
 
@@ -212,18 +142,9 @@ def _print_run(run: Run) -> None:
         console.print(message, markup=False, soft_wrap=True)
 
 
-def _comparison(runs: Sequence[Run]) -> str:
+def _table(runs: Sequence[Run]) -> str:
     first = runs[0]
-    num_rounds = max(run.round for run in runs) + 1
     names = ", ".join(dict.fromkeys(record.slo.name or "-" for record in first.records))
-    about = (
-        f"{num_rounds} rounds of {len(first.records)} requests, at most "
-        f"{max(record.max_tokens for record in first.records)} tokens each, SLO {names}. Figures are medians "
-        "over rounds"
-    )
-    if all(run.point.rate is not None for run in runs):
-        return f"{about}.\n\n{rate_table(runs)}"
-    return (
-        f"{about}; ratios are to `{first.system}` in the same round: median (lowest to highest). Same text: "
-        f"answers equal to the first system's.\n\n{comparison_table(runs)}"
-    )
+    most_tokens = max(record.max_tokens for record in first.records)
+    about = f"{len(first.records)} requests a run, at most {most_tokens} tokens each, SLO {names}"
+    return f"{about}.\n\n{rate_table(runs)}"

@@ -21,7 +21,7 @@ from tandem_service.interceptors import RETRY_AFTER_KEY
 from tandem_cli.bench.options import BenchOptions
 from tandem_cli.bench.prompts import Prompt
 from tandem_cli.bench.record import Promise, Recorder, Speculation
-from tandem_cli.bench.requests import Request, Tenant
+from tandem_cli.bench.requests import Request
 
 
 class SendError(Exception):
@@ -56,9 +56,8 @@ class Transport(ABC):
 
 
 class GrpcTransport(Transport):
-    def __init__(self, target: str, options: BenchOptions, mode: str = "") -> None:
+    def __init__(self, target: str, options: BenchOptions) -> None:
         self._options = options
-        self._mode = mode
         self._channel = open_public_channel(target, options.ca)
         self._stub = gateway_pb2_grpc.GatewayServiceStub(self._channel)  # type: ignore[no-untyped-call]
 
@@ -76,10 +75,10 @@ class GrpcTransport(Transport):
                 ignore_eos=options.ignore_eos,
             ),
             slo_class=request.slo.name,
-            speculation=self._mode,
+            speculation=options.speculation or "",
             slo=slo_to_proto(request.slo) if request.sends_objectives else None,
         )
-        key = _key_of(request.tenant, options, self._mode)
+        key = request.tenant.key or options.api_key
         metadata = (("authorization", f"Bearer {key}"),) if key else ()
         try:
             async for response in self._stub.Chat(message, metadata=metadata):
@@ -96,10 +95,6 @@ class GrpcTransport(Transport):
 
     async def close(self) -> None:
         await self._channel.close(None)
-
-
-def _key_of(tenant: Tenant, options: BenchOptions, mode: str) -> str | None:
-    return tenant.key.replace("{speculation}", mode) if tenant.key else options.key_for(mode)
 
 
 def _number(text: str) -> float | None:
@@ -149,15 +144,10 @@ class HttpTransport(Transport):
         self,
         base_url: str,
         options: BenchOptions,
-        mode: str = "",
         extra_body: Mapping[str, object] = MappingProxyType({}),
-        sends_headers: bool = True,
     ) -> None:
-        """extra_body: fields that replace those of the body, for servers that differ; None removes one.
-        sends_headers: the key and the objectives, which are for Tandem alone."""
+        """extra_body: fields that replace those of the body, for servers that differ; None removes one."""
         self._options = options
-        self._sends_headers = sends_headers
-        self._mode = mode
         self._extra_body = extra_body
         self._client = httpx.AsyncClient(
             base_url=base_url,
@@ -168,10 +158,9 @@ class HttpTransport(Transport):
         )
 
     async def send(self, request: Request, recorder: Recorder) -> None:
-        headers = self._headers(request) if self._sends_headers else {}
         try:
             async with self._client.stream(
-                "POST", "/v1/chat/completions", json=self._body(request), headers=headers
+                "POST", "/v1/chat/completions", json=self._body(request), headers=self._headers(request)
             ) as response:
                 if response.status_code != 200:
                     text = (await response.aread()).decode(errors="replace")
@@ -189,7 +178,7 @@ class HttpTransport(Transport):
     def _headers(self, request: Request) -> dict[str, str]:
         """The key, and the objectives if they are the request's own."""
         headers = {}
-        if key := _key_of(request.tenant, self._options, self._mode):
+        if key := request.tenant.key or self._options.api_key:
             headers["Authorization"] = f"Bearer {key}"
         if request.sends_objectives:
             slo = request.slo
@@ -212,8 +201,8 @@ class HttpTransport(Transport):
         # Only if given: other servers may refuse unknown fields.
         if request.slo.name:
             body["slo_class"] = request.slo.name
-        if self._mode:
-            body["speculation"] = self._mode
+        if options.speculation:
+            body["speculation"] = options.speculation
         if options.ignore_eos:
             body["ignore_eos"] = True
         body |= self._extra_body

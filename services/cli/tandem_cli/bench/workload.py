@@ -103,7 +103,7 @@ class RequestMaker:
     def _make(self, workload: str, index: int, first: int) -> Request:
         options = self._options
         entry = self._trace[index] if self._trace else TraceEntry(0.0)
-        # Class and tenant belong to the place in the run, so that all rounds and rates have the same mix.
+        # Class and tenant belong to the place in the run, so that all rates have the same mix.
         slo_class = entry.slo_class or draw("class", self._classes, options.seed, index)
         tenant = NOBODY
         if name := entry.tenant or (
