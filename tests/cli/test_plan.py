@@ -17,7 +17,7 @@ from tandem_cli.plan.costs import GPUS, SHAPES, DoesNotFitError, PodCosts, of_gp
 from tandem_cli.plan.measured import measured_fleet
 from tandem_cli.plan.overlay import write_overlay
 from tandem_cli.plan.search import cheapest, cheapest_together, evaluate, slack
-from tandem_cli.plan.simulate import Contention, FleetPlan, Simulation, simulate
+from tandem_cli.plan.simulate import Contention, FleetPlan, simulate
 from tandem_cli.plan.workload import PlannedRequest, poisson
 from tandem_core.codec import step_cost_to_proto
 from tandem_core.slo import SloTarget
@@ -185,57 +185,6 @@ def test_a_slow_link_delays_the_second_token() -> None:
     assert outcome.e2e_s == pytest.approx(2.0 + 99 * 0.011)
 
 
-def test_a_pod_that_is_added_takes_prompts_and_sequences_after_its_start() -> None:
-    requests = [request(0.0) for _ in range(12)]
-    simulation = Simulation(fleet(1, 1), requests)
-    simulation.resize(1, 1)
-    simulation.start_s = 1.0
-    simulation.run(0.2)
-    simulation.resize(3, 1)
-    assert (simulation.prefill.num_ready, simulation.prefill.num_starting) == (1, 2)
-    simulation.run(1.0)
-    assert simulation.prefill.num_ready == 1
-    simulation.run(1.3)
-    assert (simulation.prefill.num_ready, simulation.prefill.num_starting) == (3, 0)
-    simulation.run()
-    # Two prompts in the first second, the third until 1.5; from 1.2 on two more pods.
-    assert [one.ttft_s for one in simulation.outcomes[:6]] == pytest.approx([0.5, 1.0, 1.5, 1.7, 1.7, 2.0])
-    assert simulation.num_held == 0
-
-
-def test_a_pod_that_is_taken_away_ends_what_it_has_and_costs_until_then() -> None:
-    simulation = Simulation(fleet(2, 2), [request(0.0), request(0.0), request(3.0)])
-    simulation.resize(2, 2)
-    simulation.run(0.7)
-    simulation.resize(1, 1)
-    assert (simulation.decode.num_ready, simulation.decode.num_there) == (1, 2)
-    simulation.run(2.9)
-    assert simulation.decode.num_there == 1
-    assert simulation.decode.pod_s == pytest.approx(2.9 + 0.5 + 99 * 0.011, abs=0.02)
-    simulation.run()
-    assert all(one.e2e_s == pytest.approx(0.5 + 99 * 0.011) for one in simulation.outcomes)
-
-
-def test_without_pods_requests_wait_and_nothing_is_paid() -> None:
-    simulation = Simulation(fleet(1, 1), [request(0.0)], start_s=2.0)
-    simulation.run(5.0)
-    assert (simulation.num_held, simulation.prefill.pod_s, simulation.decode.pod_s) == (1, 0.0, 0.0)
-    simulation.resize(1, 1)
-    simulation.run()
-    assert simulation.outcomes[0].ttft_s == pytest.approx(5.0 + 2.0 + 0.5)
-
-
-def test_steps_that_are_simulated_together_change_little() -> None:
-    requests = poisson(4.0, 300, 500, 100, spread=0.3, seed=5)
-    exact, coarse = (Simulation(fleet(3, 2), requests, span_s=span_s) for span_s in (0.0, 0.1))
-    for simulation in (exact, coarse):
-        simulation.resize(3, 2)
-        simulation.run()
-    tpots = [mean(one.tpot_s for one in simulation.outcomes) for simulation in (exact, coarse)]
-    assert tpots[1] == pytest.approx(tpots[0], rel=0.06)
-    assert coarse.decode.busy_s == pytest.approx(exact.decode.busy_s, rel=0.05)
-
-
 def test_more_requests_need_more_pods_and_one_less_of_either_is_too_few() -> None:
     needed = []
     for rate in (1.0, 4.0, 16.0):
@@ -293,6 +242,7 @@ def test_the_command_answers_and_writes_an_overlay_that_renders(tmp_path: Path) 
             }
             assert deployments["tandem-decode"]["spec"]["replicas"] >= 1
             assert 'TANDEM_MAX_BATCH: "128"' in rendered
+            assert 'TANDEM_IDLE_PREFILL_TOKENS: "512"' in rendered
         again = CliRunner().invoke(app, args)
         assert again.exit_code == 1
         assert "exists already" in again.output

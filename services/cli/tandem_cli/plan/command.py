@@ -21,8 +21,6 @@ from tandem_cli.plan.workload import PlannedRequest, of_trace, poisson
 
 #: Tensor parallel sizes that are tried.
 _SIZES = (1, 2, 4, 8)
-#: Prompts that decode pods compute themselves, by default; the second one while they are idle.
-_LOCAL_PREFILL_TOKENS, _IDLE_PREFILL_TOKENS = 384, 512
 #: Plans that are shown.
 _MOST_SHOWN = 6
 
@@ -54,7 +52,7 @@ def plan(
     chunk_size: Annotated[int | None, typer.Option(min=16, help="Of the pods; unset: 2048.")] = None,
     max_batch: Annotated[int | None, typer.Option(min=1, help="Of the pods; unset: 128.")] = None,
     local_prefill_tokens: Annotated[
-        int | None, typer.Option(min=0, help="Of decode pods, idle or not; unset: 384, idle 512.")
+        int | None, typer.Option(min=0, help="Of decode pods, idle or not; unset: the pods' defaults.")
     ] = None,
     contention: Annotated[
         str,
@@ -169,6 +167,9 @@ def _workload(
 
 
 def _sizes(gpu: str, model: ModelShape, per_hour: float | None, chunk_size: int) -> list[FleetPlan]:
+    from tandem_decode.settings import DecodeSettings
+
+    defaults = {name: field.default for name, field in DecodeSettings.model_fields.items()}
     found, reason = [], ""
     for size in _SIZES:
         try:
@@ -181,8 +182,8 @@ def _sizes(gpu: str, model: ModelShape, per_hour: float | None, chunk_size: int)
                 costs,
                 num_prefill=1,
                 num_decode=1,
-                local_prefill_tokens=_LOCAL_PREFILL_TOKENS,
-                idle_prefill_tokens=_IDLE_PREFILL_TOKENS,
+                local_prefill_tokens=defaults["local_prefill_tokens"],
+                idle_prefill_tokens=defaults["idle_prefill_tokens"],
             )
         )
     if not found:

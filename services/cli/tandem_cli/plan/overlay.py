@@ -6,8 +6,6 @@ from pathlib import Path
 
 from tandem_cli.plan.search import Result
 
-#: Tokens of a KV block, the pods' default.
-_BLOCK_SIZE = 64
 _KUSTOMIZATION = """\
 # Written by `tandem plan`. To deploy: kubectl apply -k with the path of this folder.
 apiVersion: kustomize.config.k8s.io/v1beta1
@@ -38,6 +36,8 @@ configMapGenerator:
 
 def write_overlay(folder: Path, base: str, result: Result) -> Path:
     """The kustomization, in a folder that has none yet. Raises OSError."""
+    from tandem_decode.settings import DecodeSettings
+
     plan = result.plan
     text = _KUSTOMIZATION.format(
         base=base,
@@ -45,7 +45,7 @@ def write_overlay(folder: Path, base: str, result: Result) -> Path:
         num_decode=plan.num_decode,
         chunk_size=plan.chunk_size,
         max_batch=plan.max_batch,
-        num_blocks=plan.costs.kv_tokens // _BLOCK_SIZE,
+        num_blocks=plan.costs.kv_tokens // DecodeSettings.model_fields["block_size"].default,
         local_prefill_tokens=plan.local_prefill_tokens,
         idle_prefill_tokens=plan.idle_prefill_tokens,
     )

@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 from tandem_core.slo import SloTarget
 from tandem_core.step_cost import StepCost, tokens_gained
@@ -133,17 +132,11 @@ class _Decoder:
     """A pod that decodes."""
 
     plan: FleetPlan
-    #: Steps without a change of the batch are simulated together for so long.
-    span_s: float = 0.0
     running: list[_Sequence] = field(default_factory=list)
     waiting: deque[_Sequence] = field(default_factory=deque)
     is_stepping: bool = False
-    #: It gets no further sequence.
-    is_leaving: bool = False
     #: Prompts of the running step, and how many tokens of each it computes.
     chunks: list[tuple[_Sequence, int]] = field(default_factory=list)
-    #: Steps that are simulated together.
-    num_steps: int = 1
 
     @property
     def reserved(self) -> int:
@@ -173,22 +166,11 @@ class _Decoder:
             # A step with prompts in it reads the weights once.
             num_steps = 0 if self.chunks else 1
             seconds = costs.decode.seconds(num_steps, len(decoding), sum(s.context for s in decoding))
-        self.num_steps = 1
-        if self.span_s and not self.chunks:
-            gained, count = self._gained(decoding), len(decoding)
-            first_end = min(s.left for s in decoding) / gained
-            self.num_steps = max(min(int(self.span_s / seconds), math.ceil(first_end)), 1)
-            # A later step attends to what the earlier ones have added.
-            added = count * gained * self.num_steps * (self.num_steps - 1) / 2
-            seconds = seconds * self.num_steps + costs.decode.per_pair * added
         if self.chunks:
             tokens = sum(chunk for _, chunk in self.chunks)
             pairs = sum(chunk * (2 * s.computed + chunk) / 2 for s, chunk in self.chunks)
             seconds += costs.local_prefill.seconds(1, tokens, pairs)
         return seconds * self.plan.mixed_steps if decoding and self.chunks else seconds
-
-    def _gained(self, decoding: Sequence[_Sequence]) -> float:
-        return tokens_gained(self.plan.tokens_per_step, len(decoding))
 
     def _next_chunks(self, *, is_beside_texts: bool) -> list[tuple[_Sequence, int]]:
         """Of the oldest prompts, until the step has enough."""
@@ -205,7 +187,7 @@ class _Decoder:
 
     def end_step(self, now: float) -> None:
         decoding = [sequence for sequence in self.running if not sequence.uncomputed]
-        gained = self._gained(decoding) * self.num_steps
+        gained = tokens_gained(self.plan.tokens_per_step, len(decoding))
         for sequence in decoding:
             sequence.left -= gained
             sequence.context += gained
@@ -225,18 +207,16 @@ class _Decoder:
 
 def simulate(plan: FleetPlan, requests: Sequence[PlannedRequest]) -> list[Outcome]:
     """What happens to each request, in their order."""
-    simulation = Simulation(plan, requests)
-    simulation.resize(plan.num_prefill, plan.num_decode)
+    simulation = _Simulation(plan, requests)
     simulation.run()
     return simulation.outcomes
 
 
 @dataclass(eq=False)
 class _Prefiller:
-    """A pod that computes one prompt at a time. `is_leaving`: it takes no further one."""
+    """A pod that computes one prompt at a time."""
 
     job: _Sequence | None = None
-    is_leaving: bool = False
     #: How long its prompt takes alone, and of that what is left, as of `seen_at`.
     seconds: float = 0.0
     left_s: float = 0.0
@@ -245,145 +225,30 @@ class _Prefiller:
     num_paces: int = 0
 
 
-class Simulation:
-    """A fleet whose pods may come and go while requests arrive: `resize`, `run(until)`, `resize`, ...
-
-    A new pod is ready after `start_s`, which is 0 for the pods of a fixed fleet. A pod that is taken away
-    gets nothing new and ends what it has; pods that are starting go first. Requests wait while there is no
-    pod. Decode steps that belong to the same batch are simulated together for up to `span_s`: an arrival
-    waits for their end, which saves most of the events.
-    """
-
-    def __init__(
-        self,
-        plan: FleetPlan,
-        requests: Sequence[PlannedRequest],
-        *,
-        start_s: float = 0.0,
-        span_s: float = 0.0,
-    ) -> None:
-        self._plan, self._span_s = plan, span_s
-        #: Time in which a pod starts.
-        self.start_s = start_s
+class _Simulation:
+    def __init__(self, plan: FleetPlan, requests: Sequence[PlannedRequest]) -> None:
+        self._plan = plan
         self.outcomes = [Outcome(request) for request in requests]
-        self.now = 0.0
-        #: Since the beginning: seconds of pods that were there or starting, and that computed.
-        self.prefill = RoleUse()
-        self.decode = RoleUse()
+        self._now = 0.0
         self._order = itertools.count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._prompts: deque[_Sequence] = deque()
-        self._prefillers: list[_Prefiller] = []
-        self._idle: deque[_Prefiller] = deque()
-        self._decoders: list[_Decoder] = []
-        #: Computed prompts for which there is no decode pod.
-        self._unplaced: deque[_Sequence] = deque()
+        self._prefillers = [_Prefiller() for _ in range(plan.num_prefill)]
+        self._idle = deque(self._prefillers)
+        self._decoders = [_Decoder(plan) for _ in range(plan.num_decode)]
         #: How many times as long as alone prompts take now on prefill pods.
         self._pace = 1.0
         for outcome in self.outcomes:
             self._at(outcome.request.arrival_s, partial(self._arrive, outcome))
 
-    # -- the fleet ---------------------------------------------------------------------------------
-
-    def resize(self, num_prefill: int, num_decode: int) -> None:
-        """The pods that are wanted from now on."""
-        self._resize(self.prefill, num_prefill, self._prefillers, self._add_prefiller)
-        self._resize(self.decode, num_decode, self._decoders, self._add_decoder)
-        self._idle = deque(pod for pod in self._idle if not pod.is_leaving)
-        self._forget_idle()
-
-    def _resize(self, use: RoleUse, wanted: int, pods: list[Any], add: Callable[[], None]) -> None:
-        use.wanted = wanted
-        there = [pod for pod in pods if not pod.is_leaving]
-        while len(there) + use.num_starting < wanted:
-            if self.start_s:
-                use.starts_at.append(self.now + self.start_s)
-                self._at(self.now + self.start_s, partial(self._started, use, use.starts_at[-1], add))
-            else:
-                add()
-                there.append(pods[-1])
-        while use.num_starting and len(there) + use.num_starting > wanted:
-            use.starts_at.pop()
-        for pod in sorted(there, key=_load)[: max(len(there) - wanted, 0)]:
-            pod.is_leaving = True
-            if isinstance(pod, _Decoder):
-                self._unplaced.extend(pod.waiting)
-                pod.waiting.clear()
-        self._place()
-
-    def _started(self, use: RoleUse, at: float, add: Callable[[], None]) -> None:
-        if at in use.starts_at:  # else it was taken away before
-            use.starts_at.remove(at)
-            add()
-            self._forget_idle()
-
-    def _add_prefiller(self) -> None:
-        self._prefillers.append(_Prefiller())
-        self._idle.append(self._prefillers[-1])
-        self._next_prompts()
-
-    def _add_decoder(self) -> None:
-        for decoder in self._decoders:
-            self._unplaced.extend(decoder.waiting)
-            decoder.waiting.clear()
-        self._decoders.append(_Decoder(self._plan, self._span_s))
-        self._place()
-
-    def _forget_idle(self) -> None:
-        self._prefillers[:] = [pod for pod in self._prefillers if pod.job or not pod.is_leaving]
-        self._decoders[:] = [pod for pod in self._decoders if pod.running or not pod.is_leaving]
-        self.prefill.num_ready = sum(not pod.is_leaving for pod in self._prefillers)
-        self.decode.num_ready = sum(not pod.is_leaving for pod in self._decoders)
-        self.prefill.num_there, self.decode.num_there = len(self._prefillers), len(self._decoders)
-
-    # -- what a scaler sees ------------------------------------------------------------------------
-
-    @property
-    def queued_prompt_s(self) -> float:
-        """Seconds of work of prompts that no pod has begun."""
-        return sum(self._prompt_s(sequence.outcome.request) for sequence in self._prompts)
-
-    @property
-    def num_held(self) -> int:
-        """Requests that have arrived and not ended."""
-        jobs = sum(pod.job is not None for pod in self._prefillers)
-        return len(self._prompts) + jobs + len(self._unplaced) + self.num_sequences
-
-    @property
-    def num_sequences(self) -> int:
-        """Running or waiting at decode pods."""
-        return sum(len(pod.running) + len(pod.waiting) for pod in self._decoders)
-
-    @property
-    def kv_use(self) -> float:
-        """Reserved share of the ready decode pods' KV, at most 1."""
-        room = sum(pod.plan.costs.kv_tokens for pod in self._decoders)
-        return min(sum(pod.load for pod in self._decoders) / room, 1.0) if room else 0.0
-
-    # -- events ------------------------------------------------------------------------------------
-
-    def run(self, until: float = math.inf) -> None:
-        """To this time, or until nothing is left to happen."""
-        while self._events and self._events[0][0] <= until:
-            at, _, happen = heapq.heappop(self._events)
-            self._pass(at)
+    def run(self) -> None:
+        """Until nothing is left to happen."""
+        while self._events:
+            self._now, _, happen = heapq.heappop(self._events)
             happen()
-        if until < math.inf:
-            self._pass(until)
-
-    def _pass(self, at: float) -> None:
-        for use in (self.prefill, self.decode):
-            use.pod_s += (at - self.now) * (use.num_there + use.num_starting)
-        self.now = at
 
     def _at(self, at: float, happen: Callable[[], None]) -> None:
         heapq.heappush(self._events, (at, next(self._order), happen))
-
-    def _prompt_s(self, request: PlannedRequest) -> float:
-        plan = self._plan
-        return plan.costs.prefill.prompt_seconds(
-            request.cached_tokens, request.prompt_tokens, plan.chunk_size
-        )
 
     def _arrive(self, outcome: Outcome) -> None:
         request = outcome.request
@@ -392,29 +257,28 @@ class Simulation:
             self._prompts.append(_Sequence(outcome, request.prompt_tokens, request.output_tokens - 1))
             self._next_prompts()
             return
-        self._unplaced.append(
-            _Sequence(outcome, 0, math.inf, uncomputed=uncached, computed=request.cached_tokens)
-        )
-        self._place()
+        self._place(_Sequence(outcome, 0, math.inf, uncomputed=uncached, computed=request.cached_tokens))
 
     def _is_local(self, uncached: int) -> bool:
         """Whether the decode pod that takes it would compute the prompt itself."""
         plan = self._plan
-        is_idle = any(not pod.is_stepping and not pod.is_leaving for pod in self._decoders)
+        is_idle = any(not pod.is_stepping for pod in self._decoders)
         return uncached < max(plan.local_prefill_tokens, plan.idle_prefill_tokens if is_idle else 0)
 
     def _next_prompts(self) -> None:
         while self._prompts and self._idle:
             pod = self._idle.popleft()
             pod.job = self._prompts.popleft()
-            pod.seconds = pod.left_s = self._prompt_s(pod.job.outcome.request)
-            pod.seen_at = self.now
-            self.prefill.busy_s += pod.seconds
+            request = pod.job.outcome.request
+            pod.seconds = pod.left_s = self._plan.costs.prefill.prompt_seconds(
+                request.cached_tokens, request.prompt_tokens, self._plan.chunk_size
+            )
+            pod.seen_at = self._now
             self._expect_end(pod)
 
     def _expect_end(self, pod: _Prefiller) -> None:
         pod.num_paces += 1
-        self._at(self.now + pod.left_s * self._pace, partial(self._computed, pod, pod.num_paces))
+        self._at(self._now + pod.left_s * self._pace, partial(self._computed, pod, pod.num_paces))
 
     def _set_pace(self) -> None:
         """Decode pods have begun to compute or ended: running prompts get slower or faster."""
@@ -425,8 +289,8 @@ class Simulation:
         before, self._pace = self._pace, pace
         for pod in self._prefillers:
             if pod.job is not None:
-                pod.left_s -= (self.now - pod.seen_at) / before
-                pod.seen_at = self.now
+                pod.left_s -= (self._now - pod.seen_at) / before
+                pod.seen_at = self._now
                 self._expect_end(pod)
 
     def _computed(self, pod: _Prefiller, pace: int) -> None:
@@ -435,67 +299,35 @@ class Simulation:
         sequence, pod.job = pod.job, None
         assert sequence is not None
         outcome = sequence.outcome
-        outcome.ttft_s = self.now - outcome.request.arrival_s
+        outcome.ttft_s = self._now - outcome.request.arrival_s
         # Layers are sent while later ones are computed: what is left is what the link is too slow for.
         request, costs = outcome.request, self._plan.costs
         uncached = request.prompt_tokens - request.cached_tokens
         sent_s = uncached * costs.kv_bytes_per_token / self._plan.link_bytes_per_s
-        self._at(self.now + max(sent_s - pod.seconds, 0.0), partial(self._received, sequence))
-        if pod.is_leaving:
-            self._forget_idle()
-        else:
-            self._idle.append(pod)
-            self._next_prompts()
+        self._at(self._now + max(sent_s - pod.seconds, 0.0), partial(self._received, sequence))
+        self._idle.append(pod)
+        self._next_prompts()
 
     def _received(self, sequence: _Sequence) -> None:
         if sequence.left <= 0:  # an answer of one token
-            sequence.outcome.e2e_s = self.now - sequence.outcome.request.arrival_s
+            sequence.outcome.e2e_s = self._now - sequence.outcome.request.arrival_s
             return
-        self._unplaced.append(sequence)
-        self._place()
+        self._place(sequence)
 
-    def _place(self) -> None:
-        decoders = [pod for pod in self._decoders if not pod.is_leaving]
-        if not decoders:
-            return
-        while self._unplaced:
-            decoder = min(decoders, key=_load)
-            decoder.waiting.append(self._unplaced.popleft())
-            if not decoder.is_stepping:
-                self._step(decoder)
+    def _place(self, sequence: _Sequence) -> None:
+        decoder = min(self._decoders, key=lambda pod: pod.load)
+        decoder.waiting.append(sequence)
+        if not decoder.is_stepping:
+            self._step(decoder)
 
     def _step(self, decoder: _Decoder) -> None:
         seconds = decoder.begin_step()
         if seconds is not None:
             if any(pod.job is not None for pod in self._prefillers):
                 seconds *= self._plan.contention.decode
-            self.decode.busy_s += seconds
-            self._at(self.now + seconds, partial(self._stepped, decoder))
+            self._at(self._now + seconds, partial(self._stepped, decoder))
         self._set_pace()
 
     def _stepped(self, decoder: _Decoder) -> None:
-        decoder.end_step(self.now)
+        decoder.end_step(self._now)
         self._step(decoder)
-        if decoder.is_leaving and not decoder.running:
-            self._forget_idle()
-
-
-@dataclass
-class RoleUse:
-    """Of a role in a simulation."""
-
-    wanted: int = 0
-    num_ready: int = 0
-    #: Ready, or ending what they have.
-    num_there: int = 0
-    starts_at: list[float] = field(default_factory=list)
-    pod_s: float = 0.0
-    busy_s: float = 0.0
-
-    @property
-    def num_starting(self) -> int:
-        return len(self.starts_at)
-
-
-def _load(pod: _Prefiller | _Decoder) -> int:
-    return pod.load if isinstance(pod, _Decoder) else int(pod.job is not None)
