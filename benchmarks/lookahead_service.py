@@ -32,7 +32,7 @@ import redis.asyncio as redis
 import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from reporting import markdown_table, write_page
-from tandem_cli.redis_server import find_server
+from tandem_cli.up.redis_server import find_server
 from tandem_drafting.lookahead_client import LookaheadClient
 from tandem_drafting.mirror import GlobalMirror
 from tandem_proto.v1 import lookahead_pb2 as pb

@@ -32,7 +32,8 @@ from tandem_cli.bench.prompts import Prompt
 from tandem_cli.bench.record import OK, RequestRecord
 from tandem_cli.bench.requests import Request, plain_requests
 from tandem_cli.bench.transports import HttpTransport
-from tandem_cli.fleet import FleetOptions, PortInUseError, check_ports, plan_fleet
+from tandem_cli.up.options import FleetOptions
+from tandem_cli.up.up_plan import PortInUseError, check_ports, plan_fleet
 from tandem_core.model.manifest import ModelManifest
 from tandem_core.slo import DEFAULT_SLO_CLASSES
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tandem_cli.state_file import FleetRecord, read_state
+from tandem_cli.up.state_file import FleetRecord, read_state
 from tandem_core.model.registry import cache_root
 
 RULES = Path(__file__).resolve().parent / "rules.yml"

@@ -14,8 +14,8 @@ import pytest
 from processes import free_port, is_alive
 from tandem_chaos.child_faults import BACKWARD, FORWARD, compile_wall_clock
 from tandem_chaos.fork_server import ForkServer
-from tandem_cli import health
-from tandem_cli.supervisor import Health, ProcessSpec, wait_for_exit
+from tandem_cli.up import health
+from tandem_cli.up.supervisor import Health, ProcessSpec, wait_for_exit
 from waiting import wait_until
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fake_gateway import Answer, FakeGateway
 from fake_openai import FakeOpenAI
-from tandem_cli.bench.options import BenchOptions, Point, TransportName
+from tandem_cli.bench.options import BenchOptions, Point
 from tandem_cli.bench.records_file import read_runs
 from tandem_cli.bench.run import run_bench
 from tandem_cli.main import app
@@ -165,7 +165,7 @@ def test_http_sends_the_objectives_and_reads_predictions_of_the_receipt() -> Non
             target=server.url,
             model="m",
             rate="50",
-            transport=TransportName.HTTP,
+            transport="http",
             slo_class="chat",
             slo_tpot_ms=900.0,
         )

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 import redis.asyncio as redis
 from redis_servers import RedisServer, answers
-from tandem_cli import certificates
 from tandem_cli.doctor.examine import examine_system, run_checks
 from tandem_cli.doctor.finding import Finding
 from tandem_cli.doctor.probes import certificates as shown_certificates
 from tandem_cli.doctor.probes import kv_path, redis_rights, shared_answers
 from tandem_cli.doctor.system import Access, Gateway, Lookahead, Pod, System, ask_by_gateways
 from tandem_cli.doctor.system_checks import SYSTEM_CHECKS
-from tandem_cli.fleet import certificate_files
+from tandem_cli.up import certificates
+from tandem_cli.up.up_plan import certificate_files
 from tandem_core import codec
 from tandem_core.slo import SloTarget
 from tandem_core.step_cost import StepCost

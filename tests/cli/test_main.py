@@ -18,10 +18,10 @@ from fake_gateway import Answer, FakeGateway
 from model_folders import make_folder
 from tandem_cli import models
 from tandem_cli.chat import ChatOptions, Conversation, GatewayError, open_stub
-from tandem_cli.fleet import FleetOptions, PodFlag
-from tandem_cli.log_view import LogView
-from tandem_cli.state_file import FleetRecord, PodRecord, StateFile, read_state
-from tandem_cli.up import banner
+from tandem_cli.up.log_view import LogView
+from tandem_cli.up.options import FleetOptions, PodFlag
+from tandem_cli.up.run import banner
+from tandem_cli.up.state_file import FleetRecord, PodRecord, StateFile, read_state
 from tandem_core.model import registry
 from tandem_engine.model_loader.description import read_kept
 from tandem_proto.v1 import common_pb2

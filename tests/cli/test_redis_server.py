@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import redis.asyncio as redis
 from redis_servers import RedisServer
-from tandem_cli import redis_server
+from tandem_cli.up import redis_server
 from waiting import until, until_async
 
 

@@ -18,8 +18,15 @@ from pathlib import Path
 import pytest
 from processes import is_alive
 from prometheus_client import CollectorRegistry
-from tandem_cli import health
-from tandem_cli.supervisor import Health, ProcessSpec, RestartPolicy, StartupError, Supervisor, describe_exit
+from tandem_cli.up import health
+from tandem_cli.up.supervisor import (
+    Health,
+    ProcessSpec,
+    RestartPolicy,
+    StartupError,
+    Supervisor,
+    describe_exit,
+)
 from tandem_service.metrics import MetricsServer
 from waiting import pause_async, run_ready_tasks, until, wait_until
 
@@ -238,7 +245,7 @@ async def test_stopping_while_a_restart_is_awaited_starts_nothing_more() -> None
 def test_children_die_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
     program = """
 import asyncio, sys
-from tandem_cli.supervisor import Health, ProcessSpec, Supervisor
+from tandem_cli.up.supervisor import Health, ProcessSpec, Supervisor
 async def yes(spec): return Health.SERVING
 async def main():
     command = (sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)")

@@ -19,7 +19,7 @@ import pytest
 from model_folders import make_folder
 from processes import is_alive
 from tandem_cli.models import note_prepared
-from tandem_cli.state_file import FleetRecord, read_state
+from tandem_cli.up.state_file import FleetRecord, read_state
 from waiting import wait_until
 
 POD = """#!{python}

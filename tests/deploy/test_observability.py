@@ -24,7 +24,7 @@ import yaml
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import Dashboard
 from queries import Expression
-from tandem_cli.state_file import FleetRecord, PodRecord
+from tandem_cli.up.state_file import FleetRecord, PodRecord
 from tandem_service.metric_rows import Process
 from tandem_service.metric_table import TABLE
 

@@ -17,7 +17,7 @@ import pod_usage
 import psutil
 import pytest
 from processes import free_port
-from tandem_cli.state_file import FleetRecord, read_state
+from tandem_cli.up.state_file import FleetRecord, read_state
 from tandem_proto.v1 import (
     common_pb2,
     decode_pb2,

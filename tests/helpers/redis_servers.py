@@ -10,8 +10,8 @@ from pathlib import Path
 
 import redis.asyncio as redis
 from processes import free_port
-from tandem_cli import health, redis_server
-from tandem_cli.supervisor import ProcessSpec, Supervisor
+from tandem_cli.up import health, redis_server
+from tandem_cli.up.supervisor import ProcessSpec, Supervisor
 from waiting import until_async
 
 

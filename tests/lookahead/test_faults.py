@@ -11,7 +11,7 @@ import redis.asyncio as redis
 from delay_proxy import DelayProxy
 from processes import free_port
 from redis_servers import answers
-from tandem_cli.redis_server import find_server
+from tandem_cli.up.redis_server import find_server
 from waiting import pause_async
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 from pod_fleet import request, run_fleet
-from tandem_cli.fleet import certificate_files
+from tandem_cli.up.up_plan import certificate_files
 from tandem_decode.main import open_pod as open_decode
 from tandem_decode.settings import DecodeSettings
 from tandem_prefill.main import open_pod as open_prefill
@@ -104,7 +104,7 @@ async def stub_of(stub, port: int, folder: Path, caller: Role, role: Role) -> As
 async def test_with_tls_a_prompt_travels_and_only_the_right_roles_may_send_it(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    from tandem_cli import certificates
+    from tandem_cli.up import certificates
 
     certificates.prepare(tmp_path)
 

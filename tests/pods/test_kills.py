@@ -18,7 +18,7 @@ from guide_schemas import fault
 from pod_usage import held
 from tandem_chaos.load import Client
 from tandem_chaos.system import ChaosSystem, ChaosSystemOptions, running_system
-from tandem_cli.fleet import PodFlag
+from tandem_cli.up.options import PodFlag
 from tandem_proto.v1 import common_pb2, gateway_pb2, gateway_pb2_grpc
 from tandem_service.channels import open_channel
 from toy_models import prompt_of

@@ -18,7 +18,7 @@ import grpc
 import pytest
 import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from tandem_cli.fleet import certificate_files
+from tandem_cli.up.up_plan import certificate_files
 from tandem_decode.settings import DecodeSettings
 from tandem_proto.v1 import decode_pb2, decode_pb2_grpc
 from tandem_service import tls as tls_module
@@ -43,7 +43,7 @@ class InstantDecode(decode_pb2_grpc.DecodeServiceServicer):
 
 @pytest.fixture
 def certificates() -> ModuleType:
-    from tandem_cli import certificates
+    from tandem_cli.up import certificates
 
     return certificates
 

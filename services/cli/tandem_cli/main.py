@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from tandem_core.model.registry import DEFAULT_MODEL
@@ -18,14 +17,18 @@ from tandem_cli.options import (
     DEFAULT_TARGET,
     ApiKeyOption,
     CaOption,
+    DtypeOption,
     MaxTokensOption,
     ModelOption,
+    QuantizationOption,
     SeedOption,
     TargetOption,
     TemperatureOption,
     fail,
+    with_fields,
 )
 from tandem_cli.plan.command import plan
+from tandem_cli.up.options import FleetOptions, OptionError, PodFlag
 
 app = typer.Typer(
     name="tandem",
@@ -41,86 +44,21 @@ app.command()(plan)
 app.command()(doctor)
 
 
-class Dtype(StrEnum):
-    AUTO = "auto"
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-
-
-class QuantizationName(StrEnum):
-    AUTO = "auto"
-    NONE = "none"
-    W8A8 = "w8a8"
-    W4A8 = "w4a8"
-
-
-QuantizationOption = Annotated[
-    QuantizationName,
-    typer.Option(
-        help="Bits of weights and activations (CPU). auto: as the weights come, if --dtype is auto."
-    ),
-]
-
-
-class LogLevelName(StrEnum):
-    DEBUG = "debug"
-    INFO = "info"
-    WARNING = "warning"
-    ERROR = "error"
-
-
-class LogFormatName(StrEnum):
-    CONSOLE = "console"
-    JSON = "json"
-
-
 @app.command()
+@with_fields(FleetOptions)
 def up(
     model: ModelOption = DEFAULT_MODEL,
-    dtype: Annotated[Dtype, typer.Option(help="Element type of weights and KV.")] = Dtype.AUTO,
-    quantization: QuantizationOption = QuantizationName.AUTO,
-    prefill: Annotated[int, typer.Option(help="Number of prefill pods; 0: decode pods do it.")] = 1,
-    decode: Annotated[int, typer.Option(help="Number of decode pods.")] = 1,
-    gateways: Annotated[
-        int, typer.Option(help="Number of gateways, at consecutive ports; clients resume at any of them.")
-    ] = 1,
-    host: Annotated[str, typer.Option(help="Address all pods listen on.")] = "127.0.0.1",
-    grpc_port: Annotated[int, typer.Option(min=1, max=65535, help="Gateway, gRPC.")] = 50051,
-    http_port: Annotated[int, typer.Option(min=1, max=65535, help="Gateway, HTTP.")] = 8000,
-    base_port: Annotated[int, typer.Option(min=1, max=64000, help="First port of the other pods.")] = 51100,
-    threads: Annotated[
-        int | None, typer.Option(help="CPU threads per engine pod; unset: pods of a role divide the cores.")
-    ] = None,
-    max_model_len: Annotated[
-        int, typer.Option(help="Longest text, prompt and answer, in tokens; 0: the model's context.")
-    ] = 0,
-    speculation: Annotated[
-        SpeculationMode,
-        typer.Option(
-            help="Drafts: none, from the own request, or also from all others (chain: as one line of 7)."
-        ),
-    ] = SpeculationMode.GLOBAL,
-    api_keys_file: Annotated[
-        Path | None,
-        typer.Option(exists=True, dir_okay=False, help="Require API keys; the gateway's keys file."),
-    ] = None,
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="ROLE.FLAG=VALUE", help="Another flag of a role's pods; repeatable."),
     ] = None,
-    log_format: Annotated[LogFormatName, typer.Option(help="Form of the log lines.")] = LogFormatName.CONSOLE,
-    log_level: Annotated[
-        LogLevelName, typer.Option(help="Least severe lines of the pods that are shown.")
-    ] = LogLevelName.INFO,
     tls: Annotated[
         bool, typer.Option("--tls", help="Mutual TLS between pods, with certificates made here.")
-    ] = False,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Off loopback: plaintext between pods, and no API keys.")
     ] = False,
     state_file: Annotated[
         Path | None, typer.Option(help="Where pids and ports are written; default: run/<grpc port>.json.")
     ] = None,
+    **given: Any,
 ) -> None:
     """Run the whole system on this machine until Ctrl-C."""
     from tandem_core.errors import ModelLoadError
@@ -128,47 +66,30 @@ def up(
     from tandem_core.model.registry import cache_root
     from tandem_service.tracing import TracingSettingsError, check_environment
 
-    from tandem_cli import fleet, models, redis_server, up
+    from tandem_cli import models
+    from tandem_cli.up.redis_server import RedisNotFoundError
+    from tandem_cli.up.run import run_fleet
+    from tandem_cli.up.up_plan import PortInUseError
 
     try:
         check_environment()
         folder = models.obtain(model)
-        models.prepare_weights(folder, dtype.value, quantization.value)
-        options = fleet.FleetOptions(
+        numerics = given["dtype"], given["quantization"]
+        models.prepare_weights(folder, *numerics)
+        port = given["grpc_port"]
+        options = FleetOptions(
             model_dir=folder,
-            dtype=dtype.value,
-            quantization=quantization.value,
-            num_prefill=prefill,
-            num_decode=decode,
-            num_gateways=gateways,
-            host=host,
-            grpc_port=grpc_port,
-            http_port=http_port,
-            base_port=base_port,
-            threads=threads,
-            max_model_len=max_model_len,
-            memory_bytes=models.free_memory(folder, dtype.value, quantization.value),
-            speculation=speculation,
-            api_keys_file=api_keys_file,
-            log_format=log_format.value,
-            log_level=log_level.value,
-            redis_dir=cache_root() / "lookahead" / str(grpc_port),
+            memory_bytes=models.free_memory(folder, *numerics),
+            redis_dir=cache_root() / "lookahead" / str(port),
             redis_url=os.environ.get("REDIS_URL", ""),
             tls_dir=cache_root() / "tls" if tls else None,
-            insecure=insecure,
-            pod_flags=tuple(fleet.PodFlag.parse(text) for text in settings or ()),
+            pod_flags=tuple(PodFlag.parse(text) for text in settings or ()),
+            **given,
         )
-        code = up.run_fleet(
-            options, ModelManifest.read(folder).name, state_file or cache_root() / "run" / f"{grpc_port}.json"
-        )
-    except (
-        fleet.OptionError,
-        fleet.PortInUseError,
-        ModelLoadError,
-        redis_server.RedisNotFoundError,
-        TracingSettingsError,
-    ) as error:
-        fail(str(error), code=2 if isinstance(error, fleet.OptionError | TracingSettingsError) else 1)
+        name = ModelManifest.read(folder).name
+        code = run_fleet(options, name, state_file or cache_root() / "run" / f"{port}.json")
+    except (OptionError, PortInUseError, ModelLoadError, RedisNotFoundError, TracingSettingsError) as error:
+        fail(str(error), code=2 if isinstance(error, OptionError | TracingSettingsError) else 1)
     raise typer.Exit(code)
 
 
@@ -183,7 +104,7 @@ def certificates(
     """Print new certificates of all pods as Kubernetes Secrets, for `kubectl apply -f -`."""
     import datetime
 
-    from tandem_cli import certificates
+    from tandem_cli.up import certificates
 
     try:
         print(certificates.kubernetes_secrets(folder, namespace, datetime.timedelta(days=days)))
@@ -257,8 +178,8 @@ def top(
 def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from stdin.")],
     model: ModelOption = DEFAULT_MODEL,
-    dtype: Annotated[Dtype, typer.Option(help="Element type of weights and KV.")] = Dtype.AUTO,
-    quantization: QuantizationOption = QuantizationName.AUTO,
+    dtype: DtypeOption = "auto",
+    quantization: QuantizationOption = "auto",
     as_chat: Annotated[
         bool,
         typer.Option("--chat/--raw", help="Apply the model's chat template, or complete the text as is."),
@@ -292,8 +213,8 @@ def generate(
         llm = LLM(
             folder,
             drafter=drafter_for(speculation),
-            dtype=dtype.value,
-            quantization=quantization.value,
+            dtype=dtype,
+            quantization=quantization,
         )
         tokens = llm.tokenizer
         prompt_ids = tokens.encode_chat([Message("user", text)]) if as_chat else tokens.encode(text)

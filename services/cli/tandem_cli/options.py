@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, Literal, NoReturn, get_origin, get_type_hints
 
 import typer
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 
 ModelOption = Annotated[str, typer.Option(help="Name of a pulled model, a Hugging Face id, or a path.")]
+DtypeOption = Annotated[
+    Literal["auto", "float32", "bfloat16"], typer.Option(help="Element type of weights and KV.")
+]
+QuantizationOption = Annotated[
+    Literal["auto", "none", "w8a8", "w4a8"],
+    typer.Option(
+        help="Bits of weights and activations (CPU). auto: as the weights come, if --dtype is auto."
+    ),
+]
 TargetOption = Annotated[
     str, typer.Option(help="gRPC address of the gateway: host:port, or https://host:port with TLS.")
 ]
@@ -38,3 +49,25 @@ def fail(message: str, code: int = 1) -> NoReturn:
     """Ends the command with one sentence on stderr."""
     typer.echo(f"error: {message}", err=True)
     raise typer.Exit(code)
+
+
+def with_fields(options: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command the annotated fields of a dataclass as further options, which it gets as keywords."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        def run(**values: Any) -> None:
+            command(**values)
+
+        parameters = [
+            parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
+            for source in (command, options)
+            for hints in (get_type_hints(source, include_extras=True),)
+            for name, parameter in inspect.signature(source).parameters.items()
+            if get_origin(hints.get(name)) is Annotated
+        ]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__doc__ = command.__doc__
+        run.__name__ = command.__name__
+        return run
+
+    return decorate

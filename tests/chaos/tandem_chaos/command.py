@@ -14,7 +14,7 @@ import toy_models
 import typer
 from tandem_cli import models
 from tandem_cli.options import fail
-from tandem_cli.supervisor import StartupError
+from tandem_cli.up.supervisor import StartupError
 from tandem_core.errors import ModelLoadError
 
 from tandem_chaos.faults import PROCESS_KINDS, ROLES, FaultKind

@@ -25,7 +25,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
 
-from tandem_cli.supervisor import Child
+from tandem_cli.up.supervisor import Child
 
 from tandem_chaos.child_faults import BACKWARD, FORWARD, STUCK
 from tandem_chaos.system import ChaosSystem

@@ -27,7 +27,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
-from tandem_cli.supervisor import POD_ENVIRONMENT, Process, ProcessSpec, spawn
+from tandem_cli.up.supervisor import POD_ENVIRONMENT, Process, ProcessSpec, spawn
 from tandem_service.parent_death import PR_SET_PDEATHSIG
 
 from tandem_chaos import child_faults

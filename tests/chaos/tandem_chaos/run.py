@@ -22,7 +22,7 @@ from pathlib import Path
 
 import grpc.aio
 from pod_usage import held
-from tandem_cli.fleet import PodFlag
+from tandem_cli.up.options import PodFlag
 from tandem_core.model.manifest import ModelManifest
 from tandem_service.interceptors import RETRY_AFTER_KEY
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc.aio
-from tandem_cli import health, redis_server
-from tandem_cli.fleet import FleetOptions, FleetPlan, PodFlag, plan_fleet
-from tandem_cli.supervisor import Child, Process, ProcessSpec, RestartPolicy, Supervisor, spawn
+from tandem_cli.up import health, redis_server
+from tandem_cli.up.options import FleetOptions, PodFlag
+from tandem_cli.up.supervisor import Child, Process, ProcessSpec, RestartPolicy, Supervisor, spawn
+from tandem_cli.up.up_plan import ProcessPlan, plan_fleet
 from tandem_core.speculation import SpeculationMode
 from tandem_proto.v1 import common_pb2, decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from tandem_service.channels import open_channel
@@ -53,7 +54,7 @@ class ChaosSystem:
     def __init__(
         self,
         supervisor: Supervisor,
-        plan: FleetPlan,
+        plan: ProcessPlan,
         proxies: Mapping[str, Proxy],
         fork_server: ForkServer | None,
     ) -> None:
@@ -192,8 +193,8 @@ async def running_system(options: ChaosSystemOptions) -> AsyncIterator[ChaosSyst
 
 
 async def _with_proxies(
-    plan: FleetPlan, folder: Path, pids: Callable[[], Mapping[str, int]]
-) -> tuple[FleetPlan, dict[str, Proxy]]:
+    plan: ProcessPlan, folder: Path, pids: Callable[[], Mapping[str, int]]
+) -> tuple[ProcessPlan, dict[str, Proxy]]:
     """The plan in which each process reaches the others through proxies."""
     proxies: dict[str, Proxy] = {}
     other_name: dict[str, str] = {}
@@ -220,7 +221,7 @@ async def _with_proxies(
         )
         for stage in plan.stages
     )
-    return FleetPlan(stages), proxies
+    return ProcessPlan(stages), proxies
 
 
 def _free_ports(options: ChaosSystemOptions) -> tuple[int, int, int]:

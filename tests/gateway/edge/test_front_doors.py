@@ -16,8 +16,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tandem_cli import certificates, chat, health
-from tandem_cli.supervisor import Health, ProcessSpec
+from tandem_cli import chat
+from tandem_cli.up import certificates, health
+from tandem_cli.up.supervisor import Health, ProcessSpec
 from tandem_core.errors import InvalidRequestError
 from tandem_gateway.dialects.openai_models import ChatBody, CompletionBody, parse_body
 from tandem_gateway.errors import UnsupportedFieldError

@@ -4,8 +4,8 @@ import asyncio
 import shutil
 from pathlib import Path
 
-from tandem_cli import certificates
-from tandem_cli.fleet import certificate_files
+from tandem_cli.up import certificates
+from tandem_cli.up.up_plan import certificate_files
 from tandem_service.tls import Role
 from waiting import until
 

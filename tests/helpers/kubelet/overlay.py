@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 from cryptography import x509
-from tandem_cli import certificates
+from tandem_cli.up import certificates
 
 from kubelet.manifests import Manifest, render
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from tandem_cli import redis_server
+from tandem_cli.up import redis_server
 from tandem_service import parent_death
 
 from kubelet.manifests import Probe, Template

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import typer
 from tandem_core.model.registry import DEFAULT_MODEL
@@ -21,11 +20,6 @@ from tandem_cli.options import ApiKeyOption, CaOption, TemperatureOption
 
 class BenchError(ValueError):
     """The options do not describe a benchmark; one sentence."""
-
-
-class TransportName(StrEnum):
-    GRPC = "grpc"
-    HTTP = "http"
 
 
 class Point(NamedTuple):
@@ -52,7 +46,7 @@ class BenchOptions:
         ),
     ] = None
     ca: CaOption = None
-    transport: Annotated[TransportName, typer.Option(help="Protocol of the requests.")] = TransportName.GRPC
+    transport: Annotated[Literal["grpc", "http"], typer.Option(help="Protocol of the requests.")] = "grpc"
     rate: Annotated[
         str | None,
         typer.Option(

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from tandem_cli.bench.arrivals import Schedule
 from tandem_cli.bench.loadgen import run_load
-from tandem_cli.bench.options import BenchError, BenchOptions, TransportName
+from tandem_cli.bench.options import BenchError, BenchOptions
 from tandem_cli.bench.plot import draw, draw_curves
 from tandem_cli.bench.record import RequestRecord
 from tandem_cli.bench.records_file import RecordsWriter, read_runs
@@ -98,7 +98,7 @@ def _check_files(output: Path | None, plot: Path | None, report: Path | None) ->
 async def _load(
     options: BenchOptions, requests: Sequence[Request], schedule: Schedule
 ) -> list[RequestRecord]:
-    if options.transport is TransportName.HTTP:
+    if options.transport == "http":
         transport: Transport = HttpTransport(options.target or "http://127.0.0.1:8000", options)
     else:
         transport = GrpcTransport(options.target or "127.0.0.1:50051", options)

@@ -98,8 +98,8 @@ def _of_up(state_file: Path | None, access: Access) -> list[Finding]:
 
     from tandem_cli.doctor.finding import Finding
     from tandem_cli.doctor.system import ask_by_state
-    from tandem_cli.fleet import certificate_files
-    from tandem_cli.state_file import read_state
+    from tandem_cli.up.state_file import read_state
+    from tandem_cli.up.up_plan import certificate_files
 
     path = state_file or cache_root() / "run" / "50051.json"
     try:

@@ -31,7 +31,7 @@ from tandem_service.channels import open_channel, open_public_channel
 from tandem_service.redis_client import RedisAddress
 from tandem_service.tls import PodTls, Role
 
-from tandem_cli.state_file import FleetRecord
+from tandem_cli.up.state_file import FleetRecord
 
 _TIMEOUT_S = 5.0
 

@@ -12,6 +12,7 @@ import time
 from typing import Literal, TextIO
 
 LogFormat = Literal["console", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
 
 _RESET = "\x1b[0m"
 _COLOURS = {

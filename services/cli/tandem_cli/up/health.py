@@ -8,8 +8,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tandem_service.channels import open_channel
 from tandem_service.tls import PodTls, Role
 
-from tandem_cli import redis_server
-from tandem_cli.supervisor import Health, ProcessSpec
+from tandem_cli.up import redis_server
+from tandem_cli.up.supervisor import Health, ProcessSpec
 
 
 async def check(

@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from tandem_service.tls import PemFiles, Role, TlsFileError
 
-from tandem_cli.fleet import certificate_files
+from tandem_cli.up.up_plan import certificate_files
 
 _CA_VALIDITY = datetime.timedelta(days=3650)
 _VALIDITY = datetime.timedelta(days=90)

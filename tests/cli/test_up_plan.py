@@ -10,16 +10,8 @@ from pathlib import Path
 
 import pytest
 from role_settings import SETTINGS
-from tandem_cli.fleet import (
-    FleetOptions,
-    FleetPlan,
-    OptionError,
-    PodFlag,
-    PortInUseError,
-    check_ports,
-    plan_fleet,
-    reachable,
-)
+from tandem_cli.up.options import FleetOptions, OptionError, PodFlag
+from tandem_cli.up.up_plan import PortInUseError, ProcessPlan, check_ports, plan_fleet, reachable
 from tandem_core.speculation import SpeculationMode
 from tandem_service.settings import load
 
@@ -108,7 +100,7 @@ def test_without_prefill_pods_the_gateway_is_told_of_none() -> None:
 
 
 def test_the_lookahead_service_uses_the_fleet_s_redis_or_the_given_one() -> None:
-    def redis_url(plan: FleetPlan) -> str:
+    def redis_url(plan: ProcessPlan) -> str:
         (lookahead,) = (spec.command for spec in plan.processes if spec.role == "lookahead")
         return lookahead[lookahead.index("--redis-url") + 1]
 
@@ -204,7 +196,7 @@ def test_with_tls_each_process_gets_the_certificate_of_its_role(tmp_path: Path) 
     [(1, None, None), (2, None, "2"), (4, None, "1"), (9, None, "1"), (2, 3, "3")],
 )
 def test_pods_of_a_role_divide_the_cores(num_pods, asked, threads, monkeypatch):
-    monkeypatch.setattr("tandem_cli.fleet.os.sched_getaffinity", lambda _: set(range(5)))
+    monkeypatch.setattr("tandem_cli.up.up_plan.os.sched_getaffinity", lambda _: set(range(5)))
     options = FleetOptions(model_dir=Path("m"), num_prefill=num_pods, num_decode=num_pods, threads=asked)
     for spec in plan_fleet(options).processes:
         if spec.role in ("prefill", "decode"):

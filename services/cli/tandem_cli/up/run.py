@@ -17,19 +17,19 @@ from pathlib import Path
 
 from tandem_service.tls import PodTls, Role
 
-from tandem_cli import health, redis_server
-from tandem_cli.fleet import (
-    FleetOptions,
-    FleetPlan,
+from tandem_cli.up import health, redis_server
+from tandem_cli.up.log_view import LogView
+from tandem_cli.up.options import FleetOptions
+from tandem_cli.up.state_file import FleetRecord, PodRecord, StateFile
+from tandem_cli.up.supervisor import ProcessSpec, StartupError, Supervisor
+from tandem_cli.up.up_plan import (
     PortInUseError,
+    ProcessPlan,
     certificate_files,
     check_ports,
     plan_fleet,
     reachable,
 )
-from tandem_cli.log_view import LogView
-from tandem_cli.state_file import FleetRecord, PodRecord, StateFile
-from tandem_cli.supervisor import ProcessSpec, StartupError, Supervisor
 
 #: Between two looks at whether the pods' certificates are to be renewed.
 RENEWAL_INTERVAL_S = 3600.0
@@ -44,7 +44,7 @@ def run_fleet(options: FleetOptions, model_name: str, state_path: Path) -> int:
         raise PortInUseError(f"another fleet's Redis server uses {options.redis_dir}; stop that fleet")
     options.redis_dir.mkdir(parents=True, exist_ok=True)
     if options.tls_dir is not None:
-        from tandem_cli import certificates
+        from tandem_cli.up import certificates
 
         certificates.prepare(options.tls_dir)
     view = LogView(sys.stdout, options.log_format)
@@ -55,7 +55,7 @@ class _Fleet:
     """Connects the supervisor with the log view, the state file and the signals."""
 
     def __init__(
-        self, options: FleetOptions, plan: FleetPlan, view: LogView, state: StateFile, model_name: str
+        self, options: FleetOptions, plan: ProcessPlan, view: LogView, state: StateFile, model_name: str
     ) -> None:
         self._options = options
         self._plan = plan
@@ -113,7 +113,7 @@ class _Fleet:
         folder = self._options.tls_dir
         while folder is not None:
             await asyncio.sleep(RENEWAL_INTERVAL_S)
-            from tandem_cli import certificates
+            from tandem_cli.up import certificates
 
             try:
                 if certificates.renew(folder):

@@ -11,19 +11,15 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tandem_core.speculation import SpeculationMode
-from tandem_service.tls import PemFiles, Role, is_loopback
+from tandem_service.tls import PemFiles, Role
 
-from tandem_cli import redis_server
-from tandem_cli.log_view import LogFormat
-from tandem_cli.supervisor import ProcessSpec
+from tandem_cli.up import redis_server
+from tandem_cli.up.options import FleetOptions
+from tandem_cli.up.supervisor import ProcessSpec
 
-ROLES = ("gateway", "decode", "prefill", "lookahead")
-MAX_PODS_PER_ROLE = 100
-MAX_GATEWAYS = 8
 _METRICS_OFFSET = 1000
 
 
@@ -31,97 +27,8 @@ class PortInUseError(Exception):
     """A port is taken; the message names it and the flag that changes it."""
 
 
-class OptionError(ValueError):
-    """An option of `tandem up` cannot be used; the message names it."""
-
-
 @dataclass(frozen=True)
-class PodFlag:
-    """An extra flag for all pods of a role, from `--set decode.max-batch=8`."""
-
-    role: str
-    flag: str
-    value: str
-
-    @classmethod
-    def parse(cls, text: str) -> PodFlag:
-        """OptionError for anything but ROLE.FLAG=VALUE with a known role."""
-        name, equals, value = text.partition("=")
-        role, dot, flag = name.partition(".")
-        if not (equals and dot and flag) or role not in ROLES:
-            raise OptionError(f"--set {text}: expected ROLE.FLAG=VALUE with ROLE one of {', '.join(ROLES)}")
-        return cls(role, flag.removeprefix("--").replace("_", "-"), value)
-
-    def arguments(self) -> tuple[str, ...]:
-        """Switches have two flags and no value."""
-        if self.value in ("true", "false"):
-            return (f"--{'' if self.value == 'true' else 'no-'}{self.flag}",)
-        return (f"--{self.flag}", self.value)
-
-
-@dataclass(frozen=True)
-class FleetOptions:
-    """Options of `tandem up`. Raises OptionError for numbers out of range."""
-
-    model_dir: Path
-    dtype: str = "auto"
-    quantization: str = "auto"
-    num_prefill: int = 1
-    num_decode: int = 1
-    num_gateways: int = 1
-    host: str = "127.0.0.1"
-    grpc_port: int = 50051
-    http_port: int = 8000
-    base_port: int = 51100
-    threads: int | None = None
-    #: Longest text in tokens; 0: the model's context.
-    max_model_len: int = 0
-    #: RAM for all engine pods beside the mapped weights; 0: each takes what is free when it starts.
-    memory_bytes: int = 0
-    speculation: SpeculationMode = SpeculationMode.GLOBAL
-    api_keys_file: Path | None = None
-    log_format: LogFormat = "console"
-    log_level: str = "info"
-    #: Folder of the Redis server's data.
-    redis_dir: Path = Path("lookahead")
-    #: Redis server to use; empty: the fleet runs one.
-    redis_url: str = ""
-    pod_flags: tuple[PodFlag, ...] = field(default=())
-    #: Folder of the pods' certificates; None: plaintext between pods.
-    tls_dir: Path | None = None
-    #: Plaintext between pods, off loopback too.
-    insecure: bool = False
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.num_prefill <= MAX_PODS_PER_ROLE:
-            raise OptionError(f"--prefill {self.num_prefill}: must be between 0 and {MAX_PODS_PER_ROLE}")
-        if not 1 <= self.num_decode <= MAX_PODS_PER_ROLE:
-            raise OptionError(f"--decode {self.num_decode}: must be between 1 and {MAX_PODS_PER_ROLE}")
-        if not 1 <= self.num_gateways <= MAX_GATEWAYS:
-            raise OptionError(f"--gateways {self.num_gateways}: must be between 1 and {MAX_GATEWAYS}")
-        if self.threads is not None and self.threads < 1:
-            raise OptionError(f"--threads {self.threads}: must be at least 1")
-        if self.max_model_len < 0:
-            raise OptionError(f"--max-model-len {self.max_model_len}: must be 0 or more")
-        if self.tls_dir is None and not self.insecure and not is_loopback(self.host):
-            raise OptionError(
-                f"--host {self.host} is not loopback: give --tls to encrypt and authenticate the links "
-                "between pods, or --insecure on a network where every machine is trusted"
-            )
-        if self.api_keys_file is None and not self.insecure and not is_loopback(self.host):
-            raise OptionError(
-                f"--host {self.host} is not loopback: give --api-keys-file to require keys, or --insecure on "
-                "a network where everyone may use the models"
-            )
-
-    @property
-    def serves_tls(self) -> bool:
-        """Whether the gateway's ports speak TLS."""
-        return any(flag.role == "gateway" and flag.flag == "tls-cert" for flag in self.pod_flags)
-
-
-@dataclass(frozen=True)
-class FleetPlan:
+class ProcessPlan:
     """The processes in the order in which they are stopped: callers before callees."""
 
     stages: tuple[tuple[ProcessSpec, ...], ...]
@@ -131,7 +38,7 @@ class FleetPlan:
         return tuple(spec for stage in self.stages for spec in stage)
 
 
-def plan_fleet(options: FleetOptions) -> FleetPlan:
+def plan_fleet(options: FleetOptions) -> ProcessPlan:
     """Gateways, decode pods, prefill pods; the lookahead service, if drafts use the text of other requests;
     Redis for that and for several gateways. Raises RedisNotFoundError."""
     return _Planner(options).plan()
@@ -154,7 +61,7 @@ class _Planner:
     def __init__(self, options: FleetOptions) -> None:
         self._options = options
 
-    def plan(self) -> FleetPlan:
+    def plan(self) -> ProcessPlan:
         options = self._options
         prefill = tuple(self._prefill(index) for index in range(options.num_prefill))
         shares_text = options.speculation.uses_shared_text
@@ -164,7 +71,7 @@ class _Planner:
         decode = tuple(self._decode(index, lookahead) for index in range(options.num_decode))
         url = self._redis_url() if redis else options.redis_url
         gateways = tuple(self._gateway(i, prefill, decode, url) for i in range(options.num_gateways))
-        return FleetPlan(tuple(stage for stage in (gateways, decode, prefill, lookahead, redis) if stage))
+        return ProcessPlan(tuple(stage for stage in (gateways, decode, prefill, lookahead, redis) if stage))
 
     def _prefill(self, index: int) -> ProcessSpec:
         port = self._options.base_port + index
@@ -270,7 +177,7 @@ def certificate_files(folder: Path, name: str) -> PemFiles:
     return PemFiles(folder / f"{name}.pem", folder / f"{name}.key", folder / "ca.pem", role)
 
 
-def check_ports(plan: FleetPlan, host: str) -> None:
+def check_ports(plan: ProcessPlan, host: str) -> None:
     """Raises PortInUseError for the first port that another process listens on."""
     for spec in plan.processes:
         for purpose, port in spec.ports.items():
