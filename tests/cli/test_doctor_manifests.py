@@ -231,7 +231,10 @@ def test_json_has_each_finding() -> None:
     [
         ("a: [", "is no YAML"),
         ("just a text", "is no Kubernetes object"),
-        ("{apiVersion: apps/v1, kind: Deployment, metadata: {name: x}, spec: {replicas: two}}", "replicas"),
+        (
+            "{apiVersion: apps/v1, kind: Deployment, metadata: {name: x}, spec: {replicas: 2}}",
+            "no containers",
+        ),
     ],
 )
 def test_what_is_no_manifest_is_said(text: str, says: str, tmp_path: Path) -> None:

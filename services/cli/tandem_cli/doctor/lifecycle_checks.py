@@ -9,7 +9,7 @@ from typing import Any
 from kubernetes.utils.quantity import parse_quantity
 
 from tandem_cli.doctor.finding import Finding
-from tandem_cli.doctor.manifests import Objects, Workload
+from tandem_cli.doctor.manifests import Objects, Workload, at
 
 #: A process without a model is there after this time.
 _START_S = 10.0
@@ -25,7 +25,7 @@ def grace_period(objects: Objects) -> Iterator[Finding]:
         if not workload.role:
             continue
         drain_s, pre_stop_s = workload.number("drain_s"), _pre_stop_s(workload)
-        grace_s = workload.pod.termination_grace_period_seconds
+        grace_s = at(workload.pod, "terminationGracePeriodSeconds")
         grace_s = 30 if grace_s is None else grace_s
         if grace_s < drain_s + pre_stop_s:
             yield Finding(
@@ -48,9 +48,7 @@ def pre_stop(objects: Objects) -> Iterator[Finding]:
 
 
 def _pre_stop_s(workload: Workload) -> float:
-    lifecycle = workload.container.lifecycle
-    stop = lifecycle.pre_stop if lifecycle else None
-    return float(stop.sleep.seconds) if stop and stop.sleep else 0.0
+    return float(at(workload.container, "lifecycle", "preStop", "sleep", "seconds") or 0)
 
 
 def startup_probe(objects: Objects) -> Iterator[Finding]:
@@ -60,11 +58,11 @@ def startup_probe(objects: Objects) -> Iterator[Finding]:
             continue
         model = workload.known_model if workload.role in ("decode", "prefill") else None
         needed_s = _START_S + (model.num_bytes / _LOAD_BYTES_PER_S if model else 0.0)
-        probe = workload.container.startup_probe or workload.container.liveness_probe
+        probe = at(workload.container, "startupProbe") or at(workload.container, "livenessProbe")
         if probe is None:
             continue
-        period_s, failures = probe.period_seconds or 10, probe.failure_threshold or 3
-        allowed_s = (probe.initial_delay_seconds or 0) + period_s * failures
+        period_s, failures = probe.get("periodSeconds") or 10, probe.get("failureThreshold") or 3
+        allowed_s = (probe.get("initialDelaySeconds") or 0) + period_s * failures
         if allowed_s < needed_s:
             what = f"loading {workload.model}" if model else "its start"
             yield Finding(
@@ -77,8 +75,8 @@ def startup_probe(objects: Objects) -> Iterator[Finding]:
 def readiness(objects: Objects) -> Iterator[Finding]:
     """The kubelet can ask a pod that speaks mutual TLS."""
     for workload in objects.workloads:
-        probe = workload.container.readiness_probe
-        if workload.role and workload.setting("pod_tls_cert") and probe and probe.grpc is not None:
+        is_grpc = at(workload.container, "readinessProbe", "grpc") is not None
+        if workload.role and is_grpc and workload.setting("pod_tls_cert"):
             yield Finding(
                 f"{workload.where}, readinessProbe",
                 "It is a gRPC probe, which has no certificate for the pod's mutual TLS.",
@@ -95,7 +93,7 @@ def model_volume(objects: Objects) -> Iterator[Finding]:
             continue
         needed = model.disk_bytes + (_DISK_FACTOR - 1) * model.num_bytes
         rooms = [_room(objects, volume)]
-        if volume.empty_dir is not None:
+        if "emptyDir" in volume:
             rooms += [_ephemeral_room(container) for container in workload.containers]
         for label, quantity in rooms:
             if quantity is not None and parse_quantity(quantity) < needed:
@@ -109,36 +107,34 @@ def model_volume(objects: Objects) -> Iterator[Finding]:
 def _model_volume(workload: Workload) -> Any | None:
     """The volume with the folder of TANDEM_MODEL."""
     folder = workload.environment.get("TANDEM_MODEL", "")
-    for mount in workload.container.volume_mounts or ():
-        if folder.startswith(mount.mount_path.rstrip("/") + "/"):
-            return next((one for one in workload.pod.volumes or () if one.name == mount.name), None)
+    for mount in workload.container.get("volumeMounts") or ():
+        if folder.startswith(mount["mountPath"].rstrip("/") + "/"):
+            volumes = workload.pod.get("volumes") or ()
+            return next((one for one in volumes if one["name"] == mount["name"]), None)
     return None
 
 
-def _room(objects: Objects, volume: Any) -> tuple[str, str | None]:
+def _room(objects: Objects, volume: Any) -> tuple[str, Any]:
     """A quantity; None: without a limit, or not known."""
-    if volume.empty_dir is not None:
-        return f"volume {volume.name}", volume.empty_dir.size_limit
-    if volume.persistent_volume_claim is not None:
-        name = volume.persistent_volume_claim.claim_name
+    if name := at(volume, "persistentVolumeClaim", "claimName"):
         claim = objects.find("PersistentVolumeClaim", name)
-        if claim is not None:
-            return f"claim {name}", claim.spec.resources.requests["storage"]
-    return f"volume {volume.name}", None
+        return f"claim {name}", at(claim, "spec", "resources", "requests", "storage")
+    return f"volume {volume['name']}", at(volume, "emptyDir", "sizeLimit")
 
 
-def _ephemeral_room(container: Any) -> tuple[str, str | None]:
-    limits = (container.resources.limits if container.resources else None) or {}
-    return f"ephemeral-storage of container {container.name}", limits.get("ephemeral-storage")
+def _ephemeral_room(container: Any) -> tuple[str, Any]:
+    limit = at(container, "resources", "limits", "ephemeral-storage")
+    return f"ephemeral-storage of container {container['name']}", limit
 
 
 def model_claim(objects: Objects) -> Iterator[Finding]:
     """Pods of several nodes can read one claim."""
     for workload in objects.workloads:
-        for volume in workload.pod.volumes or ():
-            name = volume.persistent_volume_claim.claim_name if volume.persistent_volume_claim else ""
+        for volume in workload.pod.get("volumes") or ():
+            name = at(volume, "persistentVolumeClaim", "claimName")
             claim = objects.find("PersistentVolumeClaim", name)
-            if claim and not {"ReadWriteMany", "ReadOnlyMany"} & set(claim.spec.access_modes or ()):
+            modes = at(claim, "spec", "accessModes") or ()
+            if claim and not {"ReadWriteMany", "ReadOnlyMany"} & set(modes):
                 yield Finding(
                     f"PersistentVolumeClaim {name}",
                     f"One node at a time can mount it, while pods of {workload.name} run on several.",

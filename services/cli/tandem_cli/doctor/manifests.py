@@ -1,9 +1,8 @@
-"""Kubernetes objects, from rendered manifests or a kustomize folder, as the classes of the `kubernetes`
-package; and the workloads among them, with their settings."""
+"""Kubernetes objects, from rendered manifests or a kustomize folder, and the workloads among them with their
+settings."""
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
@@ -15,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from kubernetes import client
-from pydantic import ValidationError
 from tandem_core.model.catalogue import CatalogueEntry, catalogue
 from tandem_decode.settings import DecodeSettings
 from tandem_gateway.settings import GatewaySettings
@@ -31,11 +28,19 @@ SETTINGS: Mapping[str, type[CommonSettings]] = {
     "lookahead": LookaheadSettings,
 }
 GPU = "nvidia.com/gpu"
+_WORKLOADS = ("Deployment", "StatefulSet")
 _KUSTOMIZE_TIMEOUT_S = 120.0
 
 
 class ManifestError(Exception):
     """The manifests cannot be read; the message names the remedy."""
+
+
+def at(node: Any, *path: str) -> Any:
+    """What a part of a manifest has under these keys, one in the other; None: nothing."""
+    for key in path:
+        node = node.get(key) if isinstance(node, dict) else None
+    return node
 
 
 @dataclass(frozen=True)
@@ -51,20 +56,19 @@ class Workload:
 
     @property
     def name(self) -> str:
-        return str(self.object.metadata.name)
+        return str(at(self.object, "metadata", "name"))
 
     @property
     def where(self) -> str:
-        return f"{self.object.kind} {self.name}"
+        return f"{self.object['kind']} {self.name}"
 
     @property
     def pod(self) -> Any:
-        return self.object.spec.template.spec
+        return at(self.object, "spec", "template", "spec")
 
     @property
     def labels(self) -> dict[str, str]:
-        metadata = self.object.spec.template.metadata
-        return dict((metadata.labels if metadata is not None else None) or {})
+        return at(self.object, "spec", "template", "metadata", "labels") or {}
 
     @property
     def container(self) -> Any:
@@ -72,13 +76,12 @@ class Workload:
 
     @property
     def containers(self) -> list[Any]:
-        return [*(self.pod.init_containers or ()), *self.pod.containers]
+        return [*(at(self.pod, "initContainers") or ()), *self.pod["containers"]]
 
     @property
     def num_gpus(self) -> int:
         """Of each pod."""
-        resources = self.container.resources
-        return int((resources.limits or {}).get(GPU, 0)) if resources else 0
+        return int(at(self.container, "resources", "limits", GPU) or 0)
 
     def setting(self, field: str) -> str:
         """Its value, or the default's text."""
@@ -107,57 +110,54 @@ class Workload:
 
 
 class Objects:
-    """The objects of one installation that checks read."""
+    """All objects of one installation."""
 
-    def __init__(self, objects: Iterable[Any]) -> None:
+    def __init__(self, objects: Iterable[dict[str, Any]]) -> None:
         self._objects = tuple(objects)
 
     def of(self, kind: str) -> list[Any]:
-        return [item for item in self._objects if item.kind == kind]
+        """Of the built-in kind."""
+        versions = ("v1", "apps/v1")
+        return [one for one in self._objects if one["kind"] == kind and one["apiVersion"] in versions]
 
-    def find(self, kind: str, name: str) -> Any | None:
-        return next((item for item in self.of(kind) if item.metadata.name == name), None)
+    def find(self, kind: str, name: str) -> Any:
+        """None: it is not here."""
+        return next((one for one in self.of(kind) if at(one, "metadata", "name") == name), None)
 
     @cached_property
     def workloads(self) -> tuple[Workload, ...]:
-        found = [*self.of("Deployment"), *self.of("StatefulSet")]
-        return tuple(Workload(item, _role(item), self._environment(item)) for item in found)
+        found = [one for kind in _WORKLOADS for one in self.of(kind)]
+        return tuple(Workload(one, _role_of(_main_container(one)), self._environment(one)) for one in found)
 
     def of_role(self, role: str) -> list[Workload]:
         return [workload for workload in self.workloads if workload.role == role]
 
     def behind(self, service: str) -> list[Workload]:
         """Workloads whose pods the Service selects."""
-        found = self.find("Service", service)
-        if found is None or not found.spec.selector:
-            return []
-        wanted = found.spec.selector.items()
-        return [workload for workload in self.workloads if wanted <= workload.labels.items()]
+        wanted = at(self.find("Service", service), "spec", "selector")
+        return [one for one in self.workloads if wanted and wanted.items() <= one.labels.items()]
 
     def _environment(self, workload: Any) -> dict[str, str]:
         container = _main_container(workload)
         values: dict[str, str] = {}
-        for source in container.env_from or ():
-            if source.config_map_ref is not None:
-                values |= self._config_map(source.config_map_ref.name)
-        for variable in container.env or ():
-            values[variable.name] = self._value(variable)
-        return values | (_flags(_words(container)[1:]) if _role(workload) else {})
+        for source in container.get("envFrom") or ():
+            values |= self._config_map(at(source, "configMapRef", "name"))
+        for variable in container.get("env") or ():
+            values[variable["name"]] = self._value(variable)
+        return values | (_flags(_words(container)[1:]) if _role_of(container) else {})
 
     def _config_map(self, name: str) -> dict[str, str]:
-        found = self.find("ConfigMap", name)
-        return dict((found.data if found is not None else None) or {})
+        return at(self.find("ConfigMap", name), "data") or {}
 
     def _value(self, variable: Any) -> str:
-        source = variable.value_from
+        source = variable.get("valueFrom")
         if source is None:
-            return variable.value or ""
-        if source.secret_key_ref is not None:
-            return f"<secret {source.secret_key_ref.name}/{source.secret_key_ref.key}>"
-        if source.config_map_key_ref is not None:
-            reference = source.config_map_key_ref
-            return self._config_map(reference.name).get(reference.key, "<unknown>")
-        return f"<{source.field_ref.field_path}>" if source.field_ref is not None else "<unknown>"
+            return str(variable.get("value") or "")
+        if secret := at(source, "secretKeyRef"):
+            return f"<secret {secret['name']}/{secret['key']}>"
+        if config := at(source, "configMapKeyRef"):
+            return self._config_map(config["name"]).get(config["key"], "<unknown>")
+        return f"<{at(source, 'fieldRef', 'fieldPath') or 'unknown'}>"
 
 
 def _flags(words: Sequence[str]) -> dict[str, str]:
@@ -173,7 +173,7 @@ def _flags(words: Sequence[str]) -> dict[str, str]:
 
 
 def _words(container: Any) -> list[str]:
-    return [*(container.command or ()), *(container.args or ())]
+    return [*(container.get("command") or ()), *(container.get("args") or ())]
 
 
 def _role_of(container: Any) -> str:
@@ -184,12 +184,8 @@ def _role_of(container: Any) -> str:
 
 
 def _main_container(workload: Any) -> Any:
-    containers = workload.spec.template.spec.containers
+    containers = at(workload, "spec", "template", "spec", "containers")
     return next((one for one in containers if _role_of(one)), containers[0])
-
-
-def _role(workload: Any) -> str:
-    return _role_of(_main_container(workload))
 
 
 def read_manifests(path: Path) -> Objects:
@@ -233,58 +229,17 @@ def _kustomize(folder: Path) -> str:
 
 
 def parse(documents: Iterable[object]) -> Objects:
-    """Raises ManifestError. Objects of kinds that no check reads are left out."""
-    settings = client.Configuration()
-    settings.client_side_validation = False  # an object with a missing field is for kubectl to refuse
-    api = client.ApiClient(settings)
+    """Raises ManifestError."""
     objects = []
     for document in documents:
         if document is None:
             continue
         if not isinstance(document, dict) or not {"apiVersion", "kind", "metadata"} <= document.keys():
             raise ManifestError("a document is no Kubernetes object; each needs apiVersion, kind, metadata")
-        if f"{document['apiVersion']}/{document['kind']}" in _KINDS:
-            objects.append(_typed(api, document))
+        if document["kind"] in _WORKLOADS and not at(document, "spec", "template", "spec", "containers"):
+            raise ManifestError(
+                f"{document['kind']} {at(document, 'metadata', 'name')} has no containers; "
+                "`kubectl apply --dry-run=server` shows what is wrong"
+            )
+        objects.append(document)
     return Objects(objects)
-
-
-_KINDS = (
-    "v1/ConfigMap",
-    "v1/PersistentVolumeClaim",
-    "v1/Service",
-    "apps/v1/Deployment",
-    "apps/v1/StatefulSet",
-)
-
-
-def _typed(api: Any, document: dict[str, Any]) -> Any:
-    try:
-        text = json.dumps(_with_quantities(document), default=str)
-        made = api.deserialize(text, f"V1{document['kind']}", None)
-    except (ValueError, TypeError, AttributeError) as error:
-        label = f"{document['kind']} {document['metadata'].get('name', '')}"
-        reason = str(error)
-        if isinstance(error, ValidationError):
-            first = error.errors(include_url=False)[0]
-            reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-        raise ManifestError(
-            f"{label} cannot be read ({reason}); `kubectl apply --dry-run=server` shows what is wrong"
-        ) from error
-    made.kind = document["kind"]
-    return made
-
-
-def _with_quantities(node: Any, *, is_quantity: bool = False) -> Any:
-    """Quantities may be numbers in YAML; the package reads texts alone."""
-    if isinstance(node, dict):
-        return {
-            key: _with_quantities(value, is_quantity=is_quantity or key in _QUANTITIES)
-            for key, value in node.items()
-        }
-    if isinstance(node, list):
-        return [_with_quantities(item) for item in node]
-    return str(node) if is_quantity and isinstance(node, int | float) else node
-
-
-#: Fields that are quantities, or whose fields are.
-_QUANTITIES = ("limits", "requests", "sizeLimit")

@@ -14,7 +14,7 @@ from tandem_service.discovery import ServiceRef, parse_entry
 from tandem_service.settings import ENV_PREFIX, CommonSettings
 
 from tandem_cli.doctor.finding import Finding, Severity
-from tandem_cli.doctor.manifests import GPU, SETTINGS, Objects, Workload
+from tandem_cli.doctor.manifests import GPU, SETTINGS, Objects, Workload, at
 
 _CERTIFICATES = ("pod_tls_cert", "pod_tls_key", "pod_tls_ca")
 
@@ -59,7 +59,7 @@ def refused_setting(objects: Objects) -> Iterator[Finding]:
 
 def _is_unknown(workload: Workload, kind: str, given: object) -> bool:
     """Whether the value is, or may be, one that is not in the manifests: a Secret's, a field of the pod."""
-    has_secrets = any(source.secret_ref is not None for source in workload.container.env_from or ())
+    has_secrets = any("secretRef" in source for source in workload.container.get("envFrom") or ())
     if kind in ("missing", "value_error") and has_secrets:
         return True
     return isinstance(given, str) and given.startswith("<") and given.endswith(">")
@@ -71,13 +71,11 @@ def _without_environment(cls: type[CommonSettings]) -> type[CommonSettings]:
 
     class Given(cls):  # type: ignore[misc, valid-type]
         @classmethod
-        def settings_customise_sources(
+        def settings_customise_sources(  # type: ignore[override]
             cls,
             settings_cls: type[BaseSettings],
             init_settings: PydanticBaseSettingsSource,
-            env_settings: PydanticBaseSettingsSource,
-            dotenv_settings: PydanticBaseSettingsSource,
-            file_secret_settings: PydanticBaseSettingsSource,
+            **others: PydanticBaseSettingsSource,
         ) -> tuple[PydanticBaseSettingsSource, ...]:
             return (init_settings,)
 
@@ -87,7 +85,7 @@ def _without_environment(cls: type[CommonSettings]) -> type[CommonSettings]:
 def mounted_file(objects: Objects) -> Iterator[Finding]:
     """A file that a setting names lies in a volume."""
     for workload in _tandem(objects):
-        mounts = [PurePosixPath(mount.mount_path) for mount in workload.container.volume_mounts or ()]
+        mounts = [PurePosixPath(mount["mountPath"]) for mount in workload.container.get("volumeMounts") or ()]
         for field, info in SETTINGS[workload.role].model_fields.items():
             path = workload.environment.get(ENV_PREFIX + field.upper(), "")
             is_path = info.annotation is Path or Path in get_args(info.annotation)
@@ -119,14 +117,14 @@ def one_model(objects: Objects) -> Iterator[Finding]:
 def pulled_model(objects: Objects) -> Iterator[Finding]:
     """The model that a pod loads is the one that its init container pulls."""
     for workload in _tandem(objects):
-        for container in workload.pod.init_containers or ():
-            command = [*(container.command or ()), *(container.args or ())]
+        for container in workload.pod.get("initContainers") or ():
+            command = [*(container.get("command") or ()), *(container.get("args") or ())]
             if command[:3] != ["tandem", "model", "pull"]:
                 continue
             pulled = next((word for word in command[3:] if not word.startswith("-")), "")
             if workload.model and PurePosixPath(pulled).name != workload.model:
                 yield Finding(
-                    f"{workload.where}, init container {container.name}",
+                    f"{workload.where}, init container {container['name']}",
                     f"It pulls {pulled}, but TANDEM_MODEL is the folder of {workload.model}.",
                     "Name the same model in both.",
                 )
@@ -171,8 +169,8 @@ def encrypted_links(objects: Objects) -> Iterator[Finding]:
 def api_keys(objects: Objects) -> Iterator[Finding]:
     for gateway in objects.of_role("gateway"):
         is_public = any(
-            service.spec.type in ("LoadBalancer", "NodePort")
-            and gateway in objects.behind(service.metadata.name)
+            at(service, "spec", "type") in ("LoadBalancer", "NodePort")
+            and gateway in objects.behind(service["metadata"]["name"])
             for service in objects.of("Service")
         )
         if is_public and not gateway.setting("api_keys_file"):
@@ -188,7 +186,11 @@ def shared_answers(objects: Objects) -> Iterator[Finding]:
     """Several gateways resume each other's answers through Redis."""
     for gateway in objects.of_role("gateway"):
         has_redis = gateway.setting("redis_url") or gateway.environment.get("REDIS_URL")
-        if not has_redis and gateway.number("resume_ttl_s") and (gateway.object.spec.replicas or 1) > 1:
+        if (
+            not has_redis
+            and gateway.number("resume_ttl_s")
+            and (at(gateway.object, "spec", "replicas") or 1) > 1
+        ):
             yield Finding(
                 f"{gateway.where}, TANDEM_REDIS_URL",
                 "There are several gateways and no Redis, so an answer is resumed at its own gateway alone.",
@@ -231,7 +233,7 @@ def _named_service(objects: Objects, workload: Workload, setting: str, text: str
             "Name a Service of these manifests, or correct its selector.",
         )
     for target in targets:
-        listening = [int(one.container_port) for one in target.container.ports or ()]
+        listening = [one["containerPort"] for one in target.container.get("ports") or ()]
         if port not in listening:
             yield Finding(
                 where,
@@ -239,7 +241,8 @@ def _named_service(objects: Objects, workload: Workload, setting: str, text: str
                 f"{', '.join(map(str, listening)) or 'none'}.",
                 f"Name the port of {target.name}.",
             )
-    if setting in ("decode", "prefill") and not is_watched and service and service.spec.cluster_ip != "None":
+    has_one_address = service is not None and at(service, "spec", "clusterIP") != "None"
+    if setting in ("decode", "prefill") and not is_watched and has_one_address:
         yield Finding(
             where,
             f"The Service {name} has one address for all pods, so the gateway cannot choose.",
