@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tandem_cli.bench.traces import TraceEntry, TraceError, mean_rate, read_trace
+from tandem_cli.bench import BenchError
+from tandem_cli.bench.traces import TraceEntry, mean_rate, read_trace
 
 OWN = """
 {"arrival_s": 4.5, "prompt_tokens": 900, "output_tokens": 60, "slo_class": "chat", "tenant": "a"}
@@ -51,7 +52,7 @@ def test_burstgpt_s_failed_requests_are_left_out(tmp_path: Path) -> None:
 def test_the_limit_counts_requests_and_the_rest_is_not_read(tmp_path: Path) -> None:
     path = written(tmp_path, MOONCAKE + "damaged")
     assert len(read_trace(path, limit=2)) == 2
-    with pytest.raises(TraceError, match=":4: "):
+    with pytest.raises(BenchError, match=":4: "):
         read_trace(path)
 
 
@@ -82,11 +83,11 @@ def test_the_mean_rate_counts_gaps(tmp_path: Path) -> None:
 def test_a_file_that_is_no_trace_is_refused_in_one_sentence(
     tmp_path: Path, text: str, complaint: str
 ) -> None:
-    with pytest.raises(TraceError, match=complaint) as caught:
+    with pytest.raises(BenchError, match=complaint) as caught:
         read_trace(written(tmp_path, text))
     assert "\n" not in str(caught.value)
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match=r"--trace .*none cannot be read"):
+    with pytest.raises(BenchError, match=r"--trace .*none cannot be read"):
         read_trace(tmp_path / "none")

@@ -13,7 +13,7 @@ import pytest
 from tandem_cli.bench.arrivals import ClosedLoop, OpenLoop, Replay
 from tandem_cli.bench.options import BenchError, BenchOptions, Point
 from tandem_cli.bench.prompts import estimate_tokens
-from tandem_cli.bench.requests import MixError, Request, Tenant, parse_mix, parse_tenants
+from tandem_cli.bench.requests import Request, Tenant, parse_mix, parse_tenants
 from tandem_cli.bench.traces import TraceEntry
 from tandem_cli.bench.workload import RequestMaker, load_trace
 from tandem_core.slo import SloTarget
@@ -99,7 +99,7 @@ def test_classes_are_those_of_the_gateway(tmp_path: Path) -> None:
     ],
 )
 def test_a_mix_that_makes_no_sense_is_refused(mix: str, complaint: str) -> None:
-    with pytest.raises(MixError, match=complaint):
+    with pytest.raises(BenchError, match=complaint):
         parse_mix(mix)
 
 
@@ -111,7 +111,7 @@ def test_tenants_have_keys_and_weights_and_no_message_shows_a_key() -> None:
         Tenant("d"): 1.0,
     }
     for text in ("a=sk-1:x", "=sk-1:2", "a=sk-1,a=sk-2"):
-        with pytest.raises(MixError) as caught:
+        with pytest.raises(BenchError) as caught:
             parse_tenants(text)
         assert "sk-" not in str(caught.value)
     assert "sk-1" not in repr(Tenant("a", "sk-1"))

@@ -20,12 +20,11 @@ def serve(**given: Any) -> None:
 
     Several values of --rate give a table and curves over the rate, several of --concurrency a table.
     """
-    from tandem_cli.bench.dataset import DatasetError
     from tandem_cli.bench.run import run_bench
 
     try:
         runs = run_bench(BenchOptions(**given))
-    except (BenchError, DatasetError) as error:
+    except BenchError as error:
         fail(str(error), code=2)
     if not any(run.summary.num_ok for run in runs):
         fail("no request succeeded")

@@ -3,26 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-
-class ChatMessage(Protocol):
-    role: str
-    content: str
-
-
-class Conversation(Protocol):
-    """What the commands use of tandem_cli.chat.Conversation."""
-
-    #: The system prompt; "": none.
-    system: str
-
-    @property
-    def messages(self) -> Sequence[ChatMessage]: ...
-
-    def clear(self) -> None: ...
+if TYPE_CHECKING:
+    from tandem_cli.chat import Conversation
 
 
 HELP = """\

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
+from tandem_cli.bench import BenchError
+
 ROLES = ("system", "user", "assistant", "tool")
 
 _DISPLAY_TURN = re.compile(r"^(user|assistant|tool|system): ", flags=re.MULTILINE)
@@ -22,7 +24,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _STOP_MARK = "###STOP###"
 
 
-class DatasetError(ValueError):
+class DatasetError(BenchError):
     """The file cannot be used; names file, line and what is wrong."""
 
 

@@ -13,13 +13,10 @@ from tandem_core.model.registry import DEFAULT_MODEL
 from tandem_core.slo import SloTarget
 from tandem_core.speculation import SpeculationMode
 
+from tandem_cli.bench import BenchError as BenchError
 from tandem_cli.bench.prompts import WORKLOADS
-from tandem_cli.bench.requests import MixError, Tenant, parse_mix, parse_tenants
+from tandem_cli.bench.requests import Tenant, parse_mix, parse_tenants
 from tandem_cli.options import ApiKeyOption, CaOption, TemperatureOption
-
-
-class BenchError(ValueError):
-    """The options do not describe a benchmark; one sentence."""
 
 
 class Point(NamedTuple):
@@ -210,21 +207,14 @@ class BenchOptions:
 
     def class_weights(self) -> dict[str, float]:
         """Raises BenchError."""
-        try:
-            weights = parse_mix(self.mix)
-        except MixError as error:
-            raise BenchError(str(error)) from error
-        weights = weights or {self.slo_class: 1.0}
+        weights = parse_mix(self.mix) or {self.slo_class: 1.0}
         for slo_class in weights:
             self.objectives(slo_class)
         return weights
 
     def tenant_weights(self) -> dict[Tenant, float]:
         """Raises BenchError."""
-        try:
-            return parse_tenants(self.tenants)
-        except MixError as error:
-            raise BenchError(str(error)) from error
+        return parse_tenants(self.tenants)
 
     def described(self) -> dict[str, object]:
         """For the records, without keys."""

@@ -16,11 +16,8 @@ from dataclasses import dataclass, field
 
 from tandem_core.slo import SloTarget
 
+from tandem_cli.bench import BenchError
 from tandem_cli.bench.prompts import Prompt
-
-
-class MixError(ValueError):
-    """A share or a tenant cannot be read; one sentence."""
 
 
 @dataclass(frozen=True)
@@ -55,29 +52,29 @@ def plain_requests(
 
 
 def parse_mix(text: str) -> dict[str, float]:
-    """Weights of SLO classes, from "interactive=.6,chat=.4". Raises MixError."""
+    """Weights of SLO classes, from "interactive=.6,chat=.4". Raises BenchError."""
     weights: dict[str, float] = {}
     for part in _parts(text):
         name, _, weight = part.partition("=")
         if name in weights:
-            raise MixError(f"--mix names {name} twice; give each class once")
+            raise BenchError(f"--mix names {name} twice; give each class once")
         weights[name] = _weight(weight, f"--mix {part!r}")
     return weights
 
 
 def parse_tenants(text: str) -> dict[Tenant, float]:
-    """Weights of tenants, from "a=KEY:3,b=KEY" (weight 1) or "a:3" (without a key). Raises MixError, which
+    """Weights of tenants, from "a=KEY:3,b=KEY" (weight 1) or "a:3" (without a key). Raises BenchError, which
     never shows a key."""
     tenants: dict[Tenant, float] = {}
     for part in _parts(text):
         head, colon, weight = part.rpartition(":")
         name, _, key = (head if colon else part).partition("=")
         if not name:
-            raise MixError(
+            raise BenchError(
                 "--tenants: a tenant has no name; use NAME=KEY:WEIGHT, with commas between tenants"
             )
         if any(tenant.name == name for tenant in tenants):
-            raise MixError(f"--tenants names {name} twice; give each tenant once")
+            raise BenchError(f"--tenants names {name} twice; give each tenant once")
         tenants[Tenant(name, key or None)] = _weight(weight, f"--tenants {name}") if colon else 1.0
     return tenants
 
@@ -98,5 +95,5 @@ def _weight(text: str, where: str) -> float:
     except ValueError:
         weight = math.nan
     if not 0 < weight < math.inf:
-        raise MixError(f"{where}: the weight is not a number above 0; give one, such as 0.5 or 3")
+        raise BenchError(f"{where}: the weight is not a number above 0; give one, such as 0.5 or 3")
     return weight

@@ -26,7 +26,7 @@ from tandem_cli.bench.workload import RequestMaker
 
 
 def run_bench(options: BenchOptions) -> list[Run]:
-    """Runs, prints and writes the files. Raises BenchError and DatasetError before the first request."""
+    """Runs, prints and writes the files. Raises BenchError before the first request."""
     points = options.points()
     if options.plot is not None and len(points) > 1 and any(point.rate is None for point in points):
         raise BenchError("--plot shows one run, or curves over several of --rate; leave it out")

@@ -22,12 +22,10 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
+from tandem_cli.bench import BenchError
+
 #: Prompt tokens of a block of Mooncake's traces.
 BLOCK_TOKENS = 512
-
-
-class TraceError(ValueError):
-    """The file is no trace; names file, line and what is wrong."""
 
 
 @dataclass(frozen=True)
@@ -56,14 +54,14 @@ class TraceEntry:
 
 
 def read_trace(path: Path, limit: int | None = None) -> list[TraceEntry]:
-    """The first `limit` entries, or all, the first at 0 s. Raises TraceError."""
+    """The first `limit` entries, or all, the first at 0 s. Raises BenchError."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             entries = list(islice(_entries(file, str(path)), limit))
     except (OSError, UnicodeDecodeError) as error:
-        raise TraceError(f"--trace {path} cannot be read: {error}") from error
+        raise BenchError(f"--trace {path} cannot be read: {error}") from error
     if not entries:
-        raise TraceError(f"--trace {path} holds no request")
+        raise BenchError(f"--trace {path} holds no request")
     # Lines of concurrent writers may be swapped.
     entries.sort(key=lambda entry: entry.arrival_s)
     first_s = entries[0].arrival_s
@@ -88,7 +86,7 @@ def _entries(lines: Iterable[str], origin: str) -> Iterator[TraceEntry]:
         columns = next(csv.reader([head]))
         wanted = ("Timestamp", "Request tokens", "Response tokens")
         if missing := [name for name in wanted if name not in columns]:
-            raise TraceError(
+            raise BenchError(
                 f"--trace {origin}: neither JSON lines nor BurstGPT's CSV, whose head has {missing[0]!r}; "
                 "give a trace of Tandem, Mooncake or BurstGPT"
             )
@@ -101,7 +99,7 @@ def _entries(lines: Iterable[str], origin: str) -> Iterator[TraceEntry]:
             entry = parse(line)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-            raise TraceError(f"--trace {origin}:{number}: {what}") from error
+            raise BenchError(f"--trace {origin}:{number}: {what}") from error
         if entry is not None:
             yield entry
 

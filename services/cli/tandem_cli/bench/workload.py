@@ -26,7 +26,7 @@ from tandem_cli.bench.prompts import (
     tokenizer_counter,
 )
 from tandem_cli.bench.requests import NOBODY, Request, Tenant, draw
-from tandem_cli.bench.traces import BLOCK_TOKENS, TraceEntry, TraceError, mean_rate, read_trace
+from tandem_cli.bench.traces import BLOCK_TOKENS, TraceEntry, mean_rate, read_trace
 
 DEFAULT_NUM_REQUESTS = 32
 #: The shortest prompt that a workload makes.
@@ -37,7 +37,7 @@ _MAX_TRACE = 100_000
 
 def load_material(options: BenchOptions) -> Material:
     """What prompts are made from. Counts tokens with the model's tokenizer if it is on this machine.
-    Raises BenchError and DatasetError."""
+    Raises BenchError."""
     conversations = dialogues.load_dialogues(options.dataset)
     try:
         policy = options.policy.read_text(encoding="utf-8") if options.policy else dialogues.sample_policy()
@@ -54,14 +54,14 @@ def load_material(options: BenchOptions) -> Material:
 
 
 def make_prompts(options: BenchOptions, workload: str, first: int = 0) -> list[Prompt]:
-    """The workload's prompts from number `first` on. Raises BenchError and DatasetError."""
+    """The workload's prompts from number `first` on. Raises BenchError."""
     material = load_material(options)
     count = options.num_requests or DEFAULT_NUM_REQUESTS
     return [WORKLOADS[workload](material, index) for index in range(first, first + count)]
 
 
 class RequestMaker:
-    """Draws requests. Raises BenchError and DatasetError."""
+    """Draws requests. Raises BenchError."""
 
     def __init__(self, options: BenchOptions, trace: Sequence[TraceEntry] | None = None) -> None:
         self._options = options
@@ -159,10 +159,7 @@ def load_trace(options: BenchOptions) -> list[TraceEntry]:
     BenchError."""
     if options.trace is None:
         return []
-    try:
-        entries = read_trace(options.trace, options.num_requests or _MAX_TRACE + 1)
-    except TraceError as error:
-        raise BenchError(str(error)) from error
+    entries = read_trace(options.trace, options.num_requests or _MAX_TRACE + 1)
     if options.num_requests is None and len(entries) > _MAX_TRACE:
         raise BenchError(
             f"--trace {options.trace} has more than {_MAX_TRACE} requests; say with --num-requests how many "

@@ -158,11 +158,12 @@ def _workload(
         return poisson(
             rate, count, prompt_tokens, output_tokens, cached_tokens=cached_tokens, spread=spread, seed=seed
         )
-    from tandem_cli.bench.traces import TraceError, read_trace
+    from tandem_cli.bench import BenchError
+    from tandem_cli.bench.traces import read_trace
 
     try:
         return of_trace(read_trace(trace, count), rate, prompt_tokens, output_tokens)
-    except TraceError as error:
+    except BenchError as error:
         fail(str(error))
 
 
