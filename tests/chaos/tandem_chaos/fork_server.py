@@ -25,7 +25,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
 from tandem_cli.up.supervisor import POD_ENVIRONMENT, Process, ProcessSpec, spawn
 from tandem_service.parent_death import PR_SET_PDEATHSIG
@@ -130,7 +130,7 @@ class ForkServer:
             code = self._early.pop(pid, None)
         if code is not None:
             process.note_end(code)
-        return process
+        return cast("Process", process)
 
     def close(self) -> None:
         """Ends the server, and with it what it started."""

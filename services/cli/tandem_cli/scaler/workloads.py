@@ -39,19 +39,11 @@ class Workload:
     """Reads and sets its replicas. Raises ApiException and errors of connections."""
 
     def __init__(self, api: client.ApiClient, namespace: str, ref: WorkloadRef) -> None:
-        apps = client.AppsV1Api(api)
         self.ref, self._namespace = ref, namespace
-        is_deployment = ref.kind == "deployment"
-        self._read = (
-            apps.read_namespaced_deployment_scale
-            if is_deployment
-            else apps.read_namespaced_stateful_set_scale
-        )
-        self._replace = (
-            apps.replace_namespaced_deployment_scale
-            if is_deployment
-            else apps.replace_namespaced_stateful_set_scale
-        )
+        kind = "deployment" if ref.kind == "deployment" else "stateful_set"
+        apps = client.AppsV1Api(api)
+        self._read = getattr(apps, f"read_namespaced_{kind}_scale")
+        self._replace = getattr(apps, f"replace_namespaced_{kind}_scale")
 
     async def read(self) -> client.V1Scale:
         return await self._read(self.ref.name, self._namespace, _request_timeout=_TIMEOUT_S)

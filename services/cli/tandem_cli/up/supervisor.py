@@ -24,7 +24,6 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, Protocol
 
 from tandem_service import parent_death
 
@@ -80,20 +79,7 @@ class Health(enum.Enum):
     SILENT = "silent"
 
 
-class Process(Protocol):
-    """What the supervisor uses of subprocess.Popen."""
-
-    pid: int
-    returncode: int | None
-
-    @property
-    def stdout(self) -> IO[bytes] | None: ...
-
-    def wait(self) -> int: ...
-
-    def terminate(self) -> None: ...
-
-    def kill(self) -> None: ...
+Process = subprocess.Popen[bytes]
 
 
 def spawn(spec: ProcessSpec) -> Process:
