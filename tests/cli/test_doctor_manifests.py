@@ -44,10 +44,6 @@ def write_past_the_limit(m: Manifests) -> None:
     m.container("decode")["resources"]["limits"]["ephemeral-storage"] = "100Mi"
 
 
-def claim_of_one_node(m: Manifests) -> None:
-    m.get("PersistentVolumeClaim", "tandem-model")["spec"]["accessModes"] = ["ReadWriteOnce"]
-
-
 def one_address_for_all(m: Manifests) -> None:
     m.variable("gateway", "TANDEM_PREFILL")["value"] = "tandem-prefill:51100"
     del m.get("Service", "tandem-prefill")["spec"]["clusterIP"]
@@ -147,7 +143,6 @@ FAULTS = [
     Fault("readiness", "gRPC probe", grpc_probe_under_tls, "tls"),
     Fault("model-volume", "volume home", serve_a_large_model),
     Fault("model-volume", "has 100Mi", write_past_the_limit),
-    Fault("model-claim", "One node at a time", claim_of_one_node, "gpu-h200"),
 ]
 
 

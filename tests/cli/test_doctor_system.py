@@ -177,7 +177,7 @@ def with_unused_pod(gateway: Gateway) -> Gateway:
 def late_clock(system: System) -> System:
     one = pod(system, Role.DECODE)
     assert one.clock is not None
-    return with_pod(system, replace(one, clock=replace(one.clock, clock_ahead_s=-30.0)))
+    return with_pod(system, replace(one, clock=replace(one.clock, ahead_s=-30.0)))
 
 
 def with_violation(system: System) -> System:
@@ -206,11 +206,6 @@ FAULTS = [
     ),
     Fault("used-pods", "It knows no decode pod", with_gateway(without_decode_pods)),
     Fault("used-pods", "connection refused", with_gateway(with_unused_pod)),
-    Fault(
-        "encrypted",
-        "plaintext",
-        lambda s: with_pod(s, replace(pod(s, Role.DECODE), target="10.0.0.7:51200")),
-    ),
     Fault("revision", "different models or revisions", with_status(Role.PREFILL, model_revision="f" * 64)),
     Fault("kv-layout", "dtype", with_status(Role.PREFILL, kv_layout="model_revision=x; dtype=bfloat16")),
     Fault("version", "9.9.9", with_status(Role.DECODE, version="9.9.9")),

@@ -16,7 +16,9 @@ import grpc
 from tandem_proto.v1 import lookahead_pb2 as pb
 from tandem_proto.v1 import lookahead_pb2_grpc
 from tandem_service.channels import open_sync_channel
-from tandem_service.tls import PemFiles, PodTls, Role, TlsFileError
+from tandem_service.tls import PodTls, Role, TlsFileError
+
+from tandem_cli.options import pod_tls
 
 _PIECE_BYTES = 1 << 20
 _STATUS_TIMEOUT_S, _TRANSFER_TIMEOUT_S = 10.0, 600.0
@@ -85,14 +87,8 @@ def _credentials() -> PodTls | None:
     """From the variables that pods read too. Raises AdminError."""
     paths = [os.environ.get(f"TANDEM_POD_TLS_{name}") for name in ("CERT", "KEY", "CA")]
     cert, key, ca = (Path(path) if path else None for path in paths)
-    if cert is None and key is None and ca is None:
-        return None
-    if cert is None or key is None or ca is None:
-        raise AdminError(
-            "TANDEM_POD_TLS_CERT, TANDEM_POD_TLS_KEY and TANDEM_POD_TLS_CA go together; set all three"
-        )
     try:
-        return PodTls(PemFiles(cert, key, ca, Role.OPERATOR))
+        return pod_tls(cert, key, ca, Role.OPERATOR)
     except TlsFileError as error:
         raise AdminError(str(error)) from error
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, get_origin, get_type_hints
 
 import typer
+
+if TYPE_CHECKING:
+    from tandem_service.tls import PodTls, Role
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 
@@ -49,6 +52,20 @@ def fail(message: str, code: int = 1) -> NoReturn:
     """Ends the command with one sentence on stderr."""
     typer.echo(f"error: {message}", err=True)
     raise typer.Exit(code)
+
+
+def pod_tls(cert: Path | None, key: Path | None, ca: Path | None, role: Role | None = None) -> PodTls | None:
+    """Credentials towards pods; None: none are given. Raises TlsFileError."""
+    from tandem_service.tls import PemFiles, PodTls, TlsFileError
+
+    if cert is None and key is None and ca is None:
+        return None
+    if cert is None or key is None or ca is None:
+        raise TlsFileError(
+            "--pod-tls-cert, --pod-tls-key and --pod-tls-ca (TANDEM_POD_TLS_CERT, _KEY and _CA) go together; "
+            "give all three"
+        )
+    return PodTls(PemFiles(cert, key, ca, role))
 
 
 def with_fields(options: type) -> Callable[[Callable[..., None]], Callable[..., None]]:

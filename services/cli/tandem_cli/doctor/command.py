@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tandem_cli.options import ApiKeyOption, CaOption, fail
+from tandem_cli.options import ApiKeyOption, CaOption, fail, pod_tls
 
 if TYPE_CHECKING:
-    from tandem_service.tls import PodTls
-
     from tandem_cli.doctor.finding import Finding
     from tandem_cli.doctor.system import Access, System
 
@@ -66,10 +64,14 @@ def doctor(
         findings = _before(manifests)
     else:
         from tandem_service.redis_client import RedisAddress
+        from tandem_service.tls import TlsFileError
 
         from tandem_cli.doctor.system import Access, ask_by_gateways
 
-        access = Access(_pod_tls(pod_tls_cert, pod_tls_key, pod_tls_ca), ca, api_key)
+        try:
+            access = Access(pod_tls(pod_tls_cert, pod_tls_key, pod_tls_ca), ca, api_key)
+        except TlsFileError as error:
+            fail(str(error), code=2)
         if gateways:
             redis = RedisAddress(redis_url, redis_ca_file) if redis_url else None
             findings = asyncio.run(_after(ask_by_gateways(gateways, access, redis, lookahead or ())))
@@ -117,19 +119,6 @@ def _of_up(state_file: Path | None, access: Access) -> list[Finding]:
             what, _, remedy = str(error).rpartition("; ")
             return [Finding(record.tls_dir, f"{what}.", f"{remedy}.", check="certificates")]
     return asyncio.run(_after(ask_by_state(record, access)))
-
-
-def _pod_tls(cert: Path | None, key: Path | None, ca: Path | None) -> PodTls | None:
-    from tandem_service.tls import PemFiles, PodTls, TlsFileError
-
-    if cert is None or key is None or ca is None:
-        if cert or key or ca:
-            fail("--pod-tls-cert, --pod-tls-key and --pod-tls-ca go together; give all three", code=2)
-        return None
-    try:
-        return PodTls(PemFiles(cert, key, ca))
-    except TlsFileError as error:
-        fail(str(error), code=2)
 
 
 async def _after(asking: Awaitable[System]) -> list[Finding]:

@@ -127,19 +127,4 @@ def _ephemeral_room(container: Any) -> tuple[str, Any]:
     return f"ephemeral-storage of container {container['name']}", limit
 
 
-def model_claim(objects: Objects) -> Iterator[Finding]:
-    """Pods of several nodes can read one claim."""
-    for workload in objects.workloads:
-        for volume in workload.pod.get("volumes") or ():
-            name = at(volume, "persistentVolumeClaim", "claimName")
-            claim = objects.find("PersistentVolumeClaim", name)
-            modes = at(claim, "spec", "accessModes") or ()
-            if claim and not {"ReadWriteMany", "ReadOnlyMany"} & set(modes):
-                yield Finding(
-                    f"PersistentVolumeClaim {name}",
-                    f"One node at a time can mount it, while pods of {workload.name} run on several.",
-                    "Give it the access mode ReadWriteMany, or ReadOnlyMany of a filled volume.",
-                )
-
-
-LIFECYCLE_CHECKS = (grace_period, pre_stop, startup_probe, readiness, model_volume, model_claim)
+LIFECYCLE_CHECKS = (grace_period, pre_stop, startup_probe, readiness, model_volume)

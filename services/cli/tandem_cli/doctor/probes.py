@@ -16,7 +16,6 @@ import random
 import secrets
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -85,64 +84,48 @@ async def kv_path(system: System) -> AsyncIterator[Finding]:
     if not prefills or not decodes:
         return
     for index in range(max(len(prefills), len(decodes))):
-        async for finding in _try_pair(
-            system, prefills[index % len(prefills)], decodes[index % len(decodes)]
-        ):
-            yield finding
+        prefill, decode = prefills[index % len(prefills)], decodes[index % len(decodes)]
+        if prefill.status.kv_layout == decode.status.kv_layout:  # else said by the check kv_layout
+            for finding in await _try_pair(system, prefill, decode):
+                yield finding
 
 
-async def _try_pair(system: System, prefill: Pod, decode: Pod) -> AsyncIterator[Finding]:
-    if prefill.status.kv_layout != decode.status.kv_layout:  # said by the check kv_layout
-        return
+async def _try_pair(system: System, prefill: Pod, decode: Pod) -> list[Finding]:
     where = f"KV from {prefill.where} to {decode.where}"
     status = decode.status
     length = max(status.local_prefill_tokens, status.idle_prefill_tokens) + status.block_size + 1
     if length + _ANSWER_TOKENS > min(status.max_model_len, prefill.status.max_model_len):
-        yield Finding(
-            where,
-            f"It was not tried: prompts below {length} tokens are computed by decode pods, and longer ones "
-            "exceed --max-model-len.",
-            "Lower --local-prefill-tokens and --idle-prefill-tokens, or serve without prefill pods.",
-            Severity.WARNING,
-        )
-        return
+        what = f"It was not tried: prompts below {length} tokens are computed by decode pods, and longer ones"
+        remedy = "Lower --local-prefill-tokens and --idle-prefill-tokens, or serve without prefill pods."
+        return [Finding(where, f"{what} exceed --max-model-len.", remedy, Severity.WARNING)]
     prompt = random.Random(secrets.token_bytes(8)).choices(_TOKENS, k=length)
     try:
-        sent = await _decode(system, decode, prompt, [prefill.target])
-        alone = await _decode(system, decode, prompt, [])
+        receipt, digest = await _decode(system, decode, prompt, [prefill.target])
+        _, digest_alone = await _decode(system, decode, prompt, [])
     except grpc.aio.AioRpcError as error:
         remedy = "Read the decode pod's log."
         if error.code() in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED):
             remedy = "Give the certificate of a gateway: only gateways may send requests to decode pods."
-        yield Finding(where, f"The trial failed: {said_by(error)}.", remedy)
-        return
-    receipt = sent.receipt
+        return [Finding(where, f"The trial failed: {said_by(error)}.", remedy)]
     if receipt.prefill_pod != prefill.status.pod_id or not receipt.transfer_bytes:
-        yield Finding(
-            where,
-            f"No KV arrived, and the decode pod computed the prompt itself ({receipt.prefill_retries} failed "
-            "attempts).",
+        what = f"the decode pod computed the prompt itself ({receipt.prefill_retries} failed attempts)."
+        remedy = (
             f"Let {decode.target} reach {prefill.target}, and the prefill pod the decode pod's --kv-host and "
             "--kv-port; both need one KV layout. If only large packets are lost, the pods' MTU is larger "
-            "than that of the network between them.",
+            "than that of the network between them."
         )
-    elif sent.digest != alone.digest:
-        yield Finding(
-            where,
-            f"The answer from this KV has the digest {sent.digest}, and the one computed by the decode pod "
-            f"alone {alone.digest}.",
-            "Give both pods the same model, --dtype, --quantization and kind of processor.",
-        )
+        return [Finding(where, f"No KV arrived, and {what}", remedy)]
+    if digest != digest_alone:
+        what = f"The answer from this KV has the digest {digest}, and the one of the decode pod alone"
+        remedy = "Give both pods the same model, --dtype, --quantization and kind of processor."
+        return [Finding(where, f"{what} {digest_alone}.", remedy)]
+    return []
 
 
-@dataclass(frozen=True)
-class _Trial:
-    receipt: common_pb2.Receipt
-    digest: str
-
-
-async def _decode(system: System, pod: Pod, prompt: Sequence[int], targets: Sequence[str]) -> _Trial:
-    """Raises AioRpcError."""
+async def _decode(
+    system: System, pod: Pod, prompt: Sequence[int], targets: Sequence[str]
+) -> tuple[common_pb2.Receipt, str]:
+    """The receipt and the tokens' digest. Raises AioRpcError."""
     request = decode_pb2.DecodeRequest(
         request_id=f"doctor-{secrets.token_hex(8)}",
         # Two tenants, so that the second trial does not find the first one's prompt in the prefix cache.
@@ -163,7 +146,7 @@ async def _decode(system: System, pod: Pod, prompt: Sequence[int], targets: Sequ
             tokens += response.chunk.token_ids
             receipt = response.finished.receipt
     digest = hashlib.blake2b(b",".join(b"%d" % token for token in tokens), digest_size=8)
-    return _Trial(receipt, digest.hexdigest())
+    return receipt, digest.hexdigest()
 
 
 async def redis_rights(system: System) -> AsyncIterator[Finding]:
@@ -181,15 +164,13 @@ async def redis_rights(system: System) -> AsyncIterator[Finding]:
         )
         return
     try:
-        refused = [text async for text in _refused(client)]
-        if refused:
+        if refused := [text async for text in _refused(client)]:
             yield Finding(
                 where,
                 f"Its user may not do what gateways and the lookahead service need: {', '.join(refused)}.",
                 "Allow its user all commands but admin ones on ~tandem:* (ACL SETUSER).",
             )
-        policy = await _eviction_policy(client)
-        if policy not in ("", "noeviction"):
+        if (policy := await _eviction_policy(client)) not in ("", "noeviction"):
             yield Finding(
                 where,
                 f"Its maxmemory-policy is {policy}, which drops text and answers in silence.",

@@ -52,10 +52,10 @@ class Access:
 
 
 @dataclass(frozen=True)
-class Answered:
-    """What every answer tells: by how much the answering clock is ahead, give or take half the round trip."""
+class Clock:
+    """By how much the answering clock is ahead, give or take half the round trip."""
 
-    clock_ahead_s: float
+    ahead_s: float
     uncertainty_s: float
 
 
@@ -67,7 +67,7 @@ class Pod:
     target: str
     status: common_pb2.PodStatus
     is_serving: bool = False
-    clock: Answered | None = None
+    clock: Clock | None = None
     error: str = ""
 
     @property
@@ -81,7 +81,7 @@ class Gateway:
     target: str
     fleet: gateway_pb2.GetFleetStatusResponse
     model: gateway_pb2.ModelInfo
-    clock: Answered | None = None
+    clock: Clock | None = None
     error: str = ""
 
     @property
@@ -98,6 +98,10 @@ class Lookahead:
     target: str
     status: lookahead_pb2.GetLookaheadStatusResponse
     error: str = ""
+
+    @property
+    def where(self) -> str:
+        return f"lookahead {self.target}"
 
 
 @dataclass(frozen=True)
@@ -208,12 +212,12 @@ async def _ask_lookahead(target: str, access: Access) -> Lookahead:
         return Lookahead(target, lookahead_pb2.GetLookaheadStatusResponse(), said_by(error))
 
 
-def _clock(began_at: float, theirs: float) -> Answered | None:
+def _clock(began_at: float, theirs: float) -> Clock | None:
     """None: the software is older than this field."""
     ended_at = time.time()
     if not theirs:
         return None
-    return Answered(theirs - (began_at + ended_at) / 2, (ended_at - began_at) / 2)
+    return Clock(theirs - (began_at + ended_at) / 2, (ended_at - began_at) / 2)
 
 
 def said_by(error: grpc.aio.AioRpcError) -> str:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from itertools import chain
+from collections.abc import Iterator
 
-from tandem_core.slo import SloTarget
 from tandem_gateway.fleet.pod_load import PodLoad
 from tandem_gateway.fleet.unloaded import FastestPods
-from tandem_service.discovery import parse_target
-from tandem_service.tls import Role, is_loopback
+from tandem_service.tls import Role
 
 from tandem_cli.doctor.finding import Finding, Severity
-from tandem_cli.doctor.system import Answered, Pod, System
+from tandem_cli.doctor.system import Gateway, Lookahead, Pod, System
 
 #: Of the request that every class should serve in time: a short question and a short answer.
 _PROMPT_TOKENS, _ANSWER_TOKENS = 256, 32
@@ -22,25 +19,22 @@ _CLOCK_LIMIT_S = 0.5
 
 def reachable(system: System) -> Iterator[Finding]:
     """Each process answers, by TLS where credentials were given."""
-    for where, role, error in chain(
-        ((gateway.where, Role.GATEWAY, gateway.error) for gateway in system.gateways),
-        ((pod.where, pod.role, pod.error) for pod in system.pods),
-        ((f"lookahead {one.target}", Role.LOOKAHEAD, one.error) for one in system.lookahead),
-    ):
-        if error:
-            yield Finding(where, f"It does not answer: {error}.", _reach_remedy(system, role, error))
+    for one in (*system.gateways, *system.pods, *system.lookahead):
+        if one.error:
+            yield Finding(one.where, f"It does not answer: {one.error}.", _reach_remedy(system, one))
 
 
-def _reach_remedy(system: System, role: Role, error: str) -> str:
-    if error.startswith(("UNAUTHENTICATED", "PERMISSION_DENIED")):
-        if role is Role.GATEWAY:
+def _reach_remedy(system: System, one: Gateway | Pod | Lookahead) -> str:
+    is_refused = one.error.startswith(("UNAUTHENTICATED", "PERMISSION_DENIED"))
+    if isinstance(one, Gateway):
+        if is_refused:
             return "Give a key with --api-key."
+        return "Start it, or name it as https://HOST:PORT (with --ca) if it uses TLS."
+    if is_refused:
         return "Give the certificate of a gateway or an operator with --pod-tls-cert, -key and -ca."
-    if role is not Role.GATEWAY and system.access.tls is None:
+    if system.access.tls is None:
         return "Start it, let this machine reach it, or give --pod-tls-cert, -key and -ca if it uses TLS."
-    if role is not Role.GATEWAY:
-        return "Start it, or give it a certificate of its role, in its time, of the CA of the others."
-    return "Start it, or name it as https://HOST:PORT (with --ca) if it uses TLS."
+    return "Start it, or give it a certificate of its role, in its time, of the CA of the others."
 
 
 def serving(system: System) -> Iterator[Finding]:
@@ -70,20 +64,6 @@ def used_pods(system: System) -> Iterator[Finding]:
                     f"It does not use {pod.target}, which serves: {pod.cause.rstrip('.') or 'unknown'}.",
                     "Let the gateway through to it, or give both certificates of one CA.",
                 )
-
-
-def encrypted(system: System) -> Iterator[Finding]:
-    """Pods whose addresses other machines reach speak TLS."""
-    if system.access.tls is not None:
-        return
-    for pod in system.pods:
-        if not pod.error and not is_loopback(parse_target(pod.target).host):
-            yield Finding(
-                pod.where,
-                "It speaks plaintext at an address that other machines may reach.",
-                "Give the pods certificates (docs/decisions/tls-between-pods.md), or keep others out.",
-                Severity.WARNING,
-            )
 
 
 def revision(system: System) -> Iterator[Finding]:
@@ -138,16 +118,12 @@ def version(system: System) -> Iterator[Finding]:
 
 
 def clocks(system: System) -> Iterator[Finding]:
-    found: list[tuple[str, Answered | None]] = [
-        *((pod.where, pod.clock) for pod in system.pods),
-        *((gateway.where, gateway.clock) for gateway in system.gateways),
-    ]
-    for where, clock in found:
-        if clock is not None and abs(clock.clock_ahead_s) > _CLOCK_LIMIT_S + clock.uncertainty_s:
-            side = "ahead of" if clock.clock_ahead_s > 0 else "behind"
+    for one in (*system.pods, *system.gateways):
+        if one.clock is not None and abs(one.clock.ahead_s) > _CLOCK_LIMIT_S + one.clock.uncertainty_s:
+            side = "ahead of" if one.clock.ahead_s > 0 else "behind"
             yield Finding(
-                where,
-                f"Its clock is {abs(clock.clock_ahead_s):.1f} s {side} this machine's, but certificates and "
+                one.where,
+                f"Its clock is {abs(one.clock.ahead_s):.1f} s {side} this machine's, but certificates and "
                 "traces need equal clocks.",
                 "Synchronise the clocks of both machines (NTP).",
                 Severity.WARNING,
@@ -156,34 +132,24 @@ def clocks(system: System) -> Iterator[Finding]:
 
 def objectives(system: System) -> Iterator[Finding]:
     """Some pod can meet each objective while nothing else runs."""
-    decode = [load for load in map(_load, system.of(Role.DECODE)) if load.decode_cost.is_known]
-    prefill = [
-        load
-        for load in map(_load, system.of(Role.PREFILL) or system.of(Role.DECODE))
-        if load.prefill_cost.is_known
-    ]
+    decode = [PodLoad.of(pod.status) for pod in system.of(Role.DECODE)]
+    prefill = [PodLoad.of(pod.status) for pod in system.of(Role.PREFILL)] or decode
+    decode = [load for load in decode if load.decode_cost.is_known]
+    prefill = [load for load in prefill if load.prefill_cost.is_known]
     if not decode or not prefill:
         return
     fastest = FastestPods(prefill, decode)
-    takes: tuple[tuple[str, Callable[[SloTarget], float], float, str], ...] = (
-        (
-            "TTFT",
-            lambda slo: slo.ttft_s,
-            fastest.prompt_s(_PROMPT_TOKENS),
-            f"a prompt of {_PROMPT_TOKENS} tokens",
-        ),
-        ("TPOT", lambda slo: slo.tpot_s, fastest.token_s(_PROMPT_TOKENS), "a token"),
-        (
-            "E2E",
-            lambda slo: slo.e2e_s,
-            fastest.end_s(_ANSWER_TOKENS, _PROMPT_TOKENS),
-            f"an answer of {_ANSWER_TOKENS} tokens to a prompt of {_PROMPT_TOKENS}",
-        ),
-    )
+    prompt_s = fastest.prompt_s(_PROMPT_TOKENS)
+    token_s = fastest.token_s(_PROMPT_TOKENS)
+    answer_s = fastest.end_s(_ANSWER_TOKENS, _PROMPT_TOKENS)
+    prompt = f"a prompt of {_PROMPT_TOKENS} tokens"
     for gateway in system.answering_gateways:
         for slo in gateway.slo_classes:
-            for name, limit_of, seconds, what in takes:
-                limit_s = limit_of(slo)
+            for name, limit_s, seconds, what in (
+                ("TTFT", slo.ttft_s, prompt_s, prompt),
+                ("TPOT", slo.tpot_s, token_s, "a token"),
+                ("E2E", slo.e2e_s, answer_s, f"an answer of {_ANSWER_TOKENS} tokens to {prompt}"),
+            ):
                 if limit_s and seconds > limit_s:
                     effect = "refuses such requests" if slo.is_strict else "widens the objective"
                     yield Finding(
@@ -193,10 +159,6 @@ def objectives(system: System) -> Iterator[Finding]:
                         f"Set {name} to {1.2 * seconds:.2g} s in --slo-classes-file, or take faster pods.",
                         Severity.ERROR if slo.is_strict else Severity.WARNING,
                     )
-
-
-def _load(pod: Pod) -> PodLoad:
-    return PodLoad.of(pod.status)
 
 
 def kv_room(system: System) -> Iterator[Finding]:
@@ -229,7 +191,7 @@ def lookahead_redis(system: System) -> Iterator[Finding]:
     for one in system.lookahead:
         if not one.error and not one.status.redis_connected:
             yield Finding(
-                f"lookahead {one.target}",
+                one.where,
                 "It does not reach Redis, so text is shared among its own pods alone and is not kept.",
                 "Start Redis, or correct --redis-url.",
             )
@@ -239,7 +201,6 @@ SYSTEM_CHECKS = (
     reachable,
     serving,
     used_pods,
-    encrypted,
     revision,
     kv_layout,
     version,
