@@ -68,7 +68,7 @@ class Workload:
 
     @property
     def labels(self) -> dict[str, str]:
-        return at(self.object, "spec", "template", "metadata", "labels") or {}
+        return dict(at(self.object, "spec", "template", "metadata", "labels") or {})
 
     @property
     def container(self) -> Any:
@@ -147,7 +147,7 @@ class Objects:
         return values | (_flags(_words(container)[1:]) if _role_of(container) else {})
 
     def _config_map(self, name: str) -> dict[str, str]:
-        return at(self.find("ConfigMap", name), "data") or {}
+        return dict(at(self.find("ConfigMap", name), "data") or {})
 
     def _value(self, variable: Any) -> str:
         source = variable.get("valueFrom")

@@ -71,7 +71,7 @@ def _without_environment(cls: type[CommonSettings]) -> type[CommonSettings]:
 
     class Given(cls):  # type: ignore[misc, valid-type]
         @classmethod
-        def settings_customise_sources(  # type: ignore[override]
+        def settings_customise_sources(
             cls,
             settings_cls: type[BaseSettings],
             init_settings: PydanticBaseSettingsSource,

@@ -19,7 +19,8 @@ _CLOCK_LIMIT_S = 0.5
 
 def reachable(system: System) -> Iterator[Finding]:
     """Each process answers, by TLS where credentials were given."""
-    for one in (*system.gateways, *system.pods, *system.lookahead):
+    everyone: tuple[Gateway | Pod | Lookahead, ...] = (*system.gateways, *system.pods, *system.lookahead)
+    for one in everyone:
         if one.error:
             yield Finding(one.where, f"It does not answer: {one.error}.", _reach_remedy(system, one))
 
@@ -118,7 +119,8 @@ def version(system: System) -> Iterator[Finding]:
 
 
 def clocks(system: System) -> Iterator[Finding]:
-    for one in (*system.pods, *system.gateways):
+    answered: tuple[Pod | Gateway, ...] = (*system.pods, *system.gateways)
+    for one in answered:
         if one.clock is not None and abs(one.clock.ahead_s) > _CLOCK_LIMIT_S + one.clock.uncertainty_s:
             side = "ahead of" if one.clock.ahead_s > 0 else "behind"
             yield Finding(
