@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated, Self
 
 from pydantic import AfterValidator, Field, model_validator
-from tandem_core.slo import ATTAINMENT_OBJECTIVE
 from tandem_service.settings import CommonSettings, Targets
 
 from tandem_cli.scaler.law import Bounds, Policy
@@ -46,16 +45,16 @@ class ScalerSettings(CommonSettings):
     """fewest decode pods; 0: none without requests, and gateways hold the first ones until a pod is there"""
     most_decode: _Count = 32
     """most decode pods"""
-    attainment: Annotated[float, Field(ge=0.5, le=0.9999)] = ATTAINMENT_OBJECTIVE
+    attainment: Annotated[float, Field(ge=0.5, le=0.9999)] = Policy.share
     """share of requests that is to keep TTFT and TPOT"""
-    settle_s: Annotated[float, Field(gt=0.0, le=86_400.0)] = 300.0
+    settle_s: Annotated[float, Field(gt=0.0, le=86_400.0)] = Policy.settle_s
     """seconds during which fewer pods must have been enough before any is taken away; more holds more pods
     between bursts"""
-    margin: Annotated[float, Field(ge=0.0, le=1.0)] = 0.15
+    margin: Annotated[float, Field(ge=0.0, le=1.0)] = Policy.margin
     """load beyond the present one that the rest must carry before a pod is taken away"""
-    kv_target: Annotated[float, Field(ge=0.1, le=1.0)] = 0.85
+    kv_target: Annotated[float, Field(ge=0.1, le=1.0)] = Policy.kv_target
     """share of the decode pods' KV blocks that may be used"""
-    window_s: Annotated[float, Field(ge=1.0, le=3600.0)] = 60.0
+    window_s: Annotated[float, Field(ge=1.0, le=3600.0)] = Policy.window_s
     """seconds over which kept objectives are counted"""
     dry_run: bool = False
     """decide and log, but change nothing"""
