@@ -192,7 +192,7 @@ def form_faults(text: str) -> list[str]:
     """What is wrong with a results page's length, its command or its hardware."""
     faults = [f"more than {MOST_LINES} lines"] if text.count("\n") > MOST_LINES else []
     commands = re.findall(
-        r"^Command: `(?:\w+=\S+ )*(python benchmarks/\S+|make |tandem )", text, re.MULTILINE
+        r"^Command: `(?:\w+=\S+ )*(python (?:benchmarks|tests)/\S+|make |tandem )", text, re.MULTILINE
     )
     scripts = [command.split()[1] for command in commands if command.startswith("python")]
     if not commands or not all((ROOT / script).exists() for script in scripts):
