@@ -92,7 +92,8 @@ def timeline(model: PodModel, jobs: Sequence[Job], horizon_s: float = math.inf) 
 
 def _active(ordered: Sequence[_State], max_batch: int, now: float) -> tuple[list[_State], float]:
     """Those that share the next step; and when the next of the others is ready."""
-    active, places, next_ready, is_full = [], 0, math.inf, False
+    active: list[_State] = []
+    places, next_ready, is_full = 0, math.inf, False
     for state in ordered:
         job = state.job
         if job.ready_s > now:

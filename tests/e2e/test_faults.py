@@ -27,13 +27,17 @@ def fleet(start_fleet, model_dir: Path, tmp_path_factory: pytest.TempPathFactory
         yield fleet
 
 
+#: Of an answer: enough that the fault comes before its end.
+NUM_TOKENS = 120
+
+
 def complete(
     fleet: RunningFleet, prompt: str, on_token: Callable[[], None] = lambda: None
 ) -> tuple[tuple[int, ...], common_pb2.Receipt]:
     tokens: list[int] = []
     request = gateway_pb2.GenerateRequest(
         text=prompt,
-        sampling=common_pb2.SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True),
+        sampling=common_pb2.SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True),
         slo_class="batch",
     )
     for response in fleet.gateway().Generate(request, timeout=300):
@@ -68,13 +72,13 @@ def test_no_request_fails_and_no_text_changes(
         pid = fleet.pid(what)
         os.kill(pid, fault)
         under_fire = [future.result() for future in running]
-    assert [len(tokens) for tokens, _ in under_fire] == [40] * 3
+    assert [len(tokens) for tokens, _ in under_fire] == [NUM_TOKENS] * 3
     if what == "prefill":
         assert any(not receipt.prefill_pod or receipt.prefill_retries for _, receipt in under_fire)
     if what == "decode":
         # A drain lets short answers end.
         assert all(receipt.decode_retries == 1 for _, receipt in under_fire) or fault is signal.SIGTERM
-        assert [receipt.output_tokens for _, receipt in under_fire] == [40] * 3
+        assert [receipt.output_tokens for _, receipt in under_fire] == [NUM_TOKENS] * 3
     _wait_back(fleet, what, pid)
     fleet.assert_idle(within_s=20.0)
     for prompt, (tokens, _) in zip(prompts, under_fire, strict=True):
