@@ -71,10 +71,9 @@ def _burn(severity: str) -> Alert:
         "their SLO faster than the objective of "
         f"{ATTAINMENT_OBJECTIVE:.0%} allows "
         f"({windows}).",
-        "Open the SLO dashboard: *Misses by cause* says whether requests are refused, fail or are slow, and "
-        "*p90 by stage* of the class which stage is slow. Refused or queued: add pods of the role whose "
-        "stage "
-        "grows (prefill for TTFT, decode for TPOT), or lower the load. Failed: see the fleet dashboard.",
+        "Open the SLO dashboard: *Misses by cause* shows whether requests are refused, fail or are slow, "
+        "*p90 by stage* shows the slow stage. Refused or queued: add pods of the role whose stage grows "
+        "(prefill for TTFT, decode for TPOT), or lower the load. Failed: see the fleet dashboard.",
     )
 
 
@@ -86,9 +85,8 @@ ALERTS = (
         "page",
         "1m",
         "Gateway {{ $labels.instance }} has no decode pod that serves; requests fail.",
-        "Look whether decode pods run and what their last log lines say (memory, model folder, "
-        "certificates). "
-        "If they run and serve, look at the gateway's log lines `pod is not usable`: they name the cause.",
+        "Check whether decode pods run, and their last log lines (memory, model folder, certificates). If "
+        "they run and serve, the gateway's log lines `pod is not usable` name the cause.",
     ),
     Alert(
         "TandemNoPrefillPod",
@@ -97,8 +95,8 @@ ALERTS = (
         "ticket",
         "2m",
         "Gateway {{ $labels.instance }} has no prefill pod that serves; decode pods compute the prompts.",
-        "Requests are served, but running answers slow down beside long prompts. As for decode pods. If no "
-        "prefill pod is wanted any more, this ends an hour after the last one was listed.",
+        "Requests are served, but long prompts slow down running answers. Check the prefill pods as for "
+        "TandemNoDecodePod. If you removed the role, the alert ends an hour after the last pod was listed.",
     ),
     Alert(
         "TandemPodUnhealthy",
@@ -106,8 +104,8 @@ ALERTS = (
         "ticket",
         "5m",
         "A {{ $labels.role }} pod that gateway {{ $labels.instance }} lists does not serve.",
-        "`tandem up` and Kubernetes restart pods that end. One that stays unhealthy starts and fails again, "
-        "serves another model revision, or cannot be reached: the gateway's log says which.",
+        "`tandem up` and Kubernetes restart pods that end. A pod that stays unhealthy fails at start, serves "
+        "another model revision, or cannot be reached: see the gateway's log.",
     ),
     Alert(
         "TandemGatewayAbsent",
@@ -115,7 +113,7 @@ ALERTS = (
         "page",
         "2m",
         "No gateway is scraped.",
-        "Start the gateway, or mend the scrape configuration: without it no other alert of requests can "
+        "Start the gateway, or fix the scrape configuration. Until then no other alert about requests can "
         "fire.",
     ),
     Alert(
@@ -133,9 +131,9 @@ ALERTS = (
         "1m",
         "The last report of {{ $labels.role }} pod {{ $labels.pod_id }} is {{ $value | humanizeDuration "
         "}} old.",
-        "The pod is dead, cannot be reached, or its engine computes one very long step. If its process uses "
-        "no CPU and its status age grows, the engine hangs: the pod ends itself after a while; otherwise "
-        "restart it. Its requests move to other pods.",
+        "The pod is dead, cannot be reached, or computes one very long step. If its process uses no CPU and "
+        "its status age grows, the engine hangs: the pod ends itself after a while, otherwise restart it. "
+        "Its requests move to other pods.",
     ),
     Alert(
         "TandemInvariantBroken",
@@ -144,8 +142,8 @@ ALERTS = (
         "0m",
         "{{ $labels.job }} {{ $labels.instance }} found {{ $value }} broken invariants in its blocks or "
         "queues.",
-        "This is a bug. Keep the pod's log and `GET /fleet` of a gateway, which names the violations; then "
-        "restart the pod. Report both.",
+        "This is a bug. Keep the pod's log and `GET /fleet` of a gateway, which names the violations. "
+        "Restart the pod. Report both.",
     ),
     Alert(
         "TandemFailovers",
@@ -153,7 +151,7 @@ ALERTS = (
         "ticket",
         "0m",
         "{{ $value | humanize }} answers moved to another decode pod in 15 minutes ({{ $labels.cause }}).",
-        "Clients notice a pause at most. Look at the decode pods' restarts and last log lines; `silent` and "
+        "Clients see a pause at most. Check the decode pods' restarts and last log lines. `silent` and "
         "`unreachable` without restarts point to the network.",
     ),
     Alert(
@@ -165,20 +163,18 @@ ALERTS = (
         "0m",
         "More than 5 % of the attempts to get KV from a prefill pod fail ({{ $labels.outcome }}).",
         "Requests are served, more slowly. `no frames`: the KV ports of decode pods (`--kv-port`) are "
-        "blocked. "
-        "`crashed`, `engine hangs`: see the prefill pod's log. `refused`: model or KV layout of the two "
-        "roles "
-        "differ.",
+        "blocked. `crashed`, `engine hangs`: see the prefill pod's log. `refused`: the roles differ in model "
+        "or KV layout.",
     ),
     Alert(
         "TandemSaturated",
         f"avg_over_time({t.SATURATION.name}[10m]) > 0.95",
         "ticket",
         "10m",
-        "Gateway {{ $labels.instance }} is full: its places for requests, the KV memory of the decode pods, "
-        "or the time that objectives leave.",
-        "The fleet dashboard says which of these. Refusals by prediction: add pods of the role whose stage "
-        "grows. KV memory: add decode pods. Places: raise `--max-in-flight`.",
+        "Gateway {{ $labels.instance }} is full: places for requests, KV memory of the decode pods, or spare "
+        "time of the objectives.",
+        "The fleet dashboard shows which. Refusals by prediction: add pods of the role whose stage grows. KV "
+        "memory: add decode pods. Places: raise `--max-in-flight`.",
     ),
     Alert(
         "TandemKVFramesDamaged",
@@ -186,10 +182,9 @@ ALERTS = (
         " > 0",
         "ticket",
         "0m",
-        "Decode pods dropped KV frames that were damaged on their way ({{ $labels.cause }}).",
-        "No wrong text results: the blocks are computed again. Repeated, it points to faulty memory or "
-        "network "
-        "hardware, or to pods of different versions.",
+        "Decode pods dropped damaged KV frames ({{ $labels.cause }}).",
+        "No wrong text results: the blocks are recomputed. Repeated damage points to faulty memory or "
+        "network hardware, or to pods of different versions.",
     ),
     Alert(
         "TandemRedisLost",
@@ -197,8 +192,8 @@ ALERTS = (
         "ticket",
         "2m",
         "Redis does not answer {{ $labels.instance }}; replicas of the lookahead service do not share text.",
-        "Requests are served; drafts from new shared text and the resumption of answers through another "
-        "gateway are missing. Start Redis, or mend `--redis-url`.",
+        "Requests are served, without newly shared text and without resumption through another gateway. "
+        "Start Redis, or fix `--redis-url`.",
     ),
 )
 

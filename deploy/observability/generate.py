@@ -55,42 +55,45 @@ def _between(docs: str, name: str, table: str) -> str:
 
 
 def _metrics() -> str:
-    lines = ["| name | type | labels | served by | meaning |", "|---|---|---|---|---|"]
-    lines += [
-        f"| `{row.name}` | {row.kind} | {', '.join(row.labels)} | {_served_by(row.served_by)} | {row.help} |"
-        for row in TABLE
-        if row.name.startswith("tandem_")
-    ]
-    return "\n".join(lines) + "\n"
+    """A table for each set of processes, in the order of the metric table."""
+    tables: dict[tuple[Process, ...], list[str]] = {}
+    for row in TABLE:
+        if row.name.startswith("tandem_"):
+            lines = tables.setdefault(row.served_by, ["| name{labels} | type | meaning |", "|---|---|---|"])
+            lines.append(f"| {_series(row.name, row.labels)} | {row.kind} | {row.help} |")
+    return "\n".join(
+        f"### {', '.join(process.value for process in processes)}\n\n" + "\n".join(lines) + "\n"
+        for processes, lines in tables.items()
+    )
 
 
 def _vllm() -> str:
-    lines = [
-        "| name | labels besides model_name, engine | served by | here | data of |",
-        "|---|---|---|---|---|",
-    ]
+    lines = ["| name{further labels} | meaning | data |", "|---|---|---|"]
     for row in TABLE:
         if row.name.startswith("vllm:"):
             sources = ", ".join(
-                f"`{source.row.name}`" + "".join(f", {k} {v}" for k, v in source.where.items())
+                _series(source.row.name, tuple(f'{k}="{v}"' for k, v in source.where.items()))
                 for source in row.sources
             )
-            lines.append(
-                f"| `{row.name}` | {', '.join(row.labels[2:])} | {_served_by(row.served_by)} | {row.help} | "
-                f"{sources} |"
-            )
+            lines.append(f"| {_series(row.name, row.labels[2:])} | {row.help} | {sources} |")
     return "\n".join(lines) + "\n"
 
 
-def _served_by(processes: tuple[Process, ...]) -> str:
-    return "all" if len(processes) == len(Process) else ", ".join(process.value for process in processes)
+def _series(name: str, labels: tuple[str, ...]) -> str:
+    """A series as queries write it."""
+    return f"`{name}{{{', '.join(labels)}}}`" if labels else f"`{name}`"
 
 
 def _alerts() -> str:
     lines = ["| alert | severity | when | what to do |", "|---|---|---|---|"]
+    above = ""
     for alert in alert_rules.ALERTS:
-        summary = re.sub(r"{{ \$(?:labels\.)?(\w+)[^}]*}}", r"*\1*", alert.summary)
-        lines.append(f"| {alert.name} | {alert.severity} | {summary} | {alert.action} |")
+        # The namespace is in the alert's labels too.
+        summary = re.sub(r"{{ with .*?{{ end }}", "", alert.summary)
+        summary = re.sub(r"{{ \$(?:labels\.)?(\w+)[^}]*}}", r"*\1*", summary)
+        action = "as above" if alert.action == above else alert.action
+        above = alert.action
+        lines.append(f"| {alert.name} | {alert.severity} | {summary} | {action} |")
     return "\n".join(lines) + "\n"
 
 

@@ -116,8 +116,8 @@ SLO_MET = _counter(
 )
 SLO_MISSES = _counter(
     "tandem_slo_misses_total",
-    "Requests that ended and did not meet every objective, by the stage that took longer than predicted, or "
-    "by how a request without a complete answer ended",
+    "Requests that missed an objective, by the stage that took longer than predicted, or by how an "
+    "incomplete answer ended",
     "slo_class",
     "tenant",
     "cause",
@@ -126,8 +126,8 @@ SLO_MISSES = _counter(
 )
 SLO_WIDENED = _counter(
     "tandem_slo_widened_total",
-    "Finished requests with wider objectives than asked for, which this system could not meet even without "
-    "load; met and missed are judged by the wider ones",
+    "Finished requests with widened objectives, because an idle system could not meet the original ones; "
+    "judged by the wider ones",
     "slo_class",
     "tenant",
     by=_GATEWAY,
@@ -227,14 +227,14 @@ FAILOVERS = _counter(
 )
 ANSWERS_RESUMED = _counter(
     "tandem_answers_resumed_total",
-    "Requests that got an answer begun before, by how they named it",
+    "Requests that resumed or joined an earlier answer, by how they named it",
     "by",
     by=_GATEWAY,
 )
 ANSWERS_NOT_KEPT = _counter(
     "tandem_answers_not_kept_total",
-    "Answers begun that cannot be resumed since memory is full (memory), or whose idempotency key holds at "
-    "this gateway alone since Redis does not answer (redis)",
+    "Answers that cannot be resumed because memory is full (memory), or whose idempotency key holds at this "
+    "gateway only because Redis does not answer (redis)",
     "cause",
     by=_GATEWAY,
 )
@@ -258,9 +258,8 @@ ADMISSION_LIMIT = _gauge(
 )
 SATURATION = _gauge(
     "tandem_saturation_ratio",
-    "The largest of requests in flight per admission limit, KV use of the decode pods, and of the time that "
-    "objectives leave beyond that without load, the share that load was predicted to take (mean of the last "
-    "10 s, 1 for a refused request); 1 is full",
+    "Maximum of: requests in flight / limit; KV use of the decode pods; share of the objectives' spare time "
+    "that load was predicted to take (mean of 10 s, 1 for a refused request). 1 is full",
     by=_GATEWAY,
     unit=Unit.RATIO,
 )
@@ -268,8 +267,7 @@ HEALTHY_PODS = _gauge("tandem_healthy_pods", "Pods that answer and are serving",
 LISTED_PODS = _gauge("tandem_listed_pods", "Pods that discovery lists", "role", by=_GATEWAY)
 REPORT_AGE = _gauge(
     "tandem_pod_report_age_seconds",
-    "Age of what the gateway knows of a pod: since its last answer, and since its engine's thread told its "
-    "state; infinite before the first",
+    "Age of a pod's last report, including the age of the engine's state in it; infinite before the first",
     "role",
     "pod_id",
     by=_GATEWAY,
@@ -287,7 +285,7 @@ FLEET_KV_USAGE = _gauge(
 
 PREDICTIONS = _counter(
     "tandem_predictions_total",
-    "Finished requests whose time was predicted at admission: ttft or e2e",
+    "Finished requests with a time predicted at admission: ttft or e2e",
     "slo_class",
     "time",
     by=_GATEWAY,
@@ -295,7 +293,7 @@ PREDICTIONS = _counter(
 )
 PREDICTIONS_HELD = _counter(
     "tandem_predictions_held_total",
-    "Of these, requests that took at most the predicted 90th percentile",
+    "Of these, requests within the predicted 90th percentile",
     "slo_class",
     "time",
     by=_GATEWAY,
@@ -331,7 +329,7 @@ POD_REQUESTS = _gauge(
 )
 STATUS_AGE = _gauge(
     "tandem_engine_status_age_seconds",
-    "Time since the engine's thread told its state; it grows while a step runs or the engine hangs",
+    "Time since the engine's last report; grows while a step runs or the engine hangs",
     by=_PODS,
     unit=Unit.SECONDS,
 )
@@ -343,14 +341,14 @@ VIOLATIONS = _gauge(
 KV_BLOCK_TOKENS = _gauge("tandem_kv_block_tokens", "Tokens of a KV block", by=_PODS, unit=Unit.TOKENS)
 STEP_LIMIT = _gauge(
     "tandem_step_limit",
-    "Most prompt tokens (chunk) and sequences (batch) that the pod computes in a step",
+    "Most prompt tokens (chunk) and sequences (batch) of a step",
     "of",
     by=_PODS,
 )
 STEP_COST = _gauge(
     "tandem_step_cost_seconds",
-    "What steps take, learnt: of steps with prompts (prefill) and without (decode); for each step, each "
-    "token (decode: sequence) and each pair of a token and an earlier one that it attends to",
+    "Learned costs of steps with prompts (prefill) and without (decode): per step, per token (decode: "
+    "sequence), and per pair of a token and an earlier token that it attends to",
     "steps",
     "per",
     by=_PODS,
@@ -358,13 +356,13 @@ STEP_COST = _gauge(
 )
 PROMPT_BACKLOG = _gauge(
     "tandem_prompt_backlog_seconds",
-    "Predicted time to compute all prompts that the pod has, one after the other",
+    "Predicted time to compute all prompts of the pod",
     by=_PODS,
     unit=Unit.SECONDS,
 )
 TOKENS_PER_STEP = _gauge(
     "tandem_tokens_per_step",
-    "Tokens that a sequence gains in a decode step, lately; 1 without accepted drafts, 0 on prefill pods",
+    "Recent tokens per sequence and decode step; 1 without accepted drafts, 0 on prefill pods",
     by=_PODS,
     unit=Unit.TOKENS,
 )
@@ -382,7 +380,7 @@ KV_COPY_WAIT = _counter(
     unit=Unit.SECONDS,
 )
 KV_COPIED_OUT = _counter(
-    "tandem_kv_frames_copied_out_total", "Frames copied once more, since pinned buffers were short", by=_PODS
+    "tandem_kv_frames_copied_out_total", "Frames copied once more because pinned buffers ran short", by=_PODS
 )
 
 # -- decode pod. What its requests did is counted when they end. -------------------------------------------
@@ -395,52 +393,56 @@ DECODE_OUTPUT_TOKENS = _counter(
 )
 DECODE_STEPS = _counter(
     "tandem_decode_steps_total",
-    "Verification passes, summed over sequences; each emits one token and the accepted guesses",
+    "Verification passes, summed over sequences; each emits one token and the accepted draft tokens",
     by=_DECODE,
 )
 DRAFTS = _counter("tandem_decode_drafts_total", "Of these, passes over a draft", by=_DECODE)
 DRAFTED_TOKENS = _counter(
     "tandem_decode_drafted_tokens_total",
-    "Guesses verified, by source",
+    "Draft tokens verified, by source",
     "source",
     by=_DECODE,
     unit=Unit.TOKENS,
 )
 ACCEPTED_TOKENS = _counter(
     "tandem_decode_accepted_tokens_total",
-    "Guesses accepted, by source",
+    "Draft tokens accepted, by source",
     "source",
     by=_DECODE,
     unit=Unit.TOKENS,
 )
 DRAFTED_AT = _counter(
     "tandem_decode_drafted_at_total",
-    "Guesses verified, by how many guesses lie before them on their path",
+    "Draft tokens verified, by number of draft tokens before them on their path",
     "position",
     by=_DECODE,
     unit=Unit.TOKENS,
 )
 ACCEPTED_AT = _counter(
     "tandem_decode_accepted_at_total",
-    "Guesses accepted, by how many accepted ones lie before them in the same step",
+    "Draft tokens accepted, by number of accepted ones before them in the step",
     "position",
     by=_DECODE,
     unit=Unit.TOKENS,
 )
 _TENTHS = "by tenths of the predicted acceptance"
 GUESSES_SENT = _counter(
-    "tandem_draft_guesses_sent_total", f"Guesses verified, {_TENTHS}", "tenth", by=_DECODE, unit=Unit.TOKENS
+    "tandem_draft_guesses_sent_total",
+    f"Draft tokens verified, {_TENTHS}",
+    "tenth",
+    by=_DECODE,
+    unit=Unit.TOKENS,
 )
 GUESSES_PREDICTED = _counter(
     "tandem_draft_guesses_predicted_total",
-    f"Guesses of these that were expected to be accepted, {_TENTHS}",
+    f"Of these, expected acceptances, {_TENTHS}",
     "tenth",
     by=_DECODE,
     unit=Unit.TOKENS,
 )
 GUESSES_ACCEPTED = _counter(
     "tandem_draft_guesses_accepted_total",
-    f"Guesses of these that were accepted, {_TENTHS}",
+    f"Of these, draft tokens accepted, {_TENTHS}",
     "tenth",
     by=_DECODE,
     unit=Unit.TOKENS,
@@ -452,25 +454,25 @@ DECODE_TPOT = _seconds(
     buckets=TOKEN_BUCKETS_S,
 )
 DECODE_PREEMPTIONS = _counter(
-    "tandem_decode_preemptions_total", "Times requests gave up their KV blocks to older ones", by=_DECODE
+    "tandem_decode_preemptions_total", "Times a request gave up its KV blocks to an older one", by=_DECODE
 )
 LOCAL_PREFILLS = _counter(
     "tandem_decode_local_prefills_total",
-    "Prompts computed on this pod, by reason; `no pod delivered`: each prefill pod that was asked failed",
+    "Prompts computed on this pod, by reason; `no pod delivered`: every prefill pod failed",
     "reason",
     by=_DECODE,
     unit=Unit.REQUESTS,
 )
 HANDOFFS = _counter(
     "tandem_handoffs_total",
-    "Attempts to get a prompt's KV from a prefill pod: ok, or the cause of the failure",
+    "Attempts to get a prompt's KV from a prefill pod: ok, or the cause of failure",
     "outcome",
     by=_DECODE,
 )
 HANDOFF_QUEUE = _gauge(
     "tandem_handoff_queue_length",
-    "Prompts on their way to or on a prefill pod: waiting for blocks here (bootstrapping), for the first "
-    "frame (waiting), receiving frames (transferring)",
+    "Prompts handed to a prefill pod: waiting for blocks here (bootstrapping), waiting for the first frame "
+    "(waiting), receiving frames (transferring)",
     "state",
     by=_DECODE,
     unit=Unit.REQUESTS,
@@ -517,7 +519,7 @@ PREFILL_SECONDS = _seconds(
     "tandem_prefill_seconds", "From a prompt's first step to its first token", by=_PODS
 )
 PREFILL_PREEMPTIONS = _counter(
-    "tandem_prefill_preemptions_total", "Times prompts gave up their KV blocks to older ones", by=_PODS
+    "tandem_prefill_preemptions_total", "Times a prompt gave up its KV blocks to an older one", by=_PODS
 )
 KV_SENT_BYTES = _counter("tandem_kv_sent_bytes_total", "KV payload bytes sent", by=_PODS, unit=Unit.BYTES)
 
@@ -587,20 +589,18 @@ CORPUS_MEMORY_BYTES = _gauge(
 SCALER_DESIRED = _gauge(
     "tandem_scaler_desired_replicas", "Replicas that the scaling law decided on", "role", by=_SCALER
 )
-SCALER_REPLICAS = _gauge(
-    "tandem_scaler_replicas", "Pods that the workload of a role asks for", "role", by=_SCALER
-)
+SCALER_REPLICAS = _gauge("tandem_scaler_replicas", "Replicas in the workload of a role", "role", by=_SCALER)
 SCALER_READY = _gauge("tandem_scaler_ready_pods", "Pods that are ready", "role", by=_SCALER)
 SCALER_START = _gauge(
     "tandem_scaler_pod_start_seconds",
-    "Time from asking for a pod to its being ready, learnt",
+    "Learned time from the request for a pod until it is ready",
     "role",
     by=_SCALER,
     unit=Unit.SECONDS,
 )
 SCALER_BIAS = _gauge(
     "tandem_scaler_bias_ratio",
-    "What a role needs per pod that the load model computes, learnt from missed objectives",
+    "Pods needed / pods computed by the load model, learned from missed objectives",
     "role",
     by=_SCALER,
     unit=Unit.RATIO,
@@ -611,8 +611,8 @@ SCALER_CHANGES = _counter(
 )
 SCALER_FAILURES = _counter(
     "tandem_scaler_failures_total",
-    "Decisions that were not made or not carried out: no metrics of gateways or pods (metrics), no answer of "
-    "the API server (api), no rights (rights), a change by somebody else in between (conflict)",
+    "Decisions not made or not carried out: no metrics of gateways or pods (metrics), no answer of the API "
+    "server (api), missing rights (rights), a concurrent change (conflict)",
     "cause",
     by=_SCALER,
 )
@@ -645,13 +645,12 @@ def _vllm_histogram(name: str, help_: str, row: HistogramRow, **where: str) -> H
 
 VLLM_WAITING = _vllm_gauge(
     "num_requests_waiting",
-    "Requests that wait at the gateway (`tandem_queue_length`), or in pods by their last reports",
+    "Requests waiting at the gateway (`tandem_queue_length`) or, by the last reports, in pods",
     Unit.REQUESTS,
 )
 VLLM_RUNNING = _vllm_gauge(
     "num_requests_running",
-    "Requests admitted by the gateway that have not ended (`tandem_requests_in_flight`), without those that "
-    "wait in pods",
+    "Admitted requests (`tandem_requests_in_flight`), without those that wait in pods",
     Unit.REQUESTS,
 )
 VLLM_KV_USAGE = _vllm_gauge(
@@ -662,7 +661,7 @@ VLLM_KV_USAGE = _vllm_gauge(
 )
 VLLM_CACHE_CONFIG = GaugeRow(
     "vllm:cache_config_info",
-    "1, with the block size in tokens and the number of blocks of the healthy decode pods as labels",
+    "1; labels: block size in tokens, number of blocks of the healthy decode pods",
     (*VLLM_LABELS, "block_size", "num_gpu_blocks"),
     Unit.COUNT,
     _GATEWAY,
@@ -714,7 +713,7 @@ VLLM_PREFIX_HITS = _vllm_counter(
 )
 VLLM_PREEMPTIONS = _vllm_receipts(
     "num_preemptions_total",
-    "Times requests gave up their KV blocks to older ones, on decode and prefill pods",
+    "Times a request gave up its KV blocks to an older one, on decode and prefill pods",
 )
 VLLM_DRAFTS = _vllm_receipts("spec_decode_num_drafts_total", "Drafts verified")
 VLLM_DRAFT_TOKENS = _vllm_receipts(
@@ -739,7 +738,7 @@ VLLM_INFERENCE_TIME = HistogramRow(
 )
 VLLM_PARAMS_N = HistogramRow(
     "vllm:request_params_n",
-    "Answers that a prompt was to get (n), once all of them are there",
+    "Answers requested for a finished prompt (n)",
     VLLM_LABELS,
     Unit.COUNT,
     _GATEWAY,
@@ -747,7 +746,7 @@ VLLM_PARAMS_N = HistogramRow(
 )
 VLLM_PARAMS_MAX_TOKENS = HistogramRow(
     "vllm:request_params_max_tokens",
-    "The limit max_tokens of a finished request, its own or the default",
+    "max_tokens of a finished request, explicit or default",
     VLLM_LABELS,
     Unit.TOKENS,
     _GATEWAY,
@@ -755,7 +754,7 @@ VLLM_PARAMS_MAX_TOKENS = HistogramRow(
 )
 VLLM_MAX_GENERATION = HistogramRow(
     "vllm:request_max_num_generation_tokens",
-    "Output tokens of the longest of a prompt's answers, once all of them are there",
+    "Output tokens of the longest answer of a finished prompt",
     VLLM_LABELS,
     Unit.TOKENS,
     _GATEWAY,
