@@ -90,14 +90,13 @@ class Report:
         notes = (
             f"{self.model}, {OUTPUT_TOKENS} output tokens, greedy. Cells are TTFT p50 / TPOT p50 in ms / "
             "output tokens per second of wall time; the systems take turns on the same prompts. Prefix "
-            "caches are on in all systems that have one (transformers has none); prompts find nothing in "
-            'them where the load names no shared tokens. "Drafts" is each system\'s own n-gram or '
-            "prompt-lookup speculation.\n\n"
-            "Floors are the least times without drafts: the larger of reading weights and KV once and of the "
+            "caches are on where a system has one (transformers has none); only loads with shared tokens hit "
+            'them. "Drafts" is each system\'s own n-gram or prompt-lookup speculation.\n\n'
+            "Floors are lower bounds without drafts: the maximum of reading weights and KV once and of the "
             f"multiply-adds. This machine {self.peaks}. llama.cpp, and Tandem without --dtype, use the "
             "file's weights.\n\n"
-            "ITL is the median time between two messages of a running stream in ms, alone / while a long "
-            "prompt is computed.\n"
+            "ITL is the median time between two messages of a running stream in ms: alone / during a long "
+            "prompt.\n"
         )
         if self.amx:
             notes += f"\n{AMX_NOTE}\n"
@@ -137,7 +136,7 @@ class Bench(Roster):
     def interfere(self, prompts: Prompts, short: int, long: int) -> None:
         """Prompt lengths in tokens."""
         asked = [*prompts.make(short, 1), *prompts.make(long, 1)]
-        row = self._report.rows.setdefault(f"ITL, beside {long:,} tokens", {})
+        row = self._report.rows.setdefault(f"ITL, during {long:,} tokens", {})
         for peer, server in self.turns(0):
             if not peer.concurrent:
                 continue

@@ -379,7 +379,7 @@ def main() -> None:
         print(*row, sep="  ", file=sys.stderr, flush=True)
         rows.append(row)
         # After each row, because all take an hour.
-        options.out.write_text(page("GGUF formats beside llama.cpp", markdown_table(HEAD, rows), notes))
+        options.out.write_text(page("GGUF formats and llama.cpp", markdown_table(HEAD, rows), notes))
 
 
 if __name__ == "__main__":

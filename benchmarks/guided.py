@@ -370,7 +370,7 @@ def main() -> None:
     ]
     notes = (
         f"{len(SPEED_SCHEMAS)} schemas, {options.rounds} rounds (medians; least and most in brackets); "
-        f"{num_faults} finished answers are no instance of their schema. Costs are over all "
+        f"{num_faults} finished answers violate their schema. Costs cover all "
         f"{sum(1 for _ in corpus())} schemas.\n\n{exact_notes}"
     )
     write_page(options.out, "Guided decoding", "\n\n".join(tables), notes)

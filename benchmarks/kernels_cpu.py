@@ -234,7 +234,7 @@ def main() -> None:
         table(("weights",), "M", "F.linear", projections, peaks),
     ]
     notes = f"Times are those of all {options.layers} layers. This machine {peaks}."
-    write_page(options.out, "CPU kernels beside torch", "\n\n".join(tables), notes)
+    write_page(options.out, "CPU kernels and torch", "\n\n".join(tables), notes)
 
 
 if __name__ == "__main__":

@@ -394,7 +394,7 @@ def main() -> None:
     rounds: list[list[Run]] = [[] for _ in range(options.rounds)]
     for runs, fleet in itertools.product(rounds, FLEETS):
         runs += measure(model_dir, fleet)
-    write_page(options.out, "What `tandem plan` predicts, beside what is measured", *report(rounds))
+    write_page(options.out, "Predictions of `tandem plan` and measurements", *report(rounds))
 
 
 if __name__ == "__main__":

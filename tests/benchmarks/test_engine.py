@@ -45,7 +45,7 @@ def test_a_system_is_measured_and_one_that_does_not_start_is_named(report: Repor
         bench.measure(ALONE, prompts)
         bench.measure(SHARED, prompts)
         bench.interfere(prompts, 64, 96)
-    assert list(report.rows) == [ALONE, SHARED, "ITL, beside 96 tokens"]
+    assert list(report.rows) == [ALONE, SHARED, "ITL, during 96 tokens"]
     assert {tuple(row) for row in report.rows.values()} == {("works",)}
     assert report.missing == {"broken": "its process ended: no such model"}
     assert any(line.startswith("Missing: broken") for line in report.markdown().splitlines())
