@@ -1,18 +1,21 @@
-"""What a pod's work will take: the engine's scheduling rule as a pure function of costs and jobs.
+"""How long a pod's work takes: the engine's scheduling rule as a pure function of costs and jobs.
 
-    PodModel   what steps cost, and the limits of a step, as the pod reports them
-    Job        a request that runs, waits, or may come: its prompt's tokens, its answer's, its deadline
-    timeline   PodModel, jobs -> when each job has its first token, and when it ends
+    PodModel       costs of steps and limits of a step, as the pod reports them
+    Job            a request that runs, waits, or may come: prompt tokens, output tokens, deadline
+    timeline       PodModel, jobs -> when each job has its first token, and when it ends
+    SimulatedPod   the same rule for jobs that arrive over time, run from one change to the next
 
 The rule is that of tandem_engine.scheduler: the jobs due earliest share the batch; a step computes a token of
-each of them that decodes, and chunks of prompts in the order of their deadlines. Block limits, preemption and
-what drafts gain in single steps are left out. No clock and no I/O: all times are seconds from now.
+each of them that decodes, and chunks of prompts in the order of their deadlines. The model omits preemption
+and the gain of single steps from drafts; of block limits it has a total of KV tokens. No clock and no I/O:
+all times are seconds from now.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,8 +32,12 @@ class PodModel:
     chunk_size: int
     #: A step with this many takes no further prompt, and a step in which sequences decode takes no more.
     enough_prompt_tokens: int
-    #: That a sequence gains in a decode step, see tokens_gained.
+    #: Tokens that a sequence gains in a decode step, see tokens_gained.
     tokens_per_step: tuple[float, ...] = (1.0,)
+    #: Room for the KV of the jobs that share the batch.
+    kv_tokens: float = math.inf
+    #: Duration of a step that decodes and computes prompts, as a multiple of the sum of both.
+    mixed_steps: float = 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +56,8 @@ class Job:
     num_places: int = 1
     #: Until its KV arrives from another pod.
     ready_s: float = 0.0
+    #: Its KV at its end; counts only where the pod's room is limited.
+    kv_tokens: int = 0
 
 
 class Times(NamedTuple):
@@ -59,8 +68,92 @@ class Times(NamedTuple):
     end_s: float
 
 
+class SimulatedPod:
+    """Jobs in progress. A change is the end of a prompt or of an answer; the steps up to it are equal."""
+
+    def __init__(self, model: PodModel, jobs: Iterable[Job] = ()) -> None:
+        #: End of the last step that was run.
+        self.now_s = 0.0
+        self._model = model
+        self._states = {job: _State(job) for job in jobs}
+        self._left = sorted(self._states.values(), key=_due)
+        self._last_ready_s = max([job.ready_s for job in self._states], default=0.0)
+
+    @property
+    def has_jobs(self) -> bool:
+        """Whether a job has not ended."""
+        return bool(self._left)
+
+    def times(self, job: Job) -> Times:
+        state = self._states[job]
+        return Times(state.first_s, state.end_s)
+
+    def add(self, job: Job) -> None:
+        """The job takes part from the next step on."""
+        self._states[job] = _State(job)
+        insort(self._left, self._states[job], key=_due)
+        self._last_ready_s = max(self._last_ready_s, job.ready_s)
+
+    def change_s(self) -> float:
+        """When the next change comes unless jobs are added; infinite without jobs."""
+        active, next_ready = self._active(), self._next_ready_s()
+        if not active:
+            return next_ready
+        steps = _Steps(self._model, active)
+        return self.now_s + steps.seconds(steps.num_until(next_ready - self.now_s))
+
+    def run(self, until_s: float = math.inf) -> None:
+        """Runs to the next change. A step that begins before `until_s` is the last one, and is completed."""
+        active, stop = self._active(), min(self._next_ready_s(), until_s)
+        if not active:
+            self.now_s = max(self.now_s, stop)
+            return
+        steps = _Steps(self._model, active)
+        self.now_s = steps.run(self.now_s, steps.num_until(stop - self.now_s))
+        self._left = [state for state in self._left if state.end_s == math.inf]
+
+    def advance(self, until_s: float) -> None:
+        """Runs all steps that begin before `until_s`."""
+        while self.now_s < until_s:
+            self.run(until_s)
+
+    def _active(self) -> list[_State]:
+        """The jobs that share the next step."""
+        active: list[_State] = []
+        places_left, kv_left, now_s = self._model.max_batch, self._model.kv_tokens, self.now_s
+        for state in self._left:
+            job = state.job
+            if job.ready_s <= now_s:
+                places_left -= job.num_places
+                kv_left -= job.kv_tokens
+                # A job that finds too little room holds up those behind it.
+                if (places_left < 0 or kv_left < 0) and active:
+                    break
+                active.append(state)
+        return active
+
+    def _next_ready_s(self) -> float:
+        if self.now_s >= self._last_ready_s:
+            return math.inf
+        return min(
+            [state.job.ready_s for state in self._left if state.job.ready_s > self.now_s], default=math.inf
+        )
+
+
+def timeline(model: PodModel, jobs: Sequence[Job], horizon_s: float = math.inf) -> dict[Job, Times]:
+    """When each job has its first token and its end. Jobs with equal deadlines come in the given order.
+
+    Steps that begin after `horizon_s` are not computed. Takes time in proportion to the number of jobs times
+    the number of sequences that share a step.
+    """
+    pod = SimulatedPod(model, jobs)
+    while pod.has_jobs and pod.now_s <= horizon_s:
+        pod.run()
+    return {job: pod.times(job) for job in jobs}
+
+
 class _State:
-    """What is left of a job."""
+    """The remaining work of a job."""
 
     __slots__ = ("end_s", "first_s", "job", "num_tokens", "start")
 
@@ -70,86 +163,75 @@ class _State:
         self.num_tokens = job.num_tokens
         self.first_s = self.end_s = math.inf
 
-
-def timeline(model: PodModel, jobs: Sequence[Job], horizon_s: float = math.inf) -> dict[Job, Times]:
-    """When each job has its first token and its end. Jobs with equal deadlines come in the given order.
-
-    Steps that begin after `horizon_s` are not looked at. Takes time in proportion to the jobs' number times
-    the sequences that share a step.
-    """
-    states = [_State(job) for job in jobs]
-    left = sorted(states, key=lambda state: state.job.due)
-    now = 0.0
-    while left and now <= horizon_s:
-        active, next_ready = _active(left, model.max_batch, now)
-        if not active:
-            now = next_ready
-            continue
-        now = _run(model, active, now, next_ready)
-        left = [state for state in left if state.end_s == math.inf]
-    return {state.job: Times(state.first_s, state.end_s) for state in states}
+    def gain(self, num_tokens: float, first_s: float, last_s: float) -> None:
+        """`first_s`, `last_s`: times of the first and the last of these tokens."""
+        self.first_s = min(self.first_s, first_s)
+        self.num_tokens -= num_tokens
+        if self.num_tokens <= 0:
+            self.end_s = last_s
 
 
-def _active(ordered: Sequence[_State], max_batch: int, now: float) -> tuple[list[_State], float]:
-    """Those that share the next step; and when the next of the others is ready."""
-    active: list[_State] = []
-    places, next_ready, is_full = 0, math.inf, False
-    for state in ordered:
-        job = state.job
-        if job.ready_s > now:
-            next_ready = min(next_ready, job.ready_s)
-        elif not is_full:
-            places += job.num_places
-            # One that finds too few places holds up those behind it.
-            is_full = places > max_batch and bool(active)
-            if not is_full:
-                active.append(state)
-    return active, next_ready
+def _due(state: _State) -> float:
+    return state.job.due
 
 
-def _run(model: PodModel, active: Sequence[_State], now: float, next_ready: float) -> float:
-    """Some equal steps: until a prompt or an answer ends, or others may join. Returns when they end."""
-    decoding = [state for state in active if state.start >= state.job.stop]
-    num_sequences = sum([state.job.num_places for state in decoding])
-    cached = sum([state.job.num_places * state.job.context for state in decoding])
-    chunks = _chunks(model, active, is_beside_texts=bool(decoding))
-    gained = tokens_gained(model.tokens_per_step, num_sequences)
-    # A step with prompts in it reads the weights once.
-    decode_s = model.decode.seconds(not chunks, num_sequences, cached) if decoding else 0.0
-    step_s = decode_s + _prompts_s(model, chunks, 1)
-    most = min([state.num_tokens for state in decoding], default=math.inf) / gained
-    if chunks:
-        state, size = chunks[0]
-        most = min(most, (state.job.stop - state.start) // size) if len(chunks) == 1 else 1
-    if next_ready < math.inf:
-        most = min(most, (next_ready - now) / step_s)
-    num_steps = max(math.ceil(most), 1)
-    end = now + decode_s * num_steps + _prompts_s(model, chunks, num_steps)
-    for state in decoding:
-        _gain(state, gained * num_steps, now + step_s, end)
-    for state, size in chunks:
-        state.start += size * num_steps
-        if state.start >= state.job.stop:
-            _gain(state, 1, end, end)
-    return end
+class _Steps:
+    """Equal steps: the sequences that decode, and the prompts that are computed with a chunk of each."""
+
+    __slots__ = ("_chunks", "_decode_s", "_decoding", "_factor", "_gained", "_model")
+
+    def __init__(self, model: PodModel, active: Sequence[_State]) -> None:
+        self._model = model
+        self._decoding = [state for state in active if state.start >= state.job.stop]
+        self._chunks = _chunks(model, active, has_decodes=bool(self._decoding))
+        num_sequences = sum([state.job.num_places for state in self._decoding])
+        cached = sum([state.job.num_places * state.job.context for state in self._decoding])
+        self._gained = tokens_gained(model.tokens_per_step, num_sequences)
+        # A step with prompts in it reads the weights once.
+        num_reads = not self._chunks
+        self._decode_s = model.decode.seconds(num_reads, num_sequences, cached) if self._decoding else 0.0
+        self._factor = model.mixed_steps if self._decoding and self._chunks else 1.0
+
+    def seconds(self, num_steps: int) -> float:
+        """Each step continues the prompts where the one before it ended."""
+        seconds = self._decode_s * num_steps
+        if self._chunks:
+            tokens = pairs = 0.0
+            for state, size in self._chunks:
+                tokens += size * num_steps
+                pairs += size * num_steps * (state.start + size * num_steps / 2)
+            seconds += self._model.prefill.seconds(num_steps, tokens, pairs)
+        return seconds * self._factor
+
+    def num_until(self, stop_s: float) -> int:
+        """Steps until a prompt or an answer ends; fewer if all others begin at or after `stop_s` from now."""
+        most = min([state.num_tokens for state in self._decoding], default=math.inf) / self._gained
+        if self._chunks:
+            state, size = self._chunks[0]
+            most = min(most, (state.job.stop - state.start) // size) if len(self._chunks) == 1 else 1
+        num_steps = max(math.ceil(most), 1)
+        if stop_s == math.inf or num_steps == 1:
+            return num_steps
+        return bisect_left(range(1, num_steps), stop_s, key=self.seconds) + 1
+
+    def run(self, now: float, num_steps: int) -> float:
+        """Advances the jobs. Returns when the last step ends."""
+        end = now + self.seconds(num_steps)
+        first_s = end if num_steps == 1 or not self._decoding else now + self.seconds(1)
+        for state in self._decoding:
+            state.gain(self._gained * num_steps, first_s, end)
+        for state, size in self._chunks:
+            state.start += size * num_steps
+            if state.start >= state.job.stop:
+                state.gain(1, end, end)
+        return end
 
 
-def _prompts_s(model: PodModel, chunks: Sequence[tuple[_State, int]], num_steps: int) -> float:
-    """What chunks of prompts add to `num_steps` steps, each of which continues the last one's."""
-    if not chunks:
-        return 0.0
-    tokens = pairs = 0.0
-    for state, size in chunks:
-        tokens += size * num_steps
-        pairs += size * num_steps * (state.start + size * num_steps / 2)
-    return model.prefill.seconds(num_steps, tokens, pairs)
-
-
-def _chunks(model: PodModel, active: Sequence[_State], *, is_beside_texts: bool) -> list[tuple[_State, int]]:
+def _chunks(model: PodModel, active: Sequence[_State], *, has_decodes: bool) -> list[tuple[_State, int]]:
     """Prompts of the next step, the earliest due first, and how many tokens of each it computes."""
     chunks = []
     enough = min(model.enough_prompt_tokens, model.chunk_size)
-    budget, wanted = enough if is_beside_texts else model.chunk_size, enough
+    budget, wanted = enough if has_decodes else model.chunk_size, enough
     for state in active:
         size = min(state.job.stop - state.start, budget)
         if size > 0 and wanted > 0:
@@ -157,11 +239,3 @@ def _chunks(model: PodModel, active: Sequence[_State], *, is_beside_texts: bool)
             budget -= size
             wanted -= size
     return chunks
-
-
-def _gain(state: _State, num_tokens: float, first_s: float, now: float) -> None:
-    """`first_s`: when the first of these tokens comes; `now`: the last."""
-    state.first_s = min(state.first_s, first_s)
-    state.num_tokens -= num_tokens
-    if state.num_tokens <= 0:
-        state.end_s = now

@@ -1,4 +1,4 @@
-"""The pod model foretells what the engine's scheduler does, job by job."""
+"""The pod model predicts the times of the engine's scheduler, job by job."""
 
 import itertools
 import math
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
-from tandem_core.pod_model import Job, PodModel, Times, timeline
+from tandem_core.pod_model import Job, PodModel, SimulatedPod, Times, timeline
 from tandem_core.sampling import SamplingParams
 from tandem_core.step_cost import StepCost
 from tandem_engine.batch import Batch
@@ -90,11 +90,11 @@ def random_jobs(seed: int, count: int) -> list[Job]:
 @pytest.mark.parametrize("seed", range(40))
 def test_times_are_those_of_the_scheduler(seed: int) -> None:
     jobs = random_jobs(seed, 2 + seed % 9)
-    said, real = timeline(MODEL, jobs), scheduled(jobs)
+    predicted, real = timeline(MODEL, jobs), scheduled(jobs)
     longest_step_s = 0.005 + 512 * 0.0004 + 512 * 900 * 5e-8 + 4 * 0.0012
     for job, times in zip(jobs, real, strict=True):
-        assert said[job].first_s == pytest.approx(times.first_s, rel=0.03, abs=longest_step_s)
-        assert said[job].end_s == pytest.approx(times.end_s, rel=0.03, abs=longest_step_s)
+        assert predicted[job].first_s == pytest.approx(times.first_s, rel=0.03, abs=longest_step_s)
+        assert predicted[job].end_s == pytest.approx(times.end_s, rel=0.03, abs=longest_step_s)
 
 
 def test_errors_do_not_add_up() -> None:
@@ -102,8 +102,8 @@ def test_errors_do_not_add_up() -> None:
     errors = []
     for seed in range(40):
         jobs = random_jobs(seed, 8)
-        said = timeline(MODEL, jobs)
-        errors += [said[j].end_s - t.end_s for j, t in zip(jobs, scheduled(jobs), strict=True)]
+        predicted = timeline(MODEL, jobs)
+        errors += [predicted[j].end_s - t.end_s for j, t in zip(jobs, scheduled(jobs), strict=True)]
     assert abs(sum(errors) / len(errors)) < 0.01
     assert sorted(map(abs, errors))[int(0.9 * len(errors))] < 0.05
 
@@ -167,3 +167,58 @@ def test_work_grows_in_proportion_to_the_jobs() -> None:
         return next(Counting.calls) - before
 
     assert num_calls(80) < 2.5 * num_calls(40)
+
+
+@pytest.mark.parametrize("seed", range(0, 40, 4))
+def test_jobs_added_when_they_arrive_have_the_times_of_the_scheduler(seed: int) -> None:
+    jobs = random_jobs(seed, 6)
+    pod = SimulatedPod(MODEL)
+    for job in sorted(jobs, key=lambda job: job.ready_s):
+        pod.advance(job.ready_s)
+        pod.add(job)
+    pod.advance(1000.0)
+    longest_step_s = 0.005 + 512 * 0.0004 + 512 * 900 * 5e-8 + 4 * 0.0012
+    for job, times in zip(jobs, scheduled(jobs), strict=True):
+        assert pod.times(job) == pytest.approx(times, rel=0.03, abs=longest_step_s)
+
+
+def test_a_pod_that_is_interrupted_computes_what_it_computes_in_one_run() -> None:
+    jobs = random_jobs(3, 8)
+    pod = SimulatedPod(MODEL, jobs)
+    for tenth in range(1, 1000):
+        pod.advance(tenth / 10)
+    for job, times in timeline(MODEL, jobs).items():
+        assert pod.times(job) == pytest.approx(times)
+
+
+def test_the_next_change_is_where_a_run_ends() -> None:
+    pod, changes = SimulatedPod(MODEL, random_jobs(5, 6)), []
+    while pod.has_jobs:
+        changes.append(pod.change_s())
+        pod.run()
+        assert pod.now_s == changes[-1]
+    assert changes == sorted(changes)
+    assert pod.change_s() == math.inf
+
+
+def test_the_step_in_progress_is_completed_before_a_job_joins() -> None:
+    pod = SimulatedPod(MODEL, [Job(1, 0, 2000, 1, 2000)])
+    steps_s = MODEL.prefill.prompt_seconds(0, 1024, 512)
+    pod.advance(steps_s - 0.001)
+    assert pod.now_s == pytest.approx(steps_s), "the second step is longer than the first one"
+
+
+def test_jobs_that_exceed_the_kv_memory_wait_for_an_end() -> None:
+    jobs = [Job(due, 0, 0, 100, 500, kv_tokens=600) for due in range(3)]
+    times = timeline(replace(MODEL, kv_tokens=1200), jobs)
+    assert times[jobs[0]].end_s == times[jobs[1]].end_s < times[jobs[2]].first_s
+    alone = timeline(replace(MODEL, kv_tokens=500), jobs[:1])
+    assert alone[jobs[0]].end_s < math.inf, "a job larger than the memory runs alone"
+
+
+def test_a_step_that_decodes_and_computes_a_prompt_may_take_longer_than_both() -> None:
+    answer, prompt = Job(1, 0, 0, 10, 500), Job(2, 0, 100, 1, 100)
+    plain, slow = (timeline(replace(MODEL, mixed_steps=factor), [answer, prompt]) for factor in (1.0, 2.0))
+    mixed_s = plain[prompt].end_s
+    assert slow[prompt].end_s == pytest.approx(2 * mixed_s)
+    assert slow[answer].end_s == pytest.approx(plain[answer].end_s + mixed_s)
