@@ -39,8 +39,9 @@ from tandem_cli.bench.prompts import Prompt
 from tandem_cli.bench.record import RequestRecord
 from tandem_cli.bench.requests import plain_requests
 from tandem_cli.bench.workload import RequestMaker
+from tandem_cli.plan.fleet_plan import Contention, FleetPlan
 from tandem_cli.plan.measured import measured_fleet
-from tandem_cli.plan.simulate import Contention, FleetPlan, simulate
+from tandem_cli.plan.simulate import simulate
 from tandem_cli.plan.workload import PlannedRequest
 from tandem_core.slo import SloTarget
 from tandem_core.step_cost import StepCost

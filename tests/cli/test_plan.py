@@ -14,10 +14,11 @@ import pytest
 import yaml
 from tandem_cli.main import app
 from tandem_cli.plan.costs import GPUS, SHAPES, DoesNotFitError, PodCosts, of_gpu
+from tandem_cli.plan.fleet_plan import Contention, FleetPlan
 from tandem_cli.plan.measured import measured_fleet
 from tandem_cli.plan.overlay import write_overlay
 from tandem_cli.plan.search import cheapest, cheapest_together, evaluate, slack
-from tandem_cli.plan.simulate import Contention, FleetPlan, simulate
+from tandem_cli.plan.simulate import simulate
 from tandem_cli.plan.workload import PlannedRequest, poisson
 from tandem_core.codec import step_cost_to_proto
 from tandem_core.slo import SloTarget
@@ -109,10 +110,13 @@ def test_decode_pods_compute_short_prompts_themselves() -> None:
 
 
 def test_a_step_takes_prompts_until_it_has_enough() -> None:
-    five = [request(prompt=100, output=1) for _ in range(5)]  # the first one's step begins without the others
-    assert [one.ttft_s for one in simulate(fleet(0, 1), five)] == pytest.approx([0.1, *[0.5] * 4])
+    five = [request(prompt=100, output=1) for _ in range(5)]
+    assert [one.ttft_s for one in simulate(fleet(0, 1), five)] == pytest.approx([0.5] * 5)
     some = simulate(fleet(0, 1, enough_prompt_tokens=128), five)
-    assert [one.ttft_s for one in some] == pytest.approx([0.1, 0.3, 0.3, 0.5, 0.5])
+    assert [one.ttft_s for one in some] == pytest.approx([0.2, 0.2, 0.4, 0.4, 0.5])
+    late = [five[0], *[request(0.05, prompt=100, output=1)] * 4]
+    times = [one.ttft_s for one in simulate(fleet(0, 1), late)]
+    assert times == pytest.approx([0.1, *[0.45] * 4]), "the running step is over first"
 
 
 def test_a_step_with_texts_takes_no_more_of_a_prompt_than_is_enough() -> None:

@@ -14,9 +14,9 @@ from tandem_core.step_cost import tokens_gained
 from tandem_cli.options import fail
 from tandem_cli.plan import costs as pod_costs
 from tandem_cli.plan.costs import GPUS, SHAPES, DoesNotFitError, ModelShape
+from tandem_cli.plan.fleet_plan import Contention, FleetPlan
 from tandem_cli.plan.measured import measured_fleet
 from tandem_cli.plan.search import Result, cheapest, cheapest_together, slack
-from tandem_cli.plan.simulate import Contention, FleetPlan
 from tandem_cli.plan.workload import PlannedRequest, of_trace, poisson
 
 #: Tensor parallel sizes that are tried.

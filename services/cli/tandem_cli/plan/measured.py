@@ -8,7 +8,7 @@ from tandem_core.codec import step_cost_from_proto, tokens_per_step_from_proto
 from tandem_proto.v1 import common_pb2
 
 from tandem_cli.plan.costs import PodCosts
-from tandem_cli.plan.simulate import FleetPlan
+from tandem_cli.plan.fleet_plan import FleetPlan
 
 
 def measured_fleet(pods: Sequence[common_pb2.PodStatus], per_hour: float = 0.0) -> FleetPlan:

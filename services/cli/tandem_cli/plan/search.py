@@ -9,7 +9,8 @@ from functools import partial
 
 from tandem_core.slo import SloTarget
 
-from tandem_cli.plan.simulate import LIMITS, FleetPlan, Outcome, simulate
+from tandem_cli.plan.fleet_plan import LIMITS, FleetPlan
+from tandem_cli.plan.simulate import Outcome, simulate
 from tandem_cli.plan.workload import PlannedRequest
 
 #: Pods of a role at most.

@@ -1,11 +1,10 @@
 """A fleet as a discrete-event simulation: prompts queue at prefill pods, sequences share decode steps.
 
-    arrival -> prefill pod (earliest end) -> transfer of the KV that is left after the last layer
-            -> decode pod (least loaded that has room) -> a token per step, all its sequences together
+    arrival -> prefill pod (first idle one) -> transfer of the KV that is left after the last layer
+            -> decode pod (fewest tokens of KV promised) -> a token per step, all its sequences together
 
-Decode pods compute short prompts themselves, and without prefill pods all prompts: a step decodes all its
-sequences and computes chunks of the oldest prompts, as the engine does. Costs are those of StepCost; nothing
-else takes time. Speculation divides the steps of an answer by the tokens that a step gains.
+Decode pods compute short prompts themselves, and without prefill pods all prompts. This module decides who
+computes what, and when requests change pods; tandem_core.pod_model says what each pod's steps take.
 """
 
 from __future__ import annotations
@@ -15,88 +14,19 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 
+from tandem_core.pod_model import Job, PodModel, SimulatedPod
 from tandem_core.slo import SloTarget
-from tandem_core.step_cost import StepCost, tokens_gained
 
-from tandem_cli.plan.costs import PodCosts
+from tandem_cli.plan.fleet_plan import Contention, FleetPlan
 from tandem_cli.plan.workload import PlannedRequest
 
 
-@dataclass(frozen=True)
-class Contention:
-    """How many times as long pods of a role compute while those of the other do, on a machine that they
-    share."""
-
-    prefill: float = 1.0
-    decode: float = 1.0
-
-
-@dataclass(frozen=True)
-class FleetPlan:
-    """A candidate. `num_prefill` 0: each pod computes prompts and decodes."""
-
-    costs: PodCosts
-    num_prefill: int
-    num_decode: int
-    chunk_size: int = 2048
-    max_batch: int = 128
-    #: Between pods.
-    link_bytes_per_s: float = 12.5e9
-    #: That a sequence gains in a decode step, see tokens_gained.
-    tokens_per_step: tuple[float, ...] = (1.0,)
-    #: A decode pod computes a prompt itself if fewer of its tokens are uncached; the second limit counts
-    #: while it is idle.
-    local_prefill_tokens: int = 0
-    idle_prefill_tokens: int = 0
-    #: A step with this many prompt tokens takes no further prompt, and a step with texts takes no more prompt
-    #: tokens than this; 0: no such limit.
-    enough_prompt_tokens: int = 0
-    contention: Contention = Contention()
-    #: How many times as long as the sum of both a step takes that computes prompts and texts.
-    mixed_steps: float = 1.0
-
-    @property
-    def num_devices(self) -> int:
-        return (self.num_prefill + self.num_decode) * self.costs.num_devices
-
-    def scaled(self, what: str, factor: float) -> FleetPlan:
-        """The same with one of its limits changed: compute, memory bandwidth, KV memory or link."""
-        costs = self.costs
-        prefill, decode = costs.prefill, costs.decode
-
-        def faster(cost: StepCost) -> StepCost:
-            return replace(cost, per_token=cost.per_token / factor, per_pair=cost.per_pair / factor)
-
-        if what == "compute":
-            costs = replace(
-                costs,
-                prefill=faster(prefill),
-                own_prefill=faster(costs.local_prefill),
-                decode=replace(decode, per_token=decode.per_token / factor),
-            )
-        elif what == "memory bandwidth":
-            costs = replace(
-                costs,
-                decode=replace(decode, per_step=decode.per_step / factor, per_pair=decode.per_pair / factor),
-            )
-        elif what == "KV memory":
-            costs = replace(costs, kv_tokens=int(costs.kv_tokens * factor))
-        elif what == "link":
-            return replace(self, link_bytes_per_s=self.link_bytes_per_s * factor)
-        else:
-            raise ValueError(what)
-        return replace(self, costs=costs)
-
-
-LIMITS = ("compute", "memory bandwidth", "KV memory", "link")
-
-
-@dataclass
+@dataclass(eq=False)
 class Outcome:
-    """Of one request; seconds since its arrival."""
+    """Times of one request, in seconds since its arrival."""
 
     request: PlannedRequest
     ttft_s: float = math.inf
@@ -110,119 +40,68 @@ class Outcome:
         return not slo.miss(self.ttft_s, self.tpot_s, self.e2e_s)
 
 
-@dataclass
-class _Sequence:
-    outcome: Outcome
-    #: Cached tokens, and tokens still to come.
-    context: float
-    left: float
-    #: Prompt tokens that this pod has yet to compute; its first token comes with the last of them.
-    uncomputed: int = 0
-    computed: int = 0
-
-    @property
-    def need(self) -> int:
-        """Tokens of KV at its end."""
-        request = self.outcome.request
-        return request.prompt_tokens + request.output_tokens
-
-
-@dataclass(eq=False)
-class _Decoder:
-    """A pod that decodes."""
-
-    plan: FleetPlan
-    running: list[_Sequence] = field(default_factory=list)
-    waiting: deque[_Sequence] = field(default_factory=deque)
-    is_stepping: bool = False
-    #: Prompts of the running step, and how many tokens of each it computes.
-    chunks: list[tuple[_Sequence, int]] = field(default_factory=list)
-
-    @property
-    def reserved(self) -> int:
-        return sum(sequence.need for sequence in self.running)
-
-    @property
-    def load(self) -> int:
-        return self.reserved + sum(sequence.need for sequence in self.waiting)
-
-    def admit(self) -> None:
-        while self.waiting and len(self.running) < self.plan.max_batch:
-            if self.running and self.reserved + self.waiting[0].need > self.plan.costs.kv_tokens:
-                break
-            self.running.append(self.waiting.popleft())
-
-    def begin_step(self) -> float | None:
-        """Seconds of the next step; None: nothing to do."""
-        self.admit()
-        if not self.running:
-            self.is_stepping = False
-            return None
-        self.is_stepping = True
-        decoding = [s for s in self.running if not s.uncomputed]
-        costs, seconds = self.plan.costs, 0.0
-        self.chunks = self._next_chunks(is_beside_texts=bool(decoding))
-        if decoding:
-            # A step with prompts in it reads the weights once.
-            num_steps = 0 if self.chunks else 1
-            seconds = costs.decode.seconds(num_steps, len(decoding), sum(s.context for s in decoding))
-        if self.chunks:
-            tokens = sum(chunk for _, chunk in self.chunks)
-            pairs = sum(chunk * (2 * s.computed + chunk) / 2 for s, chunk in self.chunks)
-            seconds += costs.local_prefill.seconds(1, tokens, pairs)
-        return seconds * self.plan.mixed_steps if decoding and self.chunks else seconds
-
-    def _next_chunks(self, *, is_beside_texts: bool) -> list[tuple[_Sequence, int]]:
-        """Of the oldest prompts, until the step has enough."""
-        chunks, room = [], self.plan.chunk_size
-        enough = min(self.plan.enough_prompt_tokens or room, room)
-        least_room = room - enough
-        if is_beside_texts:
-            room, least_room = enough, 0
-        for sequence in self.running:
-            if sequence.uncomputed and room > least_room:
-                chunks.append((sequence, min(sequence.uncomputed, room)))
-                room -= chunks[-1][1]
-        return chunks
-
-    def end_step(self, now: float) -> None:
-        decoding = [sequence for sequence in self.running if not sequence.uncomputed]
-        gained = tokens_gained(self.plan.tokens_per_step, len(decoding))
-        for sequence in decoding:
-            sequence.left -= gained
-            sequence.context += gained
-        for sequence, chunk in self.chunks:
-            sequence.uncomputed -= chunk
-            sequence.computed += chunk
-            if not sequence.uncomputed:
-                outcome = sequence.outcome
-                outcome.ttft_s = now - outcome.request.arrival_s
-                sequence.left = outcome.request.output_tokens - 1
-                sequence.context = outcome.request.prompt_tokens
-        ended = [s for s in self.running if not s.uncomputed and s.left <= 0]
-        for sequence in ended:
-            sequence.outcome.e2e_s = now - sequence.outcome.request.arrival_s
-        self.running = [s for s in self.running if s.uncomputed or s.left > 0]
-
-
 def simulate(plan: FleetPlan, requests: Sequence[PlannedRequest]) -> list[Outcome]:
-    """What happens to each request, in their order."""
+    """The outcome of each request, in the order of the requests."""
     simulation = _Simulation(plan, requests)
     simulation.run()
     return simulation.outcomes
 
 
-@dataclass(eq=False)
-class _Prefiller:
-    """A pod that computes one prompt at a time."""
+class _Pod:
+    """A pod of the fleet. Contention slows its clock: `pace` fleet seconds pass in one of its own."""
 
-    job: _Sequence | None = None
-    #: How long its prompt takes alone, and of that what is left, as of `seen_at`.
-    seconds: float = 0.0
-    left_s: float = 0.0
-    seen_at: float = 0.0
-    #: The event of its end has this number; earlier ones no longer count.
-    num_paces: int = 0
+    def __init__(self, model: PodModel) -> None:
+        self._pod = SimulatedPod(model)
+        self._outcomes: dict[Job, Outcome] = {}
+        #: KV tokens of its jobs at their ends.
+        self.load = 0
+        self.pace = 1.0
+        #: The fleet's time and the pod's when the pace last changed.
+        self._fleet_s = self._pod_s = 0.0
+        #: Number of the event of its next change; earlier events are void.
+        self.event = 0
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._outcomes)
+
+    def add(self, outcome: Outcome, job: Job, now: float) -> None:
+        """The job joins when the current step has ended."""
+        self._pod.advance(self._to_pod(now))
+        self._note_times()
+        self._pod.add(job)
+        self._outcomes[job] = outcome
+        self.load += job.kv_tokens
+
+    def set_pace(self, pace: float, now: float) -> None:
+        self._pod_s, self._fleet_s, self.pace = self._to_pod(now), now, pace
+
+    def change_s(self) -> float:
+        return self._to_fleet(self._pod.change_s())
+
+    def run(self) -> list[Outcome]:
+        """Runs to the next change. Returns the outcomes of jobs that ended."""
+        self._pod.run()
+        return self._note_times()
+
+    def _note_times(self) -> list[Outcome]:
+        ended = []
+        for job, outcome in list(self._outcomes.items()):
+            first_s, end_s = self._pod.times(job)
+            if outcome.ttft_s == math.inf:
+                outcome.ttft_s = self._to_fleet(first_s) - outcome.request.arrival_s
+            if end_s < math.inf:
+                outcome.e2e_s = self._to_fleet(end_s) - outcome.request.arrival_s
+                ended.append(outcome)
+                self.load -= job.kv_tokens
+                del self._outcomes[job]
+        return ended
+
+    def _to_pod(self, fleet_s: float) -> float:
+        return self._pod_s + (fleet_s - self._fleet_s) / self.pace
+
+    def _to_fleet(self, pod_s: float) -> float:
+        return self._fleet_s + (pod_s - self._pod_s) * self.pace
 
 
 class _Simulation:
@@ -232,17 +111,15 @@ class _Simulation:
         self._now = 0.0
         self._order = itertools.count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._prompts: deque[_Sequence] = deque()
-        self._prefillers = [_Prefiller() for _ in range(plan.num_prefill)]
+        self._prompts: deque[Outcome] = deque()
+        self._prefillers = [_Pod(plan.prefill_model) for _ in range(plan.num_prefill)]
         self._idle = deque(self._prefillers)
-        self._decoders = [_Decoder(plan) for _ in range(plan.num_decode)]
-        #: How many times as long as alone prompts take now on prefill pods.
-        self._pace = 1.0
+        self._decoders = [_Pod(plan.decode_model) for _ in range(plan.num_decode)]
         for outcome in self.outcomes:
             self._at(outcome.request.arrival_s, partial(self._arrive, outcome))
 
     def run(self) -> None:
-        """Until nothing is left to happen."""
+        """Runs until no event is left."""
         while self._events:
             self._now, _, happen = heapq.heappop(self._events)
             happen()
@@ -252,82 +129,88 @@ class _Simulation:
 
     def _arrive(self, outcome: Outcome) -> None:
         request = outcome.request
-        uncached = request.prompt_tokens - request.cached_tokens
-        if self._plan.num_prefill and not self._is_local(uncached):
-            self._prompts.append(_Sequence(outcome, request.prompt_tokens, request.output_tokens - 1))
+        if self._prefillers and not self._is_local(request.prompt_tokens - request.cached_tokens):
+            self._prompts.append(outcome)
             self._next_prompts()
-            return
-        self._place(_Sequence(outcome, 0, math.inf, uncomputed=uncached, computed=request.cached_tokens))
+        else:
+            self._decode(outcome, request.cached_tokens, request.output_tokens)
 
-    def _is_local(self, uncached: int) -> bool:
-        """Whether the decode pod that takes it would compute the prompt itself."""
+    def _is_local(self, num_uncached: int) -> bool:
+        """Whether a decode pod computes the prompt itself."""
         plan = self._plan
-        is_idle = any(not pod.is_stepping for pod in self._decoders)
-        return uncached < max(plan.local_prefill_tokens, plan.idle_prefill_tokens if is_idle else 0)
+        is_idle = any(not pod.is_busy for pod in self._decoders)
+        return num_uncached < max(plan.local_prefill_tokens, plan.idle_prefill_tokens if is_idle else 0)
 
     def _next_prompts(self) -> None:
         while self._prompts and self._idle:
-            pod = self._idle.popleft()
-            pod.job = self._prompts.popleft()
-            request = pod.job.outcome.request
-            pod.seconds = pod.left_s = self._plan.costs.prefill.prompt_seconds(
-                request.cached_tokens, request.prompt_tokens, self._plan.chunk_size
-            )
-            pod.seen_at = self._now
-            self._expect_end(pod)
+            outcome, pod = self._prompts.popleft(), self._idle.popleft()
+            request = outcome.request
+            job = Job(0.0, request.cached_tokens, request.prompt_tokens, num_tokens=1, context=0)
+            self._start(pod, outcome, job)
 
-    def _expect_end(self, pod: _Prefiller) -> None:
-        pod.num_paces += 1
-        self._at(self._now + pod.left_s * self._pace, partial(self._computed, pod, pod.num_paces))
+    def _decode(self, outcome: Outcome, start: int, num_tokens: int) -> None:
+        """On a decode pod, which computes the prompt from `start` on."""
+        request = outcome.request
+        job = Job(
+            request.arrival_s,
+            start,
+            request.prompt_tokens,
+            num_tokens,
+            context=request.prompt_tokens + request.output_tokens // 2,
+            kv_tokens=request.prompt_tokens + request.output_tokens,
+        )
+        self._start(min(self._decoders, key=lambda pod: pod.load), outcome, job)
 
-    def _set_pace(self) -> None:
-        """Decode pods have begun to compute or ended: running prompts get slower or faster."""
-        is_decoding = any(pod.is_stepping for pod in self._decoders)
-        pace = self._plan.contention.prefill if is_decoding else 1.0
-        if pace == self._pace:
+    def _start(self, pod: _Pod, outcome: Outcome, job: Job) -> None:
+        pod.add(outcome, job, self._now)
+        self._expect_change(pod)
+
+    def _expect_change(self, pod: _Pod) -> None:
+        pod.event += 1
+        if pod.is_busy:
+            self._at(pod.change_s(), partial(self._change, pod, pod.event))
+        self._set_paces()
+
+    def _set_paces(self) -> None:
+        """Pods that share a machine slow each other while those of both roles compute."""
+        contention = self._plan.contention
+        if contention == Contention():
             return
-        before, self._pace = self._pace, pace
-        for pod in self._prefillers:
-            if pod.job is not None:
-                pod.left_s -= (self._now - pod.seen_at) / before
-                pod.seen_at = self._now
-                self._expect_end(pod)
+        for pods, others, slow in (
+            (self._prefillers, self._decoders, contention.prefill),
+            (self._decoders, self._prefillers, contention.decode),
+        ):
+            pace = slow if any(other.is_busy for other in others) else 1.0
+            for pod in pods:
+                if pod.pace != pace:
+                    pod.set_pace(pace, self._now)
+                    self._expect_change(pod)
 
-    def _computed(self, pod: _Prefiller, pace: int) -> None:
-        if pace != pod.num_paces:
+    def _change(self, pod: _Pod, event: int) -> None:
+        if event != pod.event:
             return
-        sequence, pod.job = pod.job, None
-        assert sequence is not None
-        outcome = sequence.outcome
-        outcome.ttft_s = self._now - outcome.request.arrival_s
-        # Layers are sent while later ones are computed: what is left is what the link is too slow for.
-        request, costs = outcome.request, self._plan.costs
-        uncached = request.prompt_tokens - request.cached_tokens
-        sent_s = uncached * costs.kv_bytes_per_token / self._plan.link_bytes_per_s
-        self._at(self._now + max(sent_s - pod.seconds, 0.0), partial(self._received, sequence))
-        self._idle.append(pod)
+        for outcome in pod.run():
+            if pod in self._prefillers:
+                self._send(outcome)
+                self._idle.append(pod)
+        self._expect_change(pod)
         self._next_prompts()
 
-    def _received(self, sequence: _Sequence) -> None:
-        if sequence.left <= 0:  # an answer of one token
-            sequence.outcome.e2e_s = self._now - sequence.outcome.request.arrival_s
-            return
-        self._place(sequence)
+    def _send(self, outcome: Outcome) -> None:
+        """Layers are sent while later ones are computed; a slow link takes longer than the prompt."""
+        request, costs = outcome.request, self._plan.costs
+        sent_s = (
+            (request.prompt_tokens - request.cached_tokens)
+            * costs.kv_bytes_per_token
+            / self._plan.link_bytes_per_s
+        )
+        computed_s = costs.prefill.prompt_seconds(
+            request.cached_tokens, request.prompt_tokens, self._plan.chunk_size
+        )
+        self._at(self._now + max(sent_s - computed_s, 0.0), partial(self._receive, outcome))
 
-    def _place(self, sequence: _Sequence) -> None:
-        decoder = min(self._decoders, key=lambda pod: pod.load)
-        decoder.waiting.append(sequence)
-        if not decoder.is_stepping:
-            self._step(decoder)
-
-    def _step(self, decoder: _Decoder) -> None:
-        seconds = decoder.begin_step()
-        if seconds is not None:
-            if any(pod.job is not None for pod in self._prefillers):
-                seconds *= self._plan.contention.decode
-            self._at(self._now + seconds, partial(self._stepped, decoder))
-        self._set_pace()
-
-    def _stepped(self, decoder: _Decoder) -> None:
-        decoder.end_step(self._now)
-        self._step(decoder)
+    def _receive(self, outcome: Outcome) -> None:
+        request = outcome.request
+        outcome.e2e_s = self._now - request.arrival_s
+        if request.output_tokens > 1:
+            self._decode(outcome, request.prompt_tokens, request.output_tokens - 1)
