@@ -161,7 +161,7 @@ class Sender:
 def _send(target: str, load: Load, first: int, seed: int) -> list[RequestRecord]:
     options = BenchOptions(
         target=target, workload="random", input_tokens=load.prompt, max_tokens=load.output, ignore_eos=True,
-        slo_class=BATCH.name, num_requests=load.count, rate="1",
+        slo_class=BATCH.name, num_requests=load.count, rate=1.0,
     )  # fmt: skip
     requests = RequestMaker(options).make("random", first)
     return send_to(target, options, requests, load.schedule(seed), timeout_s=120.0)

@@ -4,9 +4,9 @@
     python benchmarks/rate_curve.py --only llama.cpp --only Tandem --rates .25,.5,1 --out FILE.md
 
 Each system (peers.py) gets the same chat requests at the same times of a Poisson process, as `tandem bench
-serve` sends them, and its answers are judged by the same objectives. Only Tandem is told the class, so only
+serve` sends them, and its answers are judged by the same objectives. Only Tandem gets the class, so only
 Tandem can refuse a request for it; a refused one counts as missed. The systems take turns at each rate, and
-those that do not have their turn are stopped. `tandem bench report` prints the tables again from `--records`.
+those that do not have their turn are stopped.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import argparse
 import contextlib
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from curves import draw_curves, rate_table
 from peers import Roster, lineup, say, send
 from reporting import describe_objectives, page
-from tandem_cli.bench.options import BenchOptions
-from tandem_cli.bench.plot import draw_curves
+from tandem_cli.bench.options import BenchOptions, Point
 from tandem_cli.bench.records_file import RecordsWriter
-from tandem_cli.bench.report import rate_table
 from tandem_cli.bench.stats import Run, summarise
 from tandem_cli.bench.workload import RequestMaker
 from tandem_core.slo import DEFAULT_SLO_CLASSES
@@ -32,11 +32,21 @@ from tandem_engine import model_loader
 class Sweep:
     """The runs so far, and the files that are written from them."""
 
-    def __init__(self, options: BenchOptions, rounds: int, roster: Roster, out: Path) -> None:
+    def __init__(
+        self,
+        options: BenchOptions,
+        rates: Sequence[float],
+        rounds: int,
+        roster: Roster,
+        out: Path,
+        plot: Path | None,
+    ) -> None:
         self._options = options
+        self._rates = rates
         self._rounds = rounds
         self._roster = roster
         self._out = out
+        self._plot = plot
         self._writer = RecordsWriter(options.output, options.described()) if options.output else None
         self.runs: list[Run] = []
 
@@ -44,7 +54,8 @@ class Sweep:
         """All rates in turn; a system that answers nothing at one of them is left out of the next ones."""
         options = self._options
         maker = RequestMaker(options)
-        cases = [(point, number) for point in options.points() for number in range(self._rounds)]
+        points = [Point(options.workload, rate=rate) for rate in self._rates]
+        cases = [(point, number) for point in points for number in range(self._rounds)]
         for turn, (point, number) in enumerate(cases):
             requests = maker.make(point.workload, turn * maker.num_requests)
             for peer, server in self._roster.turns(turn):
@@ -70,8 +81,8 @@ class Sweep:
         )
         title = "TTFT, TPOT and goodput over the request rate"
         self._out.write_text(page(title, rate_table(self.runs), notes))
-        if options.plot is not None:
-            draw_curves(options.plot, self.runs, options.model)
+        if self._plot is not None:
+            draw_curves(self._plot, self.runs, options.model)
 
 
 def main() -> None:
@@ -97,7 +108,6 @@ def main() -> None:
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # a terminated benchmark ends its peers too
     options = BenchOptions(
-        rate=given.rates,
         num_requests=given.num_requests,
         dataset=given.dataset,
         input_tokens=given.input_tokens,
@@ -106,9 +116,8 @@ def main() -> None:
         slo_class=given.slo_class,
         timeout=given.timeout,
         output=given.records,
-        plot=given.plot,
     )
-    options.points()  # complains before anything starts
+    rates = [float(rate) for rate in given.rates.split(",")]
     model_dir = model_loader.pull(given.model)
     given.out.parent.mkdir(parents=True, exist_ok=True)
     roster = Roster()
@@ -116,7 +125,7 @@ def main() -> None:
         for peer in lineup(model_dir, given.dtype, given.up or [f"--dtype {given.dtype}"]):
             if not given.only or any(part in peer.name for part in given.only):
                 roster.start(peer, stack)
-        sweep = Sweep(options, given.rounds, roster, given.out)
+        sweep = Sweep(options, rates, given.rounds, roster, given.out, given.plot)
         sweep.measure()
     print(given.out.read_text())
 

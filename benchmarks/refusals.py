@@ -47,7 +47,7 @@ LONG_CHARS = 4_000, 16_000
 def prompts(num_chars: int = 0) -> Iterator[Prompt]:
     """No two are equal, so that nothing of their last turns is known. These have so many characters; 0: as in
     the built-in sample."""
-    (first, *_) = RequestMaker(BenchOptions(rate="1", model="", num_requests=1)).make("retail", 0)
+    (first, *_) = RequestMaker(BenchOptions(rate=1.0, model="", num_requests=1)).make("retail", 0)
     turns = first.prompt.messages
     text = " ".join(turn.content for turn in turns)
     text = (text * (num_chars // len(text) + 1))[:num_chars] if num_chars else turns[-1].content

@@ -516,7 +516,7 @@ def plan_of(given: argparse.Namespace) -> Plan:
         configurations = {name: flags for name, _, flags in (text.partition("=") for text in given.config)}
     options = BenchOptions(
         # Any load: the parts have their own.
-        rate="1",
+        rate=1.0,
         model=given.model,
         dataset=given.dataset,
         policy=given.policy,

@@ -19,11 +19,11 @@ from typing import TypeAlias
 from unittest.mock import patch
 
 import structlog
+from curves import pooled_records
 from reporting import markdown_table, write_page
 from slo import add_arguments, plan_of
 from slo_report import SHAPES, kept_promises, neighbours
 from slo_simulated import SimulatedBenchmark, add_machine_arguments, simulator
-from tandem_cli.bench.report import pooled_records
 from tandem_cli.bench.stats import Run, calibration, fairness, refusals
 from tandem_engine import model_loader
 from tandem_gateway.admission import forecast, places, shares

@@ -6,10 +6,9 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from curves import draw_curves, pooled_records
 from reporting import describe_objectives, markdown_table, page
-from tandem_cli.bench.plot import draw_curves
 from tandem_cli.bench.record import OK, RequestRecord
-from tandem_cli.bench.report import pooled_records
 from tandem_cli.bench.stats import (
     Percentiles,
     Run,

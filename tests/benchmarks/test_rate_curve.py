@@ -19,8 +19,7 @@ def test_systems_take_turns_at_each_rate_and_one_that_fails_is_named(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("sys.argv", ["benchmarks/rate_curve.py"])
     options = BenchOptions(
-        model="", rate="30,60", num_requests=3, input_tokens=64, max_tokens=4,
-        output=tmp_path / "r.jsonl", plot=tmp_path / "c.png",
+        model="", num_requests=3, input_tokens=64, max_tokens=4, output=tmp_path / "r.jsonl",
     )  # fmt: skip
     roster = Roster()
     with contextlib.ExitStack() as stack:
@@ -28,7 +27,7 @@ def test_systems_take_turns_at_each_rate_and_one_that_fails_is_named(
         roster.start(peer("once", SERVER.replace("serve_forever()", "handle_request()")), stack)
         roster.start(peer("first", SERVER), stack)
         roster.start(peer("second", SERVER), stack)
-        sweep = Sweep(options, 1, roster, tmp_path / "p.md")
+        sweep = Sweep(options, (30.0, 60.0), 1, roster, tmp_path / "p.md", tmp_path / "c.png")
         sweep.measure()
     order = [(run.point.rate, run.system) for run in sweep.runs]
     assert order == [(30, "once"), (30, "first"), (30, "second"), (60, "second"), (60, "first")]

@@ -29,7 +29,7 @@ from tandem_core.model.tokenizer import Tokenizer
 from tandem_core.slo import DEFAULT_SLO_CLASSES
 from tandem_core.step_cost import StepCost
 
-OPTIONS = BenchOptions(rate="1", model="", ignore_eos=True)
+OPTIONS = BenchOptions(rate=1.0, model="", ignore_eos=True)
 #: 20 ms a token, and 10 ms for each sequence in the batch.
 SPEC = PodSpec(
     prefill=StepCost(per_step=0.01, per_token=0.001), decode=StepCost(per_step=0.02, per_token=0.01)

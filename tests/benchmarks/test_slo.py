@@ -32,7 +32,7 @@ from tandem_core.slo import DEFAULT_SLO_CLASSES
 from tandem_gateway.auth import ApiKeys
 from tandem_proto.v1 import common_pb2
 
-OPTIONS = BenchOptions(rate="1", model="", input_tokens=64, max_tokens=4, timeout=30.0)
+OPTIONS = BenchOptions(rate=1.0, model="", input_tokens=64, max_tokens=4, timeout=30.0)
 PLAN = Plan(
     OPTIONS,
     {"ours": "--ours", "refusing": "--refuse"},

@@ -136,8 +136,8 @@ def test_constraints_are_exact_and_cover_the_dependencies() -> None:
     pinned = {re.sub(r"[-_.]+", "-", line.split("==")[0]).lower(): line.split("==")[1] for line in lines}
     project = PYPROJECT["project"]
     extras = project["optional-dependencies"]
-    # The extra dev contains bench and plot.
-    wanted = [*project["dependencies"], *extras["bench"], *extras["plot"], *extras["dev"]]
+    # The extra dev contains bench.
+    wanted = [*project["dependencies"], *extras["bench"], *extras["dev"]]
     names = {re.sub(r"[-_.]+", "-", re.split(r"[<>=~!\[; ]", want)[0]).lower() for want in wanted}
     # torch's CUDA build demands its own triton, so no single version suits every machine.
     assert names - set(pinned) - {"tandem"} == {"triton"}
@@ -178,8 +178,8 @@ def test_what_the_packages_import_is_declared_as_a_dependency() -> None:
     """A user's installation has no development packages."""
     normal = {re.sub(r"[-_.]+", "-", re.split(r"[<>=~!\[; ]", want)[0]).lower()
               for want in PYPROJECT["project"]["dependencies"]}  # fmt: skip
-    # triton and matplotlib are extras, imported only when needed; the others belong to a declared package.
-    normal |= {"triton", "matplotlib", "pydantic", "pydantic-core"}
+    # triton is an extra, imported only when needed; the others belong to a declared package.
+    normal |= {"triton", "pydantic", "pydantic-core"}
     distributions = packages_distributions()
     packages = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
     own = {Path(package).name for package in packages}

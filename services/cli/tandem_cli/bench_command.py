@@ -16,30 +16,26 @@ app = typer.Typer(help="Measure a running gateway.", no_args_is_help=True)
 @app.command("serve")
 @with_fields(BenchOptions)
 def serve(**given: Any) -> None:
-    """Send requests at a rate or a concurrency; report TTFT, TPOT, ITL, E2EL, goodput and attainment.
-
-    Several values of --rate give a table and curves over the rate, several of --concurrency a table.
-    """
+    """Send requests at a rate or a concurrency; report TTFT, TPOT, ITL, E2EL, goodput and attainment."""
     from tandem_cli.bench.run import run_bench
 
     try:
-        runs = run_bench(BenchOptions(**given))
+        run = run_bench(BenchOptions(**given))
     except BenchError as error:
         fail(str(error), code=2)
-    if not any(run.summary.num_ok for run in runs):
+    if not run.summary.num_ok:
         fail("no request succeeded")
 
 
 @app.command("report")
 def report(
     records: Annotated[Path, typer.Argument(help="What `tandem bench serve --output` wrote.")],
-    plot: Annotated[Path | None, typer.Option(help="Write the PNG here; needs matplotlib.")] = None,
-    report: Annotated[Path | None, typer.Option(help="Write the tables here as Markdown.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write the report here as Markdown.")] = None,
 ) -> None:
-    """Print the tables of a benchmark again, from its records."""
+    """Print the report of a benchmark again, from its records."""
     from tandem_cli.bench.run import report_file
 
     try:
-        report_file(records, plot=plot, report=report)
+        report_file(records, report)
     except BenchError as error:
         fail(str(error), code=2)

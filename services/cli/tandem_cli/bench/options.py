@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
@@ -34,7 +32,7 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """Several values of rate or concurrency make a table."""
+    """The load, the requests, the objectives and the files of a run."""
 
     target: Annotated[
         str | None,
@@ -44,15 +42,7 @@ class BenchOptions:
     ] = None
     ca: CaOption = None
     transport: Annotated[Literal["grpc", "http"], typer.Option(help="Protocol of the requests.")] = "grpc"
-    rate: Annotated[
-        str | None,
-        typer.Option(
-            help="Mean requests per second, or 2x for twice --capacity; several with commas are measured."
-        ),
-    ] = None
-    capacity: Annotated[
-        float | None, typer.Option(min=0.001, help="Requests per second that --rate 1x stands for.")
-    ] = None
+    rate: Annotated[float | None, typer.Option(min=0.001, help="Mean requests per second.")] = None
     burstiness: Annotated[
         float,
         typer.Option(help="Shape of the gaps' gamma distribution: 1 Poisson, 0.25 bursts, inf constant."),
@@ -66,9 +56,7 @@ class BenchOptions:
     rate_scale: Annotated[
         float | None, typer.Option(min=0.000001, help="How many times as fast as recorded; default: 1.")
     ] = None
-    concurrency: Annotated[
-        str | None, typer.Option(help="Requests in flight; several with commas are measured.")
-    ] = None
+    concurrency: Annotated[int | None, typer.Option(min=1, help="Requests in flight.")] = None
     num_requests: Annotated[
         int | None, typer.Option(min=1, help="Requests of a run; default: 32, or those of the trace.")
     ] = None
@@ -123,14 +111,10 @@ class BenchOptions:
         Path | None,
         typer.Option(help="Write every request here as a JSON line; `tandem bench report` reads them."),
     ] = None
-    plot: Annotated[
-        Path | None,
-        typer.Option(help="Write a PNG here, of one run or of curves over --rate; needs matplotlib."),
-    ] = None
-    report: Annotated[Path | None, typer.Option(help="Write the tables here as Markdown.")] = None
+    report: Annotated[Path | None, typer.Option(help="Write the report here as Markdown.")] = None
     api_key: ApiKeyOption = None
 
-    def points(self) -> list[Point]:
+    def point(self) -> Point:
         """Raises BenchError."""
         if self.rate is not None and self.concurrency is not None:
             raise BenchError("give either --rate or --concurrency")
@@ -142,44 +126,13 @@ class BenchOptions:
             raise BenchError("--rate and --rate-scale both say how fast the --trace is replayed; give one")
         if self.trace is not None and self.concurrency is not None:
             raise BenchError("--trace has arrival times; give --rate or --rate-scale, not --concurrency")
-        if self.capacity is not None and not any(name.endswith("x") for name in _names(self.rate or "")):
-            raise BenchError("--capacity is the unit of rates like 2x; give such a --rate, or leave it out")
         if not self.burstiness > 0:
             raise BenchError(f"--burstiness {self.burstiness:g}: give a number above 0, or inf")
         if self.trace is not None and self.burstiness != 1:
             raise BenchError("--trace has arrival times; leave out --burstiness")
-        loads: list[tuple[int | None, float | None]] = [(None, None)]
-        if self.concurrency is not None:
-            names = _names(self.concurrency)
-            if not names or not all(name.isdecimal() and 1 <= int(name) <= 100_000 for name in names):
-                raise BenchError(
-                    f"--concurrency {self.concurrency!r}: give whole numbers from 1 to 100000, with commas"
-                )
-            loads = [(int(name), None) for name in names]
-        elif self.rate is not None:
-            loads = [(None, rate) for rate in self._rates(self.rate)]
         if self.workload not in WORKLOADS:
             raise BenchError(f"--workload {self.workload!r} is unknown; use {', '.join(WORKLOADS)}")
-        return [Point(self.workload, *load) for load in loads]
-
-    def _rates(self, text: str) -> Iterator[float]:
-        names = _names(text)
-        if not names:
-            raise BenchError("--rate is empty; give requests per second")
-        for name in names:
-            try:
-                rate = float(name.removesuffix("x"))
-            except ValueError:
-                rate = math.nan
-            if not 0 < rate < 1e6:
-                raise BenchError(
-                    f"--rate {name!r}: give requests per second above 0, or a multiple of --capacity like 2x"
-                )
-            if name.endswith("x"):
-                if self.capacity is None:
-                    raise BenchError(f"--rate {name}: a multiple needs --capacity, in requests per second")
-                rate *= self.capacity
-            yield rate
+        return Point(self.workload, self.concurrency, self.rate)
 
     def objectives(self, slo_class: str) -> SloTarget:
         """Of a request of this class; "" has only those given. Raises BenchError."""
@@ -222,7 +175,3 @@ class BenchOptions:
         weights = {tenant.name: weight for tenant, weight in self.tenant_weights().items()}
         values["tenants"] = ",".join(f"{name}:{weight:g}" for name, weight in weights.items())
         return {name: str(value) if isinstance(value, Path) else value for name, value in values.items()}
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())

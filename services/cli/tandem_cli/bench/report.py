@@ -1,14 +1,10 @@
-"""Runs as tables and lines for people."""
+"""The figures of a run as text."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
-from statistics import median
+from collections.abc import Sequence
+from dataclasses import astuple
 
-from rich.table import Table
-
-from tandem_cli.bench.options import Point
 from tandem_cli.bench.record import RequestRecord
 from tandem_cli.bench.stats import (
     Percentiles,
@@ -24,21 +20,34 @@ from tandem_cli.bench.stats import (
 
 #: A client that is later than this changes the load that it should make.
 _LATE_S = 0.1
+#: Failed requests whose errors are shown.
+_NUM_ERRORS = 3
 
 
-def latency_table(summary: Summary) -> Table:
-    table = Table("", "mean", "p50", "p90", "p99", box=None, pad_edge=False)
-    rows: tuple[tuple[str, Percentiles | None, float, str], ...] = (
-        ("TTFT", summary.ttft_s, 1.0, "s"),
-        ("TPOT", summary.tpot_s, 1000.0, "ms"),
-        ("ITL", summary.itl_s, 1000.0, "ms"),
-        ("E2EL", summary.e2e_s, 1.0, "s"),
+def run_report(run: Run) -> str:
+    """The figures of a run as Markdown."""
+    records = run.records
+    text = f"{run.point.workload}, {run.point.load()}, {run.system}\n\n"
+    text += f"{_latency_table(run.summary)}\n\n{describe(records, run.summary)}"
+    failed = [record for record in records if not record.is_ok][:_NUM_ERRORS]
+    text += "".join(f"\nrequest {record.index}: {record.status}: {record.error}" for record in failed)
+    if len({record.slo.name for record in records}) > 1 or len({record.tenant for record in records}) > 1:
+        text += f"\n\n{_group_table(records)}"
+    return text
+
+
+def _latency_table(summary: Summary) -> str:
+    rows: tuple[tuple[str, Percentiles | None, float], ...] = (
+        ("TTFT (s)", summary.ttft_s, 1.0),
+        ("TPOT (ms)", summary.tpot_s, 1000.0),
+        ("ITL (ms)", summary.itl_s, 1000.0),
+        ("E2EL (s)", summary.e2e_s, 1.0),
     )
-    for name, values, scale, unit in rows:
-        figures = (values.mean, values.p50, values.p90, values.p99) if values else ()
-        cells = [f"{figure * scale:.3g}" for figure in figures] or ["-"] * 4
-        table.add_row(f"{name} ({unit})", *cells)
-    return table
+    cells = [
+        [name, *(f"{figure * scale:.3g}" for figure in astuple(values))] if values else [name, *"----"]
+        for name, values, scale in rows
+    ]
+    return _table([["", "mean", "p50", "p90", "p99"], *cells])
 
 
 def describe(records: Sequence[RequestRecord], summary: Summary) -> str:
@@ -109,51 +118,19 @@ def _refusal_lines(records: Sequence[RequestRecord]) -> list[str]:
     return lines
 
 
-def has_groups(records: Sequence[RequestRecord]) -> bool:
-    """Whether there are several classes or tenants."""
-    return len({record.slo.name for record in records}) > 1 or len({record.tenant for record in records}) > 1
-
-
-_GROUP_HEAD = (
-    "load", "system", "class or tenant", "sent", "succeeded", "refused", "TTFT s p50 / p99",
-    "TPOT ms p50 / p99", "attainment", "of admitted", "goodput requests/s", "goodput tokens/s",
-)  # fmt: skip
-
-
-def group_table(runs: Sequence[Run]) -> str:
-    """Rows for each class and each tenant, and for both, of each system at each point; rounds are pooled."""
-    rows: list[Sequence[str]] = []
-    for point, system in _points_and_systems(runs):
-        rounds = [run for run in runs if (run.point, run.system) == (point, system)]
-        for name, summary in _groups(pooled_records(rounds)).items():
-            cells = _group_cells(summary)
-            rows.append([point.load(), system, name, *cells])
-    return markdown([_GROUP_HEAD, *rows])
-
-
-def _points_and_systems(runs: Sequence[Run]) -> Iterator[tuple[Point, str]]:
-    """Each that was measured; the systems of every point in the order of the first one."""
-    measured = {(run.point, run.system) for run in runs}
-    systems = list(dict.fromkeys(run.system for run in runs))
-    for point in dict.fromkeys(run.point for run in runs):
-        yield from ((point, system) for system in systems if (point, system) in measured)
-
-
-def pooled_records(rounds: Sequence[Run]) -> list[RequestRecord]:
-    """Of several rounds, as if each had begun when the one before it ended."""
-    records: list[RequestRecord] = []
-    for run in rounds:
-        shift_s = max((record.sent_s + record.e2e_s for record in records), default=0.0)
-        records += [replace(record, sent_s=record.sent_s + shift_s) for record in run.records]
-    return records
-
-
-def _groups(records: Sequence[RequestRecord]) -> dict[str, Summary]:
+def _group_table(records: Sequence[RequestRecord]) -> str:
+    """A row for each class and, of several, for each tenant."""
     classes, tenants = by_class(records), by_tenant(records)
     groups = {f"class {name or '-'}": summary for name, summary in classes.items()}
     if len(tenants) > 1:
         groups |= {f"tenant {name or '-'}": summary for name, summary in tenants.items()}
-    return groups
+    return _table([_GROUP_HEAD, *([name, *_group_cells(summary)] for name, summary in groups.items())])
+
+
+_GROUP_HEAD = (
+    "class or tenant", "sent", "succeeded", "refused", "TTFT s p50 / p99", "TPOT ms p50 / p99", "attainment",
+    "of admitted", "goodput requests/s", "goodput tokens/s",
+)  # fmt: skip
 
 
 def _group_cells(summary: Summary) -> list[str]:
@@ -171,51 +148,13 @@ def _group_cells(summary: Summary) -> list[str]:
     ]
 
 
-_RATE_HEAD = (
-    "workload", "load", "system", "TTFT s p50 / p99", "TPOT ms p50 / p99", "requests/s", "goodput requests/s",
-    "goodput tokens/s", "attainment", "of admitted", "refused", "succeeded",
-)  # fmt: skip
-
-
-def rate_table(runs: Sequence[Run]) -> str:
-    """A row for each system at each rate: medians over rounds; counts are of all rounds."""
-    rows: list[Sequence[str]] = []
-    for point, system in _points_and_systems(runs):
-        here = [run.summary for run in runs if (run.point, run.system) == (point, system)]
-        admitted = [s.attainment_of_admitted for s in here if s.attainment_of_admitted is not None]
-        ttfts = [summary.ttft_s for summary in here if summary.ttft_s]
-        tpots = [summary.tpot_s for summary in here if summary.tpot_s]
-        num_sent = sum(summary.num_sent for summary in here)
-        rows.append(
-            [
-                point.workload,
-                point.load(),
-                system,
-                f"{_median((ttft.p50 for ttft in ttfts), '.2f')} / {_median((t.p99 for t in ttfts), '.2f')}",
-                f"{_median((1e3 * t.p50 for t in tpots), '.1f')} / "
-                f"{_median((1e3 * t.p99 for t in tpots), '.1f')}",
-                _median((summary.requests_per_s for summary in here), ".3g"),
-                _median((summary.goodput_requests_per_s for summary in here), ".3g"),
-                _median((summary.goodput_tokens_per_s for summary in here), ".3g"),
-                _median((summary.attainment for summary in here), ".3f"),
-                _median(admitted, ".3f"),
-                f"{sum(summary.num_refused for summary in here)} of {num_sent}",
-                f"{sum(summary.num_ok for summary in here)} of {num_sent}",
-            ]
-        )
-    return markdown([_RATE_HEAD, *rows])
-
-
 def _pair(values: Percentiles | None, scale: float, form: str) -> str:
     return f"{values.p50 * scale:{form}} / {values.p99 * scale:{form}}" if values else "-"
 
 
-def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """A table whose first row is the head."""
-    lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    """Markdown with aligned columns; the first row is the head."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rows = [rows[0], ["-" * width for width in widths], *rows[1:]]
+    lines = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows)
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _median(values: Iterable[float], form: str) -> str:
-    known = list(values)
-    return format(median(known), form) if known else "-"

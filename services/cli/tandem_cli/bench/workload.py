@@ -166,6 +166,5 @@ def load_trace(options: BenchOptions) -> list[TraceEntry]:
             "to replay"
         )
     recorded = mean_rate(entries)
-    rates = [point.rate for point in options.points() if point.rate is not None]
-    speed = max(rates) / recorded if rates and recorded else options.rate_scale or 1.0
+    speed = options.rate / recorded if options.rate and recorded else options.rate_scale or 1.0
     return [entry for entry in entries if entry.arrival_s / speed < options.timeout]

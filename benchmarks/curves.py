@@ -1,88 +1,68 @@
-"""Pictures: how TTFT and E2E of a run are spread and who ran when; curves over several rates."""
+"""Tables and curves over the request rate, for several systems and rounds."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tandem_core.slo import SloTarget
-
+from reporting import markdown_table
+from tandem_cli.bench.options import Point
 from tandem_cli.bench.record import RequestRecord
 from tandem_cli.bench.stats import Percentiles, Run, Summary
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-_MET, _MISSED, _FAILED = "#2a7f4f", "#d98c21", "#b3261e"
-
-
-def draw(path: Path, records: Sequence[RequestRecord], title: str) -> None:
-    """Write a PNG. Left: shares of TTFT and E2E; middle: of TPOT; the objectives are dashed lines if all
-    requests have the same. Right: the timeline."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure = run_figure(records)
-    figure.suptitle(title)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+_RATE_HEAD = (
+    "workload", "load", "system", "TTFT s p50 / p99", "TPOT ms p50 / p99", "requests/s", "goodput requests/s",
+    "goodput tokens/s", "attainment", "of admitted", "refused", "succeeded",
+)  # fmt: skip
 
 
-def run_figure(records: Sequence[RequestRecord]) -> Figure:
-    from matplotlib import pyplot as plt
-
-    figure: Figure = plt.figure(figsize=(17, 5), constrained_layout=True)
-    seconds, milliseconds, timeline = figure.subplots(1, 3)
-    good = [record for record in records if record.is_ok]
-    slos = {record.slo for record in records}
-    slo = slos.pop() if len(slos) == 1 else SloTarget("")
-    ttft = [record.ttft_s for record in good if record.ttft_s is not None]
-    tpot = [1e3 * record.tpot_s for record in good if record.tpot_s is not None]
-    _draw_shares(seconds, "TTFT", ttft, len(records), slo.ttft_s, "C0")
-    _draw_shares(seconds, "E2E", [record.e2e_s for record in good], len(records), slo.e2e_s, "C1")
-    _draw_shares(milliseconds, "TPOT", tpot, len(records), slo.tpot_s and 1e3 * slo.tpot_s, "C2")
-    for panel, name, unit in ((seconds, "TTFT and E2E", "seconds"), (milliseconds, "TPOT", "milliseconds")):
-        panel.set(title=name, xlabel=unit, ylabel="share of all sent", ylim=(0, 1.02), xlim=(0, None))
-        panel.margins(x=0.05)
-        panel.grid(alpha=0.3)
-        if panel.get_legend_handles_labels()[0]:
-            panel.legend(loc="best")
-    _draw_timeline(timeline, records)
-    return figure
-
-
-def _draw_shares(
-    panel: Axes, label: str, values: Sequence[float], num_sent: int, limit: float | None, colour: str
-) -> None:
-    """Shares of all sent: failures, and answers without the metric, keep the curve below 1."""
-    if values:
-        shares = [(rank + 1) / num_sent for rank in range(len(values))]
-        panel.step([0.0, *sorted(values)], [0.0, *shares], where="post", label=label, color=colour)
-    if limit:
-        panel.axvline(limit, color=colour, linestyle="--", linewidth=1, label=f"{label} objective")
+def rate_table(runs: Sequence[Run]) -> str:
+    """A row for each system at each rate: medians over rounds; counts are of all rounds."""
+    rows: list[Sequence[str]] = []
+    for point, system in points_and_systems(runs):
+        here = [run.summary for run in runs if (run.point, run.system) == (point, system)]
+        admitted = [s.attainment_of_admitted for s in here if s.attainment_of_admitted is not None]
+        ttfts = [summary.ttft_s for summary in here if summary.ttft_s]
+        tpots = [summary.tpot_s for summary in here if summary.tpot_s]
+        num_sent = sum(summary.num_sent for summary in here)
+        rows.append(
+            [
+                point.workload,
+                point.load(),
+                system,
+                f"{_median((ttft.p50 for ttft in ttfts), '.2f')} / {_median((t.p99 for t in ttfts), '.2f')}",
+                f"{_median((1e3 * t.p50 for t in tpots), '.1f')} / "
+                f"{_median((1e3 * t.p99 for t in tpots), '.1f')}",
+                _median((summary.requests_per_s for summary in here), ".3g"),
+                _median((summary.goodput_requests_per_s for summary in here), ".3g"),
+                _median((summary.goodput_tokens_per_s for summary in here), ".3g"),
+                _median((summary.attainment for summary in here), ".3f"),
+                _median(admitted, ".3f"),
+                f"{sum(summary.num_refused for summary in here)} of {num_sent}",
+                f"{sum(summary.num_ok for summary in here)} of {num_sent}",
+            ]
+        )
+    return markdown_table(_RATE_HEAD, rows)
 
 
-def _draw_timeline(panel: Axes, records: Sequence[RequestRecord]) -> None:
-    from matplotlib.patches import Patch
-    from matplotlib.ticker import MaxNLocator
+def points_and_systems(runs: Sequence[Run]) -> Iterator[tuple[Point, str]]:
+    """Measured pairs; the systems of every point in the order of the first point."""
+    measured = {(run.point, run.system) for run in runs}
+    systems = list(dict.fromkeys(run.system for run in runs))
+    for point in dict.fromkeys(run.point for run in runs):
+        yield from ((point, system) for system in systems if (point, system) in measured)
 
-    for row, record in enumerate(records):
-        first_s = record.e2e_s if record.ttft_s is None else record.ttft_s
-        colour = _MET if record.is_met() else _MISSED if record.is_ok else _FAILED
-        panel.barh(row, first_s, left=record.sent_s, color=colour, alpha=0.35, height=0.8)
-        panel.barh(row, record.e2e_s - first_s, left=record.sent_s + first_s, color=colour, height=0.8)
-    # Half a row beyond the first and the last one: a tick stands at requests only.
-    panel.set(xlabel="seconds since the start", ylabel="request", ylim=(-0.5, max(0.5, len(records) - 0.5)))
-    panel.invert_yaxis()
-    panel.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    meanings = ((_MET, "SLO met"), (_MISSED, "SLO missed"), (_FAILED, "failed"))
-    panel.legend(handles=[Patch(color=colour, label=label) for colour, label in meanings])
-    panel.set_title("Timeline, pale until the first token")
+
+def pooled_records(rounds: Sequence[Run]) -> list[RequestRecord]:
+    """The records of several rounds, shifted as if each round began when the previous one ended."""
+    records: list[RequestRecord] = []
+    for run in rounds:
+        shift_s = max((record.sent_s + record.e2e_s for record in records), default=0.0)
+        records += [replace(record, sent_s=record.sent_s + shift_s) for record in run.records]
+    return records
 
 
 def draw_curves(path: Path, runs: Sequence[Run], title: str) -> None:
@@ -155,3 +135,8 @@ def _draw_line(panel: Any, values: Mapping[float, Sequence[float]], colour: str,
     marker = "o" if style == "-" else None
     if points:
         panel.plot(*zip(*points, strict=True), color=colour, linestyle=style, marker=marker)
+
+
+def _median(values: Iterable[float], form: str) -> str:
+    known = list(values)
+    return format(median(known), form) if known else "-"
