@@ -16,7 +16,7 @@ from tandem_proto.v1 import common_pb2
 from typer.testing import CliRunner
 
 ANSWER = Answer(("x", "xx"), common_pb2.Receipt(prompt_tokens=9, output_tokens=3))
-OPTIONS = BenchOptions(model="", rate=60.0, num_requests=6, workload="json", max_tokens=6, timeout=30.0)
+OPTIONS = BenchOptions(model="", rate=60.0, num_requests=6, workload="random", max_tokens=6, timeout=30.0)
 
 
 def rows(table: str) -> list[dict[str, str]]:
@@ -64,7 +64,7 @@ def test_the_command_prints_what_drafts_did() -> None:
     )  # fmt: skip
     with FakeGateway(Answer(("yyyy",), drafted)).serving() as gateway:
         common = ["bench", "serve", "--target", gateway.target, "--num-requests", "1", "--model", ""]
-        result = CliRunner().invoke(app, [*common, "--concurrency", "1", "--workload", "faq"])
+        result = CliRunner().invoke(app, [*common, "--concurrency", "1", "--workload", "random"])
     assert result.exit_code == 0
     assert "speculation 3.00 tokens per step; a guess accepted in 100% of steps" in result.output
 
@@ -168,5 +168,5 @@ def test_a_file_that_holds_no_records_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_point_says_its_load() -> None:
-    loads = [Point("json", 4).load(), Point("json", None, 0.5).load(), Point("json").load()]
+    loads = [Point("random", 4).load(), Point("random", None, 0.5).load(), Point("random").load()]
     assert loads == ["concurrency 4", "0.5 requests/s", "as recorded"]

@@ -18,7 +18,7 @@ from tandem_cli.bench.traces import TraceEntry
 from tandem_cli.bench.workload import RequestMaker, load_trace
 from tandem_core.slo import SloTarget
 
-OPTIONS = BenchOptions(model="", rate=2.0, num_requests=12, max_tokens=50, workload="json")
+OPTIONS = BenchOptions(model="", rate=2.0, num_requests=12, max_tokens=50, workload="random")
 
 
 def make(options: BenchOptions, first: int = 0) -> list[Request]:
@@ -166,8 +166,8 @@ def test_a_trace_is_replayed_at_its_speed_a_multiple_or_a_mean_rate(
 
 def test_without_a_trace_the_load_decides_the_schedule() -> None:
     maker = RequestMaker(replace(OPTIONS, burstiness=0.5, seed=4))
-    assert maker.schedule(Point("json", rate=3.0)) == OpenLoop(3.0, 4, 0.5)
-    assert maker.schedule(Point("json", concurrency=3)) == ClosedLoop(3)
+    assert maker.schedule(Point("random", rate=3.0)) == OpenLoop(3.0, 4, 0.5)
+    assert maker.schedule(Point("random", concurrency=3)) == ClosedLoop(3)
 
 
 @pytest.mark.parametrize(

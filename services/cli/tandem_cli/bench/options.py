@@ -72,7 +72,7 @@ class BenchOptions:
     ] = None
     input_tokens: Annotated[
         int | None,
-        typer.Option(min=16, help="Prompt length of retail, random and copy; of a trace's the longest."),
+        typer.Option(min=16, help="Prompt length; of a trace, the longest."),
     ] = None
     model: Annotated[
         str, typer.Option(help="Model name to request (http needs one); its tokenizer, if here, counts.")

@@ -1,10 +1,7 @@
-"""Chat prompts of five workloads, made from dialogues. Equal seeds give equal prompts.
+"""Chat prompts of two workloads. Equal seeds give equal prompts.
 
     retail     customer-service dialogues after their policy: phrases recur
     random     made-up words, and an answer sampled at temperature 2: nothing recurs
-    copy       a passage to repeat: the answer is in the prompt
-    faq        a few questions, repeated: the answer is in earlier requests
-    json       orders to write as JSON objects: the form of the answer recurs, its values do not
 
 A retail prompt of a given length:
 
@@ -29,7 +26,7 @@ TokenCounter = Callable[[str], int]
 _EARLIER = "\n\n## Earlier conversations\n\n"
 #: English text in common tokenizers.
 _CHARACTERS_PER_TOKEN = 4.0
-#: Tokens of a passage to copy, and of random words, where no length is given.
+#: Tokens of random words, where no length is given.
 _DEFAULT_TOKENS = 160
 _RANDOM_TEMPERATURE = 2.0
 
@@ -141,56 +138,10 @@ def _random(material: Material, index: int) -> Prompt:
     )
 
 
-def _copy(material: Material, index: int) -> Prompt:
-    generator = random.Random(f"copy/{material.seed}/{index}")
-    dialogue = generator.choice(material.dialogues)
-    text = dialogue.as_text()
-    # There are more requests than dialogues, so each starts at another place.
-    start = text.find(" ", generator.randrange(max(len(text) // 2, 1))) + 1
-    passage = cut_to_tokens(text[start:], material.input_tokens or _DEFAULT_TOKENS, material.count)
-    asked = f"Repeat the following text word for word, and write nothing else.\n\n{passage}"
-    return Prompt(f"copy-{dialogue.id}-{index}", (Turn("user", asked),))
-
-
-def _faq(material: Material, index: int) -> Prompt:
-    number = index % len(_QUESTIONS)
-    system = Turn("system", material.policy.strip())
-    return Prompt(f"faq-{number}", (system, Turn("user", _QUESTIONS[number])))
-
-
-def _json(material: Material, index: int) -> Prompt:
-    generator = random.Random(f"json/{material.seed}/{index}")
-    orders = "\n".join(
-        f"{generator.choice(_NAMES)} from {generator.choice(_CITIES)} bought {generator.randint(2, 9)} "
-        f"{generator.choice(_GOODS)} for {generator.randint(5, 400)}.{generator.randint(0, 99):02d} euros."
-        for _ in range(5)
-    )
-    turns = (
-        Turn("user", f"{_TASK}\n\nMia from Bonn bought 2 lamps for 39.90 euros."),
-        Turn("assistant", _EXAMPLE),
-        Turn("user", f"{_TASK}\n\n{orders}"),
-    )
-    return Prompt(f"json-{index}", turns)
-
-
 #: A workload makes the prompt of a request from the material and the request's number.
 WORKLOADS: dict[str, Callable[[Material, int], Prompt]] = {
     "retail": _retail,
     "random": _random,
-    "copy": _copy,
-    "faq": _faq,
-    "json": _json,
 }
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
-_QUESTIONS = (
-    "What can I do if my order has not arrived yet?",
-    "How do I return something, and when do I get my money back?",
-    "Can I still change the address of my order?",
-    "What do you need to know from me before you can help me?",
-)
-_TASK = "Write each order as a JSON object with the keys customer, city, quantity, item and price."
-_EXAMPLE = '[\n  {"customer": "Mia", "city": "Bonn", "quantity": 2, "item": "lamps", "price": 39.90}\n]'
-_NAMES = ("Ada", "Ben", "Chiara", "Deniz", "Emil", "Farah", "Goran", "Hana", "Ines", "Jonas", "Kim", "Lena")
-_CITIES = ("Turin", "Lyon", "Graz", "Porto", "Oslo", "Ghent", "Brno", "Cork", "Malmo", "Split")
-_GOODS = ("tents", "stoves", "packs", "ropes", "mugs", "maps", "boots", "jackets", "lanterns", "mats")
