@@ -75,7 +75,7 @@ FAULTS = [
     ),
     Fault(
         "mounted-file",
-        "/etc/tandem/api-keys/keys.jsonl lies in no volume",
+        "/etc/tandem/api-keys/keys.jsonl is on no volume",
         lambda m: m.container("gateway")["volumeMounts"].pop(),
     ),
     Fault(
@@ -111,7 +111,7 @@ FAULTS = [
         ),
         "tls",
     ),
-    Fault("api-keys", "everyone who reaches it", expose_without_keys, "dev"),
+    Fault("api-keys", "needs no API key", expose_without_keys, "dev"),
     Fault(
         "shared-answers",
         "no Redis",
@@ -119,7 +119,7 @@ FAULTS = [
     ),
     Fault(
         "named-service",
-        "The Service tandem-decoder is not here",
+        "The Service tandem-decoder is not in these manifests",
         lambda m: m.variable("gateway", "TANDEM_DECODE").update(value="k8s://tandem-decoder:51200"),
     ),
     Fault(

@@ -1,4 +1,4 @@
-"""`tandem doctor`: chooses what is examined, and prints the findings."""
+"""`tandem doctor`: chooses the checks, and prints the findings."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def doctor(
     manifests: Annotated[
         Path | None,
         typer.Argument(
-            help="Before: a kustomize folder or rendered manifests; - reads them from stdin. "
-            "Unset: the running system."
+            help="A kustomize folder or rendered manifests; - reads them from stdin. "
+            "Unset: examine the running system."
         ),
     ] = None,
     gateways: Annotated[
@@ -45,7 +45,7 @@ def doctor(
         Path | None, typer.Option(envvar="TANDEM_REDIS_CA_FILE", help="Verifies Redis (rediss://).")
     ] = None,
     state_file: Annotated[
-        Path | None, typer.Option(help="Of `tandem up`; default: run/50051.json in the cache.")
+        Path | None, typer.Option(help="State file of `tandem up`; default: run/50051.json in the cache.")
     ] = None,
     api_key: ApiKeyOption = None,
     ca: CaOption = None,
@@ -57,7 +57,7 @@ def doctor(
     pod_tls_ca: Annotated[Path | None, typer.Option(envvar="TANDEM_POD_TLS_CA", help="Its CA.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as a JSON array.")] = False,
 ) -> None:
-    """Say what is wrong with an installation, where, and the remedy. Exit code 1: something is."""
+    """Find faults of an installation: what, where and the remedy. Exit code 1: errors were found."""
     if manifests is not None:
         if gateways or state_file:
             fail("give manifests, or --gateway or --state-file for a running system", code=2)
@@ -128,7 +128,7 @@ async def _after(asking: Awaitable[System]) -> list[Finding]:
 
 
 def report(findings: Sequence[Finding]) -> str:
-    """For people: errors first."""
+    """The findings as text, errors first."""
     if not findings:
         return "nothing found"
     ordered = sorted(findings, key=lambda one: one.severity != "error")

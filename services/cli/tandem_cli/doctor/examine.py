@@ -1,4 +1,4 @@
-"""All checks of manifests, and of a running system: what it says, then what trials show."""
+"""Runs all checks of manifests, or all checks and trials of a running system."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MANIFEST_CHECKS = (*READABLE_CHECKS, *SETTINGS_CHECKS, *LIFECYCLE_CHECKS)
 
 
 def examine_manifests(objects: Objects) -> list[Finding]:
-    """Settings that cannot be read end the examination: other checks need their values."""
+    """Stops after settings that cannot be read, because other checks need their values."""
     findings = run_checks(READABLE_CHECKS, objects)
     if any(one.check == "refused-setting" for one in findings):
         return findings
@@ -27,7 +27,7 @@ def examine_manifests(objects: Objects) -> list[Finding]:
 
 
 async def examine_system(system: System) -> list[Finding]:
-    """Trials run one after the other: they are short, and a busy system should not notice them."""
+    """Runs trials one after the other, so that they add little load."""
     trials = [_named(probe, finding) for probe in PROBES async for finding in probe(system)]
     return run_checks(SYSTEM_CHECKS, system) + trials
 

@@ -1,4 +1,4 @@
-"""What a check finds: what is wrong, where, and the remedy, a sentence each."""
+"""The result of a check: the fault, its place and its remedy, a sentence each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from enum import StrEnum
 class Severity(StrEnum):
     #: Something does not work, or will not.
     ERROR = "error"
-    #: It works, but an operator should know.
+    #: The system works, but an operator should know.
     WARNING = "warning"
 
 

@@ -1,4 +1,4 @@
-"""Of manifests: what cuts answers short, kills a pod that loads, or leaves no room for the model."""
+"""Checks of manifests for drains, grace periods, probes and the size of the model volume."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from kubernetes.utils.quantity import parse_quantity
 from tandem_cli.doctor.finding import Finding
 from tandem_cli.doctor.manifests import Objects, Workload, at
 
-#: A process without a model is there after this time.
+#: A process without a model starts within this time.
 _START_S = 10.0
-#: Of a model's weights that are read and converted at the first start, on a slow disk.
+#: Rate at which a slow disk reads and converts weights at the first start.
 _LOAD_BYTES_PER_S = 50e6
-#: Of a model's file: the file, and the weights as converted from it, which may be larger.
+#: Disk space per byte of the model's file: the file and the converted weights, which may be larger.
 _DISK_FACTOR = 2.0
 
 
 def grace_period(objects: Objects) -> Iterator[Finding]:
-    """SIGKILL does not come before the drain has ended."""
+    """The grace period is longer than the drain."""
     for workload in objects.workloads:
         if not workload.role:
             continue
@@ -37,7 +37,7 @@ def grace_period(objects: Objects) -> Iterator[Finding]:
 
 
 def pre_stop(objects: Objects) -> Iterator[Finding]:
-    """Callers learn that a pod leaves before it refuses calls."""
+    """Callers learn that a pod stops before it refuses calls."""
     for workload in objects.of_role("gateway") + objects.of_role("decode") + objects.of_role("prefill"):
         if not _pre_stop_s(workload):
             yield Finding(
@@ -73,7 +73,7 @@ def startup_probe(objects: Objects) -> Iterator[Finding]:
 
 
 def readiness(objects: Objects) -> Iterator[Finding]:
-    """The kubelet can ask a pod that speaks mutual TLS."""
+    """The kubelet can probe a pod that uses mutual TLS."""
     for workload in objects.workloads:
         is_grpc = at(workload.container, "readinessProbe", "grpc") is not None
         if workload.role and is_grpc and workload.setting("pod_tls_cert"):
@@ -85,8 +85,10 @@ def readiness(objects: Objects) -> Iterator[Finding]:
 
 
 def model_volume(objects: Objects) -> Iterator[Finding]:
-    """The volume with the model holds it, and so do limits of ephemeral storage: a pod that writes more is
-    evicted. Models that are not in the catalogue are not judged."""
+    """The model fits on its volume and into limits of ephemeral storage, beyond which a pod is evicted.
+
+    Models that are not in the catalogue are skipped.
+    """
     for workload in objects.of_role("decode") + objects.of_role("prefill"):
         volume, model = _model_volume(workload), workload.known_model
         if volume is None or model is None:
@@ -115,7 +117,7 @@ def _model_volume(workload: Workload) -> Any | None:
 
 
 def _room(objects: Objects, volume: Any) -> tuple[str, Any]:
-    """A quantity; None: without a limit, or not known."""
+    """The volume's name and its size; None: unlimited or unknown."""
     if name := at(volume, "persistentVolumeClaim", "claimName"):
         claim = objects.find("PersistentVolumeClaim", name)
         return f"claim {name}", at(claim, "spec", "resources", "requests", "storage")

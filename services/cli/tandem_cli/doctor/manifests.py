@@ -1,5 +1,4 @@
-"""Kubernetes objects, from rendered manifests or a kustomize folder, and the workloads among them with their
-settings."""
+"""Kubernetes objects of rendered manifests or a kustomize folder, and the workloads with their settings."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ class ManifestError(Exception):
 
 
 def at(node: Any, *path: str) -> Any:
-    """What a part of a manifest has under these keys, one in the other; None: nothing."""
+    """The value under nested keys of a manifest; None if a key is absent."""
     for key in path:
         node = node.get(key) if isinstance(node, dict) else None
     return node
@@ -45,13 +44,13 @@ def at(node: Any, *path: str) -> Any:
 
 @dataclass(frozen=True)
 class Workload:
-    """A Deployment or StatefulSet, and its container that runs a program of Tandem, or else the first."""
+    """A Deployment or StatefulSet, and its container that runs a program of Tandem (else its first)."""
 
     object: Any
     #: "gateway", "decode", "prefill", "lookahead"; "" for another program, such as Redis.
     role: str
-    #: Of the container, with the flags of its command as variables. `<secret NAME/KEY>` stands for a Secret's
-    #: value, `<FIELD>` for a field of the pod.
+    #: Variables of the container; flags of its command are converted to variables. `<secret NAME/KEY>` stands
+    #: for a Secret's value, `<FIELD>` for a field of the pod.
     environment: Mapping[str, str]
 
     @property
@@ -80,11 +79,11 @@ class Workload:
 
     @property
     def num_gpus(self) -> int:
-        """Of each pod."""
+        """GPUs of each pod."""
         return int(at(self.container, "resources", "limits", GPU) or 0)
 
     def setting(self, field: str) -> str:
-        """Its value, or the default's text."""
+        """The text of a setting, or of its default."""
         value = self.environment.get(ENV_PREFIX + field.upper())
         if value is not None:
             return value
@@ -92,7 +91,7 @@ class Workload:
         return "" if default is None else str(default)
 
     def number(self, field: str) -> float:
-        """That of a setting; the default where it is none, or not known here."""
+        """The number of a setting; the default if it is not a number or not known here."""
         try:
             return float(self.setting(field))
         except ValueError:
@@ -100,12 +99,12 @@ class Workload:
 
     @property
     def model(self) -> str:
-        """Name of its model: the folder's; "": none is set."""
+        """Name of the model's folder; "" if none is set."""
         return Path(self.environment.get(f"{ENV_PREFIX}MODEL", "")).name
 
     @property
     def known_model(self) -> CatalogueEntry | None:
-        """None: its size is not known here."""
+        """The model's catalogue entry; None if the model is not in the catalogue."""
         return catalogue().get(self.model)
 
 
@@ -116,12 +115,12 @@ class Objects:
         self._objects = tuple(objects)
 
     def of(self, kind: str) -> list[Any]:
-        """Of the built-in kind."""
+        """Objects of a built-in kind."""
         versions = ("v1", "apps/v1")
         return [one for one in self._objects if one["kind"] == kind and one["apiVersion"] in versions]
 
     def find(self, kind: str, name: str) -> Any:
-        """None: it is not here."""
+        """The object; None if it is not in the manifests."""
         return next((one for one in self.of(kind) if at(one, "metadata", "name") == name), None)
 
     @cached_property
@@ -161,7 +160,7 @@ class Objects:
 
 
 def _flags(words: Sequence[str]) -> dict[str, str]:
-    """As variables: `--max-batch 8`, `--max-batch=8`, `--insecure`."""
+    """The variables of flags such as `--max-batch 8`, `--max-batch=8`, `--insecure`."""
     found = {}
     for word, following in pairwise([*words, "--"]):
         if word.startswith("--"):
@@ -177,7 +176,7 @@ def _words(container: Any) -> list[str]:
 
 
 def _role_of(container: Any) -> str:
-    """By the program that it runs."""
+    """The role of the program that the container runs."""
     program = Path((_words(container) or [""])[0]).name
     role = program.removeprefix("tandem-")
     return role if program != role and role in SETTINGS else ""
@@ -189,7 +188,7 @@ def _main_container(workload: Any) -> Any:
 
 
 def read_manifests(path: Path) -> Objects:
-    """Of a folder with a kustomization.yaml, of a YAML file, or of "-", stdin. Raises ManifestError."""
+    """Reads a folder with a kustomization.yaml, a YAML file, or stdin for "-". Raises ManifestError."""
     try:
         if str(path) == "-":
             return parse(yaml.safe_load_all(sys.stdin.read()))
@@ -204,11 +203,11 @@ def read_manifests(path: Path) -> Objects:
 
 
 def _kustomize(folder: Path) -> str:
-    beside = Path(sys.executable).parent / "kubectl"
-    kubectl = str(beside) if beside.exists() else shutil.which("kubectl")
+    local = Path(sys.executable).parent / "kubectl"
+    kubectl = str(local) if local.exists() else shutil.which("kubectl")
     if kubectl is None:
         raise ManifestError(
-            f"no kubectl in PATH, which renders the folder {folder}; install it, or give rendered manifests"
+            f"kubectl, which renders {folder}, is not in PATH; install it, or give rendered manifests"
         )
     try:
         rendered = subprocess.run(

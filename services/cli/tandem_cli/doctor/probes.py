@@ -1,8 +1,8 @@
-"""Of a running system: what only a trial shows. Each probe sends small requests of its own.
+"""Trials of a running system: each probe sends small requests of its own.
 
-certificates    the certificate that each pod shows
-kv_path         a prompt through each prefill and decode pod, and the same without a prefill pod
-redis_rights    the commands that gateways and the lookahead service send, on keys of its own
+certificates    the certificate that each pod presents
+kv_path         a prompt through each prefill and decode pod, compared with the decode pod alone
+redis_rights    the commands that gateways and the lookahead service send, on the probe's own keys
 shared_answers  an answer of one gateway, resumed at another
 """
 
@@ -28,14 +28,14 @@ from tandem_service.redis_client import NO_ANSWER, connect, is_cluster
 from tandem_service.tls import PodTls, Role, is_due
 
 from tandem_cli.doctor.finding import Finding, Severity
-from tandem_cli.doctor.system import Gateway, Pod, System, said_by
+from tandem_cli.doctor.system import Gateway, Pod, System, describe_error
 
 Probe = Callable[[System], AsyncIterator[Finding]]
 
 _CONNECT_TIMEOUT_S = 5.0
-#: Of a whole request, on a slow and busy machine.
+#: Time limit of a request on a slow and busy machine.
 _REQUEST_TIMEOUT_S = 60.0
-#: A gateway writes an answer to Redis beside the stream.
+#: A gateway writes an answer to Redis after it has sent it.
 _STORE_WAIT_S, _STORE_LOOKS = 0.2, 10
 #: Ordinary tokens in every vocabulary.
 _TOKENS = range(10, 90)
@@ -43,7 +43,7 @@ _ANSWER_TOKENS = 4
 
 
 async def certificates(system: System) -> AsyncIterator[Finding]:
-    """Handshakes in which a failure already is a finding of `reachable` are left out."""
+    """Certificates have a third of their time left. Failed handshakes are findings of `reachable`."""
     tls = system.access.tls
     if tls is None:
         return
@@ -52,7 +52,7 @@ async def certificates(system: System) -> AsyncIterator[Finding]:
             continue
         try:
             not_before, not_after = await asyncio.to_thread(_validity, pod, tls)
-        except (OSError, TimeoutError):  # its status came a moment before
+        except (OSError, TimeoutError):  # the pod answered a moment ago
             continue
         if is_due(not_before, not_after):
             yield Finding(
@@ -64,7 +64,7 @@ async def certificates(system: System) -> AsyncIterator[Finding]:
 
 
 def _validity(pod: Pod, tls: PodTls) -> tuple[datetime.datetime, datetime.datetime]:
-    """Of the certificate that the pod shows. Raises OSError."""
+    """Start and end of the validity of the pod's certificate. Raises OSError."""
     from cryptography import x509
 
     target = parse_target(pod.target)
@@ -78,14 +78,14 @@ def _validity(pod: Pod, tls: PodTls) -> tuple[datetime.datetime, datetime.dateti
 
 
 async def kv_path(system: System) -> AsyncIterator[Finding]:
-    """Each prefill and each decode pod is in at least one trial; not each pair of them."""
+    """KV arrives and is exact. Each prefill pod and each decode pod takes part in at least one trial."""
     prefills = [pod for pod in system.of(Role.PREFILL) if pod.is_serving]
     decodes = [pod for pod in system.of(Role.DECODE) if pod.is_serving]
     if not prefills or not decodes:
         return
     for index in range(max(len(prefills), len(decodes))):
         prefill, decode = prefills[index % len(prefills)], decodes[index % len(decodes)]
-        if prefill.status.kv_layout == decode.status.kv_layout:  # else said by the check kv_layout
+        if prefill.status.kv_layout == decode.status.kv_layout:  # else a finding of kv_layout
             for finding in await _try_pair(system, prefill, decode):
                 yield finding
 
@@ -106,7 +106,7 @@ async def _try_pair(system: System, prefill: Pod, decode: Pod) -> list[Finding]:
         remedy = "Read the decode pod's log."
         if error.code() in (grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNAUTHENTICATED):
             remedy = "Give the certificate of a gateway: only gateways may send requests to decode pods."
-        return [Finding(where, f"The trial failed: {said_by(error)}.", remedy)]
+        return [Finding(where, f"The trial failed: {describe_error(error)}.", remedy)]
     if receipt.prefill_pod != prefill.status.pod_id or not receipt.transfer_bytes:
         what = f"the decode pod computed the prompt itself ({receipt.prefill_retries} failed attempts)."
         remedy = (
@@ -125,7 +125,7 @@ async def _try_pair(system: System, prefill: Pod, decode: Pod) -> list[Finding]:
 async def _decode(
     system: System, pod: Pod, prompt: Sequence[int], targets: Sequence[str]
 ) -> tuple[common_pb2.Receipt, str]:
-    """The receipt and the tokens' digest. Raises AioRpcError."""
+    """The receipt and a digest of the tokens. Raises AioRpcError."""
     request = decode_pb2.DecodeRequest(
         request_id=f"doctor-{secrets.token_hex(8)}",
         # Two tenants, so that the second trial does not find the first one's prompt in the prefix cache.
@@ -150,7 +150,7 @@ async def _decode(
 
 
 async def redis_rights(system: System) -> AsyncIterator[Finding]:
-    """Patterns of keys, and commands, of tandem_gateway.answers.answer_store and tandem_lookahead.store."""
+    """Redis permits what tandem_gateway.answers.answer_store and tandem_lookahead.store need."""
     if system.redis is None:
         return
     where = f"Redis {_without_password(system.redis.url)}"
@@ -160,7 +160,7 @@ async def redis_rights(system: System) -> AsyncIterator[Finding]:
         yield Finding(
             where,
             f"It does not answer: {_first_line(error)}.",
-            "Start it, let this machine through to it, or correct the URL, its password and --redis-ca-file.",
+            "Start it, let this machine reach it, or correct the URL, its password and --redis-ca-file.",
         )
         return
     try:
@@ -173,7 +173,7 @@ async def redis_rights(system: System) -> AsyncIterator[Finding]:
         if (policy := await _eviction_policy(client)) not in ("", "noeviction"):
             yield Finding(
                 where,
-                f"Its maxmemory-policy is {policy}, which drops text and answers in silence.",
+                f"Its maxmemory-policy is {policy}, which drops text and answers without an error.",
                 "Set maxmemory-policy to noeviction.",
                 Severity.WARNING,
             )
@@ -184,7 +184,7 @@ async def redis_rights(system: System) -> AsyncIterator[Finding]:
 
 
 async def _refused(client: Any) -> AsyncIterator[str]:
-    """Raises what NO_ANSWER lists, when it is not a refusal."""
+    """Commands that Redis refuses. Raises the errors of NO_ANSWER."""
     name = f"doctor:{secrets.token_hex(8)}"
     script = "return redis.call('HSET', KEYS[1], 'owner', ARGV[1])"
     trials: tuple[tuple[str, Callable[[str], Awaitable[object]]], ...] = (
@@ -218,13 +218,13 @@ async def _delete(client: Any, key: str) -> None:
 
 
 def _is_refusal(error: RedisError) -> bool:
-    """A script's refusal is a plain ResponseError, told by its text."""
+    """A script's refusal is a plain ResponseError, which only its text distinguishes."""
     kinds = (NoPermissionError, ReadOnlyError, OutOfMemoryError)
     return isinstance(error, kinds) or "permission" in str(error).lower()
 
 
 async def _eviction_policy(client: Any) -> str:
-    """ "" where it may not be asked, or a cluster has several."""
+    """Redis' maxmemory-policy; "" if it may not be read, or a cluster has several."""
     if is_cluster(client):
         return ""
     with contextlib.suppress(RedisError):
@@ -244,14 +244,14 @@ async def shared_answers(system: System) -> AsyncIterator[Finding]:
                 yield Finding(
                     where,
                     f"An answer of {first.target} cannot be resumed at {second.target}.",
-                    "Give all gateways one --redis-url, or --resume-ttl-s 0 if nobody resumes.",
+                    "Give all gateways one --redis-url, or --resume-ttl-s 0 to disable resuming.",
                 )
         except grpc.aio.AioRpcError as error:
-            yield Finding(where, f"The trial failed: {said_by(error)}.", "Read the gateway's log.")
+            yield Finding(where, f"The trial failed: {describe_error(error)}.", "Read the gateway's log.")
 
 
 async def _first_event(system: System, gateway: Gateway) -> str:
-    """Of a whole short answer; "" where the gateway keeps none. Raises AioRpcError."""
+    """Id of the first event of a complete short answer; "" if the gateway keeps none. Raises AioRpcError."""
     request = gateway_pb2.GenerateRequest(
         text="a",
         sampling=common_pb2.SamplingParams(max_tokens=_ANSWER_TOKENS, temperature=0.0, ignore_eos=True),

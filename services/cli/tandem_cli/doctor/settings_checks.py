@@ -1,4 +1,4 @@
-"""Of manifests: settings that a pod would refuse or not read, and settings that contradict others."""
+"""Checks of manifests for settings that a pod refuses or ignores, and for contradictions between settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CERTIFICATES = ("pod_tls_cert", "pod_tls_key", "pod_tls_ca")
 
 
 def unknown_setting(objects: Objects) -> Iterator[Finding]:
-    """A process does not read a variable that it does not know, and says nothing."""
+    """Each variable is a setting; processes ignore unknown variables without a message."""
     for workload in _tandem(objects):
         known = {ENV_PREFIX + field.upper() for field in SETTINGS[workload.role].model_fields}
         for name in workload.environment:
@@ -47,18 +47,18 @@ def refused_setting(objects: Objects) -> Iterator[Finding]:
                 if _is_unknown(workload, one["type"], one["input"]):
                     continue
                 field = ENV_PREFIX + str(one["loc"][0]).upper() if one["loc"] else ""
-                said = one["msg"].removeprefix("Value error, ")
+                reason = one["msg"].removeprefix("Value error, ")
                 yield Finding(
                     f"{workload.where}, {field or 'settings'}",
-                    f"tandem-{workload.role} would not start: {said}.",
-                    f"Give {field} such a value in the settings of {workload.role} pods."
+                    f"tandem-{workload.role} would not start: {reason}.",
+                    f"Correct {field} in the settings of {workload.role} pods."
                     if field
                     else "Change the settings it names.",
                 )
 
 
 def _is_unknown(workload: Workload, kind: str, given: object) -> bool:
-    """Whether the value is, or may be, one that is not in the manifests: a Secret's, a field of the pod."""
+    """Whether the value may not be in the manifests, as that of a Secret or of a field of the pod."""
     has_secrets = any("secretRef" in source for source in workload.container.get("envFrom") or ())
     if kind in ("missing", "value_error") and has_secrets:
         return True
@@ -67,7 +67,7 @@ def _is_unknown(workload: Workload, kind: str, given: object) -> bool:
 
 @cache
 def _without_environment(cls: type[CommonSettings]) -> type[CommonSettings]:
-    """The same settings, read from nothing but arguments: not from the variables of this process."""
+    """The settings class without this process's environment variables as a source."""
 
     class Given(cls):  # type: ignore[misc, valid-type]
         @classmethod
@@ -83,7 +83,7 @@ def _without_environment(cls: type[CommonSettings]) -> type[CommonSettings]:
 
 
 def mounted_file(objects: Objects) -> Iterator[Finding]:
-    """A file that a setting names lies in a volume."""
+    """Each file that a setting names is on a mounted volume."""
     for workload in _tandem(objects):
         mounts = [PurePosixPath(mount["mountPath"]) for mount in workload.container.get("volumeMounts") or ()]
         for field, info in SETTINGS[workload.role].model_fields.items():
@@ -96,7 +96,7 @@ def mounted_file(objects: Objects) -> Iterator[Finding]:
             ):
                 yield Finding(
                     f"{workload.where}, {ENV_PREFIX}{field.upper()}",
-                    f"{path} lies in no volume that the container mounts.",
+                    f"{path} is on no volume that the container mounts.",
                     "Mount the volume with the file, or correct the path.",
                 )
 
@@ -115,7 +115,7 @@ def one_model(objects: Objects) -> Iterator[Finding]:
 
 
 def pulled_model(objects: Objects) -> Iterator[Finding]:
-    """The model that a pod loads is the one that its init container pulls."""
+    """A pod loads the model that its init container pulls."""
     for workload in _tandem(objects):
         for container in workload.pod.get("initContainers") or ():
             command = [*(container.get("command") or ()), *(container.get("args") or ())]
@@ -176,7 +176,7 @@ def api_keys(objects: Objects) -> Iterator[Finding]:
         if is_public and not gateway.setting("api_keys_file"):
             yield Finding(
                 gateway.where,
-                "Its Service is open to other networks, and everyone who reaches it may use the model.",
+                "Its Service is open to other networks and needs no API key.",
                 "Set TANDEM_API_KEYS_FILE, or make the Service a ClusterIP.",
                 Severity.WARNING,
             )
@@ -193,8 +193,8 @@ def shared_answers(objects: Objects) -> Iterator[Finding]:
         ):
             yield Finding(
                 f"{gateway.where}, TANDEM_REDIS_URL",
-                "There are several gateways and no Redis, so an answer is resumed at its own gateway alone.",
-                "Set TANDEM_REDIS_URL, or TANDEM_RESUME_TTL_S=0 if nobody resumes.",
+                "There are several gateways and no Redis, so only an answer's own gateway can resume it.",
+                "Set TANDEM_REDIS_URL, or TANDEM_RESUME_TTL_S=0 to disable resuming.",
             )
 
 
@@ -207,8 +207,8 @@ _ADDRESSES = {
 
 
 def named_service(objects: Objects) -> Iterator[Finding]:
-    """The names in settings are Services with pods that listen there. IP addresses and hosts of other domains
-    are not judged."""
+    """Host names in settings are Services with pods that listen on the port. IP addresses and hosts of other
+    domains are skipped."""
     for workload in objects.workloads:
         for setting in _ADDRESSES.get(workload.role, ()):
             for text in workload.setting(setting).split(","):
@@ -228,8 +228,7 @@ def _named_service(objects: Objects, workload: Workload, setting: str, text: str
     if not targets:
         yield Finding(
             where,
-            f"The Service {name} {'selects no pod' if service else 'is not'} here, so nothing is found under "
-            "this name.",
+            f"The Service {name} {'selects no pod of' if service else 'is not in'} these manifests.",
             "Name a Service of these manifests, or correct its selector.",
         )
     for target in targets:
@@ -251,7 +250,7 @@ def _named_service(objects: Objects, workload: Workload, setting: str, text: str
 
 
 def _address(setting: str, text: str) -> tuple[str, int, bool]:
-    """Host, port, and whether the API server is asked for the pods behind it. Raises ValueError."""
+    """Host, port, and whether pods are discovered through the API server. Raises ValueError."""
     if text in ("", "()"):
         return "", 0, False
     if setting == "redis_url":

@@ -1,6 +1,6 @@
-"""A running system, as its processes describe themselves: asked once, then examined.
+"""The status that the processes of a running system report, read once before the checks.
 
-Its gateways name the pods; or the state file of `tandem up` names all processes.
+The gateways name the pods, or the state file of `tandem up` names all processes.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class Access:
-    """With what the system is asked."""
+    """Credentials for calls to the system."""
 
-    #: Towards pods; None: plaintext.
+    #: For calls to pods; None: plaintext.
     tls: PodTls | None = None
-    #: Of the gateways' public ports; None: the system's authorities for https://, else plaintext.
+    #: Verifies the gateways' public ports; None: the system's authorities for https://, else plaintext.
     ca_file: Path | None = None
     api_key: str | None = None
 
@@ -53,7 +53,7 @@ class Access:
 
 @dataclass(frozen=True)
 class Clock:
-    """By how much the answering clock is ahead, give or take half the round trip."""
+    """Offset of the remote clock; the error is at most half the round trip."""
 
     ahead_s: float
     uncertainty_s: float
@@ -110,11 +110,11 @@ class System:
     gateways: tuple[Gateway, ...]
     pods: tuple[Pod, ...]
     lookahead: tuple[Lookahead, ...] = ()
-    #: None: none is known.
+    #: None if no address is known.
     redis: RedisAddress | None = None
 
     def of(self, role: Role) -> list[Pod]:
-        """Those that answered."""
+        """Pods of the role that answered."""
         return [pod for pod in self.pods if pod.role is role and not pod.error]
 
     @property
@@ -129,7 +129,7 @@ async def ask_by_gateways(
     lookahead: Sequence[str] = (),
     pods: Sequence[tuple[str, str]] | None = None,
 ) -> System:
-    """`pods`: role and address of each; None: those that the gateways name."""
+    """Reads the status of all processes. `pods`: role and address of each; None: as gateways report."""
     gateways = await asyncio.gather(*(_ask_gateway(target, access) for target in targets))
     if pods is None:
         pods = sorted({(pod.role, pod.target) for gateway in gateways for pod in gateway.fleet.pods})
@@ -139,7 +139,7 @@ async def ask_by_gateways(
 
 
 async def ask_by_state(record: FleetRecord, access: Access) -> System:
-    """The processes of `tandem up`."""
+    """Reads the processes of `tandem up`."""
 
     def targets(role: Role) -> list[str]:
         return [f"{record.host}:{pod.ports['grpc']}" for pod in record.pods if pod.role == role]
@@ -169,7 +169,7 @@ async def _ask_gateway(target: str, access: Access) -> Gateway:
             clock = _clock(began_at, fleet.unix_seconds)
             return Gateway(target, fleet, listed.models[0] if listed.models else model, clock)
     except grpc.aio.AioRpcError as error:
-        return Gateway(target, fleet, model, error=said_by(error))
+        return Gateway(target, fleet, model, error=describe_error(error))
 
 
 async def _ask_pod(role: Role, target: str, access: Access) -> Pod:
@@ -183,7 +183,7 @@ async def _ask_pod(role: Role, target: str, access: Access) -> Pod:
             is_serving = health.status == health_pb2.HealthCheckResponse.SERVING
             return Pod(role, target, status, is_serving, _clock(began_at, status.unix_seconds))
     except grpc.aio.AioRpcError as error:
-        return Pod(role, target, common_pb2.PodStatus(), error=said_by(error))
+        return Pod(role, target, common_pb2.PodStatus(), error=describe_error(error))
 
 
 async def _status(role: Role, channel: grpc.aio.Channel) -> common_pb2.PodStatus:
@@ -209,18 +209,18 @@ async def _ask_lookahead(target: str, access: Access) -> Lookahead:
             )
             return Lookahead(target, status)
     except grpc.aio.AioRpcError as error:
-        return Lookahead(target, lookahead_pb2.GetLookaheadStatusResponse(), said_by(error))
+        return Lookahead(target, lookahead_pb2.GetLookaheadStatusResponse(), describe_error(error))
 
 
 def _clock(began_at: float, theirs: float) -> Clock | None:
-    """None: the software is older than this field."""
+    """The clock's offset; None if the process is too old to send its time."""
     ended_at = time.time()
     if not theirs:
         return None
     return Clock(theirs - (began_at + ended_at) / 2, (ended_at - began_at) / 2)
 
 
-def said_by(error: grpc.aio.AioRpcError) -> str:
-    """In one line, without a stop."""
+def describe_error(error: grpc.aio.AioRpcError) -> str:
+    """The error's code and the first line of its details, without a full stop."""
     details = (error.details() or "").splitlines() or [""]
     return f"{error.code().name}: {details[0].rstrip('.')}"

@@ -1,4 +1,4 @@
-"""Of a running system: what its processes say about themselves."""
+"""Checks of the status that the processes of a running system report."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tandem_service.tls import Role
 from tandem_cli.doctor.finding import Finding, Severity
 from tandem_cli.doctor.system import Gateway, Lookahead, Pod, System
 
-#: Of the request that every class should serve in time: a short question and a short answer.
+#: Size of a short request that every SLO class should serve in time.
 _PROMPT_TOKENS, _ANSWER_TOKENS = 256, 32
-#: Spans of a trace seem to end before they begin; certificates fail much later.
+#: Beyond this offset spans of a trace appear to end before they begin; certificates tolerate more.
 _CLOCK_LIMIT_S = 0.5
 
 
 def reachable(system: System) -> Iterator[Finding]:
-    """Each process answers, by TLS where credentials were given."""
+    """Each process answers, over TLS if credentials were given."""
     everyone: tuple[Gateway | Pod | Lookahead, ...] = (*system.gateways, *system.pods, *system.lookahead)
     for one in everyone:
         if one.error:
@@ -35,7 +35,7 @@ def _reach_remedy(system: System, one: Gateway | Pod | Lookahead) -> str:
         return "Give the certificate of a gateway or an operator with --pod-tls-cert, -key and -ca."
     if system.access.tls is None:
         return "Start it, let this machine reach it, or give --pod-tls-cert, -key and -ca if it uses TLS."
-    return "Start it, or give it a certificate of its role, in its time, of the CA of the others."
+    return "Start it, or give it a valid certificate of its role and of the others' CA."
 
 
 def serving(system: System) -> Iterator[Finding]:
@@ -63,12 +63,12 @@ def used_pods(system: System) -> Iterator[Finding]:
                 yield Finding(
                     gateway.where,
                     f"It does not use {pod.target}, which serves: {pod.cause.rstrip('.') or 'unknown'}.",
-                    "Let the gateway through to it, or give both certificates of one CA.",
+                    "Let the gateway reach it, or give both certificates of one CA.",
                 )
 
 
 def revision(system: System) -> Iterator[Finding]:
-    """All compute one model."""
+    """All processes serve the same model revision."""
     found = {
         **{pod.where: (pod.status.model, pod.status.model_revision) for pod in system.pods if not pod.error},
         **{one.where: (one.model.name, one.model.revision) for one in system.answering_gateways},
@@ -133,7 +133,7 @@ def clocks(system: System) -> Iterator[Finding]:
 
 
 def objectives(system: System) -> Iterator[Finding]:
-    """Some pod can meet each objective while nothing else runs."""
+    """The fastest pods can meet each objective on an idle system."""
     decode = [PodLoad.of(pod.status) for pod in system.of(Role.DECODE)]
     prefill = [PodLoad.of(pod.status) for pod in system.of(Role.PREFILL)] or decode
     decode = [load for load in decode if load.decode_cost.is_known]
@@ -164,7 +164,7 @@ def objectives(system: System) -> Iterator[Finding]:
 
 
 def kv_room(system: System) -> Iterator[Finding]:
-    """Every pod holds the longest text that a gateway admits."""
+    """Every pod has room for the longest text that a gateway admits."""
     for gateway in system.answering_gateways:
         longest = gateway.model.max_model_len
         for pod in system.of(Role.DECODE) + system.of(Role.PREFILL):
@@ -194,7 +194,7 @@ def lookahead_redis(system: System) -> Iterator[Finding]:
         if not one.error and not one.status.redis_connected:
             yield Finding(
                 one.where,
-                "It does not reach Redis, so text is shared among its own pods alone and is not kept.",
+                "It does not reach Redis, so it shares text with its own pods only and does not keep it.",
                 "Start Redis, or correct --redis-url.",
             )
 

@@ -1,10 +1,10 @@
 """The loop of `tandem scaler`: scrape, decide, set replicas.
 
-every scaler      scrapes and decides, so that one that takes over knows the past
-the leader        sets replicas, if its lease is still valid when it does
+every scaler      scrapes and decides, so that a new leader has a history
+the leader        sets replicas while its lease is valid
 no gateway answers, or the API server does not     nothing changes
-some process does not answer                        no pod is taken away
-somebody else has changed a workload in between     decides again from what is there now
+a process does not answer                           no pod is removed
+a workload changed since it was read                decides again from its new state
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tandem_cli.scaler.readings import Readings, Scrapes
 from tandem_cli.scaler.workloads import Workload
 
 _SCRAPE_TIMEOUT_S = 4.0
-#: Before a start has been seen.
+#: Assumed until a start has been measured.
 _FIRST_START_S = 60.0
 ROLES = ("prefill", "decode")
 
@@ -50,7 +50,7 @@ class ScalerMetrics:
 
 
 class StartTime:
-    """How long pods of a role take to start: from more being wanted to all being ready."""
+    """Start time of a role's pods: from an increase of the wanted number until all are ready."""
 
     def __init__(self) -> None:
         self.seconds = _FIRST_START_S
@@ -61,7 +61,7 @@ class StartTime:
         if self._wanted is not None and wanted > self._wanted and ready < wanted:
             self._since = now
         elif self._since is not None and ready >= wanted:
-            # Fewer may be wanted meanwhile: then nothing was measured.
+            # If the wanted number has fallen meanwhile, nothing was measured.
             if wanted == self._wanted:
                 self.seconds = (self.seconds + now - self._since) / 2
             self._since = None
@@ -69,7 +69,7 @@ class StartTime:
 
 
 class Controller:
-    """`discoveries`: /metrics of "gateway", "prefill" and "decode", started. `workloads`: by role."""
+    """`discoveries`: started, of the /metrics of "gateway", "prefill" and "decode". `workloads`: by role."""
 
     def __init__(
         self,
@@ -87,12 +87,12 @@ class Controller:
         self._readings = Readings(policy.window_s)
         self._memory = Memory()
         self._starts = {role: StartTime() for role in ROLES}
-        #: By cause, the last thing said, which is not logged again.
-        self._said: dict[str, str] = {}
+        #: The last warning of each cause, which is not logged again.
+        self._warned: dict[str, str] = {}
         self._log = structlog.get_logger("tandem.scaler")
 
     async def run(self, interval_s: float) -> None:
-        """Until cancelled."""
+        """Runs until cancelled."""
         try:
             while True:
                 began = time.monotonic()
@@ -105,7 +105,7 @@ class Controller:
             await self._http.aclose()
 
     async def tick(self) -> Decision | None:
-        """One decision; None: too little is known."""
+        """Scrapes, decides and applies; None if too little is known."""
         self._metrics.leads.set(self._leadership.leads)
         scrapes, ready = await self._scrape()
         now = time.monotonic()
@@ -135,7 +135,7 @@ class Controller:
         self._show(decision, pods)
         for role, decided in (("prefill", decision.prefill), ("decode", decision.decode)):
             if decided.wanted < pods[role].wanted and not scrapes.is_complete:
-                self._log.info("no pod is taken away, since some do not answer", pod_role=role)
+                self._log.info("no pod is removed because some do not answer", pod_role=role)
             elif decided.wanted != pods[role].wanted:
                 await self._set(role, scales[role], decided)
         return decision
@@ -154,7 +154,7 @@ class Controller:
             if error.status == 409:
                 self._metrics.failures.labels("conflict").inc()
                 self._log.info(
-                    "somebody else has changed the workload; decided again next time", pod_role=role
+                    "the workload has changed since it was read; deciding again", pod_role=role
                 )
                 return
             self._api_failed(error, self._workloads[role])
@@ -168,7 +168,7 @@ class Controller:
     # -- scrapes -----------------------------------------------------------------------------------
 
     async def _scrape(self) -> tuple[Scrapes, dict[str, int]]:
-        """All processes at once, and by role how many pods are ready."""
+        """Scrapes all processes concurrently; also returns the number of ready pods by role."""
         found: dict[str, dict[str, Exposition]] = {}
         ready, asked, failures = {}, 0, []
         for role, discovery in self._discoveries.items():
@@ -194,7 +194,7 @@ class Controller:
         except (httpx.HTTPError, ValueError) as error:
             return f"{type(error).__name__}: {error}"
 
-    # -- what is said and shown --------------------------------------------------------------------
+    # -- log and metrics ---------------------------------------------------------------------------
 
     def _show(self, decision: Decision, pods: Mapping[str, Pods]) -> None:
         metrics = self._metrics
@@ -213,13 +213,13 @@ class Controller:
         is_right = isinstance(error, client.ApiException) and error.status == 403
         self._failed("rights" if is_right else "api", explain(error, workload.ref.resource))
 
-    def _failed(self, cause: str, said: str) -> None:
+    def _failed(self, cause: str, reason: str) -> None:
         self._metrics.failures.labels(cause).inc()
-        if self._said.get(cause) != said:
-            self._said[cause] = said
-            self._log.warning("cannot scale", cause=cause, reason=said)
+        if self._warned.get(cause) != reason:
+            self._warned[cause] = reason
+            self._log.warning("cannot scale", cause=cause, reason=reason)
 
     def _works(self, *causes: str) -> None:
         for cause in causes:
-            if self._said.pop(cause, None):
+            if self._warned.pop(cause, None):
                 self._log.info("works again", cause=cause)

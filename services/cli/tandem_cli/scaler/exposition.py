@@ -1,4 +1,4 @@
-"""One scrape of a process's /metrics, asked by the rows of the metric table."""
+"""One scrape of a process's /metrics, read by rows of the metric table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tandem_service.metric_rows import HistogramRow, Row
 
 
 class Exposition:
-    """Raises ValueError for text that is none."""
+    """Parsed metrics. Raises ValueError for text that is not an exposition."""
 
     def __init__(self, text: str) -> None:
         self._samples: dict[str, list[tuple[dict[str, str], float]]] = {}
@@ -19,8 +19,8 @@ class Exposition:
                 self._samples.setdefault(sample.name, []).append((sample.labels, sample.value))
 
     def sum(self, row: Row, **where: str) -> float:
-        """Over the samples with these labels; 0 without any. NaN samples, which pods serve for what they do
-        not know, do not count."""
+        """Sum over the samples with these labels; 0 without any. Skips NaN samples, which stand for unknown
+        values."""
         return sum(value for _, value in self._matching(row.name, where))
 
     def by_label(self, row: Row, label: str, **where: str) -> dict[str, float]:

@@ -1,18 +1,18 @@
-"""The law of scaling: from what a fleet reports to the pods that each role should have.
+"""The scaling law: computes from a fleet's reports how many pods each role should have.
 
 Pure: `decide(snapshot, memory, policy)` returns a decision and the memory of the next one.
 
-    load       a = requests per second x seconds that one takes (of a prefill pod; as a sequence in a batch)
-    need       the fewest pods that keep the share of objectives at that load:
-                 prefill   of an M/M/c queue (Erlang C) at most 1 - share wait longer than the objective
-                 decode    pods x (sequences that fit beside each other within TPOT and KV) >= a + z sqrt(a),
-                           since the number of sequences varies like a Poisson number
-    backlog    what will be left of the queue when a new pod is ready is work, too
-    bias       what the load model underestimates, learnt from missed objectives
-    less       only if fewer were enough during all of `settle_s`, at a load higher by `margin`
+    load       a = requests per second x seconds per request (on a prefill pod, or as a sequence in a batch)
+    need       the smallest number of pods that keeps the share of objectives at that load:
+                 prefill   in an M/M/c queue (Erlang C) at most 1 - share wait longer than the objective
+                 decode    pods x (sequences of a batch within TPOT and KV) >= a + z sqrt(a),
+                           because the number of sequences varies like a Poisson variable
+    backlog    queued work that remains when a new pod is ready adds to the load
+    bias       correction of the load model, learnt from missed objectives
+    less       only if fewer pods were enough during all of `settle_s`, at a load higher by `margin`
 
-Requests are those that gateways received, refused ones included: a fleet that is too small refuses. Pods that
-start count as pods; while there are any, missed objectives teach nothing.
+Requests include refused ones, because a fleet that is too small refuses. Starting pods count as pods; while
+pods start, missed objectives do not change the bias.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from dataclasses import dataclass, field, replace
 from tandem_core.slo import ATTAINMENT_OBJECTIVE
 from tandem_core.step_cost import UNKNOWN_COST, StepCost
 
-#: Quantile of the normal distribution that the number of sequences stays below in 99 % of time.
+#: 99 % quantile of the normal distribution.
 _Z = 2.33
-#: A load model is never taken to underestimate by more, nor is more learnt at a time.
+#: Largest bias, and largest factor of one change of the bias.
 _MAX_BIAS, _BIAS_STEP = 3.0, 1.2
-#: Time in which a learnt bias loses 63 % of what is beyond 1 while objectives are kept.
+#: While objectives are kept, the bias decays towards 1 with this time constant.
 _BIAS_MEMORY_S = 3600.0
-#: Time to drain a queue in, where no class has an objective for TTFT.
+#: Time to drain a queue if no class has an objective for TTFT.
 _DRAIN_S = 10.0
 #: Arrivals are not extrapolated to more than this multiple.
 _MAX_GROWTH = 2.0
-#: Of a role's pods at most so many are worth computing; bounds come from the policy.
+#: Upper limit of the computation; the policy has the operator's bounds.
 _MAX_PODS = 100_000
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Of a role's replicas."""
+    """Bounds of a role's replicas."""
 
     least: int
     most: int
@@ -54,31 +54,31 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Policy:
-    """What an operator chooses."""
+    """The operator's choices."""
 
     prefill: Bounds
     decode: Bounds
-    #: Share of requests that is to keep its objectives.
+    #: Share of requests that should keep their objectives.
     share: float = ATTAINMENT_OBJECTIVE
-    #: Fewer pods must have been enough for so long; decisions are at most a tenth of it apart.
+    #: Time for which fewer pods must have been enough; decisions are at most a tenth of it apart.
     settle_s: float = 300.0
-    #: Load beyond the present one that the rest must carry before a pod is taken away.
+    #: Spare capacity, as a share of the load, that must remain after a pod is removed.
     margin: float = 0.15
     #: Share of KV blocks that may be used.
     kv_target: float = 0.85
-    #: Time that shares of kept objectives cover.
+    #: Window of the shares of kept objectives.
     window_s: float = 60.0
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Requests of the last `window_s`, and those of them that kept an objective."""
+    """Requests that ended in the last `window_s`, and the number that kept an objective."""
 
     ended: int = 0
     kept: int = 0
 
     def is_missed(self, share: float) -> bool:
-        """Whether more missed it than chance explains where `share` keep it."""
+        """Whether significantly fewer than `share` kept it."""
         allowed = self.ended * (1 - share)
         return self.ended - self.kept > allowed + 2 * math.sqrt(allowed)
 
@@ -88,10 +88,10 @@ class Kept:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What gateways saw."""
+    """Requests as gateways count them."""
 
-    #: Well-formed requests per second, also refused ones: lately, and over a longer time, the middle of which
-    #: is `seconds_between` earlier.
+    #: Well-formed requests per second, including refused ones: recently, and over a longer window, the middle
+    #: of which is `seconds_between` earlier.
     received_per_s: float
     received_per_s_before: float
     seconds_between: float
@@ -112,7 +112,7 @@ class Traffic:
         return not (self.received_per_s or self.received_per_s_before or self.held)
 
     def ahead(self, seconds: float) -> float:
-        """Requests per second in so many seconds: growth goes on, decline does not."""
+        """Predicted requests per second after `seconds`: extrapolates growth, but no decline."""
         if self.seconds_between <= 0:
             return self.received_per_s
         slope = (self.received_per_s - self.received_per_s_before) / self.seconds_between
@@ -121,7 +121,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Pods:
-    """Of a role. Those that are wanted and do not report yet are starting."""
+    """Pods of a role. Wanted pods that do not report yet are starting."""
 
     wanted: int
     ready: int
@@ -136,16 +136,16 @@ class Pods:
 @dataclass(frozen=True)
 class PrefillLoad:
     pods: Pods
-    #: Seconds of a pod that a request takes on average; 0: not known.
+    #: Mean seconds of a pod per request; 0: unknown.
     work_s: float = 0.0
-    #: Seconds of work that waits at all pods together.
+    #: Seconds of queued work at all pods.
     queue_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class DecodeLoad:
     pods: Pods
-    #: Of a step that only decodes; its "pairs" are cached tokens.
+    #: Cost of a step that only decodes; its "pairs" are cached tokens.
     cost: StepCost = UNKNOWN_COST
     tokens_per_step: float = 1.0
     max_batch: int = 1
@@ -153,7 +153,7 @@ class DecodeLoad:
     kv_tokens: float = 0.0
     #: Used share of the ready pods' KV.
     kv_use: float = 0.0
-    #: That the pods have, running or waiting.
+    #: Sequences that run or wait on the pods.
     sequences: int = 0
     #: Seconds of a decode pod per request for prompts that it computes itself.
     local_prompt_s: float = 0.0
@@ -161,7 +161,7 @@ class DecodeLoad:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A fleet at a time (monotonic seconds)."""
+    """The state of a fleet at a time (monotonic seconds)."""
 
     now: float
     traffic: Traffic
@@ -171,7 +171,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class RoleMemory:
-    """What a role's next decision needs of the last ones."""
+    """History of a role's decisions."""
 
     bias: float = 1.0
     #: Times and the pods that were enough then, margin included; not older than `settle_s`.
@@ -201,7 +201,7 @@ class Decision:
 
 
 def decide(snapshot: Snapshot, memory: Memory, policy: Policy) -> tuple[Decision, Memory]:
-    """The pods that each role should have from now on, and what to remember."""
+    """The number of pods that each role should have, and the memory for the next decision."""
     traffic = snapshot.traffic
     prefill, prefill_memory = _decide_role(
         _PrefillNeed(snapshot, policy), snapshot, traffic.ttft_kept, policy, policy.prefill, memory.prefill
@@ -213,7 +213,7 @@ def decide(snapshot: Snapshot, memory: Memory, policy: Policy) -> tuple[Decision
 
 
 class _PrefillNeed:
-    """How many prefill pods a load needs."""
+    """Computes how many prefill pods a load needs."""
 
     objective = "TTFT"
 
@@ -229,14 +229,14 @@ class _PrefillNeed:
         has_limit = self._traffic.ttft_s and self.can_be_kept
         slack_s = self._traffic.ttft_s - self._load.work_s if has_limit else _DRAIN_S
         count = queue_servers(load, self._load.work_s, slack_s, 1 - self._share)
-        # The pods there are drain the queue while the new ones start.
+        # Running pods drain the queue while new ones start.
         left_s = self._load.queue_s - max(self.pods.wanted - load, 0.0) * self.pods.start_s
         if left_s > 0:
             count += math.ceil(left_s / (self._traffic.ttft_s or _DRAIN_S))
         return count
 
     def least(self) -> int:
-        """Pods without a model of their speed."""
+        """Pods needed while their speed is unknown."""
         return 1 if not self._traffic.is_idle else 0
 
     @property
@@ -250,7 +250,7 @@ class _PrefillNeed:
 
 
 class _DecodeNeed:
-    """How many decode pods a load needs."""
+    """Computes how many decode pods a load needs."""
 
     objective = "TPOT"
 
@@ -283,7 +283,7 @@ class _DecodeNeed:
         rate = factor * self._rate
         sequences = rate * self._traffic.output_tokens * self._token_s(self._together)
         pods = (sequences + _Z * math.sqrt(sequences)) / self._together + rate * self._load.local_prompt_s
-        # After too many arrivals there are more than the rate explains.
+        # After a burst there are more sequences than the rate explains.
         pods = max(pods, self._load.sequences / self._together)
         return max(math.ceil(pods - 1e-9), self.least())
 
@@ -327,10 +327,10 @@ def _decide_role(
         enough = max(bounds.clamp(need.count(memory.bias * (1 + policy.margin))), up)
         why = need.why()
     else:
-        # Nothing is known of a role whose pods have not computed anything.
+        # The cost of a request is unknown until the role's pods have computed some.
         up = bounds.clamp(need.least())
         enough = max(up, bounds.clamp(pods.wanted))
-        why = "what a request costs is not known yet"
+        why = "the cost of a request is not known yet"
     since = now - policy.settle_s
     seen = (*(one for one in memory.enough if one[0] > since), (now, enough))
     is_settled = seen[0][0] <= since + policy.settle_s / 10
@@ -341,7 +341,7 @@ def _decide_role(
         return _changed(wanted, f"{pods.wanted} are outside {bounds.least} to {bounds.most}", memory, now)
     if up > pods.wanted:
         return _changed(up, f"{up} are needed: {why}", memory, now)
-    # What ends now must have begun with these pods.
+    # Requests that end now must have begun with these pods.
     is_quiet = not pods.starting and now - memory.changed_at >= 2 * policy.window_s
     if is_missed and is_quiet and need.is_known:
         if not need.can_be_kept:
@@ -352,11 +352,11 @@ def _decide_role(
         if pods.wanted < bounds.most and is_near:
             reason = f"{need.objective} was kept by {kept} requests with {pods.wanted} pods: {why}"
             bias = min(memory.bias * min((pods.wanted + 1) / max(up, 1), _BIAS_STEP), _MAX_BIAS)
-            # Fewer were not enough, whatever the model says.
+            # Fewer pods were not enough, regardless of the model.
             learnt = replace(memory, bias=bias, enough=(*seen[:-1], (now, pods.wanted + 1)))
             return _changed(pods.wanted + 1, reason, learnt, now)
     rest = max(count for _, count in memory.enough)
-    # Pods may be starting for ever, where no machine has room for them: they are taken back, too.
+    # Also removes pods that never start because no machine has room for them.
     if rest < pods.wanted and is_settled:
         if not is_missed:
             reason = (
@@ -373,9 +373,9 @@ def _changed(wanted: int, reason: str, memory: RoleMemory, now: float) -> tuple[
 
 
 def queue_servers(load: float, service_s: float, slack_s: float, miss: float) -> int:
-    """The fewest servers of an M/M/c queue where at most the share `miss` waits longer than `slack_s`.
+    """The smallest M/M/c queue in which at most the share `miss` waits longer than `slack_s`.
 
-    `load` is arrivals per second x service_s. A slack of 0 or less asks for no wait at all.
+    `load` is arrivals per second x service_s. A slack of 0 or less allows no wait.
     """
     if load <= 0:
         return 0

@@ -1,12 +1,12 @@
-"""Who of several scalers decides: the one that holds a Lease of the API server.
+"""Leader election between scalers: the holder of a Lease of the API server decides.
 
     renewed      every `renew_s` by its holder, with the version that it has read: of two writers one gets 409
-    expired      not renewed for `lease_s` since this process saw it change; clocks of others do not count
-    leads        from a renewal on for two thirds of `lease_s`, counted from before the request was sent, so
-                 that the holder stops before anybody else may start, even if its requests hang
-    released     at a normal end: the next one need not wait
+    expired      not renewed for `lease_s` since this process saw it change; remote clocks do not matter
+    leads        for two thirds of `lease_s` from the time before a renewal was sent, so that the holder stops
+                 before another scaler may start, even if its requests hang
+    released     at a normal end, so that the next leader need not wait
 
-The client library's election has no timeouts of its own: a request that hangs lets two processes lead.
+The client library's election has no timeouts: a request that hangs would let two processes lead.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TIMEOUT_S = 5.0
 
 
 class Leadership:
-    """Of one candidate. `run` until cancelled; `leads` at any time."""
+    """Leadership of one candidate. `run` renews the lease until cancelled."""
 
     def __init__(
         self, api: client.ApiClient, namespace: str, name: str, identity: str, *, lease_s: float = 15.0
@@ -32,7 +32,7 @@ class Leadership:
         self._namespace, self._name, self._identity = namespace, name, identity
         self._lease_s, self._renew_s = lease_s, lease_s / 5
         self._valid_until = 0.0
-        #: The renewal of another holder, and when it was first seen here.
+        #: The renewal time of another holder's lease, and when this process first saw it.
         self._seen: tuple[str, datetime | None] | None = None
         self._seen_at = 0.0
         self._log = structlog.get_logger("tandem.scaler")
@@ -42,7 +42,7 @@ class Leadership:
         return time.monotonic() < self._valid_until
 
     async def run(self) -> None:
-        """Never fails: what goes wrong is logged once, and without a renewal nobody leads."""
+        """Renews the lease until cancelled. Logs each kind of failure once."""
         trouble = ""
         try:
             while True:
@@ -51,9 +51,9 @@ class Leadership:
                     await self.try_once()
                     trouble = ""
                 except Exception as error:
-                    if (said := explain(error, f"leases.coordination.k8s.io/{self._name}")) != trouble:
-                        trouble = said
-                        self._log.warning("the lease cannot be renewed", error=said)
+                    if (reason := explain(error, f"leases.coordination.k8s.io/{self._name}")) != trouble:
+                        trouble = reason
+                        self._log.warning("the lease cannot be renewed", error=reason)
                 if led != self.leads:
                     self._log.info("leads" if self.leads else "leads no longer", identity=self._identity)
                 await asyncio.sleep(self._renew_s)
@@ -61,7 +61,7 @@ class Leadership:
             await self._release()
 
     async def try_once(self) -> None:
-        """Takes or renews the lease if that is allowed. Raises ApiException and errors of connections."""
+        """Takes or renews the lease if that is allowed. Raises ApiException and connection errors."""
         began = time.monotonic()
         lease = await self._read()
         spec = lease.spec or client.V1LeaseSpec()
@@ -73,7 +73,7 @@ class Leadership:
             if began < self._seen_at + self._lease_s:
                 return
         now = datetime.now(UTC)
-        # The server wants six digits of a second, and the client writes none for 0.
+        # The server requires six digits of a second; the client omits them for 0.
         now = now.replace(microsecond=max(now.microsecond, 1))
         if holder != self._identity:
             spec.acquire_time = now
@@ -84,13 +84,13 @@ class Leadership:
         try:
             await self._write(lease)
         except client.ApiException as error:
-            if error.status == 409:  # another one was faster
+            if error.status == 409:  # another candidate wrote first
                 return
             raise
         self._valid_until = began + self._lease_s * 2 / 3
 
     async def _release(self) -> None:
-        """Best effort: without an answer the lease expires."""
+        """Releases the lease; if this fails, it expires."""
         if not self.leads:
             return
         self._valid_until = 0.0
@@ -110,7 +110,7 @@ class Leadership:
 
 
 def explain(error: Exception, what: str) -> str:
-    """One sentence, with the remedy where there is one."""
+    """The error and its remedy in one sentence."""
     if isinstance(error, client.ApiException):
         if error.status == 403:
             return f"the service account may not get and update {what}; give it the Role of components/scaler"

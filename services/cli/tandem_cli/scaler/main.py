@@ -19,7 +19,7 @@ from tandem_cli.scaler.workloads import Workload, parse_workload
 
 
 async def serve(options: ScalerSettings) -> None:
-    """Until SIGTERM or SIGINT. Raises OSError if the port of metrics is taken, ConfigException without a
+    """Runs until SIGTERM or SIGINT. Raises OSError if the metrics port is taken, ConfigException without a
     cluster."""
     stop = asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -61,7 +61,7 @@ async def serve(options: ScalerSettings) -> None:
             ]
             await stop.wait()
         finally:
-            # The loop before the lease: nobody decides after it is released.
+            # The loop ends before the lease is released, so that two scalers never decide.
             await end_tasks(tasks[1:])
             await end_tasks(tasks[:1])
             for discovery in discoveries.values():

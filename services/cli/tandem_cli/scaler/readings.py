@@ -1,10 +1,10 @@
-"""Scrapes of gateways and pods, and the snapshot of the fleet that they make.
+"""Scrapes of gateways and pods, and the snapshot of the fleet that is computed from them.
 
-    gateways      requests received, refused and finished, lengths, how many kept TTFT and TPOT; objectives
-    prefill pods  prompts that they computed, what their steps cost, seconds of prompts that wait
-    decode pods   what their steps cost, tokens per step, KV, sequences
+    gateways      requests received, refused and finished, lengths, kept TTFT and TPOT; objectives
+    prefill pods  computed prompts, step costs, seconds of queued prompts
+    decode pods   step costs, tokens per step, KV, sequences
 
-What is learnt of lengths and costs stays known while there are no requests and no pods.
+Lengths and costs stay known while there are no requests and no pods.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from tandem_cli.scaler.totals import Totals
 RECENT_S, BEFORE_S = 30.0, 120.0
 #: Lengths are means over this time.
 _LENGTHS_S = 300.0
-#: Refusals that more prefill pods would spare, and those that more decode pods would.
+#: Refusals that more prefill pods would prevent, and those that more decode pods would.
 _BY_TTFT = (RefusalReason.TTFT, RefusalReason.OTHERS, RefusalReason.WAITED, RefusalReason.QUEUE_FULL)
 _BY_TPOT = (RefusalReason.TPOT, RefusalReason.E2E, RefusalReason.POD_FULL)
 
 
 @dataclass(frozen=True)
 class Scrapes:
-    """What processes answered, by target, and whether all of those that should have did."""
+    """Metrics of the processes by target, and whether all processes answered."""
 
     gateways: Mapping[str, Exposition]
     prefill: Mapping[str, Exposition]
@@ -42,7 +42,7 @@ class Scrapes:
 
 @dataclass(frozen=True)
 class _Known:
-    """Learnt from what has run so far."""
+    """Values learnt from earlier requests."""
 
     prompt_tokens: float = 0.0
     output_tokens: float = 0.0
@@ -57,7 +57,7 @@ class _Known:
 
 
 class Readings:
-    """Add scrapes, then ask for the snapshot. `window_s`: time over which objectives are judged."""
+    """Accumulates scrapes and computes snapshots. `window_s`: window of the shares of kept objectives."""
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
@@ -68,11 +68,11 @@ class Readings:
 
     @property
     def is_known(self) -> bool:
-        """Whether arrivals can be told: gateways were scraped twice."""
+        """Whether gateways were scraped twice, which the rate of arrivals needs."""
         return self._totals.covered(RECENT_S) > 0
 
     def add(self, now: float, scrapes: Scrapes) -> None:
-        """Gateways must have answered."""
+        """Adds scrapes; at least one gateway must have answered."""
         for gateway in scrapes.gateways.values():
             for name in gateway.by_label(table.SLO_TARGET_SECONDS, "slo_class"):
                 limits = gateway.by_label(table.SLO_TARGET_SECONDS, "objective", slo_class=name)
@@ -122,7 +122,7 @@ class Readings:
     # -- gateways ----------------------------------------------------------------------------------
 
     def _of_gateway(self, gateway: Exposition) -> dict[str, float]:
-        """Its counters that the law uses, by our own names."""
+        """The counters that the law uses, by internal names."""
         refused = gateway.by_label(table.REFUSED, "reason")
         found = {
             "prompt tokens": gateway.total(table.REQUEST_PROMPT_TOKENS),
@@ -171,8 +171,7 @@ class Readings:
         return self._totals.increase(name, self._window_s)
 
     def _token_limit(self, name: str) -> float:
-        """TPOT of a class; of one with a limit for the whole answer, what is left for each token after the
-        first; 0: none."""
+        """TPOT objective of a class, or the time per token that its E2E objective leaves; 0: none."""
         if limit := self._targets.get((name, "tpot"), 0.0):
             return limit
         whole = self._targets.get((name, "e2e"), 0.0)
@@ -190,7 +189,7 @@ class Readings:
         return Kept(round(ended + self._recent("refused ttft")), round(kept))
 
     def _tpot_kept(self, classes: set[str]) -> Kept:
-        """A whole answer that is late although its first token was not is late by its tokens."""
+        """Requests that kept TPOT. An answer that misses E2E but not TTFT counts as a miss of TPOT."""
         ended, kept = self._recent("refused tpot"), 0.0
         for name in classes:
             if (name, "tpot") in self._targets:
@@ -252,7 +251,7 @@ def _of_prefill(pod: Exposition) -> dict[str, float]:
 
 
 def _mean_cost(pods: list[Exposition], steps: str) -> StepCost | None:
-    """Of the pods that know theirs; None: no pod does."""
+    """Mean step cost of the pods that report one; None if no pod does."""
     costs = [pod.by_label(table.STEP_COST, "per", steps=steps) for pod in pods]
     costs = [cost for cost in costs if sum(cost.values()) > 0]
     if not costs:

@@ -30,32 +30,32 @@ class ScalerSettings(CommonSettings):
     decode_workload: _Workload = "deployment/tandem-decode"
     """what is scaled: deployment/NAME or statefulset/NAME"""
     namespace: str = ""
-    """of the workloads and the Lease; empty: that of this pod, or of kubectl's context"""
+    """namespace of the workloads and the Lease; empty: that of this pod, or of kubectl's context"""
     lease: str = "tandem-scaler-leader"
-    """Lease that the deciding one of several scalers holds"""
+    """name of the Lease that elects a leader among several scalers"""
     lease_s: Annotated[float, Field(ge=1.0, le=300.0)] = 15.0
     """seconds without a renewal after which another scaler takes over"""
     interval_s: Annotated[float, Field(ge=0.1, le=300.0)] = 15.0
     """seconds between two decisions"""
     least_prefill: _Count = 1
-    """fewest prefill pods; 0: none without requests"""
+    """least number of prefill pods; 0: none without requests"""
     most_prefill: _Count = 16
     """most prefill pods"""
     least_decode: _Count = 1
-    """fewest decode pods; 0: none without requests, and gateways hold the first ones until a pod is there"""
+    """least number of decode pods; 0: none without requests, and gateways hold new ones until a pod runs"""
     most_decode: _Count = 32
     """most decode pods"""
     attainment: Annotated[float, Field(ge=0.5, le=0.9999)] = Policy.share
-    """share of requests that is to keep TTFT and TPOT"""
+    """share of requests that should keep TTFT and TPOT"""
     settle_s: Annotated[float, Field(gt=0.0, le=86_400.0)] = Policy.settle_s
-    """seconds during which fewer pods must have been enough before any is taken away; more holds more pods
-    between bursts"""
+    """seconds for which fewer pods must have been enough before one is removed; more keeps more pods between
+    bursts"""
     margin: Annotated[float, Field(ge=0.0, le=1.0)] = Policy.margin
-    """load beyond the present one that the rest must carry before a pod is taken away"""
+    """spare capacity, as a share of the load, that must remain after a pod is removed"""
     kv_target: Annotated[float, Field(ge=0.1, le=1.0)] = Policy.kv_target
     """share of the decode pods' KV blocks that may be used"""
     window_s: Annotated[float, Field(ge=1.0, le=3600.0)] = Policy.window_s
-    """seconds over which kept objectives are counted"""
+    """window in seconds of the shares of kept objectives"""
     dry_run: bool = False
     """decide and log, but change nothing"""
 

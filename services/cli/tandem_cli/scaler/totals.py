@@ -1,7 +1,7 @@
 """Counters of many processes as one, over time.
 
 increase of a process   value - last value; after a restart, when the value is lower, the value
-a new process           adds nothing at its first scrape: when it counted what it has is not known
+a new process           adds nothing at its first scrape, because its counts may be old
 total                   sum of all increases since the scaler's start, which never falls
 """
 
@@ -22,8 +22,8 @@ class Totals:
         self._past: deque[tuple[float, dict[str, float]]] = deque()
 
     def add(self, now: float, processes: Mapping[str, Mapping[str, float]]) -> None:
-        """The counters of the processes that answered, by target. One that did not keeps its last values, so
-        that its increase counts when it answers again."""
+        """Adds the counters of the processes that answered, by target. The others keep their last values, so
+        that their increase counts when they answer again."""
         for target, counters in processes.items():
             last = self._last.get(target)
             if last is not None:
@@ -37,7 +37,7 @@ class Totals:
             self._past.popleft()
 
     def forget(self, targets: set[str]) -> None:
-        """Processes that are gone."""
+        """Drops the last values of processes that have ended."""
         for target in targets:
             self._last.pop(target, None)
 
@@ -45,7 +45,7 @@ class Totals:
         return set(self._last)
 
     def increase(self, name: str, seconds: float) -> float:
-        """Over the last `seconds`, or since the first scrape."""
+        """Increase over the last `seconds`, or since the first scrape."""
         return self._totals.get(name, 0.0) - self._before(seconds)[1].get(name, 0.0)
 
     def covered(self, seconds: float) -> float:
@@ -58,7 +58,7 @@ class Totals:
         return self.increase(name, seconds) / covered if covered else 0.0
 
     def _before(self, seconds: float) -> tuple[float, dict[str, float]]:
-        """The last scrape that is at least so old; the first, if none is."""
+        """The last scrape that is at least `seconds` old, or else the first one."""
         if not self._past:
             return 0.0, {}
         since = self._past[-1][0] - seconds

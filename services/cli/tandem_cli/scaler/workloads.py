@@ -1,4 +1,4 @@
-"""The scale subresource of a Deployment or StatefulSet: how many pods it asks for."""
+"""The scale subresource of a Deployment or StatefulSet: its number of replicas."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class WorkloadRef:
 
     @property
     def resource(self) -> str:
-        """As a Role names it."""
+        """The name of the resource in a Role."""
         return f"{self.kind}s/scale of {self.name}"
 
 
@@ -36,7 +36,7 @@ def parse_workload(text: str) -> WorkloadRef:
 
 
 class Workload:
-    """Reads and sets its replicas. Raises ApiException and errors of connections."""
+    """Reads and sets the replicas of a workload. Raises ApiException and connection errors."""
 
     def __init__(self, api: client.ApiClient, namespace: str, ref: WorkloadRef) -> None:
         self.ref, self._namespace = ref, namespace
@@ -49,6 +49,6 @@ class Workload:
         return await self._read(self.ref.name, self._namespace, _request_timeout=_TIMEOUT_S)
 
     async def set_replicas(self, scale: client.V1Scale, replicas: int) -> None:
-        """Fails with 409 if somebody has changed the workload since `scale` was read."""
+        """Fails with 409 if the workload has changed since `scale` was read."""
         scale.spec = client.V1ScaleSpec(replicas=replicas)
         await self._replace(self.ref.name, self._namespace, scale, _request_timeout=_TIMEOUT_S)
