@@ -66,7 +66,7 @@ def test_the_command_prints_what_drafts_did() -> None:
         common = ["bench", "serve", "--target", gateway.target, "--num-requests", "1", "--model", ""]
         result = CliRunner().invoke(app, [*common, "--concurrency", "1", "--workload", "random"])
     assert result.exit_code == 0
-    assert "speculation 3.00 tokens per step; a guess accepted in 100% of steps" in result.output
+    assert "speculation 3.00 tokens per step; a draft token accepted in 100% of steps" in result.output
 
 
 def test_classes_and_tenants_have_rows_of_their_own(
@@ -92,7 +92,7 @@ def test_classes_and_tenants_have_rows_of_their_own(
     for part in (
         "retry-after honoured",
         "fairness    Jain's index over tenants",
-        "TTFT from the last sending",
+        "TTFT from the last attempt",
     ):
         assert part in printed
     groups = rows(printed[printed.index("| class or tenant") :])

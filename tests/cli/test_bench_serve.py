@@ -16,11 +16,9 @@ from tandem_cli.bench.loadgen import run_load
 from tandem_cli.bench.options import BenchError, BenchOptions
 from tandem_cli.bench.record import OK, TIMEOUT, RequestRecord
 from tandem_cli.bench.records_file import read_runs
-from tandem_cli.bench.requests import plain_requests
 from tandem_cli.bench.run import run_bench
 from tandem_cli.bench.transports import GrpcTransport, HttpTransport, Transport
-from tandem_cli.bench.workload import make_prompts
-from tandem_core.slo import DEFAULT_SLO_CLASSES
+from tandem_cli.bench.workload import RequestMaker
 from tandem_core.speculation import SpeculationMode
 from tandem_proto.v1 import common_pb2
 from waiting import until
@@ -43,8 +41,7 @@ async def load(
     timeout_s: float = 20.0,
     max_retries: int = 0,
 ) -> list[RequestRecord]:
-    prompts = make_prompts(replace(CONFIG, num_requests=num_requests), "retail")
-    requests = plain_requests(prompts, DEFAULT_SLO_CLASSES["interactive"], 6)
+    requests = RequestMaker(replace(CONFIG, num_requests=num_requests)).make("retail")
     try:
         return await run_load(transport, requests, schedule, timeout_s=timeout_s, max_retries=max_retries)
     finally:

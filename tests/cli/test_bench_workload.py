@@ -197,7 +197,7 @@ def test_what_would_leave_after_the_end_of_the_run_is_not_made(
     assert len(load_trace(replace(options, rate=0.4))) == 20
     assert len(load_trace(replace(options, num_requests=3))) == 3
     monkeypatch.setattr("tandem_cli.bench.workload._MAX_TRACE", 99)
-    with pytest.raises(BenchError, match="more than 99 requests; say with --num-requests"):
+    with pytest.raises(BenchError, match="more than 99 requests; limit them with --num-requests"):
         load_trace(options)
     assert len(load_trace(replace(options, num_requests=100, rate_scale=100.0))) == 100
 

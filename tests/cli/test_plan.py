@@ -233,7 +233,7 @@ def test_the_command_answers_and_writes_an_overlay_that_renders(tmp_path: Path) 
         done = CliRunner().invoke(app, args)
         assert done.exit_code == 0, done.output
         assert re.search(r"Best: \d+ (prefill|together)", done.output)
-        assert "What decides is" in done.output
+        assert "Limiting resource: " in done.output
         kubectl = Path(sys.executable).with_name("kubectl")
         if kubectl.exists():
             rendered = subprocess.run(

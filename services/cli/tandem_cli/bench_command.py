@@ -1,4 +1,4 @@
-"""`tandem bench`: sends load to a running gateway and measures its latencies."""
+"""`tandem bench`: sends load to a running gateway and measures latencies."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def serve(**given: Any) -> None:
 
 @app.command("report")
 def report(
-    records: Annotated[Path, typer.Argument(help="What `tandem bench serve --output` wrote.")],
+    records: Annotated[Path, typer.Argument(help="File that `tandem bench serve --output` wrote.")],
     report: Annotated[Path | None, typer.Option(help="Write the report here as Markdown.")] = None,
 ) -> None:
     """Print the report of a benchmark again, from its records."""

@@ -2,4 +2,4 @@
 
 
 class BenchError(ValueError):
-    """Options, a trace or a dataset do not describe a benchmark; one sentence."""
+    """Invalid options, trace or dataset; the message is one sentence."""

@@ -1,8 +1,8 @@
-"""When requests leave.
+"""Schedules of requests.
 
-open loop    at times drawn before the run, however slow the answers are
-replay       at recorded times, faster or slower by a factor
-closed loop  N requests are in flight at any time
+open loop    times drawn before the run, independent of the answers
+replay       recorded times, scaled by a factor
+closed loop  N requests in flight at any time
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Replay:
     speed: float = 1.0
 
     def departures_s(self, num_requests: int) -> list[float]:
-        """Of the first requests; there are at most as many as in the trace."""
+        """Times of the first `num_requests`, at most the number in the trace."""
         return [time_s / self.speed for time_s in self.times_s[:num_requests]]
 
 

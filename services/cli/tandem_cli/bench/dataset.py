@@ -1,6 +1,6 @@
-"""Dialogues to make prompts from, out of JSON lines.
+"""Dialogues for prompts, read from JSON lines.
 
-Two forms of line are understood, also mixed in one file:
+Lines have one of two forms, which a file may mix:
 
     {"messages_display": "user: ...\\nassistant: ...\\ntool: ..."}      as tau-bench publishes its dialogues
     {"id": "...", "group": "...", "turns": [{"role": "user", "content": "..."}, ...]}
@@ -20,7 +20,7 @@ ROLES = ("system", "user", "assistant", "tool")
 
 _DISPLAY_TURN = re.compile(r"^(user|assistant|tool|system): ", flags=re.MULTILINE)
 _SURROGATE = re.compile("[\ud800-\udfff]")
-#: Written by tau-bench's simulated user when it is done; no person says that.
+#: tau-bench's simulated user ends with this mark.
 _STOP_MARK = "###STOP###"
 
 
@@ -36,7 +36,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Dialogue:
-    """A conversation with at least one user's turn. `group` names dialogues that belong together."""
+    """A conversation with at least one user turn. `group` names related dialogues."""
 
     id: str
     group: str
@@ -47,7 +47,7 @@ class Dialogue:
 
 
 def load_dialogues(path: Path | None) -> list[Dialogue]:
-    """All dialogues of a file, or of the built-in sample. Raises DatasetError."""
+    """Reads a file, or the built-in sample. Raises DatasetError."""
     if path is None:
         return sample_dialogues()
     try:
@@ -72,7 +72,7 @@ def parse_dialogues(text: str, origin: str) -> list[Dialogue]:
     """Dialogues of JSON lines; `origin` names them in errors. Raises DatasetError."""
     dialogues = [
         _parse_line(line, number, origin)
-        # Not splitlines(), which also parts at U+2028 and its like, and those may stand in a JSON string.
+        # Not splitlines(), which also splits at U+2028 and the like, which JSON strings may contain.
         for number, line in enumerate(text.split("\n"), start=1)
         if line.strip()
     ]
@@ -100,9 +100,7 @@ def _parse_line(line: str, number: int, origin: str) -> Dialogue:
     if not any(turn.role == "user" for turn in turns):
         raise DatasetError(f"{where}: the dialogue has no user's turn")
     if any(_SURROGATE.search(turn.content) for turn in turns):
-        raise DatasetError(
-            f"{where}: a turn holds half of a surrogate pair, which is no text; write it whole"
-        )
+        raise DatasetError(f"{where}: a turn holds half of a surrogate pair; write the whole pair")
     return Dialogue(identity, group, turns)
 
 
@@ -113,13 +111,13 @@ def _parse_turn(raw: object, where: str) -> Turn:
 
 
 def _parse_display(text: str) -> tuple[Turn, ...]:
-    """Turns start at a line that begins with a role; a turn may have many lines."""
+    """Splits a text at lines that begin with a role."""
     _, *parts = _DISPLAY_TURN.split(text)
     turns = (
         Turn(role, content.replace(_STOP_MARK, "").strip())
         for role, content in zip(parts[::2], parts[1::2], strict=True)
     )
-    # "None" stands for an assistant's turn that only called a tool.
+    # "None" is an assistant turn that only calls a tool.
     return tuple(
         turn for turn in turns if turn.content and not (turn.role == "assistant" and turn.content == "None")
     )

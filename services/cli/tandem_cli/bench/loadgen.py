@@ -26,9 +26,9 @@ async def run_load(
     on_done: Callable[[RequestRecord], None] = lambda record: None,
     max_retries: int = 0,
 ) -> list[RequestRecord]:
-    """Records of all requests that were sent, by index. Calls `on_done` with each as it ends.
+    """Sends the requests; returns their records by index. Calls `on_done` as each request ends.
 
-    max_retries: how often a request is sent again that failed with a retry-after before its first token.
+    max_retries: how often a request is sent again if it fails with a retry-after before its first token.
     """
     run = _Run(transport, timeout_s, on_done, max_retries)
     if isinstance(schedule, ClosedLoop):
@@ -91,7 +91,7 @@ class _Run:
         self._on_done(record)
 
     async def _send(self, request: Request, recorder: Recorder) -> None:
-        """Raises SendError when it failed and is not sent again."""
+        """Sends a request, again after refusals. Raises SendError of the last attempt."""
         for _ in range(self._max_retries):
             try:
                 return await self._transport.send(request, recorder)

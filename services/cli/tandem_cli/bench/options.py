@@ -1,4 +1,4 @@
-"""The options of `tandem bench serve`, which are its command line too."""
+"""The options of `tandem bench serve`, which define its command line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tandem_cli.options import ApiKeyOption, CaOption, TemperatureOption
 
 
 class Point(NamedTuple):
-    """A workload at a load: requests in flight, or mean requests per second; of a trace possibly neither."""
+    """A workload and its load: concurrency or mean requests per second; neither for a trace as recorded."""
 
     workload: str
     concurrency: int | None = None
@@ -54,7 +54,7 @@ class BenchOptions:
         ),
     ] = None
     rate_scale: Annotated[
-        float | None, typer.Option(min=0.000001, help="How many times as fast as recorded; default: 1.")
+        float | None, typer.Option(min=0.000001, help="Speed relative to the recording; default: 1.")
     ] = None
     concurrency: Annotated[int | None, typer.Option(min=1, help="Requests in flight.")] = None
     num_requests: Annotated[
@@ -75,12 +75,12 @@ class BenchOptions:
         typer.Option(min=16, help="Prompt length; of a trace, the longest."),
     ] = None
     model: Annotated[
-        str, typer.Option(help="Model name to request (http needs one); its tokenizer, if here, counts.")
+        str, typer.Option(help="Model to request (http needs one); if pulled, its tokenizer counts tokens.")
     ] = DEFAULT_MODEL
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens per answer.")] = 128
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Always generate --max-tokens.")] = False
     temperature: TemperatureOption = 0.0
-    seed: Annotated[int, typer.Option(min=0, help="Of departures, prompts and sampling.")] = 0
+    seed: Annotated[int, typer.Option(min=0, help="Seed of departures, prompts and sampling.")] = 0
     slo_class: Annotated[
         str, typer.Option(help="interactive, chat, batch, or one of --slo-classes-file.")
     ] = "interactive"
@@ -100,11 +100,13 @@ class BenchOptions:
     slo_ttft_ms: Annotated[
         float | None, typer.Option(min=0.001, help="TTFT objective of every request; default: its class's.")
     ] = None
-    slo_tpot_ms: Annotated[float | None, typer.Option(min=0.001, help="The same for TPOT.")] = None
-    slo_e2e_ms: Annotated[float | None, typer.Option(min=0.001, help="The same for the whole.")] = None
+    slo_tpot_ms: Annotated[float | None, typer.Option(min=0.001, help="TPOT objective.")] = None
+    slo_e2e_ms: Annotated[float | None, typer.Option(min=0.001, help="E2E objective.")] = None
     honour_retry_after: Annotated[
         int,
-        typer.Option(min=0, metavar="N", help="Send a refused request again as told, at most N times."),
+        typer.Option(
+            min=0, metavar="N", help="Send a refused request again after its retry-after, at most N times."
+        ),
     ] = 0
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for a run.")] = 600.0
     output: Annotated[
@@ -135,8 +137,8 @@ class BenchOptions:
         return Point(self.workload, self.concurrency, self.rate)
 
     def objectives(self, slo_class: str) -> SloTarget:
-        """Of a request of this class; "" has only those given. Raises BenchError."""
-        # Pydantic is not imported for other commands.
+        """Objectives of a class with those of the options; "" has only the latter. Raises BenchError."""
+        # Imports pydantic, which other commands do not need.
         from tandem_service.slo_file import SloFileError, load_slo_classes
 
         try:
@@ -170,7 +172,7 @@ class BenchOptions:
         return parse_tenants(self.tenants)
 
     def described(self) -> dict[str, object]:
-        """For the records, without keys."""
+        """The options for the records file, without keys."""
         values = {name: value for name, value in asdict(self).items() if name != "api_key"}
         weights = {tenant.name: weight for tenant, weight in self.tenant_weights().items()}
         values["tenants"] = ",".join(f"{name}:{weight:g}" for name, weight in weights.items())

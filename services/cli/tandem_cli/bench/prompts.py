@@ -1,7 +1,7 @@
 """Chat prompts of two workloads. Equal seeds give equal prompts.
 
-    retail     customer-service dialogues after their policy: phrases recur
-    random     made-up words, and an answer sampled at temperature 2: nothing recurs
+    retail     customer-service dialogues with their policy: phrases recur
+    random     random words, answers sampled at temperature 2: no phrases recur
 
 A retail prompt of a given length:
 
@@ -9,7 +9,7 @@ A retail prompt of a given length:
              ## Earlier conversations        other dialogues, drawn per prompt, up to the wanted length
     user, assistant, tool, ...               one dialogue up to the last question that has an answer
 
-Answers are the served model's own; a small model repeats itself more than a large one.
+The served model writes the answers; small models repeat themselves more than large ones.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tandem_cli.bench.dataset import Dialogue, Turn
 TokenCounter = Callable[[str], int]
 
 _EARLIER = "\n\n## Earlier conversations\n\n"
-#: English text in common tokenizers.
+#: Mean of English text in common tokenizers.
 _CHARACTERS_PER_TOKEN = 4.0
 #: Tokens of random words, where no length is given.
 _DEFAULT_TOKENS = 160
@@ -32,12 +32,12 @@ _RANDOM_TEMPERATURE = 2.0
 
 
 def estimate_tokens(text: str) -> int:
-    """Tokens of a text by its length, for use without a tokenizer."""
+    """Number of tokens estimated from the text's length."""
     return round(len(text) / _CHARACTERS_PER_TOKEN)
 
 
 def tokenizer_counter(model_dir: Path) -> TokenCounter:
-    """Counts with the tokenizer of a model folder."""
+    """Counts tokens with the tokenizer of a model folder."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
@@ -48,7 +48,7 @@ def tokenizer_counter(model_dir: Path) -> TokenCounter:
 class Prompt:
     dialogue_id: str
     messages: tuple[Turn, ...]
-    #: None: the run's.
+    #: None: temperature of the run.
     temperature: float | None = None
     #: Added to the run's seed.
     seed_offset: int = 0
@@ -67,7 +67,7 @@ class Material:
 
 
 def _retail(material: Material, index: int) -> Prompt:
-    """Every dialogue is used once before any is used again."""
+    """Uses each dialogue once before it repeats one."""
     order = list(range(len(material.dialogues)))
     random.Random(material.seed).shuffle(order)
     chosen = order[index % len(order)]
@@ -92,7 +92,7 @@ def _fit(
     others = [other for number, other in enumerate(material.dialogues) if number != chosen]
     random.Random(f"{material.seed}/{index}").shuffle(others)
     system = policy + _EARLIER
-    # If all dialogues together are too short, they are used again.
+    # If all dialogues together are too short, they repeat.
     while others and count(system) < room:
         for other in others:
             system += other.as_text() + "\n\n"
@@ -111,7 +111,7 @@ def question(dialogue: Dialogue) -> tuple[Turn, ...]:
 
 
 def cut_to_tokens(text: str, num_tokens: int, count: TokenCounter) -> str:
-    """The longest beginning of the text with at most `num_tokens` tokens, within a few."""
+    """The longest prefix of the text with at most `num_tokens` tokens, within a few characters."""
     if num_tokens <= 0:
         return ""
     if count(text) <= num_tokens:
@@ -129,10 +129,10 @@ def cut_to_tokens(text: str, num_tokens: int, count: TokenCounter) -> str:
 def _random(material: Material, index: int) -> Prompt:
     generator = random.Random(f"random/{material.seed}/{index}")
     length = material.input_tokens or _DEFAULT_TOKENS
-    # A made-up word has more than one token, so these are enough.
+    # A random word has more than one token, so `length` words are enough.
     words = ("".join(generator.choices(_LETTERS, k=generator.randint(3, 9))) for _ in range(length))
     text = cut_to_tokens(" ".join(words), length, material.count)
-    # With one seed for all, answers would choose the same token at the same position.
+    # With a common seed, all answers would sample with the same random numbers.
     return Prompt(
         f"random-{index}", (Turn("user", text),), temperature=_RANDOM_TEMPERATURE, seed_offset=index
     )

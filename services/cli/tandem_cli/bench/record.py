@@ -1,6 +1,6 @@
 """The record of one request, and the recorder that makes it.
 
-Times are in seconds since the request was sent first, except `sent_s`, which is since the start of the run.
+Times are in seconds since the request was first sent, except `sent_s`: since the start of the run.
 
     sent   refused, "retry after 2 s"   sent again    first token          end
     |------|............................|-------------|--------------------|
@@ -20,7 +20,7 @@ from tandem_cli.bench.requests import Request
 
 OK = "OK"
 TIMEOUT = "TIMEOUT"
-#: Statuses of a server that has no room now.
+#: Statuses of an overloaded server.
 REFUSALS = ("RESOURCE_EXHAUSTED", "HTTP 429")
 
 
@@ -32,25 +32,25 @@ class Speculation:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     accepted_by_source: Mapping[str, int] = field(default_factory=dict)
-    #: Steps that accepted at least one guess.
+    #: Steps that accepted at least one draft token.
     hit_steps: int = 0
 
 
 @dataclass(frozen=True)
 class Promise:
-    """What the receipt says of objectives and predictions, in seconds as the gateway measured them."""
+    """Objectives and predictions of the receipt, in seconds as the gateway measured them."""
 
     ttft_s: float
     e2e_s: float
     queue_s: float
-    #: The objectives by which the gateway judged; wider than asked for where it says so.
+    #: The objectives that the gateway applied.
     slo: SloTarget
     met: bool
-    #: Whether they are wider than asked for, because the system could not meet those even without load.
+    #: Whether the gateway widened them because an idle system could not meet the requested ones.
     widened: bool = False
     miss_reason: str = ""
     miss_cause: str = ""
-    #: As predicted when the request was admitted; None: no prediction.
+    #: Predictions at admission; None: no prediction.
     ttft_p50_s: float | None = None
     ttft_p90_s: float | None = None
     e2e_p50_s: float | None = None
@@ -64,7 +64,7 @@ class Attempt:
     sent_s: float
     ended_s: float
     status: str
-    #: As the server said; None: it did not.
+    #: The server's retry-after; None: it sent none.
     retry_after_s: float | None = None
 
     @property
@@ -74,7 +74,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class RequestRecord:
-    """One finished request. status: "OK", a gRPC code, "HTTP <code>" or "TIMEOUT", of the last sending."""
+    """One finished request. status: "OK", a gRPC code, "HTTP <code>" or "TIMEOUT", of the last attempt."""
 
     index: int
     dialogue_id: str
@@ -90,13 +90,13 @@ class RequestRecord:
     output_tokens: int
     text: str
     speculation: Speculation | None
-    #: The objectives asked for, under the name of the class.
+    #: The requested objectives; its name is the class.
     slo: SloTarget = NO_OBJECTIVES
     tenant: str = ""
     max_tokens: int = 0
     attempts: tuple[Attempt, ...] = ()
     promise: Promise | None = None
-    #: How much later than planned an open loop sent it, because the client was busy.
+    #: Delay after its planned time in an open loop, because the client was busy.
     late_s: float = 0.0
 
     @property
@@ -109,7 +109,7 @@ class RequestRecord:
 
     @property
     def last_sent_s(self) -> float:
-        """When the sending began that was answered."""
+        """Start of the last attempt."""
         return self.attempts[-1].sent_s if self.attempts else 0.0
 
     @property
@@ -120,21 +120,21 @@ class RequestRecord:
         return (self.e2e_s - self.ttft_s) / (self.output_tokens - 1)
 
     def is_met(self, slo: SloTarget | None = None, *, since_s: float = 0.0) -> bool:
-        """Whether it succeeded within every objective, by default those asked for and counted from the first
-        sending. Of relative ones only the receipt says how long they are. An empty answer's first token is
-        its end."""
+        """Whether it succeeded within every objective, by default the requested ones, counted from the first
+        attempt. The receipt has the seconds of relative objectives. An empty answer's first token is its end.
+        """
         if not self.is_ok:
             return False
         ttft_s = self.e2e_s if self.ttft_s is None else self.ttft_s
         target = self.slo if slo is None else slo
         if target.is_relative and self.promise is not None:
-            # Not the others, which the gateway may have widened.
-            said = self.promise.slo
+            # Absolute objectives stay as requested: the gateway may have widened them.
+            applied = self.promise.slo
             target = replace(
                 target,
-                ttft_s=said.ttft_s if target.ttft_slowdown else target.ttft_s,
-                tpot_s=said.tpot_s if target.tpot_slowdown else target.tpot_s,
-                e2e_s=said.e2e_s if target.e2e_slowdown else target.e2e_s,
+                ttft_s=applied.ttft_s if target.ttft_slowdown else target.ttft_s,
+                tpot_s=applied.tpot_s if target.tpot_slowdown else target.tpot_s,
+                e2e_s=applied.e2e_s if target.e2e_slowdown else target.e2e_s,
             )
         return target.miss(ttft_s - since_s, self.tpot_s or 0.0, self.e2e_s - since_s) == ""
 
@@ -143,7 +143,7 @@ class Recorder:
     """Records the events of one request; a transport calls it."""
 
     def __init__(self, request: Request, run_started_s: float, planned_s: float | None = None) -> None:
-        """planned_s: when it should leave, in seconds since the start of the run; None: whenever it does."""
+        """planned_s: planned time in seconds since the start of the run; None in a closed loop."""
         self._request = request
         self._sent = time.perf_counter()
         self._sent_s = self._sent - run_started_s
@@ -165,17 +165,17 @@ class Recorder:
         return bool(self._arrivals_s)
 
     def tokens(self, num_tokens: int, text: str) -> None:
-        """A message with tokens has arrived."""
+        """Records a message with tokens."""
         self._arrivals_s.append(self._now_s())
         self._counted_tokens += num_tokens
         self._text.append(text)
 
     def end(self) -> None:
-        """The last message has arrived; closing the connection does not count."""
+        """Records the last message; the time to close the connection does not count."""
         self._ended_s = self._now_s()
 
     def failed(self, status: str, retry_after_s: float | None) -> None:
-        """The sending has failed, and the next one follows later."""
+        """Records a failed attempt, after which the request is sent again."""
         self._attempts.append(Attempt(self._attempt_sent_s, self._now_s(), status, retry_after_s))
 
     def sent_again(self) -> None:
@@ -184,7 +184,7 @@ class Recorder:
     def finish(self, status: str, error: str = "", retry_after_s: float | None = None) -> RequestRecord:
         arrivals = self._arrivals_s
         e2e_s = self._ended_s if self._ended_s is not None else self._now_s()
-        # Between two sendings, the last one is already noted.
+        # While a request waits to be sent again, its last attempt is already recorded.
         if not self._attempts or self._attempts[-1].sent_s < self._attempt_sent_s:
             self._attempts.append(Attempt(self._attempt_sent_s, e2e_s, status, retry_after_s))
         return RequestRecord(

@@ -1,4 +1,4 @@
-"""The file of a benchmark's records: JSON lines from which every figure can be computed again.
+"""The records file of a benchmark: JSON lines from which all figures can be computed again.
 
 {"config": {...}}                                                          the options, without keys
 {"system": "global", "workload": "retail", "rate": 2.0, ..., "index": 0, "status": "OK", ...}
@@ -22,7 +22,7 @@ _RECORD = TypeAdapter(RequestRecord)
 
 
 class RecordsWriter:
-    """Begins the file anew, and adds a run's records when it ends."""
+    """Creates the file; adds the records of each run that ends."""
 
     def __init__(self, path: Path, config: Mapping[str, object]) -> None:
         self._path = path
@@ -36,11 +36,11 @@ class RecordsWriter:
 
 
 def read_runs(path: Path) -> list[Run]:
-    """In the order in which they were written. Raises BenchError."""
+    """The runs in the order of the file. Raises BenchError."""
     found: dict[tuple[Point, int, str], list[RequestRecord]] = {}
     try:
         with path.open(encoding="utf-8") as file:
-            # Not splitlines(), which also parts at U+2028 and its like, and those may stand in a JSON string.
+            # Not splitlines(), which also splits at U+2028 and the like, which JSON strings may contain.
             for number, line in enumerate(file, start=1):
                 _read_line(line, f"{path}:{number}", found)
     except (OSError, UnicodeDecodeError) as error:
@@ -61,7 +61,7 @@ def _read_line(line: str, where: str, found: dict[tuple[Point, int, str], list[R
     except (ValueError, TypeError, KeyError, AttributeError, ValidationError) as error:
         reason = str(error).splitlines()[0]
         raise BenchError(
-            f"{where}: no record of `tandem bench serve --output`: {reason}; the line may be cut off, or of "
+            f"{where}: no record of `tandem bench serve --output`: {reason}; the line may be cut off or from "
             "another version"
         ) from error
     found.setdefault(key, []).append(record)

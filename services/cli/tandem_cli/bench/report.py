@@ -18,7 +18,7 @@ from tandem_cli.bench.stats import (
     refusals,
 )
 
-#: A client that is later than this changes the load that it should make.
+#: A client that sends later than this distorts the load.
 _LATE_S = 0.1
 #: Failed requests whose errors are shown.
 _NUM_ERRORS = 3
@@ -51,7 +51,7 @@ def _latency_table(summary: Summary) -> str:
 
 
 def describe(records: Sequence[RequestRecord], summary: Summary) -> str:
-    """All figures that are not latencies, in lines."""
+    """All other figures, one line each."""
     failures = ", ".join(f"{status} {count}" for status, count in sorted(summary.failures.items()))
     classes = ", ".join(dict.fromkeys(record.slo.name or "no class" for record in records))
     lines = [
@@ -74,7 +74,7 @@ def describe(records: Sequence[RequestRecord], summary: Summary) -> str:
     if late_s > _LATE_S:
         lines.append(
             f"late        the client was too busy: it sent requests up to {late_s:.2f} s (p99) later than "
-            "planned, and measured from then; use fewer requests/s or another machine"
+            "planned and measured from then; use fewer requests/s or another machine"
         )
     if (fair := fairness(records)) is not None:
         lines.append(
@@ -86,40 +86,40 @@ def describe(records: Sequence[RequestRecord], summary: Summary) -> str:
             ("TTFT p50", calibrated.ttft_p50), ("TTFT p90", calibrated.ttft_p90),
             ("E2E p50", calibrated.e2e_p50), ("E2E p90", calibrated.e2e_p90),
         )  # fmt: skip
-        told = ", ".join(f"{name} {share:.0%}" for name, share in shares if share is not None)
-        lines.append(f"predictions that held, of {calibrated.count}: {told}")
+        held = ", ".join(f"{name} {share:.0%}" for name, share in shares if share is not None)
+        lines.append(f"predictions that held, of {calibrated.count}: {held}")
     if summary.drafts is not None:
         drafts = summary.drafts
         sources = ", ".join(f"{name} {count}" for name, count in drafts.accepted_by_source.items())
         lines.append(
-            f"speculation {drafts.mean_accepted_length:.2f} tokens per step; a guess accepted in "
+            f"speculation {drafts.mean_accepted_length:.2f} tokens per step; a draft token accepted in "
             f"{drafts.iteration_hit_rate:.0%} of steps, {drafts.token_hit_rate:.0%} of {drafts.drafted} "
-            f"guesses; accepted: {sources or 'none'}"
+            f"draft tokens; accepted: {sources or 'none'}"
         )
     return "\n".join(lines)
 
 
 def _refusal_lines(records: Sequence[RequestRecord]) -> list[str]:
-    told = refusals(records)
+    refused = refusals(records)
     lines = []
-    if told.latency_s is not None:
+    if refused.latency_s is not None:
         lines.append(
-            f"refusals    {told.count}, answered after {1e3 * told.latency_s.p50:.1f} ms (p50), "
-            f"{1e3 * told.latency_s.p99:.1f} ms (p99)"
+            f"refusals    {refused.count}, answered after {1e3 * refused.latency_s.p50:.1f} ms (p50), "
+            f"{1e3 * refused.latency_s.p99:.1f} ms (p99)"
         )
-        if told.num_honoured:
-            share = told.num_then_admitted / told.num_honoured
-            lines[-1] += f"; retry-after honoured {told.num_honoured} times, then admitted {share:.0%}"
-    if told.ttft_from_last_s is not None:
+        if refused.num_honoured:
+            share = refused.num_then_admitted / refused.num_honoured
+            lines[-1] += f"; retry-after honoured {refused.num_honoured} times, then admitted {share:.0%}"
+    if refused.ttft_from_last_s is not None:
         lines.append(
-            f"sent again  TTFT from the last sending {told.ttft_from_last_s.p50:.3g} s (p50), "
-            f"{told.ttft_from_last_s.p99:.3g} s (p99); attainment so counted {told.attainment_from_last:.1%}"
+            f"sent again  TTFT from the last attempt {refused.ttft_from_last_s.p50:.3g} s (p50), "
+            f"{refused.ttft_from_last_s.p99:.3g} s (p99); attainment {refused.attainment_from_last:.1%}"
         )
     return lines
 
 
 def _group_table(records: Sequence[RequestRecord]) -> str:
-    """A row for each class and, of several, for each tenant."""
+    """A row for each class and, if there are several, for each tenant."""
     classes, tenants = by_class(records), by_tenant(records)
     groups = {f"class {name or '-'}": summary for name, summary in classes.items()}
     if len(tenants) > 1:

@@ -1,10 +1,10 @@
-"""The requests of a run: prompts with the class, the tenant and the length that were drawn for them.
+"""The requests of a run: prompts with their SLO class, tenant and length.
 
     prompt   from the workload
     class    --mix      ┐ drawn from the seed and the request's number,
     tenant   --tenants  ┘ or read from a trace
 
-A request is the same at every rate.
+Requests do not depend on the rate.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from tandem_cli.bench.prompts import Prompt
 
 @dataclass(frozen=True)
 class Tenant:
-    """A sender of requests. The key is in no output."""
+    """A sender of requests. No output contains the key."""
 
     name: str = ""
     key: str | None = field(default=None, repr=False)
 
 
-NOBODY = Tenant()
+NO_TENANT = Tenant()
 
 
 @dataclass(frozen=True)
 class Request:
-    """One request, complete. `slo.name` is its class; "" sends none."""
+    """One request. `slo.name` is its class; "" sends none."""
 
     index: int
     prompt: Prompt
     slo: SloTarget
     max_tokens: int
-    tenant: Tenant = NOBODY
-    #: Whether the objectives are sent, because they are not those of the class.
+    tenant: Tenant = NO_TENANT
+    #: Whether to send the objectives, because they differ from those of the class.
     sends_objectives: bool = False
 
 
 def plain_requests(
-    prompts: Sequence[Prompt], slo: SloTarget, max_tokens: int, tenant: Tenant = NOBODY
+    prompts: Sequence[Prompt], slo: SloTarget, max_tokens: int, tenant: Tenant = NO_TENANT
 ) -> list[Request]:
-    """A request for each prompt, all of one class and tenant."""
+    """Requests of one class and tenant."""
     return [Request(index, prompt, slo, max_tokens, tenant) for index, prompt in enumerate(prompts)]
 
 
@@ -80,7 +80,7 @@ def parse_tenants(text: str) -> dict[Tenant, float]:
 
 
 def draw(what: str, weights: Mapping[str, float], seed: int, index: int) -> str:
-    """One of the names, the same for equal arguments."""
+    """Draws one of the names; deterministic."""
     generator = random.Random(f"{what}/{seed}/{index}")
     return generator.choices(list(weights), weights=list(weights.values()))[0]
 

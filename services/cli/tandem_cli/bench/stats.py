@@ -41,13 +41,13 @@ class Percentiles:
 
 @dataclass(frozen=True)
 class DraftFigures:
-    """Drafting, pooled over all requests."""
+    """Drafting figures pooled over all requests."""
 
     #: Tokens per verification pass, without the first token of each request.
     mean_accepted_length: float
-    #: Share of steps that accepted a guess.
+    #: Share of steps that accepted a draft token.
     iteration_hit_rate: float
-    #: Share of guesses that were accepted; 0 without guesses.
+    #: Share of draft tokens that were accepted; 0 without draft tokens.
     token_hit_rate: float
     drafted: int
     accepted_by_source: Mapping[str, int]
@@ -55,16 +55,16 @@ class DraftFigures:
 
 @dataclass(frozen=True)
 class Summary:
-    """A whole run, or one class or tenant of it. Latencies are over requests that succeeded; seconds."""
+    """Figures of a run, or of one class or tenant. Latencies are those of succeeded requests, in seconds."""
 
     num_sent: int
     num_ok: int
-    #: Requests that the server refused for good, as overloaded.
+    #: Requests whose last attempt the overloaded server refused.
     num_refused: int
     num_met: int
     #: Failures by status.
     failures: Mapping[str, int]
-    #: Of the whole run: from the first request sent to the last one ended.
+    #: Duration of the run: from the first request sent to the last end.
     duration_s: float
     ttft_s: Percentiles | None
     tpot_s: Percentiles | None
@@ -75,7 +75,7 @@ class Summary:
     output_tokens_per_s: float
     #: Share of all sent that met the objectives, in [0, 1].
     attainment: float
-    #: The same of those that were not refused; None when all were.
+    #: Share of requests not refused that met the objectives; None if all were refused.
     attainment_of_admitted: float | None
     goodput_requests_per_s: float
     goodput_tokens_per_s: float
@@ -85,16 +85,16 @@ class Summary:
 
 @dataclass(frozen=True)
 class Refusals:
-    """Answers "no room now", over all sendings."""
+    """Refusals by an overloaded server, over all attempts."""
 
     count: int
     latency_s: Percentiles | None
-    #: Refusals after whose retry-after the request was sent again; and those of them not refused again.
+    #: Refused attempts after which the request was sent again, and those of them that were then admitted.
     num_honoured: int
     num_then_admitted: int
-    #: From the last sending, of requests that were sent more than once and succeeded.
+    #: TTFT from the last attempt, of requests that were sent more than once and succeeded.
     ttft_from_last_s: Percentiles | None
-    #: Share of all sent that met the objectives counted from the last sending.
+    #: Share of all sent that met the objectives, counted from the last attempt.
     attainment_from_last: float
 
 
@@ -102,9 +102,9 @@ class Refusals:
 class Fairness:
     """Jain's index over tenants: 1 when all have the same, 1/n when one has all.
 
-    Of the goodput in tokens; and of the requests within their SLO divided by the tenant's fair share of
-    them. The fair share is max-min: the total is divided equally, and what a tenant did not ask for goes to
-    the others.
+    The first index is over goodput in tokens; the second over requests within their SLO, divided by the
+    tenant's fair share of them. The fair share is max-min: the total is divided equally, and a share that a
+    tenant does not use goes to the others.
     """
 
     jain_of_goodput: float
@@ -113,7 +113,7 @@ class Fairness:
 
 @dataclass(frozen=True)
 class Calibration:
-    """How often what was measured at the gateway was at most what was predicted: a good p90 has .9."""
+    """Shares of answers whose measured time was at most the prediction: .9 for a calibrated p90."""
 
     count: int
     ttft_p50: float | None
@@ -124,7 +124,7 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Run:
-    """A system at a point, in one of its rounds."""
+    """One round of a system at a point."""
 
     point: Point
     round: int
@@ -148,7 +148,7 @@ def duration_of(records: Sequence[RequestRecord]) -> float:
 
 
 def summarise(records: Sequence[RequestRecord], duration_s: float | None = None) -> Summary:
-    """Figures of at least one record. duration_s: of the run, if these are a part of its records."""
+    """Figures of at least one record. duration_s: that of the run, if `records` are a part of it."""
     good = [record for record in records if record.is_ok]
     met = [record for record in records if record.is_met()]
     num_refused = sum(record.is_refused for record in records)
@@ -196,7 +196,7 @@ def _grouped(records: Sequence[RequestRecord], name_of: Callable[[RequestRecord]
 
 
 def refusals(records: Sequence[RequestRecord]) -> Refusals:
-    """Of at least one record."""
+    """Refusals of at least one record."""
     honoured = [
         (attempt, later)
         for record in records
@@ -219,7 +219,7 @@ def refusals(records: Sequence[RequestRecord]) -> Refusals:
 
 
 def fairness(records: Sequence[RequestRecord]) -> Fairness | None:
-    """None with fewer than two tenants, or when nobody's request met its SLO."""
+    """Fairness between tenants; None for fewer than two tenants, or if no request met its SLO."""
     tenants = by_tenant(records)
     total = sum(summary.num_met for summary in tenants.values())
     if len(tenants) < 2 or not total:
@@ -237,7 +237,7 @@ def jain(values: Sequence[float]) -> float:
 
 
 def fair_shares(total: float, asked: Mapping[str, float]) -> dict[str, float]:
-    """Max-min fair division of a total > 0, of which nobody gets more than asked for (> 0)."""
+    """Max-min fair division of `total` > 0; no share exceeds what its tenant `asked` for (> 0)."""
     shares: dict[str, float] = {}
     left = min(total, sum(asked.values()))
     for num_done, name in enumerate(sorted(asked, key=lambda name: asked[name])):
@@ -247,17 +247,17 @@ def fair_shares(total: float, asked: Mapping[str, float]) -> dict[str, float]:
 
 
 def calibration(records: Sequence[RequestRecord]) -> Calibration | None:
-    """Over answers whose receipt has a prediction; None when none has."""
-    told = [record.promise for record in records if record.is_ok and record.promise is not None]
-    told = [promise for promise in told if promise.ttft_p90_s is not None or promise.e2e_p90_s is not None]
-    if not told:
+    """Calibration over answers whose receipt has a prediction; None if none has."""
+    found = [record.promise for record in records if record.is_ok and record.promise is not None]
+    found = [promise for promise in found if promise.ttft_p90_s is not None or promise.e2e_p90_s is not None]
+    if not found:
         return None
     return Calibration(
-        len(told),
-        _share_within([(promise.ttft_s, promise.ttft_p50_s) for promise in told]),
-        _share_within([(promise.ttft_s, promise.ttft_p90_s) for promise in told]),
-        _share_within([(promise.e2e_s, promise.e2e_p50_s) for promise in told]),
-        _share_within([(promise.e2e_s, promise.e2e_p90_s) for promise in told]),
+        len(found),
+        _share_within([(promise.ttft_s, promise.ttft_p50_s) for promise in found]),
+        _share_within([(promise.ttft_s, promise.ttft_p90_s) for promise in found]),
+        _share_within([(promise.e2e_s, promise.e2e_p50_s) for promise in found]),
+        _share_within([(promise.e2e_s, promise.e2e_p90_s) for promise in found]),
     )
 
 
@@ -267,19 +267,19 @@ def _share_within(pairs: Sequence[tuple[float, float | None]]) -> float | None:
 
 
 def draft_figures(good: Sequence[RequestRecord]) -> DraftFigures | None:
-    """Over requests that succeeded; None when no receipt reports a step."""
-    told = [(record, record.speculation) for record in good if record.speculation is not None]
-    steps = sum(speculation.decode_steps for _, speculation in told)
+    """Drafting figures of succeeded requests; None if no receipt reports a step."""
+    found = [(record, record.speculation) for record in good if record.speculation is not None]
+    steps = sum(speculation.decode_steps for _, speculation in found)
     if steps == 0:
         return None
-    drafted = sum(speculation.drafted_tokens for _, speculation in told)
-    accepted = sum(speculation.accepted_tokens for _, speculation in told)
+    drafted = sum(speculation.drafted_tokens for _, speculation in found)
+    accepted = sum(speculation.accepted_tokens for _, speculation in found)
     sources: Counter[str] = Counter()
-    for _, speculation in told:
+    for _, speculation in found:
         sources.update(speculation.accepted_by_source)
     return DraftFigures(
-        mean_accepted_length=sum(max(0, record.output_tokens - 1) for record, _ in told) / steps,
-        iteration_hit_rate=sum(speculation.hit_steps for _, speculation in told) / steps,
+        mean_accepted_length=sum(max(0, record.output_tokens - 1) for record, _ in found) / steps,
+        iteration_hit_rate=sum(speculation.hit_steps for _, speculation in found) / steps,
         token_hit_rate=accepted / drafted if drafted else 0.0,
         drafted=drafted,
         accepted_by_source=dict(sorted(sources.items())),

@@ -1,15 +1,15 @@
-"""Recorded arrivals to replay: when requests came and how long they were.
+"""Recorded arrivals to replay: times and lengths of requests.
 
-Three forms of file are understood, told apart by their first line:
+The first line of a file determines its format:
 
     {"arrival_s": 1.5, "prompt_tokens": 900, "output_tokens": 60, "slo_class": "chat", "tenant": "a"}
-        JSON lines of our own; all but the time, in seconds, may be left out
+        JSON lines of Tandem; the time in seconds; the other keys are optional
     {"timestamp": 1500, "input_length": 6758, "output_length": 500, "hash_ids": [0, 1, 2]}
         JSON lines of Mooncake; the time in milliseconds; equal ids are equal blocks of 512 prompt tokens
     Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
-        CSV of BurstGPT; the time in seconds; rows without response tokens are failed requests and left out
+        CSV of BurstGPT; the time in seconds; skips failed requests, which have no response tokens
 
-Further columns and keys are not read. Times count from the first request of the file.
+Other columns and keys are ignored. Times count from the first request of the file.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from pathlib import Path
 
 from tandem_cli.bench import BenchError
 
-#: Prompt tokens of a block of Mooncake's traces.
+#: Prompt tokens of a block in Mooncake's traces.
 BLOCK_TOKENS = 512
 
 
 @dataclass(frozen=True)
 class TraceEntry:
-    """A request of a trace. None or "": the trace does not say, so the run's options do."""
+    """A request of a trace. For None or "" the run's options apply."""
 
     arrival_s: float
     prompt_tokens: int | None = None
     output_tokens: int | None = None
-    #: Ids of the prompt's blocks of 512 tokens, the last one not full; requests share those with equal ids.
+    #: Ids of the prompt's blocks of 512 tokens; the last one may be partial. Equal ids are equal text.
     blocks: tuple[int, ...] = ()
     slo_class: str = ""
     tenant: str = ""
@@ -62,14 +62,14 @@ def read_trace(path: Path, limit: int | None = None) -> list[TraceEntry]:
         raise BenchError(f"--trace {path} cannot be read: {error}") from error
     if not entries:
         raise BenchError(f"--trace {path} holds no request")
-    # Lines of concurrent writers may be swapped.
+    # Concurrent writers may have swapped lines.
     entries.sort(key=lambda entry: entry.arrival_s)
     first_s = entries[0].arrival_s
     return [replace(entry, arrival_s=entry.arrival_s - first_s) for entry in entries]
 
 
 def mean_rate(entries: list[TraceEntry]) -> float:
-    """Requests per second as recorded; 0 when all came at once."""
+    """Requests per second as recorded; 0 if all came at once."""
     last_s = entries[-1].arrival_s
     return (len(entries) - 1) / last_s if last_s else 0.0
 
@@ -87,7 +87,7 @@ def _entries(lines: Iterable[str], origin: str) -> Iterator[TraceEntry]:
         wanted = ("Timestamp", "Request tokens", "Response tokens")
         if missing := [name for name in wanted if name not in columns]:
             raise BenchError(
-                f"--trace {origin}: neither JSON lines nor BurstGPT's CSV, whose head has {missing[0]!r}; "
+                f"--trace {origin}: neither JSON lines nor BurstGPT's CSV with a column {missing[0]!r}; "
                 "give a trace of Tandem, Mooncake or BurstGPT"
             )
 
@@ -135,14 +135,14 @@ def _number(raw: Mapping[str, object], name: str) -> float:
     try:
         return float(str(raw[name]))
     except ValueError:
-        raise ValueError(f"{name} is {raw[name]!r}, which is no number") from None
+        raise ValueError(f"{name} is {raw[name]!r}, not a number") from None
 
 
 def _count(raw: Mapping[str, object], name: str) -> int:
     try:
         return int(str(raw[name]))
     except ValueError:
-        raise ValueError(f"{name} is {raw[name]!r}, which is no whole number") from None
+        raise ValueError(f"{name} is {raw[name]!r}, not a whole number") from None
 
 
 def _optional_count(raw: Mapping[str, object], name: str) -> int | None:
@@ -150,7 +150,7 @@ def _optional_count(raw: Mapping[str, object], name: str) -> int | None:
 
 
 def _from_burstgpt(row: dict[str, str]) -> TraceEntry | None:
-    """None: a request that failed when it was recorded."""
+    """The entry of a row; None for a request that failed."""
     prompt_tokens, output_tokens = _count(row, "Request tokens"), _count(row, "Response tokens")
     if prompt_tokens < 1 or output_tokens < 1:
         return None

@@ -1,4 +1,4 @@
-"""The two ways to send a request: gRPC `Chat` and HTTP `/v1/chat/completions`, both streaming."""
+"""Transports: gRPC `Chat` and HTTP `/v1/chat/completions`, both streaming."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tandem_cli.bench.requests import Request
 class SendError(Exception):
     """The request failed; `status` is a gRPC code name or "HTTP <code>".
 
-    retry_after_s: when to send it again, if the server says so.
+    retry_after_s: the server's retry-after; None if it sent none.
     """
 
     def __init__(self, status: str, message: str, retry_after_s: float | None = None) -> None:
@@ -89,8 +89,8 @@ class GrpcTransport(Transport):
                     recorder.tokens(len(response.chunk.token_ids), response.chunk.text)
         except grpc.aio.AioRpcError as error:
             trailers = dict(cast("Iterable[tuple[str, str]]", error.trailing_metadata() or ()))
-            told_ms = _number(trailers.get(RETRY_AFTER_KEY, ""))
-            retry_after_s = None if told_ms is None else told_ms / 1000
+            retry_after_ms = _number(trailers.get(RETRY_AFTER_KEY, ""))
+            retry_after_s = None if retry_after_ms is None else retry_after_ms / 1000
             raise SendError(error.code().name, error.details() or "", retry_after_s) from error
 
     async def close(self) -> None:
@@ -98,7 +98,7 @@ class GrpcTransport(Transport):
 
 
 def _number(text: str) -> float | None:
-    """None for anything but a number >= 0."""
+    """The number; None for anything but a number >= 0."""
     try:
         number = float(text)
     except ValueError:
@@ -133,7 +133,7 @@ def note_receipt(receipt: common_pb2.Receipt, recorder: Recorder) -> None:
 
 
 def _seconds(predicted_ns: int) -> float | None:
-    """None: nothing could be predicted."""
+    """The prediction in seconds; None if there is none."""
     return predicted_ns / _NS_PER_S if predicted_ns else None
 
 
@@ -146,7 +146,7 @@ class HttpTransport(Transport):
         options: BenchOptions,
         extra_body: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
-        """extra_body: fields that replace those of the body, for servers that differ; None removes one."""
+        """extra_body: fields that replace those of the body, for other servers; None removes a field."""
         self._options = options
         self._extra_body = extra_body
         self._client = httpx.AsyncClient(
@@ -176,7 +176,7 @@ class HttpTransport(Transport):
         await self._client.aclose()
 
     def _headers(self, request: Request) -> dict[str, str]:
-        """The key, and the objectives if they are the request's own."""
+        """The key, and the objectives if they differ from those of the class."""
         headers = {}
         if key := request.tenant.key or self._options.api_key:
             headers["Authorization"] = f"Bearer {key}"
@@ -198,7 +198,7 @@ class HttpTransport(Transport):
             "temperature": temperature_of(options, prompt),
             "seed": options.seed + prompt.seed_offset,
         }
-        # Only if given: other servers may refuse unknown fields.
+        # Sent only if given, because other servers may refuse unknown fields.
         if request.slo.name:
             body["slo_class"] = request.slo.name
         if options.speculation:
@@ -219,7 +219,7 @@ class HttpTransport(Transport):
         for choice in event.get("choices") or []:
             text = (choice.get("delta") or {}).get("content")
             if text:
-                # A chunk may hold several tokens; the usage at the end has their number.
+                # A chunk may hold several tokens; the final usage has their number.
                 recorder.tokens(1, text)
         if usage := event.get("usage"):
             if receipt := usage.get("tandem_receipt"):
@@ -230,6 +230,6 @@ class HttpTransport(Transport):
 
 
 def _retry_after_s(headers: httpx.Headers) -> float | None:
-    """OpenAI's header in milliseconds if it is there, else HTTP's in seconds; a date is not read."""
-    told_ms = _number(headers.get("retry-after-ms", ""))
-    return told_ms / 1000 if told_ms is not None else _number(headers.get("retry-after", ""))
+    """OpenAI's header in milliseconds, else HTTP's in seconds; ignores dates."""
+    retry_after_ms = _number(headers.get("retry-after-ms", ""))
+    return _number(headers.get("retry-after", "")) if retry_after_ms is None else retry_after_ms / 1000

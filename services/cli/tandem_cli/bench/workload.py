@@ -1,8 +1,8 @@
 """Makes the requests of a run and their schedule, from the options or from a trace.
 
-A trace decides when requests come, how long prompts and answers are and, in our own format, class and tenant.
-Options decide the rest. A prompt of a trace with block ids consists of a text for each id, so requests of a
-run share blocks as they did when they were recorded; other prompts are the workload's, of the trace's length.
+A trace determines arrivals, lengths of prompts and answers and, in Tandem's format, class and tenant. Options
+determine the rest. A prompt of a trace with block ids consists of a text for each id, so that requests share
+blocks as in the recording; other prompts are those of the workload, with the trace's length.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from tandem_cli.bench.prompts import (
     estimate_tokens,
     tokenizer_counter,
 )
-from tandem_cli.bench.requests import NOBODY, Request, Tenant, draw
+from tandem_cli.bench.requests import NO_TENANT, Request, Tenant, draw
 from tandem_cli.bench.traces import BLOCK_TOKENS, TraceEntry, mean_rate, read_trace
 
-DEFAULT_NUM_REQUESTS = 32
-#: The shortest prompt that a workload makes.
+_DEFAULT_NUM_REQUESTS = 32
+#: Length of the shortest prompt of a workload.
 _MIN_PROMPT_TOKENS = 16
-#: Requests of a trace that are replayed without being asked for: more would take hours and gigabytes.
+#: Longest trace that is replayed without --num-requests: longer ones take hours and gigabytes.
 _MAX_TRACE = 100_000
 
 
 def load_material(options: BenchOptions) -> Material:
-    """What prompts are made from. Counts tokens with the model's tokenizer if it is on this machine.
-    Raises BenchError."""
+    """The input of the workloads. Counts tokens with the model's tokenizer if it is on this machine. Raises
+    BenchError."""
     conversations = dialogues.load_dialogues(options.dataset)
     try:
         policy = options.policy.read_text(encoding="utf-8") if options.policy else dialogues.sample_policy()
@@ -51,13 +51,6 @@ def load_material(options: BenchOptions) -> Material:
         count=tokenizer_counter(folder) if folder is not None else estimate_tokens,
         seed=options.seed,
     )
-
-
-def make_prompts(options: BenchOptions, workload: str, first: int = 0) -> list[Prompt]:
-    """The workload's prompts from number `first` on. Raises BenchError."""
-    material = load_material(options)
-    count = options.num_requests or DEFAULT_NUM_REQUESTS
-    return [WORKLOADS[workload](material, index) for index in range(first, first + count)]
 
 
 class RequestMaker:
@@ -76,8 +69,8 @@ class RequestMaker:
                 options.objectives(entry.slo_class)
             if entry.tenant and self._tenants and entry.tenant not in self._tenants:
                 raise BenchError(f"the --trace has tenant {entry.tenant!r}; add it to --tenants with its key")
-        self.num_requests = len(self._trace) or options.num_requests or DEFAULT_NUM_REQUESTS
-        #: Entries of the trace whose prompt or answer is cut to the options' length.
+        self.num_requests = len(self._trace) or options.num_requests or _DEFAULT_NUM_REQUESTS
+        #: Entries of the trace that are shortened to the options' lengths.
         self.num_cut = sum(
             (entry.output_tokens or 0) > options.max_tokens
             or (options.input_tokens is not None and (entry.prompt_tokens or 0) > options.input_tokens)
@@ -97,15 +90,15 @@ class RequestMaker:
         return Replay(times_s, point.rate / recorded if recorded else 1.0)
 
     def make(self, workload: str, first: int = 0) -> list[Request]:
-        """The requests of a run; `first` is the number of the first prompt, so that runs may differ in it."""
+        """The requests of a run; `first` is the number of the first prompt, which may differ between runs."""
         return [self._make(workload, index, first) for index in range(self.num_requests)]
 
     def _make(self, workload: str, index: int, first: int) -> Request:
         options = self._options
         entry = self._trace[index] if self._trace else TraceEntry(0.0)
-        # Class and tenant belong to the place in the run, so that all rates have the same mix.
+        # Class and tenant depend on the index alone, so that all rates have the same mix.
         slo_class = entry.slo_class or draw("class", self._classes, options.seed, index)
-        tenant = NOBODY
+        tenant = NO_TENANT
         if name := entry.tenant or (
             draw("tenant", self._tenant_weights, options.seed, index) if self._tenants else ""
         ):
@@ -131,7 +124,7 @@ class RequestMaker:
         return WORKLOADS[workload](replace(material, input_tokens=length), number)
 
     def _prompt_of_blocks(self, entry: TraceEntry, num_tokens: int, first: int) -> str:
-        # Counting every text would take longer than some runs.
+        # Estimates the length, because counting the tokens of each text takes longer than some runs.
         size = round(BLOCK_TOKENS * self._characters_per_token)
         full, rest = divmod(num_tokens, BLOCK_TOKENS)
         texts = [self._block(block, first, size) for block in entry.blocks[:full]]
@@ -141,7 +134,7 @@ class RequestMaker:
         return "".join(texts)
 
     def _block(self, block: int, first: int, size: int) -> str:
-        """Text of the dialogues, always the same for equal arguments."""
+        """Text of the dialogues; deterministic."""
         generator = random.Random(f"block/{self._material.seed}/{first}/{block}")
         text = f"[{block}] "
         while len(text) < size:
@@ -155,15 +148,14 @@ class RequestMaker:
 
 
 def load_trace(options: BenchOptions) -> list[TraceEntry]:
-    """Entries of the options' trace that leave before the end of the run; none without a trace. Raises
+    """Entries of the options' trace that are sent before the run ends; none without a trace. Raises
     BenchError."""
     if options.trace is None:
         return []
     entries = read_trace(options.trace, options.num_requests or _MAX_TRACE + 1)
     if options.num_requests is None and len(entries) > _MAX_TRACE:
         raise BenchError(
-            f"--trace {options.trace} has more than {_MAX_TRACE} requests; say with --num-requests how many "
-            "to replay"
+            f"--trace {options.trace} has more than {_MAX_TRACE} requests; limit them with --num-requests"
         )
     recorded = mean_rate(entries)
     speed = options.rate / recorded if options.rate and recorded else options.rate_scale or 1.0

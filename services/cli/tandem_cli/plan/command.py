@@ -1,4 +1,4 @@
-"""`tandem plan`: reads the question, searches, prints the answer."""
+"""`tandem plan`: reads the options, searches for the cheapest fleets and prints them."""
 
 from __future__ import annotations
 
@@ -30,9 +30,11 @@ def plan(
     prompt_tokens: Annotated[int, typer.Option(min=1)] = 4000,
     output_tokens: Annotated[int, typer.Option(min=1)] = 1000,
     cached_tokens: Annotated[
-        int, typer.Option(min=0, help="Of a prompt, in a prefix cache, such as a system prompt.")
+        int, typer.Option(min=0, help="Prompt tokens that are in a prefix cache, such as a system prompt.")
     ] = 0,
-    spread: Annotated[float, typer.Option(min=0, max=0.95, help="Of the lengths around their means.")] = 0.2,
+    spread: Annotated[
+        float, typer.Option(min=0, max=0.95, help="Variation of the lengths around their means, as a share.")
+    ] = 0.2,
     trace: Annotated[
         Path | None, typer.Option(help="Arrivals and lengths of a trace, see `tandem bench serve`.")
     ] = None,
@@ -41,7 +43,7 @@ def plan(
     e2e: Annotated[float, typer.Option(min=0, help="Objective in seconds; 0: none.")] = 5.0,
     attainment: Annotated[float, typer.Option(min=0.01, max=1, help="Share of requests in time.")] = 0.99,
     gpu: Annotated[str, typer.Option(help=f"{', '.join(GPUS)}; not used with --measured.")] = "h200",
-    per_hour: Annotated[float | None, typer.Option(min=0, help="Of a GPU or host.")] = None,
+    per_hour: Annotated[float | None, typer.Option(min=0, help="Price of a GPU or host.")] = None,
     shape: Annotated[str, typer.Option(help=", ".join(SHAPES))] = "qwen2.5-72b",
     weight_bits: Annotated[int, typer.Option(min=2, max=32)] = 16,
     kv_bits: Annotated[int, typer.Option(min=4, max=32)] = 16,
@@ -49,35 +51,38 @@ def plan(
     tokens_per_step: Annotated[
         float | None, typer.Option(min=1, help="Tokens that a sequence gains in a step with drafts.")
     ] = None,
-    chunk_size: Annotated[int | None, typer.Option(min=16, help="Of the pods; unset: 2048.")] = None,
-    max_batch: Annotated[int | None, typer.Option(min=1, help="Of the pods; unset: 128.")] = None,
+    chunk_size: Annotated[
+        int | None, typer.Option(min=16, help="Prompt tokens of a step; unset: 2048.")
+    ] = None,
+    max_batch: Annotated[int | None, typer.Option(min=1, help="Sequences of a step; unset: 128.")] = None,
     local_prefill_tokens: Annotated[
-        int | None, typer.Option(min=0, help="Of decode pods, idle or not; unset: the pods' defaults.")
+        int | None,
+        typer.Option(min=0, help="Decode pods compute prompts with fewer uncached tokens; unset: default."),
     ] = None,
     contention: Annotated[
         str,
         typer.Option(
             metavar="PROMPTS,TEXTS",
-            help="Pods of both roles share a machine: how many times as long prompts take while texts are "
-            "decoded, and steps of texts while prompts are computed, e.g. 3,1.3.",
+            help="Slowdown where pods of both roles share a machine: of prompts during decoding, and of "
+            "decode steps during prompts, e.g. 3,1.3.",
         ),
     ] = "1,1",
     mixed_steps: Annotated[
         float,
         typer.Option(
-            min=1, help="How many times as long as the sum of both a step with prompts and texts takes."
+            min=1, help="Duration of a step with prompts and decoding, as a multiple of the sum of both."
         ),
     ] = 1.0,
     measured: Annotated[
         str,
-        typer.Option(help="gRPC address of a gateway: costs, and the settings above, as its pods report."),
+        typer.Option(help="gRPC address of a gateway; its pods report costs and the settings above."),
     ] = "",
-    requests: Annotated[int, typer.Option(min=20, help="Of the simulation.")] = 300,
+    requests: Annotated[int, typer.Option(min=20, help="Requests of the simulation.")] = 300,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     out: Annotated[Path | None, typer.Option(help="Write a kustomize overlay to this folder.")] = None,
     base: Annotated[str, typer.Option(help="Resource of the overlay.")] = "../../base",
 ) -> None:
-    """Say how many pods of each role keep the objectives, at what cost, and what decides."""
+    """Compute how many pods of each role keep the objectives, the cost, and the limiting resource."""
     slo = SloTarget("", ttft, tpot, e2e)
     if not (ttft or tpot or e2e):
         fail("--ttft, --tpot and --e2e are all 0; set one of them")
@@ -193,7 +198,7 @@ def _sizes(gpu: str, model: ModelShape, per_hour: float | None, chunk_size: int)
 
 
 def _measured(target: str, per_hour: float) -> FleetPlan:
-    """Of the first decode pod and the first prefill pod that the gateway knows."""
+    """The fleet of the pods that the gateway reports."""
     import grpc
     from tandem_proto.v1 import gateway_pb2, gateway_pb2_grpc
 
@@ -210,7 +215,7 @@ def _measured(target: str, per_hour: float) -> FleetPlan:
 
 
 def _misses_alone(fleet: FleetPlan, workload: list[PlannedRequest], slo: SloTarget) -> str:
-    """What half of the requests would miss without any other; "" if nothing."""
+    """The objective that a request of median length misses on an idle fleet; "" if none."""
     costs = fleet.costs
     request = sorted(workload, key=lambda one: one.prompt_tokens + one.output_tokens)[len(workload) // 2]
     ttft_s = costs.prefill.prompt_seconds(request.cached_tokens, request.prompt_tokens, 1 << 30)
@@ -227,7 +232,7 @@ def _why_none(asked: list[FleetPlan], workload: list[PlannedRequest], slo: SloTa
             f"{missed[-1]}. Widen them, shorten the answer, use fewer --weight-bits, or drafts "
             "(--tokens-per-step)."
         )
-    return "each request meets them alone, but not beside others; lower --attainment or the rate."
+    return "each request meets them alone, but not under this load; lower --attainment or the rate."
 
 
 def _table(results: list[Result]) -> str:
@@ -267,11 +272,11 @@ def _pods(plan: FleetPlan) -> str:
 
 def _conclusion(best: Result, shares: list[tuple[str, float]]) -> str:
     plan = best.plan
-    kind = "prompts on pods of their own" if plan.num_prefill else "no pods for prompts alone"
+    kind = "with prefill pods" if plan.num_prefill else "without prefill pods"
     (first, share), *others = shares
     rest = ", ".join(f"{name} to {value:.0%}" for name, value in others)
     return (
         f"Best: {_pods(plan)} ({kind}), room for {plan.costs.kv_tokens} tokens of KV in each pod, "
         f"--max-batch {plan.max_batch}, --chunk-size {plan.chunk_size}.\n"
-        f"What decides is {first}: the objective is kept down to {share:.0%} of it ({rest})."
+        f"Limiting resource: {first}; the objective is kept down to {share:.0%} of it ({rest})."
     )

@@ -1,11 +1,8 @@
-"""What the steps of a pod cost, and how many tokens of KV it holds.
+"""Step costs and KV capacity of a pod, from a GPU's data sheet (roofline).
 
-From a data sheet (roofline): a decode step reads the weights once and the KV of its sequences; a prompt needs
-two operations per parameter and token, and attention four per pair of tokens, layer and query dimension. Data
-sheets promise more than kernels reach, so both are scaled by an efficiency. Tensor parallelism divides both
-by the number of GPUs and adds two all-reduces per layer.
-
-Measured: the costs that running pods report, see tandem_core.step_cost.
+A decode step reads the weights once and the KV of its sequences; a prompt needs two operations per parameter
+and token, and attention four per pair of tokens, layer and query dimension. Both are scaled by the efficiency
+that kernels reach. Tensor parallelism divides both by the number of GPUs and adds two all-reduces per layer.
 """
 
 from __future__ import annotations
@@ -14,27 +11,27 @@ from dataclasses import dataclass
 
 from tandem_core.step_cost import StepCost
 
-#: Shares of peak: matrix products of a prompt, and reads of a decode step. With these and the overhead, an 8B
-#: model's steps at 4K on an H200 come out within 2 % for 1 to 64 sequences, and 5 % too long for 128 and for
-#: prompts (benchmarks/results/gpu-h200.md).
+#: Shares of peak: matrix products of a prompt, and reads of a decode step. With these and the overhead, the
+#: predicted steps of an 8B model at 4K on an H200 are within 2 % of measured ones for 1 to 64 sequences, and
+#: 5 % too long for 128 and for prompts (benchmarks/results/gpu-h200.md).
 COMPUTE_EFFICIENCY, MEMORY_EFFICIENCY = 0.65, 0.8
-#: Of a GPU's memory: for weights and KV, the rest is activations, graphs and the allocator's.
+#: Share of a GPU's memory for weights and KV; the rest holds activations, graphs and allocator overhead.
 USABLE_MEMORY = 0.9
-#: Launches and the host's part of a step, with CUDA graphs.
+#: Kernel launches and host time of a step, with CUDA graphs.
 STEP_OVERHEAD_S = 0.0015
-#: Of one all-reduce of a few rows between GPUs of one host.
+#: Duration of an all-reduce of a few rows between GPUs of one host.
 ALL_REDUCE_S = 12e-6
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """From the vendor's data sheet, dense 16-bit operations."""
+    """Figures of the vendor's data sheet; dense 16-bit operations."""
 
     name: str
     memory_bytes: float
     bytes_per_s: float
     flops: float
-    #: What it costs an hour where nothing else is said; in the currency of the reader's contract.
+    #: Default price per hour, in the currency of the reader's contract.
     per_hour: float
 
 
@@ -52,7 +49,7 @@ GPUS = {
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What of a model decides its costs."""
+    """Dimensions of a model that determine its costs."""
 
     name: str
     num_parameters: float
@@ -60,7 +57,7 @@ class ModelShape:
     num_heads: int
     num_kv_heads: int
     head_size: int
-    #: Of a weight, and of an element of the KV cache.
+    #: Bytes of a weight, and of an element of the KV cache.
     weight_bytes: float = 2.0
     kv_bytes: float = 2.0
 
@@ -83,18 +80,18 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class PodCosts:
-    """Of a pod, whatever role it has."""
+    """Step costs, capacity and price of a pod of any role."""
 
     prefill: StepCost
     decode: StepCost
-    #: Tokens of KV that it holds.
+    #: Capacity of its KV cache in tokens.
     kv_tokens: int
     kv_bytes_per_token: float
-    #: GPUs (or hosts, where costs were measured) that it takes.
+    #: Its GPUs (hosts, where costs were measured).
     num_devices: int = 1
-    #: Of one device.
+    #: Price of one device.
     per_hour: float = 0.0
-    #: Of prompts that decode pods compute; None: those of prefill pods.
+    #: Cost of prompts on decode pods; None: as on prefill pods.
     own_prefill: StepCost | None = None
 
     @property
@@ -103,7 +100,7 @@ class PodCosts:
 
 
 class DoesNotFitError(ValueError):
-    """The model's weights leave no room for KV on so many GPUs."""
+    """The model's weights leave no room for KV on the given GPUs."""
 
 
 def of_gpu(
@@ -114,7 +111,7 @@ def of_gpu(
     per_hour: float | None = None,
     chunk_size: int = 2048,
 ) -> PodCosts:
-    """A pod of `num_gpus` that share each layer. Raises DoesNotFitError."""
+    """Costs of a tensor-parallel pod of `num_gpus`. Raises DoesNotFitError."""
     weights = shape.num_parameters * shape.weight_bytes
     room = USABLE_MEMORY * gpu.memory_bytes * num_gpus - weights
     kv_tokens = int(room / shape.kv_bytes_per_token)

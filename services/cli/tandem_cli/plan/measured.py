@@ -12,13 +12,13 @@ from tandem_cli.plan.fleet_plan import FleetPlan
 
 
 def measured_fleet(pods: Sequence[common_pb2.PodStatus], per_hour: float = 0.0) -> FleetPlan:
-    """One pod of each role: that of decode, and of prefill if there is one, that reported first. Raises
-    ValueError where no decode pod has decoded anything."""
+    """A fleet of the first decode pod and, if there is one, the first prefill pod. Raises ValueError if no
+    decode pod has decoded anything."""
     decoders = [
         pod for pod in pods if pod.role == "decode" and step_cost_from_proto(pod.decode_cost).is_known
     ]
     if not decoders:
-        raise ValueError("no decode pod has reported what its steps cost; send it requests first")
+        raise ValueError("no decode pod has reported step costs; send it requests first")
     decode = decoders[0]
     prefill = next((pod for pod in pods if pod.role == "prefill"), decode)
     costs = PodCosts(

@@ -35,7 +35,7 @@ configMapGenerator:
 
 
 def write_overlay(folder: Path, base: str, result: Result) -> Path:
-    """The kustomization, in a folder that has none yet. Raises OSError."""
+    """Writes the kustomization to a folder that has none yet. Raises OSError."""
     from tandem_decode.settings import DecodeSettings
 
     plan = result.plan

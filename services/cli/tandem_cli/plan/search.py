@@ -1,4 +1,4 @@
-"""The cheapest fleet that keeps its objectives in the simulation, and what of it decides."""
+"""Search for the cheapest fleet that keeps the objectives in the simulation, and its limiting resource."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from tandem_cli.plan.fleet_plan import LIMITS, FleetPlan
 from tandem_cli.plan.simulate import Outcome, simulate
 from tandem_cli.plan.workload import PlannedRequest
 
-#: Pods of a role at most.
+#: Largest number of pods of a role.
 _MAX_PODS = 512
-#: (prefill pods, decode pods) -> the fleet.
+#: Makes a fleet of prefill pods and decode pods.
 Make = Callable[[int, int], FleetPlan]
 
 
 @dataclass(frozen=True)
 class Result:
-    """A fleet and what it does with the workload."""
+    """A fleet and its simulated performance; p50 and p99."""
 
     plan: FleetPlan
     attainment: float
@@ -48,10 +48,10 @@ def cheapest(
     slo: SloTarget,
     objective: float,
 ) -> Result | None:
-    """The fewest devices with prefill pods of their own that meet the objective; None where none does.
+    """The smallest fleet with prefill pods that meets the objective; None if none does.
 
-    Each role is first given so many pods that it is no limit, and then as few as keep the objective. In the
-    end two pods of a role are exchanged for one of the other, if that keeps it.
+    Starts with enough pods of both roles, minimises prefill pods, then decode pods. Finally tries to replace
+    two pods of a role by one of the other.
     """
     enough = _least(lambda n: evaluate(make(n, n), requests, slo).attainment >= objective)
     if enough is None:
@@ -79,7 +79,7 @@ def cheapest_together(
     slo: SloTarget,
     objective: float,
 ) -> Result | None:
-    """The same for pods that compute prompts and decode."""
+    """The smallest fleet without prefill pods that meets the objective; None if none does."""
     count = _least(lambda n: evaluate(make(0, n), requests, slo).attainment >= objective)
     return None if count is None else evaluate(make(0, count), requests, slo)
 
@@ -87,7 +87,7 @@ def cheapest_together(
 def slack(
     result: Result, requests: Sequence[PlannedRequest], slo: SloTarget, objective: float
 ) -> list[tuple[str, float]]:
-    """To which share of itself each limit may fall with the objective still kept, the tightest first."""
+    """The smallest share of each limit with which the objective is still met, the tightest limit first."""
     plan = result.plan
 
     def is_enough(name: str, percent: int) -> bool:
@@ -98,7 +98,7 @@ def slack(
 
 
 def _least(is_enough: Callable[[int], bool], most: int = _MAX_PODS) -> int | None:
-    """The smallest number from 1 to `most` that is enough, where more never is less; None: not even that."""
+    """The smallest number from 1 to `most` that is enough, by bisection; None if `most` is not enough."""
     high = 1
     while not is_enough(high):
         if high >= most:

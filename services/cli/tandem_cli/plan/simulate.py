@@ -1,10 +1,10 @@
-"""A fleet as a discrete-event simulation: prompts queue at prefill pods, sequences share decode steps.
+"""Discrete-event simulation of a fleet: routes requests to pods and transfers KV between them.
 
-    arrival -> prefill pod (first idle one) -> transfer of the KV that is left after the last layer
-            -> decode pod (fewest tokens of KV promised) -> a token per step, all its sequences together
+    arrival -> prefill pod (first idle one) -> transfer of the KV that remains after the last layer
+            -> decode pod (least loaded)
 
-Decode pods compute short prompts themselves, and without prefill pods all prompts. This module decides who
-computes what, and when requests change pods; tandem_core.pod_model says what each pod's steps take.
+Decode pods compute short prompts themselves, and without prefill pods all prompts. tandem_core.pod_model
+determines the duration of each pod's steps and the sequences that share them.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class _Simulation:
             self._decode(outcome, request.cached_tokens, request.output_tokens)
 
     def _is_local(self, num_uncached: int) -> bool:
-        """Whether a decode pod computes the prompt itself."""
+        """Whether a decode pod computes a prompt with `num_uncached` uncached tokens."""
         plan = self._plan
         is_idle = any(not pod.is_busy for pod in self._decoders)
         return num_uncached < max(plan.local_prefill_tokens, plan.idle_prefill_tokens if is_idle else 0)
@@ -149,7 +149,7 @@ class _Simulation:
             self._start(pod, outcome, job)
 
     def _decode(self, outcome: Outcome, start: int, num_tokens: int) -> None:
-        """On a decode pod, which computes the prompt from `start` on."""
+        """Starts a request on the least loaded decode pod, which computes the prompt from `start` on."""
         request = outcome.request
         job = Job(
             request.arrival_s,
@@ -172,7 +172,7 @@ class _Simulation:
         self._set_paces()
 
     def _set_paces(self) -> None:
-        """Pods that share a machine slow each other while those of both roles compute."""
+        """Applies contention: pods slow down while pods of the other role compute."""
         contention = self._plan.contention
         if contention == Contention():
             return
@@ -197,7 +197,7 @@ class _Simulation:
         self._next_prompts()
 
     def _send(self, outcome: Outcome) -> None:
-        """Layers are sent while later ones are computed; a slow link takes longer than the prompt."""
+        """Transfers the KV. Layers are sent while later ones are computed, so only the excess takes time."""
         request, costs = outcome.request, self._plan.costs
         sent_s = (
             (request.prompt_tokens - request.cached_tokens)

@@ -13,7 +13,7 @@ from tandem_cli.bench.traces import TraceEntry
 class PlannedRequest:
     arrival_s: float
     prompt_tokens: int
-    #: Of these, so many are in a prefix cache.
+    #: Prompt tokens that are in a prefix cache.
     cached_tokens: int
     output_tokens: int
 
@@ -44,7 +44,7 @@ def poisson(
 def of_trace(
     entries: Sequence[TraceEntry], rate: float | None, prompt_tokens: int, output_tokens: int
 ) -> list[PlannedRequest]:
-    """The trace, faster or slower so that its mean rate is `rate`; the given lengths where it has none."""
+    """The trace scaled to the mean rate `rate`; the given lengths where the trace has none."""
     duration = entries[-1].arrival_s or 1.0
     scale = 1.0 if rate is None else len(entries) / duration / rate
     return [

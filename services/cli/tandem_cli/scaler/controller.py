@@ -153,9 +153,7 @@ class Controller:
         except client.ApiException as error:
             if error.status == 409:
                 self._metrics.failures.labels("conflict").inc()
-                self._log.info(
-                    "the workload has changed since it was read; deciding again", pod_role=role
-                )
+                self._log.info("the workload has changed since it was read; deciding again", pod_role=role)
                 return
             self._api_failed(error, self._workloads[role])
         except Exception as error:
