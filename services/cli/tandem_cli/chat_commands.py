@@ -33,7 +33,7 @@ def run(conversation: Conversation, line: str) -> str | None:
             return _system(conversation, rest)
         case "/save":
             return _save(conversation, rest)
-    return f"{name} is no command; /help lists them. Begin a text with a space to send it with its slash."
+    return f"{name} is no command; /help lists them. To send a text with a slash, begin it with a space."
 
 
 def _system(conversation: Conversation, text: str) -> str:
@@ -44,7 +44,7 @@ def _system(conversation: Conversation, text: str) -> str:
 
 def _save(conversation: Conversation, name: str) -> str:
     if not name:
-        return "/save needs the name of a file."
+        return "/save needs a file name."
     path = Path(name).expanduser()
     messages = [{"role": message.role, "content": message.content} for message in conversation.messages]
     try:
@@ -52,7 +52,7 @@ def _save(conversation: Conversation, name: str) -> str:
             json.dump(messages, file, indent=2, ensure_ascii=False)
             file.write("\n")
     except FileExistsError:
-        return f"{path} is there already; choose another name."
+        return f"{path} exists already; choose another name."
     except OSError as error:
         return f"{path} cannot be written ({error.strerror})."
     return f"{len(messages)} messages saved to {path}"

@@ -1,7 +1,7 @@
 """Requests of `tandem lookahead` to the lookahead service.
 
-An export is one Snapshot message (lookahead.proto) with a namespace's shared text. The file has its own
-digest; the service that imports it checks it.
+An export is one Snapshot message (lookahead.proto) with a namespace's shared text and a digest, which the
+importing service verifies.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class AdminError(Exception):
 
 
 def status(target: str) -> pb.GetLookaheadStatusResponse:
-    """What the replica at the target holds. Raises AdminError."""
+    """Status of the replica at the target. Raises AdminError."""
     with _service(target) as service:
         return _status(service)
 
 
 def export_namespace(target: str, tenant: str, revision: str, out: IO[bytes]) -> int:
-    """Writes the tenant's only namespace whose model revision starts so; returns the number of bytes.
+    """Writes the tenant's only namespace whose revision starts with `revision`; returns the bytes written.
 
     Raises AdminError.
     """
@@ -46,8 +46,7 @@ def export_namespace(target: str, tenant: str, revision: str, out: IO[bytes]) ->
 
 
 def import_namespace(target: str, source: IO[bytes]) -> int:
-    """Adds an export; returns its number of tokens. Raises AdminError, with nothing added, for a damaged
-    one."""
+    """Adds an export; returns its number of tokens. Adds nothing and raises AdminError for a damaged one."""
     pieces = iter(lambda: source.read(_PIECE_BYTES), b"")
     requests = (pb.ImportNamespaceRequest(payload=piece) for piece in pieces)
     with _service(target) as service:
@@ -84,7 +83,7 @@ def _status(service: lookahead_pb2_grpc.LookaheadServiceStub) -> pb.GetLookahead
 
 
 def _credentials() -> PodTls | None:
-    """From the variables that pods read too. Raises AdminError."""
+    """Credentials from the variables that pods read. Raises AdminError."""
     paths = [os.environ.get(f"TANDEM_POD_TLS_{name}") for name in ("CERT", "KEY", "CA")]
     cert, key, ca = (Path(path) if path else None for path in paths)
     try:
@@ -103,7 +102,7 @@ def _find(service: lookahead_pb2_grpc.LookaheadServiceStub, tenant: str, revisio
         return found[0]
     if not found:
         raise AdminError(
-            f"nothing is held of tenant {tenant!r}; `tandem lookahead stats` lists who has something"
+            f"tenant {tenant!r} has no shared text; `tandem lookahead stats` lists tenants that do"
         )
     revisions = ", ".join(sorted(space.model_revision[:12] for space in found))
     raise AdminError(f"tenant {tenant!r} has several namespaces; choose with --revision, one of {revisions}")

@@ -59,7 +59,7 @@ def stats(target: ServiceOption = DEFAULT_SERVICE) -> None:
 
 @app.command("export")
 def export_namespace(
-    file: Annotated[str, typer.Argument(help="File to write; - is the standard output.")],
+    file: Annotated[str, typer.Argument(help="File to write; - writes to stdout.")],
     tenant: Annotated[str, typer.Option(help="Tenant, as the gateway knows it.")] = "default",
     revision: Annotated[
         str, typer.Option(help="Start of the model's revision, if the tenant has several namespaces.")
@@ -76,7 +76,7 @@ def export_namespace(
 
 @app.command("import")
 def import_namespace(
-    file: Annotated[str, typer.Argument(help="An export; - is the standard input.")],
+    file: Annotated[str, typer.Argument(help="An export; - reads from stdin.")],
     target: ServiceOption = DEFAULT_SERVICE,
 ) -> None:
     """Add an export to a service; every replica and pod gets it."""
@@ -89,11 +89,11 @@ def import_namespace(
 
 @app.command()
 def purge(
-    tenant: Annotated[str, typer.Argument(help="Tenant whose text is to be removed.")],
+    tenant: Annotated[str, typer.Argument(help="Tenant whose text is removed.")],
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     target: ServiceOption = DEFAULT_SERVICE,
 ) -> None:
-    """Remove a tenant's text for good: here, in Redis, and in every pod."""
+    """Remove a tenant's text permanently: here, in Redis, and in every pod."""
     from tandem_cli import lookahead_admin
 
     if not yes:
@@ -101,7 +101,7 @@ def purge(
     with _failures():
         count = lookahead_admin.purge(target, tenant)
     if count == 0:
-        fail(f"nothing is held of tenant {tenant!r}; `tandem lookahead stats` lists who has something")
+        fail(f"tenant {tenant!r} has no shared text; `tandem lookahead stats` lists tenants that do")
     typer.echo(f"removed {count} namespace{'s' if count > 1 else ''} of tenant {tenant}")
 
 

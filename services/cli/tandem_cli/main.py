@@ -56,7 +56,7 @@ def up(
         bool, typer.Option("--tls", help="Mutual TLS between pods, with certificates made here.")
     ] = False,
     state_file: Annotated[
-        Path | None, typer.Option(help="Where pids and ports are written; default: run/<grpc port>.json.")
+        Path | None, typer.Option(help="File for pids and ports; default: run/<grpc port>.json.")
     ] = None,
     **given: Any,
 ) -> None:
@@ -96,10 +96,10 @@ def up(
 @app.command()
 def certificates(
     folder: Annotated[
-        Path, typer.Option(file_okay=False, help="Keeps the CA and its key; made if it is not there.")
+        Path, typer.Option(file_okay=False, help="Folder of the CA and its key; created if absent.")
     ],
     namespace: Annotated[str, typer.Option(help="Of the Secrets.")] = "tandem",
-    days: Annotated[int, typer.Option(min=1, max=825, help="For how long the certificates are valid.")] = 90,
+    days: Annotated[int, typer.Option(min=1, max=825, help="Validity of the certificates.")] = 90,
 ) -> None:
     """Print new certificates of all pods as Kubernetes Secrets, for `kubectl apply -f -`."""
     import datetime
@@ -160,7 +160,7 @@ def top(
     ca: CaOption = None,
     once: Annotated[bool, typer.Option("--once", help="Print once and end.")] = False,
 ) -> None:
-    """Show what a gateway and its pods do, as its page /dashboard does."""
+    """Show the activity of a gateway and its pods, like its page /dashboard."""
     import contextlib
 
     from rich.console import Console
@@ -189,7 +189,7 @@ def generate(
     seed: SeedOption = None,
     speculation: Annotated[
         SpeculationMode,
-        typer.Option(help="Drafts: none, trees, or one line of 7, from the request's own text; not global."),
+        typer.Option(help="Drafts from the request's own text: none, trees, or one line of 7; not global."),
     ] = SpeculationMode.LOCAL,
 ) -> None:
     """Generate in this process, without pods."""
@@ -227,7 +227,7 @@ def generate(
 
 
 @app.command(
-    # The process's own settings read them: flags and TANDEM_* variables, as of all processes.
+    # The process parses them like all processes: flags and TANDEM_* variables.
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 )
 def scaler(context: typer.Context) -> None:

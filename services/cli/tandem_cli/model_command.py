@@ -19,7 +19,7 @@ def pull_model(
         str, typer.Argument(help="A name of the catalogue, a Hugging Face id, a folder, a GGUF file.")
     ] = registry.DEFAULT_MODEL,
     tokenizer_only: Annotated[
-        bool, typer.Option("--tokenizer-only", help="Only what a gateway needs, without weights.")
+        bool, typer.Option("--tokenizer-only", help="Pull only the files of a gateway, without weights.")
     ] = False,
     convert: Annotated[
         bool, typer.Option("--convert", help="Convert the weights too, for pods that only read the folder.")
@@ -31,12 +31,12 @@ def pull_model(
     from tandem_cli import models
 
     if tokenizer_only and convert:
-        fail("--tokenizer-only pulls no weights that --convert could convert; give one of them")
+        fail("--tokenizer-only pulls no weights for --convert; give one of them")
     try:
         if tokenizer_only:
             typer.echo(models.pull_tokenizer(reference))
             return
-        # `pull` compares a local source with the stored model of its name; a stored name needs no check.
+        # `pull` compares a local source with the stored model; a stored model needs no check.
         is_local = Path(reference).expanduser().exists()
         folder = models.pull(reference) if is_local else models.obtain(reference)
         if convert:
@@ -83,7 +83,7 @@ def show_model(
     ] = registry.DEFAULT_MODEL,
     as_json: Annotated[bool, typer.Option("--json", help="All fields of the manifest too, as JSON.")] = False,
 ) -> None:
-    """Show what a model is made of, and what it is computed in on this machine."""
+    """Show a model's shape, size and number formats on this machine."""
     import dataclasses
     import json
 
@@ -128,9 +128,9 @@ def show_model(
 
 @app.command("rm")
 def remove_model(
-    name: Annotated[str, typer.Argument(help="Name of a model, as `tandem model list` says.")],
+    name: Annotated[str, typer.Argument(help="Name of a model as in `tandem model list`.")],
 ) -> None:
-    """Delete a model, and print what that frees. Refused while a process on this machine uses the model."""
+    """Delete a model and print the freed space. Refused while a process on this machine uses the model."""
     from tandem_engine.model_loader import remove
 
     try:
@@ -141,10 +141,10 @@ def remove_model(
         typer.echo(f"{megabytes(size):>10}  {file}")
     typer.echo(f"{megabytes(removed.num_bytes):>10}  freed in {removed.folder}")
     if removed.kept is not None:
-        typer.echo(f"kept: {removed.kept}, which is not in Tandem's folder")
+        typer.echo(f"kept: {removed.kept}, which is outside Tandem's folder")
 
 
-#: What the templates of these formats contain.
+#: Marks of chat template formats.
 _TEMPLATES = {
     "<|im_start|>": "ChatML",
     "<|start_header_id|>": "Llama 3",
@@ -154,7 +154,7 @@ _TEMPLATES = {
 
 
 def _template(text: str) -> str:
-    """The format's name, or the first line; and whether it takes tools."""
+    """The format's name, or the first line, and whether it supports tools."""
     if not text:
         return "none (a base model: `tandem generate --raw`)"
     first = text.strip().splitlines()[0]

@@ -1,7 +1,7 @@
 """Gets models and converts their weights: `python -m tandem_cli.models FOLDER DTYPE QUANTIZATION`.
 
-Importing torch takes two seconds, so this module does not import it if the model is complete on disk. A
-separate process converts the weights, so that its end frees torch's memory.
+Importing torch takes two seconds, so this module avoids it if the model is complete on disk. A separate
+process converts the weights; its end frees torch's memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tandem_cli.options import megabytes
 if TYPE_CHECKING:
     from tandem_engine.model_loader import ModelDescription
 
-#: Stages of fewer bytes take one line where there is no terminal.
+#: Without a terminal, smaller stages print one line.
 _LARGE_BYTES = 50_000_000
 
 
@@ -36,7 +36,7 @@ def pull(reference: str) -> Path:
     if (entry := catalogue().get(reference)) and registry.find(reference) is None:
         print(
             f"{reference}: licence {entry.license} ({entry.license_note})\n"
-            f"{megabytes(entry.download_bytes)} to download from {entry.source}, less what is there already\n"
+            f"up to {megabytes(entry.download_bytes)} to download from {entry.source}\n"
             f"{megabytes(entry.disk_bytes)} of disk for the download, and about {megabytes(entry.num_bytes)} "
             "more for the converted weights",
             file=sys.stderr,
@@ -45,13 +45,13 @@ def pull(reference: str) -> Path:
 
     with _progress_bars() as progress:
         folder = model_loader.pull(reference, progress)
-    with contextlib.suppress(ModelLoadError):  # `tandem model show` says what is wrong
+    with contextlib.suppress(ModelLoadError):  # `tandem model show` reports the error
         described(folder)
     return folder
 
 
 def described(folder: Path) -> ModelDescription:
-    """What `tandem model show` prints; computed once. Raises ModelLoadError."""
+    """The description of a model for `tandem model show`, computed once. Raises ModelLoadError."""
     from tandem_engine.model_loader.description import keep, read_kept
 
     if (kept := read_kept(folder)) is not None:
@@ -64,7 +64,7 @@ def described(folder: Path) -> ModelDescription:
 
 
 def pull_tokenizer(reference: str) -> Path:
-    """The folder of what a gateway needs; shows progress on stderr. Raises ModelLoadError."""
+    """The folder with the files of a gateway; shows progress on stderr. Raises ModelLoadError."""
     from tandem_engine import model_loader
 
     with _progress_bars() as progress:
@@ -74,7 +74,7 @@ def pull_tokenizer(reference: str) -> Path:
 def prepare_weights(folder: Path, dtype: str, quantization: str) -> None:
     """Converts the weights once, before the pods start; shows progress. Raises ModelLoadError.
 
-    Existing weights are not checked here; each pod checks them when it loads them.
+    Each pod verifies existing weights when it loads them.
     """
     note = _note(folder, dtype, quantization)
     if note.is_file() and (folder / note.read_text(encoding="utf-8")).is_file():
@@ -87,7 +87,7 @@ def prepare_weights(folder: Path, dtype: str, quantization: str) -> None:
 
 
 def free_memory(folder: Path, dtype: str, quantization: str) -> int:
-    """Bytes of RAM for pods beside the mapped weights, which `prepare_weights` made; at least 1."""
+    """Bytes of RAM for pods in addition to the mapped weights of `prepare_weights`; at least 1."""
     from tandem_engine.free_memory import available_bytes
 
     weights = folder / _note(folder, dtype, quantization).read_text(encoding="utf-8")
@@ -106,7 +106,7 @@ def _note(folder: Path, dtype: str, quantization: str) -> Path:
 
 @contextlib.contextmanager
 def _progress_bars() -> Iterator[Callable[[str, int, int], None]]:
-    """Shows a bar per stage on a terminal, else a line per stage and tenth of a large one, on stderr.
+    """Shows a bar per stage on a terminal, else a line per stage or per tenth of a large stage, on stderr.
 
     The yielded function takes a stage, its bytes done and its total bytes (0: unknown).
     """

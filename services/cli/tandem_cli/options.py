@@ -1,4 +1,4 @@
-"""Options that several commands share, and what several commands print."""
+"""Options and output that several commands share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DtypeOption = Annotated[
 QuantizationOption = Annotated[
     Literal["auto", "none", "w8a8", "w4a8"],
     typer.Option(
-        help="Bits of weights and activations (CPU). auto: as the weights come, if --dtype is auto."
+        help="Bits of weights and activations (CPU). auto: those of the weights, if --dtype is auto."
     ),
 ]
 TargetOption = Annotated[
@@ -55,7 +55,7 @@ def fail(message: str, code: int = 1) -> NoReturn:
 
 
 def pod_tls(cert: Path | None, key: Path | None, ca: Path | None, role: Role | None = None) -> PodTls | None:
-    """Credentials towards pods; None: none are given. Raises TlsFileError."""
+    """Credentials for pods; None if none are given. Raises TlsFileError."""
     from tandem_service.tls import PemFiles, PodTls, TlsFileError
 
     if cert is None and key is None and ca is None:
@@ -69,7 +69,7 @@ def pod_tls(cert: Path | None, key: Path | None, ca: Path | None, role: Role | N
 
 
 def with_fields(options: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a command the annotated fields of a dataclass as further options, which it gets as keywords."""
+    """Adds the annotated fields of a dataclass as options to a command, which gets them as keywords."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         def run(**values: Any) -> None:

@@ -24,12 +24,12 @@ _TIMEOUT_S = 5.0
 _MINUTE_S, _FIVE_MINUTES_S, _HALF_HOUR_S, _FLOW_S = 60.0, 300.0, 1800.0, 10.0
 _MAX_REQUESTS = 10
 _KV_WIDTH = 16
-#: Below so many columns a table goes without its widest one; the others of requests take so many.
+#: Terminals narrower than this hide the widest column; and the width of the other columns of requests.
 _NARROW, _REQUEST_COLUMNS = 105, 66
 _MAX_BAR_WIDTH = 80
-#: Of text that is not for a terminal.
+#: Width of text that is not for a terminal.
 _FILE_WIDTH = 120
-#: Characters too, since not everybody can tell the colours apart.
+#: Stages differ in characters too, for readers who cannot distinguish the colours.
 _STAGES = (
     ("queue_s", "·", "bright_black"),
     ("prefill_s", "▒", "yellow"),
@@ -46,15 +46,15 @@ class TopError(Exception):
 
 
 class RefusedError(TopError):
-    """The key is missing, unknown or not an operator's: asking again does not help."""
+    """The key is missing, unknown or not an operator's; do not retry."""
 
 
 class SeveralGatewaysError(TopError):
-    """Their samples cannot be told apart by number."""
+    """Several gateways answer at one address; their sample numbers conflict."""
 
 
 class Feed:
-    """Samples of one gateway, as many as it keeps itself."""
+    """Samples of one gateway, for the period that the gateway keeps."""
 
     def __init__(self, url: str, api_key: str | None = None, ca_file: Path | None = None) -> None:
         self._client = httpx.Client(
@@ -66,23 +66,23 @@ class Feed:
         )
         self._url = url
         self._next = 0
-        #: Of the gateway that answered last, and how many answers in a row came from another one than before.
+        #: Start time of the last gateway, and the number of consecutive answers from another one than before.
         self._start = ""
         self._num_changes = 0
         self.about: Mapping[str, Any] = {}
         self.samples: deque[Sample] = deque(maxlen=MAX_SAMPLES)
 
     def poll(self) -> None:
-        """Reads until the newest sample is here. Raises TopError."""
+        """Reads all new samples. Raises TopError."""
         while True:
             body = self._get()
             if self._is_another(body["about"]["start"]):
-                # Its counts are others.
+                # A restarted gateway counts from zero.
                 self.samples.clear()
                 self._next = 0
                 if self._num_changes > 1:
                     raise SeveralGatewaysError(
-                        f"several gateways answer at this address, {self._url}; give one's own with --target"
+                        f"several gateways answer at {self._url}; give the address of one with --target"
                     )
                 time.sleep(INTERVAL_S)
                 continue
@@ -93,8 +93,7 @@ class Feed:
                 return
 
     def _is_another(self, start: str) -> bool:
-        """Whether another gateway answers than before: it was started anew, or the address is that of
-        several."""
+        """Whether another gateway answers than before: a restarted one, or one of several at the address."""
         is_another = self._start not in ("", start)
         self._start = start
         self._num_changes = self._num_changes + 1 if is_another else 0
@@ -106,7 +105,7 @@ class Feed:
             body: Mapping[str, Any] = answer.json()
         except (httpx.HTTPError, ValueError) as error:
             raise TopError(
-                f"{self._url} is no gateway that answers ({error}); give its HTTP address with --target"
+                f"no gateway answers at {self._url} ({error}); give its HTTP address with --target"
             ) from error
         if answer.status_code in (401, 403):
             raise RefusedError(f"{body['error']['message']} (--api-key, or TANDEM_API_KEY)")
@@ -115,13 +114,13 @@ class Feed:
         return body
 
     def before(self, seconds: float) -> Sample:
-        """The sample so long before the newest one, or the oldest one."""
+        """The sample `seconds` before the newest one, or else the oldest one."""
         at = self.samples[-1]["time"] - seconds + INTERVAL_S / 2
         return self.samples[max(bisect_right(self.samples, at, key=lambda sample: sample["time"]) - 1, 0)]
 
 
 def _unpacked(sample: Mapping[str, Any], columns: Mapping[str, list[str]]) -> Sample:
-    """Rows in place of arrays. A column that this version does not know is left out."""
+    """Converts arrays to rows; ignores columns that this version does not know."""
 
     def row(kind: type[RowT], name: str, values: Iterable[Any]) -> RowT:
         known = dict(zip(columns[name], values, strict=True))
@@ -140,11 +139,11 @@ def _unpacked(sample: Mapping[str, Any], columns: Mapping[str, list[str]]) -> Sa
     )
 
 
-# -- what is shown -------------------------------------------------------------------------------------------
+# -- display -------------------------------------------------------------------------------------------------
 
 
 def render(feed: Feed, width: int, trouble: str = "") -> RenderableType:
-    """For so many columns. `trouble`: why there is no newer sample; "": there is."""
+    """The dashboard for a terminal of `width` columns. `trouble`: why there is no newer sample, or ""."""
     if not feed.samples:
         return Text(trouble or "the gateway has no sample yet")
     about = feed.about
@@ -213,7 +212,7 @@ def _lines(feed: Feed) -> list[Text]:
     held = (now["predictions_held"] - minute["predictions_held"]) / predicted if predicted else None
     newest = next((sample["ttft"] for sample in reversed(feed.samples) if sample["ttft"]), None)
     ttft = (
-        "TTFT       nothing was predicted yet"
+        "TTFT       no prediction yet"
         if newest is None
         else f"TTFT       newest {_duration(newest.actual_s)}, predicted p50 {_duration(newest.p50_s)}, p90 "
         f"{_duration(newest.p90_s)}; within p90 in the last minute: {_percent(held)}"
@@ -279,7 +278,7 @@ def _requests(feed: Feed, width: int) -> Table:
 
 
 def _table(*titles: str) -> Table:
-    """A title that begins with > is of numbers."""
+    """A table. Titles that begin with > are those of numeric columns."""
     table = Table(box=None, header_style="bright_black", pad_edge=False)
     for title in titles:
         is_number = title.startswith(">")
@@ -288,7 +287,7 @@ def _table(*titles: str) -> Table:
 
 
 def _attainment(before: Sample, now: Sample, name: str) -> float | None:
-    """Of the requests that ended in between; None: none did."""
+    """Attainment of the requests that ended between two samples; None if none ended."""
     first, last = before["classes"][name], now["classes"][name]
     met = last.met - first.met
     ended = met + last.missed - first.missed
@@ -313,7 +312,7 @@ def _duration(seconds: float) -> str:
 
 
 def show(feed: Feed, console: Console, *, once: bool) -> None:
-    """Until Ctrl-C, or once. Raises TopError if the first answer cannot be had, or the key is refused."""
+    """Runs until Ctrl-C, or once. Raises TopError if the first read fails or the key is refused."""
     feed.poll()
     if once:
         if not console.is_terminal:

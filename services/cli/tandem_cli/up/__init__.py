@@ -1,6 +1,6 @@
 """`tandem up`: the whole system on one machine.
 
-options       what the command takes
+options       options of the command
 up_plan       processes, their flags and their ports
 supervisor    starts the processes, and restarts those that die
 health        asks a process whether it serves
@@ -8,5 +8,5 @@ redis_server  the Redis server
 certificates  a CA and a certificate for each role
 log_view      all logs as one stream
 state_file    pids and ports of a running system
-run           all of these
+run           combines these
 """

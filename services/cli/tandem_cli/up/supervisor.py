@@ -1,10 +1,10 @@
 """Runs the child processes of `tandem up` and restarts those that die.
 
-    start()       every process is spawned at once, each watched by a task of its own
-    wait_ready()  returns when each of them has served once
+    start()       spawns all processes, each watched by its own task
+    wait_ready()  returns when all processes have served once
     silence       a process that does not answer its probe for `hung_after_s` is killed
     a death       is logged, and the process is restarted after a backoff (0.2 s doubling to 5 s; 0.2 s again
-                  after a life of 30 s). If it keeps dying before it was ever ready, or refuses its settings
+                  after a life of 30 s). If it keeps dying before it was ready, or refuses its settings
                   (exit code 2), `failed` resolves
     stop()        SIGTERM stage by stage; SIGKILL for processes that do not end within `grace_s`
 
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from tandem_service import parent_death
 
-#: Between two probes of a process that is not ready or does not answer, and of one that does.
+#: Interval between probes of a process that is not ready or does not answer, and of a healthy one.
 _PROBE_INTERVAL_S, _WATCH_INTERVAL_S = 0.1, 1.0
 
 #: Exit code of a pod that refuses its settings; it is not restarted.
@@ -53,16 +53,16 @@ class ProcessSpec:
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """Seconds between a death and the next start, and how often a process may die before it is ready."""
+    """Delays between a death and the next start, and limits of silence and of deaths before readiness."""
 
     first_delay_s: float = 0.2
     longest_delay_s: float = 5.0
     #: A death after this lifetime resets the backoff.
     forgiven_after_s: float = 30.0
     max_deaths_before_ready: int = 3
-    #: Silence after which a process that was ready counts as hung.
+    #: Silence after which a ready process counts as hung.
     hung_after_s: float = 5.0
-    #: Time after which one that is not ready does; a large model takes minutes to be loaded and converted.
+    #: Time after which a process that is not ready counts as hung; a large model takes minutes to load.
     start_limit_s: float = 1800.0
 
     def delay_s(self, deaths_in_a_row: int) -> float:
@@ -74,7 +74,7 @@ class Health(enum.Enum):
     """What a probe found."""
 
     SERVING = "serving"
-    #: It answers that it does not serve: it starts, or it drains.
+    #: The process starts or drains.
     NOT_SERVING = "not serving"
     SILENT = "silent"
 
@@ -83,14 +83,14 @@ Process = subprocess.Popen[bytes]
 
 
 def spawn(spec: ProcessSpec) -> Process:
-    """Starts the process in a session of its own."""
+    """Starts the process in its own session."""
     return subprocess.Popen(
         [*parent_death.command_prefix(signal.SIGKILL), *spec.command],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
-        # A pod that crashes in native code says where.
+        # Prints a traceback if native code crashes.
         env={**POD_ENVIRONMENT, **os.environ, "PYTHONFAULTHANDLER": "1"},
     )
 
@@ -185,7 +185,7 @@ class Supervisor:
             keepers = [self._keepers[child.spec.name] for child in stage if child.spec.name in self._keepers]
             if keepers:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._gone_or_told(keepers), self._grace_s)
+                    await asyncio.wait_for(self._ended_or_killed(keepers), self._grace_s)
                 for child in stage:
                     if child.pid is not None:
                         self._on_event(child.spec, "did not end in time: killed")
@@ -194,14 +194,14 @@ class Supervisor:
         if not self.failed.done():
             self.failed.cancel()
 
-    async def _gone_or_told(self, keepers: Sequence[asyncio.Task[None]]) -> None:
-        """Until all have ended, or `stop_at_once` was called."""
-        told = asyncio.create_task(self._kill_now.wait())
+    async def _ended_or_killed(self, keepers: Sequence[asyncio.Task[None]]) -> None:
+        """Waits until all have ended, or `stop_at_once` is called."""
+        killed = asyncio.create_task(self._kill_now.wait())
         gone = asyncio.create_task(_finished(keepers))
         try:
-            await asyncio.wait([told, gone], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([killed, gone], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            told.cancel()
+            killed.cancel()
             gone.cancel()
 
     async def _keep(self, child: Child) -> None:
@@ -227,7 +227,7 @@ class Supervisor:
                 await asyncio.wait_for(self._stopping.wait(), delay_s)
 
     async def _run_once(self, child: Child) -> int:
-        """One life of the process; returns its exit code (negative: the signal that ended it)."""
+        """Runs the process once; returns its exit code (negative: the signal that ended it)."""
         spec = child.spec
         process = child.process = self._spawn(spec)
         self._on_change()
@@ -238,7 +238,7 @@ class Supervisor:
         finally:
             prober.cancel()
             child.ready.clear()
-            # Ends what the process left behind in its session. This also closes the pipe.
+            # Ends remaining processes of the session. This also closes the pipe.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             await asyncio.wait({reader}, timeout=0.5)
@@ -247,7 +247,7 @@ class Supervisor:
         return code
 
     async def _watch_health(self, child: Child, process: Process) -> None:
-        """Sets `ready`; then kills the process if it hangs."""
+        """Sets `ready`, and later kills the process if it hangs."""
         started = time.monotonic()
         while await self._probe(child.spec) is not Health.SERVING:
             if time.monotonic() - started > self._policy.start_limit_s:

@@ -39,8 +39,8 @@ class ProcessPlan:
 
 
 def plan_fleet(options: FleetOptions) -> ProcessPlan:
-    """Gateways, decode pods, prefill pods; the lookahead service, if drafts use the text of other requests;
-    Redis for that and for several gateways. Raises RedisNotFoundError."""
+    """Plans gateways, decode pods and prefill pods; the lookahead service if drafts use the text of other
+    requests; Redis for that service and for several gateways. Raises RedisNotFoundError."""
     return _Planner(options).plan()
 
 
@@ -48,12 +48,12 @@ def plan_fleet(options: FleetOptions) -> ProcessPlan:
 #: during the prefill of 3,840 tokens, and TTFT of that prefill: nice 0: 56 ms, 8 s; nice 3: 18 ms, 11 s;
 #: nice 6: 10 ms, 11 s. TPOT without prefill: 7 ms.
 _PREFILL_NICE = 6
-#: Gateways have priority over pods on shared cores, where the machine allows it. Measured on two cores beside
-#: eight answers, p99 inside of the gateway of a refusal: nice 0: 6.0 ms; nice -5: 4.5 ms; nice -10: 4.7 ms.
+#: Gateways have priority over pods on shared cores, where the machine allows it. Measured on two cores with
+#: eight running answers, p99 of a refusal in the gateway: nice 0: 6.0 ms; nice -5: 4.5 ms; nice -10: 4.7 ms.
 _GATEWAY_NICE = -5
-#: Decode pods compute prompts of fewer uncached tokens themselves: beside a busy decode pod on the same
-#: cores, a prefill pod of lower priority takes ten times as long for them, which no prediction knows
-#: beforehand (docs/decisions/priorities.md). With longer ones all texts would wait for a second.
+#: Decode pods compute prompts with fewer uncached tokens themselves: on shared cores a prefill pod of lower
+#: priority takes ten times as long for them, which predictions do not include
+#: (docs/decisions/priorities.md). Longer prompts would delay all running answers by a second.
 _LOCAL_PREFILL_TOKENS = 1_536
 
 
@@ -102,7 +102,7 @@ class _Planner:
         return ProcessSpec("redis", "redis", command, ports={}, health_target=self._redis_url())
 
     def _redis_url(self) -> str:
-        """Of the fleet's own server."""
+        """URL of the fleet's own server."""
         return f"unix://{redis_server.socket_path(self._options.redis_dir)}"
 
     def _gateway(
@@ -120,7 +120,7 @@ class _Planner:
             flags += ["--max-model-len", str(options.max_model_len)]
         if options.api_keys_file is not None:
             flags += ["--api-keys-file", str(options.api_keys_file)]
-        # Callers can fill the public ports; the supervisor must not take that for a hang.
+        # Callers can saturate the public ports; the supervisor must not take that for a hang.
         ports["metrics"] = options.base_port + 400 + index + _METRICS_OFFSET
         flags += ["--metrics-port", str(ports["metrics"]), "--nice", str(_GATEWAY_NICE)]
         flags += ["--shares-cores"]
@@ -139,8 +139,8 @@ class _Planner:
         return flags
 
     def _threads(self, num_pods: int) -> list[str]:
-        """Pods of a role divide the cores. Threads that wait for each other at every layer of a decode step
-        would else wait for those of other pods."""
+        """Pods of a role divide the cores. Otherwise threads that synchronise at every layer of a decode step
+        would wait for threads of other pods."""
         threads = self._options.threads
         if threads is None and num_pods > 1:
             threads = max(1, len(os.sched_getaffinity(0)) // num_pods)
@@ -172,7 +172,7 @@ class _Planner:
 
 
 def certificate_files(folder: Path, name: str) -> PemFiles:
-    """Of a role, or of a server that has none."""
+    """Certificate files of a role, or of a server without a role."""
     role = name if isinstance(name, Role) else None
     return PemFiles(folder / f"{name}.pem", folder / f"{name}.key", folder / "ca.pem", role)
 
@@ -183,7 +183,7 @@ def check_ports(plan: ProcessPlan, host: str) -> None:
         for purpose, port in spec.ports.items():
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             with socket.socket(family, socket.SOCK_STREAM) as probe:
-                # Like servers: allows a port whose old connections are in TIME_WAIT.
+                # Like servers, allows a port whose old connections are in TIME_WAIT.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 try:
                     probe.bind((host, port))
@@ -191,7 +191,7 @@ def check_ports(plan: ProcessPlan, host: str) -> None:
                     flag = f"--{purpose}-port" if spec.role == "gateway" else "--base-port"
                     raise PortInUseError(
                         f"port {port} on {host}, wanted for {spec.name} ({purpose}), cannot be used: "
-                        f"{error.strerror}. Stop what uses it, or choose another with {flag}."
+                        f"{error.strerror}. Stop the process that uses it, or choose another with {flag}."
                     ) from None
 
 
