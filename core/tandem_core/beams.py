@@ -1,4 +1,4 @@
-"""What a request asks of beam search; the meanings are those of transformers' generation parameters."""
+"""Parameters of beam search, with the meanings of transformers' generation parameters."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from tandem_core.errors import InvalidRequestError
 
 MAX_BEAM_WIDTH = 16
-#: With it the longest context's length to this power is within float32's range.
+#: The longest context's length to this power is within float32's range.
 MAX_LENGTH_PENALTY = 5.0
 
 
 class EarlyStopping(enum.Enum):
     """When a search with `width` finished texts ends; the names are those of common.proto."""
 
-    #: No running beam has a better score now, at its present length: transformers' False.
+    #: Ends when no running beam has a better score at its present length: transformers' False.
     HEURISTIC = "heuristic"
-    #: At once: transformers' True.
+    #: Ends at once: transformers' True.
     WHEN_FULL = "when_full"
-    #: No running beam can have a better score at any length: transformers' "never".
+    #: Ends when no running beam can have a better score at any length: transformers' "never".
     NEVER = "never"
 
 
@@ -28,7 +28,7 @@ class EarlyStopping(enum.Enum):
 class BeamParams:
     """Raises InvalidRequestError naming the field and its limit."""
 
-    #: Texts that are followed at once.
+    #: Number of beams.
     width: int
     #: A text's score is the sum of its log probabilities / its number of tokens to this power.
     length_penalty: float = 1.0

@@ -1,4 +1,4 @@
-"""Protobuf <-> the types of this package: the one translation, for gateway and pods alike.
+"""Protobuf <-> the types of this package, for gateway and pods.
 
 SamplingParams is translated by the names of its fields, so that a new one needs nothing here. Its fields are
 numbers, strings, lists, maps, lists of TokenIds, a Guide, and a BeamSearch.
@@ -132,7 +132,7 @@ def step_cost_from_proto(message: common_pb2.StepCost) -> StepCost:
 
 
 def tokens_per_step_from_proto(message: common_pb2.PodStatus) -> tuple[float, ...]:
-    """By batch, see tokens_gained. A pod of an earlier version reports the mean alone."""
+    """Tokens per step by batch size, see tokens_gained. Earlier versions of pods report only the mean."""
     return tuple(message.tokens_per_step_by_batch) or (message.tokens_per_step or 1.0,)
 
 

@@ -34,7 +34,7 @@ class Guide:
 
     kind: GuideKind
     source: str
-    #: Where the caller gave it, for errors; no part of what it says.
+    #: The caller's field, for error messages; not part of the guide's value.
     field: str = dataclass_field(default="guide", compare=False)
 
     def __post_init__(self) -> None:

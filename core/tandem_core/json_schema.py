@@ -19,7 +19,7 @@ from tandem_core.errors import InvalidRequestError, quoted
 from tandem_core.regex_size import UNWRITTEN, check_class_syntax, check_control_characters, check_size
 
 MAX_DEPTH = 64
-#: Of one schema, for each pair is compared.
+#: Limit of one schema, because all pairs are compared.
 MAX_PATTERN_PROPERTIES = 32
 #: The least common multiple of all steps, as integers; a lexer has as many states.
 MAX_STEPS = 100_000
@@ -39,7 +39,7 @@ FORMATS = frozenset(
     {"date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
     | {"int32", "int64", "byte"}
 )
-#: Of the standard, and OpenAPI's; but for `nullable` they promise nothing about the text.
+#: Annotations of the standard and of OpenAPI. Except for `nullable` they do not constrain the text.
 _ANNOTATIONS = frozenset(
     {"$schema", "$id", "id", "$anchor", "$comment", "$vocabulary", "$defs", "definitions", "nullable"}
     | {"title", "description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly"}
@@ -74,7 +74,7 @@ _EXACT_FORMATS = {
 }
 
 
-#: In other words for llguidance, which does not know them. int64 keeps to what it takes exactly.
+#: Equivalents for llguidance, which does not support these formats. int64 is limited to exact integers.
 _OPENAPI_FORMATS: Mapping[str, Mapping[str, object]] = {
     "int32": {"minimum": -(2**31), "maximum": 2**31 - 1, "multipleOf": 1},
     "int64": {"minimum": -MAX_INTEGER, "maximum": MAX_INTEGER, "multipleOf": 1},
@@ -115,8 +115,8 @@ def check_enforceable(schema: object) -> None:
 
 
 def rewrite(schema: object) -> None:
-    """Says in other words, in place, what llguidance does not know, and narrows formats where it allows more
-    than a parser does."""
+    """Rewrites keywords in place that llguidance does not support, and narrows formats that it accepts more
+    broadly than parsers do."""
     if isinstance(schema, dict) and (known := _DIALECT.fullmatch(str(schema.get("$schema")))):
         schema["$schema"] = ("http" if known[2] else "https") + known[1]
     for _, part in list(_schemas(schema, "", 0)):
@@ -179,7 +179,7 @@ def _is_number(value: object) -> bool:
 
 
 def _leaves(value: object) -> Iterator[object]:
-    """What is neither a list nor an object."""
+    """The values that are neither lists nor objects."""
     values = [value]
     while values:
         value = values.pop()
@@ -228,7 +228,7 @@ def _check_containers(where: str, part: Mapping[str, Any], *, is_old: bool) -> N
 
 
 def _check_nullable(where: str, part: Mapping[str, Any]) -> None:
-    """OpenAPI 3.0 knows it beside `type` only, and null must be one of `enum` too."""
+    """OpenAPI 3.0 allows it only with `type`, and null must be one of `enum` too."""
     nullable = part.get("nullable", False)
     if not isinstance(nullable, bool):
         raise _refused(where, "nullable", "has no boolean")

@@ -32,7 +32,7 @@ _COUNT = re.compile(r"[{~]\s*[0-9,. ]*[0-9]")
 def checked_lark(source: str, json_options: Mapping[str, object]) -> str:
     """The grammar whose schemas have these options of llguidance. Raises InvalidRequestError."""
     parts: list[str] = []
-    #: The same with `x` for strings, and for regular expressions as many as they have parts.
+    #: The grammar with strings replaced by `x`, and regular expressions by an `x` for each of their parts.
     syntax: list[str] = []
     end = 0
     while token := _TOKEN.search(source, end):

@@ -1,4 +1,4 @@
-"""Hashes of prompt prefixes, block by block: what the prefix cache finds blocks by, and the gateway pods.
+"""Hashes of prompt prefixes, block by block: keys of the prefix cache and of the gateway's routing.
 
     chain hash of block i = hash(chain hash of block i - 1, token ids of block i)
 
@@ -33,7 +33,7 @@ def hash_salt(cache_salt: bytes) -> ChainHash:
 
 
 def hash_block(parent: ChainHash, token_ids: Sequence[int]) -> ChainHash:
-    """Cryptographic, because prompts are an attacker's to choose; about 1 us per block of 64."""
+    """A cryptographic hash, because attackers choose prompts; about 1 us per block of 64 tokens."""
     packed = array("q", token_ids).tobytes()
     return ChainHash(hashlib.blake2b(parent + packed, digest_size=16, person=b"tandem-block").digest())
 

@@ -1,4 +1,4 @@
-"""What llguidance does not bear in a regular expression: its size, syntax of classes, control characters.
+"""Checks of regular expressions for llguidance: size, syntax of classes, control characters.
 
 llguidance derives a lexer's states from the form in which repetitions are written out. `(a{1000}){1000}` has
 few characters and a million parts, and a single token mask over it takes seconds.
@@ -20,7 +20,7 @@ _ESCAPE = re.compile(
 
 
 def check_size(pattern: str) -> str:
-    """What is wrong with its size; "" if nothing."""
+    """An error if the expression is too large, else ""."""
     size = expanded_size(pattern)
     return f"is too large: written out it has {size} parts, at most {MAX_SIZE} are allowed" * (
         size > MAX_SIZE
@@ -30,7 +30,7 @@ def check_size(pattern: str) -> str:
 def expanded_size(pattern: str) -> int:
     """Characters and classes when each `x{n,m}` is written as m times x; an estimate where the syntax is
     wrong."""
-    #: Of each open group: the size before its last part, and of that part.
+    #: For each open group, its size without the last part, and the size of that part.
     open_groups: list[tuple[int, int]] = []
     total = last = 0
     position = 0
@@ -57,7 +57,7 @@ def expanded_size(pattern: str) -> int:
 
 
 def check_class_syntax(pattern: str) -> str:
-    """What in its [classes] another dialect than ECMA's reads in another way; "" if nothing."""
+    """An error if a [class] means something else outside ECMA's dialect, else ""."""
     position = 0
     while position < len(pattern):
         end = _atom_end(pattern, position)
@@ -71,8 +71,8 @@ def check_class_syntax(pattern: str) -> str:
 
 
 def check_control_characters(pattern: str) -> str:
-    """Which control character it asks for, one that JSON escapes as \\u00..; "" if none. Classes that have
-    others too may have them."""
+    """An error if the expression requires a control character that JSON escapes as \\u00.., else "". Classes
+    with other characters may contain control characters."""
     position = 0
     while position < len(pattern):
         end = _atom_end(pattern, position)

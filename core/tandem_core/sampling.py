@@ -1,4 +1,4 @@
-"""How the next token is chosen, why a text ended, and what a token's probability was: for all parts.
+"""Sampling parameters, finish reasons and log probabilities, shared by all parts.
 
 A request parameter is added in three places: the message SamplingParams in common.proto, the class of that
 name below, and the code that acts on it. The codec and the OpenAI bodies are derived from these two.
@@ -26,7 +26,7 @@ MAX_ALLOWED_TOKEN_IDS = 65_536
 MAX_LOGITS_PROCESSORS = 8
 MAX_PROCESSOR_NAME_CHARS = 64
 _UINT32 = 2**32
-#: Fields of which beam search takes the default alone.
+#: Fields for which beam search accepts only the default.
 _NOT_WITH_BEAMS = (
     *("min_tokens", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("logit_bias", "bad_words", "allowed_token_ids", "logits_processors", "guide"),
@@ -166,7 +166,7 @@ class SamplingParams:
 
     @property
     def changes_logits(self) -> bool:
-        """The same without a guide."""
+        """Whether parameters other than a guide change logits."""
         return bool(
             self.logit_bias
             or self.repetition_penalty != 1.0

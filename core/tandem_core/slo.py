@@ -1,4 +1,4 @@
-"""Service-level objectives: what each class promises, and by how much a request missed it."""
+"""Service-level objectives of classes and requests."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ class SloTarget:
     ttft_s: float = 0.0
     tpot_s: float = 0.0
     e2e_s: float = 0.0
-    #: Whether a request is refused rather than served late on a machine that cannot meet it.
+    #: Whether a request is refused if the system cannot meet the objectives even without load.
     is_strict: bool = False
-    #: Objectives as multiples of what the request takes without load; 0 means none. Where an objective is
-    #: given both ways, the longer time counts. For the ratio of a response time to that without load the
-    #: field says slowdown.
+    #: Objectives as multiples of the time on an idle system ("slowdown"); 0 means none. Where an objective is
+    #: given both ways, the longer time counts.
     ttft_slowdown: float = 0.0
     tpot_slowdown: float = 0.0
     e2e_slowdown: float = 0.0
 
     @property
     def is_relative(self) -> bool:
-        """Whether any objective is known only with what the request takes without load."""
+        """Whether an objective depends on the request's time on an idle system."""
         return bool(self.ttft_slowdown or self.tpot_slowdown or self.e2e_slowdown)
 
     def resolved(self, *, ttft_s: float, tpot_s: float, e2e_s: float) -> SloTarget:
-        """The relative objectives in seconds too, of a request that takes so long without load."""
+        """Adds the relative objectives in seconds, for a request with these times on an idle system."""
         return replace(
             self,
             ttft_s=max(self.ttft_s, self.ttft_slowdown * ttft_s),
@@ -47,7 +46,7 @@ class SloTarget:
         )
 
     def overridden(self, asked: SloTarget) -> SloTarget:
-        """With the objectives that `asked` has; 0 there keeps this one's."""
+        """Replaces objectives by those of `asked` that are not 0."""
         return replace(
             self,
             ttft_s=asked.ttft_s or self.ttft_s,
@@ -60,7 +59,7 @@ class SloTarget:
         )
 
     def miss(self, ttft_s: float, tpot_s: float, e2e_s: float) -> str:
-        """ "" when every objective was met, else which were missed and by how much."""
+        """The missed objectives and by how much; "" if all were met."""
         measured = (
             ("ttft", ttft_s, self.ttft_s),
             ("tpot", tpot_s, self.tpot_s),
@@ -73,7 +72,7 @@ class SloTarget:
         )
 
 
-#: Share of the requests of each class that is to meet its SLO; the rest is the error budget.
+#: Share of the requests of each class that should meet its SLO; the rest is the error budget.
 ATTAINMENT_OBJECTIVE = 0.99
 #: A day.
 LONGEST_OBJECTIVE_S = 86_400

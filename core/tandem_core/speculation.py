@@ -6,17 +6,17 @@ import enum
 
 from tandem_core.errors import InvalidRequestError, quoted
 
-#: Guesses of a linear draft: the copy length of TACO-LLM's published table.
+#: Tokens of a linear draft: the copy length of TACO-LLM's published table.
 MAX_CHAIN = 7
 
 
 class SpeculationMode(enum.StrEnum):
-    """Where guesses come from, and in which shape. The values are those of flags and of the wire."""
+    """Sources and shape of drafts. The values are those of flags and of the wire."""
 
     OFF = "off"
     #: The sequence's own prompt and output.
     LOCAL = "local"
-    #: As GLOBAL, but at most MAX_CHAIN guesses, one after the other: to compare with.
+    #: Sources as GLOBAL, but linear drafts of at most MAX_CHAIN tokens; for comparison.
     CHAIN = "chain"
     #: The sequence's own text and what other requests of the tenant have generated, in trees.
     GLOBAL = "global"

@@ -1,4 +1,4 @@
-"""The cost model of an engine's steps, which pods fit and gateways predict with."""
+"""The cost model of an engine's steps: pods fit it, gateways predict with it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 class StepCost:
     """seconds = per_step + per_token * tokens + per_pair * pairs
 
-    Of a step that computes prompts: pairs of a token and an earlier one, which attention compares. Of a step
-    that only decodes: "tokens" are sequences, and "pairs" their cached tokens. All zero: not known.
+    In a step that computes prompts, pairs are those of a token and an earlier one, which attention compares.
+    In a step that only decodes, "tokens" are sequences, and "pairs" their cached tokens. All zero: unknown.
     """
 
     per_step: float = 0.0
     per_token: float = 0.0
     per_pair: float = 0.0
-    #: The share of these times that steps take while nothing else uses the machine.
+    #: Duration of steps on an otherwise idle machine, as a share of these times.
     unloaded: float = 1.0
 
     @property
@@ -28,15 +28,15 @@ class StepCost:
         return self.per_step * num_steps + self.per_token * num_tokens + self.per_pair * num_pairs
 
     def prompt_seconds(self, start: int, stop: int, chunk_size: int) -> float:
-        """To compute the prompt tokens [start, stop) in chunks, while nothing else runs."""
+        """Time to compute the prompt tokens [start, stop) in chunks on an idle pod."""
         num_tokens = max(stop - start, 0)
         num_chunks = -(-num_tokens // max(chunk_size, 1))
         return self.seconds(num_chunks, num_tokens, num_tokens * (start + stop) / 2)
 
 
 def tokens_gained(by_batch: Sequence[float], num_sequences: float) -> float:
-    """Of each of so many sequences in a decode step. `by_batch`: in steps of 1, 2-3, 4-7, ... sequences; of
-    more, as the last."""
+    """Tokens that each sequence gains in a decode step of `num_sequences`. `by_batch` has the values for 1,
+    2-3, 4-7, ... sequences; the last one counts for larger batches."""
     size = max(round(num_sequences), 1).bit_length() - 1
     return by_batch[min(size, len(by_batch) - 1)]
 

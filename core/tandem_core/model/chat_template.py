@@ -27,7 +27,7 @@ from tandem_core.model.conversation import DEFAULT_OPTIONS, ChatOptions, Json, M
 from tandem_core.model.template_environment import template_environment
 from tandem_core.model.tool_prompt import uses_tools, with_tools_as_text
 
-#: What callers may not set by template arguments, because a field of the request or the model says it.
+#: Variables that callers may not set, because fields of the request or the model define them.
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
 #: Mistral's templates refuse tool call ids of another length.
 _SHORT_ID_CHARS = 9
@@ -51,7 +51,7 @@ class ToolUse:
     has_object_arguments: bool
     #: Ids of 9 letters and digits alone.
     has_short_ids: bool
-    #: Content null beside calls; else "".
+    #: Content is null in a message with calls; else "".
     has_null_content: bool
     #: Several calls in one message.
     has_parallel_calls: bool = False
@@ -115,7 +115,7 @@ class ChatTemplate:
 
     @functools.cached_property
     def tool_use(self) -> ToolUse | None:
-        """None: the template shows no tools, or no calls, or no results."""
+        """How the template takes tools; None if it does not show tools, calls or results."""
         for null, is_object, short in itertools.product((True, False), (True, False), (False, True)):
             use = ToolUse(has_object_arguments=is_object, has_short_ids=short, has_null_content=null)
             if self._shows(use, num_calls=1):

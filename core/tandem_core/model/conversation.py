@@ -1,4 +1,4 @@
-"""What a chat request gives to the chat template: messages, tools, and how to render them.
+"""Input of the chat template: messages, tools and options.
 
 Messages and tools have the JSON form that transformers' `apply_chat_template` takes; `Message.to_template`
 and `Tool.definition` are that form.
@@ -61,7 +61,7 @@ class Message:
     reasoning: str = ""
 
     def texts(self) -> tuple[str, ...]:
-        """All that the caller wrote in it."""
+        """All texts of the caller in this message."""
         calls = (text for call in self.tool_calls for text in (call.id, call.name, call.arguments))
         return (self.content or "", self.tool_call_id, self.name, self.reasoning, *calls)
 
@@ -102,7 +102,7 @@ Turn = Literal["new", "continued", "none"]
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """How a conversation is rendered, beside its messages."""
+    """Options of rendering a conversation."""
 
     tools: tuple[Tool, ...] = ()
     #: Variables of the template, such as `enable_thinking`; vLLM's `chat_template_kwargs`.

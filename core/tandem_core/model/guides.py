@@ -37,7 +37,7 @@ _JSON: JsonCompileOptions = {
     "whitespace_flexible": False,
     "lenient": False,
     "coerce_one_of": False,
-    # Not \\u: a name with it would stand beside the property of that name, and escape its schema.
+    # Not \\u: a name written with it would be a second property of that name, not bound by its schema.
     "json_allowed_escapes": '"\\\\bfnrt',
 }
 #: A state takes up to 2 kB. Errors must not quote other parts of the state than the caller's own text.
@@ -85,7 +85,7 @@ class GuideCompiler:
         except (OSError, ValueError) as error:
             raise ModelLoadError(f"{folder}: guides cannot use its tokenizer ({error})") from error
         self._lock = threading.Lock()
-        #: By guide, the one used last at the end. Matchers before any token, of which copies are used.
+        #: Initial matchers by guide, the most recently used last; requests get copies.
         self._kept: OrderedDict[Guide, LLMatcher] = OrderedDict()
 
     def matcher(self, guide: Guide) -> LLMatcher:
@@ -108,7 +108,7 @@ class GuideCompiler:
         return kept.deep_copy()
 
     def tokenize(self, text: str) -> list[int]:
-        """As forced text is drafted."""
+        """Token ids of forced text, for drafts."""
         return self._tokenizer.tokenize_str(text)
 
 
@@ -131,7 +131,7 @@ def _grammar(guide: Guide) -> str:
 
 
 def _on_deep_stack(work: Callable[[], T]) -> T:
-    """Does it on a thread of its own, with a stack of _STACK_BYTES."""
+    """Runs `work` on its own thread with a stack of _STACK_BYTES."""
     results: list[T] = []
 
     def run() -> None:

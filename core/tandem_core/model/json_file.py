@@ -1,4 +1,4 @@
-"""JSON files of a model, which anybody may have written."""
+"""JSON files of a model, which are untrusted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tandem.json: what every part may know about a model without opening its weights.
+"""tandem.json: properties of a model that are readable without its weights.
 
 `tandem model pull` writes it once, last, into the model folder. The engine, the gateway and the command line
 read it.
@@ -52,7 +52,7 @@ class ModelManifest:
         (folder / MANIFEST_NAME).write_text(text + "\n", encoding="utf-8")
 
     def limited_to(self, max_model_len: int) -> ModelManifest:
-        """The same with a shorter context; 0: the model's own. Raises ModelLoadError where it is longer."""
+        """A manifest with a shorter context; 0: the model's own. Raises ModelLoadError for a longer one."""
         if max_model_len > self.max_model_len:
             raise ModelLoadError(
                 f"--max-model-len {max_model_len}: {self.name} has a context of {self.max_model_len}; set "

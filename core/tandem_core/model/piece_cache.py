@@ -1,4 +1,4 @@
-"""Token ids of the pieces of chats: a system prompt, or the turns so far, come again with each request."""
+"""Token ids of the pieces of chats: the system prompt and earlier turns recur in each request."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _MAX_CHARS, _PIECE_OVERHEAD = 1_000_000, 256
 
 
 class PieceCache:
-    """An LRU over the pieces of all tenants, for all threads. Each tenant finds its own pieces only, so the
-    time that tokenizing takes tells nobody what others have sent."""
+    """A thread-safe LRU over the pieces of all tenants. Each tenant finds only its own pieces, so that the
+    duration of tokenizing does not reveal what others have sent."""
 
     def __init__(self, max_chars: int = _MAX_CHARS) -> None:
         self._max_chars = max_chars

@@ -77,7 +77,7 @@ class Tokenizer:
         return None if self._chat_template is None else self._chat_template.tool_use
 
     def added_token_id(self, text: str) -> int | None:
-        """The id of the token that stands for exactly this text, beside the vocabulary of text pieces."""
+        """The id of the added token with exactly this text; None if there is none."""
         token_id: int | None = self._tokenizer.token_to_id(text)
         return token_id if token_id in self._added else None
 
@@ -124,12 +124,11 @@ class Tokenizer:
 
     @functools.cached_property
     def _cuts(self) -> re.Pattern[str] | None:
-        """At these tokens a text can be cut: its pieces have the ids that they have in the text. None: it
-        cannot.
+        """Tokens at which a text can be cut without changing the ids of its pieces; None if there are none.
 
-        The tokenizer cuts there itself, before it normalizes, and goes on with each piece alone. It looks for
-        the leftmost token, of several the longest. Its kinds of added tokens that take part of the text
-        beside them are not known here, nor those of its splitters that ask where in the text a piece is.
+        The tokenizer itself cuts there before it normalizes, and encodes each piece separately. It searches
+        for the leftmost, longest token. Tokenizers with added tokens that absorb neighbouring text, or with
+        splitters that depend on the position of a piece, have no such tokens.
         """
         parsed = json.loads(self._tokenizer.to_str())
         tokens = [token for token in parsed["added_tokens"] if not token["normalized"]]
@@ -160,18 +159,18 @@ class Tokenizer:
         return _encode(self._plain_tokenizer, text, add_special_tokens=False)
 
     def prepare_to_encode(self) -> None:
-        """Computes what encoding needs, .2 to 2 s by vocabulary; else the first texts do."""
+        """Builds the data for encoding, which takes .2 to 2 s; otherwise the first texts build it."""
         _ = self._plain_tokenizer, self.max_text_bytes, self.tool_use, self._cuts
 
     @functools.cached_property
     def _plain_tokenizer(self) -> RustTokenizer:
-        """Knows no added tokens, and so takes a control token in a text for text."""
+        """A tokenizer without added tokens, which encodes control tokens as text."""
         parsed = json.loads(self._tokenizer.to_str())
         return RustTokenizer.from_str(json.dumps({**parsed, "added_tokens": [], "post_processor": None}))
 
     @functools.cached_property
     def max_text_bytes(self) -> int:
-        """A longer text has more tokens than the model's context, whatever it says."""
+        """Texts longer than this always exceed the model's context."""
         longest = max(len(self.token_bytes(token_id)) for token_id in range(self.manifest.vocab_size))
         # A normalizer may make a text shorter, for example by composing characters.
         shrinks = 1 if self._tokenizer.normalizer is None else 4
@@ -210,7 +209,7 @@ def _encode(tokenizer: RustTokenizer, text: str, *, add_special_tokens: bool) ->
 
 
 def _types(part: Any) -> set[str]:
-    """Of a part of a parsed tokenizer.json, and of all in it."""
+    """The types of a part of a parsed tokenizer.json, and of all parts in it."""
     inside = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
     own = {part["type"]} if isinstance(part, dict) and isinstance(part.get("type"), str) else set()
     return own.union(*map(_types, inside))

@@ -1,4 +1,4 @@
-"""Tools for models whose chat template knows none: written into the messages, in the form of Hermes and Qwen.
+"""Tools for chat templates that do not support them: text in the messages, in the form of Hermes and Qwen.
 
     tools             -> the system message: JSON lines in <tools>, and how to call
     a tool call       -> <tool_call>{"name": ..., "arguments": ...}</tool_call> in the assistant's message
@@ -40,8 +40,8 @@ def uses_tools(messages: Sequence[Message], tools: Sequence[Tool]) -> bool:
 def with_tools_as_text(
     messages: Sequence[Message], tools: Sequence[Tool], *, knows_system: bool
 ) -> list[Message]:
-    """The same conversation without the role "tool", calls and tools. `knows_system`: whether the template
-    takes a system message; else the tools stand before the first message of the user."""
+    """Rewrites a conversation without the role "tool", calls and tools. `knows_system`: whether the template
+    takes a system message; otherwise the tools are put before the first message of the user."""
     plain: list[Message] = []
     answers_tools = False
     for message in messages:

@@ -20,7 +20,7 @@ _COMMON_OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
     ("grpc.keepalive_timeout_ms", _KEEPALIVE_MS),
-    # Without it a ping may be unanswered for a minute, whatever the line above says (gRPC 1.80).
+    # Without it gRPC 1.80 waits up to a minute for the answer to a ping, despite the line above.
     ("grpc.http2.ping_timeout_ms", _KEEPALIVE_MS),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
@@ -43,9 +43,9 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 def server_options(
     max_request_bytes: int, max_connections: int | None = None, max_connection_age_s: float = 0.0
 ) -> tuple[tuple[str, int], ...]:
-    """A larger request fails with RESOURCE_EXHAUSTED before it is parsed or reaches an interceptor.
-    `max_connections` None: no limit. A connection of that age (10 % more or less; 0: any) takes no further
-    calls, and its client opens another one; its running calls go on."""
+    """Options of a server. A request over the limit fails with RESOURCE_EXHAUSTED before it is parsed or
+    reaches an interceptor. `max_connections` None: no limit. A connection of the maximum age (within 10 %; 0:
+    none) takes no further calls, and its client opens another one; its running calls continue."""
     public: tuple[tuple[str, int], ...] = ()
     if max_connections is not None:
         public = (
@@ -59,7 +59,7 @@ def server_options(
         *public,
         *_COMMON_OPTIONS,
         ("grpc.max_receive_message_length", max_request_bytes),
-        # With SO_REUSEPORT two servers on one port would silently share its calls.
+        # With SO_REUSEPORT two servers on one port would share its calls without an error.
         ("grpc.so_reuseport", 0),
         # Accept the pings above; by default the server answers them with GOAWAY "too_many_pings".
         ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
@@ -78,15 +78,15 @@ def open_channel(target: str, tls: PodTls | None = None, role: Role | None = Non
 
 
 def open_sync_channel(target: str, tls: PodTls | None = None, role: Role | None = None) -> grpc.Channel:
-    """The same for threads."""
+    """A channel for threads; see `open_channel`."""
     if tls is None:
         return grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
     return grpc.secure_channel(target, tls.channel_credentials(), options=_tls_options(role))
 
 
 def public_target(target: str, ca_file: Path | None) -> tuple[str, grpc.ChannelCredentials | None]:
-    """host:port of a gateway, and what to verify it with: https://host:port is TLS, by the system's
-    authorities or those of the PEM file, which means TLS for any target. None: plaintext. Raises OSError."""
+    """host:port of a gateway, and credentials; None: plaintext. https:// or a PEM file of authorities means
+    TLS; without the file the system's authorities apply. Raises OSError."""
     address = target.removeprefix("https://")
     if address == target and ca_file is None:
         return target, None
@@ -102,7 +102,7 @@ def open_public_channel(target: str, ca_file: Path | None = None) -> grpc.aio.Ch
 
 
 def open_public_sync_channel(target: str, ca_file: Path | None = None) -> grpc.Channel:
-    """The same for threads."""
+    """A channel for threads; see `open_public_channel`."""
     address, credentials = public_target(target, ca_file)
     if credentials is None:
         return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)

@@ -1,8 +1,8 @@
-"""Finds the current pods of a role, by what its setting lists:
+"""Discovers the current pods of a role from the entries of its setting:
 
     10.0.0.7:51200                 one pod
     tandem-decode:51200            a DNS name: one pod per address; resolved again every few seconds
-    k8s://tandem-decode:51200      the pods of a Kubernetes Service, told by the API server as they change
+    k8s://tandem-decode:51200      the pods of a Kubernetes Service, watched through the API server
                                    (kubernetes_watch.py); k8s://NAME.NAMESPACE:PORT in another namespace
 
 A consumer calls `Discovery.endpoints()` and opens or closes channels to match.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 SERVICE_SCHEME = "k8s://"
 
 _DNS_LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
-#: getaddrinfo's answers that a name has no address, as of a Service without pods; other errors are outages.
+#: getaddrinfo's errors for a name without addresses, such as a Service without pods; others are outages.
 _NO_ADDRESS = (socket.EAI_NONAME, socket.EAI_NODATA)
 
 
@@ -54,12 +54,12 @@ class Target:
 
 
 def parse_target(text: str) -> Target:
-    """ "host:port" or "[v6]:port" -> Target; ValueError says what is wrong."""
+    """ "host:port" or "[v6]:port" -> Target. Raises ValueError."""
     host, separator, port = text.strip().rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     elif ":" in host:
-        separator = ""  # a bare IPv6 address: the port cannot be told apart
+        separator = ""  # a bare IPv6 address, in which the port is ambiguous
     if not separator or not host or not port.isdigit() or not 0 < int(port) <= 65535:
         raise ValueError(f"{text.strip()!r} is no host:port, such as 10.0.0.7:51200")
     return Target(host, int(port))
@@ -70,7 +70,7 @@ class ServiceRef:
     """A Service of Kubernetes, and the port of its pods; `str()` gives the form of the settings."""
 
     name: str
-    #: "": that of this pod.
+    #: "": the namespace of this pod.
     namespace: str
     port: int
 
@@ -80,7 +80,7 @@ class ServiceRef:
 
 
 def parse_entry(text: str) -> Target | ServiceRef:
-    """An entry of a setting; ValueError says what is wrong."""
+    """Parses an entry of a setting. Raises ValueError."""
     text = text.strip()
     if not text.startswith(SERVICE_SCHEME):
         return parse_target(text)
@@ -104,7 +104,7 @@ class Endpoint:
     target: str
     #: Topology zone; "": unknown.
     zone: str = ""
-    #: Why it should get nothing new; "": it may.
+    #: Why it should get no new requests; "" if it may.
     withheld: str = ""
 
 

@@ -39,7 +39,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # t
         self._notify()
 
     def close(self) -> None:
-        """NOT_SERVING from now on; watchers are told and their streams end."""
+        """Sets NOT_SERVING permanently; watchers are notified and their streams end."""
         self.is_serving = False
         self._closed = True
         self._notify()

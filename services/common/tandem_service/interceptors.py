@@ -46,27 +46,28 @@ from tandem_service import metric_table
 from tandem_service.tls import Role, roles_of
 
 REQUEST_ID_KEY = "tandem-request-id"
-#: When a refused call may be tried again; OpenAI's HTTP clients know a header of this name.
+#: Metadata key of the time after which to retry a refused call; OpenAI's HTTP clients use a header of this
+#: name.
 RETRY_AFTER_KEY = "retry-after-ms"
 REFUSAL_REASON_KEY = "refusal-reason"
 
 #: Accepted request ids; any other (log injection, megabytes) is replaced.
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 
-#: Logged at debug level only, whatever becomes of it: what is called every second, and the gateway's
-#: requests, of which it logs a line of its own.
+#: Methods logged at debug level regardless of the outcome: those called every second, and the gateway's
+#: requests, which have their own log line.
 _QUIET = re.compile(r"^/grpc\.|/Get\w*Status$|GatewayService/(Chat|Generate)$")
-#: Logged at debug level too: nothing is wrong with the called process.
+#: Outcomes logged at debug level: no fault of the called process.
 _QUIET_CODES = ("OK", "CANCELLED")
 
-#: Of a call: pairs of key and value.
+#: Pairs of key and value of a call.
 Metadata = Iterable[tuple[str, str | bytes]]
 
-#: Health and reflection pass no gate, so that probes need no key: these calls are short, or few.
+#: Health and reflection bypass the gate, so that probes need no key: these calls are short or few.
 _OPEN_METHODS = "/grpc."
 _OPEN_MESSAGE_S = 1.0
 _MAX_OPEN_STREAMS = 32
-#: Of a message for which no key is needed.
+#: Size limit of a message that needs no key.
 _MAX_OPEN_BYTES = 1024
 
 if TYPE_CHECKING:
@@ -89,11 +90,11 @@ def current_request_id() -> str:
 
 
 class MalformedRequestError(Exception):
-    """The bytes of a request are not the message that its method takes."""
+    """The bytes of a request are not a valid message of its method."""
 
 
 class CallerError(Exception):
-    """The certificate of the caller is not of a role that may call the method."""
+    """The role in the caller's certificate may not call the method."""
 
 
 class TooManyStreamsError(Exception):
@@ -102,7 +103,7 @@ class TooManyStreamsError(Exception):
     retry_after_s = 1.0
 
 
-#: Of the errors here.
+#: Status codes of this module's errors.
 STATUS_CODES: Mapping[type[Exception], grpc.StatusCode] = MappingProxyType(
     {
         MalformedRequestError: grpc.StatusCode.INVALID_ARGUMENT,
@@ -113,7 +114,7 @@ STATUS_CODES: Mapping[type[Exception], grpc.StatusCode] = MappingProxyType(
 
 
 class _OpenStreams:
-    """Bounds the streams for which no key is needed. Belongs to one event loop."""
+    """Bounds the number of streams without a key. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._num_open = 0
@@ -124,7 +125,7 @@ class _OpenStreams:
         if self._num_open >= _MAX_OPEN_STREAMS:
             raise TooManyStreamsError(
                 f"{self._num_open} streams of health and reflection are open here, limit "
-                f"{_MAX_OPEN_STREAMS}; ask with single calls"
+                f"{_MAX_OPEN_STREAMS}; use single calls"
             )
         self._num_open += 1
         try:
@@ -135,10 +136,10 @@ class _OpenStreams:
 
 @dataclass(frozen=True)
 class Gate:
-    """What a public server asks of a call before it receives the message.
+    """Admission of calls to a public server, before the message is received.
 
-    `hold(metadata)` raises for a call that may not be made, and is left when the call has ended. The message
-    must arrive within `message_timeout_s`.
+    `hold(metadata)` is a context for the duration of the call; it raises for a call that is not admitted. The
+    message must arrive within `message_timeout_s`.
     """
 
     hold: Callable[[Metadata], AbstractContextManager[object]]
@@ -148,10 +149,9 @@ class Gate:
 class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
     """See the module's diagram. `status_codes` is looked up by the exception's nearest base class.
 
-    `callers`: the roles that may call each method; nobody may call a method that is not in it.
-    None: calls are not checked.
+    `callers`: the roles that may call each method; no role may call other methods. None: no check.
 
-    `gate` stands before the services of ours, and bounds the calls of the others. None: there is none.
+    `gate`: admits calls of Tandem's services, and bounds the number of others. None: no gate.
     """
 
     def __init__(
@@ -221,8 +221,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         return make(stream, decode, handler.response_serializer)
 
     def _gated(self, method: str, handler: _Handler, gate: Gate) -> _Handler:
-        """The same method as one that takes a stream, whatever it takes: gRPC receives the message of another
-        before it calls the method, and waits for it without limit."""
+        """Wraps the method as one that takes a stream, because gRPC waits without limit for the message of
+        other methods before it calls them."""
         is_open = method.startswith(_OPEN_METHODS)
         call = cast(
             "Callable[[Any, _Context], Any]",
@@ -257,7 +257,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
 
     @asynccontextmanager
     async def _around(self, method: str, context: _Context) -> AsyncIterator[None]:
-        """An error becomes the status of the call, which then ends."""
+        """Converts an error to the status of the call."""
         request_id = request_id_or_new(_metadata_value(context, REQUEST_ID_KEY))
         started = time.monotonic()
         code = "OK"
@@ -279,8 +279,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
             code = status.name
             if metadata := refusal_metadata(error):
                 context.set_trailing_metadata(metadata)
-            # Not `abort`: gRPC keeps the error that it raises beside the call, whose frames refer to both.
-            # Such cycles, a hundred objects for each refusal, are collected in pauses of up to 20 ms.
+            # Not `abort`, whose error and frames form a reference cycle with the call: a hundred objects per
+            # refusal, which the garbage collector frees in pauses of up to 20 ms.
             context.set_code(status)
             context.set_details(message)
         finally:
@@ -304,8 +304,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         roles = sorted(roles_of(context.auth_context()))
         if not set(allowed) & set(roles):
             raise CallerError(
-                f"{name} may be called by {' or '.join(allowed) or 'nobody'}; the caller's certificate says "
-                f"{', '.join(roles) or 'no role'}"
+                f"{name} may be called by {' or '.join(allowed) or 'no role'}; the caller's certificate "
+                f"states {', '.join(roles) or 'no role'}"
             )
 
 
@@ -324,7 +324,7 @@ def translate(
 
 
 def refusal_metadata(error: Exception) -> tuple[tuple[str, str], ...]:
-    """The trailing metadata of a refused call: why, and when it may be tried again, if that is known."""
+    """The trailing metadata of a refused call: the reason and the retry-after, if known."""
     metadata: list[tuple[str, str]] = []
     retry_after_s = getattr(error, "retry_after_s", None)
     if retry_after_s is not None:

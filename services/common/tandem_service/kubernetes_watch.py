@@ -1,17 +1,17 @@
-"""The pods of a Service, as the API server of Kubernetes tells them.
+"""Watches the pods of a Service through the API server of Kubernetes.
 
-    list EndpointSlices       all pods, as of a resource version
+    list EndpointSlices       all pods at a resource version
     watch from that version   each change as it happens: a pod gets ready, begins to terminate, is gone;
                               bookmarks move the version on when nothing changes
-    the watch ends            it is asked for again from the last version: nothing is missed or sent twice
+    the watch ends            it is resumed from the last version: nothing is missed or sent twice
     410 Gone                  that version is forgotten: list again
-    anything else             what is known is kept, and asked for again after a pause
+    anything else             the known pods are kept; retried after a pause
 
-A watch without an end would not notice a connection that died without a sign, so each lasts half a minute.
+Each watch lasts half a minute, because an endless one would not notice a dead connection.
 
     ready           may get requests
-    not ready       is listed, but gets nothing new: it starts, or its readiness probe fails
-    terminating     is listed, but gets nothing new; what it has goes on
+    not ready       is listed, but gets no new requests: it starts, or its readiness probe fails
+    terminating     is listed, but gets no new requests; running ones continue
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from tandem_service.discovery import Endpoint, ServiceRef, Target
 _NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 _SERVICE_LABEL = "kubernetes.io/service-name"
 _GONE, _FORBIDDEN = 410, 403
-#: Of one watch, and what a silent connection gets beyond.
+#: Duration of one watch, and the additional time allowed to a silent connection.
 _WATCH_S, _SILENCE_S = 30, 5.0
 _LIST_TIMEOUT_S = 10.0
-#: A server that ends watches sooner is asked for the next one after this time.
+#: Interval of watches for a server that ends them sooner.
 _LEAST_WATCH_S = 1.0
-#: Everything is listed again after this time, and after so many failures in a row: a server that was restored
-#: from a backup may tell nothing about the versions before.
+#: Pods are listed again after this time, and after this number of consecutive failures: a server restored
+#: from a backup may not know earlier versions.
 _RELIST_S, _RELIST_FAILURES = 300.0, 3
 #: Pause after a failure, doubled after each further one up to the second.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
@@ -65,7 +65,8 @@ class ServiceWatch:
         return str(self._service)
 
     async def run(self) -> None:
-        """Until cancelled. Never fails: an outage of the API server costs nothing but news."""
+        """Watches until cancelled. Never fails; during an outage of the API server the known pods are
+        kept."""
         while True:
             try:
                 settings = await load_config()
@@ -77,7 +78,7 @@ class ServiceWatch:
                     self._version = None
                 if (trouble := _sentence(error)) != self._trouble:
                     self._trouble = trouble
-                    self._log.warning("no news of pods; those known are kept", error=trouble)
+                    self._log.warning("cannot watch pods; keeping the known ones", error=trouble)
             pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(self._failures - 1, 8))
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
 
@@ -141,8 +142,8 @@ class ServiceWatch:
 def endpoints_of(slices: list[client.V1EndpointSlice], port: int) -> tuple[Endpoint, ...]:
     """Every pod once. If there are IPv4 addresses, only those are used, so that a dual-stack pod counts once.
 
-    A pod may be in two slices while it moves from one to the other; the one that withholds it counts, since
-    a pod that terminates never comes back.
+    A pod may be in two slices while it moves from one to the other; then the slice that withholds it counts,
+    because a terminating pod never becomes ready again.
     """
     families = {item.address_type for item in slices if item.endpoints}
     family = "IPv4" if "IPv4" in families else "IPv6"
@@ -151,7 +152,7 @@ def endpoints_of(slices: list[client.V1EndpointSlice], port: int) -> tuple[Endpo
         if item.address_type != family:
             continue
         for endpoint in item.endpoints or ():
-            # Kubernetes says that all addresses of an endpoint lead to the same pod.
+            # All addresses of an endpoint belong to the same pod.
             target = str(Target(endpoint.addresses[0], port))
             seen = Endpoint(target, endpoint.zone or "", _withheld(endpoint.conditions))
             if target not in found or seen.withheld:
@@ -160,7 +161,7 @@ def endpoints_of(slices: list[client.V1EndpointSlice], port: int) -> tuple[Endpo
 
 
 def _withheld(conditions: client.V1EndpointConditions | None) -> str:
-    """An unknown condition counts as ready, as Kubernetes says."""
+    """Why a pod gets no new requests. Unknown conditions count as ready, as Kubernetes specifies."""
     if conditions is None:
         return ""
     if conditions.terminating:
@@ -169,19 +170,19 @@ def _withheld(conditions: client.V1EndpointConditions | None) -> str:
 
 
 async def load_config() -> client.Configuration:
-    """That of this pod's service account; outside a cluster that of kubectl (KUBECONFIG)."""
+    """The configuration of this pod's service account; outside a cluster that of kubectl (KUBECONFIG)."""
     settings = client.Configuration()
     if "KUBERNETES_SERVICE_HOST" in os.environ:
         config.load_incluster_config(settings)
     else:
-        # Else the client would read the variable once, when it is imported.
+        # The client itself reads the variable only once, at import.
         file = os.environ.get("KUBECONFIG")
         await config.load_kube_config(config_file=file, client_configuration=settings)
     return settings
 
 
 def own_namespace() -> str:
-    """Of this pod; outside a cluster that of kubectl's context."""
+    """The namespace of this pod; outside a cluster that of kubectl's context."""
     if "KUBERNETES_SERVICE_HOST" in os.environ:
         return _NAMESPACE_FILE.read_text(encoding="utf-8").strip()
     _, active = config.list_kube_config_contexts(os.environ.get("KUBECONFIG"))

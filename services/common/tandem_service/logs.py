@@ -17,11 +17,11 @@ from tandem_service.settings import CommonSettings
 
 
 class _Line(str):
-    """What structlog has rendered already. A formatter that renders makes two copies of each record."""
+    """A line that structlog has rendered; rendering in the formatter would copy each record twice."""
 
 
 class _Formatter(structlog.stdlib.ProcessorFormatter):
-    """Renders what comes from libraries."""
+    """Renders the records of libraries."""
 
     def format(self, record: logging.LogRecord) -> str:
         return record.msg if isinstance(record.msg, _Line) else super().format(record)
@@ -45,7 +45,7 @@ def configure(settings: CommonSettings, role: str) -> None:
     render: Processor = (
         structlog.processors.JSONRenderer()
         if as_json
-        # Not structlog's own choice, which shows local variables: users' prompts, and seconds of work.
+        # Not structlog's default, which shows local variables: users' prompts, and takes seconds.
         else structlog.dev.ConsoleRenderer(
             colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
         )
@@ -78,5 +78,5 @@ def configure(settings: CommonSettings, role: str) -> None:
     # At debug level gRPC logs a line per call, and asyncio one per selector.
     for noisy in ("grpc._cython.cygrpc", "asyncio"):
         logging.getLogger(noisy).setLevel(max(level, logging.INFO))
-    # It logs that it starts and ends, as the server's own lines do.
+    # Its start and end are in the server's own log lines.
     logging.getLogger("uvicorn.error").setLevel(max(level, logging.WARNING))

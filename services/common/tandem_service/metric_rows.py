@@ -1,7 +1,7 @@
-"""What a metric's row says, and how a process makes the Prometheus object from it.
+"""Rows of the metric table, and the Prometheus objects that processes make from them.
 
     CounterRow, GaugeRow, HistogramRow   counted where `make(registry)` was called, or read by `view`
-    Source                               a row whose samples are those of another one (`metric_twins`)
+    Source                               the row whose samples another row shows (`metric_twins`)
 
 The rows themselves are in `metric_table`.
 """
@@ -28,7 +28,7 @@ class Process(enum.Enum):
 
 
 class Unit(enum.Enum):
-    """What the value of a metric is counted in."""
+    """Units of metrics."""
 
     SECONDS = "seconds"
     BYTES = "bytes"
@@ -61,7 +61,7 @@ class Row:
     served_by: tuple[Process, ...]
     #: Not empty: the metric has no data of its own.
     sources: tuple[Source, ...] = ()
-    #: Of `sources`: which of their labels a label of this row is, where the names differ.
+    #: For labels whose names differ, the label of `sources`.
     label_of: Mapping[str, str] = field(default_factory=dict)
 
     kind: ClassVar[str] = ""
@@ -129,5 +129,5 @@ class _View(Collector):
 
 
 def with_targets(base: Iterable[float], targets: Iterable[float]) -> tuple[float, ...]:
-    """With every target of the SLO classes, so that "share under 2.5 s" is exact."""
+    """Adds all targets of the SLO classes, so that "share under 2.5 s" is exact."""
     return tuple(sorted({*base, *(target for target in targets if target)}))

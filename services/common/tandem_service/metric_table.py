@@ -1,14 +1,14 @@
-"""The table of metrics: what each is called, counts, is labelled with, and which processes serve it.
+"""The table of metrics: names, meanings, labels, and the processes that serve them.
 
-A name stands here once. Processes make their Prometheus objects from these rows (`REQUESTS.make(registry)`);
-the Grafana dashboards, the alert rules and the table in docs/observability.md are generated from them. After
-a change of this file run deploy/observability/generate.py.
+Processes make their Prometheus objects from these rows (`REQUESTS.make(registry)`); the Grafana dashboards,
+the alert rules and the table in docs/observability.md are generated from them. After a change of this file
+run deploy/observability/generate.py.
 
-`tandem_*` names are ours. `vllm:*` names are those of vLLM and of the Gateway API inference extension's
-model-server protocol, where Tandem measures what vLLM means by them: from the same data as the `tandem_*`
-row that `sources` names, or counted from receipts and reports of pods. Gateways serve all of them and no
-other process does: queries that take their instance from one of these names find the others there, and a sum
-over all scraped processes counts nothing twice.
+`tandem_*` names are Tandem's. `vllm:*` names are those of vLLM and of the Gateway API inference extension's
+model-server protocol, with the meanings that vLLM gives them. Their data is that of the `tandem_*` row in
+`sources`, or comes from receipts and reports of pods. Only gateways serve them, and each gateway serves all
+of them: queries that take their instance from one name find the others there, and sums over all processes
+count nothing twice.
 
 To add a metric: one row here, one `make` or `view` where it is measured, a panel in
 deploy/observability/grafana_dashboards.py. Predicted times and their errors belong to the section
@@ -50,7 +50,7 @@ TOKEN_BUCKETS_S = with_targets(
 )
 #: Tokens of a request.
 _LENGTH_BUCKETS = tuple(float(2**n) for n in range(4, 18))
-#: The same, as vLLM has them.
+#: Tokens of a request in vLLM's buckets.
 _ONE_TWO_FIVE = tuple(float(digit * 10**n) for n in range(6) for digit in (1, 2, 5))
 
 
@@ -619,7 +619,7 @@ SCALER_FAILURES = _counter(
 
 # -- names of vLLM and of the Gateway API inference extension ------------------------------------------------
 
-#: Of every `vllm:` name, first. The gateway is one engine with all its pods behind it.
+#: First labels of every `vllm:` name. The gateway and all its pods count as one engine.
 VLLM_LABELS = ("model_name", "engine")
 
 

@@ -23,13 +23,13 @@ from prometheus_client import (
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
-#: An event loop that does not turn for so long is not alive.
+#: An event loop that is blocked for longer is not alive.
 _LIVE_S = 1.0
 
 
 def new_registry() -> CollectorRegistry:
     """A registry with metrics of the process (memory, CPU, file descriptors, garbage collection)."""
-    # Without a series beside each counter and histogram that says since when it counts.
+    # Omits the `_created` series of each counter and histogram.
     disable_created_metrics()  # type: ignore[no-untyped-call]
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
@@ -39,15 +39,15 @@ def new_registry() -> CollectorRegistry:
 
 
 class MetricsServer:
-    """HTTP without TLS for the machines that watch a pod, from a thread of its own.
+    """An HTTP server without TLS for scrapers and probes, on its own thread.
 
     /metrics   the registry; a busy event loop does not block scrapes
     /readyz    200 while `is_ready` is true, else 503: whether to send calls here
-    /healthz   the same of `is_serving`: whether they are answered now, as grpc.health.v1 says
+    /healthz   200 while `is_serving` is true, else 503: whether calls are answered, as in grpc.health.v1
     /livez     200 if the event loop of the constructor answers within a second, else 503
 
-    The kubelet's probes have no client certificate for mutual TLS, so they ask here. Raises OSError when the
-    port is taken. Create it inside the running event loop.
+    The kubelet's probes use it because they have no client certificate for mutual TLS. Raises OSError when
+    the port is taken. Create it inside the running event loop.
     """
 
     def __init__(

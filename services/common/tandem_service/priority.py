@@ -1,12 +1,12 @@
-"""Sets the CPU priority of a process relative to others on the same machine, and when it takes its turn.
+"""CPU priority and scheduling policy of a process relative to others on the same machine.
 
-A prefill step occupies every core for seconds. Beside it with equal priority, a decode step waits again and
-again for a thread to get its core back. At low priority prefill still gets all CPU time that decoding
-leaves. A gateway uses little CPU time, in turns of a millisecond or less that clients wait for.
+A prefill step occupies every core for seconds. With equal priority, threads of concurrent decode steps wait
+repeatedly for a core. At low priority prefill still gets all CPU time that decoding leaves. A gateway uses
+little CPU time, in slices of a millisecond or less that clients wait for.
 
-The threads of a decode step offer their cores many times in a millisecond (kernels/csrc/team.h), each time
-between two pieces of work, when no other thread waits for what it does. A process that waits for such an
-offer delays a step less than one that interrupts a piece (docs/decisions/priorities.md).
+The threads of a decode step yield their cores many times per millisecond (kernels/csrc/team.h), between
+pieces of work, when no other thread waits for them. A process that waits for such a yield delays a step less
+than one that preempts a piece (docs/decisions/priorities.md).
 """
 
 from __future__ import annotations
@@ -40,10 +40,9 @@ def change_nice(nice: int, autogroup: Path = _AUTOGROUP) -> None:
 
 
 def wait_for_offers() -> None:
-    """Threads of this process that wake up wait for a core that is idle, or that is offered by the thread
-    which has it, rather than interrupt that (SCHED_BATCH); those started later inherit it. Without an offer
-    they have their turn when the other one's is over, after 3 ms or so. Nothing changes where the system does
-    not have the policy, or forbids it."""
+    """Sets SCHED_BATCH: threads that wake up wait for an idle or yielded core rather than preempt a running
+    thread, at most until the end of its time slice (about 3 ms). Threads started later inherit it. Does
+    nothing where the system lacks or forbids the policy."""
     if hasattr(os, "SCHED_BATCH"):
         with contextlib.suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

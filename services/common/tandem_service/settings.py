@@ -99,13 +99,13 @@ class CommonSettings(BaseSettings):
         return self
 
     def pod_tls(self) -> PodTls | None:
-        """Credentials towards other pods; None: plaintext. Raises TlsFileError."""
+        """Credentials for other pods; None: plaintext. Raises TlsFileError."""
         if self.pod_tls_cert is None or self.pod_tls_key is None or self.pod_tls_ca is None:
             return None
         return PodTls(PemFiles(self.pod_tls_cert, self.pod_tls_key, self.pod_tls_ca, self.role))
 
     def check_certificates(self) -> None:
-        """Raises TlsFileError for one that peers would refuse."""
+        """Raises TlsFileError for a certificate that peers would refuse."""
         self.pod_tls()
 
 
@@ -141,7 +141,7 @@ class RedisSettings(CommonSettings):
     """key of the client certificate, if it is not in the same file"""
 
     def redis_address(self) -> RedisAddress | None:
-        """None: neither --redis-url nor REDIS_URL names one."""
+        """The address of --redis-url or REDIS_URL; None if neither is set."""
         url = self.redis_url or os.environ.get("REDIS_URL", "")
         if not url:
             return None

@@ -62,7 +62,7 @@ def _without_duplicates(pairs: Sequence[tuple[str, object]]) -> None:
 
 
 def load_slo_classes(path: Path | None) -> Mapping[str, SloTarget]:
-    """By name, the default class first; None: those of Tandem. Raises SloFileError."""
+    """The classes of a file by name, the default class first; None: Tandem's classes. Raises SloFileError."""
     if path is None:
         return DEFAULT_SLO_CLASSES
     try:

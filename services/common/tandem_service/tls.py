@@ -30,7 +30,7 @@ import grpc
 import structlog
 
 ROLE_URI = "spiffe://tandem/"
-#: Between two warnings of a certificate that is to be renewed.
+#: Interval of warnings about a certificate that is due for renewal.
 _WARNING_INTERVAL_S = 86_400.0
 _SAN = "x509_subject_alternative_name"
 
@@ -70,7 +70,7 @@ class Pems:
 
 
 def is_due(not_before: datetime.datetime, not_after: datetime.datetime) -> bool:
-    """Whether less than a third of a certificate's time is left, so that it is to be renewed."""
+    """Whether a certificate is due for renewal: less than a third of its time is left."""
     left = not_after - datetime.datetime.now(datetime.UTC)
     return left < (not_after - not_before) / 3
 
@@ -155,8 +155,8 @@ class PemFiles:
         return first, last
 
     def _check_trust(self, ca: Path) -> None:
-        """Lets the certificate meet itself in a handshake, as server and as client: each accepts it only if
-        the CA signed it, for that use, and is itself valid."""
+        """Makes a handshake with the certificate on both sides, which fails unless the CA is valid and signed
+        it for servers and clients."""
         server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         client.check_hostname = False
@@ -222,7 +222,7 @@ class ReloadingPems:
         if self._pems.is_due() and (self._warned_at is None or now - self._warned_at > _WARNING_INTERVAL_S):
             self._warned_at = now
             self._log.warning(
-                "the certificate is to be renewed: less than a third of its time is left",
+                "the certificate is due for renewal: less than a third of its time is left",
                 cert=str(self._files.cert),
                 expires=f"{self._pems.not_after:%Y-%m-%d %H:%M} UTC",
             )
@@ -236,7 +236,7 @@ class ServerTls:
         self._pems = ReloadingPems(files)
 
     def http_context(self) -> ssl.SSLContext:
-        """For a server of HTTP/1.1 that takes a context."""
+        """The context of an HTTP/1.1 server."""
         shown = self._pems.current()
         newest_context = self._context()
 
@@ -259,7 +259,7 @@ class ServerTls:
         return context
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """For a server that demands a client certificate of the CA, if the files name one."""
+        """Credentials of a gRPC server; it requires a client certificate if the files have a CA."""
         shown = self._pems.current()
 
         def configuration(pems: Pems) -> grpc.ServerCertificateConfiguration:
@@ -280,19 +280,19 @@ class ServerTls:
 
 
 class PodTls(ServerTls):
-    """This process's credentials towards other pods."""
+    """This process's credentials for calls to other pods."""
 
     def pems(self) -> Pems:
-        """What a channel that is opened now uses; the same object until the files change."""
+        """The current contents of the files; the same object until they change."""
         return self._pems.current()
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """For one channel, from the files as they are now."""
+        """Credentials of one channel, from the current files."""
         pems = self.pems()
         return grpc.ssl_channel_credentials(pems.ca, pems.key, pems.cert)
 
     def client_context(self) -> ssl.SSLContext:
-        """For a connection without gRPC, which asks a pod for its certificate."""
+        """The context of a connection without gRPC, which reads a pod's certificate."""
         context = ssl.create_default_context(cafile=None if self._files.ca is None else str(self._files.ca))
         context.load_cert_chain(self._files.cert, self._files.key, password="")
         context.set_alpn_protocols(["h2"])

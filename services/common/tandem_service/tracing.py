@@ -1,4 +1,4 @@
-"""One trace per request: what each process records of it, and how the next process learns of it.
+"""One trace per request: the spans of each process, and their propagation to the next process.
 
     start_tracing(role, instance)   one `Tracing` per process; it records nothing unless the environment
                                     names an OpenTelemetry collector
@@ -55,7 +55,7 @@ class RequestTrace:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """For a gRPC call that the current stage makes."""
+        """Metadata of a gRPC call that the current stage makes."""
         return self._metadata
 
     @property
@@ -64,13 +64,13 @@ class RequestTrace:
         return None
 
     def stage(self, name: str, attributes: Attributes = _NONE, *, at_ns: int | None = None) -> None:
-        """What the request does from `at_ns` on; ends the stage before."""
+        """Begins a stage at `at_ns`; ends the stage before."""
 
     def call_stage(self, name: str, target: str, attributes: Attributes = _NONE) -> None:
         """A stage in which another process, at `target`, does the work."""
 
     def fail_stage(self, cause: str) -> None:
-        """The current stage did not succeed. The request may, later."""
+        """Marks the current stage as failed; the request may still succeed."""
 
     def set_stage(self, attributes: Attributes) -> None:
         """Adds attributes to the current stage."""
@@ -79,13 +79,13 @@ class RequestTrace:
         """Adds attributes to the server span."""
 
     def fail(self, error_type: str) -> None:
-        """The request failed. `error_type` is a code, not a message."""
+        """Marks the request as failed. `error_type` is a code, not a message."""
 
     def begin_work(self, name: str) -> None:
-        """A stage of work that may outlive the call: `end` leaves the stages to `end_work`."""
+        """Begins a stage that may outlive the call; `end` leaves the stages to `end_work`."""
 
     def end_work(self, name: str) -> None:
-        """The work has ended; the call, if it has not, goes on with a stage of this name."""
+        """Ends the work; if the call has not ended, it continues with a stage of this name."""
 
     def end(self) -> None:
         """The call has ended."""
@@ -101,14 +101,14 @@ def current() -> RequestTrace:
 
 
 class Tracing:
-    """Of one process. This class is that of processes without a collector."""
+    """Tracing of one process; this class is for processes without a collector."""
 
     is_on = False
 
     def begin(
         self, headers: Headers, name: str, first_stage: str, *, started_ns: int, is_entry: bool = False
     ) -> RequestTrace:
-        """The trace of a call, as `current()` from now on.
+        """Begins the trace of a call, which `current()` then returns.
 
         `headers` are the call's, HTTP or gRPC. `is_entry`: begins a trace of its own if they name none, where
         the sampler wants one; otherwise such a call is not recorded. A malformed `traceparent` counts as
@@ -117,7 +117,7 @@ class Tracing:
         return _NOT_RECORDED
 
     async def close(self) -> None:
-        """Sends what is left, for at most a few seconds."""
+        """Sends the remaining spans, for at most a few seconds."""
 
 
 def set_current(trace: RequestTrace) -> None:
@@ -126,7 +126,7 @@ def set_current(trace: RequestTrace) -> None:
 
 
 def start_tracing(role: str, instance: str) -> Tracing:
-    """Tracing as the environment says; `role` and `instance` name the process.
+    """Tracing as configured by the environment; `role` and `instance` name the process.
 
     Raises TracingSettingsError.
     """
