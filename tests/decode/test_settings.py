@@ -10,7 +10,7 @@ def test_help_shows_the_speculation_modes_as_they_are_written(capsys: pytest.Cap
     with pytest.raises(SystemExit):
         load(DecodeSettings, ["--help"])
     shown = " ".join(capsys.readouterr().out.split())
-    assert f"--speculation {{{','.join(SpeculationMode)}}} where drafts" in shown
+    assert f"--speculation {{{','.join(SpeculationMode)}}} sources of drafts" in shown
     assert "(default: global)" in shown
     for mode in SpeculationMode:
         assert load(DecodeSettings, ["--model", "m", "--speculation", mode.value]).speculation == mode

@@ -1,4 +1,4 @@
-"""Getting a prompt's KV from a prefill pod: reserve, ticket, transfer, adopt.
+"""Handoff of a prompt's KV from a prefill pod: reserve, ticket, transfer, adopt.
 
     BOOTSTRAPPING       blocks are reserved here; a ticket says where the KV may be written
     WAITING_FOR_INPUT   the prefill pod has the ticket and has sent nothing yet
@@ -8,7 +8,7 @@
                         the rest is computed here
 
 While frames may arrive, the blocks have two owners: the request and the writer (a hold). The writer's hold is
-released after the transfer was aborted, when no byte can be written any more. So blocks of a cancelled
+released after the transfer was aborted, when no byte can be written any more. Thus blocks of a cancelled
 request are never reused while a late frame may still be written.
 """
 
@@ -38,7 +38,7 @@ from tandem_decode.prefill_stream import FailureKind, PrefillFailedError, Prefil
 
 log = structlog.get_logger(__name__)
 
-#: Prefill pods that one handoff asks at most; an unreachable one costs a second.
+#: Limit of prefill pods that one handoff tries; an unreachable one costs a second.
 _MAX_ATTEMPTS = 3
 #: Crashes with one request after which it is considered the cause.
 _MAX_CRASHES = 2
@@ -65,37 +65,37 @@ class HandoffResult:
 
 
 class Attempts:
-    """What became of a request's attempts at prefill pods, while they are made.
+    """Outcomes of a request's attempts at prefill pods.
 
-    The caller is told of each failure, and of a crash before the request goes on, so that it knows of that
-    even if this pod crashes next.
+    The caller learns of each failure. After a crash the request waits until the caller knows of it, in case
+    this pod crashes next.
     """
 
     def __init__(self) -> None:
         self.failures: Counter[FailureKind] = Counter()
         self.num_crashed = 0
-        #: Set while the caller has not been told of the last failure.
+        #: Set while there is a failure to report to the caller.
         self.is_news = asyncio.Event()
-        self._told = asyncio.Event()
+        self._reported = asyncio.Event()
 
     @property
     def num_failed(self) -> int:
         return self.failures.total()
 
     async def failed(self, error: PrefillFailedError) -> None:
-        """Returns when the caller knows of a crash."""
+        """Notes a failure; waits until a crash is reported."""
         self.failures[error.kind] += 1
-        self._told.clear()
+        self._reported.clear()
         self.is_news.set()
         if error.crashed:
             self.num_crashed += 1
-            await self._told.wait()
+            await self._reported.wait()
 
-    def told(self, num_failed: int) -> None:
-        """The caller has been told of so many failures."""
+    def reported(self, num_failed: int) -> None:
+        """Notes that `num_failed` failures were reported to the caller."""
         if num_failed == self.num_failed:
             self.is_news.clear()
-            self._told.set()
+            self._reported.set()
 
 
 class Handoff:
@@ -114,13 +114,13 @@ class Handoff:
         self._loop = loop
         self._receiver = receiver
         self._client = client
-        #: Calls decode pods, which have other certificates.
+        #: Calls decode pods, whose certificates have another role.
         self._peers = peers
         #: Payload bytes of one block in one layer.
         self._block_bytes = block_bytes
         self._vocab_size = vocab_size
         self._ending: set[asyncio.Task[None]] = set()
-        #: Requests that want blocks. Each one's event is set when it becomes the first.
+        #: Requests that wait for blocks. A request's event is set when it becomes the first.
         self._reserving: dict[Request, asyncio.Event] = {}
         self._open: set[IncomingTransfer] = set()
 
@@ -130,7 +130,7 @@ class Handoff:
         return len(self._reserving)
 
     def counts(self) -> dict[str, int]:
-        """Requests by where they are in the module's diagram."""
+        """Number of requests by state of the module's diagram."""
         transfers = list(self._open)
         num_sending = sum(transfer.state is TransferState.TRANSFERRING for transfer in transfers)
         return {
@@ -144,9 +144,9 @@ class Handoff:
     ) -> HandoffResult:
         """Gets the prompt's KV from the message's prefill targets and lets the request decode.
 
-        What no pod delivers is computed here; all blocks without a first token cost one token. When
-        cancelled, it aborts the transfer and releases the writer's hold; the caller releases the request's
-        own blocks. Raises TransferError at the second pod that crashes with the request.
+        Missing KV is computed here; a missing first token costs one token. When cancelled, aborts the
+        transfer and releases the writer's hold; the caller releases the request's own blocks. Raises
+        TransferError at the second pod that crashes with the request.
         """
         started = time.monotonic_ns()
         trace = current()
@@ -175,7 +175,7 @@ class Handoff:
                 except PrefillFailedError as error:
                     trace.set_stage({"tandem.loss.message": str(error)})
                     trace.fail_stage(error.kind.value)
-                    log.warning("prefill failed; going on elsewhere", target=target, error=str(error))
+                    log.warning("prefill failed; continuing elsewhere", target=target, error=str(error))
                     client.failed(target)
                     await attempts.failed(error)
                 if message.crashes + attempts.num_crashed >= _MAX_CRASHES:
@@ -195,7 +195,7 @@ class Handoff:
         complete_blocks = _num_leading_valid(incoming.progress().complete_blocks, reservation)
 
         def adopt() -> int:
-            # In one turn, since each waits for the end of a step.
+            # Runs both in one call, because each call waits for the end of a step.
             self._release(holds)
             self._adopt(request, reservation, complete_blocks, first)
             return time.monotonic_ns()
@@ -214,7 +214,7 @@ class Handoff:
         incoming: IncomingTransfer,
         result: HandoffResult,
     ) -> tuple[prefill_pb2.PrefillFinished, HandoffResult]:
-        """Raises PrefillFailedError."""
+        """One attempt at a prefill pod. Raises PrefillFailedError."""
         started = time.monotonic_ns()
         trace = current()
         trace.call_stage("call prefill pod", target)
@@ -260,7 +260,7 @@ class Handoff:
         return finished, result
 
     async def _reserve(self, request: Request, holds: list[BlockHold]) -> Reservation:
-        # The one with the earliest deadline tries: small prompts cannot starve a large one.
+        # The request with the earliest deadline tries, so that small prompts cannot starve a large one.
         turn = self._reserving[request] = asyncio.Event()
         try:
             while True:
@@ -278,7 +278,7 @@ class Handoff:
                 self._reserving[self._next_to_reserve()].set()
 
     def _close(self, incoming: IncomingTransfer | None) -> None:
-        """Waits for a device's writes; one that failed leaves no block complete."""
+        """Waits for a device's writes; after a failed write no block is complete."""
         if incoming is not None:
             self._open.discard(incoming)
             incoming.abort()
@@ -306,7 +306,7 @@ class Handoff:
         first: prefill_pb2.PrefillFinished | None,
     ) -> None:
         engine = self._loop.engine
-        # A search needs the logits of the prompt's last token, which is computed here once more.
+        # A beam search needs the logits of the prompt's last token, which is computed again here.
         if first is None or request.search is not None:
             block_size = engine.blocks.block_size
             computed = min(complete_blocks * block_size, request.num_tokens - 1)
@@ -319,7 +319,7 @@ class Handoff:
 
 
 def _sampling_of_prompt(sampling: common_pb2.SamplingParams) -> common_pb2.SamplingParams:
-    """What the prefill pod gets: it knows no beams, and the token that it chooses then is not used."""
+    """The sampling parameters for the prefill pod: without beams, since the token it chooses is not used."""
     if not sampling.HasField("beam_search"):
         return sampling
     plain = common_pb2.SamplingParams()

@@ -4,9 +4,9 @@ A tenant's mirror is attached to the drafter before its first request reaches th
 requests. Without the service drafts come from the requests themselves.
 
     begin(tenant)   connects the tenant, if it is not connected
-    end(tenant)     of its last running request: it may be evicted
-    too many        the tenants without requests that were used least recently lose their stream, their mirror
-                    and what the drafter learned from them
+    end(tenant)     after its last running request the tenant may be evicted
+    too many        the least recently used tenants without requests lose their stream, their mirror and what
+                    the drafter learned from them
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class LookaheadSync:
             client.push_prompt(request_id, token_ids)
 
     def push_trace(self, tenant: str, traceparent: str) -> None:
-        """Reports that a traced request, which still counts as running, has got its last token."""
+        """Reports the last token of a traced request, which still counts as running."""
         client = self._tenants[tenant].client
         if client is not None:
             client.push_trace(traceparent)

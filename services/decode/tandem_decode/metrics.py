@@ -43,19 +43,19 @@ class DecodeMetrics:
         table.GUESSES_PREDICTED.view(registry, lambda: self._tenths(lambda tenth: tenth.predicted))
         table.GUESSES_ACCEPTED.view(registry, lambda: self._tenths(lambda tenth: tenth.accepted))
 
-        # Known before the first failure.
+        # Creates the series before the first failure.
         for outcome in ("ok", *(kind.value for kind in FailureKind)):
             self.handoffs.labels(outcome)
 
     def show_reliability(self, tenths: Sequence[Reliability]) -> None:
-        """Predicted beside realised acceptance of guesses: the drafter's reliability curve."""
+        """Shows the drafter's reliability curve: predicted and actual acceptance of draft tokens."""
         self._reliability = tuple(tenths)
 
     def show_dropped_frames(self, dropped: Mapping[DropCause, int]) -> None:
         self._dropped_frames = {(cause.value,): float(num_frames) for cause, num_frames in dropped.items()}
 
     def show_handoffs(self, counts: Mapping[str, int]) -> None:
-        """Prompts by where they are on their way from a prefill pod."""
+        """Shows the number of prompts by state of their handoff."""
         for state, count in counts.items():
             self._handoff_queue.labels(state).set(count)
 

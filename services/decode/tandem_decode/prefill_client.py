@@ -1,10 +1,10 @@
-"""The channels to the prefill pods, and which of them fail.
+"""Channels to prefill pods, with a circuit breaker.
 
 Prefill pods are replaced, and new ones have new addresses. Each target has one channel: its first call
 opens it, all calls share it, and it is closed after a while without calls.
 
-A pod that failed comes last for a second, and for twice as long after each further failure (a circuit
-breaker). After that time one request tries it.
+A failed pod comes last in the order for a second, and for twice as long after each further failure. After
+that time one request tries it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class PrefillClient:
         self._closings: set[asyncio.Task[None]] = set()
 
     def in_order(self, targets: Sequence[str]) -> list[str]:
-        """The targets as they should be asked: those that failed recently last."""
+        """The targets in the order of attempts: those that failed recently come last."""
         now = time.monotonic()
         first: list[str] = []
         last: list[str] = []
@@ -77,7 +77,7 @@ class PrefillClient:
         old = self._breakers.get(target)
         pause_s = min(old.pause_s * 2, _LONGEST_PAUSE_S) if old is not None else _FIRST_PAUSE_S
         self._breakers[target] = _Breaker(pause_s, time.monotonic() + pause_s)
-        # Targets that are listed no longer: pods are replaced, and new ones have new addresses.
+        # Forgets targets that are no longer listed, because replaced pods have new addresses.
         limit = time.monotonic() - 10 * _LONGEST_PAUSE_S
         for name in [name for name, breaker in self._breakers.items() if breaker.closed_at < limit]:
             del self._breakers[name]

@@ -1,8 +1,8 @@
 """Watches one attempt at a handoff: the Prefill call, the engine behind it, and the KV frames.
 
-call      heartbeats come             else the pod has stopped or cannot be reached
-engine    layers are computed         else the pod hangs, in spite of its heartbeats
-frames    what was sent arrives       else the KV plane is cut, in spite of the call
+call      heartbeats arrive           else the pod has stopped or cannot be reached
+engine    layers are computed         else the pod hangs, despite its heartbeats
+frames    sent frames arrive          else the KV plane is interrupted, despite the call
 all here  first token and last block  in either order
 """
 
@@ -34,12 +34,12 @@ class Limits:
     #: A layer of a prompt chunk takes well under a second on a slow CPU; the first layer after a start takes
     #: longer, as it may compile kernels and read weights from disk.
     engine_s: float = 10.0
-    #: Without any frame while some are on their way.
+    #: Time without a frame while some are in flight.
     frame_s: float = 0.9
 
 
 class FailureKind(enum.Enum):
-    """Why an attempt failed, as the metrics name it."""
+    """Causes of failed attempts, as named in metrics."""
 
     #: The call was lost after the pod had accepted it.
     CRASHED = "crashed"
@@ -91,7 +91,7 @@ class PrefillStream:
         loop = asyncio.get_running_loop()
 
         def on_last_block(_: object) -> None:
-            with contextlib.suppress(RuntimeError):  # the event loop has closed, so nobody waits
+            with contextlib.suppress(RuntimeError):  # the event loop has closed
                 loop.call_soon_threadsafe(self._changed.set)
 
         incoming.done.add_done_callback(on_last_block)

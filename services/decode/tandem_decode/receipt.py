@@ -1,4 +1,4 @@
-"""Adds up what happened to one request on this pod into its receipt."""
+"""Collects a request's figures on this pod for its receipt."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RequestRecord:
         self.attempts = Attempts()
         self._steps = 0
         self._num_drafts = 0
-        #: Guesses by how many lie before them in their draft.
+        #: Draft tokens by their position in the draft.
         self.drafted_at: Counter[int] = Counter()
         self.accepted_at: Counter[int] = Counter()
         self._drafted: Counter[str] = Counter()
@@ -60,7 +60,7 @@ class RequestRecord:
         self._output_tokens += len(output.token_ids)
 
     def found(self, hypothesis: Hypothesis) -> None:
-        """The best text of a beam search, whose steps emit no tokens."""
+        """Notes the best text of a beam search, whose steps emit no tokens."""
         self._output_tokens = len(hypothesis.token_ids)
 
     @property
@@ -72,12 +72,12 @@ class RequestRecord:
         return self._request.num_preemptions
 
     def trace_prefill(self, trace: RequestTrace) -> None:
-        """Of a prompt that is computed here: the engine's thread says afterwards when it began."""
+        """Adds the stage of a prompt that is computed here, whose start the engine's thread reports later."""
         if not self._handoff.prefill_pod and self._request.first_scheduled_ns is not None:
             trace.stage("prefill", at_ns=self._request.first_scheduled_ns)
 
     def trace_attributes(self) -> dict[str, Value]:
-        """Of the stage from the first token on; a step has no span of its own."""
+        """Attributes of the decode stage; steps have no spans."""
         accepted = {f"tandem.decode.accepted.{source}": count for source, count in self._accepted.items()}
         return {
             "tandem.decode.tokens": self._output_tokens,

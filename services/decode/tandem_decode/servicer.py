@@ -3,13 +3,13 @@
     validate -> compute the prompt (on a prefill pod, or here) -> stream every step's tokens as text ->
     receipt
 
-A beam search has nothing to stream before its end; its texts are one event then, the best first.
+A beam search streams nothing before its end; then one event has all its texts, the best first.
 
-A request may bring the beginning of its answer, which a lost pod had sent. It is computed like a part of the
-prompt, and the stream goes on after it.
+A request may contain the beginning of its answer, which a lost pod had sent. It is computed like a part of
+the prompt, and the stream continues after it.
 
-A pod that drains says so in every stream and computes on. The gateway lets another pod continue the answer,
-which fetches the KV here (PrefillService), so the pod is gone in seconds however long its answers are.
+A draining pod announces this in every stream and continues to compute. The gateway moves the answer to
+another pod, which fetches the KV here (PrefillService), so that the pod can stop within seconds.
 
 The call owns the request. However it ends (end of text, a stop string, cancellation, an error), the engine
 forgets the request and releases everything it held.
@@ -52,7 +52,7 @@ from tandem_decode.receipt import RequestRecord
 from tandem_decode.settings import DecodeSettings
 
 _HEARTBEAT_S = 0.25
-#: After the last request has left a draining pod, how long the next pod may take to ask for its KV.
+#: Time for the next pod to fetch KV after the last request has left a draining pod.
 _LINGER_S = 1.0
 _DRAIN_CHECK_S = 0.05
 
@@ -68,7 +68,7 @@ class _OutputQueue:
         self._loop.call_soon_threadsafe(self._queue.put_nowait, output)
 
     async def get(self, timeout_s: float) -> StepOutput | None:
-        """None: nothing came within the time. Raises the exception that ended the engine."""
+        """The next output; None after the timeout. Raises the exception that ended the engine."""
         try:
             async with asyncio.timeout(timeout_s):
                 output = await self._queue.get()
@@ -82,7 +82,7 @@ class _OutputQueue:
 class _TextStream:
     """One request's outputs as text, up to the first stop string or the engine's own end.
 
-    The request's output so far counts as pushed before.
+    The request's earlier output counts as already pushed.
     """
 
     def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
@@ -155,7 +155,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             await context.abort(grpc.StatusCode.CANCELLED, "the pod is stopping; send the request to another")
         if self._loop.is_stuck:
             await context.abort(grpc.StatusCode.CANCELLED, "the engine hangs; send the request to another")
-        has_guide = request.sampling.HasField("guide")  # which takes a while to compile
+        has_guide = request.sampling.HasField("guide")  # compiling it takes time
         state = await asyncio.to_thread(self._to_request, request) if has_guide else self._to_request(request)
         is_shared = not request.decode_retries
         record = RequestRecord(state, request.request_id, self._settings.pod_id)
@@ -170,7 +170,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                 self._lookahead.push_prompt(state.tenant, state.request_id, state.prompt_token_ids)
             outputs = _OutputQueue()
             stream = _TextStream(state, self._parts.tokenizer)
-            if stream.finish_reason is None:  # else the pod before was lost after the last token
+            if stream.finish_reason is None:  # else the earlier pod was lost after the last token
                 attempts = record.attempts
                 computing = asyncio.create_task(self._compute_prompt(state, request, outputs, attempts))
                 news = asyncio.create_task(attempts.is_news.wait())
@@ -183,9 +183,9 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
                         )
                         if not computing.done():
                             await leave_if_stuck(self._loop, context)
-                            num_told = attempts.num_failed
+                            num_failed = attempts.num_failed
                             yield self._progress(attempts)
-                            attempts.told(num_told)
+                            attempts.reported(num_failed)
                         if news.done():
                             news = asyncio.create_task(attempts.is_news.wait())
                 finally:
@@ -345,7 +345,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         engine = self._loop.engine
 
         def begin() -> int | None:
-            # In one turn, since each waits for the end of a step.
+            # Runs both in one call, because each call waits for the end of a step.
             self._loop.listen(state.request_id, outputs.put)
             reason = self._why_here(state, message)
             if reason is None:
@@ -459,7 +459,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
 
 
 def _trace_end(trace: RequestTrace, record: RequestRecord, outcome: str) -> None:
-    """The last token is there, or the request ends without it."""
+    """Ends the trace at the last token, or where the request ends without it."""
     if not trace.is_recording:
         return
     trace.set({"tandem.outcome": outcome})

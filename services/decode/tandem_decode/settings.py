@@ -23,11 +23,11 @@ class DecodeSettings(EnginePodSettings):
     """host:port of the lookahead service; empty: drafts come from the sequence itself only"""
     # Not SpeculationMode: --help would show its members' names.
     speculation: Literal["off", "local", "chain", "global"] = "global"
-    """where drafts may come from; local: the sequence's own text; global: also the tenant's shared text"""
+    """sources of drafts; local: the sequence's own text; global: also the tenant's shared text"""
     max_tenants: Annotated[int, Field(ge=1)] = 32
-    """tenants whose shared text is kept for drafts; beyond, the least recently used ones are dropped"""
+    """most tenants whose shared text is kept for drafts; the least recently used ones are dropped"""
     draft_nodes: Annotated[int, Field(ge=0, le=63)] = 31
-    """most guesses verified per sequence and step"""
+    """most draft tokens verified per sequence and step"""
     local_prefill_tokens: Annotated[int, Field(ge=0)] = 384
     """prompts with fewer uncached tokens than this are computed here, although that delays decoding
     requests; `tandem up` sets 1,536"""

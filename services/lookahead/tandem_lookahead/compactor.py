@@ -1,4 +1,5 @@
-"""Publishes namespaces' corpora as snapshots, from which replicas start; one replica per namespace at a time.
+"""Publishes the corpora of namespaces as snapshots for starting replicas; one replica per namespace at a
+time.
 
     lease (one owner, expires) -> encode -> upload, chunk by chunk -> PUBLISH script
 
@@ -6,7 +7,7 @@ The lease only saves work. The script keeps Redis correct: it refuses a replica 
 generation, and an older position.
 
 The stream holds the latest entries, so a snapshot is due when enough was merged since the last one: a share
-of the corpus, or so many entries that the stream will soon drop some of them.
+of the corpus, or a number of entries close to the stream's limit.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     pod -> submit -> outbox -> Redis stream -> tail (XREAD) -> namespace -> followers (all replicas)
 
-On every connection to Redis each namespace asks for its generation: text of another one was purged. A
+On every connection to Redis each namespace reads its generation: text of another one was purged. A
 namespace without a position, or whose next entries were trimmed, then starts from the latest snapshot. A
 damaged snapshot is dropped, and its namespace starts from the stream; other namespaces are not affected.
 """
@@ -33,7 +33,7 @@ from tandem_lookahead.store import START, EntryKind, RedisStore, StoreUnavailabl
 #: Limit of one XREAD. The next one also reads the namespaces that were opened meanwhile.
 _BLOCK_MS = 100
 _ENTRIES_PER_READ = 512
-#: What pods send within this time becomes one stream entry.
+#: Spans that arrive within this time become one stream entry.
 _WRITE_PAUSE_S = 0.005
 _RETRY_S = 0.02
 _RETRY_LIMIT_S = 1.0
@@ -66,7 +66,7 @@ class LookaheadHub:
         self._write_wanted = asyncio.Event()
         self._outbox = Outbox(settings.backlog_tokens)
         self._tasks: list[asyncio.Task[None]] = []
-        #: Of requests whose spans are in the outbox.
+        #: Traces of requests whose spans are in the outbox.
         self._traces: list[RequestTrace] = []
         #: Redis may still be starting.
         self._is_new = True
@@ -85,7 +85,7 @@ class LookaheadHub:
         return list(self._namespaces.values())
 
     async def start(self) -> None:
-        """Returns at once, with or without Redis."""
+        """Starts the tasks; does not wait for Redis."""
         for work, name in ((self._tail, "tail"), (self._write, "writer"), (self._compact, "compactor")):
             self._tasks.append(asyncio.create_task(work(), name=f"lookahead-{name}"))
 
@@ -138,7 +138,7 @@ class LookaheadHub:
     def submit(
         self, namespace: Namespace, spans: Sequence[AcceptedSpan], traces: Sequence[RequestTrace] = ()
     ) -> None:
-        """Takes spans from a pod; never waits, never raises. The traces end when the spans are stored."""
+        """Adds spans of a pod; never waits or raises. The traces end when the spans are stored."""
         self.num_received += len(spans)
         self._metrics.spans_received.inc(len(spans))
         allowed = [span for span in spans if namespace.wants_prompts or not span.is_prompt]
@@ -161,7 +161,7 @@ class LookaheadHub:
         """
         if not self.is_connected:
             raise StoreUnavailableError(
-                "Redis does not answer, and what it holds would come back; purge again when it does"
+                "Redis does not answer, and its text would come back; purge again when it answers"
             )
         keys = {*await self._store.namespaces(), *self._namespaces}
         prefix = namespace_key(pb.Namespace(tenant=tenant)).partition("/")[0] + "/"
@@ -183,12 +183,12 @@ class LookaheadHub:
         while namespace.generation != generation:
             if asyncio.get_running_loop().time() > deadline:
                 raise StoreUnavailableError(
-                    "Redis has forgotten the tenant, but this replica has not read that yet; purge again"
+                    "Redis has purged the tenant, but this replica has not read that yet; purge again"
                 )
             await asyncio.sleep(_RETRY_S)
 
     async def lag_s(self, namespace: Namespace) -> float | None:
-        """How far the stream is ahead of the corpus; None: Redis does not answer."""
+        """Lag of the corpus behind the stream; None if Redis does not answer."""
         if not self.is_connected or not namespace.synced.is_set():
             return None
         try:
@@ -216,7 +216,7 @@ class LookaheadHub:
             except StoreUnavailableError as error:
                 self._is_new = self._is_new and loop.time() - begun < _SYNC_WAIT_S
                 self._lose_redis(str(error))
-            except Exception as error:  # a bug must not end the sharing for good
+            except Exception as error:  # a bug must not end sharing permanently
                 self._log.exception("following the streams failed; reconnecting")
                 self._lose_redis(repr(error))
             self._write_wanted.set()
@@ -348,7 +348,7 @@ class LookaheadHub:
                 await self._compactor.publish(namespace)
             if is_idle(namespace) and not namespace.num_unpublished:
                 del self._namespaces[key]
-                self._log.info("an idle namespace leaves memory", namespace=key)
+                self._log.info("unloaded an idle namespace", namespace=key)
 
     def _report(self) -> None:
         """Sets the gauges, and divides the total memory among the namespaces."""

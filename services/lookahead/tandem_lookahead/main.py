@@ -50,7 +50,7 @@ class LookaheadPod:
         )
 
     async def start(self) -> None:
-        """Raises OSError when the port is taken."""
+        """Starts hub and server. Raises OSError if the port is taken."""
         await self._hub.start()
         await self.server.start()
         self.server.set_serving(True)

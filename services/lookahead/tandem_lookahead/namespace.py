@@ -1,13 +1,13 @@
 """One namespace in the service: its corpus, and the pods that follow its shared text.
 
-    generation ""      Redis has not answered yet; pods keep what they have, and get what is shared here
+    generation ""      Redis has not answered yet; pods keep their text, and get newly shared text
     begin              sets Redis' generation; text of another generation was purged
     merge              adds stream entries to the corpus; sends newly shared text to every follower
     restore            replaces the corpus by a published snapshot
     follow             adds a pod: first it gets what its mirror lacks, then every later delta, without a gap
 
-All of them hold one lock, so that a follower's first message and the next ones fit together. A log keeps the
-latest deltas, so that a pod that reconnects gets only what it missed.
+All of them hold one lock, so that a follower's first message and later ones are consistent. A log keeps the
+latest deltas, so that a pod that reconnects gets only those that it missed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def namespace_key(space: pb.Namespace) -> str:
 
 
 def namespace_of_key(key: str) -> pb.Namespace:
-    """Raises ValueError for other strings."""
+    """Inverse of `namespace_key`. Raises ValueError for other strings."""
     parts = key.split("/")
     if len(parts) != len(_KEY_FIELDS):
         raise ValueError(f"{key!r} is no namespace's key")
@@ -181,11 +181,11 @@ class Namespace:
         self.proto = proto
         self.key = namespace_key(proto)
         self.wants_prompts = wants_prompts
-        #: Of Redis' text; "": unknown.
+        #: Generation of the text in Redis; "": unknown.
         self.generation = ""
         #: Last stream entry merged.
         self.entry = NOWHERE
-        #: Read only outside of this class.
+        #: Read-only outside this class.
         self.corpus = NamespaceCorpus(policy)
         #: Set while the corpus holds what Redis holds.
         self.synced = asyncio.Event()
@@ -256,7 +256,7 @@ class Namespace:
             return self._count(num_new)
 
     async def restore(self, snapshot: StoredSnapshot) -> None:
-        """Raises ValueError for a damaged payload; the corpus then stays as it was."""
+        """Loads a snapshot. Raises ValueError for a damaged payload, and then keeps the corpus."""
         async with self._lock:
             self.corpus = await asyncio.to_thread(NamespaceCorpus.from_bytes, snapshot.payload, self._policy)
             self.entry = snapshot.entry
@@ -295,7 +295,7 @@ class Namespace:
 
     @property
     def _position(self) -> Position:
-        """Another `min_requests` gives pods another text, as another generation does."""
+        """The position with `min_requests`, because another value gives pods another text."""
         if not self.generation:
             return Position()
         return Position(f"{self.generation}.{self._policy.min_requests}", self.entry)

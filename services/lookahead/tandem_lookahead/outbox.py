@@ -1,8 +1,7 @@
-"""Spans on their way from pods to Redis.
+"""Spans of pods that are not in Redis yet.
 
-While Redis answers, they become stream entries. While it does not, they are merged here at once and wait;
-later they become stream entries too. Merging them again from the stream is harmless, because a corpus skips
-repetitions.
+While Redis answers, they become stream entries. Otherwise they are merged here at once and become stream
+entries later. Merging them again from the stream is harmless, because a corpus skips repetitions.
 """
 
 from __future__ import annotations

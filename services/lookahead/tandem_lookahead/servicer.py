@@ -147,7 +147,7 @@ class LookaheadServicer(lookahead_pb2_grpc.LookaheadServiceServicer):
         self, request: pb.PurgeTenantRequest, context: _PurgeContext
     ) -> pb.PurgeTenantResponse:
         if not request.tenant:
-            raise BadMessageError("tenant: empty; name the tenant whose text is to be removed")
+            raise BadMessageError("tenant: empty; name the tenant whose text should be removed")
         return pb.PurgeTenantResponse(num_namespaces=await self._hub.purge(request.tenant))
 
     async def _status(self, namespace: Namespace) -> pb.NamespaceStatus:
@@ -178,7 +178,7 @@ class LookaheadServicer(lookahead_pb2_grpc.LookaheadServiceServicer):
         def begin() -> RequestTrace:
             return self._tracing.begin(headers, "lookahead service", "store text", started_ns=started_ns)
 
-        # The stream that this runs in belongs to no request.
+        # The stream belongs to no request.
         trace = contextvars.copy_context().run(begin)
         trace.set({"tandem.lookahead.spans": len(spans)})
         return trace

@@ -1,4 +1,4 @@
-"""What lies in Redis, and the only module that talks to it.
+"""The data in Redis; the only module that calls Redis.
 
 Per namespace, in one hash slot:
 
@@ -46,7 +46,7 @@ class StoreUnavailableError(Exception):
 
 
 class WrongGenerationError(Exception):
-    """The namespace's text was purged; what was to be written is older."""
+    """The namespace's text was purged after the text to write was prepared."""
 
 
 class EntryId(NamedTuple):
@@ -105,7 +105,7 @@ class StoredSnapshot:
 
 
 class RedisStore:
-    """The service's view of Redis. Belongs to one event loop."""
+    """Access to the service's data in Redis. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class RedisStore:
         self._stream_length = stream_length
         self._chunk_bytes = chunk_bytes
         self._upload_s = upload_s
-        #: Untyped: the library's answers are unions over protocol and decoding, both of which are fixed here.
+        #: Untyped, because the library's types are unions over protocols and decodings, which are fixed here.
         self._client: Any = None
         #: A cluster's streams lie in different slots and are read one by one.
         self._reads: dict[str, asyncio.Task[list[Entry]]] = {}
@@ -226,7 +226,7 @@ class RedisStore:
         return (EntryId.parse(first[0].decode()) if first is not None else last), last
 
     async def take_lease(self, namespace_key: str, owner: str, *, lasting_ms: int) -> bool:
-        """Whether this owner alone may publish for so long."""
+        """Takes the lease of a namespace for this time; returns whether the owner has it."""
         with _failures():
             return bool(
                 await self._redis.eval(

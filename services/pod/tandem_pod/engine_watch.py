@@ -1,11 +1,11 @@
-"""Notices an engine whose thread hangs: it neither waits for work nor makes progress.
+"""Detects an engine whose thread hangs: it neither waits for work nor makes progress.
 
-The compiled CPU kernels count their work, some columns of a product at a time, so that a second without any
-is a hang however large model and prompt are. Elsewhere only ends of steps count, which may take far longer.
+The compiled CPU kernels count their work, some columns of a product at a time, so that a second without
+progress is a hang for any model and prompt. Otherwise only ends of steps count, which take far longer.
 
     stuck     the pod is NOT_SERVING, ends its streams with UNAVAILABLE and takes no new ones
     for 10 s  the process ends, so that its supervisor starts another
-    it moves  the pod serves again: its memory was on a slow disk, or its host had stopped
+    it moves  the pod serves again: its memory was on a slow disk, or its host was suspended
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import structlog
 from tandem_engine.loop import EngineLoop
 
 _LOOK_S = 0.1
-#: Streams must have left within a second.
+#: Streams must end within a second.
 _COMPILED_LIMIT_S = 0.75
 #: A step of a large model without compiled kernels takes tens of seconds.
 _STEP_LIMIT_S = 120.0
@@ -39,8 +39,8 @@ class EngineWatch:
         on_change: Callable[[bool], None],
         on_hang: Callable[[Exception], None],
     ) -> None:
-        """`counts_work`: whether progress is counted within a step. `on_change(is_stuck)`; `on_hang` when it
-        stays stuck."""
+        """`counts_work`: whether progress is counted within a step. Calls `on_change(is_stuck)`, and
+        `on_hang` if the engine stays stuck."""
         self._loop = loop
         self._limit_s = _COMPILED_LIMIT_S if counts_work else _STEP_LIMIT_S
         self._on_change = on_change
@@ -53,7 +53,7 @@ class EngineWatch:
         while True:
             await asyncio.sleep(_LOOK_S)
             now = time.monotonic()
-            # Where this task runs late the whole process does: the host is busy, or had stopped.
+            # If this task runs late, so does the whole process: the host is busy or was suspended.
             silent_s += min(now - looked_at, 2 * _LOOK_S)
             looked_at = now
             last, progress = progress, self._loop.progress()
@@ -69,6 +69,6 @@ class EngineWatch:
 
 
 async def leave_if_stuck(loop: EngineLoop, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-    """Ends the call as of a pod that is lost. At once: what a handler does at its end needs the engine."""
+    """Ends the call with UNAVAILABLE if the engine hangs; normal ends of calls need the engine."""
     if loop.is_stuck:
         await context.abort(grpc.StatusCode.UNAVAILABLE, "the engine hangs")

@@ -39,7 +39,7 @@ STATUS_CODES: dict[type[Exception], grpc.StatusCode] = {
 
 
 def run(pod: AbstractAsyncContextManager[PodServer]) -> None:
-    """`serve`, but settings that do not fit the model or this machine end the process with one sentence."""
+    """Runs `serve`; settings that do not fit the model or this machine end the process with one sentence."""
     try:
         asyncio.run(serve(pod))
     except (ModelLoadError, CapacityError) as error:

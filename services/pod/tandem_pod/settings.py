@@ -46,10 +46,11 @@ class EnginePodSettings(PodSettings):
     max_model_len: Annotated[int, Field(ge=0)] = 0
     """longest text, prompt and answer, in tokens, which the pool must hold; 0: the model's context"""
     memory_bytes: Annotated[int, Field(ge=0)] = 0
-    """RAM that this pod may take beside the mapped weights (CPU); 0: what is free. `tandem up` sets it"""
+    """RAM that this pod may take in addition to the mapped weights (CPU); 0: what is free. `tandem up` sets
+    it"""
     shares_cores: bool = False
-    """a gateway and clients use the same cores: until this pod has served, steps are expected to take longer
-    than they do alone. `tandem up` sets it"""
+    """a gateway and clients use the same cores: until measured, steps are assumed to take longer than alone.
+    `tandem up` sets it"""
     gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1)] = 0.9
     """share of the GPU's memory that may be used, by other processes too"""
     block_size: Annotated[int, Field(ge=16, le=128, multiple_of=16)] = 64

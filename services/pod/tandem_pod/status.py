@@ -28,13 +28,13 @@ from tandem_service.metric_rows import Values
 from tandem_service.version import software_version
 
 _INTERVAL_S = 1.0
-#: Prompts that a status lists one by one: about as many as two gateways let in.
+#: Prompts that a status lists individually: about the number that two gateways admit.
 _MAX_PROMPTS = 256
-#: Older values are not shown: NaN stands for them.
+#: Older values are shown as NaN.
 _STALE_S = 5.0
 #: Deadline of a request that has none.
 _DEFAULT_DUE_S = 60.0
-#: Of the time until an end is due, what steps may take.
+#: Share of the time until an end is due that steps may take.
 _END_SHARE = 0.95
 #: A day.
 _LONGEST_S = 86_400.0
@@ -46,27 +46,29 @@ def due_at(message: decode_pb2.DecodeRequest | prefill_pb2.PrefillRequest) -> fl
 
 
 def end_due_at(message: decode_pb2.DecodeRequest) -> float:
-    """By when the request's last token should be computed, in monotonic seconds; inf: no objective. A little
-    before its deadline: steps are as long as their tightest objective allows, so that each text which gains
-    one token in a step would else end just when it is due, and anything else would make it late."""
+    """Target time of the request's last token, in monotonic seconds; inf: no objective.
+
+    It is shortly before the deadline, because steps are as long as their tightest objective allows: sequences
+    that gain one token per step would otherwise end exactly at the deadline, and late after any delay.
+    """
     return _at(_END_SHARE * message.end_seconds) if message.HasField("end_seconds") else math.inf
 
 
 def _at(seconds: float) -> float:
-    """In monotonic seconds. NaN has no place in an order."""
+    """Monotonic seconds after `seconds`, which is clamped; NaN counts as 0."""
     return time.monotonic() + (min(max(seconds, -_LONGEST_S), _LONGEST_S) if seconds == seconds else 0.0)
 
 
 def token_objective(message: decode_pb2.DecodeRequest) -> float:
-    """In seconds per output token; 0: none."""
+    """The objective in seconds per output token; 0: none."""
     seconds = message.token_seconds
     return min(seconds, _LONGEST_S) if seconds > 0 else 0.0
 
 
 def pod_status(parts: EngineParts, loop: EngineLoop, *, pod_id: str, role: str) -> common_pb2.PodStatus:
-    """What every pod with an engine reports; the caller adds transfers, streams and what only its role has.
+    """The common part of the status of pods with an engine; the caller adds transfers, streams and role data.
 
-    For any thread. Raises the exception that ended the engine.
+    Thread-safe. Raises the exception that ended the engine.
     """
     engine, manifest = parts.engine, parts.manifest
     snapshot, age_s = loop.snapshot()

@@ -1,11 +1,11 @@
-"""Measures what steps cost before a pod serves, one pod of a machine after the other.
+"""Measures step costs before a pod serves, one pod of a machine after the other.
 
-The pods of `tandem up` start together, and each measures on all cores. At the same time, each would find that
-steps take twice as long as they do alone, and the gateway would refuse requests that could be served.
+The pods of `tandem up` start together, and each measures on all cores. Concurrent measurements would double
+the costs, and the gateway would refuse requests that could be served.
 
-When they serve, the gateway, clients and the lookahead service use the same cores, and steps take longer. A
-gateway that does not know it before the first of these steps lets too many requests in when a system that was
-just started gets more load than it can do (benchmarks/results/slo.md).
+Under load, the gateway, clients and the lookahead service use the same cores, and steps take longer. Without
+this correction a gateway admits too many requests if a new system is overloaded
+(benchmarks/results/slo.md).
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from pathlib import Path
 from tandem_core.model import registry
 from tandem_engine.engine import Engine
 
-#: The longest wait for one's turn: a pod that was stopped while it measures keeps no other one from serving.
+#: Longest wait for another pod's measurement, which may have been suspended.
 _TURN_S = 10.0
 _POLL_S = 0.02
-#: What a gateway, clients and the lookahead service add to the length of a step on one core, as a share of
-#: it; on n cores an n-th of that. Measured on two cores only: with twice as much, some of eight clients of a
-#: system that was just started were refused though it could have served them (benchmarks/results/slo.md).
+#: Slowdown of a step by a gateway, clients and the lookahead service on one core; on n cores an n-th of it.
+#: Measured on two cores only: with twice this value, a new system refused some of eight clients that it could
+#: have served (benchmarks/results/slo.md).
 _OTHERS = 1.0
 
 
 def measure(engine: Engine, *, decodes: bool, shares_cores: bool) -> None:
-    """`Engine.measure_costs` in turn; at once where Tandem's folder does not exist, as in a container, which
-    shares it with no other pod. `shares_cores`: a gateway and clients will use the same CPU cores."""
+    """Runs `Engine.measure_costs`, one pod at a time; at once if Tandem's folder does not exist, as in a
+    container of its own. `shares_cores`: a gateway and clients will use the same CPU cores."""
     slowed_by = 1.0 + _OTHERS / len(os.sched_getaffinity(0)) if shares_cores else 1.0
     with _turn(registry.cache_root()):
         engine.measure_costs(decodes=decodes, slowed_by=slowed_by)
@@ -51,7 +51,7 @@ def _turn(folder: Path) -> Iterator[None]:
 
 
 def _try_lock(descriptor: int) -> bool:
-    """The kernel frees it when the descriptor is closed."""
+    """Tries to lock; the kernel frees the lock when the descriptor is closed."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

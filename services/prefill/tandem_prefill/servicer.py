@@ -74,7 +74,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         context: grpc.aio.ServicerContext[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse],
     ) -> AsyncIterator[prefill_pb2.PrefillResponse]:
         self._parts.layout.check(request.ticket.layout_fingerprint, request.ticket.layout_description)
-        has_guide = request.sampling.HasField("guide")  # which takes a while to compile
+        has_guide = request.sampling.HasField("guide")  # compiling it takes time
         prompt = (
             await asyncio.to_thread(self._to_request, request) if has_guide else self._to_request(request)
         )
@@ -90,7 +90,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         trace = self._tracing.begin(headers, "prefill pod", "queue", started_ns=arrived_ns)
         try:
             first_token: Future[StepOutput] = Future()
-            # The engine's thread takes this after its current step, which may be long.
+            # The engine's thread runs this after its current step, which may be long.
             queued = self._loop.call(lambda: self._start(prompt, transfer, first_token))
             for settled in (queued, first_token):
                 async for heartbeat in self._heartbeats_until(settled, prompt, transfer, context):
@@ -202,7 +202,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             # Unique per call: a request may be retried here while an earlier call for it is still ending.
             request_id=f"{message.request_id}#{secrets.token_hex(8)}",
             prompt_token_ids=list(message.prompt_token_ids),
-            # The same choice of the next token, and no second one.
+            # Samples the same first token, and no second one.
             sampling=replace(
                 sampling, max_tokens=num_output, min_tokens=min(sampling.min_tokens, num_output), stop=()
             ),
@@ -214,7 +214,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             due=due_at(message),
         )
 
-    # The rest is called on the engine's thread.
+    # The following methods run on the engine's thread.
 
     def _start(self, prompt: Request, transfer: OutgoingTransfer, first_token: Future[StepOutput]) -> None:
         def on_output(output: StepOutput | Exception) -> None:
@@ -234,7 +234,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self._listen()
 
     def _listen(self) -> None:
-        # Only while it is needed: a step without a listener computes all layers in one call.
+        # Set only while needed, because a step without a listener computes all layers in one call.
         is_needed = self._streamer.num_open > 0
         self._loop.engine.layer_listener = self._streamer.on_layer_done if is_needed else None
 
