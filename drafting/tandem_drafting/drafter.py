@@ -123,9 +123,9 @@ class Drafter:
         self._recyclers: dict[str, Recycler] = {}
         self._sequences: dict[str, _Sequence] = {}
         self.step_cost = StepCost(policy.row_cost)
-        #: Of the last draft: its sequences, and what was expected of the step by its number of guesses.
+        #: Sequences of the last draft, and the expected cost of the step by its number of draft tokens.
         self._expected: tuple[int, Sequence[float]] = (0, ())
-        #: Seconds of a unit of that; 0: not measured yet.
+        #: Seconds per unit of cost; 0: not measured yet.
         self._unit_s = 0.0
         self._num_steps = 0
 

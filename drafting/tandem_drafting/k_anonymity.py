@@ -81,7 +81,7 @@ class KAnonymityFilter:
         self._library.tandem_k_anonymity_drop(self._handle, run)
 
     def read(self, run: int, begin: int, end: int) -> array[int]:
-        """Tokens [begin, end) of a run that has so many."""
+        """Tokens [begin, end) of a run."""
         ids = array("i", bytes(4 * (end - begin)))
         self._library.tandem_k_anonymity_read(self._handle, run, begin, end, ids.buffer_info()[0])
         return ids

@@ -81,7 +81,7 @@ class LookaheadClient:
         self._pushed: deque[AcceptedSpan] = deque()
         self._unsent: deque[AcceptedSpan] = deque()
         self._sent: deque[tuple[float, list[AcceptedSpan]]] = deque()
-        #: Of traced requests that have ended; as many as are sent with one batch.
+        #: Traces of requests that have ended, at most the number sent with one batch.
         self._traceparents: deque[str] = deque(maxlen=_TRACES_PER_BATCH)
         self._flushed = asyncio.Event()
         self._partial = _PartialSnapshot()
@@ -253,7 +253,7 @@ class LookaheadClient:
 
 
 def joined(spans: Sequence[AcceptedSpan]) -> list[AcceptedSpan]:
-    """The same tokens in fewer spans: joins consecutive pieces of a sequence, within the limit of a span."""
+    """Joins consecutive pieces of a sequence within the limit of a span."""
     whole: list[AcceptedSpan] = []
     last: dict[tuple[str, bool], int] = {}
     for span in spans:

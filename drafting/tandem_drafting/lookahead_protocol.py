@@ -21,7 +21,7 @@ MAX_SPAN_TOKENS = 65_536
 MAX_NAME_LENGTH = 64
 #: A chunk and the fields around it fit a message of 1 MiB.
 SNAPSHOT_CHUNK_BYTES = (1 << 20) - 1024
-#: Of the messages in a snapshot.
+#: Version of the messages in a snapshot.
 SNAPSHOT_VERSION = 1
 
 Corpus = TypeVar("Corpus", pb.SharedCorpus, pb.NamespaceCorpus)
@@ -54,7 +54,7 @@ def _span_from_proto(span: pb.Span) -> AcceptedSpan:
 
 
 def split_span(span: AcceptedSpan) -> list[AcceptedSpan]:
-    """The same tokens in spans that are within the limit."""
+    """Splits spans that exceed the limit."""
     return [
         AcceptedSpan(span.run, span.offset + at, span.token_ids[at : at + MAX_SPAN_TOKENS], span.is_prompt)
         for at in range(0, len(span.token_ids), MAX_SPAN_TOKENS)

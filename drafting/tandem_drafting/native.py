@@ -180,7 +180,7 @@ class CorpusIndex:
 
 
 class TopTokens:
-    """For some rows of logits the NUM_RECYCLED likeliest tokens, the likeliest first, and their logits."""
+    """The NUM_RECYCLED likeliest tokens of rows of logits, the likeliest first, and their logits."""
 
     #: As TopTokens of drafting/csrc/recycler.h: int32 tokens, float32 logits.
     _WORDS = 2 * NUM_RECYCLED

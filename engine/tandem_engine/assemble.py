@@ -89,7 +89,8 @@ class EngineParts:
         return frozenset(self.manifest.eos_token_ids)
 
     def guide_state(self, guide: Guide | None) -> GuideState | None:
-        """For a new request. Raises InvalidRequestError. May take 100 ms, so not on an event loop."""
+        """Guide state of a new request. Raises InvalidRequestError. Takes up to 100 ms: not on an event
+        loop."""
         return None if guide is None else GuideState(self.guides.matcher(guide))
 
 

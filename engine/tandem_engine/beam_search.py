@@ -61,7 +61,7 @@ class Hypothesis:
 
 
 def num_candidates(width: int, num_end_tokens: int) -> int:
-    """With so many, `width` go on even if every beam's best tokens are end tokens."""
+    """Candidates per step with which `width` beams continue even if all beams' best tokens are end tokens."""
     return max(2, 1 + num_end_tokens) * width
 
 
@@ -83,7 +83,7 @@ class BeamSearch:
     ) -> None:
         self.params = params
         self.is_done = False
-        #: Of each running beam: its parent among those before the last `advance`.
+        #: Parent of each running beam among those before the last `advance`.
         self.parents: tuple[int, ...] = ()
         self._end_token_ids = frozenset(end_token_ids)
         self._max_tokens = max_tokens
@@ -100,7 +100,7 @@ class BeamSearch:
 
     @property
     def last_token_ids(self) -> tuple[int, ...]:
-        """Of the running beams."""
+        """Last tokens of the running beams."""
         return tuple(beam.token_id for beam in self._running)
 
     def running_token_ids(self, beam: int) -> list[int]:
@@ -119,8 +119,8 @@ class BeamSearch:
         )
 
     def advance(self, log_probs: LogProbs) -> None:
-        """One token further. log_probs [num_running, V] float32: natural logarithms of the probabilities of
-        the next token of each running beam.
+        """Advances by one token. log_probs [num_running, V] float32: natural logarithms of the probabilities
+        of the next token of each running beam.
 
         Raises InvariantError when they hold NaN.
         """

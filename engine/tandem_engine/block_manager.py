@@ -54,7 +54,7 @@ class BlockUsage:
     total: int
     #: Can be allocated now.
     free: int
-    #: Of the free ones, those whose KV can still be found by a prompt.
+    #: Free blocks whose KV prompts can still find.
     cached: int
     #: Referenced by a request or by a transfer.
     used: int
@@ -89,7 +89,7 @@ class _BlockTable:
     num_committed: int = 0
     #: The blocks of the beams after the first, as many as it has.
     more_beams: list[list[int]] = field(default_factory=list)
-    #: Of the last fork, until they are taken.
+    #: Copies of the last fork, until they are taken.
     copies: list[BlockCopy] = field(default_factory=list)
 
     @property
@@ -324,7 +324,7 @@ class BlockManager:
         return faults + self._pool.check(owners)
 
     def _num_matchable(self, num_tokens: int) -> int:
-        """Of so many tokens, those in full blocks."""
+        """Number of the `num_tokens` first tokens that are in full blocks."""
         if not self.enable_prefix_caching:
             return 0
         return max(num_tokens, 0) // self.block_size * self.block_size

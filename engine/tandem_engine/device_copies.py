@@ -28,7 +28,8 @@ def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
 
 
 def to_host(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The same on the CPU: starts all copies, then waits once until the device has done all its work."""
+    """Copies tensors to the CPU: starts all copies, then waits once until the device has done all its
+    work."""
     if tensors[0].device.type == "cpu":
         return tensors
     copies = tuple(

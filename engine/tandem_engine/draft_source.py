@@ -42,7 +42,7 @@ class Likeliest:
 
     #: [rows, NUM_LIKELIEST], or the vocabulary's size if that is less.
     token_ids: NDArray[np.int64]
-    #: The same shape.
+    #: Logits, in the shape of token_ids.
     logits: NDArray[np.float32]
 
 
@@ -50,11 +50,11 @@ class DraftSource(Protocol):
     def propose(
         self, requests: Sequence[Request], max_nodes: int, share: float = 1.0
     ) -> list[DraftTree | None]:
-        """One tree of at most `max_nodes` guesses per request, None where no draft is worth its cost.
-        share: of the time that the requests' objectives per token leave, what guesses may take."""
+        """One tree of at most `max_nodes` draft tokens per request, None where no draft is worth its cost.
+        share: the part of the time left by the requests' objectives per token that drafts may use."""
 
     def observe_step(self, num_sequences: int, context: int, num_guesses: int, seconds: float) -> None:
-        """The duration of a step that only decoded; context: cached tokens of all its sequences."""
+        """Notes the duration of a step that only decoded; context: cached tokens of all its sequences."""
 
     def extend(self, emitted: Sequence[Emitted], logits: Tensor | Likeliest) -> None:
         """logits [rows, vocab] float32 of the step on the CPU, valid during the call; of a step on a GPU what

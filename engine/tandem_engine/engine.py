@@ -37,14 +37,14 @@ from tandem_engine.sampling.verify import Verified, Verifier
 from tandem_engine.scheduler import PromptWork, RequestCounts, RequestUpdate, Scheduler
 from tandem_engine.step_times import DECODE_TERMS, StepTimes, TokensPerStep
 
-#: Prompt tokens of a step, whatever the objectives of others.
+#: Least number of prompt tokens of a step, regardless of other requests' objectives.
 _LEAST_CHUNK = 32
-#: Of the time that objectives per token leave, what drafts may take while prompts wait: prompts are certain
-#: work, drafts may be rejected.
-_SHARE_BESIDE_PROMPTS = 0.5
-#: Lengths in tokens of what is computed to measure the costs of steps.
+#: Share of the time that objectives per token leave which drafts may use while prompts wait; unlike prompts,
+#: drafts may be rejected.
+_SHARE_WITH_PROMPTS = 0.5
+#: Lengths in tokens of the synthetic prompts and outputs that measure step costs.
 _MEASURED_PROMPTS, _MEASURED_OUTPUT = (64, 256), 6
-#: Sequences that then decode together, and the length of their prompts: what a batch costs does not follow
+#: Sequences that then decode together, and the length of their prompts: the cost of a batch cannot be derived
 #: from one sequence.
 _MEASURED_BATCH, _MEASURED_BATCH_PROMPT = 8, 16
 
@@ -60,11 +60,11 @@ class StepOutput:
     drafted_sources: tuple[str, ...]
     accepted_sources: tuple[str, ...]
     finished: bool
-    #: Of each guess verified: how many guesses lie before it in its draft.
+    #: Position in the draft of each verified draft token.
     drafted_positions: tuple[int, ...] = ()
     #: Why the request ended without an answer.
     error: InvalidRequestError | None = None
-    #: Of the prompt, if the request asks for them: with the first token.
+    #: Log probabilities of the prompt, if requested; with the first token.
     prompt_logprobs: PromptLogprobs | None = None
     #: The texts that a beam search found, the best first, when it has ended; its steps emit no tokens.
     hypotheses: tuple[Hypothesis, ...] = ()
@@ -132,9 +132,9 @@ class Engine:
         #: For transfers, which hold blocks together with the requests that own them.
         self.blocks = blocks
         self.num_steps = 0
-        #: Of steps that only decode, drafts included; their "tokens" are sequences, "pairs" cached tokens.
+        #: Times of steps that only decode, with drafts; their "tokens" are sequences, "pairs" cached tokens.
         self.decode_times = StepTimes(DECODE_TERMS)
-        #: Of steps that compute prompts.
+        #: Times of steps that compute prompts.
         self.prefill_times = StepTimes()
         self.tokens_per_step = TokensPerStep()
         #: The end of the last step, if there was work for another one.
@@ -148,16 +148,15 @@ class Engine:
         self.layer_listener = layer_listener
 
     def measure_costs(self, *, decodes: bool, slowed_by: float = 1.0) -> None:
-        """Computes prompts that nobody asked for. Then costs of steps are known before the first request,
-        and none is slowed by the first use of memory. With a large model it takes seconds. `slowed_by`: how
-        many times as long the same steps will take under load."""
+        """Runs synthetic prompts to measure step costs before the first request, and to touch memory. Takes
+        seconds with a large model. `slowed_by`: factor by which steps will be slower under load."""
         config, blocks = self.scheduler.config, self.blocks
         drafter, self._drafter = self._drafter, None
         caches, blocks.enable_prefix_caching = blocks.enable_prefix_caching, False
         num_output = _MEASURED_OUTPUT if decodes else 1
         most = min(config.max_model_len, blocks.num_blocks * blocks.block_size) - num_output
         for num_tokens in _MEASURED_PROMPTS:
-            # Only those of the last prompt count: the first touched the memory.
+            # Keeps only the last prompt's times, because the first one touched the memory.
             self.prefill_times, self.decode_times = StepTimes(), StepTimes(DECODE_TERMS)
             for part in (num_tokens, num_tokens // 4):
                 self._compute([max(1, min(part, most))], num_output)
@@ -166,11 +165,11 @@ class Engine:
         self._drafter, blocks.enable_prefix_caching = drafter, caches
         for times in (self.prefill_times, self.decode_times):
             times.expect_load(slowed_by)
-        # What texts gain is not known yet: these had no drafts.
+        # Discards the tokens per step, because these sequences had no drafts.
         self.tokens_per_step = TokensPerStep()
 
     def _compute(self, prompt_lengths: Sequence[int], num_output: int) -> None:
-        """Requests that nobody asked for, to the end of all."""
+        """Runs synthetic requests until all have ended."""
         sampling = SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True)
         for index, num_tokens in enumerate(prompt_lengths):
             self.add(Request(f"costs-{index}", [0] * num_tokens, sampling))
@@ -267,8 +266,8 @@ class Engine:
         return StepOutput(update.request, update.new_token_ids, (), (), (), update.finished)
 
     def _max_prompt_tokens(self) -> int | None:
-        """With which the next step, its drafts included, keeps the tightest objective per token of the
-        sequences that decode, also for one of which no guess is accepted; at least _LEAST_CHUNK."""
+        """Prompt tokens with which the next step keeps the tightest objective per token of the decoding
+        sequences even if no draft token is accepted; at least _LEAST_CHUNK. None: no objective."""
         decoding = self.scheduler.decoding()
         tightest = _tightest_token_s(decoding)
         if tightest == math.inf:
@@ -286,7 +285,7 @@ class Engine:
         if not decoding:
             return
         has_limit = _tightest_token_s(decoding) < math.inf
-        share = _SHARE_BESIDE_PROMPTS if has_limit and self.scheduler.prompt_work() else 1.0
+        share = _SHARE_WITH_PROMPTS if has_limit and self.scheduler.prompt_work() else 1.0
         trees = self._drafter.propose(decoding, self._max_draft_nodes, share)
         for request, tree in zip(decoding, trees, strict=True):
             request.draft = tree

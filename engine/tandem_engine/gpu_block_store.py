@@ -1,4 +1,4 @@
-"""The blocks of a GPU's KV pool as bytes for transfers, copied beside the computation.
+"""The blocks of a GPU's KV pool as bytes for transfers, copied concurrently with the computation.
 
     read   compute stream    layer n | mark | layer n + 1 ...
            transfer stream           wait(mark) | gather | copy to a pinned slot | event
@@ -7,8 +7,8 @@
            transfer stream                       copy to the device | scatter | event
 
 The slots are a ring of host memory that the device reads and writes by itself. A read's slot is free again
-when nobody refers to its payload any more, which ZeroMQ tells by dropping its reference; when only one slot
-is left, the payload is copied out instead, so that slow peers never take the last one. A write's slot is
+when ZeroMQ drops the last reference to its payload; when only one slot is left, the payload is copied out
+instead, so that slow peers never take the last one. A write's slot is
 free after its event. All copies are in one stream: when one is over, all earlier ones are.
 """
 

@@ -16,7 +16,7 @@ from tandem_core.model.guides import reason
 
 from tandem_engine.draft_tree import DraftTree
 
-#: Of a draft's nodes, in the receipt and the metrics.
+#: Source of draft tokens in the receipt and the metrics.
 SOURCE = "guide"
 
 

@@ -35,7 +35,7 @@ _HUGE_PAGE = 2 << 20
 _GIB = 1 << 30
 #: Most connections to a peer; each takes up to a core at both ends while KV flows.
 MAX_CONNECTIONS = 8
-#: Of the driver's memory, for one graph of a decode step.
+#: Memory of the driver for one graph of a decode step.
 _GRAPH_BYTES = 16 << 20
 
 
@@ -138,7 +138,7 @@ class KVPool:
 
     @property
     def scratch_slot(self) -> int:
-        """A slot in the extra block, which nobody owns; it is never read."""
+        """A slot in the extra block, which is in no block table; it is never read."""
         return self.num_blocks * self.shape.block_size
 
     def will_use(self, block_id: int) -> None:
@@ -152,14 +152,14 @@ class KVPool:
 
     @property
     def num_connections(self) -> int:
-        """To a peer, for transfers. A GPU computes KV faster than one connection encrypts it."""
+        """Connections to a peer for transfers. A GPU computes KV faster than one connection encrypts it."""
         if self._gpu is None:
             return 1
         return max(1, min(MAX_CONNECTIONS, len(os.sched_getaffinity(0)) // 2))
 
     @property
     def copy_counts(self) -> CopyCounts | None:
-        """Of a GPU's transfers."""
+        """Counts of a GPU's transfers."""
         return None if self._gpu is None else self._gpu.counts
 
     def mark(self) -> Event | None:

@@ -104,7 +104,7 @@ class LLM:
         return [self._completion(request, one) for one in found]
 
     def begin(self, prompt: Prompt, sampling: SamplingParams) -> Request:
-        """A request for callers who step the engine themselves."""
+        """Creates a request for callers that step the engine themselves."""
         request = self._request(prompt, sampling)
         self.engine.add(request)
         return request

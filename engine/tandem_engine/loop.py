@@ -65,7 +65,7 @@ class EngineLoop:
         return None if self._is_waiting else self._num_turns + native.work_done()
 
     def snapshot(self) -> tuple[EngineSnapshot, float]:
-        """The newest, and for how many seconds the thread has said nothing: 0 while it waits for work.
+        """The newest snapshot, and the seconds since the thread reported: 0 while it waits for work.
 
         Raises the exception that ended the engine.
         """
@@ -93,7 +93,7 @@ class EngineLoop:
         return future
 
     def call_async(self, function: Callable[[], T]) -> asyncio.Future[T]:
-        """The same for callers on an event loop."""
+        """`call` for callers on an event loop."""
         return asyncio.wrap_future(self.call(function))
 
     # The rest is called on the engine's thread only (through `call`).
@@ -173,7 +173,7 @@ async def wait_for_future(future: Future[Any], timeout_s: float) -> bool:
     loop = asyncio.get_running_loop()
 
     def on_done(_: Future[Any]) -> None:
-        with contextlib.suppress(RuntimeError):  # the event loop has closed, so nobody waits
+        with contextlib.suppress(RuntimeError):  # the event loop has closed
             loop.call_soon_threadsafe(settled.set)
 
     future.add_done_callback(on_done)

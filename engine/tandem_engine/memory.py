@@ -1,4 +1,4 @@
-"""How much memory an engine on a CPU takes, said and checked before it takes it.
+"""Memory of an engine on a CPU, computed and checked before it is used.
 
     weights     the mapped weight file; pods on one machine share its pages
     process     Python, torch and the tokenizer, as measured when the engine is assembled
@@ -29,7 +29,7 @@ from tandem_engine.transport.base import DEFAULT_CREDIT_BYTES
 from tandem_engine.workspace import StepLimits
 
 _GB = 1e9
-#: Of one value of an 8-bit activation, with its group's factors.
+#: Bytes of a value of an 8-bit activation, with its group's factors.
 _QUANTIZED_BYTES = 2
 #: csrc/linear.cpp: rows that a thread widens to float32 at once.
 _WIDENED_ROWS = 1024
@@ -59,7 +59,8 @@ class MemoryNeed:
         )
 
 
-#: csrc/attention.cpp: keys of a split, rows of a task, and floats of a row's state beside its D values.
+#: csrc/attention.cpp: keys of a split, rows of a task, and floats of a row's state in addition to its D
+#: values.
 _SPLIT_KEYS, _TASK_VALUES, _TASK_ROWS, _STATE_FLOATS = 512, 16384, 16, 17
 
 
@@ -88,8 +89,8 @@ def step_bytes(
     if not packed:
         # torch keeps float32 copies of both operands of a product.
         row += 4 * (hidden + projected + 3 * inner)
-    # The logits of prompts' positions, and their logarithms, exist beside those that sample; the compiled
-    # call keeps its own.
+    # The logits of prompts' positions, and their logarithms, exist in addition to those that sample; the
+    # compiled call keeps its own.
     logits_rows = limits.max_decode_tokens, limits.max_seqs + 2 * MAX_PROMPT_ROWS
     logits = 4 * config.vocab_size * (sum(logits_rows) if packed else max(logits_rows))
     # Few tasks are split by keys, and each split keeps a state.
@@ -105,7 +106,8 @@ def step_bytes(
 
 
 def beam_bytes(vocab_size: int, max_seqs: int) -> int:
-    """Of the widest beam search's step, beside its logits; searches of a batch come one after the other."""
+    """Bytes of the widest beam search's step without its logits; searches of a batch run one after the
+    other."""
     # Float32 log probabilities and totals, and for each total whether it may be among the best.
     return (4 + 4 + 1) * vocab_size * min(max_seqs, MAX_BEAM_WIDTH)
 

@@ -82,7 +82,7 @@ class Request:
     draft: DraftTree | None = None
     #: None: the request is no beam search.
     search: BeamSearch | None = field(init=False, default=None)
-    #: Of each beam: the one that it continues, until its blocks are those of this one.
+    #: For each beam, the beam that it continues, until the blocks are forked.
     fork: tuple[int, ...] | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:

@@ -1,8 +1,8 @@
-"""How long a step takes, and how many tokens it brings, learned from the steps that an engine runs.
+"""Duration and tokens of steps, learned from the steps that an engine runs.
 
-The ratios of the coefficients of `StepCost` are a non-negative least-squares fit to steps of every size.
-Their level is the mean of recent steps, because the speed of a shared machine changes. A request takes the
-sum of many, for which a median would be too short.
+The ratios of the coefficients of `StepCost` are a non-negative least-squares fit to steps of all sizes. Their
+level is the mean of recent steps, because the speed of a shared machine changes. It is not the median, which
+would underestimate the sum of a request's steps.
 """
 
 from __future__ import annotations
@@ -18,40 +18,39 @@ from tandem_core.step_cost import StepCost
 
 _NUM_TERMS = 3
 _PER_STEP, _PER_TOKEN, _PER_PAIR = range(_NUM_TERMS)
-#: Which term explains steps of a single size: of prompts the tokens, which take the arithmetic; of decode
-#: steps the step, which reads the weights whatever the number of sequences.
+#: Order in which terms explain steps of a single size: for prompts first the tokens, which need arithmetic;
+#: for decode steps first the step, which reads the weights for any number of sequences.
 PROMPT_TERMS = (_PER_TOKEN, _PER_PAIR, _PER_STEP)
 DECODE_TERMS = (_PER_STEP, _PER_TOKEN, _PER_PAIR)
-#: Steps kept of each size, so that many small steps do not push out the few large ones.
+#: Steps kept of each size, so that many small steps do not displace the few large ones.
 _STEPS_PER_SIZE = 6
 #: Half-life of a step's weight; and the least weight, since the only large step may be old. After a pause all
-#: steps count about equally, because the last ones may have met a load that is gone.
+#: steps count about equally, because the last ones may have run under a load that has ended.
 _HALF_LIFE_S = 10.0
 _LEAST_WEIGHT = 0.01
-#: How long a fit is used, even with newer steps: a fit takes half a millisecond.
+#: Least time between fits; a fit takes half a millisecond.
 _FIT_EVERY_S = 0.2
-#: Pairs per token from which their cost shows: attention is then a good part of a step.
+#: Pairs per token above which attention is a measurable part of a step.
 _ENOUGH_PAIRS = 512
-#: How many times as long as the fit says a step counts at most: a pause of the whole process is no cost.
+#: Steps count as at most this multiple of the fit, because a pause of the whole process is no step cost.
 _LONGEST = 4.0
 #: Weight of the newest step in a mean of tokens.
 _RECENT = 0.02
-#: The mean of the texts is over about so many steps of one sequence each.
+#: Window of the mean tokens per step, in steps of one sequence.
 _TEXTS_WINDOW = 256
-#: The share of a size of batch is a mean over at most about so many steps; what it was taken to be before the
-#: first one counts as much as _GUESS_STEPS of them.
+#: Window in steps of the relative gain of a batch size; its initial value has the weight of _GUESS_STEPS.
 _SHARE_WINDOW, _GUESS_STEPS = 1024, 64
-#: By what factor a step is off at most: one of a text that repeats itself tells little of the next.
+#: Limit of a step's deviation as a factor, because steps of repetitive text predict others poorly.
 _MOST_OFF = 4.0
-#: The quantile of steps that had the machine for themselves.
+#: Quantile of steps that represents an idle machine.
 _FASTEST = 0.1
 
 
 class StepTimes:
-    """One thread observes, any thread may ask for the fit."""
+    """One thread observes; any thread may read the fit."""
 
     def __init__(self, terms: tuple[int, ...] = PROMPT_TERMS) -> None:
-        """`terms`: the likeliest first."""
+        """`terms`: in order of preference."""
         self._terms = terms
         #: (tokens, pairs, seconds, seconds as measured, time of the end) by size: the powers of two of tokens
         #: and pairs. The two differ in steps before `expect_load`.
@@ -67,8 +66,8 @@ class StepTimes:
         self._steps[size].append((num_tokens, num_pairs, seconds, seconds, time.monotonic()))
 
     def expect_load(self, factor: float) -> None:
-        """The steps so far had the machine for themselves. Under load they would have taken `factor` times as
-        long, which is what counts until there are steps that did."""
+        """Multiplies the times of earlier steps, measured on an idle machine, by `factor`, until steps under
+        load replace them."""
         self._steps = {
             size: deque(((n, pairs, s * factor, took, at) for n, pairs, s, took, at in steps), steps.maxlen)
             for size, steps in self._steps.items()
@@ -76,7 +75,7 @@ class StepTimes:
         self._fitted_at = -math.inf
 
     def cost(self) -> StepCost:
-        """All zero before the first step."""
+        """The fitted step cost; all zero before the first step."""
         now = time.monotonic()
         steps = [step for steps in self._steps.values() for step in steps.copy()]
         if steps and (now - self._fitted_at > _FIT_EVERY_S or not self._fitted.is_known):
@@ -86,23 +85,23 @@ class StepTimes:
 
 
 class TokensPerStep:
-    """Recent mean of tokens that a sequence gains in a decode step, also by the number of sequences: the
-    texts' own mean, times what batches of this size gain of it.
+    """Recent mean of tokens that a sequence gains in a decode step, overall and by batch size: the mean of
+    the texts times the relative gain of the batch size.
 
-    Texts change within seconds. Batches differ since drafts are shared out: where each of a few sequences
-    gains seven tokens, each of sixteen gains two, which a system that was quiet has to know when it is not.
-    One thread observes, any thread may read.
+    Texts change within seconds. Larger batches gain less because they share the drafts: where each of a few
+    sequences gains seven tokens, each of sixteen gains two. The relative gains are kept for times when the
+    load rises. One thread observes; any thread may read.
     """
 
     def __init__(self) -> None:
         self.mean = 1.0
-        #: The texts' own mean; and over how many steps of one sequence each it is.
+        #: Mean of the texts, and the number of sequence-steps that it covers.
         self._of_texts, self._num_texts = 1.0, 0
-        #: By the power of two of the number of sequences: the share, and how many steps it was seen in.
+        #: Relative gain and number of observed steps, by power of two of the number of sequences.
         self._shares: dict[int, tuple[float, int]] = {}
 
     def observe(self, num_sequences: int, gained: float) -> None:
-        """`gained`: tokens of each sequence, on average."""
+        """`gained`: mean tokens per sequence of a step."""
         self.mean += _RECENT * (gained - self.mean)
         size = num_sequences.bit_length() - 1
         share, count = self._shares.get(size, (self._share(size), 0))
@@ -115,18 +114,19 @@ class TokensPerStep:
         self._shares = {**self._shares, size: (share, count + 1)}
 
     def by_batch(self) -> list[float]:
-        """Of batches of 1, 2 to 3, 4 to 7, ... sequences, to the largest one seen."""
+        """Tokens per step for batches of 1, 2 to 3, 4 to 7, ... sequences, up to the largest observed
+        size."""
         return [self._of_texts * self._share(size) for size in range(max(self._shares, default=-1) + 1)]
 
     def _share(self, size: int) -> float:
-        """One that was not seen is as the nearest that was, the smaller one of two."""
+        """Relative gain of a batch size, or of the nearest observed one."""
         nearest = min(self._shares, key=lambda other: (abs(other - size), other), default=None)
         return 1.0 if nearest is None else self._shares[nearest][0]
 
 
 def _fit(steps: NDArray[np.float64], terms: tuple[int, ...], now: float) -> StepCost:
-    """`steps` [n, 5]: tokens, pairs, seconds, seconds as measured, time of the end. Errors count relative to
-    the step's length."""
+    """Fits step costs, with errors relative to the steps' durations. `steps` [n, 5]: tokens, pairs, seconds,
+    seconds as measured, time of the end."""
     tokens, pairs, seconds, measured, ended = steps.T
     features = np.stack([np.ones_like(tokens), tokens, pairs], axis=1)
     weights = np.maximum(0.5 ** ((now - ended) / _HALF_LIFE_S), _LEAST_WEIGHT)

@@ -1,4 +1,5 @@
-"""What steps on a GPU need beside weights and KV: input buffers, attention's work lists, the graphs' logits.
+"""Memory of steps on a GPU in addition to weights and KV: input buffers, work lists of attention, graph
+logits.
 
 All of it is allocated before the KV pool, so that the pool gets what is left (kv_pool.py), and none of it in
 a step.
@@ -33,17 +34,17 @@ class StepLimits:
 @dataclass(frozen=True)
 class Workspace:
     limits: StepLimits
-    #: Of eager steps.
+    #: Buffers of eager steps.
     inputs: StaticInputs
     attention: Attention | None
-    #: Of graphs; None for a pod that computes prompts only.
+    #: Buffers of graphs; None for a pod that computes prompts only.
     graph_inputs: StaticInputs | None
     graph_attention: Attention | None
     graph_logits: Tensor | None
 
 
 def graph_plan_sizes(rows: int, max_seqs: int) -> dict[str, int]:
-    """AttentionPlan's sizes for graphs of so many rows and sequences at most; GPU benchmarks plan alike."""
+    """AttentionPlan's sizes for graphs of at most `rows` and `max_seqs`; GPU benchmarks use them too."""
     return {"max_tokens": rows, "max_seqs": max_seqs, "max_new_tokens": TYPICAL_NEW_TOKENS}
 
 

@@ -302,7 +302,7 @@ def test_split_files_are_one_model(tmp_path: Path) -> None:
     assert one.names() == many.names() and one.hf_config() == many.hf_config()
     assert all(torch.equal(one.get(name), many.get(name)) for name in one.names())
     parts[1].rename(tmp_path / "elsewhere.gguf")
-    with pytest.raises(ModelLoadError, match=r"part-00002-of-00004\.gguf is missing beside"):
+    with pytest.raises(ModelLoadError, match=r"part-00002-of-00004\.gguf is missing next to"):
         GgufSource(parts[0])
     with pytest.raises(ModelLoadError, match="one of 4 parts of a model; name the parts"):
         GgufSource(tmp_path / "elsewhere.gguf")

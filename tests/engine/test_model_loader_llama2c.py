@@ -172,7 +172,7 @@ def test_the_vocabulary_may_follow_the_weights_in_one_file(tmp_path: Path) -> No
 
 def test_what_is_no_checkpoint_or_lacks_a_piece_is_one_sentence(tmp_path: Path) -> None:
     path = write_model(tmp_path / "story.bin")
-    with pytest.raises(ModelLoadError, match=r"put llama2\.c's tokenizer\.bin beside it"):
+    with pytest.raises(ModelLoadError, match=r"put llama2\.c's tokenizer\.bin into the same folder"):
         pull(str(path))
     (tmp_path / "tokenizer.bin").write_bytes(tokenizer_bytes()[:-1])
     with pytest.raises(ModelLoadError, match=r"vocabulary of .* is damaged"):

@@ -5,7 +5,7 @@
                    -> read, dequantize (or not), fuse, cast one tensor at a time into a temporary file
                    -> rename
 
-The file is streamed in spans of rows, so converting needs a few megabytes beside the mapped source.
+The file is streamed in spans of rows, so converting needs a few megabytes in addition to the mapped source.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ def _pieces(tensor: StoredTensor, form: WeightForm, source: WeightSource, is_qua
 def _packing_of(
     tensor: StoredTensor, own: Packing | None, quantization: Quantization, is_quantized: bool
 ) -> Packing | None:
-    """For a part that has `own` in its source; None: the form's dtype.
+    """The packing of a part whose packing in the source is `own`; None: the form's dtype.
 
     In a quantized source floats stay floats. In W4A8, quantized parts keep their packing, and a head of
     floats gets 8 bits: every token depends on it.

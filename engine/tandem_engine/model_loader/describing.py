@@ -23,7 +23,8 @@ from tandem_engine.models.config import ModelConfig
 from tandem_engine.models.layout import WeightForm
 from tandem_engine.workspace import StepLimits
 
-#: Of a decode pod with default settings: chunks of 512 tokens, 16 sequences of a token and 31 guesses.
+#: Limits of a decode pod with default settings: chunks of 512 tokens, 16 sequences of a token and 31 draft
+#: tokens.
 _BLOCK_SIZE, _LIMITS = 64, StepLimits(max_tokens=512, max_seqs=16, max_decode_tokens=16 * 32)
 
 

@@ -34,7 +34,7 @@ class StoredFormat(NamedTuple):
 @dataclass(frozen=True)
 class ModelDescription:
     manifest: ModelManifest
-    #: Of the source, most bytes first.
+    #: Formats of the source, most bytes first.
     formats: tuple[StoredFormat, ...]
     num_parameters: int
     #: dtype and quantization that `auto` picks on this machine, and the weight file of these.
@@ -42,12 +42,12 @@ class ModelDescription:
     quantization: str
     packed: bool
     weight_file: str
-    #: The weight file's, and of these what a decode step of one token reads; known before the conversion.
+    #: Bytes of the weight file, and those that a decode step of one token reads; known before the conversion.
     weight_bytes: int
     step_bytes: int
     kv_bytes_per_token: int
-    #: What a pod with default settings takes on a CPU beside weights and KV: for its largest step, and for
-    #: frames of KV transfers.
+    #: Further memory of a pod with default settings on a CPU: for its largest step, and for frames of KV
+    #: transfers.
     working_bytes: int
     transfer_bytes: int
 
@@ -75,7 +75,7 @@ def keep(folder: Path, description: ModelDescription) -> None:
 
 
 def _fingerprint(folder: Path) -> str:
-    """Of all that a description depends on: the model, the processor, the kernels, GPUs, threads."""
+    """A digest of all that a description depends on: model, processor, kernels, GPUs, threads."""
     lines = Path("/proc/cpuinfo").read_text(errors="replace").split("\n\n")[0].splitlines()
     kernels = find_spec("tandem_kernels")
     native = Path(kernels.origin or "").with_name("native") if kernels else Path()

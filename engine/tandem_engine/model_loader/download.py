@@ -37,7 +37,7 @@ from tandem_engine.model_loader.files import OnProgress, no_progress
 from tandem_engine.model_loader.registries import Registries, gone, locked
 
 _PIECE_BYTES = 1 << 20
-#: Of a member in a zip archive: signature, flags, method, packed bytes, bytes of name and of extra fields.
+#: Header of a zip member: signature, flags, method, packed bytes, bytes of name and of extra fields.
 _LOCAL_HEADER = struct.Struct("<4s2xHH8xI4xHH")
 _LENGTH_FOLLOWS = 1 << 3
 #: Attempts in a row that brought nothing new, before a download gives up.

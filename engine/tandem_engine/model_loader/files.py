@@ -15,7 +15,7 @@ OnProgress = Callable[[str, int, int], None]
 
 
 def no_progress(stage: str, done: int, total: int) -> None:
-    """For callers that do not watch."""
+    """Ignores progress."""
 
 
 #: Linux keeps what comes in writes much larger than a huge page (2 MiB) in such pages, where the file system
@@ -27,8 +27,7 @@ _BUFFER = 32 << 20
 def locked(path: Path) -> Iterator[None]:
     """Hold an exclusive lock between processes; the kernel frees it when the holder dies.
 
-    The holder removes the lock file. Who then gets the lock of the removed file, which nobody else can find,
-    tries again.
+    The holder removes the lock file. A process that then gets the lock of the removed file tries again.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:

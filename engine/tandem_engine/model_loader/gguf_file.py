@@ -183,7 +183,7 @@ def open_all(path: Path) -> list[GgufFile]:
     paths = [path.with_name(f"{named[1]}-{n:05}-of-{named[2]}.gguf") for n in range(1, count + 1)]
     if missing := [part.name for part in paths if not part.is_file()]:
         raise ModelLoadError(
-            f"{missing[0]} is missing beside {path}; download all {count} parts into one folder"
+            f"{missing[0]} is missing next to {path}; download all {count} parts into one folder"
         )
     files = [file if part == path else GgufFile(part) for part in paths]
     wrong = next((n for n, f in enumerate(files) if f.fields.get("split.no") != n), None)

@@ -2,7 +2,7 @@
 
 Q4_K and Q6_K are packings themselves. Most of the other formats round to a grid of equal steps in each group
 of 32, which a packing holds as it is; at most a product of two scales is rounded to float16. The rest goes to
-8 bits in groups of 32. The error that this adds, beside the format's own (rms of normal random numbers,
+8 bits in groups of 32. The error that this adds, relative to the format's own (rms of normal random numbers,
 llama.cpp's quantizer, benchmarks/gguf_quality.py; Student's t with 5 degrees of freedom gives the same within
 .02):
 
@@ -151,7 +151,7 @@ _GRIDS: dict[_Kind, tuple[Packing, Callable[[_Bytes], tuple[_Floats, _Floats]]]]
 
 
 def packing_for(kind: _Kind) -> Packing | None:
-    """For weights of this format; None for floats."""
+    """The packing of a format's weights; None for floats."""
     if kind in FLOATS:
         return None
     return (_NATIVE.get(kind) or _GRIDS.get(kind) or (Packing.INT8,))[0]

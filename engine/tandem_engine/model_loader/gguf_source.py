@@ -142,11 +142,11 @@ class GgufSource:
         )
 
     def _row_order(self, name: str) -> Tensor | None:
-        """For each row of the tensor its row in the file; None: the same order."""
+        """The row in the file of each row of the tensor; None if the order is equal."""
         if self.architecture != "llama" or not name.rpartition(".")[0].endswith(("q_proj", "k_proj")):
             return None
         stored = self._tensors[name]
-        # Of a bias the elements are what rows are of a weight.
+        # The elements of a bias correspond to rows of a weight.
         num_rows, heads = stored.shape[0], self._heads() if "q_proj" in name else self._kv_heads()
         if num_rows % (2 * heads):
             raise ModelLoadError(
@@ -273,5 +273,5 @@ class GgufSource:
         }
         if self._number("rope.scaling.yarn_ext_factor", 1.0) != 1:
             raise ModelLoadError(f"{self._path} mixes yarn with another RoPE scaling, which is not supported")
-        # llama.cpp's multiplier of the temperature stands beside an mscale of 1.
+        # llama.cpp's multiplier of the temperature assumes an mscale of 1.
         return found | ({"mscale": 1.0} if "mscale_all_dim" in found else {})

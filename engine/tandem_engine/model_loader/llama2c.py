@@ -4,8 +4,8 @@
     float32: embedding; then, for all layers together, attention norms, wq, wk, wv, wo, MLP norms, w1, w2, w3;
              final norm; two RoPE tables, which follow from the rest; the head, if it has one
 
-The vocabulary (tokenizer.bin) is a file beside it, or follows in the same file: int32 longest token, then for
-each token float32 score, int32 length, bytes. It is SentencePiece's, with spaces instead of "▁".
+The vocabulary (tokenizer.bin) is in the same folder, or follows in the same file: int32 longest token, then
+for each token float32 score, int32 length, bytes. It is SentencePiece's, with spaces instead of "▁".
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def write_checkpoint(path: Path, folder: Path) -> None:
         raise ModelLoadError(f"{path} has {size} of {end} bytes; download it again")
     vocabulary = path.with_name("tokenizer.bin")
     if size == end and not vocabulary.is_file():
-        raise ModelLoadError(f"{path} comes without its vocabulary; put llama2.c's tokenizer.bin beside it")
+        raise ModelLoadError(f"{path} has no vocabulary; put llama2.c's tokenizer.bin into the same folder")
     with (path if size > end else vocabulary).open("rb") as file:
         file.seek(end if size > end else 0)
         tokenizer = _read_tokenizer(file.read(), header.vocab_size, path)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tandem_core.errors import ModelLoadError, quoted
 
-#: Of checkpoints of llama2.c.
+#: Suffixes of llama2.c's checkpoints.
 LLAMA2C_SUFFIXES = (".bin", ".data")
 _SUFFIXES = (".gguf", ".safetensors", *LLAMA2C_SUFFIXES)
 _KINDS = f"a folder of safetensors, a GGUF file, or a llama2.c checkpoint ({', '.join(LLAMA2C_SUFFIXES)})"

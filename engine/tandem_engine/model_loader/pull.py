@@ -4,7 +4,7 @@
     org/name                   a Hugging Face hub id
     path                       a folder or file of safetensors, a .gguf file, or a .bin file of llama2.c
 
-    lock the name -> build .<name>.new beside it: weights' source, config.json, tokenizer.json, and
+    lock the name -> build .<name>.new next to it: weights' source, config.json, tokenizer.json, and
     tandem.json last -> rename
 
 A pull that fails leaves nothing but what it has downloaded of the catalogue (download.py), and the next one
@@ -252,7 +252,7 @@ def _config_beside(weights: Path) -> Path:
     if not (checkpoint / "config.json").is_file():
         hint = _what_else_is_in(checkpoint)
         raise ModelLoadError(
-            f"{checkpoint} has no config.json beside the weights; download the whole model{hint}"
+            f"{checkpoint} has no config.json with the weights; download the whole model{hint}"
         )
     ModelConfig.from_folder(checkpoint)
     return checkpoint / "config.json"

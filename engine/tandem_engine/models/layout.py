@@ -53,8 +53,8 @@ class Quantization(StrEnum):
 class WeightForm:
     """What one weight file holds."""
 
-    #: Of embedding and weights that are not quantized; activations and KV follow it. Norms and biases are
-    #: float32.
+    #: Type of the embedding, of weights that are not quantized, of activations and of KV. Norms and biases
+    #: are float32.
     dtype: torch.dtype
     packed: bool = False
     quantization: Quantization = Quantization.NONE
@@ -155,7 +155,7 @@ class StoredTensor:
 
 
 def piece_name(name: str, piece: int) -> str:
-    """Of the n-th tensor in the file that makes up a stored tensor."""
+    """Name of the n-th tensor in the file that makes up a stored tensor."""
     return f"{name}.{piece}" if piece else name
 
 

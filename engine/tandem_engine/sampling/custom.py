@@ -25,13 +25,13 @@ from tandem_core.sampling import MAX_PROCESSOR_NAME_CHARS
 Row = npt.NDArray[np.float32]
 LogitsProcessor = Callable[[Sequence[int], Sequence[int], Row], Any]
 
-#: Of one pod.
+#: Limit of processors of one pod.
 MAX_REGISTERED = 64
 _ENTRY = re.compile(r"(?:([\w.-]+)=)?([\w.]+):(\w+)", re.ASCII)
 
 
 class LogitsProcessors:
-    """Those of one pod, by name."""
+    """The logits processors of one pod, by name."""
 
     def __init__(self, functions: Mapping[str, LogitsProcessor] = MappingProxyType({})) -> None:
         self._functions = functions

@@ -115,5 +115,5 @@ def _draw(logits: Tensor, keys: list[int], parameters: list[tuple[float, int, fl
 
 
 def _signed(bits: int) -> int:
-    """The same 64 bits as a signed integer, as torch stores them."""
+    """The 64 bits as a signed integer, as torch stores them."""
     return bits - (1 << 64) if bits >> 63 else bits

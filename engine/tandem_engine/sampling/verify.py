@@ -127,8 +127,8 @@ def _argmax(logits: Tensor) -> list[int]:
 def _verify_sequence(
     sequence: ScheduledSequence, rows: Tensor | None, choices: list[int] | None, custom: LogitsProcessors
 ) -> Verified:
-    """rows [n, V] raw logits on the host, one per node, None where nobody reads them; choices [n] when they
-    are decided already. Raises InvalidRequestError if a custom logits processor fails.
+    """rows [n, V] raw logits on the host, one per node, None if unused; choices [n] if they are decided
+    already. Raises InvalidRequestError if a custom logits processor fails.
     """
     request = sequence.request
     num_present = 1 if sequence.draft is not None else sequence.num_new_tokens

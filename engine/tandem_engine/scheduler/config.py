@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """Limits of one step and of one request, in tokens unless said otherwise.
+    """Limits of one step and of one request, in tokens where not stated otherwise.
 
     Raises ValueError naming the setting and what it must be.
     """
@@ -18,7 +18,7 @@ class SchedulerConfig:
     max_batch: int = 32
     #: Tokens computed in a step: decoded, drafted and prefilled ones.
     max_tokens_per_step: int = 512
-    #: Of one prompt in one step.
+    #: Tokens of one prompt in one step.
     chunk_size: int = 512
     #: Prompt tokens that saturate the processor. A step with this many takes no further prompt: the second
     #: one would not finish sooner, and the first one later. A step in which sequences decode takes no more

@@ -24,7 +24,7 @@ from tandem_engine.block_manager import BlockManager
 from tandem_engine.request import Request, RequestStatus
 from tandem_engine.scheduler.config import PromptWork, RequestCounts, SchedulerConfig
 
-#: A request's blocks are taken for one that waits if that is due so many seconds earlier.
+#: A request's blocks are taken for a waiting one whose deadline is this much earlier.
 _MUCH_EARLIER_S = 10.0
 
 _Order: TypeAlias = tuple[float, int]
@@ -41,7 +41,7 @@ class RequestQueues:
         self._blocks = blocks
         self._config = config
         self._requests: dict[str, Request] = {}
-        #: Of each live request: its deadline, and its place in the order of arrival.
+        #: Deadline and number of arrival of each live request.
         self._orders: dict[str, _Order] = {}
         self._num_arrivals = 0
         self._waiting: list[Request] = []
@@ -200,7 +200,7 @@ class RequestQueues:
     def secure_next_tokens(self) -> list[Request]:
         """Give every running sequence, in order, blocks for all its known tokens; preempt if need be.
 
-        Returns those that can run this step. A sequence with nobody to preempt keeps its KV and waits.
+        Returns those that can run this step. A sequence that can preempt no other keeps its KV and waits.
         """
         able = []
         for request in self.running:
@@ -251,7 +251,7 @@ class RequestQueues:
         )
 
     def prompt_work(self) -> tuple[PromptWork, ...]:
-        """Of every request that still computes its prompt here, the earliest deadline first."""
+        """Work of every request that still computes its prompt here, the earliest deadline first."""
         prompts = [r for r in (*self._waiting, *self._ready, *self._running) if not r.is_decoding]
         prompts.sort(key=self._order)
         return tuple(

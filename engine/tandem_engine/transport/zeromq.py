@@ -327,8 +327,8 @@ class ZmqSender(KVSender):
     def _connect(self, transfer: OutgoingTransfer) -> _Peer:
         """The transfer's peer, with one connection more if it has too few.
 
-        The decode pod assigns a new connection to the thread that has fewest, and counts one only when it
-        stands. So the next one is opened when it has replied on all others.
+        The decode pod assigns a new connection to the thread with the fewest, and counts only established
+        ones. So the next one is opened when the pod has replied on all others.
         """
         key = (transfer.ticket.endpoint, transfer.ticket.public_key)
         peer = self._peers.setdefault(key, _Peer())
@@ -343,8 +343,8 @@ class ZmqSender(KVSender):
         dealer = self._worker.context.socket(zmq.DEALER)
         _configure(dealer, MAX_HEADER_BYTES + _ENCRYPTION_BYTES)
         dealer.affinity = 1 << thread
-        # The first connection queues what it cannot send yet. The others get frames only once they stand, so
-        # that one that nobody serves holds none up.
+        # The first connection queues frames that it cannot send yet. The others get frames only once they are
+        # established, so that an unserved connection delays none.
         dealer.immediate = thread > 0
         try:
             if ticket.public_key:
