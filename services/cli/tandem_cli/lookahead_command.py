@@ -35,7 +35,7 @@ def stats(target: ServiceOption = DEFAULT_SERVICE) -> None:
         f"{status.spans_received_total:,} spans received, {status.spans_dropped_total:,} dropped"
     )
     if not status.namespaces:
-        typer.echo("nothing is held yet")
+        typer.echo("no shared text yet")
         return
     table = Table(box=None)
     for title in ("tenant", "revision"):

@@ -98,7 +98,7 @@ def certificates(
     folder: Annotated[
         Path, typer.Option(file_okay=False, help="Folder of the CA and its key; created if absent.")
     ],
-    namespace: Annotated[str, typer.Option(help="Of the Secrets.")] = "tandem",
+    namespace: Annotated[str, typer.Option(help="Namespace of the Secrets.")] = "tandem",
     days: Annotated[int, typer.Option(min=1, max=825, help="Validity of the certificates.")] = 90,
 ) -> None:
     """Print new certificates of all pods as Kubernetes Secrets, for `kubectl apply -f -`."""
@@ -210,12 +210,7 @@ def generate(
         if not text.strip():
             fail("the prompt is empty; give some text")
         sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed or 0)
-        llm = LLM(
-            folder,
-            drafter=drafter_for(speculation),
-            dtype=dtype,
-            quantization=quantization,
-        )
+        llm = LLM(folder, drafter=drafter_for(speculation), dtype=dtype, quantization=quantization)
         tokens = llm.tokenizer
         prompt_ids = tokens.encode_chat([Message("user", text)]) if as_chat else tokens.encode(text)
         for piece in llm.stream(prompt_ids, sampling):

@@ -86,7 +86,11 @@ def plan(
     slo = SloTarget("", ttft, tpot, e2e)
     if not (ttft or tpot or e2e):
         fail("--ttft, --tpot and --e2e are all 0; set one of them")
-    workload = _workload(trace, rate, requests, prompt_tokens, output_tokens, cached_tokens, spread, seed)
+    if trace is not None:
+        workload = _traced(trace, rate, requests, prompt_tokens, output_tokens)
+    else:
+        lengths = prompt_tokens, output_tokens
+        workload = poisson(rate, requests, *lengths, cached_tokens=cached_tokens, spread=spread, seed=seed)
     settings = {
         "tokens_per_step": None if tokens_per_step is None else (tokens_per_step,),
         "chunk_size": chunk_size,
@@ -149,20 +153,9 @@ def _contention(text: str) -> Contention:
     return Contention(prefill, decode)
 
 
-def _workload(
-    trace: Path | None,
-    rate: float,
-    count: int,
-    prompt_tokens: int,
-    output_tokens: int,
-    cached_tokens: int,
-    spread: float,
-    seed: int,
+def _traced(
+    trace: Path, rate: float, count: int, prompt_tokens: int, output_tokens: int
 ) -> list[PlannedRequest]:
-    if trace is None:
-        return poisson(
-            rate, count, prompt_tokens, output_tokens, cached_tokens=cached_tokens, spread=spread, seed=seed
-        )
     from tandem_cli.bench import BenchError
     from tandem_cli.bench.traces import read_trace
 

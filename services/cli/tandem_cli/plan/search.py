@@ -15,7 +15,7 @@ from tandem_cli.plan.workload import PlannedRequest
 
 #: Largest number of pods of a role.
 _MAX_PODS = 512
-#: Makes a fleet of prefill pods and decode pods.
+#: Makes a fleet of a number of prefill pods and decode pods.
 Make = Callable[[int, int], FleetPlan]
 
 
@@ -43,41 +43,32 @@ def evaluate(plan: FleetPlan, requests: Sequence[PlannedRequest], slo: SloTarget
 
 
 def cheapest(
-    make: Callable[[int, int], FleetPlan],
-    requests: Sequence[PlannedRequest],
-    slo: SloTarget,
-    objective: float,
+    make: Make, requests: Sequence[PlannedRequest], slo: SloTarget, objective: float
 ) -> Result | None:
     """The smallest fleet with prefill pods that meets the objective; None if none does.
 
     Starts with enough pods of both roles, minimises prefill pods, then decode pods. Finally tries to replace
     two pods of a role by one of the other.
     """
-    enough = _least(lambda n: evaluate(make(n, n), requests, slo).attainment >= objective)
+
+    def meets(num_prefill: int, num_decode: int) -> bool:
+        return evaluate(make(num_prefill, num_decode), requests, slo).attainment >= objective
+
+    enough = _least(lambda n: meets(n, n))
     if enough is None:
         return None
-    num_prefill = _least(lambda n: evaluate(make(n, enough), requests, slo).attainment >= objective, enough)
-    if num_prefill is None:
-        return None
-    num_decode = _least(
-        lambda n: evaluate(make(num_prefill, n), requests, slo).attainment >= objective, enough
-    )
-    if num_decode is None:
-        return None
-    best = evaluate(make(num_prefill, num_decode), requests, slo)
-    for prefill, decode in ((num_prefill + 1, num_decode - 2), (num_prefill - 2, num_decode + 1)):
-        if min(prefill, decode) >= 1:
-            other = evaluate(make(prefill, decode), requests, slo)
-            if other.attainment >= objective and other.plan.num_devices < best.plan.num_devices:
-                best = other
-    return best
+    prefill = _least(lambda n: meets(n, enough), enough) or enough
+    decode = _least(lambda n: meets(prefill, n), enough) or enough
+    # A pair of one role for a pod of the other is one pod less.
+    for other in ((prefill + 1, decode - 2), (prefill - 2, decode + 1)):
+        if min(other) >= 1 and meets(*other):
+            prefill, decode = other
+            break
+    return evaluate(make(prefill, decode), requests, slo)
 
 
 def cheapest_together(
-    make: Callable[[int, int], FleetPlan],
-    requests: Sequence[PlannedRequest],
-    slo: SloTarget,
-    objective: float,
+    make: Make, requests: Sequence[PlannedRequest], slo: SloTarget, objective: float
 ) -> Result | None:
     """The smallest fleet without prefill pods that meets the objective; None if none does."""
     count = _least(lambda n: evaluate(make(0, n), requests, slo).attainment >= objective)
