@@ -30,7 +30,7 @@ def serve(**given: Any) -> None:
 @app.command("report")
 def report(
     records: Annotated[Path, typer.Argument(help="File that `tandem bench serve --output` wrote.")],
-    report: Annotated[Path | None, typer.Option(help="Write the report here as Markdown.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write the report here too.")] = None,
 ) -> None:
     """Print the report of a benchmark again, from its records."""
     from tandem_cli.bench.run import report_file

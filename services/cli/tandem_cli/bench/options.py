@@ -113,7 +113,7 @@ class BenchOptions:
         Path | None,
         typer.Option(help="Write every request here as a JSON line; `tandem bench report` reads them."),
     ] = None
-    report: Annotated[Path | None, typer.Option(help="Write the report here as Markdown.")] = None
+    report: Annotated[Path | None, typer.Option(help="Write the report here too.")] = None
     api_key: ApiKeyOption = None
 
     def point(self) -> Point:

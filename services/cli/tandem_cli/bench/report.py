@@ -1,4 +1,4 @@
-"""The figures of a run as text."""
+"""The report of a run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NUM_ERRORS = 3
 
 
 def run_report(run: Run) -> str:
-    """The figures of a run as Markdown."""
+    """The figures of a run as text."""
     records = run.records
     text = f"{run.point.workload}, {run.point.load()}, {run.system}\n\n"
     text += f"{_latency_table(run.summary)}\n\n{describe(records, run.summary)}"
@@ -153,7 +153,7 @@ def _pair(values: Percentiles | None, scale: float, form: str) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Markdown with aligned columns; the first row is the head."""
+    """A Markdown table with aligned columns; the first row is the head."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rows = [rows[0], ["-" * width for width in widths], *rows[1:]]
     lines = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows)

@@ -1,6 +1,6 @@
 """A benchmark from its options to its report.
 
-dataset, trace -> requests -> transport, schedule -> records -> summary -> terminal, JSON lines, Markdown
+dataset, trace -> requests -> transport, schedule -> records -> summary -> report, JSON lines
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _report(runs: Sequence[Run], file: Path | None) -> None:
 
 
 def _check_folders(*files: Path | None) -> None:
-    """Raises BenchError."""
+    """Raises BenchError for a file in a missing folder."""
     for file in files:
         if file is not None and not file.parent.is_dir():
             raise BenchError(f"{file}: the folder {file.parent} does not exist; make it first")

@@ -184,7 +184,7 @@ class Controller:
         return Scrapes(found["gateway"], found["prefill"], found["decode"], is_complete=not failures), ready
 
     async def _get(self, target: str) -> Exposition | str:
-        """Or why there is none."""
+        """The metrics of a process, or the error."""
         try:
             answer = await self._http.get(f"http://{target}/metrics")
             answer.raise_for_status()
